@@ -1,0 +1,57 @@
+"""Linear-cost sequence models in any number of dimensions, causal and bidirectional.
+
+Names are imported on first use, so that `import onescan` and `onescan --help` do not wait for
+torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# name -> module that defines it
+_HOMES = {
+    "AdditiveDecayState": "onescan.ops.additive_decay",
+    "Grid": "onescan.shapes",
+    "ImageClassifier": "onescan.models.image_classifier",
+    "ImageClassifierConfig": "onescan.models.image_classifier",
+    "PRESETS": "onescan.models.presets",
+    "ToeplitzState": "onescan.ops.toeplitz_position",
+    "additive_decay": "onescan.ops.additive_decay",
+    "build": "onescan.models.presets",
+    "load": "onescan.training.checkpoint",
+    "lrpe": "onescan.ops.lrpe",
+    "lrpe_angles": "onescan.ops.lrpe",
+    "merge_states": "onescan.ops.additive_decay",
+    "preset": "onescan.models.presets",
+    "toeplitz_position": "onescan.ops.toeplitz_position",
+    "train": "onescan.training.loop",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'onescan' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from onescan.models.image_classifier import ImageClassifier as ImageClassifier
+    from onescan.models.image_classifier import ImageClassifierConfig as ImageClassifierConfig
+    from onescan.models.presets import PRESETS as PRESETS
+    from onescan.models.presets import build as build
+    from onescan.models.presets import preset as preset
+    from onescan.ops.additive_decay import AdditiveDecayState as AdditiveDecayState
+    from onescan.ops.additive_decay import additive_decay as additive_decay
+    from onescan.ops.additive_decay import merge_states as merge_states
+    from onescan.ops.lrpe import lrpe as lrpe
+    from onescan.ops.lrpe import lrpe_angles as lrpe_angles
+    from onescan.ops.toeplitz_position import ToeplitzState as ToeplitzState
+    from onescan.ops.toeplitz_position import toeplitz_position as toeplitz_position
+    from onescan.shapes import Grid as Grid

@@ -1,0 +1,96 @@
+"""Errors a user can act on: shapes with names and sizes, NaN with the argument's name."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onescan.choices import check_choice as check_choice
+
+
+def check_shapes(**arguments: tuple[Any, str]) -> dict[str, int]:
+    """Bind the letters of each argument's pattern to its sizes, or say which one disagrees.
+
+    Args:
+        arguments: name=(tensor, pattern), the pattern as in `onescan.shapes`: letters bind,
+            numbers are exact. An argument that is None is passed over.
+
+    Returns:
+        The size of each letter.
+
+    Raises:
+        ValueError: an argument that is no tensor, has another rank, or a size that disagrees.
+
+    >>> check_shapes(q=(torch.ones(2, 5), "B T"), k=(torch.ones(2, 4), "B T"))
+    Traceback (most recent call last):
+    ValueError: k has shape (2, 4), expected 'B T' with B=2, T=5
+    """
+    sizes: dict[str, int] = {}
+    for name, (tensor, pattern) in arguments.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}, expected a tensor {pattern!r}")
+        letters = pattern.split()
+        known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters if letter in sizes)
+        if tensor.ndim != len(letters) or any(
+            size != (int(letter) if letter.isdigit() else sizes.setdefault(letter, size))
+            for letter, size in zip(letters, tensor.shape, strict=True)
+        ):
+            with_known = f" with {known}" if known else ""
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, expected {pattern!r}{with_known}"
+            )
+    return sizes
+
+
+def check_positive(**numbers: int | float) -> None:
+    """Raise ValueError for a number that is not above 0 and finite.
+
+    >>> check_positive(chunk_size=0)
+    Traceback (most recent call last):
+    ValueError: chunk_size is 0, expected a number above 0
+    """
+    for name, number in numbers.items():
+        if not 0 < number < float("inf"):  # NaN fails this too
+            raise ValueError(f"{name} is {number}, expected a number above 0")
+
+
+def check_floating(**tensors: Any) -> None:
+    """Raise ValueError for what is no tensor, or not of a floating point type."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected a floating point type")
+
+
+def can_look_at_values(tensor: Tensor) -> bool:
+    """Whether a value may steer Python here: on a CPU, in plain eager mode.
+
+    On a GPU it would wait for the device; while compiling, exporting or under vmap there is
+    no value yet.
+    """
+    return (
+        tensor.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and type(tensor) in (Tensor, torch.nn.Parameter)
+    )
+
+
+def check_no_nan(result: Tensor, **arguments: Tensor | None) -> None:
+    """Blame the argument that put a NaN into `result`, a small tensor that they all reach.
+
+    Looking at a small result keeps the check's cost far below the call's. It looks only where
+    `can_look_at_values` allows.
+
+    Raises:
+        ValueError: result holds NaN and so does an argument; says which, and how many.
+    """
+    if not can_look_at_values(result) or not bool(torch.isnan(result.detach().sum())):
+        return
+    for name, tensor in arguments.items():
+        count = 0 if tensor is None else int(torch.isnan(tensor.detach()).sum())
+        if tensor is not None and count:
+            raise ValueError(f"{name} holds {count} NaN of {tensor.numel()} values")

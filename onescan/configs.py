@@ -1,0 +1,196 @@
+"""Configs as plain data: nested frozen dataclasses to JSON types and back, strictly.
+
+Where a field is declared with a base class or a union, the class that it holds goes along as
+"type", and is looked up by name among the imported subclasses of what was declared.
+"""
+
+import dataclasses
+import inspect
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from onescan.choices import hint
+
+ConfigT = TypeVar("ConfigT")
+
+
+class ModelConfig(ABC):
+    """What a network is built from: the base of every model's config."""
+
+    @abstractmethod
+    def build(self) -> Any:
+        """Build the network, a `torch.nn.Module`."""
+
+    @abstractmethod
+    def example_inputs(self) -> tuple[Any, ...]:
+        """Make what the network's forward takes, one example of the usual size: to count or export.
+
+        They are made on torch's current default device.
+        """
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Spell a config, nested ones included, in JSON types.
+
+    Raises:
+        ValueError: a field holds something that JSON has no type for; says which.
+    """
+    return _fields_to_plain(config, "")
+
+
+def from_dict(cls: type[ConfigT], data: Mapping[str, Any]) -> ConfigT:
+    """Build a config of class `cls` from what `to_dict` gave.
+
+    Fields that are left out take their defaults; an int stands for a float, a list for a tuple.
+
+    Raises:
+        ValueError: a field is unknown or missing, a value is of another type than declared,
+            or a "type" names no imported class; says the dotted path and what was expected.
+    """
+    config: ConfigT = _load(data, cls, "")
+    return config
+
+
+def replace(config: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
+    """Return `config` with fields changed by dotted name: {"mixer.num_heads": 3, "width": 64}.
+
+    Raises:
+        ValueError: a name is unknown (says the nearest), or a value is of another type.
+    """
+    data = to_dict(config)
+    for dotted, value in changes.items():
+        *above, name = dotted.split(".")
+        place = data
+        for part in above:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"{dotted}: {part} is {place!r}, it has no field {name!r}")
+        place[name] = _plain(value, None, dotted)
+    return from_dict(type(config), data)
+
+
+def differences(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
+    """List where two configs differ: dotted path, value in `a`, value in `b`."""
+    return list(_differences(a, b, ""))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _fields_to_plain(config: Any, path: str) -> dict[str, Any]:
+    hints = get_type_hints(type(config))
+    return {
+        field.name: _plain(getattr(config, field.name), hints[field.name], _join(path, field.name))
+        for field in dataclasses.fields(config)
+    }
+
+
+def _plain(value: Any, declared: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        is_declared = [type(value)] == [m for m in _members(declared) if m is not type(None)]
+        label = {} if is_declared else {"type": type(value).__name__}
+        return label | _fields_to_plain(value, path)
+    if isinstance(value, list | tuple):
+        return [_plain(item, None, f"{path}[{i}]") for i, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"{path} is a {type(value).__name__}, which a config cannot hold")
+
+
+def _load(value: Any, declared: Any, path: str) -> Any:
+    if isinstance(value, Mapping):
+        return _load_config(value, declared, path)
+    for member in _members(declared):
+        try:
+            return _convert(value, member, path)
+        except TypeError:  # a union has further members
+            continue
+    raise ValueError(f"{path or 'the config'} is {value!r}, expected {_spell(declared)}")
+
+
+def _load_config(data: Mapping[str, Any], declared: Any, path: str) -> Any:
+    known = {cls.__name__: cls for member in _members(declared) for cls in _family(member)}
+    if not known:
+        raise ValueError(f"{path} is {dict(data)!r}, expected {_spell(declared)}")
+    members = [cls.__name__ for cls in _members(declared) if cls in known.values()]
+    name = data.get("type", members[0] if len(members) == 1 else None)
+    if not isinstance(name, str) or name not in known:
+        came = "is missing" if name is None else f"{name!r} is no class imported so far"
+        raise ValueError(f"{_join(path, 'type')} {came}{hint(name, known)}")
+    return _load_fields(known[name], data, path)
+
+
+def _load_fields(cls: Any, data: Mapping[str, Any], path: str) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    _check_names([name for name in data if name != "type"], fields, path)
+    hints, values = get_type_hints(cls), {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = _load(data[name], hints[name], _join(path, name))
+        elif dataclasses.MISSING is field.default is field.default_factory:
+            raise ValueError(f"{_join(path, name)} is missing, expected {_spell(hints[name])}")
+    return cls(**values)
+
+
+def _convert(value: Any, member: Any, path: str) -> Any:
+    arguments = get_args(member)
+    if get_origin(member) is tuple and isinstance(value, list | tuple):
+        if arguments[1:] == (...,):
+            arguments = arguments[:1] * len(value)
+        if len(arguments) != len(value):
+            raise TypeError
+        items = zip(value, arguments, strict=True)
+        return tuple(_load(item, each, f"{path}[{i}]") for i, (item, each) in enumerate(items))
+    if get_origin(member) is Literal:
+        fits = any(value == choice and type(value) is type(choice) for choice in arguments)
+    elif member is float and type(value) is int:
+        return float(value)
+    else:
+        fits = type(value) is member
+    if not fits:
+        raise TypeError
+    return value
+
+
+def _differences(a: Any, b: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    if not (dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b)):
+        if a != b:
+            yield path, a, b
+    elif type(a).__name__ != type(b).__name__:  # by name, as a class may be defined anew
+        yield _join(path, "type"), type(a).__name__, type(b).__name__
+    else:
+        for name in {field.name: None for each in (a, b) for field in dataclasses.fields(each)}:
+            in_a, in_b = getattr(a, name, None), getattr(b, name, None)
+            yield from _differences(in_a, in_b, _join(path, name))
+
+
+def _members(declared: Any) -> tuple[Any, ...]:
+    is_union = get_origin(declared) in (Union, UnionType)
+    return get_args(declared) if is_union else (declared,)
+
+
+def _family(cls: Any) -> Iterator[type]:
+    """Every config class that may stand for `cls`: itself and its subclasses, if not abstract."""
+    if not isinstance(cls, type):
+        return
+    if dataclasses.is_dataclass(cls) and not inspect.isabstract(cls):
+        yield cls
+    for subclass in type.__subclasses__(cls):
+        yield from _family(subclass)
+
+
+def _check_names(names: Iterable[str], fields: Collection[str], path: str) -> None:
+    for name in names:
+        if name not in fields:
+            raise ValueError(f"{_join(path, name)} is unknown{hint(name, fields)}")
+
+
+def _spell(declared: Any) -> str:
+    """A type as a reader would write it, without the modules' names."""
+    if isinstance(declared, type) and not get_args(declared):
+        return declared.__name__
+    return re.sub(r"[A-Za-z_][\w.]*\.(?=\w)", "", str(declared))

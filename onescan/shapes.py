@@ -1,0 +1,60 @@
+"""The vocabulary of tensor shapes: every annotation in the package is spelt with these letters.
+
+B  batch            T  tokens (sequence length)      D  model width
+H  heads            K  key width per head            V  value width per head
+N  chunks           C  tokens per chunk              E  hidden states per channel
+
+F is the width of a rotated key: K, or 2K where LRPE has turned x into [x cos, x sin].
+"""
+
+import math
+from typing import NamedTuple
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Hidden = Float[Tensor, "B T D"]
+Queries = Float[Tensor, "B T H K"]
+Keys = Float[Tensor, "B T H K"]
+Values = Float[Tensor, "B T H V"]
+Angles = Float[Tensor, "T H K"]
+Frequencies = Float[Tensor, "H K"]
+FrequencyRow = Float[Tensor, " K"]
+RotatedKeys = Float[Tensor, "B T H F"]
+Keep = Bool[Tensor, "B T"]
+
+LogNormalizer = Float[Tensor, "B H K"]
+KeyValue = Float[Tensor, "B H F V"]
+
+ToeplitzCoefficients = Float[Tensor, "axes D E"] | Float[Tensor, "axes 2 D E"]
+Decays = Float[Tensor, "D E"]
+DirectedDecays = Float[Tensor, "directions D E"]  # forward, and backward if there is one
+HiddenStates = Float[Tensor, "B D E"]
+ChannelsFirst = Float[Tensor, "D B *axes"]
+Lines = Float[Tensor, "D lines positions"]  # all lines along one axis of a grid
+LineStates = Float[Tensor, "D lines E"]
+Samples = Float[Tensor, "D lines samples"]
+Powers = Float[Tensor, "D _ E"]
+Kernels = Float[Tensor, "D lags"]
+Toeplitz = Float[Tensor, "D positions positions"]
+
+Images = Float[Tensor, "B channels height width"]
+Grids = Float[Tensor, "B channels *axes"]  # signals, images, video
+Logits = Float[Tensor, "B classes"]
+Labels = Int[Tensor, " B"]
+
+
+class Grid(NamedTuple):
+    """How tokens are laid out: `prefix` tokens without a place, then a grid in row-major order.
+
+    >>> Grid(shape=(14, 14), prefix=1).tokens
+    197
+    """
+
+    shape: tuple[int, ...]
+    prefix: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Prefix and grid together."""
+        return self.prefix + math.prod(self.shape)

@@ -1,0 +1,42 @@
+"""How every test runs: one thread, fixed seeds, and memory that shows when it is read unwritten."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; make test fills the cores
+
+import pytest
+import torch
+from hypothesis import register_random, settings
+
+
+class TorchRandom:
+    """Torch's generator, as hypothesis wants it: a failing example then fails again."""
+
+    seed = torch.manual_seed
+    getstate = torch.get_rng_state
+    setstate = torch.set_rng_state
+
+
+register_random(TorchRandom)
+settings.register_profile("onescan", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("onescan")
+
+
+def pytest_configure(config):
+    # torch's own: inductor still uses torch.jit, and the poison asks GPU kernels for more than
+    # each of them has.
+    for warning in (".torch.jit:DeprecationWarning", ".*use_deterministic_algorithms:UserWarning"):
+        config.addinivalue_line("filterwarnings", f"ignore:{warning}")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """Let torch.empty and its kin come filled with NaN, integers with their largest value."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

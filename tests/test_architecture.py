@@ -1,0 +1,194 @@
+"""The laws of the package, read from its source: what may import what, and what nobody may do."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "onescan"
+SOURCES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+EVERYWHERE = SOURCES | {
+    path: ast.parse(path.read_text())
+    for folder in ("tests", "benchmarks", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+# From the ground up; a floor imports itself and those before it.
+FLOORS = [
+    {"choices", "shapes", "checks", "configs"},
+    {"ops"},
+    {"layers"},
+    {"models"},
+    {"integrations"},
+    {"data"},
+    {"tasks"},
+    {"training"},
+    {"recipes"},
+    {"bench", "report"},
+    {"cli", "__main__"},
+]
+
+
+def name_of(path: Path) -> str:
+    """The module in a file: onescan.ops.lrpe."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def floor_of(module: str) -> int:
+    """The floor of a module; the package's own face, which reaches them all, is on the last."""
+    part = (module + ".").split(".")[1]
+    floors = [floor for floor, parts in enumerate(FLOORS) if part in parts]
+    if part and not floors:
+        raise LookupError(f"{module} is on no floor: give {part!r} its place in FLOORS")
+    return floors[0] if floors else len(FLOORS) - 1
+
+
+def imports(tree: ast.AST, *, at_import: bool = False) -> Iterator[tuple[int, str]]:
+    """Line and full name of each import; at_import leaves out those inside functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif not (at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            yield from imports(node, at_import=at_import)
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
+    """Each call and what is called, as written."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node, ast.unparse(node.func)
+
+
+def assert_law(law: str, broken: list[str]) -> None:
+    assert not broken, f"{law}:\n" + "\n".join(broken)
+
+
+def at(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_imports_point_down():
+    broken = [
+        f"{at(path, line)} imports {module}"
+        for path, tree in SOURCES.items()
+        if path != PACKAGE / "__init__.py"
+        for line, module in imports(tree)
+        if module.split(".")[0] == "onescan" and module != "onescan.__version__"
+        if floor_of(module) > floor_of(name_of(path))
+    ]
+    assert_law("a file imports its own floor or those below; of onescan itself __version__", broken)
+
+
+def test_only_kernels_import_triton():
+    broken = [
+        at(path, line)
+        for path, tree in SOURCES.items()
+        if not path.stem.startswith("triton_")
+        for line, module in imports(tree)
+        if module.split(".")[0] == "triton"
+    ]
+    assert_law("only triton_*.py imports triton", broken)
+
+
+def test_only_front_doors_import_kernels_and_only_on_use():
+    broken = [
+        f"{at(path, line)} imports {module}"
+        for path, tree in SOURCES.items()
+        for line, module in imports(tree, at_import=path.name == "__init__.py")
+        if ".triton_" in module
+    ]
+    assert_law("only a front door imports triton_*.py, inside a function", broken)
+
+
+def test_extras_are_imported_on_use():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {
+        re.match(r"[\w-]+", line)[0].replace("-", "_")
+        for extra, lines in project["optional-dependencies"].items()
+        if extra != "dev"
+        for line in lines
+    }
+    broken = [
+        f"{at(path, line)} imports {module}"
+        for path, tree in SOURCES.items()
+        if PACKAGE / "integrations" not in path.parents and not path.stem.startswith("triton_")
+        for line, module in imports(tree, at_import=True)
+        if module.split(".")[0] in extras
+    ]
+    assert_law("outside integrations/ an extra is imported inside a function", broken)
+
+
+def test_annotations_are_no_strings():
+    broken = [
+        at(path, line)
+        for path, tree in EVERYWHERE.items()
+        for line, module in imports(tree)
+        if module == "__future__.annotations"
+    ]
+    assert_law("shapes in strings are not checked", broken)
+
+
+def test_only_the_command_line_prints():
+    broken = [
+        at(path, call.lineno)
+        for path, tree in SOURCES.items()
+        if path != PACKAGE / "cli.py"
+        for call, name in calls(tree)
+        if name in ("print", "sys.stdout.write", "sys.stderr.write")
+    ]
+    assert_law("nothing prints but cli.py", broken)
+
+
+SAFE = {"weights_only": "True", "allow_pickle": "False"}
+
+
+def test_nothing_is_unpickled():
+    imported = [
+        at(path, line)
+        for path, tree in EVERYWHERE.items()
+        for line, module in imports(tree)
+        if module.split(".")[0] in ("pickle", "dill", "cloudpickle", "joblib", "shelve")
+        if module != "pickle.UnpicklingError"
+    ]
+    called = [
+        at(path, call.lineno)
+        for path, tree in EVERYWHERE.items()
+        for call, _ in calls(tree)
+        for keyword in call.keywords
+        if SAFE.get(keyword.arg, said := ast.unparse(keyword.value)) != said
+    ]
+    assert_law("a pickle runs code", imported + called)
+
+
+def loaded_after(code: str) -> set[str]:
+    """The top-level modules that a fresh Python holds after running code."""
+    code += "\nimport sys; print(*sys.modules, file=sys.stderr)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    return set(run.stderr.split())
+
+
+def test_importing_the_package_is_light():
+    loaded = loaded_after("import onescan")
+    assert "onescan" in loaded
+    assert "torch" not in loaded
+
+
+HELP = """
+import contextlib, io, sys
+from onescan.cli import main
+sys.argv = ["onescan", "--help"]
+with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+    main()
+assert "usage" in out.getvalue()
+"""
+
+
+def test_help_is_light():
+    assert not loaded_after(HELP) & {"torch", "transformers"}

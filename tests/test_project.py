@@ -1,0 +1,60 @@
+"""What surrounds the code agrees with it: version, extras, README, Makefile, and the fixtures."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import torch
+
+import onescan
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {
+    "vision": {"kornia", "datasets"},
+    "text": {"transformers", "tokenizers", "datasets"},
+    "generation": {"diffusers"},
+    "eval": {"lm-eval", "torchmetrics"},
+    "log": {"tensorboard"},
+    "gpu": {"triton"},
+    "timm": {"timm"},
+    "dev": {"pytest", "pytest-xdist", "hypothesis", "beartype", "ruff", "mypy", "pre-commit"},
+}
+
+
+def test_one_version():
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert newest == onescan.__version__ == PROJECT["version"]
+
+
+def test_extras_hold_what_they_promise():
+    held = {
+        extra: {re.match(r"[\w-]+", line)[0] for line in lines}
+        for extra, lines in PROJECT["optional-dependencies"].items()
+    }
+    assert held.keys() == EXTRAS.keys()
+    assert not {extra: lacks for extra in EXTRAS if (lacks := EXTRAS[extra] - held[extra])}
+
+
+def test_readme_runs(tmp_path, monkeypatch):
+    readme = (ROOT / "README.md").read_text()
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL))
+    assert blocks
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "readme"}
+    for block in blocks:
+        above = readme.count("\n", 0, block.start(1))
+        exec(compile("\n" * above + block[1], ROOT / "README.md", "exec"), names)  # noqa: S102
+
+
+def test_help_lists_every_target():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    run = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = set(re.findall(r"^  ([a-z]+) +\S", run.stdout, re.MULTILINE))
+    assert listed == targets > {"help", "setup", "demo", "test", "check", "gpu", "bench"}
+
+
+def test_unwritten_memory_shows():
+    assert torch.empty(3).isnan().all()
+    assert torch.ones(3).new_empty(3).isnan().all()
