@@ -1,0 +1,1 @@
+"""Functions of tensors, without parameters: one folder, or file, per op."""

@@ -1,0 +1,75 @@
+"""Causal additive decay in chunks: matrix products inside, one state carried from chunk to chunk.
+
+Eq. 13 unrolled is an undecayed causal sum under a running normalizer s_t = exp(z_t):
+
+    o_t = R(q_t)^T sum_{s <= t} R(exp(k_s - z_t)) v_s^T
+
+so chunks need no gates: a chunk's own sum plus what the state before it holds, each under its
+share of the normalizer. Logarithms are float64 and only their differences become float32: next to
+a logit of 1e4 float32 has steps of 1e-3, and over 100,000 tokens its running sum drifts.
+
+Source: LightNet, arXiv:2405.21022, Eq. 13.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from onescan.ops.additive_decay.state import AdditiveDecayState, per_feature, share
+from onescan.ops.additive_decay.triangle import LEAF, causal_sum, rotated
+from onescan.ops.numerics import LOG_ZERO
+from onescan.shapes import Angles, Keys, Queries, Values
+
+
+def forward(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    angles: Angles | None,
+    state: AdditiveDecayState | None,
+    *,
+    chunk_size: int,
+) -> tuple[Values, AdditiveDecayState]:
+    tokens = k.shape[1]
+    size = min(chunk_size, tokens)
+    q, v = _chunks(q, size), _chunks(v, size)  # B H N C .
+    k = _chunks(k.double(), size, fill=-torch.inf)
+    turn = None  # cos and sin, H N C K
+    if angles is not None:
+        angles = _chunks(angles.unsqueeze(0), size).squeeze(0)
+        turn = (angles.cos().to(q.dtype), angles.sin().to(q.dtype))
+
+    # 1. log-normalizers: inside each chunk, after and before each chunk, and up to each token
+    z_inside = k.clamp(min=LOG_ZERO).logcumsumexp(dim=-2)
+    z_chunk = z_inside[..., -1, :]  # B H N K
+    z_enter = z_chunk.new_full(z_chunk[:, :, 0].shape, LOG_ZERO)
+    if state is not None:
+        z_enter = state.log_normalizer
+    z_after = torch.cat([z_enter.unsqueeze(2), z_chunk], dim=2).logcumsumexp(dim=2)
+    z_before, z_after = z_after[:, :, :-1], z_after[:, :, 1:]
+    z = torch.logaddexp(z_before.unsqueeze(-2), z_inside)
+
+    # 2. what each chunk alone would leave behind, and the state before each chunk
+    kv_chunk = rotated(share(k, z_chunk.unsqueeze(-2), q), turn).mT @ v  # B H N F V
+    kv_chunk = kv_chunk * per_feature(share(z_chunk, z_after, q), kv_chunk)
+    decay = per_feature(share(z_before, z_after, q), kv_chunk)  # B H N F 1
+    kv = torch.zeros_like(kv_chunk[:, :, 0]) if state is None else state.kv
+    kv_before = []
+    for n in range(kv_chunk.shape[2]):
+        kv_before.append(kv)
+        kv = torch.addcmul(kv_chunk[:, :, n], decay[:, :, n], kv)
+
+    # 3. each token reads the state before its chunk and the tokens of its chunk
+    before = rotated(q * share(z_before.unsqueeze(-2), z, q), turn)
+    o = before @ torch.stack(kv_before, dim=2) + causal_sum(q, k, z, v, turn)
+    o = rearrange(o[..., :size, :], "b h n c v -> b (n c) h v")[:, :tokens]
+    return o, AdditiveDecayState(z_after[:, :, -1], kv)
+
+
+def _chunks(x: Tensor, size: int, *, fill: float = 0.0) -> Tensor:
+    """Cut [B, T, H, X] into chunks of `size` tokens, each padded to a power of two."""
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size), value=fill)
+    x = rearrange(x, "b (n c) h x -> b h n c x", c=size)
+    padded = max(LEAF, 1 << (size - 1).bit_length())
+    return F.pad(x, (0, 0, 0, padded - size), value=fill).contiguous()

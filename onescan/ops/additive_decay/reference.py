@@ -1,0 +1,65 @@
+"""Additive decay as the paper writes it, one token at a time: the definition, not the product.
+
+Source: LightNet, arXiv:2405.21022, Eq. 13 and Eq. 14, with LRPE inside as in App. A.2:
+
+    s_t  = s_{t-1} + exp(k_t)                      kept as z_t = log s_t
+    f_t  = s_{t-1} / s_t                           the decay, equal to 1 - exp(k_t) / s_t
+    KV_t = diag(f_t) KV_{t-1} + R_t(exp(k_t) / s_t) v_t^T
+    o_t  = KV_t^T R_t(q_t)                         causal
+    o_t  = KV_T^T R_t(q_t)                         not causal: every token reads the last state
+
+where R_t(x) = [x cos(a_t), x sin(a_t)] and f_t acts on both halves alike.
+"""
+
+import torch
+from torch import Tensor
+
+from onescan.ops.additive_decay.state import AdditiveDecayState
+from onescan.shapes import Angles, Keep, Keys, Queries, Values
+
+
+def forward(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    angles: Angles | None = None,
+    causal: bool = False,
+    keep: Keep | None = None,
+    state: AdditiveDecayState | None = None,
+) -> tuple[Values, AdditiveDecayState]:
+    batch, tokens, heads, width = k.shape
+    features = width if angles is None else 2 * width
+    if state is None:
+        z = torch.full((batch, heads, width), -torch.inf, dtype=k.dtype)
+        kv = torch.zeros(batch, heads, features, v.shape[-1], dtype=v.dtype)
+    else:
+        z, kv = state.log_normalizer.to(k.dtype), state.kv.to(v.dtype)
+    states = []
+    for t in range(tokens):
+        seen = torch.ones(batch, dtype=torch.bool) if keep is None else keep[:, t]
+        z, kv = _step(z, kv, k[:, t], v[:, t], None if angles is None else angles[t], seen)
+        states.append(kv)
+    outputs = []
+    for t in range(tokens):
+        rotated = _rotate(q[:, t], None if angles is None else angles[t])
+        o = (states[t] if causal else kv).mT @ rotated.unsqueeze(-1)
+        outputs.append(o.squeeze(-1) if keep is None else o.squeeze(-1) * keep[:, t, None, None])
+    return torch.stack(outputs, dim=1), AdditiveDecayState(z, kv)
+
+
+def _step(
+    z: Tensor, kv: Tensor, k: Tensor, v: Tensor, angle: Tensor | None, seen: Tensor
+) -> tuple[Tensor, Tensor]:
+    new_z = torch.logaddexp(z, k)
+    decay = torch.cat([(z - new_z).exp()] * (1 if angle is None else 2), dim=-1)
+    new_kv = decay.unsqueeze(-1) * kv
+    new_kv = new_kv + _rotate((k - new_z).exp(), angle).unsqueeze(-1) * v.unsqueeze(-2)
+    return (
+        torch.where(seen[:, None, None], new_z, z),
+        torch.where(seen[:, None, None, None], new_kv, kv),
+    )
+
+
+def _rotate(x: Tensor, angle: Tensor | None) -> Tensor:
+    return x if angle is None else torch.cat([x * angle.cos(), x * angle.sin()], dim=-1)

@@ -1,0 +1,376 @@
+"""Additive decay: every implementation against the definition, and what the contract promises."""
+
+import math
+from functools import partial
+from inspect import unwrap
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onescan.ops.additive_decay import (
+    IMPLEMENTATIONS,
+    AdditiveDecayState,
+    additive_decay,
+    choose,
+    merge_states,
+    reference,
+)
+
+B, H, K, V = 2, 3, 4, 5
+FORMS = [(causal, form) for causal, form, _ in IMPLEMENTATIONS]
+CAUSAL = [form for causal, form in FORMS if causal]
+over_forms = pytest.mark.parametrize(("causal", "form"), FORMS, ids=lambda x: str(x))
+
+
+def inputs(tokens, *, angles=True, keep=False, state=False, dtype=torch.float64, seed=0, scale=2.0):
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    named = {
+        "q": normal(B, tokens, H, K),
+        "k": normal(B, tokens, H, K) * scale,
+        "v": normal(B, tokens, H, V),
+    }
+    if angles:
+        named["angles"] = normal(tokens, H, K)
+    if keep:
+        named["keep"] = torch.rand(B, tokens, generator=g) < 0.6
+    if state:
+        features = 2 * K if angles else K
+        named["state"] = AdditiveDecayState(normal(B, H, K), normal(B, H, features, V))
+    return named
+
+
+def leaves(named):
+    """The same arguments with gradients wanted, and the list of what has one."""
+    named = dict(named)
+    for name in ("q", "k", "v", "angles"):
+        if name in named:
+            named[name] = named[name].clone().requires_grad_()
+    tensors = [named[n] for n in ("q", "k", "v", "angles") if n in named]
+    if "state" in named:
+        named["state"] = AdditiveDecayState(*(x.clone().requires_grad_() for x in named["state"]))
+        tensors += list(named["state"])
+    return named, tensors
+
+
+def outputs_and_gradients(function, named):
+    named, tensors = leaves(named)
+    o, state = function(**named)
+    g = torch.Generator().manual_seed(7)
+    loss = sum(
+        (x * torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype)).sum()
+        for x in (o, state.log_normalizer.nan_to_num(neginf=0), state.kv)
+    )
+    return (o, *state), torch.autograd.grad(loss, tensors)
+
+
+def assert_same(got, want, *, atol=1e-9):
+    for x, y in zip(got, want, strict=True):
+        y = y.clamp(min=-1e30)  # the definition writes the logarithm of nothing as -inf
+        torch.testing.assert_close(x.to(y.dtype), y, atol=atol, rtol=1e-9)
+
+
+@over_forms
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 16, 37])
+@pytest.mark.parametrize("angles", [False, True])
+@pytest.mark.parametrize(("keep", "state"), [(False, False), (True, False), (True, True)])
+def test_every_form_is_the_definition(causal, form, tokens, angles, keep, state):
+    named = inputs(tokens, angles=angles, keep=keep, state=state)
+    want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=causal), named)
+    sizes = {1, 3, 16, tokens + 1} if form == "chunk" else {64}
+    for size in sizes:
+        ours = partial(additive_decay, causal=causal, form=form, chunk_size=size)
+        got = outputs_and_gradients(ours, named)
+        assert_same(got[0], want[0])
+        assert_same(got[1], want[1])
+
+
+@pytest.mark.parametrize("tokens", [63, 64, 65, 129])
+def test_default_chunks_are_the_definition(tokens):
+    named = inputs(tokens, keep=True, state=True)
+    want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=True), named)
+    got = outputs_and_gradients(lambda **n: additive_decay(**n, causal=True, form="chunk"), named)
+    assert_same(got[0], want[0])
+    assert_same(got[1], want[1])
+
+
+@over_forms
+@pytest.mark.parametrize("angles", [False, True])
+def test_gradcheck(causal, form, angles):
+    named, tensors = leaves(inputs(5, angles=angles, keep=True, state=True))
+    names = ["q", "k", "v"] + ["angles"] * angles
+
+    def call(*x):
+        changed = dict(named, **dict(zip(names, x, strict=False)))
+        changed["state"] = AdditiveDecayState(*x[len(names) :])
+        o, state = additive_decay(**changed, causal=causal, form=form, chunk_size=2)
+        return o, *state
+
+    assert torch.autograd.gradcheck(call, tensors)
+
+
+@pytest.mark.parametrize("first", CAUSAL)
+@pytest.mark.parametrize("second", CAUSAL)
+def test_two_calls_equal_one_at_every_cut(first, second):
+    tokens = 9
+    named = inputs(tokens, keep=True, state=True)
+    want_o, want_state = additive_decay(**named, causal=True, form="full")
+    for cut in range(1, tokens):
+        named["state"] = inputs(tokens, keep=True, state=True)["state"]
+        o1, state = additive_decay(**part(named, 0, cut), causal=True, form=first, chunk_size=4)
+        named["state"] = state
+        o2, state = additive_decay(
+            **part(named, cut, tokens), causal=True, form=second, chunk_size=4
+        )
+        assert_same((torch.cat([o1, o2], dim=1), *state), (want_o, *want_state))
+
+
+def part(named, start, stop):
+    cut = {n: x[:, start:stop] for n, x in named.items() if n in ("q", "k", "v", "keep")}
+    return dict(named, **cut, angles=named["angles"][start:stop])
+
+
+@pytest.mark.parametrize("form", ["one_scan", "full"])
+def test_the_state_of_tokens_elsewhere_joins_before_the_read_out(form):
+    named = inputs(11)
+    want, want_state = additive_decay(**named)
+    here, there = part(named, 0, 4), part(named, 4, 11)
+    _, state = additive_decay(**there, form=form)
+    got, merged = additive_decay(**here, state=state, form=form)
+    assert_same((got, *merged), (want[:, :4], *want_state))
+    _, alone = additive_decay(**here)
+    assert_same(merge_states(alone, state), want_state)
+
+
+def test_merging_is_associative_and_nothing_is_its_unit():
+    a, b, c = (additive_decay(**inputs(3, seed=seed))[1] for seed in range(3))
+    assert_same(merge_states(merge_states(a, b), c), merge_states(a, merge_states(c, b)))
+    nothing = AdditiveDecayState(torch.full_like(a.log_normalizer, -torch.inf), 0 * a.kv)
+    assert_same(merge_states(nothing, a), a)
+
+
+def test_causal_ends_where_the_other_begins():
+    named = inputs(13)
+    causal, last = additive_decay(**named, causal=True)
+    one_scan, whole = additive_decay(**named)
+    assert_same((causal[:, -1], *last), (one_scan[:, -1], *whole))
+
+
+def test_order_does_not_matter_without_positions():
+    named = inputs(12, angles=False)
+    order = torch.randperm(12)
+    shuffled = {n: x[:, order] for n, x in named.items()}
+    assert_same((additive_decay(**shuffled)[0],), (additive_decay(**named)[0][:, order],))
+
+
+@over_forms
+def test_masked_tokens_are_as_if_absent_whatever_they_hold(causal, form):
+    named = inputs(10)
+    keep = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool).expand(B, -1)
+    short = {n: x[:, keep[0]] for n, x in named.items() if n != "angles"}
+    want = additive_decay(**short, angles=named["angles"][keep[0]], causal=causal, form=form)
+    for name in ("q", "k", "v"):
+        named[name] = named[name].masked_fill(~keep[:, :, None, None], torch.nan)
+    o, state = additive_decay(**named, keep=keep, causal=causal, form=form)
+    assert_same((o[:, keep[0]], *state), (want[0], *want[1]))
+    assert (o[:, ~keep[0]] == 0).all()
+
+
+@over_forms
+def test_fully_masked_rows_are_zero_with_finite_gradients(causal, form):
+    named = inputs(9)
+    named["keep"] = torch.tensor([[True] * 9, [False] * 9])
+    outputs, gradients = outputs_and_gradients(
+        lambda **n: additive_decay(**n, causal=causal, form=form, chunk_size=4), named
+    )
+    assert (outputs[0][1] == 0).all()
+    assert (outputs[2][1] == 0).all()
+    assert all(torch.isfinite(x).all() for x in (*outputs, *gradients))
+
+
+@over_forms
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    "kind", ["spans", "climbs", "falls", "huge", "offset", "one spike", "-inf"]
+)
+def test_extreme_logits(causal, form, dtype, kind):
+    tokens = 70
+    named = inputs(tokens, scale=1.0)
+    k = named["k"]
+    rise = torch.linspace(0, 1, tokens, dtype=torch.float64)[:, None]
+    if kind == "spans":
+        k[:, ::3, 0] += 200
+        k[:, ::5, 1] -= 200
+    elif kind == "climbs":
+        k += 1000 * rise[:, None]
+    elif kind == "falls":
+        k -= 1000 * rise[:, None]
+    elif kind == "huge":
+        k *= 1e4
+    elif kind == "offset":
+        k += 1e4 * torch.tensor([1.0, -1.0, 1.0, -1.0])
+    elif kind == "one spike":
+        k[:, 40, :, 0] = 1e4
+        k[:, 20, :, 1] = -1e4
+    else:
+        k[:, :3] = -torch.inf
+        k[0] = -torch.inf
+    low = {n: x.to(dtype) for n, x in named.items()}
+    exact = {n: x.double() for n, x in low.items()}
+    exact["k"] = exact["k"].clamp(min=-1e300)  # where the definition would meet inf - inf
+    want = reference.forward(**exact, causal=causal)[0]
+    if kind == "-inf":  # where no token has weight the mean is 0
+        want[:, :3] *= not causal
+        want[0] = 0
+    got, gradients = outputs_and_gradients(
+        lambda **n: additive_decay(**n, causal=causal, form=form), low
+    )
+    assert all(torch.isfinite(x).all() for x in (*got, *gradients))
+    tolerance = 1e-9 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(got[0].double(), want, atol=tolerance, rtol=tolerance)
+
+
+def test_the_gradient_of_a_climb_is_the_definitions():
+    named = inputs(40, scale=1.0, keep=True, state=True)
+    named["k"][:, :, 0] += torch.linspace(0, 300, 40)[:, None]
+    want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=True), named)
+    got = outputs_and_gradients(lambda **n: additive_decay(**n, causal=True, form="chunk"), named)
+    assert_same(got[1], want[1])
+
+
+def test_a_hundred_thousand_tokens():
+    tokens = 100_000
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, tokens, 1, 4, generator=g) for _ in range(3))
+    exact = [x.double() for x in (q, k, v)]
+    for causal in (False, True):
+        got, state = additive_decay(q, k, v, causal=causal)
+        want, want_state = additive_decay(*exact, causal=causal, chunk_size=256)
+        assert (got - want).abs().max() < 2e-6
+        torch.testing.assert_close(
+            state.log_normalizer, want_state.log_normalizer, atol=1e-6, rtol=0
+        )
+    cumulative = exact[1].logcumsumexp(dim=1)
+    torch.testing.assert_close(
+        additive_decay(q, k, v, causal=True)[1].log_normalizer, cumulative[:, -1], atol=1e-6, rtol=0
+    )
+
+
+@over_forms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_less_exact_than_plain_torch(causal, form, dtype):
+    """The error against float64 is at most twice what the definition makes in the same dtype."""
+    named = inputs(48, dtype=dtype)
+    exact = {n: x.double() for n, x in named.items()}
+
+    def errors(function):
+        got = outputs_and_gradients(function, named)
+        return [
+            (x.double() - y).square().mean().sqrt().item()
+            for x, y in zip(got[0][:1] + got[1], want[0][:1] + want[1], strict=True)
+        ]
+
+    want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=causal), exact)
+    ours = errors(lambda **n: additive_decay(**n, causal=causal, form=form))
+    plain = errors(lambda **n: reference.forward(**n, causal=causal))
+    assert all(x <= 2 * y for x, y in zip(ours, plain, strict=True)), (ours, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_state_is_wide_and_the_output_is_of_the_values_type(dtype):
+    for causal in (False, True):
+        o, state = additive_decay(**inputs(3, dtype=dtype), causal=causal)
+        assert o.dtype == dtype
+        assert state.log_normalizer.dtype == torch.float64
+        assert state.kv.dtype == torch.promote_types(dtype, torch.float32)
+
+
+def test_autocast_does_not_narrow_the_sums():
+    named = inputs(20, dtype=torch.float32)
+    want = additive_decay(**named)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(additive_decay(**named)[0], want)
+
+
+@given(
+    tokens=st.integers(1, 40),
+    size=st.integers(1, 45),
+    cut=st.floats(0, 1),
+    seed=st.integers(0, 99),
+    scale=st.sampled_from([0.1, 3.0, 100.0]),
+)
+def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
+    named = inputs(tokens, keep=True, state=True, seed=seed, scale=scale)
+    want = reference.forward(**named, causal=True)
+    cut = 1 + math.floor(cut * (tokens - 1))
+    o1, state = additive_decay(**part(named, 0, cut), causal=True, form="chunk", chunk_size=size)
+    o2 = o1[:, :0]
+    if cut < tokens:
+        named["state"] = state
+        o2, state = additive_decay(
+            **part(named, cut, tokens), causal=True, form="chunk", chunk_size=size
+        )
+    assert_same((torch.cat([o1, o2], dim=1), *state), (want[0], *want[1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v": torch.ones(B, 3, H, V)}, r"v has shape \(2, 3, 3, 5\), expected 'B T H V' with B=2"),
+        ({"q": torch.ones(B, 4, H)}, r"q has shape \(2, 4, 3\), expected 'B T H K'"),
+        ({"q": None, "k": None, "v": None}, "q is a NoneType, expected a tensor"),
+        ({"v": torch.ones(B, 4, H, V, dtype=torch.int64)}, "v has dtype torch.int64"),
+        (
+            {"angles": torch.ones(5, H, K)},
+            r"angles has shape \(5, 3, 4\), expected 'T H K' with T=4",
+        ),
+        ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32, expected torch.bool"),
+        ({"state": (1, 2)}, "state is a tuple, expected an AdditiveDecayState"),
+        (
+            {"state": AdditiveDecayState(torch.ones(B, H, K), torch.ones(B, H, K, V))},
+            r"state.kv has shape \(2, 3, 4, 5\), expected 'B H 8 V'",
+        ),
+        ({"form": "chunk"}, "'chunk/torch' is unknown .*one_scan/torch, full/torch"),
+        ({"form": "one_scan", "causal": True}, "'one_scan/torch' is unknown"),
+        ({"backend": "triton"}, "'one_scan/triton' is unknown"),
+        ({"chunk_size": 0}, "chunk_size is 0, expected a number above 0"),
+        ({"q": torch.full((B, 4, H, K), torch.nan)}, "q holds 96 NaN of 96 values"),
+        ({"k": torch.full((B, 4, H, K), torch.nan)}, "k holds 96 NaN"),
+        ({"v": torch.full((B, 4, H, V), torch.nan)}, "v holds 120 NaN"),
+    ],
+)
+def test_errors_name_the_argument(change, message):
+    named = dict(inputs(4, dtype=torch.float32), **change)
+    with pytest.raises(ValueError, match=message):
+        unwrap(additive_decay)(**named)  # without the shape hook, as users call it
+
+
+def test_no_tokens_is_an_error():
+    with pytest.raises(ValueError, match="tokens is 0"):
+        additive_decay(*(torch.ones(1, 0, 1, 1) for _ in range(3)))
+
+
+def test_the_choice_of_form():
+    assert choose("auto", "auto", causal=False, tokens=9) == (False, "one_scan", "torch")
+    assert choose("auto", "auto", causal=True, tokens=9) == (True, "chunk", "torch")
+    assert choose("auto", "auto", causal=True, tokens=1) == (True, "recurrent", "torch")
+
+
+@pytest.mark.compile
+@over_forms
+def test_compiles_without_a_graph_break(causal, form):
+    compiled = torch.compile(additive_decay, fullgraph=True, backend="aot_eager")
+    named = inputs(9, keep=True, state=True)
+    want = outputs_and_gradients(
+        lambda **n: additive_decay(**n, causal=causal, form=form, chunk_size=4), named
+    )
+    got = outputs_and_gradients(
+        lambda **n: compiled(**n, causal=causal, form=form, chunk_size=4), named
+    )
+    assert_same(got[0], want[0])
+    assert_same(got[1], want[1])

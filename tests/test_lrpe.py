@@ -1,0 +1,154 @@
+"""MD-LRPE: angles against a loop, and dot products that see differences alone."""
+
+import itertools
+import math
+from inspect import unwrap
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
+
+SHAPES = [(7,), (1,), (3, 4), (1, 5), (2, 3, 4), (2, 1, 3, 2)]
+over_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def normal(*shape, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+
+def definition(shape, theta, prefix=0):
+    """The angles one by one: feature j turns by theta_j per step along axis j // ceil(K / axes)."""
+    heads, width = theta.shape
+    angles = torch.zeros(prefix + math.prod(shape), heads, width, dtype=theta.dtype)
+    for t, place in enumerate(itertools.product(*(range(n) for n in shape))):
+        for h in range(heads):
+            for j in range(width):
+                angles[prefix + t, h, j] = place[j // math.ceil(width / len(shape))] * theta[h, j]
+    return angles
+
+
+@over_shapes
+@pytest.mark.parametrize("width", [1, 4, 5, 8])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_angles_are_the_definition(shape, width, prefix):
+    theta = normal(3, width)
+    want = definition(shape, theta, prefix)
+    torch.testing.assert_close(lrpe_angles(shape, theta, prefix=prefix), want, atol=1e-9, rtol=0)
+
+
+@over_shapes
+def test_rotation_is_the_definition(shape):
+    angles = lrpe_angles(shape, normal(3, 5))
+    x = normal(2, len(angles), 3, 5, seed=1)
+    got = lrpe(x, angles)
+    for index in itertools.product(*(range(n) for n in x.shape)):
+        b, t, h, j = index
+        angle = angles[t, h, j].item()
+        assert got[b, t, h, j] == pytest.approx(x[index].item() * math.cos(angle), abs=1e-9)
+        assert got[b, t, h, 5 + j] == pytest.approx(x[index].item() * math.sin(angle), abs=1e-9)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    width=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_dot_products_depend_on_differences_alone(sizes, width, seed):
+    q, k = normal(2, width, seed=seed)
+    theta = normal(1, width, seed=seed + 1)
+    angles = lrpe_angles(tuple(sizes), theta)
+    tokens = len(angles)
+    rotated_q, rotated_k = (lrpe(x.expand(1, tokens, 1, width), angles)[0, :, 0] for x in (q, k))
+    places = torch.tensor(list(itertools.product(*(range(n) for n in sizes))))
+    difference = (places[:, None] - places).double()  # T T axes
+    axis = torch.arange(width) // math.ceil(width / len(sizes))
+    want = (q * k * (difference[..., axis] * theta[0]).cos()).sum(-1)
+    torch.testing.assert_close(rotated_q @ rotated_k.mT, want, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3)], ids=str)
+def test_gradcheck(shape):
+    theta = normal(2, 5).requires_grad_()
+    x = normal(2, 1 + math.prod(shape), 2, 5, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x, theta: lrpe(x, lrpe_angles(shape, theta, prefix=1)), (x, theta)
+    )
+
+
+@pytest.mark.parametrize("cut", range(10))
+def test_a_sequence_continues(cut):
+    theta = normal(2, 4)
+    assert torch.equal(lrpe_angles((10 - cut,), theta, start=cut), lrpe_angles((10,), theta)[cut:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_angles_are_wide_and_the_result_is_of_the_inputs_type(dtype):
+    theta, x = normal(2, 4, dtype=dtype), normal(1, 300, 2, 4, dtype=dtype)
+    angles = lrpe_angles((300,), theta)
+    assert angles.dtype == torch.promote_types(dtype, torch.float32)
+    got = lrpe(x, angles)
+    assert got.dtype == dtype
+    wide = angles.double()
+    exact = torch.cat([x.double() * wide.cos(), x.double() * wide.sin()], dim=-1)
+    # one rounding to x's type, after sines and products rounded in the wide one
+    rounding = torch.finfo(dtype).eps / 2 + 2 * torch.finfo(angles.dtype).eps
+    torch.testing.assert_close(got.double(), exact, rtol=rounding, atol=torch.finfo(dtype).tiny)
+
+
+def test_frequencies_restart_for_each_axis():
+    got = lrpe_frequencies(5, axes=2, base=100.0)
+    want = torch.tensor([100.0 ** (-2 * j / 5) for j in (0, 1, 2, 0, 1)])
+    torch.testing.assert_close(got, want)
+    assert lrpe_frequencies(8, axes=1)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"shape": (2, 0)}, r"shape is \(2, 0\), expected one positive size per axis"),
+        ({"shape": ()}, r"shape is \(\), expected one positive size per axis"),
+        ({"prefix": -1}, "prefix is -1 and start 0, expected numbers from 0"),
+        ({"start": -2}, "prefix is 0 and start -2, expected numbers from 0"),
+        ({"start": 1, "prefix": 1}, "start is 1 with prefix=1"),
+        ({"start": 1, "shape": (2, 3)}, r"start is 1 with prefix=0 and shape=\(2, 3\)"),
+        ({"theta": torch.ones(3)}, r"theta has shape \(3,\), expected 'H K'"),
+        ({"theta": torch.ones(3, 2, dtype=torch.int64)}, "theta has dtype torch.int64"),
+    ],
+)
+def test_errors_of_angles_name_the_argument(named, message):
+    with pytest.raises(ValueError, match=message):
+        unwrap(lrpe_angles)(**{"shape": (4,), "theta": torch.ones(3, 2), **named})
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.ones(1, 4, 2, 2), r"angles has shape \(4, 3, 2\), expected 'T H K' with T=4, H=2"),
+        (torch.ones(4, 3, 2), r"x has shape \(4, 3, 2\), expected 'B T H K'"),
+        (torch.ones(1, 4, 3, 2, dtype=torch.int64), "x has dtype torch.int64"),
+    ],
+)
+def test_errors_of_rotation_name_the_argument(x, message):
+    with pytest.raises(ValueError, match=message):
+        unwrap(lrpe)(x, torch.ones(4, 3, 2))
+
+
+@pytest.mark.parametrize("named", [{"width": 0}, {"axes": 0}, {"base": -1.0}])
+def test_errors_of_frequencies_name_the_argument(named):
+    with pytest.raises(ValueError, match=f"{next(iter(named))} is .* expected a number above 0"):
+        lrpe_frequencies(**{"width": 4, "axes": 1, **named})
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiles_without_a_graph_break(dynamic):
+    def rotate(x, theta):
+        return lrpe(x, lrpe_angles((3, 4), theta, prefix=1))
+
+    x, theta = normal(2, 13, 3, 5), normal(3, 5, seed=1)
+    compiled = torch.compile(rotate, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, theta), rotate(x, theta))
