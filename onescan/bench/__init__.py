@@ -1,0 +1,1 @@
+"""Measuring: sizes, times, memory."""

@@ -1,0 +1,109 @@
+"""Time and memory of one function, each measured in a process of its own."""
+
+import math
+import multiprocessing
+import resource
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+BUDGET_S = 1.0  # at least this long, and at least MIN_RUNS runs, unless one run takes longer
+MIN_RUNS = 3
+LINUX = sys.platform == "linux"
+
+
+class Measurement(NamedTuple):
+    """What one call costs.
+
+    Attributes:
+        median_ms: of the runs after one warm-up.
+        peak_mib: the most memory held during a call beyond what was held before it: of the
+            process on a CPU, of torch's allocator on a GPU.
+    """
+
+    median_ms: float
+    peak_mib: float
+
+
+def measure(prepare: Callable[..., Callable[[], object]], *arguments: object) -> Measurement:
+    """Measure `prepare(*arguments)()` in a fresh process; both must be picklable by name.
+
+    Raises:
+        RuntimeError: the process died, as it does when memory runs out.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_here, args=(sender, prepare, arguments))
+    process.start()
+    sender.close()
+    try:
+        return Measurement(*receiver.recv())
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"measuring {arguments} ended with {process.exitcode}") from None
+    finally:
+        process.join()
+
+
+def exponent(lengths: Sequence[int], times: Sequence[float]) -> float:
+    """The power of the length that the time grows with: a least-squares line through logarithms.
+
+    >>> round(exponent([1, 2, 4], [3.0, 12.0, 48.0]), 6)
+    2.0
+    """
+    slope, _ = statistics.linear_regression(
+        list(map(math.log, lengths)), list(map(math.log, times))
+    )
+    return slope
+
+
+def _measure_here(sender, prepare, arguments) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
+    call = prepare(*arguments)
+    before = _held_mib()  # and forget the peak that importing had
+    call()
+    _wait()
+    peak = _peak_mib() - before
+    times: list[float] = []
+    while len(times) < MIN_RUNS or sum(times) < BUDGET_S:
+        start = perf_counter()
+        call()
+        _wait()
+        times.append(perf_counter() - start)
+        if times[0] > BUDGET_S:
+            break
+    sender.send((1000 * statistics.median(times), peak))
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _held_mib() -> float:
+    """Memory held now; the peak starts anew from here."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 2**20
+    if not LINUX:
+        return _peak_mib()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _proc_status_mib("VmRSS")
+
+
+def _peak_mib() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    if LINUX:
+        return _proc_status_mib("VmHWM")
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def _proc_status_mib(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 2**10 for line in lines if line.startswith(name))

@@ -1,0 +1,1 @@
+"""Modules with parameters: what models are put together from."""

@@ -1,0 +1,51 @@
+"""What every mixer promises, so that a block can hold any of them."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from onescan.shapes import Grid, Hidden, Keep
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerConfig(ABC):
+    """How tokens exchange what they know."""
+
+    num_heads: int = 6
+    """Heads; they must divide the width."""
+
+    @abstractmethod
+    def build(self, *, width: int, axes: int) -> "Mixer":
+        """The module for tokens of this width on a grid of so many axes.
+
+        Raises:
+            ValueError: a field that does not go with the others, or with width or axes.
+        """
+
+    def head_width(self, width: int) -> int:
+        """Width of one head."""
+        if self.num_heads < 1 or width % self.num_heads:
+            raise ValueError(f"width {width} is not a multiple of num_heads {self.num_heads}")
+        return width // self.num_heads
+
+
+class Mixer(nn.Module, ABC):
+    """Tokens in, tokens out, each having heard of the others."""
+
+    @abstractmethod
+    def forward(
+        self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: Any = None
+    ) -> tuple[Hidden, Any]:
+        """Mix the tokens.
+
+        Args:
+            x: tokens, already normalized.
+            grid: how they lie. A causal mixer's calls after the first go on where the last ended.
+            keep: True for real tokens; the others get zero and give nothing.
+            state: what a call before returned, causal mixers only; None is the beginning.
+
+        Returns:
+            The mixed tokens, and the state after the last (None where there is none).
+        """

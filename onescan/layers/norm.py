@@ -1,0 +1,22 @@
+"""Normalization over the model width."""
+
+from typing import Literal, get_args
+
+from torch import nn
+
+from onescan.checks import check_choice
+
+NormName = Literal["layer", "rms", "simple_rms", "none"]
+
+# below the variance of a mean over 100,000 tokens
+EPS = 1e-6
+
+
+def build_norm(name: NormName, width: int) -> nn.Module:
+    """LayerNorm (2 width parameters), RMSNorm (width), SimpleRMSNorm (none), or nothing at all."""
+    check_choice("norm", name, get_args(NormName))
+    if name == "layer":
+        return nn.LayerNorm(width, eps=EPS)
+    if name == "none":
+        return nn.Identity()
+    return nn.RMSNorm(width, eps=EPS, elementwise_affine=name == "rms")

@@ -1,0 +1,121 @@
+"""Positions that enter once, directly after the embedding."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
+from onescan.shapes import Grid, Hidden
+
+INTERPOLATION = {1: "linear", 2: "bicubic", 3: "trilinear"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionConfig(ABC):
+    """How tokens learn where they are."""
+
+    @abstractmethod
+    def build(self, *, width: int, grid: Grid) -> nn.Module:
+        """The module, for tokens that usually lie on `grid`.
+
+        Its forward takes (x, grid, state) and returns (x, state).
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToeplitzPositionConfig(PositionConfig):
+    """MD-TPE: a learnt decaying kernel along each axis, summed over axes. Any grid size."""
+
+    hidden_states: int = 64
+    """Exponentials per channel, axis and direction."""
+    bidirectional: bool = False
+    """Look both ways along each axis; the paper's Eq. 17 looks back only."""
+
+    def build(self, *, width: int, grid: Grid) -> nn.Module:
+        return ToeplitzPosition(width, grid.shape, self.hidden_states, self.bidirectional)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbsolutePositionConfig(PositionConfig):
+    """A learnt vector per position, as in ViT; other grid sizes interpolate it."""
+
+    def build(self, *, width: int, grid: Grid) -> nn.Module:
+        return AbsolutePosition(width, grid)
+
+
+class ToeplitzPosition(nn.Module):
+    """MD-TPE: y = sum over axes of a Toeplitz product along that axis; prefix tokens pass by.
+
+    Source: LightNet, arXiv:2405.21022, Eq. 17, with a weight beside each decay:
+    t_n = sum_e weight_e exp(-n exp(log_rate_e)), per channel and axis. At the start half-lives
+    are spread from half a token to the axis' length and the output has x's scale.
+    """
+
+    no_weight_decay = frozenset({"log_rate", "weight"})
+
+    def __init__(
+        self, width: int, shape: tuple[int, ...], hidden_states: int, bidirectional: bool
+    ) -> None:
+        super().__init__()
+        self.bidirectional = bidirectional
+        half_lives = torch.stack(
+            [torch.logspace(-1, math.log2(max(n, 2)), hidden_states, base=2) for n in shape]
+        )
+        rate = math.log(2) / half_lives  # axes E
+        weight = -torch.expm1(-rate) / (hidden_states * len(shape))
+        size = (len(shape), 2, width, hidden_states) if bidirectional else (
+            len(shape), width, hidden_states
+        )  # fmt: skip
+        between = (1,) * (len(size) - 2)
+        rate, weight = (x.reshape(len(shape), *between, -1).expand(size) for x in (rate, weight))
+        self.log_rate = nn.Parameter(rate.log())
+        self.weight = nn.Parameter(weight * (1 + 0.1 * torch.randn(size)))
+
+    @property
+    def log_decay(self) -> Tensor:
+        """-exp(log_rate): at most 0 whatever is learnt."""
+        return -self.log_rate.exp()
+
+    def forward(
+        self, x: Hidden, grid: Grid, state: ToeplitzState | None = None
+    ) -> tuple[Hidden, ToeplitzState | None]:
+        prefix, x = x[:, : grid.prefix], x[:, grid.prefix :]
+        y, state = toeplitz_position(
+            x, self.log_decay, self.weight, grid.shape,
+            bidirectional=self.bidirectional, state=state,
+        )  # fmt: skip
+        return torch.cat([prefix, y], dim=1), state
+
+    def kernels(self, lags: int) -> Tensor:
+        """The kernels as they are now, [axes, (2,) D, lags], for lags 0, 1, ..."""
+        powers = (self.log_decay.unsqueeze(-1) * torch.arange(lags)).exp()  # .. E lags
+        return torch.einsum("...e,...el->...l", self.weight, powers)
+
+
+class AbsolutePosition(nn.Module):
+    """x + a learnt table, one row per token, prefix included."""
+
+    no_weight_decay = frozenset({"table"})
+
+    def __init__(self, width: int, grid: Grid) -> None:
+        super().__init__()
+        if len(grid.shape) not in INTERPOLATION:
+            raise ValueError(f"grid has {len(grid.shape)} axes, absolute positions take 1 to 3")
+        self.grid = grid
+        self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(grid.tokens, width), std=0.02))
+
+    def forward(self, x: Hidden, grid: Grid, state: None = None) -> tuple[Hidden, None]:
+        table = self.table if grid == self.grid else self._resized(grid)
+        return x + table, None
+
+    def _resized(self, grid: Grid) -> Tensor:
+        prefix, places = self.table[: self.grid.prefix], self.table[self.grid.prefix :]
+        places = places.mT.reshape(1, -1, *self.grid.shape)
+        mode = INTERPOLATION[len(grid.shape)]
+        places = F.interpolate(places, size=grid.shape, mode=mode, align_corners=False)
+        return torch.cat([prefix, rearrange(places, "1 d ... -> (...) d")])

@@ -1,0 +1,1 @@
+"""Whole networks, and the presets that name every size in the papers."""

@@ -1,0 +1,150 @@
+"""An image in, one score per class out."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from onescan.checks import check_choice, check_positive
+from onescan.configs import ModelConfig
+from onescan.layers.block import Block
+from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
+from onescan.layers.mlp import GLUConfig, MLPConfig
+from onescan.layers.norm import NormName, build_norm
+from onescan.layers.patch import Patchify
+from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
+from onescan.shapes import Grid, Hidden, Images, Logits
+
+Pool = Literal["class_token", "mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageClassifierConfig(ModelConfig):
+    """LightNet's image classifier by default; DeiT's and every ablation by changing fields."""
+
+    image_size: tuple[int, int] = (224, 224)
+    """Usual height and width; a model takes any size that its patches divide."""
+    channels: int = 3
+    """Of the image: 3 for colour, 1 for grey."""
+    patch_size: tuple[int, int] = (16, 16)
+    """Height and width of the square that becomes one token."""
+    num_classes: int = 1000
+    """Scores per image."""
+    width: int = 192
+    """Of a token."""
+    depth: int = 12
+    """Blocks."""
+    mixer: MixerConfig = field(default_factory=LightNetMixerConfig)
+    """How tokens exchange what they know."""
+    mlp: MLPConfig = field(default_factory=GLUConfig)
+    """What each token does on its own."""
+    position: PositionConfig | None = field(default_factory=ToeplitzPositionConfig)
+    """How tokens learn where they are, once, after the embedding; None leaves it out."""
+    norm: NormName = "layer"
+    """Of every block, and before the head."""
+    pool: Pool = "class_token"
+    """What the head reads: a learnt extra token, or the mean of all patches."""
+    drop_path: float = 0.1
+    """Chance that a sample skips a branch of the last block; it grows linearly from 0."""
+    init_std: float = 0.02
+    """Spread of the first weights of linear maps: DeiT's; narrow models learn faster with more."""
+
+    def build(self) -> "ImageClassifier":
+        """Build the network, with fresh weights from torch's global generator.
+
+        Raises:
+            ValueError: a size that is not positive, patches that do not divide the image, or
+                what the mixer, the norms and the position refuse.
+        """
+        check_positive(
+            channels=self.channels,
+            num_classes=self.num_classes,
+            width=self.width,
+            depth=self.depth,
+            init_std=self.init_std,
+            **{f"patch_size[{i}]": size for i, size in enumerate(self.patch_size)},
+        )
+        check_choice("pool", self.pool, ["class_token", "mean"])
+        return ImageClassifier(self)
+
+    def example_inputs(self) -> tuple[Images]:
+        """One black image of the usual size."""
+        return (torch.zeros(1, self.channels, *self.image_size),)
+
+
+class ImageClassifier(nn.Module):
+    """Patches -> position -> blocks -> pool -> head, as LightNet's Fig. 3.
+
+    >>> model = ImageClassifierConfig(width=48, depth=2, num_classes=10).build()
+    >>> model(torch.zeros(2, 3, 224, 160)).shape  # any size that 16 divides
+    torch.Size([2, 10])
+    """
+
+    def __init__(self, config: ImageClassifierConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, depth = config.width, config.depth
+        self.patchify = Patchify(config.channels, config.patch_size, width)
+        shape = self.patchify.grid_shape((config.channels, *config.image_size))
+        self.class_token = None
+        if config.pool == "class_token":
+            self.class_token = nn.Parameter(nn.init.trunc_normal_(torch.empty(width), std=0.02))
+        self.position = None
+        if config.position is not None:
+            grid = Grid(shape, prefix=self.prefix)
+            self.position = config.position.build(width=width, grid=grid)
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                axes=len(shape),
+                mixer=config.mixer,
+                mlp=config.mlp,
+                norm=config.norm,
+                drop_path=config.drop_path * i / max(depth - 1, 1),
+            )
+            for i in range(depth)
+        )
+        self.norm = build_norm(config.norm, width)
+        self.head = nn.Linear(width, config.num_classes)
+        for part in (self.blocks, self.head):
+            part.apply(self._init_linear)
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before the patches."""
+        return 0 if self.class_token is None else 1
+
+    def forward(self, images: Images) -> Logits:
+        """Score images of any size that patches divide.
+
+        Raises:
+            ValueError: another number of channels, or a side that patches do not divide.
+        """
+        return self.forward_head(self.forward_features(images))
+
+    def forward_features(self, images: Images) -> Hidden:
+        """The normalized tokens after the last block, the class token first where there is one."""
+        x, shape = self.patchify(images)  # B T D
+        grid = Grid(shape, prefix=self.prefix)
+        if self.class_token is not None:
+            x = torch.cat([self.class_token.expand(len(x), 1, -1), x], dim=1)  # B 1+T D
+        if self.position is not None:
+            x, _ = self.position(x, grid)
+        for block in self.blocks:
+            x, _ = block(x, grid)
+        return self.norm(x)
+
+    def forward_head(self, tokens: Hidden) -> Logits:
+        """Class scores from what `forward_features` gave."""
+        return self.head(self._pooled(tokens))
+
+    def _pooled(self, tokens: Hidden) -> Tensor:
+        return tokens[:, 0] if self.config.pool == "class_token" else tokens.mean(dim=1)
+
+    def _init_linear(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            std = self.config.init_std
+            nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -1,0 +1,152 @@
+"""Patches, positions, norms, MLPs and blocks."""
+
+from inspect import unwrap
+
+import pytest
+import torch
+
+from onescan.layers.block import Block, DropPath
+from onescan.layers.mixers import LightNetMixerConfig
+from onescan.layers.mlp import GLU, MLP, GLUConfig, MLPConfig
+from onescan.layers.norm import build_norm
+from onescan.layers.patch import Patchify
+from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
+from onescan.shapes import Grid
+
+
+@pytest.mark.parametrize(
+    ("sides", "patch", "shape"),
+    [((12,), (3,), (4,)), ((6, 8), (3, 2), (2, 4)), ((4, 6, 8), (2, 3, 4), (2, 2, 2))],
+)
+def test_patches_of_any_number_of_axes(sides, patch, shape):
+    patchify = Patchify(2, patch, 5)
+    x = torch.randn(3, 2, *sides)
+    y, got = patchify(x)
+    assert got == shape
+    assert y.shape == (3, torch.Size(shape).numel(), 5)
+    last = x[(..., *(slice(-p, None) for p in patch))].flatten(1)
+    torch.testing.assert_close(y[:, -1], patchify.to_token(last))
+
+
+def test_patches_are_what_a_strided_convolution_reads():
+    patchify = Patchify(3, (4, 4), 6)
+    x = torch.randn(2, 3, 8, 12)
+    weight = patchify.to_token.weight.reshape(6, 3, 4, 4)
+    want = torch.nn.functional.conv2d(x, weight, patchify.to_token.bias, stride=4)
+    torch.testing.assert_close(patchify(x)[0], want.flatten(2).mT)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1, 3, 8, 9), "size 8 x 9 cannot be cut into patches of 4 x 4"),
+        ((1, 3, 8, 2), "size 8 x 2 cannot be cut"),
+        ((1, 1, 8, 8), "1 channels and 2 axes .* expected 3 channels and 2 axes"),
+        ((1, 3, 8), "3 channels and 1 axes"),
+    ],
+)
+def test_what_patches_do_not_divide_is_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        Patchify(3, (4, 4), 6)(torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(9,), (3, 4), (2, 3, 4)])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_toeplitz_position_starts_at_the_inputs_scale_and_spares_the_prefix(shape, bidirectional):
+    grid = Grid(shape, prefix=2)
+    config = ToeplitzPositionConfig(bidirectional=bidirectional, hidden_states=8)
+    position = config.build(width=64, grid=grid)
+    x = torch.randn(4, grid.tokens, 64)
+    y, _ = position(x, grid)
+    assert torch.equal(y[:, :2], x[:, :2])
+    assert 0.3 < y[:, 2:].std() / x.std() < 3
+    other = Grid((5, 7, 6)[: len(shape)], prefix=0)
+    assert position(torch.randn(1, other.tokens, 64), other)[0].shape == (1, other.tokens, 64)
+
+
+def test_toeplitz_kernels_are_what_an_impulse_leaves():
+    grid = Grid((6,))
+    position = ToeplitzPositionConfig(hidden_states=4).build(width=3, grid=grid)
+    impulse = torch.zeros(1, 6, 3)
+    impulse[:, 0] = 1
+    torch.testing.assert_close(position(impulse, grid)[0][0].mT, position.kernels(6)[0])
+    assert (position.kernels(6) > 0).all()
+
+
+def test_toeplitz_parameters_per_channel():
+    one = ToeplitzPositionConfig().build(width=10, grid=Grid((4, 4)))
+    two = ToeplitzPositionConfig(hidden_states=32, bidirectional=True)
+    assert sum(p.numel() for p in one.parameters()) == 256 * 10
+    assert sum(p.numel() for p in two.build(width=10, grid=Grid((4, 4))).parameters()) == 256 * 10
+
+
+def test_toeplitz_position_goes_on_from_a_state():
+    position = ToeplitzPositionConfig(hidden_states=4).build(width=3, grid=Grid((8,)))
+    x = torch.randn(2, 8, 3)
+    want, _ = position(x, Grid((8,)))
+    for cut in range(1, 8):
+        first, state = position(x[:, :cut], Grid((cut,)))
+        rest, _ = position(x[:, cut:], Grid((8 - cut,)), state)
+        torch.testing.assert_close(torch.cat([first, rest], dim=1), want)
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 6), (2, 4, 4)])
+def test_absolute_positions_interpolate(shape):
+    grid = Grid(shape, prefix=1)
+    position = AbsolutePositionConfig().build(width=5, grid=grid)
+    zeros = torch.zeros(1, grid.tokens, 5)
+    assert torch.equal(position(zeros, grid)[0][0], position.table)
+    larger = Grid(tuple(2 * n for n in shape), prefix=1)
+    y = position(torch.zeros(1, larger.tokens, 5), larger)[0]
+    assert torch.equal(y[0, 0], position.table[0])
+    torch.nn.init.ones_(position.table)
+    y = position(torch.zeros(1, larger.tokens, 5), larger)[0]
+    torch.testing.assert_close(y, torch.ones_like(y))
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("layer", 14), ("rms", 7), ("simple_rms", 0), ("none", 0)]
+)
+def test_norms(name, count):
+    norm = build_norm(name, 7)
+    assert sum(p.numel() for p in norm.parameters()) == count
+    y = norm(torch.randn(3, 7) * 50)
+    if name != "none":
+        torch.testing.assert_close(y.square().mean(-1), torch.ones(3), atol=1e-3, rtol=0)
+
+
+def test_an_unknown_norm_is_refused():
+    with pytest.raises(ValueError, match="norm 'batch' is unknown; there are: layer, rms"):
+        unwrap(build_norm)("batch", 7)
+
+
+def test_mlps():
+    x = torch.randn(2, 3, 6)
+    glu, mlp = GLUConfig().build(width=6), MLPConfig(ratio=2.0, multiple_of=8).build(width=6)
+    assert isinstance(glu, GLU)
+    assert isinstance(mlp, MLP)
+    assert glu.to_hidden.out_features == 16
+    assert mlp.to_hidden.out_features == 16
+    gate = glu.to_gate(x)
+    torch.testing.assert_close(glu(x), glu.to_out(gate * torch.sigmoid(gate) * glu.to_hidden(x)))
+    want = mlp.to_out(torch.nn.functional.gelu(mlp.to_hidden(x)))
+    torch.testing.assert_close(mlp(x), want)
+
+
+def test_drop_path_keeps_the_mean_and_drops_whole_samples():
+    drop = DropPath(0.25)
+    y = drop(torch.ones(20_000, 1, 3))
+    torch.testing.assert_close(y.unique(), torch.tensor([0, 4 / 3]))
+    assert torch.equal(y[..., 0], y[..., 2])
+    assert y.mean().item() == pytest.approx(1, abs=0.02)
+    assert torch.equal(drop.eval()(y), y)
+    with pytest.raises(ValueError, match=r"drop_path is 1.0, expected a probability"):
+        DropPath(1.0)
+
+
+def test_block_is_two_shortcuts():
+    block = Block(12, axes=2, mixer=LightNetMixerConfig(num_heads=2), mlp=GLUConfig(), norm="layer")
+    grid = Grid((2, 3))
+    x = torch.randn(2, 6, 12)
+    y = x + block.mixer(block.mixer_norm(x), grid)[0]
+    torch.testing.assert_close(block(x, grid)[0], y + block.mlp(block.mlp_norm(y)))

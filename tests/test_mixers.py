@@ -1,0 +1,177 @@
+"""What every mixer in the table promises, and what LightNet's own fields mean."""
+
+from inspect import unwrap
+
+import pytest
+import torch
+
+from onescan.layers.mixers import (
+    MIXERS,
+    LightNetMixerConfig,
+    MixerConfig,
+    contract,
+    lightnet,
+    softmax,
+)
+from onescan.ops.additive_decay import reference
+from onescan.ops.lrpe import lrpe_angles
+from onescan.shapes import Grid
+
+WIDTH, HEADS = 24, 3
+GRID = Grid(shape=(3, 4), prefix=1)
+CAUSAL = {
+    "shared": {},
+    "own decay": {"separate_decay_rank": 5},
+    "no lrpe": {"lrpe": False},
+    "no norm": {"norm": "none", "gate_rank": None},
+}
+over_mixers = pytest.mark.parametrize("config_class", MIXERS.values(), ids=MIXERS)
+
+
+def tokens(*shape):
+    return torch.randn(*shape, WIDTH, dtype=torch.float64)
+
+
+def built(config, axes=2):
+    return config.build(width=WIDTH, axes=axes).double()
+
+
+def test_every_mixer_is_listed():
+    modules = (contract, lightnet, softmax)
+    defined = {x for m in modules for x in vars(m).values() if isinstance(x, type)}
+    configs = {x for x in defined if issubclass(x, MixerConfig) and x is not MixerConfig}
+    assert configs == set(MIXERS.values())
+
+
+@over_mixers
+def test_shapes_gradients_and_repeatability(config_class):
+    mixer = built(config_class(num_heads=HEADS))
+    x = tokens(2, GRID.tokens).requires_grad_()
+    y, state = mixer(x, GRID)
+    assert y.shape == x.shape
+    assert state is None
+    assert torch.equal(y, mixer(x, GRID)[0])
+    y.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in mixer.parameters())
+
+
+@over_mixers
+def test_samples_do_not_mix_and_any_grid_will_do(config_class):
+    mixer = built(config_class(num_heads=HEADS))
+    for grid in (GRID, Grid((5, 2), prefix=0), Grid((1, 1), prefix=0)):
+        x = tokens(3, grid.tokens)
+        torch.testing.assert_close(mixer(x, grid)[0][1:2], mixer(x[1:2], grid)[0])
+
+
+@over_mixers
+def test_masked_tokens_give_and_get_nothing(config_class):
+    mixer = built(config_class(num_heads=HEADS))
+    x = tokens(2, GRID.tokens)
+    keep = torch.rand(2, GRID.tokens) < 0.6
+    y, _ = mixer(x, GRID, keep=keep)
+    other = torch.where(keep.unsqueeze(-1), x, tokens(2, GRID.tokens))
+    torch.testing.assert_close(mixer(other, GRID, keep=keep)[0], y)
+    assert (y[~keep] == 0).all()
+    torch.testing.assert_close(mixer(x, GRID, keep=torch.ones_like(keep))[0], mixer(x, GRID)[0])
+
+
+@over_mixers
+def test_heads_must_divide_the_width(config_class):
+    with pytest.raises(ValueError, match="width 24 is not a multiple of num_heads 5"):
+        config_class(num_heads=5).build(width=WIDTH, axes=2)
+
+
+@over_mixers
+def test_a_state_is_refused_where_there_is_no_direction(config_class):
+    mixer = built(config_class(num_heads=HEADS))
+    with pytest.raises(ValueError, match="not causal"):
+        unwrap(type(mixer).forward)(mixer, tokens(1, 13), GRID, state=0)
+
+
+@pytest.mark.parametrize("fields", CAUSAL.values(), ids=CAUSAL)
+def test_causal_lightnet_in_two_calls_equals_one_at_every_cut(fields):
+    mixer = built(LightNetMixerConfig(num_heads=HEADS, causal=True, chunk_size=4, **fields), axes=1)
+    x = tokens(2, 7)
+    keep = torch.rand(2, 7) < 0.8
+    want, whole = mixer(x, Grid((7,)), keep=keep)
+    for cut in range(1, 7):
+        first, state = mixer(x[:, :cut], Grid((cut,)), keep=keep[:, :cut])
+        rest, state = mixer(x[:, cut:], Grid((7 - cut,)), keep=keep[:, cut:], state=state)
+        torch.testing.assert_close(torch.cat([first, rest], dim=1), want)
+        assert state.position == whole.position == 7
+        torch.testing.assert_close(state.attention.kv, whole.attention.kv)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_lightnet_is_the_papers_equation(causal):
+    """Eq. 13 to 15 with App. A.2, written out."""
+    config = LightNetMixerConfig(num_heads=HEADS, causal=causal, gate_rank=4)
+    mixer, grid = built(config, axes=1), Grid((6,))
+    x = tokens(2, 6)
+
+    def heads(y):
+        return y.reshape(2, 6, HEADS, -1)
+
+    q = heads(x @ mixer.to_q.weight.T)
+    q = q * torch.sigmoid(q)
+    k, v = heads(x @ mixer.to_k.weight.T), heads(x @ mixer.to_v.weight.T)
+    angles = lrpe_angles(grid.shape, mixer.theta)
+    o, _ = reference.forward(q, k, v, angles=angles, causal=causal)
+    o = o.reshape(2, 6, WIDTH)
+    o = (o - o.mean(-1, keepdim=True)) / (o.var(-1, keepdim=True, correction=0) + 1e-6).sqrt()
+    u = x @ mixer.to_gate[0].weight.T @ mixer.to_gate[1].weight.T
+    want = (o * torch.sigmoid(u)) @ mixer.to_out.weight.T
+    torch.testing.assert_close(mixer(x, grid)[0], want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_separate_decay_has_its_own_normalizer(causal):
+    """Eq. 13 and 14 with s_t summed over the decay's own logits, term by term."""
+    config = LightNetMixerConfig(
+        num_heads=HEADS, causal=causal, separate_decay_rank=5, lrpe=False, norm="none"
+    )
+    mixer = built(config, axes=1)
+    x = tokens(1, 6)
+    q, k, v, d = (
+        y.reshape(6, HEADS, -1)
+        for y in (mixer.to_q(x), mixer.to_k(x), mixer.to_v(x), mixer.to_own_decay(x))
+    )
+    q, d = torch.nn.functional.silu(q), k + d
+    o = torch.zeros(6, HEADS, v.shape[-1], dtype=x.dtype)
+    for t in range(6):
+        seen = t + 1 if causal else 6
+        weight = k[:seen].exp() / d[:seen].exp().sum(dim=0)
+        o[t] = torch.einsum("hk,shk,shv->hv", q[t], weight, v[:seen])
+    want = mixer.to_out(o.reshape(1, 6, WIDTH) * torch.sigmoid(mixer.to_gate(x)))
+    torch.testing.assert_close(mixer(x, Grid((6,)))[0], want)
+
+
+def test_without_decay_keys_pass_through_silu():
+    config = LightNetMixerConfig(num_heads=HEADS, decay=False, lrpe=False, norm="none")
+    mixer = built(config)
+    x = tokens(1, GRID.tokens)
+    q, k = (torch.nn.functional.silu(y(x)).reshape(13, HEADS, -1) for y in (mixer.to_q, mixer.to_k))
+    o = torch.einsum("thk,shk,shv->thv", q, k, mixer.to_v(x).reshape(13, HEADS, -1))
+    want = mixer.to_out(o.reshape(1, 13, WIDTH) * torch.sigmoid(mixer.to_gate(x)))
+    torch.testing.assert_close(mixer(x, GRID)[0], want)
+
+
+def test_key_importance_is_a_share():
+    mixer = built(LightNetMixerConfig(num_heads=HEADS))
+    shares = mixer.key_importance(tokens(2, 13))
+    assert shares.shape == (2, HEADS, 13)
+    torch.testing.assert_close(shares.sum(dim=-1), torch.ones(2, HEADS, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("fields", "axes", "message"),
+    [
+        ({"num_heads": 12}, 4, "head width 2 .* leaves an axis of 4 without features"),
+        ({"decay": False, "causal": True}, 1, "decay=False goes with causal=False"),
+        ({"gate_rank": 0}, 1, "gate_rank 0 1 or more"),
+        ({"separate_decay_rank": -1}, 1, "separate_decay_rank -1 must be 0 or more"),
+    ],
+)
+def test_impossible_fields_are_refused(fields, axes, message):
+    with pytest.raises(ValueError, match=message):
+        LightNetMixerConfig(**{"num_heads": 3, **fields}).build(width=WIDTH, axes=axes)

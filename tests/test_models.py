@@ -1,0 +1,130 @@
+"""The classifier, its presets, and the parameter counts that decide how LightNet is built."""
+
+import pytest
+import torch
+
+from onescan.bench.size import model_size
+from onescan.configs import replace
+from onescan.layers.mixers import LightNetMixerConfig
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.presets import ABLATIONS, PRESETS, build, preset
+
+SIZES = ("tiny", "small", "base")
+# Counted by hand from the paper's equations, layer by layer.
+LIGHTNET_PARAMETERS = {
+    "lightnet": (6_009_832, 22_635_496, 87_737_320),
+    "without_tpe": (5_960_680, 22_537_192, 87_540_712),
+    "without_lrpe": (6_007_528, 22_630_888, 87_728_104),
+    "without_decay": (6_009_832, 22_635_496, 87_737_320),
+    "without_norm": (6_005_224, 22_626_280, 87_718_888),
+    "full_rank_gate": (6_157_288, 23_815_144, 93_635_560),
+}
+DEIT_PARAMETERS = (5_717_416, 22_050_664, 86_567_656)
+
+
+def tiny(**changes):
+    fields = {
+        "image_size": (8, 8), "channels": 1, "patch_size": (2, 2), "num_classes": 5, "width": 24,
+        "depth": 2, "mixer": LightNetMixerConfig(num_heads=2), "drop_path": 0.0,
+    }  # fmt: skip
+    return ImageClassifierConfig(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("row", LIGHTNET_PARAMETERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_lightnet_has_exactly_the_papers_parameters(row, size):
+    config = preset(f"lightnet_{size}", **ABLATIONS.get(row, {}))
+    want = LIGHTNET_PARAMETERS[row][SIZES.index(size)]
+    assert model_size(config).parameters == want
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_deit_has_exactly_deits_parameters_and_cost(size):
+    counted = model_size(preset(f"deit_{size}"))
+    assert counted.parameters == DEIT_PARAMETERS[SIZES.index(size)]
+    # 1.3, 4.6 and 17.6 GMACs are what is published for DeiT
+    assert round(counted.macs / 1e9, 1) == (1.3, 4.6, 17.6)[SIZES.index(size)]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_within_a_percent_of_what_is_printed(name):
+    counted = model_size(PRESETS[name].config).parameters / 1e6
+    assert abs(counted / PRESETS[name].printed_millions - 1) < 0.01
+
+
+@pytest.mark.parametrize("family", ["lightnet", "deit"])
+def test_a_model_takes_any_size_its_patches_divide(family):
+    model = build(f"{family}_tiny", depth=1).eval()
+    with torch.no_grad():
+        assert model(torch.zeros(1, 3, 384, 256)).shape == (1, 1000)
+        with pytest.raises(ValueError, match="size 224 x 230 cannot be cut"):
+            model(torch.zeros(1, 3, 224, 230))
+
+
+@pytest.mark.parametrize("row", [{}, *ABLATIONS.values()], ids=["lightnet", *ABLATIONS])
+@pytest.mark.parametrize("pool", ["class_token", "mean"])
+def test_every_ablation_learns_with_every_parameter(row, pool):
+    model = replace(tiny(pool=pool), row).build()
+    images = torch.randn(3, 1, 8, 8)
+    loss = torch.nn.functional.cross_entropy(model(images), torch.tensor([0, 1, 4]))
+    loss.backward()
+    missing = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not missing
+
+
+def test_the_class_token_hears_of_every_patch():
+    model = tiny().build().eval()
+    images = torch.randn(1, 1, 8, 8, requires_grad=True)
+    model(images).sum().backward()
+    assert (images.grad != 0).all()
+
+
+def test_without_positions_patches_may_be_shuffled_but_not_with_them():
+    images = torch.randn(1, 1, 8, 8)
+    shuffled = images.roll(2, dims=-1)  # by one patch
+    blind = replace(tiny(), {"position": None, "mixer.lrpe": False}).build().eval()
+    torch.testing.assert_close(blind(shuffled), blind(images))
+    for field in ({"position": None}, {"mixer.lrpe": False}):
+        model = replace(tiny(), field).build().eval()
+        assert (model(shuffled) - model(images)).abs().max() > 1e-5
+
+
+def test_features_and_head_make_the_forward():
+    model = tiny().build().eval()
+    images = torch.randn(2, 1, 8, 8)
+    features = model.forward_features(images)
+    assert features.shape == (2, 17, 24)
+    assert torch.equal(model.forward_head(features), model(images))
+
+
+def test_drop_path_grows_to_the_last_block():
+    model = tiny(depth=3, drop_path=0.2).build()
+    assert [block.drop_path.rate for block in model.blocks] == [0.0, 0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: build("lightnet_tinny"), "'lightnet_tinny' is unknown .*meant 'lightnet_tiny'"),
+        (lambda: build("lightnet_tiny", widht=3), "widht is unknown .*'width'"),
+        (lambda: build("lightnet_tiny", **{"mixer.lrp": 1}), "mixer.lrp is unknown .*'lrpe'"),
+        (lambda: build("lightnet_tiny", width="a"), "width is 'a', expected int"),
+        (lambda: build("lightnet_tiny", width=100), "width 100 is not a multiple of num_heads 6"),
+        (lambda: build("lightnet_tiny", depth=0), "depth is 0, expected a number above 0"),
+        (lambda: build("lightnet_tiny", patch_size=0), r"patch_size\[0\] is 0"),
+        (lambda: build("lightnet_tiny", image_size=100), "100 x 100 cannot be cut .* 16 x 16"),
+        (lambda: build("lightnet_tiny", pool="max"), "pool is 'max', expected"),
+        (lambda: build("lightnet_tiny", drop_path=1.0), "drop_path is 1.0"),
+    ],
+)
+def test_errors_name_the_field(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.compile
+def test_a_classifier_compiles_whole():
+    model = tiny().build()
+    images = torch.randn(2, 1, 8, 8)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(images), model(images))
