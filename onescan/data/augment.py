@@ -1,0 +1,84 @@
+"""Random rotation, shift and zoom of a batch of images, each image its own.
+
+A point X of the result, in pixels from the centre, shows the source's point
+R(angle) X / zoom - shift, where R is the rotation by the angle.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import affine_grid, grid_sample
+
+from onescan.data.images import ImageFormat
+from onescan.shapes import Images
+
+PerImage = Float[Tensor, " B"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AffineConfig:
+    """How far a training image may be turned, moved and zoomed."""
+
+    degrees: float = 10.0
+    """Largest rotation, either way."""
+    shift: float = 0.1
+    """Largest shift along each axis, either way, as a part of the side."""
+    scale: float = 0.1
+    """Largest zoom: 0.1 stands for 0.9 to 1.1 times."""
+    fill: float = 0.0
+    """Brightness of what comes in from outside the image: 0 black, 1 white."""
+
+    def build(self, format: ImageFormat) -> "RandomAffine":
+        """Prepare for images of one format.
+
+        Raises:
+            ValueError: a range is negative or not finite, or scale is not below 1.
+        """
+        for name in ("degrees", "shift", "scale"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"augment.{name} is {getattr(self, name)}, expected 0 or more")
+        if self.scale >= 1:
+            raise ValueError(f"augment.scale is {self.scale}, expected less than 1")
+        return RandomAffine(self, format)
+
+
+class RandomAffine:
+    """A batch of images, each turned, moved and zoomed by its own random amount."""
+
+    def __init__(self, config: AffineConfig, format: ImageFormat) -> None:
+        self.config = config
+        self.fill = format.standardize(torch.full((format.channels, 1, 1), config.fill))
+
+    def __call__(self, images: Images, generator: torch.Generator) -> Images:
+        angle, zoom, shift_x, shift_y = 2 * torch.rand(4, len(images), generator=generator) - 1
+        matrices = affine_matrices(
+            angle=torch.deg2rad(self.config.degrees * angle),
+            zoom=1 + self.config.scale * zoom,
+            shift_x=self.config.shift * shift_x,
+            shift_y=self.config.shift * shift_y,
+            aspect=images.shape[-1] / images.shape[-2],
+        )
+        grid = affine_grid(matrices, list(images.shape), align_corners=False)
+        # grid_sample fills with zeros, so the fill is made zero while it runs
+        return grid_sample(images - self.fill, grid, align_corners=False) + self.fill
+
+
+def affine_matrices(
+    *, angle: PerImage, zoom: PerImage, shift_x: PerImage, shift_y: PerImage, aspect: float
+) -> Float[Tensor, "B 2 3"]:
+    """Map the result's coordinates to the source's, both from -1 to 1 along each side.
+
+    Args:
+        angle: rotation, in radians.
+        zoom: above 1 enlarges.
+        shift_x: shift to the right before the rotation, as a part of the width.
+        shift_y: shift downwards before the rotation, as a part of the height.
+        aspect: width over height, without which a rotation would shear.
+    """
+    cos, sin = angle.cos() / zoom, angle.sin() / zoom
+    rows = [cos, -sin / aspect, -2 * shift_x, sin * aspect, cos, -2 * shift_y]
+    return rearrange(torch.stack(rows), "(row column) B -> B row column", row=2)

@@ -1,0 +1,55 @@
+"""Handwritten digits: 1797 grey images of 8 x 8 that come with scikit-learn, no download."""
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+
+from onescan.checks import check_positive
+from onescan.data.base import DataConfig
+from onescan.data.images import ImageFormat, ImageSet, ImageSplits
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsConfig(DataConfig):
+    """Scikit-learn's handwritten digits."""
+
+    test_fraction: float = 0.2
+    """Part of every class that is held out, above 0 and below 1."""
+    split_seed: int = 0
+    """Which part is held out."""
+    mean: float = 0.305
+    """Mean brightness, subtracted; 0 is black, 1 is white."""
+    std: float = 0.376
+    """Spread of the brightness, divided by."""
+
+    def build(self) -> ImageSplits:
+        """Read and split the images.
+
+        Raises:
+            ValueError: test_fraction is not between 0 and 1, or std not above 0.
+        """
+        from sklearn.datasets import load_digits  # imported on use: half a second
+        from sklearn.model_selection import train_test_split
+
+        if not 0 < self.test_fraction < 1:
+            raise ValueError(
+                f"data.test_fraction is {self.test_fraction}, expected between 0 and 1"
+            )
+        check_positive(**{"data.std": self.std})
+        digits = load_digits()
+        train, test = train_test_split(
+            range(len(digits.target)),
+            test_size=self.test_fraction,
+            random_state=self.split_seed,
+            stratify=digits.target,
+        )
+        format = ImageFormat(channels=1, height=8, width=8, mean=(self.mean,), std=(self.std,))
+        pixels = rearrange(torch.from_numpy(digits.images).float() / 16, "n h w -> n 1 h w")
+        images, labels = format.standardize(pixels), torch.from_numpy(digits.target).long()
+        return ImageSplits(
+            train=ImageSet(images=images[train], labels=labels[train]),
+            test=ImageSet(images=images[test], labels=labels[test]),
+            class_names=tuple(str(name) for name in digits.target_names),
+            format=format,
+        )

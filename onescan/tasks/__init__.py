@@ -1,0 +1,19 @@
+"""Tasks: one problem each, its training batches, its loss and its evaluation."""
+
+from onescan.tasks.base import Batch, Evaluation, Metrics, Task, TaskConfig
+from onescan.tasks.image_classification import (
+    ImageClassification,
+    ImageClassificationConfig,
+    classify,
+)
+
+__all__ = [
+    "Batch",
+    "Evaluation",
+    "ImageClassification",
+    "ImageClassificationConfig",
+    "Metrics",
+    "Task",
+    "TaskConfig",
+    "classify",
+]

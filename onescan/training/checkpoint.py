@@ -1,0 +1,58 @@
+"""A trained model back from its folder, with what using it needs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from onescan.configs import ModelConfig
+from onescan.data import Format
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.training.folder import read_manifest, read_result
+from onescan.training.run import RunConfig
+from onescan.training.weights import load_weights
+
+# a config.json names its model's class; those of this package are known to `load` from here
+MODELS: tuple[type[ModelConfig], ...] = (ImageClassifierConfig,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A trained model, and what using it needs."""
+
+    folder: Path
+    config: RunConfig
+    model: nn.Module
+    """On the CPU, in evaluation mode."""
+    format: Format
+    """How raw input becomes the model's input."""
+    class_names: tuple[str, ...]
+    metrics: dict[str, float]
+    """Of the last evaluation; empty for a run that has not been finished."""
+
+
+def load(path: str | Path) -> Checkpoint:
+    """Load a trained model from its run's folder, or from any file in that folder.
+
+    Nothing is unpickled, and no module is imported: import a model of your own before.
+
+    Raises:
+        FileNotFoundError: there is no such path, or the run has not saved any weights.
+        ValueError: the folder holds no run, or its weights are damaged or of another model.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no run at {path}")
+    folder = path if path.is_dir() else path.parent
+    manifest = read_manifest(folder)
+    model: nn.Module = manifest.run.model.build()
+    load_weights(folder, model)
+    result = read_result(folder)
+    return Checkpoint(
+        folder=folder,
+        config=manifest.run,
+        model=model.eval(),
+        format=manifest.format,
+        class_names=manifest.class_names,
+        metrics=result.metrics if result else {},
+    )

@@ -1,0 +1,72 @@
+"""Writing so that a kill at any moment leaves the old or the new whole, and nothing between."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PARTIAL = ".partial"  # what a killed write leaves ends so, is ignored, and goes at the next write
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file or a folder, and put it in place once it is whole on the disk.
+
+    A file that was at `path` is replaced; a folder must not be there yet.
+
+    Raises:
+        OSError: it cannot be written; says in which folder, and why.
+    """
+    partial = partial_of(path)
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove(partial)
+        write(partial)
+        for written in [partial, *partial.rglob("*")]:
+            _sync(written)
+        partial.replace(path)
+        _sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there; a folder is out of sight before its parts go."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+    elif path.suffix == PARTIAL:
+        shutil.rmtree(path)
+    else:
+        doomed = partial_of(path)
+        remove(doomed)
+        path.rename(doomed)
+        remove(doomed)
+
+
+def partial_of(path: Path) -> Path:
+    """Where `path` is while it is not whole: beside it, so that a rename is all it takes."""
+    return path.with_name(path.name + PARTIAL)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn what goes wrong with a disk into one sentence.
+
+    Raises:
+        OSError: saying which folder, and why.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(
+            f"cannot write to {folder}: {reason}; what was saved before is intact"
+        ) from error
+
+
+def _sync(path: Path) -> None:
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,423 @@
+import itertools
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+from tiny_run import tiny_run
+
+from onescan import configs
+from onescan.data import Format, read_image
+from onescan.tasks import ImageClassification, classify
+from onescan.training import files, load, read_metrics, train
+from onescan.training.loop import uninterrupted
+from onescan.training.records import TIMING
+
+STEPS = 12  # of tiny_run: 3 epochs of 4 batches
+
+
+class KilledError(BaseException):
+    """Stands in for SIGKILL: nothing in the library handles it."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run."""
+    return train(tiny_run(), tmp_path_factory.mktemp("whole") / "run")
+
+
+def assert_same(result, whole):
+    """Equal to the last bit: weights, evaluation, and every recorded number but the timing."""
+    assert result.metrics == whole.metrics
+    for name, array in whole.evaluation.arrays.items():
+        assert torch.equal(result.evaluation.arrays[name], array)
+    assert untimed(result.folder) == untimed(whole.folder)
+    ours, theirs = ((r.folder / "model.safetensors").read_bytes() for r in (result, whole))
+    assert ours == theirs
+
+
+def untimed(folder):
+    lines = read_metrics(folder)
+    return [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
+
+
+def raise_at(step, error):
+    def show(now):
+        if now.step == step:
+            raise error
+
+    return show
+
+
+# Stopping and going on
+
+
+@pytest.mark.parametrize("step", [1, 2, 4, 7, 12])
+def test_ctrl_c_saves_and_the_run_goes_on(tmp_path, whole, step):
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path, progress=raise_at(step, KeyboardInterrupt))
+    assert (tmp_path / "state" / f"step_{step}").exists()
+    seen = []
+    assert_same(train(tiny_run(), tmp_path, progress=seen.append), whole)
+    assert [now.step for now in seen] == list(range(step + 1, STEPS + 1))
+
+
+@pytest.mark.parametrize("method", ["batch", "loss", "evaluate"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_ctrl_c_inside_the_task_saves(tmp_path, whole, monkeypatch, method, call):
+    calls, original = [], getattr(ImageClassification, method)
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(ImageClassification, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path)
+    assert_same(train(tiny_run(), tmp_path), whole)
+
+
+@pytest.mark.parametrize("step", [1, 3, 5, 12])
+def test_a_crash_goes_back_to_the_last_checkpoint(tmp_path, whole, step):
+    with pytest.raises(RuntimeError, match="crash"):
+        train(tiny_run(), tmp_path, progress=raise_at(step, RuntimeError("crash")))
+    seen = []
+    assert_same(train(tiny_run(), tmp_path, progress=seen.append), whole)
+    last_saved = (step - 1) // 2 * 2  # every half epoch of 4 steps, before the step is shown
+    assert seen[0].step == last_saved + 1
+
+
+def test_a_kill_at_any_moment_of_any_write_loses_nothing(tmp_path, monkeypatch):
+    run, original = tiny_run(steps=4), files._sync  # called before and after every rename
+    whole = train(run, tmp_path / "whole")
+    for death in itertools.count(1):
+        calls = []
+
+        def sync(path, calls=calls, death=death):
+            calls.append(path)
+            if len(calls) == death:
+                raise KilledError
+            original(path)
+
+        folder = tmp_path / str(death)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "_sync", sync)
+            try:
+                train(run, folder)
+                break
+            except KilledError:
+                pass
+        assert_same(train(run, folder), whole)
+        assert not list(folder.rglob("*.partial"))
+    assert death > 15
+
+
+def test_a_kill_while_old_files_are_removed_loses_nothing(tmp_path, whole, monkeypatch):
+    run, original = tiny_run(), shutil.rmtree
+
+    def die(*_):
+        raise KilledError
+
+    for overwrite in (False, True):  # an old checkpoint; a whole run
+        monkeypatch.setattr(shutil, "rmtree", die)
+        with pytest.raises(KilledError):
+            train(run, tmp_path / "run", overwrite=overwrite)
+        assert list((tmp_path / "run").rglob("*.partial"))
+        monkeypatch.setattr(shutil, "rmtree", original)
+        assert_same(train(run, tmp_path / "run"), whole)
+        assert not list((tmp_path / "run").rglob("*.partial"))
+
+
+def test_sigkill_loses_nothing(tmp_path, whole):
+    code = (
+        "import os, signal, sys\n"
+        "from onescan.training import train\n"
+        "from tiny_run import tiny_run\n"
+        "def show(now):\n"
+        "    if now.step == 7: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "train(tiny_run(), sys.argv[1], progress=show)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    paths = os.pathsep.join(map(str, Path(__file__).parents[:2]))
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 7
+    assert_same(train(tiny_run(), tmp_path / "run"), whole)
+
+
+def test_a_line_cut_short_is_dropped(tmp_path, whole):
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path, progress=raise_at(5, KeyboardInterrupt))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "epo')
+    assert len(read_metrics(tmp_path)) == 6
+    assert_same(train(tiny_run(), tmp_path), whole)
+
+
+def test_ctrl_c_waits_for_the_end_of_an_update():
+    done = []
+
+    def interrupted_update():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_update()
+    assert done == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_run_may_be_in_another_thread(tmp_path, whole):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(train(tiny_run(), tmp_path)))
+    thread.start()
+    thread.join()
+    assert_same(results[0], whole)
+
+
+# Whose folder it is
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    first = train(tiny_run(steps=3), tmp_path)
+    files_before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    again = train(tiny_run(steps=3), tmp_path, progress=raise_at(1, AssertionError("trained")))
+    assert again.reused
+    assert (again.metrics, again.steps, again.folder) == (first.metrics, 3, tmp_path)
+    for name, array in first.evaluation.arrays.items():
+        assert torch.equal(again.evaluation.arrays[name], array)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files_before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "result.json", "evaluation.safetensors"])
+def test_what_a_finished_run_lacks_is_written_again(tmp_path, name):
+    train(tiny_run(steps=3), tmp_path)
+    before = (tmp_path / name).read_bytes()
+    (tmp_path / name).unlink()
+    assert not train(tiny_run(steps=3), tmp_path, progress=raise_at(1, AssertionError)).reused
+    assert (tmp_path / name).read_bytes() == before
+
+
+def test_another_run_is_refused_with_the_differences(tmp_path):
+    train(tiny_run(steps=2), tmp_path)
+    other = configs.replace(
+        tiny_run(steps=4), {"model.width": 5, "name": "b", "task.augment": None}
+    )
+    with pytest.raises(ValueError, match="holds another run") as caught:
+        train(other, tmp_path)
+    assert "name is 'tiny' there and 'b' here" in str(caught.value)
+    assert "model.width is 6 there and 5 here" in str(caught.value)
+    assert ", and 1 more; choose another folder, or pass overwrite" in str(caught.value)
+    assert train(tiny_run(steps=2), tmp_path).reused
+
+
+def test_overwrite_starts_anew_and_leaves_other_files(tmp_path):
+    train(tiny_run(steps=2), tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    result = train(tiny_run(steps=3), tmp_path, overwrite=True)
+    assert (result.steps, result.reused) == (3, False)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 3]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert not train(tiny_run(steps=3), tmp_path, overwrite=True).reused
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["notes.txt", "config.json", "model.safetensors"])
+@pytest.mark.parametrize("text", ["mine", "{}", '{"onescan": 3}', "[]"])
+def test_a_folder_that_holds_no_run_is_refused_and_kept(tmp_path, overwrite, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="is not empty and holds no run: choose another folder"):
+        train(tiny_run(), tmp_path, overwrite=overwrite)
+    assert [path.read_text() for path in tmp_path.iterdir()] == [text]
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="file is a file, expected a folder"):
+        train(tiny_run(), tmp_path / "file")
+
+
+def test_a_refused_config_writes_nothing(tmp_path):
+    with pytest.raises(ValueError, match=r"training\.batch_size is 64, but there are 33 images"):
+        train(tiny_run(batch_size=64), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# Loading
+
+
+def test_image_files_are_classified(whole, tmp_path):
+    checkpoint = load(whole.folder)
+    paths = [tmp_path / "rows.png", tmp_path / "columns.png"]
+    for path, values in zip(paths, ([0, 255] * 2, [0] * 4), strict=True):
+        Image.fromarray(np.array([values] * 4, dtype=np.uint8)).save(path)
+    probabilities = classify(checkpoint.model, paths, checkpoint.format)
+    images = torch.stack([read_image(path, checkpoint.format) for path in paths])
+    torch.testing.assert_close(probabilities, checkpoint.model(images).softmax(dim=1).detach())
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.png"):
+        classify(checkpoint.model, [paths[0], tmp_path / "nowhere.png"], checkpoint.format)
+    with pytest.raises(ValueError, match="the model reads Format, not images"):
+        classify(checkpoint.model, paths, Format())
+
+
+def test_a_trained_model_comes_back(whole):
+    for path in [whole.folder, str(whole.folder), whole.folder / "model.safetensors"]:
+        checkpoint = load(path)
+        assert checkpoint.config == tiny_run()
+        assert checkpoint.class_names == ("rows", "columns", "noise")
+        assert checkpoint.metrics == whole.metrics
+        assert checkpoint.folder == whole.folder
+        assert not checkpoint.model.training
+        task = checkpoint.config.task.build(checkpoint.config.data.build())
+        assert checkpoint.format == task.format
+        evaluation = task.evaluate(checkpoint.model)
+        assert evaluation.metrics == whole.metrics
+
+
+def test_loading_needs_no_pickle(whole, tmp_path):
+    folder = copy(whole.folder, tmp_path)
+    for path in (folder / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    assert load(folder).metrics == whole.metrics
+
+
+def test_an_unfinished_run_can_be_loaded(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path, progress=raise_at(3, KeyboardInterrupt))
+    assert load(tmp_path).metrics == {}
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
+    run = configs.replace(tiny_run(steps=4, checkpoint_every=0.25), {"model.tied": True})
+    want = train(run, tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="crash"):
+        train(run, tmp_path / "run", progress=raise_at(3, RuntimeError("crash")))
+    assert_same(train(run, tmp_path / "run"), want)
+    model = load(tmp_path / "run").model
+    assert model.outer.weight is model.inner.weight
+    stored = safetensors.torch.load_file(tmp_path / "run" / "model.safetensors")
+    assert "inner.weight" in stored
+    assert "outer.weight" not in stored
+
+
+def test_a_path_without_a_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no run at .*nowhere"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"holds no run: it has no config\.json"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="holds no run"):
+        load(tmp_path)
+
+
+def test_a_run_without_weights_is_refused(whole, tmp_path):
+    folder = copy(whole.folder, tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"run has no model\.safetensors: no checkpoint"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, None])
+def test_damaged_weights_are_refused(whole, tmp_path, content):
+    path = copy(whole.folder, tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9] if content is None else content)
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: "):
+        load(path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.95])
+def test_a_damaged_state_is_refused(tmp_path, name, part):
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path, progress=raise_at(3, KeyboardInterrupt))
+    path = tmp_path / "state" / "step_3" / name
+    path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
+    with pytest.raises(ValueError, match="step_3 is damaged: remove it"):
+        train(tiny_run(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("width", 5), r"embed\.weight is \(6, 16\) there and \(5, 16\) here"),
+        (("tied", True), r"outer\.\w+ is \(6.*\) there and missing here"),
+    ],
+)
+def test_weights_of_another_model_are_refused(whole, tmp_path, change, says):
+    folder = copy(whole.folder, tmp_path)
+    edit(folder, lambda data: data["run"]["model"].update([change]))
+    with pytest.raises(ValueError, match=rf"model\.safetensors is of another model: {says}"):
+        load(folder)
+
+
+def test_a_missing_weight_is_named(whole, tmp_path):
+    folder = copy(whole.folder, tmp_path)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    del tensors["outer.bias"]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"outer\.bias is missing there and \(6,\) here"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda data: data["run"]["training"].update(ema=0.9), r"run\.training\.ema is unknown"),
+        (lambda data: data["run"]["model"].update(type="Nowhere"), r"run\.model\.type 'Nowhere'"),
+        (lambda data: data.update(onescan="9.0"), None),
+    ],
+)
+def test_a_config_of_another_version_is_told(whole, tmp_path, change, says):
+    folder = copy(whole.folder, tmp_path)
+    edit(folder, change)
+    if says is None:
+        assert load(folder).metrics == whole.metrics
+        return
+    with pytest.raises(ValueError, match=rf"config\.json: {says}.*written by onescan 0"):
+        load(folder)
+
+
+def test_the_environment_is_recorded(whole):
+    environment = json.loads((whole.folder / "config.json").read_text())["environment"]
+    assert environment["torch"] == torch.__version__
+    assert environment["python"] == platform.python_version()
+    assert set(environment) == {"python", "torch", "platform", "device", "commit"}
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail(partial):
+        partial.write_text("ne")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match=r"cannot write to .*: No space left on device; what was"):
+        files.write_atomically(path, fail)
+    assert path.read_text() == "old"
+    files.write_atomically(path, lambda partial: partial.write_text("new"))
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "new")]
+
+
+def copy(folder, place):
+    return Path(shutil.copytree(folder, place / "run"))
+
+
+def edit(folder, change):
+    data = json.loads((folder / "config.json").read_text())
+    change(data)
+    (folder / "config.json").write_text(json.dumps(data))

@@ -1,0 +1,302 @@
+import math
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+import tyro
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_run import TinyModelConfig, tiny_run
+from torch import nn
+
+from onescan import configs
+from onescan.data import DigitsConfig
+from onescan.tasks import ImageClassification
+from onescan.training import (
+    Progress,
+    RunConfig,
+    TrainingConfig,
+    learning_rate,
+    parameter_groups,
+    read_metrics,
+    train,
+)
+from onescan.training.records import TIMING
+from onescan.training.schedule import Plan
+
+STEPS = 12  # of tiny_run: 3 epochs of 4 batches
+
+
+class KilledError(BaseException):
+    """Stands in for SIGKILL: nothing in the library handles it."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run."""
+    return train(tiny_run(), tmp_path_factory.mktemp("whole") / "run")
+
+
+def assert_same(result, whole):
+    """Equal to the last bit: weights, evaluation, and every recorded number but the timing."""
+    assert not result.reused
+    assert result.metrics == whole.metrics
+    for name, array in whole.evaluation.arrays.items():
+        assert torch.equal(result.evaluation.arrays[name], array)
+    assert untimed(result.folder) == untimed(whole.folder)
+    ours, theirs = ((r.folder / "model.safetensors").read_bytes() for r in (result, whole))
+    assert ours == theirs
+
+
+def untimed(folder):
+    lines = read_metrics(folder)
+    return [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
+
+
+def raise_at(step, error):
+    def show(now):
+        if now.step == step:
+            raise error
+
+    return show
+
+
+# What a run does
+
+
+def test_a_run_learns_and_records(whole):
+    lines = untimed(whole.folder)
+    trained = [line for line in lines if line["split"] == "train"]
+    assert [line["step"] for line in trained] == list(range(1, STEPS + 1))
+    assert set(trained[0]) == {
+        *("step", "epoch", "split", "loss", "accuracy", "learning_rate", "gradient_norm")
+    }
+    judged = [line for line in lines if line["split"] == "test"]
+    assert [(line["step"], line["epoch"]) for line in judged] == [(4, 1.0), (8, 2.0), (12, 3.0)]
+    assert judged[-1]["accuracy"] == whole.metrics["accuracy"] > 0.5
+    assert judged[-1]["loss"] < judged[0]["loss"]
+    assert whole.steps == STEPS
+
+
+def test_equal_runs_give_equal_numbers(tmp_path, whole):
+    torch.manual_seed(123)  # what was drawn before must not matter
+    before = torch.get_rng_state()
+    assert_same(train(tiny_run(), tmp_path / "again"), whole)
+    assert torch.equal(torch.get_rng_state(), before)  # and the caller's chance is untouched
+
+
+def test_the_seed_changes_the_run(tmp_path, whole):
+    other = train(tiny_run(seed=1), tmp_path / "other")
+    assert untimed(other.folder)[0] != untimed(whole.folder)[0]
+
+
+def test_steps_stand_in_for_epochs(tmp_path):
+    result = train(tiny_run(steps=5, evaluate_every=100.0), tmp_path / "run")
+    assert result.steps == 5
+    assert [line["step"] for line in read_metrics(result.folder)] == [1, 2, 3, 4, 5, 5]
+
+
+def test_digits_are_learnt(tmp_path):
+    run = configs.replace(
+        tiny_run(epochs=4, batch_size=32),
+        {"data": DigitsConfig(), "model.pixels": 64, "model.num_classes": 10, "model.width": 64},
+    )
+    assert train(run, tmp_path / "run").metrics["accuracy"] > 0.85
+
+
+def test_progress_is_told_after_every_step(tmp_path):
+    seen = []
+    train(tiny_run(), tmp_path / "run", progress=seen.append)
+    assert [now.step for now in seen] == list(range(1, STEPS + 1))
+    assert all(isinstance(now, Progress) for now in seen)
+    assert seen[0].steps == STEPS
+    assert set(seen[0].metrics) == {"loss", "accuracy"}
+    assert set(seen[4].metrics) == {"loss", "accuracy", "test_loss", "test_accuracy"}
+
+
+def test_a_bar_is_drawn_only_when_asked_for(tmp_path, capfd):
+    train(tiny_run(), tmp_path / "quiet")
+    assert capfd.readouterr() == ("", "")
+    train(tiny_run(), tmp_path / "bar", progress=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "96/96" in err
+    assert "images/s" in err
+    assert "accuracy=" in err
+
+
+def test_only_one_checkpoint_is_kept(whole):
+    assert [path.name for path in (whole.folder / "state").iterdir()] == ["step_12"]
+    assert sorted(path.name for path in whole.folder.iterdir()) == [
+        *("config.json", "evaluation.safetensors", "metrics.jsonl", "model.safetensors"),
+        *("result.json", "state"),
+    ]
+
+
+# What goes wrong
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    run = tiny_run(learning_rate=1e38, clip_norm=None, warmup=6.0)
+    with pytest.raises(FloatingPointError) as caught:
+        train(run, tmp_path)
+    says = str(caught.value)
+    assert "at step" in says
+    assert "try a smaller training.learning_rate (now 1e+38)" in says
+    assert "training.clip_norm (now None)" in says
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient_norm"])
+def test_the_last_good_checkpoint_is_named_and_good(tmp_path, where, monkeypatch):
+    original = ImageClassification.loss
+    calls = []
+
+    def broken(self, model, batch):
+        calls.append(1)
+        loss, metrics = original(self, model, batch)
+        if len(calls) < 6:
+            return loss, metrics
+        endless = sum((p * 0).sum() for p in model.parameters()).sqrt()  # gradient 0 / 0
+        return loss + (endless if where == "gradient_norm" else math.inf), metrics
+
+    monkeypatch.setattr(ImageClassification, "loss", broken)
+    with pytest.raises(FloatingPointError, match=f"{where} is (nan|inf) at step 5") as caught:
+        train(tiny_run(), tmp_path)
+    assert f"the last good checkpoint is {tmp_path / 'state' / 'step_4'}" in str(caught.value)
+    assert (tmp_path / "state" / "step_4").exists()
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, whole):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(now):
+        if now.step == 5:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+
+    try:
+        with pytest.raises(OSError, match=r"cannot write to .*; what was saved before is intact"):
+            train(tiny_run(), tmp_path, progress=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "state" / "step_4").exists()
+    assert_same(train(tiny_run(), tmp_path), whole)
+
+
+def test_an_unwritable_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match=r"cannot write to .*file/run: Not a directory"):
+        train(tiny_run(), tmp_path / "file" / "run")
+
+
+def test_a_model_for_other_classes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"scores of shape \(8, 4\) .* 3 classes"):
+        train(configs.replace(tiny_run(), {"model.num_classes": 4}), tmp_path)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x"])
+def test_an_unknown_device_is_refused(tmp_path, device):
+    with pytest.raises(ValueError, match=f"training.device is '{device}', expected auto, cpu"):
+        train(tiny_run(device=device), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epochs", 0),
+        ("steps", 0),
+        ("batch_size", -1),
+        ("learning_rate", math.nan),
+        ("learning_rate", -1.0),
+        ("learning_rate", math.inf),
+        ("weight_decay", -0.1),
+        ("weight_decay", math.nan),
+        ("betas", (0.9, 1.0)),
+        ("eps", 0.0),
+        ("warmup", -0.1),
+        ("final_fraction", 1.1),
+        ("clip_norm", 0.0),
+        ("seed", -1),
+        ("evaluate_every", 0.0),
+        ("checkpoint_every", math.nan),
+    ],
+)
+def test_training_refuses_impossible_numbers(name, value):
+    with pytest.raises(ValueError, match=rf"training\.{name} is "):
+        TrainingConfig(**{name: value})
+
+
+# The parts
+
+
+def test_matrices_decay_and_the_rest_does_not():
+    class Layer(nn.Module):
+        no_weight_decay = frozenset({"theta"})
+
+        def __init__(self):
+            super().__init__()
+            self.theta = nn.Parameter(torch.ones(2, 3))
+            self.weight = nn.Parameter(torch.ones(2, 3))
+            self.frozen = nn.Parameter(torch.ones(2, 3), requires_grad=False)
+
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), Layer())
+    model.append(model[0])  # a tied layer counts once
+    decayed, rest = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert [names[p] for p in decayed["params"]] == ["0.weight", "2.weight"]
+    assert {names[p] for p in rest["params"]} == {"0.bias", "1.weight", "1.bias", "2.theta"}
+
+
+@given(
+    steps=st.integers(1, 60),
+    warmup=st.sampled_from([0.0, 0.1, 0.999, 1.0, 7.0, 100.0]),
+    schedule=st.sampled_from(["cosine", "linear", "constant"]),
+    final=st.sampled_from([0.0, 0.1, 1.0]),
+)
+def test_the_learning_rate_rises_then_falls(steps, warmup, schedule, final):
+    config = TrainingConfig(
+        learning_rate=2.0, warmup=warmup, schedule=schedule, final_fraction=final
+    )
+    rates = [learning_rate(step, steps, config) for step in range(steps)]
+    assert all(0 <= rate <= 2.0 for rate in rates)
+    top = rates.index(max(rates))
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert rates[-1] >= 2.0 * final or len(rates) <= warmup
+
+
+@pytest.mark.parametrize(("schedule", "half"), [("cosine", 1.1), ("linear", 1.1), ("constant", 2)])
+def test_schedules_have_their_shapes(schedule, half):
+    config = TrainingConfig(learning_rate=2.0, warmup=0.0, schedule=schedule, final_fraction=0.1)
+    assert learning_rate(0, 100, config) == 2.0
+    assert learning_rate(50, 100, config) == pytest.approx(half)
+    assert learning_rate(100, 100, config) == pytest.approx(2.0 if schedule == "constant" else 0.2)
+
+
+def test_a_plan_turns_epochs_into_steps():
+    plan = Plan.of(TrainingConfig(epochs=2, evaluate_every=0.5, checkpoint_every=1.5), 10)
+    assert plan.steps == 20
+    assert [step for step in range(21) if plan.evaluates(step)] == [5, 10, 15, 20]
+    assert [step for step in range(21) if plan.saves(step)] == [15, 20]
+
+
+def test_a_run_can_be_changed_from_the_command_line():
+    flags = ["--model.width", "9", "--training.epochs", "7", "--training.steps", "4"]
+    flags += ["--task.augment.degrees", "3", "--data.examples", "66", "--name", "changed"]
+    config = (tyro.conf.AvoidSubcommands,)
+    run = tyro.cli(RunConfig, default=tiny_run(), args=flags, config=config)
+    assert isinstance(run.model, TinyModelConfig)
+    assert (run.model.width, run.training.epochs, run.training.steps) == (9, 7, 4)
+    assert (run.task.augment.degrees, run.data.examples, run.name) == (3.0, 66, "changed")
+
+
+def test_slow_imports_wait_until_they_are_needed():
+    code = (
+        "import sys, onescan.training\n"
+        "slow = {'sklearn', 'tyro', 'matplotlib', 'torch.distributed.checkpoint.filesystem'}\n"
+        "print(*slow & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

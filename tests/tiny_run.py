@@ -1,0 +1,71 @@
+"""A run of a fraction of a second, with chance in every part of it, for tests of the loop."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from onescan.configs import ModelConfig
+from onescan.data import AffineConfig, DataConfig, ImageFormat, ImageSet, ImageSplits
+from onescan.tasks import ImageClassificationConfig
+from onescan.training import RunConfig, TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModelConfig(ModelConfig):
+    pixels: int = 16
+    width: int = 6
+    num_classes: int = 3
+    tied: bool = False  # two layers with one weight
+
+    def build(self):
+        return TinyModel(self)
+
+    def example_inputs(self):
+        return (torch.zeros(1, 1, 4, self.pixels // 4),)
+
+
+class TinyModel(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed = nn.Linear(config.pixels, config.width)
+        self.inner = nn.Linear(config.width, config.width)
+        self.outer = self.inner if config.tied else nn.Linear(config.width, config.width)
+        self.norm = nn.BatchNorm1d(config.width, momentum=0.5)  # a state that is no parameter
+        self.drop = nn.Dropout(0.2)  # chance from torch's global generator
+        self.spare = nn.Parameter(torch.ones(2, 2))  # no gradient reaches it
+        self.head = nn.Linear(config.width, config.num_classes)
+
+    def forward(self, images):
+        x = self.drop(self.embed(images.flatten(1)))
+        return self.head(self.norm(self.outer(self.inner(x).relu())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StripesConfig(DataConfig):
+    """Three classes of 4 x 4 images: rows, columns, noise."""
+
+    examples: int = 33
+
+    def build(self):
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.arange(self.examples) % 3
+        images = torch.randn(self.examples, 1, 4, 4, generator=generator)
+        images[labels == 0, :, ::2] += 2
+        images[labels == 1, :, :, ::2] += 2
+        half = ImageSet(images=images, labels=labels)
+        format = ImageFormat(channels=1, height=4, width=4, mean=(0.0,), std=(1.0,))
+        return ImageSplits(
+            train=half, test=half, class_names=("rows", "columns", "noise"), format=format
+        )
+
+
+def tiny_run(**training):
+    defaults = {"epochs": 3, "batch_size": 8, "checkpoint_every": 0.5, "learning_rate": 0.03}
+    return RunConfig(
+        name="tiny",
+        model=TinyModelConfig(),
+        data=StripesConfig(),
+        task=ImageClassificationConfig(augment=AffineConfig(), label_smoothing=0.1),
+        training=TrainingConfig(**defaults | training),
+    )
