@@ -1,0 +1,52 @@
+"""The pictures of README.md, drawn from a run that `make demo` has trained.
+
+python docs/pictures.py runs/digits/seed-0
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+import onescan
+from onescan.report.lightnet import key_shares
+
+HERE = Path(__file__).parent / "images"
+BLOCK = 1  # counted from 0: the second, where heads have begun to differ
+
+
+def key_importance(run: Path) -> Figure:
+    """One held-out digit of each class, and under it what every head of one block looks at."""
+    checkpoint = onescan.load(run)
+    test = checkpoint.config.data.build().test
+    chosen = torch.stack([(test.labels == label).int().argmax() for label in range(10)])
+    images, _ = test.batch(chosen)
+    shares = key_shares(checkpoint.model, images)[BLOCK][:, :, 1:]  # without the class token
+    times = shares * (shares.shape[-1] + 1)  # of the uniform share
+    heads = shares.shape[1]
+    figure = Figure(figsize=(10, 1.04 * (1 + heads)), layout="constrained", dpi=100)
+    axes = figure.subplots(1 + heads, 10)
+    for column, image in enumerate(images):
+        axes[0, column].imshow(checkpoint.format.to_pixels(image)[0], cmap="gray_r")
+        for head in range(heads):
+            patches = times[column, head].reshape(4, 4).log2()
+            drawn = axes[1 + head, column].imshow(patches, cmap="PuOr_r", vmin=-2, vmax=2)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
+    for head in range(heads):
+        axes[1 + head, 0].set_ylabel(f"head {1 + head}")
+    bar = figure.colorbar(drawn, ax=axes, shrink=0.6, aspect=30, ticks=[-2, -1, 0, 1, 2])
+    bar.set_ticklabels(["1/4", "1/2", "1", "2", "4"])
+    bar.set_label("weight of a patch, x the uniform share")
+    return figure
+
+
+def main() -> None:
+    HERE.mkdir(exist_ok=True)
+    key_importance(Path(sys.argv[1])).savefig(HERE / "key_importance.png")
+
+
+if __name__ == "__main__":
+    main()

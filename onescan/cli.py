@@ -1,0 +1,258 @@
+"""The command line: train evaluate predict models recipes show.
+
+Heavy modules are imported by the command that needs them, so that help answers at once.
+"""
+
+import dataclasses
+import inspect
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import tyro
+
+from onescan import __version__
+from onescan.choices import check_choice
+
+if TYPE_CHECKING:
+    from onescan.training.run import RunResult
+
+MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
+
+HELP = ("-h", "--help")
+
+OptionsT = TypeVar("OptionsT")
+Words = list[str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; what went wrong is said in a sentence, with an exit code above 0."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with_traceback = "--traceback" in words
+    words = [word for word in words if word != "--traceback"]
+    if not words or words[0] in HELP:
+        print(_overview())
+        return 0 if words else MISTAKE
+    if words[0] == "--version":
+        print(f"onescan {__version__}")
+        return 0
+    try:
+        check_choice("command", words[0], COMMANDS)
+        COMMANDS[words[0]](words[1:])
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command goes on from the last checkpoint", INTERRUPTED)
+    except BrokenPipeError:  # the reader, as in `| head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, ArithmeticError, OSError, ImportError) as error:
+        if with_traceback:
+            raise
+        return _fail(f"error: {error}", MISTAKE if isinstance(error, ValueError) else FAILURE)
+    return 0
+
+
+def train(words: Words) -> None:
+    """Train a recipe, or go on with a run that was stopped; write a report."""
+    if not words or words[0] in HELP:
+        print("usage: onescan train RECIPE [OPTIONS]; onescan train RECIPE --help lists them")
+        recipes([])
+        return
+    from onescan.recipes import find_recipe
+    from onescan.report import write_report
+    from onescan.training import train as train_run
+    from onescan.training.run import RunConfig
+
+    recipe = find_recipe(words[0])()
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        run: Annotated[RunConfig, tyro.conf.arg(name="")]
+        out: Path = Path("runs") / recipe.name
+        """folder for the runs, one below it per seed, and the report"""
+        seeds: tuple[int, ...] = ()
+        """train once with each of these, instead of with training.seed alone"""
+        overwrite: bool = False
+        """remove the runs that the folder holds, and start anew"""
+
+    options = _parse(Options, f"train {words[0]}", words[1:], default=Options(run=recipe))
+    results = []
+    for seed in options.seeds or (options.run.training.seed,):
+        training = dataclasses.replace(options.run.training, seed=seed)
+        run = dataclasses.replace(options.run, training=training)
+        folder = options.out / f"seed-{seed}"
+        print(f"{run.name}, seed {seed}, in {folder}")
+        results.append(train_run(run, folder, overwrite=options.overwrite, progress=True))
+    report = write_report(results, options.out / "report.html")
+    print(_results(results))
+    print(f"report: {report}")
+
+
+def evaluate(words: Words) -> None:
+    """Judge a trained model on its held-out data."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+        """a run's folder, as in runs/digits/seed-0"""
+
+    options = _parse(Options, "evaluate", words)
+    from onescan.training.checkpoint import load
+
+    checkpoint = load(options.checkpoint)
+    run = checkpoint.config
+    evaluation = run.task.build(run.data.build()).evaluate(checkpoint.model)
+    for name, value in evaluation.metrics.items():
+        print(f"{name:<12}{value:.4f}")
+
+
+def predict(words: Words) -> None:
+    """Say what image files show."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+        """a run's folder, as in runs/digits/seed-0"""
+        images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
+        """image files of any kind and size"""
+        top: int = 3
+        """classes to name per image"""
+
+    options = _parse(Options, "predict", words)
+    if not options.images:
+        raise ValueError("predict needs at least one image file")
+    from onescan.tasks.image_classification import classify
+    from onescan.training.checkpoint import load
+
+    checkpoint = load(options.checkpoint)
+    probabilities = classify(checkpoint.model, options.images, checkpoint.format)
+    for path, row in zip(options.images, probabilities, strict=True):
+        shares, classes = row.topk(min(options.top, len(row)))
+        guesses = zip(classes.tolist(), shares.tolist(), strict=True)
+        named = (f"{checkpoint.class_names[index]} {share:.1%}" for index, share in guesses)
+        print(f"{path}: {', '.join(named)}")
+
+
+def models(words: Words) -> None:
+    """List the presets: parameters counted and as printed, and multiply-accumulates."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        ablations: bool = False
+        """the rows of the papers' ablation tables too"""
+
+    options = _parse(Options, "models", words)
+    from onescan.bench.size import model_size
+    from onescan.models.presets import ABLATIONS, PRESETS, preset
+
+    print(f"{'':<20}{'parameters':>12}{'in the paper':>14}{'difference':>12}{'GMACs':>8}")
+    for name, known in PRESETS.items():
+        size = model_size(known.config)
+        difference = size.parameters / 1e6 / known.printed_millions - 1
+        print(
+            f"{name:<20}{size.parameters:>12,}{known.printed_millions:>13}M"
+            f"{difference:>12.2%}{size.macs / 1e9:>8.2f}"
+        )
+        for row, printed in known.printed_ablations.items() if options.ablations else ():
+            size = model_size(preset(name, **ABLATIONS[row]))
+            difference = size.parameters / 1e6 / printed - 1
+            print(
+                f"  {row:<18}{size.parameters:>12,}{printed:>13}M{difference:>12.2%}"
+                f"{size.macs / 1e9:>8.2f}"
+            )
+
+
+def recipes(words: Words) -> None:
+    """List the recipes: complete runs by name."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        pass
+
+    _parse(Options, "recipes", words)
+    from onescan.recipes import RECIPES, summary
+
+    for name, recipe in RECIPES.items():
+        print(f"{name:<12}{summary(recipe)}")
+
+
+def show(words: Words) -> None:
+    """Show a recipe's config, every field of it."""
+    if not words or words[0] in HELP:
+        print("usage: onescan show RECIPE")
+        recipes([])
+        return
+    from onescan.recipes import find_recipe
+
+    recipe = find_recipe(words[0])
+    print(inspect.getdoc(recipe))
+    print("\n".join(_fields(recipe(), indent="")))
+
+
+# Every command there is.
+COMMANDS: dict[str, Callable[[Words], None]] = {
+    "train": train,
+    "evaluate": evaluate,
+    "predict": predict,
+    "models": models,
+    "recipes": recipes,
+    "show": show,
+}
+
+
+def _overview() -> str:
+    lines = ["onescan: linear-cost sequence models in any number of dimensions.", ""]
+    lines += ["usage: onescan COMMAND [OPTIONS]", ""]
+    for name, command in COMMANDS.items():
+        lines.append(f"  {name:<10}{(inspect.getdoc(command) or '').partition(chr(10))[0]}")
+    lines += [
+        "",
+        "onescan COMMAND --help says more. --version prints the version; --traceback shows",
+    ]
+    return "\n".join([*lines, "where an error arose."])
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"onescan: {message}", file=sys.stderr)
+    return code
+
+
+def _parse(
+    options: type[OptionsT], command: str, words: Words, default: OptionsT | None = None
+) -> OptionsT:
+    return tyro.cli(
+        options,
+        prog=f"onescan {command}",
+        description=inspect.getdoc(COMMANDS[command.partition(" ")[0]]),
+        args=words,
+        config=(tyro.conf.AvoidSubcommands,),
+        default=tyro.MISSING_NONPROP if default is None else default,
+    )
+
+
+def _results(results: "Sequence[RunResult]") -> str:
+    """A line per seed, and the mean and spread over them."""
+    lines = []
+    for result in results:
+        shown = ", ".join(f"test {name} {value:.4f}" for name, value in result.metrics.items())
+        note = " (finished before; --overwrite trains anew)" if result.reused else ""
+        lines.append(f"{result.folder}: {shown}{note}")
+    if len(results) > 1:
+        for name in results[0].metrics:
+            values = [result.metrics[name] for result in results]
+            mean, spread = statistics.mean(values), statistics.stdev(values)
+            lines.append(f"test {name}: {mean:.4f} +- {spread:.4f} over {len(values)} seeds")
+    return "\n".join(lines)
+
+
+def _fields(config: Any, indent: str) -> Iterator[str]:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield f"{indent}{field.name}: {type(value).__name__}"
+            yield from _fields(value, indent + "  ")
+        else:
+            yield f"{indent}{field.name} = {value!r}"
