@@ -374,3 +374,11 @@ def test_compiles_without_a_graph_break(causal, form):
     )
     assert_same(got[0], want[0])
     assert_same(got[1], want[1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_vmap(causal):
+    q, k, v = torch.randn(3, 4, B, 6, H, K)
+    got, _ = torch.func.vmap(partial(additive_decay, causal=causal))(q, k, v)
+    want = [additive_decay(*one, causal=causal)[0] for one in zip(q, k, v, strict=True)]
+    torch.testing.assert_close(got, torch.stack(want))

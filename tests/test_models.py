@@ -128,3 +128,12 @@ def test_a_classifier_compiles_whole():
     images = torch.randn(2, 1, 8, 8)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(images), model(images))
+
+
+@pytest.mark.compile
+def test_a_classifier_exports_with_any_batch():
+    model = tiny().build().eval()
+    batch = torch.export.Dim("batch")
+    exported = torch.export.export(model, (torch.zeros(2, 1, 8, 8),), dynamic_shapes=({0: batch},))
+    images = torch.randn(5, 1, 8, 8)
+    torch.testing.assert_close(exported.module()(images), model(images))

@@ -128,7 +128,7 @@ class ImageClassifier(nn.Module):
         x, shape = self.patchify(images)  # B T D
         grid = Grid(shape, prefix=self.prefix)
         if self.class_token is not None:
-            x = torch.cat([self.class_token.expand(len(x), 1, -1), x], dim=1)  # B 1+T D
+            x = torch.cat([self.class_token.expand(x.shape[0], 1, -1), x], dim=1)  # B 1+T D
         if self.position is not None:
             x, _ = self.position(x, grid)
         for block in self.blocks:

@@ -138,7 +138,7 @@ def _incoming(x: Hidden, log_decay: Tensor, state: ToeplitzState | None) -> Line
     if axes > 1 or directions > 1:
         return None
     if state is None:
-        return x.new_zeros(channels, len(x), width)
+        return x.new_zeros(channels, x.shape[0], width)
     return state.hidden.to(x.dtype).transpose(0, 1)
 
 
