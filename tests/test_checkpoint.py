@@ -14,7 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
-from tiny_run import tiny_run
+from tiny_run import TinyModel, TinyModelConfig, tiny_run
+from torch.distributed.checkpoint import FileSystemWriter
 
 from onescan import configs
 from onescan.data import Format, read_image
@@ -144,7 +145,7 @@ def test_sigkill_loses_nothing(tmp_path, whole):
     code = (
         "import os, signal, sys\n"
         "from onescan.training import train\n"
-        "from tiny_run import tiny_run\n"
+        "from tiny_run import TinyModel, TinyModelConfig, tiny_run\n"
         "def show(now):\n"
         "    if now.step == 7: os.kill(os.getpid(), signal.SIGKILL)\n"
         "train(tiny_run(), sys.argv[1], progress=show)\n"
@@ -178,6 +179,26 @@ def test_ctrl_c_waits_for_the_end_of_an_update():
         interrupted_update()
     assert done == [1]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(torch.optim.AdamW, "step"), (FileSystemWriter, "finish")]
+)
+def test_ctrl_c_splits_neither_an_update_nor_a_checkpoint(
+    tmp_path, whole, monkeypatch, owner, method
+):
+    original = getattr(owner, method)
+
+    def interrupted(*args, **kwargs):
+        result = original(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny_run(), tmp_path)
+    assert_same(train(tiny_run(), tmp_path), whole)
 
 
 def test_a_run_may_be_in_another_thread(tmp_path, whole):
@@ -364,6 +385,15 @@ def test_weights_of_another_model_are_refused(whole, tmp_path, change, says):
         load(folder)
 
 
+def test_a_state_of_another_model_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path, progress=raise_at(3, KeyboardInterrupt))
+    wider = TinyModelConfig(width=7)  # as when the code has changed, and the config has not
+    monkeypatch.setattr(TinyModelConfig, "build", lambda _: TinyModel(wider))
+    with pytest.raises(ValueError, match=r"step_3 is of another model: .* \(6, 16\) there and"):
+        train(tiny_run(), tmp_path)
+
+
 def test_a_missing_weight_is_named(whole, tmp_path):
     folder = copy(whole.folder, tmp_path)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
@@ -411,6 +441,14 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert path.read_text() == "old"
     files.write_atomically(path, lambda partial: partial.write_text("new"))
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "new")]
+
+
+def test_removing_a_folder_that_was_half_removed_before(tmp_path):
+    for name in ("state", "state.partial"):
+        (tmp_path / name / "inner").mkdir(parents=True)
+    files.remove(tmp_path / "state")
+    assert list(tmp_path.iterdir()) == []
+    files.remove(tmp_path / "state")
 
 
 def copy(folder, place):

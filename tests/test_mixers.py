@@ -66,6 +66,8 @@ def test_samples_do_not_mix_and_any_grid_will_do(config_class):
 @over_mixers
 def test_masked_tokens_give_and_get_nothing(config_class):
     mixer = built(config_class(num_heads=HEADS))
+    for parameter in mixer.parameters():  # biases too, as after training
+        torch.nn.init.normal_(parameter)
     x = tokens(2, GRID.tokens)
     keep = torch.rand(2, GRID.tokens) < 0.6
     y, _ = mixer(x, GRID, keep=keep)

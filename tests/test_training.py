@@ -98,6 +98,15 @@ def test_steps_stand_in_for_epochs(tmp_path):
     assert [line["step"] for line in read_metrics(result.folder)] == [1, 2, 3, 4, 5, 5]
 
 
+def test_gradients_are_clipped(tmp_path):
+    free, clipped = (
+        read_metrics(train(tiny_run(steps=2, clip_norm=norm), tmp_path / str(norm)).folder)
+        for norm in (None, 1e-9)  # far below AdamW's eps, so that the weights hardly move
+    )
+    assert clipped[0]["gradient_norm"] == free[0]["gradient_norm"] > 0.1  # before clipping
+    assert clipped[1]["loss"] != free[1]["loss"]
+
+
 def test_digits_are_learnt(tmp_path):
     run = configs.replace(
         tiny_run(epochs=4, batch_size=32),

@@ -46,7 +46,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        """Return what training lowers, and numbers to show."""
+        """Return what training lowers, and numbers to show. The model is in training mode."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> Evaluation:

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from onescan import __version__
-from onescan import configs
+from onescan import __version__, configs
 from onescan.data import Format
 from onescan.tasks import Evaluation, Task
 from onescan.training.files import PARTIAL, partial_of, remove, write_atomically, writing

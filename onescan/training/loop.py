@@ -108,7 +108,6 @@ class Loop:
         size, seed = self.settings.batch_size, self.settings.seed
         batch = self.task.batch(epoch=epoch, index=index, batch_size=size, seed=seed)
         torch.manual_seed(derive_seed(seed, "step", step))  # of dropped paths
-        model.train()
         loss, metrics = self.task.loss(model, tuple(part.to(self.device) for part in batch))
         loss.backward()
         norm = clip_grad_norm_(model.parameters(), self.settings.clip_norm or math.inf)
