@@ -24,10 +24,10 @@ class MLPConfig:
     def hidden_width(self, width: int) -> int:
         """The hidden width for a model width.
 
-        >>> MLPConfig(ratio=8 / 3).hidden_width(192), MLPConfig(ratio=8 / 3).hidden_width(1024)
-        (512, 2730)
+        >>> MLPConfig(ratio=8 / 3).hidden_width(1024), MLPConfig(ratio=0.29).hidden_width(100)
+        (2730, 29)
         """
-        hidden = math.floor(width * self.ratio + 1e-6)  # 8 / 3 * 192 is a little under 512
+        hidden = math.floor(width * self.ratio + 1e-6)  # 0.29 * 100 is a little under 29
         return math.ceil(hidden / self.multiple_of) * self.multiple_of
 
 
