@@ -1,0 +1,48 @@
+"""Measuring: times and memory that mean what they say, and the benchmark as it is run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from onescan.bench.timing import exponent, measure
+
+ROOT = Path(__file__).parents[1]
+MIB = 2**20
+
+
+def filling(mib):
+    held = torch.ones(mib, MIB // 4)  # what is there before does not count
+    return lambda: held.repeat(3, 1)
+
+
+def dying():
+    return lambda: os._exit(3)
+
+
+def test_memory_is_what_the_call_takes_beyond_what_was_there():
+    cost = measure(filling, 50)
+    assert cost.median_ms > 0
+    assert 0.9 * 150 < cost.peak_mib < 1.1 * 150
+
+
+def test_a_dead_process_is_an_error():
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        measure(dying)
+
+
+def test_the_exponent_of_noisy_times():
+    assert exponent([10, 100, 1000], [1.1, 9.0, 110.0]) == pytest.approx(1, abs=0.02)
+    assert exponent([10, 100], [1.0, 100.0]) == pytest.approx(2)
+
+
+def test_the_benchmark_prints_every_rival():
+    command = [sys.executable, "benchmarks/scans.py", "--tokens", "8", "16", "--no-gradients"]
+    done = subprocess.run(
+        [*command, "--batch", "1"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in ("one_scan", "one_scan_lrpe", "softmax", "two_scans"):
+        assert sum(line.startswith(f"{name} ") for line in done.stdout.splitlines()) == 3
