@@ -8,12 +8,12 @@ import torch
 import tyro
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_run import TinyModelConfig, tiny_run
+from tiny_run import StripesConfig, TinyModelConfig, tiny_run
 from torch import nn
 
 from onescan import configs
 from onescan.data import DigitsConfig
-from onescan.tasks import ImageClassification
+from onescan.tasks import ImageClassification, ImageClassificationConfig
 from onescan.training import (
     Progress,
     RunConfig,
@@ -142,6 +142,48 @@ def test_only_one_checkpoint_is_kept(whole):
         *("config.json", "evaluation.safetensors", "metrics.jsonl", "model.safetensors"),
         *("result.json", "state"),
     ]
+
+
+# The task
+
+
+def tiny_task(**task):
+    return ImageClassificationConfig(augment=None, **task).build(StripesConfig().build())
+
+
+def test_label_smoothing_is_part_of_the_loss():
+    model = TinyModelConfig().build().eval()
+    batch = tiny_task().batch(epoch=0, index=0, batch_size=8, seed=0)
+    logits, labels = model(batch[0]), batch[1]
+    loss, metrics = tiny_task(label_smoothing=0.3).loss(model, batch)
+    aims = torch.nn.functional.one_hot(labels, 3) * 0.7 + 0.1
+    torch.testing.assert_close(loss, -(aims * logits.log_softmax(dim=1)).sum(dim=1).mean())
+    torch.testing.assert_close(metrics["accuracy"], (logits.argmax(1) == labels).float().mean())
+
+
+def test_the_size_of_evaluation_batches_does_not_matter():
+    model = TinyModelConfig().build()
+    whole, parts = (tiny_task(evaluation_batch_size=size).evaluate(model) for size in (64, 5))
+    torch.testing.assert_close(whole.arrays, parts.arrays)
+    assert whole.metrics == pytest.approx(parts.metrics)
+    assert len(parts.arrays["probabilities"]) == 33
+    assert model.training
+
+
+def test_an_epoch_visits_every_image_once():
+    task = tiny_task()
+    assert (task.steps_per_epoch(11), task.steps_per_epoch(8)) == (3, 4)
+    batches = [task.batch(epoch=1, index=i, batch_size=11, seed=0) for i in range(3)]
+    seen = torch.cat([images for images, _ in batches]).flatten(1).sum(dim=1)
+    torch.testing.assert_close(
+        seen.sort().values, task.data.train.images.flatten(1).sum(dim=1).sort().values
+    )
+
+
+@pytest.mark.parametrize("task", [{"label_smoothing": 1.0}, {"evaluation_batch_size": 0}])
+def test_the_task_refuses_impossible_numbers(task):
+    with pytest.raises(ValueError, match=rf"task\.{next(iter(task))} is "):
+        tiny_task(**task)
 
 
 # What goes wrong

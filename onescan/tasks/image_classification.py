@@ -41,7 +41,9 @@ class ImageClassificationConfig(TaskConfig):
             ValueError: label_smoothing is outside [0, 1), or a size is not positive.
         """
         if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"task.label_smoothing is {self.label_smoothing}, expected 0 to 1")
+            raise ValueError(
+                f"task.label_smoothing is {self.label_smoothing}, expected 0 to below 1"
+            )
         check_positive(**{"task.evaluation_batch_size": self.evaluation_batch_size})
         return ImageClassification(self, data)
 
