@@ -1,0 +1,47 @@
+"""What the page of each task shows: a sentence at the top, then its sections in their order."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from onescan.report.section import Section
+from onescan.report.sections import (
+    confusion,
+    curves,
+    frequencies,
+    image_lead,
+    key_importance,
+    position_kernels,
+    predictions,
+)
+from onescan.report.study import Study
+from onescan.tasks import ImageClassificationConfig, TaskConfig
+
+
+class Page(NamedTuple):
+    """What is shown of one task.
+
+    Attributes:
+        lead: tells a stranger what was trained on what.
+        sections: each looks at the runs and returns a part of the page.
+    """
+
+    lead: Callable[[Study], str]
+    sections: tuple[Callable[[Study], Section], ...]
+
+
+PAGES: Mapping[type[TaskConfig], Page] = MappingProxyType(
+    {
+        ImageClassificationConfig: Page(
+            lead=image_lead.lead,
+            sections=(
+                curves.section,
+                confusion.section,
+                predictions.section,
+                key_importance.section,
+                position_kernels.section,
+                frequencies.section,
+            ),
+        ),
+    }
+)

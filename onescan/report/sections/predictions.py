@@ -1,0 +1,110 @@
+"""Held-out images with what the model says: all mistakes first, then some that are right."""
+
+from collections import Counter
+from html import escape
+from typing import NamedTuple
+
+import torch
+
+from onescan.report.pictures import held_out_images, held_out_labels, picture, to_pixels
+from onescan.report.section import Figure, Section
+from onescan.report.study import Study
+from onescan.report.words import ARROW, percent, plural
+
+MOST_MISTAKES = 60
+MOST_RIGHT = 20
+
+
+class Answer(NamedTuple):
+    """What the runs say of one image.
+
+    Attributes:
+        image: the image's place among the held-out ones.
+        truth: its class.
+        said: what is said; by most of the runs that are wrong, if any is.
+        share: the probability that the runs which say so give it, on average.
+        wrong: how many runs are wrong.
+    """
+
+    image: int
+    truth: int
+    said: int
+    share: float
+    wrong: int
+
+
+def section(study: Study) -> Section:
+    """Mistakes and a sample of the rest."""
+    missed = (study.array("predictions") != held_out_labels(study)).any(dim=0)
+    wrong, right = (which.nonzero().flatten().tolist() for which in (missed, ~missed))
+    figures = [_mistakes(study, wrong)] if wrong else []
+    figures += [_right_answers(study, right)] if right else []
+    return Section("Test images", tuple(figures))
+
+
+def _mistakes(study: Study, wrong: list[int]) -> Figure:
+    answers = [_answer(study, image) for image in wrong]
+    shown = sorted(answers, key=lambda answer: (-answer.wrong, -answer.share))[:MOST_MISTAKES]
+    seeds = len(study.runs)
+    which = "All" if len(shown) == len(wrong) else f"The first {len(shown)} of"
+    who = "at least one seed" if seeds > 1 else "the model"
+    several = f"below it, how many of the {seeds} seeds err, and " if seeds > 1 else ""
+    return Figure(
+        plural(len(wrong), "mistake"),
+        _gallery(study, shown),
+        f"{which} {plural(len(wrong), 'image')} that {who} gets wrong: true class {ARROW} "
+        f"prediction, {several}the probability given to that prediction. Those at the top are "
+        "the most consistent and the most confident.",
+        columns=3,
+    )
+
+
+def _right_answers(study: Study, right: list[int]) -> Figure:
+    every = -(-len(right) // MOST_RIGHT)
+    which = f"One in {every} of" if every > 1 else "All"
+    who = "all seeds get" if len(study.runs) > 1 else "the model gets"
+    return Figure(
+        "Right answers",
+        _gallery(study, [_answer(study, image) for image in right[::every]]),
+        f"{which} the {plural(len(right), 'image')} that {who} right, with the probability given "
+        "to the right class.",
+        columns=3,
+    )
+
+
+def _answer(study: Study, image: int) -> Answer:
+    arrays = [run.result.evaluation.arrays for run in study.runs]
+    truth = int(arrays[0]["labels"][image])
+    said = [int(array["predictions"][image]) for array in arrays]
+    errors = Counter(name for name in said if name != truth)
+    chosen = errors.most_common(1)[0][0] if errors else truth
+    shares = [
+        array["probabilities"][image, chosen]
+        for array, name in zip(arrays, said, strict=True)
+        if name == chosen
+    ]
+    return Answer(image, truth, chosen, float(torch.stack(shares).mean()), errors.total())
+
+
+def _gallery(study: Study, answers: list[Answer]) -> str:
+    images = held_out_images(study, torch.tensor([answer.image for answer in answers]))
+    cards = [
+        _card(study, answer, picture(pixels, alt=_alt(study, answer)))
+        for answer, pixels in zip(answers, to_pixels(study, images), strict=True)
+    ]
+    return f'<ul class="gallery">{"".join(cards)}</ul>'
+
+
+def _card(study: Study, answer: Answer, image: str) -> str:
+    truth, said = (escape(study.class_names[i]) for i in (answer.truth, answer.said))
+    words = f"{truth} &rarr; <b>{said}</b>" if answer.wrong else f"<b>{truth}</b>"
+    share = percent(answer.share, 0 if answer.wrong else 1)
+    seeds = len(study.runs)
+    errs = f"{answer.wrong}/{seeds} &middot; " if answer.wrong and seeds > 1 else ""
+    kind = "wrong" if answer.wrong else "right"
+    return f'<li class="{kind}">{image}<div>{words}</div><small>{errs}{share}</small></li>'
+
+
+def _alt(study: Study, answer: Answer) -> str:
+    truth, said = (study.class_names[i] for i in (answer.truth, answer.said))
+    return f"Test image {answer.image}, which shows {truth}, predicted as {said}"

@@ -1,0 +1,124 @@
+"""Finished runs of one recipe, read from their folders."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import nn
+
+from onescan import configs
+from onescan.tasks import Task
+from onescan.training.checkpoint import load
+from onescan.training.folder import Manifest, read_manifest, read_result
+from onescan.training.records import Split, read_metrics
+from onescan.training.run import RunConfig, RunResult
+
+SEED = "training.seed"
+SHOWN_DIFFERENCES = 3
+
+Column = Float[np.ndarray, " _"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """One run: what it was asked for, what it recorded, what came out."""
+
+    manifest: Manifest
+    result: RunResult
+    records: list[dict[str, Any]]
+
+    @property
+    def seed(self) -> int:
+        """What the run's chance came from."""
+        return self.manifest.run.training.seed
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on updates; evaluations and checkpoints are not in it."""
+        return float(self.column("train", "seconds").sum())
+
+    @property
+    def throughput(self) -> float:
+        """Examples per second of that time."""
+        updates = len(self.column("train", "seconds"))
+        return updates * self.manifest.run.training.batch_size / self.seconds
+
+    def column(self, split: Split, name: str) -> Column:
+        """A recorded number, in the order of steps."""
+        return np.array([line[name] for line in self.records if line["split"] == split], float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Runs that differ in nothing but the seed."""
+
+    runs: tuple[FinishedRun, ...]
+    task: Task
+    model: nn.Module
+    """Of the first run, on the CPU, in evaluation mode."""
+
+    @property
+    def config(self) -> RunConfig:
+        """What the runs have in common."""
+        return self.runs[0].manifest.run
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """What the model's scores stand for."""
+        return self.runs[0].manifest.class_names
+
+    def metric(self, name: str) -> list[float]:
+        """The last evaluation's number, run by run."""
+        return [run.result.metrics[name] for run in self.runs]
+
+    def array(self, name: str) -> torch.Tensor:
+        """The last evaluation's array, all runs stacked."""
+        return torch.stack([run.result.evaluation.arrays[name] for run in self.runs])
+
+
+def read_study(runs: Sequence[Path | RunResult]) -> Study:
+    """Read finished runs of one recipe.
+
+    Raises:
+        ValueError: there are none, one is not finished, or two differ in more or in less than
+            their seed.
+    """
+    if not runs:
+        raise ValueError("runs is empty, expected at least one finished run")
+    finished = tuple(_read_run(run) for run in runs)
+    for i, run in enumerate(finished):
+        for other in finished[:i]:
+            _check_pair(other, run)
+    first = finished[0].manifest.run
+    return Study(
+        runs=finished,
+        task=first.task.build(first.data.build()),
+        model=load(finished[0].result.folder).model,
+    )
+
+
+def _read_run(run: Path | RunResult) -> FinishedRun:
+    folder = run.folder if isinstance(run, RunResult) else run
+    manifest = read_manifest(folder)
+    result = run if isinstance(run, RunResult) else read_result(folder)
+    if result is None:
+        raise ValueError(f"{folder} holds a run that is not finished: train it to its end first")
+    return FinishedRun(manifest=manifest, result=result, records=read_metrics(folder))
+
+
+def _check_pair(a: FinishedRun, b: FinishedRun) -> None:
+    folders = f"{a.result.folder} and {b.result.folder}"
+    found = configs.differences(a.manifest.run, b.manifest.run)
+    if not found:
+        raise ValueError(f"{folders} hold the same run, seed {a.seed}: expected distinct seeds")
+    others = [f"{path} ({x!r} and {y!r})" for path, x, y in found if path != SEED]
+    if others:
+        more = f" and {len(others) - SHOWN_DIFFERENCES} more" * (len(others) > SHOWN_DIFFERENCES)
+        raise ValueError(
+            f"{folders} are runs of different recipes, which differ in "
+            f"{', '.join(others[:SHOWN_DIFFERENCES])}{more}; expected seeds of one recipe"
+        )

@@ -1,0 +1,83 @@
+"""The head of the page: what was trained, how well it does, and what it took."""
+
+import statistics
+from html import escape
+
+from onescan.report.command import repeat_command
+from onescan.report.study import Study
+from onescan.report.words import duration, large, percent
+
+
+def summary(study: Study) -> str:
+    """Big numbers, one line per seed, and what it takes to do it again."""
+    return f'{_big_numbers(study)}\n<div class="facts">\n{_seeds(study)}\n{_facts(study)}\n</div>'
+
+
+def spread(values: list[float]) -> float | None:
+    """Standard deviation over seeds, of the sample; one seed has none."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _big_numbers(study: Study) -> str:
+    seeds, unit = len(study.runs), study.task.unit
+    name = next(iter(study.runs[0].result.metrics))  # a task names its most telling metric first
+    values = study.metric(name)
+    deviation = spread(values)
+    about = f" <small>&plusmn; {_number(name, deviation)}</small>" if deviation is not None else ""
+    over = f"mean and standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
+    seconds = statistics.mean(run.seconds for run in study.runs)
+    throughput = statistics.mean(run.throughput for run in study.runs)
+    device = study.runs[0].manifest.environment.device
+    cards = [
+        (f"{_number(name, statistics.mean(values))}{about}", f"test {name}", over),
+        (large(_parameters(study)), "parameters", f"{_parameters(study):,} learnt numbers"),
+        (duration(seconds), "training", "per seed, without evaluation"),
+        (large(throughput), f"{unit} per second", f"while training, on {device}"),
+    ]
+    return '<ul class="numbers">{}</ul>'.format(
+        "".join(
+            f"<li><strong>{number}</strong><b>{escape(what)}</b><span>{escape(how)}</span></li>"
+            for number, what, how in cards
+        )
+    )
+
+
+def _seeds(study: Study) -> str:
+    names = list(study.runs[0].result.metrics)
+    heads = ["seed", *(f"test {name}" for name in names), "training", f"{study.task.unit}/s"]
+    rows = ["".join(f"<th>{escape(head)}</th>" for head in heads)]
+    for run in study.runs:
+        cells = [str(run.seed), *(_number(name, run.result.metrics[name]) for name in names)]
+        cells += [duration(run.seconds), large(run.throughput)]
+        rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="scroll"><table class="seeds">{body}</table></div>'
+
+
+def _facts(study: Study) -> str:
+    manifest = study.runs[0].manifest
+    here = manifest.environment
+    facts = [
+        ("Device", f"{here.device}, {here.platform}"),
+        ("Versions", f"onescan {manifest.onescan}, torch {here.torch}, Python {here.python}"),
+    ]
+    if here.commit:
+        facts.append(("Commit", here.commit))
+    facts.append(("Runs", ", ".join(str(run.result.folder) for run in study.runs)))
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(fact)}</dd>" for name, fact in facts)
+    return f"<dl>{listed}<dt>Again</dt><dd>{_again(study)}</dd></dl>"
+
+
+def _again(study: Study) -> str:
+    command = repeat_command(study)
+    if command is None:
+        return "every setting is in each run's config.json"
+    return f"<code>{' '.join(f'<span>{escape(word)}</span>' for word in command)}</code>"
+
+
+def _parameters(study: Study) -> int:
+    return sum(parameter.numel() for parameter in study.model.parameters())
+
+
+def _number(metric: str, value: float) -> str:
+    return percent(value, 2) if metric == "accuracy" else f"{value:.3f}"

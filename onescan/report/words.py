@@ -1,0 +1,74 @@
+"""Numbers and names as a reader wants them."""
+
+import math
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+ARROW = "\N{RIGHTWARDS ARROW}"
+ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+LONGEST_LABEL = 24
+MINUTE, HOUR = 60, 3600
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Spell a share; only what is all is 100%.
+
+    >>> percent(0.98611), percent(0.99999), percent(1.0)
+    ('98.6%', '99.9%', '100%')
+    """
+    if share == 1:
+        return "100%"
+    scale = 10 ** (digits + 2)
+    return f"{min(round(share * scale), scale - 1) / scale:.{digits}%}"
+
+
+def large(number: int | float) -> str:
+    """Spell a count with three figures.
+
+    >>> large(466_000), large(6_009_832), large(36)
+    ('466 k', '6.01 M', '36')
+    """
+    for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: int | float) -> str:
+    """Spell a time.
+
+    >>> duration(0.25), duration(53.8), duration(83), duration(8000)
+    ('0.2 s', '54 s', '1 min 23 s', '2 h 13 min')
+    """
+    if seconds < MINUTE:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"  # noqa: PLR2004
+    if seconds < HOUR:
+        return f"{seconds // MINUTE:.0f} min {seconds % MINUTE:.0f} s"
+    return f"{seconds // HOUR:.0f} h {seconds % HOUR // MINUTE:.0f} min"
+
+
+def plural(count: int, noun: str) -> str:
+    """Count things.
+
+    >>> plural(1, "seed"), plural(1437, "image")
+    ('1 seed', '1,437 images')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def label(name: str) -> str:
+    r"""Make a user's name fit beside an axis: printable, on one line, not too long.
+
+    >>> label("a\tname"), len(label("a name that goes on and on and on"))
+    ('a name', 24)
+    """
+    line = "".join(c if c.isprintable() else " " for c in name)
+    return line if len(line) <= LONGEST_LABEL else line[: LONGEST_LABEL - 1] + ELLIPSIS
+
+
+def significant(number: float) -> str:
+    """Spell a number on an axis, without powers.
+
+    >>> significant(0.001), significant(20.0)
+    ('0.001', '20')
+    """
+    return f"{number:g}" if math.isfinite(number) else ""

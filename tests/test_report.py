@@ -1,0 +1,559 @@
+"""The report holds the right numbers, in one file that loads nothing and trusts no name."""
+
+import dataclasses
+import io
+import json
+import re
+import shutil
+import statistics
+from base64 import b64decode
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import confusion_matrix
+
+from onescan import cli, configs
+from onescan.data import DataConfig, ImageFormat, ImageSet, ImageSplits
+from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
+from onescan.layers.mlp import MLPConfig
+from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition, ToeplitzPositionConfig
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.recipes import RECIPES
+from onescan.report import write_report
+from onescan.report.command import repeat_command
+from onescan.report.lightnet import key_shares
+from onescan.report.page import render_page
+from onescan.report.sections import (
+    confusion,
+    curves,
+    frequencies,
+    key_importance,
+    position_kernels,
+)
+from onescan.report.study import read_study
+from onescan.shapes import Grid
+from onescan.tasks import Evaluation, ImageClassificationConfig
+from onescan.training import RunConfig, TrainingConfig, train
+from onescan.training.folder import read_result
+
+HOSTILE = ("<script>alert(1)</script>", "a & b", "$x^2$", '"quoted" \x01', "\u6570\u5b57")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatternsConfig(DataConfig):
+    """Images of 4 x 8 with one bright column, which is the class."""
+
+    class_names: tuple[str, ...] = HOSTILE
+    channels: int = 1
+    seed: int = 0
+    test_examples: int = 40
+
+    def build(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        train, test = (self.split(n, generator) for n in (48, self.test_examples))
+        c = self.channels
+        format = ImageFormat(channels=c, height=4, width=8, mean=(0.5,) * c, std=(0.25,) * c)
+        return ImageSplits(train=train, test=test, class_names=self.class_names, format=format)
+
+    def split(self, examples, generator):
+        labels = torch.randint(len(self.class_names), (examples,), generator=generator)
+        images = torch.randn(examples, self.channels, 4, 8, generator=generator)
+        images[torch.arange(examples), :, :, labels % 8] += 3
+        return ImageSet(images=images, labels=labels)
+
+
+LIGHTNET = ImageClassifierConfig(
+    image_size=(4, 8),
+    channels=1,
+    patch_size=(2, 2),
+    num_classes=len(HOSTILE),
+    width=16,
+    depth=2,
+    mixer=LightNetMixerConfig(num_heads=2, gate_rank=4),
+    position=ToeplitzPositionConfig(hidden_states=4),
+)
+
+
+def model(**changes):
+    return dataclasses.replace(LIGHTNET, **changes)
+
+
+def mixer(**changes):
+    return model(mixer=dataclasses.replace(LIGHTNET.mixer, **changes))
+
+
+MODELS = {
+    "lightnet": LIGHTNET,
+    "deit": model(
+        mixer=SoftmaxMixerConfig(num_heads=2), mlp=MLPConfig(), position=AbsolutePositionConfig()
+    ),
+    "without_tpe": model(position=None),
+    "without_lrpe": mixer(lrpe=False),
+    "without_decay": mixer(decay=False),
+    "bidirectional": model(position=ToeplitzPositionConfig(hidden_states=4, bidirectional=True)),
+    "mean_pool": model(pool="mean"),
+}
+
+LEFT_OUT = {
+    "lightnet": set(),
+    "deit": {key_importance.TITLE, position_kernels.TITLE, frequencies.TITLE},
+    "without_tpe": {position_kernels.TITLE},
+    "without_lrpe": {frequencies.TITLE},
+    "without_decay": {key_importance.TITLE},
+    "bidirectional": set(),
+    "mean_pool": set(),
+}
+
+
+def run_config(model=LIGHTNET, seed=0, **data):
+    return RunConfig(
+        name="a <b>recipe</b> & more",
+        model=model,
+        data=PatternsConfig(**data),
+        task=ImageClassificationConfig(augment=None),
+        training=TrainingConfig(epochs=2, batch_size=16, seed=seed, device="cpu"),
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of finished runs; each is trained once."""
+    made = {}
+
+    def folders(model=LIGHTNET, seeds=(0,), **data):
+        runs = [run_config(model, seed, **data) for seed in seeds]
+        for run in runs:
+            if run not in made:
+                made[run] = tmp_path_factory.mktemp("run")
+                train(run, made[run])
+        return [made[run] for run in runs]
+
+    return folders
+
+
+class Page(HTMLParser):
+    """What a browser finds in a page: elements, their text, and the pictures inside."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.texts, self.cells, self.in_cell = [], [], [], False
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag == "table":
+            self.cells.append([])
+        if tag == "tr":
+            self.cells[-1].append([])
+        self.in_cell = tag in ("td", "th") or (tag == "span" and self.in_cell)
+        if tag in ("td", "th"):
+            self.cells[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        self.in_cell = self.in_cell and tag == "span"
+
+    def handle_data(self, text):
+        if self.tags and self.tags[-1][0] != "style":
+            self.texts.append(text)
+        if self.in_cell:
+            self.cells[-1][-1][-1] += text
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).split())
+
+    def pictures(self, kind):
+        start = f"data:image/{kind};base64,"
+        sources = [attributes["src"] for tag, attributes in self.tags if tag == "img"]
+        return [b64decode(s.removeprefix(start)) for s in sources if s.startswith(start)]
+
+
+def page_of(runs):
+    return Page(render_page(read_study(runs)))
+
+
+def table(page, corner):
+    return next(rows for rows in page.cells if rows[0][0] == corner)
+
+
+# ---- the file ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_page_loads_nothing(folders, tmp_path, kind):
+    path = write_report(folders(MODELS[kind]), tmp_path / "new" / "report.html")
+    html = path.read_text(encoding="utf-8")
+    page = Page(html)
+    for tag, attributes in page.tags:
+        assert tag not in ("script", "link", "iframe", "object", "embed", "base")
+        for name in ("src", "href", "srcset", "data", "action", "poster", "background"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:image/")), (tag, attributes)
+    assert not re.search(r"https?://|url\(|@import", html)
+    for svg in page.pictures("svg+xml"):
+        for element in ElementTree.fromstring(svg).iter():
+            assert not element.tag.endswith(("script", "foreignObject"))
+            for name, value in element.attrib.items():
+                assert not name.endswith("href") or value.startswith(("#", "data:image/png"))
+    assert [p.name for p in path.parent.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_sections_that_do_not_apply_are_one_line(folders, kind):
+    html = render_page(read_study(folders(MODELS[kind])))
+    said = set(re.findall(r'<p class="absent"><b>(.*?)\.</b> Not shown: ', html))
+    assert said == LEFT_OUT[kind]
+    shown = set(re.findall(r"<h2>(.*?)</h2>", html))
+    assert shown == {title for titles in LEFT_OUT.values() for title in titles} - said | {
+        "Training", "What is taken for what", "Test images"
+    }  # fmt: skip
+
+
+def test_links_pictures_and_figures_are_complete(folders):
+    page = page_of(folders(seeds=(0, 1, 2)))
+    ids = {attributes.get("id") for _, attributes in page.tags}
+    assert {a["href"].removeprefix("#") for tag, a in page.tags if tag == "a"} <= ids
+    assert all(a.get("alt") for tag, a in page.tags if tag == "img")
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("figure") == tags.count("figcaption") > 5
+
+
+def test_class_names_are_text_everywhere(folders):
+    html = render_page(read_study(folders()))
+    page = Page(html)
+    assert "alert(1)</script>" not in html
+    assert table(page, "shown \\ said")[0][1:] == list(HOSTILE)
+    assert "a <b>recipe</b> & more" in page.text
+    drawn = {e.text for svg in page.pictures("svg+xml") for e in ElementTree.fromstring(svg).iter()}
+    assert {"<script>alert(1)</script"[:23] + "\N{HORIZONTAL ELLIPSIS}", *HOSTILE[1:3]} <= drawn
+    assert {'"quoted"  ', HOSTILE[-1]} <= drawn
+
+
+def test_a_failed_write_leaves_the_old_page(folders, tmp_path, monkeypatch):
+    path = write_report(folders(), tmp_path / "report.html")
+    old = path.read_text(encoding="utf-8")
+
+    def half(self, text, **options):
+        self.write_bytes(text[: len(text) // 2].encode())
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        write_report(folders(MODELS["deit"]), path)
+    assert path.read_text(encoding="utf-8") == old
+
+
+def test_equal_runs_give_equal_pages_whatever_the_users_style(folders):
+    torch.manual_seed(1)
+    before = render_page(read_study(folders()))
+    torch.manual_seed(2)
+    with matplotlib.rc_context({"axes.facecolor": "black", "xtick.labelsize": 30}):
+        settings = dict(matplotlib.rcParams)
+        assert render_page(read_study(folders())) == before
+        assert dict(matplotlib.rcParams) == settings
+
+
+# ---- the numbers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
+def test_accuracy_and_its_spread(folders, seeds):
+    runs = folders(seeds=seeds)
+    accuracies = [json.loads((r / "result.json").read_text())["metrics"]["accuracy"] for r in runs]
+    html = render_page(read_study(runs))
+    page = Page(html)
+    assert len(set(accuracies)) == len(seeds)
+    assert f"<strong>{statistics.mean(accuracies):.2%}" in html
+    shown = [(row[0], row[1]) for row in table(page, "seed")[1:]]
+    assert shown == [(str(s), f"{a:.2%}") for s, a in zip(seeds, accuracies, strict=True)]
+    if len(seeds) > 1:
+        assert f"\u00b1 {statistics.stdev(accuracies):.2%}" in page.text
+        assert "mean and standard deviation of 3 seeds" in page.text
+    else:
+        assert "\u00b1" not in page.text
+
+
+def test_time_throughput_and_parameters(folders):
+    (folder,) = folders()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seconds = [line["seconds"] for line in lines if line["split"] == "train"]
+    study = read_study([folder])
+    assert study.runs[0].seconds == pytest.approx(sum(seconds))
+    assert study.runs[0].throughput == pytest.approx(16 * len(seconds) / sum(seconds))
+    assert (
+        f"{sum(p.numel() for p in LIGHTNET.build().parameters()):,} learnt"
+        in page_of([folder]).text
+    )
+
+
+@pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
+def test_confusion_matrix_counts_every_seed(folders, seeds):
+    study = read_study(folders(seeds=seeds))
+    arrays = [run.result.evaluation.arrays for run in study.runs]
+    wanted = sum(
+        confusion_matrix(a["labels"], a["predictions"], labels=range(len(HOSTILE))) for a in arrays
+    )
+    rows = table(page_of(folders(seeds=seeds)), "shown \\ said")
+    assert [[int(cell) for cell in row[1:]] for row in rows[1:]] == wanted.tolist()
+
+
+def answered(folder, predictions, confidence=0.75):
+    """The run's result, if it had said this."""
+    result = read_result(folder)
+    arrays = result.evaluation.arrays
+    images = torch.arange(len(predictions))
+    probabilities = torch.zeros_like(arrays["probabilities"])
+    probabilities[images, predictions] = confidence
+    probabilities[images, (predictions + 1) % len(HOSTILE)] = 1 - confidence
+    arrays |= {"predictions": predictions, "probabilities": probabilities}
+    accuracy = (predictions == arrays["labels"]).float().mean().item()
+    evaluation = Evaluation(metrics={"accuracy": accuracy, "loss": 1.0}, arrays=arrays)
+    return dataclasses.replace(result, evaluation=evaluation)
+
+
+def test_mistakes_come_first_and_with_their_probability(folders):
+    (folder,) = folders()
+    labels = PatternsConfig().build().test.labels
+    said = labels.clone()
+    said[[3, 7]] = (labels[[3, 7]] + 1) % len(HOSTILE)
+    confidence = torch.full((40,), 0.9)
+    confidence[3], confidence[7] = 0.62, 0.81
+    page = page_of([answered(folder, said, confidence)])
+    assert "95.00%" in page.text
+    alts = [a["alt"] for tag, a in page.tags if tag == "img" and a["alt"].startswith("Test image")]
+    for alt, image in zip(alts, (7, 3), strict=False):
+        truth, guess = HOSTILE[labels[image]], HOSTILE[said[image]]
+        assert alt == f"Test image {image}, which shows {truth}, predicted as {guess}"
+    assert len(alts) == 2 + 38 // 2
+    assert "2 mistakes" in page.text
+    assert page.text.index("81%") < page.text.index("62%")
+
+
+def test_a_perfect_and_a_hopeless_model_have_pages(folders):
+    (folder,) = folders()
+    labels = PatternsConfig().build().test.labels
+    perfect = render_page(read_study([answered(folder, labels)]))
+    assert "<strong>100%</strong>" in perfect
+    assert "<h3>Right answers</h3>" in perfect
+    assert not re.search("<h3>.*mistake", perfect)
+    hopeless = render_page(read_study([answered(folder, (labels + 1) % len(HOSTILE))]))
+    assert "<strong>0.00%</strong>" in hopeless
+    assert "<h3>40 mistakes</h3>" in hopeless
+    assert "<h3>Right answers</h3>" not in hopeless
+
+
+def test_shown_pixels_are_the_images(folders):
+    pictures = page_of(folders(MODELS["deit"])).pictures("png")
+    assert pictures
+    sizes = {Image.open(io.BytesIO(png)).size for png in pictures}
+    assert sizes == {(8, 4)}
+    image = PatternsConfig().build().test.images
+    pixels = ((image * 0.25 + 0.5).clamp(0, 1) * 255).round().byte()
+    shown = {np.asarray(Image.open(io.BytesIO(png)))[..., 0].tobytes() for png in pictures}
+    assert shown <= {one[0].numpy().tobytes() for one in pixels}
+
+
+def test_many_classes_are_listed_by_confusion(folders):
+    names = tuple(f"class {i}" for i in range(25))
+    (folder,) = folders(model(num_classes=25), class_names=names, test_examples=60)
+    study = read_study([folder])
+    arrays = study.runs[0].result.evaluation.arrays
+    wanted = confusion_matrix(arrays["labels"], arrays["predictions"], labels=range(25))
+    rows = table(Page(render_page(study)), "shown")[1:]
+    assert len(rows) == confusion.MOST_PAIRS
+    for shown, said, times, _ in rows:
+        assert int(times) == wanted[names.index(shown), names.index(said)] > 0
+        assert shown != said
+    assert [int(row[2]) for row in rows] == sorted((int(row[2]) for row in rows), reverse=True)
+
+
+def test_a_long_run_s_curve_is_thinned_to_its_end():
+    x = torch.arange(12_345).double().numpy()
+    thin, _ = curves._thin(x, x)
+    assert len(thin) <= curves.MOST_POINTS
+    assert thin[-1] == x[-1]
+
+
+# ---- what was learnt ---------------------------------------------------------------------------
+
+
+def test_key_shares_are_the_softmax_of_keys(folders):
+    study = read_study(folders())
+    images = PatternsConfig().build().test.images[:5]
+    shares = key_shares(study.model, images)
+    assert [tuple(layer.shape) for layer in shares] == [(5, 2, 9)] * 2
+    torch.testing.assert_close(torch.stack(shares).sum(-1), torch.ones(2, 5, 2))
+    assert not any(m._forward_pre_hooks for m in study.model.modules())
+    # the first block by hand
+    with torch.no_grad():
+        x, shape = study.model.patchify(images)
+        x = torch.cat([study.model.class_token.expand(5, 1, -1), x], dim=1)
+        x, _ = study.model.position(x, Grid(shape, prefix=1))
+        block = study.model.blocks[0]
+        keys = block.mixer.to_k(block.mixer_norm(x)).unflatten(-1, (2, 8))  # B T H K
+    wanted = keys.softmax(dim=1).mean(dim=-1).transpose(1, 2)
+    torch.testing.assert_close(shares[0], wanted)
+
+
+@pytest.mark.parametrize("kind", ["lightnet", "mean_pool"])
+def test_shown_shares_sum_to_one(folders, monkeypatch, kind):
+    drawn = []
+    tiles = key_importance.tiles
+    monkeypatch.setattr(
+        key_importance, "tiles", lambda rows, **words: drawn.append(rows) or tiles(rows, **words)
+    )
+    study = read_study(folders(MODELS[kind]))
+    html = key_importance.section(study).figures[0].html
+    tokens = 8 + study.model.prefix
+    assert len(drawn) == 2
+    for rows in drawn:
+        assert [row.name for row in rows] == [*HOSTILE, "mean"]
+        for row in rows:
+            total = row.maps.flatten(1).sum(dim=1)
+            total = total + (0 if row.numbers is None else row.numbers)
+            torch.testing.assert_close(total / tokens, torch.ones(2))
+    first = Page(html).pictures("svg+xml")[0].decode()
+    if kind == "lightnet":
+        for number in torch.stack([row.numbers for row in drawn[0]]).flatten().tolist():
+            assert f">{number:.1f}</text>" in first
+
+
+def test_examples_show_their_class(folders):
+    study = read_study(folders())
+    looks = key_importance._examples(study, study.model)
+    data = PatternsConfig().build().test
+    for look, name in zip(looks, HOSTILE, strict=True):
+        lightness = ((data.images[:, 0] * 0.25 + 0.5).clamp(0, 1) * 255).round() / 255
+        match = (lightness - look.image.mean(dim=-1)).abs().flatten(1).amax(dim=1) < 1e-5
+        assert {HOSTILE[i] for i in data.labels[match]} == {look.name} == {name}
+        for shown, wanted in zip(
+            look.shares, key_shares(study.model, data.images[match]), strict=True
+        ):
+            torch.testing.assert_close(shown, wanted[0])
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_kernels_are_what_the_layer_does_to_an_impulse(bidirectional):
+    shape = (5, 4)
+    position = ToeplitzPosition(3, shape, 2, bidirectional)
+    down, right = position_kernels.axis_kernels(position, shape)
+    impulse = torch.zeros(1, 5, 4, 3)
+    impulse[0, 2, 1] = 1
+    with torch.no_grad():
+        y, _ = position(impulse.flatten(1, 2), Grid(shape))
+    y = y.unflatten(1, shape)[0]
+    zero = (len(down[0]) - 1) // 2 if bidirectional else 0
+    for row in range(5):
+        lag = row - 2  # the impulse lies so many patches above
+        wanted = down[:, zero + lag] if lag > 0 or bidirectional else 0 * down[:, 0]
+        zero_right = (len(right[0]) - 1) // 2 if bidirectional else 0
+        wanted = wanted + (right[:, zero_right] if lag == 0 else 0)
+        wanted = wanted + (down[:, zero] if lag == 0 and not bidirectional else 0)
+        torch.testing.assert_close(y[row, 1], torch.as_tensor(wanted))
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"training.epochs": 3, "model.mixer.lrpe": False, "training.steps": 7},
+        {"model.patch_size": (4, 4), "training.clip_norm": None, "model.pool": "mean"},
+    ],
+)
+def test_the_command_repeats_the_runs(folders, tmp_path, monkeypatch, changes):
+    study = read_study(folders(seeds=(2, 0)))
+    wanted = configs.replace(RECIPES["digits"](), changes)
+    study = with_config(study, wanted)
+    started = []
+    monkeypatch.setattr("onescan.training.train", lambda run, *_, **__: started.append(run))
+    monkeypatch.setattr("onescan.report.write_report", lambda *_: None)
+    monkeypatch.setattr(cli, "_results", lambda _: "")
+    monkeypatch.chdir(tmp_path)
+    command = repeat_command(study)
+    assert command[:6] == ["onescan", "train", "digits", "--seeds", "2", "0"]
+    assert "--training.seed" not in command
+    assert cli.main([word.strip("'") for word in command[1:]]) == 0
+    assert [run.training.seed for run in started] == [2, 0]
+    for run in started:
+        assert {path for path, *_ in configs.differences(run, wanted)} <= {"training.seed"}
+
+
+def with_config(study, config):
+    runs = tuple(
+        dataclasses.replace(run, manifest=dataclasses.replace(run.manifest, run=seeded))
+        for run in study.runs
+        for seeded in [
+            dataclasses.replace(
+                config, training=dataclasses.replace(config.training, seed=run.seed)
+            )
+        ]
+    )
+    return dataclasses.replace(study, runs=runs)
+
+
+def test_no_command_is_better_than_a_wrong_one(folders):
+    study = read_study(folders())
+    assert repeat_command(study) is None
+    digits = RECIPES["digits"]()
+    for other in (SoftmaxMixerConfig(num_heads=4), None):
+        field = "mixer" if other else "position"
+        changed = dataclasses.replace(
+            digits, model=dataclasses.replace(digits.model, **{field: other})
+        )
+        assert repeat_command(with_config(study, changed)) is None
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+def assert_refused(runs, path, message):
+    with pytest.raises(ValueError, match=message):
+        write_report(runs, path)
+    assert not path.exists()
+
+
+def test_refusals(folders, tmp_path):
+    path = tmp_path / "report.html"
+    (run,), (deit,) = folders(), folders(MODELS["deit"])
+    assert_refused([], path, "runs is empty")
+    assert_refused([run, deit], path, r"different recipes, which differ in model\.mixer")
+    assert_refused([run, run], path, "hold the same run, seed 0")
+    assert_refused([tmp_path / "nowhere"], path, "holds no run")
+
+
+def test_a_run_that_is_not_finished_is_refused(folders, tmp_path):
+    folder = shutil.copytree(folders()[0], tmp_path / "run")
+    (folder / "result.json").unlink()
+    assert_refused([folder], tmp_path / "report.html", "not finished")
+
+
+def test_changed_data_is_refused(folders, tmp_path):
+    result = answered(folders()[0], torch.zeros(40, dtype=torch.long))
+    result.evaluation.arrays["labels"] = (result.evaluation.arrays["labels"] + 1) % len(HOSTILE)
+    assert_refused([result], tmp_path / "report.html", "held-out images have changed")
+
+
+def test_runs_judged_on_different_images_are_refused(folders, tmp_path):
+    first, second = (answered(f, torch.zeros(40, dtype=torch.long)) for f in folders(seeds=(0, 1)))
+    second.evaluation.arrays["labels"] = second.evaluation.arrays["labels"].flip(0)
+    assert_refused([first, second], tmp_path / "report.html", "judged on different images")
+
+
+def test_a_task_without_sections_is_refused(folders):
+    @dataclass(frozen=True, kw_only=True)
+    class OtherConfig(ImageClassificationConfig):
+        pass
+
+    study = read_study(folders())
+    other = dataclasses.replace(study.config, task=OtherConfig())
+    with pytest.raises(ValueError, match="no report for task OtherConfig; there are: Image"):
+        render_page(with_config(study, other))
