@@ -38,7 +38,7 @@ class ImageClassificationConfig(TaskConfig):
         """Pose the problem on these images.
 
         Raises:
-            ValueError: label_smoothing is outside [0, 1), or a size is not positive.
+            ValueError: label_smoothing is not in [0, 1), or the batch size not above 0.
         """
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(

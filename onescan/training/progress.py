@@ -1,5 +1,6 @@
 """What can be seen of a run while it lasts."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -32,8 +33,13 @@ def shown(progress: bool | Show, start: Progress) -> Iterator[Show]:
         yield progress or (lambda _: None)
         return
     size = start.batch_size
+    interval_s = 0.5 if sys.stderr.isatty() else 30  # a log keeps every line, a screen the last
     with tqdm(
-        total=start.steps * size, initial=start.step * size, unit=f" {start.unit}", mininterval=0.5
+        total=start.steps * size,
+        initial=start.step * size,
+        unit=f" {start.unit}",
+        mininterval=interval_s,
+        maxinterval=interval_s,
     ) as bar:
 
         def show(now: Progress) -> None:

@@ -18,7 +18,7 @@ MOST_POINTS = 600
 WINDOWS = 40  # the smoothing window is this part of a run
 MOST_LABELS = 8
 LEAST_LOSS = 1e-6  # so that a loss of 0 has a place on a logarithmic axis
-ACCURACY_TICKS = (0.0, 0.25, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 1.0)
+ACCURACY_TICKS = (0.0, 0.3, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 1.0)
 
 
 def section(study: Study) -> Section:
