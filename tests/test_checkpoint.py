@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
-from tiny_run import TinyModel, TinyModelConfig, tiny_run
+from tiny_run import STEPS, KilledError, TinyModel, TinyModelConfig, assert_same, raise_at, tiny_run
 from torch.distributed.checkpoint import FileSystemWriter
 
 from onescan import configs
@@ -22,42 +22,12 @@ from onescan.data import Format, read_image
 from onescan.tasks import ImageClassification, classify
 from onescan.training import files, load, read_metrics, train
 from onescan.training.loop import uninterrupted
-from onescan.training.records import TIMING
-
-STEPS = 12  # of tiny_run: 3 epochs of 4 batches
-
-
-class KilledError(BaseException):
-    """Stands in for SIGKILL: nothing in the library handles it."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """An uninterrupted run."""
     return train(tiny_run(), tmp_path_factory.mktemp("whole") / "run")
-
-
-def assert_same(result, whole):
-    """Equal to the last bit: weights, evaluation, and every recorded number but the timing."""
-    assert result.metrics == whole.metrics
-    for name, array in whole.evaluation.arrays.items():
-        assert torch.equal(result.evaluation.arrays[name], array)
-    assert untimed(result.folder) == untimed(whole.folder)
-    ours, theirs = ((r.folder / "model.safetensors").read_bytes() for r in (result, whole))
-    assert ours == theirs
-
-
-def untimed(folder):
-    lines = read_metrics(folder)
-    return [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
-
-
-def raise_at(step, error):
-    def show(now):
-        if now.step == step:
-            raise error
-
-    return show
 
 
 # Stopping and going on
@@ -145,7 +115,7 @@ def test_sigkill_loses_nothing(tmp_path, whole):
     code = (
         "import os, signal, sys\n"
         "from onescan.training import train\n"
-        "from tiny_run import TinyModel, TinyModelConfig, tiny_run\n"
+        "from tiny_run import tiny_run\n"
         "def show(now):\n"
         "    if now.step == 7: os.kill(os.getpid(), signal.SIGKILL)\n"
         "train(tiny_run(), sys.argv[1], progress=show)\n"

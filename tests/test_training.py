@@ -8,7 +8,7 @@ import torch
 import tyro
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_run import StripesConfig, TinyModelConfig, tiny_run
+from tiny_run import STEPS, StripesConfig, TinyModelConfig, assert_same, tiny_run, untimed
 from torch import nn
 
 from onescan import configs
@@ -23,44 +23,13 @@ from onescan.training import (
     read_metrics,
     train,
 )
-from onescan.training.records import TIMING
 from onescan.training.schedule import Plan
-
-STEPS = 12  # of tiny_run: 3 epochs of 4 batches
-
-
-class KilledError(BaseException):
-    """Stands in for SIGKILL: nothing in the library handles it."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """An uninterrupted run."""
     return train(tiny_run(), tmp_path_factory.mktemp("whole") / "run")
-
-
-def assert_same(result, whole):
-    """Equal to the last bit: weights, evaluation, and every recorded number but the timing."""
-    assert not result.reused
-    assert result.metrics == whole.metrics
-    for name, array in whole.evaluation.arrays.items():
-        assert torch.equal(result.evaluation.arrays[name], array)
-    assert untimed(result.folder) == untimed(whole.folder)
-    ours, theirs = ((r.folder / "model.safetensors").read_bytes() for r in (result, whole))
-    assert ours == theirs
-
-
-def untimed(folder):
-    lines = read_metrics(folder)
-    return [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
-
-
-def raise_at(step, error):
-    def show(now):
-        if now.step == step:
-            raise error
-
-    return show
 
 
 # What a run does
@@ -83,7 +52,9 @@ def test_a_run_learns_and_records(whole):
 def test_equal_runs_give_equal_numbers(tmp_path, whole):
     torch.manual_seed(123)  # what was drawn before must not matter
     before = torch.get_rng_state()
-    assert_same(train(tiny_run(), tmp_path / "again"), whole)
+    again = train(tiny_run(), tmp_path / "again")
+    assert not again.reused
+    assert_same(again, whole)
     assert torch.equal(torch.get_rng_state(), before)  # and the caller's chance is untouched
 
 

@@ -8,7 +8,10 @@ from torch import nn
 from onescan.configs import ModelConfig
 from onescan.data import AffineConfig, DataConfig, ImageFormat, ImageSet, ImageSplits
 from onescan.tasks import ImageClassificationConfig
-from onescan.training import RunConfig, TrainingConfig
+from onescan.training import RunConfig, TrainingConfig, read_metrics
+from onescan.training.records import TIMING
+
+STEPS = 12  # of tiny_run: 3 epochs of 4 batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,3 +72,30 @@ def tiny_run(**training):
         task=ImageClassificationConfig(augment=AffineConfig(), label_smoothing=0.1),
         training=TrainingConfig(**defaults | training),
     )
+
+
+class KilledError(BaseException):
+    """Stands in for SIGKILL: nothing in the library handles it."""
+
+
+def assert_same(result, whole):
+    """Equal to the last bit: weights, evaluation, and every recorded number but the timing."""
+    assert result.metrics == whole.metrics
+    for name, array in whole.evaluation.arrays.items():
+        assert torch.equal(result.evaluation.arrays[name], array)
+    assert untimed(result.folder) == untimed(whole.folder)
+    ours, theirs = ((r.folder / "model.safetensors").read_bytes() for r in (result, whole))
+    assert ours == theirs
+
+
+def untimed(folder):
+    lines = read_metrics(folder)
+    return [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
+
+
+def raise_at(step, error):
+    def show(now):
+        if now.step == step:
+            raise error
+
+    return show

@@ -16,7 +16,7 @@ def digits() -> RunConfig:
     return RunConfig(
         name="digits",
         data=DigitsConfig(),
-        task=ImageClassificationConfig(),
+        task=ImageClassificationConfig(label_smoothing=0.1),
         model=ImageClassifierConfig(
             image_size=(8, 8),
             channels=1,
@@ -29,5 +29,7 @@ def digits() -> RunConfig:
             drop_path=0.0,
             init_std=0.1,
         ),
-        training=TrainingConfig(epochs=40, batch_size=32, learning_rate=2e-3),
+        training=TrainingConfig(
+            epochs=40, batch_size=32, learning_rate=2e-3, checkpoint_every=10.0
+        ),
     )
