@@ -124,6 +124,8 @@ def predict(words: Words) -> None:
     options = _parse(Options, "predict", words)
     if not options.images:
         raise ValueError("predict needs at least one image file")
+    if options.top < 1:
+        raise ValueError(f"top is {options.top}, expected 1 or more classes")
     from onescan.tasks.image_classification import classify
     from onescan.training.checkpoint import load
 

@@ -173,7 +173,7 @@ def test_a_checkpoint_of_another_model_is_refused(runs, tmp_path, capsys):
 
 
 def test_another_run_in_the_folder_is_never_overwritten_unasked(runs, capsys):
-    words = ["train", "digits", *SMALL, "--training.batch-size", "32", "--out", runs]
+    words = ["train", "digits", *SMALL, "--training.batch-size", "16", "--out", runs]
     before = (runs / "seed-0" / "model.safetensors").read_bytes()
     fails(capsys, words, "training.batch_size is ")
     assert (runs / "seed-0" / "model.safetensors").read_bytes() == before
