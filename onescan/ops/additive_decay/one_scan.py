@@ -33,7 +33,7 @@ def summary(k: Keys, v: Values, angles: Angles | None) -> AdditiveDecayState:
     """The state of these tokens alone."""
     # the result does not depend on the maximum, so no gradient flows through it
     peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO)  # B H K
-    weight = (k - peak.unsqueeze(1)).exp()
+    weight = (k - peak.unsqueeze(1)).exp_()
     total = weight.sum(dim=1)  # B H K
     total = torch.where(total > 0, total, 1)  # all logits -inf: the mean of nothing is 0
     rotated = weight if angles is None else lrpe(weight, angles)
