@@ -115,6 +115,10 @@ def test_drop_path_grows_to_the_last_block():
         (lambda: build("lightnet_tiny", image_size=100), "100 x 100 cannot be cut .* 16 x 16"),
         (lambda: build("lightnet_tiny", pool="max"), "pool is 'max', expected"),
         (lambda: build("lightnet_tiny", drop_path=1.0), "drop_path is 1.0"),
+        (
+            lambda: build("lightnet_tiny", **{"mixer.causal": True}),
+            "the first token reads no patch",
+        ),
     ],
 )
 def test_errors_name_the_field(call, message):

@@ -66,6 +66,11 @@ class ImageClassifierConfig(ModelConfig):
             **{f"patch_size[{i}]": size for i, size in enumerate(self.patch_size)},
         )
         check_choice("pool", self.pool, ["class_token", "mean"])
+        if self.mixer.is_causal and self.pool == "class_token":
+            raise ValueError(
+                "pool is 'class_token' with a causal mixer, where the first token reads no patch; "
+                "expected pool='mean'"
+            )
         return ImageClassifier(self)
 
     def example_inputs(self) -> tuple[Images]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from onescan.configs import ModelConfig
@@ -45,7 +46,8 @@ def load(path: str | Path) -> Checkpoint:
         raise FileNotFoundError(f"there is no run at {path}")
     folder = path if path.is_dir() else path.parent
     manifest = read_manifest(folder)
-    model: nn.Module = manifest.run.model.build()
+    with torch.random.fork_rng(devices=[]):  # the caller's chance is not spent on first weights
+        model: nn.Module = manifest.run.model.build()
     load_weights(folder, model)
     result = read_result(folder)
     return Checkpoint(

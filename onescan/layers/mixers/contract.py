@@ -24,6 +24,11 @@ class MixerConfig(ABC):
             ValueError: a field that does not go with the others, or with width or axes.
         """
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token reads only itself and those before it."""
+        return False
+
     def head_width(self, width: int) -> int:
         """Width of one head."""
         if self.num_heads < 1 or width % self.num_heads:

@@ -37,6 +37,10 @@ class LightNetMixerConfig(MixerConfig):
     chunk_size: int = 64
     """Tokens per chunk of the causal form."""
 
+    @property
+    def is_causal(self) -> bool:
+        return self.causal
+
     def build(self, *, width: int, axes: int) -> "LightNetMixer":
         head_width = self.head_width(width)
         if self.lrpe and -(-head_width // axes) * (axes - 1) >= head_width:
