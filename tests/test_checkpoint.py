@@ -431,3 +431,11 @@ def edit(folder, change):
     data = json.loads((folder / "config.json").read_text())
     change(data)
     (folder / "config.json").write_text(json.dumps(data))
+
+
+def test_loading_leaves_the_callers_chance_alone(whole):
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    load(whole.folder)
+    assert torch.equal(torch.rand(3), want)
