@@ -25,7 +25,7 @@ from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
 from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition, ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
-from onescan.recipes import RECIPES
+from onescan.recipes import RECIPES, find_recipe
 from onescan.report import write_report
 from onescan.report.command import repeat_command
 from onescan.report.lightnet import key_shares
@@ -469,9 +469,10 @@ def test_kernels_are_what_the_layer_does_to_an_impulse(bidirectional):
         {"model.patch_size": (4, 4), "training.clip_norm": None, "model.pool": "mean"},
     ],
 )
-def test_the_command_repeats_the_runs(folders, tmp_path, monkeypatch, changes):
+@pytest.mark.parametrize("recipe", ["digits", "digits/without_norm"])
+def test_the_command_repeats_the_runs(folders, tmp_path, monkeypatch, recipe, changes):
     study = read_study(folders(seeds=(2, 0)))
-    wanted = configs.replace(RECIPES["digits"](), changes)
+    wanted = configs.replace(find_recipe(recipe)(), changes)
     study = with_config(study, wanted)
     started = []
     monkeypatch.setattr("onescan.training.train", lambda run, *_, **__: started.append(run))
@@ -479,7 +480,7 @@ def test_the_command_repeats_the_runs(folders, tmp_path, monkeypatch, changes):
     monkeypatch.setattr(cli, "_results", lambda _: "")
     monkeypatch.chdir(tmp_path)
     command = repeat_command(study)
-    assert command[:6] == ["onescan", "train", "digits", "--seeds", "2", "0"]
+    assert command[:6] == ["onescan", "train", recipe, "--seeds", "2", "0"]
     assert "--training.seed" not in command
     assert cli.main([word.strip("'") for word in command[1:]]) == 0
     assert [run.training.seed for run in started] == [2, 0]

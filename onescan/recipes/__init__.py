@@ -55,7 +55,7 @@ def ablated(recipe: Recipe, row: str) -> Recipe:
     def variant() -> RunConfig:
         run = recipe()
         model = configs.replace(run.model, ABLATIONS[row])
-        return dataclasses.replace(run, name=f"{run.name}_{row}", model=model)
+        return dataclasses.replace(run, name=f"{run.name}/{row}", model=model)
 
     variant.__doc__ = f"{summary(recipe)} Ablation: {row}."
     return variant

@@ -4,7 +4,8 @@ import shlex
 from typing import Any
 
 from onescan.configs import differences
-from onescan.recipes import RECIPES
+from onescan.models.presets import ABLATIONS
+from onescan.recipes import RECIPES, find_recipe
 from onescan.report.study import SEED, Study
 
 
@@ -14,10 +15,11 @@ def repeat_command(study: Study) -> list[str] | None:
     None where the runs are no recipe's, or are made of other parts than the recipe's.
     """
     name = study.config.name
-    if name not in RECIPES:
+    base, _, row = name.partition("/")
+    if base not in RECIPES or row not in ("", *ABLATIONS):
         return None
     words = ["onescan", "train", name, "--seeds", *(str(run.seed) for run in study.runs)]
-    for path, old, new in differences(RECIPES[name](), study.config):
+    for path, old, new in differences(find_recipe(name)(), study.config):
         if path.endswith("type") or not (_is_plain(old) and _is_plain(new)):
             return None
         if path != SEED:
