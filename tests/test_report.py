@@ -183,7 +183,7 @@ def table(page, corner):
     return next(rows for rows in page.cells if rows[0][0] == corner)
 
 
-# ---- the file ----------------------------------------------------------------------------------
+# The file
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -259,7 +259,7 @@ def test_equal_runs_give_equal_pages_whatever_the_users_style(folders):
         assert dict(matplotlib.rcParams) == settings
 
 
-# ---- the numbers -------------------------------------------------------------------------------
+# The numbers
 
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
@@ -380,7 +380,7 @@ def test_a_long_run_s_curve_is_thinned_to_its_end():
     assert thin[-1] == x[-1]
 
 
-# ---- what was learnt ---------------------------------------------------------------------------
+# What was learnt
 
 
 def test_key_shares_are_the_softmax_of_keys(folders):
@@ -458,7 +458,7 @@ def test_kernels_are_what_the_layer_does_to_an_impulse(bidirectional):
         torch.testing.assert_close(y[row, 1], torch.as_tensor(wanted))
 
 
-# ---- the command -------------------------------------------------------------------------------
+# The command
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_no_command_is_better_than_a_wrong_one(folders):
         assert repeat_command(with_config(study, changed)) is None
 
 
-# ---- refusals ----------------------------------------------------------------------------------
+# Refusals
 
 
 def assert_refused(runs, path, message):
