@@ -65,6 +65,29 @@ def check_floating(**tensors: Any) -> None:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected a floating point type")
 
 
+def check_grid_shape(shape: Any) -> None:
+    """Raise ValueError for what is no tuple of whole numbers above 0.
+
+    >>> check_grid_shape((3, 2.5))
+    Traceback (most recent call last):
+    ValueError: shape is (3, 2.5), expected one positive whole number per axis
+    """
+    whole = (int, torch.SymInt)  # SymInt while a model is exported
+    if not (
+        isinstance(shape, tuple) and shape and all(isinstance(n, whole) and n > 0 for n in shape)
+    ):
+        raise ValueError(f"shape is {shape!r}, expected one positive whole number per axis")
+
+
+def check_devices(**tensors: Tensor | None) -> None:
+    """Raise ValueError for a tensor that is on another device than the first."""
+    given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    first, device = next(iter(given.items()))
+    for name, other in given.items():
+        if other != device:
+            raise ValueError(f"{name} is on {other} and {first} on {device}, expected one device")
+
+
 def can_look_at_values(tensor: Tensor) -> bool:
     """Whether a value may steer Python here: on a CPU, in plain eager mode.
 
@@ -86,11 +109,12 @@ def check_no_nan(result: Tensor, **arguments: Tensor | None) -> None:
     `can_look_at_values` allows.
 
     Raises:
-        ValueError: result holds NaN and so does an argument; says which, and how many.
+        ValueError: result holds NaN, and an argument NaN or infinity; says which, and how many.
     """
     if not can_look_at_values(result) or not bool(torch.isnan(result.detach().sum())):
         return
-    for name, tensor in arguments.items():
-        count = 0 if tensor is None else int(torch.isnan(tensor.detach()).sum())
-        if tensor is not None and count:
-            raise ValueError(f"{name} holds {count} NaN of {tensor.numel()} values")
+    for what, holds in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
+        for name, tensor in arguments.items():
+            count = 0 if tensor is None else int(holds(tensor.detach()).sum())
+            if tensor is not None and count:
+                raise ValueError(f"{name} holds {count} {what} of {tensor.numel()} values")

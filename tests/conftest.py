@@ -23,9 +23,13 @@ settings.load_profile("onescan")
 
 
 def pytest_configure(config):
-    # torch's own: inductor still uses torch.jit, and the poison asks GPU kernels for more than
-    # each of them has.
-    for warning in (".torch.jit:DeprecationWarning", ".*use_deterministic_algorithms:UserWarning"):
+    # torch's own: inductor still uses torch.jit, dynamo makes an autograd function to trace it, and
+    # the poison asks GPU kernels for more than each of them has.
+    for warning in (
+        ".torch.jit:DeprecationWarning",
+        ".*should not be instantiated:DeprecationWarning",
+        ".*use_deterministic_algorithms:UserWarning",
+    ):
         config.addinivalue_line("filterwarnings", f"ignore:{warning}")
 
 

@@ -112,6 +112,7 @@ def test_gradcheck(causal, form, angles):
         return o, *state
 
     assert torch.autograd.gradcheck(call, tensors)
+    assert torch.autograd.gradgradcheck(call, tensors)
 
 
 @pytest.mark.parametrize("first", CAUSAL)
@@ -339,6 +340,20 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
         ({"form": "one_scan", "causal": True}, "'one_scan/torch' is unknown"),
         ({"backend": "triton"}, "'one_scan/triton' is unknown"),
         ({"chunk_size": 0}, "chunk_size is 0, expected a number above 0"),
+        ({"chunk_size": 2.5}, "chunk_size is 2.5, expected a whole number"),
+        ({"causal": "no"}, "causal is 'no', expected True or False"),
+        ({"v": torch.ones(B, 4, H, 0)}, "V is 0, expected a number above 0"),
+        ({"k": torch.ones(B, 4, H, K, device="meta")}, "k is on meta and q on cpu"),
+        ({"angles": torch.full((4, H, K), torch.nan)}, "angles holds 48 NaN of 48"),
+        ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf of 96"),
+        (
+            {
+                "state": AdditiveDecayState(
+                    torch.ones(B, H, K), torch.ones(B, H, 2 * K, V).to(torch.complex64)
+                )
+            },
+            "state.kv has dtype torch.complex64, expected a floating point type",
+        ),
         ({"q": torch.full((B, 4, H, K), torch.nan)}, "q holds 96 NaN of 96 values"),
         ({"k": torch.full((B, 4, H, K), torch.nan)}, "k holds 96 NaN"),
         ({"v": torch.full((B, 4, H, V), torch.nan)}, "v holds 120 NaN"),
@@ -350,8 +365,36 @@ def test_errors_name_the_argument(change, message):
         unwrap(additive_decay)(**named)  # without the shape hook, as users call it
 
 
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            AdditiveDecayState(torch.ones(1, 1, 3), torch.ones(1, 1, 1, 1)),
+            "F is 1, expected K=3 or 2K",
+        ),
+        (
+            AdditiveDecayState(torch.ones(1, 2, 3), torch.ones(1, 1, 3, 1)),
+            "b.log_normalizer has shape",
+        ),
+        ((1, 2), "b is a tuple, expected an AdditiveDecayState"),
+        (AdditiveDecayState(torch.ones(1, 1, 3).long(), torch.ones(1, 1, 3, 1)), "int64"),
+        (
+            AdditiveDecayState(torch.full((1, 1, 3), torch.nan), torch.ones(1, 1, 3, 1)),
+            "3 NaN of 3",
+        ),
+    ],
+)
+def test_states_that_cannot_be_merged(other, message):
+    if message.startswith("F"):
+        state = other
+    else:
+        state = AdditiveDecayState(torch.ones(1, 1, 3), torch.ones(1, 1, 3, 1))
+    with pytest.raises(ValueError, match=message):
+        unwrap(merge_states)(state, other)
+
+
 def test_no_tokens_is_an_error():
-    with pytest.raises(ValueError, match="tokens is 0"):
+    with pytest.raises(ValueError, match="T is 0"):
         additive_decay(*(torch.ones(1, 0, 1, 1) for _ in range(3)))
 
 

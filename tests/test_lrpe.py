@@ -109,8 +109,9 @@ def test_frequencies_restart_for_each_axis():
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"shape": (2, 0)}, r"shape is \(2, 0\), expected one positive size per axis"),
-        ({"shape": ()}, r"shape is \(\), expected one positive size per axis"),
+        ({"shape": (2, 0)}, r"shape is \(2, 0\), expected one positive whole number"),
+        ({"shape": (2.5,)}, r"shape is \(2.5,\), expected one positive whole number"),
+        ({"shape": ()}, r"shape is \(\), expected one positive whole number"),
         ({"prefix": -1}, "prefix is -1 and start 0, expected numbers from 0"),
         ({"start": -2}, "prefix is 0 and start -2, expected numbers from 0"),
         ({"start": 1, "prefix": 1}, "start is 1 with prefix=1"),

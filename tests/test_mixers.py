@@ -170,8 +170,8 @@ def test_key_importance_is_a_share():
     [
         ({"num_heads": 12}, 4, "head width 2 .* leaves an axis of 4 without features"),
         ({"decay": False, "causal": True}, 1, "decay=False goes with causal=False"),
-        ({"gate_rank": 0}, 1, "gate_rank 0 1 or more"),
-        ({"separate_decay_rank": -1}, 1, "separate_decay_rank -1 must be 0 or more"),
+        ({"gate_rank": 0}, 1, "gate_rank is 0, expected a number above 0"),
+        ({"separate_decay_rank": -1}, 1, "separate_decay_rank is -1, expected 0"),
     ],
 )
 def test_impossible_fields_are_refused(fields, axes, message):

@@ -1,12 +1,14 @@
 """The classifier, its presets, and the parameter counts that decide how LightNet is built."""
 
+from inspect import unwrap
+
 import pytest
 import torch
 
 from onescan.bench.size import model_size
 from onescan.configs import replace
 from onescan.layers.mixers import LightNetMixerConfig
-from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
 from onescan.models.presets import ABLATIONS, PRESETS, build, preset
 
 SIZES = ("tiny", "small", "base")
@@ -114,7 +116,12 @@ def test_drop_path_grows_to_the_last_block():
         (lambda: build("lightnet_tiny", patch_size=0), r"patch_size\[0\] is 0"),
         (lambda: build("lightnet_tiny", image_size=100), "100 x 100 cannot be cut .* 16 x 16"),
         (lambda: build("lightnet_tiny", pool="max"), "pool is 'max', expected"),
-        (lambda: build("lightnet_tiny", drop_path=1.0), "drop_path is 1.0"),
+        (lambda: build("lightnet_tiny", drop_path=2.0), "drop_path is 2.0, expected a chance"),
+        (lambda: build("lightnet_tiny", **{"position.hidden_states": 0}), "hidden_states is 0"),
+        (
+            lambda: unwrap(ImageClassifier.forward)(tiny().build(), torch.ones(1, 1, 8, 8).byte()),
+            "images has dtype torch.uint8",
+        ),
         (
             lambda: build("lightnet_tiny", **{"mixer.causal": True}),
             "the first token reads no patch",

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from onescan.checks import check_positive
 from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
 from onescan.shapes import Grid, Hidden
 
@@ -37,6 +38,7 @@ class ToeplitzPositionConfig(PositionConfig):
     """Look both ways along each axis; the paper's Eq. 17 looks back only."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
+        check_positive(**{"position.hidden_states": self.hidden_states})
         return ToeplitzPosition(width, grid.shape, self.hidden_states, self.bidirectional)
 
 

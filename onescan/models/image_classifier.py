@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from onescan.checks import check_choice, check_positive
+from onescan.checks import check_choice, check_floating, check_positive
 from onescan.configs import ModelConfig
 from onescan.layers.block import Block
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
@@ -65,6 +65,8 @@ class ImageClassifierConfig(ModelConfig):
             init_std=self.init_std,
             **{f"patch_size[{i}]": size for i, size in enumerate(self.patch_size)},
         )
+        if not 0 <= self.drop_path < 1:
+            raise ValueError(f"drop_path is {self.drop_path}, expected a chance from 0 to below 1")
         check_choice("pool", self.pool, ["class_token", "mean"])
         if self.mixer.is_causal and self.pool == "class_token":
             raise ValueError(
@@ -126,6 +128,7 @@ class ImageClassifier(nn.Module):
         Raises:
             ValueError: another number of channels, or a side that patches do not divide.
         """
+        check_floating(images=images)
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Images) -> Hidden:

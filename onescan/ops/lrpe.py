@@ -6,10 +6,12 @@ R_n(x)    = [x cos(angle_n), x sin(angle_n)]                                    
 so that R_n(q) . R_m(k) = sum_j q_j k_j cos((n_s - m_s) theta_j) depends on differences alone.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-from onescan.checks import check_floating, check_positive, check_shapes
+from onescan.checks import check_floating, check_grid_shape, check_positive, check_shapes
 from onescan.ops.numerics import widened
 from onescan.shapes import Angles, Frequencies, FrequencyRow, Keys, RotatedKeys
 
@@ -91,9 +93,8 @@ def _features_per_axis(width: int, axes: int) -> int:
     return -(-width // axes)
 
 
-def _check_positions(shape: tuple[int, ...], prefix: int, start: int) -> None:
-    if not shape or any(n < 1 for n in shape):
-        raise ValueError(f"shape is {shape}, expected one positive size per axis")
+def _check_positions(shape: Any, prefix: int, start: int) -> None:  # Any: a user passed it
+    check_grid_shape(shape)
     if prefix < 0 or start < 0:
         raise ValueError(f"prefix is {prefix} and start {start}, expected numbers from 0")
     if start and (prefix or len(shape) > 1):

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from onescan.checks import check_positive
 from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.layers.norm import NormName, build_norm
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
-from onescan.ops.numerics import LOG_ZERO
+from onescan.ops.numerics import LOG_ZERO, logaddexp, running_logsumexp
 from onescan.shapes import Angles, Grid, Hidden, Keep, Keys, LogNormalizer, Queries, Values
 
 
@@ -50,11 +51,12 @@ class LightNetMixerConfig(MixerConfig):
             )
         if not self.decay and (self.causal or self.separate_decay_rank):
             raise ValueError("decay=False goes with causal=False and separate_decay_rank=0 only")
-        if self.separate_decay_rank < 0 or (self.gate_rank is not None and self.gate_rank < 1):
+        if self.separate_decay_rank < 0:
             raise ValueError(
-                f"separate_decay_rank {self.separate_decay_rank} must be 0 or more and gate_rank "
-                f"{self.gate_rank} 1 or more"
+                f"separate_decay_rank is {self.separate_decay_rank}, expected 0 or more"
             )
+        if self.gate_rank is not None:
+            check_positive(gate_rank=self.gate_rank)
         return LightNetMixer(self, width, axes)
 
 
@@ -195,7 +197,7 @@ def _own_decay_gain(
     if not causal:
         z = both.logsumexp(dim=2, keepdim=True)
     else:
-        z = both.logcumsumexp(dim=2)
+        z = running_logsumexp(both.flatten(-2)).view_as(both)
         if before is not None and before[1] is not None:
-            z = torch.logaddexp(z, torch.stack([before[0], before[1]]).unsqueeze(2))
+            z = logaddexp(z, torch.stack([before[0], before[1]]).unsqueeze(2))
     return (z[0] - z[1]).to(k.dtype).exp().expand_as(k), z[1, :, -1]

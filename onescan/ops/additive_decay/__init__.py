@@ -15,13 +15,20 @@ from torch import Tensor
 
 from onescan.checks import (
     check_choice,
+    check_devices,
     check_floating,
     check_no_nan,
     check_positive,
     check_shapes,
 )
 from onescan.ops.additive_decay import chunk, full, one_scan, recurrent
-from onescan.ops.additive_decay.state import AdditiveDecayState, canonical, merge_states
+from onescan.ops.additive_decay.state import (
+    AdditiveDecayState,
+    canonical,
+    check_state_type,
+    merge_states,
+    tensors_of,
+)
 from onescan.ops.numerics import full_precision, widened
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
@@ -78,8 +85,8 @@ def additive_decay(
         The outputs, in v's dtype, and the state of all tokens, the incoming state's included.
 
     Raises:
-        ValueError: shapes disagree, there is no such form or backend, chunk_size < 1, or, on a
-            CPU, q, k, v or state hold NaN.
+        ValueError: shapes, types or devices disagree, there is no such form or backend,
+            chunk_size < 1, or, on a CPU, an argument holds NaN, or a +inf that becomes one.
 
     >>> q = k = torch.zeros(1, 3, 1, 1)
     >>> v = torch.tensor([3.0, 5.0, 10.0]).reshape(1, 3, 1, 1)
@@ -88,7 +95,7 @@ def additive_decay(
     >>> additive_decay(q + 1, k, v, causal=True)[0].flatten().round(decimals=3).tolist()  # so far
     [3.0, 4.0, 6.0]
     """
-    _check(q, k, v, angles, keep, state, chunk_size)
+    _check(q, k, v, angles, causal, keep, state, chunk_size)
     implementation = IMPLEMENTATIONS[choose(form, backend, causal=causal, tokens=q.shape[1])]
     with full_precision(q):
         wide_q, wide_k, wide_v = widened(q, k, v)
@@ -101,7 +108,8 @@ def additive_decay(
         )
         if keep is not None:
             o = o.masked_fill(~keep[:, :, None, None], 0)
-    check_no_nan(_fingerprint(o, outgoing), q=q, k=k, v=v, **_named(state))
+    named = {"q": q, "k": k, "v": v, "angles": angles, **tensors_of("state", state)}
+    check_no_nan(_fingerprint(o, outgoing), **named)
     return o.to(v.dtype), outgoing
 
 
@@ -118,24 +126,29 @@ def choose(form: Form, backend: Backend, *, causal: bool, tokens: int) -> tuple[
 
 
 def _check(
-    q: Any, k: Any, v: Any, angles: Any, keep: Any, state: Any, chunk_size: int
+    q: Any, k: Any, v: Any, angles: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
 ) -> None:  # Any: these are what a user passed
-    if state is not None and not isinstance(state, AdditiveDecayState):
-        raise ValueError(f"state is a {type(state).__name__}, expected an AdditiveDecayState")
-    check_floating(q=q, k=k, v=v)
-    check_shapes(
+    if state is not None:
+        check_state_type("state", state)
+    carried = tensors_of("state", state)
+    given = {} if angles is None else {"angles": angles}
+    check_floating(q=q, k=k, v=v, **given, **carried)
+    check_devices(q=q, k=k, v=v, keep=keep, **given, **carried)
+    features = k.shape[-1] * (1 if angles is None else 2)
+    patterns = {"log_normalizer": "B H K", "kv": f"B H {features} V"}
+    sizes = check_shapes(
         q=(q, "B T H K"),
         k=(k, "B T H K"),
         v=(v, "B T H V"),
         angles=(angles, "T H K"),
         keep=(keep, "B T"),
+        **{name: (x, patterns[name.removeprefix("state.")]) for name, x in carried.items()},
     )
-    if state is not None:
-        features = k.shape[-1] * (1 if angles is None else 2)
-        patterns = {"state.log_normalizer": "B H K", "state.kv": f"B H {features} V"}
-        named = {name: (x, patterns[name]) for name, x in _named(state).items()}
-        check_shapes(k=(k, "B T H K"), v=(v, "B T H V"), **named)
-    check_positive(tokens=q.shape[1], chunk_size=chunk_size)
+    check_positive(**{letter: sizes[letter] for letter in "THKV"}, chunk_size=chunk_size)
+    if not isinstance(chunk_size, int):
+        raise ValueError(f"chunk_size is {chunk_size!r}, expected a whole number")
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal is {causal!r}, expected True or False")
     if keep is not None and keep.dtype != torch.bool:
         raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens")
 
@@ -143,7 +156,3 @@ def _check(
 def _fingerprint(o: Tensor, state: AdditiveDecayState) -> Tensor:
     """A small tensor that a NaN in any input reaches: q through o, k and v through the state."""
     return o[..., 0].detach().sum() + state.kv.detach().sum()
-
-
-def _named(state: AdditiveDecayState | None) -> dict[str, Tensor]:
-    return {} if state is None else {f"state.{name}": x for name, x in state._asdict().items()}

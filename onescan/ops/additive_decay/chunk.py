@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onescan.ops.additive_decay.state import AdditiveDecayState, per_feature, share
 from onescan.ops.additive_decay.triangle import LEAF, causal_sum, rotated
-from onescan.ops.numerics import LOG_ZERO
+from onescan.ops.numerics import LOG_ZERO, logaddexp, running_logsumexp
 from onescan.shapes import Angles, Keys, Queries, Values
 
 
@@ -41,14 +41,14 @@ def forward(
         turn = (angles.cos().to(q.dtype), angles.sin().to(q.dtype))
 
     # 1. log-normalizers: inside each chunk, after and before each chunk, and up to each token
-    z_inside = k.clamp(min=LOG_ZERO).logcumsumexp(dim=-2)
+    z_inside = running_logsumexp(k.clamp(min=LOG_ZERO))
     z_chunk = z_inside[..., -1, :]  # B H N K
     z_enter = z_chunk.new_full(z_chunk[:, :, 0].shape, LOG_ZERO)
     if state is not None:
         z_enter = state.log_normalizer
-    z_after = torch.cat([z_enter.unsqueeze(2), z_chunk], dim=2).logcumsumexp(dim=2)
+    z_after = running_logsumexp(torch.cat([z_enter.unsqueeze(2), z_chunk], dim=2))
     z_before, z_after = z_after[:, :, :-1], z_after[:, :, 1:]
-    z = torch.logaddexp(z_before.unsqueeze(-2), z_inside)
+    z = logaddexp(z_before.unsqueeze(-2), z_inside)
 
     # 2. what each chunk alone would leave behind, and the state before each chunk
     kv_chunk = rotated(share(k, z_chunk.unsqueeze(-2), q), turn).mT @ v  # B H N F V

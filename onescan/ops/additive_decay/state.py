@@ -4,13 +4,13 @@ log_normalizer = log sum_s exp(k_s)                     (K,)    per key channel
 kv             = sum_s exp(k_s - log_normalizer) v_s^T  (F, V)  already divided by the normalizer
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onescan.checks import check_shapes
-from onescan.ops.numerics import LOG_ZERO, accumulation_dtype
+from onescan.checks import check_devices, check_floating, check_no_nan, check_shapes
+from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp
 from onescan.shapes import KeyValue, LogNormalizer
 
 
@@ -35,7 +35,7 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
     all-reduce.
 
     Raises:
-        ValueError: the states' shapes differ.
+        ValueError: the states' shapes differ, or, on a CPU, one holds NaN.
 
     >>> import torch
     >>> one = AdditiveDecayState(torch.zeros(1, 1, 1), torch.full((1, 1, 1, 1), 2.0))
@@ -43,17 +43,36 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
     >>> merge_states(one, two).kv.item()
     3.0
     """
-    check_shapes(
-        **{"a.log_normalizer": (a.log_normalizer, "B H K"), "a.kv": (a.kv, "B H F V")},
-        **{"b.log_normalizer": (b.log_normalizer, "B H K"), "b.kv": (b.kv, "B H F V")},
+    for name, state in (("a", a), ("b", b)):
+        check_state_type(name, state)
+    named = {**tensors_of("a", a), **tensors_of("b", b)}
+    check_floating(**named)
+    check_devices(**named)
+    sizes = check_shapes(
+        **{name: (x, "B H F V" if name.endswith("kv") else "B H K") for name, x in named.items()}
     )
+    if sizes["F"] not in (sizes["K"], 2 * sizes["K"]):
+        raise ValueError(f"F is {sizes['F']}, expected K={sizes['K']} or 2K, of keys under LRPE")
     dtype = torch.promote_types(accumulation_dtype(a.kv.dtype), b.kv.dtype)
-    return merged(canonical(a, dtype), canonical(b, dtype))
+    together = merged(canonical(a, dtype), canonical(b, dtype))
+    check_no_nan(together.kv.detach().sum(), **named)
+    return together
+
+
+def check_state_type(name: str, state: Any) -> None:
+    """Raise ValueError for what is no state: a plain tuple has no names to check."""
+    if not isinstance(state, AdditiveDecayState):
+        raise ValueError(f"{name} is a {type(state).__name__}, expected an AdditiveDecayState")
+
+
+def tensors_of(name: str, state: AdditiveDecayState | None) -> dict[str, Tensor]:
+    """A state's tensors by the names that messages give them: state.kv."""
+    return {} if state is None else {f"{name}.{part}": x for part, x in state._asdict().items()}
 
 
 def merged(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayState:
     """`merge_states` of two canonical states, unchecked."""
-    z = torch.logaddexp(a.log_normalizer, b.log_normalizer)
+    z = logaddexp(a.log_normalizer, b.log_normalizer)
     return AdditiveDecayState(
         z,
         a.kv * per_feature(share(a.log_normalizer, z, a.kv), a.kv)

@@ -14,7 +14,9 @@ from torch import Tensor
 from onescan.checks import (
     can_look_at_values,
     check_choice,
+    check_devices,
     check_floating,
+    check_grid_shape,
     check_no_nan,
     check_positive,
     check_shapes,
@@ -151,6 +153,7 @@ def _check(
     bidirectional: bool,
     state: object,
 ) -> None:
+    check_grid_shape(shape)
     pattern = f"{len(shape)} 2 D E" if bidirectional else f"{len(shape)} D E"
     parts: dict[str, tuple[Tensor | None, str]] = {}
     if state is not None:
@@ -162,15 +165,15 @@ def _check(
                 "read forward can be continued"
             )
         parts["state.hidden"] = (state.hidden, "B D E")
+    carried = {name: x for name, (x, _) in parts.items()}
+    check_floating(x=x, log_decay=log_decay, weight=weight, **carried)
+    check_devices(x=x, log_decay=log_decay, weight=weight, **carried)
     sizes = check_shapes(
         x=(x, "B T D"), log_decay=(log_decay, pattern), weight=(weight, pattern), **parts
     )
-    check_floating(x=x, log_decay=log_decay, weight=weight)
     check_positive(T=sizes["T"], D=sizes["D"], E=sizes["E"])
-    if math.prod(shape) != sizes["T"] or not shape or any(n < 1 for n in shape):
-        raise ValueError(
-            f"shape is {shape}, expected positive sizes whose product is T={sizes['T']}"
-        )
+    if math.prod(shape) != sizes["T"]:
+        raise ValueError(f"shape is {shape}, expected sizes whose product is T={sizes['T']}")
     if can_look_at_values(log_decay):
         low, high = torch.aminmax(log_decay.detach())
         if not (-math.inf < low and high <= 0):  # NaN fails this too
