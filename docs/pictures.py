@@ -1,9 +1,9 @@
-"""The pictures of README.md, drawn from a run that `make demo` has trained.
+"""Draw the picture of README.md from a run that `make demo` has trained.
 
-python docs/pictures.py runs/digits/seed-0
+python docs/pictures.py runs/digits/seed-0 [PICTURE.png]
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 import onescan
 from onescan.report.lightnet import key_shares
 
-HERE = Path(__file__).parent / "images"
+PICTURE = Path(__file__).parent / "images" / "key_importance.png"
 BLOCK = 1  # counted from 0: the second, where heads have begun to differ
 
 
@@ -44,8 +44,13 @@ def key_importance(run: Path) -> Figure:
 
 
 def main() -> None:
-    HERE.mkdir(exist_ok=True)
-    key_importance(Path(sys.argv[1])).savefig(HERE / "key_importance.png")
+    parser = argparse.ArgumentParser(description="Draw the picture of README.md from a run.")
+    parser.add_argument("run", type=Path, help="a digits run's folder: runs/digits/seed-0")
+    parser.add_argument(
+        "picture", type=Path, nargs="?", default=PICTURE, help="written anew; default: README's"
+    )
+    arguments = parser.parse_args()
+    key_importance(arguments.run).savefig(arguments.picture)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from onescan import __version__
 from onescan.choices import check_choice
 
 if TYPE_CHECKING:
+    from onescan.training.checkpoint import Checkpoint
     from onescan.training.run import RunResult
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
@@ -27,6 +28,9 @@ HELP = ("-h", "--help")
 
 OptionsT = TypeVar("OptionsT")
 Words = list[str]
+Imports = Annotated[
+    tuple[Path, ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="import", metavar="FILE.py")
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +66,7 @@ def train(words: Words) -> None:
         recipes([])
         return
     from onescan.recipes import find_recipe
-    from onescan.report import write_report
+    from onescan.report import check_report_path, write_report
     from onescan.training import train as train_run
     from onescan.training.run import RunConfig
 
@@ -71,22 +75,28 @@ def train(words: Words) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         run: Annotated[RunConfig, tyro.conf.arg(name="")]
-        out: Path = Path("runs") / recipe.name
+        out: Annotated[str, tyro.conf.arg(metavar="PATH")] = str(Path("runs") / recipe.name)
         """folder for the runs, one below it per seed, and the report"""
         seeds: tuple[int, ...] = ()
-        """train once with each of these, instead of with training.seed alone"""
+        """train once with each of these; where there are none, with training.seed alone"""
         overwrite: bool = False
         """remove the runs that the folder holds, and start anew"""
 
     options = _parse(Options, f"train {words[0]}", words[1:], default=Options(run=recipe))
+    if not options.out:
+        raise ValueError("out is '', expected a folder for the runs")
+    if len(set(options.seeds)) < len(options.seeds):
+        raise ValueError(f"seeds is {options.seeds}, expected each seed once")
+    seeds, out = options.seeds or (options.run.training.seed,), Path(options.out)
+    trainings = [dataclasses.replace(options.run.training, seed=seed) for seed in seeds]
+    runs = [dataclasses.replace(options.run, training=training) for training in trainings]
+    check_report_path(out / "report.html")
     results = []
-    for seed in options.seeds or (options.run.training.seed,):
-        training = dataclasses.replace(options.run.training, seed=seed)
-        run = dataclasses.replace(options.run, training=training)
-        folder = options.out / f"seed-{seed}"
+    for run, seed in zip(runs, seeds, strict=True):
+        folder = out / f"seed-{seed}"
         print(f"{run.name}, seed {seed}, in {folder}")
         results.append(train_run(run, folder, overwrite=options.overwrite, progress=True))
-    report = write_report(results, options.out / "report.html")
+    report = write_report(results, out / "report.html")
     print(_results(results))
     print(f"report: {report}")
 
@@ -98,11 +108,11 @@ def evaluate(words: Words) -> None:
     class Options:
         checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
         """a run's folder, as in runs/digits/seed-0"""
+        imports: Imports = ()
+        """a Python file of yours to run first, for the classes in it"""
 
     options = _parse(Options, "evaluate", words)
-    from onescan.training.checkpoint import load
-
-    checkpoint = load(options.checkpoint)
+    checkpoint = _load(options.checkpoint, options.imports)
     run = checkpoint.config
     evaluation = run.task.build(run.data.build()).evaluate(checkpoint.model)
     for name, value in evaluation.metrics.items():
@@ -120,6 +130,8 @@ def predict(words: Words) -> None:
         """image files of any kind and size"""
         top: int = 3
         """classes to name per image"""
+        imports: Imports = ()
+        """a Python file of yours to run first, for the classes in it"""
 
     options = _parse(Options, "predict", words)
     if not options.images:
@@ -127,9 +139,8 @@ def predict(words: Words) -> None:
     if options.top < 1:
         raise ValueError(f"top is {options.top}, expected 1 or more classes")
     from onescan.tasks.image_classification import classify
-    from onescan.training.checkpoint import load
 
-    checkpoint = load(options.checkpoint)
+    checkpoint = _load(options.checkpoint, options.imports)
     probabilities = classify(checkpoint.model, options.images, checkpoint.format)
     for path, row in zip(options.images, probabilities, strict=True):
         shares, classes = row.topk(min(options.top, len(row)))
@@ -169,12 +180,10 @@ def models(words: Words) -> None:
 
 def recipes(words: Words) -> None:
     """List the recipes: complete runs by name."""
-
-    @dataclass(frozen=True, kw_only=True)
-    class Options:
-        pass
-
-    _parse(Options, "recipes", words)
+    if set(words) & set(HELP):
+        print("usage: onescan recipes")
+    elif words:
+        raise ValueError(f"recipes takes no words, got {' '.join(words)!r}")
     from onescan.recipes import RECIPES, summary
 
     for name, recipe in RECIPES.items():
@@ -183,10 +192,12 @@ def recipes(words: Words) -> None:
 
 def show(words: Words) -> None:
     """Show a recipe's config, every field of it."""
-    if not words or words[0] in HELP:
+    if not words or set(words) & set(HELP):
         print("usage: onescan show RECIPE")
         recipes([])
         return
+    if words[1:]:
+        raise ValueError(f"show takes one recipe, got {' '.join(words)!r}")
     from onescan.recipes import find_recipe
 
     recipe = find_recipe(words[0])
@@ -233,6 +244,15 @@ def _parse(
         config=(tyro.conf.AvoidSubcommands,),
         default=tyro.MISSING_NONPROP if default is None else default,
     )
+
+
+def _load(path: Path, imports: Sequence[Path]) -> "Checkpoint":
+    from onescan.recipes.files import import_file
+    from onescan.training.checkpoint import load
+
+    for file in imports:
+        import_file(file)
+    return load(path)
 
 
 def _results(results: "Sequence[RunResult]") -> str:

@@ -119,9 +119,17 @@ def _load_config(data: Mapping[str, Any], declared: Any, path: str) -> Any:
     members = [cls.__name__ for cls in _members(declared) if cls in known.values()]
     name = data.get("type", members[0] if len(members) == 1 else None)
     if not isinstance(name, str) or name not in known:
-        came = "is missing" if name is None else f"{name!r} is no class imported so far"
-        raise ValueError(f"{_join(path, 'type')} {came}{hint(name, known)}")
+        raise ValueError(f"{_join(path, 'type')} {_unknown(name)}; there are: {', '.join(known)}")
     return _load_fields(known[name], data, path)
+
+
+def _unknown(name: Any) -> str:
+    if name is None:
+        return "is missing"
+    return (
+        f"{name!r} is no class imported so far: import the file that defines it first "
+        "(onescan evaluate and predict do with --import FILE.py)"
+    )
 
 
 def _load_fields(cls: Any, data: Mapping[str, Any], path: str) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -113,9 +114,132 @@ def test_a_recipe_in_a_file_of_ones_own(tmp_path, capsys):
     fails(capsys, ["show", f"{tmp_path}/none.py:small"], "there is no file")
 
 
+RECIPE = "from onescan.recipes.digits import digits\nimport dataclasses\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def small(:", "mine.py cannot be imported: SyntaxError: "),
+        (b"x = '\xff'", "mine.py cannot be imported: SyntaxError: (unicode error) 'utf-8'"),
+        ("raise RuntimeError('no\\nluck')", "mine.py cannot be imported: RuntimeError: no\n"),
+        ("import sys; sys.exit()", "mine.py cannot be imported: SystemExit\n"),
+        (
+            "import torhc",
+            "mine.py cannot be imported: ModuleNotFoundError: No module named 'torhc'",
+        ),
+        ("def small(): return {}['a']", "mine.py:small fails: KeyError: 'a'"),
+        ("def small(): return 1 / 0", "mine.py:small fails: ZeroDivisionError: division by zero"),
+        ("def small(): raise SystemExit(3)", "mine.py:small fails: SystemExit: 3"),
+        ("def small(width): ...", "mine.py:small takes arguments, expected a function without"),
+        ("def small(): ...", "mine.py:small returned a NoneType, expected a RunConfig"),
+        *(
+            (f"{RECIPE}def small(): return dataclasses.replace(digits(), name={name!r})", message)
+            for name, message in {
+                "../../evil": "mine.py:small: the run's name is '../../evil'",
+                "/dev/null/evil": "the run's name is '/dev/null/evil', expected a folder's",
+                "": "the run's name is ''",
+            }.items()
+        ),
+        (
+            f"{RECIPE}def small():\n    run = digits()\n"
+            "    object.__setattr__(run, 'name', 3)\n    return run\n",
+            "the run's name is 3, expected a folder's",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["show", "train"])
+def test_a_recipe_that_fails_is_named(command, code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_bytes(code if isinstance(code, bytes) else code.encode())
+    small = SMALL if command == "train" else []
+    fails(capsys, [command, "mine.py:small", *small], message)
+    assert [path.name for path in tmp_path.rglob("*.*") if path.suffix != ".pyc"] == ["mine.py"]
+
+
+def test_traceback_shows_where_a_recipe_fails(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def small():\n    return 1 / 0\n")
+    with pytest.raises(ValueError, match=r"mine\.py:small fails") as failure:
+        main(["show", f"{file}:small", "--traceback"])
+    assert isinstance(failure.value.__cause__, ZeroDivisionError)
+
+
+def test_classes_of_ones_own_are_imported_when_asked(tmp_path):
+    """In a fresh Python each time, as a class once defined stays known."""
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass, replace\n"
+        "from onescan.layers.mixers import LightNetMixerConfig\n"
+        "from onescan.recipes.digits import digits\n\n\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class MineConfig(LightNetMixerConfig):\n"
+        "    extra: int = 1\n\n\n"
+        "def small():\n"
+        "    run = digits()\n"
+        "    mixer = MineConfig(num_heads=2, gate_rank=4)\n"
+        "    return replace(run, model=replace(run.model, mixer=mixer, depth=1, width=16))\n"
+    )
+    Image.new("L", (8, 8), 255).save(tmp_path / "a.png")
+
+    def onescan(*words):
+        command = [sys.executable, "-m", "onescan", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = onescan("train", "mine.py:small", "--training.steps", "2", "--out", "out")
+    assert code == 0, said
+    code, said = onescan("evaluate", "out/seed-0")
+    assert code == 2
+    assert "'MineConfig' is no class imported so far: import the file" in said
+    assert "--import FILE.py" in said
+    for words in (["evaluate", "--import", "mine.py", "out/seed-0"], ["predict", "out/seed-0"]):
+        images = ["a.png", "--import", "mine.py"] if words[0] == "predict" else []
+        code, said = onescan(*words, *images)
+        assert code == 0, said
+
+
+@pytest.mark.parametrize(
+    ("file", "message"), [("none.py", "there is no file none.py"), (".", ". is no Python file")]
+)
+def test_what_cannot_be_imported(file, message, runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    fails(capsys, ["evaluate", runs / "seed-0", "--import", file], message)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_report_of_others_is_refused_before_training(kind, tmp_path, capsys):
+    report = tmp_path / "report.html"
+    report.write_text("mine") if kind == "file" else report.mkdir()
+    fails(capsys, ["train", "digits", *SMALL, "--out", tmp_path], f"{report} was not written by")
+    assert list(tmp_path.iterdir()) == [report]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--out", ""], "out is '', expected a folder"),
+        (["--seeds", "1", "1"], "seeds is (1, 1), expected each seed once"),
+        (["--seeds", "0", "-1"], "training.seed is -1"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    fails(capsys, ["train", "digits", *SMALL, *words], message)
+    assert not list(tmp_path.iterdir())
+
+
+def test_seeds_without_any_is_the_seed_of_the_recipe(tmp_path):
+    words = ["train", "digits", *SMALL, "--training.seed", "5", "--out", str(tmp_path), "--seeds"]
+    assert main(words) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"seed-5", "report.html"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show", "digits", "foo"], "show takes one recipe, got 'digits foo"),
+        (["recipes", "foo"], "recipes takes no words, got 'foo'"),
         (["trian"], "command 'trian' is unknown (perhaps you meant 'train')"),
         (["train", "digit"], "recipe 'digit' is unknown (perhaps you meant 'digits')"),
         (["train", "digits/without_tp"], "perhaps you meant 'without_tpe'"),
@@ -158,6 +282,9 @@ def test_what_is_no_checkpoint_or_image(runs, tmp_path, capsys):
     fails(capsys, ["predict", run], "at least one image")
     fails(capsys, ["predict", run, tmp_path / "no.png"], "there is no image file", 1)
     fails(capsys, ["predict", run, text], "text.png is not an image")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        fails(capsys, ["predict", run, path], f"{path} is not an image file")
     fails(capsys, ["predict", run, text, "--top", "0"], "top is 0")
 
 

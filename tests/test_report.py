@@ -26,7 +26,7 @@ from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition, ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.recipes import RECIPES, find_recipe
-from onescan.report import write_report
+from onescan.report import check_report_path, write_report
 from onescan.report.command import repeat_command
 from onescan.report.lightnet import key_shares
 from onescan.report.page import render_page
@@ -247,6 +247,31 @@ def test_a_failed_write_leaves_the_old_page(folders, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_report(folders(MODELS["deit"]), path)
     assert path.read_text(encoding="utf-8") == old
+
+
+def test_only_a_page_of_ours_is_replaced(folders, tmp_path):
+    path = tmp_path / "report.html"
+    check_report_path(path)
+    path.write_text("<!doctype html><title>notes</title>")
+    with pytest.raises(ValueError, match=r"report\.html was not written by onescan"):
+        write_report(folders(), path)
+    assert "notes" in path.read_text()
+    path.unlink()
+    write_report(folders(), path)
+    check_report_path(path)
+    with pytest.raises(ValueError, match="was not written by onescan"):
+        check_report_path(tmp_path)
+
+
+def test_smoothed_labels_are_said_beside_the_training_loss(folders):
+    study = read_study(folders())
+    assert "smoothed" not in render_page(study)
+    run = study.runs[0]
+    task = ImageClassificationConfig(augment=None, label_smoothing=0.1)
+    config = dataclasses.replace(run.manifest.run, task=task)
+    smoothed = dataclasses.replace(run, manifest=dataclasses.replace(run.manifest, run=config))
+    caption = curves.section(dataclasses.replace(study, runs=(smoothed,))).figures[0].caption
+    assert "smoothed by 0.1, in training only" in caption
 
 
 def test_equal_runs_give_equal_pages_whatever_the_users_style(folders):

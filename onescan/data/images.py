@@ -73,11 +73,13 @@ def read_image(path: str | Path, format: ImageFormat) -> Float[Tensor, "channels
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not an image, is damaged, or its pixels have no known white.
+        ValueError: it is not an image file, is damaged, or its pixels have no known white.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no image file {path}")
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path} is not an image file, nor any file")
     try:
         with Image.open(path) as image:
             pixels = _pixels(ImageOps.exif_transpose(image), format)

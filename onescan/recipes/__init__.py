@@ -3,14 +3,13 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import MappingProxyType
 
 from onescan import configs
 from onescan.choices import check_choice
 from onescan.models.presets import ABLATIONS
 from onescan.recipes.digits import digits
+from onescan.recipes.files import recipe_in
 from onescan.training.run import RunConfig
 
 Recipe = Callable[[], RunConfig]
@@ -26,7 +25,7 @@ def find_recipe(name: str) -> Recipe:
             `my_run.py:function` for a function in a file of your own.
 
     Raises:
-        ValueError: no such name (says the nearest), file or function.
+        ValueError: no such name (says the nearest), file or function, or the file fails.
     """
     base, slash, row = name.rpartition("/")
     if slash and not row.endswith(".py") and ":" not in row:
@@ -35,17 +34,7 @@ def find_recipe(name: str) -> Recipe:
         check_choice("recipe", name, RECIPES)
         return RECIPES[name]
     file, _, function = name.rpartition(":")
-    if not Path(file).is_file():
-        raise ValueError(f"recipe {name!r}: there is no file {file}")
-    spec = spec_from_file_location(Path(file).stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    defined = [n for n, _ in inspect.getmembers(module, inspect.isfunction)]
-    check_choice(f"function in {file}", function, defined)
-    recipe: Recipe = getattr(module, function)
-    return recipe
+    return recipe_in(file, function)
 
 
 def ablated(recipe: Recipe, row: str) -> Recipe:

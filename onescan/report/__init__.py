@@ -1,5 +1,5 @@
 """The HTML page people look at when a run is over."""
 
-from onescan.report.page import write_report
+from onescan.report.page import check_report_path, write_report
 
-__all__ = ["write_report"]
+__all__ = ["check_report_path", "write_report"]

@@ -14,7 +14,7 @@ from onescan import configs
 from onescan.tasks import Task
 from onescan.training.checkpoint import load
 from onescan.training.folder import Manifest, read_manifest, read_result
-from onescan.training.records import Split, read_metrics
+from onescan.training.records import METRICS, Split, read_metrics
 from onescan.training.run import RunConfig, RunResult
 
 SEED = "training.seed"
@@ -49,7 +49,11 @@ class FinishedRun:
 
     def column(self, split: Split, name: str) -> Column:
         """A recorded number, in the order of steps."""
-        return np.array([line[name] for line in self.records if line["split"] == split], float)
+        lines = [line for line in self.records if line["split"] == split]
+        if not lines or not all(name in line for line in lines):
+            path = self.result.folder / METRICS
+            raise ValueError(f"{path} is damaged: it lacks {name!r} of {split} lines")
+        return np.array([line[name] for line in lines], float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,9 @@ class Study:
 
     def metric(self, name: str) -> list[float]:
         """The last evaluation's number, run by run."""
+        for run in self.runs:
+            if name not in run.result.metrics:
+                raise ValueError(f"{run.result.folder}: the result has no metric {name!r}")
         return [run.result.metrics[name] for run in self.runs]
 
     def array(self, name: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ from onescan.report.palette import series
 from onescan.report.section import Figure, Section
 from onescan.report.study import Column, FinishedRun, Study
 from onescan.report.words import percent
+from onescan.tasks import ImageClassificationConfig
 from onescan.training.records import Split
 
 MOST_POINTS = 600
@@ -30,7 +31,7 @@ def section(study: Study) -> Section:
                 "Training loss",
                 _training_loss(study),
                 "Cross-entropy of the training batches, on a logarithmic axis: faint, each batch; "
-                "strong, the running mean. Lower is better.",
+                "strong, the running mean. Lower is better." + _smoothing(study),
             ),
             Figure(
                 "Test accuracy",
@@ -45,6 +46,16 @@ def section(study: Study) -> Section:
                 "training loss falls, the model has begun to learn the training images by heart.",
             ),
         ),
+    )
+
+
+def _smoothing(study: Study) -> str:
+    task = study.config.task
+    if not isinstance(task, ImageClassificationConfig) or not task.label_smoothing:
+        return ""
+    return (
+        f" The labels are smoothed by {task.label_smoothing:g}, in training only, so this "
+        "loss cannot fall to 0 and may stay above the test loss."
     )
 
 
