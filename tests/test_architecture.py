@@ -145,6 +145,8 @@ def test_only_the_command_line_prints():
     assert_law("nothing prints but cli.py", broken)
 
 
+# torch.distributed.checkpoint pickles its metadata; reader.py reads it by an explicit list of names
+RESTRICTED = {("reader.py", "pickle.Unpickler")}
 SAFE = {"weights_only": "True", "allow_pickle": "False"}
 
 
@@ -154,7 +156,7 @@ def test_nothing_is_unpickled():
         for path, tree in EVERYWHERE.items()
         for line, module in imports(tree)
         if module.split(".")[0] in ("pickle", "dill", "cloudpickle", "joblib", "shelve")
-        if module != "pickle.UnpicklingError"
+        if (path.name, module) not in RESTRICTED
     ]
     called = [
         at(path, call.lineno)

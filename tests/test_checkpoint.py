@@ -17,8 +17,10 @@ from PIL import Image
 from tiny_run import STEPS, KilledError, TinyModel, TinyModelConfig, assert_same, raise_at, tiny_run
 from torch.distributed.checkpoint import FileSystemWriter
 
+import onescan
 from onescan import configs
 from onescan.data import Format, read_image
+from onescan.report.study import read_study
 from onescan.tasks import ImageClassification, classify
 from onescan.training import files, load, read_metrics, train
 from onescan.training.loop import uninterrupted
@@ -213,7 +215,9 @@ def test_another_run_is_refused_with_the_differences(tmp_path):
         train(other, tmp_path)
     assert "name is 'tiny' there and 'b' here" in str(caught.value)
     assert "model.width is 6 there and 5 here" in str(caught.value)
-    assert ", and 1 more; choose another folder, or pass overwrite" in str(caught.value)
+    assert ", and 1 more; choose another folder, or pass overwrite (--overwrite)" in str(
+        caught.value
+    )
     assert train(tiny_run(steps=2), tmp_path).reused
 
 
@@ -229,12 +233,43 @@ def test_overwrite_starts_anew_and_leaves_other_files(tmp_path):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["notes.txt", "config.json", "model.safetensors"])
-@pytest.mark.parametrize("text", ["mine", "{}", '{"onescan": 3}', "[]"])
+@pytest.mark.parametrize("text", ["{}", '{"onescan": 3}', '{"onescan": "0.1"}', "[]"])
 def test_a_folder_that_holds_no_run_is_refused_and_kept(tmp_path, overwrite, name, text):
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match="is not empty and holds no run: choose another folder"):
+    with pytest.raises(ValueError, match="; choose another folder, for this one is not empty"):
         train(tiny_run(), tmp_path, overwrite=overwrite)
     assert [path.read_text() for path in tmp_path.iterdir()] == [text]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_damaged_config_is_told_and_kept(whole, tmp_path, overwrite):
+    path = copy(whole.folder, tmp_path) / "config.json"
+    for content in (path.read_bytes()[:-9], b"mine", b"", b"\xff"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"config\.json is damaged .*; choose another folder"):
+            train(tiny_run(), path.parent, overwrite=overwrite)
+        assert path.read_bytes() == content
+
+
+def test_a_run_without_a_checkpoint_gives_way_to_another(tmp_path, whole):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds no run"):
+        train(tiny_run(), tmp_path)
+    folder = tmp_path / "run"
+    with pytest.raises(ValueError, match="3 classes"):
+        train(configs.replace(tiny_run(), {"model.num_classes": 4}), folder)
+    (folder / "notes.txt").write_text("mine")
+    assert_same(train(tiny_run(), folder), whole)
+    assert load(folder).config == tiny_run()
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("left", ["state", "model.safetensors"])
+def test_a_run_with_any_checkpoint_does_not_give_way(whole, tmp_path, left):
+    folder = copy(whole.folder, tmp_path)
+    shutil.rmtree(folder / "state") if left != "state" else (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds another run"):
+        train(tiny_run(seed=1), folder)
 
 
 def test_a_file_is_no_folder(tmp_path):
@@ -312,8 +347,11 @@ def test_a_path_without_a_run_is_refused(tmp_path):
         load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"holds no run: it has no config\.json"):
         load(tmp_path)
-    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="holds no run"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
         load(tmp_path)
 
 
@@ -341,6 +379,80 @@ def test_a_damaged_state_is_refused(tmp_path, name, part):
     path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
     with pytest.raises(ValueError, match="step_3 is damaged: remove it"):
         train(tiny_run(), tmp_path)
+
+
+FIVE = b"\x80\x04K\x05."  # the number 5, pickled
+HOSTILE = b"cbuiltins\nexec\n(S'import onescan; onescan.hostile = True'\ntR."
+
+
+@pytest.mark.parametrize(
+    "content", [FIVE, b"garbage", b"\x80\x04}.", b"(dp0\nS'\xff'\n.", b"I9x\n."]
+)
+def test_metadata_that_is_none_is_refused(tmp_path, content):
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path, progress=raise_at(3, KeyboardInterrupt))
+    (tmp_path / "state" / "step_3" / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match="step_3 is damaged: remove it"):
+        train(tiny_run(), tmp_path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_resuming_runs_no_code_of_the_folder(tmp_path, name):
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path, progress=raise_at(3, KeyboardInterrupt))
+    path = tmp_path / "state" / "step_3" / name
+    path.write_bytes(HOSTILE.ljust(path.stat().st_size, b"."))
+    says = r"names builtins\.exec, which no checkpoint of onescan's holds"
+    with pytest.raises(ValueError, match=says if name == ".metadata" else "is damaged"):
+        train(tiny_run(), tmp_path)
+    assert not hasattr(onescan, "hostile")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b'{"steps": 12, "metrics": {"loss": "low"}}', b"\xff"]
+)
+def test_a_damaged_result_is_refused_by_name(whole, tmp_path, content):
+    folder = copy(whole.folder, tmp_path)
+    (folder / "result.json").write_bytes(content)
+    for use in (load, lambda folder: train(tiny_run(), folder), lambda f: read_study([f])):
+        with pytest.raises(ValueError, match=r"result\.json is damaged \(.*: remove it and start"):
+            use(folder)
+    (folder / "result.json").unlink()
+    assert_same(train(tiny_run(), folder), whole)
+
+
+def test_a_damaged_evaluation_is_refused_and_loading_does_without(whole, tmp_path):
+    folder = copy(whole.folder, tmp_path)
+    (folder / "evaluation.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"evaluation\.safetensors is damaged \(.*: remove it"):
+        train(tiny_run(), folder)
+    assert load(folder).metrics == whole.metrics
+    (folder / "evaluation.safetensors").unlink()
+    assert load(folder).metrics == whole.metrics
+
+
+@pytest.mark.parametrize("content", [b'{"a":1}\n', b"5\n", b"\x00\x01", b"\xff\xfe\n", b"{\n5"])
+def test_damaged_metrics_are_refused_by_name(whole, tmp_path, content):
+    folder = copy(whole.folder, tmp_path)
+    (folder / "metrics.jsonl").write_bytes(content)
+    says = r"metrics\.jsonl, line 1 is damaged \(.*: remove the file to go on"
+    with pytest.raises(ValueError, match=says):
+        read_study([folder])
+    (folder / "result.json").unlink()
+    with pytest.raises(ValueError, match=says):
+        train(tiny_run(), folder)
+    (folder / "metrics.jsonl").unlink()
+    assert train(tiny_run(), folder).metrics == whole.metrics
+
+
+def test_metrics_that_lack_a_number_are_refused_by_name(whole, tmp_path):
+    folder = copy(whole.folder, tmp_path)
+    (folder / "metrics.jsonl").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: it lacks 'seconds' of train"):
+        read_study([folder]).runs[0].column("train", "seconds")
+    (folder / "result.json").write_text('{"steps": 12, "metrics": {"loss": 1.0}}')
+    with pytest.raises(ValueError, match="run: the result has no metric 'accuracy'"):
+        read_study([folder]).metric("accuracy")
 
 
 @pytest.mark.parametrize(
@@ -411,6 +523,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     with pytest.raises(OSError, match=r"cannot write to .*: No space left on device; what was"):
         files.write_atomically(path, fail)
     assert path.read_text() == "old"
+    with pytest.raises(OSError, match=r"cannot write to .*: No space left on device$"):
+        files.write_atomically(tmp_path / "new" / "file", fail)
+    shutil.rmtree(tmp_path / "new")
     files.write_atomically(path, lambda partial: partial.write_text("new"))
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "new")]
 

@@ -170,6 +170,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     assert "training.clip_norm (now None)" in says
 
 
+def test_weights_that_are_not_finite_stop_the_run(tmp_path):
+    run = tiny_run(learning_rate=1e30, warmup=0.0)
+    says = "weight_norm is (nan|inf) at step 0; no checkpoint was saved; try a smaller"
+    with pytest.raises(FloatingPointError, match=says):
+        train(run, tmp_path)
+    assert read_metrics(tmp_path) == []
+
+
 @pytest.mark.parametrize("where", ["loss", "gradient_norm"])
 def test_the_last_good_checkpoint_is_named_and_good(tmp_path, where, monkeypatch):
     original = ImageClassification.loss
@@ -208,7 +216,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, whole):
 
 def test_an_unwritable_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match=r"cannot write to .*file/run: Not a directory"):
+    with pytest.raises(OSError, match=r"cannot write to .*file/run: Not a directory$"):
         train(tiny_run(), tmp_path / "file" / "run")
 
 

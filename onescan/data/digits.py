@@ -1,5 +1,6 @@
 """Handwritten digits: 1797 grey images of 8 x 8 that come with scikit-learn, no download."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,8 @@ class DigitsConfig(DataConfig):
         """Read and split the images.
 
         Raises:
-            ValueError: test_fraction is not between 0 and 1, or std not above 0.
+            ValueError: test_fraction is not between 0 and 1, or leaves too few images on a side for
+                every class; or std is not above 0.
         """
         from sklearn.datasets import load_digits  # imported on use: half a second
         from sklearn.model_selection import train_test_split
@@ -38,8 +40,15 @@ class DigitsConfig(DataConfig):
             )
         check_positive(**{"data.std": self.std})
         digits = load_digits()
+        count, classes = len(digits.target), len(digits.target_names)
+        held = math.ceil(self.test_fraction * count)
+        if not classes <= held <= count - classes:
+            raise ValueError(
+                f"data.test_fraction is {self.test_fraction}, which holds out {held} of {count} "
+                f"images, expected {classes} to {count - classes}: at least as many as classes"
+            )
         train, test = train_test_split(
-            range(len(digits.target)),
+            range(count),
             test_size=self.test_fraction,
             random_state=self.split_seed,
             stratify=digits.target,

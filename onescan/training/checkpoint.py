@@ -9,7 +9,7 @@ from torch import nn
 from onescan.configs import ModelConfig
 from onescan.data import Format
 from onescan.models.image_classifier import ImageClassifierConfig
-from onescan.training.folder import read_manifest, read_result
+from onescan.training.folder import read_manifest, read_outcome
 from onescan.training.run import RunConfig
 from onescan.training.weights import load_weights
 
@@ -49,12 +49,12 @@ def load(path: str | Path) -> Checkpoint:
     with torch.random.fork_rng(devices=[]):  # the caller's chance is not spent on first weights
         model: nn.Module = manifest.run.model.build()
     load_weights(folder, model)
-    result = read_result(folder)
+    _, metrics = read_outcome(folder)
     return Checkpoint(
         folder=folder,
         config=manifest.run,
         model=model.eval(),
         format=manifest.format,
         class_names=manifest.class_names,
-        metrics=result.metrics if result else {},
+        metrics=metrics,
     )

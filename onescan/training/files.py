@@ -1,10 +1,13 @@
 """Writing so that a kill at any moment leaves the old or the new whole, and nothing between."""
 
+import json
 import os
+import reprlib
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 PARTIAL = ".partial"  # what a killed write leaves ends so, is ignored, and goes at the next write
 
@@ -57,9 +60,27 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise OSError(
-            f"cannot write to {folder}: {reason}; what was saved before is intact"
-        ) from error
+        saved = any(path.suffix != PARTIAL for path in folder.glob("*"))
+        intact = "; what was saved before is intact" if saved else ""
+        raise OSError(f"cannot write to {folder}: {reason}{intact}") from error
+
+
+def damaged(place: Path | str, found: object, remedy: str) -> ValueError:
+    """Make the error for a file that is not what was written: what is in it, and what to do."""
+    what = found if isinstance(found, Exception) else f"it holds {reprlib.repr(found)}"
+    return ValueError(f"{place} is damaged ({what}): {remedy}")
+
+
+def parse_json(text: bytes, place: Path | str, remedy: str) -> Any:
+    """Parse what lies at `place`.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        return json.loads(text.decode())
+    except ValueError as error:
+        raise damaged(place, error, remedy) from error
 
 
 def _sync(path: Path) -> None:

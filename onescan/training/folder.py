@@ -14,21 +14,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from onescan import __version__, configs
 from onescan.data import Format
 from onescan.tasks import Evaluation, Task
-from onescan.training.files import PARTIAL, partial_of, remove, write_atomically, writing
+from onescan.training.files import (
+    PARTIAL,
+    damaged,
+    parse_json,
+    partial_of,
+    remove,
+    write_atomically,
+    writing,
+)
 from onescan.training.records import METRICS
 from onescan.training.run import RunConfig, RunResult
-from onescan.training.state import STATE
+from onescan.training.state import STATE, last_state
 from onescan.training.weights import WEIGHTS
 
 CONFIG, EVALUATION, RESULT = "config.json", "evaluation.safetensors", "result.json"
 # in the order in which they may be removed: the folder stays a run's folder to the end
 CONTENTS = (RESULT, EVALUATION, STATE, WEIGHTS, METRICS, CONFIG)
 SHOWN_DIFFERENCES = 3
+MADE_ANEW = "remove it and start the run again, which makes it anew"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +66,19 @@ class Manifest:
 def claim(folder: Path, run: RunConfig, *, overwrite: bool) -> None:
     """Make sure that `run` may write to `folder`; with `overwrite`, remove the run in it.
 
+    A run without a checkpoint counts for nothing: any other takes its place.
+
     Raises:
         ValueError: the folder holds something else, or another run; says where they differ.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, expected a folder for the run")
     contents = [p for p in folder.iterdir() if p.suffix != PARTIAL] if folder.exists() else []
-    if contents and not _is_run(folder):
-        raise ValueError(f"{folder} is not empty and holds no run: choose another folder")
-    if contents and not overwrite:
-        _refuse_another(folder, run)
+    if contents:
+        there = _run_in(folder)
+        overwrite = overwrite or not _has_checkpoint(folder)
+        if not overwrite:
+            _refuse_another(folder, there, run)
     with writing(folder):
         for path in [folder / name for name in CONTENTS]:
             remove(partial_of(path))
@@ -100,14 +113,17 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         ValueError: it is missing, damaged, or holds what this version does not know.
     """
-    if not _is_run(folder):
-        raise ValueError(f"{folder} holds no run: it has no {CONFIG} of onescan's")
-    data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no run: it has no {CONFIG}")
+    data = parse_json(path.read_bytes(), path, "bring it back from a copy")
+    if not (isinstance(data, dict) and isinstance(data.get("onescan"), str)):
+        raise ValueError(f"{folder} holds no run: its {CONFIG} is not of onescan's")
     try:
         return configs.from_dict(Manifest, data)
     except ValueError as error:
         versions = f"written by onescan {data['onescan']}, read by {__version__}"
-        raise ValueError(f"{folder / CONFIG}: {error} ({versions})") from error
+        raise ValueError(f"{path}: {error} ({versions})") from error
 
 
 def write_result(folder: Path, evaluation: Evaluation, step: int) -> None:
@@ -117,31 +133,59 @@ def write_result(folder: Path, evaluation: Evaluation, step: int) -> None:
 
 
 def read_result(folder: Path) -> RunResult | None:
-    """Read a finished run's result; None if the run is not finished."""
+    """Read a finished run's result; None if the run is not finished.
+
+    Raises:
+        ValueError: a file of it is damaged.
+    """
     if not all((folder / name).exists() for name in CONTENTS):
         return None
-    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    evaluation = Evaluation(metrics=result["metrics"], arrays=load_file(folder / EVALUATION))
-    return RunResult(folder=folder, evaluation=evaluation, steps=result["steps"], reused=True)
-
-
-def _is_run(folder: Path) -> bool:
+    steps, metrics = read_outcome(folder)
+    path = folder / EVALUATION
     try:
-        data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return False
-    return isinstance(data, dict) and isinstance(data.get("onescan"), str)
+        evaluation = Evaluation(metrics=metrics, arrays=load_file(path))
+    except SafetensorError as error:
+        raise damaged(path, error, MADE_ANEW) from error
+    return RunResult(folder=folder, evaluation=evaluation, steps=steps, reused=True)
 
 
-def _refuse_another(folder: Path, run: RunConfig) -> None:
-    found = configs.differences(read_manifest(folder).run, run)
+def read_outcome(folder: Path) -> tuple[int, dict[str, float]]:
+    """Read a finished run's steps and metrics, which are 0 and none if it is not finished.
+
+    Raises:
+        ValueError: result.json is damaged.
+    """
+    path = folder / RESULT
+    if not path.exists():
+        return 0, {}
+    data = parse_json(path.read_bytes(), path, MADE_ANEW)
+    match data:
+        case {"steps": int(steps), "metrics": dict(metrics)}:
+            if metrics and all(isinstance(number, int | float) for number in metrics.values()):
+                return steps, metrics
+    raise damaged(path, data, MADE_ANEW)
+
+
+def _run_in(folder: Path) -> RunConfig:
+    try:
+        return read_manifest(folder).run
+    except ValueError as error:
+        raise ValueError(f"{error}; choose another folder, for this one is not empty") from error
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return last_state(folder) is not None or (folder / WEIGHTS).exists()
+
+
+def _refuse_another(folder: Path, there: RunConfig, run: RunConfig) -> None:
+    found = configs.differences(there, run)
     if not found:
         return
     listed = [f"{path} is {a!r} there and {b!r} here" for path, a, b in found[:SHOWN_DIFFERENCES]]
     more = f", and {len(found) - len(listed)} more" if len(found) > len(listed) else ""
     raise ValueError(
         f"{folder} holds another run: {', '.join(listed)}{more}; choose another folder, "
-        "or pass overwrite to remove the run in it"
+        "or pass overwrite (--overwrite) to remove the run in it"
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from onescan.data import derive_seed
 from onescan.tasks import Evaluation, Task
@@ -45,7 +45,7 @@ def train(
 
     Raises:
         ValueError: the folder holds another run, or no run at all; or a config is refused.
-        FloatingPointError: the loss or its gradient is no longer finite.
+        FloatingPointError: the loss, its gradient or the weights are no longer finite.
         OSError: the folder cannot be written to; what was saved before is intact.
     """
     folder, settings = Path(folder), run.training
@@ -118,6 +118,7 @@ class Loop:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
+            self.check_finite(weight_norm=get_total_norm(model.parameters()).item())
             optimizer.zero_grad()
             self.state.step += 1
             measured = {"learning_rate": rate, "gradient_norm": norm.item()}

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from onescan.training.files import write_atomically, writing
+from onescan.training.files import damaged, parse_json, write_atomically, writing
 
 METRICS = "metrics.jsonl"
 Split = Literal["train", "test"]
@@ -15,16 +15,16 @@ TIMING = frozenset({"seconds"})  # the only numbers in which two equal runs diff
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """Read a run's metrics: step, epoch, split ("train" or "test"), and numbers by name.
 
-    A line that a killed run left unfinished ends the list.
+    A last line that a killed run left unfinished is passed over.
+
+    Raises:
+        ValueError: another line is damaged; says which.
     """
     path = Path(folder) / METRICS
-    lines: list[dict[str, Any]] = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
+    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    if last and not last.startswith(b"{"):  # not even the beginning of a line
+        lines.append(last)
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 class Records:
@@ -57,3 +57,13 @@ class Records:
     def close(self) -> None:
         """Close the file."""
         self.file.close()
+
+
+def _parse(text: bytes, place: str) -> dict[str, Any]:
+    remedy = "remove the file to go on without its history"
+    line: dict[str, Any] = parse_json(text, place, remedy)
+    match line:
+        case {"step": int(), "epoch": int() | float(), "split": "train" | "test", **numbers}:
+            if all(isinstance(number, int | float) for number in numbers.values()):
+                return line
+    raise damaged(place, line, remedy)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from torch import Tensor, nn
@@ -56,17 +55,17 @@ def restore_state(folder: Path, state: TrainingState) -> None:
     """Bring a new state to where the last whole one in `folder` was, if there is one.
 
     Raises:
-        ValueError: it is damaged, or of another model.
+        ValueError: it is damaged, or of another model, or its metadata names what could run code.
     """
     place = last_state(folder)
     if place is None:
         return
-    stored = _read(place)
+    step, stored = _read(place)
     weights = _below(stored, "model.")
     check_tensors(weights, state.model.state_dict(), place)
     state.model.load_state_dict(weights)
     _restore_optimizer(state, _below(stored, "optimizer."))
-    state.step = int(stored["step"])
+    state.step = step
 
 
 def _restore_optimizer(state: TrainingState, stored: dict[str, Tensor]) -> None:
@@ -109,13 +108,14 @@ def _write(place: Path, tensors: dict[str, Tensor]) -> None:
         raise OSError(_cause(error.failures[0][0])) from error
 
 
-def _read(place: Path) -> dict[str, Tensor]:
+def _read(place: Path) -> tuple[int, dict[str, Tensor]]:
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = FileSystemReader(place)
+    from onescan.training.reader import StateReader, UnknownNameError
+
+    reader = StateReader(place)
     try:
         tensors = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -124,9 +124,11 @@ def _read(place: Path) -> dict[str, Tensor]:
         }
         with _in_one_process():
             load(tensors, storage_reader=reader)
-    except (CheckpointException, OSError, EOFError, UnpicklingError) as error:
+        return int(tensors.pop("step")), tensors
+    except UnknownNameError as error:
+        raise ValueError(f"{place}: {error}: do not trust this folder") from error
+    except (CheckpointException, Exception) as error:  # a damaged pickle may end in any error
         raise ValueError(f"{place} is damaged: remove it to train from the beginning") from error
-    return tensors
 
 
 @contextmanager
