@@ -144,9 +144,9 @@ def _check(
         keep=(keep, "B T"),
         **{name: (x, patterns[name.removeprefix("state.")]) for name, x in carried.items()},
     )
-    check_positive(**{letter: sizes[letter] for letter in "THKV"}, chunk_size=chunk_size)
     if not isinstance(chunk_size, int):
         raise ValueError(f"chunk_size is {chunk_size!r}, expected a whole number")
+    check_positive(**{letter: sizes[letter] for letter in "THKV"}, chunk_size=chunk_size)
     if not isinstance(causal, bool):
         raise ValueError(f"causal is {causal!r}, expected True or False")
     if keep is not None and keep.dtype != torch.bool:
