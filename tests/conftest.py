@@ -23,12 +23,15 @@ settings.load_profile("onescan")
 
 
 def pytest_configure(config):
-    # torch's own: inductor still uses torch.jit, dynamo makes an autograd function to trace it, and
-    # the poison asks GPU kernels for more than each of them has.
+    # torch's own: inductor still uses torch.jit, dynamo makes an autograd function to trace it and
+    # looks at a gradient, the poison asks GPU kernels for more than each of them has, and readers
+    # are forked beside threads.
     for warning in (
         ".torch.jit:DeprecationWarning",
         ".*should not be instantiated:DeprecationWarning",
         ".*use_deterministic_algorithms:UserWarning",
+        "The .grad attribute of a Tensor:UserWarning",
+        ".*may lead to deadlocks:DeprecationWarning",
     ):
         config.addinivalue_line("filterwarnings", f"ignore:{warning}")
 

@@ -1,37 +1,45 @@
+import io
+import itertools
 import math
+from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
+from onescan.configs import from_dict, to_dict
 from onescan.data import (
-    AffineConfig,
     DigitsConfig,
     ImageFormat,
+    ImageTensors,
+    decode,
     derive_seed,
     epoch_order,
     read_image,
 )
-from onescan.data.augment import affine_matrices
+from onescan.tasks import ImageClassificationConfig
 
 GREY = ImageFormat(channels=1, height=6, width=5, mean=(0.0,), std=(1.0,))
 COLOUR = ImageFormat(channels=3, height=6, width=5, mean=(0.0,) * 3, std=(1.0,) * 3)
 
 
-def test_digits_are_split_by_class_and_standardized():
+def test_digits_are_split_by_class():
     splits = DigitsConfig().build()
     assert (len(splits.train), len(splits.test)) == (1437, 360)
     assert splits.class_names == tuple("0123456789")
     assert splits.train.images.shape[1:] == (1, 8, 8)
     assert splits.train.labels.dtype == torch.int64
     assert splits.test.labels.bincount().min() >= 34  # of 36
-    torch.testing.assert_close(splits.train.images.mean(), torch.tensor(0.0), atol=0.01, rtol=0)
-    torch.testing.assert_close(splits.train.images.std(), torch.tensor(1.0), atol=0.01, rtol=0)
-    pixels = splits.format.to_pixels(splits.train.images)
-    torch.testing.assert_close(pixels.aminmax(), (torch.tensor(0.0), torch.tensor(1.0)))
+    unit = (torch.tensor(0.0), torch.tensor(1.0))
+    torch.testing.assert_close(splits.train.images.aminmax(), unit)
+    images = splits.format.model_input(splits.train.images)
+    torch.testing.assert_close(images.mean(), unit[0], atol=0.01, rtol=0)
+    torch.testing.assert_close(images.std(), unit[1], atol=0.01, rtol=0)
+    torch.testing.assert_close(splits.format.to_pixels(images), splits.train.images)
 
 
 def test_the_split_depends_on_its_seed_alone():
@@ -60,9 +68,8 @@ def test_digits_refuse_a_bad_spread():
 
 @given(count=st.integers(1, 50), seed=st.integers(0, 2**62), epoch=st.integers(0, 1000))
 def test_the_order_of_an_epoch_is_a_function_of_seed_and_epoch(count, seed, epoch):
-    order = epoch_order(count, seed=seed, epoch=epoch).clone()
+    order = epoch_order(count, seed=seed, epoch=epoch)
     assert sorted(order.tolist()) == list(range(count))
-    epoch_order.cache_clear()
     assert torch.equal(order, epoch_order(count, seed=seed, epoch=epoch))
 
 
@@ -74,6 +81,35 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 def test_derived_seeds_are_kept_across_versions():
     assert derive_seed(0, "step", 7) == 11425006106245048527
     assert len({derive_seed(s, name, i) for s in (0, 1) for name in "ab" for i in (0, 1)}) == 8
+
+
+def test_a_pass_shorter_than_promised_is_refused():
+    class Short(ImageTensors):
+        def examples(self, **options):
+            return itertools.islice(super().examples(**options), self.shown)
+
+    splits = DigitsConfig().build()
+    for shown in (0, 5, 8):
+        images = Short(images=splits.train.images[:12], labels=splits.train.labels[:12])
+        object.__setattr__(images, "shown", shown)
+        task = ImageClassificationConfig().build(replace(splits, train=images))
+        plan = task.batches(step=3, batch_size=4, seed=0)
+        with pytest.raises(ValueError, match="epoch 1 ended early, expected 12 images"):
+            list(itertools.islice(plan, 3))
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_batches_go_on_from_any_step_over_the_ends_of_epochs(repeats):
+    task = ImageClassificationConfig(repeats=repeats).build(DigitsConfig().build())
+    whole = list(itertools.islice(task.batches(step=0, batch_size=400, seed=5), 8))
+    assert task.steps_per_epoch(400) == 3  # of 1437, so 237 are left over
+    for step in range(8):
+        rest = task.batches(step=step, batch_size=400, seed=5)
+        assert list(itertools.islice(rest, 8 - step)) == whole[step:]
+    for epoch in (whole[:3], whole[3:6]):
+        shown = [example.source for batch in epoch for example in batch.examples]
+        assert len(set(shown)) == 1200 // repeats
+    assert len({example.seed for batch in whole for example in batch.examples}) == 8 * 400
 
 
 # Image files
@@ -156,6 +192,97 @@ def test_another_size_is_resized_and_a_turned_photograph_is_upright(tmp_path):
     torch.testing.assert_close(read_image(path, GREY)[0], want)
 
 
+@pytest.mark.parametrize(("size", "left", "upper"), [((48, 40), 14, 8), ((20, 48), 0, 12)])
+def test_the_middle_of_an_image_is_read(tmp_path, size, left, upper):
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0]), dtype=np.uint8)
+    format = ImageFormat(channels=1, height=24, width=20, mean=(0.0,), std=(1.0,), crop=1.0)
+    part = 24 / min(size[1], size[0] * 24 / 20)
+    pixels = read_image(save(tmp_path, noise), replace(format, crop=part))
+    want = torch.from_numpy(noise[upper : upper + 24, left : left + 20] / 255).float()
+    torch.testing.assert_close(pixels[0], want, atol=1 / 255, rtol=0)
+
+
+def test_a_saved_format_without_a_crop_is_read_as_before():
+    saved = {name: value for name, value in to_dict(GREY).items() if name != "crop"}
+    assert from_dict(ImageFormat, saved) == GREY
+    assert GREY.box(30, 40) == (0, 0, 30, 40)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_large_photograph_is_decoded_smaller_and_looks_the_same(
+    tmp_path, monkeypatch, orientation
+):
+    sizes = []
+    in_mode = decode._in_mode
+    monkeypatch.setattr(
+        decode, "_in_mode", lambda image, mode: sizes.append(image.size) or in_mode(image, mode)
+    )
+    across, down = np.meshgrid(np.linspace(0, 127, 800), np.linspace(0, 127, 400))
+    format = replace(GREY, height=24, width=20, crop=0.5)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pictures = [
+        save(tmp_path, (across + down).astype(np.uint8), name=name, exif=exif)
+        for name in ("large.png", "large.jpg")
+    ]
+    large, small = (read_image(path, format) for path in pictures)
+    torch.testing.assert_close(small, large, atol=2 / 255, rtol=0)
+    assert sizes == ([(800, 400), (200, 100)] if orientation == 1 else [(400, 800), (100, 200)])
+
+
+@pytest.mark.parametrize(("orientation", "seen"), [(1, (5, 6)), (3, (5, 6)), (6, (6, 5))])
+def test_a_crop_is_of_the_upright_image(tmp_path, orientation, seen):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = save(tmp_path, grey_values(), exif=exif)
+    sizes = []
+    GREY.decode(path, lambda width, height: sizes.append((width, height)) or (1, 1, 3, 3))
+    assert sizes == [seen]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["png", "webp"])
+def test_every_orientation_is_turned_upright(tmp_path, orientation, kind):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    values = np.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=np.uint8)
+    path = save(tmp_path, values, name=f"image.{kind}", exif=exif, lossless=True)
+    with Image.open(path) as image:
+        upright = np.array(ImageOps.exif_transpose(image))
+    format = replace(COLOUR, height=upright.shape[0], width=upright.shape[1])
+    want = torch.from_numpy(upright / 255).float().permute(2, 0, 1)
+    torch.testing.assert_close(read_image(path, format), want)
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 200])
+def test_an_orientation_that_is_none_is_passed_over(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    noise = np.random.default_rng(0).integers(0, 256, (30, 50), dtype=np.uint8)
+    turned, plain = save(tmp_path, noise, exif=exif), save(tmp_path, noise, name="plain.png")
+    format = replace(GREY, crop=0.5)
+    torch.testing.assert_close(read_image(turned, format), read_image(plain, format))
+
+
+@pytest.mark.filterwarnings("ignore")  # pillow's, of what it passes over
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "PNG", "JPEG2000"])
+def test_a_garbled_file_is_read_or_refused(kind):
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112], exif[0x010E], exif[0x8769] = 6, "a note", {0x9003: "a date"}
+    noise = np.random.default_rng(0).integers(0, 256, (24, 20, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(file, kind, **({} if kind == "JPEG2000" else {"exif": exif}))
+    whole, chance, refused = file.getvalue(), Random(0), 0
+    for _ in range(1500):
+        garbled = bytearray(whole)
+        for _ in range(chance.choice([1, 5, 20])):
+            garbled[chance.randrange(200)] = chance.choice([0, 1, 255, chance.randrange(256)])
+        try:
+            COLOUR.decode(io.BytesIO(garbled))
+        except ValueError:
+            refused += 1
+    assert 0 < refused < 1500
+
+
 def test_what_is_no_image_is_refused_by_name(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no image file .*nowhere\.png"):
         read_image(tmp_path / "nowhere.png", GREY)
@@ -178,77 +305,3 @@ def test_a_truncated_image_is_refused_by_name(tmp_path, name, part):
     path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
     with pytest.raises(ValueError, match=f"{path.name} "):
         read_image(path, GREY)
-
-
-# Augmentation
-
-
-def augmented(images, config, seed=0):
-    channels, height, width = images.shape[1:]
-    format = ImageFormat(
-        channels=channels, height=height, width=width, mean=(0.5,) * channels, std=(2.0,) * channels
-    )
-    return config.build(format)(images, torch.Generator().manual_seed(seed))
-
-
-def test_no_range_changes_nothing():
-    images = torch.randn(3, 2, 7, 5)
-    config = AffineConfig(degrees=0.0, shift=0.0, scale=0.0)
-    torch.testing.assert_close(augmented(images, config), images)
-
-
-def test_every_image_has_its_own_chance_and_equal_seeds_agree():
-    images = torch.randn(1, 1, 8, 8).repeat(3, 1, 1, 1)
-    first, again, other = (augmented(images, AffineConfig(), seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert not torch.equal(first[0], first[1])
-
-
-def test_what_comes_in_is_the_fill():
-    images = torch.full((20, 1, 8, 8), 0.25)  # pixels of 1 at mean 0.5, std 2
-    moved = augmented(images, AffineConfig(shift=0.9, fill=0.0))
-    assert moved.min() == -0.25
-    torch.testing.assert_close(augmented(images, AffineConfig(shift=0.9, fill=1.0)), images)
-
-
-def matrices(**changes):
-    plain = {"angle": 0.0, "zoom": 1.0, "shift_x": 0.0, "shift_y": 0.0}
-    values = {name: torch.tensor([value]) for name, value in (plain | changes).items()}
-    return affine_matrices(**values, aspect=9 / 5)
-
-
-def warped(**changes):
-    """A picture of 5 x 9 with one white pixel, two to the right of the centre."""
-    image = torch.zeros(1, 1, 5, 9)
-    image[0, 0, 2, 6] = 1.0
-    grid = torch.nn.functional.affine_grid(matrices(**changes), [1, 1, 5, 9], align_corners=False)
-    return torch.nn.functional.grid_sample(image, grid, align_corners=False)[0, 0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "place"),
-    [
-        ({}, (2, 6)),
-        ({"angle": math.pi / 2}, (0, 4)),  # rotated, not sheared, though the sides differ
-        ({"angle": math.pi}, (2, 2)),
-        ({"shift_x": 1 / 9}, (2, 7)),
-        ({"shift_y": 1 / 5}, (3, 6)),
-        ({"zoom": 2.0}, (2, 8)),
-    ],
-)
-def test_a_point_goes_where_it_should(changes, place):
-    assert warped(**changes)[place] == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (AffineConfig(degrees=-1.0), r"augment\.degrees is -1"),
-        (AffineConfig(shift=math.nan), r"augment\.shift is nan"),
-        (AffineConfig(scale=1.0), r"augment\.scale is 1.0, expected less than 1"),
-    ],
-)
-def test_augmentation_refuses_bad_ranges(config, says):
-    with pytest.raises(ValueError, match=says):
-        config.build(GREY)

@@ -1,20 +1,44 @@
 """Data sets: what a task draws its batches from, and the format its model was trained on."""
 
-from onescan.data.augment import AffineConfig, RandomAffine
-from onescan.data.base import DataConfig, Format
+from onescan.data.augment import (
+    AffineConfig,
+    Augment,
+    AugmentConfig,
+    DeitAugmentConfig,
+    Mix,
+    MixConfig,
+)
+from onescan.data.base import Bookmark, DataConfig, DataSet, Example, Format, Loaded
+from onescan.data.crop import RandomCropConfig
 from onescan.data.digits import DigitsConfig
-from onescan.data.images import ImageFormat, ImageSet, ImageSplits, read_image
-from onescan.data.order import derive_seed, epoch_order
+from onescan.data.image_dataset import ImageDataset, ImageDatasetConfig
+from onescan.data.image_stream import ImageStream
+from onescan.data.images import ImageFormat, ImageSet, ImageSplits, ImageTensors, read_image
+from onescan.data.order import batched, derive_seed, epoch_order
 
 __all__ = [
     "AffineConfig",
+    "Augment",
+    "AugmentConfig",
+    "Bookmark",
     "DataConfig",
+    "DataSet",
+    "DeitAugmentConfig",
     "DigitsConfig",
+    "Example",
     "Format",
+    "ImageDataset",
+    "ImageDatasetConfig",
     "ImageFormat",
     "ImageSet",
     "ImageSplits",
-    "RandomAffine",
+    "ImageStream",
+    "ImageTensors",
+    "Loaded",
+    "Mix",
+    "MixConfig",
+    "RandomCropConfig",
+    "batched",
     "derive_seed",
     "epoch_order",
     "read_image",

@@ -1,6 +1,5 @@
 """Handwritten digits: 1797 grey images of 8 x 8 that come with scikit-learn, no download."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +7,8 @@ from einops import rearrange
 
 from onescan.checks import check_positive
 from onescan.data.base import DataConfig
-from onescan.data.images import ImageFormat, ImageSet, ImageSplits
+from onescan.data.images import ImageFormat, ImageSplits, ImageTensors
+from onescan.data.split import hold_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,33 +32,16 @@ class DigitsConfig(DataConfig):
                 every class; or std is not above 0.
         """
         from sklearn.datasets import load_digits  # imported on use: half a second
-        from sklearn.model_selection import train_test_split
 
-        if not 0 < self.test_fraction < 1:
-            raise ValueError(
-                f"data.test_fraction is {self.test_fraction}, expected between 0 and 1"
-            )
         check_positive(**{"data.std": self.std})
         digits = load_digits()
-        count, classes = len(digits.target), len(digits.target_names)
-        held = math.ceil(self.test_fraction * count)
-        if not classes <= held <= count - classes:
-            raise ValueError(
-                f"data.test_fraction is {self.test_fraction}, which holds out {held} of {count} "
-                f"images, expected {classes} to {count - classes}: at least as many as classes"
-            )
-        train, test = train_test_split(
-            range(count),
-            test_size=self.test_fraction,
-            random_state=self.split_seed,
-            stratify=digits.target,
-        )
         format = ImageFormat(channels=1, height=8, width=8, mean=(self.mean,), std=(self.std,))
         pixels = rearrange(torch.from_numpy(digits.images).float() / 16, "n h w -> n 1 h w")
-        images, labels = format.standardize(pixels), torch.from_numpy(digits.target).long()
+        labels = torch.from_numpy(digits.target).long()
+        train, test = hold_out(labels, fraction=self.test_fraction, seed=self.split_seed)
         return ImageSplits(
-            train=ImageSet(images=images[train], labels=labels[train]),
-            test=ImageSet(images=images[test], labels=labels[test]),
+            train=ImageTensors(images=pixels[train], labels=labels[train]),
+            test=ImageTensors(images=pixels[test], labels=labels[test]),
             class_names=tuple(str(name) for name in digits.target_names),
             format=format,
         )

@@ -1,19 +1,24 @@
 """Labelled images in memory, the format a classifier was trained on, and image files in it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
-import numpy as np
 import torch
 from einops import rearrange
 from jaxtyping import Float
-from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from onescan.data.base import Format
-from onescan.shapes import Images, Labels
+from onescan.data.base import DataSet, Example, Format, Loaded
+from onescan.data.crop import Box, Crop, centre_box
+from onescan.data.decode import AnyPixels, Pixels, decode
+from onescan.shapes import Labels
 
-Pixels = Float[Tensor, "*batch channels height width"]  # 0 is black, 1 is white
+
+def unit_pixels(pixels: AnyPixels) -> Pixels:
+    """Turn bytes into floats from 0 to 1; leave floats as they are."""
+    return pixels if pixels.is_floating_point() else pixels.float() / 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,24 @@ class ImageFormat(Format):
     width: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    crop: float | None = None
+    """Part of the shorter side that a new image's middle keeps; None stretches all of it."""
+
+    def box(self, width: int, height: int) -> Box:
+        """Say which part of an image is shown to a model that is judged or used."""
+        if self.crop is None:
+            return 0.0, 0.0, float(width), float(height)
+        return centre_box(width, height, aspect=self.width / self.height, part=self.crop)
+
+    def decode(self, file: Path | BytesIO, crop: Crop | None = None) -> AnyPixels:
+        """Read an image file, as `decode` does; without a crop, the part that `box` says."""
+        return decode(
+            file,
+            channels=self.channels,
+            height=self.height,
+            width=self.width,
+            crop=crop or self.box,
+        )
 
     def standardize(self, pixels: Pixels) -> Pixels:
         """Turn pixels from 0 to 1 into what the model reads.
@@ -35,24 +58,32 @@ class ImageFormat(Format):
         """
         return (pixels - _per_channel(self.mean, pixels)) / _per_channel(self.std, pixels)
 
+    def model_input(self, pixels: AnyPixels) -> Pixels:
+        """Turn a data set's pixels, bytes or floats from 0 to 1, into what the model reads."""
+        return self.standardize(unit_pixels(pixels))
+
     def to_pixels(self, images: Pixels) -> Pixels:
         """Turn what the model reads back into pixels from 0 to 1, to look at."""
         return images * _per_channel(self.std, images) + _per_channel(self.mean, images)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageSet:
-    """Standardized images and their labels. A data set read on demand has these two methods."""
+class ImageSet(DataSet):
+    """Labelled images: a batch is (pixels, labels), pixels as bytes or as floats from 0 to 1."""
 
-    images: Images
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTensors(ImageSet):
+    """Images that are in memory already."""
+
+    images: AnyPixels
     labels: Labels
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, indices: Tensor | slice) -> tuple[Images, Labels]:
-        """Read the images and labels at these places."""
-        return self.images[indices], self.labels[indices]
+    def read(self, examples: Sequence[Example]) -> Loaded:
+        places = torch.tensor([example.source for example in examples])
+        return Loaded((self.images[places], self.labels[places]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +97,9 @@ class ImageSplits:
 
 
 def read_image(path: str | Path, format: ImageFormat) -> Float[Tensor, "channels height width"]:
-    """Read one image file as a model's input: turned upright, resized, standardized.
+    """Read one image file as a model's input: upright, cropped, resized, standardized.
 
-    Any mode that pillow reads: transparent parts become black, 16 bits of grey keep their
-    precision, other modes go through RGB.
+    What becomes of other modes and sizes is said in `decode`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -81,35 +111,9 @@ def read_image(path: str | Path, format: ImageFormat) -> Float[Tensor, "channels
     if not path.is_file():  # a pipe would be waited for
         raise ValueError(f"{path} is not an image file, nor any file")
     try:
-        with Image.open(path) as image:
-            pixels = _pixels(ImageOps.exif_transpose(image), format)
-    except UnidentifiedImageError:
-        raise ValueError(f"{path} is not an image, or of a kind unknown to pillow") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error
-    return format.standardize(pixels)
-
-
-def _pixels(image: Image.Image, format: ImageFormat) -> Float[Tensor, "channels height width"]:
-    """Values from 0 to 1, in the format's size and number of channels."""
-    if image.mode == "F":
-        raise ValueError("its pixels are floating point, so what is white is not known")
-    if image.mode.startswith("I"):  # pillow's own conversion would clip 16 bits to 8
-        image, white = Image.fromarray(np.asarray(image, dtype=np.float32)), 65535
-    else:
-        image, white = _on_black(image).convert("L" if format.channels == 1 else "RGB"), 255
-    resized = image.resize((format.width, format.height), Image.Resampling.BILINEAR)
-    values = torch.from_numpy(np.array(resized, dtype=np.float32) / white)
-    if resized.mode != "RGB":
-        return values.expand(format.channels, format.height, format.width)
-    return rearrange(values, "height width channels -> channels height width")
-
-
-def _on_black(image: Image.Image) -> Image.Image:
-    if not image.has_transparency_data:
-        return image
-    image = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, "black"), image)
+        return format.model_input(format.decode(path))
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
 
 
 def _per_channel(constants: tuple[float, ...], like: Tensor) -> Tensor:

@@ -4,12 +4,16 @@ A run that stops and goes on reads the same batches and draws the same noise as 
 not stop, without replaying what came before.
 """
 
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from itertools import islice
+from typing import TypeVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+
+ItemT = TypeVar("ItemT")
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -22,12 +26,22 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little")
 
 
-@lru_cache(maxsize=2)  # asked for at every step of an epoch
 def epoch_order(count: int, *, seed: int, epoch: int) -> Int[Tensor, " count"]:
-    """Shuffle 0 to count - 1 for one epoch. The result is shared: do not write into it.
+    """Shuffle 0 to count - 1 for one epoch.
 
     >>> sorted(epoch_order(4, seed=0, epoch=3).tolist())
     [0, 1, 2, 3]
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
     return torch.randperm(count, generator=generator)
+
+
+def batched(items: Iterable[ItemT], size: int) -> Iterator[list[ItemT]]:
+    """Yield lists of `size` items; the last may be shorter.
+
+    >>> list(batched("abcde", 2))
+    [['a', 'b'], ['c', 'd'], ['e']]
+    """
+    iterator = iter(items)
+    while group := list(islice(iterator, size)):
+        yield group

@@ -1,6 +1,6 @@
 """Tasks: one problem each, its training batches, its loss and its evaluation."""
 
-from onescan.tasks.base import Batch, Evaluation, Metrics, Task, TaskConfig
+from onescan.tasks.base import Batch, Evaluation, Metrics, Planned, Rows, Task, TaskConfig
 from onescan.tasks.image_classification import (
     ImageClassification,
     ImageClassificationConfig,
@@ -13,6 +13,8 @@ __all__ = [
     "ImageClassification",
     "ImageClassificationConfig",
     "Metrics",
+    "Planned",
+    "Rows",
     "Task",
     "TaskConfig",
     "classify",

@@ -12,15 +12,20 @@ from torch.nn.functional import cross_entropy
 from onescan.checks import check_positive
 from onescan.data import (
     AffineConfig,
+    AugmentConfig,
     Format,
     ImageFormat,
     ImageSplits,
+    MixConfig,
     derive_seed,
-    epoch_order,
     read_image,
 )
-from onescan.shapes import Images, Labels, Logits
-from onescan.tasks.base import Batch, Evaluation, Metrics, Task, TaskConfig
+from onescan.data.images import unit_pixels
+from onescan.shapes import Logits
+from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
+
+TOP = 5
+MANY_CLASSES = 100  # from here on the share of images whose class is among the first five is told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +34,12 @@ class ImageClassificationConfig(TaskConfig):
 
     label_smoothing: float = 0.0
     """Part of every label that is spread over all classes, below 1."""
-    augment: AffineConfig | None = field(default_factory=AffineConfig)
+    augment: AugmentConfig | None = field(default_factory=AffineConfig)
     """Random changes of the training images."""
+    mix: MixConfig | None = None
+    """Training images made of two, and their labels with them."""
+    repeats: int = 1
+    """Repeated augmentation: each image comes so often in a row, changed anew each time."""
     evaluation_batch_size: int = 256
     """Images at once when evaluating; changes the memory, not the result."""
 
@@ -38,13 +47,14 @@ class ImageClassificationConfig(TaskConfig):
         """Pose the problem on these images.
 
         Raises:
-            ValueError: label_smoothing is not in [0, 1), or the batch size not above 0.
+            ValueError: label_smoothing is not in [0, 1), or another number not above 0.
         """
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(
                 f"task.label_smoothing is {self.label_smoothing}, expected 0 to below 1"
             )
-        check_positive(**{"task.evaluation_batch_size": self.evaluation_batch_size})
+        for name in ("repeats", "evaluation_batch_size"):
+            check_positive(**{f"task.{name}": getattr(self, name)})
         return ImageClassification(self, data)
 
 
@@ -55,55 +65,56 @@ class ImageClassification(Task):
 
     def __init__(self, config: ImageClassificationConfig, data: ImageSplits) -> None:
         self.config = config
-        self.data = data
-        self.format = data.format
+        self.train, self.test = data.train, data.test
+        self.format: ImageFormat = data.format
         self.class_names = data.class_names
-        self.augment = config.augment and config.augment.build(data.format)
+        self.test_batch_size = config.evaluation_batch_size
+        self.repeats = config.repeats
+        self.augmentation = config.augment and config.augment.build()
+        self.mixing = config.mix and config.mix.build()
 
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """Count whole batches; what is left over is in another epoch's batches.
-
-        Raises:
-            ValueError: there are fewer images than one batch needs.
-        """
-        images = len(self.data.train)
-        if batch_size > images:
-            raise ValueError(f"training.batch_size is {batch_size}, but there are {images} images")
-        return images // batch_size
-
-    def batch(self, *, epoch: int, index: int, batch_size: int, seed: int) -> Batch:
-        order = epoch_order(len(self.data.train), seed=seed, epoch=epoch)
-        here = order[index * batch_size : (index + 1) * batch_size]
-        images, labels = self.data.train.batch(here)
-        if self.augment:
-            generator = torch.Generator().manual_seed(derive_seed(seed, "augment", epoch, index))
-            images = self.augment(images, generator)
+    def augment(self, batch: Batch, seed: int) -> Batch:
+        images, labels = unit_pixels(batch[0]), batch[1]
+        if self.augmentation:
+            images = self.augmentation(images, derive_seed(seed, "augment"))
+        if self.mixing:
+            shares = torch.nn.functional.one_hot(labels, len(self.class_names)).float()
+            images, labels = self.mixing(images, shares, derive_seed(seed, "mix"))
         return images, labels
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         images, labels = batch
         logits = self._scores(model, images)
         loss = cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing)
-        return loss, {"accuracy": (logits.argmax(dim=1) == labels).float().mean()}
+        likeliest = labels.argmax(dim=1) if labels.is_floating_point() else labels
+        return loss, {"accuracy": (logits.argmax(dim=1) == likeliest).float().mean()}
 
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> Evaluation:
-        was_training = model.training
-        model.eval()
-        device, size = next(model.parameters()).device, self.config.evaluation_batch_size
-        scores, labels = [], []
-        for start in range(0, len(self.data.test), size):
-            images, known = self.data.test.batch(slice(start, start + size))
-            scores.append(self._scores(model, images.to(device)).cpu())
-            labels.append(known)
-        model.train(was_training)
-        return _judge(torch.cat(scores), torch.cat(labels))
+    def predict(self, model: nn.Module, batch: Batch) -> Rows:
+        images, labels = batch
+        logits = self._scores(model, images)
+        top = logits.topk(min(TOP, logits.shape[1]), dim=1).indices
+        return {
+            "labels": labels,
+            "predictions": top[:, 0],
+            "confidence": logits.softmax(dim=1).amax(dim=1),
+            "losses": cross_entropy(logits, labels, reduction="none"),
+            "in_top": (top == labels[:, None]).any(dim=1),
+        }
 
-    def _scores(self, model: nn.Module, images: Images) -> Logits:
-        logits: Tensor = model(images).float()
-        if logits.shape != (len(images), len(self.class_names)):
+    def judge(self, rows: Rows) -> Evaluation:
+        metrics = {"accuracy": (rows["predictions"] == rows["labels"]).double().mean().item()}
+        if len(self.class_names) >= MANY_CLASSES:
+            metrics["top5_accuracy"] = rows["in_top"].double().mean().item()
+        return Evaluation(metrics=metrics | {"loss": rows["losses"].mean().item()}, arrays=rows)
+
+    def score(self, metrics: dict[str, float]) -> float:
+        return metrics["accuracy"]
+
+    def _scores(self, model: nn.Module, pixels: Tensor) -> Logits:
+        logits: Tensor = model(self.format.model_input(pixels)).float()
+        if logits.shape != (len(pixels), len(self.class_names)):
             raise ValueError(
-                f"the model gives scores of shape {tuple(logits.shape)} for {len(images)} images "
+                f"the model gives scores of shape {tuple(logits.shape)} for {len(pixels)} images "
                 f"of {len(self.class_names)} classes: is model.num_classes right?"
             )
         return logits
@@ -127,20 +138,5 @@ def classify(
     if not isinstance(format, ImageFormat):
         raise ValueError(f"the model reads {type(format).__name__}, not images")
     device = next(model.parameters()).device
-    images = [read_image(path, format) for path in paths]
-    return torch.cat([model(image[None].to(device)).softmax(dim=1).cpu() for image in images])
-
-
-def _judge(logits: Logits, labels: Labels) -> Evaluation:
-    predictions = logits.argmax(dim=1)
-    return Evaluation(
-        metrics={
-            "accuracy": (predictions == labels).float().mean().item(),
-            "loss": cross_entropy(logits, labels).item(),
-        },
-        arrays={
-            "probabilities": logits.softmax(dim=1),
-            "predictions": predictions,
-            "labels": labels,
-        },
-    )
+    images = (read_image(path, format)[None].to(device) for path in paths)
+    return torch.cat([model(image).softmax(dim=1).cpu() for image in images])

@@ -13,14 +13,14 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
-from onescan.data.images import ImageFormat
+from onescan.data.augment.base import AugmentConfig, check_ranges
 from onescan.shapes import Images
 
 PerImage = Float[Tensor, " B"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AffineConfig:
+class AffineConfig(AugmentConfig):
     """How far a training image may be turned, moved and zoomed."""
 
     degrees: float = 10.0
@@ -32,28 +32,26 @@ class AffineConfig:
     fill: float = 0.0
     """Brightness of what comes in from outside the image: 0 black, 1 white."""
 
-    def build(self, format: ImageFormat) -> "RandomAffine":
-        """Prepare for images of one format.
+    def build(self) -> "RandomAffine":
+        """Prepare.
 
         Raises:
-            ValueError: a range is negative or not finite, or scale is not below 1.
+            ValueError: a range is negative or not finite, scale not below 1, or fill above 1.
         """
-        for name in ("degrees", "shift", "scale"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"augment.{name} is {getattr(self, name)}, expected 0 or more")
+        check_ranges("task.augment", self, degrees=math.inf, shift=math.inf, scale=math.inf, fill=1)
         if self.scale >= 1:
-            raise ValueError(f"augment.scale is {self.scale}, expected less than 1")
-        return RandomAffine(self, format)
+            raise ValueError(f"task.augment.scale is {self.scale}, expected less than 1")
+        return RandomAffine(self)
 
 
 class RandomAffine:
     """A batch of images, each turned, moved and zoomed by its own random amount."""
 
-    def __init__(self, config: AffineConfig, format: ImageFormat) -> None:
+    def __init__(self, config: AffineConfig) -> None:
         self.config = config
-        self.fill = format.standardize(torch.full((format.channels, 1, 1), config.fill))
 
-    def __call__(self, images: Images, generator: torch.Generator) -> Images:
+    def __call__(self, images: Images, seed: int) -> Images:
+        generator = torch.Generator().manual_seed(seed)
         angle, zoom, shift_x, shift_y = 2 * torch.rand(4, len(images), generator=generator) - 1
         matrices = affine_matrices(
             angle=torch.deg2rad(self.config.degrees * angle),
@@ -62,9 +60,13 @@ class RandomAffine:
             shift_y=self.config.shift * shift_y,
             aspect=images.shape[-1] / images.shape[-2],
         )
+        # float32 throughout: places in bfloat16 would be off by pixels
+        matrices = matrices.to(images.device, non_blocking=True)
         grid = affine_grid(matrices, list(images.shape), align_corners=False)
         # grid_sample fills with zeros, so the fill is made zero while it runs
-        return grid_sample(images - self.fill, grid, align_corners=False) + self.fill
+        fill = self.config.fill
+        moved = grid_sample(images.float() - fill, grid, align_corners=False) + fill
+        return moved.to(images.dtype)
 
 
 def affine_matrices(
