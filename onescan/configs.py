@@ -183,8 +183,8 @@ def _members(declared: Any) -> tuple[Any, ...]:
 
 def _family(cls: Any) -> Iterator[type]:
     """Every config class that may stand for `cls`: itself and its subclasses, if not abstract."""
-    if not isinstance(cls, type):
-        return
+    if not isinstance(cls, type) or cls.__module__ == "builtins":
+        return  # other libraries have dataclasses that are strings
     if dataclasses.is_dataclass(cls) and not inspect.isabstract(cls):
         yield cls
     for subclass in type.__subclasses__(cls):

@@ -1,20 +1,35 @@
+import dataclasses
+import fcntl
 import itertools
 import json
+import multiprocessing
 import os
 import platform
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from PIL import Image
-from tiny_run import STEPS, KilledError, TinyModel, TinyModelConfig, assert_same, raise_at, tiny_run
+from tiny_run import (
+    STEPS,
+    KilledError,
+    StripesConfig,
+    TinyModel,
+    TinyModelConfig,
+    assert_same,
+    press_ctrl_c_at,
+    raise_at,
+    tiny_run,
+)
 from torch.distributed.checkpoint import FileSystemWriter
 
 import onescan
@@ -22,8 +37,18 @@ from onescan import configs
 from onescan.data import Format, read_image
 from onescan.report.study import read_study
 from onescan.tasks import ImageClassification, classify
-from onescan.training import files, load, read_metrics, train
-from onescan.training.loop import uninterrupted
+from onescan.training import (
+    evaluate,
+    files,
+    interrupts,
+    load,
+    read_metrics,
+    reader,
+    train,
+    weights,
+)
+from onescan.training.folder import read_manifest
+from onescan.training.state import last_state
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +63,44 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("step", [1, 2, 4, 7, 12])
 def test_ctrl_c_saves_and_the_run_goes_on(tmp_path, whole, step):
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=raise_at(step, KeyboardInterrupt))
+        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(step))
     assert (tmp_path / "state" / f"step_{step}").exists()
     seen = []
     assert_same(train(tiny_run(), tmp_path, progress=seen.append), whole)
     assert [now.step for now in seen] == list(range(step + 1, STEPS + 1))
 
 
-@pytest.mark.parametrize("method", ["batch", "loss", "evaluate"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["loss", "predict", "augment"])
 @pytest.mark.parametrize("call", [1, 2])
-def test_ctrl_c_inside_the_task_saves(tmp_path, whole, monkeypatch, method, call):
-    calls, original = [], getattr(ImageClassification, method)
+def test_a_signal_at_any_moment_saves(tmp_path, whole, monkeypatch, number, where, call):
+    calls, original = [], getattr(ImageClassification, where)
 
     def interrupted(*args, **kwargs):
         calls.append(1)
         if len(calls) == call:
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(ImageClassification, method, interrupted)
+    monkeypatch.setattr(ImageClassification, where, interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(tiny_run(), tmp_path)
+    assert list((tmp_path / "state").glob("step_*"))
+    assert_same(train(tiny_run(), tmp_path), whole)
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path, whole, monkeypatch):
+    monkeypatch.setattr(interrupts, "URGENT_S", 0.0)
+
+    def insist(now):
+        if now.step == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path, progress=insist)
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["step_2"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert_same(train(tiny_run(), tmp_path), whole)
 
 
@@ -113,44 +155,57 @@ def test_a_kill_while_old_files_are_removed_loses_nothing(tmp_path, whole, monke
         assert not list((tmp_path / "run").rglob("*.partial"))
 
 
-def test_sigkill_loses_nothing(tmp_path, whole):
-    code = (
-        "import os, signal, sys\n"
-        "from onescan.training import train\n"
-        "from tiny_run import tiny_run\n"
-        "def show(now):\n"
-        "    if now.step == 7: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "train(tiny_run(), sys.argv[1], progress=show)\n"
+def test_sigkill_at_ten_random_moments_loses_nothing(tmp_path):
+    """Readers, a running mean and repeated images too; some kills hit while a state is written."""
+    run = configs.replace(
+        tiny_run(epochs=15, checkpoint_every=0.25, ema_decay=0.9),
+        {"machine.workers": 1, "task.repeats": 2},
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    whole = train(run, tmp_path / "whole")
+    chance, fork, folder = random.Random(0), multiprocessing.get_context("fork"), tmp_path / "run"
+    reached = []
+    for _ in range(10):
+        updates = fork.Semaphore(0)
+        show = lambda _, updates=updates: updates.release()
+        process = fork.Process(target=train, args=(run, folder), kwargs={"progress": show})
+        process.start()
+        for _ in range(chance.randrange(7)):
+            assert updates.acquire(timeout=60)
+        sleep(chance.uniform(0, 0.03))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        reached.append(int(last.name[5:]) if (last := last_state(folder)) else 0)
+    assert reached == sorted(reached)
+    assert 5 < reached[-1] < whole.steps
+    assert_same(train(run, folder), whole)
+
+
+def test_two_processes_do_not_write_to_one_folder(tmp_path, whole):
+    def start_another(now):
+        if now.step == 3:
+            code = "import sys; from tiny_run import tiny_run; from onescan.training import train\n"
+            code += f"train(tiny_run(), {str(tmp_path)!r})"
+            other = run_python(code)
+            assert "ValueError: another process trains in" in other.stderr
+
+    assert_same(train(tiny_run(), tmp_path, progress=start_another), whole)
+
+
+def run_python(code):
     paths = os.pathsep.join(map(str, Path(__file__).parents[:2]))
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert read_metrics(tmp_path / "run")[-1]["step"] == 7
-    assert_same(train(tiny_run(), tmp_path / "run"), whole)
+    environment = os.environ | {"PYTHONPATH": paths}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_a_line_cut_short_is_dropped(tmp_path, whole):
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=raise_at(5, KeyboardInterrupt))
+        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(5))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "epo')
     assert len(read_metrics(tmp_path)) == 6
     assert_same(train(tiny_run(), tmp_path), whole)
-
-
-def test_ctrl_c_waits_for_the_end_of_an_update():
-    done = []
-
-    def interrupted_update():
-        with uninterrupted():
-            signal.raise_signal(signal.SIGINT)
-            done.append(1)
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_update()
-    assert done == [1]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(
@@ -195,6 +250,8 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     for name, array in first.evaluation.arrays.items():
         assert torch.equal(again.evaluation.arrays[name], array)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files_before
+    shutil.rmtree(tmp_path / "state")  # what only a run that goes on needs
+    assert train(tiny_run(steps=3), tmp_path).reused
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "result.json", "evaluation.safetensors"])
@@ -219,6 +276,97 @@ def test_another_run_is_refused_with_the_differences(tmp_path):
         caught.value
     )
     assert train(tiny_run(steps=2), tmp_path).reused
+
+
+def test_what_cannot_be_trained_overwrites_nothing(tmp_path):
+    result = train(tiny_run(steps=2), tmp_path)
+    for change, says in {
+        "model.num_classes": (4, "is model.num_classes right"),
+        "machine.accumulate": (3, "expected a multiple of 3"),
+        "machine.device": ("meta", "machine.device is 'meta', expected auto"),
+    }.items():
+        other = configs.replace(tiny_run(steps=3), {change: says[0]})
+        with pytest.raises(ValueError, match=says[1]):
+            train(other, tmp_path, overwrite=True)
+    assert_same(train(tiny_run(steps=2), tmp_path), result)
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
+    build = StripesConfig.build
+    shorter = lambda self: build(dataclasses.replace(self, examples=24))
+    monkeypatch.setattr(StripesConfig, "build", shorter)
+    with pytest.raises(
+        ValueError, match=r"the data has changed .*: examples was 33 and is 24; bring"
+    ):
+        train(tiny_run(), tmp_path)
+
+
+def test_the_best_of_a_stretch_that_was_lost_is_no_best(tmp_path, whole):
+    with pytest.raises(RuntimeError, match="crash"):
+        train(
+            tiny_run(checkpoint_every=0.75), tmp_path, progress=raise_at(5, RuntimeError("crash"))
+        )
+    notes = lambda: weights.read_notes(tmp_path / "best.safetensors")
+    assert notes()["step"] == 4
+    assert last_state(tmp_path).name == "step_3"
+    weights.save_weights(tmp_path / "best.safetensors", {}, {"step": 99})  # as of another device
+    result = train(tiny_run(checkpoint_every=0.75), tmp_path)
+    ours, theirs = (r.folder / "best.safetensors" for r in (result, whole))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_checkpoint_keeps_how_it_did_when_the_run_goes_on(tmp_path):
+    known = []
+    for _ in range(2):  # the second goes on from step 8, and gets no further
+        with pytest.raises(RuntimeError, match="crash"):
+            train(tiny_run(), tmp_path, progress=raise_at(9, RuntimeError("crash")))
+        known.append(load(tmp_path).metrics)
+    assert known[0] == known[1] != {}
+
+
+def test_what_diverges_in_an_op_says_what_to_try(tmp_path, monkeypatch):
+    original, calls = ImageClassification.loss, []
+
+    def refuse(self, model, batch):
+        calls.append(1)
+        if len(calls) == 4:
+            raise ValueError("log_decay spans -inf to 0")
+        return original(self, model, batch)
+
+    monkeypatch.setattr(ImageClassification, "loss", refuse)
+    says = (
+        r"log_decay spans -inf to 0 at step 3; the last good checkpoint is .*step_2; try a smaller"
+    )
+    with pytest.raises(FloatingPointError, match=says):
+        train(tiny_run(), tmp_path)
+
+
+def test_weights_are_as_readable_as_other_files(whole):
+    modes = {(whole.folder / name).stat().st_mode for name in ("model.safetensors", "config.json")}
+    assert len(modes) == 1
+
+
+def test_a_state_that_the_disk_does_not_give_is_not_called_damaged(tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(reader.StateReader, "read_data", refuse)
+    with pytest.raises(OSError, match=r"cannot read .*step_3: Permission denied"):
+        train(tiny_run(), tmp_path)
+
+
+def test_a_disk_without_locks_is_not_called_busy(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.raises(OSError, match=r"cannot write to .*: Function not implemented"):
+        train(tiny_run(), tmp_path)
 
 
 def test_overwrite_starts_anew_and_leaves_other_files(tmp_path):
@@ -311,8 +459,7 @@ def test_a_trained_model_comes_back(whole):
         assert not checkpoint.model.training
         task = checkpoint.config.task.build(checkpoint.config.data.build())
         assert checkpoint.format == task.format
-        evaluation = task.evaluate(checkpoint.model)
-        assert evaluation.metrics == whole.metrics
+        assert evaluate(checkpoint.model, task).metrics == whole.metrics
 
 
 def test_loading_needs_no_pickle(whole, tmp_path):
@@ -325,7 +472,7 @@ def test_loading_needs_no_pickle(whole, tmp_path):
 
 def test_an_unfinished_run_can_be_loaded(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=raise_at(3, KeyboardInterrupt))
+        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
     assert load(tmp_path).metrics == {}
 
 
@@ -374,7 +521,7 @@ def test_damaged_weights_are_refused(whole, tmp_path, content):
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.95])
 def test_a_damaged_state_is_refused(tmp_path, name, part):
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=raise_at(3, KeyboardInterrupt))
+        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
     path = tmp_path / "state" / "step_3" / name
     path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
     with pytest.raises(ValueError, match="step_3 is damaged: remove it"):
@@ -390,7 +537,7 @@ HOSTILE = b"cbuiltins\nexec\n(S'import onescan; onescan.hostile = True'\ntR."
 )
 def test_metadata_that_is_none_is_refused(tmp_path, content):
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=raise_at(3, KeyboardInterrupt))
+        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
     (tmp_path / "state" / "step_3" / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match="step_3 is damaged: remove it"):
         train(tiny_run(), tmp_path)
@@ -399,7 +546,7 @@ def test_metadata_that_is_none_is_refused(tmp_path, content):
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_resuming_runs_no_code_of_the_folder(tmp_path, name):
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=raise_at(3, KeyboardInterrupt))
+        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
     path = tmp_path / "state" / "step_3" / name
     path.write_bytes(HOSTILE.ljust(path.stat().st_size, b"."))
     says = r"names builtins\.exec, which no checkpoint of onescan's holds"
@@ -414,9 +561,10 @@ def test_resuming_runs_no_code_of_the_folder(tmp_path, name):
 def test_a_damaged_result_is_refused_by_name(whole, tmp_path, content):
     folder = copy(whole.folder, tmp_path)
     (folder / "result.json").write_bytes(content)
-    for use in (load, lambda folder: train(tiny_run(), folder), lambda f: read_study([f])):
+    for use in (lambda folder: train(tiny_run(), folder), lambda folder: read_study([folder])):
         with pytest.raises(ValueError, match=r"result\.json is damaged \(.*: remove it and start"):
             use(folder)
+    assert load(folder).metrics == whole.metrics
     (folder / "result.json").unlink()
     assert_same(train(tiny_run(), folder), whole)
 
@@ -471,7 +619,7 @@ def test_weights_of_another_model_are_refused(whole, tmp_path, change, says):
 
 def test_a_state_of_another_model_is_refused(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=raise_at(3, KeyboardInterrupt))
+        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
     wider = TinyModelConfig(width=7)  # as when the code has changed, and the config has not
     monkeypatch.setattr(TinyModelConfig, "build", lambda _: TinyModel(wider))
     with pytest.raises(ValueError, match=r"step_3 is of another model: .* \(6, 16\) there and"):
@@ -506,10 +654,31 @@ def test_a_config_of_another_version_is_told(whole, tmp_path, change, says):
 
 
 def test_the_environment_is_recorded(whole):
-    environment = json.loads((whole.folder / "config.json").read_text())["environment"]
+    (environment,) = json.loads((whole.folder / "config.json").read_text())["environments"]
     assert environment["torch"] == torch.__version__
     assert environment["python"] == platform.python_version()
-    assert set(environment) == {"python", "torch", "platform", "device", "commit"}
+    assert environment["since_step"] == 0
+    assert set(environment) == {
+        *("since_step", "onescan", "python", "torch", "platform", "device", "processes"),
+        *("commit", "type"),
+    }
+
+
+def test_a_run_may_go_on_on_another_machine(tmp_path, whole, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(5))  # the same: no new entry
+    monkeypatch.setattr(platform, "platform", lambda: "where it crashed before any checkpoint")
+    with pytest.raises(RuntimeError, match="crash"):
+        train(tiny_run(), tmp_path, progress=raise_at(6, RuntimeError("crash")))
+    monkeypatch.setattr(platform, "platform", lambda: "elsewhere")
+    moved = configs.replace(tiny_run(), {"machine.workers": 1})
+    assert_same(train(moved, tmp_path), whole)
+    manifest = read_manifest(tmp_path)
+    assert manifest.run == moved
+    since = [(e.since_step, e.platform == "elsewhere") for e in manifest.environments]
+    assert since == [(0, False), (5, True)]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

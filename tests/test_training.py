@@ -2,6 +2,7 @@ import math
 import resource
 import subprocess
 import sys
+from itertools import islice
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from onescan import configs
 from onescan.data import DigitsConfig
 from onescan.tasks import ImageClassification, ImageClassificationConfig
 from onescan.training import (
+    MachineConfig,
     Progress,
     RunConfig,
     TrainingConfig,
+    evaluate,
     learning_rate,
     parameter_groups,
     read_metrics,
@@ -109,10 +112,10 @@ def test_a_bar_is_drawn_only_when_asked_for(tmp_path, capfd):
 
 def test_only_one_checkpoint_is_kept(whole):
     assert [path.name for path in (whole.folder / "state").iterdir()] == ["step_12"]
-    assert sorted(path.name for path in whole.folder.iterdir()) == [
+    assert {path.name for path in whole.folder.iterdir()} == {
         *("config.json", "evaluation.safetensors", "metrics.jsonl", "model.safetensors"),
-        *("result.json", "state"),
-    ]
+        *("best.safetensors", "lock", "result.json", "state"),
+    }
 
 
 # The task
@@ -124,7 +127,8 @@ def tiny_task(**task):
 
 def test_label_smoothing_is_part_of_the_loss():
     model = TinyModelConfig().build().eval()
-    batch = tiny_task().batch(epoch=0, index=0, batch_size=8, seed=0)
+    planned = next(tiny_task().batches(step=0, batch_size=8, seed=0))
+    batch = tiny_task().train.read(planned.examples).batch
     logits, labels = model(batch[0]), batch[1]
     loss, metrics = tiny_task(label_smoothing=0.3).loss(model, batch)
     aims = torch.nn.functional.one_hot(labels, 3) * 0.7 + 0.1
@@ -134,24 +138,41 @@ def test_label_smoothing_is_part_of_the_loss():
 
 def test_the_size_of_evaluation_batches_does_not_matter():
     model = TinyModelConfig().build()
-    whole, parts = (tiny_task(evaluation_batch_size=size).evaluate(model) for size in (64, 5))
+    tasks = [tiny_task(evaluation_batch_size=size) for size in (64, 5)]
+    whole, parts = (evaluate(model, task) for task in tasks)
     torch.testing.assert_close(whole.arrays, parts.arrays)
     assert whole.metrics == pytest.approx(parts.metrics)
-    assert len(parts.arrays["probabilities"]) == 33
+    assert len(parts.arrays["confidence"]) == 33
     assert model.training
 
 
 def test_an_epoch_visits_every_image_once():
     task = tiny_task()
     assert (task.steps_per_epoch(11), task.steps_per_epoch(8)) == (3, 4)
-    batches = [task.batch(epoch=1, index=i, batch_size=11, seed=0) for i in range(3)]
-    seen = torch.cat([images for images, _ in batches]).flatten(1).sum(dim=1)
-    torch.testing.assert_close(
-        seen.sort().values, task.data.train.images.flatten(1).sum(dim=1).sort().values
-    )
+    plan = task.batches(step=3, batch_size=11, seed=0)  # from the second epoch on
+    seen = [example.source for batch in islice(plan, 3) for example in batch.examples]
+    assert sorted(seen) == list(range(33))
+    assert seen != sorted(seen)
 
 
-@pytest.mark.parametrize("task", [{"label_smoothing": 1.0}, {"evaluation_batch_size": 0}])
+@pytest.mark.parametrize("step", [1, 4, 5, 9])
+def test_batches_from_any_step_on_are_those_of_the_whole(step):
+    task = tiny_task(repeats=3)
+    whole = list(islice(task.batches(step=0, batch_size=8, seed=3), 12))
+    assert list(islice(task.batches(step=step, batch_size=8, seed=3), 12 - step)) == whole[step:]
+    assert len({example.seed for batch in whole for example in batch.examples}) == 96
+
+
+def test_repeated_augmentation_shows_each_image_so_many_times_in_a_row():
+    task = tiny_task(repeats=3)
+    seen = [e.source for b in islice(task.batches(step=0, batch_size=6, seed=0), 5) for e in b[0]]
+    assert seen[::3] == seen[1::3] == seen[2::3]
+    assert len(set(seen)) == 10
+
+
+@pytest.mark.parametrize(
+    "task", [{"label_smoothing": 1.0}, {"evaluation_batch_size": 0}, {"repeats": 0}]
+)
 def test_the_task_refuses_impossible_numbers(task):
     with pytest.raises(ValueError, match=rf"task\.{next(iter(task))} is "):
         tiny_task(**task)
@@ -172,10 +193,13 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
 
 def test_weights_that_are_not_finite_stop_the_run(tmp_path):
     run = tiny_run(learning_rate=1e30, warmup=0.0)
-    says = "weight_norm is (nan|inf) at step 0; no checkpoint was saved; try a smaller"
+    says = "loss is (nan|inf) at step 1; no checkpoint was saved; try a smaller"
     with pytest.raises(FloatingPointError, match=says):
-        train(run, tmp_path)
-    assert read_metrics(tmp_path) == []
+        train(run, tmp_path / "loss")
+    says = says.replace("loss", "weight_norm")
+    with pytest.raises(FloatingPointError, match=says):  # or, due to be saved, before the next loss
+        train(configs.replace(run, {"training.checkpoint_every": 0.25}), tmp_path / "weights")
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient_norm"])
@@ -227,8 +251,8 @@ def test_a_model_for_other_classes_is_refused(tmp_path):
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x"])
 def test_an_unknown_device_is_refused(tmp_path, device):
-    with pytest.raises(ValueError, match=f"training.device is '{device}', expected auto, cpu"):
-        train(tiny_run(device=device), tmp_path)
+    with pytest.raises(ValueError, match=f"machine.device is '{device}', expected auto, cpu"):
+        train(configs.replace(tiny_run(), {"machine.device": device}), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -250,11 +274,28 @@ def test_an_unknown_device_is_refused(tmp_path, device):
         ("seed", -1),
         ("evaluate_every", 0.0),
         ("checkpoint_every", math.nan),
+        ("ema_decay", 1.0),
+        ("ema_decay", math.nan),
+        ("patience", 0),
     ],
 )
 def test_training_refuses_impossible_numbers(name, value):
     with pytest.raises(ValueError, match=rf"training\.{name} is "):
         TrainingConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["precision", "schedule"])
+def test_training_refuses_unknown_names(name):
+    config = TrainingConfig()
+    object.__setattr__(config, name, "float31")  # past the tests' own type checks
+    with pytest.raises(ValueError, match=rf"training\.{name} 'float31' is unknown"):
+        config.__post_init__()
+
+
+@pytest.mark.parametrize(("name", "value"), [("accumulate", 0), ("workers", -1)])
+def test_machines_refuse_impossible_numbers(name, value):
+    with pytest.raises(ValueError, match=rf"machine\.{name} is "):
+        MachineConfig(**{name: value})
 
 
 # The parts
@@ -282,7 +323,7 @@ def test_matrices_decay_and_the_rest_does_not():
 @given(
     steps=st.integers(1, 60),
     warmup=st.sampled_from([0.0, 0.1, 0.999, 1.0, 7.0, 100.0]),
-    schedule=st.sampled_from(["cosine", "linear", "constant"]),
+    schedule=st.sampled_from(["cosine", "linear", "constant", "inverse_sqrt"]),
     final=st.sampled_from([0.0, 0.1, 1.0]),
 )
 def test_the_learning_rate_rises_then_falls(steps, warmup, schedule, final):
@@ -294,7 +335,7 @@ def test_the_learning_rate_rises_then_falls(steps, warmup, schedule, final):
     top = rates.index(max(rates))
     assert rates[: top + 1] == sorted(rates[: top + 1])
     assert rates[top:] == sorted(rates[top:], reverse=True)
-    assert rates[-1] >= 2.0 * final or len(rates) <= warmup
+    assert rates[-1] >= 2.0 * final or len(rates) <= warmup or schedule == "inverse_sqrt"
 
 
 @pytest.mark.parametrize(("schedule", "half"), [("cosine", 1.1), ("linear", 1.1), ("constant", 2)])
@@ -303,6 +344,12 @@ def test_schedules_have_their_shapes(schedule, half):
     assert learning_rate(0, 100, config) == 2.0
     assert learning_rate(50, 100, config) == pytest.approx(half)
     assert learning_rate(100, 100, config) == pytest.approx(2.0 if schedule == "constant" else 0.2)
+
+
+def test_the_inverse_root_halves_when_the_steps_are_four_times_the_warmup():
+    config = TrainingConfig(learning_rate=2.0, warmup=25.0, schedule="inverse_sqrt")
+    rates = [learning_rate(step, 1000, config) for step in (24, 99, 399)]
+    assert rates == pytest.approx([2.0, 1.0, 0.5])
 
 
 def test_a_plan_turns_epochs_into_steps():

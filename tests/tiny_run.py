@@ -1,14 +1,15 @@
 """A run of a fraction of a second, with chance in every part of it, for tests of the loop."""
 
+import signal
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from onescan.configs import ModelConfig
-from onescan.data import AffineConfig, DataConfig, ImageFormat, ImageSet, ImageSplits
+from onescan.data import AffineConfig, DataConfig, ImageFormat, ImageSplits, ImageTensors
 from onescan.tasks import ImageClassificationConfig
-from onescan.training import RunConfig, TrainingConfig, read_metrics
+from onescan.training import MachineConfig, RunConfig, TrainingConfig, read_metrics
 from onescan.training.records import TIMING
 
 STEPS = 12  # of tiny_run: 3 epochs of 4 batches
@@ -56,7 +57,7 @@ class StripesConfig(DataConfig):
         images = torch.randn(self.examples, 1, 4, 4, generator=generator)
         images[labels == 0, :, ::2] += 2
         images[labels == 1, :, :, ::2] += 2
-        half = ImageSet(images=images, labels=labels)
+        half = ImageTensors(images=images, labels=labels)
         format = ImageFormat(channels=1, height=4, width=4, mean=(0.0,), std=(1.0,))
         return ImageSplits(
             train=half, test=half, class_names=("rows", "columns", "noise"), format=format
@@ -71,6 +72,7 @@ def tiny_run(**training):
         data=StripesConfig(),
         task=ImageClassificationConfig(augment=AffineConfig(), label_smoothing=0.1),
         training=TrainingConfig(**defaults | training),
+        machine=MachineConfig(trackers=()),
     )
 
 
@@ -91,6 +93,14 @@ def assert_same(result, whole):
 def untimed(folder):
     lines = read_metrics(folder)
     return [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
+
+
+def press_ctrl_c_at(step):
+    def show(now):
+        if now.step == step:
+            signal.raise_signal(signal.SIGINT)
+
+    return show
 
 
 def raise_at(step, error):

@@ -9,9 +9,9 @@ from torch import nn
 from onescan.configs import ModelConfig
 from onescan.data import Format
 from onescan.models.image_classifier import ImageClassifierConfig
-from onescan.training.folder import read_manifest, read_outcome
+from onescan.training.folder import read_manifest
 from onescan.training.run import RunConfig
-from onescan.training.weights import load_weights
+from onescan.training.weights import BEST, WEIGHTS, load_weights, read_notes
 
 # a config.json names its model's class; those of this package are known to `load` from here
 MODELS: tuple[type[ModelConfig], ...] = (ImageClassifierConfig,)
@@ -29,11 +29,13 @@ class Checkpoint:
     """How raw input becomes the model's input."""
     class_names: tuple[str, ...]
     metrics: dict[str, float]
-    """Of the last evaluation; empty for a run that has not been finished."""
+    """Of these weights on held-out data; empty where they have not been judged yet."""
 
 
 def load(path: str | Path) -> Checkpoint:
     """Load a trained model from its run's folder, or from any file in that folder.
+
+    The weights are those of the last checkpoint; for best.safetensors, of the best evaluation.
 
     Nothing is unpickled, and no module is imported: import a model of your own before.
 
@@ -45,16 +47,16 @@ def load(path: str | Path) -> Checkpoint:
     if not path.exists():
         raise FileNotFoundError(f"there is no run at {path}")
     folder = path if path.is_dir() else path.parent
+    weights = path if path.name == BEST else folder / WEIGHTS
     manifest = read_manifest(folder)
     with torch.random.fork_rng(devices=[]):  # the caller's chance is not spent on first weights
         model: nn.Module = manifest.run.model.build()
-    load_weights(folder, model)
-    _, metrics = read_outcome(folder)
+    load_weights(weights, model)
     return Checkpoint(
         folder=folder,
         config=manifest.run,
         model=model.eval(),
         format=manifest.format,
         class_names=manifest.class_names,
-        metrics=metrics,
+        metrics=read_notes(weights).get("metrics", {}),
     )

@@ -7,8 +7,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from uuid import uuid4
 
+LOCK = "lock"
 PARTIAL = ".partial"  # what a killed write leaves ends so, is ignored, and goes at the next write
 
 
@@ -20,15 +22,32 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         OSError: it cannot be written; says in which folder, and why.
     """
-    partial = partial_of(path)
     with writing(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove(partial)
-        write(partial)
-        for written in [partial, *partial.rglob("*")]:
-            _sync(written)
-        partial.replace(path)
-        _sync(path.parent)
+        partial = begin(path)
+        try:
+            write(partial)
+            finish(path)
+        except OSError:
+            remove(partial)  # what is of no use takes no room on a full disk
+            raise
+
+
+def begin(path: Path) -> Path:
+    """Make way for what is to be at `path`, and say where to write it first."""
+    partial = partial_of(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove(partial)
+    return partial
+
+
+def finish(path: Path) -> None:
+    """Put what was written in place, once it is whole on the disk."""
+    partial = partial_of(path)
+    for written in [partial, *partial.rglob("*")]:
+        _sync(written)
+    partial.replace(path)
+    for folder in (path.parent, path.parent.parent):  # the folder may be new too
+        _sync(folder)
 
 
 def remove(path: Path) -> None:
@@ -63,6 +82,43 @@ def writing(folder: Path) -> Iterator[None]:
         saved = any(path.suffix != PARTIAL for path in folder.glob("*"))
         intact = "; what was saved before is intact" if saved else ""
         raise OSError(f"cannot write to {folder}: {reason}{intact}") from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[str]:
+    """Keep other processes out of a folder for a while; the lock of one that is killed is gone.
+
+    Yields:
+        What the lock file says now and never said before.
+
+    Raises:
+        ValueError: another process is at work in it.
+        OSError: it cannot be written to, or its disk has no locks.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a")
+    with file:
+        with writing(folder):
+            _take(file, folder)
+            token = uuid4().hex
+            file.truncate(0)
+            file.write(token)
+            file.flush()
+        yield token
+
+
+def _take(file: IO[str], folder: Path) -> None:
+    if os.name != "posix":  # nothing else has such locks
+        return
+    from fcntl import LOCK_EX, LOCK_NB, lockf
+
+    try:
+        lockf(file, LOCK_EX | LOCK_NB)  # unlike flock's, not shared with forked readers
+    except (BlockingIOError, PermissionError) as error:
+        raise ValueError(
+            f"another process trains in {folder}: wait for its end, or choose another folder"
+        ) from error
 
 
 def damaged(place: Path | str, found: object, remedy: str) -> ValueError:

@@ -1,12 +1,16 @@
 """A run's folder: what lies in it, and who may write to it.
 
-config.json         the run, the input's format, the classes, the versions
+config.json         the run, the input's format, the classes, and on what it was carried out
 metrics.jsonl       one line per step and evaluation
 state/step_N/       everything that resuming needs, after N steps
 model.safetensors   the weights of the last checkpoint
+best.safetensors    the weights of the best evaluation so far
+tensorboard/, ...   what other programs draw the metrics from
 evaluation.safetensors, result.json   of a finished run: the last evaluation; result.json is last
+lock                held by the process that writes
 """
 
+import dataclasses
 import json
 import platform
 import subprocess
@@ -21,6 +25,7 @@ from onescan import __version__, configs
 from onescan.data import Format
 from onescan.tasks import Evaluation, Task
 from onescan.training.files import (
+    LOCK,
     PARTIAL,
     damaged,
     parse_json,
@@ -32,23 +37,29 @@ from onescan.training.files import (
 from onescan.training.records import METRICS
 from onescan.training.run import RunConfig, RunResult
 from onescan.training.state import STATE, last_state
-from onescan.training.weights import WEIGHTS
+from onescan.training.trackers import IDENTITY, TENSORBOARD, WANDB
+from onescan.training.weights import BEST, WEIGHTS
 
 CONFIG, EVALUATION, RESULT = "config.json", "evaluation.safetensors", "result.json"
+FINISHED = (RESULT, EVALUATION, WEIGHTS, METRICS, CONFIG)  # the state may be removed by then
 # in the order in which they may be removed: the folder stays a run's folder to the end
-CONTENTS = (RESULT, EVALUATION, STATE, WEIGHTS, METRICS, CONFIG)
+CONTENTS = (RESULT, EVALUATION, STATE, WEIGHTS, BEST, METRICS, TENSORBOARD, WANDB, IDENTITY, CONFIG)
+MACHINE = "machine."  # a run may go on with other settings below this
 SHOWN_DIFFERENCES = 3
 MADE_ANEW = "remove it and start the run again, which makes it anew"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where a run was started, for the record."""
+    """On what a run was carried out, from some step on, for the record."""
 
+    since_step: int
+    onescan: str
     python: str
     torch: str
     platform: str
     device: str
+    processes: int
     commit: str | None  # of the working directory; with "-dirty" where it had changes
 
 
@@ -60,11 +71,14 @@ class Manifest:
     run: RunConfig
     format: Format
     class_names: tuple[str, ...]
-    environment: Environment
+    examples: int
+    """To learn from."""
+    environments: tuple[Environment, ...]
+    """One, and another wherever the run went on with something else."""
 
 
-def claim(folder: Path, run: RunConfig, *, overwrite: bool) -> None:
-    """Make sure that `run` may write to `folder`; with `overwrite`, remove the run in it.
+def check_claim(folder: Path, run: RunConfig, *, overwrite: bool) -> bool:
+    """Tell whether a run that gives way is in the folder, or raise if `run` may not go there.
 
     A run without a checkpoint counts for nothing: any other takes its place.
 
@@ -73,38 +87,62 @@ def claim(folder: Path, run: RunConfig, *, overwrite: bool) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, expected a folder for the run")
-    contents = [p for p in folder.iterdir() if p.suffix != PARTIAL] if folder.exists() else []
-    if contents:
-        there = _run_in(folder)
-        overwrite = overwrite or not _has_checkpoint(folder)
-        if not overwrite:
-            _refuse_another(folder, there, run)
+    if not folder.exists() or all(p.suffix == PARTIAL or p.name == LOCK for p in folder.iterdir()):
+        return False
+    there = _run_in(folder)
+    if overwrite or not _has_checkpoint(folder):
+        return True
+    _refuse_another(folder, there, run)
+    return False
+
+
+def make_ready(folder: Path, run: RunConfig, *, overwrite: bool) -> None:
+    """Remove the run that gives way, and what a killed one left half written.
+
+    Raises:
+        ValueError: as `check_claim`.
+    """
+    gives_way = check_claim(folder, run, overwrite=overwrite)
     with writing(folder):
         for path in [folder / name for name in CONTENTS]:
             remove(partial_of(path))
-            if overwrite:
+            if gives_way:
                 remove(path)
 
 
-def write_manifest(folder: Path, run: RunConfig, task: Task, device: torch.device) -> None:
-    """Write config.json, unless an earlier start of the same run has."""
-    if (folder / CONFIG).exists():
-        return
-    environment = Environment(
+def write_manifest(
+    folder: Path, run: RunConfig, task: Task, device: torch.device, *, step: int, processes: int
+) -> None:
+    """Write config.json, or add to it on what the run goes on now.
+
+    Raises:
+        ValueError: the data is not what the run began with.
+    """
+    here = Environment(
+        since_step=step,
+        onescan=__version__,
         python=platform.python_version(),
         torch=str(torch.__version__),
         platform=platform.platform(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        processes=processes,
         commit=_commit(),
     )
+    before: tuple[Environment, ...] = ()
+    if step > 0:
+        there = read_manifest(folder)
+        _refuse_other_data(folder, there, task)
+        before = tuple(e for e in there.environments if e.since_step < step)
+    same = before and dataclasses.replace(before[-1], since_step=step) == here
     manifest = Manifest(
         onescan=__version__,
         run=run,
         format=task.format,
         class_names=task.class_names,
-        environment=environment,
+        examples=len(task.train),
+        environments=before if same else (*before, here),
     )
-    _write_json(folder / CONFIG, configs.to_dict(manifest))
+    write_json(folder / CONFIG, configs.to_dict(manifest))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -115,7 +153,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / CONFIG
     if not path.is_file():
-        raise ValueError(f"{folder} holds no run: it has no {CONFIG}")
+        seeds = sorted(below.parent.name for below in folder.glob(f"seed-*/{CONFIG}"))
+        hint = f"; name one of the runs in it: {', '.join(seeds)}" if seeds else ""
+        raise ValueError(f"{folder} holds no run: it has no {CONFIG}{hint}")
     data = parse_json(path.read_bytes(), path, "bring it back from a copy")
     if not (isinstance(data, dict) and isinstance(data.get("onescan"), str)):
         raise ValueError(f"{folder} holds no run: its {CONFIG} is not of onescan's")
@@ -129,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
 def write_result(folder: Path, evaluation: Evaluation, step: int) -> None:
     """Mark the run as finished."""
     write_atomically(folder / EVALUATION, lambda path: save_file(evaluation.arrays, path))
-    _write_json(folder / RESULT, {"steps": step, "metrics": evaluation.metrics})
+    write_json(folder / RESULT, {"steps": step, "metrics": evaluation.metrics})
 
 
 def read_result(folder: Path) -> RunResult | None:
@@ -138,7 +178,7 @@ def read_result(folder: Path) -> RunResult | None:
     Raises:
         ValueError: a file of it is damaged.
     """
-    if not all((folder / name).exists() for name in CONTENTS):
+    if not all((folder / name).exists() for name in FINISHED):
         return None
     steps, metrics = read_outcome(folder)
     path = folder / EVALUATION
@@ -166,6 +206,20 @@ def read_outcome(folder: Path) -> tuple[int, dict[str, float]]:
     raise damaged(path, data, MADE_ANEW)
 
 
+def _refuse_other_data(folder: Path, there: Manifest, task: Task) -> None:
+    here = {
+        "format": task.format,
+        "class_names": task.class_names,
+        "examples": len(task.train),
+    }
+    for name, value in here.items():
+        if (before := getattr(there, name)) != value:
+            raise ValueError(
+                f"the data has changed since the run in {folder} began: {name} was {before!r} and "
+                f"is {value!r}; bring the old data back, or start anew in another folder"
+            )
+
+
 def _run_in(folder: Path) -> RunConfig:
     try:
         return read_manifest(folder).run
@@ -178,7 +232,7 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def _refuse_another(folder: Path, there: RunConfig, run: RunConfig) -> None:
-    found = configs.differences(there, run)
+    found = [d for d in configs.differences(there, run) if not d[0].startswith(MACHINE)]
     if not found:
         return
     listed = [f"{path} is {a!r} there and {b!r} here" for path, a, b in found[:SHOWN_DIFFERENCES]]
@@ -189,7 +243,8 @@ def _refuse_another(folder: Path, there: RunConfig, run: RunConfig) -> None:
     )
 
 
-def _write_json(path: Path, data: object) -> None:
+def write_json(path: Path, data: object) -> None:
+    """Write JSON types to a file, in place of an older one."""
     text = json.dumps(data, indent=2) + "\n"
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 

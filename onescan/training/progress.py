@@ -1,11 +1,14 @@
 """What can be seen of a run while it lasts."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from tqdm import tqdm
+
+from onescan.tasks import Batch, Task
+from onescan.training.ranks import Ranks
 
 
 class Progress(NamedTuple):
@@ -21,9 +24,21 @@ class Progress(NamedTuple):
     """What the examples are, in the plural."""
     metrics: dict[str, float]
     """Of the last batch; of the last evaluation as "test_..."."""
+    waiting: float = 0.0
+    """Share of the time so far that was spent waiting for data."""
 
 
 Show = Callable[[Progress], object]
+
+
+def judging(batches: Iterable[Batch], task: Task, ranks: Ranks) -> Iterator[Batch]:
+    """Yield the batches of an evaluation, and draw a bar on stderr that goes when it is done."""
+    size, in_all = task.test_batch_size * ranks.size, len(task.test)
+    # disabled where stderr is no screen: a log would keep every line of it
+    with tqdm(total=in_all, unit=f" {task.unit}", desc="judging", leave=False, disable=None) as bar:
+        for batch in batches:
+            yield batch
+            bar.update(min(size, in_all - bar.n))
 
 
 @contextmanager
@@ -43,7 +58,7 @@ def shown(progress: bool | Show, start: Progress) -> Iterator[Show]:
     ) as bar:
 
         def show(now: Progress) -> None:
-            bar.set_postfix(now.metrics, refresh=False)
+            bar.set_postfix(now.metrics | {"waiting": f"{now.waiting:.1%}"}, refresh=False)
             bar.update(now.step * size - bar.n)
 
         yield show

@@ -1,15 +1,21 @@
 """metrics.jsonl: one line per training step and one per evaluation, kept across restarts."""
 
 import json
+import math
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from onescan.training.files import damaged, parse_json, write_atomically, writing
+from onescan.training.run import RunConfig
+from onescan.training.trackers import open_trackers
 
 METRICS = "metrics.jsonl"
 Split = Literal["train", "test"]
-TIMING = frozenset({"seconds"})  # the only numbers in which two equal runs differ
+NO_METRICS = frozenset({"step", "epoch", "split", "unreadable"})
+# the only numbers in which two equal runs differ
+TIMING = frozenset({"seconds", "waiting_seconds", "memory_mib"})
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
@@ -27,16 +33,37 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
-class Records:
-    """Appends to metrics.jsonl, after dropping what was written past step `upto`."""
+def waiting_share(lines: Iterable[Mapping[str, Any]]) -> float:
+    """The share of the training time that was spent waiting for data.
 
-    def __init__(self, folder: Path, *, upto: int) -> None:
+    >>> waiting_share([{"split": "train", "seconds": 2.0, "waiting_seconds": 0.5}])
+    0.25
+    """
+    trained = [line for line in lines if line["split"] == "train"]
+    seconds = sum(line["seconds"] for line in trained)
+    return sum(line["waiting_seconds"] for line in trained) / seconds if seconds else 0.0
+
+
+class Records:
+    """Appends to metrics.jsonl, after dropping what was written past step `upto`.
+
+    Attributes:
+        metrics: of the last evaluation that was kept.
+    """
+
+    def __init__(self, folder: Path, run: RunConfig, *, upto: int) -> None:
         self.folder = folder
         kept = [line for line in read_metrics(folder) if line["step"] <= upto]
         self.evaluated = max((line["step"] for line in kept if line["split"] == "test"), default=0)
-        text = "".join(json.dumps(line) + "\n" for line in kept)
+        self.metrics: dict[str, float] = {}
+        for line in kept:
+            if line["split"] == "test":
+                self.metrics = {k: v for k, v in line.items() if k not in NO_METRICS}
+        spelt = [{k: _spell(v) for k, v in line.items()} for line in kept]
+        text = "".join(json.dumps(line) + "\n" for line in spelt)
         write_atomically(folder / METRICS, lambda path: path.write_text(text, encoding="utf-8"))
         self.file = (folder / METRICS).open("a", encoding="utf-8")
+        self.trackers = open_trackers(run.machine.trackers, folder=folder, run=run, step=upto)
 
     def add(self, split: Split, *, step: int, epoch: float, metrics: dict[str, float]) -> None:
         """Append one line, unless it is of an evaluation that is already there."""
@@ -44,8 +71,9 @@ class Records:
             return
         line = {"step": step, "epoch": round(epoch, 4), "split": split} | metrics
         with writing(self.folder):
-            self.file.write(json.dumps(line) + "\n")
+            self.file.write(json.dumps({k: _spell(v) for k, v in line.items()}) + "\n")
             self.file.flush()
+        self.trackers.log(step, {f"{split}/{name}": value for name, value in metrics.items()})
         if split == "test":
             self.evaluated = step
 
@@ -55,8 +83,14 @@ class Records:
             os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and let the trackers finish."""
         self.file.close()
+        self.trackers.close()
+
+
+def _spell(value: Any) -> Any:
+    """JSON has no numbers that are not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _parse(text: bytes, place: str) -> dict[str, Any]:
@@ -64,6 +98,6 @@ def _parse(text: bytes, place: str) -> dict[str, Any]:
     line: dict[str, Any] = parse_json(text, place, remedy)
     match line:
         case {"step": int(), "epoch": int() | float(), "split": "train" | "test", **numbers}:
-            if all(isinstance(number, int | float) for number in numbers.values()):
-                return line
+            if all(isinstance(number, int | float | None) for number in numbers.values()):
+                return {name: math.nan if it is None else it for name, it in line.items()}
     raise damaged(place, line, remedy)

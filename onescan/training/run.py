@@ -3,12 +3,17 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from onescan.checks import check_positive
+from onescan.checks import check_choice, check_positive
 from onescan.configs import ModelConfig
 from onescan.data import DataConfig
 from onescan.tasks import Evaluation, TaskConfig
+
+Precision = Literal["float32", "bfloat16", "float16"]
+Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt"]
+MOST_WORKERS = 1024
+TrackerName = Literal["tensorboard", "trackio", "wandb"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +25,9 @@ class TrainingConfig:
     steps: int | None = None
     """Updates of the weights; where given, it stands in for epochs."""
     batch_size: int = 64
-    """Examples per update."""
+    """Examples per update, over all processes."""
+    precision: Precision = "float32"
+    """Of the matrix products; weights, sums and the loss stay in float32."""
     learning_rate: float = 1e-3
     """Learning rate after the warm-up."""
     weight_decay: float = 0.05
@@ -31,24 +38,26 @@ class TrainingConfig:
     """AdamW's guard against division by zero"""
     warmup: float = 0.05
     """Rise of the learning rate: below 1 a part of all steps, from 1 on a number of steps."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    schedule: Schedule = "cosine"
+    """How the learning rate falls after the warm-up; inverse_sqrt as one over the root of steps."""
     final_fraction: float = 0.01
-    """Learning rate at the end, as a part of the highest."""
+    """Learning rate at the end, as a part of the highest; inverse_sqrt has its own."""
     clip_norm: float | None = 1.0
     """Longest gradient; a longer one is shortened to it."""
+    ema_decay: float | None = None
+    """What a running mean of the weights keeps at every step; the mean is judged and saved."""
     seed: int = 0
     """What all chance comes from: first weights, order, augmentation, dropped paths."""
-    device: str = "auto"
-    """Where to train: cpu, cuda, cuda:1, ...; auto is a GPU where there is one."""
     evaluate_every: float = 1.0
     """Epochs between evaluations; the end of the run is always evaluated."""
     checkpoint_every: float = 1.0
     """Epochs between checkpoints: what a killed run loses at most; the end is always saved."""
+    patience: int | None = None
+    """Evaluations without a new best after which the run ends early; None trains to the end."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number that no run can have."""
-        sizes = ["epochs", "steps", "batch_size", "evaluate_every", "checkpoint_every"]
+        sizes = ["epochs", "steps", "batch_size", "evaluate_every", "checkpoint_every", "patience"]
         for name in [*sizes, "learning_rate", "eps", "clip_norm"]:
             if getattr(self, name) is not None:
                 check_positive(**{f"training.{name}": getattr(self, name)})
@@ -57,8 +66,45 @@ class TrainingConfig:
                 raise ValueError(f"training.{name} is {getattr(self, name)}, expected 0 or more")
         if not 0 <= self.final_fraction <= 1:
             raise ValueError(f"training.final_fraction is {self.final_fraction}, expected 0 to 1")
+        check_choice("training.precision", self.precision, get_args(Precision))
+        check_choice("training.schedule", self.schedule, get_args(Schedule))
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"training.betas is {self.betas}, expected two from 0 to below 1")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"training.ema_decay is {self.ema_decay}, expected between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineConfig:
+    """On what a run is carried out: it may change when a run goes on, and its numbers stay.
+
+    To the last bit on one CPU, whatever the readers and `recompute`; to rounding for the rest, and
+    apart from dropped paths and augmentation, of which each process and each part that a batch is
+    cut into draws its own.
+    """
+
+    device: str = "auto"
+    """Where to train: cpu, cuda, cuda:1, ...; auto is a GPU where there is one."""
+    workers: int | None = None
+    """Processes that read data, for each that trains; None is as many as the data is worth."""
+    accumulate: int = 1
+    """Parts that a batch is cut into, one after the other, for less memory."""
+    recompute: bool = False
+    """Forget what is inside each block and compute it again for the gradient, for less memory."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    shard: bool = False
+    """Over several processes, split weights and moments between them (FSDP2); else copy (DDP)."""
+    trackers: tuple[TrackerName, ...] | None = None
+    """Who else gets the metrics; None is tensorboard where it is installed."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a number that no machine can have."""
+        check_positive(**{"machine.accumulate": self.accumulate})
+        for name in self.trackers or ():
+            check_choice("machine.trackers", name, get_args(TrackerName))
+        if self.workers is not None and not 0 <= self.workers <= MOST_WORKERS:
+            raise ValueError(f"machine.workers is {self.workers}, expected 0 to {MOST_WORKERS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +117,13 @@ class RunConfig:
     data: DataConfig
     task: TaskConfig
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a name that is no path below runs/, as digits/without_tpe is."""
+        path = Path(self.name) if isinstance(self.name, str) else Path()
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"the run's name is {self.name!r}, expected a folder's, inside runs")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,8 @@ def learning_rate(step: int, steps: int, config: TrainingConfig) -> float:
     warmup = round(config.warmup * steps if config.warmup < 1 else config.warmup)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
+    if config.schedule == "inverse_sqrt":
+        return config.learning_rate * math.sqrt(max(warmup, 1) / (step + 1))
     done = (step - warmup) / max(steps - warmup, 1)
     left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
     share = config.final_fraction + (1 - config.final_fraction) * left[config.schedule]

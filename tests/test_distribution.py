@@ -1,0 +1,108 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from two_processes import STEPS, STOP, lightnet_run
+
+from onescan.training import read_metrics, train
+from onescan.training.folder import read_manifest
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+NAMES = ("ddp", "fsdp", "ddp_stopped", "fsdp_stopped", "fsdp_resumed")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The run in one process."""
+    return train(lightnet_run(), tmp_path_factory.mktemp("one") / "run").folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A folder of runs that two processes shared."""
+    folder = tmp_path_factory.mktemp("two")
+    torchrun(str(Path(__file__).with_name("two_processes.py")), str(folder), *NAMES)
+    return folder
+
+
+def torchrun(*words, code=0):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [*TORCHRUN, *words], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def losses(folder, split="train"):
+    return torch.tensor([line["loss"] for line in read_metrics(folder) if line["split"] == split])
+
+
+def assert_equal_runs(folder, other):
+    for split in ("train", "test"):
+        torch.testing.assert_close(losses(folder, split), losses(other, split), atol=1e-5, rtol=0)
+    for name in ("model.safetensors", "best.safetensors"):
+        ours, theirs = load_file(folder / name), load_file(other / name)
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp_resumed"])
+def test_two_processes_give_the_numbers_of_one(one, two, name):
+    assert len(losses(one)) == STEPS
+    assert losses(one)[-1] < losses(one)[0] - 0.1
+    assert_equal_runs(two / name, one)
+    rows, theirs = (load_file(folder / "evaluation.safetensors") for folder in (one, two / name))
+    assert torch.equal(rows["labels"], theirs["labels"])
+    torch.testing.assert_close(rows["losses"], theirs["losses"], atol=1e-3, rtol=1e-3)
+    assert [e.processes for e in read_manifest(two / name).environments] == [2]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_what_two_processes_saved_one_goes_on_with(one, two, name):
+    """Stopped by a signal to the second process alone: both end at the same step."""
+    folder = two / f"{name}_stopped"
+    assert len(losses(folder)) == STOP + 1
+    train(lightnet_run(), folder)
+    assert_equal_runs(folder, one)
+    environments = read_manifest(folder).environments
+    assert [(e.since_step, e.processes) for e in environments] == [(0, 2), (STOP + 1, 1)]
+
+
+def test_processes_that_are_killed_start_again_and_go_on(one, tmp_path):
+    """Sharded, with readers, and checkpoints after evaluations that were no new best."""
+    script = str(Path(__file__).with_name("two_processes.py"))
+    torchrun("--max-restarts=1", script, "dies_once", str(tmp_path / "run"))
+    assert [
+        line["step"] for line in read_metrics(tmp_path / "run") if line["split"] == "train"
+    ] == [*range(1, STEPS + 1)]
+    torch.testing.assert_close(losses(tmp_path / "run"), losses(one), atol=1e-5, rtol=0)
+
+
+def test_processes_without_a_common_disk_are_refused(tmp_path):
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from onescan.training import train\n"
+        "from tiny_run import tiny_run\n"
+        "train(tiny_run(), Path(sys.argv[1]) / os.environ['RANK'])\n"
+    )
+    (tmp_path / "apart.py").write_text(code)
+    done = torchrun(str(tmp_path / "apart.py"), str(tmp_path), code=1)
+    assert "is not on a disk that all processes share, as checkpoints need" in done.stderr
+    assert not list(tmp_path.rglob("step_*"))
+
+
+def test_the_command_line_speaks_once(tmp_path):
+    words = ["-m", "onescan", "train", "digits", "--training.steps", "2", "--model.depth", "1"]
+    done = torchrun(*words, "--out", str(tmp_path / "runs"))
+    assert done.stdout.count("digits, seed 0, in") == done.stdout.count("report: ") == 1
+    assert done.stdout.count("test accuracy") == 1
+    done = torchrun(*words, "--seeds", "0", "0", code=1)
+    assert "expected each seed once" in done.stderr
+    done = torchrun(*words, "--training.steps", "3", "--out", str(tmp_path / "runs"), code=1)
+    assert done.stderr.count("onescan: error: ") == 1
+    assert "holds another run" in done.stderr

@@ -1,0 +1,105 @@
+"""Runs that torchrun starts on two processes for test_distribution.py: FOLDER NAME..."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+from pathlib import Path
+
+from onescan import configs
+from onescan.data import DigitsConfig
+from onescan.layers.mixers import LightNetMixerConfig
+from onescan.layers.position import ToeplitzPositionConfig
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.tasks import ImageClassification, ImageClassificationConfig
+from onescan.training import MachineConfig, RunConfig, TrainingConfig, joined, train
+from onescan.training.loop import Loop
+
+STEPS, STOP = 20, 7
+
+
+def lightnet_run(**machine):
+    """Without chance that each process draws of its own: any number of them gives the same."""
+    return RunConfig(
+        name="digits",
+        data=DigitsConfig(),
+        task=ImageClassificationConfig(augment=None, evaluation_batch_size=100),
+        model=ImageClassifierConfig(
+            image_size=(8, 8),
+            channels=1,
+            patch_size=(2, 2),
+            num_classes=10,
+            width=32,
+            depth=2,
+            mixer=LightNetMixerConfig(num_heads=2, gate_rank=8),
+            position=ToeplitzPositionConfig(hidden_states=4, bidirectional=True),
+            drop_path=0.0,
+            init_std=0.1,
+        ),
+        training=TrainingConfig(
+            steps=STEPS,
+            batch_size=32,
+            learning_rate=1e-2,
+            eps=1e-5,
+            ema_decay=0.9,
+            checkpoint_every=0.1,
+        ),
+        machine=MachineConfig(trackers=(), **machine),
+    )
+
+
+def interrupted_at(step):
+    """Let only the second process be asked to stop, before that update."""
+    update = Loop.update
+
+    def interrupting(self, batches):
+        if self.state.step == step and self.ranks.rank == 1:
+            signal.raise_signal(signal.SIGINT)
+        return update(self, batches)
+
+    Loop.update = interrupting
+    return lambda: setattr(Loop, "update", update)
+
+
+def main(folder, *names):
+    with joined() as ranks:
+        assert ranks.size == 2
+        for name in names:
+            kind, _, way = name.partition("_")
+            run = lightnet_run(**MACHINES[kind])
+            if way:
+                restore = interrupted_at(STOP)
+                with contextlib.suppress(KeyboardInterrupt):
+                    train(run, Path(folder) / name)
+                restore()
+            if way != "stopped":
+                train(run, Path(folder) / name)
+        with contextlib.suppress(ValueError):  # of the first process, raised by both
+            train(dataclasses.replace(run, training=TrainingConfig(seed=9)), Path(folder) / name)
+
+
+def lean_run():
+    """No running mean, and evaluations that are never a new best after the first."""
+    ImageClassification.score = lambda *_: 0.0
+    changes = {"training.ema_decay": None, "training.evaluate_every": 0.1}
+    return configs.replace(lightnet_run(shard=True, workers=1), changes)
+
+
+def dies_once(folder):
+    """One process is killed in the first start; torchrun starts both again."""
+
+    def show(now):
+        if now.step == STOP and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(lean_run(), folder, progress=show)
+
+
+MACHINES = {
+    "ddp": {"workers": 1},
+    "fsdp": {"shard": True, "accumulate": 2},
+}
+
+if __name__ == "__main__":
+    dies_once(sys.argv[2]) if sys.argv[1] == "dies_once" else main(*sys.argv[1:])
