@@ -3,12 +3,11 @@
 import dataclasses
 import io
 import json
+import math
 import re
 import shutil
 import statistics
-from base64 import b64decode
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,31 +15,39 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from drawn_charts import limits_drawn
+from html_page import Page, assert_loads_nothing, table
+from matplotlib.figure import Figure
 from PIL import Image
 from sklearn.metrics import confusion_matrix
 
 from onescan import cli, configs
-from onescan.data import DataConfig, ImageFormat, ImageSet, ImageSplits
+from onescan.data import DataConfig, Example, ImageFormat, ImageSplits, ImageTensors, Loaded
 from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
 from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition, ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.recipes import RECIPES, find_recipe
-from onescan.report import check_report_path, write_report
+from onescan.report import check_report_path, lines, scales, write_report
 from onescan.report.command import repeat_command
 from onescan.report.lightnet import key_shares
 from onescan.report.page import render_page
+from onescan.report.pictures import held_out_pixels
 from onescan.report.sections import (
+    class_accuracy,
     confusion,
     curves,
     frequencies,
     key_importance,
     position_kernels,
+    predictions,
+    speed,
 )
 from onescan.report.study import read_study
+from onescan.report.words import large, percent
 from onescan.shapes import Grid
 from onescan.tasks import Evaluation, ImageClassificationConfig
-from onescan.training import RunConfig, TrainingConfig, train
+from onescan.training import MachineConfig, RunConfig, TrainingConfig, train
 from onescan.training.folder import read_result
 
 HOSTILE = ("<script>alert(1)</script>", "a & b", "$x^2$", '"quoted" \x01', "\u6570\u5b57")
@@ -64,9 +71,9 @@ class PatternsConfig(DataConfig):
 
     def split(self, examples, generator):
         labels = torch.randint(len(self.class_names), (examples,), generator=generator)
-        images = torch.randn(examples, self.channels, 4, 8, generator=generator)
-        images[torch.arange(examples), :, :, labels % 8] += 3
-        return ImageSet(images=images, labels=labels)
+        images = torch.randn(examples, self.channels, 4, 8, generator=generator) / 4 + 0.5
+        images[torch.arange(examples), :, :, labels % 8] += 0.75
+        return ImageTensors(images=images.clamp(0, 1), labels=labels)
 
 
 LIGHTNET = ImageClassifierConfig(
@@ -118,7 +125,8 @@ def run_config(model=LIGHTNET, seed=0, **data):
         model=model,
         data=PatternsConfig(**data),
         task=ImageClassificationConfig(augment=None),
-        training=TrainingConfig(epochs=2, batch_size=16, seed=seed, device="cpu"),
+        training=TrainingConfig(epochs=2, batch_size=16, seed=seed),
+        machine=MachineConfig(device="cpu", trackers=()),
     )
 
 
@@ -138,49 +146,8 @@ def folders(tmp_path_factory):
     return folders
 
 
-class Page(HTMLParser):
-    """What a browser finds in a page: elements, their text, and the pictures inside."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.tags, self.texts, self.cells, self.in_cell = [], [], [], False
-        self.feed(html)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag == "table":
-            self.cells.append([])
-        if tag == "tr":
-            self.cells[-1].append([])
-        self.in_cell = tag in ("td", "th") or (tag == "span" and self.in_cell)
-        if tag in ("td", "th"):
-            self.cells[-1][-1].append("")
-
-    def handle_endtag(self, tag):
-        self.in_cell = self.in_cell and tag == "span"
-
-    def handle_data(self, text):
-        if self.tags and self.tags[-1][0] != "style":
-            self.texts.append(text)
-        if self.in_cell:
-            self.cells[-1][-1][-1] += text
-
-    @property
-    def text(self):
-        return " ".join(" ".join(self.texts).split())
-
-    def pictures(self, kind):
-        start = f"data:image/{kind};base64,"
-        sources = [attributes["src"] for tag, attributes in self.tags if tag == "img"]
-        return [b64decode(s.removeprefix(start)) for s in sources if s.startswith(start)]
-
-
 def page_of(runs):
     return Page(render_page(read_study(runs)))
-
-
-def table(page, corner):
-    return next(rows for rows in page.cells if rows[0][0] == corner)
 
 
 # The file
@@ -189,18 +156,7 @@ def table(page, corner):
 @pytest.mark.parametrize("kind", MODELS)
 def test_page_loads_nothing(folders, tmp_path, kind):
     path = write_report(folders(MODELS[kind]), tmp_path / "new" / "report.html")
-    html = path.read_text(encoding="utf-8")
-    page = Page(html)
-    for tag, attributes in page.tags:
-        assert tag not in ("script", "link", "iframe", "object", "embed", "base")
-        for name in ("src", "href", "srcset", "data", "action", "poster", "background"):
-            assert (attributes.get(name) or "#").startswith(("#", "data:image/")), (tag, attributes)
-    assert not re.search(r"https?://|url\(|@import", html)
-    for svg in page.pictures("svg+xml"):
-        for element in ElementTree.fromstring(svg).iter():
-            assert not element.tag.endswith(("script", "foreignObject"))
-            for name, value in element.attrib.items():
-                assert not name.endswith("href") or value.startswith(("#", "data:image/png"))
+    assert_loads_nothing(path.read_text(encoding="utf-8"))
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
 
 
@@ -211,7 +167,7 @@ def test_sections_that_do_not_apply_are_one_line(folders, kind):
     assert said == LEFT_OUT[kind]
     shown = set(re.findall(r"<h2>(.*?)</h2>", html))
     assert shown == {title for titles in LEFT_OUT.values() for title in titles} - said | {
-        "Training", "What is taken for what", "Test images"
+        "Training", "Speed and memory", "What is taken for what", "Test images"
     }  # fmt: skip
 
 
@@ -253,13 +209,13 @@ def test_only_a_page_of_ours_is_replaced(folders, tmp_path):
     path = tmp_path / "report.html"
     check_report_path(path)
     path.write_text("<!doctype html><title>notes</title>")
-    with pytest.raises(ValueError, match=r"report\.html was not written by onescan"):
+    with pytest.raises(ValueError, match=r"html was not written by onescan: choose another name"):
         write_report(folders(), path)
     assert "notes" in path.read_text()
     path.unlink()
     write_report(folders(), path)
     check_report_path(path)
-    with pytest.raises(ValueError, match="was not written by onescan"):
+    with pytest.raises(ValueError, match="by onescan: it is a folder, expected a file's name"):
         check_report_path(tmp_path)
 
 
@@ -310,7 +266,9 @@ def test_time_throughput_and_parameters(folders):
     seconds = [line["seconds"] for line in lines if line["split"] == "train"]
     study = read_study([folder])
     assert study.runs[0].seconds == pytest.approx(sum(seconds))
-    assert study.runs[0].throughput == pytest.approx(16 * len(seconds) / sum(seconds))
+    assert study.runs[0].throughput == pytest.approx(16 / statistics.median(seconds))
+    text = page_of([folder]).text
+    assert f"{large(16 / statistics.median(seconds))} images per second of the median" in text
     assert (
         f"{sum(p.numel() for p in LIGHTNET.build().parameters()):,} learnt"
         in page_of([folder]).text
@@ -332,11 +290,8 @@ def answered(folder, predictions, confidence=0.75):
     """The run's result, if it had said this."""
     result = read_result(folder)
     arrays = result.evaluation.arrays
-    images = torch.arange(len(predictions))
-    probabilities = torch.zeros_like(arrays["probabilities"])
-    probabilities[images, predictions] = confidence
-    probabilities[images, (predictions + 1) % len(HOSTILE)] = 1 - confidence
-    arrays |= {"predictions": predictions, "probabilities": probabilities}
+    confidence = torch.as_tensor(confidence).expand(len(predictions))
+    arrays |= {"predictions": predictions, "confidence": confidence}
     accuracy = (predictions == arrays["labels"]).float().mean().item()
     evaluation = Evaluation(metrics={"accuracy": accuracy, "loss": 1.0}, arrays=arrays)
     return dataclasses.replace(result, evaluation=evaluation)
@@ -379,30 +334,197 @@ def test_shown_pixels_are_the_images(folders):
     sizes = {Image.open(io.BytesIO(png)).size for png in pictures}
     assert sizes == {(8, 4)}
     image = PatternsConfig().build().test.images
-    pixels = ((image * 0.25 + 0.5).clamp(0, 1) * 255).round().byte()
+    pixels = (image * 255).round().byte()
     shown = {np.asarray(Image.open(io.BytesIO(png)))[..., 0].tobytes() for png in pictures}
     assert shown <= {one[0].numpy().tobytes() for one in pixels}
 
 
 def test_many_classes_are_listed_by_confusion(folders):
-    names = tuple(f"class {i}" for i in range(25))
-    (folder,) = folders(model(num_classes=25), class_names=names, test_examples=60)
+    names = tuple(f"class {i}" for i in range(35))
+    (folder,) = folders(model(num_classes=35), class_names=names, test_examples=60)
     study = read_study([folder])
     arrays = study.runs[0].result.evaluation.arrays
-    wanted = confusion_matrix(arrays["labels"], arrays["predictions"], labels=range(25))
+    wanted = confusion_matrix(arrays["labels"], arrays["predictions"], labels=range(35))
     rows = table(Page(render_page(study)), "shown")[1:]
     assert len(rows) == confusion.MOST_PAIRS
     for shown, said, times, _ in rows:
         assert int(times) == wanted[names.index(shown), names.index(said)] > 0
         assert shown != said
+    assert int(rows[0][2]) == (wanted - np.diag(wanted.diagonal())).max() > 1
     assert [int(row[2]) for row in rows] == sorted((int(row[2]) for row in rows), reverse=True)
 
 
 def test_a_long_run_s_curve_is_thinned_to_its_end():
-    x = torch.arange(12_345).double().numpy()
-    thin, _ = curves._thin(x, x)
-    assert len(thin) <= curves.MOST_POINTS
-    assert thin[-1] == x[-1]
+    places = lines.thinned(12_345)
+    assert len(places) <= lines.MOST_POINTS
+    assert places[-1] == 12_344
+
+
+def test_accuracy_class_by_class_of_many(folders):
+    names = tuple(f"class {i}" for i in range(120))
+    study = read_study(folders(model(num_classes=120), class_names=names, test_examples=400))
+    arrays = study.runs[0].result.evaluation.arrays
+    counts = confusion_matrix(arrays["labels"], arrays["predictions"], labels=range(120))
+    shown = counts.sum(axis=1)
+    accuracies = class_accuracy.accuracy_by_class(study)[0]
+    np.testing.assert_array_equal(np.isnan(accuracies), shown == 0)
+    known = shown > 0
+    np.testing.assert_allclose(accuracies[known], counts.diagonal()[known] / shown[known])
+    page = Page(render_page(study))
+    assert f"All {(shown > 0).sum()} classes in the order of their accuracy" in page.text
+    order = np.argsort(np.where(shown > 0, accuracies, 2), kind="stable")
+    alts = " ".join(a["alt"] for tag, a in page.tags if tag == "img")
+    hardest = ", ".join(f"class {i} {percent(accuracies[i])}" for i in order[:15])
+    assert f"hardest classes: {hardest}" in alts
+
+
+def test_many_classes_have_top_5_accuracy(folders):
+    names = tuple(f"class {i}" for i in range(120))
+    (folder,) = folders(model(num_classes=120), class_names=names, test_examples=400)
+    top = read_result(folder).metrics["top5_accuracy"]
+    page = page_of([folder])
+    assert table(page, "seed")[0][2] == "test top-5 accuracy"
+    assert table(page, "seed")[1][2] == f"{top:.2%}"
+    assert any("Test top-5 accuracy" in text for text in page.texts)
+    assert "top-5" not in page_of(folders()).text
+
+
+@pytest.mark.parametrize("evaluations", [1, 2])
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_an_accuracy_that_stays_the_same_is_drawn(folders, monkeypatch, share, evaluations):
+    limits = limits_drawn(monkeypatch)
+    study = read_study(folders())
+    run = study.runs[0]
+    tests = [line | {"accuracy": share} for line in run.records if line["split"] == "test"]
+    records = [line for line in run.records if line["split"] == "train"] + tests[-evaluations:]
+    curves.section(dataclasses.replace(study, runs=(dataclasses.replace(run, records=records),)))
+    low, high = limits["test accuracy"]
+    assert 0 <= low <= share <= high <= 1
+    assert low < high
+
+
+@pytest.mark.parametrize("images", [1, 2, 3, 40, 50_000])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_an_axis_of_shares_has_two_ends(images, share):
+    axes = Figure().add_subplot()
+    scales.share_scale(axes, share, share, least=0.5 / images)
+    low, high = axes.get_ylim()
+    assert low <= share <= high
+    assert low < high
+
+
+# What it took
+
+
+def recorded(folder, **numbers):
+    """The study of a run, if these had been recorded at every update."""
+    study = read_study([folder])
+    run = study.runs[0]
+    lines = [line | (numbers if line["split"] == "train" else {}) for line in run.records]
+    return dataclasses.replace(study, runs=(dataclasses.replace(run, records=lines),))
+
+
+def test_speed_waiting_and_memory_are_told(folders):
+    (folder,) = folders()
+    study = recorded(folder, seconds=0.5, waiting_seconds=0.125, memory_mib=2048.0)
+    figures = speed.section(study).figures
+    alts = [dict(Page(figure.html).tags[0][1])["alt"] for figure in figures]
+    assert [alt.rpartition(": ")[2] for alt in alts] == ["32", "25%", "2 GiB"]  # 16 images / 0.5 s
+    assert "In all 25.0% of the time, 0.8 s of 3.0 s;" in figures[1].caption
+    assert "At most 2 GiB" in figures[2].caption
+    assert "the computer's memory" in figures[2].caption
+
+
+def test_memory_that_no_system_tells_is_left_out(folders):
+    study = recorded(folders()[0], memory_mib=math.nan)
+    titles = [figure.title for figure in speed.section(study).figures]
+    assert titles == ["Images per second", "Waiting for data"]
+
+
+def test_smoothing_is_a_statistic_of_a_window():
+    y = np.random.default_rng(0).normal(size=400)
+    places = np.array([0, 200, 399])
+    wanted = [np.median(y[:6]), np.median(y[195:206]), np.median(y[394:])]
+    np.testing.assert_allclose(lines.smoothed(y, places, np.median), wanted)
+
+
+def edited(folder, to, **parts):
+    """A copy of a run's folder, with parts of its config.json changed."""
+    shutil.copytree(folder, to)
+    data = json.loads((to / "config.json").read_text())
+    for name, change in parts.items():
+        data[name] = change(data[name])
+    (to / "config.json").write_text(json.dumps(data))
+    return to
+
+
+def test_every_machine_a_run_was_on_is_named(folders, tmp_path):
+    def moved(environments):
+        later = {"since_step": 1234, "device": "H<1>00", "processes": 8, "commit": "feed"}
+        return [*environments, environments[0] | later]
+
+    page = page_of([edited(folders()[0], tmp_path / "run", environments=moved)])
+    assert "From step 1,234 8 \u00d7 H<1>00, " in page.text
+    assert ", commit feed" in page.text
+    assert "those of the first process" in page.text
+
+
+def test_runs_on_different_machines_are_seeds_of_one_recipe(folders, tmp_path):
+    def elsewhere(run):
+        return run | {"machine": run["machine"] | {"workers": 3, "accumulate": 2}}
+
+    first, second = folders(seeds=(0, 1))
+    second = edited(second, tmp_path / "run", run=elsewhere)
+    assert len(read_study([first, second]).runs) == 2
+    with pytest.raises(ValueError, match="the same run, seed 0"):
+        read_study([first, edited(first, tmp_path / "again", run=elsewhere)])
+
+
+# The held-out images
+
+
+class Stream(ImageTensors):
+    """Images that come one after the other and cannot be looked up."""
+
+    def examples(self, **_):
+        for place in range(len(self)):
+            self.walked.append(place)
+            yield Example((self.images[place], self.labels[place])), None
+
+    def read(self, examples):
+        pixels, labels = zip(*(example.source for example in examples), strict=True)
+        return Loaded((torch.stack(pixels), torch.stack(labels)))
+
+
+def test_a_stream_is_walked_no_further_than_needed(folders):
+    study = read_study(folders())
+    data, places = study.task.test, torch.tensor([7, 2, 11])
+    images = (data.images * 255).round().byte()
+    study.task.test = Stream(images=images, labels=data.labels)
+    object.__setattr__(study.task.test, "walked", walked := [])
+    torch.testing.assert_close(held_out_pixels(study, places), images[places] / 255)
+    assert walked == list(range(12))
+
+
+def test_fewer_held_out_images_than_judged_are_refused(folders):
+    study = read_study(folders())
+    data = study.task.test
+    study.task.test = ImageTensors(images=data.images[:10], labels=data.labels[:10])
+    with pytest.raises(ValueError, match="held-out images have changed"):
+        held_out_pixels(study, torch.tensor([20, 12]))
+
+
+def test_rows_that_tell_no_images_show_none(folders):
+    study = read_study(folders())
+    data = study.task.test
+    study.task.test = ImageTensors(
+        images=torch.cat([data.images, data.images[:2]]),
+        labels=torch.cat([data.labels, data.labels[:2]]),
+    )
+    for part in (predictions, key_importance):
+        section = part.section(study)
+        assert not section.figures
+        assert f"Only {len(data)} of {len(data) + 2} held-out images could be read" in section.lead
 
 
 # What was learnt
@@ -410,7 +532,8 @@ def test_a_long_run_s_curve_is_thinned_to_its_end():
 
 def test_key_shares_are_the_softmax_of_keys(folders):
     study = read_study(folders())
-    images = PatternsConfig().build().test.images[:5]
+    data = PatternsConfig().build()
+    images = data.format.model_input(data.test.images[:5])
     shares = key_shares(study.model, images)
     assert [tuple(layer.shape) for layer in shares] == [(5, 2, 9)] * 2
     torch.testing.assert_close(torch.stack(shares).sum(-1), torch.ones(2, 5, 2))
@@ -436,13 +559,13 @@ def test_shown_shares_sum_to_one(folders, monkeypatch, kind):
     study = read_study(folders(MODELS[kind]))
     html = key_importance.section(study).figures[0].html
     tokens = 8 + study.model.prefix
-    assert len(drawn) == 2
-    for rows in drawn:
-        assert [row.name for row in rows] == [*HOSTILE, "mean"]
-        for row in rows:
-            total = row.maps.flatten(1).sum(dim=1)
-            total = total + (0 if row.numbers is None else row.numbers)
-            torch.testing.assert_close(total / tokens, torch.ones(2))
+    assert [[row.name for row in rows] for rows in drawn] == [
+        [*HOSTILE], [*HOSTILE], ["block 1", "block 2"]
+    ]  # fmt: skip
+    for row in [row for rows in drawn for row in rows]:
+        total = row.maps.flatten(1).sum(dim=1)
+        total = total + (0 if row.numbers is None else row.numbers)
+        torch.testing.assert_close(total / tokens, torch.ones(2))
     first = Page(html).pictures("svg+xml")[0].decode()
     if kind == "lightnet":
         for number in torch.stack([row.numbers for row in drawn[0]]).flatten().tolist():
@@ -452,13 +575,15 @@ def test_shown_shares_sum_to_one(folders, monkeypatch, kind):
 def test_examples_show_their_class(folders):
     study = read_study(folders())
     looks = key_importance._examples(study, study.model)
-    data = PatternsConfig().build().test
+    data, format = PatternsConfig().build().test, PatternsConfig().build().format
     for look, name in zip(looks, HOSTILE, strict=True):
-        lightness = ((data.images[:, 0] * 0.25 + 0.5).clamp(0, 1) * 255).round() / 255
+        lightness = (data.images[:, 0] * 255).round() / 255
         match = (lightness - look.image.mean(dim=-1)).abs().flatten(1).amax(dim=1) < 1e-5
         assert {HOSTILE[i] for i in data.labels[match]} == {look.name} == {name}
         for shown, wanted in zip(
-            look.shares, key_shares(study.model, data.images[match]), strict=True
+            look.shares,
+            key_shares(study.model, format.model_input(data.images[match])),
+            strict=True,
         ):
             torch.testing.assert_close(shown, wanted[0])
 

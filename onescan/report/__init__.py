@@ -1,5 +1,7 @@
-"""The HTML page people look at when a run is over."""
+"""The HTML pages people look at when runs are over: about one recipe, and about several."""
 
-from onescan.report.page import check_report_path, write_report
+from onescan.report.comparison import comparison_table, write_comparison
+from onescan.report.page import write_report
+from onescan.report.template import check_report_path
 
-__all__ = ["check_report_path", "write_report"]
+__all__ = ["check_report_path", "comparison_table", "write_comparison", "write_report"]

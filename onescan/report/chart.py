@@ -14,10 +14,8 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from onescan.report.palette import GRID, INK, MUTED
-from onescan.report.words import significant
 
 PIXELS_PER_INCH = 96  # of a CSS pixel
 STYLE: dict[Any, Any] = {
@@ -45,10 +43,10 @@ STYLE: dict[Any, Any] = {
     "image.interpolation": "none",
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "onescan",  # the same runs give the same page
+    "figure.constrained_layout.w_pad": 0.1,  # a browser's font may be wider than matplotlib's
     "figure.facecolor": "none",
     "axes.facecolor": "none",
 }
-ONE_DECADE, THREE_DECADES = 10, 1000
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -80,18 +78,6 @@ def chart(
     picture = svg.getvalue().replace(b"'system-ui'", b"system-ui")  # a keyword, not a font's name
     data = b64encode(picture).decode()
     return f'<img class="chart" alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}">'
-
-
-def log_scale(axes: Axes) -> None:
-    """Make the vertical axis of a finished plot logarithmic, with plain numbers on it."""
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    if high < ONE_DECADE * low:
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-    elif high < THREE_DECADES * low:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: significant(value)))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
 
 
 def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]], *, gap: float = 0.07) -> None:

@@ -3,10 +3,9 @@
 import shlex
 from typing import Any
 
-from onescan.configs import differences
 from onescan.models.presets import ABLATIONS
 from onescan.recipes import RECIPES, find_recipe
-from onescan.report.study import SEED, Study
+from onescan.report.study import Study, settings_apart
 
 
 def repeat_command(study: Study) -> list[str] | None:
@@ -19,11 +18,10 @@ def repeat_command(study: Study) -> list[str] | None:
     if base not in RECIPES or row not in ("", *ABLATIONS):
         return None
     words = ["onescan", "train", name, "--seeds", *(str(run.seed) for run in study.runs)]
-    for path, old, new in differences(find_recipe(name)(), study.config):
+    for path, old, new in settings_apart(find_recipe(name)(), study.config):
         if path.endswith("type") or not (_is_plain(old) and _is_plain(new)):
             return None
-        if path != SEED:
-            words += _flag(path, new)
+        words += _flag(path, new)
     return [shlex.quote(word) for word in words]
 
 

@@ -3,6 +3,7 @@
 import io
 from base64 import b64encode
 from html import escape
+from itertools import islice
 
 import numpy as np
 import torch
@@ -11,12 +12,13 @@ from jaxtyping import Int, UInt8
 from PIL import Image
 from torch import Tensor
 
-from onescan.data import ImageFormat
+from onescan.data import DataSet, Example
+from onescan.data.images import unit_pixels
 from onescan.report.study import Study
 from onescan.shapes import Images, Labels
 from onescan.tasks import ImageClassification
 
-LONGEST_SIDE = 80
+LONGEST_SIDE = 112
 COARSE = 48  # images with shorter sides are enlarged as crisp squares
 
 Pixels = UInt8[np.ndarray, "height width rgb"]
@@ -34,26 +36,45 @@ def held_out_labels(study: Study) -> Labels:
     return labels[0]
 
 
-def held_out_images(study: Study, indices: Int[Tensor, " B"]) -> Images:
-    """Read some of the held-out images, as the model does.
+def left_out(study: Study) -> str:
+    """Say so where some held-out images could not be read, so that rows tell no places.
+
+    Empty where all could.
+    """
+    rows, images = len(held_out_labels(study)), len(study.task.test)
+    if rows == images:
+        return ""
+    return f"Only {rows:,} of {images:,} held-out images could be read, so none can be told by row."
+
+
+def held_out_pixels(study: Study, places: Int[Tensor, " B"]) -> Images:
+    """Read some of the held-out images: pixels from 0 to 1.
 
     Raises:
-        ValueError: the data is not that which the runs were judged on.
+        ValueError: the data is not that which the runs were judged on, or cannot be read.
     """
     assert isinstance(study.task, ImageClassification)
-    images, labels = study.task.data.test.batch(indices)
-    if not torch.equal(labels, held_out_labels(study)[indices]):
-        raise ValueError("the held-out images have changed since the runs were judged on them")
-    return images
+    examples = _examples_at(study.task.test, places.tolist())
+    if len(examples) == len(places):
+        pixels, labels = study.task.test.read(examples).batch
+        if torch.equal(labels, held_out_labels(study)[places]):
+            return unit_pixels(pixels)
+    raise ValueError("the held-out images have changed since the runs were judged on them")
 
 
-def to_pixels(study: Study, images: Images) -> UInt8[np.ndarray, "B height width rgb"]:
-    """Turn what the model reads into pixels; grey images become red, green and blue."""
-    assert isinstance(study.task.format, ImageFormat)
-    pixels = study.task.format.to_pixels(images).clamp(0, 1) * 255
+def _examples_at(data: DataSet, places: list[int]) -> list[Example]:
+    """Walk to the last of them, since a stream cannot be looked up."""
+    wanted = set(places)
+    walk = enumerate(islice(data.examples(seed=None), max(places) + 1))
+    found = {place: example for place, (example, _) in walk if place in wanted}
+    return [found[place] for place in places if place in found]
+
+
+def to_bytes(pixels: Images) -> UInt8[np.ndarray, "B height width rgb"]:
+    """Turn pixels from 0 to 1 into bytes; grey images become red, green and blue."""
     if pixels.shape[1] not in (1, 3):  # neither grey nor colour: show the mean
         pixels = pixels.mean(dim=1, keepdim=True)
-    pixels = pixels.expand(-1, 3, -1, -1).round().to(torch.uint8)
+    pixels = (pixels.clamp(0, 1) * 255).expand(-1, 3, -1, -1).round().to(torch.uint8)
     return rearrange(pixels, "b c h w -> b h w c").numpy()
 
 
@@ -61,8 +82,8 @@ def picture(pixels: Pixels, *, alt: str) -> str:
     """An `<img>` that needs no other file, shrunk where it is large."""
     image = Image.fromarray(pixels)
     image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-    png = io.BytesIO()
-    image.save(png, format="png", optimize=True)
-    kind = "coarse" if max(image.size) < COARSE else "fine"
-    data = b64encode(png.getvalue()).decode()
-    return f'<img class="{kind}" alt="{escape(alt)}" src="data:image/png;base64,{data}">'
+    kind, format = ("coarse", "png") if max(image.size) < COARSE else ("fine", "jpeg")
+    file = io.BytesIO()
+    image.save(file, format=format, optimize=True)
+    data = b64encode(file.getvalue()).decode()
+    return f'<img class="{kind}" alt="{escape(alt)}" src="data:image/{format};base64,{data}">'

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from onescan import configs
 from onescan.tasks import Task
 from onescan.training.checkpoint import load
-from onescan.training.folder import Manifest, read_manifest, read_result
+from onescan.training.folder import MACHINE, Manifest, read_manifest, read_result
 from onescan.training.records import METRICS, Split, read_metrics
 from onescan.training.run import RunConfig, RunResult
 
@@ -43,9 +44,19 @@ class FinishedRun:
 
     @property
     def throughput(self) -> float:
-        """Examples per second of that time."""
-        updates = len(self.column("train", "seconds"))
-        return updates * self.manifest.run.training.batch_size / self.seconds
+        """Examples per second of the median update: the first ones warm up."""
+        seconds = float(np.median(self.column("train", "seconds")))
+        return self.manifest.run.training.batch_size / seconds
+
+    @property
+    def waiting(self) -> float:
+        """The part of that time that was spent waiting for data."""
+        return float(self.column("train", "waiting_seconds").sum()) / self.seconds
+
+    @property
+    def memory_mib(self) -> float:
+        """The most that was in use, of a CPU's or of a GPU's memory."""
+        return float(self.column("train", "memory_mib").max())
 
     def column(self, split: Split, name: str) -> Column:
         """A recorded number, in the order of steps."""
@@ -58,7 +69,7 @@ class FinishedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Runs that differ in nothing but the seed."""
+    """Runs that differ in nothing but the seed, and what they ran on."""
 
     runs: tuple[FinishedRun, ...]
     task: Task
@@ -96,10 +107,8 @@ def read_study(runs: Sequence[Path | RunResult]) -> Study:
     """
     if not runs:
         raise ValueError("runs is empty, expected at least one finished run")
-    finished = tuple(_read_run(run) for run in runs)
-    for i, run in enumerate(finished):
-        for other in finished[:i]:
-            _check_pair(other, run)
+    finished = tuple(read_run(run) for run in runs)
+    check_seeds(finished)
     first = finished[0].manifest.run
     return Study(
         runs=finished,
@@ -108,7 +117,12 @@ def read_study(runs: Sequence[Path | RunResult]) -> Study:
     )
 
 
-def _read_run(run: Path | RunResult) -> FinishedRun:
+def read_run(run: Path | RunResult) -> FinishedRun:
+    """Read one finished run.
+
+    Raises:
+        ValueError: the folder holds none, or one that is not finished.
+    """
     folder = run.folder if isinstance(run, RunResult) else run
     manifest = read_manifest(folder)
     result = run if isinstance(run, RunResult) else read_result(folder)
@@ -117,15 +131,32 @@ def _read_run(run: Path | RunResult) -> FinishedRun:
     return FinishedRun(manifest=manifest, result=result, records=read_metrics(folder))
 
 
-def _check_pair(a: FinishedRun, b: FinishedRun) -> None:
-    folders = f"{a.result.folder} and {b.result.folder}"
-    found = configs.differences(a.manifest.run, b.manifest.run)
-    if not found:
-        raise ValueError(f"{folders} hold the same run, seed {a.seed}: expected distinct seeds")
-    others = [f"{path} ({x!r} and {y!r})" for path, x, y in found if path != SEED]
-    if others:
-        more = f" and {len(others) - SHOWN_DIFFERENCES} more" * (len(others) > SHOWN_DIFFERENCES)
-        raise ValueError(
-            f"{folders} are runs of different recipes, which differ in "
-            f"{', '.join(others[:SHOWN_DIFFERENCES])}{more}; expected seeds of one recipe"
-        )
+def settings_apart(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:
+    """List where two recipes differ: dotted path, value in `a`, value in `b`."""
+    return [
+        (path, x, y)
+        for path, x, y in configs.differences(a, b)
+        if path != SEED and not path.startswith(MACHINE)
+    ]
+
+
+def check_seeds(runs: Sequence[FinishedRun]) -> None:
+    """Raise ValueError unless runs are different seeds of one recipe.
+
+    Raises:
+        ValueError: two differ in more than their seed, or not in their seed.
+    """
+    for a, b in combinations(runs, 2):
+        folders = f"{a.result.folder} and {b.result.folder}"
+        found = [
+            f"{path} ({x!r} and {y!r})"
+            for path, x, y in settings_apart(a.manifest.run, b.manifest.run)
+        ]
+        if found:
+            more = f" and {len(found) - SHOWN_DIFFERENCES} more" * (len(found) > SHOWN_DIFFERENCES)
+            raise ValueError(
+                f"{folders} are runs of different recipes, which differ in "
+                f"{', '.join(found[:SHOWN_DIFFERENCES])}{more}; expected seeds of one recipe"
+            )
+        if a.seed == b.seed:
+            raise ValueError(f"{folders} hold the same run, seed {a.seed}: expected distinct seeds")

@@ -5,7 +5,8 @@ from html import escape
 
 from onescan.report.command import repeat_command
 from onescan.report.study import Study
-from onescan.report.words import duration, large, percent
+from onescan.report.words import TIMES, duration, large, metric_name, metric_value
+from onescan.training.folder import Environment
 
 
 def summary(study: Study) -> str:
@@ -23,16 +24,22 @@ def _big_numbers(study: Study) -> str:
     name = next(iter(study.runs[0].result.metrics))  # a task names its most telling metric first
     values = study.metric(name)
     deviation = spread(values)
-    about = f" <small>&plusmn; {_number(name, deviation)}</small>" if deviation is not None else ""
+    about = (
+        f" <small>&plusmn; {metric_value(name, deviation)}</small>" if deviation is not None else ""
+    )
     over = f"mean and standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
     seconds = statistics.mean(run.seconds for run in study.runs)
     throughput = statistics.mean(run.throughput for run in study.runs)
-    device = study.runs[0].manifest.environment.device
+    device = study.runs[0].manifest.environments[0].device
     cards = [
-        (f"{_number(name, statistics.mean(values))}{about}", f"test {name}", over),
+        (
+            f"{metric_value(name, statistics.mean(values))}{about}",
+            f"test {metric_name(name)}",
+            over,
+        ),
         (large(_parameters(study)), "parameters", f"{_parameters(study):,} learnt numbers"),
         (duration(seconds), "training", "per seed, without evaluation"),
-        (large(throughput), f"{unit} per second", f"while training, on {device}"),
+        (large(throughput), f"{unit} per second", f"of the median update, on {device}"),
     ]
     return '<ul class="numbers">{}</ul>'.format(
         "".join(
@@ -44,10 +51,15 @@ def _big_numbers(study: Study) -> str:
 
 def _seeds(study: Study) -> str:
     names = list(study.runs[0].result.metrics)
-    heads = ["seed", *(f"test {name}" for name in names), "training", f"{study.task.unit}/s"]
+    heads = [
+        "seed",
+        *(f"test {metric_name(name)}" for name in names),
+        "training",
+        f"{study.task.unit}/s",
+    ]
     rows = ["".join(f"<th>{escape(head)}</th>" for head in heads)]
     for run in study.runs:
-        cells = [str(run.seed), *(_number(name, run.result.metrics[name]) for name in names)]
+        cells = [str(run.seed), *(metric_value(name, run.result.metrics[name]) for name in names)]
         cells += [duration(run.seconds), large(run.throughput)]
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
@@ -56,16 +68,29 @@ def _seeds(study: Study) -> str:
 
 def _facts(study: Study) -> str:
     manifest = study.runs[0].manifest
-    here = manifest.environment
+    first, *later = manifest.environments
     facts = [
-        ("Device", f"{here.device}, {here.platform}"),
-        ("Versions", f"onescan {manifest.onescan}, torch {here.torch}, Python {here.python}"),
+        ("Device", _device(first)),
+        ("Versions", _versions(first)),
     ]
-    if here.commit:
-        facts.append(("Commit", here.commit))
+    if first.commit:
+        facts.append(("Commit", first.commit))
+    for place in later:
+        commit = f", commit {place.commit}" if place.commit else ""
+        moved = f"{_device(place)}, {_versions(place)}{commit}"
+        facts.append((f"From step {place.since_step:,}", moved))
     facts.append(("Runs", ", ".join(str(run.result.folder) for run in study.runs)))
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(fact)}</dd>" for name, fact in facts)
     return f"<dl>{listed}<dt>Again</dt><dd>{_again(study)}</dd></dl>"
+
+
+def _device(place: Environment) -> str:
+    several = f"{place.processes} {TIMES} " if place.processes > 1 else ""
+    return f"{several}{place.device}, {place.platform}"
+
+
+def _versions(place: Environment) -> str:
+    return f"onescan {place.onescan}, torch {place.torch}, Python {place.python}"
 
 
 def _again(study: Study) -> str:
@@ -77,7 +102,3 @@ def _again(study: Study) -> str:
 
 def _parameters(study: Study) -> int:
     return sum(parameter.numel() for parameter in study.model.parameters())
-
-
-def _number(metric: str, value: float) -> str:
-    return percent(value, 2) if metric == "accuracy" else f"{value:.3f}"

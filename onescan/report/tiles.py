@@ -1,4 +1,4 @@
-"""Heat maps laid over images: a row for each image, a column for each map."""
+"""Heat maps, alone or laid over images: a column for each map."""
 
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from onescan.report.words import label
 TILE = 46  # CSS pixels
 GAP, BELOW = 0.08, 0.3  # between columns and rows, as parts of a tile; numbers stand below
 LETTER, AROUND = 6.5, 40  # CSS pixels: of a row's name; for what surrounds the tiles
+BAR = 5  # how many times wider than high the colour bar is, for each tile along it
 FURTHEST = 4  # the colours end at 4 and at a quarter
 SHADE = 0.35  # how far an image may darken a colour
 ON_BLACK = 0.25  # images with a darker median shade as negatives, or black would hide the colours
@@ -44,26 +45,31 @@ class Row(NamedTuple):
     numbers: Float[Tensor, " H"] | None
 
 
-def tiles(rows: list[Row], *, column: str, unit: str, alt: str) -> str:
+def tiles(
+    rows: list[Row], *, columns: list[str], unit: str, alt: str, with_images: bool = True
+) -> str:
     """Draw rows of tiles as an image in the page: each image, and then its maps.
 
     Args:
         rows: all with images of one size and equally many maps.
-        column: what a map is of, with its number behind it.
+        columns: what stands above each map.
         unit: what 1 is on the colour scale.
         alt: what is seen.
+        with_images: whether the images themselves are shown; white ones leave the maps alone.
     """
     height, width, _ = rows[0].image.shape
-    step, columns = height / width + BELOW, len(rows[0].maps) + 1
+    step = height / width + (GAP if rows[0].numbers is None else BELOW)
+    names = dict(enumerate(["image", *columns]))
+    if not with_images:
+        del names[0]
     on_black = bool(torch.stack([row.image for row in rows]).median() < ON_BLACK)
 
     def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot(xlim=(0, columns), ylim=(len(rows) * step, 0))
+        axes = figure.add_subplot(xlim=(min(names), 1 + len(columns)), ylim=(len(rows) * step, 0))
         for i, row in enumerate(rows):
             _draw_row(axes, row, i * step, on_black=on_black)
         middle = (1 - GAP) / 2
-        names = ["image", f"{column} 1", *(str(i) for i in range(2, columns))]
-        axes.set_xticks(np.arange(columns) + middle, names)
+        axes.set_xticks([x + middle for x in names], names.values())
         places = step * np.arange(len(rows)) + middle * height / width
         axes.set_yticks(places, [label(row.name) for row in rows])
         axes.xaxis.tick_top()
@@ -115,7 +121,8 @@ def _scale() -> LogNorm:
 
 def _scale_bar(figure: Drawing, axes: Axes, unit: str) -> None:
     colors = ScalarMappable(_scale(), DIVERGING)
-    bar = figure.colorbar(colors, ax=axes, location="bottom", aspect=30, shrink=0.8, pad=0.01)
+    aspect = BAR * axes.get_xlim()[1]
+    bar = figure.colorbar(colors, ax=axes, location="bottom", aspect=aspect, shrink=0.8, pad=0.01)
     bar.minorticks_off()
     bar.set_ticks([1 / 4, 1 / 2, 1, 2, 4], labels=["1/4", "1/2", "1", "2", "4"])
     bar.set_label(f"times {unit}")

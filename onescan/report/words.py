@@ -7,6 +7,8 @@ ARROW = "\N{RIGHTWARDS ARROW}"
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 LONGEST_LABEL = 24
 MINUTE, HOUR = 60, 3600
+GIB = 1024  # MiB
+ACCURACY = "accuracy"  # how the names of metrics end that are shares, and better when higher
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -31,6 +33,35 @@ def large(number: int | float) -> str:
         if number >= unit:
             return f"{number / unit:.3g}{name}"
     return f"{number:.3g}"
+
+
+def memory(mib: int | float) -> str:
+    """Spell an amount of memory.
+
+    >>> memory(512), memory(25_600), memory(math.nan)
+    ('512 MiB', '25 GiB', 'not known')
+    """
+    if math.isnan(mib):
+        return "not known"
+    return f"{mib / GIB:.3g} GiB" if mib >= GIB else f"{mib:.0f} MiB"
+
+
+def metric_name(name: str) -> str:
+    """Spell a metric's name.
+
+    >>> metric_name("top5_accuracy")
+    'top-5 accuracy'
+    """
+    return name.replace("_", " ").replace("top5", "top-5")
+
+
+def metric_value(name: str, value: float) -> str:
+    """Spell a metric's value.
+
+    >>> metric_value("accuracy", 0.5), metric_value("loss", 0.5)
+    ('50.00%', '0.500')
+    """
+    return percent(value, 2) if name.endswith(ACCURACY) else f"{value:.3f}"
 
 
 def duration(seconds: int | float) -> str:

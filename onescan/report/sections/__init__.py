@@ -13,6 +13,7 @@ from onescan.report.sections import (
     key_importance,
     position_kernels,
     predictions,
+    speed,
 )
 from onescan.report.study import Study
 from onescan.tasks import ImageClassificationConfig, TaskConfig
@@ -36,6 +37,7 @@ PAGES: Mapping[type[TaskConfig], Page] = MappingProxyType(
             lead=image_lead.lead,
             sections=(
                 curves.section,
+                speed.section,
                 confusion.section,
                 predictions.section,
                 key_importance.section,

@@ -1,41 +1,36 @@
-"""How training went: loss and accuracy over epochs, every seed."""
+"""How training went: loss, accuracy, learning rate and gradients over epochs, every seed."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Drawing
 
-from onescan.report.chart import chart, label_ends, log_scale
-from onescan.report.palette import series
+from onescan.report.lines import LEAST, Line, line_chart, smoothed, thinned
+from onescan.report.palette import BLUE, series
+from onescan.report.scales import from_zero, log_scale, share_scale
 from onescan.report.section import Figure, Section
-from onescan.report.study import Column, FinishedRun, Study
-from onescan.report.words import percent
+from onescan.report.study import FinishedRun, Study
+from onescan.report.words import metric_name, percent, significant
 from onescan.tasks import ImageClassificationConfig
-from onescan.training.records import Split
 
-MOST_POINTS = 600
-WINDOWS = 40  # the smoothing window is this part of a run
-MOST_LABELS = 8
-LEAST_LOSS = 1e-6  # so that a loss of 0 has a place on a logarithmic axis
-ACCURACY_TICKS = (0.0, 0.3, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 1.0)
+TOP5 = "top5_accuracy"
 
 
 def section(study: Study) -> Section:
-    """Training loss, test accuracy and test loss."""
+    """Training loss, what the held-out images say, and what the optimizer did."""
+    top5 = (_top5_accuracy(study),) if TOP5 in study.runs[0].result.metrics else ()
     return Section(
         "Training",
         (
             Figure(
                 "Training loss",
-                _training_loss(study),
+                _batches(study, "loss", "training loss"),
                 "Cross-entropy of the training batches, on a logarithmic axis: faint, each batch; "
                 "strong, the running mean. Lower is better." + _smoothing(study),
             ),
             Figure(
                 "Test accuracy",
-                _test_accuracy(study),
+                _share(study, "accuracy"),
                 "Share of the held-out images that are classified right. The axis widens "
                 "towards 100%, where the last mistakes would otherwise merge into a line.",
             ),
@@ -45,7 +40,28 @@ def section(study: Study) -> Section:
                 "Cross-entropy of the held-out images. If it rises while the "
                 "training loss falls, the model has begun to learn the training images by heart.",
             ),
+            *top5,
+            Figure(
+                "Learning rate",
+                _learning_rate(study),
+                "How long a step the optimizer takes. It rises while warming up and then falls, as "
+                "the recipe says, in the same way for every seed.",
+            ),
+            Figure(
+                "Length of the gradient",
+                _batches(study, "gradient_norm", "gradient norm", limit=_clip(study)),
+                "How steep the loss is at each step, on a logarithmic axis: faint, each batch; "
+                "strong, the running mean. Spikes are batches that pulled hard." + _clipping(study),
+            ),
         ),
+    )
+
+
+def _top5_accuracy(study: Study) -> Figure:
+    return Figure(
+        "Test top-5 accuracy",
+        _share(study, TOP5),
+        "Share of the held-out images whose class is among the five likeliest.",
     )
 
 
@@ -59,91 +75,69 @@ def _smoothing(study: Study) -> str:
     )
 
 
-class Line(NamedTuple):
-    """One seed's curve: its points, the value at its end in words, and what was smoothed."""
-
-    x: Column
-    y: Column
-    end: str
-    raw: tuple[Column, Column] | None = None
+def _clip(study: Study) -> float | None:
+    return study.config.training.clip_norm
 
 
-def _training_loss(study: Study) -> str:
-    lines = []
-    for run in study.runs:
-        x, y = _curve(run, "train", "loss")
-        smooth = _running_mean(y)
-        lines.append(Line(*_thin(x, smooth), f"{smooth[-1]:.3f}", raw=_thin(x, y)))
-    return _lines(study, lines, what="training loss", finish=log_scale)
+def _clipping(study: Study) -> str:
+    clip = _clip(study)
+    return f" Dashed: what is longer than {clip:g} is shortened to it." if clip else ""
 
 
-def _test_accuracy(study: Study) -> str:
-    least = 0.5 / len(study.runs[0].result.evaluation.arrays["labels"])
+def _batches(study: Study, name: str, what: str, *, limit: float | None = None) -> str:
+    """A number of every training batch, and its running mean."""
 
-    def stretched(accuracy: Column) -> Column:
-        return -np.log10(np.maximum(1 - accuracy, least))  # so that 100% has a place too
-
-    lines = []
-    for run in study.runs:
-        x, y = _curve(run, "test", "accuracy")
-        lines.append(Line(x, stretched(y), percent(y[-1])))
+    def line(run: FinishedRun, color: str) -> Line:
+        epochs = run.column("train", "epoch")
+        values = np.maximum(run.column("train", name), LEAST)
+        places = thinned(len(values))
+        x, y = epochs[places], smoothed(values, places)
+        return Line(f"seed {run.seed}: {y[-1]:.3f}", color, x, y, raw=(x, values[places]))
 
     def finish(axes: Axes) -> None:
-        ticks = np.array([t for t in ACCURACY_TICKS if t == 1 or 1 - t > 2 * least])
-        low, high = min(line.y.min() for line in lines), max(line.y.max() for line in lines)
-        first = np.flatnonzero(stretched(ticks) <= low)[-1]
-        last = np.flatnonzero(stretched(ticks) >= high)[0]
-        shown = ticks[first : max(last, first + 1) + 1]
-        axes.set_yticks(stretched(shown), [f"{100 * tick:g}%" for tick in shown])
-        axes.set_ylim(*stretched(shown[[0, -1]]))
+        if limit:
+            axes.axhline(limit, color="gray", linestyle="--", linewidth=0.8)
+        log_scale(axes)
 
-    return _lines(study, lines, what="test accuracy", finish=finish)
+    return line_chart(_seeds(study, line), x="epoch", y=what, finish=finish)
+
+
+def _share(study: Study, name: str) -> str:
+    def line(run: FinishedRun, color: str) -> Line:
+        y = run.column("test", name)
+        end = f"seed {run.seed}: {percent(y[-1])}"
+        return Line(end, color, run.column("test", "epoch"), y)
+
+    lines = _seeds(study, line)
+    least = 0.5 / len(study.runs[0].result.evaluation.arrays["labels"])
+
+    def finish(axes: Axes) -> None:
+        low, high = min(line.y.min() for line in lines), max(line.y.max() for line in lines)
+        share_scale(axes, low, high, least=least)
+
+    return line_chart(lines, x="epoch", y=f"test {metric_name(name)}", finish=finish)
 
 
 def _test_loss(study: Study) -> str:
-    lines = []
-    for run in study.runs:
-        x, y = _curve(run, "test", "loss")
-        lines.append(Line(x, y, f"{y[-1]:.3f}"))
-    return _lines(study, lines, what="test loss", finish=log_scale)
+    def line(run: FinishedRun, color: str) -> Line:
+        y = np.maximum(run.column("test", "loss"), LEAST)
+        return Line(f"seed {run.seed}: {y[-1]:.3f}", color, run.column("test", "epoch"), y)
+
+    return line_chart(_seeds(study, line), x="epoch", y="test loss", finish=log_scale)
 
 
-def _lines(study: Study, lines: list[Line], *, what: str, finish: Callable[[Axes], None]) -> str:
-    """One line per seed, its name beside its end."""
-    named = [
-        (line, f"seed {run.seed}: {line.end}", series(i))
-        for i, (run, line) in enumerate(zip(study.runs, lines, strict=True))
-    ]
+def _learning_rate(study: Study) -> str:
+    """Of the longest run: all follow the same plan."""
+    run = max(study.runs, key=lambda run: run.result.steps)
+    places = thinned(len(run.column("train", "step")))
+    x, y = (run.column("train", name)[places] for name in ("epoch", "learning_rate"))
+    line = Line(f"{y[-1]:.2g}", BLUE, x, y)
 
-    def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot(xlabel="epoch", ylabel=what)
-        for line, _, color in named:
-            if line.raw:
-                axes.plot(*line.raw, color=color, alpha=0.22, linewidth=0.7)
-        for line, _, color in named:
-            axes.plot(line.x, line.y, color=color, marker="." if len(line.x) == 1 else "")
-        axes.set_xlim(0, max(line.x.max() for line in lines))
-        finish(axes)
-        if len(lines) <= MOST_LABELS:
-            label_ends(axes, [(line.x[-1], line.y[-1], name, color) for line, name, color in named])
+    def finish(axes: Axes) -> None:
+        from_zero(axes, spell=significant)
 
-    ends = "; ".join(name for _, name, _ in named)
-    return chart(draw, alt=f"Line chart of the {what} over epochs, which ends at: {ends}")
+    return line_chart([line], x="epoch", y="learning rate", finish=finish)
 
 
-def _curve(run: FinishedRun, split: Split, name: str) -> tuple[Column, Column]:
-    values = run.column(split, name)
-    return run.column(split, "epoch"), np.maximum(values, LEAST_LOSS) if name == "loss" else values
-
-
-def _running_mean(y: Column) -> Column:
-    """Near the ends the mean is over what there is of the window."""
-    window = np.ones(max(1, len(y) // WINDOWS))
-    weight = np.convolve(np.ones_like(y), window, mode="same")
-    return np.convolve(y, window, mode="same") / weight
-
-
-def _thin(x: Column, y: Column) -> tuple[Column, Column]:
-    """Every n-th point, so that a long run's curve stays small; the last is kept."""
-    keep = slice((len(x) - 1) % (n := -(-len(x) // MOST_POINTS)), None, n)
-    return x[keep], y[keep]
+def _seeds(study: Study, line: Callable[[FinishedRun, str], Line]) -> list[Line]:
+    return [line(run, series(i)) for i, run in enumerate(study.runs)]

@@ -3,6 +3,7 @@
 import math
 
 from onescan.models.image_classifier import ImageClassifier
+from onescan.report.pictures import held_out_labels
 from onescan.report.study import Study
 from onescan.report.words import TIMES, plural
 from onescan.tasks import ImageClassification
@@ -12,9 +13,10 @@ def lead(study: Study) -> str:
     """Say what was trained on what, for a reader who has never heard of it."""
     task, model = study.task, study.model
     assert isinstance(task, ImageClassification)
+    judged = len(held_out_labels(study))
     data = (
-        f"learnt from {len(task.data.train):,} images in {len(study.class_names)} classes and is "
-        f"judged on {len(task.data.test):,} held-out images that it never saw while learning."
+        f"learnt from {len(task.train):,} images in {len(study.class_names):,} classes and is "
+        f"judged on {judged:,} held-out images that it never saw while learning."
     )
     if not isinstance(model, ImageClassifier):
         return f"This model {data}"

@@ -5,8 +5,10 @@ from html import escape
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
-from onescan.report.pictures import held_out_images, held_out_labels, picture, to_pixels
+from onescan.report.pictures import held_out_labels, held_out_pixels, left_out, picture, to_bytes
 from onescan.report.section import Figure, Section
 from onescan.report.study import Study
 from onescan.report.words import ARROW, percent, plural
@@ -35,16 +37,27 @@ class Answer(NamedTuple):
 
 def section(study: Study) -> Section:
     """Mistakes and a sample of the rest."""
-    missed = (study.array("predictions") != held_out_labels(study)).any(dim=0)
-    wrong, right = (which.nonzero().flatten().tolist() for which in (missed, ~missed))
-    figures = [_mistakes(study, wrong)] if wrong else []
+    if why := left_out(study):
+        return Section("Test images", lead=why)
+    errs = study.array("predictions") != held_out_labels(study)  # seeds images
+    seldom_right = _worst_first(errs, study.array("confidence"))
+    right = (~errs.any(dim=0)).nonzero().flatten().tolist()
+    figures = [_mistakes(study, seldom_right)] if seldom_right else []
     figures += [_right_answers(study, right)] if right else []
     return Section("Test images", tuple(figures))
 
 
+def _worst_first(
+    errs: Bool[Tensor, "seeds images"], confidence: Float[Tensor, "seeds images"]
+) -> list[int]:
+    """The images that any run gets wrong, by how many do, and then by how sure those are."""
+    times = errs.sum(dim=0)
+    sure = (confidence * errs).sum(dim=0) / times.clamp(min=1)
+    return (times + sure).argsort(descending=True, stable=True)[: int((times > 0).sum())].tolist()
+
+
 def _mistakes(study: Study, wrong: list[int]) -> Figure:
-    answers = [_answer(study, image) for image in wrong]
-    shown = sorted(answers, key=lambda answer: (-answer.wrong, -answer.share))[:MOST_MISTAKES]
+    shown = [_answer(study, image) for image in wrong[:MOST_MISTAKES]]
     seeds = len(study.runs)
     which = "All" if len(shown) == len(wrong) else f"The first {len(shown)} of"
     who = "at least one seed" if seeds > 1 else "the model"
@@ -61,7 +74,7 @@ def _mistakes(study: Study, wrong: list[int]) -> Figure:
 
 def _right_answers(study: Study, right: list[int]) -> Figure:
     every = -(-len(right) // MOST_RIGHT)
-    which = f"One in {every} of" if every > 1 else "All"
+    which = f"One in {every:,} of" if every > 1 else "All"
     who = "all seeds get" if len(study.runs) > 1 else "the model gets"
     return Figure(
         "Right answers",
@@ -79,7 +92,7 @@ def _answer(study: Study, image: int) -> Answer:
     errors = Counter(name for name in said if name != truth)
     chosen = errors.most_common(1)[0][0] if errors else truth
     shares = [
-        array["probabilities"][image, chosen]
+        array["confidence"][image]
         for array, name in zip(arrays, said, strict=True)
         if name == chosen
     ]
@@ -87,10 +100,10 @@ def _answer(study: Study, image: int) -> Answer:
 
 
 def _gallery(study: Study, answers: list[Answer]) -> str:
-    images = held_out_images(study, torch.tensor([answer.image for answer in answers]))
+    pixels = held_out_pixels(study, torch.tensor([answer.image for answer in answers]))
     cards = [
-        _card(study, answer, picture(pixels, alt=_alt(study, answer)))
-        for answer, pixels in zip(answers, to_pixels(study, images), strict=True)
+        _card(study, answer, picture(image, alt=_alt(study, answer)))
+        for answer, image in zip(answers, to_bytes(pixels), strict=True)
     ]
     return f'<ul class="gallery">{"".join(cards)}</ul>'
 
