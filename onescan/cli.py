@@ -1,4 +1,4 @@
-"""The command line: train evaluate predict models recipes show.
+"""The command line: train evaluate compare predict models recipes show.
 
 Heavy modules are imported by the command that needs them, so that help answers at once.
 """
@@ -20,11 +20,13 @@ from onescan.choices import check_choice
 
 if TYPE_CHECKING:
     from onescan.training.checkpoint import Checkpoint
-    from onescan.training.run import RunResult
+    from onescan.training.run import RunConfig, RunResult
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
 HELP = ("-h", "--help")
+
+TOLD = "raised by the first process, and told by it"
 
 OptionsT = TypeVar("OptionsT")
 Words = list[str]
@@ -55,7 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ArithmeticError, OSError, ImportError) as error:
         if with_traceback:
             raise
+        if TOLD in getattr(error, "__notes__", ()):
+            return FAILURE
         return _fail(f"error: {error}", MISTAKE if isinstance(error, ValueError) else FAILURE)
+    except RuntimeError as error:
+        if with_traceback or "by peer" not in str(error):  # how a lost connection is told
+            raise
+        return _fail("error: another process ended, and says why", FAILURE)
     return 0
 
 
@@ -63,14 +71,15 @@ def train(words: Words) -> None:
     """Train a recipe, or go on with a run that was stopped; write a report."""
     if not words or words[0] in HELP:
         print("usage: onescan train RECIPE [OPTIONS]; onescan train RECIPE --help lists them")
+        print("       onescan train --config FILE [--import FILE.py] [OPTIONS] repeats a run")
         recipes([])
         return
-    from onescan.recipes import find_recipe
     from onescan.report import check_report_path, write_report
+    from onescan.training import joined
     from onescan.training import train as train_run
     from onescan.training.run import RunConfig
 
-    recipe = find_recipe(words[0])()
+    recipe, given, words = _what_to_train(words)
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -82,7 +91,7 @@ def train(words: Words) -> None:
         overwrite: bool = False
         """remove the runs that the folder holds, and start anew"""
 
-    options = _parse(Options, f"train {words[0]}", words[1:], default=Options(run=recipe))
+    options = _parse(Options, f"train {given}", words, default=Options(run=recipe))
     if not options.out:
         raise ValueError("out is '', expected a folder for the runs")
     if len(set(options.seeds)) < len(options.seeds):
@@ -92,13 +101,15 @@ def train(words: Words) -> None:
     runs = [dataclasses.replace(options.run, training=training) for training in trainings]
     check_report_path(out / "report.html")
     results = []
-    for run, seed in zip(runs, seeds, strict=True):
-        folder = out / f"seed-{seed}"
-        print(f"{run.name}, seed {seed}, in {folder}")
-        results.append(train_run(run, folder, overwrite=options.overwrite, progress=True))
-    report = write_report(results, out / "report.html")
-    print(_results(results))
-    print(f"report: {report}")
+    with joined(options.run.machine.device) as ranks:
+        say = print if ranks.is_first else _silent
+        for run, seed in zip(runs, seeds, strict=True):
+            folder = out / f"seed-{seed}"
+            say(f"{run.name}, seed {seed}, in {folder}")
+            results.append(train_run(run, folder, overwrite=options.overwrite, progress=True))
+    say(_results(results))
+    if ranks.is_first:
+        print(f"report: {write_report(results, out / 'report.html')}")
 
 
 def evaluate(words: Words) -> None:
@@ -107,16 +118,53 @@ def evaluate(words: Words) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-        """a run's folder, as in runs/digits/seed-0"""
+        """a run's folder, as in runs/digits/seed-0, or best.safetensors in it"""
+        device: str = "auto"
+        """cpu, cuda, ...; auto is a GPU where there is one"""
+        workers: int | None = None
+        """processes that read data; without it, as many as the data is worth"""
         imports: Imports = ()
         """a Python file of yours to run first, for the classes in it"""
 
     options = _parse(Options, "evaluate", words)
+    from onescan.training.evaluation import evaluate as judge
+    from onescan.training.loader import choose_workers
+    from onescan.training.ranks import Ranks, choose_device
+
     checkpoint = _load(options.checkpoint, options.imports)
-    run = checkpoint.config
-    evaluation = run.task.build(run.data.build()).evaluate(checkpoint.model)
+    run, device = checkpoint.config, choose_device(options.device, Ranks())
+    task = run.task.build(run.data.build())
+    workers = choose_workers(options.workers, task.test)
+    precision = run.training.precision
+    model = checkpoint.model.to(device)
+    evaluation = judge(model, task, precision=precision, workers=workers, progress=True)
     for name, value in evaluation.metrics.items():
         print(f"{name:<12}{value:.4f}")
+    if evaluation.left_out:
+        print(f"{evaluation.left_out} {task.unit} could not be read and are left out")
+
+
+def compare(words: Words) -> None:
+    """Set finished runs side by side: a table here, and a page with curves."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")]
+        """runs, as in runs/digits/seed-0, or folders of several seeds, as in runs/digits"""
+        out: Path = Path("compare.html")
+        """where to write the page"""
+        imports: Imports = ()
+        """a Python file of yours to run first, for the classes in it"""
+
+    options = _parse(Options, "compare", words)
+    from onescan.recipes.files import import_file
+    from onescan.report import comparison_table, write_comparison
+
+    for file in options.imports:
+        import_file(file)
+    page = write_comparison(options.runs, options.out)
+    print(comparison_table(options.runs))
+    print(f"page: {page}")
 
 
 def predict(words: Words) -> None:
@@ -187,7 +235,7 @@ def recipes(words: Words) -> None:
     from onescan.recipes import RECIPES, summary
 
     for name, recipe in RECIPES.items():
-        print(f"{name:<12}{summary(recipe)}")
+        print(f"{name:<25}{summary(recipe)}")
 
 
 def show(words: Words) -> None:
@@ -209,6 +257,7 @@ def show(words: Words) -> None:
 COMMANDS: dict[str, Callable[[Words], None]] = {
     "train": train,
     "evaluate": evaluate,
+    "compare": compare,
     "predict": predict,
     "models": models,
     "recipes": recipes,
@@ -255,11 +304,36 @@ def _load(path: Path, imports: Sequence[Path]) -> "Checkpoint":
     return load(path)
 
 
+def _what_to_train(words: Words) -> "tuple[RunConfig, str, Words]":
+    """The run that is named or lies in a file, how it was given, and the words that are left."""
+    from onescan.recipes import find_recipe
+    from onescan.recipes.files import import_file
+    from onescan.training.folder import CONFIG, read_manifest
+
+    if words[0] != "--config":
+        return find_recipe(words[0])(), words[0], words[1:]
+    file = Path(words[1] if words[1:] else "")
+    folder = file if file.is_dir() else file.parent
+    if not (words[1:] and (folder / CONFIG).is_file() and file in (folder, folder / CONFIG)):
+        raise ValueError(f"--config is '{file}', expected a run's {CONFIG}, or the run's folder")
+    while words[2:3] == ["--import"] and words[3:]:
+        import_file(words[3])
+        words = [*words[:2], *words[4:]]
+    return read_manifest(folder).run, f"--config {file}", words[2:]
+
+
+def _silent(*_words: object) -> None:
+    """What processes other than the first say."""
+
+
 def _results(results: "Sequence[RunResult]") -> str:
     """A line per seed, and the mean and spread over them."""
+    from onescan.training.records import read_metrics, waiting_share
+
     lines = []
     for result in results:
         shown = ", ".join(f"test {name} {value:.4f}" for name, value in result.metrics.items())
+        shown += f", waited for data {waiting_share(read_metrics(result.folder)):.1%} of the time"
         note = " (finished before; --overwrite trains anew)" if result.reused else ""
         lines.append(f"{result.folder}: {shown}{note}")
     if len(results) > 1:

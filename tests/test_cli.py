@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from tiny_run import assert_same
 
 from onescan.cli import COMMANDS, main
 from onescan.models.presets import PRESETS
 from onescan.recipes import RECIPES, find_recipe
+from onescan.training.folder import read_result
 
 SMALL = ["--training.steps", "3", "--model.depth", "1", "--model.width", "16"]
 SMALL += ["--model.mixer.num-heads", "2", "--model.mixer.gate-rank", "4"]
@@ -68,7 +70,8 @@ def test_models_prints_every_preset_beside_the_paper(capsys):
 
 def test_recipes_and_show(capsys):
     assert main(["recipes"]) == 0
-    assert all(name in capsys.readouterr().out for name in RECIPES)
+    out = capsys.readouterr().out
+    assert all(name in out for name in RECIPES)
     assert main(["show", "digits/without_tpe"]) == 0
     shown = capsys.readouterr().out
     assert "position = None" in shown
@@ -90,6 +93,43 @@ def test_evaluate_repeats_what_training_found(runs, capsys):
     accuracy = float(capsys.readouterr().out.split()[1])
     stored = json.loads((runs / "seed-0" / "result.json").read_text())["metrics"]["accuracy"]
     assert accuracy == pytest.approx(stored, abs=1e-4)
+
+
+def test_a_run_is_repeated_from_its_config(runs, tmp_path, capsys):
+    for given in (runs / "seed-1", runs / "seed-1" / "config.json"):
+        assert main(["train", "--config", str(given), "--out", str(tmp_path / "again")]) == 0
+    assert_same(*(read_result(folder / "seed-1") for folder in (runs, tmp_path / "again")))
+    words = [
+        "--config",
+        str(runs / "seed-1"),
+        "--training.steps",
+        "1",
+        "--out",
+        str(tmp_path / "b"),
+    ]
+    assert main(["train", *words]) == 0
+    assert read_result(tmp_path / "b" / "seed-1").steps == 1
+
+
+@pytest.mark.parametrize("words", [[], ["nowhere"], ["report.html"]])
+def test_what_is_no_config(words, runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+    fails(
+        capsys, ["train", "--config", *words], "expected a run's config.json, or the run's folder"
+    )
+
+
+def test_runs_are_compared(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--config", str(runs / "seed-0"), "--model.width", "24"]) == 0
+    capsys.readouterr()
+    assert main(["compare", str(runs), "runs/digits/seed-0", "--out", "page.html"]) == 0
+    shown = capsys.readouterr().out
+    assert "accuracy" in shown
+    assert "width 24" in shown
+    assert Path("page.html").stat().st_size > 10_000
+    fails(capsys, ["compare"], "expected")
+    fails(capsys, ["compare", "nowhere"], "nowhere")
 
 
 def test_predict_names_classes(runs, tmp_path, capsys):
@@ -136,14 +176,15 @@ RECIPE = "from onescan.recipes.digits import digits\nimport dataclasses\n"
         *(
             (f"{RECIPE}def small(): return dataclasses.replace(digits(), name={name!r})", message)
             for name, message in {
-                "../../evil": "mine.py:small: the run's name is '../../evil'",
+                "../../evil": "mine.py:small fails: ValueError: the run's name is '../../evil'",
                 "/dev/null/evil": "the run's name is '/dev/null/evil', expected a folder's",
                 "": "the run's name is ''",
             }.items()
         ),
         (
             f"{RECIPE}def small():\n    run = digits()\n"
-            "    object.__setattr__(run, 'name', 3)\n    return run\n",
+            "    object.__setattr__(run, 'name', 3)\n"
+            "    run.__post_init__()\n",
             "the run's name is 3, expected a folder's",
         ),
     ],

@@ -8,13 +8,34 @@ from types import MappingProxyType
 from onescan import configs
 from onescan.choices import check_choice
 from onescan.models.presets import ABLATIONS
+from onescan.recipes.cifar10 import cifar10_deit, cifar10_lightnet
 from onescan.recipes.digits import digits
 from onescan.recipes.files import recipe_in
+from onescan.recipes.imagenet import (
+    imagenet_deit_base,
+    imagenet_deit_small,
+    imagenet_deit_tiny,
+    imagenet_lightnet_base,
+    imagenet_lightnet_small,
+    imagenet_lightnet_tiny,
+)
 from onescan.training.run import RunConfig
 
 Recipe = Callable[[], RunConfig]
 
-RECIPES: Mapping[str, Recipe] = MappingProxyType({"digits": digits})
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "digits": digits,
+        "cifar10_lightnet": cifar10_lightnet,
+        "cifar10_deit": cifar10_deit,
+        "imagenet_lightnet_tiny": imagenet_lightnet_tiny,
+        "imagenet_lightnet_small": imagenet_lightnet_small,
+        "imagenet_lightnet_base": imagenet_lightnet_base,
+        "imagenet_deit_tiny": imagenet_deit_tiny,
+        "imagenet_deit_small": imagenet_deit_small,
+        "imagenet_deit_base": imagenet_deit_base,
+    }
+)
 
 
 def find_recipe(name: str) -> Recipe:

@@ -54,17 +54,9 @@ def _checked(function: Callable[[], Any], name: str) -> Callable[[], RunConfig]:
             run = function()
         if not isinstance(run, RunConfig):
             raise ValueError(f"{name} returned a {type(run).__name__}, expected a RunConfig")
-        _check_name(name, run.name)
         return run
 
     return recipe
-
-
-def _check_name(recipe: str, name: object) -> None:
-    """The name is a path below runs/, as in digits/without_tpe."""
-    path = Path(name) if isinstance(name, str) else Path()
-    if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise ValueError(f"{recipe}: the run's name is {name!r}, expected a folder's, inside runs")
 
 
 @contextmanager

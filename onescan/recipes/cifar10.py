@@ -1,0 +1,71 @@
+"""CIFAR-10: a small LightNet and a DeiT of its size, trained alike."""
+
+from onescan.configs import ModelConfig
+from onescan.data import DeitAugmentConfig, ImageDatasetConfig
+from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
+from onescan.layers.mlp import MLPConfig
+from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.tasks import ImageClassificationConfig
+from onescan.training import RunConfig, TrainingConfig
+
+CLASSES = (
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
+)
+
+
+def cifar10_lightnet() -> RunConfig:
+    """LightNet of 2.9 million parameters on CIFAR-10, 8 x 8 patches of 4 x 4 pixels.
+
+    onescan train cifar10_lightnet --data.path FOLDER
+
+    FOLDER holds the data as parquet files; without it, it comes from the hub. Its 50 epochs have
+    not been run yet.
+    """
+    model = ImageClassifierConfig(
+        image_size=(32, 32),
+        patch_size=(4, 4),
+        num_classes=10,
+        depth=6,
+        mixer=LightNetMixerConfig(num_heads=6),
+        position=ToeplitzPositionConfig(hidden_states=32, bidirectional=True),
+    )
+    return _cifar10("cifar10_lightnet", model)
+
+
+def cifar10_deit() -> RunConfig:
+    """DeiT of the same size, by a wider MLP: softmax attention, absolute positions, CIFAR-10.
+
+    onescan train cifar10_deit --data.path FOLDER
+
+    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
+    """
+    model = ImageClassifierConfig(
+        image_size=(32, 32),
+        patch_size=(4, 4),
+        num_classes=10,
+        depth=6,
+        mixer=SoftmaxMixerConfig(num_heads=3),
+        mlp=MLPConfig(ratio=13 / 3),
+        position=AbsolutePositionConfig(),
+    )
+    return _cifar10("cifar10_deit", model)
+
+
+def _cifar10(name: str, model: ModelConfig) -> RunConfig:
+    return RunConfig(
+        name=name,
+        model=model,
+        data=ImageDatasetConfig(
+            path="uoft-cs/cifar10",
+            class_names=CLASSES,
+            image_size=(32, 32),
+            mean=(0.491, 0.482, 0.447),
+            std=(0.247, 0.243, 0.262),
+            train_crop=None,
+            test_crop=None,
+        ),
+        task=ImageClassificationConfig(label_smoothing=0.1, augment=DeitAugmentConfig(pad=4)),
+        training=TrainingConfig(epochs=50, batch_size=128, learning_rate=1e-3),
+    )
