@@ -30,7 +30,8 @@ def two(tmp_path_factory):
 
 
 def torchrun(*words, code=0):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    paths = os.pathsep.join(map(str, Path(__file__).parents[:2]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
         [*TORCHRUN, *words], capture_output=True, text=True, timeout=300, env=environment
     )

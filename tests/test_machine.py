@@ -207,6 +207,7 @@ def test_what_overflows_at_any_scale_ends_the_run(tmp_path, monkeypatch):
 
 def test_an_overflow_is_passed_over_and_recorded(tmp_path):
     train(tiny_run(precision="float16", steps=40), tmp_path)
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()  # which JSON does not know
     norms = [line["gradient_norm"] for line in read_metrics(tmp_path) if line["split"] == "train"]
     assert not math.isfinite(norms[0])
     assert math.isfinite(norms[-1])
@@ -317,15 +318,17 @@ def test_a_signal_to_readers_too_saves_all_the_same(tmp_path):
     whole = train(run, tmp_path / "whole")
 
     def end_all(now):
-        if now.step == 3:
+        if now.step == 1:
             for child in multiprocessing.active_children():
                 os.kill(child.pid, signal.SIGTERM)
+        if now.step == 7:
             signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         train(run, tmp_path / "run", progress=end_all)
-    assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == ["step_3"]
-    assert not multiprocessing.active_children()
+    assert not multiprocessing.active_children()  # though the traceback holds everything
+    del caught
+    assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == ["step_7"]
     assert_same(train(run, tmp_path / "run"), whole)
 
 
