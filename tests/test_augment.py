@@ -219,6 +219,11 @@ def fill_in(image, matrix):
     )
 
 
+def posterize(image, bits):
+    """No bits at all are black, which pillow 13 refuses to say."""
+    return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
+
+
 PILLOW = {
     "auto_contrast": lambda image, s: ImageOps.autocontrast(image),
     "equalize": lambda image, s: ImageOps.equalize(image),
@@ -226,7 +231,7 @@ PILLOW = {
     "rotate": lambda image, s: image.rotate(
         30 * s, Image.Resampling.BILINEAR, fillcolor=(128, 128, 128)
     ),
-    "posterize": lambda image, s: ImageOps.posterize(image, 4 - int(4 * abs(s))),
+    "posterize": lambda image, s: posterize(image, 4 - int(4 * abs(s))),
     "solarize": lambda image, s: ImageOps.solarize(image, 256 - int(256 * abs(s))),
     "solarize_add": lambda image, s: image.point(
         [min(255, v + int(110 * abs(s))) if v < 128 else v for v in range(256)] * 3
