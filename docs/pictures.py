@@ -6,10 +6,10 @@ python docs/pictures.py runs/digits/seed-0 [PICTURE.png]
 import argparse
 from pathlib import Path
 
-import torch
 from matplotlib.figure import Figure
 
 import onescan
+from onescan.data import Example
 from onescan.report.lightnet import key_shares
 
 PICTURE = Path(__file__).parent / "images" / "key_importance.png"
@@ -20,15 +20,16 @@ def key_importance(run: Path) -> Figure:
     """One held-out digit of each class, and under it what every head of one block looks at."""
     checkpoint = onescan.load(run)
     test = checkpoint.config.data.build().test
-    chosen = torch.stack([(test.labels == label).int().argmax() for label in range(10)])
-    images, _ = test.batch(chosen)
+    chosen = [Example(int((test.labels == label).int().argmax())) for label in range(10)]
+    pixels, _ = test.read(chosen).batch
+    images = checkpoint.format.model_input(pixels)
     shares = key_shares(checkpoint.model, images)[BLOCK][:, :, 1:]  # without the class token
     times = shares * (shares.shape[-1] + 1)  # of the uniform share
     heads = shares.shape[1]
     figure = Figure(figsize=(10, 1.04 * (1 + heads)), layout="constrained", dpi=100)
     axes = figure.subplots(1 + heads, 10)
-    for column, image in enumerate(images):
-        axes[0, column].imshow(checkpoint.format.to_pixels(image)[0], cmap="gray_r")
+    for column, image in enumerate(pixels):
+        axes[0, column].imshow(image[0], cmap="gray_r")
         for head in range(heads):
             patches = times[column, head].reshape(4, 4).log2()
             drawn = axes[1 + head, column].imshow(patches, cmap="PuOr_r", vmin=-2, vmax=2)

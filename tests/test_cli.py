@@ -88,6 +88,19 @@ def test_training_leaves_runs_and_a_report(runs, capsys):
     assert str(runs / "report.html") in shown
 
 
+def test_the_picture_of_the_readme_can_be_drawn(tmp_path):
+    """On a run deep enough to have a second block."""
+    words = [*SMALL, "--model.depth", "2", "--training.steps", "1", "--out", str(tmp_path / "runs")]
+    assert main(["train", "digits", *words]) == 0
+    script = Path(__file__).parents[1] / "docs" / "pictures.py"
+    picture = tmp_path / "picture.png"
+    command = [sys.executable, str(script), str(tmp_path / "runs" / "seed-0"), str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with Image.open(picture) as drawn:
+        assert drawn.width == 1000
+
+
 def test_evaluate_repeats_what_training_found(runs, capsys):
     assert main(["evaluate", str(runs / "seed-0")]) == 0
     accuracy = float(capsys.readouterr().out.split()[1])
