@@ -26,8 +26,6 @@ MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
 HELP = ("-h", "--help")
 
-TOLD = "raised by the first process, and told by it"
-
 OptionsT = TypeVar("OptionsT")
 Words = list[str]
 Imports = Annotated[
@@ -57,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ArithmeticError, OSError, ImportError) as error:
         if with_traceback:
             raise
-        if TOLD in getattr(error, "__notes__", ()):
+        if _is_told_by_another(error):
             return FAILURE
         return _fail(f"error: {error}", MISTAKE if isinstance(error, ValueError) else FAILURE)
     except RuntimeError as error:
@@ -320,6 +318,16 @@ def _what_to_train(words: Words) -> "tuple[RunConfig, str, Words]":
         import_file(words[3])
         words = [*words[:2], *words[4:]]
     return read_manifest(folder).run, f"--config {file}", words[2:]
+
+
+def _is_told_by_another(error: Exception) -> bool:
+    """Whether it is the first of several processes that failed, and says so itself."""
+    notes = getattr(error, "__notes__", ())
+    if not notes:  # and nothing slow is imported for it
+        return False
+    from onescan.training.ranks import TOLD
+
+    return TOLD in notes
 
 
 def _silent(*_words: object) -> None:

@@ -44,6 +44,7 @@ from onescan.training import (
     load,
     read_metrics,
     reader,
+    trackers,
     train,
     weights,
 )
@@ -278,7 +279,7 @@ def test_another_run_is_refused_with_the_differences(tmp_path):
     assert train(tiny_run(steps=2), tmp_path).reused
 
 
-def test_what_cannot_be_trained_overwrites_nothing(tmp_path):
+def test_what_cannot_be_trained_overwrites_nothing(tmp_path, monkeypatch):
     result = train(tiny_run(steps=2), tmp_path)
     for change, says in {
         "model.num_classes": (4, "is model.num_classes right"),
@@ -288,6 +289,10 @@ def test_what_cannot_be_trained_overwrites_nothing(tmp_path):
         other = configs.replace(tiny_run(steps=3), {change: says[0]})
         with pytest.raises(ValueError, match=says[1]):
             train(other, tmp_path, overwrite=True)
+    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
+    tracked = configs.replace(tiny_run(steps=3), {"machine.trackers": ("wandb",)})
+    with pytest.raises(ImportError, match=r"machine\.trackers names wandb, which is missing"):
+        train(tracked, tmp_path, overwrite=True)
     again = train(tiny_run(steps=2), tmp_path)
     assert again.reused
     assert again.metrics == result.metrics

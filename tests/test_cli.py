@@ -11,8 +11,10 @@ import pytest
 from PIL import Image
 from tiny_run import assert_same
 
+from onescan.bench.size import model_size
 from onescan.cli import COMMANDS, main
-from onescan.models.presets import PRESETS
+from onescan.configs import differences
+from onescan.models.presets import ABLATIONS, PRESETS
 from onescan.recipes import RECIPES, find_recipe
 from onescan.training.folder import read_result
 
@@ -365,6 +367,23 @@ def test_the_console_command_and_the_module_are_one():
         done = subprocess.run([*command, "trian"], capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr.startswith("onescan: error: command 'trian' is unknown")
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "lightnet" in name])
+def test_every_row_of_the_ablation_tables_is_a_recipe(name):
+    whole = find_recipe(name)()
+    for row in ABLATIONS:
+        variant = find_recipe(f"{name}/{row}")()
+        assert variant.name == f"{name}/{row}"
+        assert [path for path, *_ in differences(whole, variant) if path != "name"] == [
+            f"model.{path}" for path in ABLATIONS[row]
+        ]
+
+
+def test_the_recipes_on_cifar10_are_of_one_size():
+    sizes = [model_size(RECIPES[f"cifar10_{kind}"]().model) for kind in ("lightnet", "deit")]
+    assert sizes[0].parameters == pytest.approx(sizes[1].parameters, rel=0.02)
+    assert sizes[0].macs == pytest.approx(sizes[1].macs, rel=0.02)
 
 
 def test_a_recipe_states_its_command():

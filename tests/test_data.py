@@ -39,7 +39,6 @@ def test_digits_are_split_by_class():
     images = splits.format.model_input(splits.train.images)
     torch.testing.assert_close(images.mean(), unit[0], atol=0.01, rtol=0)
     torch.testing.assert_close(images.std(), unit[1], atol=0.01, rtol=0)
-    torch.testing.assert_close(splits.format.to_pixels(images), splits.train.images)
 
 
 def test_the_split_depends_on_its_seed_alone():

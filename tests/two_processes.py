@@ -8,12 +8,9 @@ import sys
 from pathlib import Path
 
 from onescan import configs
-from onescan.data import DigitsConfig
-from onescan.layers.mixers import LightNetMixerConfig
-from onescan.layers.position import ToeplitzPositionConfig
-from onescan.models.image_classifier import ImageClassifierConfig
-from onescan.tasks import ImageClassification, ImageClassificationConfig
-from onescan.training import MachineConfig, RunConfig, TrainingConfig, joined, train
+from onescan.recipes.digits import digits
+from onescan.tasks import ImageClassification
+from onescan.training import MachineConfig, TrainingConfig, joined, train
 from onescan.training.loop import Loop
 
 STEPS, STOP = 20, 7
@@ -21,31 +18,26 @@ STEPS, STOP = 20, 7
 
 def lightnet_run(**machine):
     """Without chance that each process draws of its own: any number of them gives the same."""
-    return RunConfig(
-        name="digits",
-        data=DigitsConfig(),
-        task=ImageClassificationConfig(augment=None, evaluation_batch_size=100),
-        model=ImageClassifierConfig(
-            image_size=(8, 8),
-            channels=1,
-            patch_size=(2, 2),
-            num_classes=10,
-            width=32,
-            depth=2,
-            mixer=LightNetMixerConfig(num_heads=2, gate_rank=8),
-            position=ToeplitzPositionConfig(hidden_states=4, bidirectional=True),
-            drop_path=0.0,
-            init_std=0.1,
-        ),
-        training=TrainingConfig(
-            steps=STEPS,
-            batch_size=32,
-            learning_rate=1e-2,
-            eps=1e-5,
-            ema_decay=0.9,
-            checkpoint_every=0.1,
-        ),
-        machine=MachineConfig(trackers=(), **machine),
+    smaller = {
+        "task.augment": None,
+        "task.evaluation_batch_size": 100,
+        "model.width": 32,
+        "model.depth": 2,
+        "model.mixer.num_heads": 2,
+        "model.mixer.gate_rank": 8,
+        "model.position.hidden_states": 4,
+    }
+    training = TrainingConfig(
+        steps=STEPS,
+        batch_size=32,
+        learning_rate=1e-2,
+        eps=1e-5,
+        ema_decay=0.9,
+        checkpoint_every=0.1,
+    )
+    run = configs.replace(digits(), smaller)
+    return dataclasses.replace(
+        run, training=training, machine=MachineConfig(trackers=(), **machine)
     )
 
 

@@ -62,10 +62,6 @@ class ImageFormat(Format):
         """Turn a data set's pixels, bytes or floats from 0 to 1, into what the model reads."""
         return self.standardize(unit_pixels(pixels))
 
-    def to_pixels(self, images: Pixels) -> Pixels:
-        """Turn what the model reads back into pixels from 0 to 1, to look at."""
-        return images * _per_channel(self.std, images) + _per_channel(self.mean, images)
-
 
 class ImageSet(DataSet):
     """Labelled images: a batch is (pixels, labels), pixels as bytes or as floats from 0 to 1."""

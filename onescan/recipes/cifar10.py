@@ -1,5 +1,7 @@
 """CIFAR-10: a small LightNet and a DeiT of its size, trained alike."""
 
+from dataclasses import replace
+
 from onescan.configs import ModelConfig
 from onescan.data import DeitAugmentConfig, ImageDatasetConfig
 from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
@@ -14,6 +16,8 @@ CLASSES = (
     *("dog", "frog", "horse", "ship", "truck"),
 )
 
+MODEL = ImageClassifierConfig(image_size=(32, 32), patch_size=(4, 4), num_classes=10, depth=6)
+
 
 def cifar10_lightnet() -> RunConfig:
     """LightNet of 2.9 million parameters on CIFAR-10, 8 x 8 patches of 4 x 4 pixels.
@@ -23,15 +27,9 @@ def cifar10_lightnet() -> RunConfig:
     FOLDER holds the data as parquet files; without it, it comes from the hub. Its 50 epochs have
     not been run yet.
     """
-    model = ImageClassifierConfig(
-        image_size=(32, 32),
-        patch_size=(4, 4),
-        num_classes=10,
-        depth=6,
-        mixer=LightNetMixerConfig(num_heads=6),
-        position=ToeplitzPositionConfig(hidden_states=32, bidirectional=True),
-    )
-    return _cifar10("cifar10_lightnet", model)
+    mixer = LightNetMixerConfig(num_heads=6)
+    position = ToeplitzPositionConfig(hidden_states=32, bidirectional=True)
+    return _cifar10("cifar10_lightnet", replace(MODEL, mixer=mixer, position=position))
 
 
 def cifar10_deit() -> RunConfig:
@@ -41,15 +39,8 @@ def cifar10_deit() -> RunConfig:
 
     Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
     """
-    model = ImageClassifierConfig(
-        image_size=(32, 32),
-        patch_size=(4, 4),
-        num_classes=10,
-        depth=6,
-        mixer=SoftmaxMixerConfig(num_heads=3),
-        mlp=MLPConfig(ratio=13 / 3),
-        position=AbsolutePositionConfig(),
-    )
+    mixer, mlp = SoftmaxMixerConfig(num_heads=3), MLPConfig(ratio=13 / 3)
+    model = replace(MODEL, mixer=mixer, mlp=mlp, position=AbsolutePositionConfig())
     return _cifar10("cifar10_deit", model)
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from onescan.data import Bookmark, DataSet, Example, Loaded
 from onescan.tasks import Batch, Planned
 
-MOST_WORKERS = 8
+ENOUGH_WORKERS = 8
 MOST_TOLD = 10  # examples that cannot be read, each once
 
 log = logging.getLogger("onescan")
@@ -97,7 +97,7 @@ def choose_workers(asked: int | None, data: DataSet) -> int:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     linux = hasattr(os, "sched_getaffinity")  # which counts the cores that this process may use
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
-    return max(1, min(MOST_WORKERS, cores // here))
+    return max(1, min(ENOUGH_WORKERS, cores // here))
 
 
 class _Reader(Dataset[Loaded | Exception]):

@@ -40,6 +40,7 @@ from onescan.training.records import Records, Split
 from onescan.training.run import MachineConfig, RunConfig, RunResult, TrainingConfig
 from onescan.training.schedule import Plan, learning_rate
 from onescan.training.state import TrainingState, last_state, restore_state, save_state
+from onescan.training.trackers import check_installed
 from onescan.training.weights import BEST, WEIGHTS, read_notes, save_weights, whole_weights
 
 EnteredT = TypeVar("EnteredT")
@@ -75,6 +76,7 @@ def train(
         if finished:
             return finished
         device = choose_device(machine.device, ranks)
+        check_installed(machine.trackers)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         task = run.task.build(run.data.build())
         plan = Plan.of(settings, task.steps_per_epoch(settings.batch_size))

@@ -80,9 +80,7 @@ def open_trackers(
         OSError: a tracker does not start; says why.
     """
     names = _installed() if names is None else names
-    for name in names:
-        if find_spec(name) is None:
-            raise ImportError(f"machine.trackers names {name}, which is missing: {INSTALL[name]}")
+    check_installed(names)
     with ExitStack() as on_error:
         trackers = Trackers({})
         on_error.callback(trackers.close)
@@ -90,6 +88,13 @@ def open_trackers(
             trackers.trackers[name] = _open(name, folder, run, step)
         on_error.pop_all()
     return trackers
+
+
+def check_installed(names: tuple[TrackerName, ...] | None) -> None:
+    """Raise ImportError for a tracker that is not installed; says how to."""
+    for name in names or ():
+        if find_spec(name) is None:
+            raise ImportError(f"machine.trackers names {name}, which is missing: {INSTALL[name]}")
 
 
 def _installed() -> tuple[TrackerName, ...]:
