@@ -1,6 +1,7 @@
 """The processes of a run: this one alone, or those that torchrun started, joined."""
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 ResultT = TypeVar("ResultT")
 CPU = torch.device("cpu")
+SETTLING_S = 0.2  # for what takes microseconds on a machine that is not overloaded
 TOLD = "raised by the first process, and told by it"
 
 
@@ -117,6 +119,9 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
     try:
         yield ranks
     finally:
+        # A thread of gloo's may still hold the last tensors it sent, and letting go of them takes
+        # Python's lock: ended meanwhile, a process would abort or wait for itself for ever.
+        time.sleep(SETTLING_S)
         dist.destroy_process_group()
 
 
