@@ -56,9 +56,9 @@ def forward(
     decay = per_feature(share(z_before, z_after, q), kv_chunk)  # B H N F 1
     kv = torch.zeros_like(kv_chunk[:, :, 0]) if state is None else state.kv
     kv_before = []
-    for n in range(kv_chunk.shape[2]):
+    for own, kept in zip(kv_chunk.unbind(2), decay.unbind(2), strict=True):
         kv_before.append(kv)
-        kv = torch.addcmul(kv_chunk[:, :, n], decay[:, :, n], kv)
+        kv = torch.addcmul(own, kept, kv)
 
     # 3. each token reads the state before its chunk and the tokens of its chunk
     before = rotated(q * share(z_before.unsqueeze(-2), z, q), turn)

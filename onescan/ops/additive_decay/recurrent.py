@@ -23,9 +23,10 @@ def forward(
     unit = (k > -torch.inf).to(k.dtype)
     unit = unit if angles is None else lrpe(unit, angles)
     outputs = []
-    for t in range(k.shape[1]):
-        token = AdditiveDecayState(log_k[:, t], unit[:, t, :, :, None] * v[:, t, :, None, :])
+    parts = (rotated_q.unsqueeze(-2), log_k, unit.unsqueeze(-1), v.unsqueeze(-2))
+    for query, log_key, key, value in zip(*(x.unbind(1) for x in parts), strict=True):
+        token = AdditiveDecayState(log_key, key * value)
         state = token if state is None else merged(state, token)
-        outputs.append((rotated_q[:, t, :, None, :] @ state.kv).squeeze(-2))
+        outputs.append((query @ state.kv).squeeze(-2))
     assert state is not None
     return torch.stack(outputs, dim=1), state
