@@ -79,8 +79,11 @@ def check_grid_shape(shape: Any) -> None:
         raise ValueError(f"shape is {shape!r}, expected one positive whole number per axis")
 
 
-def check_devices(**tensors: Tensor | None) -> None:
-    """Raise ValueError for a tensor that is on another device than the first."""
+def check_devices(**tensors: Any) -> None:
+    """Raise ValueError for what is no tensor, or on another device than the first."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor | None):
+            raise ValueError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     first, device = next(iter(given.items()))
     for name, other in given.items():

@@ -22,9 +22,13 @@ Frequencies = Float[Tensor, "H K"]
 FrequencyRow = Float[Tensor, " K"]
 RotatedKeys = Float[Tensor, "B T H F"]
 Keep = Bool[Tensor, "B T"]
+Betas = Float[Tensor, "B T H"]  # the delta rule's strength of each write
 
 LogNormalizer = Float[Tensor, "B H K"]
 KeyValue = Float[Tensor, "B H F V"]
+DecayedKeys = Float[Tensor, "B H K"]
+DecayedKeyValue = Float[Tensor, "B H K V"]
+LogDecays = Float[Tensor, "_ T _ _"]  # 1 or B, 1 or H, 1 or K: what is shared is there once
 
 ToeplitzCoefficients = Float[Tensor, "axes D E"] | Float[Tensor, "axes 2 D E"]
 Decays = Float[Tensor, "D E"]

@@ -20,6 +20,12 @@ def filling(mib):
     return lambda: held.repeat(3, 1)
 
 
+def after_small_pieces(mib):
+    pieces = [torch.ones(1, MIB // 4) for _ in range(2 * mib)]  # which glibc keeps when freed
+    del pieces
+    return lambda: torch.ones(mib, MIB // 4).sum()
+
+
 def dying():
     return lambda: os._exit(3)
 
@@ -28,6 +34,11 @@ def test_memory_is_what_the_call_takes_beyond_what_was_there():
     cost = measure(filling, 50)
     assert cost.median_ms > 0
     assert 0.9 * 150 < cost.peak_mib < 1.1 * 150
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory once kept is not given back")
+def test_memory_that_was_freed_hides_nothing():
+    assert 0.9 * 20 < measure(after_small_pieces, 20).peak_mib < 1.2 * 20
 
 
 def test_a_dead_process_is_an_error():
@@ -46,4 +57,17 @@ def test_the_benchmark_prints_every_rival():
         [*command, "--batch", "1"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     for name in ("one_scan", "one_scan_lrpe", "softmax", "two_scans"):
+        assert sum(line.startswith(f"{name} ") for line in done.stdout.splitlines()) == 3
+
+
+def test_the_benchmark_of_decayed_attention_prints_every_name():
+    command = [sys.executable, "benchmarks/decay_attention.py", "--tokens", "8", "16"]
+    done = subprocess.run(
+        [*command, "--batch", "1", "--no-gradients", "--names", "softmax", "chunk"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in ("softmax", "chunk"):
         assert sum(line.startswith(f"{name} ") for line in done.stdout.splitlines()) == 3

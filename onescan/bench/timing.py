@@ -1,5 +1,6 @@
 """Time and memory of one function, each measured in a process of its own."""
 
+import ctypes
 import math
 import multiprocessing
 import resource
@@ -14,6 +15,7 @@ import torch
 
 BUDGET_S = 1.0  # at least this long, and at least MIN_RUNS runs, unless one run takes longer
 MIN_RUNS = 3
+LARGEST_KEPT = 31 << 20  # bytes; what is freed above 32 MiB, glibc gives back at once
 LINUX = sys.platform == "linux"
 
 
@@ -63,6 +65,7 @@ def exponent(lengths: Sequence[int], times: Sequence[float]) -> float:
 
 
 def _measure_here(sender, prepare, arguments) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
+    torch.empty(LARGEST_KEPT, dtype=torch.uint8)  # as in use: from here on glibc keeps such memory
     call = prepare(*arguments)
     before = _held_mib()  # and forget the peak that importing had
     call()
@@ -80,23 +83,25 @@ def _measure_here(sender, prepare, arguments) -> None:  # type: ignore[no-untype
 
 
 def _wait() -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def _held_mib() -> float:
     """Memory held now; the peak starts anew from here."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() / 2**20
     if not LINUX:
         return _peak_mib()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)  # what was freed and kept would hide as much of a call's own
     Path("/proc/self/clear_refs").write_text("5")
     return _proc_status_mib("VmRSS")
 
 
 def _peak_mib() -> float:
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
     if LINUX:
         return _proc_status_mib("VmHWM")

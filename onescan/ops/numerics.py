@@ -11,6 +11,8 @@ from torch import Tensor
 # a masked token or a fully masked row needs no special case, and gradients stay finite too.
 LOG_ZERO = -1e30
 
+LEAST_WEIGHT = 1e-30  # the square of less is 0 in float32
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type sums are taken in: float32, or float64 for float64 inputs.
@@ -25,6 +27,15 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the one type that their sums are taken in."""
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
     return tuple(x.to(dtype) for x in tensors)
+
+
+def divided(sums: Tensor, weight: Tensor) -> Tensor:
+    """Divide sums by their weight, or by 1 where that is next to nothing: gradients stay finite.
+
+    >>> divided(torch.tensor([6.0, 0.0]), torch.tensor([3.0, 1e-40])).tolist()
+    [2.0, 0.0]
+    """
+    return sums / torch.where(weight.abs() < LEAST_WEIGHT, 1, weight)
 
 
 def running_logsumexp(x: Tensor) -> Tensor:

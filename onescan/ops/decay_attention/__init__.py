@@ -1,0 +1,275 @@
+"""Decayed linear attention, causal or in both directions: the front door, and nothing else.
+
+S_t = diag(exp(a_t)) S_{t-1} + k_t v_t^T     state, and its mirror image from the right    (K, V)
+o_t = S_t^T q_t                              output; both directions added, own part once  (V,)
+
+as attention:   O = (Q K^T * M) V,   M_ij = exp(sum of a between j and i)
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onescan.checks import (
+    can_look_at_values,
+    check_choice,
+    check_devices,
+    check_floating,
+    check_no_nan,
+    check_positive,
+    check_shapes,
+)
+from onescan.ops.decay_attention import chunk, full, one_scan, recurrent
+from onescan.ops.decay_attention.choice import Call, cheapest
+from onescan.ops.decay_attention.directions import Matrices, Sums, directed
+from onescan.ops.decay_attention.state import (
+    DecayState,
+    DecayStates,
+    check_state_type,
+    joined,
+    sides_of,
+    split,
+    tensors_of,
+)
+from onescan.ops.numerics import divided, full_precision, widened
+from onescan.shapes import Keep, Keys, LogDecays, Queries, Values
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Call",
+    "Choice",
+    "DecayState",
+    "DecayStates",
+    "choose",
+    "decay_attention",
+]
+
+Form = Literal["auto", "full", "chunk", "recurrent"]
+Backend = Literal["auto", "torch", "triton"]
+State = DecayState | DecayStates | tuple[DecayState | None, DecayState | None]
+
+PATTERNS = {1: "H", 3: "B T H", 4: "B T H K"}  # of log_decay, by rank
+
+# (kind, form, backend): every implementation there is. A missing one is an error.
+IMPLEMENTATIONS: dict[tuple[str, str, str], Callable[..., Sums]] = {
+    ("causal", "chunk", "torch"): chunk.forward,
+    ("causal", "full", "torch"): full.forward,
+    ("causal", "recurrent", "torch"): recurrent.forward,
+    ("both", "chunk", "torch"): chunk.forward,
+    ("both", "full", "torch"): full.forward,
+    ("both", "recurrent", "torch"): recurrent.forward,
+    ("both, no decay", "chunk", "torch"): one_scan.forward,
+    ("both, no decay", "full", "torch"): full.forward,
+    ("both, no decay", "recurrent", "torch"): recurrent.forward,
+}
+
+
+def decay_attention(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    log_decay: Tensor | None = None,
+    *,
+    causal: bool = False,
+    decay_at: Literal["auto", "source", "target"] = "auto",
+    normalize: Literal["none", "sum", "max_one"] = "none",
+    keep: Keep | None = None,
+    state: State | None = None,
+    form: Form = "auto",
+    backend: Backend = "auto",
+    chunk_size: int = 64,
+    return_state: bool = True,
+) -> tuple[Values, State | None]:
+    """Attend to the past, or to both sides, less to what decay lies in between.
+
+    Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 14, Eq. 79, Theorem B.1 (diagonal decay).
+
+    Args:
+        q: queries, already through their feature map.
+        k: keys, likewise.
+        v: values.
+        log_decay: logarithm of what a state keeps from one token to the next, at most 0; -inf
+            forgets all. None does not decay; [H] is fixed; [B, T, H] selective; [B, T, H, K]
+            diagonal, one for each key channel.
+        causal: whether a token reads only itself and those before it.
+        decay_at: whose decay lies between two neighbours: "source", that of the token visited
+            first (Eq. 14), or "target", that of the one visited next (Eq. 5). "auto" is target
+            where causal, source where not.
+        normalize: what outputs are divided by: "none"; "sum", the row sum after decay; "max_one",
+            max(row sum, 1), of its absolute value where causal (xLSTM). A row sum closer to 0 than
+            1e-30 counts as 1.
+        keep: True for real tokens. The others give zero output, and the real ones come out as if
+            they were not there: they neither add nor decay. None keeps all.
+        state: causal, what came before; else the states that enter from the left and from the
+            right, either of which may be None.
+        form: how the same sum is evaluated: "full" is attention, O(T^2); "chunk" O(T);
+            "recurrent" one token at a time. "auto" is the cheapest; `choose` tells which, and why.
+        backend: "torch" runs anywhere.
+        chunk_size: tokens per chunk; read by the chunk form only.
+        return_state: False saves what only the state needs, and returns None in its place.
+
+    Returns:
+        The outputs, in v's dtype, and the state after the last token; not causal, that and the
+        backward one, before the first. Under "source" a state has decayed by its last token.
+
+    Raises:
+        ValueError: shapes, types or devices disagree, there is no such form or backend, a state
+            of the other direction, chunk_size < 1, or, on a CPU, a log_decay above 0 or an
+            argument that holds NaN.
+
+    >>> q = k = torch.ones(1, 3, 1, 1)
+    >>> v = torch.tensor([8.0, 4.0, 2.0]).reshape(1, 3, 1, 1)
+    >>> half = torch.tensor([0.5]).log()
+    >>> decay_attention(q, k, v, half, causal=True)[0].flatten().tolist()
+    [8.0, 8.0, 6.0]
+    >>> decay_attention(q, k, v, half)[0].flatten().tolist()
+    [10.5, 9.0, 6.0]
+    """
+    _check(q, k, v, log_decay, causal, keep, state, chunk_size)
+    check_choice("decay_at", decay_at, ["auto", "source", "target"])
+    check_choice("normalize", normalize, ["none", "sum", "max_one"])
+    choice = choose(
+        form,
+        backend,
+        causal=causal,
+        decays=log_decay is not None,
+        call=Call(
+            tokens=q.shape[1],
+            key_width=q.shape[3],
+            value_width=v.shape[3],
+            directions=1 if causal else 2,
+            chunk_size=chunk_size,
+            is_diagonal=log_decay is not None and PATTERNS[log_decay.ndim] == "B T H K",
+        ),
+    )
+    if decay_at == "auto":
+        decay_at = "target" if causal else "source"
+    sides = sides_of(state, causal=causal)
+    with full_precision(q):
+        wide_q, wide_k, wide_v = widened(q, k, v)
+        wide_decay = _broadcast(log_decay, wide_k)
+        wide_v = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], dim=-1)  # for the row sum
+        if keep is not None:
+            wide_q, wide_k, wide_v, wide_decay = (
+                x.masked_fill(~keep[:, :, None, None], 0)
+                for x in (wide_q, wide_k, wide_v, wide_decay)
+            )
+        if log_decay is not None:
+            _check_decay(log_decay if log_decay.ndim == 1 else wide_decay)
+        o, leaving = IMPLEMENTATIONS[choice[:3]](
+            wide_q,
+            wide_k,
+            wide_v,
+            directed(wide_decay, decay_at, causal=causal),
+            Matrices(*(joined(side, wide_v.dtype) for side in sides)),
+            chunk_size=chunk_size,
+            return_state=return_state,
+        )
+        o = _normalized(o, normalize, causal=causal)
+        outgoing = None
+        if return_state:
+            ends = (wide_decay[:, -1], wide_decay[:, 0]) if decay_at == "source" else (None, None)
+            outgoing = DecayStates(*map(split, leaving, ends))
+    if can_look_at_values(o):
+        carried = tensors_of(sides, causal=causal)
+        check_no_nan(_fingerprint(o, wide_v, *carried.values()), q=q, k=k, v=v, **carried)
+    return o.to(v.dtype), outgoing.forward if causal and outgoing else outgoing
+
+
+class Choice(NamedTuple):
+    """Which implementation a call runs, and why.
+
+    Attributes:
+        kind: "causal", "both" directions, or "both, no decay".
+        form: as in `decay_attention`, never "auto".
+        backend: likewise.
+        why: the reason in a few words.
+    """
+
+    kind: str
+    form: str
+    backend: str
+    why: str
+
+
+def choose(form: Form, backend: Backend, *, causal: bool, decays: bool, call: Call) -> Choice:
+    """Name the implementation a call would run: the whole policy is these lines and `cheapest`."""
+    kind = "causal" if causal else "both" if decays else "both, no decay"
+    chosen: str = form
+    why = "asked for"
+    if form == "auto":
+        one_sum = ("chunk", "one sum serves all tokens")
+        chosen, why = one_sum if kind == "both, no decay" else cheapest(call)
+    if backend == "auto":
+        backend = "torch"
+    known = [f"{f}/{b}" for of, f, b in IMPLEMENTATIONS if of == kind]
+    check_choice(f"form/backend ({kind})", f"{chosen}/{backend}", known)
+    return Choice(kind, chosen, backend, why)
+
+
+def _broadcast(log_decay: Tensor | None, k: Keys) -> LogDecays:
+    """One log-decay for every token: [1 or B, T, 1 or H, 1 or K]."""
+    tokens = k.shape[1]
+    if log_decay is None:
+        return k.new_zeros(1, tokens, 1, 1)
+    wide = log_decay.to(k.dtype)
+    if PATTERNS[wide.ndim] == "H":
+        return wide[:, None].expand(1, tokens, -1, 1)
+    return wide if PATTERNS[wide.ndim] == "B T H K" else wide.unsqueeze(-1)
+
+
+def _normalized(o: Tensor, normalize: str, *, causal: bool) -> Values:
+    """Divide by the row sum, the last column of o."""
+    o, row_sum = o[..., :-1], o[..., -1:]
+    if normalize == "none":
+        return o
+    if normalize == "max_one":
+        return o / (row_sum.abs() if causal else row_sum).clamp(min=1)
+    return divided(o, row_sum)
+
+
+def _check(
+    q: Any, k: Any, v: Any, log_decay: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
+) -> None:  # Any: these are what a user passed
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal is {causal!r}, expected True or False")
+    check_state_type(state, causal=causal)
+    carried = tensors_of(sides_of(state, causal=causal), causal=causal)
+    given = {} if log_decay is None else {"log_decay": log_decay}
+    check_floating(q=q, k=k, v=v, **given, **carried)
+    check_devices(q=q, k=k, v=v, keep=keep, **given, **carried)
+    if log_decay is not None and log_decay.ndim not in PATTERNS:
+        raise ValueError(
+            f"log_decay has shape {tuple(log_decay.shape)}, expected 'H', 'B T H' or 'B T H K'"
+        )
+    sizes = check_shapes(
+        q=(q, "B T H K"),
+        k=(k, "B T H K"),
+        v=(v, "B T H V"),
+        log_decay=(log_decay, "" if log_decay is None else PATTERNS[log_decay.ndim]),
+        keep=(keep, "B T"),
+        **{name: (x, "B H K V" if name.endswith("kv") else "B H K") for name, x in carried.items()},
+    )
+    if not isinstance(chunk_size, int):
+        raise ValueError(f"chunk_size is {chunk_size!r}, expected a whole number")
+    check_positive(**{letter: sizes[letter] for letter in "THKV"}, chunk_size=chunk_size)
+    if keep is not None and keep.dtype != torch.bool:
+        raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens")
+
+
+def _check_decay(log_decay: Tensor) -> None:
+    """Raise ValueError for NaN, or a state that would grow, where values may be looked at."""
+    if not can_look_at_values(log_decay) or not log_decay.numel():
+        return
+    highest = log_decay.detach().amax().item()
+    if highest != highest:
+        check_no_nan(log_decay, log_decay=log_decay)
+    if highest > 0:
+        raise ValueError(f"log_decay reaches {highest:.6g}, expected at most 0, a decay of 1")
+
+
+def _fingerprint(o: Tensor, *summed: Tensor) -> Tensor:
+    """A small tensor that a NaN in any input reaches: q and k through o."""
+    return sum((x.detach().sum() for x in summed), start=o[..., 0].detach().sum())

@@ -1,0 +1,144 @@
+"""A square matrix of blocks: some on its diagonal, and products of two factors beside them.
+
+Two neighbouring blocks of L tokens make one of twice the length, and so on: a level. Written or
+multiplied in place, every number is touched once; torch.cat would copy the whole at each level.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Factors = tuple[Tensor, Tensor]  # rows and columns, [..., S, L, X]: the block is rows @ columns.mT
+
+
+def assembled(diagonal: Tensor, below: list[Factors], above: list[Factors] | None) -> Tensor:
+    """Put the matrix together.
+
+    Args:
+        diagonal: the first blocks, [..., S, L, L].
+        below: of each level, what each pair has below its diagonal.
+        above: likewise above it; None is zero.
+
+    Returns:
+        [..., T, T], T = S L.
+    """
+    return _called(_Assembled, 1 if above is None else 2, diagonal, *_flat(below, above))
+
+
+def masked_scores(
+    q: Tensor, k: Tensor, diagonal: Tensor, below: list[Factors], above: list[Factors] | None
+) -> Tensor:
+    """(q @ k.mT) times `assembled` of factors with X = 1, of which neither is kept in memory."""
+    sides = 1 if above is None else 2
+    return _called(_MaskedScores, sides, q, k, diagonal, *_flat(below, above))
+
+
+def _called(function: Any, sides: int, *tensors: Tensor) -> Tensor:
+    """Apply the function; dynamo misreads its arguments where nothing needs a gradient."""
+    needs = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if torch.compiler.is_compiling() and not needs:
+        return function.forward(sides, *tensors)
+    return function.apply(sides, *tensors)
+
+
+def _flat(below: list[Factors], above: list[Factors] | None) -> Iterator[Tensor]:
+    for level in zip(below, strict=True) if above is None else zip(below, above, strict=True):
+        for rows, columns in level:
+            yield from (rows, columns)
+
+
+class _Assembled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(sides: int, diagonal: Tensor, *factors: Tensor) -> Tensor:
+        stretches, length = diagonal.shape[-3:-1]
+        whole = diagonal.new_zeros(*diagonal.shape[:-3], stretches * length, stretches * length)
+        _on_diagonal(whole, length).copy_(diagonal)
+        for block, rows, columns in _beside(whole, length, sides, factors):
+            block.copy_(rows @ columns.mT)
+        return whole
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.sides, *blocks = inputs
+        ctx.save_for_backward(*blocks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *_of_blocks(gradient, ctx.sides, *ctx.saved_tensors))
+
+
+class _MaskedScores(torch.autograd.Function):
+    """What it multiplies in place, its backward computes again: memory for a little time."""
+
+    @staticmethod
+    def forward(sides: int, q: Tensor, k: Tensor, diagonal: Tensor, *factors: Tensor) -> Tensor:
+        return _weigh_(q @ k.mT, sides, diagonal, *factors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.sides, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, *blocks = ctx.saved_tensors
+        of_blocks = _of_blocks(gradient * (q @ k.mT), ctx.sides, *blocks)
+        of_scores = _weigh_(gradient.clone(), ctx.sides, *blocks)
+        return (None, of_scores @ k, of_scores.mT @ q, *of_blocks)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return _MaskedScores.apply(*_expanded(info, in_dims, inputs)), 0
+
+
+def _expanded(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Iterator[Any]:
+    """Give every tensor the axis of torch.func.vmap, at the front."""
+    for axis, x in zip(in_dims, inputs, strict=True):
+        if not isinstance(x, Tensor):
+            yield x
+        else:
+            yield x.expand(info.batch_size, *x.shape) if axis is None else x.movedim(axis, 0)
+
+
+def _weigh_(x: Tensor, sides: int, diagonal: Tensor, *factors: Tensor) -> Tensor:
+    """Multiply in place by the blocks; with one side, what is above the diagonal becomes 0."""
+    length = diagonal.shape[-1]
+    _on_diagonal(x, length).mul_(diagonal)
+    for block, rows, columns in _beside(x, length, sides, factors):
+        block.mul_(rows * columns.mT)
+    if sides == 1:
+        above = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        x.masked_fill_(above, 0)
+    return x
+
+
+def _of_blocks(gradient: Tensor, sides: int, diagonal: Tensor, *factors: Tensor) -> list[Tensor]:
+    """The gradients of the first blocks and of all factors."""
+    length = diagonal.shape[-1]
+    gradient = gradient.sum_to_size(*diagonal.shape[:-3], *gradient.shape[-2:])
+    gradients = [_on_diagonal(gradient, length)]
+    for block, rows, columns in _beside(gradient, length, sides, factors):
+        gradients += [block @ columns, block.mT @ rows]
+    return gradients
+
+
+def _beside(
+    whole: Tensor, length: int, sides: int, factors: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each product's place in the matrix, [..., S, L, L], and its factors."""
+    pairs = list(zip(factors[::2], factors[1::2], strict=True))
+    for i, (rows, columns) in enumerate(pairs):
+        half = length << i // sides
+        right = i % sides == 0  # below the diagonal, the rows are the right stretch's
+        block = _on_diagonal(whole, 2 * half).unflatten(-2, (2, half)).unflatten(-1, (2, half))
+        yield block[..., int(right), :, int(not right), :], rows, columns
+
+
+def _on_diagonal(whole: Tensor, length: int) -> Tensor:
+    """The blocks of so many tokens on the diagonal, a view [..., S, L, L]."""
+    blocks = whole.unflatten(-1, (-1, length)).unflatten(-3, (-1, length))
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)

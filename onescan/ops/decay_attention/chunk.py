@@ -1,0 +1,135 @@
+"""Decayed attention in chunks, O(T) in both directions: attention inside, states in between.
+
+Each direction carries one state from chunk to chunk; inside a chunk the scores are computed once
+for both. Nothing is larger than the C x C scores of all chunks together, T C numbers a head.
+
+Source: LION, arXiv:2502.16249, Sec. 3.4. States carried both ways are not in the paper, whose
+chunks (Eq. 81) meet every other chunk.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from onescan.checks import can_look_at_values
+from onescan.ops.decay_attention.directions import Directions, Matrices, Sums
+from onescan.ops.decay_attention.tile import Reach, padded, tile
+from onescan.shapes import Keys, Queries, Values
+
+CACHED = 1 << 19  # scores or values
+
+
+def forward(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    decays: Directions,
+    enters: Matrices,
+    *,
+    chunk_size: int,
+    return_state: bool,
+) -> Sums:
+    size = min(chunk_size, k.shape[1])
+    parts = []
+    for part in _samples_at_once(q, v, size):
+        few = Directions(*_some(part, decays)), Matrices(*_some(part, enters))
+        parts.append(
+            _forward(q[part], k[part], v[part], *few, size=size, return_state=return_state)
+        )
+    if len(parts) == 1:
+        return parts[0]
+    outputs, leaves = zip(*parts, strict=True)
+    sides = (None if side[0] is None else torch.cat(side) for side in zip(*leaves, strict=True))
+    return torch.cat(outputs), Matrices(*sides)
+
+
+def _samples_at_once(q: Queries, v: Values, size: int) -> list[slice]:
+    """All; or, where no gradient keeps what lies in between, as many as a CPU's caches hold."""
+    if torch.is_grad_enabled() or not can_look_at_values(q):
+        return [slice(None)]
+    of_one = q.shape[1] * q.shape[2] * max(size, v.shape[-1])
+    count = max(1, CACHED // of_one)
+    return [slice(i, i + count) for i in range(0, len(q), count)] or [slice(None)]
+
+
+def _some(part: slice, tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Some samples of each; what all samples share has only one."""
+    return [x if x is None or x.shape[0] == 1 else x[part] for x in tensors]
+
+
+def _forward(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    decays: Directions,
+    enters: Matrices,
+    *,
+    size: int,
+    return_state: bool,
+) -> Sums:
+    tokens = k.shape[1]
+    filled = padded(size, is_diagonal=decays.is_diagonal)
+    q, k, v = (_chunks(x, size, filled) for x in (q, k, v))  # B H N C .
+    forward, backward = (None if x is None else _chunks(x, size, filled) for x in decays)
+    assert forward is not None
+
+    # 1. inside each chunk, both directions at once
+    scores, from_left, from_right = tile(q, k, forward, backward)
+    o = scores @ v  # B H N C V
+
+    # 2. from chunk to chunk, each direction its state
+    read, left = _passed(q, k, v, from_left, enters.left, return_state=return_state)
+    o, right = o if read is None else o + read, None
+    if from_right is not None:
+        read, right = _passed(
+            q, k, v, from_right, enters.right, return_state=return_state, backward=True
+        )
+        o = o if read is None else o + read
+    o = rearrange(o[..., :size, :], "b h n c v -> b (n c) h v")[:, :tokens]
+    return o, Matrices(left, right)
+
+
+def _passed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reach: Reach,
+    state: Tensor | None,
+    *,
+    return_state: bool,
+    backward: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Pass a state from chunk to chunk.
+
+    Returns:
+        What the tokens read of the states that enter their chunks, [B, H, N, C, V], and the state
+        that leaves the last chunk visited; None where there is nothing to read, or none asked for.
+    """
+    alone = k.shape[2] == 1 and state is None
+    if alone and not return_state:
+        return None, None
+    added = ((k * reach.leave).mT @ v).unbind(2)  # N times B H K V
+    if alone:
+        return None, added[0]
+    state = torch.zeros_like(added[0]) if state is None else state
+    order = -1 if backward else 1
+    before = []
+    for own, decay in list(zip(added, reach.through.mT.unbind(2), strict=True))[::order]:
+        before.append(state)
+        state = torch.addcmul(own, decay, state)
+    return (q * reach.enter) @ torch.stack(before[::order], dim=2), state
+
+
+def _chunks(x: Tensor, size: int, filled: int) -> Tensor:
+    """Cut [B, T, H, X] into chunks of `size` tokens, each filled up with zeros: B H N C X."""
+    x = _filled(x.transpose(1, 2), -x.shape[1] % size)
+    return _filled(x.unflatten(2, (-1, size)), filled - size)
+
+
+def _filled(x: Tensor, count: int) -> Tensor:
+    """Append zeros to the last but one axis, in one pass."""
+    return F.pad(x, (0, 0, 0, count)) if count else x.contiguous()

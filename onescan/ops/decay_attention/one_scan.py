@@ -1,0 +1,27 @@
+"""Linear attention in both directions without decay: one sum over all tokens, in any order.
+
+    Y = Q (K^T V)
+
+Source: LION, arXiv:2502.16249, Eq. 181 to 183, LION-lit.
+"""
+
+import torch
+
+from onescan.ops.decay_attention.directions import Directions, Matrices, Sums
+from onescan.shapes import Keys, Queries, Values
+
+
+def forward(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    decays: Directions,
+    enters: Matrices,
+    *,
+    chunk_size: int,
+    return_state: bool,
+) -> Sums:
+    own = torch.einsum("bthk,bthv->bhkv", k, v)
+    left, right = (0 if side is None else side for side in enters)
+    leaves = Matrices(own + left, own + right)
+    return torch.einsum("bthk,bhkv->bthv", q, own + left + right), leaves

@@ -1,0 +1,86 @@
+"""Decayed attention as the paper writes it, one token at a time: the definition, not the product.
+
+Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 79, Theorem B.1, with the indices of Eq. 14 for
+"source" and of Eq. 5 for "target". Both directions visit the tokens, one from each end:
+
+    target:  S = diag(exp(a_t)) S + k_t v_t^T          o = S^T q_t
+    source:  S = S + k_t v_t^T                         o = S^T q_t,   then S = diag(exp(a_t)) S
+
+z is S with 1 in v's place. Not causal, the outputs of both directions are added, each without half
+of the token's own part k_t v_t^T q_t, which both hold.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from onescan.ops.decay_attention.state import DecayState, DecayStates, sides_of
+from onescan.ops.numerics import LEAST_WEIGHT
+from onescan.shapes import Keep, Keys, Queries, Values
+
+
+def forward(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    log_decay: Tensor | None = None,
+    *,
+    causal: bool = False,
+    decay_at: str,
+    normalize: str = "none",
+    keep: Keep | None = None,
+    state: DecayState | DecayStates | None = None,
+) -> tuple[Values, DecayState | DecayStates]:
+    batch, tokens = k.shape[:2]
+    decay = torch.ones_like(k)
+    if log_decay is not None:
+        wide = log_decay if log_decay.ndim == k.ndim else log_decay.unsqueeze(-1)
+        decay = wide.exp().expand_as(k)
+    seen = torch.ones(batch, tokens, dtype=torch.bool) if keep is None else keep
+    left, right = sides_of(state, causal=causal)
+    o, c, left = _visit(range(tokens), q, k, v, decay, seen, left, decay_at, whole=causal)
+    if not causal:
+        from_right = _visit(
+            range(tokens - 1, -1, -1), q, k, v, decay, seen, right, decay_at, whole=False
+        )
+        o, c, right = o + from_right[0], c + from_right[1], from_right[2]
+    if normalize == "sum":
+        o = o / torch.where(c.abs() < LEAST_WEIGHT, 1, c).unsqueeze(-1)
+    elif normalize == "max_one":
+        o = o / (c.abs() if causal else c).clamp(min=1).unsqueeze(-1)
+    return o * seen[:, :, None, None], left if causal else DecayStates(left, right)
+
+
+def _visit(
+    order: Iterable[int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    seen: Tensor,
+    state: DecayState | None,
+    decay_at: str,
+    *,
+    whole: bool,
+) -> tuple[Tensor, Tensor, DecayState]:
+    if state is None:
+        state = DecayState(k.new_zeros(*k[:, 0].shape, v.shape[-1]), torch.zeros_like(k[:, 0]))
+    kv, z = state
+    outputs, sums = {}, {}
+    for t in order:
+        known = seen[:, t, None, None]
+        factor = torch.where(known, decay[:, t], 1)
+        own_z = torch.where(known, k[:, t], 0)
+        own_kv = own_z.unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        if decay_at == "target":
+            kv, z = factor.unsqueeze(-1) * kv, factor * z
+        kv, z = kv + own_kv, z + own_z
+        half = 0 if whole else 0.5
+        outputs[t] = ((kv - half * own_kv) * q[:, t].unsqueeze(-1)).sum(-2)
+        sums[t] = ((z - half * own_z) * q[:, t]).sum(-1)
+        if decay_at == "source":
+            kv, z = factor.unsqueeze(-1) * kv, factor * z
+    tokens = sorted(outputs)
+    o = torch.stack([outputs[t] for t in tokens], dim=1)
+    return o, torch.stack([sums[t] for t in tokens], dim=1), DecayState(kv, z)

@@ -1,0 +1,821 @@
+"""Decayed attention: all forms against the definition, that against its masks, and the contract."""
+
+import math
+from functools import partial
+from inspect import unwrap
+from itertools import combinations, product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_map
+
+from onescan.bench.timing import measure
+from onescan.ops.decay_attention import (
+    IMPLEMENTATIONS,
+    Call,
+    DecayState,
+    DecayStates,
+    choose,
+    chunk,
+    decay_attention,
+    reference,
+)
+from onescan.ops.decay_attention.blocks import masked_scores
+
+B, H, K, V = 2, 3, 4, 5
+FORMS = list(dict.fromkeys((kind == "causal", form) for kind, form, _ in IMPLEMENTATIONS))
+NAMES = sorted({form for _, form in FORMS})
+DECAYS = ["none", "fixed", "scalar", "diagonal"]
+TENSORS = ("q", "k", "v", "log_decay")
+
+over_forms = pytest.mark.parametrize(("causal", "form"), FORMS, ids=lambda x: str(x))
+over_names = pytest.mark.parametrize("form", NAMES)
+over_decays = pytest.mark.parametrize("decay", DECAYS)
+over_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both"])
+over_conventions = pytest.mark.parametrize("decay_at", ["source", "target"])
+
+
+def inputs(
+    tokens,
+    *,
+    causal,
+    decay="scalar",
+    keep=False,
+    state=False,
+    dtype=torch.float64,
+    seed=0,
+    batch=B,
+    heads=H,
+    width=K,
+    positive=False,
+):
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def features(*shape):
+        return normal(*shape).abs() if positive else normal(*shape)
+
+    named = {
+        "q": features(batch, tokens, heads, width),
+        "k": features(batch, tokens, heads, width),
+        "v": normal(batch, tokens, heads, V),
+    }
+    shape = {"fixed": (heads,), "scalar": named["v"].shape[:3], "diagonal": named["k"].shape}
+    if decay != "none":
+        named["log_decay"] = F.logsigmoid(3 + 2 * normal(*shape[decay]))
+    named = {name: x.to(dtype) for name, x in named.items()}
+    if keep:
+        named["keep"] = torch.rand(batch, tokens, generator=g) < 0.6
+    if state:
+        kv, k_sum = normal(2, batch, heads, width, V), features(2, batch, heads, width)
+        left, right = map(DecayState, kv.to(dtype), k_sum.to(dtype))
+        named["state"] = left if causal else DecayStates(left, right)
+    return named
+
+
+def tensors_of(state):
+    """The tensors of a state, of either kind."""
+    return [*state] if isinstance(state, DecayState) else [x for side in state for x in side]
+
+
+def state_of(tensors):
+    """The state of two tensors, or of four."""
+    left, *right = map(DecayState, tensors[::2], tensors[1::2])
+    return DecayStates(left, *right) if right else left
+
+
+def leaves(named):
+    """The same arguments with gradients wanted, and the list of what has one."""
+    names = [name for name in TENSORS if name in named]
+    tensors = [named[name].clone().requires_grad_() for name in names]
+    named = dict(named, **dict(zip(names, tensors, strict=True)))
+    if "state" in named:
+        carried = [x.clone().requires_grad_() for x in tensors_of(named["state"])]
+        named["state"] = state_of(carried)
+        tensors += carried
+    return named, tensors
+
+
+def outputs_and_gradients(function, named):
+    named, tensors = leaves(named)
+    o, state = function(**named)
+    outputs = (o, *tensors_of(state))
+    g = torch.Generator().manual_seed(7)
+    loss = sum(
+        (x * torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype)).sum()
+        for x in outputs
+    )
+    # not every input reaches every loss: one token between two states meets no decay
+    return outputs, torch.autograd.grad(loss, tensors, materialize_grads=True)
+
+
+def assert_same(got, want, *, tolerance=1e-9):
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.to(y.dtype), y, atol=tolerance, rtol=tolerance)
+
+
+def assert_finite(tensors):
+    assert all(torch.isfinite(x).all() for x in tensors)
+
+
+def root_mean_square_errors(function, named, want):
+    """Of outputs and gradients against those in float64."""
+    got = outputs_and_gradients(function, named)
+    return [
+        (x.double() - y).square().mean().sqrt().item()
+        for x, y in zip(got[0][:1] + got[1], want[0][:1] + want[1], strict=True)
+    ]
+
+
+def assert_no_less_exact_than_plain_torch(function, plain, named):
+    """The error against float64 is at most twice what the definition makes in the same dtype."""
+    exact = {n: x.double() for n, x in named.items()}
+    want = outputs_and_gradients(plain, exact)
+    ours = root_mean_square_errors(function, named, want)
+    theirs = root_mean_square_errors(plain, named, want)
+    assert all(x <= 2 * y for x, y in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+# Any two values of different columns meet in a row, any decay, direction and convention too.
+COLUMNS = "tokens, decay, causal, decay_at, normalize, shape, keep, state"
+TABLE = [
+    (1, "diagonal", True, "source", "sum", (2, 1), False, True),
+    (1, "fixed", False, "target", "max_one", (2, 3), False, False),
+    (1, "none", False, "target", "sum", (1, 3), True, False),
+    (1, "scalar", True, "target", "none", (1, 3), False, True),
+    (2, "diagonal", False, "target", "none", (2, 1), True, False),
+    (2, "fixed", False, "source", "sum", (2, 3), False, False),
+    (2, "none", True, "source", "max_one", (1, 3), False, True),
+    (2, "scalar", False, "source", "none", (1, 3), True, True),
+    (63, "diagonal", False, "source", "none", (2, 3), True, False),
+    (63, "fixed", True, "target", "sum", (2, 1), False, False),
+    (63, "none", True, "target", "max_one", (2, 1), False, True),
+    (63, "scalar", False, "source", "sum", (1, 3), False, True),
+    (64, "diagonal", False, "target", "sum", (2, 1), False, False),
+    (64, "fixed", True, "target", "sum", (1, 3), False, False),
+    (64, "none", False, "source", "sum", (2, 3), True, True),
+    (64, "scalar", True, "source", "max_one", (1, 3), True, False),
+    (64, "scalar", True, "target", "none", (2, 3), False, True),
+    (65, "diagonal", False, "source", "max_one", (2, 3), False, False),
+    (65, "fixed", False, "source", "none", (1, 3), False, False),
+    (65, "fixed", True, "target", "sum", (2, 1), True, True),
+    (65, "none", False, "source", "max_one", (2, 3), True, True),
+    (65, "scalar", True, "target", "max_one", (2, 1), True, False),
+    (197, "diagonal", True, "target", "sum", (1, 3), False, False),
+    (197, "fixed", True, "source", "max_one", (2, 3), True, True),
+    (197, "none", True, "target", "none", (1, 3), True, False),
+    (197, "scalar", False, "target", "max_one", (2, 1), False, False),
+]
+
+
+def test_any_two_values_meet_in_the_table():
+    def pairs(row):
+        return set(combinations(enumerate(row), 2))
+
+    met = set().union(*map(pairs, TABLE))
+    assert met == set().union(*map(pairs, product(*map(set, zip(*TABLE, strict=True)))))
+    assert len({row[1:4] for row in TABLE}) == len(DECAYS) * 2 * 2
+
+
+@pytest.mark.parametrize(COLUMNS, TABLE)
+def test_every_form_is_the_definition(
+    tokens, decay, causal, decay_at, normalize, shape, keep, state
+):
+    batch, heads = shape
+    positive = normalize == "sum"  # else a sum near 0 magnifies rounding
+    named = inputs(
+        tokens,
+        causal=causal,
+        decay=decay,
+        keep=keep,
+        state=state,
+        batch=batch,
+        heads=heads,
+        positive=positive,
+    )
+    same = {"causal": causal, "decay_at": decay_at, "normalize": normalize}
+    want = outputs_and_gradients(partial(reference.forward, **same), named)
+    for form in NAMES:
+        for size in {1, 7, 16, 64, tokens + 1} if form == "chunk" else {64}:
+            ours = partial(decay_attention, **same, form=form, chunk_size=size)
+            got = outputs_and_gradients(ours, named)
+            assert_same(got[0], want[0])
+            assert_same(got[1], want[1])
+
+
+def masked_attention(q, k, v, log_decay, *, causal, decay_at, normalize):
+    """(Q K^T * M) V with the products of M written out, a mask for each key channel."""
+    tokens = range(q.shape[1])
+    decay = (log_decay if log_decay.ndim == k.ndim else log_decay.unsqueeze(-1)).exp().expand_as(k)
+    scores = q.new_zeros(len(q), len(tokens), len(tokens), q.shape[2])
+    for i, j in product(tokens, tokens):
+        if decay_at == "source":
+            between = slice(j, i) if i >= j else slice(i + 1, j + 1)
+        else:
+            between = slice(j + 1, i + 1) if i >= j else slice(i, j)
+        if i >= j or not causal:
+            scores[:, i, j] = (q[:, i] * decay[:, between].prod(1) * k[:, j]).sum(-1)
+    row_sum = scores.sum(2).unsqueeze(-1)
+    divisor = {
+        "none": torch.ones_like(row_sum),
+        "sum": row_sum,
+        "max_one": (row_sum.abs() if causal else row_sum).clamp(min=1),
+    }
+    return torch.einsum("bijh,bjhv->bihv", scores, v) / divisor[normalize]
+
+
+@over_directions
+@over_conventions
+@pytest.mark.parametrize("decay", DECAYS[1:])
+@pytest.mark.parametrize("normalize", ["none", "sum", "max_one"])
+def test_the_definition_is_attention_under_products(causal, decay_at, decay, normalize):
+    named = inputs(7, causal=causal, decay=decay, positive=normalize == "sum")
+    same = {"causal": causal, "decay_at": decay_at, "normalize": normalize}
+    assert_same([reference.forward(**named, **same)[0]], [masked_attention(**named, **same)])
+
+
+@over_directions
+def test_each_direction_has_a_convention_of_its_own(causal):
+    named = inputs(9, causal=causal)
+    usual, other = ("target", "source") if causal else ("source", "target")
+    o, state = decay_attention(**named, causal=causal)
+    want, ends = reference.forward(**named, causal=causal, decay_at=usual)
+    assert_same((o, *tensors_of(state)), (want, *tensors_of(ends)))
+    assert not torch.allclose(o, reference.forward(**named, causal=causal, decay_at=other)[0])
+
+
+@over_forms
+def test_a_constant_decay_fades_with_distance_in_both_conventions(causal, form):
+    tokens, decay = 20, 0.9
+    one = torch.ones(1, tokens, 1, 1, dtype=torch.float64)
+    v = torch.eye(tokens, dtype=torch.float64).reshape(1, tokens, 1, tokens)
+    place = torch.arange(tokens, dtype=torch.float64)
+    want = decay ** (place[:, None] - place).abs()
+    want = want.tril() if causal else want
+    log_decay = torch.tensor([decay], dtype=torch.float64).log()
+    for decay_at, each in product(
+        ["source", "target"], [log_decay, log_decay.expand(1, tokens, 1)]
+    ):
+        o, _ = decay_attention(
+            one, one, v, each, causal=causal, decay_at=decay_at, form=form, chunk_size=8
+        )
+        assert_same([o[0, :, 0]], [want])
+
+
+@over_directions
+@over_conventions
+@pytest.mark.parametrize("decay", DECAYS[1:])
+def test_decays_of_zero_and_one_and_almost(causal, decay_at, decay):
+    named = inputs(40, causal=causal, decay=decay, state=True, heads=4)
+    levels = torch.tensor([0.0, -1e-6, -50.0, -torch.inf], dtype=torch.float64)
+    shape = named["log_decay"].shape
+    named["log_decay"] = levels[torch.randperm(shape.numel()).reshape(shape) % 4]
+    same = {"causal": causal, "decay_at": decay_at}
+    want = outputs_and_gradients(partial(reference.forward, **same), named)
+    assert_finite(want[0] + want[1])
+    narrow = {n: x.float() for n, x in named.items() if n != "state"}
+    narrow["state"] = state_of([x.float() for x in tensors_of(named["state"])])
+    for form in NAMES:
+        ours = partial(decay_attention, **same, form=form, chunk_size=32)
+        for given_, tolerance in ((named, 1e-9), (narrow, 2e-4)):
+            got = outputs_and_gradients(ours, given_)
+            assert_same(got[0], want[0], tolerance=tolerance)
+            assert_same(got[1], want[1], tolerance=tolerance)
+
+
+@over_forms
+@over_conventions
+@pytest.mark.parametrize("decay", ["scalar", "diagonal"])
+def test_gates_that_saturate(causal, form, decay_at, decay):
+    named = inputs(40, causal=causal, decay=decay, dtype=torch.float32)
+    logits = 200 * torch.randint(-1, 2, named["log_decay"].shape).float()
+    logits.requires_grad_()
+    decays = F.logsigmoid(logits).exp()
+    assert {0, 0.5, 1} == set(decays.flatten().tolist())
+    named["log_decay"] = F.logsigmoid(logits)
+    exact = {n: x.double() for n, x in named.items()}
+    want, _ = reference.forward(**exact, causal=causal, decay_at=decay_at)
+    want_gradient = torch.autograd.grad(want.square().sum(), logits, retain_graph=True)
+    got, _ = decay_attention(**named, causal=causal, decay_at=decay_at, form=form, chunk_size=16)
+    gradient = torch.autograd.grad(got.square().sum(), logits)
+    assert_finite([got, *gradient])
+    assert_same([got, *gradient], [want.float(), *want_gradient], tolerance=1e-4)
+
+
+@over_forms
+@pytest.mark.parametrize("decay", ["scalar", "diagonal"])
+def test_spans_beyond_what_an_exponential_holds(causal, form, decay):
+    named = inputs(70, causal=causal, decay=decay, dtype=torch.float32)
+    named["log_decay"][..., ::2] = -5.0
+    named["log_decay"][:, 20:30] = -1e-3
+    assert_no_less_exact_than_plain_torch(
+        partial(decay_attention, causal=causal, form=form),
+        partial(reference.forward, causal=causal, decay_at="target" if causal else "source"),
+        named,
+    )
+
+
+@over_forms
+@over_decays
+def test_gradcheck(causal, form, decay):
+    named, tensors = leaves(
+        inputs(3, causal=causal, decay=decay, keep=True, state=True, batch=1, heads=1, width=2)
+    )
+    names = [name for name in TENSORS if name in named]
+
+    def call(*x):
+        changed = dict(named, **dict(zip(names, x, strict=False)), state=state_of(x[len(names) :]))
+        o, state = decay_attention(
+            **changed, causal=causal, form=form, chunk_size=2, normalize="max_one"
+        )
+        return o, *tensors_of(state)
+
+    assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
+
+
+def part(named, start, stop):
+    whole = [name for name, x in named.items() if name == "state" or x.ndim == 1]
+    return {n: x if n in whole else x[:, start:stop] for n, x in named.items()}
+
+
+@over_conventions
+@over_decays
+@pytest.mark.parametrize(("first", "second"), list(product(NAMES, NAMES)))
+def test_two_calls_equal_one_at_every_cut(decay_at, decay, first, second):
+    tokens = 6
+    named = inputs(tokens, causal=True, decay=decay, keep=True, state=True)
+    call = partial(decay_attention, causal=True, decay_at=decay_at, chunk_size=4)
+    want, last = call(**named)
+    for cut in range(1, tokens):
+        o1, state = call(**part(named, 0, cut), form=first)
+        o2, state = call(**dict(part(named, cut, tokens), state=state), form=second)
+        assert_same((torch.cat([o1, o2], dim=1), *state), (want, *last))
+
+
+@over_conventions
+@over_decays
+@over_names
+def test_two_calls_that_hand_each_other_their_states_equal_one_at_every_cut(decay_at, decay, form):
+    tokens = 9
+    named = inputs(tokens, causal=False, decay=decay, keep=True, state=True)
+    left, right = named["state"]
+    call = partial(decay_attention, decay_at=decay_at, form=form, chunk_size=4)
+    want, ends = call(**named)
+    for cut in range(1, tokens):
+        before, after = part(named, 0, cut), part(named, cut, tokens)
+        passed_on = call(**dict(before, state=DecayStates(left, None)))[1].forward
+        o2, (last, passed_back) = call(**dict(after, state=DecayStates(passed_on, right)))
+        o1, (_, first) = call(**dict(before, state=DecayStates(left, passed_back)))
+        got = torch.cat([o1, o2], dim=1), *last, *first
+        assert_same(got, (want, *tensors_of(ends)))
+
+
+@over_conventions
+@over_decays
+@over_names
+def test_read_backwards_the_outputs_are_the_same_backwards(decay_at, decay, form):
+    named = inputs(13, causal=False, decay=decay, keep=True, state=True)
+    mirrored = {n: x if x.ndim == 1 else x.flip(1) for n, x in named.items() if n != "state"}
+    mirrored["state"] = DecayStates(*named["state"][::-1])
+    call = partial(decay_attention, decay_at=decay_at, normalize="max_one", form=form, chunk_size=4)
+    o, ends = call(**named)
+    got, mirrored_ends = call(**mirrored)
+    assert_same((got.flip(1), *tensors_of(mirrored_ends[::-1])), (o, *tensors_of(ends)))
+
+
+@over_forms
+@over_conventions
+@over_decays
+def test_masked_tokens_are_as_if_absent_whatever_they_hold(causal, form, decay_at, decay):
+    named = inputs(10, causal=causal, decay=decay, state=True)
+    keep = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
+    call = partial(decay_attention, causal=causal, decay_at=decay_at, form=form, chunk_size=4)
+    short = {n: x if n == "state" or x.ndim == 1 else x[:, keep] for n, x in named.items()}
+    want = outputs_and_gradients(lambda **n: spread(call(**n), keep), short)
+    for name in ("q", "k", "v"):
+        named[name][:, ~keep] = torch.nan
+    call = partial(call, keep=keep.expand(B, -1))
+    got = outputs_and_gradients(call, named)
+    assert (got[0][0][:, ~keep] == 0).all()
+    assert_same(got[0], want[0])
+    assert_same([call(**named, return_state=False)[0]], want[0][:1])
+    for ours, theirs in zip(got[1], want[1], strict=True):
+        longer = ours.shape != theirs.shape
+        assert_same([ours[:, keep] if longer else ours], [theirs])
+        assert not longer or (ours[:, ~keep] == 0).all()
+
+
+def spread(result, keep):
+    """The outputs at the tokens that are kept, and zeros between them; the state."""
+    o, state = result
+    places = torch.zeros(o.shape[0], len(keep), *o.shape[2:], dtype=o.dtype)
+    return places.index_copy(1, keep.nonzero().flatten(), o), state
+
+
+@over_forms
+def test_fully_masked_rows_are_zero_and_leave_the_state_alone(causal, form):
+    named = inputs(9, causal=causal, state=True)
+    named["keep"] = torch.tensor([[True] * 9, [False] * 9])
+    call = partial(decay_attention, causal=causal, form=form, chunk_size=4, normalize="sum")
+    (o, *state), gradients = outputs_and_gradients(call, named)
+    assert (o[1] == 0).all()
+    assert_finite(gradients)
+    assert_same([x[1] for x in state], [x[1] for x in tensors_of(named["state"])])
+
+
+@over_directions
+def test_order_does_not_matter_without_decay(causal):
+    """Of the tokens before where causal, of all where not."""
+    named = inputs(12, causal=causal, decay="none")
+    order = torch.cat([torch.randperm(11), torch.tensor([11])])
+    shuffled = {n: x[:, order] for n, x in named.items()}
+    got, want = decay_attention(**shuffled, causal=causal), decay_attention(**named, causal=causal)
+    last = got[0][:, -1:], want[0][:, -1:]
+    assert_same([last[0], *tensors_of(got[1])], [last[1], *tensors_of(want[1])])
+    assert causal or torch.allclose(got[0], want[0][:, order])
+
+
+@over_forms
+@over_decays
+def test_without_the_state_the_rest_is_the_same(causal, form, decay):
+    named = inputs(20, causal=causal, decay=decay, keep=True, state=True)
+    call = partial(decay_attention, causal=causal, form=form, chunk_size=8)
+    for given_ in (named, {n: x for n, x in named.items() if n != "state"}):
+        o, state = call(**given_, return_state=False)
+        assert state is None
+        assert_same([o], [call(**given_)[0]])
+
+
+@over_forms
+@pytest.mark.parametrize("decay", ["fixed", "scalar", "diagonal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_less_exact_than_plain_torch(causal, form, decay, dtype):
+    assert_no_less_exact_than_plain_torch(
+        partial(decay_attention, causal=causal, form=form, chunk_size=32),
+        partial(reference.forward, causal=causal, decay_at="target" if causal else "source"),
+        inputs(48, causal=causal, decay=decay, dtype=dtype, width=16),
+    )
+
+
+@over_directions
+@pytest.mark.parametrize("decay", ["fixed", "scalar", "diagonal"])
+def test_ten_thousand_tokens(causal, decay):
+    named = inputs(10_000, causal=causal, decay=decay, dtype=torch.float32, batch=1)
+    exact = {n: x.double() for n, x in named.items()}
+    got, state = decay_attention(**named, causal=causal, form="chunk")
+    want, ends = decay_attention(**exact, causal=causal, form="chunk", chunk_size=100)
+    assert_same((got, *tensors_of(state)), (want.float(), *tensors_of(ends)), tolerance=1e-4)
+
+
+def a_hundred_thousand_tokens():
+    def call():
+        q, k, v = torch.rand(3, 1, 100_000, 4, 64)
+        log_decay = F.logsigmoid(torch.randn(1, 100_000, 4))
+        return decay_attention(q, k, v, log_decay, normalize="sum")
+
+    return call
+
+
+def test_a_hundred_thousand_tokens_fit_in_two_gigabytes():
+    assert measure(a_hundred_thousand_tokens).peak_mib < 2048
+
+
+@over_forms
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_state_is_wide_and_the_output_is_of_the_values_type(causal, form, dtype):
+    named = inputs(3, causal=causal, state=True, dtype=dtype)
+    o, state = decay_attention(**named, causal=causal, form=form)
+    assert o.dtype == dtype
+    assert {x.dtype for x in tensors_of(state)} == {torch.promote_types(dtype, torch.float32)}
+
+
+@over_forms
+def test_autocast_does_not_narrow_the_sums(causal, form):
+    named = inputs(20, causal=causal, state=True, dtype=torch.float32)
+    call = partial(decay_attention, **named, causal=causal, form=form, chunk_size=8)
+    want, ends = call()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, state = call()
+    assert all(map(torch.equal, (got, *tensors_of(state)), (want, *tensors_of(ends))))
+
+
+@given(
+    tokens=st.integers(1, 40),
+    size=st.integers(1, 45),
+    cut=st.floats(0, 1),
+    seed=st.integers(0, 99),
+    decay=st.sampled_from(DECAYS),
+    decay_at=st.sampled_from(["source", "target"]),
+)
+def test_any_length_cut_and_mask(tokens, size, cut, seed, decay, decay_at):
+    named = inputs(tokens, causal=True, decay=decay, keep=True, state=True, seed=seed)
+    want, want_state = reference.forward(**named, causal=True, decay_at=decay_at)
+    cut = 1 + math.floor(cut * (tokens - 1))
+    call = partial(decay_attention, causal=True, decay_at=decay_at, form="chunk", chunk_size=size)
+    o, state = call(**part(named, 0, cut))
+    if cut < tokens:
+        rest, state = call(**dict(part(named, cut, tokens), state=state))
+        o = torch.cat([o, rest], dim=1)
+    assert_same((o, *state), (want, *want_state))
+
+
+@given(
+    tokens=st.integers(1, 40),
+    size=st.integers(1, 45),
+    seed=st.integers(0, 99),
+    decay=st.sampled_from(DECAYS),
+    decay_at=st.sampled_from(["source", "target"]),
+)
+def test_any_length_and_mask_in_both_directions(tokens, size, seed, decay, decay_at):
+    named = inputs(tokens, causal=False, decay=decay, keep=True, state=True, seed=seed)
+    o, state = decay_attention(**named, decay_at=decay_at, form="chunk", chunk_size=size)
+    want, ends = reference.forward(**named, decay_at=decay_at)
+    assert_same((o, *tensors_of(state)), (want, *tensors_of(ends)))
+
+
+ONE = DecayState(torch.ones(B, H, K, V), torch.ones(B, H, K))
+PAIR = DecayStates(ONE, None)
+NAN = DecayState(ONE.kv * torch.nan, ONE.k_sum)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v": torch.ones(B, 3, H, V)}, r"v has shape \(2, 3, 3, 5\), expected 'B T H V' with B=2"),
+        ({"q": torch.ones(B, 4, H)}, r"q has shape \(2, 4, 3\), expected 'B T H K'"),
+        ({"k": torch.ones(B, 4, H, 1)}, r"k has shape \(2, 4, 3, 1\), expected 'B T H K' with B=2"),
+        ({"q": None}, "q is a NoneType, expected a tensor"),
+        ({"v": torch.ones(B, 4, H, V).long()}, "v has dtype torch.int64"),
+        ({"log_decay": -0.5}, "log_decay is a float, expected a tensor"),
+        ({"log_decay": torch.zeros(B, 4)}, r"log_decay has shape \(2, 4\), expected 'H', 'B T H'"),
+        ({"log_decay": torch.tensor(-1.0)}, r"log_decay has shape \(\), expected 'H', 'B T H'"),
+        ({"log_decay": torch.zeros(K)}, r"log_decay has shape \(4,\), expected 'H' with H=3"),
+        ({"log_decay": torch.zeros(B, 4, 1)}, r"log_decay has shape \(2, 4, 1\), expected 'B T H'"),
+        (
+            {"log_decay": torch.zeros(B, 4, H, V)},
+            r"log_decay has shape \(2, 4, 3, 5\), expected 'B T H K' with B=2, T=4, H=3, K=4",
+        ),
+        ({"log_decay": torch.zeros(H).long()}, "log_decay has dtype torch.int64"),
+        (
+            {"log_decay": torch.tensor([-1, 0.25, 0])},
+            "log_decay reaches 0.25, expected at most 0",
+        ),
+        (
+            {"log_decay": torch.tensor([1.0, torch.nan, 0])},
+            "log_decay holds 1 NaN of 3 values",
+        ),
+        ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32, expected torch.bool"),
+        ({"keep": torch.ones(B, 3) > 0}, r"keep has shape \(2, 3\), expected 'B T' with B=2, T=4"),
+        ({"causal": "no"}, "causal is 'no', expected True or False"),
+        ({"decay_at": "sources"}, "decay_at 'sources' is unknown .*'source'.*auto, source, target"),
+        ({"normalize": "max"}, "normalize 'max' is unknown.*: none, sum, max_one"),
+        ({"form": "full", "backend": "triton"}, "'full/triton' is unknown .*'full/torch'"),
+        ({"chunk_size": 0}, "chunk_size is 0, expected a number above 0"),
+        ({"chunk_size": 2.5}, "chunk_size is 2.5, expected a whole number"),
+        ({"v": torch.ones(B, 4, H, 0)}, "V is 0, expected a number above 0"),
+        ({"k": torch.ones(B, 4, H, K, device="meta")}, "k is on meta and q on cpu"),
+        ({"log_decay": torch.zeros(H, device="meta")}, "log_decay is on meta and q on cpu"),
+        ({"state": PAIR}, "state is a DecayStates, expected a DecayState, as causal=True returns"),
+        (
+            {"state": ONE, "causal": False},
+            "state is a DecayState, expected DecayStates, as causal=False returns",
+        ),
+        ({"state": (ONE, 2), "causal": False}, "state is a tuple, expected DecayStates"),
+        ({"state": (ONE, ONE, ONE), "causal": False}, "state is a tuple, expected DecayStates"),
+        ({"state": ONE.kv}, "state is a Tensor, expected a DecayState"),
+        (
+            {"state": DecayState(ONE.kv.mT, ONE.k_sum)},
+            r"state.kv has shape \(2, 3, 5, 4\), expected 'B H K V'",
+        ),
+        (
+            {"state": (None, DecayState(ONE.kv, ONE.k_sum[0])), "causal": False},
+            r"state.backward.k_sum has shape \(3, 4\), expected 'B H K'",
+        ),
+        (
+            {"state": DecayState(ONE.kv, ONE.k_sum.long())},
+            "state.k_sum has dtype torch.int64, expected a floating point type",
+        ),
+        ({"state": NAN}, "state.kv holds 120 NaN"),
+        ({"state": (None, NAN), "causal": False}, "state.backward.kv holds 120 NaN"),
+        ({"q": torch.full((B, 4, H, K), torch.nan)}, "q holds 96 NaN of 96 values"),
+        ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf of 96"),
+    ],
+)
+def test_errors_name_the_argument(change, message):
+    named = dict(inputs(4, causal=True, dtype=torch.float32), causal=True)
+    with pytest.raises(ValueError, match=message):
+        unwrap(decay_attention)(**dict(named, **change))  # without the shape hook, as users call it
+
+
+@over_forms
+@pytest.mark.parametrize("return_state", [True, False])
+@pytest.mark.parametrize("name", TENSORS)
+def test_one_nan_anywhere_is_found(causal, form, return_state, name):
+    named = inputs(7, causal=causal, decay="diagonal")
+    named[name][1, 3, 2, 3] = torch.nan
+    call = partial(decay_attention, causal=causal, form=form, return_state=return_state)
+    with pytest.raises(ValueError, match=f"{name} holds 1 NaN"):
+        call(**named, chunk_size=4)
+
+
+@over_forms
+@pytest.mark.parametrize("return_state", [True, False])
+@pytest.mark.parametrize("name", ["kv", "k_sum"])
+@pytest.mark.parametrize("side", ["forward", "backward"])
+def test_one_nan_in_a_state_is_found(causal, form, return_state, name, side):
+    if causal and side == "backward":
+        return
+    named = inputs(7, causal=causal, state=True)
+    state = named["state"] if causal else getattr(named["state"], side)
+    getattr(state, name)[1, 2, 3, ...].view(-1)[-1] = torch.nan
+    call = partial(decay_attention, causal=causal, form=form, return_state=return_state)
+    message = f"state.{name} holds 1 NaN" if causal else f"state.{side}.{name} holds 1 NaN"
+    with pytest.raises(ValueError, match=message):
+        call(**named, chunk_size=4)
+
+
+def test_no_tokens_is_an_error():
+    with pytest.raises(ValueError, match="T is 0"):
+        decay_attention(*(torch.ones(1, 0, 1, 1) for _ in range(3)))
+
+
+def call_of(tokens, *, causal):
+    return Call(
+        tokens=tokens,
+        key_width=64,
+        value_width=64,
+        directions=1 if causal else 2,
+        chunk_size=64,
+        is_diagonal=False,
+    )
+
+
+@over_directions
+@pytest.mark.parametrize("decays", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 197, 4096])
+def test_what_is_chosen_exists(causal, decays, tokens):
+    chosen = partial(choose, causal=causal, decays=decays, call=call_of(tokens, causal=causal))
+    choice = chosen("auto", "auto")
+    assert choice[:3] in IMPLEMENTATIONS
+    assert choice.why
+    assert [chosen(form, "torch")[1:3] for form in NAMES] == [(form, "torch") for form in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("change", "form"),
+    [
+        ({"tokens": 1}, "recurrent"),
+        ({"tokens": 224}, "full"),  # 64 (K + V) + 5 K V = 28672 in chunks, 128 a token in full
+        ({"tokens": 225}, "chunk"),
+        ({"tokens": 225, "key_width": 128, "value_width": 128}, "full"),
+        ({"tokens": 225, "chunk_size": 128}, "full"),
+        ({"tokens": 192, "directions": 1}, "full"),
+        ({"tokens": 193, "directions": 1}, "chunk"),
+        ({"tokens": 128, "is_diagonal": True}, "full"),
+        ({"tokens": 129, "is_diagonal": True}, "chunk"),  # filled up to 256
+    ],
+)
+def test_the_cheapest_form_is_chosen(change, form):
+    call = call_of(9, causal=False)._replace(**change)
+    choice = choose("auto", "auto", causal=call.directions == 1, decays=True, call=call)
+    assert choice.form == form
+    assert "one token" in choice.why or "multiplications a token and head" in choice.why
+
+
+def test_without_decay_one_sum_is_chosen():
+    choice = choose("auto", "auto", causal=False, decays=False, call=call_of(9, causal=False))
+    assert (choice.form, choice.why) == ("chunk", "one sum serves all tokens")
+
+
+@over_directions
+@over_decays
+def test_samples_in_groups_give_what_all_at_once_give(causal, decay, monkeypatch):
+    """Without gradients a CPU takes as many samples at once as its caches hold."""
+    named = inputs(9, causal=causal, decay=decay, state=True, batch=5)
+    call = partial(decay_attention, **named, causal=causal, chunk_size=4, form="chunk")
+    want, ends = call()
+    monkeypatch.setattr(chunk, "CACHED", 2 * 9 * named["q"].shape[2] * 6)
+    with torch.no_grad():
+        o, state = call()
+    assert len(chunk._samples_at_once(named["q"], named["v"], 4)) == 1
+    with torch.no_grad():
+        assert len(unwrap(chunk._samples_at_once)(named["q"], named["v"], 4)) > 1
+    torch.testing.assert_close(o, want)
+    for got, expected in zip(tensors_of(state), tensors_of(ends), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_a_masked_token_may_hold_any_decay():
+    named = inputs(4, causal=True, decay="scalar")
+    keep = torch.tensor([[True, True, False, True]]).expand(len(named["q"]), -1)
+    want, _ = decay_attention(**named, causal=True, keep=keep)
+    named["log_decay"] = named["log_decay"].detach().clone()
+    named["log_decay"][:, 2] = torch.nan
+    torch.testing.assert_close(decay_attention(**named, causal=True, keep=keep)[0], want)
+
+
+@over_directions
+@pytest.mark.parametrize(
+    ("form", "backend", "message"),
+    [
+        ("chunks", "torch", "'chunks/torch' is unknown .*'chunk/torch'.*: chunk/torch, full/torch"),
+        ("one_scan", "auto", "'one_scan/torch' is unknown.*recurrent/torch"),
+        ("full", "cuda", "'full/cuda' is unknown.*full/torch"),
+    ],
+)
+def test_what_does_not_exist_is_refused(causal, form, backend, message):
+    with pytest.raises(ValueError, match=message):
+        unwrap(choose)(form, backend, causal=causal, decays=True, call=call_of(9, causal=causal))
+
+
+@over_forms
+def test_on_the_meta_device_there_are_shapes(causal, form):
+    named = inputs(9, causal=causal, state=True)
+    want, ends = decay_attention(**named, causal=causal, form=form, chunk_size=4)
+    meta = {n: x.to("meta") for n, x in named.items() if n != "state"}
+    meta["state"] = state_of([x.to("meta") for x in tensors_of(named["state"])])
+    o, state = decay_attention(**meta, causal=causal, form=form, chunk_size=4)
+    for got, expected in zip((o, *tensors_of(state)), (want, *tensors_of(ends)), strict=True):
+        assert got.device.type == "meta"
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+
+
+def test_vmap_of_masked_scores_along_any_axis():
+    q, k = torch.randn(2, 3, 2, 4, 5, dtype=torch.float64)
+    diagonal = torch.rand(3, 2, 2, 2, 2, dtype=torch.float64)
+    rows, columns = torch.rand(2, 3, 2, 1, 2, 1, dtype=torch.float64)
+
+    def call(q, k, diagonal, rows):
+        return masked_scores(q, k, diagonal, [(rows, columns[0])], [(columns[0], rows)])
+
+    axes = (1, 2, 3, 4)
+    moved = (x.movedim(0, axis) for x, axis in zip((q, k, diagonal, rows), axes, strict=True))
+    want = torch.stack([call(*each) for each in zip(q, k, diagonal, rows, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(call, in_dims=axes)(*moved), want)
+
+
+@over_names
+def test_keys_next_to_nothing_leave_gradients_finite(form):
+    q = torch.ones(1, 3, 1, 2, requires_grad=True)
+    k = torch.full((1, 3, 1, 2), 1e-42, requires_grad=True)
+    o, _ = decay_attention(q, k, torch.ones(1, 3, 1, 1), normalize="sum", form=form)
+    for gradient in torch.autograd.grad(o.sum(), (q, k)):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.compile
+@over_forms
+@over_decays
+def test_compiles_without_a_graph_break(causal, form, decay):
+    torch.compiler.reset()  # one function may be compiled eight times
+    compiled = torch.compile(decay_attention, fullgraph=True, backend="aot_eager")
+    named = inputs(9, causal=causal, decay=decay, keep=True, state=True)
+    arguments = {"causal": causal, "form": form, "chunk_size": 4, "normalize": "max_one"}
+    want = outputs_and_gradients(partial(decay_attention, **arguments), named)
+    got = outputs_and_gradients(partial(compiled, **arguments), named)
+    assert_same(got[0], want[0])
+    assert_same(got[1], want[1])
+
+
+@pytest.mark.compile
+@over_directions
+@over_decays
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_compiles_where_nothing_needs_a_gradient(causal, decay, mode):
+    torch.compiler.reset()
+    compiled = torch.compile(decay_attention, fullgraph=True, backend="aot_eager")
+    named = inputs(9, causal=causal, decay=decay)
+    with mode():
+        want, _ = decay_attention(**named, causal=causal, form="chunk", chunk_size=4)
+        got, _ = compiled(**named, causal=causal, form="chunk", chunk_size=4)
+    torch.testing.assert_close(got, want)
+
+
+@over_names
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_no_samples_give_no_samples(form, mode):
+    with mode():
+        o, state = decay_attention(**inputs(9, causal=False, batch=0), form=form)
+    assert o.shape == (0, 9, H, V)
+    assert state.forward.kv.shape == (0, H, K, V)
+
+
+@over_forms
+@pytest.mark.parametrize("names", [*[[name] for name in TENSORS], ["state"], [*TENSORS, "state"]])
+def test_vmap(causal, form, names):
+    rows = [inputs(6, causal=causal, state=True, seed=seed) for seed in range(3)]
+
+    def call(*changed):
+        named = dict(rows[0], **dict(zip(names, changed, strict=True)))
+        return decay_attention(**named, causal=causal, form=form, chunk_size=4)[0]
+
+    columns = [[row[name] for row in rows] for name in names]
+    stacked = [tree_map(lambda *x: torch.stack(x), *column) for column in columns]
+    want = [call(*changed) for changed in zip(*columns, strict=True)]
+    assert_same(torch.func.vmap(call)(*stacked), want)
