@@ -1,0 +1,421 @@
+"""The delta rule: every form against the definition, and what the contract promises."""
+
+import math
+from functools import partial
+from inspect import unwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onescan.ops.delta_rule import (
+    IMPLEMENTATIONS,
+    DeltaState,
+    DeltaStates,
+    choose,
+    delta_rule,
+    reference,
+)
+
+B, H, K, V = 2, 3, 4, 5
+FORMS = [(causal, form) for causal in (True, False) for form in IMPLEMENTATIONS]
+over_forms = pytest.mark.parametrize(("causal", "form"), FORMS, ids=lambda x: str(x))
+TENSORS = ("q", "k", "v", "beta")
+
+
+def inputs(
+    tokens,
+    *,
+    causal,
+    keep=False,
+    state=False,
+    dtype=torch.float64,
+    seed=0,
+    scale=1.0,
+    heads=H,
+    width=K,
+):
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    named = {
+        "q": normal(B, tokens, heads, width),
+        "k": F.normalize(normal(B, tokens, heads, width), dim=-1),
+        "v": normal(B, tokens, heads, V) * scale,
+        "beta": 2 * normal(B, tokens, heads).sigmoid(),
+    }
+    named = {name: x.to(dtype) for name, x in named.items()}
+    if keep:
+        named["keep"] = torch.rand(B, tokens, generator=g) < 0.6
+    if state:
+        left, right = (DeltaState(normal(B, heads, width, V).to(dtype)) for _ in range(2))
+        named["state"] = left if causal else DeltaStates(left, right)
+    return named
+
+
+def matrices(state):
+    """The matrices of a state, of either kind."""
+    return [state.kv] if isinstance(state, DeltaState) else [side.kv for side in state]
+
+
+def state_of(matrices):
+    """The state of one matrix, or of two."""
+    states = [DeltaState(kv) for kv in matrices]
+    return states[0] if len(states) == 1 else DeltaStates(*states)
+
+
+def leaves(named):
+    """The same arguments with gradients wanted, and the list of what has one."""
+    tensors = [named[name].clone().requires_grad_() for name in TENSORS]
+    named = dict(named, **dict(zip(TENSORS, tensors, strict=True)))
+    if "state" in named:
+        kv = [x.clone().requires_grad_() for x in matrices(named["state"])]
+        named["state"] = state_of(kv)
+        tensors += kv
+    return named, tensors
+
+
+def outputs_and_gradients(function, named):
+    named, tensors = leaves(named)
+    o, state = function(**named)
+    outputs = (o, *matrices(state))
+    g = torch.Generator().manual_seed(7)
+    loss = sum(
+        (x * torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype)).sum()
+        for x in outputs
+    )
+    return outputs, torch.autograd.grad(loss, tensors)
+
+
+def assert_same(got, want):
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
+
+
+def assert_is_the_definition(named, *, causal, form, sizes=(64,)):
+    want = outputs_and_gradients(partial(reference.forward, causal=causal), named)
+    for size in sizes:
+        ours = partial(delta_rule, causal=causal, form=form, chunk_size=size)
+        got = outputs_and_gradients(ours, named)
+        assert_same(got[0], want[0])
+        assert_same(got[1], want[1])
+
+
+@over_forms
+@pytest.mark.parametrize("tokens", [1, 2, 17, 64])
+@pytest.mark.parametrize(("keep", "state"), [(False, False), (True, False), (True, True)])
+def test_every_form_is_the_definition(causal, form, tokens, keep, state):
+    named = inputs(tokens, causal=causal, keep=keep, state=state)
+    sizes = {1, 7, 16, 64, tokens + 1} if form == "chunk" else {64}
+    assert_is_the_definition(named, causal=causal, form=form, sizes=sizes)
+
+
+@over_forms
+@pytest.mark.parametrize("tokens", [63, 65, 197])
+def test_one_head_and_lengths_around_a_chunk_and_of_an_image(causal, form, tokens):
+    named = inputs(tokens, causal=causal, keep=True, state=True, heads=1)
+    assert_is_the_definition(named, causal=causal, form=form)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_both_directions_are_products_of_householder_matrices(tokens):
+    """S_t = sum over s of (I - beta k k^T)_t ... (I - beta k k^T)_{s+1} beta_s k_s v_s^T."""
+    named = inputs(tokens, causal=False, state=True)
+    q, k, v, beta = (named[name] for name in TENSORS)
+    steps = torch.eye(K) - torch.einsum("bth,bthk,bthl->tbhkl", beta, k, k).double()
+    writes = torch.einsum("bth,bthk,bthv->tbhkv", beta, k, v)
+
+    def product(indices):
+        result = torch.eye(K, dtype=torch.float64).expand(B, H, K, K)
+        for t in indices:
+            result = steps[t] @ result
+        return result
+
+    left, right = matrices(named["state"])
+    outputs = []
+    for t in range(tokens):
+        read = product(range(t + 1)) @ left + product(reversed(range(t, tokens))) @ right
+        for s in range(tokens):
+            between = range(s + 1, t + 1) if s <= t else range(s - 1, t - 1, -1)
+            read = read + product(between) @ writes[s]
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], read))
+    assert_same([delta_rule(**named)[0]], [torch.stack(outputs, dim=1)])
+    assert_same([reference.forward(**named)[0]], [torch.stack(outputs, dim=1)])
+
+
+@over_forms
+def test_gradcheck(causal, form):
+    named, tensors = leaves(inputs(3, causal=causal, keep=True, state=True, heads=1))
+    named = {name: x for name, x in named.items() if name == "keep"}
+
+    def call(q, k, v, beta, *kv):
+        o, state = delta_rule(
+            q, k, v, beta, **named, causal=causal, state=state_of(kv), form=form, chunk_size=2
+        )
+        return o, *matrices(state)
+
+    assert torch.autograd.gradcheck(call, tensors)
+    assert torch.autograd.gradgradcheck(call, tensors)
+
+
+@pytest.mark.parametrize("first", IMPLEMENTATIONS)
+@pytest.mark.parametrize("second", IMPLEMENTATIONS)
+def test_two_calls_equal_one_at_every_cut(first, second):
+    tokens = 9
+    named = inputs(tokens, causal=True, keep=True, state=True)
+    want, last = delta_rule(**named, causal=True)
+    for cut in range(1, tokens):
+        o1, state = delta_rule(**part(named, 0, cut), causal=True, form=first, chunk_size=4)
+        rest = dict(part(named, cut, tokens), state=state)
+        o2, state = delta_rule(**rest, causal=True, form=second, chunk_size=4)
+        assert_same((torch.cat([o1, o2], dim=1), state.kv), (want, last.kv))
+
+
+@pytest.mark.parametrize("form", IMPLEMENTATIONS)
+def test_two_calls_that_hand_each_other_their_states_equal_one_at_every_cut(form):
+    tokens = 9
+    named = inputs(tokens, causal=False, keep=True, state=True)
+    left, right = named["state"]
+    want, ends = delta_rule(**named)
+    call = partial(delta_rule, form=form, chunk_size=4)
+    for cut in range(1, tokens):
+        before, after = part(named, 0, cut), part(named, cut, tokens)
+        passed_on = call(**dict(before, state=(left, None)))[1].forward
+        o2, (last, passed_back) = call(**dict(after, state=(passed_on, right)))
+        o1, (_, first) = call(**dict(before, state=DeltaStates(left, passed_back)))
+        got = torch.cat([o1, o2], dim=1), last.kv, first.kv
+        assert_same(got, (want, ends.forward.kv, ends.backward.kv))
+
+
+def part(named, start, stop):
+    return {n: x if n == "state" else x[:, start:stop] for n, x in named.items()}
+
+
+@pytest.mark.parametrize("form", IMPLEMENTATIONS)
+def test_read_backwards_the_outputs_are_the_same_backwards(form):
+    named = inputs(13, causal=False, keep=True, state=True)
+    o, state = delta_rule(**named, form=form, chunk_size=4)
+    mirrored = {n: DeltaStates(*x[::-1]) if n == "state" else x.flip(1) for n, x in named.items()}
+    got, ends = delta_rule(**mirrored, form=form, chunk_size=4)
+    assert_same((got.flip(1), *matrices(ends)[::-1]), (o, *matrices(state)))
+
+
+@over_forms
+def test_masked_tokens_are_as_if_absent_whatever_they_hold(causal, form):
+    named = inputs(10, causal=causal, state=True)
+    keep = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
+    call = partial(delta_rule, causal=causal, form=form, chunk_size=4)
+    short = {n: x if n == "state" else x[:, keep] for n, x in named.items()}
+    want, ends = call(**short)
+    for name in TENSORS:
+        named[name][:, ~keep] = torch.nan
+    got = outputs_and_gradients(partial(call, keep=keep.expand(B, -1)), named)
+    assert (got[0][0][:, ~keep] == 0).all()
+    assert_same((got[0][0][:, keep], *got[0][1:]), (want, *matrices(ends)))
+    assert all((x[:, ~keep] == 0).all() for x in got[1][:4])
+    assert all(torch.isfinite(x).all() for x in got[1])
+
+
+@over_forms
+def test_fully_masked_rows_are_zero_and_leave_the_state_alone(causal, form):
+    named = inputs(9, causal=causal, state=True)
+    named["keep"] = torch.tensor([[True] * 9, [False] * 9])
+    o, state = delta_rule(**named, causal=causal, form=form, chunk_size=4)
+    assert (o[1] == 0).all()
+    for got, entered in zip(matrices(state), matrices(named["state"]), strict=True):
+        assert torch.equal(got[1], entered[1])
+
+
+@over_forms
+def test_a_whole_step_stores_the_value_under_its_key(causal, form):
+    named = inputs(6, causal=causal)
+    named["beta"] = torch.ones_like(named["beta"])
+    states = matrices(delta_rule(**named, causal=causal, form=form)[1])
+    for kv, t in zip(states, [-1] if causal else [-1, 0], strict=True):
+        assert_same([torch.einsum("bhk,bhkv->bhv", named["k"][:, t], kv)], [named["v"][:, t]])
+
+
+@over_forms
+def test_any_finite_beta_is_taken(causal, form):
+    named = inputs(12, causal=causal, state=True)
+    named["beta"] = torch.linspace(-3, 4, 12, dtype=torch.float64)[:, None].expand(B, -1, H)
+    assert_is_the_definition(named, causal=causal, form=form, sizes=(5,))
+
+
+@over_forms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_less_exact_than_plain_torch(causal, form, dtype):
+    """The error against float64 is at most twice what the definition makes in the same dtype."""
+    named = inputs(96, causal=causal, dtype=dtype, width=32)
+    exact = {n: x.double() for n, x in named.items()}
+    plain = partial(reference.forward, causal=causal)
+    want = outputs_and_gradients(plain, exact)
+
+    def errors(function):
+        got = outputs_and_gradients(function, named)
+        return [
+            (x.double() - y).square().mean().sqrt().item()
+            for x, y in zip(got[0] + got[1], want[0] + want[1], strict=True)
+        ]
+
+    ours, theirs = errors(partial(delta_rule, causal=causal, form=form)), errors(plain)
+    assert all(x <= 2 * y for x, y in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_ten_thousand_tokens(causal):
+    named = inputs(10_000, causal=causal, dtype=torch.float32, width=16)
+    got, state = delta_rule(**named, causal=causal)
+    exact = {n: x.double() for n, x in named.items()}
+    want, want_state = delta_rule(**exact, causal=causal, chunk_size=256)
+    for x, y in zip((got, *matrices(state)), (want, *matrices(want_state)), strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@over_forms
+def test_the_state_is_wide_and_the_output_is_of_the_values_type(causal, form, dtype):
+    named = inputs(3, causal=causal, state=True, dtype=dtype)
+    o, state = delta_rule(**named, causal=causal, form=form)
+    assert o.dtype == dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    assert [kv.dtype for kv in matrices(state)] == [wide] * (1 if causal else 2)
+
+
+@over_forms
+def test_autocast_does_not_narrow_the_sums(causal, form):
+    named = inputs(20, causal=causal, dtype=torch.float32)
+    want = delta_rule(**named, causal=causal, form=form)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(delta_rule(**named, causal=causal, form=form)[0], want)
+
+
+@given(
+    tokens=st.integers(1, 40),
+    size=st.integers(1, 45),
+    cut=st.floats(0, 1),
+    seed=st.integers(0, 99),
+    scale=st.sampled_from([0.1, 3.0, 100.0]),
+)
+def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
+    named = inputs(tokens, causal=True, keep=True, state=True, seed=seed, scale=scale)
+    want, want_state = reference.forward(**named, causal=True)
+    cut = 1 + math.floor(cut * (tokens - 1))
+    call = partial(delta_rule, causal=True, form="chunk", chunk_size=size)
+    o, state = call(**part(named, 0, cut))
+    if cut < tokens:
+        rest, state = call(**dict(part(named, cut, tokens), state=state))
+        o = torch.cat([o, rest], dim=1)
+    assert_same((o, state.kv), (want, want_state.kv))
+
+
+ONE = DeltaState(torch.ones(B, H, K, V))
+PAIR = DeltaStates(ONE, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v": torch.ones(B, 3, H, V)}, r"v has shape \(2, 3, 3, 5\), expected 'B T H V' with B=2"),
+        ({"q": torch.ones(B, 4, H)}, r"q has shape \(2, 4, 3\), expected 'B T H K'"),
+        ({"q": None}, "q is a NoneType, expected a tensor"),
+        ({"v": torch.ones(B, 4, H, V).long()}, "v has dtype torch.int64"),
+        ({"beta": torch.ones(B, 4)}, r"beta has shape \(2, 4\), expected 'B T H'"),
+        ({"beta": 1.0}, "beta is a float, expected a tensor"),
+        ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32, expected torch.bool"),
+        ({"causal": "no"}, "causal is 'no', expected True or False"),
+        ({"form": "full"}, "form 'full' is unknown; there are: chunk, recurrent"),
+        ({"chunk_size": 0}, "chunk_size is 0, expected a number above 0"),
+        ({"chunk_size": 2.5}, "chunk_size is 2.5, expected a whole number"),
+        ({"v": torch.ones(B, 4, H, 0)}, "V is 0, expected a number above 0"),
+        ({"k": torch.ones(B, 4, H, K, device="meta")}, "k is on meta and q on cpu"),
+        ({"state": ONE}, "state is a DeltaState, expected DeltaStates, as causal=False returns"),
+        ({"state": PAIR, "causal": True}, "state is a DeltaStates, expected a DeltaState, as caus"),
+        ({"state": (ONE, 2)}, "state is a tuple, expected DeltaStates"),
+        ({"state": (ONE, ONE, ONE)}, "state is a tuple, expected DeltaStates"),
+        ({"state": ONE.kv}, "state is a Tensor, expected DeltaStates"),
+        ({"state": ONE.kv, "causal": True}, "state is a Tensor, expected a DeltaState"),
+        (
+            {"state": (None, DeltaState(torch.ones(B, H, V, K)))},
+            r"state.backward.kv has shape \(2, 3, 5, 4\), expected 'B H K V'",
+        ),
+        (
+            {"state": (DeltaState(torch.ones(B, H, K, V).long()), None)},
+            "state.forward.kv has dtype torch.int64",
+        ),
+        ({"q": torch.full((B, 4, H, K), torch.nan)}, "q holds 96 NaN of 96 values"),
+        ({"k": torch.full((B, 4, H, K), torch.nan)}, "k holds 96 NaN"),
+        ({"v": torch.full((B, 4, H, V), torch.nan)}, "v holds 120 NaN"),
+        ({"beta": torch.full((B, 4, H), torch.nan)}, "beta holds 24 NaN"),
+        ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf of 96"),
+        (
+            {"state": DeltaState(torch.full((B, H, K, V), torch.nan)), "causal": True},
+            "state.kv holds 120 NaN",
+        ),
+        (
+            {"state": (None, DeltaState(torch.full((B, H, K, V), torch.nan)))},
+            "state.backward.kv holds 120 NaN",
+        ),
+    ],
+)
+def test_errors_name_the_argument(change, message):
+    named = dict(inputs(4, causal=True, dtype=torch.float32), **change)
+    with pytest.raises(ValueError, match=message):
+        unwrap(delta_rule)(**named)  # without the shape hook, as users call it
+
+
+@over_forms
+@pytest.mark.parametrize("name", TENSORS)
+def test_one_nan_anywhere_is_found(causal, form, name):
+    named = inputs(7, causal=causal)
+    named[name][1, 3, 2].view(-1)[-1] = torch.nan
+    with pytest.raises(ValueError, match=f"{name} holds 1 NaN"):
+        delta_rule(**named, causal=causal, form=form, chunk_size=4)
+
+
+@over_forms
+def test_one_nan_in_a_state_is_found(causal, form):
+    named = inputs(7, causal=causal, state=True)
+    for kv, name in zip(matrices(named["state"]), ["forward.", "backward."], strict=False):
+        kept = kv[1, 2, 3, 4].clone()
+        kv[1, 2, 3, 4] = torch.nan
+        with pytest.raises(ValueError, match=f"state.{'' if causal else name}kv holds 1 NaN"):
+            delta_rule(**named, causal=causal, form=form, chunk_size=4)
+        kv[1, 2, 3, 4] = kept
+
+
+def test_no_tokens_is_an_error():
+    with pytest.raises(ValueError, match="T is 0"):
+        delta_rule(*(torch.ones(1, 0, 1, 1) for _ in range(3)), torch.ones(1, 0, 1))
+
+
+def test_the_choice_of_form():
+    assert choose("auto", tokens=9) == "chunk"
+    assert choose("auto", tokens=1) == "recurrent"
+    assert choose("recurrent", tokens=9) == "recurrent"
+
+
+@pytest.mark.compile
+@over_forms
+def test_compiles_without_a_graph_break(causal, form):
+    compiled = torch.compile(delta_rule, fullgraph=True, backend="aot_eager")
+    named = inputs(9, causal=causal, keep=True, state=True)
+    arguments = {"causal": causal, "form": form, "chunk_size": 4}
+    want = outputs_and_gradients(partial(delta_rule, **arguments), named)
+    got = outputs_and_gradients(partial(compiled, **arguments), named)
+    assert_same(got[0], want[0])
+    assert_same(got[1], want[1])
+
+
+@over_forms
+def test_vmap(causal, form):
+    q, k, v = torch.randn(3, 4, B, 6, H, K)
+    beta = torch.rand(4, B, 6, H)
+    call = partial(delta_rule, causal=causal, form=form, chunk_size=4)
+    got, _ = torch.func.vmap(call)(q, F.normalize(k, dim=-1), v, beta)
+    rows = zip(q, F.normalize(k, dim=-1), v, beta, strict=True)
+    torch.testing.assert_close(got, torch.stack([call(*row)[0] for row in rows]))
