@@ -7,11 +7,15 @@ torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # name -> module that defines it
 _HOMES = {
     "AdditiveDecayState": "onescan.ops.additive_decay",
+    "DecayState": "onescan.ops.decay_attention",
+    "DecayStates": "onescan.ops.decay_attention",
+    "DeltaState": "onescan.ops.delta_rule",
+    "DeltaStates": "onescan.ops.delta_rule",
     "Grid": "onescan.shapes",
     "ImageClassifier": "onescan.models.image_classifier",
     "ImageClassifierConfig": "onescan.models.image_classifier",
@@ -19,6 +23,8 @@ _HOMES = {
     "ToeplitzState": "onescan.ops.toeplitz_position",
     "additive_decay": "onescan.ops.additive_decay",
     "build": "onescan.models.presets",
+    "decay_attention": "onescan.ops.decay_attention",
+    "delta_rule": "onescan.ops.delta_rule",
     "load": "onescan.training.checkpoint",
     "lrpe": "onescan.ops.lrpe",
     "lrpe_angles": "onescan.ops.lrpe",
@@ -50,6 +56,12 @@ if TYPE_CHECKING:
     from onescan.ops.additive_decay import AdditiveDecayState as AdditiveDecayState
     from onescan.ops.additive_decay import additive_decay as additive_decay
     from onescan.ops.additive_decay import merge_states as merge_states
+    from onescan.ops.decay_attention import DecayState as DecayState
+    from onescan.ops.decay_attention import DecayStates as DecayStates
+    from onescan.ops.decay_attention import decay_attention as decay_attention
+    from onescan.ops.delta_rule import DeltaState as DeltaState
+    from onescan.ops.delta_rule import DeltaStates as DeltaStates
+    from onescan.ops.delta_rule import delta_rule as delta_rule
     from onescan.ops.lrpe import lrpe as lrpe
     from onescan.ops.lrpe import lrpe_angles as lrpe_angles
     from onescan.ops.toeplitz_position import ToeplitzState as ToeplitzState

@@ -1,4 +1,4 @@
-"""The command line: train evaluate compare predict models recipes show.
+"""The command line: train evaluate compare predict bench models recipes show.
 
 Heavy modules are imported by the command that needs them, so that help answers at once.
 """
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_choice("command", words[0], COMMANDS)
         COMMANDS[words[0]](words[1:])
     except KeyboardInterrupt:
-        return _fail("interrupted; the same command goes on from the last checkpoint", INTERRUPTED)
+        return _fail("interrupted; the same command goes on from what was saved", INTERRUPTED)
     except BrokenPipeError:  # the reader, as in `| head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -195,6 +195,33 @@ def predict(words: Words) -> None:
         print(f"{path}: {', '.join(named)}")
 
 
+def bench(words: Words) -> None:
+    """Measure a preset in every form of its mixer: time and memory over image sizes."""
+    if not words or words[0] in HELP:
+        print("usage: onescan bench forms PRESET [OPTIONS]; onescan bench forms --help lists them")
+        return
+    check_choice("benchmark", words[0], ["forms"])
+    from onescan.bench.forms import FormsConfig, measure_forms
+    from onescan.models.presets import preset
+    from onescan.report import check_report_path, write_forms
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        preset: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET")]
+        """a model with several forms, as in lion_d_base; onescan models lists all"""
+        forms: Annotated[FormsConfig, tyro.conf.arg(name="")]
+        out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+        """folder for the measurements and the page; without it, bench/PRESET"""
+
+    options = _parse(Options, "bench forms", words[1:])
+    model, out = preset(options.preset), options.out or Path("bench") / options.preset
+    check_report_path(out / "report.html")
+    costs = measure_forms(options.preset, model, options.forms, out, progress=True)
+    for left in costs.left_out:
+        print(f"not measured: {left.variant.name} from {left.size} pixels on, as {left.why}")
+    print(f"report: {write_forms(costs, out / 'report.html')}")
+
+
 def models(words: Words) -> None:
     """List the presets: parameters counted and as printed, and multiply-accumulates."""
 
@@ -207,19 +234,21 @@ def models(words: Words) -> None:
     from onescan.bench.size import model_size
     from onescan.models.presets import ABLATIONS, PRESETS, preset
 
-    print(f"{'':<20}{'parameters':>12}{'in the paper':>14}{'difference':>12}{'GMACs':>8}")
+    print(f"{'':<21}{'parameters':>12}{'in the paper':>14}{'difference':>12}{'GMACs':>8}")
     for name, known in PRESETS.items():
         size = model_size(known.config)
-        difference = size.parameters / 1e6 / known.printed_millions - 1
+        difference = f"{size.parameters / 1e6 / known.printed_millions - 1:.2%}"
+        if isinstance(known.printed_millions, int):
+            difference = "in millions"
         print(
-            f"{name:<20}{size.parameters:>12,}{known.printed_millions:>13}M"
-            f"{difference:>12.2%}{size.macs / 1e9:>8.2f}"
+            f"{name:<21}{size.parameters:>12,}{known.printed_millions:>13}M"
+            f"{difference:>12}{size.macs / 1e9:>8.2f}"
         )
         for row, printed in known.printed_ablations.items() if options.ablations else ():
             size = model_size(preset(name, **ABLATIONS[row]))
-            difference = size.parameters / 1e6 / printed - 1
+            difference = f"{size.parameters / 1e6 / printed - 1:.2%}"
             print(
-                f"  {row:<18}{size.parameters:>12,}{printed:>13}M{difference:>12.2%}"
+                f"  {row:<19}{size.parameters:>12,}{printed:>13}M{difference:>12}"
                 f"{size.macs / 1e9:>8.2f}"
             )
 
@@ -232,8 +261,9 @@ def recipes(words: Words) -> None:
         raise ValueError(f"recipes takes no words, got {' '.join(words)!r}")
     from onescan.recipes import RECIPES, summary
 
+    widest = max(map(len, RECIPES))
     for name, recipe in RECIPES.items():
-        print(f"{name:<25}{summary(recipe)}")
+        print(f"{name:<{widest}}  {summary(recipe)}")
 
 
 def show(words: Words) -> None:
@@ -257,6 +287,7 @@ COMMANDS: dict[str, Callable[[Words], None]] = {
     "evaluate": evaluate,
     "compare": compare,
     "predict": predict,
+    "bench": bench,
     "models": models,
     "recipes": recipes,
     "show": show,

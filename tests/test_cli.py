@@ -14,7 +14,7 @@ from tiny_run import assert_same
 from onescan.bench.size import model_size
 from onescan.cli import COMMANDS, main
 from onescan.configs import differences
-from onescan.models.presets import ABLATIONS, PRESETS
+from onescan.models.presets import LIGHTNET_ABLATIONS, PRESETS, preset
 from onescan.recipes import RECIPES, find_recipe
 from onescan.training.folder import read_result
 
@@ -372,18 +372,37 @@ def test_the_console_command_and_the_module_are_one():
 @pytest.mark.parametrize("name", [name for name in RECIPES if "lightnet" in name])
 def test_every_row_of_the_ablation_tables_is_a_recipe(name):
     whole = find_recipe(name)()
-    for row in ABLATIONS:
+    for row in LIGHTNET_ABLATIONS:
         variant = find_recipe(f"{name}/{row}")()
         assert variant.name == f"{name}/{row}"
         assert [path for path, *_ in differences(whole, variant) if path != "name"] == [
-            f"model.{path}" for path in ABLATIONS[row]
+            f"model.{path}" for path in LIGHTNET_ABLATIONS[row]
         ]
 
 
 def test_the_recipes_on_cifar10_are_of_one_size():
-    sizes = [model_size(RECIPES[f"cifar10_{kind}"]().model) for kind in ("lightnet", "deit")]
-    assert sizes[0].parameters == pytest.approx(sizes[1].parameters, rel=0.02)
-    assert sizes[0].macs == pytest.approx(sizes[1].macs, rel=0.02)
+    names = [name for name in RECIPES if name.startswith("cifar10_")]
+    sizes = {name: model_size(RECIPES[name]().model) for name in names}
+    wanted = sizes["cifar10_lightnet"]
+    assert len(sizes) == len(DECAYS_AND_SCANS) + 2
+    for size in sizes.values():
+        assert size.parameters == pytest.approx(wanted.parameters, rel=0.02)
+    assert sizes["cifar10_deit"].macs == pytest.approx(wanted.macs, rel=0.02)
+
+
+DECAYS_AND_SCANS = ("lit", "d", "s", "d_natural", "s_natural")
+
+
+@pytest.mark.parametrize("kind", DECAYS_AND_SCANS)
+def test_the_recipes_of_lion_are_its_presets(kind):
+    for size in ("tiny", "small", "base"):
+        run = find_recipe(f"imagenet_lion_{kind}_{size}")()
+        assert run.model == preset(f"lion_{kind}_{size}")
+        assert run.name == f"imagenet_lion_{kind}_{size}"
+        assert run.training.ema_decay == pytest.approx(0.99996)
+    small, large = RECIPES[f"cifar10_lion_{kind}"]().model, preset(f"lion_{kind}_tiny")
+    assert small.mixer == large.mixer
+    assert small.position == large.position
 
 
 def test_a_recipe_states_its_command():

@@ -1,18 +1,14 @@
 """What every mixer in the table promises, and what LightNet's own fields mean."""
 
-from inspect import unwrap
+import pkgutil
+from importlib import import_module
+from inspect import isabstract, unwrap
 
 import pytest
 import torch
 
-from onescan.layers.mixers import (
-    MIXERS,
-    LightNetMixerConfig,
-    MixerConfig,
-    contract,
-    lightnet,
-    softmax,
-)
+from onescan.layers import mixers
+from onescan.layers.mixers import MIXERS, LightNetMixerConfig, MixerConfig
 from onescan.ops.additive_decay import reference
 from onescan.ops.lrpe import lrpe_angles
 from onescan.shapes import Grid
@@ -37,9 +33,12 @@ def built(config, axes=2):
 
 
 def test_every_mixer_is_listed():
-    modules = (contract, lightnet, softmax)
+    modules = [
+        import_module(f"{mixers.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(mixers.__path__)
+    ]
     defined = {x for m in modules for x in vars(m).values() if isinstance(x, type)}
-    configs = {x for x in defined if issubclass(x, MixerConfig) and x is not MixerConfig}
+    configs = {x for x in defined if issubclass(x, MixerConfig) and not isabstract(x)}
     assert configs == set(MIXERS.values())
 
 

@@ -7,9 +7,9 @@ import torch
 
 from onescan.bench.size import model_size
 from onescan.configs import replace
-from onescan.layers.mixers import LightNetMixerConfig
+from onescan.layers.mixers import LightNetMixerConfig, LionMixerConfig
 from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
-from onescan.models.presets import ABLATIONS, PRESETS, build, preset
+from onescan.models.presets import LIGHTNET_ABLATIONS, LION_ABLATIONS, PRESETS, build, preset
 
 SIZES = ("tiny", "small", "base")
 # Counted by hand from the paper's equations, layer by layer.
@@ -22,6 +22,14 @@ LIGHTNET_PARAMETERS = {
     "full_rank_gate": (6_157_288, 23_815_144, 93_635_560),
 }
 DEIT_PARAMETERS = (5_717_416, 22_050_664, 86_567_656)
+# DeiT's, without positions and with decays but for lit
+LION_PARAMETERS = {
+    "lion_lit": DEIT_PARAMETERS,
+    "lion_d": (5_679_628, 21_975_088, 86_416_504),
+    "lion_s": (5_686_540, 22_002_736, 86_527_096),
+    "lion_d_natural": (5_679_664, 21_975_160, 86_416_648),
+    "lion_s_natural": (5_693_488, 22_030_456, 86_637_832),
+}
 
 
 def tiny(**changes):
@@ -35,7 +43,7 @@ def tiny(**changes):
 @pytest.mark.parametrize("row", LIGHTNET_PARAMETERS)
 @pytest.mark.parametrize("size", SIZES)
 def test_lightnet_has_exactly_the_papers_parameters(row, size):
-    config = preset(f"lightnet_{size}", **ABLATIONS.get(row, {}))
+    config = preset(f"lightnet_{size}", **LIGHTNET_ABLATIONS.get(row, {}))
     want = LIGHTNET_PARAMETERS[row][SIZES.index(size)]
     assert model_size(config).parameters == want
 
@@ -48,10 +56,20 @@ def test_deit_has_exactly_deits_parameters_and_cost(size):
     assert round(counted.macs / 1e9, 1) == (1.3, 4.6, 17.6)[SIZES.index(size)]
 
 
+@pytest.mark.parametrize("name", LION_PARAMETERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_lion_has_deits_parameters_and_its_decays(name, size):
+    counted = model_size(preset(f"{name}_{size}")).parameters
+    assert counted == LION_PARAMETERS[name][SIZES.index(size)]
+
+
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_within_a_percent_of_what_is_printed(name):
-    counted = model_size(PRESETS[name].config).parameters / 1e6
-    assert abs(counted / PRESETS[name].printed_millions - 1) < 0.01
+def test_every_preset_is_within_a_percent_of_what_is_printed_or_has_its_whole_millions(name):
+    counted, printed = model_size(PRESETS[name].config).parameters, PRESETS[name].printed_millions
+    if isinstance(printed, int):
+        assert counted // 1_000_000 in (printed - 1, printed)  # 21.98 million are printed as 22M
+    else:
+        assert abs(counted / 1e6 / printed - 1) < 0.01
 
 
 @pytest.mark.parametrize("family", ["lightnet", "deit"])
@@ -63,15 +81,30 @@ def test_a_model_takes_any_size_its_patches_divide(family):
             model(torch.zeros(1, 3, 224, 230))
 
 
-@pytest.mark.parametrize("row", [{}, *ABLATIONS.values()], ids=["lightnet", *ABLATIONS])
-@pytest.mark.parametrize("pool", ["class_token", "mean"])
-def test_every_ablation_learns_with_every_parameter(row, pool):
-    model = replace(tiny(pool=pool), row).build()
+def assert_every_parameter_learns(config):
+    model = config.build()
     images = torch.randn(3, 1, 8, 8)
     loss = torch.nn.functional.cross_entropy(model(images), torch.tensor([0, 1, 4]))
     loss.backward()
     missing = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert not missing
+
+
+def rows_of(name, rows):
+    return pytest.mark.parametrize("row", [{}, *rows.values()], ids=[name, *rows])
+
+
+@rows_of("lightnet", LIGHTNET_ABLATIONS)
+@pytest.mark.parametrize("pool", ["class_token", "mean"])
+def test_every_row_of_lightnet_learns_with_every_parameter(row, pool):
+    assert_every_parameter_learns(replace(tiny(pool=pool), row))
+
+
+@rows_of("lion", LION_ABLATIONS)
+@pytest.mark.parametrize("pool", ["mean_with_class_token", "mean"])
+def test_every_row_of_lion_learns_with_every_parameter(row, pool):
+    mixer = LionMixerConfig(num_heads=2)
+    assert_every_parameter_learns(replace(tiny(mixer=mixer, position=None, pool=pool), row))
 
 
 def test_the_class_token_hears_of_every_patch():
@@ -97,6 +130,13 @@ def test_features_and_head_make_the_forward():
     features = model.forward_features(images)
     assert features.shape == (2, 17, 24)
     assert torch.equal(model.forward_head(features), model(images))
+
+
+def test_a_mean_of_all_tokens_takes_in_the_class_token():
+    model = tiny(pool="mean_with_class_token").build().eval()
+    features = model.forward_features(torch.randn(2, 1, 8, 8))
+    assert features.shape == (2, 17, 24)
+    torch.testing.assert_close(model.forward_head(features), model.head(features.mean(dim=1)))
 
 
 def test_drop_path_grows_to_the_last_block():

@@ -1,7 +1,7 @@
 """An image in, one score per class out."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_floating, check_positive
 from onescan.configs import ModelConfig
 from onescan.layers.block import Block
-from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
+from onescan.layers.mixers import LightNetMixerConfig, Mixer, MixerConfig
 from onescan.layers.mlp import GLUConfig, MLPConfig
 from onescan.layers.norm import NormName, build_norm
 from onescan.layers.patch import Patchify
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
 from onescan.shapes import Grid, Hidden, Images, Logits
 
-Pool = Literal["class_token", "mean"]
+Pool = Literal["class_token", "mean", "mean_with_class_token"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,9 @@ class ImageClassifierConfig(ModelConfig):
     norm: NormName = "layer"
     """Of every block, and before the head."""
     pool: Pool = "class_token"
-    """What the head reads: a learnt extra token, or the mean of all patches."""
+    """What the head reads: a learnt extra token, the mean of all patches, or that of all tokens."""
+    distillation_token: bool = False
+    """A second learnt token, with a head of its own that learns from a teacher."""
     drop_path: float = 0.1
     """Chance that a sample skips a branch of the last block; it grows linearly from 0."""
     init_std: float = 0.02
@@ -67,11 +69,17 @@ class ImageClassifierConfig(ModelConfig):
         )
         if not 0 <= self.drop_path < 1:
             raise ValueError(f"drop_path is {self.drop_path}, expected a chance from 0 to below 1")
-        check_choice("pool", self.pool, ["class_token", "mean"])
-        if self.mixer.is_causal and self.pool == "class_token":
+        check_choice("pool", self.pool, get_args(Pool))
+        mixers = [self.mixer.for_layer(i) for i in range(self.depth)]
+        if self.pool == "class_token" and not any(mixer.prefix_reads_grid for mixer in mixers):
             raise ValueError(
-                "pool is 'class_token' with a causal mixer, where the first token reads no patch; "
+                "pool is 'class_token' where mixers look back, so the first token reads no patch; "
                 "expected pool='mean'"
+            )
+        if self.distillation_token and self.pool == "mean":
+            raise ValueError(
+                "distillation_token is True with pool='mean', which has no class token beside it; "
+                "expected pool='class_token' or 'mean_with_class_token'"
             )
         return ImageClassifier(self)
 
@@ -94,9 +102,7 @@ class ImageClassifier(nn.Module):
         width, depth = config.width, config.depth
         self.patchify = Patchify(config.channels, config.patch_size, width)
         shape = self.patchify.grid_shape((config.channels, *config.image_size))
-        self.class_token = None
-        if config.pool == "class_token":
-            self.class_token = nn.Parameter(nn.init.trunc_normal_(torch.empty(width), std=0.02))
+        self.class_token = _token(width) if config.pool != "mean" else None
         self.position = None
         if config.position is not None:
             grid = Grid(shape, prefix=self.prefix)
@@ -105,7 +111,7 @@ class ImageClassifier(nn.Module):
             Block(
                 width,
                 axes=len(shape),
-                mixer=config.mixer,
+                mixer=config.mixer.for_layer(i),
                 mlp=config.mlp,
                 norm=config.norm,
                 drop_path=config.drop_path * i / max(depth - 1, 1),
@@ -115,15 +121,20 @@ class ImageClassifier(nn.Module):
         self.norm = build_norm(config.norm, width)
         self.head = nn.Linear(width, config.num_classes)
         for part in (self.blocks, self.head):
-            part.apply(self._init_linear)
+            part.apply(self._init_weights)
+        self.distillation_token = self.distillation_head = None
+        if config.distillation_token:
+            self.distillation_token = _token(width)
+            self.distillation_head = nn.Linear(width, config.num_classes)
+            self._init_weights(self.distillation_head)
 
     @property
     def prefix(self) -> int:
         """Tokens before the patches."""
-        return 0 if self.class_token is None else 1
+        return (self.config.pool != "mean") + self.config.distillation_token
 
-    def forward(self, images: Images) -> Logits:
-        """Score images of any size that patches divide.
+    def forward(self, images: Images) -> Logits | tuple[Logits, Logits]:
+        """Score images of any size that patches divide; `forward_head` says when twice.
 
         Raises:
             ValueError: another number of channels, or a side that patches do not divide.
@@ -132,27 +143,46 @@ class ImageClassifier(nn.Module):
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Images) -> Hidden:
-        """The normalized tokens after the last block, the class token first where there is one."""
+        """The normalized tokens after the last block: class token, distillation token, patches."""
         x, shape = self.patchify(images)  # B T D
         grid = Grid(shape, prefix=self.prefix)
-        if self.class_token is not None:
-            x = torch.cat([self.class_token.expand(x.shape[0], 1, -1), x], dim=1)  # B 1+T D
+        for token in (self.distillation_token, self.class_token):
+            if token is not None:
+                x = torch.cat([token.expand(x.shape[0], 1, -1), x], dim=1)  # B 1+T D
         if self.position is not None:
             x, _ = self.position(x, grid)
         for block in self.blocks:
             x, _ = block(x, grid)
         return self.norm(x)
 
-    def forward_head(self, tokens: Hidden) -> Logits:
-        """Class scores from what `forward_features` gave."""
-        return self.head(self._pooled(tokens))
+    def forward_head(self, tokens: Hidden) -> Logits | tuple[Logits, Logits]:
+        """Class scores from what `forward_features` gave.
+
+        With a distillation token, in training the class head's and the distillation head's; else
+        their mean, as in DeiT's code. Its paper, arXiv:2012.12877, Sec. 4, adds up their softmaxes.
+        """
+        scores = self.head(self._pooled(tokens))
+        if self.distillation_head is None:
+            return scores
+        distilled = self.distillation_head(tokens[:, 1])
+        return (scores, distilled) if self.training else (scores + distilled) / 2
 
     def _pooled(self, tokens: Hidden) -> Tensor:
-        return tokens[:, 0] if self.config.pool == "class_token" else tokens.mean(dim=1)
+        if self.config.pool == "class_token":
+            return tokens[:, 0]
+        if self.config.distillation_token:  # which has a head of its own
+            tokens = torch.cat([tokens[:, :1], tokens[:, 2:]], dim=1)
+        return tokens.mean(dim=1)
 
-    def _init_linear(self, module: nn.Module) -> None:
+    def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             std = self.config.init_std
             nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+        elif isinstance(module, Mixer):  # comes after the linear maps in it
+            module.init_weights()
+
+
+def _token(width: int) -> nn.Parameter:
+    return nn.Parameter(nn.init.trunc_normal_(torch.empty(width), std=0.02))

@@ -8,10 +8,19 @@ from types import MappingProxyType
 from onescan import configs
 from onescan.choices import check_choice
 from onescan.models.presets import ABLATIONS
-from onescan.recipes.cifar10 import cifar10_deit, cifar10_lightnet
+from onescan.recipes.cifar10 import (
+    cifar10_deit,
+    cifar10_lightnet,
+    cifar10_lion_d,
+    cifar10_lion_d_natural,
+    cifar10_lion_lit,
+    cifar10_lion_s,
+    cifar10_lion_s_natural,
+)
 from onescan.recipes.digits import digits
 from onescan.recipes.files import recipe_in
 from onescan.recipes.imagenet import (
+    IMAGENET_LION,
     imagenet_deit_base,
     imagenet_deit_small,
     imagenet_deit_tiny,
@@ -27,6 +36,11 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "digits": digits,
         "cifar10_lightnet": cifar10_lightnet,
+        "cifar10_lion_lit": cifar10_lion_lit,
+        "cifar10_lion_d": cifar10_lion_d,
+        "cifar10_lion_s": cifar10_lion_s,
+        "cifar10_lion_d_natural": cifar10_lion_d_natural,
+        "cifar10_lion_s_natural": cifar10_lion_s_natural,
         "cifar10_deit": cifar10_deit,
         "imagenet_lightnet_tiny": imagenet_lightnet_tiny,
         "imagenet_lightnet_small": imagenet_lightnet_small,
@@ -34,6 +48,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "imagenet_deit_tiny": imagenet_deit_tiny,
         "imagenet_deit_small": imagenet_deit_small,
         "imagenet_deit_base": imagenet_deit_base,
+        **IMAGENET_LION,
     }
 )
 

@@ -1,13 +1,15 @@
-"""CIFAR-10: a small LightNet and a DeiT of its size, trained alike."""
+"""CIFAR-10: a small LightNet, and LIONs and a DeiT of its size, trained alike."""
 
 from dataclasses import replace
 
+from onescan import configs
 from onescan.configs import ModelConfig
 from onescan.data import DeitAugmentConfig, ImageDatasetConfig
 from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
 from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.presets import preset
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import RunConfig, TrainingConfig
 
@@ -17,6 +19,7 @@ CLASSES = (
 )
 
 MODEL = ImageClassifierConfig(image_size=(32, 32), patch_size=(4, 4), num_classes=10, depth=6)
+RATIO = 13 / 3  # of an MLP's hidden width, for as many parameters as LightNet has
 
 
 def cifar10_lightnet() -> RunConfig:
@@ -39,9 +42,71 @@ def cifar10_deit() -> RunConfig:
 
     Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
     """
-    mixer, mlp = SoftmaxMixerConfig(num_heads=3), MLPConfig(ratio=13 / 3)
+    mixer, mlp = SoftmaxMixerConfig(num_heads=3), MLPConfig(ratio=RATIO)
     model = replace(MODEL, mixer=mixer, mlp=mlp, position=AbsolutePositionConfig())
     return _cifar10("cifar10_deit", model)
+
+
+def cifar10_lion_lit() -> RunConfig:
+    """LION-lit of the same size, no decay and absolute positions, on CIFAR-10.
+
+    onescan train cifar10_lion_lit --data.path FOLDER
+
+    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
+    """
+    return _cifar10_lion("lit")
+
+
+def cifar10_lion_d() -> RunConfig:
+    """LION-d of the same size, a learnt decay per head, on CIFAR-10.
+
+    onescan train cifar10_lion_d --data.path FOLDER
+
+    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
+    """
+    return _cifar10_lion("d")
+
+
+def cifar10_lion_s() -> RunConfig:
+    """LION-s of the same size, decays that each token chooses, on CIFAR-10.
+
+    onescan train cifar10_lion_s --data.path FOLDER
+
+    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
+    """
+    return _cifar10_lion("s")
+
+
+def cifar10_lion_d_natural() -> RunConfig:
+    """LION-d of the same size along rows and columns, on CIFAR-10.
+
+    onescan train cifar10_lion_d_natural --data.path FOLDER
+
+    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
+    """
+    return _cifar10_lion("d_natural")
+
+
+def cifar10_lion_s_natural() -> RunConfig:
+    """LION-s of the same size along rows and columns, on CIFAR-10.
+
+    onescan train cifar10_lion_s_natural --data.path FOLDER
+
+    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
+    """
+    return _cifar10_lion("s_natural")
+
+
+def _cifar10_lion(kind: str) -> RunConfig:
+    """LION-T's blocks, six of them, with the DeiT's wider MLP."""
+    model = preset(f"lion_{kind}_tiny")
+    changes = {
+        "num_classes": 10,
+        "image_size": (32, 32),
+        "patch_size": (4, 4),
+        "depth": MODEL.depth,
+    }
+    return _cifar10(f"cifar10_lion_{kind}", configs.replace(model, changes | {"mlp.ratio": RATIO}))
 
 
 def _cifar10(name: str, model: ModelConfig) -> RunConfig:

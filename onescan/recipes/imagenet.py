@@ -1,10 +1,11 @@
-"""ImageNet-1k: the papers' classification experiments, LightNet's and DeiT's.
+"""ImageNet-1k: the papers' classification experiments, LightNet's, LION's and DeiT's.
 
 In the commands FOLDER holds train/CLASS/*.JPEG and val/CLASS/*.JPEG, or parquet files of the two
 splits; without it, the data comes from the hub. None of these runs has been made yet.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from onescan.data import DeitAugmentConfig, ImageDatasetConfig, MixConfig
 from onescan.models.presets import preset
@@ -35,6 +36,11 @@ DEIT = TrainingConfig(
     clip_norm=None,
     precision="bfloat16",
 )
+
+
+# LION, arXiv:2502.16249, App. C.11: the recipe of ViT, by code adapted from DeiT's, which averages
+# the weights like this; batches of 1024 images.
+LION = dataclasses.replace(DEIT, ema_decay=0.99996)
 
 
 def imagenet_lightnet_tiny() -> RunConfig:
@@ -83,6 +89,31 @@ def imagenet_deit_base() -> RunConfig:
     torchrun --nproc-per-node 8 -m onescan train imagenet_deit_base --data.path FOLDER
     """
     return _imagenet("deit_base", DEIT)
+
+
+def _imagenet_lion(kind: str, size: str) -> Callable[[], RunConfig]:
+    def recipe() -> RunConfig:
+        return _imagenet(f"lion_{kind}_{size}", LION)
+
+    recipe.__doc__ = f"""{LION_NAMES[kind]}, {size}, on ImageNet-1k as in the paper.
+
+    torchrun --nproc-per-node 8 -m onescan train imagenet_lion_{kind}_{size} --data.path FOLDER
+    """
+    return recipe
+
+
+LION_NAMES = {
+    "lit": "LION-lit",
+    "d": "LION-d",
+    "s": "LION-s",
+    "d_natural": "LION-d natural, along rows and columns",
+    "s_natural": "LION-s natural, along rows and columns",
+}
+IMAGENET_LION = {
+    f"imagenet_lion_{kind}_{size}": _imagenet_lion(kind, size)
+    for size in ("tiny", "small", "base")
+    for kind in LION_NAMES
+}
 
 
 def _imagenet(model: str, training: TrainingConfig) -> RunConfig:

@@ -1,14 +1,22 @@
 """Every mixer there is."""
 
 from onescan.layers.mixers.contract import Mixer, MixerConfig
+from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig, LightNetState
+from onescan.layers.mixers.linear_transformers import LINEAR_TRANSFORMERS
+from onescan.layers.mixers.lion import LionMixer, LionMixerConfig
 from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig
 
 __all__ = [
+    "LINEAR_TRANSFORMERS",
     "MIXERS",
+    "DeltaRuleMixer",
+    "DeltaRuleMixerConfig",
     "LightNetMixer",
     "LightNetMixerConfig",
     "LightNetState",
+    "LionMixer",
+    "LionMixerConfig",
     "Mixer",
     "MixerConfig",
     "SoftmaxMixer",
@@ -17,5 +25,7 @@ __all__ = [
 
 MIXERS: dict[str, type[MixerConfig]] = {
     "lightnet": LightNetMixerConfig,
+    "lion": LionMixerConfig,
+    "delta_rule": DeltaRuleMixerConfig,
     "softmax": SoftmaxMixerConfig,
 }

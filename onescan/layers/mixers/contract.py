@@ -24,10 +24,19 @@ class MixerConfig(ABC):
             ValueError: a field that does not go with the others, or with width or axes.
         """
 
+    def for_layer(self, index: int) -> "MixerConfig":
+        """The config of a model's block `index`, counted from 0; most are alike in all blocks."""
+        return self
+
     @property
     def is_causal(self) -> bool:
         """Whether a token reads only itself and those before it."""
         return False
+
+    @property
+    def prefix_reads_grid(self) -> bool:
+        """Whether prefix tokens, a class token say, read any other."""
+        return not self.is_causal
 
     def head_width(self, width: int) -> int:
         """Width of one head."""
@@ -54,3 +63,6 @@ class Mixer(nn.Module, ABC):
         Returns:
             The mixed tokens, and the state after the last (None where there is none).
         """
+
+    def init_weights(self) -> None:
+        """Set the first weights for which a model's usual ones will not do; models call it last."""

@@ -1,0 +1,77 @@
+"""What every decay promises, so that a mixer can hold any of them."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from onescan.ops.numerics import full_precision, widened
+from onescan.shapes import Hidden
+
+# exp(-exp(5)) is 0 in float32 already, and exp of much more would be infinite
+MOST_LOG_RATE = 5.0
+
+LogDecay = Float[Tensor, " H"] | Float[Tensor, "B T H"] | Float[Tensor, "B T H K"]
+
+
+class Gates(NamedTuple):
+    """What a decay makes of tokens.
+
+    Attributes:
+        log_decay: logarithm of what a state keeps, as `decay_attention` takes it: at most 0, one
+            per head, per token and head, or per token and key channel; None does not decay.
+        key: what multiplies the keys, [B, T, H, 1 or K], or the keys themselves where the decay
+            `gives_keys`; None is 1.
+    """
+
+    log_decay: LogDecay | None
+    key: Float[Tensor, "B T H _"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecayConfig(ABC):
+    """How fast what was read is forgotten."""
+
+    gives_keys: ClassVar[bool] = False
+    """Whether the decay makes the keys, in the place of a projection."""
+
+    @abstractmethod
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "Decay":
+        """The module for tokens of this width, and heads of that many key channels.
+
+        Raises:
+            ValueError: a field out of its range.
+        """
+
+
+class Decay(nn.Module, ABC):
+    """Tokens in, gates out, of each token by itself and in float32 or wider."""
+
+    @abstractmethod
+    def forward(self, x: Hidden) -> Gates:
+        """Say how much each token lets a state keep."""
+
+    def init_weights(self, to_q: nn.Linear, to_k: nn.Linear | None, to_v: nn.Linear) -> None:
+        """Give the mixer's projections, and its own, the first weights that it needs: here, none.
+
+        It comes after a model's usual ones. to_k is None where the decay `gives_keys`.
+        """
+
+
+def wide_linear(linear: nn.Linear, x: Hidden) -> Float[Tensor, "B T _"]:
+    """linear(x) in float32 or wider, whatever autocast does: its error would be a decay's."""
+    with full_precision(x):
+        x, weight = widened(x, linear.weight)
+        return F.linear(x, weight, None if linear.bias is None else linear.bias.to(x.dtype))
+
+
+def small_linear(width: int, out: int, *, bias: bool, std: float = 0.02) -> nn.Linear:
+    """A linear map that starts near 0; LION's gates have this spread."""
+    linear = nn.Linear(width, out, bias=bias)
+    nn.init.trunc_normal_(linear.weight, std=std)
+    if bias:
+        nn.init.zeros_(linear.bias)
+    return linear

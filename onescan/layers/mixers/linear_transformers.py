@@ -1,0 +1,72 @@
+"""LION's Table 1: every linear transformer in it as a mixer, causal or in both directions."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from onescan.layers.decays import (
+    FixedDecayConfig,
+    GLADecayConfig,
+    HGRN2DecayConfig,
+    Mamba2DecayConfig,
+    NoDecayConfig,
+    RWKV6DecayConfig,
+    SelectiveDecayConfig,
+    XLSTMDecayConfig,
+)
+from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
+from onescan.layers.mixers.directed import DirectedMixerConfig
+from onescan.layers.mixers.lion import LionMixerConfig
+
+RETNET = FixedDecayConfig(start="retnet", learnt=False)
+
+# Both directions; direction="forward" is the table's causal recurrence. The table has recurrences
+# alone: feature maps are the originals', but for gated RFA's, which are random. Convolutions, gates
+# of outputs, token shifts, RetNet's rotation and RWKV-6's bonus are left out; RWKV-6 itself reads
+# before it decays. Outputs that nothing scales grow with the tokens read, hence a norm.
+# Where one gate weighs a token's key and decays what came before, both belong to that token.
+LINEAR_TRANSFORMERS: Mapping[str, DirectedMixerConfig] = MappingProxyType(
+    {
+        "linear_attention": LionMixerConfig(
+            feature_map="elu_plus_one", decay=NoDecayConfig(), normalize="none", norm="rms"
+        ),
+        "linear_attention_scaled": LionMixerConfig(
+            feature_map="elu_plus_one", decay=NoDecayConfig()
+        ),
+        "retnet": LionMixerConfig(
+            feature_map="identity", decay=RETNET, normalize="none", norm="rms"
+        ),
+        "retnet_scaled": LionMixerConfig(decay=RETNET),  # a scale needs features above 0
+        "gated_rfa": LionMixerConfig(
+            feature_map="elu_plus_one",
+            decay=SelectiveDecayConfig(couple_key=True),
+            decay_at="target",
+        ),
+        "mamba2": LionMixerConfig(
+            feature_map="silu",
+            decay=Mamba2DecayConfig(),
+            normalize="none",
+            decay_at="target",
+            norm="rms",
+        ),
+        "rwkv6": LionMixerConfig(
+            feature_map="identity", decay=RWKV6DecayConfig(), normalize="none", norm="rms"
+        ),
+        "gla": LionMixerConfig(
+            feature_map="identity", decay=GLADecayConfig(), normalize="none", norm="rms"
+        ),
+        "hgrn2": LionMixerConfig(
+            feature_map="silu",
+            decay=HGRN2DecayConfig(),
+            normalize="none",
+            decay_at="target",
+            norm="rms",
+        ),
+        "xlstm": LionMixerConfig(
+            feature_map="identity",
+            decay=XLSTMDecayConfig(),
+            normalize="max_one",
+            decay_at="target",
+        ),
+        "deltanet": DeltaRuleMixerConfig(),
+    }
+)

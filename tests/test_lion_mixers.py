@@ -1,0 +1,512 @@
+"""LION's Table 1 row by row, its scans and directions, and the delta rule's mixer."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from onescan.configs import replace
+from onescan.layers.decays import FixedDecayConfig, HippoDecayConfig, NoDecayConfig
+from onescan.layers.mixers import LINEAR_TRANSFORMERS, DeltaRuleMixerConfig, LionMixerConfig
+from onescan.layers.mixers.directed import DirectedMixerConfig
+from onescan.layers.scan_order import snake_orders
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.presets import preset
+from onescan.shapes import Grid
+
+WIDTH, HEADS, K = 24, 3, 8
+LINE = Grid((6,))
+DECAYS = {"lit": NoDecayConfig(), "d": FixedDecayConfig(), "s": LionMixerConfig().decay}
+over_decays = pytest.mark.parametrize("decay", DECAYS.values(), ids=DECAYS)
+over_rows = pytest.mark.parametrize("row", LINEAR_TRANSFORMERS)
+
+
+def tokens(*shape):
+    return torch.randn(*shape, WIDTH, dtype=torch.float64)
+
+
+def trained(config, axes=1):
+    """The mixer with weights as training may leave them, in float64."""
+    mixer = dataclasses.replace(config, num_heads=HEADS).build(width=WIDTH, axes=axes).double()
+    for parameter in mixer.parameters():
+        with torch.no_grad():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return mixer
+
+
+def linear(layer, x, *, heads=True):
+    y = x @ layer.weight.T + (0 if layer.bias is None else layer.bias)
+    return y.unflatten(-1, (HEADS, -1)) if heads else y
+
+
+def silu(x):
+    return x * torch.sigmoid(x)
+
+
+def elu_plus_one(x):
+    return torch.where(x > 0, x + 1, x.exp())
+
+
+def unit(x):
+    return x / x.square().sum(dim=-1, keepdim=True).sqrt()
+
+
+def same(x):
+    return x
+
+
+# Table 1: phi, the mixer's gates -> (decay, what multiplies the key or, for HGRN-2, is the key),
+# scale, and whether a gate weighs the key of the token whose decay it is.
+def keeps_all(decay, x):
+    return 1, 1
+
+
+def retnet(decay, x):
+    return 1 - 2.0 ** (-5 - torch.arange(HEADS, dtype=x.dtype)[:, None]), 1
+
+
+def gated_rfa(decay, x):
+    g = torch.sigmoid(linear(decay.to_logit, x))
+    return g, 1 - g
+
+
+def mamba2(decay, x):
+    dt = (1 + (linear(decay.to_dt, x, heads=False) + decay.dt_bias).exp()).log()
+    return ((-decay.log_rate.exp() * dt).exp()).unsqueeze(-1), dt.unsqueeze(-1)
+
+
+def rwkv6(decay, x):
+    z = linear(decay.up, torch.tanh(linear(decay.down, x, heads=False)))
+    return (-(decay.log_rate + z).exp()).exp(), 1
+
+
+def gla(decay, x):
+    return torch.sigmoid(linear(decay.up, linear(decay.down, x, heads=False))) ** (1 / 16), 1
+
+
+def hgrn2(decay, x):
+    kept = torch.sigmoid(linear(decay.to_logit, x))
+    return kept, 1 - kept
+
+
+def xlstm(decay, x):
+    forget = torch.sigmoid(linear(decay.to_forget, x, heads=False) + decay.forget_bias)
+    enter = (15 * torch.tanh(linear(decay.to_input, x, heads=False) / 15)).exp()
+    return forget.unsqueeze(-1), enter.unsqueeze(-1)
+
+
+ROWS = {
+    "linear_attention": (elu_plus_one, keeps_all, "none", False),
+    "linear_attention_scaled": (elu_plus_one, keeps_all, "sum", False),
+    "retnet": (same, retnet, "none", False),
+    "retnet_scaled": (lambda x: unit(silu(x) + 0.5), retnet, "sum", False),
+    "gated_rfa": (elu_plus_one, gated_rfa, "sum", True),
+    "mamba2": (silu, mamba2, "none", True),
+    "rwkv6": (same, rwkv6, "none", False),
+    "gla": (same, gla, "none", False),
+    "hgrn2": (silu, hgrn2, "none", True),
+    "xlstm": (same, xlstm, "max_one", True),
+}
+
+
+def visit(q, k, v, decay, *, own_decay, both):
+    """y_t = q_t (S_t - k_t v_t^T / 2), or S_t alone, by the recurrence S = decay S + k v^T."""
+    state = torch.zeros(*k[:, 0].shape, v.shape[-1], dtype=v.dtype)
+    outputs = []
+    for t in range(q.shape[1]):
+        own = k[:, t, :, :, None] * v[:, t, :, None, :]
+        if own_decay:
+            state = decay[:, t, :, :, None] * state + own
+        else:  # the decay of the token before
+            before = decay[:, t - 1, :, :, None] if t else 1
+            state = before * state + own
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state - own / 2 * both))
+    return torch.stack(outputs, dim=1)
+
+
+def by_table_1(row, mixer, x, direction):
+    phi, gates, scale, coupled = ROWS[row]
+    decay, key = gates(mixer.decays[0], x)
+    q, v = phi(linear(mixer.to_q, x)) / K**0.5, linear(mixer.to_v, x)
+    k = key if mixer.to_k is None else key * phi(linear(mixer.to_k, x))
+    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
+    decay = decay * torch.ones_like(k)
+    both = direction == "both"
+    own_decay = coupled or not both
+    o = visit(q, k, v, decay, own_decay=own_decay, both=both)
+    if both:
+        flipped = (y.flip(1) for y in (q, k, v, decay))
+        o = o + visit(*flipped, own_decay=own_decay, both=True).flip(1)
+    o, c = o[..., :-1], o[..., -1:]
+    if scale == "sum":
+        o = o / c
+    if scale == "max_one":
+        o = o / torch.maximum(c if both else c.abs(), torch.ones_like(c))
+    return o.flatten(-2)
+
+
+def delta_net(mixer, x, direction):
+    """S = (I - beta k k^T) S + beta k v^T, each direction without half of a token's own part."""
+    q, k = (silu(linear(layer, x)) for layer in (mixer.to_q, mixer.to_k))
+    q, k = (y / (y.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    v, beta = linear(mixer.to_v, x), torch.sigmoid(linear(mixer.to_beta, x, heads=False))
+
+    def visit(q, k, v, beta):
+        state, outputs = torch.zeros(x.shape[0], HEADS, K, K, dtype=x.dtype), []
+        for t in range(x.shape[1]):
+            b, key = beta[:, t, :, None, None], k[:, t].unsqueeze(-1)
+            own = b * key * v[:, t].unsqueeze(-2)
+            state = state - b * key * (key.mT @ state) + own
+            half = own / 2 if direction == "both" else 0
+            outputs.append((q[:, t].unsqueeze(-2) @ (state - half)).squeeze(-2))
+        return torch.stack(outputs, dim=1)
+
+    o = visit(q, k, v, beta)
+    if direction == "both":
+        o = o + visit(*(y.flip(1) for y in (q, k, v, beta))).flip(1)
+    return o.flatten(-2)
+
+
+def normed(mixer, o):
+    if mixer.config.norm == "none":
+        return o
+    assert mixer.config.norm == "rms"
+    return o / (o.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * mixer.norm.weight
+
+
+@over_rows
+@pytest.mark.parametrize("direction", ["forward", "both"])
+def test_every_row_of_table_1_is_its_recurrence(row, direction):
+    mixer = trained(dataclasses.replace(LINEAR_TRANSFORMERS[row], direction=direction))
+    x = tokens(2, 6)
+    o = (
+        delta_net(mixer, x, direction)
+        if row == "deltanet"
+        else by_table_1(row, mixer, x, direction)
+    )
+    want = linear(mixer.to_out, normed(mixer, o), heads=False)
+    torch.testing.assert_close(mixer(x, LINE)[0], want)
+
+
+def test_the_rows_that_are_tested_are_all():
+    assert {*ROWS, "deltanet"} == set(LINEAR_TRANSFORMERS)
+
+
+@over_rows
+def test_backward_is_forward_from_the_other_end(row):
+    config = LINEAR_TRANSFORMERS[row]
+    forward, backward = (
+        trained(dataclasses.replace(config, direction=d)) for d in ("forward", "backward")
+    )
+    backward.load_state_dict(forward.state_dict())
+    x, keep = tokens(2, 6), torch.rand(2, 6) < 0.7
+    y, state = backward(x, LINE, keep=keep)
+    assert state is None
+    torch.testing.assert_close(y, forward(x.flip(1), LINE, keep=keep.flip(1))[0].flip(1))
+
+
+@over_rows
+def test_both_directions_do_not_care_from_which_end_tokens_come(row):
+    mixer, x = trained(LINEAR_TRANSFORMERS[row]), tokens(2, 6)
+    torch.testing.assert_close(mixer(x.flip(1), LINE)[0].flip(1), mixer(x, LINE)[0])
+
+
+@over_rows
+def test_masked_tokens_equal_removed_ones(row):
+    mixer, x = trained(LINEAR_TRANSFORMERS[row]), tokens(1, 6)
+    keep = torch.tensor([[True, False, True, True, False, True]])
+    y, _ = mixer(x, LINE, keep=keep)
+    torch.testing.assert_close(y[keep][None], mixer(x[keep][None], Grid((4,)))[0])
+
+
+@over_rows
+def test_a_causal_mixer_in_two_calls_equals_one_at_every_cut(row):
+    config = dataclasses.replace(LINEAR_TRANSFORMERS[row], direction="forward", chunk_size=4)
+    assert config.is_causal
+    mixer, x, keep = trained(config), tokens(2, 7), torch.rand(2, 7) < 0.8
+    want, whole = mixer(x, Grid((7,)), keep=keep)
+    for cut in range(1, 7):
+        first, state = mixer(x[:, :cut], Grid((cut,)), keep=keep[:, :cut])
+        rest, state = mixer(x[:, cut:], Grid((7 - cut,)), keep=keep[:, cut:], state=state)
+        torch.testing.assert_close(torch.cat([first, rest], dim=1), want)
+        torch.testing.assert_close(state.kv, whole.kv)
+
+
+def mask(decay):
+    """Eq. 14: between i and j lies the decay of all from j, itself included, up to i."""
+    size = decay.shape[0]
+    rows = [
+        [decay[j:i].prod(dim=0) if i > j else decay[i + 1 : j + 1].prod(dim=0) for j in range(size)]
+        for i in range(size)
+    ]
+    return torch.stack([torch.stack(row) for row in rows])  # T T H
+
+
+def scan_decays(mixer, x, grid):
+    """Each scan's decays, [B, T, H], by their formulas."""
+    for decay in mixer.decays:
+        if isinstance(mixer.config.decay, NoDecayConfig):
+            yield torch.ones(*x.shape[:2], HEADS, dtype=x.dtype)
+        elif isinstance(mixer.config.decay, FixedDecayConfig):
+            yield torch.sigmoid(decay.logit).expand(*x.shape[:2], HEADS)
+        else:
+            chosen = torch.sigmoid(linear(decay.to_logit, x, heads=False))
+            chosen[:, : grid.prefix] = 1
+            yield chosen
+
+
+@over_decays
+@pytest.mark.parametrize("scan", ["flat", "natural"])
+@pytest.mark.parametrize("normalize", ["sum", "none"])
+def test_lion_is_masked_attention_normalized_once(decay, scan, normalize):
+    """Sec. 3.1, with the mask that App. C.14's scans make, each in its order, on average."""
+    grid = Grid((3, 4), prefix=1)
+    mixer = trained(LionMixerConfig(decay=decay, scan=scan, normalize=normalize), axes=2)
+    x = tokens(2, grid.tokens)
+    orders = [order.token for order in snake_orders(grid, x.device)]
+    orders = orders if scan == "natural" else [torch.arange(grid.tokens)]
+    q, k = (unit(silu(linear(layer, x)) + 0.5) for layer in (mixer.to_q, mixer.to_k))
+    masks = torch.zeros(2, grid.tokens, grid.tokens, HEADS, dtype=x.dtype)
+    for order, chosen in zip(orders, scan_decays(mixer, x, grid), strict=True):
+        for b in range(2):
+            masks[b, order[:, None], order[None, :]] += mask(chosen[b, order]) / len(orders)
+    scores = torch.einsum("bihk,bjhk->bijh", q / K**0.5, k) * masks
+    if normalize == "sum":
+        scores = scores / scores.sum(dim=2, keepdim=True)
+    o = torch.einsum("bijh,bjhv->bihv", scores, linear(mixer.to_v, x)).flatten(-2)
+    torch.testing.assert_close(mixer(x, grid)[0], linear(mixer.to_out, o, heads=False))
+
+
+@pytest.mark.parametrize("direction", ["both", "forward", "backward"])
+@pytest.mark.parametrize("row", [row for row in ROWS if ROWS[row][2] != "max_one"])
+def test_the_natural_scan_of_a_line_is_the_flat_one(row, direction):
+    config = dataclasses.replace(LINEAR_TRANSFORMERS[row], direction=direction)
+    flat = trained(config)
+    natural = trained(dataclasses.replace(config, scan="natural"))
+    natural.load_state_dict(flat.state_dict())
+    x, keep = tokens(2, 7), torch.rand(2, 7) < 0.7
+    grid = Grid((5,), prefix=2)
+    torch.testing.assert_close(natural(x, grid, keep=keep)[0], flat(x, grid, keep=keep)[0])
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_one_direction_along_natural_scans_reads_what_each_has_passed(direction):
+    """Where nothing decays, a token's mask over a scan is 1 for those before it."""
+    grid = Grid((2, 3))
+    mixer = trained(
+        LionMixerConfig(decay=NoDecayConfig(), scan="natural", direction=direction), axes=2
+    )
+    assert not mixer.config.is_causal
+    x = tokens(1, 6)
+    y, state = mixer(x, grid)
+    assert state is None
+    steps = torch.stack([order.step for order in snake_orders(grid, x.device)])
+    passed = steps[:, :, None] >= steps[:, None, :]
+    if direction == "backward":
+        passed = passed.mT
+    weight = passed.double().mean(dim=0)
+    q, k = (unit(silu(linear(layer, x)) + 0.5)[0] for layer in (mixer.to_q, mixer.to_k))
+    scores = torch.einsum("ihk,jhk->ijh", q, k) * weight.unsqueeze(-1)
+    scores = scores / scores.sum(dim=1, keepdim=True)
+    o = torch.einsum("ijh,jhv->ihv", scores, linear(mixer.to_v, x)[0]).flatten(-2)
+    torch.testing.assert_close(y[0], linear(mixer.to_out, o, heads=False))
+
+
+def test_masked_tokens_of_a_natural_scan_equal_removed_rows():
+    mixer = trained(LionMixerConfig(scan="natural"), axes=2)
+    x, keep = tokens(1, 12), torch.arange(12)[None] < 8  # the last of three rows is gone
+    y, _ = mixer(x, Grid((3, 4)), keep=keep)
+    torch.testing.assert_close(y[:, :8], mixer(x[:, :8], Grid((2, 4)))[0])
+    assert (y[:, 8:] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["lion_lit", "lion_d", "lion_s", "lion_d_natural"])
+def test_a_models_forms_predict_alike(name):
+    config = preset(f"{name}_tiny", image_size=32, patch_size=4, depth=2, num_classes=5)
+    models = [
+        replace(config, {"mixer.form": form, "mixer.chunk_size": 7}).build().double().eval()
+        for form in ("full", "chunk", "recurrent")
+    ]
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    want = models[0](images)
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+        torch.testing.assert_close(model(images), want, rtol=1e-9, atol=1e-9)
+
+
+def test_alternating_blocks_read_forward_first():
+    config = ImageClassifierConfig(
+        image_size=(8, 8), patch_size=(2, 2), width=24, depth=3,
+        mixer=LionMixerConfig(num_heads=3, direction="alternating"),
+    )  # fmt: skip
+    directions = [block.mixer.config.direction for block in config.build().blocks]
+    assert directions == ["forward", "backward", "forward"]
+    assert config.mixer.for_layer(1) == LionMixerConfig(num_heads=3, direction="backward")
+    assert LionMixerConfig().for_layer(1) == LionMixerConfig()
+    with pytest.raises(ValueError, match="the first token reads no patch"):
+        dataclasses.replace(config, depth=1).build()
+
+
+@pytest.mark.parametrize("scan", ["flat", "natural"])
+def test_a_class_token_before_what_only_looks_back_is_refused(scan):
+    mixer = LionMixerConfig(num_heads=3, direction="forward", scan=scan)
+    config = ImageClassifierConfig(width=24, depth=1, mixer=mixer)
+    with pytest.raises(ValueError, match="the first token reads no patch"):
+        config.build()
+    dataclasses.replace(config, pool="mean_with_class_token").build()
+    dataclasses.replace(config, mixer=dataclasses.replace(mixer, direction="backward")).build()
+
+
+def test_mean_decays_say_what_each_head_keeps():
+    grid = Grid((2, 3), prefix=1)
+    x = tokens(2, 7)
+    for decay, shape in (
+        (NoDecayConfig(), (1, HEADS)),
+        (FixedDecayConfig(), (1, HEADS)),
+        (LionMixerConfig().decay, (1, HEADS)),
+        (HippoDecayConfig(), (1, HEADS, K)),
+    ):
+        mixer = trained(LionMixerConfig(decay=decay), axes=2)
+        assert mixer.mean_decays(x, grid).shape == shape
+    mixer = trained(LionMixerConfig(decay=FixedDecayConfig(), scan="natural"), axes=2)
+    want = torch.stack([torch.sigmoid(decay.logit) for decay in mixer.decays])
+    torch.testing.assert_close(mixer.mean_decays(x, grid), want)
+    mixer = trained(LionMixerConfig(scan="natural"), axes=2)
+    want = [
+        torch.sigmoid(linear(decay.to_logit, x[:, 1:], heads=False)).log().mean(dim=(0, 1)).exp()
+        for decay in mixer.decays
+    ]
+    kept = mixer.mean_decays(x, grid)
+    torch.testing.assert_close(kept, torch.stack(want))
+    assert not kept.requires_grad
+
+
+def test_hippo_keeps_its_first_weights_in_a_model():
+    """LION, App. C.2: queries, keys and gate of spread 0.1, values by zero-order hold."""
+    config = ImageClassifierConfig(
+        width=192, depth=1, mixer=LionMixerConfig(num_heads=3, decay=HippoDecayConfig())
+    )
+    mixer = config.build().blocks[0].mixer
+    for layer in (mixer.to_q, mixer.to_k, mixer.decays[0].to_logit):
+        assert layer.weight.std().item() == pytest.approx(0.1, rel=0.02)
+    assert mixer.to_out.weight.std().item() == pytest.approx(0.0175, rel=0.05)  # DeiT's, cut at 2
+    log_decay = -mixer.decays[0].log_rate.exp().flatten()
+    held = torch.diag((log_decay.exp() - 1) / log_decay)
+    torch.testing.assert_close(mixer.to_v.weight.detach(), held, rtol=1e-4, atol=1e-6)
+    assert (mixer.to_v.bias == 0).all()
+
+
+def test_a_blank_token_does_not_blow_up_the_delta_rules_gradient():
+    mixer = DeltaRuleMixerConfig(num_heads=HEADS).build(width=WIDTH, axes=1)
+    x = torch.randn(1, 6, WIDTH)
+    x[:, 2] = 0
+    mixer(x, LINE)[0].sum().backward()
+    assert all(p.grad.abs().max() < 1e3 for p in mixer.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scan", ["flat", "natural"])
+def test_mixed_precision_stays_near_the_whole(dtype, scan):
+    mixer = LionMixerConfig(num_heads=HEADS, scan=scan).build(width=WIDTH, axes=2)
+    grid, x = Grid((6, 6), prefix=1), torch.randn(2, 37, WIDTH)
+    want, _ = mixer(x, grid)
+    with torch.autocast("cpu", dtype):
+        assert (mixer(x, grid)[0] - want).abs().max() < 0.02 * want.abs().max()
+    half, _ = mixer.to(dtype)(x.to(dtype), grid)
+    assert half.dtype == dtype
+    assert (half.float() - want).abs().max() < 0.05 * want.abs().max()
+
+
+def test_what_natural_scans_divide_has_not_been_rounded():
+    """Where all values are one, so is their mean, to the last digit."""
+    mixer = LionMixerConfig(num_heads=HEADS, scan="natural").build(width=WIDTH, axes=2).bfloat16()
+    with torch.no_grad():
+        mixer.to_v.weight.zero_()
+        mixer.to_out.weight.copy_(torch.eye(WIDTH))
+        mixer.to_out.bias.zero_()
+    y, _ = mixer(torch.randn(2, 36, WIDTH).bfloat16(), Grid((6, 6)))
+    assert torch.equal(y, mixer.to_v.bias.expand_as(y))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LionMixerConfig(direction="alternating"), "direction is 'alternating', which a model has"),
+        (DeltaRuleMixerConfig(direction="alternating"), "direction is 'alternating'"),
+        (LionMixerConfig(chunk_size=0), "chunk_size is 0, expected a number above 0"),
+        (DeltaRuleMixerConfig(chunk_size=0), "chunk_size is 0, expected a number above 0"),
+        (
+            LionMixerConfig(scan="natural", normalize="max_one"),
+            "normalize is 'max_one' with scan='natural', expected 'none' or 'sum'",
+        ),
+        (LionMixerConfig(decay=HippoDecayConfig(), num_heads=5), "width 24 is not a multiple of"),
+    ],
+)
+def test_impossible_fields_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        config.build(width=WIDTH, axes=2)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "field"),
+    [
+        *((LionMixerConfig, f) for f in ("feature_map", "normalize", "decay_at", "scan")),
+        *((c, f) for c in (LionMixerConfig, DeltaRuleMixerConfig) for f in ("direction", "form")),
+    ],
+)
+def test_unknown_names_are_refused(config_class, field):
+    config = config_class()
+    object.__setattr__(config, field, "sumn")  # past the tests' own check of types
+    with pytest.raises(ValueError, match=f"{field} 'sumn' is unknown"):
+        config.build(width=WIDTH, axes=2)
+
+
+@pytest.mark.parametrize("config_class", [LionMixerConfig, DeltaRuleMixerConfig])
+def test_a_state_goes_on_along_a_line_only(config_class):
+    assert issubclass(config_class, DirectedMixerConfig)
+    mixer = trained(config_class(direction="forward"))
+    _, state = mixer(tokens(1, 6), LINE)
+    for grid in (Grid((2, 3)), Grid((5,), prefix=1)):
+        with pytest.raises(ValueError, match=r"state was given with Grid\(.*expected one axis"):
+            mixer(tokens(1, 6), grid, state=state)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("scan", ["flat", "natural"])
+def test_a_lion_classifier_compiles_whole(scan):
+    config = ImageClassifierConfig(
+        image_size=(8, 8), patch_size=(2, 2), width=24, depth=1,
+        mixer=LionMixerConfig(num_heads=3, scan=scan),
+    )  # fmt: skip
+    model, images = config.build().eval(), torch.randn(2, 3, 8, 8)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(images), model(images))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(images), model(images))
+    batch = torch.export.Dim("batch")
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            exported = torch.export.export(model, (images,), dynamic_shapes=({0: batch},))
+        more = torch.randn(5, 3, 8, 8)
+        torch.testing.assert_close(exported.module()(more), model(more))
+
+
+@pytest.mark.parametrize("row", ["linear_attention", "mamba2", "gla"])
+def test_sums_that_nothing_divides_may_outgrow_float16(row):
+    mixer = dataclasses.replace(LINEAR_TRANSFORMERS[row], num_heads=HEADS).build(
+        width=WIDTH, axes=1
+    )
+    x = 300 * torch.randn(1, 256, WIDTH).abs()
+    with torch.autocast("cpu", dtype=torch.float16):
+        o, _ = mixer(x, Grid((256,)))
+    assert o.dtype == torch.float16
+    assert o.isfinite().all()
+
+
+@pytest.mark.parametrize("grid", [Grid((4, 4)), Grid((5, 5)), Grid((20,)), Grid((4, 5), prefix=1)])
+def test_natural_scans_refuse_a_grid_that_is_not_the_tokens(grid):
+    mixer = LionMixerConfig(num_heads=HEADS, scan="natural").build(width=WIDTH, axes=2)
+    with pytest.raises(
+        ValueError, match=r"x has 20 tokens and Grid\(.* expected as many, on 2 axes"
+    ):
+        mixer(torch.randn(2, 20, WIDTH), grid)
