@@ -1,6 +1,7 @@
 """Tasks: one problem each, its training batches, its loss and its evaluation."""
 
 from onescan.tasks.base import Batch, Evaluation, Metrics, Planned, Rows, Task, TaskConfig
+from onescan.tasks.distillation import DistillationConfig
 from onescan.tasks.image_classification import (
     ImageClassification,
     ImageClassificationConfig,
@@ -9,6 +10,7 @@ from onescan.tasks.image_classification import (
 
 __all__ = [
     "Batch",
+    "DistillationConfig",
     "Evaluation",
     "ImageClassification",
     "ImageClassificationConfig",

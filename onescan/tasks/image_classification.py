@@ -23,6 +23,7 @@ from onescan.data import (
 from onescan.data.images import unit_pixels
 from onescan.shapes import Logits
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
+from onescan.tasks.distillation import DistillationConfig
 
 TOP = 5
 MANY_CLASSES = 100  # from here on the share of images whose class is among the first five is told
@@ -40,6 +41,10 @@ class ImageClassificationConfig(TaskConfig):
     """Training images made of two, and their labels with them."""
     repeats: int = 1
     """Repeated augmentation: each image comes so often in a row, changed anew each time."""
+    teacher: str | None = None
+    """A trained classifier to learn from too: a run's folder, or a name transformers knows."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """How the teacher is learnt from."""
     evaluation_batch_size: int = 256
     """Images at once when evaluating; changes the memory, not the result."""
 
@@ -47,7 +52,8 @@ class ImageClassificationConfig(TaskConfig):
         """Pose the problem on these images.
 
         Raises:
-            ValueError: label_smoothing is not in [0, 1), or another number not above 0.
+            ValueError: label_smoothing is not in [0, 1), or another number not above 0; or
+                distillation is set without a teacher, or refused by it.
         """
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(
@@ -55,6 +61,8 @@ class ImageClassificationConfig(TaskConfig):
             )
         for name in ("repeats", "evaluation_batch_size"):
             check_positive(**{f"task.{name}": getattr(self, name)})
+        if self.teacher is None and self.distillation != DistillationConfig():
+            raise ValueError("task.distillation is set, but task.teacher is None, expected one")
         return ImageClassification(self, data)
 
 
@@ -72,6 +80,9 @@ class ImageClassification(Task):
         self.repeats = config.repeats
         self.augmentation = config.augment and config.augment.build()
         self.mixing = config.mix and config.mix.build()
+        self.distillation = (
+            None if config.teacher is None else config.distillation.build(config.teacher, data)
+        )
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         images, labels = unit_pixels(batch[0]), batch[1]
@@ -84,14 +95,18 @@ class ImageClassification(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         images, labels = batch
-        logits = self._scores(model, images)
+        logits, distilled = self._both_scores(model, images)
         loss = cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing)
         likeliest = labels.argmax(dim=1) if labels.is_floating_point() else labels
-        return loss, {"accuracy": (logits.argmax(dim=1) == likeliest).float().mean()}
+        metrics = {"accuracy": (logits.argmax(dim=1) == likeliest).float().mean()}
+        if self.distillation is None:
+            return loss, metrics
+        loss, parts = self.distillation.loss(loss, distilled, images)
+        return loss, metrics | parts
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         images, labels = batch
-        logits = self._scores(model, images)
+        logits = self._checked(model(self.format.model_input(images)), images)
         top = logits.topk(min(TOP, logits.shape[1]), dim=1).indices
         return {
             "labels": labels,
@@ -110,14 +125,26 @@ class ImageClassification(Task):
     def score(self, metrics: dict[str, float]) -> float:
         return metrics["accuracy"]
 
-    def _scores(self, model: nn.Module, pixels: Tensor) -> Logits:
-        logits: Tensor = model(self.format.model_input(pixels)).float()
-        if logits.shape != (len(pixels), len(self.class_names)):
+    def _both_scores(self, model: nn.Module, images: Tensor) -> tuple[Logits, Logits]:
+        """The scores that learn the labels, and those that learn from a teacher: often the same."""
+        given = model(self.format.model_input(images))
+        if isinstance(given, Tensor):
+            scores = self._checked(given, images)
+            return scores, scores
+        if self.distillation is None:
             raise ValueError(
-                f"the model gives scores of shape {tuple(logits.shape)} for {len(pixels)} images "
+                "the model has a distillation token, but task.teacher is None, expected one"
+            )
+        scores, distilled = (self._checked(part, images) for part in given)
+        return scores, distilled
+
+    def _checked(self, scores: Tensor, images: Tensor) -> Logits:
+        if scores.shape != (len(images), len(self.class_names)):
+            raise ValueError(
+                f"the model gives scores of shape {tuple(scores.shape)} for {len(images)} images "
                 f"of {len(self.class_names)} classes: is model.num_classes right?"
             )
-        return logits
+        return scores.float()
 
 
 @torch.no_grad()

@@ -1,0 +1,102 @@
+"""Distillation: to learn from a teacher as well as from labels.
+
+L = (1 - w) CE(z, y) + w CE(z', argmax z_t)                                  hard
+L = (1 - w) CE(z, y) + w tau^2 KL(softmax(z_t / tau) || softmax(z' / tau))   soft
+
+z are the student's scores, z' those of its distillation head, or z where it has none; z_t are the
+teacher's scores of the same augmented images, and y the labels.
+
+Source: DeiT, arXiv:2012.12877, Sec. 4, whose recipe LION follows, arXiv:2502.16249, App. C.13.
+DeiT prints the student first in KL; its code and Hinton's arXiv:1503.02531 match the teacher's
+distribution, as is done here. The mean is over images, where DeiT's code divides by classes too.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div
+
+from onescan.checks import check_choice, check_positive
+from onescan.data import ImageSplits
+from onescan.data.images import unit_pixels
+from onescan.shapes import Logits
+from onescan.tasks.base import Metrics
+from onescan.tasks.teacher import Teacher, load_teacher
+
+Kind = Literal["hard", "soft"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """How a model learns from a teacher, by default as in DeiT."""
+
+    kind: Kind = "hard"
+    """What it learns: hard, the class the teacher finds likeliest; soft, all its probabilities."""
+    weight: float = 0.5
+    """The teacher's part in the loss, above 0 and at most 1."""
+    temperature: float = 3.0
+    """What both sides' scores are divided by to be compared; read by the soft kind only."""
+
+    def build(self, teacher: str, data: ImageSplits) -> "Distillation":
+        """Prepare to learn from the teacher of that name; the first loss loads it.
+
+        Raises:
+            ValueError: an unknown kind, or a number out of its range.
+        """
+        check_choice("task.distillation.kind", self.kind, get_args(Kind))
+        check_positive(**{"task.distillation.temperature": self.temperature})
+        if not 0 < self.weight <= 1:
+            raise ValueError(
+                f"task.distillation.weight is {self.weight}, expected above 0 and at most 1"
+            )
+        return Distillation(self, teacher, data)
+
+
+class Distillation:
+    """A teacher's part in the loss."""
+
+    def __init__(self, config: DistillationConfig, teacher: str, data: ImageSplits) -> None:
+        self.config = config
+        self.name = teacher
+        self.format, self.class_names = data.format, data.class_names
+        self.teacher: Teacher | None = None  # until a loss asks: judging a student needs none
+
+    def loss(
+        self, label_loss: Float[Tensor, ""], scores: Logits, images: Tensor
+    ) -> tuple[Float[Tensor, ""], Metrics]:
+        """Join the teacher's part to the labels' part of a loss; both are among the metrics.
+
+        Args:
+            label_loss: what the labels say.
+            scores: the student's, those that are to follow the teacher.
+            images: what the student saw, as bytes or as floats from 0 to 1.
+
+        Raises:
+            ValueError: the teacher cannot be read, or does not fit the data.
+        """
+        theirs = self._load(images.device).scores(unit_pixels(images))
+        teacher_loss = self._compare(scores, theirs)
+        agreement = (scores.argmax(dim=1) == theirs.argmax(dim=1)).float().mean()
+        return torch.lerp(label_loss, teacher_loss, self.config.weight), {
+            "label_loss": label_loss,
+            "teacher_loss": teacher_loss,
+            "teacher_agreement": agreement,
+        }
+
+    def _load(self, device: torch.device) -> Teacher:
+        if self.teacher is None:
+            teacher = load_teacher(self.name)
+            teacher.check(self.format, self.class_names)
+            teacher.model.to(device)
+            self.teacher = teacher
+        return self.teacher
+
+    def _compare(self, scores: Logits, theirs: Logits) -> Float[Tensor, ""]:
+        if self.config.kind == "hard":
+            return cross_entropy(scores, theirs.argmax(dim=1))
+        tau = self.config.temperature
+        ours, wanted = ((z / tau).log_softmax(dim=1) for z in (scores, theirs))
+        return tau**2 * kl_div(ours, wanted, reduction="batchmean", log_target=True)

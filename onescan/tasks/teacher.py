@@ -1,0 +1,180 @@
+"""A trained classifier that another one learns from: of a run's folder, or one of transformers'."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model
+from torch import nn
+from torch.nn.functional import interpolate
+
+from onescan.configs import ModelConfig, from_dict
+from onescan.data import ImageFormat
+from onescan.data.image_source import HUB_NAME
+from onescan.shapes import Images, Logits
+
+CONFIG, WEIGHTS, BEST = "config.json", "model.safetensors", "best.safetensors"  # of a run's folder
+EXPECTED = "expected a run's folder, its weights, or a classifier of transformers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """A trained classifier, and what it was trained on."""
+
+    name: str
+    """As the user spells it."""
+    model: nn.Module
+    """In evaluation mode and without gradients: standardized images in, scores out."""
+    format: ImageFormat
+    class_names: tuple[str, ...]
+    is_run: bool = True
+    """Whether it was trained on a data set as the student is, with its names of the classes."""
+
+    @torch.no_grad()
+    def scores(self, pixels: Images) -> Logits:
+        """Score images, pixels from 0 to 1, which are stretched to the size it was trained on."""
+        size = (self.format.height, self.format.width)
+        if pixels.shape[-2:] != size:
+            pixels = interpolate(pixels, size, mode="bilinear", antialias=True)
+        scores: Logits = self.model(self.format.standardize(pixels))
+        return scores.float()
+
+    def check(self, format: ImageFormat, class_names: tuple[str, ...]) -> None:
+        """Make sure that it reads a student's images and tells the same classes apart.
+
+        Others than runs may spell all names in their own way; one that is shared stands in for
+        a common spelling, and then the order has to be the same.
+
+        Raises:
+            ValueError: the channels, the number of classes, or their names differ.
+        """
+        ours, theirs = len(class_names), len(self.class_names)
+        if theirs != ours:
+            raise self._misfit(f"tells {theirs} classes apart, the data has {ours}")
+        one_spelling = self.is_run or not {*self.class_names}.isdisjoint(class_names)
+        for i, (its, own) in enumerate(zip(self.class_names, class_names, strict=True)):
+            if one_spelling and its != own:
+                raise self._misfit(f"calls class {i} {its!r}, the data calls it {own!r}")
+        if self.format.channels != format.channels:
+            channels = f"{self.format.channels} channels, the data has {format.channels}"
+            raise self._misfit(f"reads images of {channels}")
+
+    def _misfit(self, what: str) -> ValueError:
+        return ValueError(f"task.teacher {self.name!r} {what}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    """What a run's config.json says of its model."""
+
+    model: ModelConfig
+    format: ImageFormat
+    class_names: tuple[str, ...]
+
+
+def load_teacher(name: str) -> Teacher:
+    """Load a teacher, on the CPU; torch's chance is not spent on its first weights.
+
+    Nothing is unpickled, and nobody's code is run.
+
+    Args:
+        name: the folder of a run or any file in it, of which best.safetensors stands for the
+            weights of the best evaluation and all others for those of the last checkpoint; or a
+            folder or a name on the Hugging Face hub that transformers loads a classifier from.
+
+    Raises:
+        FileNotFoundError: there is no such path, and it could not be a name either.
+        ValueError: the folder holds something else, or its weights are damaged.
+        ImportError: transformers is needed and not installed.
+    """
+    path = Path(name).expanduser()
+    with torch.random.fork_rng(devices=[]):
+        if path.exists():
+            teacher = _on_disk(name, path)
+        elif re.fullmatch(HUB_NAME, name):
+            teacher = _of_transformers(name, name)
+        else:
+            raise FileNotFoundError(f"task.teacher is {name!r}: there is no such file or folder")
+    teacher.model.eval().requires_grad_(False)
+    return teacher
+
+
+def _on_disk(name: str, path: Path) -> Teacher:
+    folder = path if path.is_dir() else path.parent
+    try:
+        config: dict[str, Any] = dict(json.loads((folder / CONFIG).read_text()))
+    except (FileNotFoundError, ValueError, TypeError) as error:
+        raise ValueError(f"task.teacher is {name!r}, without a {CONFIG}: {EXPECTED}") from error
+    if "onescan" in config:
+        return _of_run(name, config, path if path.name == BEST else folder / WEIGHTS)
+    if path != folder:
+        raise ValueError(f"task.teacher is {name!r}, a file of no run: {EXPECTED}")
+    return _of_transformers(name, str(folder))
+
+
+def _of_run(name: str, config: dict[str, Any], weights: Path) -> Teacher:
+    if not weights.exists():
+        raise FileNotFoundError(f"task.teacher is {name!r}: no checkpoint has been saved there")
+    try:
+        known = {key: config[key] for key in ("format", "class_names")}
+        record = from_dict(_Record, known | {"model": config["run"]["model"]})
+        model: nn.Module = record.model.build()
+        load_model(model, weights)
+    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"task.teacher is {name!r}, which cannot be read: {error}") from error
+    return Teacher(name=name, model=model, format=record.format, class_names=record.class_names)
+
+
+def _of_transformers(name: str, place: str) -> Teacher:
+    try:
+        from transformers import (  # type: ignore[import-not-found, unused-ignore]
+            AutoImageProcessor,
+            AutoModelForImageClassification,
+        )
+    except ImportError as error:
+        raise ImportError(
+            f"task.teacher is {name!r}, no run but perhaps a classifier of transformers, which is "
+            "missing: pip install 'onescan[text]'"
+        ) from error
+    model = AutoModelForImageClassification.from_pretrained(
+        place, use_safetensors=True, dtype=torch.float32
+    )
+    processor = AutoImageProcessor.from_pretrained(place)
+    names: dict[int, str] = model.config.id2label
+    return Teacher(
+        name=name,
+        model=_Scores(model),
+        format=_format(name, processor),
+        class_names=tuple(names[i] for i in range(len(names))),
+        is_run=False,
+    )
+
+
+def _format(name: str, processor: Any) -> ImageFormat:
+    if not processor.do_normalize:
+        raise ValueError(f"task.teacher {name!r} reads images that are not standardized")
+    size = getattr(processor, "crop_size", None) or processor.size
+    height, width = (size.get(side) or size.get("shortest_edge") for side in ("height", "width"))
+    return ImageFormat(
+        channels=len(processor.image_mean),
+        height=height,
+        width=width,
+        mean=tuple(processor.image_mean),
+        std=tuple(processor.image_std),
+    )
+
+
+class _Scores(nn.Module):
+    """Of what a model of transformers returns, the scores alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Images) -> Logits:
+        scores: Logits = self.model(pixel_values=images).logits
+        return scores
