@@ -39,6 +39,7 @@ from onescan.report.sections import (
     curves,
     frequencies,
     key_importance,
+    learnt_decays,
     position_kernels,
     predictions,
     speed,
@@ -117,6 +118,7 @@ LEFT_OUT = {
     "bidirectional": set(),
     "mean_pool": set(),
 }
+LEFT_OUT = {kind: titles | {learnt_decays.TITLE} for kind, titles in LEFT_OUT.items()}
 
 
 def run_config(model=LIGHTNET, seed=0, **data):

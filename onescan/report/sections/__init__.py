@@ -11,6 +11,7 @@ from onescan.report.sections import (
     frequencies,
     image_lead,
     key_importance,
+    learnt_decays,
     position_kernels,
     predictions,
     speed,
@@ -43,6 +44,7 @@ PAGES: Mapping[type[TaskConfig], Page] = MappingProxyType(
                 key_importance.section,
                 position_kernels.section,
                 frequencies.section,
+                learnt_decays.section,
             ),
         ),
     }
