@@ -38,7 +38,7 @@ def test_memory_is_what_the_call_takes_beyond_what_was_there():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory once kept is not given back")
 def test_memory_that_was_freed_hides_nothing():
-    assert 0.9 * 20 < measure(after_small_pieces, 20).peak_mib < 1.2 * 20
+    assert 0.9 * 20 < measure(after_small_pieces, 20).peak_mib < 1.5 * 20
 
 
 def test_a_dead_process_is_an_error():
