@@ -65,6 +65,21 @@ def check_floating(**tensors: Any) -> None:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected a floating point type")
 
 
+def check_sequence_options(*, causal: Any, keep: Any, chunk_size: Any) -> None:
+    """Raise ValueError for options that ops over sequences share.
+
+    >>> check_sequence_options(causal=True, keep=None, chunk_size=0.5)
+    Traceback (most recent call last):
+    ValueError: chunk_size is 0.5, expected a whole number above 0
+    """
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal is {causal!r}, expected True or False")
+    if isinstance(keep, Tensor) and keep.dtype != torch.bool:
+        raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens")
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size!r}, expected a whole number above 0")
+
+
 def check_grid_shape(shape: Any) -> None:
     """Raise ValueError for what is no tuple of whole numbers above 0.
 
@@ -103,6 +118,11 @@ def can_look_at_values(tensor: Tensor) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and type(tensor) in (Tensor, torch.nn.Parameter)
     )
+
+
+def fingerprint(o: Tensor, *summed: Tensor) -> Tensor:
+    """A small tensor that a NaN in any input reaches: through a column of o, or through a sum."""
+    return sum((x.detach().sum() for x in summed), start=o[..., 0].detach().sum())
 
 
 def check_no_nan(result: Tensor, **arguments: Tensor | None) -> None:

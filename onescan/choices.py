@@ -21,4 +21,4 @@ def hint(value: object, choices: Iterable[object]) -> str:
     known = [str(choice) for choice in choices]
     near = get_close_matches(str(value), known, n=1)
     nearest = f" (perhaps you meant {near[0]!r})" if near else ""
-    return f"{nearest}; there are: {', '.join(known)}"
+    return f"{nearest}; there are: {', '.join(known) or 'none'}"

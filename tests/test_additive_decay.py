@@ -339,7 +339,7 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
         ({"form": "chunk"}, "'chunk/torch' is unknown .*one_scan/torch, full/torch"),
         ({"form": "one_scan", "causal": True}, "'one_scan/torch' is unknown"),
         ({"backend": "triton"}, "'one_scan/triton' is unknown"),
-        ({"chunk_size": 0}, "chunk_size is 0, expected a number above 0"),
+        ({"chunk_size": 0}, "chunk_size is 0, expected a whole number above 0"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5, expected a whole number"),
         ({"chunk_size": "64"}, "chunk_size is '64', expected a whole number"),
         ({"causal": "no"}, "causal is 'no', expected True or False"),

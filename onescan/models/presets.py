@@ -101,6 +101,14 @@ D = LionMixerConfig(decay=FixedDecayConfig())
 S = LionMixerConfig(decay=SelectiveDecayConfig())
 D_NATURAL, S_NATURAL = (replace(mixer, {"scan": "natural"}) for mixer in (D, S))
 
+LION_NAMES = {
+    "lit": "LION-lit",
+    "d": "LION-d",
+    "s": "LION-s",
+    "d_natural": "LION-d natural, along rows and columns",
+    "s_natural": "LION-s natural, along rows and columns",
+}
+
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "lightnet_tiny": _lightnet(192, 6, 6.0, 6.0, 6.0, 6.0, 6.0, 6.16),

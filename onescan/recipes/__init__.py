@@ -8,15 +8,7 @@ from types import MappingProxyType
 from onescan import configs
 from onescan.choices import check_choice
 from onescan.models.presets import ABLATIONS
-from onescan.recipes.cifar10 import (
-    cifar10_deit,
-    cifar10_lightnet,
-    cifar10_lion_d,
-    cifar10_lion_d_natural,
-    cifar10_lion_lit,
-    cifar10_lion_s,
-    cifar10_lion_s_natural,
-)
+from onescan.recipes.cifar10 import CIFAR10_LION, cifar10_deit, cifar10_lightnet
 from onescan.recipes.digits import digits
 from onescan.recipes.files import recipe_in
 from onescan.recipes.imagenet import (
@@ -36,11 +28,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "digits": digits,
         "cifar10_lightnet": cifar10_lightnet,
-        "cifar10_lion_lit": cifar10_lion_lit,
-        "cifar10_lion_d": cifar10_lion_d,
-        "cifar10_lion_s": cifar10_lion_s,
-        "cifar10_lion_d_natural": cifar10_lion_d_natural,
-        "cifar10_lion_s_natural": cifar10_lion_s_natural,
+        **CIFAR10_LION,
         "cifar10_deit": cifar10_deit,
         "imagenet_lightnet_tiny": imagenet_lightnet_tiny,
         "imagenet_lightnet_small": imagenet_lightnet_small,

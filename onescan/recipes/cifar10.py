@@ -1,5 +1,6 @@
 """CIFAR-10: a small LightNet, and LIONs and a DeiT of its size, trained alike."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from onescan import configs
@@ -9,7 +10,7 @@ from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
 from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
-from onescan.models.presets import preset
+from onescan.models.presets import LION_NAMES, preset
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import RunConfig, TrainingConfig
 
@@ -47,66 +48,22 @@ def cifar10_deit() -> RunConfig:
     return _cifar10("cifar10_deit", model)
 
 
-def cifar10_lion_lit() -> RunConfig:
-    """LION-lit of the same size, no decay and absolute positions, on CIFAR-10.
-
-    onescan train cifar10_lion_lit --data.path FOLDER
-
-    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
-    """
-    return _cifar10_lion("lit")
-
-
-def cifar10_lion_d() -> RunConfig:
-    """LION-d of the same size, a learnt decay per head, on CIFAR-10.
-
-    onescan train cifar10_lion_d --data.path FOLDER
-
-    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
-    """
-    return _cifar10_lion("d")
-
-
-def cifar10_lion_s() -> RunConfig:
-    """LION-s of the same size, decays that each token chooses, on CIFAR-10.
-
-    onescan train cifar10_lion_s --data.path FOLDER
-
-    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
-    """
-    return _cifar10_lion("s")
-
-
-def cifar10_lion_d_natural() -> RunConfig:
-    """LION-d of the same size along rows and columns, on CIFAR-10.
-
-    onescan train cifar10_lion_d_natural --data.path FOLDER
-
-    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
-    """
-    return _cifar10_lion("d_natural")
-
-
-def cifar10_lion_s_natural() -> RunConfig:
-    """LION-s of the same size along rows and columns, on CIFAR-10.
-
-    onescan train cifar10_lion_s_natural --data.path FOLDER
-
-    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
-    """
-    return _cifar10_lion("s_natural")
-
-
-def _cifar10_lion(kind: str) -> RunConfig:
+def _cifar10_lion(kind: str, name: str) -> Callable[[], RunConfig]:
     """LION-T's blocks, six of them, with the DeiT's wider MLP."""
-    model = preset(f"lion_{kind}_tiny")
-    changes = {
-        "num_classes": 10,
-        "image_size": (32, 32),
-        "patch_size": (4, 4),
-        "depth": MODEL.depth,
-    }
-    return _cifar10(f"cifar10_lion_{kind}", configs.replace(model, changes | {"mlp.ratio": RATIO}))
+
+    def recipe() -> RunConfig:
+        model = preset(
+            f"lion_{kind}_tiny", num_classes=10, image_size=32, patch_size=4, depth=MODEL.depth
+        )
+        return _cifar10(f"cifar10_lion_{kind}", configs.replace(model, {"mlp.ratio": RATIO}))
+
+    recipe.__doc__ = f"""{name}, of the same size, on CIFAR-10.
+
+    onescan train cifar10_lion_{kind} --data.path FOLDER
+
+    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
+    """
+    return recipe
 
 
 def _cifar10(name: str, model: ModelConfig) -> RunConfig:
@@ -125,3 +82,8 @@ def _cifar10(name: str, model: ModelConfig) -> RunConfig:
         task=ImageClassificationConfig(label_smoothing=0.1, augment=DeitAugmentConfig(pad=4)),
         training=TrainingConfig(epochs=50, batch_size=128, learning_rate=1e-3),
     )
+
+
+CIFAR10_LION = {
+    f"cifar10_lion_{kind}": _cifar10_lion(kind, name) for kind, name in LION_NAMES.items()
+}

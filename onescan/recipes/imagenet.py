@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 
 from onescan.data import DeitAugmentConfig, ImageDatasetConfig, MixConfig
-from onescan.models.presets import preset
+from onescan.models.presets import LION_NAMES, preset
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import RunConfig, TrainingConfig
 
@@ -102,20 +102,6 @@ def _imagenet_lion(kind: str, size: str) -> Callable[[], RunConfig]:
     return recipe
 
 
-LION_NAMES = {
-    "lit": "LION-lit",
-    "d": "LION-d",
-    "s": "LION-s",
-    "d_natural": "LION-d natural, along rows and columns",
-    "s_natural": "LION-s natural, along rows and columns",
-}
-IMAGENET_LION = {
-    f"imagenet_lion_{kind}_{size}": _imagenet_lion(kind, size)
-    for size in ("tiny", "small", "base")
-    for kind in LION_NAMES
-}
-
-
 def _imagenet(model: str, training: TrainingConfig) -> RunConfig:
     """Augmented as DeiT is, which LightNet's paper follows: arXiv:2012.12877, Table 9."""
     return RunConfig(
@@ -127,3 +113,10 @@ def _imagenet(model: str, training: TrainingConfig) -> RunConfig:
         ),
         training=training,
     )
+
+
+IMAGENET_LION = {
+    f"imagenet_lion_{kind}_{size}": _imagenet_lion(kind, size)
+    for size in ("tiny", "small", "base")
+    for kind in LION_NAMES
+}

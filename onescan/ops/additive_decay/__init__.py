@@ -11,15 +11,17 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from onescan.checks import (
+    can_look_at_values,
     check_choice,
     check_devices,
     check_floating,
     check_no_nan,
     check_positive,
+    check_sequence_options,
     check_shapes,
+    fingerprint,
 )
 from onescan.ops.additive_decay import chunk, full, one_scan, recurrent
 from onescan.ops.additive_decay.state import (
@@ -108,8 +110,9 @@ def additive_decay(
         )
         if keep is not None:
             o = o.masked_fill(~keep[:, :, None, None], 0)
-    named = {"q": q, "k": k, "v": v, "angles": angles, **tensors_of("state", state)}
-    check_no_nan(_fingerprint(o, outgoing), **named)
+    if can_look_at_values(o):
+        named = {"q": q, "k": k, "v": v, "angles": angles, **tensors_of("state", state)}
+        check_no_nan(fingerprint(o, outgoing.kv), **named)
     return o.to(v.dtype), outgoing
 
 
@@ -128,6 +131,7 @@ def choose(form: Form, backend: Backend, *, causal: bool, tokens: int) -> tuple[
 def _check(
     q: Any, k: Any, v: Any, angles: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
 ) -> None:  # Any: these are what a user passed
+    check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
     if state is not None:
         check_state_type("state", state)
     carried = tensors_of("state", state)
@@ -144,15 +148,4 @@ def _check(
         keep=(keep, "B T"),
         **{name: (x, patterns[name.removeprefix("state.")]) for name, x in carried.items()},
     )
-    if not isinstance(chunk_size, int):
-        raise ValueError(f"chunk_size is {chunk_size!r}, expected a whole number")
-    check_positive(**{letter: sizes[letter] for letter in "THKV"}, chunk_size=chunk_size)
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal is {causal!r}, expected True or False")
-    if keep is not None and keep.dtype != torch.bool:
-        raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens")
-
-
-def _fingerprint(o: Tensor, state: AdditiveDecayState) -> Tensor:
-    """A small tensor that a NaN in any input reaches: q through o, k and v through the state."""
-    return o[..., 0].detach().sum() + state.kv.detach().sum()
+    check_positive(**{letter: sizes[letter] for letter in "THKV"})

@@ -19,7 +19,9 @@ from onescan.checks import (
     check_floating,
     check_no_nan,
     check_positive,
+    check_sequence_options,
     check_shapes,
+    fingerprint,
 )
 from onescan.ops.decay_attention import chunk, full, one_scan, recurrent
 from onescan.ops.decay_attention.choice import Call, cheapest
@@ -27,13 +29,11 @@ from onescan.ops.decay_attention.directions import Matrices, Sums, directed
 from onescan.ops.decay_attention.state import (
     DecayState,
     DecayStates,
-    check_state_type,
     joined,
-    sides_of,
     split,
-    tensors_of,
 )
 from onescan.ops.numerics import divided, full_precision, widened
+from onescan.ops.sides import sides_of, tensors_of
 from onescan.shapes import Keep, Keys, LogDecays, Queries, Values
 
 __all__ = [
@@ -146,7 +146,7 @@ def decay_attention(
     )
     if decay_at == "auto":
         decay_at = "target" if causal else "source"
-    sides = sides_of(state, causal=causal)
+    sides = sides_of(state, DecayState, causal=causal)
     with full_precision(q):
         wide_q, wide_k, wide_v = widened(q, k, v)
         wide_decay = _broadcast(log_decay, wide_k)
@@ -174,7 +174,7 @@ def decay_attention(
             outgoing = DecayStates(*map(split, leaving, ends))
     if can_look_at_values(o):
         carried = tensors_of(sides, causal=causal)
-        check_no_nan(_fingerprint(o, wide_v, *carried.values()), q=q, k=k, v=v, **carried)
+        check_no_nan(fingerprint(o, wide_v, *carried.values()), q=q, k=k, v=v, **carried)
     return o.to(v.dtype), outgoing.forward if causal and outgoing else outgoing
 
 
@@ -233,10 +233,8 @@ def _normalized(o: Tensor, normalize: str, *, causal: bool) -> Values:
 def _check(
     q: Any, k: Any, v: Any, log_decay: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
 ) -> None:  # Any: these are what a user passed
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal is {causal!r}, expected True or False")
-    check_state_type(state, causal=causal)
-    carried = tensors_of(sides_of(state, causal=causal), causal=causal)
+    check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
+    carried = tensors_of(sides_of(state, DecayState, causal=causal), causal=causal)
     given = {} if log_decay is None else {"log_decay": log_decay}
     check_floating(q=q, k=k, v=v, **given, **carried)
     check_devices(q=q, k=k, v=v, keep=keep, **given, **carried)
@@ -252,11 +250,7 @@ def _check(
         keep=(keep, "B T"),
         **{name: (x, "B H K V" if name.endswith("kv") else "B H K") for name, x in carried.items()},
     )
-    if not isinstance(chunk_size, int):
-        raise ValueError(f"chunk_size is {chunk_size!r}, expected a whole number")
-    check_positive(**{letter: sizes[letter] for letter in "THKV"}, chunk_size=chunk_size)
-    if keep is not None and keep.dtype != torch.bool:
-        raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens")
+    check_positive(**{letter: sizes[letter] for letter in "THKV"})
 
 
 def _check_decay(log_decay: Tensor) -> None:
@@ -268,8 +262,3 @@ def _check_decay(log_decay: Tensor) -> None:
         check_no_nan(log_decay, log_decay=log_decay)
     if highest > 0:
         raise ValueError(f"log_decay reaches {highest:.6g}, expected at most 0, a decay of 1")
-
-
-def _fingerprint(o: Tensor, *summed: Tensor) -> Tensor:
-    """A small tensor that a NaN in any input reaches: q and k through o."""
-    return sum((x.detach().sum() for x in summed), start=o[..., 0].detach().sum())

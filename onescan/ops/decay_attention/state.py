@@ -7,7 +7,7 @@ Both are one matrix inside: the row sum is the output for a value of 1, so a col
 end of the values leaves k_sum as the last column of kv.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,39 +37,6 @@ class DecayStates(NamedTuple):
 
     forward: DecayState | None
     backward: DecayState | None
-
-
-def check_state_type(state: Any, *, causal: bool) -> None:
-    """Raise ValueError for a state of the other direction, or for what is none."""
-    if state is None:
-        return
-    if causal and not isinstance(state, DecayState):
-        raise ValueError(
-            f"state is a {type(state).__name__}, expected a DecayState, as causal=True returns"
-        )
-    sides = state if isinstance(state, tuple) else ()
-    if not causal and [isinstance(side, DecayState | None) for side in sides] != [True, True]:
-        raise ValueError(
-            f"state is a {type(state).__name__}, expected DecayStates, as causal=False returns: "
-            "what enters from the left and what enters from the right"
-        )
-
-
-def sides_of(state: Any, *, causal: bool) -> DecayStates:
-    """The states that enter from both sides, whichever kind was given."""
-    if state is None:
-        return DecayStates(None, None)
-    return DecayStates(state, None) if causal else DecayStates(*state)
-
-
-def tensors_of(sides: DecayStates, *, causal: bool) -> dict[str, Tensor]:
-    """The tensors by the names that messages give them: state.kv, state.forward.kv."""
-    return {
-        f"state.{part}" if causal else f"state.{name}.{part}": tensor
-        for name, side in sides._asdict().items()
-        if side is not None
-        for part, tensor in side._asdict().items()
-    }
 
 
 def joined(state: DecayState | None, dtype: torch.dtype) -> Tensor | None:

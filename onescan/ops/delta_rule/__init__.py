@@ -5,11 +5,7 @@ o_t = S_t^T q_t             causal                                              
 o_t = (S_t + S'_t - beta_t k_t v_t^T)^T q_t      not causal, S' from the last token to the first
 """
 
-from collections.abc import Iterable
 from typing import Any, Literal
-
-import torch
-from torch import Tensor
 
 from onescan.checks import (
     can_look_at_values,
@@ -18,7 +14,9 @@ from onescan.checks import (
     check_floating,
     check_no_nan,
     check_positive,
+    check_sequence_options,
     check_shapes,
+    fingerprint,
 )
 from onescan.ops.delta_rule import chunk, recurrent
 from onescan.ops.delta_rule.directions import Forward, from_both_ends, from_left
@@ -26,10 +24,9 @@ from onescan.ops.delta_rule.state import (
     DeltaState,
     DeltaStates,
     Sides,
-    sides_of,
-    tensors_of,
 )
 from onescan.ops.numerics import full_precision, widened
+from onescan.ops.sides import sides_of, tensors_of
 from onescan.shapes import Betas, Keep, Keys, Queries, Values
 
 __all__ = ["IMPLEMENTATIONS", "DeltaState", "DeltaStates", "choose", "delta_rule"]
@@ -86,6 +83,7 @@ def delta_rule(
             direction, chunk_size < 1, or, on a CPU, an argument holds NaN, or an infinity that
             becomes one.
 
+    >>> import torch
     >>> q = k = torch.ones(1, 3, 1, 1)
     >>> v = torch.tensor([8.0, 4.0, 2.0]).reshape(1, 3, 1, 1)
     >>> half = torch.full((1, 3, 1), 0.5)
@@ -96,6 +94,7 @@ def delta_rule(
     """
     _check(q, k, v, beta, causal, keep, state, chunk_size)
     implementation = IMPLEMENTATIONS[choose(form, tokens=q.shape[1])]
+    sides = sides_of(state, DeltaState, causal=causal)
     with full_precision(q):
         wide_q, wide_k, wide_v, wide_beta = widened(q, k, v, beta)
         if keep is not None:
@@ -110,12 +109,13 @@ def delta_rule(
             wide_k,
             wide_v,
             wide_beta,
-            sides_of(state, causal=causal),
+            sides,
             chunk_size=chunk_size,
         )
     if can_look_at_values(o):
-        named = {"q": q, "k": k, "v": v, "beta": beta, **tensors_of(state)}
-        check_no_nan(_fingerprint(o, tensors_of(outgoing).values()), **named)
+        left = tensors_of(sides_of(outgoing, DeltaState, causal=causal), causal=causal)
+        named = {"q": q, "k": k, "v": v, "beta": beta, **tensors_of(sides, causal=causal)}
+        check_no_nan(fingerprint(o, *left.values()), **named)
     return o.to(v.dtype), outgoing
 
 
@@ -130,10 +130,8 @@ def choose(form: str, *, tokens: int) -> str:
 def _check(
     q: Any, k: Any, v: Any, beta: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
 ) -> None:  # Any: these are what a user passed
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal is {causal!r}, expected True or False")
-    sides_of(state, causal=causal)  # or it raises
-    carried = tensors_of(state)
+    check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
+    carried = tensors_of(sides_of(state, DeltaState, causal=causal), causal=causal)
     check_floating(q=q, k=k, v=v, beta=beta, **carried)
     check_devices(q=q, k=k, v=v, beta=beta, keep=keep, **carried)
     sizes = check_shapes(
@@ -144,13 +142,4 @@ def _check(
         keep=(keep, "B T"),
         **{name: (x, "B H K V") for name, x in carried.items()},
     )
-    if not isinstance(chunk_size, int):
-        raise ValueError(f"chunk_size is {chunk_size!r}, expected a whole number")
-    check_positive(**{letter: sizes[letter] for letter in "THKV"}, chunk_size=chunk_size)
-    if keep is not None and keep.dtype != torch.bool:
-        raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens")
-
-
-def _fingerprint(o: Tensor, states: Iterable[Tensor]) -> Tensor:
-    """A small tensor that a NaN in any input reaches: q through o, the others through a state."""
-    return sum((kv.detach().sum() for kv in states), start=o[..., 0].detach().sum())
+    check_positive(**{letter: sizes[letter] for letter in "THKV"})

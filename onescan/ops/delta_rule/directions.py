@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onescan.ops.delta_rule.state import DeltaState, DeltaStates
+from onescan.ops.delta_rule.state import DeltaState, DeltaStates, Sides
 from onescan.shapes import Betas, Keys, KeyValue, Queries, Values
 
 Forward = Callable[..., tuple[Values, KeyValue]]
@@ -21,11 +21,11 @@ def from_left(
     k: Keys,
     v: Values,
     beta: Betas,
-    entering: DeltaStates,
+    entering: Sides,
     *,
     chunk_size: int,
 ) -> tuple[Values, DeltaState]:
-    o, kv = forward(q, k, v, beta, _matrix(entering.forward, k, v), chunk_size=chunk_size)
+    o, kv = forward(q, k, v, beta, _matrix(entering[0], k, v), chunk_size=chunk_size)
     return o, DeltaState(kv)
 
 
@@ -35,7 +35,7 @@ def from_both_ends(
     k: Keys,
     v: Values,
     beta: Betas,
-    entering: DeltaStates,
+    entering: Sides,
     *,
     chunk_size: int,
 ) -> tuple[Values, DeltaStates]:

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from onescan.ops.delta_rule.state import DeltaState, DeltaStates, Sides, sides_of
+from onescan.ops.delta_rule.state import DeltaState, DeltaStates, Sides
+from onescan.ops.sides import sides_of
 from onescan.shapes import Betas, Keep, Keys, Queries, Values
 
 
@@ -29,7 +30,7 @@ def forward(
     seen = torch.ones_like(beta) if keep is None else keep.unsqueeze(-1).to(beta.dtype)
     beta = beta * seen
     tokens = range(k.shape[1])
-    left, right = sides_of(state, causal=causal)
+    left, right = sides_of(state, DeltaState, causal=causal)
     o, last = _visit(tokens, q, k, v, beta, left)
     if causal:
         return o * seen.unsqueeze(-1), last
