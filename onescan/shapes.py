@@ -21,6 +21,15 @@ Angles = Float[Tensor, "T H K"]
 Frequencies = Float[Tensor, "H K"]
 FrequencyRow = Float[Tensor, " K"]
 RotatedKeys = Float[Tensor, "B T H F"]
+Tokens = Int[Tensor, "B T"]
+Written = Int[Tensor, "B written"]
+TokenLogits = Float[Tensor, "B scored vocabulary"]  # of all T tokens, or the last
+Memory = Float[Tensor, "B S D"]  # tokens of another sequence, S of them
+CachedKeys = Float[Tensor, "B H S K"]
+CachedKeep = Bool[Tensor, "B S"]
+Places = Int[Tensor, " B"]  # each sequence's number of tokens so far
+MemoryKeep = Bool[Tensor, "B S"]
+Pooled = Float[Tensor, "B D"]
 Keep = Bool[Tensor, "B T"]
 Betas = Float[Tensor, "B T H"]  # the delta rule's strength of each write
 
@@ -41,6 +50,18 @@ Samples = Float[Tensor, "D lines samples"]
 Powers = Float[Tensor, "D _ E"]
 Kernels = Float[Tensor, "D lags"]
 Toeplitz = Float[Tensor, "D positions positions"]
+
+DiffusionKernels = Float[Tensor, "H lags"]  # 2R+1 lags: K_ts = weights[R + t - s]
+DiffusionKernel = Float[Tensor, " lags"]
+StepSizes = Float[Tensor, " H"]
+TokenColumns = Float[Tensor, "T _"]  # all sequences and channels side by side
+Giving = Float[Tensor, "B S H V"]  # a state's tokens too, S in all
+Moved = Float[Tensor, "B rows H V"]  # the last tokens
+MovedColumns = Float[Tensor, "rows _"]  # of the last tokens
+Toeplitz2d = Float[Tensor, "rows columns"]
+Systems = Float[Tensor, "systems T _"]  # 1 for all sequences, or one for each
+RowSums = Float[Tensor, "systems T"]
+Operators = Float[Tensor, "H T T"]
 
 Images = Float[Tensor, "B channels height width"]
 Grids = Float[Tensor, "B channels *axes"]  # signals, images, video

@@ -29,6 +29,11 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
+def doubled(x: Tensor) -> Tensor:
+    """The tensor in float64, on devices that have it."""
+    return x if x.device.type == "mps" else x.double()
+
+
 def divided(sums: Tensor, weight: Tensor) -> Tensor:
     """Divide sums by their weight, or by 1 where that is next to nothing: gradients stay finite.
 
