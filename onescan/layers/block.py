@@ -1,4 +1,4 @@
-"""The block every model stacks: a mixer, then an MLP, each behind a norm and around a shortcut."""
+"""The block every model stacks: a mixer, then an MLP, each behind a norm and with a shortcut."""
 
 from typing import Any
 
@@ -12,7 +12,12 @@ from onescan.shapes import Grid, Hidden, Keep
 
 
 class Block(nn.Module):
-    """x += mixer(norm(x)); x += mlp(norm(x))."""
+    """x += mixer(norm(x)); x += mlp(norm(x)).
+
+    A mixer that normalizes what it reads itself has no norm before it; without an MLP the block is
+    its mixer and nothing else. What a bounded mixer adds is never scaled up: it has no dropout but
+    its own, and dropped paths are made up for when judging.
+    """
 
     def __init__(
         self,
@@ -20,40 +25,62 @@ class Block(nn.Module):
         *,
         axes: int,
         mixer: MixerConfig,
-        mlp: MLPConfig,
+        mlp: MLPConfig | None,
         norm: NormName,
         drop_path: float = 0.0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.mixer_norm = build_norm(norm, width)
+        self.mixer_norm = build_norm("none" if mixer.normalizes_itself else norm, width)
         self.mixer = mixer.build(width=width, axes=axes)
-        self.mlp_norm = build_norm(norm, width)
-        self.mlp = mlp.build(width=width)
+        self.reads_embedding = mixer.reads_embedding
+        self.mlp_norm = self.mlp = None
+        if mlp is not None:
+            self.mlp_norm = build_norm(norm, width)
+            self.mlp = mlp.build(width=width)
+        self.mixer_drop_path = DropPath(drop_path, scale_up=not mixer.is_bounded)
+        self.mixer_dropout = nn.Dropout(0.0 if mixer.is_bounded else dropout)
         self.drop_path = DropPath(drop_path)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: Any = None
+        self,
+        x: Hidden,
+        grid: Grid,
+        *,
+        embedding: Hidden | None = None,
+        keep: Keep | None = None,
+        state: Any = None,
     ) -> tuple[Hidden, Any]:
-        mixed, state = self.mixer(self.mixer_norm(x), grid, keep=keep, state=state)
-        x = x + self.drop_path(mixed)
-        x = x + self.drop_path(self.mlp(self.mlp_norm(x)))
+        """The tokens after the block, and its mixer's state; see `Mixer.forward`.
+
+        `embedding`, the tokens before the first block, is for mixers that read it.
+        """
+        beside = {"embedding": embedding} if self.reads_embedding else {}
+        mixed, state = self.mixer(self.mixer_norm(x), grid, keep=keep, state=state, **beside)
+        x = x + self.mixer_drop_path(self.mixer_dropout(mixed))
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.drop_path(self.dropout(self.mlp(self.mlp_norm(x))))
         return x, state
 
 
 class DropPath(nn.Module):
     """While training, drop a sample's whole branch with probability `rate`; scale up the rest.
 
-    Source: stochastic depth, arXiv:1603.09382.
+    Source: stochastic depth, arXiv:1603.09382, which scales down all when judging instead, Eq. 5;
+    so does this one without `scale_up`.
     """
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, *, scale_up: bool = True) -> None:
         super().__init__()
         if not 0 <= rate < 1:
             raise ValueError(f"drop_path is {rate}, expected a probability from 0 to below 1")
-        self.rate = rate
+        self.rate, self.scale_up = rate, scale_up
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.rate == 0:
+        if self.rate == 0:
             return x
+        if not self.training:
+            return x if self.scale_up else x * (1 - self.rate)
         kept = torch.rand(x.shape[0], *(1,) * (x.ndim - 1), device=x.device) >= self.rate
-        return x * (kept / (1 - self.rate)).to(x.dtype)
+        return x * (kept / (1 - self.rate if self.scale_up else 1)).to(x.dtype)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from onescan.checks import check_positive
+from onescan.checks import can_look_at_values, check_positive
 from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
-from onescan.shapes import Grid, Hidden
+from onescan.shapes import Grid, Hidden, Keep, Places
 
 INTERPOLATION = {1: "linear", 2: "bicubic", 3: "trilinear"}
 
@@ -24,7 +25,7 @@ class PositionConfig(ABC):
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         """The module, for tokens that usually lie on `grid`.
 
-        Its forward takes (x, grid, state) and returns (x, state).
+        Its forward takes (x, grid, state, keep) and returns (x, state).
         """
 
 
@@ -48,6 +49,31 @@ class AbsolutePositionConfig(PositionConfig):
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         return AbsolutePosition(width, grid)
+
+
+def sinusoidal_positions(positions: Int[Tensor, " T"], width: int) -> Float[Tensor, "T D"]:
+    """Sin and cos of n / 10000^(2i / D), i = 0 ... D/2 - 1: a place for any number of tokens.
+
+    Source: Transformer, arXiv:1706.03762, Sec. 3.5; all sines come before all cosines.
+
+    >>> sinusoidal_positions(torch.tensor([0]), width=4).tolist()
+    [[0.0, 0.0, 1.0, 1.0]]
+    """
+    rates = 10_000.0 ** -(torch.arange(0, width, 2, device=positions.device) / width)
+    angles = positions.unsqueeze(1) * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPositionConfig(PositionConfig):
+    """A learnt vector per place in a sequence, as in GPT-2 and BERT; masked tokens have none."""
+
+    most_tokens: int = 1024
+    """Places there are; no sequence may be longer."""
+
+    def build(self, *, width: int, grid: Grid) -> nn.Module:
+        check_positive(**{"position.most_tokens": self.most_tokens})
+        return TokenPosition(width, self.most_tokens)
 
 
 class ToeplitzPosition(nn.Module):
@@ -84,8 +110,14 @@ class ToeplitzPosition(nn.Module):
         return -self.log_rate.exp()
 
     def forward(
-        self, x: Hidden, grid: Grid, state: ToeplitzState | None = None
+        self,
+        x: Hidden,
+        grid: Grid,
+        state: ToeplitzState | None = None,
+        keep: Keep | None = None,
     ) -> tuple[Hidden, ToeplitzState | None]:
+        if keep is not None:
+            x = x.masked_fill(~keep.unsqueeze(-1), 0)
         prefix, x = x[:, : grid.prefix], x[:, grid.prefix :]
         y, state = toeplitz_position(
             x, self.log_decay, self.weight, grid.shape,
@@ -111,7 +143,9 @@ class AbsolutePosition(nn.Module):
         self.grid = grid
         self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(grid.tokens, width), std=0.02))
 
-    def forward(self, x: Hidden, grid: Grid, state: None = None) -> tuple[Hidden, None]:
+    def forward(
+        self, x: Hidden, grid: Grid, state: None = None, keep: Keep | None = None
+    ) -> tuple[Hidden, None]:
         table = self.table if grid == self.grid else self._resized(grid)
         return x + table, None
 
@@ -121,3 +155,27 @@ class AbsolutePosition(nn.Module):
         mode = INTERPOLATION[len(grid.shape)]
         places = F.interpolate(places, size=grid.shape, mode=mode, align_corners=False)
         return torch.cat([prefix, rearrange(places, "1 d ... -> (...) d")])
+
+
+class TokenPosition(nn.Module):
+    """x + a learnt table, one row per place; the state is how many places are taken."""
+
+    no_weight_decay = frozenset({"table"})
+
+    def __init__(self, width: int, most_tokens: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(most_tokens, width), std=0.02))
+
+    def forward(
+        self, x: Hidden, grid: Grid, state: Places | None = None, keep: Keep | None = None
+    ) -> tuple[Hidden, Places]:
+        real = x.new_ones(x.shape[:2], dtype=torch.long) if keep is None else keep.long()
+        taken = real.cumsum(dim=1)
+        if state is not None:
+            taken = taken + state.unsqueeze(1)
+        most = len(self.table)
+        if can_look_at_values(taken) and taken.numel() and taken.max() > most:
+            raise ValueError(
+                f"a sequence has {int(taken.max())} tokens, expected at most the model's {most}"
+            )
+        return x + self.table[(taken - 1).clamp(min=0)], taken[:, -1]

@@ -13,10 +13,12 @@ from onescan.layers.mixers import LightNetMixerConfig, Mixer, MixerConfig
 from onescan.layers.mlp import GLUConfig, MLPConfig
 from onescan.layers.norm import NormName, build_norm
 from onescan.layers.patch import Patchify
+from onescan.layers.pool import AttentionPool, max_pool, mean_pool
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
 from onescan.shapes import Grid, Hidden, Images, Logits
 
-Pool = Literal["class_token", "mean", "mean_with_class_token"]
+Pool = Literal["class_token", "mean", "mean_with_class_token", "max", "attention"]
+WITH_CLASS_TOKEN = ("class_token", "mean_with_class_token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +39,15 @@ class ImageClassifierConfig(ModelConfig):
     """Blocks."""
     mixer: MixerConfig = field(default_factory=LightNetMixerConfig)
     """How tokens exchange what they know."""
-    mlp: MLPConfig = field(default_factory=GLUConfig)
-    """What each token does on its own."""
+    mlp: MLPConfig | None = field(default_factory=GLUConfig)
+    """What each token does on its own, after the mixer; None where the mixer sees to that too."""
     position: PositionConfig | None = field(default_factory=ToeplitzPositionConfig)
     """How tokens learn where they are, once, after the embedding; None leaves it out."""
     norm: NormName = "layer"
-    """Of every block, and before the head."""
+    """Of every block, but before mixers that normalize what they read, and before the head."""
     pool: Pool = "class_token"
-    """What the head reads: a learnt extra token, the mean of all patches, or that of all tokens."""
+    """What the head reads: a learnt extra token; the mean of all patches, their largest, or one
+    weighed by learnt attention; or the mean of all tokens."""
     distillation_token: bool = False
     """A second learnt token, with a head of its own that learns from a teacher."""
     drop_path: float = 0.1
@@ -73,12 +76,12 @@ class ImageClassifierConfig(ModelConfig):
         mixers = [self.mixer.for_layer(i) for i in range(self.depth)]
         if self.pool == "class_token" and not any(mixer.prefix_reads_grid for mixer in mixers):
             raise ValueError(
-                "pool is 'class_token' where mixers look back, so the first token reads no patch; "
+                "pool is 'class_token' with mixers by which the first token reads no patch; "
                 "expected pool='mean'"
             )
-        if self.distillation_token and self.pool == "mean":
+        if self.distillation_token and self.pool not in WITH_CLASS_TOKEN:
             raise ValueError(
-                "distillation_token is True with pool='mean', which has no class token beside it; "
+                f"distillation_token is True with pool={self.pool!r}, which has no class token; "
                 "expected pool='class_token' or 'mean_with_class_token'"
             )
         return ImageClassifier(self)
@@ -102,7 +105,7 @@ class ImageClassifier(nn.Module):
         width, depth = config.width, config.depth
         self.patchify = Patchify(config.channels, config.patch_size, width)
         shape = self.patchify.grid_shape((config.channels, *config.image_size))
-        self.class_token = _token(width) if config.pool != "mean" else None
+        self.class_token = _token(width) if config.pool in WITH_CLASS_TOKEN else None
         self.position = None
         if config.position is not None:
             grid = Grid(shape, prefix=self.prefix)
@@ -119,6 +122,7 @@ class ImageClassifier(nn.Module):
             for i in range(depth)
         )
         self.norm = build_norm(config.norm, width)
+        self.attention_pool = AttentionPool(width) if config.pool == "attention" else None
         self.head = nn.Linear(width, config.num_classes)
         for part in (self.blocks, self.head):
             part.apply(self._init_weights)
@@ -131,7 +135,7 @@ class ImageClassifier(nn.Module):
     @property
     def prefix(self) -> int:
         """Tokens before the patches."""
-        return (self.config.pool != "mean") + self.config.distillation_token
+        return (self.config.pool in WITH_CLASS_TOKEN) + self.config.distillation_token
 
     def forward(self, images: Images) -> Logits | tuple[Logits, Logits]:
         """Score images of any size that patches divide; `forward_head` says when twice.
@@ -151,8 +155,9 @@ class ImageClassifier(nn.Module):
                 x = torch.cat([token.expand(x.shape[0], 1, -1), x], dim=1)  # B 1+T D
         if self.position is not None:
             x, _ = self.position(x, grid)
+        embedding = x
         for block in self.blocks:
-            x, _ = block(x, grid)
+            x, _ = block(x, grid, embedding=embedding)
         return self.norm(x)
 
     def forward_head(self, tokens: Hidden) -> Logits | tuple[Logits, Logits]:
@@ -172,7 +177,9 @@ class ImageClassifier(nn.Module):
             return tokens[:, 0]
         if self.config.distillation_token:  # which has a head of its own
             tokens = torch.cat([tokens[:, :1], tokens[:, 2:]], dim=1)
-        return tokens.mean(dim=1)
+        if self.attention_pool is not None:
+            return self.attention_pool(tokens)
+        return max_pool(tokens) if self.config.pool == "max" else mean_pool(tokens)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

@@ -3,9 +3,14 @@
 from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig, LightNetState
+from onescan.layers.mixers.linear_diffusion import (
+    LinearDiffusionMixer,
+    LinearDiffusionMixerConfig,
+    LinearDiffusionState,
+)
 from onescan.layers.mixers.linear_transformers import LINEAR_TRANSFORMERS
 from onescan.layers.mixers.lion import LionMixer, LionMixerConfig
-from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig
+from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig, SoftmaxState
 
 __all__ = [
     "LINEAR_TRANSFORMERS",
@@ -15,17 +20,22 @@ __all__ = [
     "LightNetMixer",
     "LightNetMixerConfig",
     "LightNetState",
+    "LinearDiffusionMixer",
+    "LinearDiffusionMixerConfig",
+    "LinearDiffusionState",
     "LionMixer",
     "LionMixerConfig",
     "Mixer",
     "MixerConfig",
     "SoftmaxMixer",
     "SoftmaxMixerConfig",
+    "SoftmaxState",
 ]
 
 MIXERS: dict[str, type[MixerConfig]] = {
     "lightnet": LightNetMixerConfig,
     "lion": LionMixerConfig,
     "delta_rule": DeltaRuleMixerConfig,
+    "linear_diffusion": LinearDiffusionMixerConfig,
     "softmax": SoftmaxMixerConfig,
 }

@@ -38,6 +38,21 @@ class MixerConfig(ABC):
         """Whether prefix tokens, a class token say, read any other."""
         return not self.is_causal
 
+    @property
+    def normalizes_itself(self) -> bool:
+        """Whether the mixer takes tokens as they are, without the norm that a block has for it."""
+        return False
+
+    @property
+    def reads_embedding(self) -> bool:
+        """Whether its forward takes `embedding`, the tokens before the first block."""
+        return False
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether adding its output keeps tokens within bounds, which scaling it up would break."""
+        return False
+
     def head_width(self, width: int) -> int:
         """Width of one head."""
         if self.num_heads < 1 or width % self.num_heads:
@@ -55,7 +70,7 @@ class Mixer(nn.Module, ABC):
         """Mix the tokens.
 
         Args:
-            x: tokens, already normalized.
+            x: tokens, already normalized; if it normalizes them itself, as they are.
             grid: how they lie. A causal mixer's calls after the first go on where the last ended.
             keep: True for real tokens; the others get zero and give nothing.
             state: what a call before returned, causal mixers only; None is the beginning.
@@ -63,6 +78,15 @@ class Mixer(nn.Module, ABC):
         Returns:
             The mixed tokens, and the state after the last (None where there is none).
         """
+
+    def check_state(self, state: Any, kind: type, *, causal: bool) -> None:
+        """Raise ValueError for a state that a mixer cannot go on from."""
+        if state is None:
+            return
+        if not causal:
+            raise ValueError("state was given to a mixer that is not causal")
+        if not isinstance(state, kind):
+            raise ValueError(f"state is a {type(state).__name__}, expected a {kind.__name__}")
 
     def init_weights(self) -> None:
         """Set the first weights for which a model's usual ones will not do; models call it last."""

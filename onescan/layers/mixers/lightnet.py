@@ -106,8 +106,7 @@ class LightNetMixer(Mixer):
         keep: Keep | None = None,
         state: LightNetState | None = None,
     ) -> tuple[Hidden, LightNetState | None]:
-        if state is not None and not self.config.causal:
-            raise ValueError("state was given to a mixer that is not causal")
+        self.check_state(state, LightNetState, causal=self.config.causal)
         q = F.silu(self._heads(self.to_q(x)))  # B T H K
         k = self._heads(self.to_k(x))
         v = self._heads(self.to_v(x))

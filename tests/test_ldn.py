@@ -1,0 +1,587 @@
+"""LDN's layer and its parts: the paper's sum, its switches, states, grids, and pooling."""
+
+import dataclasses
+import itertools
+import math
+from inspect import unwrap
+
+import pytest
+import torch
+
+from onescan.layers.block import Block
+from onescan.layers.diffusion import Diffusion
+from onescan.layers.linear_attention import LinearAttention
+from onescan.layers.local_update import LocalUpdate
+from onescan.layers.mixers import LightNetMixerConfig, LinearDiffusionMixerConfig
+from onescan.layers.mlp import MLPConfig
+from onescan.layers.pool import AttentionPool, max_pool, mean_pool
+from onescan.layers.position import AbsolutePositionConfig
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.ops.linear_diffusion import IMPLEMENTATIONS
+from onescan.shapes import Grid
+
+WIDTH, HEADS = 12, 3
+PARTS = ("diffusion", "local_update", "linear_attention")
+some_parts = pytest.mark.parametrize(
+    "on", [on for on in itertools.product([True, False], repeat=3) if any(on)], ids=str
+)
+
+
+def tokens(*shape):
+    return torch.randn(*shape, WIDTH, dtype=torch.float64)
+
+
+def built(axes=1, **fields):
+    """A mixer as after training: no parameter is where it starts."""
+    config = LinearDiffusionMixerConfig(**{"num_heads": HEADS, "max_sigma": 3.0, **SMALL, **fields})
+    mixer = config.build(width=WIDTH, axes=axes).double()
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return mixer
+
+
+SMALL = {"sigmas": (1.0, 2.0)}
+
+
+def kernel_of(diffusion, size):
+    """K of the first head by its formula, [T, T], and the step, written out."""
+    sigma = 0.25 * (3.0 / 0.25) ** torch.sigmoid(diffusion.sigma_logit)
+    radius = math.ceil(3.0 * math.sqrt(2 * math.log(1e4)))
+    past, future = ((1 + raw.exp()).log() for raw in (diffusion.past, diffusion.future))
+    lag = torch.arange(size)[:, None] - torch.arange(size)
+    phi = past[:, None, None] * (lag > 0) + future[:, None, None] * (lag < 0)
+    kernel = phi * (-(lag**2) / (2 * sigma[:, None, None] ** 2)).exp() * (lag.abs() <= radius)
+    lags = torch.arange(1, radius + 1)
+    both_sides = (past + future) * (-(lags**2) / (2 * sigma[:, None] ** 2)).exp().sum(-1)
+    return kernel, 0.999 * torch.sigmoid(diffusion.step) / both_sides
+
+
+def diffused(diffusion, h):
+    """h + dt (K h - diag(K 1) h), each kernel its share of the channels."""
+    kernels, dt = kernel_of(diffusion, h.shape[1])
+    shares = h.chunk(len(dt), dim=-1)
+    moved = [
+        x + t * (k @ x - k.sum(-1, keepdim=True) * x)
+        for x, k, t in zip(shares, kernels, dt, strict=True)
+    ]
+    return torch.cat(moved, dim=-1)
+
+
+def attended(attention, h):
+    q, k, v = (h @ w.weight.T for w in (attention.to_q, attention.to_k, attention.to_v))
+    q, k, v = (x.reshape(*h.shape[:2], HEADS, -1) for x in (q, k, v))
+    scores = torch.einsum("bthk,bshk->bhts", q.clamp(min=0), k.clamp(min=0))
+    row_sums = scores.sum(-1, keepdim=True)
+    shares = torch.where(row_sums > 0, scores / row_sums, 0)
+    return torch.einsum("bhts,bshv->bthv", shares, v).flatten(-2)
+
+
+def updated(local, x, h):
+    gate, update = (torch.cat([x, h], dim=-1) @ local.to_gate_and_update.weight.T).chunk(2, -1)
+    return torch.sigmoid(gate) * torch.nn.functional.gelu(update)
+
+
+@some_parts
+@pytest.mark.parametrize("kernels", [1, 2])
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_layer_is_the_papers_sum(on, kernels, residual):
+    """Sec. 3.3: h + dt (K h - diag(K 1) h) + F(x, h) + A_lin(h), without what is switched off."""
+    fields = dict(zip(PARTS, on, strict=True), kernels=kernels, input_residual=residual)
+    mixer = built(**fields)
+    x, h = tokens(2, 7), tokens(2, 7)
+    want = torch.zeros_like(h)
+    if on[0]:
+        want = want + diffused(mixer.diffusions[0], h) - h
+    if on[1]:
+        want = want + updated(mixer.local_update, x, h)
+    if on[2]:
+        want = want + attended(mixer.attention, h)
+    if residual:
+        want = want + mixer.input_weight * x
+    got, state = mixer(h, Grid((7,)), embedding=x)
+    assert state is None
+    torch.testing.assert_close(got, want)
+
+
+def test_a_block_adds_the_layer_to_what_it_read_and_nothing_else():
+    config = LinearDiffusionMixerConfig(num_heads=HEADS)
+    block = Block(WIDTH, axes=1, mixer=config, mlp=None, norm="layer").double()
+    assert {name.partition(".")[0] for name, _ in block.named_parameters()} == {"mixer"}
+    x, h = tokens(2, 5), tokens(2, 5)
+    change, _ = block.mixer(h, Grid((5,)), embedding=x)
+    torch.testing.assert_close(block(h, Grid((5,)), embedding=x)[0], h + change)
+
+
+def test_a_block_may_follow_it_with_an_mlp():
+    config = LinearDiffusionMixerConfig(num_heads=HEADS)
+    block = Block(WIDTH, axes=1, mixer=config, mlp=MLPConfig(), norm="layer").double()
+    h = tokens(2, 5)
+    mixed = h + block.mixer(h, Grid((5,)))[0]
+    want = mixed + block.mlp(block.mlp_norm(mixed))
+    torch.testing.assert_close(block(h, Grid((5,)))[0], want)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_norm_is_read_by_the_second_and_third_part_and_not_by_what_diffuses(norm):
+    x, h = tokens(2, 5), tokens(2, 5)
+    mixer = built(norm=norm)
+    read = mixer.norm(h)
+    want = diffused(mixer.diffusions[0], h) - h
+    want = want + updated(mixer.local_update, x, read) + attended(mixer.attention, read)
+    torch.testing.assert_close(mixer(h, Grid((5,)), embedding=x)[0], want)
+
+
+def test_separable_diffusion_is_a_step_along_each_axis_and_passes_the_prefix_by():
+    grid = Grid((3, 4), prefix=2)
+    mixer = built(axes=2, separable=True, local_update=False, linear_attention=False, kernels=2)
+    rows, columns = mixer.diffusions
+    h = tokens(2, grid.tokens)
+    want = h[:, 2:].unflatten(1, grid.shape).clone()
+    for b in range(2):
+        for j in range(4):  # down each column of patches, along axis 0
+            want[b, :, j] = diffused(rows, want[b, None, :, j])[0]
+        for i in range(3):
+            want[b, i] = diffused(columns, want[b, None, i])[0]
+    change, _ = mixer(h, grid)
+    assert (change[:, :2] == 0).all()
+    torch.testing.assert_close((h + change)[:, 2:], want.flatten(1, 2))
+
+
+def test_separable_diffusion_keeps_the_largest_number_and_constants():
+    grid = Grid((5, 4))
+    mixer = built(axes=2, separable=True, local_update=False, linear_attention=False)
+    h = tokens(2, 20)
+    moved = h + mixer(h, grid)[0]
+    assert (moved.amax(1) <= h.amax(1)).all()
+    assert (moved.amin(1) >= h.amin(1)).all()
+    constant = torch.ones_like(h)
+    torch.testing.assert_close(mixer(constant, grid)[0], torch.zeros_like(h))
+
+
+def test_masked_tokens_of_a_grid_equal_removed_rows():
+    mixer = built(axes=2, separable=True)
+    h, keep = tokens(1, 12), torch.arange(12)[None] < 8  # the last of three rows is gone
+    change, _ = mixer(h, Grid((3, 4)), keep=keep)
+    torch.testing.assert_close(change[:, :8], mixer(h[:, :8], Grid((2, 4)))[0])
+    assert (change[:, 8:] == 0).all()
+
+
+@pytest.mark.parametrize("grid", [Grid((3, 3)), Grid((12,)), Grid((2, 3, 2))], ids=str)
+def test_separable_diffusion_wants_the_grid_of_its_tokens(grid):
+    with pytest.raises(ValueError, match="expected as many, on 2 axes"):
+        built(axes=2, separable=True)(tokens(1, 12), grid)
+
+
+@some_parts
+@pytest.mark.parametrize("fields", [{}, {"kernels": 2, "norm": "layer", "input_residual": True}])
+def test_causal_in_two_calls_equals_one_at_every_cut(on, fields):
+    mixer = built(causal=True, **dict(zip(PARTS, on, strict=True)), **fields)
+    assert mixer.config.is_causal
+    x, h, keep = tokens(2, 9), tokens(2, 9), torch.rand(2, 9) < 0.8
+    want, whole = mixer(h, Grid((9,)), keep=keep, embedding=x)
+    for cut in range(1, 9):
+        first, state = mixer(h[:, :cut], Grid((cut,)), keep=keep[:, :cut], embedding=x[:, :cut])
+        rest, state = mixer(
+            h[:, cut:], Grid((9 - cut,)), keep=keep[:, cut:], state=state, embedding=x[:, cut:]
+        )
+        torch.testing.assert_close(torch.cat([first, rest], dim=1), want)
+        if on[0]:
+            torch.testing.assert_close(state.diffusion.x, whole.diffusion.x)
+        if on[2]:
+            torch.testing.assert_close(state.attention.kv, whole.attention.kv)
+
+
+def test_a_causal_layer_reads_no_later_token():
+    mixer, h = built(causal=True), tokens(1, 9)
+    before, _ = mixer(h, Grid((9,)))
+    h[:, 5:] += 1
+    after, _ = mixer(h, Grid((9,)))
+    assert torch.equal(after[:, :5], before[:, :5])
+    assert (after[:, 5:] != before[:, 5:]).all()
+
+
+def test_a_state_stays_as_large_as_it_is_over_any_number_of_tokens():
+    mixer, state, sizes = built(causal=True), None, set()
+    for _ in range(30):
+        _, state = mixer(tokens(2, 1), Grid((1,)), state=state)
+        parts = (*state.diffusion, *state.attention)
+        sizes.add(tuple(part.shape for part in parts))
+    assert len(sizes) == 1
+
+
+def test_each_block_begins_one_width_further():
+    config = LinearDiffusionMixerConfig(num_heads=HEADS, kernels=3, sigmas=(1.0, 2.0))
+    first = [config.for_layer(i).build(width=WIDTH, axes=1).diffusions[0].sigma() for i in range(3)]
+    want = [[1.0, 2.0, 1.0], [2.0, 1.0, 2.0], [1.0, 2.0, 1.0]]
+    torch.testing.assert_close(torch.stack(first), torch.tensor(want))
+
+
+def test_at_first_a_step_is_half_of_the_longest_stable_one():
+    fields = {"sigmas": [2.0], "max_sigma": 8.0, "epsilon": 1e-4, "causal": False, "form": "auto"}
+    for scheme, share in (("explicit", 0.999 / 2), ("crank_nicolson", math.log(2))):
+        diffusion = Diffusion(**fields, scheme=scheme)
+        weights = diffusion.weights()
+        longest = 1 / (weights.sum() - weights[0, diffusion.radius])
+        torch.testing.assert_close(diffusion.dt(weights), share * longest[None])
+        torch.testing.assert_close(diffusion.sigma(), torch.tensor([2.0]))
+
+
+def test_crank_nicolson_is_a_layers_scheme_too():
+    mixer = built(scheme="crank_nicolson", local_update=False, linear_attention=False)
+    diffusion, h = mixer.diffusions[0], tokens(2, 6)
+    kernel, _ = kernel_of(diffusion, 6)
+    weights = diffusion.weights()
+    laplacian = diffusion.dt(weights)[0] / 2 * (kernel[0] - torch.diag(kernel[0].sum(-1)))
+    one = torch.eye(6, dtype=torch.float64)
+    want = torch.linalg.solve(one - laplacian, (one + laplacian) @ h)
+    torch.testing.assert_close(h + mixer(h, Grid((6,)))[0], want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_all_zero_rows_is_zero_with_finite_gradients(causal):
+    attention = LinearAttention(WIDTH, HEADS, "relu").double()
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter)
+    x = tokens(2, 6)
+    x[:, 2] = 0  # its query, and its key
+    x[1] = 0  # all of a sequence
+    x.requires_grad_()
+    o, _ = attention(x, causal=causal)
+    assert (o[:, 2] == 0).all()
+    assert (o[1] == 0).all()
+    assert (o[0, [0, 1, 3, 4, 5]] != 0).any(dim=-1).all()
+    o.square().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in [x, *attention.parameters()])
+    assert all((p.grad != 0).any() for p in attention.parameters())
+
+
+@pytest.mark.parametrize("feature_map", ["relu", "elu_plus_one", "identity"])
+def test_queries_and_keys_pass_through_the_feature_map(feature_map):
+    maps = {
+        "relu": lambda x: x.clamp(min=0),
+        "elu_plus_one": lambda x: torch.where(x > 0, x + 1, x.exp()),
+        "identity": lambda x: x,
+    }
+    attention, x = LinearAttention(WIDTH, HEADS, feature_map).double(), tokens(1, 5)
+    heads = lambda layer: layer(x).reshape(5, HEADS, -1)
+    q, k = (maps[feature_map](heads(layer)) for layer in (attention.to_q, attention.to_k))
+    scores = torch.einsum("thk,shk->hts", q, k)
+    shares = scores / scores.sum(-1, keepdim=True)
+    want = torch.einsum("hts,shv->thv", shares, heads(attention.to_v)).reshape(1, 5, -1)
+    torch.testing.assert_close(attention(x)[0], want)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu", "tanh"])
+def test_the_local_update_is_gated_and_of_its_activation(activation):
+    local = LocalUpdate(WIDTH, activation).double()
+    x, h = tokens(2, 3), tokens(2, 3)
+    gate, update = (torch.cat([x, h], -1) @ local.to_gate_and_update.weight.T).chunk(2, -1)
+    function = torch.tanh if activation == "tanh" else getattr(torch.nn.functional, activation)
+    torch.testing.assert_close(local(x, h), function(update) / (1 + (-gate).exp()))
+    assert sum(p.numel() for p in local.parameters()) == 4 * WIDTH**2
+
+
+def test_dropout_leaves_diffusion_alone_and_is_off_when_judging():
+    h, grid = tokens(1, 6), Grid((6,))
+    mixer = built(dropout=0.5)
+    assert not torch.equal(mixer(h, grid)[0], mixer(h, grid)[0])
+    assert torch.equal(mixer.eval()(h, grid)[0], mixer(h, grid)[0])
+    diffusion = built(dropout=0.5, local_update=False, linear_attention=False)
+    assert torch.equal(diffusion(h, grid)[0], diffusion(h, grid)[0])
+
+
+def small(**changes):
+    fields = {
+        "image_size": (8, 8), "channels": 1, "patch_size": (2, 2), "num_classes": 5, "width": 24,
+        "depth": 3, "mixer": LinearDiffusionMixerConfig(num_heads=2), "mlp": None, "pool": "mean",
+        "position": AbsolutePositionConfig(), "drop_path": 0.0,
+    }  # fmt: skip
+    return ImageClassifierConfig(**{**fields, **changes})
+
+
+def test_every_block_of_a_model_reads_the_embedding():
+    """F(x, h): what enters the first block goes along to the last."""
+    model, seen = small().build(), []
+    for block in model.blocks:
+        block.mixer.register_forward_pre_hook(
+            lambda _module, args, kwargs: seen.append((args[0], kwargs["embedding"])),
+            with_kwargs=True,
+        )
+    model(torch.randn(2, 1, 8, 8))
+    assert len(seen) == 3
+    assert all(torch.equal(embedding, seen[0][0]) for _, embedding in seen)
+    assert not torch.equal(seen[2][0], seen[0][0])
+
+
+@pytest.mark.parametrize("pool", ["mean", "max", "attention"])
+def test_a_model_pools_what_its_last_norm_gave(pool):
+    model = small(pool=pool).build().eval()
+    if pool == "attention":
+        torch.nn.init.normal_(model.attention_pool.query)
+    images = torch.randn(2, 1, 8, 8)
+    features = model.forward_features(images)
+    assert features.shape == (2, 16, 24)
+    if pool == "mean":
+        pooled = features.mean(1)
+    elif pool == "max":
+        pooled = features.max(1).values
+    else:
+        shares = (features @ model.attention_pool.query).softmax(1)
+        pooled = (features * shares[..., None]).sum(1)
+    torch.testing.assert_close(model(images), model.head(pooled))
+
+
+def test_pools_read_real_tokens_only():
+    x = tokens(3, 6)
+    keep = torch.tensor([[1, 1, 0, 1, 0, 0], [1] * 6, [0] * 6], dtype=torch.bool)
+    attention = AttentionPool(WIDTH).double()
+    torch.nn.init.normal_(attention.query)
+    for pool in (mean_pool, max_pool, attention):
+        pooled = pool(x, keep)
+        torch.testing.assert_close(pooled[:1], pool(x[:1, keep[0]]))
+        torch.testing.assert_close(pooled[1:2], pool(x[1:2]))
+        assert (pooled[2] == 0).all()
+    attention(x, keep).sum().backward()
+    assert torch.isfinite(attention.query.grad).all()
+
+
+def test_attention_pooling_starts_as_the_mean():
+    x = tokens(2, 6)
+    torch.testing.assert_close(AttentionPool(WIDTH).double()(x), mean_pool(x))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kernels": 5}, "width 12 is not a multiple of kernels 5"),
+        ({"kernels": 0}, "kernels is 0, expected a number above 0"),
+        ({"sigmas": ()}, r"sigmas is \(\), expected at least one"),
+        ({"sigmas": (0.1,)}, "sigmas has 0.1, expected more than 0.25 and less than max_sigma"),
+        ({"sigmas": (3.0,)}, "sigmas has 3.0, expected more than 0.25 and less than max_sigma"),
+        ({"max_sigma": -1.0}, "max_sigma is -1.0, expected a number above 0"),
+        ({"epsilon": 0.0}, "epsilon is 0.0, expected a number between 0 and 1"),
+        ({"epsilon": 1.0}, "epsilon is 1.0, expected a number between 0 and 1"),
+        ({"dropout": 1.0}, "dropout is 1.0, expected a chance from 0 to below 1"),
+        ({"scheme": "euler"}, "scheme 'euler' is unknown; there are: explicit, crank_nicolson"),
+        ({"feature_map": "exp"}, "feature_map 'exp' is unknown"),
+        ({"activation": "relu"}, "activation 'relu' is unknown .*; there are: gelu, silu, tanh"),
+        ({"form": "chunk"}, "form 'chunk' is unknown; there are: auto, dense, banded, fft"),
+        (dict.fromkeys(PARTS, False), "are all False, expected at least one"),
+        ({"causal": True, "separable": True}, "causal=True goes with separable=False"),
+        ({"causal": True, "scheme": "crank_nicolson"}, "causal=True goes with .*scheme='explicit'"),
+        ({"form": "fft", "scheme": "crank_nicolson"}, "form is 'fft' with scheme='crank_nicolson'"),
+    ],
+)
+def test_impossible_fields_are_refused(fields, message):
+    config = LinearDiffusionMixerConfig(num_heads=HEADS, max_sigma=3.0, sigmas=(1.0,))
+    for name, value in fields.items():  # past the hook of types, as from a config file
+        object.__setattr__(config, name, value)
+    with pytest.raises(ValueError, match=message):
+        config.build(width=WIDTH, axes=1)
+
+
+@pytest.mark.parametrize(
+    "mixer", [{"causal": True}, {"separable": True, "linear_attention": False}], ids=str
+)
+def test_a_class_token_that_reads_no_patch_is_refused(mixer):
+    config = small(mixer=LinearDiffusionMixerConfig(num_heads=2, **mixer), pool="class_token")
+    with pytest.raises(ValueError, match="the first token reads no patch"):
+        config.build()
+    dataclasses.replace(config, pool="mean").build()
+
+
+@pytest.mark.parametrize("pool", ["mean", "max", "attention"])
+def test_a_distillation_token_wants_a_class_token_beside_it(pool):
+    config = small(mixer=LightNetMixerConfig(num_heads=2), pool=pool, distillation_token=True)
+    with pytest.raises(ValueError, match=f"distillation_token is True with pool='{pool}'"):
+        config.build()
+
+
+@pytest.mark.parametrize("separable", [False, True])
+def test_a_models_forms_predict_alike(separable):
+    images = torch.randn(2, 1, 24, 24, dtype=torch.float64)
+    models = [
+        small(
+            image_size=(24, 24),
+            mixer=LinearDiffusionMixerConfig(num_heads=2, separable=separable, form=form),
+        )
+        .build()
+        .double()
+        .eval()
+        for form in ("dense", "banded", "fft")
+    ]
+    want = models[0](images)
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+        torch.testing.assert_close(model(images), want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("fields", [{}, {"separable": True}, {"scheme": "crank_nicolson"}], ids=str)
+def test_an_ldn_classifier_compiles_whole(fields):
+    torch.compiler.reset()
+    mixer = LinearDiffusionMixerConfig(num_heads=2, **fields)
+    model = small(mixer=mixer).build()
+    images = torch.randn(2, 1, 8, 8)
+    want = model(images)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(images), want)
+
+
+def test_drop_path_and_dropout_never_scale_up_what_keeps_tokens_within_bounds():
+    config = LinearDiffusionMixerConfig(num_heads=3, local_update=False, linear_attention=False)
+    block = Block(WIDTH, axes=1, mixer=config, mlp=None, norm="none", drop_path=0.5, dropout=0.5)
+    with torch.no_grad():
+        block.mixer.diffusions[0].step.fill_(10.0)
+    h = torch.randn(64, 40, WIDTH)
+    largest = h.amax(dim=1)
+    for _ in range(10):
+        h, _ = block(h, Grid((40,)))
+        assert (h.amax(dim=1) <= largest + 1e-5).all()
+    x = torch.randn(4096, 3, WIDTH)
+    step = block.mixer(x, Grid((3,)))[0]
+    in_training = (block(x, Grid((3,)))[0] - x).mean(0)
+    torch.testing.assert_close(in_training, step.mean(0) / 2, atol=0.03, rtol=0)
+    judged = block.eval()(x, Grid((3,)))[0] - x
+    torch.testing.assert_close(judged, step / 2)
+
+
+def test_other_mixers_are_normalized_before_scaled_up_and_followed_by_an_mlp():
+    mixer, grid = LightNetMixerConfig(num_heads=HEADS), Grid((5,))
+    block = Block(WIDTH, axes=1, mixer=mixer, mlp=MLPConfig(), norm="layer", drop_path=0.25)
+    block = block.double()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    h, keep = tokens(2, 5), torch.tensor([[True] * 5, [True, False, True, True, False]])
+    mixed = h + block.mixer(block.mixer_norm(h), grid, keep=keep)[0]
+    want = mixed + block.mlp(block.mlp_norm(mixed))
+    torch.testing.assert_close(block.eval()(h, grid, keep=keep)[0], want)
+    many = h[:1].expand(4000, -1, -1)
+    block.train()
+    after = block(many, grid)[0]
+    step = block.mixer(block.mixer_norm(h[:1]), grid)[0] / 0.75
+    kept = [h[:1], h[:1] + step]  # without the mixer's branch, and with it
+    kept += [x + block.mlp(block.mlp_norm(x)) / 0.75 for x in kept]
+    found = torch.stack([(after - x).abs().amax((1, 2)) < 1e-5 for x in kept])
+    assert (found.sum(0) == 1).all()
+    shares = found.double().mean(1)
+    want = torch.tensor([0.0625, 0.1875, 0.1875, 0.5625]).double()
+    torch.testing.assert_close(shares, want, atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        ({"diffusion": False}, {"local_update", "attention"}),
+        ({"local_update": False}, {"diffusions", "attention"}),
+        ({"linear_attention": False}, {"diffusions", "local_update"}),
+        ({"input_residual": True}, {"diffusions", "local_update", "attention", "input_weight"}),
+    ],
+    ids=["diffusion", "local_update", "linear_attention", "input_residual"],
+)
+def test_a_part_that_is_off_has_no_parameters(row, names):
+    mixer = built(**row)
+    assert {name.partition(".")[0] for name, _ in mixer.named_parameters()} == names
+
+
+def test_what_a_new_layer_begins_with():
+    config = LinearDiffusionMixerConfig(num_heads=HEADS, input_residual=True)
+    mixer = config.build(width=WIDTH, axes=1)
+    (diffusion,) = mixer.diffusions
+    weights, radius = diffusion.weights()[0], diffusion.radius
+    assert radius == 138  # 32 sqrt(2 ln 10,000), rounded up
+    torch.testing.assert_close(weights, weights.flip(0))
+    torch.testing.assert_close(weights[radius + 1], torch.tensor(-0.5).exp())
+    assert mixer.input_weight.item() == 0
+    assert config.sigmas == (1.0, 2.0, 4.0, 8.0)
+    wide = LinearDiffusionMixerConfig(num_heads=HEADS, epsilon=1e-2).build(width=WIDTH, axes=1)
+    assert wide.diffusions[0].radius == math.ceil(32 * math.sqrt(2 * math.log(100)))
+
+
+def test_a_first_width_next_to_a_bound_can_still_be_learnt():
+    for sigma in (0.25001, 31.99999):
+        mixer = built(sigmas=(sigma,), max_sigma=32.0)
+        diffusion = Diffusion(
+            [sigma], max_sigma=32.0, epsilon=1e-4, causal=False, scheme="explicit", form="auto"
+        )
+        assert diffusion.sigma().item() == pytest.approx(sigma, rel=0.05)
+        diffusion.sigma().sum().backward()
+        assert diffusion.sigma_logit.grad.abs() > 1e-4
+        assert torch.isfinite(mixer(tokens(1, 4), Grid((4,)))[0]).all()
+
+
+def test_a_bfloat16_layer_has_a_kernel_of_full_precision():
+    diffusion = LinearDiffusionMixerConfig(num_heads=HEADS).build(width=WIDTH, axes=1).diffusions[0]
+    weights = diffusion.bfloat16().weights()
+    assert weights.dtype == torch.float32
+    assert torch.equal(weights, weights.flip(1))
+
+
+@pytest.mark.parametrize("form", ["dense", "banded", "fft"])
+def test_a_layer_runs_the_form_it_is_asked_for(form, monkeypatch):
+    calls = []
+    known = dict(IMPLEMENTATIONS)
+    for name, product in known.items():
+        monkeypatch.setitem(
+            IMPLEMENTATIONS, name, lambda *a, n=name, p=product: calls.append(n) or p(*a)
+        )
+    built(form=form)(tokens(1, 70), Grid((70,)))
+    assert set(calls) == {form}
+
+
+@pytest.mark.parametrize("part", ["local_update", "linear_attention"])
+def test_dropout_is_of_either_part(part):
+    only = {name: name == part for name in PARTS}
+    mixer, h = built(dropout=0.5, **only), tokens(1, 6)
+    assert not torch.equal(mixer(h, Grid((6,)))[0], mixer(h, Grid((6,)))[0])
+
+
+def test_what_a_masked_token_holds_reaches_no_one_and_no_weight():
+    mixer, h = built(norm="layer", input_residual=True), tokens(1, 6)
+    keep = torch.tensor([[True, True, False, True, True, True]])
+    want, _ = mixer(h, Grid((6,)), keep=keep)
+    h[:, 2] = torch.nan
+    got, _ = mixer(h, Grid((6,)), keep=keep)
+    torch.testing.assert_close(got, want)
+    got.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in mixer.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_pools_of_many_half_precision_tokens_neither_overflow_nor_drift(dtype):
+    x = torch.full((1, 70_000, 1), 30.0, dtype=dtype)
+    keep = torch.ones(1, 70_000, dtype=torch.bool)
+    assert mean_pool(x, keep).item() == 30
+    assert mean_pool(x, keep).dtype == dtype
+    one = torch.zeros(1, 3, dtype=torch.bool)
+    one[:, 1] = True
+    assert mean_pool(torch.tensor([[[1.0], [5.0], [torch.nan]]]), one).item() == 5
+    assert AttentionPool(1)(torch.tensor([[[1.0], [5.0], [torch.nan]]]), one).item() == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_sigma": math.nan}, "max_sigma is nan, expected a number above 0"),
+        ({"max_sigma": math.inf}, "max_sigma is inf, expected a number above 0"),
+        ({"max_sigma": 1e9}, "max_sigma is 1000000000.0, of which a kernel reaches .* tokens far"),
+        ({"epsilon": math.nan}, "epsilon is nan, expected a number between 0 and 1"),
+        ({"sigmas": (1.0, 40.0)}, "sigmas has 40.0, expected more than 0.25 and less than max_sig"),
+    ],
+)
+def test_a_first_block_refuses_what_any_block_would(fields, message):
+    config = LinearDiffusionMixerConfig(num_heads=HEADS, **fields)
+    with pytest.raises(ValueError, match=message):
+        config.for_layer(0).build(width=WIDTH, axes=1)
+
+
+def test_no_first_widths_are_refused_by_name():
+    config = LinearDiffusionMixerConfig(num_heads=HEADS, sigmas=())
+    with pytest.raises(ValueError, match=r"sigmas is \(\), expected at least one"):
+        config.for_layer(0).build(width=WIDTH, axes=1)
+
+
+def test_a_state_of_another_mixer_is_refused():
+    mixer = built(causal=True)
+    with pytest.raises(ValueError, match="state is a int, expected a LinearDiffusionState"):
+        unwrap(type(mixer).forward)(mixer, tokens(1, 2), Grid((2,)), state=3)
