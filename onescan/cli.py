@@ -19,6 +19,7 @@ from onescan import __version__
 from onescan.choices import check_choice
 
 if TYPE_CHECKING:
+    from onescan.bench.size import Size
     from onescan.training.checkpoint import Checkpoint
     from onescan.training.run import RunConfig, RunResult
 
@@ -223,7 +224,7 @@ def bench(words: Words) -> None:
 
 
 def models(words: Words) -> None:
-    """List the presets: parameters counted and as printed, and multiply-accumulates."""
+    """List the presets: parameters and multiply-accumulates, counted and as printed."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -234,23 +235,14 @@ def models(words: Words) -> None:
     from onescan.bench.size import model_size
     from onescan.models.presets import ABLATIONS, PRESETS, preset
 
-    print(f"{'':<21}{'parameters':>12}{'in the paper':>14}{'difference':>12}{'GMACs':>8}")
+    in_the_paper = f"{'in the paper':>13}{'difference':>12}"
+    print(f"{'':<21}{'parameters':>13}{in_the_paper}{'GMACs':>8}{in_the_paper}")
     for name, known in PRESETS.items():
         size = model_size(known.config)
-        difference = f"{size.parameters / 1e6 / known.printed_millions - 1:.2%}"
-        if isinstance(known.printed_millions, int):
-            difference = "in millions"
-        print(
-            f"{name:<21}{size.parameters:>12,}{known.printed_millions:>13}M"
-            f"{difference:>12}{size.macs / 1e9:>8.2f}"
-        )
+        print(_size_row(name, size, known.printed_millions, known.printed_gmacs))
         for row, printed in known.printed_ablations.items() if options.ablations else ():
             size = model_size(preset(name, **ABLATIONS[row]))
-            difference = f"{size.parameters / 1e6 / printed - 1:.2%}"
-            print(
-                f"  {row:<19}{size.parameters:>12,}{printed:>13}M{difference:>12}"
-                f"{size.macs / 1e9:>8.2f}"
-            )
+            print(_size_row(f"  {row}", size, printed))
 
 
 def recipes(words: Words) -> None:
@@ -381,6 +373,28 @@ def _results(results: "Sequence[RunResult]") -> str:
             mean, spread = statistics.mean(values), statistics.stdev(values)
             lines.append(f"test {name}: {mean:.4f} +- {spread:.4f} over {len(values)} seeds")
     return "\n".join(lines)
+
+
+def _size_row(
+    name: str,
+    size: "Size",
+    printed_millions: float | int | None,
+    printed_gmacs: float | None = None,
+) -> str:
+    """A line of the table of models: what is counted beside what is printed."""
+    printed = difference = ""
+    if printed_millions is not None:
+        printed, difference = (
+            f"{printed_millions}M",
+            f"{size.parameters / 1e6 / printed_millions - 1:.2%}",
+        )
+    if isinstance(printed_millions, int):
+        difference = "in millions"
+    gmacs = size.macs / 1e9
+    row = f"{name:<21}{size.parameters:>13,}{printed:>13}{difference:>12}{gmacs:>8.2f}"
+    if printed_gmacs is None:
+        return row
+    return f"{row}{printed_gmacs:>13}{gmacs / printed_gmacs - 1:>12.2%}"
 
 
 def _fields(config: Any, indent: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from tiny_run import assert_same
 from onescan.bench.size import model_size
 from onescan.cli import COMMANDS, main
 from onescan.configs import differences
-from onescan.models.presets import LIGHTNET_ABLATIONS, PRESETS, preset
+from onescan.models.presets import LDN_ABLATIONS, LIGHTNET_ABLATIONS, PRESETS, preset
 from onescan.recipes import RECIPES, find_recipe
 from onescan.training.folder import read_result
 
@@ -63,11 +63,18 @@ def test_every_command_has_help(command, capsys):
 
 def test_models_prints_every_preset_beside_the_paper(capsys):
     assert main(["models", "--ablations"]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in PRESETS)
-    assert "6,009,832" in shown
-    assert "22.64M" in shown
-    assert "93,635,560" in shown
+    out = capsys.readouterr().out
+    assert "6,009,832" in out
+    assert "22.64M" in out
+    assert "93,635,560" in out
+    heading, *rows = out.splitlines()
+    shown = {row.split()[0]: row for row in rows}
+    assert " ".join(shown["ldn_base"].split()[1:]) == "51,056,920 52.0M -1.81% 10.42 10.6 -1.73%"
+    assert len(heading) <= 100
+    until_gmacs = heading.index("GMACs") + len("GMACs")
+    for name, known in PRESETS.items():
+        has_both = known.printed_gmacs is not None
+        assert len(shown[name]) == (len(heading) if has_both else until_gmacs)
 
 
 def test_recipes_and_show(capsys):
@@ -369,20 +376,29 @@ def test_the_console_command_and_the_module_are_one():
         assert done.stderr.startswith("onescan: error: command 'trian' is unknown")
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "lightnet" in name])
-def test_every_row_of_the_ablation_tables_is_a_recipe(name):
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        *((name, LIGHTNET_ABLATIONS) for name in RECIPES if "lightnet" in name),
+        *((name, LDN_ABLATIONS) for name in RECIPES if "ldn" in name),
+    ],
+)
+def test_every_row_of_the_ablation_tables_is_a_recipe(name, rows):
     whole = find_recipe(name)()
-    for row in LIGHTNET_ABLATIONS:
+    for row in rows:
         variant = find_recipe(f"{name}/{row}")()
         assert variant.name == f"{name}/{row}"
         assert [path for path, *_ in differences(whole, variant) if path != "name"] == [
-            f"model.{path}" for path in LIGHTNET_ABLATIONS[row]
+            f"model.{path}" for path in rows[row]
         ]
 
 
 def test_the_recipes_on_cifar10_are_of_one_size():
     names = [name for name in RECIPES if name.startswith("cifar10_")]
     sizes = {name: model_size(RECIPES[name]().model) for name in names}
+    ldn, vit = sizes.pop("cifar10_ldn"), sizes.pop("cifar10_vit")
+    assert vit.parameters == pytest.approx(ldn.parameters, rel=0.01)
+    assert vit.macs == pytest.approx(ldn.macs, rel=0.04)
     wanted = sizes["cifar10_lightnet"]
     assert len(sizes) == len(DECAYS_AND_SCANS) + 2
     for size in sizes.values():
@@ -403,6 +419,18 @@ def test_the_recipes_of_lion_are_its_presets(kind):
     small, large = RECIPES[f"cifar10_lion_{kind}"]().model, preset(f"lion_{kind}_tiny")
     assert small.mixer == large.mixer
     assert small.position == large.position
+
+
+@pytest.mark.parametrize("size", ["base", "large", "huge"])
+def test_the_recipes_of_ldn_are_its_presets(size):
+    run = find_recipe(f"imagenet_ldn_{size}")()
+    assert run.model == preset(f"ldn_{size}")
+    assert run.name == f"imagenet_ldn_{size}"
+
+
+def test_vit_is_ldn_in_all_but_its_blocks():
+    changed = differences(RECIPES["cifar10_ldn"](), RECIPES["cifar10_vit"]())
+    assert [path for path, *_ in changed] == ["name", "model.mixer.type", "model.mlp"]
 
 
 def test_a_recipe_states_its_command():

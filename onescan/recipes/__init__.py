@@ -8,10 +8,17 @@ from types import MappingProxyType
 from onescan import configs
 from onescan.choices import check_choice
 from onescan.models.presets import ABLATIONS
-from onescan.recipes.cifar10 import CIFAR10_LION, cifar10_deit, cifar10_lightnet
+from onescan.recipes.cifar10 import (
+    CIFAR10_LION,
+    cifar10_deit,
+    cifar10_ldn,
+    cifar10_lightnet,
+    cifar10_vit,
+)
 from onescan.recipes.digits import digits
 from onescan.recipes.files import recipe_in
 from onescan.recipes.imagenet import (
+    IMAGENET_LDN,
     IMAGENET_LION,
     imagenet_deit_base,
     imagenet_deit_small,
@@ -30,6 +37,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "cifar10_lightnet": cifar10_lightnet,
         **CIFAR10_LION,
         "cifar10_deit": cifar10_deit,
+        "cifar10_ldn": cifar10_ldn,
+        "cifar10_vit": cifar10_vit,
         "imagenet_lightnet_tiny": imagenet_lightnet_tiny,
         "imagenet_lightnet_small": imagenet_lightnet_small,
         "imagenet_lightnet_base": imagenet_lightnet_base,
@@ -37,6 +46,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "imagenet_deit_small": imagenet_deit_small,
         "imagenet_deit_base": imagenet_deit_base,
         **IMAGENET_LION,
+        **IMAGENET_LDN,
     }
 )
 

@@ -1,4 +1,4 @@
-"""CIFAR-10: a small LightNet, and LIONs and a DeiT of its size, trained alike."""
+"""CIFAR-10: a small LightNet, LIONs and a DeiT of its size, and an LDN and its ViT, each alike."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,7 +6,11 @@ from dataclasses import replace
 from onescan import configs
 from onescan.configs import ModelConfig
 from onescan.data import DeitAugmentConfig, ImageDatasetConfig
-from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
+from onescan.layers.mixers import (
+    LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
+    SoftmaxMixerConfig,
+)
 from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
@@ -20,6 +24,10 @@ CLASSES = (
 )
 
 MODEL = ImageClassifierConfig(image_size=(32, 32), patch_size=(4, 4), num_classes=10, depth=6)
+TASK = ImageClassificationConfig(label_smoothing=0.1, augment=DeitAugmentConfig(pad=4))
+# LDN, arXiv:2502.12381: added positions (Sec. 3.2), a mean over tokens (3.6), crops and flips (5.1)
+LDN = replace(MODEL, width=256, position=AbsolutePositionConfig(), pool="mean", drop_path=0.0)
+LDN_TASK = ImageClassificationConfig(augment=DeitAugmentConfig(pad=4, operations=0, erasing=0.0))
 RATIO = 13 / 3  # of an MLP's hidden width, for as many parameters as LightNet has
 
 
@@ -48,6 +56,29 @@ def cifar10_deit() -> RunConfig:
     return _cifar10("cifar10_deit", model)
 
 
+def cifar10_ldn() -> RunConfig:
+    """LDN of 2.8 million parameters on CIFAR-10, 8 x 8 patches of 4 x 4 pixels.
+
+    onescan train cifar10_ldn --data.path FOLDER
+
+    Its rows without_diffusion, without_local_update and without_linear_attention are the paper's
+    Table 4, of which it tells neither sizes nor epochs. Its 50 epochs have not been run yet.
+    """
+    model = replace(LDN, mixer=LinearDiffusionMixerConfig(num_heads=4), mlp=None)
+    return _cifar10("cifar10_ldn", model, LDN_TASK)
+
+
+def cifar10_vit() -> RunConfig:
+    """ViT of the same size, by a narrower MLP, and in all else alike: softmax attention, CIFAR-10.
+
+    onescan train cifar10_vit --data.path FOLDER
+
+    Trained as cifar10_ldn is. Its 50 epochs have not been run yet.
+    """
+    mixer, mlp = SoftmaxMixerConfig(num_heads=4), MLPConfig(ratio=1.5)
+    return _cifar10("cifar10_vit", replace(LDN, mixer=mixer, mlp=mlp), LDN_TASK)
+
+
 def _cifar10_lion(kind: str, name: str) -> Callable[[], RunConfig]:
     """LION-T's blocks, six of them, with the DeiT's wider MLP."""
 
@@ -66,7 +97,7 @@ def _cifar10_lion(kind: str, name: str) -> Callable[[], RunConfig]:
     return recipe
 
 
-def _cifar10(name: str, model: ModelConfig) -> RunConfig:
+def _cifar10(name: str, model: ModelConfig, task: ImageClassificationConfig = TASK) -> RunConfig:
     return RunConfig(
         name=name,
         model=model,
@@ -79,7 +110,7 @@ def _cifar10(name: str, model: ModelConfig) -> RunConfig:
             train_crop=None,
             test_crop=None,
         ),
-        task=ImageClassificationConfig(label_smoothing=0.1, augment=DeitAugmentConfig(pad=4)),
+        task=task,
         training=TrainingConfig(epochs=50, batch_size=128, learning_rate=1e-3),
     )
 

@@ -1,4 +1,4 @@
-"""ImageNet-1k: the papers' classification experiments, LightNet's, LION's and DeiT's.
+"""ImageNet-1k: the papers' classification experiments, LightNet's, LION's, LDN's and DeiT's.
 
 In the commands FOLDER holds train/CLASS/*.JPEG and val/CLASS/*.JPEG, or parquet files of the two
 splits; without it, the data comes from the hub. None of these runs has been made yet.
@@ -41,6 +41,11 @@ DEIT = TrainingConfig(
 # LION, arXiv:2502.16249, App. C.11: the recipe of ViT, by code adapted from DeiT's, which averages
 # the weights like this; batches of 1024 images.
 LION = dataclasses.replace(DEIT, ema_decay=0.99996)
+
+
+# LDN, arXiv:2502.12381, Sec. 5.1: "standard", by Adam with a cosine. DeiT's stands in for what it
+# does not tell: batches of 1024 images, with weights decayed, for 300 epochs.
+LDN = DEIT
 
 
 def imagenet_lightnet_tiny() -> RunConfig:
@@ -102,6 +107,17 @@ def _imagenet_lion(kind: str, size: str) -> Callable[[], RunConfig]:
     return recipe
 
 
+def _imagenet_ldn(size: str) -> Callable[[], RunConfig]:
+    def recipe() -> RunConfig:
+        return _imagenet(f"ldn_{size}", LDN)
+
+    recipe.__doc__ = f"""LDN, {size}, on ImageNet-1k, trained as DeiT is.
+
+    torchrun --nproc-per-node 8 -m onescan train imagenet_ldn_{size} --data.path FOLDER
+    """
+    return recipe
+
+
 def _imagenet(model: str, training: TrainingConfig) -> RunConfig:
     """Augmented as DeiT is, which LightNet's paper follows: arXiv:2012.12877, Table 9."""
     return RunConfig(
@@ -120,3 +136,4 @@ IMAGENET_LION = {
     for size in ("tiny", "small", "base")
     for kind in LION_NAMES
 }
+IMAGENET_LDN = {f"imagenet_ldn_{size}": _imagenet_ldn(size) for size in ("base", "large", "huge")}

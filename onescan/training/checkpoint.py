@@ -8,13 +8,23 @@ from torch import nn
 
 from onescan.configs import ModelConfig
 from onescan.data import Format
+from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.masked_lm import MaskedLMConfig
+from onescan.models.sequence_classifier import SequenceClassifierConfig
+from onescan.models.sequence_decoder import SequenceDecoderConfig
 from onescan.training.folder import read_manifest
 from onescan.training.run import RunConfig
 from onescan.training.weights import BEST, WEIGHTS, load_weights, read_notes
 
 # a config.json names its model's class; those of this package are known to `load` from here
-MODELS: tuple[type[ModelConfig], ...] = (ImageClassifierConfig,)
+MODELS: tuple[type[ModelConfig], ...] = (
+    ImageClassifierConfig,
+    CausalLMConfig,
+    MaskedLMConfig,
+    SequenceClassifierConfig,
+    SequenceDecoderConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

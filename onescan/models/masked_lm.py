@@ -1,0 +1,86 @@
+"""What stands where a token is masked, from those on both sides."""
+
+from dataclasses import dataclass, field
+
+import torch.nn.functional as F
+from torch import nn
+
+from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
+from onescan.layers.norm import build_norm
+from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
+from onescan.models.token_network import TokenNetwork, TokenNetworkConfig
+from onescan.shapes import Hidden, Keep, TokenLogits, Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedLMConfig(TokenNetworkConfig):
+    """LightNet's masked language model by default; LION's, LDN's, BERT's by changing fields."""
+
+    vocabulary_size: int = 30522
+    width: int = 768
+    depth: int = 12
+    mixer: MixerConfig = field(default_factory=lambda: LightNetMixerConfig(num_heads=12))
+    position: PositionConfig | None = field(
+        default_factory=lambda: ToeplitzPositionConfig(bidirectional=True)
+    )
+    head_transform: bool = True
+    """A layer with GELU and a norm before the scores, as in BERT."""
+
+    def build(self) -> "MaskedLM":
+        """Build the network, with fresh weights from torch's global generator.
+
+        Raises:
+            ValueError: a size that is not positive, a mixer that looks back only, or what the
+                mixer, the norm and the position refuse.
+        """
+        self.check()
+        if self.mixer.is_causal:
+            raise ValueError("mixer is causal: a masked token would not be told by those after it")
+        return MaskedLM(self)
+
+
+class MaskedLM(nn.Module):
+    """TokenNetwork -> gelu(W x) -> norm -> the embedding's matrix, and a bias.
+
+    >>> import torch
+    >>> from onescan.models.masked_lm import MaskedLMConfig
+    >>> model = MaskedLMConfig(vocabulary_size=11, width=24, depth=1).build()
+    >>> model(torch.randint(11, (2, 9))).shape
+    torch.Size([2, 9, 11])
+    """
+
+    def __init__(self, config: MaskedLMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.network = TokenNetwork(config)
+        self.transform = self.transform_norm = None
+        if config.head_transform:
+            self.transform = nn.Linear(config.width, config.width)
+            self.transform_norm = build_norm(config.norm, config.width)
+            self.network.init_weights(self.transform)
+        self.head = nn.Linear(config.width, config.vocabulary_size)
+        self.network.init_weights(self.head)
+        self.head.weight = self.network.embedding.weight
+
+    def forward(
+        self, tokens: Tokens, keep: Keep | None = None, *, segments: Tokens | None = None
+    ) -> TokenLogits:
+        """Score what may stand at each place.
+
+        Args:
+            tokens: ids, masked ones by the id that the tokenizer has for them.
+            keep: True for real tokens, among them masked ones; padding is False.
+            segments: which segment each token is of, for models that tell them apart.
+
+        Raises:
+            ValueError: shapes disagree, no tokens, or, on a CPU, an id that is not in the
+                vocabulary.
+        """
+        x, _ = self.network(tokens, segments=segments, keep=keep)
+        return self.forward_head(x)
+
+    def forward_head(self, x: Hidden) -> TokenLogits:
+        """Scores from what the network gave."""
+        if self.transform is not None and self.transform_norm is not None:
+            x = self.transform_norm(F.gelu(self.transform(x)))
+        return self.head(x)

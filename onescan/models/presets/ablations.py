@@ -1,0 +1,44 @@
+"""The rows of the papers' ablation tables: what each changes in a config."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from onescan.layers.decays import FixedDecayConfig
+from onescan.layers.position import AbsolutePositionConfig
+
+# What a row of LightNet's ablation tables changes, Tables 1, 7 and 6.
+LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "without_tpe": {"position": None},
+        "without_lrpe": {"mixer.lrpe": False},
+        "without_decay": {"mixer.decay": False},
+        "without_norm": {"mixer.norm": "none"},
+        "full_rank_gate": {"mixer.gate_rank": None},
+        "separate_decay": {"mixer.separate_decay_rank": 128},
+    }
+)
+# The same of LION's, Tables 13, 14 and 16, for LION-s.
+LION_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "fixed_decay": {"mixer.decay": FixedDecayConfig()},
+        "diagonal_decay": {"mixer.decay.diagonal": True},
+        "without_feature_map": {"mixer.feature_map": "identity"},
+        "with_positions": {"position": AbsolutePositionConfig()},
+        "forward": {"mixer.direction": "forward"},
+        "backward": {"mixer.direction": "backward"},
+        "alternating": {"mixer.direction": "alternating"},
+    }
+)
+# The same of LDN's, Table 4; the last row is ours.
+LDN_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "without_diffusion": {"mixer.diffusion": False},
+        "without_local_update": {"mixer.local_update": False},
+        "without_linear_attention": {"mixer.linear_attention": False},
+        "separable_diffusion": {"mixer.separable": True},
+    }
+)
+ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {**LIGHTNET_ABLATIONS, **LION_ABLATIONS, **LDN_ABLATIONS}
+)

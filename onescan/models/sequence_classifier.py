@@ -1,0 +1,106 @@
+"""A text in, or a pair of texts; a score per class out, or a number."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from onescan.checks import check_choice, check_positive
+from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
+from onescan.layers.pool import AttentionPool, max_pool, mean_pool
+from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
+from onescan.models.token_network import TokenNetwork, TokenNetworkConfig
+from onescan.shapes import Hidden, Keep, Logits, Pooled, Tokens
+
+Pool = Literal["first", "mean", "max", "attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceClassifierConfig(TokenNetworkConfig):
+    """A masked language model's network, and a head that reads all of its tokens."""
+
+    vocabulary_size: int = 30522
+    width: int = 768
+    depth: int = 12
+    mixer: MixerConfig = field(default_factory=lambda: LightNetMixerConfig(num_heads=12))
+    position: PositionConfig | None = field(
+        default_factory=lambda: ToeplitzPositionConfig(bidirectional=True)
+    )
+    num_classes: int = 2
+    """Scores per text; 1 for a number, which regression learns."""
+    pool: Pool = "mean"
+    """What the head reads: the first real token, as in BERT; the mean of all real ones, their
+    largest, or one weighed by learnt attention."""
+    head_transform: bool = True
+    """A layer with tanh before the scores, as in BERT."""
+
+    def build(self) -> "SequenceClassifier":
+        """Build the network, with fresh weights from torch's global generator.
+
+        Raises:
+            ValueError: a size that is not positive, a first token that reads no other, or what the
+                mixer, the norm and the position refuse.
+        """
+        self.check()
+        check_positive(num_classes=self.num_classes)
+        check_choice("pool", self.pool, get_args(Pool))
+        if self.pool == "first" and self.mixer.is_causal:
+            raise ValueError(
+                "pool is 'first' with a causal mixer, so the first token reads no other; expected "
+                "'mean', 'max' or 'attention'"
+            )
+        return SequenceClassifier(self)
+
+
+class SequenceClassifier(nn.Module):
+    """TokenNetwork -> pool -> tanh(W x) -> head.
+
+    >>> model = SequenceClassifierConfig(vocabulary_size=11, width=24, depth=1).build()
+    >>> model(torch.randint(11, (2, 9))).shape
+    torch.Size([2, 2])
+    """
+
+    def __init__(self, config: SequenceClassifierConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.network = TokenNetwork(config)
+        self.attention_pool = AttentionPool(config.width) if config.pool == "attention" else None
+        self.transform = nn.Linear(config.width, config.width) if config.head_transform else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.head = nn.Linear(config.width, config.num_classes)
+        for part in (self.transform, self.head):
+            if part is not None:
+                self.network.init_weights(part)
+
+    def forward(
+        self, tokens: Tokens, keep: Keep | None = None, *, segments: Tokens | None = None
+    ) -> Logits:
+        """Score each text.
+
+        Args:
+            tokens: ids; a pair of texts is one sequence with a token of its own between them.
+            keep: True for real tokens; padding is False, on either side.
+            segments: 0 for the first text and 1 for the second, for models that tell them apart.
+
+        Raises:
+            ValueError: shapes disagree, no tokens, or, on a CPU, an id that is not in the
+                vocabulary.
+        """
+        x, _ = self.network(tokens, segments=segments, keep=keep)
+        return self.forward_head(x, keep)
+
+    def forward_head(self, x: Hidden, keep: Keep | None = None) -> Logits:
+        """Scores from what the network gave."""
+        x = self._pooled(x, keep)
+        if self.transform is not None:
+            x = torch.tanh(self.transform(x))
+        return self.head(self.dropout(x))
+
+    def _pooled(self, x: Hidden, keep: Keep | None) -> Pooled:
+        if self.config.pool == "first":
+            first = torch.zeros_like(x[:, 0, 0]).long() if keep is None else keep.long().argmax(1)
+            return x[torch.arange(len(x), device=x.device), first]
+        if self.attention_pool is not None:
+            return self.attention_pool(x, keep)
+        return max_pool(x, keep) if self.config.pool == "max" else mean_pool(x, keep)

@@ -1,0 +1,172 @@
+"""What all language models share: token ids in, one vector a token out."""
+
+from abc import ABC
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from onescan.checks import check_devices, check_positive, check_shapes, check_token_ids
+from onescan.configs import ModelConfig
+from onescan.layers.block import Block
+from onescan.layers.mixers import LightNetMixerConfig, Mixer, MixerConfig
+from onescan.layers.mlp import GLUConfig, MLPConfig
+from onescan.layers.norm import NormName, build_norm
+from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
+from onescan.models.states import flatten
+from onescan.shapes import Grid, Hidden, Keep, Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenNetworkConfig(ModelConfig, ABC):
+    """The fields that all language models share; LightNet's by default."""
+
+    vocabulary_size: int = 50265
+    """Kinds of tokens."""
+    width: int = 512
+    """Of a token."""
+    depth: int = 6
+    """Blocks."""
+    mixer: MixerConfig = field(default_factory=lambda: LightNetMixerConfig(num_heads=8))
+    """How tokens exchange what they know."""
+    mlp: MLPConfig | None = field(default_factory=GLUConfig)
+    """What each token does on its own, after the mixer; None where the mixer sees to that too."""
+    position: PositionConfig | None = field(default_factory=ToeplitzPositionConfig)
+    """How tokens learn where they are, once, after the embedding; None leaves it out."""
+    segment_types: int = 0
+    """Kinds of segments, each with a learnt vector: 2 for pairs of sentences, as BERT has them."""
+    embedding_norm: bool = False
+    """Normalize what enters the first block."""
+    norm: NormName = "layer"
+    """Of every block, and after the last."""
+    dropout: float = 0.0
+    """Of what enters the first block and of what each branch adds, while training."""
+    init_std: float = 0.02
+    """Spread of the first weights of linear maps and embeddings."""
+
+    def check(self) -> None:
+        """Raise ValueError for sizes that no network has."""
+        check_positive(
+            vocabulary_size=self.vocabulary_size,
+            width=self.width,
+            depth=self.depth,
+            init_std=self.init_std,
+        )
+        if self.segment_types < 0:
+            raise ValueError(f"segment_types is {self.segment_types}, expected 0 or more")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}, expected a chance from 0 to below 1")
+
+    def example_inputs(self) -> tuple[Tokens]:
+        """A sequence of 128 tokens."""
+        return (torch.zeros(1, 128, dtype=torch.long),)
+
+
+class NetworkState(NamedTuple):
+    """What a causal network carries from call to call.
+
+    Attributes:
+        position: the position encoding's state; None if it has none.
+        blocks: each block's mixer's.
+    """
+
+    position: Any
+    blocks: tuple[Any, ...]
+
+
+class TokenNetwork(nn.Module):
+    """Embedding -> position -> blocks -> norm."""
+
+    def __init__(self, config: TokenNetworkConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.embedding = nn.Embedding(config.vocabulary_size, width)
+        self.segment_embedding = None
+        if config.segment_types:
+            self.segment_embedding = nn.Embedding(config.segment_types, width)
+        self.position = None
+        if config.position is not None:
+            self.position = config.position.build(width=width, grid=Grid((1,)))
+        self.embedding_norm = build_norm(config.norm if config.embedding_norm else "none", width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                axes=1,
+                mixer=config.mixer.for_layer(i),
+                mlp=config.mlp,
+                norm=config.norm,
+                dropout=config.dropout,
+            )
+            for i in range(config.depth)
+        )
+        self.norm = build_norm(config.norm, width)
+        self.apply(self.init_weights)
+
+    def forward(
+        self,
+        tokens: Tokens,
+        *,
+        segments: Tokens | None = None,
+        keep: Keep | None = None,
+        state: NetworkState | None = None,
+    ) -> tuple[Hidden, NetworkState]:
+        """One vector a token, and the state after the last; only causal networks take one."""
+        self._check(tokens, segments, keep, state)
+        grid = Grid((tokens.shape[1],))
+        position, mixers = (None, (None,) * len(self.blocks)) if state is None else state
+        x = self.embedding(tokens)  # B T D
+        if self.segment_embedding is not None:
+            kinds = torch.zeros_like(tokens) if segments is None else segments
+            x = x + self.segment_embedding(kinds)
+        if self.position is not None:
+            x, position = self.position(x, grid, position, keep)
+        x = embedding = self.dropout(self.embedding_norm(x))
+        after = []
+        for block, mixer in zip(self.blocks, mixers, strict=True):
+            x, mixer = block(x, grid, embedding=embedding, keep=keep, state=mixer)
+            after.append(mixer)
+        return self.norm(x), NetworkState(position, tuple(after))
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Set a part's first weights; for heads that are added, too."""
+        std = self.config.init_std
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, Mixer):  # comes after the linear maps in it
+            module.init_weights()
+
+    def _check(self, tokens: Any, segments: Any, keep: Any, state: Any) -> None:
+        # Any: these are what a user passed
+        check_token_ids(tokens, self.config.vocabulary_size)
+        sizes = check_shapes(tokens=(tokens, "B T"), segments=(segments, "B T"), keep=(keep, "B T"))
+        check_positive(T=sizes["T"])
+        check_devices(tokens=tokens, segments=segments, keep=keep)
+        if segments is not None and not self.config.segment_types:
+            raise ValueError("segments came to a model that tells none apart: segment_types is 0")
+        if segments is not None:
+            check_token_ids(segments, self.config.segment_types, name="segments")
+        if keep is not None and keep.dtype != torch.bool:
+            raise ValueError(
+                f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens"
+            )
+        if state is None:
+            return
+        if not isinstance(state, NetworkState):
+            raise ValueError(f"state is a {type(state).__name__}, expected a NetworkState")
+        if not self.config.mixer.is_causal:
+            raise ValueError("state was given to a model that reads both ways")
+        if len(state.blocks) != len(self.blocks):
+            raise ValueError(
+                f"state is of a model with {len(state.blocks)} blocks, expected {len(self.blocks)}"
+            )
+        for path, part in flatten(state).items():
+            if part.ndim and len(part) != len(tokens):
+                raise ValueError(
+                    f"state is of a batch of {len(part)}, expected {len(tokens)}: {path} has shape "
+                    f"{tuple(part.shape)}"
+                )

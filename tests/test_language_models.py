@@ -1,0 +1,485 @@
+"""Causal and masked language models and classifiers: states, padding, sampling, and errors."""
+
+import dataclasses
+from inspect import unwrap
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from onescan.layers.mixers import (
+    DeltaRuleMixerConfig,
+    LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
+    LionMixerConfig,
+    SoftmaxMixerConfig,
+    SoftmaxState,
+)
+from onescan.layers.mlp import GLUConfig, MLPConfig
+from onescan.layers.position import (
+    AbsolutePositionConfig,
+    ToeplitzPositionConfig,
+    TokenPositionConfig,
+)
+from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.masked_lm import MaskedLMConfig
+from onescan.models.sampling import Sampling
+from onescan.models.sequence_classifier import SequenceClassifierConfig
+from onescan.models.states import flatten, map_tensors, select_rows, unflatten
+from onescan.shapes import Grid
+
+VOCABULARY, WIDTH, TOKENS = 13, 24, 9
+SMALL = {"vocabulary_size": VOCABULARY, "width": WIDTH, "depth": 2, "init_std": 0.2}
+TPE = ToeplitzPositionConfig(hidden_states=4)
+PLACES = TokenPositionConfig(most_tokens=40)
+CAUSAL = {
+    "lightnet": {"mixer": LightNetMixerConfig(num_heads=3, causal=True), "position": TPE},
+    "lightnet own decay": {
+        "mixer": LightNetMixerConfig(num_heads=3, causal=True, separate_decay_rank=4),
+        "position": None,
+    },
+    "lion": {"mixer": LionMixerConfig(num_heads=3, direction="forward"), "position": None},
+    "delta": {"mixer": DeltaRuleMixerConfig(num_heads=3, direction="forward"), "position": TPE},
+    "ldn": {
+        "mixer": LinearDiffusionMixerConfig(num_heads=3, causal=True, sigmas=(1.0,), max_sigma=2.0),
+        "mlp": None,
+        "position": PLACES,
+    },
+    "gpt2": {
+        "mixer": SoftmaxMixerConfig(num_heads=3, causal=True),
+        "mlp": MLPConfig(),
+        "position": PLACES,
+    },
+}
+BOTH = {
+    "lightnet": {
+        "mixer": LightNetMixerConfig(num_heads=3),
+        "position": ToeplitzPositionConfig(hidden_states=4, bidirectional=True),
+    },
+    "lion": {"mixer": LionMixerConfig(num_heads=3), "position": None},
+    "ldn": {
+        "mixer": LinearDiffusionMixerConfig(num_heads=3),
+        "mlp": None,
+        "position": PLACES,
+        "norm": "layer",
+    },
+    "bert": {
+        "mixer": SoftmaxMixerConfig(num_heads=3),
+        "mlp": MLPConfig(),
+        "position": PLACES,
+        "segment_types": 2,
+        "embedding_norm": True,
+    },
+}
+over_causal = pytest.mark.parametrize("change", CAUSAL.values(), ids=CAUSAL)
+over_both = pytest.mark.parametrize("change", BOTH.values(), ids=BOTH)
+
+
+def ids(*shape, seed=0):
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def built(config):
+    """A model as after training: no parameter is where it starts."""
+    model = config.build().double().eval()
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=g, dtype=torch.float64)
+            parameter.add_(0.2 * noise)
+    return model
+
+
+def causal(change, **more):
+    return built(CausalLMConfig(**{**SMALL, "mlp": GLUConfig(), **change, **more}))
+
+
+def padded(tokens, lengths, side):
+    """Each row cut to its length and filled up with what must not matter; and what is real."""
+    rows, keep = torch.full_like(tokens, 5), torch.zeros_like(tokens, dtype=torch.bool)
+    for row, real, source, n in zip(rows, keep, tokens, lengths, strict=True):
+        part = slice(len(row) - n, None) if side == "left" else slice(n)
+        row[part], real[part] = source[:n], True
+    return rows, keep
+
+
+@over_causal
+def test_cached_and_chunked_calls_equal_one_at_every_cut(change):
+    model, tokens = causal(change), ids(2, TOKENS)
+    want, whole = model(tokens)
+    for cut in range(1, TOKENS):
+        first, state = model(tokens[:, :cut])
+        rest, state = model(tokens[:, cut:], state)
+        torch.testing.assert_close(torch.cat([first, rest], dim=1), want, atol=1e-9, rtol=1e-9)
+        for x, y in zip(flatten(state).values(), flatten(whole).values(), strict=True):
+            torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
+    state, parts = None, []
+    for t in range(TOKENS):
+        logits, state = model(tokens[:, t : t + 1], state)
+        parts.append(logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), want, atol=1e-9, rtol=1e-9)
+
+
+@over_causal
+def test_no_token_hears_of_a_later_one(change):
+    model, tokens = causal(change), ids(1, TOKENS)
+    want, _ = model(tokens)
+    tokens[:, 5:] = (tokens[:, 5:] + 1) % VOCABULARY
+    got, _ = model(tokens)
+    torch.testing.assert_close(got[:, :5], want[:, :5])
+    assert (got[:, 5:] != want[:, 5:]).any(dim=-1).all()
+
+
+@over_causal
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_equals_single_runs(change, side):
+    model, tokens, lengths = causal(change), ids(3, TOKENS), (4, TOKENS, 1)
+    rows, keep = padded(tokens, lengths, side)
+    got, state = model(rows, keep=keep)
+    more = ids(3, 2, seed=1)
+    after = model(more, state)[0]
+    for b, n in enumerate(lengths):
+        want, alone = model(tokens[b : b + 1, :n])
+        torch.testing.assert_close(got[b, keep[b]], want[0], atol=1e-9, rtol=1e-9)
+        if side == "left":  # after padding on the right the next token lies further away
+            want = model(more[b : b + 1], alone)[0]
+            torch.testing.assert_close(after[b : b + 1], want, atol=1e-9, rtol=1e-9)
+
+
+@over_causal
+def test_beams_reorder_states(change):
+    model, tokens, more = causal(change), ids(3, 5), ids(4, 2, seed=1)
+    rows = torch.tensor([2, 0, 0, 1])
+    _, state = model(tokens)
+    got, _ = model(more, select_rows(state, rows))
+    want, _ = model(torch.cat([tokens[rows], more], dim=1))
+    torch.testing.assert_close(got, want[:, 5:], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name != "gpt2"])
+def test_a_state_does_not_grow_and_softmaxs_does(name):
+    def sizes(model, tokens):
+        return sum(x.numel() for x in flatten(model(ids(1, tokens))[1]).values())
+
+    assert sizes(causal(CAUSAL[name]), 3) == sizes(causal(CAUSAL[name]), 30)
+    assert sizes(causal(CAUSAL["gpt2"]), 30) > 9 * sizes(causal(CAUSAL["gpt2"]), 3)
+
+
+def test_causal_softmax_is_the_formula():
+    mixer = SoftmaxMixerConfig(num_heads=3, causal=True).build(width=WIDTH, axes=1).double()
+    x, keep = torch.randn(2, 6, WIDTH, dtype=torch.float64), torch.rand(2, 6) < 0.7
+    q, k, v = (y.unflatten(-1, (3, -1)) for y in mixer.to_qkv(x).chunk(3, dim=-1))
+    scores = torch.einsum("bthk,bshk->bhts", q, k) / (WIDTH / 3) ** 0.5
+    t = torch.arange(6)
+    seen = (t[:, None] >= t) & keep[:, None, None, :]
+    shares = scores.masked_fill(~(seen | (t[:, None] == t)), -torch.inf).softmax(-1)
+    want = mixer.to_out(torch.einsum("bhts,bshk->bthk", shares, v).flatten(-2))
+    got, state = mixer(x, Grid((6,)), keep=keep)
+    torch.testing.assert_close(got, want * keep.unsqueeze(-1))
+    assert isinstance(state, SoftmaxState)
+    whole = scores.masked_fill(t[:, None] < t, -torch.inf).softmax(-1)
+    want = mixer.to_out(torch.einsum("bhts,bshk->bthk", whole, v).flatten(-2))
+    torch.testing.assert_close(mixer(x, Grid((6,)))[0], want)
+
+
+def test_token_places_are_counted_over_real_tokens():
+    position = TokenPositionConfig(most_tokens=5).build(width=3, grid=Grid((1,)))
+    keep = torch.tensor([[False, True, True], [True, False, True]])
+    x, taken = position(torch.zeros(2, 3, 3), Grid((3,)), None, keep)
+    assert taken.tolist() == [2, 2]
+    assert torch.equal(x[0, 1:], position.table[:2])
+    assert torch.equal(x[1, [0, 2]], position.table[:2])
+    x, taken = position(torch.zeros(2, 2, 3), Grid((2,)), taken)
+    assert torch.equal(x[0], position.table[2:4])
+    with pytest.raises(ValueError, match="a sequence has 6 tokens, expected at most the model's 5"):
+        position(torch.zeros(2, 2, 3), Grid((2,)), taken)
+
+
+@over_causal
+def test_a_state_survives_being_flattened(change):
+    model, tokens = causal(change), ids(2, 5)
+    _, state = model(tokens)
+    _, like = model(ids(1, 1))
+    again = unflatten(like, flatten(state))
+    assert type(again) is type(state)
+    more = ids(2, 2)
+    assert torch.equal(model(more, again)[0], model(more, state)[0])
+
+
+def test_a_state_with_other_parts_is_no_state_of_this_model():
+    _, one = causal(CAUSAL["lightnet"])(ids(1, 2))
+    _, other = causal(CAUSAL["lion"])(ids(1, 2))
+    with pytest.raises(ValueError, match=r"blocks.0.\S+ is .*, and not so in this model's state"):
+        unflatten(one, flatten(other))
+
+
+def test_trees_keep_what_is_no_tensor():
+    tree = ((torch.ones(2), 3), None)
+    assert map_tensors(lambda x: x + 1, tree)[0][1] == 3
+    assert unflatten(tree, flatten(tree))[0][1] == 3
+    assert unflatten(tree, flatten(tree))[1] is None
+
+
+def test_heads_are_tied_unless_asked_otherwise():
+    tied = CausalLMConfig(**SMALL).build()
+    assert tied.head.weight is tied.network.embedding.weight
+    apart = CausalLMConfig(**SMALL, tie_embeddings=False).build()
+    assert apart.head.weight is not apart.network.embedding.weight
+    masked = MaskedLMConfig(**SMALL).build()
+    assert masked.head.weight is masked.network.embedding.weight
+
+
+def test_last_only_scores_the_last_token():
+    model, tokens = causal(CAUSAL["lightnet"]), ids(2, 5)
+    got, _ = model(tokens, last_only=True)
+    torch.testing.assert_close(got, model(tokens)[0][:, -1:])
+
+
+@over_causal
+def test_generation_is_the_likeliest_token_again_and_again(change):
+    model, tokens = causal(change), ids(2, 4)
+    written = model.generate(tokens, most=6)
+    text = tokens
+    for _ in range(6):
+        text = torch.cat([text, model(text)[0][:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(written, text[:, 4:])
+
+
+def test_generation_goes_on_from_padding_on_the_left_as_if_there_were_none():
+    model, tokens = causal(CAUSAL["lightnet"]), ids(2, 6)
+    rows, keep = padded(tokens, (3, 6), "left")
+    written = model.generate(rows, most=5, keep=keep)
+    assert torch.equal(written[:1], model.generate(tokens[:1, :3], most=5))
+    assert torch.equal(written[1:], model.generate(tokens[1:], most=5))
+
+
+def test_generation_ends_and_repeats_the_end():
+    model = causal(CAUSAL["lightnet"])
+    tokens = ids(3, 4)
+    free = model.generate(tokens, most=8)
+    end = int(free[0, 2])
+    ended = model.generate(tokens, most=8, end=end)
+    for row, want in zip(ended.tolist(), free.tolist(), strict=True):
+        stop = want.index(end) if end in want else len(want)
+        assert row[: stop + 1] == want[: stop + 1][: len(row)]
+        assert set(row[stop + 1 :]) <= {end}
+    assert model.generate(tokens[:1], most=8, end=end).shape[1] == free[0].tolist().index(end) + 1
+
+
+def test_a_stream_can_be_taken_up_where_it_was_left():
+    model, tokens = causal(CAUSAL["lightnet"]), ids(1, 4)
+    whole = model.generate(tokens, most=7)
+    pairs = list(model.stream(tokens, most=3))
+    token, state = pairs[-1]
+    rest = model.generate(token.unsqueeze(1), most=4, state=state)
+    assert torch.equal(torch.cat([*(t.unsqueeze(1) for t, _ in pairs), rest], dim=1), whole)
+
+
+def test_sampling_draws_by_its_probabilities_and_by_its_seed():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(20_000, -1)
+    sampling = Sampling(temperature=1.0, top_k=3, top_p=0.9)
+    g = torch.Generator().manual_seed(0)
+    drawn = sampling.choose(logits, g)
+    shares = torch.bincount(drawn, minlength=4) / len(drawn)
+    want = torch.tensor([0.5, 0.3, 0.15, 0.0]) / 0.95
+    torch.testing.assert_close(shares, want, atol=0.01, rtol=0)
+    assert torch.equal(sampling.choose(logits, torch.Generator().manual_seed(0)), drawn)
+    sharp = Sampling(temperature=0.5).probabilities(logits[:1])
+    squares = logits[:1].exp().square()
+    torch.testing.assert_close(sharp, squares / squares.sum())
+    torch.testing.assert_close(
+        Sampling(temperature=1.0, top_p=0.5).probabilities(logits[:1])[0], torch.eye(4)[0]
+    )
+    assert Sampling().choose(logits[:1]).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0, expected 0 or more"),
+        ({"top_k": 0}, "top_k is 0, expected a number above 0"),
+        ({"top_p": 0.0}, "top_p is 0.0, expected above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+    ],
+)
+def test_impossible_sampling_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        causal(CAUSAL["lion"]).generate(ids(1, 2), Sampling(**fields), most=1)
+
+
+def test_nothing_to_write_is_refused():
+    with pytest.raises(ValueError, match="most is 0"):
+        causal(CAUSAL["lion"]).generate(ids(1, 2), most=0)
+
+
+def masked(change, **more):
+    return built(MaskedLMConfig(**{**SMALL, "mlp": GLUConfig(), **change, **more}))
+
+
+@over_both
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_of_a_masked_model_equals_single_runs(change, side):
+    model, tokens, lengths = masked(change), ids(3, TOKENS), (4, TOKENS, 2)
+    rows, keep = padded(tokens, lengths, side)
+    got = model(rows, keep)
+    for b, n in enumerate(lengths):
+        torch.testing.assert_close(got[b, keep[b]], model(tokens[b : b + 1, :n])[0])
+
+
+@over_both
+def test_every_token_hears_of_every_other(change):
+    model, tokens = masked(change), ids(1, TOKENS)
+    want = model(tokens)
+    for t in (0, TOKENS - 1):
+        other = tokens.clone()
+        other[:, t] = (other[:, t] + 1) % VOCABULARY
+        assert (model(other) != want).any(dim=-1).all()
+
+
+@over_both
+@pytest.mark.parametrize("pool", ["first", "mean", "max", "attention"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_of_a_classifier_equals_single_runs(change, pool, side):
+    config = SequenceClassifierConfig(**{**SMALL, **change}, pool=pool, num_classes=3)
+    model, tokens, lengths = built(config), ids(3, TOKENS), (4, TOKENS, 2)
+    rows, keep = padded(tokens, lengths, side)
+    segments = (torch.arange(TOKENS) > 3).long().expand(3, -1)
+    kinds = padded(segments, lengths, side)[0].clamp(max=1) if change.get("segment_types") else None
+    got = model(rows, keep, segments=kinds)
+    assert got.shape == (3, 3)
+    for b, n in enumerate(lengths):
+        own = segments[b : b + 1, :n] if kinds is not None else None
+        want = model(tokens[b : b + 1, :n], segments=own)
+        torch.testing.assert_close(got[b : b + 1], want)
+
+
+def test_segments_are_told_apart_where_there_are_some():
+    model, tokens = masked(BOTH["bert"]), ids(1, TOKENS)
+    segments = (torch.arange(TOKENS) > 3).long()[None]
+    assert torch.equal(model(tokens), model(tokens, segments=torch.zeros_like(segments)))
+    assert (model(tokens, segments=segments) != model(tokens)).any()
+    with pytest.raises(ValueError, match="segments hold the ids 0 to 2, expected 0 to 1"):
+        model(tokens, segments=2 * segments)
+    with pytest.raises(ValueError, match="segments came to a model that tells none apart"):
+        masked(BOTH["lion"])(tokens, segments=segments)
+
+
+def test_a_regression_has_one_score_and_learns():
+    """The share of a token in a text, which a mean of embeddings can tell."""
+    config = SequenceClassifierConfig(
+        **{**SMALL, "depth": 1}, mixer=LionMixerConfig(num_heads=3), position=None, num_classes=1
+    )
+    model = config.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    losses = []
+    for step in range(60):
+        tokens = ids(32, 8, seed=step)
+        loss = (model(tokens)[:, 0] - (tokens == 3).float().mean(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.2 * sum(losses[:5])
+
+
+def every_parameter_learns(model, loss):
+    loss.backward()
+    missing = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not missing
+
+
+@over_causal
+def test_every_parameter_of_a_causal_model_learns(change):
+    model = causal(change)
+    tokens = ids(2, TOKENS)
+    logits, _ = model(tokens[:, :-1])
+    loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    if isinstance(model.network.position, nn.Module) and hasattr(model.network.position, "table"):
+        model.network.position.table.requires_grad_(False)  # places beyond the text's learn nothing
+        loss.backward()
+        rest = [p for p in model.parameters() if p.requires_grad]
+        assert all(p.grad is not None and p.grad.any() for p in rest)
+    else:
+        every_parameter_learns(model, loss)
+
+
+def test_dropout_is_for_training():
+    model = CausalLMConfig(**SMALL, dropout=0.5).build()
+    tokens = ids(1, 5)
+    assert not torch.equal(model(tokens)[0], model(tokens)[0])
+    model.eval()
+    assert torch.equal(model(tokens)[0], model(tokens)[0])
+
+
+ERRORS = [
+    ({"tokens": ids(5)}, r"tokens has shape \(5,\), expected 'B T'"),
+    ({"tokens": ids(2, 0)}, "T is 0, expected a number above 0"),
+    ({"tokens": ids(2, 5) + VOCABULARY}, f"tokens hold the ids .*, expected 0 to {VOCABULARY - 1}"),
+    ({"tokens": ids(2, 5).float()}, "tokens has dtype torch.float32, expected torch.int64"),
+    ({"tokens": None}, "tokens is a NoneType, expected a tensor"),
+    ({"tokens": [1, 2]}, "tokens is a list, expected a tensor"),
+    ({"keep": torch.ones(2, 4).bool()}, r"keep has shape \(2, 4\), expected 'B T' with B=2, T=5"),
+    ({"keep": torch.ones(2, 5)}, "keep has dtype torch.float32, expected torch.bool"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), ERRORS)
+def test_errors_name_the_argument(change, message):
+    network = causal(CAUSAL["lion"]).network
+    with pytest.raises(ValueError, match=message):
+        # without the shape hook, as users call it
+        unwrap(type(network).forward)(network, **{"tokens": ids(2, 5), **change})
+
+
+def test_a_state_of_another_model_is_refused():
+    _, state = causal(CAUSAL["lightnet"])(ids(2, 5))
+    with pytest.raises(ValueError, match="state is of a model with 2 blocks, expected 3"):
+        causal(CAUSAL["lightnet"], depth=3)(ids(2, 1), state)
+    model = causal(CAUSAL["lightnet"])
+    network = model.network
+    with pytest.raises(ValueError, match="state is a int, expected a NetworkState"):
+        unwrap(type(network).forward)(network, ids(2, 1), state=3)
+    with pytest.raises(ValueError, match="state is of a batch of 2, expected 1"):
+        model(ids(1, 1), state)
+    _, other = causal(CAUSAL["lion"])(ids(2, 5))
+    mixer, x = network.blocks[0].mixer, torch.randn(2, 1, WIDTH, dtype=torch.float64)
+    with pytest.raises(ValueError, match="state is a DecayState, expected a LightNetState"):
+        unwrap(type(mixer).forward)(mixer, x, Grid((1,)), state=other.blocks[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (CausalLMConfig(**SMALL, mixer=LightNetMixerConfig(num_heads=3)), "mixer is not causal"),
+        (
+            CausalLMConfig(**SMALL, position=AbsolutePositionConfig()),
+            "position is AbsolutePositionConfig",
+        ),
+        (
+            CausalLMConfig(**SMALL, position=ToeplitzPositionConfig(bidirectional=True)),
+            "position.bidirectional is True",
+        ),
+        (
+            MaskedLMConfig(**SMALL, mixer=LightNetMixerConfig(num_heads=3, causal=True)),
+            "mixer is causal",
+        ),
+        (
+            SequenceClassifierConfig(**SMALL, mixer=CAUSAL["lightnet"]["mixer"], pool="first"),
+            "the first token reads no other",
+        ),
+        (SequenceClassifierConfig(**SMALL, num_classes=0), "num_classes is 0"),
+        (CausalLMConfig(**{**SMALL, "depth": 0}), "depth is 0"),
+        (CausalLMConfig(**SMALL, dropout=1.0), "dropout is 1.0, expected a chance"),
+        (CausalLMConfig(**SMALL, segment_types=-1), "segment_types is -1"),
+        (
+            CausalLMConfig(**SMALL, position=TokenPositionConfig(most_tokens=0)),
+            "position.most_tokens is 0",
+        ),
+    ],
+)
+def test_impossible_configs_are_refused(config, message):
+    if config.mixer == LightNetMixerConfig(num_heads=8, causal=True):
+        config = dataclasses.replace(config, mixer=LightNetMixerConfig(num_heads=3, causal=True))
+    with pytest.raises(ValueError, match=message):
+        config.build()

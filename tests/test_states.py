@@ -1,0 +1,69 @@
+"""States in files: what is read goes on as what was written, and nothing else is taken."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
+from onescan.layers.position import ToeplitzPositionConfig, TokenPositionConfig
+from onescan.models.causal_lm import CausalLMConfig
+from onescan.training.states import load_state, save_state
+
+LIGHTNET = CausalLMConfig(
+    vocabulary_size=13,
+    width=24,
+    depth=2,
+    mixer=LightNetMixerConfig(num_heads=3, causal=True),
+    position=ToeplitzPositionConfig(hidden_states=4),
+)
+SOFTMAX = dataclasses.replace(
+    LIGHTNET,
+    mixer=SoftmaxMixerConfig(num_heads=3, causal=True),
+    position=TokenPositionConfig(most_tokens=20),
+)
+
+
+def ids(*shape):
+    return torch.randint(13, shape)
+
+
+@pytest.mark.parametrize("config", [LIGHTNET, SOFTMAX], ids=["lightnet", "softmax"])
+def test_a_text_goes_on_from_a_file_to_the_last_bit(config, tmp_path):
+    model = config.build().eval()
+    _, state = model(ids(3, 7))
+    save_state(tmp_path / "a.safetensors", state, model)
+    again = load_state(tmp_path / "a.safetensors", model)
+    more = ids(3, 4)
+    assert torch.equal(model(more, again)[0], model(more, state)[0])
+
+
+def test_a_newer_state_takes_the_place_of_an_older(tmp_path):
+    model, path = LIGHTNET.build().eval(), tmp_path / "a.safetensors"
+    states = [model(ids(1, n))[1] for n in (3, 5)]
+    for state in states:
+        save_state(path, state, model)
+    assert load_state(path, model).blocks[0].position == 5
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_is_no_state_of_the_model_is_refused(tmp_path):
+    model, path = LIGHTNET.build().eval(), tmp_path / "a.safetensors"
+    with pytest.raises(FileNotFoundError, match="there is no state in"):
+        load_state(path, model)
+    save_state(path, model(ids(1, 3))[1], model)
+    other = dataclasses.replace(LIGHTNET, depth=3).build()
+    with pytest.raises(ValueError, match="is of another model: depth is 2 there, 3 here"):
+        load_state(path, other)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="is damaged"):
+        load_state(path, model)
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match="holds no state"):
+        load_state(path, model)
+    _, state = model(ids(1, 3))
+    save_state(path, state._replace(position=None), model)
+    with pytest.raises(ValueError, match=r"another model: position\.hidden is missing"):
+        load_state(path, model)
