@@ -14,7 +14,11 @@ from onescan.bench.form_costs import Variant
 from onescan.bench.forms import FormsConfig, measure_forms
 from onescan.bench.timing import Measurement
 from onescan.layers.decays import FixedDecayConfig
-from onescan.layers.mixers import LionMixerConfig
+from onescan.layers.mixers import (
+    LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
+    LionMixerConfig,
+)
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.presets import preset
 from onescan.report import write_forms
@@ -68,6 +72,25 @@ def test_each_form_is_measured_at_each_size_with_each_chunk(measured, tmp_path):
     held = json.loads((tmp_path / "forms.json").read_text())
     assert len(held["costs"]) == 12
     assert held["machine"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("mixer", "known"),
+    [
+        (LionMixerConfig(num_heads=2), {"full", "chunk", "recurrent"}),
+        (LightNetMixerConfig(num_heads=2), {"one_scan", "full"}),
+        (LinearDiffusionMixerConfig(num_heads=2), {"dense", "banded", "fft"}),
+        (LinearDiffusionMixerConfig(num_heads=2, scheme="crank_nicolson"), {"dense", "banded"}),
+    ],
+    ids=["lion", "lightnet", "ldn", "implicit ldn"],
+)
+def test_without_any_all_forms_that_the_model_has_are_measured(mixer, known, monkeypatch, tmp_path):
+    monkeypatch.setattr(forms, "measure", lambda *_: Measurement(1.0, 1.0))
+    model = dataclasses.replace(MODEL, mixer=mixer)
+    found = costs(tmp_path, model, forms=(), sizes=(8,))
+    assert {cost.variant.form for cost in found.costs} == known
+    with pytest.raises(ValueError, match=r"form 'chunky' is unknown.*; there are: "):
+        costs(tmp_path, model, forms=("chunky",))
 
 
 def test_what_is_known_is_not_measured_again(measured, tmp_path):
@@ -145,12 +168,15 @@ def test_what_is_prepared_is_a_forward_without_gradients(monkeypatch):
         ({"sizes": ()}, r"sizes is \(\), expected at least one, and each once"),
         ({"chunk_sizes": (4, 4)}, r"chunk_sizes is \(4, 4\), expected at least one, and each once"),
         ({"chunk_sizes": (4, 0)}, "chunk_size is 0"),
-        ({"forms": ("full", "ful")}, "mixer.form is 'ful', expected"),
+        ({"forms": ("full", "ful")}, "form 'ful' is unknown .*; there are: full, chunk, recurrent"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"budget_s": -1.0}, "budget_s is -1.0"),
         ({"device": "gpu"}, "device is 'gpu', expected auto, cpu, cuda"),
         ({"model": preset("deit_tiny")}, "mine has no forms, expected an image classifier whose"),
-        ({"model": preset("lightnet_tiny"), "sizes": (224,)}, "there are: one_scan/torch, full"),
+        (
+            {"model": preset("lightnet_tiny"), "sizes": (224,), "forms": ("chunk",)},
+            "there are: one_scan/torch, full",
+        ),
     ],
 )
 def test_refusals_come_before_the_first_measurement(measured, tmp_path, changes, message):

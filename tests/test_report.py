@@ -37,6 +37,7 @@ from onescan.report.sections import (
     class_accuracy,
     confusion,
     curves,
+    diffusion_kernels,
     frequencies,
     key_importance,
     learnt_decays,
@@ -118,7 +119,10 @@ LEFT_OUT = {
     "bidirectional": set(),
     "mean_pool": set(),
 }
-LEFT_OUT = {kind: titles | {learnt_decays.TITLE} for kind, titles in LEFT_OUT.items()}
+LEFT_OUT = {
+    kind: titles | {learnt_decays.TITLE, diffusion_kernels.TITLE}
+    for kind, titles in LEFT_OUT.items()
+}
 
 
 def run_config(model=LIGHTNET, seed=0, **data):

@@ -1,11 +1,11 @@
 """What each form of a model's mixer costs: one forward over image sizes, and over chunk sizes."""
 
-import dataclasses
+import math
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from tqdm import tqdm
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from onescan import __version__, configs
 from onescan.bench.form_costs import Cost, FormCosts, LeftOut, Machine, Variant, going_on
 from onescan.bench.timing import measure
-from onescan.checks import check_positive
+from onescan.checks import check_choice, check_positive
 from onescan.configs import ModelConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.training.folder import write_json
@@ -29,8 +29,8 @@ class FormsConfig:
 
     sizes: tuple[int, ...] = (224, 320, 448, 640, 896, 1248)
     """Sides of the square images, in pixels."""
-    forms: tuple[str, ...] = ("full", CHUNK, "recurrent")
-    """What the mixer's field `form` is set to."""
+    forms: tuple[str, ...] = ()
+    """What the mixer's field `form` is set to; without any, all that the model can run in."""
     chunk_sizes: tuple[int, ...] = (16, 64, 256)
     """Tokens per chunk; the chunk form is measured with each."""
     batch_size: int = 1
@@ -61,7 +61,7 @@ def measure_forms(
             measurements of something else.
         OSError: forms.json cannot be written.
     """
-    _check(name, model, asked)
+    asked = _check(name, model, asked)
     machine = _machine(asked.device)
     fresh = FormCosts(name=name, model=model, batch_size=asked.batch_size, machine=machine)
     known = going_on(folder / FORMS, fresh)
@@ -101,11 +101,11 @@ def _with_one(known: FormCosts, variant: Variant, size: int, asked: FormsConfig)
         died = "its process died: memory may have run out"
         return _without(known, LeftOut(variant=variant, size=size, why=died))
     cost = Cost(variant=variant, size=size, median_ms=median_ms, peak_mib=peak_mib)
-    return dataclasses.replace(known, costs=(*known.costs, cost))
+    return replace(known, costs=(*known.costs, cost))
 
 
 def _without(known: FormCosts, what: LeftOut) -> FormCosts:
-    return dataclasses.replace(known, left_out=(*known.left_out, what))
+    return replace(known, left_out=(*known.left_out, what))
 
 
 def _prepare(
@@ -130,10 +130,16 @@ def _variants(asked: FormsConfig) -> Iterator[Variant]:
             yield Variant(form=form)
 
 
-def _check(name: str, model: ModelConfig, asked: FormsConfig) -> None:
+def _check(name: str, model: ModelConfig, asked: FormsConfig) -> FormsConfig:
+    """What is asked for, spelt out."""
     if not isinstance(model, ImageClassifierConfig) or not hasattr(model.mixer, "form"):
         raise ValueError(f"{name} has no forms, expected an image classifier whose mixer has some")
     check_positive(batch_size=asked.batch_size, budget_s=asked.budget_s)
+    known = get_args(get_type_hints(type(model.mixer))["form"])[1:]  # the first is "auto"
+    for form in asked.forms:
+        check_choice("form", form, known)
+    if not asked.forms:
+        asked = replace(asked, forms=tuple(form for form in known if _runs(model, form)))
     for argument in ("sizes", "forms", "chunk_sizes"):
         values = getattr(asked, argument)
         if not values or len(set(values)) < len(values):
@@ -142,16 +148,25 @@ def _check(name: str, model: ModelConfig, asked: FormsConfig) -> None:
         if size < 1 or any(size % side for side in model.patch_size):
             patch = " x ".join(map(str, model.patch_size))
             raise ValueError(f"sizes has {size}, expected a multiple of the patches' {patch}")
-    _check_forms(model, asked)
-
-
-def _check_forms(model: ImageClassifierConfig, asked: FormsConfig) -> None:
-    """Let each form refuse what it cannot do, on an image of few patches that has no pixels."""
     for variant in _variants(asked):
-        with torch.device("meta"), torch.no_grad():
-            small = configured(model, variant, min(asked.sizes))
-            assert isinstance(small, ImageClassifierConfig)
-            small.build().eval()(torch.zeros(1, small.channels, *small.patch_size))
+        _try(model, variant)
+    return asked
+
+
+def _runs(model: ImageClassifierConfig, form: str) -> bool:
+    try:
+        _try(model, Variant(form=form))
+    except ValueError:
+        return False
+    return True
+
+
+def _try(model: ImageClassifierConfig, variant: Variant) -> None:
+    """Let a form refuse what it cannot do, on an image of few patches that has no pixels."""
+    with torch.device("meta"), torch.no_grad():
+        small = configured(model, variant, math.lcm(*model.patch_size))
+        assert isinstance(small, ImageClassifierConfig)
+        small.build().eval()(torch.zeros(1, small.channels, *small.patch_size))
 
 
 def _machine(device_name: str) -> Machine:

@@ -40,8 +40,8 @@ def pictures(costs: FormCosts) -> Section:
     trade_off = Figure(
         f"Trade-off at {size} {TIMES} {size}",
         _against(costs, size, time, held),
-        "A dot is a form; the line joins the sizes of chunks. The lower, the faster; the further "
-        "to the left, the less memory.",
+        "A dot is a form; a line joins sizes of chunks, where there are some. The lower, the "
+        "faster; the further to the left, the less memory.",
     )
     return Section("Time and memory", (over_time, over_memory, trade_off))
 

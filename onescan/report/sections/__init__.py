@@ -8,6 +8,7 @@ from onescan.report.section import Section
 from onescan.report.sections import (
     confusion,
     curves,
+    diffusion_kernels,
     frequencies,
     image_lead,
     key_importance,
@@ -45,6 +46,7 @@ PAGES: Mapping[type[TaskConfig], Page] = MappingProxyType(
                 position_kernels.section,
                 frequencies.section,
                 learnt_decays.section,
+                diffusion_kernels.section,
             ),
         ),
     }

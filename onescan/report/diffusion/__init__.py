@@ -1,0 +1,1 @@
+"""What LDN's diffusion learnt, in pictures: its kernels, and how far they reach in the end."""
