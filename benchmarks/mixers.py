@@ -1,6 +1,7 @@
 """Small models that differ in their mixer, trained alike on CIFAR-10: test accuracy and its spread.
 
 python benchmarks/mixers.py --data FOLDER                the table of docs/results.md
+python benchmarks/mixers.py --data FOLDER --table ldn    LDN, LDN without its parts, and ViT
 python benchmarks/mixers.py --data FOLDER --seeds 0      one seed each
 
 FOLDER holds CIFAR-10 as parquet files. A run that is finished is not repeated, and one that was
@@ -10,22 +11,34 @@ stopped goes on, so that several calls may share the work: give each some of the
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 from onescan import configs
+from onescan.bench.size import model_size
 from onescan.recipes import find_recipe
-from onescan.training import train
+from onescan.training import RunConfig, train
 
-NAMES = (
-    "cifar10_lightnet",
-    "cifar10_lion_lit",
-    "cifar10_lion_d",
-    "cifar10_lion_s",
-    "cifar10_lion_d_natural",
-    "cifar10_lion_s_natural",
-    "cifar10_deit",
-)
+TABLES = {
+    "mixers": (
+        "cifar10_lightnet",
+        "cifar10_lion_lit",
+        "cifar10_lion_d",
+        "cifar10_lion_s",
+        "cifar10_lion_d_natural",
+        "cifar10_lion_s_natural",
+        "cifar10_deit",
+    ),
+    "ldn": (
+        "cifar10_ldn",
+        "cifar10_ldn/without_diffusion",
+        "cifar10_ldn/without_local_update",
+        "cifar10_ldn/without_linear_attention",
+        "cifar10_ldn/separable_diffusion",
+        "cifar10_vit",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +49,9 @@ class Options:
     """Folder of CIFAR-10's parquet files."""
     out: Path = Path("runs/mixers")
     """Where the runs go."""
-    names: tuple[str, ...] = NAMES
-    """Recipes."""
+    table: Literal["mixers", "ldn"] = "mixers"
+    names: tuple[str, ...] = ()
+    """Recipes, in place of the table's."""
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 400
     """Updates."""
@@ -46,7 +60,7 @@ class Options:
     depth: int = 3
 
 
-def accuracy(name: str, seed: int, options: Options) -> float:
+def small(name: str, seed: int, options: Options) -> RunConfig:
     changes = {
         "data.path": options.data,
         "model.width": options.width,
@@ -56,8 +70,12 @@ def accuracy(name: str, seed: int, options: Options) -> float:
         "training.seed": seed,
         "machine.trackers": (),
     }
-    run = configs.replace(find_recipe(name)(), changes)
-    result = train(run, options.out / name / f"seed-{seed}", progress=True)
+    return configs.replace(find_recipe(name)(), changes)
+
+
+def accuracy(name: str, seed: int, options: Options) -> float:
+    folder = options.out / name / f"seed-{seed}"
+    result = train(small(name, seed, options), folder, progress=True)
     return result.evaluation.metrics["accuracy"]
 
 
@@ -65,11 +83,15 @@ def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     print(f"{options.steps} updates of {options.batch_size} images, "
           f"{options.depth} blocks of width {options.width}")  # fmt: skip
-    for name in options.names:
+    names = options.names or TABLES[options.table]
+    widest = max(map(len, names))
+    for name in names:
+        millions = model_size(small(name, 0, options).model).parameters / 1e6
         scores = [100 * accuracy(name, seed, options) for seed in options.seeds]
         spread = f" +- {statistics.stdev(scores):.2f}" if len(scores) > 1 else ""
         each = ", ".join(f"{score:.2f}" for score in scores)
-        print(f"{name:<24}{statistics.mean(scores):6.2f}%{spread}  ({each})", flush=True)
+        mean = statistics.mean(scores)
+        print(f"{name:<{widest}}  {millions:.2f} M  {mean:5.2f}%{spread}  ({each})", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """Measuring: times and memory that mean what they say, and the benchmark as it is run."""
 
 import os
+import runpy
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 
+from onescan.bench.size import model_size
 from onescan.bench.timing import exponent, measure
 
 ROOT = Path(__file__).parents[1]
@@ -71,3 +74,29 @@ def test_the_benchmark_of_decayed_attention_prints_every_name():
     )
     for name in ("softmax", "chunk"):
         assert sum(line.startswith(f"{name} ") for line in done.stdout.splitlines()) == 3
+
+
+def test_the_benchmark_of_diffusion_prints_every_name():
+    command = [sys.executable, "benchmarks/linear_diffusion.py", "--tokens", "8", "16"]
+    options = ["--names", "conv1d", "banded", "--no-gradients"]
+    done = subprocess.run(
+        [*command, *options, "--channels", "12", "--kernels", "2", "--radius", "3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in ("conv1d", "banded"):
+        assert sum(line.startswith(f"{name} ") for line in done.stdout.splitlines()) == 3
+
+
+def test_every_model_in_the_tables_of_the_benchmark_of_mixers_can_be_small():
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "mixers.py"))
+    options = benchmark["Options"](data="anywhere")
+    sizes = {
+        name: model_size(benchmark["small"](name, 0, options).model).parameters
+        for name in chain(*benchmark["TABLES"].values())
+    }
+    assert max(sizes.values()) < 500_000
+    assert sizes["cifar10_vit"] == pytest.approx(sizes["cifar10_ldn"], rel=0.02)
+    assert sizes["cifar10_deit"] == pytest.approx(sizes["cifar10_lightnet"], rel=0.1)

@@ -42,7 +42,7 @@ def explicit(
 
 
 def crank_nicolson(solve: Solve, x: Values, share: DiffusionKernels, keep: Keep | None) -> Values:
-    """H' = 2 (I - dt/2 L)^-1 h - h, the same as (I - dt/2 L)^-1 (I + dt/2 L) h.
+    """The step h' = 2 (I - dt/2 L)^-1 h - h, which is (I - dt/2 L)^-1 (I + dt/2 L) h.
 
     A step of n times the stable one costs the digits of n, so all of it is in float64.
     """
