@@ -4,8 +4,9 @@ python benchmarks/decode.py                       the table of docs/results.md
 python benchmarks/decode.py --lengths 1000 4000   other lengths
 
 Each figure comes from a process of its own: the median time of a step of one token, what the state
-holds, and the memory that the step took beyond model and state. States are filled with noise, as
-what they hold changes no cost; their size is that after so many tokens. The softmax twin has the
+holds, and the memory that the step took beyond model and state. No text is read for it: a linear
+state is the same size after one token as after any number, so that of one token stands for all, and
+the twin's cache is noise, of the size that it has after so many. The softmax twin has the
 same width, depth, vocabulary and about as many parameters.
 """
 

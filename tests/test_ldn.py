@@ -14,7 +14,6 @@ from onescan.layers.linear_attention import LinearAttention
 from onescan.layers.local_update import LocalUpdate
 from onescan.layers.mixers import LightNetMixerConfig, LinearDiffusionMixerConfig
 from onescan.layers.mlp import MLPConfig
-from onescan.layers.pool import AttentionPool, max_pool, mean_pool
 from onescan.layers.position import AbsolutePositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.ops.linear_diffusion import IMPLEMENTATIONS
@@ -331,25 +330,6 @@ def test_a_model_pools_what_its_last_norm_gave(pool):
     torch.testing.assert_close(model(images), model.head(pooled))
 
 
-def test_pools_read_real_tokens_only():
-    x = tokens(3, 6)
-    keep = torch.tensor([[1, 1, 0, 1, 0, 0], [1] * 6, [0] * 6], dtype=torch.bool)
-    attention = AttentionPool(WIDTH).double()
-    torch.nn.init.normal_(attention.query)
-    for pool in (mean_pool, max_pool, attention):
-        pooled = pool(x, keep)
-        torch.testing.assert_close(pooled[:1], pool(x[:1, keep[0]]))
-        torch.testing.assert_close(pooled[1:2], pool(x[1:2]))
-        assert (pooled[2] == 0).all()
-    attention(x, keep).sum().backward()
-    assert torch.isfinite(attention.query.grad).all()
-
-
-def test_attention_pooling_starts_as_the_mean():
-    x = tokens(2, 6)
-    torch.testing.assert_close(AttentionPool(WIDTH).double()(x), mean_pool(x))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -545,18 +525,6 @@ def test_what_a_masked_token_holds_reaches_no_one_and_no_weight():
     torch.testing.assert_close(got, want)
     got.sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in mixer.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_pools_of_many_half_precision_tokens_neither_overflow_nor_drift(dtype):
-    x = torch.full((1, 70_000, 1), 30.0, dtype=dtype)
-    keep = torch.ones(1, 70_000, dtype=torch.bool)
-    assert mean_pool(x, keep).item() == 30
-    assert mean_pool(x, keep).dtype == dtype
-    one = torch.zeros(1, 3, dtype=torch.bool)
-    one[:, 1] = True
-    assert mean_pool(torch.tensor([[[1.0], [5.0], [torch.nan]]]), one).item() == 5
-    assert AttentionPool(1)(torch.tensor([[[1.0], [5.0], [torch.nan]]]), one).item() == 5
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_floating, check_positive
 from onescan.configs import ModelConfig
 from onescan.layers.block import Block
-from onescan.layers.mixers import LightNetMixerConfig, Mixer, MixerConfig
+from onescan.layers.initial import init_weights
+from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.mlp import GLUConfig, MLPConfig
 from onescan.layers.norm import NormName, build_norm
 from onescan.layers.patch import Patchify
@@ -182,13 +183,7 @@ class ImageClassifier(nn.Module):
         return max_pool(tokens) if self.config.pool == "max" else mean_pool(tokens)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            std = self.config.init_std
-            nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, Mixer):  # comes after the linear maps in it
-            module.init_weights()
+        init_weights(module, std=self.config.init_std)
 
 
 def _token(width: int) -> nn.Parameter:

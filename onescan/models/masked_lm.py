@@ -1,28 +1,19 @@
 """What stands where a token is masked, from those on both sides."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import nn
 
-from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.norm import build_norm
-from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
-from onescan.models.token_network import TokenNetwork, TokenNetworkConfig
+from onescan.models.token_network import TextEncoderConfig, TokenNetwork
 from onescan.shapes import Hidden, Keep, TokenLogits, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedLMConfig(TokenNetworkConfig):
+class MaskedLMConfig(TextEncoderConfig):
     """LightNet's masked language model by default; LION's, LDN's, BERT's by changing fields."""
 
-    vocabulary_size: int = 30522
-    width: int = 768
-    depth: int = 12
-    mixer: MixerConfig = field(default_factory=lambda: LightNetMixerConfig(num_heads=12))
-    position: PositionConfig | None = field(
-        default_factory=lambda: ToeplitzPositionConfig(bidirectional=True)
-    )
     head_transform: bool = True
     """A layer with GELU and a norm before the scores, as in BERT."""
 

@@ -1,32 +1,23 @@
 """A text in, or a pair of texts; a score per class out, or a number."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.pool import AttentionPool, max_pool, mean_pool
-from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
-from onescan.models.token_network import TokenNetwork, TokenNetworkConfig
+from onescan.models.token_network import TextEncoderConfig, TokenNetwork
 from onescan.shapes import Hidden, Keep, Logits, Pooled, Tokens
 
 Pool = Literal["first", "mean", "max", "attention"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceClassifierConfig(TokenNetworkConfig):
+class SequenceClassifierConfig(TextEncoderConfig):
     """A masked language model's network, and a head that reads all of its tokens."""
 
-    vocabulary_size: int = 30522
-    width: int = 768
-    depth: int = 12
-    mixer: MixerConfig = field(default_factory=lambda: LightNetMixerConfig(num_heads=12))
-    position: PositionConfig | None = field(
-        default_factory=lambda: ToeplitzPositionConfig(bidirectional=True)
-    )
     num_classes: int = 2
     """Scores per text; 1 for a number, which regression learns."""
     pool: Pool = "mean"

@@ -17,8 +17,9 @@ from onescan.checks import (
 )
 from onescan.configs import ModelConfig
 from onescan.layers.block import Block
+from onescan.layers.initial import init_weights
 from onescan.layers.linear_attention import LinearAttention
-from onescan.layers.mixers import LinearDiffusionMixerConfig, Mixer, MixerConfig
+from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
 from onescan.layers.mlp import MLPConfig
 from onescan.layers.norm import NormName, build_norm
 from onescan.layers.position import sinusoidal_positions
@@ -265,10 +266,4 @@ class SequenceDecoder(nn.Module):
         )
 
     def _init_weights(self, module: nn.Module) -> None:
-        std = self.config.init_std
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-        elif isinstance(module, Mixer):
-            module.init_weights()
+        init_weights(module, std=self.config.init_std)

@@ -10,7 +10,8 @@ from torch import nn
 from onescan.checks import check_devices, check_positive, check_shapes, check_token_ids
 from onescan.configs import ModelConfig
 from onescan.layers.block import Block
-from onescan.layers.mixers import LightNetMixerConfig, Mixer, MixerConfig
+from onescan.layers.initial import init_weights
+from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.mlp import GLUConfig, MLPConfig
 from onescan.layers.norm import NormName, build_norm
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
@@ -61,6 +62,19 @@ class TokenNetworkConfig(ModelConfig, ABC):
     def example_inputs(self) -> tuple[Tokens]:
         """A sequence of 128 tokens."""
         return (torch.zeros(1, 128, dtype=torch.long),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoderConfig(TokenNetworkConfig, ABC):
+    """BERT's vocabulary and size, with LightNet's mixers, which read both ways."""
+
+    vocabulary_size: int = 30522
+    width: int = 768
+    depth: int = 12
+    mixer: MixerConfig = field(default_factory=lambda: LightNetMixerConfig(num_heads=12))
+    position: PositionConfig | None = field(
+        default_factory=lambda: ToeplitzPositionConfig(bidirectional=True)
+    )
 
 
 class NetworkState(NamedTuple):
@@ -132,13 +146,7 @@ class TokenNetwork(nn.Module):
 
     def init_weights(self, module: nn.Module) -> None:
         """Set a part's first weights; for heads that are added, too."""
-        std = self.config.init_std
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-        elif isinstance(module, Mixer):  # comes after the linear maps in it
-            module.init_weights()
+        init_weights(module, std=self.config.init_std)
 
     def _check(self, tokens: Any, segments: Any, keep: Any, state: Any) -> None:
         # Any: these are what a user passed
