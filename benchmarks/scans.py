@@ -2,9 +2,10 @@
 
 python benchmarks/scans.py                      the table of README.md
 python benchmarks/scans.py --no-gradients       forward alone
+python benchmarks/scans.py --names causal causal_lrpe causal_softmax        looking back only
 
 Each figure comes from a process of its own: the median of several calls, and the memory that the
-call took beyond its inputs. Ratios are to one_scan; the exponent is that of time over length.
+call took beyond its inputs. Ratios are to the first; the exponent is that of time over length.
 """
 
 from collections.abc import Callable
@@ -25,15 +26,15 @@ def one_scan(q, k, v):
     return additive_decay(q, k, v)[0]
 
 
-def one_scan_lrpe(q, k, v):
+def one_scan_lrpe(q, k, v, *, causal=False):
     theta = lrpe_frequencies(q.shape[-1], axes=1).repeat(q.shape[2], 1).to(q.device)
     angles = lrpe_angles((q.shape[1],), theta)
-    return additive_decay(q, k, v, angles=angles)[0]
+    return additive_decay(q, k, v, angles=angles, causal=causal)[0]
 
 
-def softmax(q, k, v):
+def softmax(q, k, v, *, causal=False):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
 def two_scans(q, k, v):
@@ -42,13 +43,28 @@ def two_scans(q, k, v):
     return there + additive_decay(q, k, v, causal=True, form="chunk")[0].flip(1)
 
 
-RIVALS = {f.__name__: f for f in (one_scan, one_scan_lrpe, softmax, two_scans)}
+def causal(q, k, v):
+    return additive_decay(q, k, v, causal=True, form="chunk")[0]
+
+
+def causal_lrpe(q, k, v):
+    return one_scan_lrpe(q, k, v, causal=True)
+
+
+def causal_softmax(q, k, v):
+    return softmax(q, k, v, causal=True)
+
+
+BOTH_WAYS = (one_scan, one_scan_lrpe, softmax, two_scans)
+RIVALS = {f.__name__: f for f in (*BOTH_WAYS, causal, causal_lrpe, causal_softmax)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What to measure."""
 
+    names: tuple[str, ...] = tuple(f.__name__ for f in BOTH_WAYS)
+    """what is timed; the first is what the others are held against"""
     tokens: tuple[int, ...] = (256, 1024, 4096, 16384)
     batch: int = 4
     heads: int = 6
@@ -75,9 +91,9 @@ def prepare(name: str, tokens: int, backward: bool, options: Options) -> Callabl
 
 def table(backward: bool, options: Options) -> None:
     print(f"\n{'forward + backward' if backward else 'forward'}")
-    print(f"{'':<16}{'T':>7}{'ms':>11}{'x one_scan':>12}{'MiB':>9}")
+    print(f"{'':<16}{'T':>7}{'ms':>11}{'x the first':>12}{'MiB':>9}")
     first: dict[int, Measurement] = {}
-    for name in RIVALS:
+    for name in options.names:
         times = []
         for tokens in options.tokens:
             cost = measure(prepare, name, tokens, backward, options)

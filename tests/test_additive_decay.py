@@ -14,6 +14,7 @@ from onescan.ops.additive_decay import (
     AdditiveDecayState,
     additive_decay,
     choose,
+    level,
     merge_states,
     reference,
 )
@@ -21,7 +22,18 @@ from onescan.ops.additive_decay import (
 B, H, K, V = 2, 3, 4, 5
 FORMS = [(causal, form) for causal, form, _ in IMPLEMENTATIONS]
 CAUSAL = [form for causal, form in FORMS if causal]
-over_forms = pytest.mark.parametrize(("causal", "form"), FORMS, ids=lambda x: str(x))
+over_forms = pytest.mark.parametrize(
+    ("causal", "form"), [*FORMS, (True, "climbing")], ids=lambda x: str(x), indirect=["form"]
+)
+
+
+@pytest.fixture
+def form(request, monkeypatch):
+    """A form by name; "climbing" is the chunk form as it is where logits climb far."""
+    if request.param != "climbing":
+        return request.param
+    monkeypatch.setattr(level, "weigh", lambda k, state: None)
+    return "chunk"
 
 
 def inputs(tokens, *, angles=True, keep=False, state=False, dtype=torch.float64, seed=0, scale=2.0):
@@ -194,10 +206,42 @@ def test_fully_masked_rows_are_zero_with_finite_gradients(causal, form):
     assert all(torch.isfinite(x).all() for x in (*outputs, *gradients))
 
 
+@pytest.mark.parametrize("form", CAUSAL)
+def test_padding_read_in_pieces_leaves_an_empty_state(form):
+    named, state = inputs(4, dtype=torch.float32), None
+    named["keep"] = torch.tensor([[True] * 4, [False] * 4])
+    for _ in range(3):
+        o, state = additive_decay(**named, state=state, causal=True, form=form)
+        assert torch.isfinite(o).all()
+        assert (state.kv[1] == 0).all()
+        assert state.log_normalizer[1].exp().max() == 0
+    whole, _ = additive_decay(**named, causal=True, form=form)
+    turned = {n: x.flip(0) if n != "angles" else x for n, x in named.items()}
+    o, _ = additive_decay(**turned, state=state, causal=True, form=form)
+    torch.testing.assert_close(o[1], whole.flip(0)[1])
+
+
+@pytest.mark.parametrize("form", CAUSAL)
+def test_a_token_without_weight_reads_the_state_before_a_climb(form):
+    one = torch.ones(1, 2, 1, 1)
+    k = torch.tensor([-torch.inf, level.MOST_CLIMB + 5]).reshape(1, 2, 1, 1)
+    seen = AdditiveDecayState(torch.zeros(1, 1, 1).double(), torch.full((1, 1, 1, 1), 2.0))
+    o, _ = additive_decay(one, k, 5 * one, state=seen, causal=True, form=form)
+    torch.testing.assert_close(o.flatten(), torch.tensor([2.0, 5.0]))
+
+
+@pytest.mark.parametrize(("causal", "form"), FORMS)
+def test_a_batch_may_be_empty(causal, form):
+    x = torch.zeros(0, 5, H, K)
+    o, state = additive_decay(x, x, x, causal=causal, form=form)
+    assert o.shape == (0, 5, H, K)
+    assert state.kv.shape == (0, H, K, K)
+
+
 @over_forms
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
-    "kind", ["spans", "climbs", "falls", "huge", "offset", "one spike", "-inf"]
+    "kind", ["spans", "climbs", "climbs a little", "falls", "huge", "offset", "one spike", "-inf"]
 )
 def test_extreme_logits(causal, form, dtype, kind):
     tokens = 70
@@ -209,6 +253,9 @@ def test_extreme_logits(causal, form, dtype, kind):
         k[:, ::5, 1] -= 200
     elif kind == "climbs":
         k += 1000 * rise[:, None]
+    elif kind == "climbs a little":
+        k *= 0.1
+        k += (level.MOST_CLIMB - 1) * rise[:, None]
     elif kind == "falls":
         k -= 1000 * rise[:, None]
     elif kind == "huge":
@@ -236,12 +283,40 @@ def test_extreme_logits(causal, form, dtype, kind):
     torch.testing.assert_close(got[0].double(), want, atol=tolerance, rtol=tolerance)
 
 
-def test_the_gradient_of_a_climb_is_the_definitions():
+@pytest.mark.parametrize("climb", [30, 300])
+def test_the_gradient_of_a_climb_is_the_definitions(climb):
     named = inputs(40, scale=1.0, keep=True, state=True)
-    named["k"][:, :, 0] += torch.linspace(0, 300, 40)[:, None]
+    named["k"][:, :, 0] += torch.linspace(0, climb, 40)[:, None]
     want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=True), named)
     got = outputs_and_gradients(lambda **n: additive_decay(**n, causal=True, form="chunk"), named)
     assert_same(got[1], want[1])
+
+
+def test_how_far_logits_may_climb_under_one_reference():
+    k = torch.zeros(1, 3, 2, 1)
+    k[0, :, 1, 0] = torch.tensor([0.0, 1.0, level.MOST_CLIMB - 0.1])
+    assert level.weigh(k, None) is not None
+    k[0, 2, 1, 0] += 0.2
+    assert level.weigh(k, None) is None
+    for log_seen, is_level in ((-2.0, False), (2.0, True)):  # the state's weight counts too
+        log_normalizer = torch.full((1, 2, 1), log_seen).double()
+        seen = AdditiveDecayState(log_normalizer, torch.zeros(1, 2, 1, 1))
+        later = torch.tensor([-9.0, level.MOST_CLIMB]).reshape(1, 2, 1, 1).expand(1, 2, 2, 1)
+        assert (level.weigh(later, seen) is not None) == is_level
+    k[0, :2, 1] = -torch.inf  # tokens that read nothing climb from nowhere
+    assert level.weigh(k, None) is not None
+
+
+def test_second_derivatives_of_a_climb_are_finite_in_float32():
+    q, k, v = (inputs(5, dtype=torch.float32)[name] for name in "qkv")
+    k = (k * 0.1 + torch.linspace(0, level.MOST_CLIMB - 2, 5)[:, None, None]).requires_grad_()
+    assert level.weigh(k, None) is not None
+    (first,) = torch.autograd.grad(
+        additive_decay(q, k, v, causal=True)[0].sin().sum(), k, create_graph=True
+    )
+    (second,) = torch.autograd.grad(first.square().sum(), k)
+    assert torch.isfinite(second).all()
+    assert second.abs().max() > 0
 
 
 def test_a_hundred_thousand_tokens():
@@ -406,7 +481,7 @@ def test_the_choice_of_form():
 
 
 @pytest.mark.compile
-@over_forms
+@pytest.mark.parametrize(("causal", "form"), FORMS)
 def test_compiles_without_a_graph_break(causal, form):
     compiled = torch.compile(additive_decay, fullgraph=True, backend="aot_eager")
     named = inputs(9, keep=True, state=True)
