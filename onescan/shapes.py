@@ -24,6 +24,8 @@ RotatedKeys = Float[Tensor, "B T H F"]
 Tokens = Int[Tensor, "B T"]
 Written = Int[Tensor, "B written"]
 TokenLogits = Float[Tensor, "B scored vocabulary"]  # of all T tokens, or the last
+ReadOuts = Float[Tensor, "{read_outs}*B T D"]  # of several blocks, one batch after the other
+ReadOutLogits = Float[Tensor, "_ scored vocabulary"]  # the same, or of chosen places
 Memory = Float[Tensor, "B S D"]  # tokens of another sequence, S of them
 CachedKeys = Float[Tensor, "B H S K"]
 CachedKeep = Bool[Tensor, "B S"]
@@ -31,6 +33,7 @@ Places = Int[Tensor, " B"]  # each sequence's number of tokens so far
 MemoryKeep = Bool[Tensor, "B S"]
 Pooled = Float[Tensor, "B D"]
 Keep = Bool[Tensor, "B T"]
+Chosen = Bool[Tensor, "B T"]  # places
 Betas = Float[Tensor, "B T H"]  # the delta rule's strength of each write
 
 LogNormalizer = Float[Tensor, "B H K"]

@@ -172,9 +172,16 @@ def test_hgrn2_keeps_what_its_key_leaves(bound):
     torch.testing.assert_close(key, 1 - log_decay.exp())
 
 
-@pytest.mark.parametrize("selective", [False, True])
-def test_hippo_starts_as_its_diagonal(selective):
-    decay = built(HippoDecayConfig(selective=selective))
+@pytest.mark.parametrize(
+    "config",
+    [
+        HippoDecayConfig(selective=False),
+        HippoDecayConfig(),
+        HippoDecayConfig(activation="softplus"),
+    ],
+)
+def test_hippo_starts_as_its_diagonal(config):
+    decay = built(config)
     log_decay = decay(torch.zeros(1, 1, WIDTH, dtype=torch.float64)).log_decay[0, 0]  # H K
     dt = -log_decay[:, 0]
     assert ((dt >= 0.00099) & (dt <= 0.101)).all()
@@ -186,8 +193,29 @@ def test_hippo_starts_as_its_diagonal(selective):
 
 
 @pytest.mark.parametrize(
+    ("activation", "scale"),
+    [("sigmoid", lambda z: 2 / (1 + (-z).exp())), ("softplus", lambda z: (1 + z.exp()).log2())],
+)
+def test_how_a_token_scales_hippos_exponent(activation, scale):
+    decay, x = built(HippoDecayConfig(activation=activation)), 3 * tokens(2, 5)
+    z = (x @ decay.to_logit.weight.T).reshape(2, 5, HEADS, HEAD_WIDTH)
+    torch.testing.assert_close(decay(x).log_decay, -scale(z) * decay.log_rate.exp())
+
+
+def test_hippos_steps_are_of_the_range_asked_for():
+    decay = HippoDecayConfig(min_step=1e-5, max_step=2e-5).build(
+        width=512, num_heads=256, head_width=2
+    )
+    steps = decay.log_rate[:, 0].exp()
+    assert 1e-5 <= steps.min() < 1.1e-5
+    assert 1.9e-5 < steps.max() <= 2e-5
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
+        (HippoDecayConfig(min_step=0.0), "decay.min_step is 0.0, expected a number above 0"),
+        (HippoDecayConfig(min_step=1.0), "decay.min_step is 1.0, expected at most max_step=0.1"),
         (GLADecayConfig(rank=0), "decay.rank is 0, expected a number above 0"),
         (RWKV6DecayConfig(rank=-1), "decay.rank is -1, expected a number above 0"),
         (HGRN2DecayConfig(lower_bound=1.0), "decay.lower_bound is 1.0, expected .* below 1"),

@@ -1,6 +1,7 @@
 """Language modelling tasks: what is told, what is scored, and that texts stay apart."""
 
 import math
+from inspect import unwrap
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer, TextDatasetConfig
 from onescan.data.text.words import words_of
 from onescan.models.causal_lm import CausalLMConfig
-from onescan.models.masked_lm import MaskedLMConfig
+from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 from onescan.tasks import LanguageModellingConfig, MaskedLanguageModellingConfig
 
 TEXTS = ("a cat", "é!", "on the mat")
@@ -99,6 +100,32 @@ def test_a_masked_model_is_shown_no_neighbouring_text(posed):
         count += (labels[inside] != UNTOLD).sum()
     assert count > 3
     torch.testing.assert_close(loss, total / count)
+
+
+@pytest.mark.parametrize("read_outs", [1, 2, 3])
+def test_the_refined_loss_is_the_mean_over_the_last_blocks(posed, read_outs):
+    """The network cut short after each of them, under the same norm and head."""
+    task = posed(MaskedLanguageModellingConfig(rate=0.5, read_outs=read_outs))
+    sizes = {**SMALL, "vocabulary_size": 258, **BOTH["lightnet"], "depth": 3}
+    model = MaskedLMConfig(**sizes).build().double()
+    batch = task.augment(packed(), seed=4)
+    loss, metrics = task.loss(model, batch)
+    blocks, losses = model.network.blocks, []
+    for depth in range(3 - read_outs + 1, 4):
+        model.network.blocks = blocks[:depth]
+        logits = model(batch[0], documents=batch[1])
+        losses.append(cross_entropy(logits.float().flatten(0, 1), batch[2].flatten()))
+    torch.testing.assert_close(loss, sum(losses) / read_outs)
+    right = (logits.argmax(-1) == batch[2]).sum() / (batch[2] != UNTOLD).sum()
+    torch.testing.assert_close(metrics["accuracy"], right)
+
+
+def test_more_read_outs_than_blocks_are_refused(posed):
+    task, model = posed(MaskedLanguageModellingConfig(read_outs=9)), filler()
+    with pytest.raises(ValueError, match="read_outs is 9, expected 1 to 2 blocks"):
+        task.loss(model, task.augment(packed(), seed=4))
+    with pytest.raises(ValueError, match=r"task\.read_outs is 0, expected a number above 0"):
+        posed(MaskedLanguageModellingConfig(read_outs=0))
 
 
 class Knowing(torch.nn.Module):
@@ -229,3 +256,16 @@ def test_what_no_task_can_be_is_refused(change, message, posed, tmp_path):
     letters = torch.full((1, 5), 97), torch.zeros(1, 5, dtype=torch.long)
     with pytest.raises(ValueError, match="tokenizer 'bytes' has 258 tokens, but the model's"):
         posed(LanguageModellingConfig()).loss(small, letters)
+
+
+@pytest.mark.parametrize("read_outs", [1, 2])
+def test_scores_of_chosen_places_are_those_of_all(read_outs):
+    model = filler()
+    tokens = torch.randint(256, (3, 7))
+    places = torch.rand(3, 7) < 0.5
+    every = model(tokens, read_outs=read_outs)
+    some = model(tokens, read_outs=read_outs, places=places)
+    torch.testing.assert_close(some, every[places.repeat(read_outs, 1)][None])
+    assert model(tokens, places=torch.zeros(3, 7, dtype=torch.bool)).shape == (1, 0, 258)
+    with pytest.raises(ValueError, match=r"places has shape \(3, 6\)"):
+        unwrap(MaskedLM.forward)(model, tokens, places=places[:, 1:])

@@ -277,6 +277,21 @@ def test_lion_is_masked_attention_normalized_once(decay, scan, normalize):
     torch.testing.assert_close(mixer(x, grid)[0], linear(mixer.to_out, o, heads=False))
 
 
+def test_scores_may_be_normalized_before_they_decay():
+    """Table 6's row 5, with padding, which counts in no row sum."""
+    mixer = trained(LionMixerConfig(normalize="sum_before_mask"))
+    x, keep = tokens(2, 7), torch.tensor([[True] * 5 + [False] * 2, [False] * 3 + [True] * 4])
+    q, k = (unit(silu(linear(layer, x)) + 0.5) for layer in (mixer.to_q, mixer.to_k))
+    log_decay, gate = mixer.decays[0](x)
+    k = k if gate is None else k * gate
+    scores = torch.einsum("bihk,bjhk->bijh", q, k) * keep[:, None, :, None]
+    masks = torch.stack([mask(d.exp()) for d in log_decay * keep[:, :, None]])
+    scores = scores / scores.sum(dim=2, keepdim=True) * masks
+    o = torch.einsum("bijh,bjhv->bihv", scores, linear(mixer.to_v, x)).flatten(-2)
+    want = linear(mixer.to_out, o, heads=False) * keep[:, :, None]
+    torch.testing.assert_close(mixer(x, Grid((7,)), keep=keep)[0], want)
+
+
 @pytest.mark.parametrize("direction", ["both", "forward", "backward"])
 @pytest.mark.parametrize("row", [row for row in ROWS if ROWS[row][2] != "max_one"])
 def test_the_natural_scan_of_a_line_is_the_flat_one(row, direction):
@@ -428,6 +443,22 @@ def test_what_natural_scans_divide_has_not_been_rounded():
     assert torch.equal(y, mixer.to_v.bias.expand_as(y))
 
 
+def test_autocast_does_not_narrow_the_row_sums_before_decay():
+    """Without decay the weights of each token are one together, to the last digit."""
+    config = LionMixerConfig(
+        num_heads=HEADS, decay=NoDecayConfig(), normalize="sum_before_mask", norm="none"
+    )
+    mixer = config.build(width=WIDTH, axes=1)
+    with torch.no_grad():
+        mixer.to_v.weight.zero_()
+        mixer.to_v.bias.fill_(1.0)
+        mixer.to_out.weight.copy_(torch.eye(WIDTH))
+        mixer.to_out.bias.zero_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y, _ = mixer(torch.randn(2, 36, WIDTH), Grid((36,)))
+    assert torch.equal(y, torch.ones_like(y))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -438,6 +469,10 @@ def test_what_natural_scans_divide_has_not_been_rounded():
         (
             LionMixerConfig(scan="natural", normalize="max_one"),
             "normalize is 'max_one' with scan='natural', expected 'none' or 'sum'",
+        ),
+        (
+            LionMixerConfig(normalize="sum_before_mask", direction="forward"),
+            "normalize is 'sum_before_mask' with direction='forward', expected 'both'",
         ),
         (LionMixerConfig(decay=HippoDecayConfig(), num_heads=5), "width 24 is not a multiple of"),
     ],

@@ -147,14 +147,29 @@ def test_a_separate_decay_has_its_own_normalizer(causal):
     torch.testing.assert_close(mixer(x, Grid((6,)))[0], want)
 
 
-def test_without_decay_keys_pass_through_silu():
-    config = LightNetMixerConfig(num_heads=HEADS, decay=False, lrpe=False, norm="none")
+@pytest.mark.parametrize(("causal", "form"), [(False, "auto"), (True, "auto"), (True, "full")])
+def test_without_decay_keys_pass_through_silu(causal, form):
+    config = LightNetMixerConfig(
+        num_heads=HEADS, decay=False, lrpe=False, norm="none", causal=causal, form=form
+    )
     mixer = built(config)
-    x = tokens(1, GRID.tokens)
+    x = tokens(1, 13)
     q, k = (torch.nn.functional.silu(y(x)).reshape(13, HEADS, -1) for y in (mixer.to_q, mixer.to_k))
-    o = torch.einsum("thk,shk,shv->thv", q, k, mixer.to_v(x).reshape(13, HEADS, -1))
+    scores = torch.einsum("thk,shk->ths", q, k)
+    scores = scores * torch.ones(13, 13).tril()[:, None] if causal else scores
+    o = torch.einsum("ths,shv->thv", scores, mixer.to_v(x).reshape(13, HEADS, -1))
     want = mixer.to_out(o.reshape(1, 13, WIDTH) * torch.sigmoid(mixer.to_gate(x)))
-    torch.testing.assert_close(mixer(x, GRID)[0], want)
+    torch.testing.assert_close(mixer(x, Grid((13,)))[0], want)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 8])
+def test_without_decay_two_calls_equal_one(cut):
+    mixer = built(LightNetMixerConfig(num_heads=HEADS, decay=False, causal=True))
+    x, keep = tokens(2, 9), torch.rand(2, 9) < 0.7
+    want, _ = mixer(x, Grid((9,)), keep=keep)
+    first, state = mixer(x[:, :cut], Grid((cut,)), keep=keep[:, :cut])
+    second, _ = mixer(x[:, cut:], Grid((9 - cut,)), keep=keep[:, cut:], state=state)
+    torch.testing.assert_close(torch.cat([first, second], dim=1), want)
 
 
 def test_key_importance_is_a_share():
@@ -168,7 +183,7 @@ def test_key_importance_is_a_share():
     ("fields", "axes", "message"),
     [
         ({"num_heads": 12}, 4, "head width 2 .* leaves an axis of 4 without features"),
-        ({"decay": False, "causal": True}, 1, "decay=False goes with causal=False"),
+        ({"decay": False, "separate_decay_rank": 4}, 1, "decay=False goes with separate_decay"),
         ({"gate_rank": 0}, 1, "gate_rank is 0, expected a number above 0"),
         ({"separate_decay_rank": -1}, 1, "separate_decay_rank is -1, expected 0"),
     ],

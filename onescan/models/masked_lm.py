@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import nn
 
+from onescan.checks import check_shapes
 from onescan.layers.norm import build_norm
 from onescan.models.token_network import TextEncoderConfig, TokenNetwork
-from onescan.shapes import Hidden, Keep, TokenLogits, Tokens
+from onescan.shapes import Chosen, Hidden, Keep, ReadOutLogits, TokenLogits, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,9 @@ class MaskedLM(nn.Module):
         *,
         segments: Tokens | None = None,
         documents: Tokens | None = None,
-    ) -> TokenLogits:
+        read_outs: int = 1,
+        places: Chosen | None = None,
+    ) -> ReadOutLogits:
         """Score what may stand at each place.
 
         Args:
@@ -63,12 +66,20 @@ class MaskedLM(nn.Module):
             keep: True for real tokens, among them masked ones; padding is False.
             segments: which segment each token is of, for models that tell them apart.
             documents: numbers that tell apart the texts of a row, which read nothing of each other.
+            read_outs: of how many of the last blocks to return the scores, one batch after the
+                other, [read_outs * B, T, vocabulary], the last block's last.
+            places: True where to score, which spares memory: [1, read_outs * P, vocabulary] of P
+                places; None scores all.
 
         Raises:
-            ValueError: shapes disagree, no tokens, or, on a CPU, an id that is not in the
-                vocabulary.
+            ValueError: shapes disagree, no tokens, more read-outs than blocks, or, on a CPU, an id
+                that is not in the vocabulary.
         """
-        x, _ = self.network(tokens, segments=segments, keep=keep, documents=documents)
+        check_shapes(tokens=(tokens, "B T"), places=(places, "B T"))
+        options = {"segments": segments, "keep": keep, "documents": documents}
+        x, _ = self.network(tokens, **options, read_outs=read_outs)
+        if places is not None:
+            x = x[places.repeat(read_outs, 1)].unsqueeze(0)
         return self.head(x)
 
 

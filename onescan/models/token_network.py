@@ -18,7 +18,7 @@ from onescan.layers.mlp import GLUConfig, MLPConfig
 from onescan.layers.norm import NormName, build_norm
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
 from onescan.models.states import flatten
-from onescan.shapes import Grid, Hidden, Keep, Tokens
+from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,8 @@ class TokenNetwork(nn.Module):
         keep: Keep | None = None,
         documents: Tokens | None = None,
         state: NetworkState | None = None,
-    ) -> tuple[Hidden, NetworkState | None]:
+        read_outs: int = 1,
+    ) -> tuple[ReadOuts, NetworkState | None]:
         """One vector a token, and the state after the last; only causal networks take one.
 
         Args:
@@ -139,11 +140,15 @@ class TokenNetwork(nn.Module):
             documents: a number for each token, another one for each of the texts that a row
                 holds one after the other; none of them reads another. There is no state then.
             state: what a call before returned.
+            read_outs: of how many of the last blocks to return the vectors, one batch after the
+                other, [read_outs * B, T, D], the last block's last.
         """
         check_token_ids(tokens, self.config.vocabulary_size)
         check_shapes(tokens=(tokens, "B T"), segments=(segments, "B T"), keep=(keep, "B T"))
         x = self.embedding(tokens)
-        return self.read(x, segments=segments, keep=keep, documents=documents, state=state)
+        return self.read(
+            x, segments=segments, keep=keep, documents=documents, state=state, read_outs=read_outs
+        )
 
     def read(
         self,
@@ -153,9 +158,12 @@ class TokenNetwork(nn.Module):
         keep: Keep | None = None,
         documents: Tokens | None = None,
         state: NetworkState | None = None,
-    ) -> tuple[Hidden, NetworkState | None]:
+        read_outs: int = 1,
+    ) -> tuple[ReadOuts, NetworkState | None]:
         """As `forward`, from vectors in place of embedded tokens."""
         self._check(x, segments, keep, documents, state)
+        if not 1 <= read_outs <= len(self.blocks):
+            raise ValueError(f"read_outs is {read_outs}, expected 1 to {len(self.blocks)} blocks")
         grid = Grid((x.shape[1],))
         apart = None if documents is None or not len(x) else Documents(documents)
         position, mixers = (None, (None,) * len(self.blocks)) if state is None else state
@@ -167,12 +175,14 @@ class TokenNetwork(nn.Module):
         elif self.position is not None:
             x, position = self.position(x, grid, position, keep)
         x = embedding = self.dropout(self.embedding_norm(x))
-        after = []
+        after: list[Any] = []
+        left: list[Hidden] = []
         for block, mixer in zip(self.blocks, mixers, strict=True):
             options = {"embedding": embedding, "keep": keep, "documents": apart}
             x, mixer = block(x, grid, state=mixer, **options)
             after.append(mixer)
-        x = self.norm(x)
+            left = [*left, x][-read_outs:]
+        x = self.norm(x if read_outs == 1 else torch.cat(left))
         return x, None if apart is not None else NetworkState(position, tuple(after))
 
     def set_embedding(self, embedding: nn.Embedding) -> None:

@@ -56,6 +56,8 @@ class Problem:
     """Of the command, that say where the data is."""
     all_have_places: bool = False
     """Whether LION-d and LION-s have places too."""
+    shortest_step: float = 0.001
+    """HiPPO's: the longer the sequences, the longer its memory."""
 
 
 def _model(
@@ -140,6 +142,7 @@ PATHX = Problem(
     most_tokens=128 * 128,
     model=_model(width=128, depth=6, vocabulary_size=256, num_classes=2),
     training=_training(epochs=75, batch_size=32, weight_decay=0.06),
+    shortest_step=0.0001,
 )
 IMDB = Problem(
     title="IMDB's reviews, up to 4,096 bytes",
@@ -174,7 +177,10 @@ def _long_range(problem: str, kind: str) -> Callable[[], RunConfig]:
     def recipe() -> RunConfig:
         has_places = kind == "lit" or posed.all_have_places
         places = TokenPositionConfig(most_tokens=posed.most_tokens) if has_places else None
-        changes = {"mixer.decay": DECAYS[kind], "position": places}
+        decay = DECAYS[kind]
+        if isinstance(decay, HippoDecayConfig):
+            decay = replace(decay, min_step=posed.shortest_step)
+        changes = {"mixer.decay": decay, "position": places}
         return RunConfig(
             name=name,
             model=configs.replace(posed.model, changes),

@@ -10,10 +10,9 @@ from torch.nn.functional import cross_entropy
 
 from onescan.checks import check_positive
 from onescan.data.text import TextSplits, Tokenizer
+from onescan.models.told import UNTOLD, perplexity
 from onescan.shapes import Tokens
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
-
-UNTOLD = -100  # a label that is not scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ def judged(rows: Rows) -> Evaluation:
     nats = rows["losses"].double().sum().item()
     metrics = {
         "loss": nats / tokens,
-        "perplexity": math.exp(min(nats / tokens, 700)),  # beyond, it is no float any more
+        "perplexity": perplexity(nats / tokens),
         "bits_per_byte": nats / math.log(2) / max(rows["bytes"].sum().item(), 1),
         "accuracy": rows["right"].sum().item() / tokens,
     }

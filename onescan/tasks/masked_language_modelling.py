@@ -10,9 +10,10 @@ from torch.nn.functional import cross_entropy
 from onescan.checks import check_positive
 from onescan.data.text import TextSplits
 from onescan.data.text.words import words_of
+from onescan.models.told import UNTOLD
 from onescan.shapes import Tokens
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
-from onescan.tasks.language_modelling import UNTOLD, apart, judged, scored
+from onescan.tasks.language_modelling import apart, judged, scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,9 @@ class MaskedLanguageModellingConfig(TaskConfig):
     """Share of these that the model is shown as masks."""
     exchanged: float = 0.1
     """Share of these that it is shown as other tokens; it is shown the rest as they are."""
+    read_outs: int = 1
+    """Of how many of the last blocks each is to tell them; the loss is the mean. More than 1 is
+    LDN's objective, arXiv:2502.12381, which refines tokens from block to block."""
     evaluation_batch_size: int = 32
     """Rows at once when evaluating; changes the memory, not the result."""
 
@@ -36,7 +40,8 @@ class MaskedLanguageModellingConfig(TaskConfig):
         Raises:
             ValueError: a share out of its range, or a tokenizer without a mask.
         """
-        check_positive(**{"task.evaluation_batch_size": self.evaluation_batch_size})
+        for name in ("evaluation_batch_size", "read_outs"):
+            check_positive(**{f"task.{name}": getattr(self, name)})
         if not 0 < self.rate <= 1:
             raise ValueError(f"task.rate is {self.rate}, expected above 0 and at most 1")
         if min(self.masked, self.exchanged) < 0 or self.masked + self.exchanged > 1:
@@ -81,25 +86,27 @@ class MaskedLanguageModelling(Task):
         return shown, documents, tokens.where(chosen, UNTOLD)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        logits, labels = self._told(model, batch)
-        count = (labels != UNTOLD).sum().clamp(min=1)
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
-        return loss, {"accuracy": (logits.argmax(-1) == labels).sum() / count}
+        shown, documents, labels = batch
+        places, read_outs = labels != UNTOLD, self.config.read_outs
+        logits = model(shown, documents=apart(documents), read_outs=read_outs, places=places)
+        self.tokenizer.check_vocabulary(logits.shape[-1])
+        logits, wanted = logits[0].float(), labels[places]
+        count = max(len(wanted), 1)
+        loss = cross_entropy(logits, wanted.repeat(read_outs), reduction="sum")
+        right = logits[len(logits) - len(wanted) :].argmax(-1) == wanted
+        return loss / (read_outs * count), {"accuracy": right.sum() / count}
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
-        return scored(*self._told(model, self.augment(batch, seed=0)), self.tokenizer)
+        shown, documents, labels = self.augment(batch, seed=0)
+        logits = model(shown, documents=apart(documents))
+        self.tokenizer.check_vocabulary(logits.shape[-1])
+        return scored(logits.float(), labels, self.tokenizer)
 
     def judge(self, rows: Rows) -> Evaluation:
         return judged(rows)
 
     def score(self, metrics: dict[str, float]) -> float:
         return -metrics["loss"]
-
-    def _told(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tokens]:
-        shown, documents, labels = batch
-        logits = model(shown, documents=apart(documents))
-        self.tokenizer.check_vocabulary(logits.shape[-1])
-        return logits.float(), labels
 
     def _chosen(
         self, tokens: Tokens, documents: Tokens, generator: torch.Generator

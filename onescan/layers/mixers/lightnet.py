@@ -1,7 +1,7 @@
 """LightNet attention (LNA): additive decay behind projections, a norm and a low-rank gate."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from onescan.checks import check_positive
 from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.layers.norm import NormName, build_norm
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
+from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
 from onescan.ops.numerics import LOG_ZERO, logaddexp, running_logsumexp
 from onescan.shapes import Angles, Grid, Hidden, Keep, Keys, LogNormalizer, Queries, Values
@@ -26,7 +27,8 @@ class LightNetMixerConfig(MixerConfig):
     lrpe: bool = True
     """Turn queries and keys by their position (MD-LRPE)."""
     decay: bool = True
-    """Additive decay; False weighs keys by SiLU instead of their softmax over tokens."""
+    """Additive decay; False weighs keys by SiLU instead of their softmax over tokens, of all or of
+    those so far."""
     separate_decay_rank: int = 0
     """Rank of the decay's own projection, added to the shared one; 0 shares key and decay."""
     norm: NormName = "layer"
@@ -49,8 +51,8 @@ class LightNetMixerConfig(MixerConfig):
                 f"head width {head_width} (width {width}, num_heads {self.num_heads}) leaves an "
                 f"axis of {axes} without features for lrpe"
             )
-        if not self.decay and (self.causal or self.separate_decay_rank):
-            raise ValueError("decay=False goes with causal=False and separate_decay_rank=0 only")
+        if not self.decay and self.separate_decay_rank:
+            raise ValueError("decay=False goes with separate_decay_rank=0 only")
         if self.separate_decay_rank < 0:
             raise ValueError(
                 f"separate_decay_rank is {self.separate_decay_rank}, expected 0 or more"
@@ -64,12 +66,12 @@ class LightNetState(NamedTuple):
     """What the causal mixer carries from call to call.
 
     Attributes:
-        attention: the op's state.
+        attention: the op's state; a `DecayState` without decay.
         log_decay_normalizer: of the decay's own logits; None where they are the keys.
         position: tokens seen.
     """
 
-    attention: AdditiveDecayState
+    attention: AdditiveDecayState | DecayState
     log_decay_normalizer: LogNormalizer | None
     position: int
 
@@ -130,24 +132,57 @@ class LightNetMixer(Mixer):
         angles = None
         if config.lrpe:
             angles = lrpe_angles(grid.shape, self.theta, prefix=grid.prefix, start=position)
+        attention: Any = None if state is None else state.attention
         if not config.decay:
-            return _undecayed(q, k, v, angles, keep), None
+            o, attention = self._attend_undecayed(q, k, v, angles, keep, attention)
+            return o, self._after(x, position, attention)
         own = None
         if config.separate_decay_rank:
             before = None
             if state is not None:
-                before = (state.attention.log_normalizer, state.log_decay_normalizer)
+                before = (attention.log_normalizer, state.log_decay_normalizer)
             logits = k + self._heads(self.to_own_decay(x))
             gain, own = _own_decay_gain(k, logits, keep, before, causal=config.causal)
             q = q * gain
         o, attention = additive_decay(
             q, k, v, angles=angles, causal=config.causal, keep=keep,
-            state=None if state is None else state.attention,
-            form=config.form, chunk_size=config.chunk_size,
+            state=attention, form=config.form, chunk_size=config.chunk_size,
         )  # fmt: skip
-        if not config.causal:
-            return o, None
-        return o, LightNetState(attention, own, position + x.shape[1])
+        return o, self._after(x, position, attention, own)
+
+    def _attend_undecayed(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        angles: Angles | None,
+        keep: Keep | None,
+        state: Any,
+    ) -> tuple[Values, Any]:
+        """The paper's "w/o Decay", Sec. 6.3: SiLU in the softmax's place."""
+        config, k = self.config, F.silu(k)
+        form: Any = config.form
+        if angles is not None:
+            q, k = lrpe(q, angles), lrpe(k, angles)
+        if config.causal:
+            return decay_attention(
+                q, k, v, causal=True, keep=keep, state=state,
+                form=form, chunk_size=config.chunk_size,
+            )  # fmt: skip
+        if keep is not None:
+            k = k * keep[:, :, None, None]
+        return torch.einsum("bthf,bhfv->bthv", q, torch.einsum("bthf,bthv->bhfv", k, v)), None
+
+    def _after(
+        self,
+        x: Hidden,
+        position: int,
+        attention: AdditiveDecayState | DecayState | None,
+        own: LogNormalizer | None = None,
+    ) -> LightNetState | None:
+        if not self.config.causal or attention is None:
+            return None
+        return LightNetState(attention, own, position + x.shape[1])
 
     @torch.no_grad()
     def key_importance(self, x: Hidden) -> Tensor:
@@ -165,16 +200,6 @@ def _low_rank(width: int, rank: int | None) -> nn.Module:
     if rank is None:
         return nn.Linear(width, width, bias=False)
     return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False))
-
-
-def _undecayed(q: Queries, k: Keys, v: Values, angles: Angles | None, keep: Keep | None) -> Values:
-    """The paper's "w/o Decay", Sec. 6.3: SiLU in the softmax's place."""
-    k = F.silu(k)
-    if keep is not None:
-        k = k * keep[:, :, None, None]
-    if angles is not None:
-        q, k = lrpe(q, angles), lrpe(k, angles)
-    return torch.einsum("bthf,bhfv->bthv", q, torch.einsum("bthf,bthv->bhfv", k, v))
 
 
 def _own_decay_gain(

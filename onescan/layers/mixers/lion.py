@@ -18,12 +18,12 @@ from onescan.layers.norm import NormName, build_norm
 from onescan.layers.scan_order import Order, snake_orders
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
-from onescan.ops.numerics import divided, widened
+from onescan.ops.numerics import divided, full_precision, widened
 from onescan.shapes import Grid, Hidden, Keep, Keys, Queries, Values
 
 MeanDecays = Float[Tensor, "scans H"] | Float[Tensor, "scans H K"]
 ScanName = Literal["flat", "natural"]
-Normalize = Literal["none", "sum", "max_one"]
+Normalize = Literal["none", "sum", "max_one", "sum_before_mask"]
 DecayAt = Literal["auto", "source", "target"]
 
 
@@ -36,7 +36,8 @@ class LionMixerConfig(DirectedMixerConfig):
     decay: DecayConfig = field(default_factory=SelectiveDecayConfig)
     """How fast what was read is forgotten."""
     normalize: Normalize = "sum"
-    """What outputs are divided by; see `decay_attention`."""
+    """What outputs are divided by; see `decay_attention`. sum_before_mask divides by the row sum of
+    the scores before they decay, in both directions."""
     decay_at: DecayAt = "auto"
     """Whose decay lies between two neighbours; see `decay_attention`."""
     scan: ScanName = "flat"
@@ -66,8 +67,14 @@ class LionMixerConfig(DirectedMixerConfig):
         check_choice("scan", self.scan, get_args(ScanName))
         check_choice("form", self.form, get_args(Form))
         check_positive(chunk_size=self.chunk_size)
-        if self.scan == "natural" and self.normalize == "max_one":
-            raise ValueError("normalize is 'max_one' with scan='natural', expected 'none' or 'sum'")
+        if self.scan == "natural" and self.normalize not in ("none", "sum"):
+            raise ValueError(
+                f"normalize is '{self.normalize}' with scan='natural', expected 'none' or 'sum'"
+            )
+        if self.normalize == "sum_before_mask" and self.direction != "both":
+            raise ValueError(
+                f"normalize is 'sum_before_mask' with direction='{self.direction}', expected 'both'"
+            )
         return LionMixer(self, width, axes)
 
 
@@ -158,6 +165,8 @@ class LionMixer(Mixer):
     ) -> tuple[Values, DecayState | None]:
         """Attend in this mixer's direction to tokens in the order in which they come."""
         config = self.config
+        if normalize == "sum_before_mask":
+            q, normalize = _divided_by_row_sum(q, k, keep), "none"
         backward = config.direction == "backward"
         if backward:
             q, k, log_decay, v, keep = map(turned, (q, k, log_decay, v, keep))
@@ -215,6 +224,14 @@ def _scan(k: Keys | None, gates: Gates, prefix: int) -> Scan:
     if prefix and log_decay is not None and log_decay.ndim > 1:
         log_decay = torch.cat([torch.zeros_like(log_decay[:, :prefix]), log_decay[:, prefix:]], 1)
     return Scan(k, log_decay)
+
+
+def _divided_by_row_sum(q: Queries, k: Keys, keep: Keep | None) -> Queries:
+    """Scale before the mask: q / sum_j q . k_j, for Y = (Scale(Q K^T) * M) V of Table 6's row 5."""
+    q, k = widened(q, k)
+    with full_precision(q):
+        k_sum = k.sum(dim=1) if keep is None else torch.einsum("bthk,bt->bhk", k, keep.to(k.dtype))
+        return divided(q, torch.einsum("bthk,bhk->bth", q, k_sum).unsqueeze(-1))
 
 
 def _of_tokens(log_decay: LogDecay | None, q: Queries) -> LogDecay | None:

@@ -18,7 +18,7 @@ LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "separate_decay": {"mixer.separate_decay_rank": 128},
     }
 )
-# The same of LION's, Tables 13, 14 and 16, for LION-s.
+# The same of LION's, Tables 13, 14 and 16, for LION-s; the last row is ours.
 LION_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "fixed_decay": {"mixer.decay": FixedDecayConfig()},
@@ -28,6 +28,7 @@ LION_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "forward": {"mixer.direction": "forward"},
         "backward": {"mixer.direction": "backward"},
         "alternating": {"mixer.direction": "alternating"},
+        "without_positions": {"position": None},
     }
 )
 # The same of LDN's, Table 4; the last row is ours.
@@ -39,15 +40,17 @@ LDN_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "separable_diffusion": {"mixer.separable": True},
     }
 )
-# The same of LION's on the Long Range Arena: rows 1 to 4 and 6 of Table 6, and Table 5's without
-# HiPPO, for LION-s. Row 3's decay, one for each head, is LION-s's own, as HiPPO's are of channels.
+# The same of LION's on the Long Range Arena: the rows of Table 6, and Table 5's without HiPPO, for
+# LION-s. Row 3's decay, one for each head, is LION-s's own, as HiPPO's are of channels.
 LONG_RANGE_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "sigmoid_without_scaling": {"mixer.feature_map": "sigmoid", "mixer.normalize": "none"},
         "relu": {"mixer.feature_map": "relu"},
         "scalar_decay": {"mixer.decay": SelectiveDecayConfig()},
         "without_scaling": {"mixer.normalize": "none"},
+        "scaling_before_mask": {"mixer.normalize": "sum_before_mask"},
         "without_selectivity": {"mixer.decay.selective": False},
+        "softplus_decay": {"mixer.decay.activation": "softplus"},
         "without_hippo": {"mixer.decay": SelectiveDecayConfig(diagonal=True)},
     }
 )
