@@ -18,7 +18,7 @@ from onescan.training.folder import MACHINE, Manifest, read_manifest, read_resul
 from onescan.training.records import METRICS, Split, read_metrics
 from onescan.training.run import RunConfig, RunResult
 
-SEED = "training.seed"
+SEED, START = "training.seed", "start"
 SHOWN_DIFFERENCES = 3
 
 Column = Float[np.ndarray, " _"]
@@ -132,11 +132,15 @@ def read_run(run: Path | RunResult) -> FinishedRun:
 
 
 def settings_apart(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:
-    """List where two recipes differ: dotted path, value in `a`, value in `b`."""
+    """List where two recipes differ: dotted path, value in `a`, value in `b`.
+
+    That each began with the run of its own seed is no difference.
+    """
+    ignored = {SEED, START} if _start(a) == _start(b) else {SEED}
     return [
         (path, x, y)
         for path, x, y in configs.differences(a, b)
-        if path != SEED and not path.startswith(MACHINE)
+        if path not in ignored and not path.startswith(MACHINE)
     ]
 
 
@@ -160,3 +164,8 @@ def check_seeds(runs: Sequence[FinishedRun]) -> None:
             )
         if a.seed == b.seed:
             raise ValueError(f"{folders} hold the same run, seed {a.seed}: expected distinct seeds")
+
+
+def _start(run: RunConfig) -> str | None:
+    """Where the weights are that a run began with, its own seed left open."""
+    return run.start and run.start.replace(f"seed-{run.training.seed}", "seed-*")

@@ -57,14 +57,14 @@ class SequenceClassification(Task):
         self.test_batch_size = config.evaluation_batch_size
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        scores, labels = self._scores(model, batch), batch[2]
+        scores, labels = self.scores(model, batch), batch[2]
         if not self.class_names:
             return mse_loss(scores[:, 0], labels.float()), {}
         loss = cross_entropy(scores, labels, label_smoothing=self.config.label_smoothing)
         return loss, {"accuracy": (scores.argmax(dim=1) == labels).float().mean()}
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
-        scores, labels = self._scores(model, batch), batch[2]
+        scores, labels = self.scores(model, batch), batch[2]
         if not self.class_names:
             estimates, numbers = scores[:, 0], labels.float()
             losses = mse_loss(estimates, numbers, reduction="none")
@@ -87,7 +87,12 @@ class SequenceClassification(Task):
     def score(self, metrics: dict[str, float]) -> float:
         return metrics["accuracy" if self.class_names else "correlation"]
 
-    def _scores(self, model: nn.Module, batch: Batch) -> Logits:
+    def scores(self, model: nn.Module, batch: Batch) -> Logits:
+        """Apply the model.
+
+        Raises:
+            ValueError: it gives scores of other classes.
+        """
         tokens, keep, _, *segments = batch
         scores = model(tokens, keep, segments=segments[0] if segments else None)
         wanted = len(self.class_names) or 1

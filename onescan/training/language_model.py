@@ -1,8 +1,10 @@
 """A trained language model and its tokenizer, from wherever they were saved."""
 
 import json
+import re
 from pathlib import Path
 
+from onescan.data.image_source import HUB_NAME
 from onescan.data.text import TextFormat, Tokenizer, load_tokenizer
 from onescan.models.causal_lm import CausalLM
 from onescan.models.masked_lm import MaskedLM
@@ -19,10 +21,10 @@ def load_language_model(name: str) -> tuple[CausalLM | MaskedLM, Tokenizer]:
 
     Raises:
         ValueError: there is no such model, or one of another kind, or no tokenizer.
-        FileNotFoundError: the run has not saved any weights.
+        FileNotFoundError: there is no such path, or the run has not saved any weights.
         ImportError: transformers is needed and not installed.
     """
-    model, tokenizer = _of_run(name) if _is_run(Path(name)) else _of_transformers(name)
+    model, tokenizer = _of_transformers(name) if is_elsewhere(name) else _of_run(name)
     tokenizer.check_vocabulary(model.config.vocabulary_size)
     return model, tokenizer
 
@@ -44,7 +46,16 @@ def _of_transformers(name: str) -> tuple[CausalLM | MaskedLM, Tokenizer]:
     return load_pretrained(name), tokenizer
 
 
-def _is_run(path: Path) -> bool:
+def is_elsewhere(name: str) -> bool:
+    """Whether it is for transformers to find: a folder with a config of its own, or a hub name."""
+    path = Path(name)
+    if path.exists():
+        return path.is_dir() and (path / CONFIG).is_file() and not is_run(path)
+    return re.fullmatch(HUB_NAME, name) is not None
+
+
+def is_run(path: Path) -> bool:
+    """Whether it is the folder of a run, or something in one."""
     folder = path if path.is_dir() else path.parent
     try:
         return "onescan" in json.loads((folder / CONFIG).read_text())

@@ -39,6 +39,7 @@ from onescan.training.ranks import Ranks, choose_device, joined
 from onescan.training.records import Records, Split
 from onescan.training.run import MachineConfig, RunConfig, RunResult, TrainingConfig
 from onescan.training.schedule import Plan, learning_rate
+from onescan.training.start import begin_with
 from onescan.training.state import TrainingState, last_state, restore_state, save_state
 from onescan.training.trackers import check_installed
 from onescan.training.weights import BEST, WEIGHTS, read_notes, save_weights, whole_weights
@@ -82,7 +83,10 @@ def train(
         plan = Plan.of(settings, task.steps_per_epoch(settings.batch_size))
         share = share_of_batch(settings, machine, ranks)
         torch.manual_seed(derive_seed(settings.seed, "model"))
-        model = run.model.build().to(device)
+        model = run.model.build()
+        if run.start and (gives_way or not ranks.first(lambda: last_state(folder))):
+            begin_with(run.start, model)
+        model = model.to(device)
         if gives_way:
             _try_out(model, task, settings, device)
         trained = prepare(model, machine, ranks, device)

@@ -9,8 +9,13 @@ from onescan.training.run import TrainingConfig
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
-    """Build the optimizer; its learning rate is set anew at every step."""
-    groups = parameter_groups(model, config.weight_decay)
+    """Build the optimizer; its learning rate is set anew at every step.
+
+    AdamW decays by the learning rate times the decay, so that a decoupled one is divided by the
+    highest learning rate.
+    """
+    scale = config.learning_rate if config.decoupled_weight_decay else 1.0
+    groups = parameter_groups(model, config.weight_decay / scale)
     return AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
 
 

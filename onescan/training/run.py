@@ -32,6 +32,10 @@ class TrainingConfig:
     """Learning rate after the warm-up."""
     weight_decay: float = 0.05
     """Decay of matrices; norms, biases and the like have none."""
+    decoupled_weight_decay: bool = False
+    """Decay by weight_decay at the highest learning rate, whatever that is, and by less as it is
+    lower, as MosaicML's DecoupledAdamW; else by the learning rate times weight_decay, as torch's.
+    """
     betas: tuple[float, float] = (0.9, 0.999)
     """How much AdamW's two running means keep at every step."""
     eps: float = 1e-8
@@ -116,6 +120,9 @@ class RunConfig:
     model: ModelConfig
     data: DataConfig
     task: TaskConfig
+    start: str | None = None
+    """Weights to begin with, where the model has the same parts: a run's folder, or
+    best.safetensors in it, or what transformers saved; None draws fresh ones."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 

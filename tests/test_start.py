@@ -1,0 +1,150 @@
+"""Weights to begin with: which are taken, which stay fresh, and what does not fit."""
+
+import dataclasses
+
+import pytest
+import torch
+from tiny_glue import TINY_MLM, pretraining, write_ruled
+from tiny_run import press_ctrl_c_at, tiny_run
+
+import onescan
+from onescan.data.glue import GlueDatasetConfig
+from onescan.models.sequence_classifier import SequenceClassifierConfig
+from onescan.recipes.glue_runs import classifier
+from onescan.tasks import GlueConfig
+from onescan.training import MachineConfig, RunConfig, TrainingConfig, train
+from onescan.training.folder import CONFIG, read_manifest
+from onescan.training.start import begin_with
+from onescan.training.weights import save_weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A masked language model's run, and two tasks."""
+    folder = tmp_path_factory.mktemp("start")
+    train(pretraining(folder), folder / "mlm")
+    write_ruled(folder / "glue", "CoLA", "MNLI", train=8, dev=4)
+    return folder
+
+
+def fine_tuning(folder, task, classes, start, **training):
+    return RunConfig(
+        name=task,
+        model=classifier(TINY_MLM, classes, "mean"),
+        data=GlueDatasetConfig(task=task, path=str(folder / "glue"), length=32),
+        task=GlueConfig(),
+        start=None if start is None else str(start),
+        training=TrainingConfig(**{"steps": 2, "batch_size": 4} | training),
+        machine=MachineConfig(trackers=()),
+    )
+
+
+def fresh(classes):
+    torch.manual_seed(7)
+    return classifier(TINY_MLM, classes, "mean").build()
+
+
+def test_a_networks_weights_are_taken_and_the_head_is_fresh(folder):
+    model, untouched = fresh(2), fresh(2)
+    begin_with(str(folder / "mlm"), model)
+    learnt = onescan.load(folder / "mlm").model
+    assert "head.transform.weight" in learnt.state_dict()  # of the same shape, and of another head
+    for name, weight in model.state_dict().items():
+        source = untouched if name.startswith("head.") else learnt
+        assert torch.equal(weight, source.state_dict()[name]), name
+
+
+def test_of_a_head_of_the_same_kind_what_fits_is_taken(folder, tmp_path):
+    run = train(fine_tuning(folder, "mnli", 3, folder / "mlm"), tmp_path / "mnli")
+    model, untouched = fresh(2), fresh(2)
+    begin_with(str(run.folder), model)
+    learnt = onescan.load(run.folder).model.state_dict()
+    for name, weight in model.state_dict().items():
+        source = untouched.state_dict() if name.startswith("head.scores.") else learnt
+        assert torch.equal(weight, source[name]), name
+
+
+def test_the_best_weights_may_be_begun_with(tmp_path):
+    done = train(tiny_run(), tmp_path / "run")
+    best = {name: weight + 1 for name, weight in onescan.load(done.folder).model.named_parameters()}
+    save_weights(done.folder / "other", best | dict(done_buffers(done)), {})
+    (done.folder / "other").replace(done.folder / "best.safetensors")
+    model = tiny_run().model.build()
+    begin_with(str(done.folder / "best.safetensors"), model)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, best[name]), name
+
+
+def done_buffers(done):
+    return onescan.load(done.folder).model.named_buffers()
+
+
+def test_what_transformers_saved_may_be_begun_with(folder, tmp_path):
+    learnt = onescan.load(folder / "mlm").model
+    onescan.to_transformers(learnt).save_pretrained(tmp_path / "saved")
+    model = fresh(2)
+    begin_with(str(tmp_path / "saved"), model)
+    for name, weight in model.network.state_dict().items():
+        assert torch.equal(weight, learnt.network.state_dict()[name]), name
+
+
+def test_a_run_begins_with_the_weights_and_draws_the_same_chance(folder, tmp_path):
+    begun = fine_tuning(folder, "cola", 2, folder / "mlm", learning_rate=1e-12)
+    result = train(begun, tmp_path / "begun")
+    weights = onescan.load(result.folder).model.state_dict()
+    learnt = onescan.load(folder / "mlm").model.state_dict()
+    torch.testing.assert_close(weights["network.norm.weight"], learnt["network.norm.weight"])
+    torch.testing.assert_close(
+        weights["network.embedding.weight"], learnt["network.embedding.weight"]
+    )
+    plain = train(dataclasses.replace(begun, start=None), tmp_path / "plain")
+    heads = (onescan.load(each.folder).model.head.scores.weight for each in (result, plain))
+    torch.testing.assert_close(*heads, atol=1e-6, rtol=0)
+
+
+def test_going_on_needs_the_weights_no_more(folder, tmp_path):
+    start = tmp_path / "start"
+    train(pretraining(tmp_path), start)
+    run = fine_tuning(folder, "cola", 2, start, steps=6)
+    whole = train(run, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(run, tmp_path / "stopped", progress=press_ctrl_c_at(3))
+    for file in start.glob("*.safetensors"):
+        file.unlink()
+    again = train(run, tmp_path / "stopped")
+    ours, theirs = (onescan.load(each.folder).model.state_dict() for each in (again, whole))
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
+    with pytest.raises(FileNotFoundError, match="no checkpoint has been saved there"):
+        train(run, tmp_path / "stopped", overwrite=True)
+    assert read_manifest(tmp_path / "stopped").run == run  # and is still there
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"width": 8}, r"network\.embedding\.weight is \(258, 16\) there and \(258, 8\) here, .*"),
+        ({"depth": 2}, r"network\.blocks\.1\..* is missing there and .* here, .* and \d+ more"),
+        ({"segment_types": 0}, r"segment_embedding\.weight is \(2, 16\) there and missing here$"),
+    ],
+)
+def test_weights_of_another_model_are_refused(changes, says, folder):
+    config = dataclasses.replace(classifier(TINY_MLM, 2, "mean"), **changes)
+    assert isinstance(config, SequenceClassifierConfig)
+    with pytest.raises(ValueError, match=rf"start is .*mlm', whose weights .*{says}"):
+        begin_with(str(folder / "mlm"), config.build())
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no run: it has no config\.json"):
+        begin_with(str(tmp_path), fresh(2))
+
+
+def test_a_run_of_before_has_no_start(tmp_path):
+    result = train(tiny_run(steps=1), tmp_path / "run")
+    config = result.folder / CONFIG
+    lines = config.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"start"' not in line and '"decoupled_' not in line]
+    assert len(kept) == len(lines) - 2
+    config.write_text("".join(kept))
+    assert read_manifest(result.folder).run == tiny_run(steps=1)
