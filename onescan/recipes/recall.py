@@ -1,0 +1,65 @@
+"""Associative recall with three mixers, small enough for 2 CPU cores.
+
+Widths, budgets and MD-TPE, which lets a value know the key before it, are the same for all: they
+differ in their mixers alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from onescan.data import RecallConfig
+from onescan.layers.mixers import (
+    LightNetMixerConfig,
+    LionMixerConfig,
+    MixerConfig,
+    SoftmaxMixerConfig,
+)
+from onescan.layers.position import ToeplitzPositionConfig
+from onescan.models.causal_lm import CausalLMConfig
+from onescan.tasks import RecallTaskConfig
+from onescan.training import MachineConfig, RunConfig, TrainingConfig
+
+DATA = RecallConfig()
+MODEL = CausalLMConfig(
+    vocabulary_size=1 + DATA.keys + DATA.values,
+    width=64,
+    depth=2,
+    position=ToeplitzPositionConfig(hidden_states=16),
+    init_std=0.1,
+)
+TRAINING = TrainingConfig(
+    steps=1000,
+    batch_size=32,
+    learning_rate=3e-3,
+    betas=(0.9, 0.98),
+    evaluate_every=0.05,
+    checkpoint_every=0.1,
+)
+MIXERS: dict[str, tuple[str, MixerConfig]] = {
+    "lightnet": ("LightNet", LightNetMixerConfig(num_heads=2, gate_rank=16, causal=True)),
+    "lion_s": ("LION-s, causal,", LionMixerConfig(num_heads=2, direction="forward")),
+    "softmax": ("Softmax attention", SoftmaxMixerConfig(num_heads=2, causal=True)),
+}
+
+
+def _recall(kind: str) -> Callable[[], RunConfig]:
+    name, (title, mixer) = f"recall_{kind}", MIXERS[kind]
+
+    def recipe() -> RunConfig:
+        return RunConfig(
+            name=name,
+            model=replace(MODEL, mixer=mixer),
+            data=DATA,
+            task=RecallTaskConfig(),
+            training=TRAINING,
+            machine=MachineConfig(workers=0),
+        )
+
+    recipe.__doc__ = f"""{title} learns to recall the values of 1 to 8 keys.
+
+    onescan train {name}
+    """
+    return recipe
+
+
+RECALL = {f"recall_{kind}": _recall(kind) for kind in MIXERS}

@@ -1,0 +1,78 @@
+"""Telling the value of each key that is asked for again, judged by how many pairs there were."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from onescan.checks import check_positive
+from onescan.data.recall import BLANK, RecallFormat, RecallSplits
+from onescan.shapes import TokenLogits
+from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallTaskConfig(TaskConfig):
+    """Associative recall, for a `CausalLM`."""
+
+    evaluation_batch_size: int = 256
+    """Sequences at once when evaluating; changes the memory, not the result."""
+
+    def build(self, data: RecallSplits) -> "Recall":
+        """Pose it on sequences of pairs and queries.
+
+        Raises:
+            ValueError: a number that is not positive.
+        """
+        check_positive(**{"task.evaluation_batch_size": self.evaluation_batch_size})
+        return Recall(self, data)
+
+
+class Recall(Task):
+    """The value at each query; nothing else of a sequence is scored."""
+
+    format: RecallFormat
+    unit = "sequences"
+
+    def __init__(self, config: RecallTaskConfig, data: RecallSplits) -> None:
+        self.train, self.test, self.format = data.train, data.test, data.format
+        self.test_batch_size = config.evaluation_batch_size
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
+        logits, answers = self._scores(model, batch), batch[1]
+        asked = answers != BLANK
+        right = (logits.argmax(-1) == answers)[asked].float().mean()
+        return cross_entropy(logits[asked], answers[asked]), {"accuracy": right}
+
+    def predict(self, model: nn.Module, batch: Batch) -> Rows:
+        logits, (_, answers, distances) = self._scores(model, batch), batch
+        losses = cross_entropy(logits.transpose(1, 2), answers, reduction="none")
+        return {
+            "losses": losses.where(answers != BLANK, 0).sum(dim=1),
+            "right": (logits.argmax(-1) == answers) & (answers != BLANK),
+            "distances": distances,
+        }
+
+    def judge(self, rows: Rows) -> Evaluation:
+        right, pairs = rows["right"].sum(dim=1), (rows["distances"] > 0).sum(dim=1)
+        metrics = {
+            "accuracy": (right.sum() / pairs.sum()).item(),
+            "loss": (rows["losses"].double().sum() / pairs.sum()).item(),
+        }
+        for number in pairs.unique().tolist():
+            of = pairs == number
+            metrics[f"{number}_pairs_accuracy"] = (right[of].sum() / pairs[of].sum()).item()
+        return Evaluation(metrics=metrics, arrays=rows)
+
+    def score(self, metrics: dict[str, float]) -> float:
+        return metrics["accuracy"]
+
+    def _scores(self, model: nn.Module, batch: Batch) -> TokenLogits:
+        logits: TokenLogits = model(batch[0])[0].float()
+        if logits.shape[-1] < self.format.vocabulary_size:
+            raise ValueError(
+                f"the model scores {logits.shape[-1]} tokens, but the data has "
+                f"{self.format.vocabulary_size}: is model.vocabulary_size right?"
+            )
+        return logits

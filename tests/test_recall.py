@@ -1,0 +1,265 @@
+"""Associative recall: what is drawn, what is scored, and a recipe from its data to its report."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from html_page import Page
+from tiny_run import KilledError, assert_same, raise_at
+from torch import nn
+from torch.nn.functional import one_hot
+
+from onescan import configs
+from onescan.cli import main
+from onescan.configs import differences
+from onescan.data import Example, RecallConfig
+from onescan.layers.mixers import SoftmaxMixerConfig
+from onescan.models.causal_lm import CausalLMConfig
+from onescan.recipes.recall import RECALL
+from onescan.report.sections.recall import section
+from onescan.report.study import read_study
+from onescan.tasks import RecallTaskConfig
+from onescan.training import evaluate, train
+
+DATA = RecallConfig(
+    keys=9, values=5, length=30, pairs=(2, 5), test_pairs=(3, 7, 9), test_examples=30
+)
+TINY = {
+    "model.width": 8,
+    "model.depth": 1,
+    "data.length": 20,
+    "data.pairs": (1, 2),
+    "data.test_pairs": (2, 4),
+    "data.train_examples": 40,
+    "data.test_examples": 24,
+    "training.steps": 12,
+    "training.batch_size": 8,
+    "training.evaluate_every": 1.0,
+    "training.checkpoint_every": 0.5,
+    "machine.trackers": (),
+}
+
+
+def solved(tokens):
+    """Answers and distances, from nothing but a dictionary of what was read so far."""
+    known, answers, distances = {}, [], []
+    for place, token in enumerate(tokens):
+        is_query = token in known
+        if 1 <= token <= DATA.keys and not is_query:
+            known[token] = place
+        answers.append(tokens[known[token] + 1] if is_query else 0)
+        distances.append(place - known[token] if is_query else 0)
+    return answers, distances
+
+
+def sequences(split="train", count=60, config=DATA):
+    data = getattr(config.build(), split)
+    return [data.sequence(place) for place in range(count)]
+
+
+class Dictionary(nn.Module):
+    """Knows every answer but those at `unknown` of the keys; says 0 at all that is not asked."""
+
+    def __init__(self, unknown=(), size=15):
+        super().__init__()
+        self.unknown, self.size = unknown, size
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens):
+        answers = torch.tensor([solved(row)[0] for row in tokens.tolist()])
+        for key in self.unknown:
+            answers = answers.where(tokens != key, 0)
+        return 20.0 * one_hot(answers, self.size) + self.weight, None
+
+
+class Scores(nn.Module):
+    """Says the same of all batches."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+
+    def forward(self, tokens):
+        return self.logits, None
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_dictionary_gives_every_answer(split):
+    for sequence in sequences(split):
+        assert solved(sequence.tokens) == (sequence.answers, sequence.distances)
+
+
+def test_every_key_is_asked_once_after_all_pairs():
+    for place, (tokens, answers, distances) in enumerate(sequences()):
+        pairs = DATA.pairs[place % 2]
+        keys, values = tokens[: 2 * pairs : 2], tokens[1 : 2 * pairs : 2]
+        assert len(set(keys)) == pairs
+        assert set(keys) <= set(range(1, 10))
+        assert set(values) <= set(range(10, 15))
+        assert sorted(filter(None, tokens[2 * pairs :])) == sorted(keys)
+        assert len(tokens) == len(answers) == len(distances) == DATA.length
+        assert np.flatnonzero(answers).tolist() == np.flatnonzero(distances).tolist()
+        assert np.flatnonzero(answers).min() >= 2 * pairs
+
+
+def test_keys_values_and_places_are_uniform():
+    config = replace(DATA, pairs=(3,), train_examples=3000)
+    keys, values, places = [], [], []
+    for tokens, answers, _ in sequences(count=3000, config=config):
+        keys += tokens[:6:2]
+        values += tokens[1:6:2]
+        places += np.flatnonzero(answers).tolist()
+    for drawn, possible in ((keys, range(1, 10)), (values, range(10, 15)), (places, range(6, 30))):
+        counts = np.array([drawn.count(one) for one in possible])
+        assert counts.sum() == len(drawn)
+        assert counts == pytest.approx(counts.mean(), abs=4 * np.sqrt(counts.mean()))
+
+
+def test_a_sequence_is_a_function_of_seed_split_and_place():
+    forwards = sequences()
+    data = DATA.build().train
+    assert [data.sequence(place) for place in reversed(range(60))] == forwards[::-1]
+    other = replace(DATA, test_pairs=DATA.pairs)
+    others = sequences("test", config=other)
+    assert all(a.tokens != b.tokens for a, b in zip(others, forwards, strict=True))
+    assert sequences(config=replace(DATA, seed=1)) != forwards
+
+
+def test_a_batch_has_a_row_for_each_example():
+    tokens, answers, distances = DATA.build().test.read([Example(4), Example(0)]).batch
+    for row, place in enumerate((4, 0)):
+        drawn = sequences("test")[place]
+        assert (tokens[row].tolist(), answers[row].tolist(), distances[row].tolist()) == drawn
+    assert tokens.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"keys": 4}, r"data\.pairs has 5, expected at most data\.keys, 4, and a third of data\.l"),
+        ({"length": 26}, r"data\.test_pairs has 9, expected .* a third of data\.length, 26"),
+        ({"pairs": ()}, r"data\.pairs is empty"),
+        ({"test_pairs": (3, 0)}, r"data\.test_pairs\[1\] is 0, expected a whole number of at le"),
+        ({"values": 0}, r"data\.values is 0, expected a number above 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
+        replace(DATA, **changes).build()
+
+
+def posed(config=DATA):
+    return RecallTaskConfig(evaluation_batch_size=8).build(config.build())
+
+
+def test_the_loss_is_of_the_queries_alone():
+    task = posed()
+    batch = tokens, answers, _ = task.train.read([Example(i) for i in range(6)]).batch
+    model = Scores(torch.randn(*tokens.shape, 15))
+    loss, metrics = task.loss(model, batch)
+    logits = model.logits
+    shares = logits.log_softmax(-1)
+    told = [shares[b, t, a] for b, row in enumerate(answers) for t, a in enumerate(row) if a]
+    assert loss.item() == pytest.approx(-torch.stack(told).mean().item())
+    loss.backward()
+    assert torch.equal(logits.grad.abs().sum(-1) > 0, answers > 0)
+    right = (logits.argmax(-1) == answers)[answers > 0].float().mean()
+    assert metrics["accuracy"] == right
+
+
+def test_who_knows_all_is_right_and_who_forgets_a_key_is_not():
+    perfect = evaluate(Dictionary(), posed()).metrics
+    names = ["3_pairs_accuracy", "7_pairs_accuracy", "9_pairs_accuracy"]
+    assert [perfect[name] for name in names] == [1, 1, 1]
+    assert perfect["accuracy"] == 1
+    assert perfect["loss"] < 1e-6
+    forgetful = evaluate(Dictionary(unknown=(2, 5, 7)), posed())
+    assert forgetful.metrics["9_pairs_accuracy"] == pytest.approx(6 / 9)  # which has all keys
+    rows = forgetful.arrays
+    assert rows["right"].shape == rows["distances"].shape == (30, DATA.length)
+    assert (rows["distances"] > 0).sum(1).tolist() == [3, 7, 9] * 10
+    asked = rows["distances"] > 0
+    assert forgetful.metrics["accuracy"] == pytest.approx(rows["right"][asked].float().mean())
+    assert forgetful.metrics["loss"] == pytest.approx(rows["losses"].sum().item() / asked.sum())
+
+
+def test_a_vocabulary_that_is_too_small_is_told():
+    batch = posed().train.read([Example(0)]).batch
+    with pytest.raises(ValueError, match=r"scores 12 tokens, but the data has 15: is model\.v"):
+        posed().loss(Scores(torch.zeros(*batch[0].shape, 12)), batch)
+
+
+def test_the_recipes_differ_in_their_mixers_alone():
+    first, *others = runs = [recipe() for recipe in RECALL.values()]
+    for other in others:
+        paths = [path for path, *_ in differences(first, other)]
+        assert paths == ["name", "model.mixer.type"]
+    sizes = [sum(p.numel() for p in run.model.build().parameters()) for run in runs]
+    assert max(sizes) < 1.05 * min(sizes)
+    assert first.model.vocabulary_size == first.data.build().format.vocabulary_size
+
+
+def tiny(**changes):
+    return configs.replace(RECALL["recall_lion_s"](), TINY | changes)
+
+
+def test_a_run_stopped_in_mid_epoch_goes_on_to_the_same_numbers(tmp_path):
+    whole = train(tiny(), tmp_path / "whole")
+    with pytest.raises(KilledError):
+        train(tiny(), tmp_path / "run", progress=raise_at(8, KilledError()))
+    assert_same(train(tiny(), tmp_path / "run"), whole)
+
+
+@pytest.mark.parametrize("name", RECALL)
+def test_a_recipe_is_trained_and_told_of(name, tmp_path, capsys):
+    words = ["train", name, "--out", str(tmp_path)]
+    for field, value in (TINY | {"training.steps": 3}).items():
+        values = [str(part) for part in (value if isinstance(value, tuple) else (value,))]
+        words += ["--" + field.replace("_", "-"), *values]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "test 4_pairs_accuracy" in shown
+    page = Page((tmp_path / "report.html").read_text())
+    assert "What it recalls" in page.text
+    assert "reads pairs of a key and a value" in page.text
+    assert main(["evaluate", str(tmp_path / "seed-0"), "--workers", "0"]) == 0
+    assert "2_pairs_accuracy" in capsys.readouterr().out
+
+
+def test_the_grid_has_the_share_of_each_number_of_pairs_and_distance(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(
+        "onescan.report.sections.recall.heat_map",
+        lambda cells, **words: drawn.update(words, cells=cells) or "<img>",
+    )
+    results = [train(tiny(**{"training.seed": seed}), tmp_path / str(seed)) for seed in (0, 1)]
+    asked = {"2": [], "4": []}  # by pairs: how far each query is, and whether it is right
+    for seed, result in enumerate(results):
+        arrays = result.evaluation.arrays
+        arrays["right"] = arrays["distances"] % (2 + seed) == 1
+        for row in arrays["distances"].tolist():
+            there = [(distance, distance % (2 + seed) == 1) for distance in row if distance]
+            asked[str(len(there))] += there
+    assert "2 seeds" in section(read_study(results)).figures[0].caption
+    assert drawn["down"].names == ["2", "4"]
+    assert drawn["along"].names == ["1-3", "4-6", "7-9", "10-12", "13-15", "16-18", "19-21"]
+    for cells, number in zip(drawn["cells"], drawn["down"].names, strict=True):
+        for cell, columns in zip(cells, drawn["along"].names, strict=True):
+            first, last = map(int, columns.split("-"))
+            near = [right for distance, right in asked[number] if first <= distance <= last]
+            assert cell == pytest.approx(np.mean(near) if near else np.nan, nan_ok=True)
+
+
+def test_attention_learns_to_recall(tmp_path):
+    mixer = SoftmaxMixerConfig(num_heads=1, causal=True)
+    base = RECALL["recall_softmax"]()
+    data = replace(
+        DATA, length=12, keys=4, values=4, pairs=(2,), test_pairs=(2,), test_examples=200
+    )
+    assert isinstance(base.model, CausalLMConfig)
+    model = replace(base.model, vocabulary_size=9, width=32, depth=2, mixer=mixer)
+    training = replace(base.training, steps=150, learning_rate=1e-2)
+    machine = replace(base.machine, trackers=())
+    run = replace(base, model=model, data=data, training=training, machine=machine)
+    assert train(run, tmp_path / "run").metrics["accuracy"] > 0.9  # 0.5 by a guess among the two
