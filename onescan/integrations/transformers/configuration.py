@@ -1,6 +1,7 @@
 """A model's config as transformers keeps it: the same fields, with its names for a few."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedConfig
@@ -14,11 +15,30 @@ ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 # where a field has a name that all of transformers knows
 RENAMED = {"tie_embeddings": "tie_word_embeddings", "num_classes": "num_labels"}
 
+INTRODUCTION = "onescan_model"  # the module beside a saved config that makes onescan known
+
 
 class _NativeFields:
     """A flat config; mixers, MLPs and positions are nested plain data, each with its "type"."""
 
     attribute_map: ClassVar[dict[str, str]]
+
+    def save_pretrained(self, save_directory: Any, *rest: Any, **options: Any) -> None:
+        """Save as any config, and beside it a module that imports onescan.
+
+        By it, programs that do not import onescan load the folder with trust_remote_code.
+        """
+        name = type(self).__name__
+        self.auto_map = {"AutoConfig": f"{INTRODUCTION}.{name}"}
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        module = f'from onescan.integrations.transformers import {name}\n\n__all__ = ["{name}"]\n'
+        (folder / f"{INTRODUCTION}.py").write_text(module)
+        super().save_pretrained(save_directory, *rest, **options)  # type: ignore[misc]
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: `save_pretrained` says where the class is, and its source is not copied."""
 
     @classmethod
     def of(cls, config: ModelConfig, **others: Any) -> Any:

@@ -1,0 +1,264 @@
+"""A causal language model as one of lm-eval's, which judges it on its tasks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Int
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import model_registry
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from onescan.checks import check_positive
+from onescan.layers.position import TokenPositionConfig
+from onescan.models.causal_lm import CausalLM
+from onescan.models.sampling import Sampling
+from onescan.models.states import select_rows
+from onescan.models.told import UNTOLD, compare, tell
+
+NAME = "onescan"  # what lm-eval knows the model by
+MOST_WRITTEN = 256  # tokens, where a task does not say
+LENGTHS = ("max_gen_toks", "max_new_tokens")  # what tasks call it
+
+RequestT = TypeVar("RequestT")
+Ids = list[int]
+Score = tuple[float, bool]  # log-likelihood, and whether greedy decoding would write it
+Padded = tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]
+
+
+@runtime_checkable
+class TextTokens(Protocol):
+    """What is needed of a tokenizer."""
+
+    size: int
+    end: int | None
+
+    def encode(self, text: str) -> Ids:
+        """The ids of a text."""
+
+    def begin(self, prompt: str) -> Ids:
+        """The ids of a text that is to go on; where it is empty, of the token before any text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+
+
+class OnescanLM(TemplateLM):
+    """Log-likelihoods and greedy or sampled texts, at a cost that is linear in their length.
+
+    Requests with the same context share the state after it. No context is cut, but for models that
+    have a learnt vector for each place: of theirs the end is kept.
+
+    Args:
+        model: in evaluation mode, on the device that is to compute.
+        tokenizer: the one that it was trained with.
+        batch_size: requests at once; changes the memory, and no result but of sampled texts.
+
+    Raises:
+        ValueError: a model of another kind, or a number that is not positive.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: TextTokens, *, batch_size: int = 32) -> None:
+        super().__init__()
+        if not isinstance(model, CausalLM):
+            raise ValueError(
+                f"the model is a {type(model).__name__}, expected a CausalLM: lm-eval asks how "
+                "likely a text is to go on"
+            )
+        check_positive(batch_size=batch_size)
+        self.model, self.texts, self.batch_size = model, tokenizer, batch_size
+        self._device = model.network.embedding.weight.device
+        places = model.config.position
+        self.most_tokens = places.most_tokens if isinstance(places, TokenPositionConfig) else None
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id of the token before any text."""
+        return self.texts.begin("")[-1]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Ids:
+        """The ids of a text, behind what the tokenizer puts before one unless told otherwise."""
+        plain = add_special_tokens is False or not string
+        return self.texts.encode(string) if plain else self.texts.begin(string)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each text, all of which is read, behind the token before any."""
+        windows = [self._windows(request.args[0]) for request in requests]
+        flat = [(("", ""), context, text) for row in windows for context, text in row]
+        scores = iter(self._loglikelihood_tokens(flat, disable_tqdm=disable_tqdm))
+        return [sum(next(scores)[0] for _ in row) for row in windows]
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """What the model writes after each context, up to a text that ends it."""
+
+        def kind(place: int) -> tuple[str, int]:
+            context, options = requests[place].args
+            return repr(sorted(options.items())), len(context)
+
+        written: dict[int, str] = {}
+        order = sorted(range(len(requests)), key=kind)
+        with tqdm(total=len(order), desc="writing", disable=disable_tqdm) as bar:
+            for _, alike in groupby(order, key=lambda place: kind(place)[0]):
+                for places in _batches(list(alike), self.batch_size):
+                    contexts = [requests[place].args[0] for place in places]
+                    texts = self._write(contexts, dict(requests[places[0]].args[1]))
+                    written |= dict(zip(places, texts, strict=True))
+                    bar.update(len(places))
+        return [written[place] for place in range(len(requests))]
+
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, **_: Any
+    ) -> list[Score]:
+        """Score continuations, the longest first, those of one context side by side."""
+        pairs = [self._fitted(context, text) for _, context, text in requests]
+        order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), pairs[i][0]))
+        scores: dict[int, Score] = {}
+        with tqdm(total=len(order), desc="scoring", disable=disable_tqdm) as bar:
+            for places in _batches(order, self.batch_size):
+                batch = self._score([pairs[place] for place in places])
+                scores |= dict(zip(places, batch, strict=True))
+                bar.update(len(places))
+        return [scores[place] for place in range(len(pairs))]
+
+    @torch.no_grad()
+    def _score(self, pairs: list[tuple[Ids, Ids]]) -> list[Score]:
+        """Read each context once, and each continuation from the state after its context."""
+        contexts = sorted({tuple(context) for context, _ in pairs})
+        owners = torch.tensor([contexts.index(tuple(context)) for context, _ in pairs])
+        tokens, keep = self._padded([list(context) for context in contexts], left=True)
+        logits, state = self.model(tokens, keep=keep, last_only=True)
+        texts, real = self._padded([text for _, text in pairs])
+        labels, owners = texts.where(real, UNTOLD), owners.to(texts.device)
+        begun = compare(logits[owners], labels[:, :1])
+        going_on = tell(
+            self.model,
+            texts[:, :-1],
+            labels[:, 1:],
+            select_rows(state, owners),
+            keep=real[:, 1:],
+        )
+        losses = torch.cat([begun.losses, going_on.losses], dim=1).sum(dim=1)
+        right = torch.cat([begun.right, going_on.right], dim=1) | ~real
+        return list(zip((-losses).tolist(), right.all(dim=1).tolist(), strict=True))
+
+    def _write(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
+        """Write on from several texts at once, each to what ends it."""
+        until, most, sampling = _asked(options)
+        prompts = [self.tok_encode(context) or [self.eot_token_id] for context in contexts]
+        if self.most_tokens is not None:
+            if most >= self.most_tokens:
+                raise ValueError(
+                    f"{most} tokens are to be written, but the model has {self.most_tokens} places"
+                )
+            prompts = [prompt[most - self.most_tokens :] for prompt in prompts]
+        tokens, keep = self._padded(prompts, left=True)
+        end, size = self.texts.end, self.texts.size
+        written: list[Ids] = [[] for _ in prompts]
+        going_on = set(range(len(prompts)))
+        for step, _ in self.model.stream(tokens, sampling, most=most, keep=keep, ids_below=size):
+            for row in sorted(going_on):
+                written[row].append(int(step[row]))
+                over = written[row][-1] == end or _cut(self.texts.decode(written[row]), until)[1]
+                going_on -= {row} if over else set()
+            if not going_on:
+                break
+        return [_cut(self.texts.decode(ids), until)[0] for ids in written]
+
+    def _windows(self, text: str) -> list[tuple[Ids, Ids]]:
+        """Contexts and what is to be told after them: one of each, unless places run out."""
+        ids = self.tok_encode(text, add_special_tokens=False)
+        most = self.most_tokens or max(1, len(ids))
+        windows = get_rolling_token_windows(ids, self.prefix_token_id, most, context_len=1)
+        return [make_disjoint_window(window) for window in windows]
+
+    def _fitted(self, context: Ids, text: Ids) -> tuple[Ids, Ids]:
+        """A context without its beginning, where the model has no places for that.
+
+        Raises:
+            ValueError: there is nothing to tell, or more of it than the model has places.
+        """
+        if not text:
+            raise ValueError("a task asks for the likelihood of no text")
+        context = context or [self.eot_token_id]
+        if self.most_tokens is None:
+            return context, text
+        if len(text) > self.most_tokens:
+            raise ValueError(
+                f"a task asks for the likelihood of {len(text)} tokens, but the model has "
+                f"{self.most_tokens} places"
+            )
+        return context[-(self.most_tokens - len(text) + 1) :], text
+
+    def _padded(self, rows: list[Ids], *, left: bool = False) -> Padded:
+        """Rows of one length, and which of their tokens are real."""
+        longest = max(map(len, rows))
+        tokens = torch.zeros(len(rows), longest, dtype=torch.long)
+        keep = torch.zeros(len(rows), longest, dtype=torch.bool)
+        for i, row in enumerate(rows):
+            real = slice(longest - len(row), None) if left else slice(len(row))
+            tokens[i, real], keep[i, real] = torch.tensor(row), True
+        return tokens.to(self._device), keep.to(self._device)
+
+
+def register(load: Callable[[str], tuple[nn.Module, TextTokens]]) -> None:
+    """Let lm-eval know the model "onescan", whose model_args are `checkpoint` and `device`.
+
+    Args:
+        load: gives a checkpoint's model and tokenizer.
+    """
+
+    class Loaded(OnescanLM):
+        def __init__(
+            self,
+            checkpoint: str,
+            device: str = "cpu",
+            batch_size: int | str = 32,
+            max_batch_size: int | None = None,
+        ) -> None:
+            del max_batch_size  # which lm-eval hands to all models
+            model, tokenizer = load(checkpoint)
+            if not str(batch_size).isdecimal():
+                raise ValueError(f"batch_size is {batch_size!r}, expected a whole number")
+            super().__init__(model.to(device), tokenizer, batch_size=int(batch_size))
+
+    if NAME not in model_registry:
+        model_registry.register(NAME, target=Loaded)
+
+
+def _asked(options: dict[str, Any]) -> tuple[list[str], int, Sampling]:
+    """What ends a text, how many tokens it has at most, and how they are chosen.
+
+    Raises:
+        ValueError: a task asks for what is not known, or for a number out of its range.
+    """
+    options = {name: value for name, value in options.items() if value is not None}
+    until = options.pop("until", [])
+    most = [options.pop(name) for name in LENGTHS if name in options]
+    chance = options.pop("do_sample", options.get("temperature", 0) > 0)
+    chosen = {
+        name: options.pop(name) for name in ("temperature", "top_k", "top_p") if name in options
+    }
+    if options.pop("num_beams", 1) != 1 or options:
+        raise ValueError(f"a task's generation_kwargs ask for {sorted(options) or 'beams'}")
+    sampling = Sampling(**{"temperature": 1.0, **chosen} if chance else {})
+    sampling.check()
+    ends = [until] if isinstance(until, str) else list(until)
+    return [end for end in ends if end], int(most[0]) if most else MOST_WRITTEN, sampling
+
+
+def _cut(text: str, until: list[str]) -> tuple[str, bool]:
+    """A text up to the first of what ends it, and whether there is one.
+
+    >>> _cut("a b. c", [".", "c"]), _cut("a b", ["."])
+    (('a b', True), ('a b', False))
+    """
+    places = [place for end in until if (place := text.find(end)) >= 0]
+    return (text[: min(places)], True) if places else (text, False)
+
+
+def _batches(items: list[RequestT], size: int) -> Iterator[list[RequestT]]:
+    for begin in range(0, len(items), size):
+        yield items[begin : begin + size]
