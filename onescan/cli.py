@@ -1,4 +1,4 @@
-"""Commands: train evaluate compare predict generate fill tokenizer bench models recipes show.
+"""The command line: a function for each command; COMMANDS lists them.
 
 Heavy modules are imported by the command that needs them, so that help answers at once.
 """
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     import torch
 
     from onescan.bench.size import Size
+    from onescan.data.glue import GlueTask
     from onescan.data.text import Tokenizer
+    from onescan.recipes.glue_runs import GlueRun
     from onescan.training.checkpoint import Checkpoint
     from onescan.training.run import RunConfig, RunResult
 
@@ -37,6 +39,16 @@ Words = list[str]
 Imports = Annotated[
     tuple[Path, ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="import", metavar="FILE.py")
 ]
+LanguageModel = Annotated[
+    str,
+    tyro.conf.Positional,
+    tyro.conf.arg(
+        metavar="CHECKPOINT",
+        help="a run's folder, or best.safetensors in it; or a folder that transformers' "
+        "save_pretrained wrote, or a name on the hub",
+    ),
+]
+Device = Annotated[str, tyro.conf.arg(help="cpu, cuda, ...; auto is a GPU where there is one")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_choice("command", words[0], COMMANDS)
         COMMANDS[words[0]](words[1:])
     except KeyboardInterrupt:
-        goes_on = "; the same command goes on from what was saved" if words[0] == "train" else ""
+        goes_on = (
+            "; the same command goes on from what was saved"
+            if words[0] in ("train", "glue", "needle")
+            else ""
+        )
         return _fail(f"interrupted{goes_on}", INTERRUPTED)
     except BrokenPipeError:  # the reader, as in `| head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -118,25 +134,42 @@ def train(words: Words) -> None:
 
 
 def evaluate(words: Words) -> None:
-    """Judge a trained model on its held-out data."""
+    """Judge a trained model on its held-out data, over lengths, or on lm-eval's tasks."""
+    from onescan.bench.harness import TasksConfig
+    from onescan.bench.lengths import LengthsConfig
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-        """a run's folder, as in runs/digits/seed-0, or best.safetensors in it"""
-        device: str = "auto"
-        """cpu, cuda, ...; auto is a GPU where there is one"""
+        """a run's folder, as in runs/digits/seed-0, or best.safetensors in it; for lengths and
+        tasks also a folder that transformers' save_pretrained wrote, or a name on the hub"""
+        device: Device = "auto"
         workers: int | None = None
         """processes that read data; without it, as many as the data is worth"""
         imports: Imports = ()
         """a Python file of yours to run first, for the classes in it"""
+        lengths: Annotated[LengthsConfig, tyro.conf.arg(name="")]
+        tasks: Annotated[TasksConfig, tyro.conf.arg(name="")]
+        out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+        """of tasks, a JSON file for the results; of lengths, a folder for the measurements and the
+        page, bench/lengths/CHECKPOINT without it"""
 
     options = _parse(Options, "evaluate", words)
+    chosen = _way_to_judge(options)
+    from onescan.recipes.files import import_file
+
+    for file in options.imports:
+        import_file(file)
+    chosen(options)
+
+
+def _evaluate_run(options: Any) -> None:
+    from onescan.training.checkpoint import load
     from onescan.training.evaluation import evaluate as judge
     from onescan.training.loader import choose_workers
     from onescan.training.ranks import Ranks, choose_device
 
-    checkpoint = _load(options.checkpoint, options.imports)
+    checkpoint = load(options.checkpoint)
     run, device = checkpoint.config, choose_device(options.device, Ranks())
     task = run.task.build(run.data.build())
     workers = choose_workers(options.workers, task.test)
@@ -148,6 +181,37 @@ def evaluate(words: Words) -> None:
         print(f"{name:<{widest}}  {value:.4f}")
     if evaluation.left_out:
         print(f"{evaluation.left_out} {task.unit} could not be read and are left out")
+
+
+def _evaluate_lengths(options: Any) -> None:
+    from onescan.bench.lengths import measure_lengths
+    from onescan.bench.names import short_name
+    from onescan.report import check_report_path, lengths_table, write_lengths
+    from onescan.training.folder import write_json
+
+    out = options.out or Path("bench", "lengths", short_name(options.checkpoint))
+    check_report_path(out / "report.html")
+    scores = measure_lengths(
+        str(options.checkpoint), options.lengths, device=options.device, progress=True
+    )
+    write_json(out / "lengths.json", dataclasses.asdict(scores))
+    print(lengths_table(scores))
+    for left in scores.left_out:
+        print(f"not measured: {left.length}, as {left.why}")
+    print(f"report: {write_lengths(scores, out / 'report.html')}")
+
+
+def _evaluate_tasks(options: Any) -> None:
+    from onescan.bench.harness import judge_by_tasks
+    from onescan.training.folder import write_json
+
+    if options.out is not None and options.out.suffix != ".json":
+        raise ValueError(f"out is '{options.out}', expected a name that ends in .json")
+    scores = judge_by_tasks(str(options.checkpoint), options.tasks, device=options.device)
+    print("\n".join(scores.tables))
+    if options.out is not None:
+        write_json(options.out, scores.data)
+        print(f"results: {options.out}")
 
 
 def compare(words: Words) -> None:
@@ -209,9 +273,7 @@ def generate(words: Words) -> None:
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
-        checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-        """a run's folder, or best.safetensors in it; or a folder that transformers' save_pretrained
-        wrote, or a name on the hub"""
+        checkpoint: LanguageModel
         prompt: str = ""
         """what is written on from; - reads it from the standard input"""
         most: int = 200
@@ -221,8 +283,7 @@ def generate(words: Words) -> None:
         )
         seed: int = 0
         """what chance comes from"""
-        device: str = "auto"
-        """cpu, cuda, ...; auto is a GPU where there is one"""
+        device: Device = "auto"
 
     options = _parse(Options, "generate", words)
     options.sampling.check()
@@ -251,15 +312,12 @@ def fill(words: Words) -> None:
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
-        checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-        """a run's folder, or best.safetensors in it; or a folder that transformers' save_pretrained
-        wrote, or a name on the hub"""
+        checkpoint: LanguageModel
         text: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
         """with masks as the tokenizer spells them, mostly [MASK] or <mask>"""
         top: int = 5
         """guesses for each mask"""
-        device: str = "auto"
-        """cpu, cuda, ...; auto is a GPU where there is one"""
+        device: Device = "auto"
 
     options = _parse(Options, "fill", words)
     model, tokenizer, _ = _language_model(options.checkpoint, "MaskedLM", options.device)
@@ -267,6 +325,78 @@ def fill(words: Words) -> None:
 
     for guesses in fill_masks(model, tokenizer, options.text, top=options.top):
         print(", ".join(f"{guess.text} {guess.share:.1%}" for guess in guesses))
+
+
+def glue(words: Words) -> None:
+    """Fine-tune a masked language model on tasks of GLUE; a table and a page over seeds."""
+    from onescan.recipes.glue_runs import GlueStudy, check_runs, plan_glue
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        checkpoint: LanguageModel
+        study: Annotated[GlueStudy, tyro.conf.arg(name="")] = dataclasses.field(
+            default_factory=GlueStudy
+        )
+        out: Annotated[Path, tyro.conf.arg(metavar="PATH")] = Path("runs") / "glue"
+        """folder for the runs, as in runs/glue/cola/seed-0, the summary and the page"""
+        overwrite: bool = False
+        """remove the runs that the folder holds, and start anew"""
+
+    options = _parse(Options, "glue", words)
+    from onescan.report import check_report_path, glue_table, read_glue, write_glue, write_report
+    from onescan.training import joined
+
+    study, out = options.study, options.out
+    runs = plan_glue(study, options.checkpoint, out)
+    tasks = study.chosen()
+    for page in (out, *(out / task for task in tasks)):
+        check_report_path(page / "report.html")
+    with joined(study.machine.device) as ranks:
+        say = print if ranks.is_first else _silent
+        if "mnli" not in tasks and runs[0].task == "mnli":
+            say("mnli is learnt first, as others begin with its weights, unless --no-from-mnli")
+        check_runs(runs, overwrite=options.overwrite)
+        results = _fine_tuned(runs, say, overwrite=options.overwrite)
+    if ranks.is_first:
+        for task in tasks:
+            write_report(results[task], out / task / "report.html")
+        learnt = {task: results[task] for task in tasks}
+        outcome = read_glue(learnt, checkpoint=options.checkpoint, recipe=study.recipe)
+        page = write_glue(outcome, out)
+        print(f"{glue_table(outcome)}\nreport: {page}")
+
+
+def needle(words: Words) -> None:
+    """Hide a fact at each depth of long texts, and see whether a language model recalls it."""
+    from onescan.bench.needle_grid import NeedleConfig
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        checkpoint: LanguageModel
+        asked: Annotated[NeedleConfig, tyro.conf.arg(name="")] = dataclasses.field(
+            default_factory=NeedleConfig
+        )
+        haystack: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+        """a text file to hide it in; without it, the text that a run was judged on"""
+        out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+        """folder for needle.json and the page; without it, bench/needle/CHECKPOINT"""
+        device: Device = "auto"
+
+    options = _parse(Options, "needle", words)
+    model, tokenizer, _ = _language_model(options.checkpoint, "CausalLM", options.device)
+    from onescan.bench.haystack import held_out_haystack, read_haystack
+    from onescan.bench.names import short_name
+    from onescan.bench.needle import measure_needles
+    from onescan.report import check_report_path, needle_table, write_needles
+
+    name, file = short_name(options.checkpoint), options.haystack
+    out = options.out or Path("bench", "needle", name)
+    check_report_path(out / "report.html")
+    haystack = (
+        held_out_haystack(options.checkpoint) if file is None else read_haystack(file, tokenizer)
+    )
+    grid = measure_needles(name, model, tokenizer, haystack, options.asked, out, progress=True)
+    print(f"{needle_table(grid)}\nreport: {write_needles(grid, out / 'report.html')}")
 
 
 def tokenizer(words: Words) -> None:
@@ -389,6 +519,8 @@ COMMANDS: dict[str, Callable[[Words], None]] = {
     "predict": predict,
     "generate": generate,
     "fill": fill,
+    "glue": glue,
+    "needle": needle,
     "tokenizer": tokenizer,
     "bench": bench,
     "models": models,
@@ -427,6 +559,25 @@ def _parse(
     )
 
 
+def _way_to_judge(options: Any) -> Callable[[Any], None]:
+    """What `evaluate` is to do; options of what is not asked for are refused."""
+    from onescan.configs import differences
+
+    ways = {"lengths": _evaluate_lengths, "tasks": _evaluate_tasks}
+    given = [name for name in ways if getattr(getattr(options, name), name)]
+    if len(given) > 1:
+        raise ValueError("lengths and tasks are given, expected one of them")
+    for name in ways.keys() - given:
+        config = getattr(options, name)
+        for field, value, _ in differences(config, type(config)()):
+            raise ValueError(f"{field} is {str(value)!r}, but no {name} are given")
+    if given and options.workers is not None:
+        raise ValueError(f"workers is {options.workers}, but {given[0]} are read by one process")
+    if not given and options.out is not None:
+        raise ValueError(f"out is '{options.out}', but neither lengths nor tasks are given")
+    return ways[given[0]] if given else _evaluate_run
+
+
 def _load(path: Path, imports: Sequence[Path]) -> "Checkpoint":
     from onescan.recipes.files import import_file
     from onescan.training.checkpoint import load
@@ -446,6 +597,21 @@ def _language_model(name: str, kind: str, device: str) -> "tuple[Any, Tokenizer,
     if type(model).__name__ != kind:
         raise ValueError(f"{name!r} holds a {type(model).__name__}, expected a {kind}")
     return model.to(chosen), tokenizer, chosen
+
+
+def _fine_tuned(
+    runs: "Sequence[GlueRun]", say: Callable[[str], object], *, overwrite: bool
+) -> "dict[GlueTask, list[RunResult]]":
+    """The results of each task, one a seed."""
+    from onescan.training import train as train_run
+
+    results: dict[GlueTask, list[RunResult]] = {}
+    for task, seed, config, folder in runs:
+        say(f"{task}, seed {seed}, in {folder}, begins with {config.start}")
+        result = train_run(config, folder, overwrite=overwrite, progress=True)
+        say(_results([result]))
+        results.setdefault(task, []).append(result)
+    return results
 
 
 def _what_to_train(words: Words) -> "tuple[RunConfig, str, Words]":

@@ -39,7 +39,7 @@ SMALL = [name for name in LANGUAGE if name.startswith(("shakespeare", "wikitext2
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_twin_trains_and_is_told_of(name, text, capsys):
-    run = train(name, text)
+    run = train(name, text, *(["--task.read-outs", "1"] if name.endswith("ldn") else []))
     assert "test loss" in capsys.readouterr().out
     page = (run.parent / "report.html").read_text()
     assert "What it writes" in page
@@ -111,3 +111,16 @@ def test_a_missing_text_is_told_in_a_sentence(tmp_path, capsys):
     path = str(tmp_path / "empty.txt")
     assert main(["train", "shakespeare_lightnet", "--data.path", path, *out]) == 2
     assert "empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "needle", "evaluate"])
+def test_what_is_no_run_is_told_as_such(command, text, capsys):
+    run = train("shakespeare_lion_s", text)
+    more = ["--lengths", "8"] if command == "evaluate" else []
+    capsys.readouterr()
+    assert main([command, str(run.parent), *more]) == 2
+    assert "holds no run: it has no config.json; name one of the runs in it: seed-0" in (
+        capsys.readouterr().err
+    )
+    assert main([command, str(run / "no" / "such"), *more]) == 1
+    assert "there is no run at" in capsys.readouterr().err

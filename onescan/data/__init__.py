@@ -22,6 +22,7 @@ from onescan.data.long_range import (
     RetrievalConfig,
 )
 from onescan.data.order import batched, derive_seed, epoch_order
+from onescan.data.recall import RecallConfig, RecallFormat
 from onescan.data.sequences import (
     LabelledSequence,
     SequenceFormat,
@@ -57,6 +58,8 @@ __all__ = [
     "PathfinderDataConfig",
     "PixelImageConfig",
     "RandomCropConfig",
+    "RecallConfig",
+    "RecallFormat",
     "RetrievalConfig",
     "SequenceFormat",
     "SequenceList",

@@ -29,6 +29,7 @@ from onescan.recipes.imagenet import (
 )
 from onescan.recipes.language import LANGUAGE
 from onescan.recipes.long_range import LONG_RANGE
+from onescan.recipes.recall import RECALL
 from onescan.training.run import RunConfig
 
 Recipe = Callable[[], RunConfig]
@@ -51,6 +52,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         **IMAGENET_LDN,
         **LONG_RANGE,
         **LANGUAGE,
+        **RECALL,
     }
 )
 

@@ -1,14 +1,24 @@
-"""The HTML pages people look at: about one recipe, about several, and about a model's forms."""
+"""The HTML pages people look at: about one recipe, several, a model's forms, its memory."""
 
 from onescan.report.comparison import comparison_table, write_comparison
 from onescan.report.forms import write_forms
+from onescan.report.glue import glue_table, read_glue, write_glue
+from onescan.report.lengths import lengths_table, write_lengths
+from onescan.report.needle import needle_table, write_needles
 from onescan.report.page import write_report
 from onescan.report.template import check_report_path
 
 __all__ = [
     "check_report_path",
     "comparison_table",
+    "glue_table",
+    "lengths_table",
+    "needle_table",
+    "read_glue",
     "write_comparison",
     "write_forms",
+    "write_glue",
+    "write_lengths",
+    "write_needles",
     "write_report",
 ]

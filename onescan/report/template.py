@@ -53,11 +53,14 @@ def check_report_path(path: Path) -> None:
     """Raise ValueError where a page would replace what is none: to know before hours of training.
 
     Raises:
-        ValueError: at the path is something that onescan has not written.
+        ValueError: at the path is something that onescan has not written, or its folder is a file.
     """
     foreign = f"{path} was not written by onescan"
     if path.is_dir():
         raise ValueError(f"{foreign}: it is a folder, expected a file's name")
+    for parent in path.parents:
+        if parent.exists() and not parent.is_dir():
+            raise ValueError(f"{path} cannot be written: {parent} is a file, expected a folder")
     if path.exists() and not (path.is_file() and _is_ours(path)):
         raise ValueError(f"{foreign}: choose another name")
 

@@ -2,6 +2,7 @@
 
 from onescan.tasks.base import Batch, Evaluation, Metrics, Planned, Rows, Task, TaskConfig
 from onescan.tasks.distillation import DistillationConfig
+from onescan.tasks.glue import Glue, GlueConfig
 from onescan.tasks.image_classification import (
     ImageClassification,
     ImageClassificationConfig,
@@ -12,6 +13,7 @@ from onescan.tasks.masked_language_modelling import (
     MaskedLanguageModelling,
     MaskedLanguageModellingConfig,
 )
+from onescan.tasks.recall import Recall, RecallTaskConfig
 from onescan.tasks.sequence_classification import (
     SequenceClassification,
     SequenceClassificationConfig,
@@ -21,6 +23,8 @@ __all__ = [
     "Batch",
     "DistillationConfig",
     "Evaluation",
+    "Glue",
+    "GlueConfig",
     "ImageClassification",
     "ImageClassificationConfig",
     "LanguageModelling",
@@ -29,6 +33,8 @@ __all__ = [
     "MaskedLanguageModellingConfig",
     "Metrics",
     "Planned",
+    "Recall",
+    "RecallTaskConfig",
     "Rows",
     "SequenceClassification",
     "SequenceClassificationConfig",

@@ -10,20 +10,26 @@ from onescan.report.sections import (
     curves,
     diffusion_kernels,
     frequencies,
+    glue_measures,
+    glue_mistakes,
     image_lead,
     key_importance,
     learnt_decays,
     position_kernels,
     predictions,
+    recall,
+    recall_lead,
     speed,
     text_lead,
     writing,
 )
 from onescan.report.study import Study
 from onescan.tasks import (
+    GlueConfig,
     ImageClassificationConfig,
     LanguageModellingConfig,
     MaskedLanguageModellingConfig,
+    RecallTaskConfig,
     SequenceClassificationConfig,
     TaskConfig,
 )
@@ -61,6 +67,16 @@ PAGES: Mapping[type[TaskConfig], Page] = MappingProxyType(
         ),
         LanguageModellingConfig: TEXT,
         MaskedLanguageModellingConfig: TEXT,
+        RecallTaskConfig: Page(recall_lead.lead, (curves.section, speed.section, recall.section)),
+        GlueConfig: Page(
+            lead=text_lead.lead,
+            sections=(
+                glue_measures.section,
+                curves.section,
+                speed.section,
+                glue_mistakes.section,
+            ),
+        ),
         SequenceClassificationConfig: Page(text_lead.lead, (curves.section, speed.section)),
     }
 )

@@ -13,9 +13,11 @@ from onescan.report.section import Figure, Section
 from onescan.report.study import FinishedRun, Study
 from onescan.report.words import metric_name, percent, significant
 from onescan.tasks import (
+    GlueConfig,
     ImageClassificationConfig,
     LanguageModellingConfig,
     MaskedLanguageModellingConfig,
+    RecallTaskConfig,
     TaskConfig,
 )
 
@@ -44,17 +46,24 @@ NEXT = Wording(
     "held-out tokens that the model finds the likeliest to follow", "held-out text", "text"
 )
 MASKED = Wording("masked tokens that the model finds the likeliest", "held-out text", "text")
+RECALLED = Wording(
+    "queries of held-out sequences that are answered right",
+    "held-out sequences",
+    "training sequences",
+)
 WORDINGS: dict[type[TaskConfig], Wording] = {
     ImageClassificationConfig: IMAGES,
     LanguageModellingConfig: NEXT,
     MaskedLanguageModellingConfig: MASKED,
+    RecallTaskConfig: RECALLED,
 }
 
 
 def section(study: Study) -> Section:
     """Training loss, what held-out examples say, and what the optimizer did."""
     words = WORDINGS.get(type(study.config.task), SEQUENCES)
-    metrics = study.runs[0].result.metrics
+    metrics, is_glue = study.runs[0].result.metrics, isinstance(study.config.task, GlueConfig)
+    loss = "Squared error" if is_glue and not study.class_names else "Cross-entropy"
     further = [_top5_accuracy(study)] if TOP5 in metrics else []
     further += [_bits_per_byte(study)] if BITS in metrics else []
     return Section(
@@ -63,14 +72,14 @@ def section(study: Study) -> Section:
             Figure(
                 "Training loss",
                 _batches(study, "loss", "training loss"),
-                "Cross-entropy of the training batches, on a logarithmic axis: faint, each batch; "
+                f"{loss} of the training batches, on a logarithmic axis: faint, each batch; "
                 "strong, the running mean. Lower is better." + _smoothing(study),
             ),
-            *([_accuracy(study, words)] if "accuracy" in metrics else []),
+            *([_accuracy(study, words)] if "accuracy" in metrics and not is_glue else []),
             Figure(
                 "Test loss",
                 _test(study, "loss"),
-                f"Cross-entropy of the {words.judged}. If it rises while the training loss falls, "
+                f"{loss} of the {words.judged}. If it rises while the training loss falls, "
                 f"the model has begun to learn the {words.learnt} by heart.",
             ),
             *further,

@@ -9,10 +9,10 @@ from onescan.data import DataSet
 from onescan.models.causal_lm import CausalLM
 from onescan.models.masked_lm import MaskedLM
 from onescan.models.sampling import Sampling
+from onescan.models.told import UNTOLD
 from onescan.report.section import Figure, Section
 from onescan.report.study import Study
 from onescan.tasks import Batch, LanguageModelling, MaskedLanguageModelling
-from onescan.tasks.language_modelling import UNTOLD
 from onescan.tasks.writing import write_on
 
 TITLE = "What it writes"
