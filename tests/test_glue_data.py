@@ -197,6 +197,20 @@ def test_bytes_have_a_separator_and_no_frame():
     assert encoder.encode("né")[0].tolist() == list("né".encode())
 
 
+class Ringed(ByteTokenizer):
+    """Bytes with the same token before and after a text."""
+
+    def encode(self, text, *, framed=False):
+        ids = super().encode(text)
+        return [self.end, *ids, self.end] if framed else ids
+
+
+def test_one_token_may_begin_and_end_a_text():
+    tokens, first = PairEncoder(Ringed(), length=20).encode("ab", "c")
+    assert tokens.tolist() == [256, *b"ab", 256, *b"c", 256]
+    assert first == 4
+
+
 def test_a_tokenizer_without_a_separator_reads_single_texts_alone():
     tokenizer = words(framed=False)
     tokenizer.end = None

@@ -13,8 +13,9 @@ from tiny_tokenizers import WORDS, word_tokenizer
 
 import onescan
 from onescan.bench import lengths
+from onescan.bench.asked import LengthsConfig
 from onescan.bench.length_scores import LengthScore, LengthScores
-from onescan.bench.lengths import LengthsConfig, measure_lengths
+from onescan.bench.lengths import measure_lengths
 from onescan.bench.long_text import open_long_text
 from onescan.cli import main
 from onescan.models.causal_lm import CausalLMConfig
@@ -209,7 +210,7 @@ def test_mistakes_are_told_in_a_sentence(tmp_path, text, capsys):
     )
     assert "lengths and tasks are given" in told("--lengths", "8", "--tasks", "piqa")
     assert f"text is {text[0]!r}, but no lengths are given" in told("--text", text[0])
-    assert "out is 'x', but neither lengths nor tasks are given" in told("--out", "x")
+    assert "out is 'x', but neither lengths nor tasks nor samples are given" in told("--out", "x")
     (tmp_path / "report.html").write_text("mine")
     words = ["--lengths", "8", "--text", text[0], "--out", str(tmp_path)]
     assert "was not written by onescan" in told(*words)

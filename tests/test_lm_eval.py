@@ -14,7 +14,8 @@ from tiny_language_models import BOTH, CAUSAL, SMALL, causal, over_causal
 from tiny_tokenizers import WORDS, word_tokenizer
 
 import onescan
-from onescan.bench.harness import TasksConfig, register
+from onescan.bench.asked import TasksConfig
+from onescan.bench.harness import register
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
 from onescan.integrations.lm_eval import OnescanLM

@@ -16,10 +16,10 @@ from torch import nn
 
 import onescan
 from onescan.bench import needle
+from onescan.bench.asked import NeedleConfig
 from onescan.bench.haystack import Haystack, read_haystack
 from onescan.bench.hidden import hide
 from onescan.bench.needle import measure_needles
-from onescan.bench.needle_grid import NeedleConfig
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
 from onescan.models.causal_lm import CausalLM, CausalLMConfig
@@ -264,3 +264,5 @@ def test_what_is_no_language_model_or_no_text_is_told(tmp_path, capsys):
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ValueError, match=r"bytes\.txt', which is no text in UTF-8"):
         read_haystack(tmp_path / "bytes.txt", TOKENIZER)
+    with pytest.raises(ValueError, match=r"haystack is '.*nowhere.txt', which is no file"):
+        read_haystack(tmp_path / "nowhere.txt", TOKENIZER)

@@ -168,7 +168,7 @@ def test_attributes_and_the_head(name):
     assert model.config.build().head.out_features == 7
     assert model.get_classifier().weight.std() < 0.04  # the model's own first weights
     model.float().reset_classifier(0)
-    pooled = native._pooled(native.forward_features(IMAGES))
+    pooled = native.pooled(native.forward_features(IMAGES))
     assert torch.equal(model(IMAGES), pooled)
     headless = timm.create_model(name, **{**fields(name), "num_classes": 0}).eval()
     assert headless.num_classes == 0

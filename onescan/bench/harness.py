@@ -1,60 +1,16 @@
 """A causal language model judged by lm-eval on its tasks."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from onescan import __version__
+from onescan.bench.asked import SETS, TasksConfig
 from onescan.bench.names import short_name
-from onescan.checks import check_positive
 from onescan.training.language_model import load_language_model
 from onescan.training.ranks import Ranks, choose_device
 
-# names of ours; LightNet, arXiv:2405.21022, Table 9
-SETS = {
-    "commonsense": (
-        "piqa",
-        "hellaswag",
-        "winogrande",
-        "arc_easy",
-        "arc_challenge",
-        "openbookqa",
-    )
-}
 KEPT = ("results", "groups", "versions", "n-shot", "n-samples")  # of what lm-eval returns
-
-
-@dataclass(frozen=True, kw_only=True)
-class TasksConfig:
-    """What a language model is asked."""
-
-    tasks: str = ""
-    """names of lm-eval's tasks, a,b,c; commonsense is the six of LightNet's Table 9"""
-    include_path: Path | None = None
-    """a folder with tasks of your own, as lm-eval's YAML files"""
-    limit: int | None = None
-    """examples of each task, the first ones; without it, all"""
-    shots: int | None = None
-    """solved examples before each question; without it, as the task says"""
-    batch_size: int = 32
-    """requests at once; changes the memory, and no result but of sampled texts"""
-
-    @property
-    def names(self) -> list[str]:
-        """Each task once, with sets of ours spelt out."""
-        words = [word.strip() for word in self.tasks.split(",") if word.strip()]
-        return list(dict.fromkeys(name for word in words for name in SETS.get(word, (word,))))
-
-    def check(self) -> None:
-        """Raise ValueError for a number out of its range, or a folder that is not there."""
-        check_positive(batch_size=self.batch_size)
-        if self.limit is not None:
-            check_positive(limit=self.limit)
-        if self.shots is not None and self.shots < 0:
-            raise ValueError(f"shots is {self.shots}, expected 0 or more")
-        if self.include_path is not None and not self.include_path.is_dir():
-            raise ValueError(f"include_path is '{self.include_path}', which is no folder")
 
 
 class TaskScores(NamedTuple):

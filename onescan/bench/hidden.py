@@ -3,8 +3,8 @@
 from random import Random
 from typing import NamedTuple
 
+from onescan.bench.asked import NeedleConfig
 from onescan.bench.haystack import Haystack
-from onescan.bench.needle_grid import NeedleConfig
 from onescan.data import derive_seed
 from onescan.data.text import Tokenizer
 

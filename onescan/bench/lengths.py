@@ -7,7 +7,6 @@ at every length.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -16,9 +15,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from onescan import __version__
+from onescan.bench.asked import LengthsConfig
 from onescan.bench.length_scores import LeftOutLength, LengthScore, LengthScores, PlaceScore
 from onescan.bench.long_text import LongText, open_long_text
-from onescan.checks import check_positive
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.causal_lm import CausalLM
 from onescan.models.masked_lm import MaskedLM
@@ -29,27 +28,6 @@ from onescan.training.ranks import Ranks, choose_device
 
 Stream = Int[Tensor, " tokens"]
 Sums = Float[Tensor, " length"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LengthsConfig:
-    """What is measured over lengths."""
-
-    lengths: tuple[int, ...] = ()
-    """tokens of a row, several; they may be many times those of training"""
-    text: str | None = None
-    """a file or a folder, or a name on the hub; without it, the run's own held-out text"""
-    tokens: int | None = None
-    """of the text, the first ones; without it, all"""
-
-    def check(self) -> None:
-        """Raise ValueError for a length or a number of tokens out of range."""
-        if not self.lengths or len(set(self.lengths)) < len(self.lengths):
-            raise ValueError(f"lengths is {self.lengths}, expected at least one, and each once")
-        for length in self.lengths:
-            check_positive(lengths=length)
-        if self.tokens is not None:
-            check_positive(tokens=self.tokens)
 
 
 def measure_lengths(

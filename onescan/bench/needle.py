@@ -15,9 +15,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from onescan import __version__, configs
+from onescan.bench.asked import NeedleConfig
 from onescan.bench.haystack import Haystack
 from onescan.bench.hidden import NAME, NUMBER, Hidden, draw, hide
-from onescan.bench.needle_grid import NeedleConfig, NeedleGrid, Outcome, going_on
+from onescan.bench.needle_grid import NeedleGrid, Outcome, going_on
 from onescan.checks import check_positive
 from onescan.data.text import Tokenizer
 from onescan.layers.position import TokenPositionConfig

@@ -9,33 +9,12 @@ import numpy as np
 from jaxtyping import Float
 
 from onescan import configs
+from onescan.bench.asked import NeedleConfig
 from onescan.training.files import damaged, parse_json
 
 ANEW = "remove it to measure anew, or choose another folder"
 
 Cells = Float[np.ndarray, "depths lengths"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NeedleConfig:
-    """What is hidden, where, and how often."""
-
-    lengths: tuple[int, ...] = (1024, 2048, 4096)
-    """Tokens of a whole text: haystack, needle, question and answer."""
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Where the needle is: 0 is before the haystack, 1 after it."""
-    trials: int = 4
-    """Needles for each length, each in a haystack of its own, the same at all depths."""
-    needle: str = "The magic number of {name} is {number}."
-    """What is hidden, on a line of its own."""
-    question: str = "The magic number of {name} is"
-    """What stands at the end, on a new line; the number is to follow."""
-    digits: int = 4
-    """Of a number."""
-    piece: int = 1024
-    """Tokens read at once; changes the memory, and the result by rounding alone."""
-    seed: int = 0
-    """What names, numbers and haystacks are drawn from."""
 
 
 @dataclass(frozen=True, kw_only=True)

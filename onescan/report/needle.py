@@ -1,10 +1,10 @@
 """Which needles a model found in a haystack: a table in text, and a page with two heat maps."""
 
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
 from onescan.bench.needle_grid import Cells, NeedleGrid
+from onescan.report.cards import big_numbers, fact_list
 from onescan.report.heat_map import SHARES, Axis, Shades, around_zero, heat_map
 from onescan.report.section import Figure, Section
 from onescan.report.template import fill, save
@@ -92,11 +92,7 @@ def _cards(grid: NeedleGrid) -> str:
         (percent(float(accuracy[:, -1].mean())), "found", f"in {longest:,} tokens, the longest"),
         (f"{gain[:, -1].mean():+.2f}", "nats gained", f"in {longest:,} tokens"),
     ]
-    listed = "".join(
-        f"<li><strong>{number}</strong><b>{what}</b><span>{how}</span></li>"
-        for number, what, how in cards
-    )
-    return f'<ul class="numbers">{listed}</ul>'
+    return big_numbers(cards)
 
 
 def _facts(grid: NeedleGrid) -> str:
@@ -108,5 +104,4 @@ def _facts(grid: NeedleGrid) -> str:
         ("Haystack", grid.haystack),
         ("Version", f"onescan {grid.onescan}"),
     ]
-    listed = "".join(f"<dt>{name}</dt><dd>{escape(fact)}</dd>" for name, fact in facts)
-    return f'<div class="facts"><dl>{listed}</dl></div>'
+    return fact_list(facts)

@@ -3,6 +3,7 @@
 from html import escape
 
 from onescan.bench.form_costs import FormCosts, Variant
+from onescan.report.cards import big_numbers, fact_list
 from onescan.report.forms.measures import (
     Measure,
     colors,
@@ -51,12 +52,7 @@ def _cards(costs: FormCosts) -> str:
         where = f"{best.variant.name}, at {size} {TIMES} {size}"
         cards.append((measure.spell(best), least, where))
         cards.append((ratio, most, f"{worst.variant.name}, {measure.spell(worst)}"))
-    return '<ul class="numbers">{}</ul>'.format(
-        "".join(
-            f"<li><strong>{number}</strong><b>{what}</b><span>{escape(how)}</span></li>"
-            for number, what, how in cards
-        )
-    )
+    return big_numbers(cards)
 
 
 def _facts(costs: FormCosts) -> str:
@@ -67,8 +63,7 @@ def _facts(costs: FormCosts) -> str:
         ("Versions", f"onescan {machine.onescan}, torch {machine.torch}"),
         ("Forward", f"of {at_once} at once, in float32, each cost in a process of its own"),
     ]
-    listed = "".join(f"<dt>{name}</dt><dd>{escape(fact)}</dd>" for name, fact in facts)
-    return f'<div class="facts"><dl>{listed}</dl></div>'
+    return fact_list(facts)
 
 
 def _numbers(costs: FormCosts) -> Section:

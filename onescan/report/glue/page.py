@@ -5,6 +5,7 @@ from html import escape
 
 from onescan.data.glue import PROBLEMS, GlueTask
 from onescan.recipes.glue import GLUE
+from onescan.report.cards import big_numbers
 from onescan.report.glue.outcome import GlueOutcome
 from onescan.report.glue.pictures import section
 from onescan.report.glue.table import html_table
@@ -51,12 +52,7 @@ def _cards(outcome: GlueOutcome) -> str:
         (str(len(seeds)), "seeds", ", ".join(map(str, seeds))),
         (duration(seconds), "training", "of all tasks, per seed, without evaluation"),
     ]
-    return '<ul class="numbers">{}</ul>'.format(
-        "".join(
-            f"<li><strong>{number}</strong><b>{what}</b><span>{escape(how)}</span></li>"
-            for number, what, how in cards
-        )
-    )
+    return big_numbers(cards)
 
 
 def _settings(outcome: GlueOutcome) -> Section:

@@ -1,8 +1,7 @@
 """The page: the shortest and the longest rows in big numbers, curves, and all numbers."""
 
-from html import escape
-
 from onescan.bench.length_scores import LengthScore, LengthScores
+from onescan.report.cards import Card, big_numbers, fact_list
 from onescan.report.lengths.pictures import pictures
 from onescan.report.section import Figure, Section
 from onescan.report.template import fill
@@ -45,14 +44,12 @@ def _cards(scores: LengthScores) -> str:
     name = "perplexity" if scores.is_causal else "accuracy"
     trained = [score for score in scores.scores if score.length == scores.trained_length]
     shown = [("as in training", score) for score in trained] + [("the longest", scores.scores[-1])]
-    cards = "".join(_card(name, score, which) for which, score in shown)
-    return f'<ul class="numbers">{cards}</ul>'
+    return big_numbers(_card(name, score, which) for which, score in shown)
 
 
-def _card(name: str, score: LengthScore, which: str) -> str:
+def _card(name: str, score: LengthScore, which: str) -> Card:
     number = metric_value(name, getattr(score, name))
-    where = f"{which}: rows of {plural(score.length, 'token')}"
-    return f"<li><strong>{number}</strong><b>{name}</b><span>{where}</span></li>"
+    return number, name, f"{which}: rows of {plural(score.length, 'token')}"
 
 
 def _facts(scores: LengthScores) -> str:
@@ -68,8 +65,7 @@ def _facts(scores: LengthScores) -> str:
         ("Training", "not known" if trained is None else f"in rows of {plural(trained, 'token')}"),
         ("Version", f"onescan {scores.onescan}"),
     ]
-    listed = "".join(f"<dt>{name}</dt><dd>{escape(fact)}</dd>" for name, fact in facts)
-    return f'<div class="facts"><dl>{listed}</dl></div>'
+    return fact_list(facts)
 
 
 def _numbers(scores: LengthScores) -> Section:
