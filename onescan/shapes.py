@@ -67,9 +67,11 @@ RowSums = Float[Tensor, "systems T"]
 Operators = Float[Tensor, "H T T"]
 
 Images = Float[Tensor, "B channels height width"]
+Told = Float[Tensor, "B told height width"]  # of a denoiser: its images' channels, or twice those
 Grids = Float[Tensor, "B channels *axes"]  # signals, images, video
 Logits = Float[Tensor, "B classes"]
 Labels = Int[Tensor, " B"]
+Timesteps = Float[Tensor, " B"] | Int[Tensor, " B"]  # of noise, from 0 to 1000
 
 
 class Grid(NamedTuple):

@@ -12,11 +12,14 @@ NormName = Literal["layer", "rms", "simple_rms", "none"]
 EPS = 1e-6
 
 
-def build_norm(name: NormName, width: int) -> nn.Module:
-    """LayerNorm (2 width parameters), RMSNorm (width), SimpleRMSNorm (none), or nothing at all."""
+def build_norm(name: NormName, width: int, *, affine: bool = True) -> nn.Module:
+    """LayerNorm (2 width parameters), RMSNorm (width), SimpleRMSNorm (none), or nothing at all.
+
+    Without `affine`, for what is modulated elsewhere, none has parameters.
+    """
     check_choice("norm", name, get_args(NormName))
     if name == "layer":
-        return nn.LayerNorm(width, eps=EPS)
+        return nn.LayerNorm(width, eps=EPS, elementwise_affine=affine)
     if name == "none":
         return nn.Identity()
-    return nn.RMSNorm(width, eps=EPS, elementwise_affine=name == "rms")
+    return nn.RMSNorm(width, eps=EPS, elementwise_affine=affine and name == "rms")

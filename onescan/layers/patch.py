@@ -50,3 +50,33 @@ class Patchify(nn.Module):
                 f"{' x '.join(map(str, self.patch_size))}: each side must be a multiple"
             )
         return tuple(side // p for side, p in zip(sides, self.patch_size, strict=True))
+
+
+class Unpatchify(nn.Module):
+    """One linear map of each token to its patch, 0 at first: what `Patchify` cut, put together.
+
+    Args:
+        width: of a token.
+        channels: of the output.
+        patch_size: the side along each axis.
+    """
+
+    def __init__(self, width: int, channels: int, patch_size: tuple[int, ...]) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.to_patch = nn.Linear(width, channels * math.prod(patch_size))
+        axes = range(len(patch_size))
+        whole = " ".join(f"(n{i} p{i})" for i in axes)
+        tokens, inside = " ".join(f"n{i}" for i in axes), " ".join(f"p{i}" for i in axes)
+        self.pattern = f"b ({tokens}) (c {inside}) -> b c {whole}"
+
+    def forward(self, x: Hidden, shape: tuple[int, ...]) -> Grids:
+        """Tokens in row-major order, so many along each axis, as one grid."""
+        sizes = {f"n{i}": size for i, size in enumerate(shape)}
+        sizes |= {f"p{i}": size for i, size in enumerate(self.patch_size)}
+        return rearrange(self.to_patch(x), self.pattern, **sizes)
+
+    def init_weights(self) -> None:
+        """Let the output be 0 at first."""
+        nn.init.zeros_(self.to_patch.weight)
+        nn.init.zeros_(self.to_patch.bias)

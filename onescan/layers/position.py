@@ -51,7 +51,9 @@ class AbsolutePositionConfig(PositionConfig):
         return AbsolutePosition(width, grid)
 
 
-def sinusoidal_positions(positions: Int[Tensor, " T"], width: int) -> Float[Tensor, "T D"]:
+def sinusoidal_positions(
+    positions: Float[Tensor, " T"] | Int[Tensor, " T"], width: int
+) -> Float[Tensor, "T D"]:
     """Sin and cos of n / 10000^(2i / D), i = 0 ... D/2 - 1: a place for any number of tokens.
 
     Source: Transformer, arXiv:1706.03762, Sec. 3.5; all sines come before all cosines.
@@ -62,6 +64,14 @@ def sinusoidal_positions(positions: Int[Tensor, " T"], width: int) -> Float[Tens
     rates = 10_000.0 ** -(torch.arange(0, width, 2, device=positions.device) / width)
     angles = positions.unsqueeze(1) * rates
     return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinusoidalPositionConfig(PositionConfig):
+    """Sines and cosines of the place along each axis, as in DiT: nothing to learn, any grid."""
+
+    def build(self, *, width: int, grid: Grid) -> nn.Module:
+        return SinusoidalPosition(width, len(grid.shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +165,36 @@ class AbsolutePosition(nn.Module):
         mode = INTERPOLATION[len(grid.shape)]
         places = F.interpolate(places, size=grid.shape, mode=mode, align_corners=False)
         return torch.cat([prefix, rearrange(places, "1 d ... -> (...) d")])
+
+
+class SinusoidalPosition(nn.Module):
+    """x + sines and cosines: a part of the channels for each axis; prefix tokens pass by.
+
+    Source: DiT, arXiv:2212.09748, which has them of ViT.
+    """
+
+    def __init__(self, width: int, axes: int) -> None:
+        super().__init__()
+        if width % (2 * axes):
+            raise ValueError(
+                f"width is {width}, expected a multiple of {2 * axes}: sines and cosines for each "
+                f"of {axes} axes"
+            )
+        self.width = width
+
+    def forward(
+        self, x: Hidden, grid: Grid, state: None = None, keep: Keep | None = None
+    ) -> tuple[Hidden, None]:
+        width = self.width // len(grid.shape)
+        along = [sinusoidal_positions(torch.arange(n, device=x.device), width) for n in grid.shape]
+        places = [
+            waves.reshape(*(n if i == j else 1 for j, n in enumerate(grid.shape)), width).expand(
+                *grid.shape, width
+            )
+            for i, waves in enumerate(along)
+        ]
+        table = torch.cat(places, dim=-1).flatten(0, -2).to(x.dtype)
+        return x + F.pad(table, (0, 0, grid.prefix, 0)), None
 
 
 class TokenPosition(nn.Module):

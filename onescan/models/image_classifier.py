@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onescan.checks import check_choice, check_floating, check_positive
 from onescan.configs import ModelConfig
@@ -16,7 +16,7 @@ from onescan.layers.norm import NormName, build_norm
 from onescan.layers.patch import Patchify
 from onescan.layers.pool import AttentionPool, max_pool, mean_pool
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
-from onescan.shapes import Grid, Hidden, Images, Logits
+from onescan.shapes import Grid, Hidden, Images, Logits, Pooled
 
 Pool = Literal["class_token", "mean", "mean_with_class_token", "max", "attention"]
 WITH_CLASS_TOKEN = ("class_token", "mean_with_class_token")
@@ -176,13 +176,14 @@ class ImageClassifier(nn.Module):
         With a distillation token, in training the class head's and the distillation head's; else
         their mean, as in DeiT's code. Its paper, arXiv:2012.12877, Sec. 4, adds up their softmaxes.
         """
-        scores = self.head(self._pooled(tokens))
+        scores = self.head(self.pooled(tokens))
         if self.distillation_head is None:
             return scores
         distilled = self.distillation_head(tokens[:, 1])
         return (scores, distilled) if self.training else (scores + distilled) / 2
 
-    def _pooled(self, tokens: Hidden) -> Tensor:
+    def pooled(self, tokens: Hidden) -> Pooled:
+        """What the head reads of the tokens, without what a second head reads."""
         if self.config.pool == "class_token":
             return tokens[:, 0]
         if self.config.distillation_token:  # which has a head of its own

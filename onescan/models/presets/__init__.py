@@ -16,6 +16,7 @@ from onescan.models.presets.ablations import (
     LONG_RANGE_ABLATIONS,
 )
 from onescan.models.presets.contract import Preset
+from onescan.models.presets.generation import GENERATION_PRESETS
 from onescan.models.presets.images import IMAGE_PRESETS, LION_NAMES
 from onescan.models.presets.language import LANGUAGE_PRESETS
 
@@ -32,7 +33,9 @@ __all__ = [
     "preset",
 ]
 
-PRESETS: Mapping[str, Preset] = MappingProxyType({**IMAGE_PRESETS, **LANGUAGE_PRESETS})
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {**IMAGE_PRESETS, **GENERATION_PRESETS, **LANGUAGE_PRESETS}
+)
 
 
 def preset(name: str, **changes: Any) -> ModelConfig:
