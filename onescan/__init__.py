@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onescan.integrations import register_on_import
 
-__version__ = "0.6.0"
+__version__ = "0.7.0"
 
 # name -> module that defines it
 _HOMES = {
@@ -20,6 +20,10 @@ _HOMES = {
     "DecayStates": "onescan.ops.decay_attention",
     "DeltaState": "onescan.ops.delta_rule",
     "DeltaStates": "onescan.ops.delta_rule",
+    "Denoiser": "onescan.models.denoiser",
+    "DenoiserConfig": "onescan.models.denoiser",
+    "DenoiserModel": "onescan.integrations.diffusers.model",
+    "DenoiserPipeline": "onescan.integrations.diffusers.pipeline",
     "DiffusionState": "onescan.ops.linear_diffusion",
     "Grid": "onescan.shapes",
     "ImageClassifier": "onescan.models.image_classifier",
@@ -47,6 +51,7 @@ _HOMES = {
     "preset": "onescan.models.presets",
     "save_state": "onescan.training.states",
     "stable_step": "onescan.ops.linear_diffusion",
+    "to_diffusers": "onescan.integrations.diffusers.convert",
     "to_transformers": "onescan.integrations.transformers.convert",
     "toeplitz_position": "onescan.ops.toeplitz_position",
     "train": "onescan.training.loop",
@@ -71,6 +76,8 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from onescan.models.causal_lm import CausalLM as CausalLM
     from onescan.models.causal_lm import CausalLMConfig as CausalLMConfig
+    from onescan.models.denoiser import Denoiser as Denoiser
+    from onescan.models.denoiser import DenoiserConfig as DenoiserConfig
     from onescan.models.image_classifier import ImageClassifier as ImageClassifier
     from onescan.models.image_classifier import ImageClassifierConfig as ImageClassifierConfig
     from onescan.models.masked_lm import MaskedLM as MaskedLM

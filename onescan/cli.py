@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -68,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         goes_on = (
             "; the same command goes on from what was saved"
-            if words[0] in ("train", "glue", "needle")
+            if words[0] in ("train", "glue", "needle", "encode")
+            or any(word.startswith("--samples") for word in words)
             else ""
         )
         return _fail(f"interrupted{goes_on}", INTERRUPTED)
@@ -134,15 +135,15 @@ def train(words: Words) -> None:
 
 
 def evaluate(words: Words) -> None:
-    """Judge a trained model on its held-out data, over lengths, or on lm-eval's tasks."""
-    from onescan.bench.harness import TasksConfig
-    from onescan.bench.lengths import LengthsConfig
+    """Judge a trained model: on held-out data, over lengths, on lm-eval's tasks, or by images."""
+    from onescan.bench.asked import LengthsConfig, SamplesConfig, TasksConfig
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
         """a run's folder, as in runs/digits/seed-0, or best.safetensors in it; for lengths and
-        tasks also a folder that transformers' save_pretrained wrote, or a name on the hub"""
+        tasks also a folder that transformers' save_pretrained wrote, or a name on the hub; for
+        samples one that diffusers' did, or images that were made: a .npz file or a folder"""
         device: Device = "auto"
         workers: int | None = None
         """processes that read data; without it, as many as the data is worth"""
@@ -150,9 +151,11 @@ def evaluate(words: Words) -> None:
         """a Python file of yours to run first, for the classes in it"""
         lengths: Annotated[LengthsConfig, tyro.conf.arg(name="")]
         tasks: Annotated[TasksConfig, tyro.conf.arg(name="")]
+        samples: Annotated[SamplesConfig, tyro.conf.arg(name="")]
         out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-        """of tasks, a JSON file for the results; of lengths, a folder for the measurements and the
-        page, bench/lengths/CHECKPOINT without it"""
+        """of tasks, a JSON file for the results; of lengths and samples, a folder for the
+        measurements and the page, bench/lengths/CHECKPOINT or bench/generation/CHECKPOINT without
+        it"""
 
     options = _parse(Options, "evaluate", words)
     chosen = _way_to_judge(options)
@@ -214,6 +217,22 @@ def _evaluate_tasks(options: Any) -> None:
         print(f"results: {options.out}")
 
 
+def _evaluate_samples(options: Any) -> None:
+    from onescan.bench.generation.measure import measure_generation
+    from onescan.bench.names import short_name
+    from onescan.report import check_report_path, generation_table, write_generation
+    from onescan.training.folder import write_json
+
+    out = options.out or Path("bench", "generation", short_name(options.checkpoint))
+    check_report_path(out / "report.html")
+    scores = measure_generation(
+        options.checkpoint, options.samples, out, device=options.device, progress=True
+    )
+    write_json(out / "generation.json", dataclasses.asdict(scores))
+    print(generation_table(scores))
+    print(f"report: {write_generation(scores, out)}")
+
+
 def compare(words: Words) -> None:
     """Set finished runs side by side: a table here, and a page with curves."""
 
@@ -265,6 +284,78 @@ def predict(words: Words) -> None:
         guesses = zip(classes.tolist(), shares.tolist(), strict=True)
         named = (f"{checkpoint.class_names[index]} {share:.1%}" for index, share in guesses)
         print(f"{path}: {', '.join(named)}")
+
+
+def sample(words: Words) -> None:
+    """Make images: one grid of them, a file for each, or an array for evaluators."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+        """a run's folder, or best.safetensors in it; or a folder that DenoiserPipeline's
+        save_pretrained wrote"""
+        label: tuple[str, ...] = ()
+        """classes, by name or number; without them, all in turn"""
+        count: int = 16
+        """images of each label; without labels, images"""
+        steps: int | None = None
+        """calls of the model for each image; without it, the run's own, or 50"""
+        guidance: float | None = None
+        """how far to go toward the class, 1 is without guidance; without it, the run's own, or 1"""
+        sampler: str | None = None
+        """ddpm, ddim, dpm or euler; without it, the run's own"""
+        seed: int = 0
+        """what chance comes from: image i is the same however many are made, and in what batches"""
+        size: tuple[int, int] | None = None
+        """height and width; without it, that of training"""
+        batch: int = 64
+        """images at once; changes the memory, and of the images no more than rounding"""
+        out: Annotated[str, tyro.conf.arg(metavar="PATH")] = "samples.png"
+        """x.png is one grid, x.npz an array of bytes, and a folder gets one PNG each"""
+        vae: str | None = None
+        """a folder or a hub name of the VAE of latents, where it has moved since they were made"""
+        device: Device = "auto"
+        imports: Imports = ()
+        """a Python file of yours to run first, for the classes in it"""
+
+    options = _parse(Options, "sample", words)
+    from onescan.recipes.files import import_file
+    from onescan.training.ranks import Ranks, choose_device
+    from onescan.training.samples import SampleConfig, check_out, write_samples
+
+    if not options.out:
+        raise ValueError("out is '', expected a file's or a folder's name")
+    out = Path(options.out)
+    check_out(out)
+    for file in options.imports:
+        import_file(file)
+    from onescan.training.pipeline import load_pipeline, usual_sampler
+
+    usual = usual_sampler(options.checkpoint)
+    asked = SampleConfig(
+        count=options.count,
+        steps=usual.steps if options.steps is None else options.steps,
+        guidance=usual.guidance if options.guidance is None else options.guidance,
+        seed=options.seed,
+        size=options.size,
+        batch_size=options.batch,
+    )
+    asked.check()
+    device = choose_device(options.device, Ranks())
+    from onescan.integrations.diffusers.labels import find_labels, spelt_label
+
+    pipeline = load_pipeline(options.checkpoint, sampler=options.sampler, vae=options.vae)
+    spelt = [spelt_label(word, pipeline.names) for word in options.label]
+    if spelt:
+        labels = find_labels(spelt, pipeline.names, num_classes=pipeline.num_classes)
+        if pipeline.num_classes in labels:  # which stands for none, and is mistyped here
+            raise ValueError(
+                f"label {pipeline.num_classes} is no class, expected 0 to "
+                f"{pipeline.num_classes - 1}"
+            )
+        asked = dataclasses.replace(asked, labels=tuple(labels))
+    made = write_samples(pipeline.to(device), asked, out, progress=True)
+    print(f"{out}: {made} image{'s' if made > 1 else ''}")
 
 
 def generate(words: Words) -> None:
@@ -368,7 +459,7 @@ def glue(words: Words) -> None:
 
 def needle(words: Words) -> None:
     """Hide a fact at each depth of long texts, and see whether a language model recalls it."""
-    from onescan.bench.needle_grid import NeedleConfig
+    from onescan.bench.asked import NeedleConfig
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -432,6 +523,67 @@ def tokenizer(words: Words) -> None:
     where = "held-out text" if trained.is_held_out else "the text that it was trained on"
     print(f"{options.out}: {trained.tokenizer.size} tokens, ", end="")
     print(f"{trained.bytes_per_token:.2f} bytes per token of {where}")
+
+
+def encode(words: Words) -> None:
+    """Encode a data set of images by a VAE, once, for denoisers that learn from its latents."""
+    from onescan.data import ImageDatasetConfig
+    from onescan.training.encode import EncodeConfig
+    from onescan.training.encode import encode as encode_images
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+        """a folder of a folder for each class, parquet files, or a name on the hub"""
+        out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
+        """where the latents go, for data.path of a run; begun ones are gone on with"""
+        asked: Annotated[EncodeConfig, tyro.conf.arg(name="")]
+        image_size: int = 256
+        """height and width of the images, cut out of the middle"""
+        name: str | None = None
+        """which of a hub data set's configurations"""
+        train_split: str = "train"
+        """what is learnt from"""
+        test_split: str | None = None
+        """what is judged on; without it, validation or test, or else a part of train_split"""
+        test_fraction: float = 0.1
+        """part of every class that is held out where there is no test split"""
+        image_column: str | None = None
+        """where the images are; without it, the only column of images"""
+        label_column: str | None = None
+        """where the classes are; without it, the only column of classes, or label"""
+        on_error: Literal["raise", "skip"] = "raise"
+        """whether an unreadable image ends the encoding, or is left out"""
+        workers: int | None = None
+        """processes that read images; without it, one a core"""
+        device: Device = "auto"
+
+    options = _parse(Options, "encode", words)
+    data = ImageDatasetConfig(
+        path=options.path,
+        name=options.name,
+        train_split=options.train_split,
+        test_split=options.test_split,
+        test_fraction=options.test_fraction,
+        image_column=options.image_column,
+        label_column=options.label_column,
+        image_size=(options.image_size, options.image_size),
+        train_crop=None,
+        test_crop=1.0,  # the shorter side whole, as in ADM and DiT
+        on_error=options.on_error,
+    )
+    notes = encode_images(
+        data,
+        options.asked,
+        options.out,
+        device=options.device,
+        workers=options.workers,
+        progress=True,
+    )
+    form, shards = notes.format, notes.shards
+    train, test = (sum(sizes) for sizes in (shards.train, shards.test)) if shards else (0, 0)
+    print(f"{options.out}: {train:,} images to learn from and {test:,} held out, ", end="")
+    print(f"as latents of {form.channels} x {form.height} x {form.width}")
 
 
 def bench(words: Words) -> None:
@@ -517,11 +669,13 @@ COMMANDS: dict[str, Callable[[Words], None]] = {
     "evaluate": evaluate,
     "compare": compare,
     "predict": predict,
+    "sample": sample,
     "generate": generate,
     "fill": fill,
     "glue": glue,
     "needle": needle,
     "tokenizer": tokenizer,
+    "encode": encode,
     "bench": bench,
     "models": models,
     "recipes": recipes,
@@ -563,18 +717,20 @@ def _way_to_judge(options: Any) -> Callable[[Any], None]:
     """What `evaluate` is to do; options of what is not asked for are refused."""
     from onescan.configs import differences
 
-    ways = {"lengths": _evaluate_lengths, "tasks": _evaluate_tasks}
-    given = [name for name in ways if getattr(getattr(options, name), name)]
+    ways = {"lengths": _evaluate_lengths, "tasks": _evaluate_tasks, "samples": _evaluate_samples}
+    given = [name for name in ways if getattr(getattr(options, name), name) not in (None, (), "")]
     if len(given) > 1:
-        raise ValueError("lengths and tasks are given, expected one of them")
-    for name in ways.keys() - given:
+        raise ValueError(f"{' and '.join(given)} are given, expected one of them")
+    for name in [name for name in ways if name not in given]:
         config = getattr(options, name)
         for field, value, _ in differences(config, type(config)()):
             raise ValueError(f"{field} is {str(value)!r}, but no {name} are given")
     if given and options.workers is not None:
         raise ValueError(f"workers is {options.workers}, but {given[0]} are read by one process")
     if not given and options.out is not None:
-        raise ValueError(f"out is '{options.out}', but neither lengths nor tasks are given")
+        raise ValueError(
+            f"out is '{options.out}', but neither lengths nor tasks nor samples are given"
+        )
     return ways[given[0]] if given else _evaluate_run
 
 

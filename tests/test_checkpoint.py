@@ -188,7 +188,7 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path, whole):
             code = "import sys; from tiny_run import tiny_run; from onescan.training import train\n"
             code += f"train(tiny_run(), {str(tmp_path)!r})"
             other = run_python(code)
-            assert "ValueError: another process trains in" in other.stderr
+            assert "ValueError: another process is at work in" in other.stderr
 
     assert_same(train(tiny_run(), tmp_path, progress=start_another), whole)
 

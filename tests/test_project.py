@@ -49,7 +49,7 @@ def _unchecked():
 
 
 @pytest.mark.usefixtures("_unchecked")
-@pytest.mark.parametrize("name", ["README.md", "docs/integrations.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/integrations.md", "docs/generation.md"])
 def test_what_pages_show_runs(name, tmp_path, monkeypatch):
     page = (ROOT / name).read_text()
     blocks = list(re.finditer(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))

@@ -62,6 +62,11 @@ class ImageFormat(Format):
         """Turn a data set's pixels, bytes or floats from 0 to 1, into what the model reads."""
         return self.standardize(unit_pixels(pixels))
 
+    def pixels(self, made: Pixels) -> Pixels:
+        """Turn what a model makes, standardized as what it reads, into pixels from 0 to 1."""
+        pixels = made * _per_channel(self.std, made) + _per_channel(self.mean, made)
+        return pixels.clamp(0, 1)
+
 
 class ImageSet(DataSet):
     """Labelled images: a batch is (pixels, labels), pixels as bytes or as floats from 0 to 1."""

@@ -17,6 +17,7 @@ from onescan.recipes.cifar10 import (
 )
 from onescan.recipes.digits import digits
 from onescan.recipes.files import recipe_in
+from onescan.recipes.generation import GENERATION
 from onescan.recipes.imagenet import (
     IMAGENET_LDN,
     IMAGENET_LION,
@@ -50,6 +51,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "imagenet_deit_base": imagenet_deit_base,
         **IMAGENET_LION,
         **IMAGENET_LDN,
+        **GENERATION,
         **LONG_RANGE,
         **LANGUAGE,
         **RECALL,

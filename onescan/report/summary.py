@@ -3,6 +3,7 @@
 import statistics
 from html import escape
 
+from onescan.report.cards import big_numbers
 from onescan.report.command import repeat_command
 from onescan.report.study import Study
 from onescan.report.words import TIMES, duration, large, metric_name, metric_value
@@ -41,12 +42,7 @@ def _big_numbers(study: Study) -> str:
         (duration(seconds), "training", "per seed, without evaluation"),
         (large(throughput), f"{unit} per second", f"of the median update, on {device}"),
     ]
-    return '<ul class="numbers">{}</ul>'.format(
-        "".join(
-            f"<li><strong>{number}</strong><b>{escape(what)}</b><span>{escape(how)}</span></li>"
-            for number, what, how in cards
-        )
-    )
+    return big_numbers(cards)
 
 
 def _seeds(study: Study) -> str:

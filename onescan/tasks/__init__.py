@@ -1,6 +1,14 @@
 """Tasks: one problem each, its training batches, its loss and its evaluation."""
 
-from onescan.tasks.base import Batch, Evaluation, Metrics, Planned, Rows, Task, TaskConfig
+from onescan.tasks.base import (
+    Batch,
+    Evaluation,
+    Metrics,
+    Planned,
+    Rows,
+    Task,
+    TaskConfig,
+)
 from onescan.tasks.distillation import DistillationConfig
 from onescan.tasks.glue import Glue, GlueConfig
 from onescan.tasks.image_classification import (
@@ -8,6 +16,7 @@ from onescan.tasks.image_classification import (
     ImageClassificationConfig,
     classify,
 )
+from onescan.tasks.image_generation import ImageGeneration, ImageGenerationConfig
 from onescan.tasks.language_modelling import LanguageModelling, LanguageModellingConfig
 from onescan.tasks.masked_language_modelling import (
     MaskedLanguageModelling,
@@ -27,6 +36,8 @@ __all__ = [
     "GlueConfig",
     "ImageClassification",
     "ImageClassificationConfig",
+    "ImageGeneration",
+    "ImageGenerationConfig",
     "LanguageModelling",
     "LanguageModellingConfig",
     "MaskedLanguageModelling",

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from jaxtyping import Float
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from onescan.data import Bookmark, DataSet, Example, Format, batched
@@ -73,6 +74,14 @@ class Task(ABC):
     @abstractmethod
     def score(self, metrics: dict[str, float]) -> float:
         """Say how good an evaluation is: of two, the higher is better."""
+
+    def picture(self, model: nn.Module) -> Image | None:
+        """Draw what the model does, in evaluation mode, if there is anything to see: no chance.
+
+        Of several processes each makes the same one.
+        """
+        del model
+        return None
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         """Change a training batch at random, on the device that trains; gives the same again."""

@@ -21,6 +21,7 @@ from onescan.data import (
     read_image,
 )
 from onescan.data.images import unit_pixels
+from onescan.models.denoiser import Denoiser
 from onescan.shapes import Logits
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 from onescan.tasks.distillation import DistillationConfig
@@ -160,10 +161,12 @@ def classify(
 
     Raises:
         FileNotFoundError: a file is not there.
-        ValueError: a file is not a whole image, or the model does not read images.
+        ValueError: a file is not a whole image, or the model does not classify images.
     """
     if not isinstance(format, ImageFormat):
         raise ValueError(f"the model reads {type(format).__name__}, not images")
+    if isinstance(model, Denoiser):
+        raise ValueError("the model is a Denoiser, which makes images, expected a classifier")
     device = next(model.parameters()).device
     images = (read_image(path, format)[None].to(device) for path in paths)
     return torch.cat([model(image).softmax(dim=1).cpu() for image in images])

@@ -1,4 +1,4 @@
-"""A trained classifier that another one learns from: of a run's folder, or one of transformers'."""
+"""A trained classifier to learn from, or to be judged by: a run's, or one of transformers'."""
 
 import json
 import re
@@ -31,6 +31,8 @@ class Teacher:
     """In evaluation mode and without gradients: standardized images in, scores out."""
     format: ImageFormat
     class_names: tuple[str, ...]
+    field: str = "task.teacher"
+    """Where the user named it."""
     is_run: bool = True
     """Whether it was trained on a data set as the student is, with its names of the classes."""
 
@@ -64,7 +66,7 @@ class Teacher:
             raise self._misfit(f"reads images of {channels}")
 
     def _misfit(self, what: str) -> ValueError:
-        return ValueError(f"task.teacher {self.name!r} {what}")
+        return ValueError(f"{self.field} {self.name!r} {what}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class _Record:
     class_names: tuple[str, ...]
 
 
-def load_teacher(name: str) -> Teacher:
+def load_teacher(name: str, field: str = "task.teacher") -> Teacher:
     """Load a teacher, on the CPU; torch's chance is not spent on its first weights.
 
     Nothing is unpickled, and nobody's code is run.
@@ -85,6 +87,7 @@ def load_teacher(name: str) -> Teacher:
         name: the folder of a run or any file in it, of which best.safetensors stands for the
             weights of the best evaluation and all others for those of the last checkpoint; or a
             folder or a name on the Hugging Face hub that transformers loads a classifier from.
+        field: where the user named it, for errors.
 
     Raises:
         FileNotFoundError: there is no such path, and it could not be a name either.
@@ -94,42 +97,44 @@ def load_teacher(name: str) -> Teacher:
     path = Path(name).expanduser()
     with torch.random.fork_rng(devices=[]):
         if path.exists():
-            teacher = _on_disk(name, path)
+            teacher = _on_disk(name, field, path)
         elif re.fullmatch(HUB_NAME, name):
-            teacher = _of_transformers(name, name)
+            teacher = _of_transformers(name, field, name)
         else:
-            raise FileNotFoundError(f"task.teacher is {name!r}: there is no such file or folder")
+            raise FileNotFoundError(f"{field} is {name!r}: there is no such file or folder")
     teacher.model.eval().requires_grad_(False)
     return teacher
 
 
-def _on_disk(name: str, path: Path) -> Teacher:
+def _on_disk(name: str, field: str, path: Path) -> Teacher:
     folder = path if path.is_dir() else path.parent
     try:
         config: dict[str, Any] = dict(json.loads((folder / CONFIG).read_text()))
     except (FileNotFoundError, ValueError, TypeError) as error:
-        raise ValueError(f"task.teacher is {name!r}, without a {CONFIG}: {EXPECTED}") from error
+        raise ValueError(f"{field} is {name!r}, without a {CONFIG}: {EXPECTED}") from error
     if "onescan" in config:
-        return _of_run(name, config, path if path.name == BEST else folder / WEIGHTS)
+        return _of_run(name, field, config, path if path.name == BEST else folder / WEIGHTS)
     if path != folder:
-        raise ValueError(f"task.teacher is {name!r}, a file of no run: {EXPECTED}")
-    return _of_transformers(name, str(folder))
+        raise ValueError(f"{field} is {name!r}, a file of no run: {EXPECTED}")
+    return _of_transformers(name, field, str(folder))
 
 
-def _of_run(name: str, config: dict[str, Any], weights: Path) -> Teacher:
+def _of_run(name: str, field: str, config: dict[str, Any], weights: Path) -> Teacher:
     if not weights.exists():
-        raise FileNotFoundError(f"task.teacher is {name!r}: no checkpoint has been saved there")
+        raise FileNotFoundError(f"{field} is {name!r}: no checkpoint has been saved there")
     try:
         known = {key: config[key] for key in ("format", "class_names")}
         record = from_dict(_Record, known | {"model": config["run"]["model"]})
         model: nn.Module = record.model.build()
         load_model(model, weights)
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"task.teacher is {name!r}, which cannot be read: {error}") from error
-    return Teacher(name=name, model=model, format=record.format, class_names=record.class_names)
+        raise ValueError(f"{field} is {name!r}, which cannot be read: {error}") from error
+    return Teacher(
+        name=name, field=field, model=model, format=record.format, class_names=record.class_names
+    )
 
 
-def _of_transformers(name: str, place: str) -> Teacher:
+def _of_transformers(name: str, field: str, place: str) -> Teacher:
     try:
         from transformers import (  # type: ignore[import-not-found, unused-ignore]
             AutoImageProcessor,
@@ -137,7 +142,7 @@ def _of_transformers(name: str, place: str) -> Teacher:
         )
     except ImportError as error:
         raise ImportError(
-            f"task.teacher is {name!r}, no run but perhaps a classifier of transformers, which is "
+            f"{field} is {name!r}, no run but perhaps a classifier of transformers, which is "
             "missing: pip install 'onescan[text]'"
         ) from error
     model = AutoModelForImageClassification.from_pretrained(
@@ -147,16 +152,17 @@ def _of_transformers(name: str, place: str) -> Teacher:
     names: dict[int, str] = model.config.id2label
     return Teacher(
         name=name,
+        field=field,
         model=_Scores(model),
-        format=_format(name, processor),
+        format=_format(f"{field} {name!r}", processor),
         class_names=tuple(names[i] for i in range(len(names))),
         is_run=False,
     )
 
 
-def _format(name: str, processor: Any) -> ImageFormat:
+def _format(teacher: str, processor: Any) -> ImageFormat:
     if not processor.do_normalize:
-        raise ValueError(f"task.teacher {name!r} reads images that are not standardized")
+        raise ValueError(f"{teacher} reads images that are not standardized")
     size = getattr(processor, "crop_size", None) or processor.size
     height, width = (size.get(side) or size.get("shortest_edge") for side in ("height", "width"))
     return ImageFormat(

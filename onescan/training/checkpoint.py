@@ -8,20 +8,23 @@ from torch import nn
 
 from onescan.configs import ModelConfig
 from onescan.data import Format, ImageFormat
+from onescan.data.latents import LatentFormat
 from onescan.data.text import TextFormat
 from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.denoiser import DenoiserConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.models.sequence_decoder import SequenceDecoderConfig
-from onescan.training.folder import read_manifest
+from onescan.training.folder import CONFIG, read_manifest
 from onescan.training.run import RunConfig
 from onescan.training.weights import BEST, WEIGHTS, load_weights, read_notes
 
 # a config.json names its classes; those of this package are known to `load` from here
-FORMATS: tuple[type[Format], ...] = (ImageFormat, TextFormat)
+FORMATS: tuple[type[Format], ...] = (ImageFormat, LatentFormat, TextFormat)
 MODELS: tuple[type[ModelConfig], ...] = (
     ImageClassifierConfig,
+    DenoiserConfig,
     CausalLMConfig,
     MaskedLMConfig,
     SequenceClassifierConfig,
@@ -60,6 +63,8 @@ def load(path: str | Path) -> Checkpoint:
         raise FileNotFoundError(f"there is no run at {path}")
     folder = path if path.is_dir() else path.parent
     weights = path if path.name == BEST else folder / WEIGHTS
+    if path != folder and not (folder / CONFIG).is_file():
+        raise ValueError(f"'{path}' is no file of a run: there is no {CONFIG} beside it")
     manifest = read_manifest(folder)
     with torch.random.fork_rng(devices=[]):  # the caller's chance is not spent on first weights
         model: nn.Module = manifest.run.model.build()

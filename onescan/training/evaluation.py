@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import torch
+from PIL.Image import Image
 from torch import nn
 
 from onescan.data import batched
@@ -62,6 +63,14 @@ def evaluate(
     left_out = sum(planned) - len(next(iter(rows.values())))
     evaluation = ranks.first(lambda: task.judge(rows))  # one answer, to the last bit
     return dataclasses.replace(evaluation, left_out=left_out)
+
+
+@torch.no_grad()
+def draw(model: nn.Module, task: Task, *, precision: Precision = "float32") -> Image | None:
+    """The task's picture of what the model does, if it makes one."""
+    device = next(model.parameters()).device
+    with evaluating(model), computing(precision, device):
+        return task.picture(model)
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def _take(file: IO[str], folder: Path) -> None:
         lockf(file, LOCK_EX | LOCK_NB)  # unlike flock's, not shared with forked readers
     except (BlockingIOError, PermissionError) as error:
         raise ValueError(
-            f"another process trains in {folder}: wait for its end, or choose another folder"
+            f"another process is at work in {folder}: wait for its end, or choose another folder"
         ) from error
 
 

@@ -7,6 +7,7 @@ state/step_N/       everything that resuming needs, after N steps
 model.safetensors   the weights of the last checkpoint
 best.safetensors    the weights of the best evaluation so far
 tensorboard/, ...   what other programs draw the metrics from
+pictures/step_N.png what an evaluation shows, of tasks that make pictures
 evaluation.safetensors, result.json   of a finished run: the last evaluation; result.json is last
 lock                held by the process that writes
 """
@@ -36,7 +37,7 @@ from onescan.training.files import (
     write_atomically,
     writing,
 )
-from onescan.training.records import METRICS
+from onescan.training.records import METRICS, PICTURES
 from onescan.training.run import RunConfig, RunResult
 from onescan.training.state import STATE, last_state
 from onescan.training.trackers import IDENTITY, TENSORBOARD, WANDB
@@ -46,8 +47,8 @@ CONFIG, EVALUATION, RESULT = "config.json", "evaluation.safetensors", "result.js
 FINISHED = (RESULT, EVALUATION, WEIGHTS, METRICS, CONFIG)  # the state may be removed by then
 # in the order in which they may be removed: the folder stays a run's folder to the end
 CONTENTS = (
-    *(RESULT, EVALUATION, STATE, WEIGHTS, BEST, METRICS, TENSORBOARD, WANDB, IDENTITY, TOKENIZER),
-    CONFIG,
+    *(RESULT, EVALUATION, STATE, WEIGHTS, BEST, METRICS, PICTURES, TENSORBOARD, WANDB, IDENTITY),
+    *(TOKENIZER, CONFIG),
 )
 MACHINE = "machine."  # a run may go on with other settings below this
 SHOWN_DIFFERENCES = 3

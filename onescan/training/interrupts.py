@@ -13,10 +13,14 @@ URGENT_S = 1.0  # a launcher hands the terminal's Ctrl-C on, so that one arrives
 
 
 class Interrupts:
-    """While entered, notes SIGINT and SIGTERM in `asked`; a second, later Ctrl-C ends at once."""
+    """While entered, notes SIGINT and SIGTERM in `asked`; a second, later Ctrl-C ends at once.
 
-    def __init__(self) -> None:
-        self.asked = False
+    Args:
+        says: what happens now, for who asked.
+    """
+
+    def __init__(self, says: str = "stopping after this update, with a checkpoint") -> None:
+        self.says, self.asked = says, False
         self._since = 0.0
         self._previous: dict[int, Any] = {}
 
@@ -40,5 +44,5 @@ class Interrupts:
         if self.asked and number == signal.SIGINT and monotonic() - self._since > URGENT_S:
             raise KeyboardInterrupt
         if not self.asked:
-            log.warning("stopping after this update, with a checkpoint; Ctrl-C again ends at once")
+            log.warning("%s; Ctrl-C again ends at once", self.says)
         self.asked, self._since = True, self._since or monotonic()

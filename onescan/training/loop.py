@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from onescan.data import derive_seed
 from onescan.tasks import Batch, Evaluation, Metrics, Planned, Task
 from onescan.training.ema import WeightMean, local
-from onescan.training.evaluation import evaluate, evaluating
+from onescan.training.evaluation import draw, evaluate, evaluating
 from onescan.training.files import LOCK, locked
 from onescan.training.folder import (
     check_claim,
@@ -288,10 +288,13 @@ class Loop:
                 ranks=self.ranks,
                 progress=self.draws,
             )
+            picture = draw(state.model, self.task, precision=self.settings.precision)
         self.metrics = evaluation.metrics
         self.numbers |= {f"test_{name}": value for name, value in self.metrics.items()}
         unreadable = {"unreadable": evaluation.left_out} if evaluation.left_out else {}
         self.record("test", self.metrics | unreadable)
+        if self.records and picture is not None:
+            self.records.add_picture(picture, step=state.step)
         if state.step > state.judged and state.judge(self.task.score(self.metrics)):
             self.save_weights(BEST)
         return evaluation

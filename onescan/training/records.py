@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from PIL.Image import Image
+
 from onescan.training.files import damaged, parse_json, write_atomically, writing
 from onescan.training.run import RunConfig
 from onescan.training.trackers import open_trackers
 
-METRICS = "metrics.jsonl"
+METRICS, PICTURES = "metrics.jsonl", "pictures"
 Split = Literal["train", "test"]
 NO_METRICS = frozenset({"step", "epoch", "split", "unreadable"})
 # the only numbers in which two equal runs differ
@@ -31,6 +33,18 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     if last and not last.startswith(b"{"):  # not even the beginning of a line
         lines.append(last)
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def picture_path(folder: Path, step: int) -> Path:
+    """Where the picture of the evaluation after so many steps lies."""
+    return folder / PICTURES / f"step_{step}.png"
+
+
+def read_pictures(folder: Path) -> dict[int, Path]:
+    """The pictures of a run's evaluations by their steps, the first one first."""
+    files = (folder / PICTURES).glob("step_*.png")
+    numbered = {int(file.stem.removeprefix("step_")): file for file in files}
+    return dict(sorted(numbered.items()))
 
 
 def waiting_share(lines: Iterable[Mapping[str, Any]]) -> float:
@@ -76,6 +90,14 @@ class Records:
         self.trackers.log(step, {f"{split}/{name}": value for name, value in metrics.items()})
         if split == "test":
             self.evaluated = step
+
+    def add_picture(self, picture: Image, *, step: int) -> None:
+        """Write a picture of an evaluation, and pass it on to the trackers."""
+        path = picture_path(self.folder, step)
+        with writing(self.folder):
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, lambda part: picture.save(part, format="png"))
+        self.trackers.show(step, picture)
 
     def sync(self) -> None:
         """Wait until the lines are on the disk."""

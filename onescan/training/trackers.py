@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
+from PIL.Image import Image
+
 from onescan import configs
 from onescan.training.files import remove, write_atomically
 from onescan.training.run import RunConfig, TrackerName
@@ -33,6 +36,10 @@ class Tracker(ABC):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass on what was measured after `step` updates: {"train/loss": 0.5, ...}."""
 
+    def show(self, step: int, picture: Image) -> None:
+        """Pass on what an evaluation shows; who shows no pictures lets it be."""
+        del step, picture
+
     @abstractmethod
     def close(self) -> None:
         """Hand over what is under way; the run is done, or will go on later."""
@@ -46,6 +53,9 @@ class Trackers(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
+
+    def show(self, step: int, picture: Image) -> None:
+        self._each(lambda tracker: tracker.show(step, picture))
 
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())
@@ -129,6 +139,12 @@ class TensorBoard(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def show(self, step: int, picture: Image) -> None:
+        self.writer.add_image(
+            "picture", np.asarray(picture.convert("RGB")), step, dataformats="HWC"
+        )
         self.writer.flush()
 
     def close(self) -> None:

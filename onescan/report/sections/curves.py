@@ -15,6 +15,7 @@ from onescan.report.words import metric_name, percent, significant
 from onescan.tasks import (
     GlueConfig,
     ImageClassificationConfig,
+    ImageGenerationConfig,
     LanguageModellingConfig,
     MaskedLanguageModellingConfig,
     RecallTaskConfig,
@@ -22,6 +23,7 @@ from onescan.tasks import (
 )
 
 TOP5, BITS = "top5_accuracy", "bits_per_byte"
+AS_ASKED, DISTANCE = "label_accuracy", "feature_distance"
 
 
 class Wording(NamedTuple):
@@ -31,11 +33,15 @@ class Wording(NamedTuple):
         right: what accuracy is a share of.
         judged: what the model is judged on.
         learnt: what it learns from.
+        loss: what is lowered.
+        test_loss: what is told of held-out examples, where that is something else.
     """
 
     right: str
     judged: str
     learnt: str
+    loss: str = "Cross-entropy"
+    test_loss: str | None = None
 
 
 IMAGES = Wording("held-out images that are classified right", "held-out images", "training images")
@@ -51,8 +57,16 @@ RECALLED = Wording(
     "held-out sequences",
     "training sequences",
 )
+MADE = Wording(
+    "images it makes that a classifier labels as asked",
+    "held-out images",
+    "training images",
+    loss="Squared error, and where variances are told their bits on top,",
+    test_loss="Squared error alone",
+)
 WORDINGS: dict[type[TaskConfig], Wording] = {
     ImageClassificationConfig: IMAGES,
+    ImageGenerationConfig: MADE,
     LanguageModellingConfig: NEXT,
     MaskedLanguageModellingConfig: MASKED,
     RecallTaskConfig: RECALLED,
@@ -63,9 +77,11 @@ def section(study: Study) -> Section:
     """Training loss, what held-out examples say, and what the optimizer did."""
     words = WORDINGS.get(type(study.config.task), SEQUENCES)
     metrics, is_glue = study.runs[0].result.metrics, isinstance(study.config.task, GlueConfig)
-    loss = "Squared error" if is_glue and not study.class_names else "Cross-entropy"
+    loss = "Squared error" if is_glue and not study.class_names else words.loss
     further = [_top5_accuracy(study)] if TOP5 in metrics else []
     further += [_bits_per_byte(study)] if BITS in metrics else []
+    further += [_label_accuracy(study, words)] if AS_ASKED in metrics else []
+    further += [_feature_distance(study)] if DISTANCE in metrics else []
     return Section(
         "Training",
         (
@@ -79,8 +95,8 @@ def section(study: Study) -> Section:
             Figure(
                 "Test loss",
                 _test(study, "loss"),
-                f"{loss} of the {words.judged}. If it rises while the training loss falls, "
-                f"the model has begun to learn the {words.learnt} by heart.",
+                f"{words.test_loss or loss} of the {words.judged}. If it rises while the "
+                f"training loss falls, the model has begun to learn the {words.learnt} by heart.",
             ),
             *further,
             Figure(
@@ -114,6 +130,20 @@ def _bits_per_byte(study: Study) -> Figure:
         _test(study, BITS),
         "The loss of the held-out text, in bits and spread over the text's bytes: it compares "
         "models of different tokenizers. Text as such has 8.",
+    )
+
+
+def _label_accuracy(study: Study, words: Wording) -> Figure:
+    return Figure("Labelled as asked", _share(study, AS_ASKED), f"Share of the {words.right}.")
+
+
+def _feature_distance(study: Study) -> Figure:
+    return Figure(
+        "Feature distance",
+        _test(study, DISTANCE),
+        "Frechet distance of the images it makes from as many held-out ones, in the features of "
+        "the classifier: 0 where both have the same mean and spread, and too large where images "
+        "are few. It compares runs with the same classifier and as many images, and is no FID.",
     )
 
 

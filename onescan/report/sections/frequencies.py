@@ -5,6 +5,7 @@ import torch
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import MaxNLocator
 
+from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
 from onescan.ops.lrpe import lrpe_frequencies
 from onescan.report.chart import chart
@@ -21,7 +22,7 @@ DIRECTIONS = ("Along columns", "Along rows")
 def section(study: Study) -> Section:
     """Learnt against initial frequencies of MD-LRPE, axis by axis."""
     mixers = [mixer for mixer in lightnet_mixers(study.model) if mixer.config.lrpe]
-    if not mixers or not isinstance(study.model, ImageClassifier):
+    if not mixers or not isinstance(study.model, ImageClassifier | Denoiser):
         return Section(TITLE, lead="Not shown: this model has no learnt rotations (MD-LRPE).")
     theta = torch.stack([mixer.theta.detach() for mixer in mixers])  # blocks H K
     width = theta.shape[-1]

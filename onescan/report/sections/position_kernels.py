@@ -10,6 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from onescan.layers.position import ToeplitzPosition
+from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
 from onescan.report.chart import chart, label_ends
 from onescan.report.palette import BLUE, DIVERGING, INK, MUTED
@@ -42,7 +43,9 @@ Lags = Int[np.ndarray, " _"]  # patches back; negative ones lie ahead
 def section(study: Study) -> Section:
     """Kernel against lag for each axis, and all channels at a glance."""
     model = study.model
-    if not isinstance(model, ImageClassifier) or not isinstance(model.position, ToeplitzPosition):
+    if not isinstance(model, ImageClassifier | Denoiser) or not isinstance(
+        model.position, ToeplitzPosition
+    ):
         return Section(TITLE, lead="Not shown: this model has no Toeplitz positions (MD-TPE).")
     config = model.config
     shape = model.patchify.grid_shape((config.channels, *config.image_size))
@@ -96,7 +99,7 @@ def _two_sided(
     return torch.cat([ahead[:, 1:].flip(1), back], dim=1)
 
 
-def _initial(model: ImageClassifier, shape: tuple[int, ...]) -> ToeplitzPosition:
+def _initial(model: ImageClassifier | Denoiser, shape: tuple[int, ...]) -> ToeplitzPosition:
     """Positions as before training; chance has so little part in them that any seed will do."""
     config = model.config
     assert config.position is not None

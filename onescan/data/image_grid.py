@@ -1,0 +1,82 @@
+"""Many images in one: rows with a small gap between, and what is small scaled up to be seen."""
+
+import math
+
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor
+
+UnitImages = Float[Tensor, "N channels height width"]  # from 0 to 1
+ImageBytes = UInt8[Tensor, "N height width channels"]
+
+GAP = 2  # pixels between images
+SEEN = 64  # pixels that a side should have at least
+BACKGROUND = 255
+
+
+def image_bytes(pixels: UnitImages) -> ImageBytes:
+    """Round pixels from 0 to 1 to bytes, channels last, on the CPU.
+
+    >>> image_bytes(torch.tensor([[[[0.0, 0.5, 1.0]]]])).flatten().tolist()
+    [0, 128, 255]
+    """
+    bytes_ = (pixels.float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
+    return bytes_.permute(0, 2, 3, 1).contiguous()
+
+
+def as_image(pixels: UInt8[Tensor, "height width channels"]) -> Image.Image:
+    """One image of pillow's, grey or coloured.
+
+    Raises:
+        ValueError: there are neither 1 nor 3 channels.
+    """
+    channels = pixels.shape[-1]
+    if channels not in (1, 3):
+        raise ValueError(f"images have {channels} channels, expected 1 or 3")
+    return Image.fromarray((pixels[..., 0] if channels == 1 else pixels).numpy())
+
+
+def image_grid(pixels: UnitImages, columns: int) -> Image.Image:
+    """Lay images out row by row; a last row that is not full ends in white.
+
+    Args:
+        pixels: at least one image.
+        columns: images in a row.
+
+    Raises:
+        ValueError: there is no image, or no column, or neither 1 nor 3 channels.
+
+    >>> image_grid(torch.zeros(3, 1, 8, 8), columns=2).size  # each 64 x 64, by a gap of 2
+    (130, 130)
+    """
+    if columns < 1 or not len(pixels):
+        raise ValueError(f"columns is {columns} for {len(pixels)} images, expected 1 or more")
+    return grid_of_bytes(image_bytes(pixels), columns)
+
+
+def grid_of_bytes(images: ImageBytes, columns: int) -> Image.Image:
+    """As `image_grid`, of bytes with channels last."""
+    count, height, width, channels = images.shape
+    columns = min(columns, count)
+    scale = max(1, math.ceil(SEEN / max(height, width)))
+    large = images.repeat_interleave(scale, dim=1).repeat_interleave(scale, dim=2)
+    tall, wide = height * scale + GAP, width * scale + GAP
+    rows = math.ceil(count / columns)
+    canvas = torch.full(
+        (rows * tall - GAP, columns * wide - GAP, channels), BACKGROUND, dtype=torch.uint8
+    )
+    for place, image in enumerate(large):
+        top, left = place // columns * tall, place % columns * wide
+        canvas[top : top + tall - GAP, left : left + wide - GAP] = image
+    return as_image(canvas)
+
+
+def grid_columns(count: int, classes: int = 1) -> int:
+    """Columns of a grid that is about square, each of one class where classes come in turn.
+
+    >>> grid_columns(16), grid_columns(100, classes=10), grid_columns(32, classes=2)
+    (4, 10, 6)
+    """
+    side = math.sqrt(count)
+    return math.ceil(side) if classes >= count else classes * max(1, round(side / classes))

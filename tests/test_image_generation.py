@@ -1,0 +1,399 @@
+"""The task of a denoiser: its losses, how it is judged, its pictures, and runs of it."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from tiny_denoiser import TINY, BarsConfig, denoiser_run
+from tiny_run import KilledError, assert_same, raise_at, tiny_run
+
+import onescan
+from onescan import configs
+from onescan.data import ImageFormat, ImageSplits
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.noise import NoiseConfig, SamplerConfig
+from onescan.recipes import RECIPES, find_recipe
+from onescan.report import write_report
+from onescan.tasks import ImageClassificationConfig, ImageGenerationConfig, classify
+from onescan.tasks.classifier_features import SampleJudge
+from onescan.tasks.noising import Noising
+from onescan.training import read_metrics, train
+from onescan.training.evaluation import evaluate
+from onescan.training.pipeline import load_pipeline
+from onescan.training.records import read_pictures
+
+PREDICTIONS = ("noise", "v", "flow")
+
+
+class Oracle(torch.nn.Module):
+    """Knows the one image there is, and so what it was mixed with."""
+
+    def __init__(self, x0, config, told=1):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.x0, self.noising, self.told = x0, Noising(config), told
+        self.config = dataclasses.replace(TINY, learn_sigma=told == 2)
+
+    def forward(self, noisy, timesteps, labels):
+        a, s = self.noising._shares(timesteps, noisy)
+        noise = (noisy - a * self.x0) / s
+        target = self.noising.target(self.x0.expand_as(noisy), noise, timesteps)
+        return torch.cat([target] + [torch.full_like(target, 1.0)] * (self.told - 1), dim=1)
+
+
+def one_image():
+    """A batch of one image, many times."""
+    data = BarsConfig(examples=3).build()
+    return data.train.images[:1].expand(64, -1, -1, -1), torch.zeros(64, dtype=torch.long)
+
+
+def task_of(**changes):
+    config = configs.replace(ImageGenerationConfig(pictures=0), changes)
+    return config.build(BarsConfig().build())
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_who_knows_the_noise_has_no_loss(prediction):
+    config = NoiseConfig(prediction=prediction)
+    task, batch = task_of(**{"noise.prediction": prediction}), one_image()
+    x0 = task.format.model_input(batch[0])
+    loss, metrics = task.loss(Oracle(x0[:1], config), batch)
+    assert loss < 1e-4
+    assert metrics == {}
+    wrong, _ = task.loss(Oracle(x0[:1] + 0.5, config), batch)
+    assert wrong > 1e-3
+
+
+def test_the_loss_is_the_mean_squared_error_of_what_is_told():
+    task, model = task_of(), TINY.build()  # which tells 0
+    torch.manual_seed(3)
+    loss, _ = task.loss(model, one_image())
+    torch.manual_seed(3)
+    torch.rand(64)
+    noise = torch.randn(64, 1, 4, 4)
+    torch.testing.assert_close(loss, (noise**2).mean())
+
+
+def test_learnt_variances_add_their_bits_to_the_loss():
+    task, batch = task_of(), one_image()
+    x0 = task.format.model_input(batch[0])
+    loss, metrics = task.loss(Oracle(x0[:1], NoiseConfig(), told=2), batch)
+    torch.testing.assert_close(loss, metrics["error"] + metrics["variance_bits"])
+    assert metrics["error"] < 1e-4
+    assert 1e-5 < metrics["variance_bits"] < 1  # the greatest variance where the least is right
+
+
+def test_labels_reach_the_model_and_no_classes_are_none():
+    seen = []
+
+    class Model(Oracle):
+        def forward(self, noisy, timesteps, labels):
+            seen.append(labels)
+            return torch.zeros_like(noisy)
+
+    task, (images, labels) = task_of(), one_image()
+    model = Model(task.format.model_input(images)[:1], NoiseConfig())
+    task.loss(model, (images, labels))
+    model.config = dataclasses.replace(TINY, num_classes=0)
+    task.loss(model, (images, labels))
+    assert torch.equal(seen[0], labels)
+    assert seen[1] is None
+
+
+def test_what_a_held_out_image_is_judged_by_depends_on_nothing_else():
+    torch.manual_seed(0)
+    model = TINY.build()
+    torch.nn.init.normal_(model.unpatchify.to_patch.weight)
+    rows = [evaluate(model, task_of(evaluation_batch_size=size)).arrays for size in (24, 7)]
+    torch.testing.assert_close(rows[0], rows[1])
+    steps = rows[0]["timesteps"]
+    assert steps.shape == (24, 4)
+    quarters = torch.tensor([0, 250, 500, 750])
+    assert ((steps >= quarters) & (steps < quarters + 250)).all()
+    assert len(steps.unique()) > 80
+
+
+def test_fewer_held_out_images_are_spread_evenly():
+    task = task_of(evaluation_images=5)
+    labels = evaluate(TINY.build(), task).arrays["labels"]
+    whole = BarsConfig().build().test.labels
+    assert torch.equal(labels, whole[[0, 4, 9, 14, 19]])
+
+
+def classifier_run():
+    """One that tells bars apart."""
+    return dataclasses.replace(
+        denoiser_run(),
+        name="judge",
+        model=ImageClassifierConfig(
+            image_size=(4, 4), channels=1, patch_size=(2, 2), num_classes=3, width=16, depth=1,
+            mixer=TINY.mixer, position=TINY.position, drop_path=0.0, init_std=0.2,
+        ),
+        task=ImageClassificationConfig(augment=None),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    run = configs.replace(classifier_run(), {"training.epochs": 20})
+    result = train(run, tmp_path_factory.mktemp("judge") / "seed-0")
+    assert result.metrics["accuracy"] == 1
+    return str(result.folder)
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory, judge):
+    """A denoiser that has learnt bars, judged by the classifier."""
+    run = denoiser_run(**{
+        "training.epochs": 150, "training.evaluate_every": 50.0, "task.classifier": judge,
+        "task.sampler.steps": 20, "training.checkpoint_every": 50.0,
+    })  # fmt: skip
+    return train(run, tmp_path_factory.mktemp("learnt") / "seed-0")
+
+
+def test_a_denoiser_learns_to_make_what_is_asked_for(learnt):
+    tests = [line for line in read_metrics(learnt.folder) if line["split"] == "test"]
+    assert tests[-1]["loss"] < tests[0]["loss"]
+    assert learnt.metrics["label_accuracy"] >= 0.9
+    assert tests[-1]["feature_distance"] < 0.2 * evaluate_fresh(learnt).metrics["feature_distance"]
+
+
+def evaluate_fresh(learnt):
+    run = onescan.load(learnt.folder).config
+    return evaluate(run.model.build(), run.task.build(run.data.build()))
+
+
+def test_the_best_weights_are_those_of_the_least_distance(learnt):
+    tests = [line for line in read_metrics(learnt.folder) if line["split"] == "test"]
+    best = onescan.load(learnt.folder / "best.safetensors").metrics
+    assert best["feature_distance"] == min(line["feature_distance"] for line in tests)
+
+
+def test_each_evaluation_leaves_a_picture_and_the_last_shows_what_was_asked_for(learnt):
+    pictures = read_pictures(learnt.folder)
+    assert list(pictures) == [150, 300, 450]
+    image = opened(pictures[450])
+    width = image.shape[1] // 3
+    left, right, none = (image[:, i * width : (i + 1) * width] for i in range(3))
+    half = width // 2
+    assert left[:, :half].mean() > left[:, half:].mean() + 40
+    assert right[:, half:].mean() > right[:, :half].mean() + 40
+    assert none.mean() < min(left.mean(), right.mean())
+
+
+def opened(path):
+    with Image.open(path) as image:
+        return np.asarray(image.convert("L"), float)
+
+
+def test_the_page_shows_pictures_and_where_noise_is_hard_to_tell(learnt, tmp_path):
+    page = write_report([learnt], tmp_path / "report.html").read_text()
+    for words in (
+        "makes images of noise", "After 450 updates", "After 150 updates",
+        "left, right, none", "Error over timesteps", "Labelled as asked", "Feature distance",
+        "What the position kernels learnt", "How keys turn with position",
+    ):  # fmt: skip
+        assert words in page
+    assert "data:image/png;base64," in page
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_pictures(tmp_path):
+    whole = train(denoiser_run(), tmp_path / "whole")
+    with pytest.raises(KilledError):
+        train(denoiser_run(), tmp_path / "killed", progress=raise_at(5, KilledError()))
+    resumed = train(denoiser_run(), tmp_path / "killed")
+    assert_same(resumed, whole)
+    ours, theirs = (read_pictures(result.folder) for result in (resumed, whole))
+    assert list(ours) == list(theirs) == [3, 6, 9]
+    assert all(ours[step].read_bytes() == theirs[step].read_bytes() for step in ours)
+
+
+def test_pictures_of_an_overwritten_run_are_removed(tmp_path):
+    train(denoiser_run(), tmp_path / "run")
+    run = denoiser_run(**{"training.epochs": 1, "task.pictures": 0})
+    train(run, tmp_path / "run", overwrite=True)
+    assert read_pictures(tmp_path / "run") == {}
+    page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    assert "task.pictures is 0" in page
+
+
+def test_tensorboard_gets_the_pictures(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = denoiser_run(**{"training.epochs": 1})
+    machine = dataclasses.replace(run.machine, trackers=("tensorboard",))
+    result = train(dataclasses.replace(run, machine=machine), tmp_path / "run")
+    events = EventAccumulator(str(result.folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Images("picture")] == [3]
+
+
+def test_unconditional_models_learn_and_draw(tmp_path):
+    run = denoiser_run(**{"model.num_classes": 0, "training.epochs": 1})
+    result = train(run, tmp_path / "run")
+    assert list(read_pictures(result.folder)) == [3]
+    made = load_pipeline(result.folder)(batch_size=2, num_inference_steps=5, output_type="pt")
+    assert made.images.shape == (2, 1, 4, 4)
+    page = write_report([result], tmp_path / "report.html").read_text()
+    assert "None is chosen by hand" in page
+    assert "A column for each class" not in page
+
+
+def test_images_of_no_class_are_not_labelled_as_asked(judge):
+    task = task_of(classifier=judge, **{"sampler.steps": 2})
+    model = dataclasses.replace(TINY, num_classes=0).build()
+    assert set(evaluate(model, task).metrics) == {"loss", "feature_distance"}
+
+
+def test_a_judge_with_two_heads_says_what_it_says_elsewhere():
+    torch.manual_seed(0)
+    config = dataclasses.replace(classifier_run().model, distillation_token=True)
+    model = config.build().eval()
+    format = BarsConfig().build().format
+    pixels = (torch.rand(9, 1, 4, 4) * 255).round() / 255
+    seen = SampleJudge(model=model, format=format)(pixels)
+    torch.testing.assert_close(seen.probabilities, model(format.standardize(pixels)).softmax(1))
+    assert seen.pooled.shape == (9, 2 * config.width)
+
+
+def test_a_judge_is_one_in_every_precision(judge):
+    look = task_of(classifier=judge).judge_images
+    pixels = torch.rand(9, 1, 4, 4)
+    whole = look(pixels).pooled
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(look(pixels).pooled, whole)
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_every_prediction_trains_and_draws(prediction, tmp_path):
+    sigma = {"model.learn_sigma": True} if prediction == "noise" else {}
+    run = denoiser_run(**{"task.noise.prediction": prediction, "training.epochs": 1}, **sigma)
+    assert np.isfinite(train(run, tmp_path / "run").metrics["loss"])
+
+
+def test_two_processes_train_one_denoiser_split_or_copied(tmp_path):
+    """Each draws noise of its own, so they are compared with each other."""
+    script = str(Path(__file__).with_name("two_denoisers.py"))
+    paths = os.pathsep.join(map(str, Path(__file__).parents[:2]))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         script, str(tmp_path)],
+        capture_output=True, text=True, timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    copied, split = (load_file(tmp_path / name / "model.safetensors") for name in ("ddp", "fsdp"))
+    torch.testing.assert_close(copied, split, atol=1e-4, rtol=0)
+    pictures = [read_pictures(tmp_path / name) for name in ("ddp", "fsdp")]
+    assert list(pictures[0]) == list(pictures[1]) == [3]
+    a, b = (opened(each[3]) for each in pictures)
+    assert np.abs(a - b).max() <= 1  # of 255
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise.prediction": "flow", "sampler.sampler": "ddim"}, "sampler is 'ddim'"),
+        ({"sampler.steps": 0}, "steps is 0"),
+        ({"pictures": -1}, "task.pictures is -1"),
+        ({"evaluation_images": 0}, "task.evaluation_images is 0"),
+        ({"evaluation_batch_size": 0}, "task.evaluation_batch_size is 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_a_problem_that_cannot_be_posed_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        task_of(**changes)
+
+
+def test_a_classifier_that_cannot_judge_is_refused(tmp_path, judge):
+    other = tiny_run(epochs=1)
+    folder = train(other, tmp_path / "other").folder
+    with pytest.raises(ValueError, match=r"task.classifier '.*' calls class 0 'rows', the data"):
+        load_judges(str(folder))
+    with pytest.raises(FileNotFoundError, match=r"task.classifier is 'no/such/run'"):
+        load_judges("no/such/run")
+    denoiser = train(denoiser_run(**{"training.epochs": 1}), tmp_path / "denoiser").folder
+    with pytest.raises(ValueError, match="which holds a Denoiser, expected a run's ImageClass"):
+        load_judges(str(denoiser))
+    load_judges(judge)
+
+
+def load_judges(name):
+    """As the first update does."""
+    torch.manual_seed(0)
+    task = task_of(classifier=name)
+    task.loss(TINY.build(), next_batch(task))
+
+
+def next_batch(task):
+    walk = task.train.examples(seed=0)
+    return task.train.read([next(walk)[0] for _ in range(4)]).batch
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.num_classes": 4}, "model.num_classes is 4, but the data has 3 classes"),
+        (
+            {"model.learn_sigma": True, "task.noise.prediction": "flow"},
+            "model.learn_sigma is True, but task.noise.prediction is 'flow'",
+        ),
+        (
+            {"model.num_classes": 0, "task.sampler.guidance": 2.0},
+            "task.sampler.guidance is 2.0, but model.num_classes is 0",
+        ),
+        (
+            {"model.label_dropout": 0.0, "task.sampler.guidance": 2.0},
+            "task.sampler.guidance is 2.0, but model.label_dropout is 0",
+        ),
+    ],
+    ids=["classes", "variances", "no-classes", "no-dropout"],
+)
+def test_a_model_that_does_not_fit_is_refused_before_the_first_update(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train(denoiser_run(**changes), tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_other_tasks_have_no_pictures(tmp_path):
+    result = train(tiny_run(epochs=1), tmp_path / "run")
+    assert read_pictures(result.folder) == {}
+
+
+def test_the_papers_recipes_have_its_table():
+    """Table 12, column IG."""
+    names = [name for name in RECIPES if name.startswith("imagenet_lightnet_dit")]
+    assert len(names) == 12
+    for name in names:
+        run = find_recipe(name)()
+        t = run.training
+        assert (t.steps, t.batch_size, t.learning_rate) == (400_000, 256, 1e-4)
+        assert (t.betas, t.weight_decay, t.warmup, t.schedule) == ((0.9, 0.98), 0, 0, "constant")
+        assert run.task.noise == NoiseConfig()
+        assert run.model == onescan.preset(run.name.removeprefix("imagenet_"))
+
+
+def test_pixels_are_the_inverse_of_what_a_model_reads():
+    format = ImageFormat(channels=1, height=2, width=2, mean=(0.3,), std=(0.2,))
+    pixels = torch.rand(3, 1, 2, 2)
+    torch.testing.assert_close(format.pixels(format.model_input(pixels)), pixels)
+    assert format.pixels(torch.tensor([[[9.0, -9.0]]])).tolist() == [[[1.0, 0.0]]]
+
+
+def test_what_samplers_there_are_is_told_by_the_noise():
+    assert SamplerConfig().chosen(NoiseConfig(prediction="flow")) == "euler"
+    assert isinstance(BarsConfig().build(), ImageSplits)
+
+
+def test_a_denoiser_classifies_nothing(learnt, tmp_path):
+    checkpoint = onescan.load(learnt.folder)
+    with pytest.raises(ValueError, match="the model is a Denoiser, which makes images"):
+        classify(checkpoint.model, [tmp_path / "x.png"], checkpoint.format)

@@ -1,0 +1,104 @@
+"""A denoiser of latents: encoded, learnt, drawn and decoded."""
+
+import dataclasses
+import socket
+
+import pytest
+import torch
+from PIL import Image
+from test_latents import CLASSES, SIZE, save_vae
+from tiny_denoiser import denoiser_run
+
+from onescan import configs
+from onescan.data import DeitAugmentConfig, ImageDatasetConfig
+from onescan.data.latents import LatentsConfig
+from onescan.report import write_report
+from onescan.tasks import ImageGenerationConfig
+from onescan.training import train
+from onescan.training.encode import EncodeConfig, encode
+from onescan.training.pipeline import load_pipeline
+from onescan.training.records import read_pictures
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _off_the_network(tmp_path_factory):
+    def refuse(*_):
+        raise AssertionError("the network was used")
+
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("cache")
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache))
+        patch.setattr(socket, "getaddrinfo", refuse)
+        yield
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory):
+    """Latents of 4 channels and half the side, of 24 images of two classes."""
+    root = tmp_path_factory.mktemp("latents")
+    chance = torch.Generator().manual_seed(0)
+    for split, count in (("train", 12), ("test", 4)):
+        for name in CLASSES:
+            (root / "images" / split / name).mkdir(parents=True)
+            for place in range(count):
+                pixels = torch.randint(256, (SIZE, SIZE, 3), dtype=torch.uint8, generator=chance)
+                file = root / "images" / split / name / f"{place}.png"
+                Image.fromarray(pixels.numpy()).save(file)
+    data = ImageDatasetConfig(path=str(root / "images"), image_size=(SIZE, SIZE))
+    encode(data, EncodeConfig(vae=save_vae(root / "vae"), batch=8), root / "latents")
+    return root / "latents"
+
+
+def latent_run(latents, **changes):
+    side = SIZE // 2
+    model = {
+        "channels": 4, "image_size": (side, side), "num_classes": 2, "learn_sigma": True,
+    }  # fmt: skip
+    run = denoiser_run(**{f"model.{name}": value for name, value in model.items()})
+    task = dataclasses.replace(run.task, noise=ImageGenerationConfig().noise)
+    return configs.replace(
+        dataclasses.replace(run, data=LatentsConfig(path=str(latents)), task=task),
+        {"training.epochs": 1} | changes,
+    )
+
+
+def test_latents_are_learnt_and_decoded_to_pictures(latents, tmp_path):
+    result = train(latent_run(latents), tmp_path / "run")
+    assert list(read_pictures(result.folder)) == [3]
+    with Image.open(read_pictures(result.folder)[3]) as grid:
+        assert grid.size == (130, 130)  # two classes twice, in colour, by a gap
+        assert grid.mode == "RGB"
+    assert "Images that it makes" in write_report([result], tmp_path / "report.html").read_text()
+
+
+def test_the_pipeline_of_a_run_decodes_as_its_pictures_do(latents, tmp_path):
+    run = latent_run(latents)
+    result = train(run, tmp_path / "run")
+    task = run.task.build(run.data.build())
+    pipe = load_pipeline(result.folder)
+    seeds, labels = [3, 4], torch.tensor([0, 1])
+    ours = task.make(pipe.transformer.to_onescan().eval(), labels, seeds)
+    theirs = pipe(
+        class_labels=[0, 1],
+        num_inference_steps=5,
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        output_type="pt",
+    ).images
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_missing_vae_is_told_before_the_first_update(latents, tmp_path):
+    run = latent_run(latents, **{"data.vae": "no/vae/here"})
+    with pytest.raises(ValueError, match="vae is 'no/vae/here'"):
+        train(run, tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+    result = train(configs.replace(run, {"task.pictures": 0}), tmp_path / "run")
+    assert read_pictures(result.folder) == {}
+
+
+@pytest.mark.parametrize("name", ["augment", "classifier"])
+def test_latents_are_no_images_to_change_or_to_classify(name, latents):
+    value = DeitAugmentConfig(operations=0, erasing=0.0) if name == "augment" else "runs/x"
+    config = dataclasses.replace(ImageGenerationConfig(pictures=0), **{name: value})
+    with pytest.raises(ValueError, match=f"task.{name} is given, but the data are latents"):
+        config.build(LatentsConfig(path=str(latents)).build())

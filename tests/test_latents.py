@@ -1,0 +1,490 @@
+"""Images encoded once by a VAE, and latents read from what was written."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from einops import rearrange
+from PIL import Image
+from pyarrow import parquet
+from safetensors.torch import load_file, save_file
+
+from onescan import configs
+from onescan.cli import main
+from onescan.data import Example, ImageDatasetConfig, derive_seed
+from onescan.data.latents import LatentFormat, LatentsConfig
+from onescan.data.latents.shards import LABELS, MEAN, MIRRORED_MEAN, MIRRORED_STD, STD
+from onescan.data.latents.vae import load_vae
+from onescan.tasks import Planned
+from onescan.training.encode import EncodeConfig, encode
+from onescan.training.loader import Loader
+from onescan.training.vae import Encoder
+from onescan.training.weights import save_weights
+
+diffusers = pytest.importorskip("diffusers")
+
+SIZE, CLASSES, TRAIN, TEST = 8, ("bird", "cat"), 5, 2  # images of each class
+
+
+@pytest.fixture(autouse=True)
+def _on_its_own(tmp_path_factory, monkeypatch):
+    """Keep the cache out of the home, and every call off the network."""
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache))
+
+    def refuse(*_):
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def save_vae(folder, *, seed=0, **changes):
+    torch.manual_seed(seed)
+    fields = {
+        "block_out_channels": (8, 8),
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "scaling_factor": 0.5,
+        "shift_factor": 0.25,
+    }
+    vae = diffusers.AutoencoderKL(**fields | changes)
+    torch.nn.init.normal_(vae.quant_conv.weight, std=3.0)  # or all images would be much alike
+    torch.nn.init.constant_(vae.quant_conv.bias[4:], -8.0)  # logarithms of variances
+    vae.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory):
+    return save_vae(tmp_path_factory.mktemp("vae"))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Coloured noise, broader than high, in folders of splits and classes."""
+    root = tmp_path_factory.mktemp("images")
+    chance = torch.Generator().manual_seed(0)
+    for split, count in (("train", TRAIN), ("test", TEST)):
+        for name in CLASSES:
+            (root / split / name).mkdir(parents=True)
+            for place in range(count):
+                pixels = torch.randint(256, (10, 14, 3), dtype=torch.uint8, generator=chance)
+                Image.fromarray(pixels.numpy()).save(root / split / name / f"{place}.png")
+    return str(root)
+
+
+def source(path, **changes):
+    fields = {"path": path, "image_size": (SIZE, SIZE), "train_crop": None, "test_crop": 1.0}
+    return ImageDatasetConfig(**fields | changes)
+
+
+def encoded(images, vae, out, *, on_error="raise", **changes):
+    """Encode in shards of 4, 2 images at once."""
+    asked = EncodeConfig(**{"vae": vae, "shard_size": 4, "batch": 2, "dtype": "float32"} | changes)
+    return encode(source(images, on_error=on_error), asked, out, device="cpu", workers=0)
+
+
+@pytest.fixture(scope="module")
+def whole(images, vae, tmp_path_factory):
+    """A folder of latents in float32, to be read only."""
+    out = tmp_path_factory.mktemp("latents") / "whole"
+    encoded(images, vae, out)
+    return out
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+
+
+def directly(images, vae, split, *, mirrored=False):
+    """What the VAE says of all images of a split: means, spreads, labels."""
+    data = getattr(source(images).build(), split)
+    pixels, labels = data.read([Example(place) for place in range(len(data))]).batch
+    pixels = pixels.flip(-1) if mirrored else pixels
+    with torch.no_grad():
+        said = diffusers.AutoencoderKL.from_pretrained(vae).encode(pixels / 127.5 - 1).latent_dist
+    return said.mean, said.std, labels
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-5), ("float16", 2**-10), ("bfloat16", 2**-7)]
+)
+def test_shards_hold_what_the_vae_says_of_images_and_of_their_mirror_images(
+    dtype, tolerance, images, vae, tmp_path
+):
+    encoded(images, vae, tmp_path, dtype=dtype)
+    shards = [load_file(path) for path in sorted(tmp_path.glob("train-*"))]
+    assert [len(shard[LABELS]) for shard in shards] == [4, 4, 2]
+    for names, mirrored in (((MEAN, STD), False), ((MIRRORED_MEAN, MIRRORED_STD), True)):
+        *expected, labels = directly(images, vae, "train", mirrored=mirrored)
+        assert torch.equal(torch.cat([shard[LABELS] for shard in shards]), labels)
+        for name, values in zip(names, expected, strict=True):
+            stored = torch.cat([shard[name] for shard in shards])
+            assert stored.dtype == getattr(torch, dtype)
+            torch.testing.assert_close(stored.float(), values, rtol=tolerance, atol=1e-5)
+    assert sorted(load_file(tmp_path / "test-00000.safetensors")) == [LABELS, MEAN, STD]
+
+
+def test_the_middle_of_the_shorter_side_is_encoded(vae, tmp_path):
+    for split in ("train", "test"):
+        for name, brightness in (("dark", 0), ("light", 255)):
+            (tmp_path / "images" / split / name).mkdir(parents=True)
+            wide = Image.new("RGB", (40, SIZE), "red")
+            wide.paste(Image.new("RGB", (SIZE, SIZE), (brightness,) * 3), (16, 0))
+            wide.save(tmp_path / "images" / split / name / "a.png")
+    assert main(command(str(tmp_path / "images"), vae, tmp_path / "out")) == 0
+    grey = torch.tensor([0, 255], dtype=torch.uint8)
+    grey = rearrange(grey, "n -> n 1 1 1").expand(2, 3, SIZE, SIZE)
+    mean, _ = Encoder(load_vae(vae), "float32", torch.device("cpu"))(grey)
+    stored = load_file(tmp_path / "out" / "test-00000.safetensors")[MEAN]
+    torch.testing.assert_close(stored, mean, rtol=1e-5, atol=1e-5)
+
+
+def test_examples_without_a_seed_are_scaled_means(images, vae, whole):
+    splits = LatentsConfig(path=str(whole)).build()
+    assert splits.class_names == CLASSES
+    assert splits.format == LatentFormat(
+        channels=4, height=4, width=4, scale=0.5, shift=0.25, vae=vae
+    )
+    for split, count in (("train", 2 * TRAIN), ("test", 2 * TEST)):
+        data = getattr(splits, split)
+        assert len(data) == count
+        mean, _, labels = directly(images, vae, split)
+        latents, read = data.read([example for example, _ in data.examples(seed=None)]).batch
+        torch.testing.assert_close(latents, (mean - 0.25) * 0.5, rtol=1e-5, atol=1e-5)
+        assert torch.equal(read, labels)
+        torch.testing.assert_close(splits.format.unscaled(latents), mean, rtol=1e-5, atol=1e-5)
+        assert torch.equal(splits.format.model_input(latents), latents)
+
+
+def test_a_seed_draws_from_the_posterior_of_the_image_or_of_its_mirror_image(images, vae, whole):
+    data, place, draws = LatentsConfig(path=str(whole)).build().train, 7, 2000
+    (latents, labels), failures = data.read([Example(place, seed) for seed in range(draws)])
+    assert not failures
+    assert set(labels.tolist()) == {1}
+    ways = [directly(images, vae, "train", mirrored=mirrored)[:2] for mirrored in (False, True)]
+    normal = torch.stack([(data.format.unscaled(latents) - m[place]) / s[place] for m, s in ways])
+    distance, way = normal.square().mean(dim=(2, 3, 4)).min(dim=0)
+    assert distance.max() < 2
+    assert 0.45 < way.float().mean() < 0.55
+    for drawn in (normal[0, way == 0], normal[1, way == 1]):
+        assert drawn.mean(dim=0).abs().max() < 0.2
+        assert (drawn.std(dim=0) - 1).abs().max() < 0.15
+
+
+def test_the_same_seed_gives_the_same_sample_and_another_another(whole):
+    data = LatentsConfig(path=str(whole)).build().train
+    examples = [Example(3, derive_seed("a")), Example(9, 2**64 - 1), Example(3, derive_seed("b"))]
+    latents, labels = data.read(examples).batch
+    alone = torch.cat([data.read([example]).batch[0] for example in reversed(examples)])
+    assert torch.equal(latents, alone.flip(0))
+    assert not torch.equal(latents[0], latents[2])
+    assert latents.dtype == torch.float32
+    assert labels.tolist() == [0, 1, 0]
+
+
+def test_means_and_one_side_can_be_asked_for(images, vae, whole):
+    examples = [Example(4, seed) for seed in range(20)]
+    of_both = LatentsConfig(path=str(whole), sample=False).build().train.read(examples).batch[0]
+    assert len({latent.sum().item() for latent in of_both}) == 2
+    of_one = LatentsConfig(path=str(whole), sample=False, mirror=False).build().train
+    mean = of_one.format.scaled(directly(images, vae, "train")[0][4:5])
+    torch.testing.assert_close(of_one.read(examples).batch[0], mean.expand(20, -1, -1, -1))
+
+
+def test_processes_that_read_give_the_same(whole):
+    data = LatentsConfig(path=str(whole)).build().train
+    plan = [
+        Planned([example for example, _ in data.examples(seed=1, epoch=epoch)], None)
+        for epoch in range(3)
+    ]
+    here = [data.read(batch.examples).batch for batch in plan]  # the files are open then
+    loader = Loader(data, iter(plan), workers=2)
+    for (latents, labels), batch in zip(here, loader, strict=True):
+        assert torch.equal(latents, batch[0])
+        assert torch.equal(labels, batch[1])
+    sent = deepcopy(data)  # which goes the way of what is sent to a process that is spawned
+    assert torch.equal(sent.read(plan[0].examples).batch[0], here[0][0])
+
+
+class Interrupted(Encoder):
+    """Stops in the middle of a shard, after so many batches."""
+
+    left = 0
+
+    def __call__(self, images):
+        Interrupted.left -= 1
+        if Interrupted.left < 0:
+            raise KeyboardInterrupt
+        return super().__call__(images)
+
+
+# a batch of training images is encoded both ways, so a shard of two of them takes four calls
+@pytest.mark.parametrize(("calls", "shards"), [(0, 0), (1, 0), (7, 1), (11, 3)])
+def test_an_interrupted_encoding_goes_on_to_the_same_bits(
+    calls, shards, images, vae, whole, tmp_path, monkeypatch
+):
+    Interrupted.left = calls
+    with monkeypatch.context() as patch:
+        patch.setattr("onescan.training.encode.Encoder", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            encoded(images, vae, tmp_path)
+    written = files(tmp_path)
+    assert len(written) == 1 + shards
+    with pytest.raises(ValueError, match="not encoded to its end"):
+        LatentsConfig(path=str(tmp_path)).build()
+    missing = min(files(whole).keys() - written.keys(), key=lambda name: (name[:2] == "te", name))
+    (tmp_path / f"{missing}.partial").write_bytes(b"half")  # as a kill leaves it
+    encoded(images, vae, tmp_path)
+    assert files(tmp_path) == files(whole)
+
+
+def save_or_be_killed(path, tensors, notes):
+    if path.name == "train-00001.safetensors":
+        os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # written, not yet in place
+    save_weights(path, tensors, notes)
+
+
+def test_a_killed_process_leaves_whole_shards(images, vae, whole, tmp_path, monkeypatch):
+    given = (images, vae, tmp_path)
+    process = multiprocessing.get_context("fork").Process(target=encoded, args=given)
+    with monkeypatch.context() as patch:
+        patch.setattr("onescan.training.encode.save_weights", save_or_be_killed)
+        process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert sorted(files(tmp_path)) == [
+        "latents.json",
+        "train-00000.safetensors",
+        "train-00001.safetensors.partial",
+    ]
+    encoded(*given)
+    assert files(tmp_path) == files(whole)
+
+
+def test_what_is_encoded_stays_and_what_was_removed_comes_again(images, vae, whole, tmp_path):
+    encoded(images, vae, tmp_path)
+    times = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    (tmp_path / "train-00001.safetensors").unlink()
+    encoded(images, vae, tmp_path)
+    assert files(tmp_path) == files(whole)
+    now = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    assert [name for name in sorted(now) if now[name] != times[name]] == ["train-00001.safetensors"]
+
+
+def test_another_encoding_is_refused_with_what_differs(images, vae, whole, tmp_path):
+    other = save_vae(tmp_path / "other", seed=1)
+    before = files(whole)
+    for changes, told in (
+        ({"vae": other}, "vae_digest"),
+        ({"vae": other}, r"format.vae is '.*vae.*' there and '.*other' here"),
+        ({"flip": False}, "flip is True there and False here"),
+        ({"dtype": "float16"}, "dtype is 'float32' there and 'float16' here"),
+        ({"shard_size": 3}, "encoded.shard_size is 4 there and 3 here"),
+        ({"precision": "bfloat16"}, "encoded.precision is 'float32' there"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            encoded(images, **{"vae": vae, "out": whole} | changes)
+    asked = EncodeConfig(vae=vae, shard_size=4, batch=2, dtype="float32")
+    for fields, told in (
+        ({"image_size": (10, 10)}, r"format.height is 4 there and 5 here"),
+        ({"test_crop": None}, r"encoded.source.test_crop is 1.0 there and None here"),
+        ({"train_split": "test", "test_split": "train"}, "encoded.source.train_split is 'train'"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            encode(source(images, **fields), asked, whole, device="cpu", workers=0)
+    assert files(whole) == before
+
+
+def test_folders_of_other_things_are_refused(images, vae, tmp_path):
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds 'note.txt' and no latents"):
+        encoded(images, vae, tmp_path)
+    with pytest.raises(ValueError, match="which is a file"):
+        encoded(images, vae, tmp_path / "note.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+
+
+def test_unreadable_images_end_the_encoding_or_are_left_out(vae, tmp_path):
+    root = tmp_path / "images"
+    for split in ("train", "test"):
+        for name in CLASSES:
+            (root / split / name).mkdir(parents=True)
+            for place in range(3):
+                Image.new("RGB", (9, 9), (place, 9, 9)).save(root / split / name / f"{place}.png")
+    for name in ("train/bird/1.png", "train/cat/1.png", "train/cat/2.png"):  # a batch is 2
+        (root / name).write_bytes(b"none")
+    with pytest.raises(ValueError, match=r"bird/1.png\) is not an image"):
+        encoded(str(root), vae, tmp_path / "out")
+    notes = encoded(str(root), vae, tmp_path / "out", on_error="skip")
+    assert (notes.shards.train, notes.shards.test) == ((3, 0), (4, 2))
+    latents, labels = (
+        LatentsConfig(path=str(tmp_path / "out"))
+        .build()
+        .train.read([Example(place, 1) for place in range(3)])
+        .batch
+    )
+    assert latents.shape == (3, 4, 4, 4)
+    assert labels.tolist() == [0, 0, 1]
+
+
+def test_vaes_that_do_not_fit_are_told(images, vae, tmp_path):
+    def told(name, **changes):
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - looked at by the caller
+            encode(
+                source(images, **changes),
+                EncodeConfig(vae=name),
+                tmp_path / "out",
+                device="cpu",
+                workers=0,
+            )
+        return str(error.value)
+
+    assert "there is no such folder" in told("./nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "cannot load as an AutoencoderKL" in told(str(tmp_path / "empty"))
+    assert "data.image_size is (9, 8), expected multiples of 2" in told(vae, image_size=(9, 8))
+    grey = {"channels": 1, "mean": (0.5,), "std": (0.5,)}
+    assert "data.channels is 1, expected 3" in told(vae, **grey)
+    broken = Path(save_vae(tmp_path / "broken"))
+    weights = broken / "diffusion_pytorch_model.safetensors"
+    kept = {name: x for name, x in load_file(weights).items() if "quant_conv" not in name}
+    save_file(kept, weights, metadata={"format": "pt"})
+    assert "its weights lack post_quant_conv.bias and 3 more" in told(str(broken))
+    hot = load_file(Path(vae) / "diffusion_pytorch_model.safetensors")
+    hot["quant_conv.weight"] *= torch.inf
+    save_file(hot, weights, metadata={"format": "pt"})
+    assert "the latents are not finite" in told(str(broken))
+    hot["quant_conv.weight"] = hot["encoder.conv_in.weight"].new_zeros(8, 8, 1, 1)
+    hot["quant_conv.bias"] = torch.full((8,), 1e6)
+    save_file(hot, weights, metadata={"format": "pt"})
+    assert "dtype is 'float16', expected one of larger range: mean" in told(str(broken))
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["shard_size", "batch"])
+def test_numbers_out_of_range_are_told(name, images, vae, tmp_path):
+    with pytest.raises(ValueError, match=f"{name} is 0, expected a number above 0"):
+        encoded(images, vae, tmp_path / "out", **{name: 0})
+    assert not (tmp_path / "out").exists()
+
+
+def test_streams_are_refused(vae, tmp_path):
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    for split in ("train", "test"):
+        rows = {"image": pa.array([{"bytes": b"", "path": None}] * 2, kind), "label": [0, 1]}
+        parquet.write_table(pa.table(rows), tmp_path / f"{split}-0.parquet")
+    data = source(str(tmp_path), streaming=True, class_names=CLASSES)
+    with pytest.raises(ValueError, match=r"data.streaming is on, expected it off"):
+        encode(data, EncodeConfig(vae=vae), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    for name, content in files(whole).items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def test_files_that_are_missing_cut_or_of_another_encoding_are_named(copied):
+    path = copied / "train-00001.safetensors"
+    content, config = path.read_bytes(), LatentsConfig(path=str(copied))
+    other = load_file(path)
+    for broken, told in (
+        (None, r"train-00001.safetensors is missing"),
+        (content[:-1], r"train-00001.safetensors is damaged"),
+        (content[:10], r"train-00001.safetensors is damaged"),
+        (b"", r"train-00001.safetensors is damaged"),
+        ((copied / "test-00000.safetensors").read_bytes(), "train-00001.safetensors has no 'mirr"),
+        ((copied / "train-00002.safetensors").read_bytes(), "holds 2 images, expected 4"),
+    ):
+        path.unlink(missing_ok=True)
+        if broken is not None:
+            path.write_bytes(broken)
+        with pytest.raises(ValueError, match=told):
+            config.build()
+    for name, values, told in (
+        (MEAN, other[MEAN].half(), r"train-00001.safetensors: mean is F16 \[4, 4, 4, 4\], exp"),
+        (STD, other[STD][:, :3], r"std is F32 \[4, 3, 4, 4\], expected F32 \[4, 4, 4, 4\]"),
+        (LABELS, torch.tensor(3), r"train-00001.safetensors: labels is I64 \[\]"),
+    ):
+        save_file({**other, name: values.contiguous()}, path)
+        with pytest.raises(ValueError, match=told):
+            config.build()
+    save_file({**other, LABELS: torch.tensor([0, 0, 2, 1])}, path)
+    data = config.build().train
+    with pytest.raises(ValueError, match=r"00001.safetensors is damaged: image 2 is of class 2"):
+        data.read([Example(6)])
+
+
+def test_a_file_that_goes_while_data_is_read_is_named(copied):
+    data = LatentsConfig(path=str(copied)).build().train
+    (copied / "train-00002.safetensors").unlink()
+    data.read([Example(0, 1)])
+    with pytest.raises(ValueError, match=r"train-00002.safetensors is missing"):
+        data.read([Example(9, 1)])
+
+
+def test_damaged_notes_are_told(copied):
+    config, path = LatentsConfig(path=str(copied)), copied / "latents.json"
+    notes = json.loads(path.read_text())
+    assert notes["encoded"]["source"]["path"].startswith("/")
+    for text, told in (
+        ("{", "latents.json is damaged"),
+        ("[]", "latents.json is damaged: it holds a list"),
+        (json.dumps(notes | {"version": 2}), "is of version 2, expected 1"),
+        (json.dumps(notes | {"format": {}}), "format.channels is missing"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=told):
+            config.build()
+    path.unlink()
+    with pytest.raises(ValueError, match=r"holds no latents: it has no latents.json"):
+        config.build()
+    with pytest.raises(ValueError, match="there is no such folder"):
+        LatentsConfig(path=str(copied / "nowhere")).build()
+
+
+def test_mirror_images_that_were_not_encoded_are_refused(images, vae, tmp_path):
+    encoded(images, vae, tmp_path, flip=False)
+    splits = LatentsConfig(path=str(tmp_path), vae="elsewhere").build()
+    assert splits.format.vae == "elsewhere"
+    assert splits.train.read([Example(0, 1)]).batch[0].shape == (1, 4, 4, 4)
+    with pytest.raises(ValueError, match=r"data.mirror is on, but"):
+        LatentsConfig(path=str(tmp_path), mirror=True).build()
+
+
+def test_a_run_says_in_its_config_what_it_read(whole):
+    config = LatentsConfig(path=str(whole), sample=False)
+    assert configs.from_dict(LatentsConfig, configs.to_dict(config)) == config
+    form = config.build().format
+    assert configs.from_dict(LatentFormat, configs.to_dict(form)) == form
+    assert replace(form, vae="b") != form
+
+
+def command(images, vae, out, *words):
+    given = ["encode", images, "--vae", vae, "--out", str(out), "--image-size", str(SIZE)]
+    return [*given, "--dtype", "float32", "--workers", "0", "--device", "cpu", *words]
+
+
+def test_the_command_encodes(images, vae, whole, tmp_path, capsys):
+    words = command(images, vae, tmp_path / "out", "--batch", "2", "--shard-size", "4")
+    assert main(words) == 0
+    assert capsys.readouterr().out == (
+        f"{tmp_path / 'out'}: 10 images to learn from and 4 held out, as latents of 4 x 4 x 4\n"
+    )
+    shards = {name: content for name, content in files(whole).items() if name != "latents.json"}
+    assert files(tmp_path / "out").items() >= shards.items()
+    assert main([*words, "--no-flip"]) == 2
+    assert "flip is True there and False here" in capsys.readouterr().err
