@@ -1,4 +1,4 @@
-"""Other libraries know the models: transformers' Auto classes and timm's by name.
+"""Other libraries know the models: transformers' Auto classes, timm and diffusers by name.
 
 `import onescan` imports none of them. It asks to be called when one is imported, sooner or later.
 """
@@ -14,6 +14,7 @@ ON_IMPORT = {
     "transformers.models.auto.configuration_auto": ("transformers.registration", "add_configs"),
     "transformers.models.auto.modeling_auto": ("transformers.registration", "add_models"),
     "timm.models": ("timm", "add_models"),
+    "diffusers.pipelines.pipeline_utils": ("diffusers.registration", "add_pipeline"),
 }
 
 
