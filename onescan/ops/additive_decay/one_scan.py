@@ -5,11 +5,8 @@
 Source: LightNet, arXiv:2405.21022, Eq. 14.
 """
 
-import torch
-
+from onescan.ops.additive_decay import all_at_once, by_sample
 from onescan.ops.additive_decay.state import AdditiveDecayState, merged
-from onescan.ops.lrpe import lrpe
-from onescan.ops.numerics import LOG_ZERO
 from onescan.shapes import Angles, Keys, Queries, Values
 
 
@@ -25,18 +22,18 @@ def forward(
     context = summary(k, v, angles)
     if state is not None:
         context = merged(state, context)
-    rotated_q = q if angles is None else lrpe(q, angles)
-    return torch.einsum("bthf,bhfv->bthv", rotated_q, context.kv), context
+    way = by_sample if by_sample.pays(q, context.kv, angles) else all_at_once
+    return way.read_out(q, context.kv, *_turn(angles, q)), context
 
 
 def summary(k: Keys, v: Values, angles: Angles | None) -> AdditiveDecayState:
     """The state of these tokens alone."""
-    # the result does not depend on the maximum, so no gradient flows through it
-    peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO)  # B H K
-    weight = (k - peak.unsqueeze(1)).exp_()
-    total = weight.sum(dim=1)  # B H K
-    total = torch.where(total > 0, total, 1)  # all logits -inf: the mean of nothing is 0
-    rotated = weight if angles is None else lrpe(weight, angles)
-    kv = torch.einsum("bthf,bthv->bhfv", rotated, v)
-    total_f = total if angles is None else torch.cat([total, total], dim=-1)
-    return AdditiveDecayState(peak.double() + total.double().log(), kv / total_f.unsqueeze(-1))
+    way = by_sample if by_sample.pays(k, v, angles) else all_at_once
+    return AdditiveDecayState(*way.summary(k, v, *_turn(angles, k)))
+
+
+def _turn(angles: Angles | None, like: Keys) -> tuple[Angles, Angles] | tuple[None, None]:
+    """Cosines and sines, in the type they are multiplied in."""
+    if angles is None:
+        return None, None
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)

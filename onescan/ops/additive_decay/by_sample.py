@@ -1,0 +1,184 @@
+"""One scan on a CPU, sample after sample: what lies in between stays in the caches.
+
+Products read the layout that projections give, [T, H, K], and nothing of the size of q, k or v is
+kept for the backward but themselves. For a sample with w_t = exp(k_t - z), G the gradient of kv,
+dz that of z, and <.,.> a sum over values and over both halves:
+
+    kv  = sum_t R_t(w_t) v_t^T      dv_t = G^T R_t(w_t),  dk_t = w_t (R_t^T(G v_t) - <kv, G> + dz)
+    o_t = kv^T R_t(q_t)             dq_t = R_t^T(kv do_t),  dkv = sum_t R_t(q_t) do_t^T
+
+Source: LightNet, arXiv:2405.21022, Eq. 14 and App. A.2.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from onescan.checks import can_look_at_values
+from onescan.ops.additive_decay import all_at_once
+from onescan.ops.numerics import LOG_ZERO
+from onescan.shapes import Angles as Table  # of cosines, of sines
+from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
+
+LARGE = 1 << 15  # numbers of a sample; below, all samples at once are faster
+
+
+def pays(*inputs: Tensor | None) -> bool:
+    """Whether the first's samples are large, and plain gradients all that may be asked for."""
+    given = [x for x in inputs if x is not None]
+    if given[0][:1].numel() < LARGE or forward_ad._current_level >= 0:
+        return False
+    return all(can_look_at_values(x) for x in given)
+
+
+def summary(
+    k: Keys, v: Values, cos: Table | None, sin: Table | None
+) -> tuple[LogNormalizer, KeyValue]:
+    """The log-normalizer and kv of these tokens alone."""
+    return _Summary.apply(k, v, cos, sin)
+
+
+def read_out(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> Values:
+    """R(q) kv."""
+    return _ReadOut.apply(q, kv, cos, sin)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[T, H, X] as matrices of heads, [H, T, X], in place."""
+    return x.transpose(0, 1)
+
+
+def _halves(kv: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Of cosines and, under LRPE, of sines: [H, K, V] each."""
+    return kv.split(width, dim=-2)
+
+
+def _gathered(x: Tensor, y: Tensor, turn: tuple[Tensor, ...], out: Tensor, spare: Tensor) -> None:
+    """sum_t R_t(x_t) y_t^T of one sample, into out [H, F, V]."""
+    if not turn:
+        torch.bmm(_rows(x).mT, _rows(y), out=out)
+        return
+    for factor, half in zip(turn, _halves(out, x.shape[-1]), strict=True):
+        torch.mul(x, factor, out=spare)
+        half.copy_(_rows(spare).mT @ _rows(y))
+
+
+def _spread(x: Tensor, kv: Tensor, turn: tuple[Tensor, ...], out: Tensor, spare: Tensor) -> None:
+    """kv^T R_t(x_t) of one sample, into out [T, H, V]."""
+    if not turn:
+        torch.bmm(_rows(x), kv, out=_rows(out))
+        return
+    straight, across = _halves(kv, x.shape[-1])
+    torch.mul(x, turn[0], out=spare)
+    torch.bmm(_rows(spare), straight, out=_rows(out))
+    torch.mul(x, turn[1], out=spare)
+    _rows(out).baddbmm_(_rows(spare), across)
+
+
+def _turned_back(
+    y: Tensor,
+    kv: Tensor,
+    x: Tensor,
+    turn: tuple[Tensor, ...],
+    of_turn: tuple[Tensor, ...],
+    out: Tensor,
+    spare: Tensor,
+) -> None:
+    """R_t^T(kv y_t) of one sample, into out [T, H, K]; adds x_t times each half to `of_turn`."""
+    if not turn:
+        torch.bmm(_rows(y), kv.mT, out=_rows(out))
+        return
+    straight, across = _halves(kv, x.shape[-1])
+    torch.bmm(_rows(y), straight.mT, out=_rows(out))
+    torch.bmm(_rows(y), across.mT, out=_rows(spare))
+    for total, half in zip(of_turn, (out, spare), strict=False):
+        total.addcmul_(x, half)
+    out.mul_(turn[0]).addcmul_(spare, turn[1])
+
+
+class _ReadOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, kv, cos, sin)
+        turn = () if cos is None or sin is None else (cos, sin)
+        o = q.new_empty(*q.shape[:3], kv.shape[-1])
+        spare = torch.empty_like(q[0]) if turn else q
+        for query, matrix, out in zip(q, kv, o, strict=True):
+            _spread(query, matrix, turn, out, spare)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, cos, sin = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for gradients of gradients
+            return _again(all_at_once.read_out, (q, kv, cos, sin), (do,))
+        turn = () if cos is None else (cos, sin)
+        of_turn = _zeros(turn, ctx.needs_input_grad[2:])
+        dq, dkv = torch.empty_like(q), torch.empty_like(kv)
+        spare = torch.empty_like(q[0]) if turn else q
+        for sample in range(len(q)):
+            slope = do[sample]
+            _turned_back(slope, kv[sample], q[sample], turn, of_turn, dq[sample], spare)
+            _gathered(q[sample], slope, turn, dkv[sample], spare)
+        return dq, dkv, *(of_turn or (None, None))
+
+
+class _Summary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[LogNormalizer, KeyValue]:
+        turn = () if cos is None or sin is None else (cos, sin)
+        batch, _, heads, width = k.shape
+        peak = k.amax(dim=1).clamp(min=LOG_ZERO)
+        total = torch.empty_like(peak)
+        kv = k.new_empty(batch, heads, width * (len(turn) or 1), v.shape[-1])
+        w = torch.empty_like(k[0])
+        spare = torch.empty_like(w) if turn else w
+        for sample in range(batch):
+            torch.sub(k[sample], peak[sample], out=w).exp_()
+            torch.sum(w, dim=0, out=total[sample])
+            _gathered(w, v[sample], turn, kv[sample], spare)
+        total = torch.where(total > 0, total, 1)  # all logits -inf: the mean of nothing is 0
+        kv /= (torch.cat([total, total], dim=-1) if turn else total).unsqueeze(-1)
+        ctx.save_for_backward(k, v, cos, sin, peak, total, kv)
+        return peak.double() + total.double().log(), kv
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor, dkv: Tensor) -> tuple[Tensor | None, ...]:
+        k, v, cos, sin, peak, total, kv = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _again(all_at_once.summary, (k, v, cos, sin), (dz, dkv))
+        turn = () if cos is None else (cos, sin)
+        of_turn = _zeros(turn, ctx.needs_input_grad[2:])
+        inner = (kv * dkv).sum(-1).unflatten(-1, (-1, k.shape[-1])).sum(-2)
+        offset, scale = inner - dz.to(inner.dtype), total.reciprocal()
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        w = torch.empty_like(k[0])
+        spare = torch.empty_like(w) if turn else w
+        for sample in range(len(k)):
+            torch.sub(k[sample], peak[sample], out=w).exp_().mul_(scale[sample])
+            slope = dkv[sample]
+            _turned_back(v[sample], slope, w, turn, of_turn, dk[sample], spare)
+            dk[sample].sub_(offset[sample]).mul_(w)
+            _spread(w, slope, turn, dv[sample], spare)
+        return dk, dv, *(of_turn or (None, None))
+
+
+def _zeros(turn: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> tuple[Tensor, ...]:
+    """Where gradients of cosines and sines are summed, if any are wanted."""
+    return tuple(torch.zeros_like(x) for x in turn) if any(wanted) else ()
+
+
+def _again(
+    function: Any, inputs: tuple[Tensor | None, ...], slopes: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients by torch's own record of a function, which has gradients too."""
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    made = function(*inputs)
+    pairs = zip(made if isinstance(made, tuple) else (made,), slopes, strict=True)
+    outputs, given = zip(*[(x, slope) for x, slope in pairs if x.requires_grad], strict=True)
+    found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True))
+    return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
