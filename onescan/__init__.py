@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onescan.integrations import register_on_import
 
-__version__ = "0.7.0"
+__version__ = "0.8.0"
 
 # name -> module that defines it
 _HOMES = {
@@ -55,6 +55,7 @@ _HOMES = {
     "to_transformers": "onescan.integrations.transformers.convert",
     "toeplitz_position": "onescan.ops.toeplitz_position",
     "train": "onescan.training.loop",
+    "use_backend": "onescan.ops.backend",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -95,6 +96,7 @@ if TYPE_CHECKING:
     from onescan.ops.additive_decay import AdditiveDecayState as AdditiveDecayState
     from onescan.ops.additive_decay import additive_decay as additive_decay
     from onescan.ops.additive_decay import merge_states as merge_states
+    from onescan.ops.backend import use_backend as use_backend
     from onescan.ops.decay_attention import DecayState as DecayState
     from onescan.ops.decay_attention import DecayStates as DecayStates
     from onescan.ops.decay_attention import decay_attention as decay_attention

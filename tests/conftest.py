@@ -8,6 +8,9 @@ import pytest
 import torch
 from hypothesis import register_random, settings
 
+if not torch.cuda.is_available():  # kernels then run in Python; Triton asks when it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 class TorchRandom:
     """Torch's generator, as hypothesis wants it: a failing example then fails again."""

@@ -13,6 +13,7 @@ from onescan.ops.additive_decay import (
     IMPLEMENTATIONS,
     AdditiveDecayState,
     additive_decay,
+    by_sample,
     choose,
     level,
     merge_states,
@@ -20,20 +21,28 @@ from onescan.ops.additive_decay import (
 )
 
 B, H, K, V = 2, 3, 4, 5
-FORMS = [(causal, form) for causal, form, _ in IMPLEMENTATIONS]
+FORMS = [(causal, form) for causal, form, backend in IMPLEMENTATIONS if backend == "torch"]
 CAUSAL = [form for causal, form in FORMS if causal]
 over_forms = pytest.mark.parametrize(
-    ("causal", "form"), [*FORMS, (True, "climbing")], ids=lambda x: str(x), indirect=["form"]
+    ("causal", "form"),
+    [*FORMS, (True, "climbing"), (False, "by_sample")],
+    ids=lambda x: str(x),
+    indirect=["form"],
 )
 
 
 @pytest.fixture
 def form(request, monkeypatch):
-    """A form by name; "climbing" is the chunk form as it is where logits climb far."""
-    if request.param != "climbing":
-        return request.param
-    monkeypatch.setattr(level, "weigh", lambda k, state: None)
-    return "chunk"
+    """A form by name; "climbing" is the chunk form as it is where logits climb far, "by_sample" the
+    one scan as it is where samples are large.
+    """
+    if request.param == "climbing":
+        monkeypatch.setattr(level, "weigh", lambda k, state: None)
+        return "chunk"
+    if request.param == "by_sample":
+        monkeypatch.setattr(by_sample, "LARGE", 0)
+        return "one_scan"
+    return request.param
 
 
 def inputs(tokens, *, angles=True, keep=False, state=False, dtype=torch.float64, seed=0, scale=2.0):
@@ -413,7 +422,7 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
         ),
         ({"form": "chunk"}, "'chunk/torch' is unknown .*one_scan/torch, full/torch"),
         ({"form": "one_scan", "causal": True}, "'one_scan/torch' is unknown"),
-        ({"backend": "triton"}, "'one_scan/triton' is unknown"),
+        ({"form": "full", "backend": "triton"}, "'full/triton' is unknown"),
         ({"chunk_size": 0}, "chunk_size is 0, expected a whole number above 0"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5, expected a whole number"),
         ({"chunk_size": "64"}, "chunk_size is '64', expected a whole number"),
@@ -475,9 +484,54 @@ def test_no_tokens_is_an_error():
 
 
 def test_the_choice_of_form():
-    assert choose("auto", "auto", causal=False, tokens=9) == (False, "one_scan", "torch")
-    assert choose("auto", "auto", causal=True, tokens=9) == (True, "chunk", "torch")
-    assert choose("auto", "auto", causal=True, tokens=1) == (True, "recurrent", "torch")
+    many, one = torch.ones(1, 9, 1, 1), torch.ones(1, 1, 1, 1)
+    assert choose("auto", "auto", *[many] * 3, causal=False) == (False, "one_scan", "torch")
+    assert choose("auto", "auto", *[many] * 3, causal=True) == (True, "chunk", "torch")
+    assert choose("auto", "auto", *[one] * 3, causal=True) == (True, "recurrent", "torch")
+
+
+@pytest.mark.parametrize("form", ["by_sample"], indirect=True)
+def test_gradients_by_sample_have_gradients(form):
+    named, tensors = leaves(inputs(3, keep=True))
+    names = ["q", "k", "v", "angles"]
+
+    def call(*x):
+        changed = dict(named, **dict(zip(names, x, strict=True)))
+        o, state = additive_decay(**changed, form=form)
+        return o, *state
+
+    assert torch.autograd.gradgradcheck(call, tensors)
+
+
+@pytest.mark.parametrize("form", ["by_sample"], indirect=True)
+@pytest.mark.parametrize("wanted", ["v", "angles", "k"])
+def test_some_gradients_by_sample_have_gradients(form, wanted):
+    named = inputs(3)
+    x = named[wanted].requires_grad_()
+    slope = torch.autograd.grad(additive_decay(**named)[0].square().sum(), x, create_graph=True)[0]
+    (twice,) = torch.autograd.grad(slope.square().sum(), x)
+    assert twice.isfinite().all()
+    assert twice.any()
+
+
+@pytest.mark.parametrize("form", ["by_sample"], indirect=True)
+def test_large_samples_leave_transforms_to_plain_torch(form):
+    named = inputs(3, angles=False)
+    want = additive_decay(**named)[0]
+    over = {name: named.pop(name) for name in ["v"]}
+    got = torch.vmap(lambda v: additive_decay(**named, v=v)[0], in_dims=0)(over["v"].unsqueeze(0))
+    assert_same(got[0], want)
+
+
+@pytest.mark.parametrize("form", ["by_sample"], indirect=True)
+def test_large_samples_leave_forward_derivatives_to_plain_torch(form):
+    named = inputs(3, angles=False)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(named["q"], torch.ones_like(named["q"]))
+        o, _ = additive_decay(dual, named["k"], named["v"], form=form)
+        slope = torch.autograd.forward_ad.unpack_dual(o).tangent
+    ones = torch.ones_like(named["q"])
+    assert_same(slope, additive_decay(ones, named["k"], named["v"])[0])
 
 
 @pytest.mark.compile

@@ -6,7 +6,10 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "onescan"
@@ -20,6 +23,7 @@ EVERYWHERE = SOURCES | {
 # From the ground up; a floor imports itself and those before it.
 FLOORS = [
     {"choices", "shapes", "checks", "configs"},
+    {"kernels"},
     {"ops"},
     {"layers"},
     {"models"},
@@ -89,18 +93,30 @@ def test_only_kernels_import_triton():
     broken = [
         at(path, line)
         for path, tree in SOURCES.items()
-        if not path.stem.startswith("triton_")
+        if not (path.stem.startswith("triton_") or path.parent == PACKAGE / "kernels")
         for line, module in imports(tree)
         if module.split(".")[0] == "triton"
     ]
-    assert_law("only triton_*.py imports triton", broken)
+    assert_law("only onescan/kernels and triton_*.py import triton", broken)
+
+
+def test_device_code_imports_triton_alone():
+    broken = [
+        f"{at(path, line)} imports {module}"
+        for path, tree in SOURCES.items()
+        if path.parent == PACKAGE / "kernels"
+        for line, module in imports(tree)
+        if module.split(".")[0] not in {*sys.stdlib_module_names, "triton"}
+        if not module.startswith("onescan.kernels.")
+    ]
+    assert_law("onescan/kernels imports the standard library, triton and itself", broken)
 
 
 def test_only_front_doors_import_kernels_and_only_on_use():
     broken = [
         f"{at(path, line)} imports {module}"
         for path, tree in SOURCES.items()
-        for line, module in imports(tree, at_import=path.name == "__init__.py")
+        for line, module in imports(tree, at_import=path.name in ("__init__.py", "lrpe.py"))
         if ".triton_" in module
     ]
     assert_law("only a front door imports triton_*.py, inside a function", broken)
@@ -117,7 +133,8 @@ def test_extras_are_imported_on_use():
     broken = [
         f"{at(path, line)} imports {module}"
         for path, tree in SOURCES.items()
-        if PACKAGE / "integrations" not in path.parents and not path.stem.startswith("triton_")
+        if PACKAGE / "integrations" not in path.parents and path.parent != PACKAGE / "kernels"
+        if not path.stem.startswith("triton_")
         for line, module in imports(tree, at_import=True)
         if module.split(".")[0] in extras
     ]
@@ -190,6 +207,16 @@ with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(Syste
     main()
 assert "usage" in out.getvalue()
 """
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton here")
+def test_device_code_loads_without_torch():
+    loaded = loaded_after(
+        "from importlib import import_module; from onescan.kernels import FILES\n"
+        "for name in FILES: import_module(f'onescan.kernels.{name}')"
+    )
+    assert "triton" in loaded
+    assert "torch" not in loaded
 
 
 def test_help_is_light():

@@ -13,12 +13,19 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from onescan.checks import check_floating, check_grid_shape, check_positive, check_shapes
+from onescan.checks import (
+    check_devices,
+    check_floating,
+    check_grid_shape,
+    check_positive,
+    check_shapes,
+)
+from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.numerics import widened
 from onescan.shapes import Angles, Frequencies, FrequencyRow, Keys, RotatedKeys
 
 
-def lrpe(x: Keys, angles: Angles) -> RotatedKeys:
+def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
     """Rotate queries or keys: [x cos, x sin], in x's dtype.
 
     Source: LightNet, arXiv:2405.21022, App. A.2 and App. B.
@@ -26,9 +33,12 @@ def lrpe(x: Keys, angles: Angles) -> RotatedKeys:
     Args:
         x: queries or keys, after their feature map.
         angles: from `lrpe_angles`; sines and cosines are taken in its dtype.
+        backend: "torch" runs anywhere, "triton" on a GPU, in float32, and has gradients once;
+            "auto" is the faster of those that can run.
 
     Raises:
-        ValueError: shapes disagree, or a tensor that is not floating point.
+        ValueError: shapes disagree, a tensor that is not floating point, there is no such backend,
+            or a kernel was asked for that cannot run.
 
     >>> x = torch.tensor([3.0]).reshape(1, 1, 1, 1)
     >>> lrpe(x, torch.zeros(1, 1, 1)).flatten().tolist()
@@ -36,6 +46,11 @@ def lrpe(x: Keys, angles: Angles) -> RotatedKeys:
     """
     check_shapes(x=(x, "B T H K"), angles=(angles, "T H K"))
     check_floating(x=x, angles=angles)
+    check_devices(x=x, angles=angles)
+    if resolved_backend(backend, True, x, angles) == "triton":
+        from onescan.ops import triton_lrpe
+
+        return triton_lrpe.forward(x, angles)
     turn = torch.stack([angles.cos(), angles.sin()], dim=-2)  # T H 2 K
     return (x.unsqueeze(-2) * turn).flatten(-2).to(x.dtype)
 

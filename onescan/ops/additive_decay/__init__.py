@@ -23,6 +23,7 @@ from onescan.checks import (
     check_shapes,
     fingerprint,
 )
+from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
 from onescan.ops.additive_decay import chunk, full, one_scan, recurrent
 from onescan.ops.additive_decay.state import (
     AdditiveDecayState,
@@ -31,14 +32,34 @@ from onescan.ops.additive_decay.state import (
     merge_states,
     tensors_of,
 )
+from onescan.ops.backend import Backend, resolved_backend
+from onescan.ops.launch import chip_of, data_type, name_of
 from onescan.ops.numerics import full_precision, widened
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
 __all__ = ["IMPLEMENTATIONS", "AdditiveDecayState", "additive_decay", "choose", "merge_states"]
 
 Form = Literal["auto", "one_scan", "full", "chunk", "recurrent"]
-Backend = Literal["auto", "torch", "triton"]
 Forward = Callable[..., tuple[Values, AdditiveDecayState]]
+
+
+def _one_scan_kernels(*tensors: Any, **options: Any) -> tuple[Values, AdditiveDecayState]:
+    from onescan.ops.additive_decay import triton_one_scan  # Triton, which few calls need
+
+    return triton_one_scan.forward(*tensors, **options)
+
+
+def _chunk_kernels(*tensors: Any, **options: Any) -> tuple[Values, AdditiveDecayState]:
+    from onescan.ops.additive_decay import triton_chunk
+
+    return triton_chunk.forward(*tensors, **options)
+
+
+def _recurrent_kernels(*tensors: Any, **options: Any) -> tuple[Values, AdditiveDecayState]:
+    from onescan.ops.additive_decay import triton_recurrent
+
+    return triton_recurrent.forward(*tensors, **options)
+
 
 # (causal, form, backend): every implementation there is. A missing one is an error.
 IMPLEMENTATIONS: dict[tuple[bool, str, str], Forward] = {
@@ -47,6 +68,9 @@ IMPLEMENTATIONS: dict[tuple[bool, str, str], Forward] = {
     (True, "chunk", "torch"): chunk.forward,
     (True, "full", "torch"): full.causal_forward,
     (True, "recurrent", "torch"): recurrent.forward,
+    (False, "one_scan", "triton"): _one_scan_kernels,
+    (True, "chunk", "triton"): _chunk_kernels,
+    (True, "recurrent", "triton"): _recurrent_kernels,
 }
 
 
@@ -80,8 +104,11 @@ def additive_decay(
             device's part of the sequence, the context of cross-attention). None is nothing.
         form: how the same sum is evaluated. Not causal: "one_scan" is O(T), "full" O(T^2).
             Causal: "chunk" is O(T), "full" O(T^2), "recurrent" one token at a time.
-        backend: "torch" runs anywhere.
-        chunk_size: tokens per chunk; read by the chunk form only.
+        backend: "torch" runs anywhere; "triton" is kernels for a GPU, of "one_scan", "chunk"
+            and, without gradients, "recurrent", for heads of up to 128 channels and types of up
+            to 32 bits. Their gradients have none. "auto" is as `use_backend` says.
+        chunk_size: tokens per chunk; read by the chunk form only, and by its kernels as the power
+            of two below, 16 to 64.
 
     Returns:
         The outputs, in v's dtype, and the state of all tokens, the incoming state's included.
@@ -98,34 +125,72 @@ def additive_decay(
     [3.0, 4.0, 6.0]
     """
     _check(q, k, v, angles, causal, keep, state, chunk_size)
-    implementation = IMPLEMENTATIONS[choose(form, backend, causal=causal, tokens=q.shape[1])]
+    choice = choose(form, backend, q, k, v, angles, *(state or ()), causal=causal)
+    run = _by_kernels if choice[2] == "triton" else _by_torch
     with full_precision(q):
-        wide_q, wide_k, wide_v = widened(q, k, v)
-        if keep is not None:
-            wide_k = wide_k.masked_fill(~keep[:, :, None, None], -torch.inf)
-            wide_v = wide_v.masked_fill(~keep[:, :, None, None], 0)
-        incoming = None if state is None else canonical(state, wide_v.dtype)
-        o, outgoing = implementation(
-            wide_q, wide_k, wide_v, angles, incoming, chunk_size=chunk_size
-        )
-        if keep is not None:
-            o = o.masked_fill(~keep[:, :, None, None], 0)
+        o, outgoing = run(IMPLEMENTATIONS[choice], q, k, v, angles, keep, state, chunk_size)
     if can_look_at_values(o):
         named = {"q": q, "k": k, "v": v, "angles": angles, **tensors_of("state", state)}
         check_no_nan(fingerprint(o, outgoing.kv), **named)
     return o.to(v.dtype), outgoing
 
 
-def choose(form: Form, backend: Backend, *, causal: bool, tokens: int) -> tuple[bool, str, str]:
+def choose(
+    form: Form, backend: Backend, q: Queries, k: Keys, v: Values, *others: Any, causal: bool
+) -> tuple[bool, str, str]:
     """Name the implementation a call would run: the whole policy is these lines."""
+    chosen: str = form
     if form == "auto":
-        form = ("recurrent" if tokens == 1 else "chunk") if causal else "one_scan"
-    if backend == "auto":
-        backend = "torch"
+        chosen = ("recurrent" if q.shape[1] == 1 else "chunk") if causal else "one_scan"
+    has_kernel = (causal, chosen, "triton") in IMPLEMENTATIONS
+    widest = WIDEST_HEAD
+    if causal:
+        widest = widest_causal_head(name_of(data_type(q, k, v)), chip_of(q.device))
+    runs_on = resolved_backend(backend, has_kernel, q, k, v, widest=widest)
+    learns = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, *others)
+    )
+    if form == "auto" and (chosen, runs_on) == ("recurrent", "triton") and learns:
+        chosen = "chunk"  # the other kernel has no gradients
     direction = "causal" if causal else "not causal"
     known = [f"{f}/{b}" for is_causal, f, b in IMPLEMENTATIONS if is_causal == causal]
-    check_choice(f"form/backend ({direction})", f"{form}/{backend}", known)
-    return causal, form, backend
+    check_choice(f"form/backend ({direction})", f"{chosen}/{runs_on}", known)
+    return causal, chosen, runs_on
+
+
+def _by_torch(
+    forward: Forward,
+    q: Queries,
+    k: Keys,
+    v: Values,
+    angles: Angles | None,
+    keep: Keep | None,
+    state: AdditiveDecayState | None,
+    chunk_size: int,
+) -> tuple[Values, AdditiveDecayState]:
+    """A form that sums what it is given, in one wide type and without tokens to leave out."""
+    q, k, v = widened(q, k, v)
+    if keep is not None:
+        k = k.masked_fill(~keep[:, :, None, None], -torch.inf)
+        v = v.masked_fill(~keep[:, :, None, None], 0)
+    incoming = None if state is None else canonical(state, v.dtype)
+    o, outgoing = forward(q, k, v, angles, incoming, chunk_size=chunk_size)
+    return o if keep is None else o.masked_fill(~keep[:, :, None, None], 0), outgoing
+
+
+def _by_kernels(
+    forward: Forward,
+    q: Queries,
+    k: Keys,
+    v: Values,
+    angles: Angles | None,
+    keep: Keep | None,
+    state: AdditiveDecayState | None,
+    chunk_size: int,
+) -> tuple[Values, AdditiveDecayState]:
+    """A form that widens and leaves out tokens itself."""
+    incoming = None if state is None else canonical(state, torch.float32)
+    return forward(q, k, v, angles, incoming, keep=keep, chunk_size=chunk_size)
 
 
 def _check(

@@ -23,9 +23,10 @@ from onescan.checks import (
     check_shapes,
     fingerprint,
 )
+from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.decay_attention import chunk, full, one_scan, recurrent
-from onescan.ops.decay_attention.choice import Call, cheapest
-from onescan.ops.decay_attention.directions import Matrices, Sums, directed
+from onescan.ops.decay_attention.choice import Call, cheapest, cheapest_kernel
+from onescan.ops.decay_attention.directions import Directions, Matrices, directed
 from onescan.ops.decay_attention.state import (
     DecayState,
     DecayStates,
@@ -47,13 +48,26 @@ __all__ = [
 ]
 
 Form = Literal["auto", "full", "chunk", "recurrent"]
-Backend = Literal["auto", "torch", "triton"]
-State = DecayState | DecayStates | tuple[DecayState | None, DecayState | None]
+Sides = tuple[DecayState | None, DecayState | None]
+State = DecayState | DecayStates | Sides
 
 PATTERNS = {1: "H", 3: "B T H", 4: "B T H K"}  # of log_decay, by rank
 
+
+def _chunks_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
+    from onescan.ops.decay_attention.triton_chunk import forward
+
+    return forward(*arguments, **options)
+
+
+def _steps_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
+    from onescan.ops.decay_attention.triton_recurrent import forward
+
+    return forward(*arguments, **options)
+
+
 # (kind, form, backend): every implementation there is. A missing one is an error.
-IMPLEMENTATIONS: dict[tuple[str, str, str], Callable[..., Sums]] = {
+IMPLEMENTATIONS: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("causal", "chunk", "torch"): chunk.forward,
     ("causal", "full", "torch"): full.forward,
     ("causal", "recurrent", "torch"): recurrent.forward,
@@ -63,6 +77,9 @@ IMPLEMENTATIONS: dict[tuple[str, str, str], Callable[..., Sums]] = {
     ("both, no decay", "chunk", "torch"): one_scan.forward,
     ("both, no decay", "full", "torch"): full.forward,
     ("both, no decay", "recurrent", "torch"): recurrent.forward,
+    ("causal", "chunk", "triton"): _chunks_in_triton,
+    ("causal", "recurrent", "triton"): _steps_in_triton,
+    ("both", "chunk", "triton"): _chunks_in_triton,
 }
 
 
@@ -106,7 +123,9 @@ def decay_attention(
             right, either of which may be None.
         form: how the same sum is evaluated: "full" is attention, O(T^2); "chunk" O(T);
             "recurrent" one token at a time. "auto" is the cheapest; `choose` tells which, and why.
-        backend: "torch" runs anywhere.
+        backend: "torch" runs anywhere; "triton" needs a GPU, takes the forms "chunk" and, causal,
+            "recurrent", and float32 or narrower. Its chunks have a length of
+            their own, its steps no gradient, and its gradients no gradient themselves.
         chunk_size: tokens per chunk; read by the chunk form only.
         return_state: False saves what only the state needs, and returns None in its place.
 
@@ -130,52 +149,116 @@ def decay_attention(
     _check(q, k, v, log_decay, causal, keep, state, chunk_size)
     check_choice("decay_at", decay_at, ["auto", "source", "target"])
     check_choice("normalize", normalize, ["none", "sum", "max_one"])
-    choice = choose(
-        form,
-        backend,
-        causal=causal,
-        decays=log_decay is not None,
-        call=Call(
-            tokens=q.shape[1],
-            key_width=q.shape[3],
-            value_width=v.shape[3],
-            directions=1 if causal else 2,
-            chunk_size=chunk_size,
-            is_diagonal=log_decay is not None and PATTERNS[log_decay.ndim] == "B T H K",
-        ),
+    carried = tensors_of(sides_of(state, DecayState, causal=causal), causal=causal)
+    call = Call(
+        tokens=q.shape[1],
+        key_width=q.shape[3],
+        value_width=v.shape[3],
+        directions=1 if causal else 2,
+        chunk_size=chunk_size,
+        is_diagonal=log_decay is not None and PATTERNS[log_decay.ndim] == "B T H K",
+        is_learning=_is_learning(q, k, v, log_decay, *carried.values()),
     )
+    decays = log_decay is not None
+    has_kernel = _has_kernel(form, causal=causal, decays=decays, call=call)
+    runs_on: Any = resolved_backend(backend, has_kernel, q, k, v)
+    choice = choose(form, runs_on, causal=causal, decays=decays, call=call)
     if decay_at == "auto":
         decay_at = "target" if causal else "source"
     sides = sides_of(state, DecayState, causal=causal)
+    in_kernels = choice.backend == "triton"
     with full_precision(q):
-        wide_q, wide_k, wide_v = widened(q, k, v)
-        wide_decay = _broadcast(log_decay, wide_k)
-        wide_v = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], dim=-1)  # for the row sum
+        wide_q, wide_k, wide_v = (q, k, v) if in_kernels else widened(q, k, v)
+        wide_decay = _broadcast(log_decay, torch.float32 if in_kernels else wide_k.dtype, k)
         if keep is not None:
-            wide_q, wide_k, wide_v, wide_decay = (
-                x.masked_fill(~keep[:, :, None, None], 0)
-                for x in (wide_q, wide_k, wide_v, wide_decay)
-            )
+            wide_decay = wide_decay.masked_fill(~keep[:, :, None, None], 0)
         if log_decay is not None:
             _check_decay(log_decay if log_decay.ndim == 1 else wide_decay)
-        o, leaving = IMPLEMENTATIONS[choice[:3]](
+        ends = (wide_decay[:, -1], wide_decay[:, 0]) if decay_at == "source" else (None, None)
+        o, outgoing = (_run_kernels if in_kernels else _run_torch)(
+            choice,
             wide_q,
             wide_k,
             wide_v,
             directed(wide_decay, decay_at, causal=causal),
-            Matrices(*(joined(side, wide_v.dtype) for side in sides)),
+            sides,
+            ends,
+            normalize=normalize,
+            keep=keep,
             chunk_size=chunk_size,
             return_state=return_state,
         )
-        o = _normalized(o, normalize, causal=causal)
-        outgoing = None
-        if return_state:
-            ends = (wide_decay[:, -1], wide_decay[:, 0]) if decay_at == "source" else (None, None)
-            outgoing = DecayStates(*map(split, leaving, ends))
     if can_look_at_values(o):
-        carried = tensors_of(sides, causal=causal)
-        check_no_nan(fingerprint(o, wide_v, *carried.values()), q=q, k=k, v=v, **carried)
+        seen = v if keep is None else v.masked_fill(~keep[:, :, None, None], 0)
+        check_no_nan(fingerprint(o, seen, *carried.values()), q=q, k=k, v=v, **carried)
     return o.to(v.dtype), outgoing.forward if causal and outgoing else outgoing
+
+
+def _run_torch(
+    choice: "Choice",
+    q: Queries,
+    k: Keys,
+    v: Values,
+    decays: Directions,
+    sides: Sides,
+    ends: tuple[Tensor | None, Tensor | None],
+    *,
+    normalize: str,
+    keep: Keep | None,
+    chunk_size: int,
+    return_state: bool,
+) -> tuple[Values, DecayStates | None]:
+    """Outputs, and what leaves after a last decay, `ends`, where there is one."""
+    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # for the row sum
+    if keep is not None:
+        q, k, v = (x.masked_fill(~keep[:, :, None, None], 0) for x in (q, k, v))
+    o, leaving = IMPLEMENTATIONS[choice[:3]](
+        q,
+        k,
+        v,
+        decays,
+        Matrices(*(joined(side, v.dtype) for side in sides)),
+        chunk_size=chunk_size,
+        return_state=return_state,
+    )
+    o = _normalized(o, normalize, causal=choice.kind == "causal")
+    return o, DecayStates(*map(split, leaving, ends)) if return_state else None
+
+
+def _run_kernels(
+    choice: "Choice",
+    q: Queries,
+    k: Keys,
+    v: Values,
+    decays: Directions,
+    sides: Sides,
+    ends: tuple[Tensor | None, Tensor | None],
+    *,
+    normalize: str,
+    keep: Keep | None,
+    chunk_size: int,
+    return_state: bool,
+) -> tuple[Values, DecayStates | None]:
+    """The same where kernels mask, divide and know their own length of chunks."""
+    absolute = normalize == "max_one" and choice.kind == "causal"
+    o, leaving = IMPLEMENTATIONS[choice[:3]](
+        q,
+        k,
+        v,
+        decays,
+        sides,
+        keep=keep,
+        normalizer="absolute_max_one" if absolute else normalize,
+    )
+    return o, DecayStates(*map(_after, leaving, ends)) if return_state else None
+
+
+def _after(state: DecayState | None, log_decay: Tensor | None) -> DecayState | None:
+    """A state after one more decay, [., H or 1, K or 1], if there is one."""
+    if state is None or log_decay is None:
+        return state
+    decay = log_decay.exp()
+    return DecayState(state.kv * decay.unsqueeze(-1), state.k_sum * decay)
 
 
 class Choice(NamedTuple):
@@ -196,12 +279,13 @@ class Choice(NamedTuple):
 
 def choose(form: Form, backend: Backend, *, causal: bool, decays: bool, call: Call) -> Choice:
     """Name the implementation a call would run: the whole policy is these lines and `cheapest`."""
-    kind = "causal" if causal else "both" if decays else "both, no decay"
+    kind = _kind_of(causal=causal, decays=decays)
     chosen: str = form
     why = "asked for"
-    if form == "auto":
-        one_sum = ("chunk", "one sum serves all tokens")
-        chosen, why = one_sum if kind == "both, no decay" else cheapest(call)
+    if form == "auto" and kind == "both, no decay":
+        chosen, why = "chunk", "one sum serves all tokens"
+    elif form == "auto":
+        chosen, why = (cheapest_kernel if backend == "triton" else cheapest)(call)
     if backend == "auto":
         backend = "torch"
     known = [f"{f}/{b}" for of, f, b in IMPLEMENTATIONS if of == kind]
@@ -209,12 +293,30 @@ def choose(form: Form, backend: Backend, *, causal: bool, decays: bool, call: Ca
     return Choice(kind, chosen, backend, why)
 
 
-def _broadcast(log_decay: Tensor | None, k: Keys) -> LogDecays:
+def _kind_of(*, causal: bool, decays: bool) -> str:
+    return "causal" if causal else "both" if decays else "both, no decay"
+
+
+def _has_kernel(form: str, *, causal: bool, decays: bool, call: Call) -> bool:
+    """Whether a form, or of "auto" one of them, has a kernel with all that is wanted of it."""
+    kind = _kind_of(causal=causal, decays=decays)
+    if form == "auto":
+        form, _ = cheapest_kernel(call)
+    steps_back = form == "recurrent" and call.is_learning
+    return not steps_back and (kind, form, "triton") in IMPLEMENTATIONS
+
+
+def _is_learning(*tensors: Tensor | None) -> bool:
+    """Whether a gradient is wanted of any."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _broadcast(log_decay: Tensor | None, dtype: torch.dtype, k: Keys) -> LogDecays:
     """One log-decay for every token: [1 or B, T, 1 or H, 1 or K]."""
     tokens = k.shape[1]
     if log_decay is None:
-        return k.new_zeros(1, tokens, 1, 1)
-    wide = log_decay.to(k.dtype)
+        return k.new_zeros(1, tokens, 1, 1, dtype=dtype)
+    wide = log_decay.to(dtype)
     if PATTERNS[wide.ndim] == "H":
         return wide[:, None].expand(1, tokens, -1, 1)
     return wide if PATTERNS[wide.ndim] == "B T H K" else wide.unsqueeze(-1)

@@ -7,8 +7,8 @@ with T and C filled up as `padded` says. Of K V, 2 are products with a state and
 a state costs: fitted by eye to the lengths at which both forms took equal time on a CPU, forward,
 for selective decays, K = V = 32, 64 and 128, C = 64, one direction and both. With gradients those
 lengths were the same or up to a third longer, which is left out; so is the device, as no other was
-measured. `benchmarks/decay_attention.py --names full chunk --tokens 96 128 160 196 256 320 400`
-measures them again, for both directions.
+measured. `onescan bench decay --names full chunk --tokens 96 128 160 196 256 320 400` measures them
+again, for both directions.
 """
 
 from typing import NamedTuple
@@ -27,6 +27,7 @@ class Call(NamedTuple):
         directions: D, 1 where causal, else 2.
         chunk_size: C.
         is_diagonal: whether each key channel has a decay of its own.
+        is_learning: whether a gradient is wanted.
     """
 
     tokens: int
@@ -35,6 +36,7 @@ class Call(NamedTuple):
     directions: int
     chunk_size: int
     is_diagonal: bool
+    is_learning: bool = False
 
 
 def cheapest(call: Call) -> tuple[str, str]:
@@ -67,3 +69,10 @@ def cheapest(call: Call) -> tuple[str, str]:
     if full <= chunk:
         return "full", f"{full} multiplications a token and head, {chunk} in chunks"
     return "chunk", f"{chunk} multiplications a token and head, {full} in full"
+
+
+def cheapest_kernel(call: Call) -> tuple[str, str]:
+    """The same among kernels, which hold no scores of all tokens, and whose steps do not learn."""
+    if is_known(call.tokens) and call.tokens == 1 and call.directions == 1 and not call.is_learning:
+        return "recurrent", "one token"
+    return "chunk", "one launch fits any length"

@@ -6,7 +6,7 @@ t_n = sum_e weight_e exp(n log_decay_e)                 kernel   (E terms per ch
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from onescan.checks import (
     check_positive,
     check_shapes,
 )
+from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
 from onescan.ops.numerics import full_precision, widened
 from onescan.ops.toeplitz_position import dense, fft, scan
@@ -49,6 +50,8 @@ IMPLEMENTATIONS: dict[str, Forward] = {
     "fft": fft.forward,
 }
 
+KERNELS = ("scan",)  # forms that have them, along all axes at once
+
 
 def toeplitz_position(
     x: Hidden,
@@ -59,6 +62,7 @@ def toeplitz_position(
     bidirectional: bool = False,
     state: ToeplitzState | None = None,
     form: Form = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Hidden, ToeplitzState | None]:
     """Mix tokens along each axis of their grid by weights that depend on distance alone.
 
@@ -76,14 +80,17 @@ def toeplitz_position(
         state: what came before, for one axis read forward; None is nothing.
         form: how the same sum is evaluated. For N tokens along an axis "dense" is O(N^2), "scan"
             O(N E) in chunks, "fft" O(N log N).
+        backend: "torch" runs anywhere, "triton" on a GPU: the scan alone, with gradients once;
+            "auto" is the faster of those that can run.
 
     Returns:
         The mixed tokens, in x's dtype, and the state after the last one; the state is None for
         several axes or both directions.
 
     Raises:
-        ValueError: shapes disagree, there is no such form, a state that cannot be continued, or,
-            on a CPU, a log_decay above 0, or NaN in x, weight or state.
+        ValueError: shapes disagree, there is no such form or backend, a kernel was asked for that
+            cannot run, a state that cannot be continued, or, on a CPU, a log_decay above 0, or NaN
+            in x, weight or state.
 
     >>> x = torch.tensor([1.0, 0.0, 0.0, 4.0]).reshape(1, 4, 1)
     >>> halving = torch.full((1, 1, 1), 0.5).log()
@@ -92,6 +99,14 @@ def toeplitz_position(
     ([1.0, 0.5, 0.25, 4.125], 4.125)
     """
     _check(x, log_decay, weight, shape, bidirectional, state)
+    if _backend(form, backend, x, log_decay, weight, state) == "triton":
+        from onescan.ops.toeplitz_position import triton_scan
+
+        before = None if state is None else state.hidden
+        y, after = triton_scan.forward(
+            x, log_decay, weight, shape, before, bidirectional=bidirectional
+        )
+        return y, None if after is None else ToeplitzState(after)
     forwards = [IMPLEMENTATIONS[choose(form, positions=n)] for n in shape]
     # sums stay in float32 or wider under autocast too
     with full_precision(x):
@@ -118,6 +133,19 @@ def choose(form: str, *, positions: int) -> str:
         form = "dense" if is_known(positions) and positions <= 2 * scan.CHUNK else "scan"
     check_choice("form", form, IMPLEMENTATIONS)
     return form
+
+
+def _backend(
+    form: str, backend: str, x: Tensor, log_decay: Tensor, weight: Tensor, state: Any
+) -> str:
+    """What runs the call; its kernels take any width."""
+    tensors = (x, log_decay, weight, *(() if state is None else state))
+    has_kernel = form == "auto" or form in KERNELS
+    resolved = resolved_backend(backend, has_kernel, *tensors, widest=None)
+    if resolved == "triton":
+        known = [f"{name}/triton" for name in ("auto", *KERNELS)]
+        check_choice("form/backend", f"{form}/{resolved}", known)
+    return resolved
 
 
 def _along_axes(

@@ -1,0 +1,430 @@
+"""Additive decay in Triton, against its float64 definition: interpreted, or on a GPU.
+
+The interpreter multiplies no bfloat16, so that type is for a GPU alone.
+"""
+
+from inspect import unwrap
+
+import pytest
+import torch
+
+from onescan.layers.mixers.lightnet import LightNetMixerConfig
+from onescan.ops.additive_decay import AdditiveDecayState, additive_decay, choose, reference
+from onescan.ops.backend import preferred_backend, use_backend
+from onescan.shapes import Grid
+
+pytest.importorskip("triton")
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+HALF, SINGLE = torch.float16, torch.float32
+FORMS = {False: "one_scan", True: "chunk"}
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+class Case:
+    """Inputs that are the same numbers in float64 and in a narrower type."""
+
+    def __init__(
+        self, batch=2, tokens=40, heads=2, keys=9, values=10, *,
+        causal=False, lrpe=True, keep=True, state=True, climb=0.0, dtype=SINGLE, device="cpu",
+    ):  # fmt: skip
+        self.causal, self.dtype, self.device = causal, dtype, device
+        g = torch.Generator().manual_seed(tokens * 7 + keys)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+        q, k, v = (normal(batch, tokens, heads, width) for width in (keys, keys, values))
+        k = 2 * k + climb * torch.arange(tokens)[None, :, None, None]
+        self.q, self.k, self.v = (x.to(dtype).double() for x in (q, k, v))
+        self.angles = 3 * normal(tokens, heads, keys).float().double() if lrpe else None
+        self.keep = torch.rand(batch, tokens, generator=g) > 0.3 if keep else None
+        features = keys * (2 if lrpe else 1)
+        z, kv = 3 * normal(batch, heads, keys), normal(batch, heads, features, values).float()
+        self.state = (z, kv.double()) if state else ()
+        self.o_slope = normal(batch, tokens, heads, values).to(dtype).double()
+        self.z_slope, self.kv_slope = normal(*z.shape), normal(*kv.shape)
+
+    def results(self, op, dtype, device):
+        """The output, the state after it, and the gradients of all that went in."""
+        narrow = [x.to(dtype) for x in (self.q, self.k, self.v)]
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        angles = None if self.angles is None else self.angles.to(wide)
+        state = [x.to(t) for x, t in zip(self.state, (torch.float64, wide), strict=False)]
+        given = [*narrow, *([] if angles is None else [angles]), *state]
+        given = [x.to(device).requires_grad_() for x in given]
+        q, k, v, *rest = given
+        angles = rest.pop(0) if angles is not None else None
+        o, after = op(
+            q, k, v, angles=angles, causal=self.causal,
+            keep=None if self.keep is None else self.keep.to(device),
+            state=AdditiveDecayState(*rest) if rest else None,
+        )  # fmt: skip
+        pairs = ((o, self.o_slope), (after.log_normalizer, self.z_slope), (after.kv, self.kv_slope))
+        total = sum((x.double() * slope.to(device)).sum() for x, slope in pairs)
+        gradients = torch.autograd.grad(total, given)
+        return [x.detach().double().cpu() for x in (o, *after, *gradients)]
+
+    def exact(self):
+        return self.results(reference.forward, torch.float64, "cpu")
+
+    def by_kernel(self, **options):
+        def op(*args, **kwargs):
+            form = FORMS[self.causal]
+            return additive_decay(*args, **kwargs, form=form, backend="triton", **options)
+
+        return self.results(op, self.dtype, self.device)
+
+    def check(self, **options):
+        for found, expected in zip(self.by_kernel(**options), self.exact(), strict=True):
+            error = (found - expected).abs().max()
+            assert error <= ROUNDING[self.dtype] * expected.abs().max().clamp(min=1)
+
+
+def plain(q, k, v, *, angles, causal, keep=None, state=None):
+    """Every step in the type of q, k and v, as one would write it in torch."""
+    if angles is not None:
+        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+    if not causal:
+        w = k.softmax(1)
+        if angles is not None:
+            q, w = (torch.cat([x * cos, x * sin], -1) for x in (q, w))
+        kv = torch.einsum("bthf,bthv->bhfv", w, v)
+        return torch.einsum("bthf,bhfv->bthv", q, kv), kv
+    z = k.float().logcumsumexp(1)
+    later = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=k.device).triu(1)
+    exponent = (k.float().unsqueeze(1) - z.unsqueeze(2)).masked_fill(later[..., None, None], -1e30)
+    w = exponent.exp().to(q.dtype)  # b t s h k
+    if angles is not None:
+        w = w * (cos[:, None] * cos + sin[:, None] * sin)
+    scores = torch.einsum("bthk,btshk->bths", q, w)
+    return torch.einsum("bths,bshv->bthv", scores, v), None
+
+
+def within_twice_plain(case):
+    """The kernel's error of outputs and gradients, at most twice that of plain torch."""
+
+    def run(op, dtype, device):
+        given = [x.to(dtype).to(device).requires_grad_() for x in (case.q, case.k, case.v)]
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        angles = None if case.angles is None else case.angles.to(wide).to(device)
+        o, _ = op(*given, angles=angles, causal=case.causal)
+        slopes = torch.autograd.grad(o, given, case.o_slope.to(o))
+        return [x.detach().double().cpu() for x in (o, *slopes)]
+
+    def kernel(*args, **kwargs):
+        return additive_decay(*args, **kwargs, form=FORMS[case.causal], backend="triton")
+
+    exact = run(reference.forward, torch.float64, "cpu")
+    by_torch, by_kernel = (run(op, case.dtype, case.device) for op in (plain, kernel))
+    for found, usual, expected in zip(by_kernel, by_torch, exact, strict=True):
+        least = torch.finfo(case.dtype).eps * expected.abs().max()
+        allowed = 2 * (usual - expected).square().mean().sqrt()
+        assert (found - expected).square().mean().sqrt() <= max(allowed, least)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("dtype", [SINGLE, HALF])
+@pytest.mark.parametrize("lrpe", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_states_and_gradients_are_those_of_the_definition(causal, lrpe, dtype, device):
+    Case(causal=causal, lrpe=lrpe, dtype=dtype, device=device).check()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1, 1), (1, 2, 3, 5, 7), (1, 33, 1, 16, 70), (1, 65, 1, 70, 3)]
+)
+def test_any_length_and_any_width(sizes, causal):
+    Case(*sizes, causal=causal, keep=False, state=False).check()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tokens_that_are_not_kept_change_nothing(causal):
+    case = Case(causal=causal, state=False)
+    first = case.by_kernel()
+    case.q, case.k, case.v = (
+        x.masked_fill(~case.keep[:, :, None, None], 50.0) for x in (case.q, case.k, case.v)
+    )
+    for found, expected in zip(case.by_kernel(), first, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("climb", [3.6, -5.0, 300.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_logits_may_climb_and_fall_without_bound(causal, climb):
+    Case(1, 40, 1, 6, 5, causal=causal, climb=climb).check(chunk_size=16)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_logits_of_minus_infinity_weigh_nothing(causal):
+    case = Case(1, 40, 1, 6, 5, causal=causal, keep=False, state=False)
+    case.k[:, :9], case.k[:, 12:20, :, 2] = -torch.inf, -torch.inf
+    for found, expected in zip(case.by_kernel(chunk_size=16), case.exact(), strict=True):
+        finite = expected.isfinite()  # a normalizer of nothing is -inf there, LOG_ZERO here
+        assert torch.allclose(found[finite], expected[finite], rtol=1e-5, atol=1e-5)
+        assert found.isfinite().all()
+
+
+def test_large_logits_keep_their_digits():
+    case = Case(1, 50, 1, 4, 4, causal=True, state=False)
+    case.k = (case.k + 1e4).float().double()
+    case.check()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 31, 1000])
+def test_chunks_of_any_size_give_the_same(chunk_size):
+    Case(1, 40, 1, 5, 5, causal=True).check(chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("cut", [1, 16, 39])
+def test_two_calls_equal_one(cut):
+    case = Case(2, 40, 1, 5, 6, causal=True, state=False)
+    q, k, v, angles = (x.float() for x in (case.q, case.k, case.v, case.angles))
+
+    def run(part, state=None):
+        keep = case.keep[:, part]
+        return additive_decay(
+            q[:, part], k[:, part], v[:, part], angles=angles[part], causal=True, keep=keep,
+            state=state, form="chunk", backend="triton",
+        )  # fmt: skip
+
+    whole, last = run(slice(None))
+    first, state = run(slice(cut))
+    second, state = run(slice(cut, None), state)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-5, atol=1e-5)
+    for found, expected in zip(state, last, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_states_and_masks_with_gaps_are_taken(causal):
+    case = Case(2, 20, 1, 5, 6, causal=causal)
+    expected = case.by_kernel()
+    case.keep = case.keep.mT.contiguous().mT
+    case.state = [x.mT.contiguous().mT for x in case.state]
+    case.kv_slope = case.kv_slope.mT.contiguous().mT
+    for found, wanted in zip(case.by_kernel(), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_parts_of_a_long_sequence_are_merged(monkeypatch):
+    from onescan.ops.additive_decay import triton_one_scan
+
+    monkeypatch.setattr(triton_one_scan, "LEAST_SPLIT", 32)
+    Case(1, 70, 1, 5, 6).check()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_normalizer_that_float32_cannot_hold_comes_in_whole(causal):
+    case = Case(1, 20, 1, 5, 6, causal=causal, keep=False)
+    shift = 30_000.3
+    case.k = (case.k + shift).float().double()
+    case.state = (case.state[0] + shift + 10, case.state[1])  # outweighs all tokens
+    case.check()
+
+
+def test_what_all_values_share_leaves_no_gradient_of_keys():
+    case = Case(1, 40, 1, 8, 8, lrpe=False, keep=False, state=False, dtype=HALF)
+    case.v, case.kv_slope = (case.v.half() + 30).double(), torch.zeros_like(case.kv_slope)
+    found, expected = case.by_kernel()[4], case.exact()[4]
+    assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
+def test_what_all_values_share_costs_no_more_than_in_plain_torch():
+    case = Case(1, 40, 1, 8, 8, causal=True, lrpe=False, keep=False, state=False, dtype=HALF)
+    case.v = (case.v.half() + 30).double()
+    within_twice_plain(case)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_batch_may_be_empty(causal):
+    q = torch.zeros(0, 5, 2, 4)
+    o, state = additive_decay(q, q, q, causal=causal, backend="triton")
+    assert o.shape == q.shape
+    assert state.kv.shape == (0, 2, 4, 4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_widest_of_several_types_is_read(causal):
+    q, k, v = torch.randn(3, 1, 9, 1, 4)
+    named = {"causal": causal, "form": FORMS[causal]}
+    for mixed in ((q.half(), k, v), (q, k.half(), v), (q, k, v.half())):
+        found, _ = additive_decay(*mixed, **named, backend="triton")
+        wide, _ = additive_decay(*(x.double() for x in mixed), **named)
+        assert (found.double() - wide).abs().max() < ROUNDING[found.dtype]
+
+
+def test_values_of_another_type_and_tensors_with_gaps_are_taken():
+    q, k = torch.randn(2, 5, 9, 2, 8).transpose(2, 3).reshape(2, 5, 2, 9, 8).transpose(2, 3)
+    v = torch.randn(5, 9, 2, 6, dtype=HALF)
+    o, _ = additive_decay(q, k, v, backend="triton")
+    assert o.dtype is HALF
+    torch.testing.assert_close(o, additive_decay(q, k, v, backend="torch")[0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [SINGLE, HALF])
+def test_errors_are_at_most_twice_those_of_plain_torch(dtype, causal):
+    within_twice_plain(Case(1, 70, 1, 32, 32, causal=causal, dtype=dtype, keep=False, state=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, HALF, SINGLE])
+@pytest.mark.parametrize("seed", range(100))
+def test_random_shapes_on_a_gpu(seed, dtype):
+    g = torch.Generator().manual_seed(seed)
+
+    def below(n):
+        return 1 + int(torch.randint(n, (), generator=g))
+
+    case = Case(
+        below(3), below(400), below(4), below(128), below(128), causal=bool(seed % 2),
+        lrpe=bool(seed // 2 % 2), keep=False, state=False, dtype=dtype, device="cuda",
+    )  # fmt: skip
+    within_twice_plain(case)
+    case = Case(
+        below(3), below(400), below(4), below(128), below(128), causal=bool(seed % 2),
+        lrpe=bool(seed // 2 % 2), climb=float(seed % 5 == 0), dtype=dtype, device="cuda",
+    )  # fmt: skip
+    case.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_cuda_graph_repeats_a_call(causal):
+    q, k, v = torch.randn(3, 2, 100, 4, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run():
+        return additive_decay(q, k, v, causal=causal, form=FORMS[causal], backend="triton")[0]
+
+    expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = run()
+    o.zero_()
+    graph.replay()
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_torch_accepts_the_operators(causal):
+    from onescan.ops.additive_decay import triton_chunk, triton_one_scan
+
+    case = Case(1, 20, 1, 4, 3)
+    given = [x.float().requires_grad_() for x in (case.q, case.k, case.v, case.angles)]
+    z, kv = (x.requires_grad_() for x in (case.state[0], case.state[1].float()))
+    if causal:
+        torch.library.opcheck(triton_chunk._causal_scan, (*given, case.keep, z, kv, 16))
+    else:
+        torch.library.opcheck(triton_one_scan._one_scan, (*given, case.keep, z, kv))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_compiled_graph_holds_them_whole(causal):
+    def run(q, k, v, angles):
+        form = FORMS[causal]
+        o, _ = additive_decay(q, k, v, angles=angles, causal=causal, form=form, backend="triton")
+        return (o * o).sum()
+
+    case = Case(1, 20, 1, 4, 3)
+    given = [x.float().requires_grad_() for x in (case.q, case.k, case.v, case.angles)]
+    expected = torch.autograd.grad(run(*given), given)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(torch.autograd.grad(compiled(*given), given), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.compile
+def test_an_exported_program_holds_them():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return additive_decay(q, k, v, form="one_scan", backend="triton")[0]
+
+    q, k, v = torch.randn(3, 2, 12, 2, 8)
+    tokens = torch.export.Dim("tokens", min=2, max=100)
+    program = torch.export.export(Attention(), (q, k, v), dynamic_shapes=[{1: tokens}] * 3)
+    longer = torch.randn(3, 2, 31, 2, 8)
+    expected = additive_decay(*longer)[0]
+    torch.testing.assert_close(program.module()(*longer), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_kernels_cannot_run_is_refused_by_name():
+    x = torch.randn(1, 4, 1, 4)
+    wide = torch.randn(1, 4, 1, 129)
+    with pytest.raises(ValueError, match=r"kernels take float32.*got torch.float64"):
+        additive_decay(x.double(), x.double(), x.double(), backend="triton")
+    with pytest.raises(ValueError, match=r"a head has 129 channels, expected at most 128"):
+        additive_decay(x, x, wide, backend="triton")
+    with pytest.raises(ValueError, match=r"full/triton.*one_scan/torch.*one_scan/triton"):
+        additive_decay(x, x, x, form="full", backend="triton")
+
+
+def test_decoding_under_auto_takes_the_step_where_no_gradient_is_wanted():
+    x = torch.randn(1, 1, 1, 4)
+    with use_backend("triton"):
+        assert choose("auto", "auto", x, x, x, causal=True) == (True, "recurrent", "triton")
+        wants = x.clone().requires_grad_()
+        assert choose("auto", "auto", x, x, wants, causal=True) == (True, "chunk", "triton")
+        assert choose("auto", "auto", x, x, x, None, wants, causal=True)[1] == "chunk"
+        with torch.no_grad():
+            assert choose("auto", "auto", x, x, wants, causal=True)[1] == "recurrent"
+
+
+def test_derivatives_that_kernels_lack_are_left_to_torch_or_refused():
+    q, k, v = torch.randn(3, 1, 4, 1, 4)
+
+    def run(v, backend="auto"):
+        return additive_decay(q, k, v, backend=backend)[0]
+
+    expected = torch.func.jvp(run, (v,), (torch.ones_like(v),))[1]
+    with use_backend("triton"):
+        assert torch.equal(torch.func.jvp(run, (v,), (torch.ones_like(v),))[1], expected)
+        torch.func.grad(lambda v: run(v).sum())(v)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(v, torch.ones_like(v))
+            assert torch.equal(torch.autograd.forward_ad.unpack_dual(run(dual)).tangent, expected)
+    with pytest.raises(ValueError, match=r"kernels have gradients alone: no torch.func"):
+        torch.func.jvp(lambda v: run(v, "triton"), (v,), (torch.ones_like(v),))
+
+
+def test_the_interpreter_is_not_given_what_it_multiplies_wrong():
+    x = torch.randn(1, 4, 1, 4, dtype=torch.bfloat16)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="interpreted kernels take float32 or float16"):
+            additive_decay(x, x, x, backend="triton")
+
+
+def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = torch.randn(1, 4, 1, 4)
+    with pytest.raises(ValueError, match="tensors are on cpu, expected a GPU"):
+        additive_decay(x, x, x, backend="triton")
+
+
+def test_auto_is_torch_until_a_backend_is_preferred():
+    x = torch.randn(1, 4, 1, 4)
+    assert choose("auto", "auto", x, x, x, causal=False) == (False, "one_scan", "torch")
+    with use_backend("triton"):
+        assert choose("auto", "auto", x, x, x, causal=False) == (False, "one_scan", "triton")
+        wide = x.double()
+        assert choose("auto", "auto", wide, wide, wide, causal=False)[2] == "torch"
+        assert choose("full", "auto", x, x, x, causal=False)[2] == "torch"
+        assert choose("auto", "torch", x, x, x, causal=False)[2] == "torch"
+    assert preferred_backend() == "auto"
+    with pytest.raises(
+        ValueError, match="backend 'gpu' is unknown; there are: auto, torch, triton"
+    ):
+        next(unwrap(use_backend)("gpu"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_layer_runs_on_the_preferred_backend(causal):
+    mixer = LightNetMixerConfig(num_heads=2, causal=causal).build(width=16, axes=1)
+    x = torch.randn(2, 9, 16)
+    expected, _ = mixer(x, Grid((9,)))
+    with use_backend("triton"):
+        found, _ = mixer(x, Grid((9,)))
+    assert not torch.equal(found, expected)  # the numbers were summed in another order
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,380 @@
+"""Kernels of decayed attention, interpreted where there is no GPU: the definition, the contract."""
+
+from functools import partial
+from inspect import unwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from onescan.ops.backend import WIDEST_HEAD, is_interpreted, use_backend
+from onescan.ops.decay_attention import (
+    Call,
+    DecayState,
+    DecayStates,
+    choose,
+    decay_attention,
+    reference,
+)
+
+GPU = torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(not GPU and not is_interpreted(), reason="no GPU, no interpreter")
+DEVICE = "cuda" if GPU else "cpu"
+TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest
+DECAYS = ["fixed", "scalar", "diagonal"]
+
+in_kernels = partial(decay_attention, form="chunk", backend="triton")
+over_types = pytest.mark.parametrize("dtype", TYPES, ids=str)
+over_decays = pytest.mark.parametrize("decay", DECAYS)
+over_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both"])
+
+
+def inputs(
+    tokens, *, causal, decay="scalar", keep=False, enters="", widths=(5, 6), batch=1, heads=1
+):
+    """Arguments in float64 that float16 holds exactly; `enters` names sides, "left right"."""
+    g = torch.Generator().manual_seed(tokens)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).half().double()
+
+    width = widths[0]
+    shapes = {
+        "fixed": (heads,),
+        "scalar": (batch, tokens, heads),
+        "diagonal": (batch, tokens, heads, width),
+    }
+    named = {name: normal(batch, tokens, heads, width).abs() for name in ("q", "k")}
+    named["v"] = normal(batch, tokens, heads, widths[1])
+    if decay != "none":
+        named["log_decay"] = F.logsigmoid(2 + 2 * normal(*shapes[decay])).half().double()
+    if keep:
+        named["keep"] = torch.rand(batch, tokens, generator=g) < 0.7
+    sides = [
+        DecayState(normal(batch, heads, *widths), normal(batch, heads, width).abs())
+        if side in enters
+        else None
+        for side in ("left", "right")
+    ]
+    named["state"] = sides[0] if causal else DecayStates(*sides)
+    return named
+
+
+def tensors_of(state):
+    """The tensors of a state, of one side or both, that are there."""
+    if state is None or isinstance(state, DecayState):
+        return [*(state or ())]
+    return [x for side in state for x in tensors_of(side)]
+
+
+def narrowed(named, dtype):
+    """The same arguments as a kernel has them: float32 states."""
+
+    def side(state):
+        return None if state is None else DecayState(*(x.float().to(DEVICE) for x in state))
+
+    state = named["state"]
+    several = isinstance(state, DecayStates)
+    made = {
+        name: x.to(DEVICE, dtype if x.is_floating_point() else None)
+        for name, x in named.items()
+        if name != "state"
+    }
+    return dict(made, state=DecayStates(*map(side, state)) if several else side(state))
+
+
+def outputs_and_gradients(call, named):
+    """Outputs and states, and gradients of all that has one, under one random loss."""
+    names = [n for n in ("q", "k", "v", "log_decay") if n in named]
+    leaves = [named[n].detach().clone().requires_grad_() for n in names]
+    carried = [x.detach().clone().requires_grad_() for x in tensors_of(named["state"])]
+    left = iter(carried)
+
+    def side(state):
+        return None if state is None else DecayState(next(left), next(left))
+
+    state = named["state"]
+    several = isinstance(state, DecayStates)
+    state = DecayStates(*map(side, state)) if several else side(state)
+    o, leaving = call(**dict(named, **dict(zip(names, leaves, strict=True)), state=state))
+    outputs = [o, *tensors_of(leaving)]
+    g = torch.Generator().manual_seed(7)
+    weights = [torch.randn(x.shape, generator=g).half().to(x.device) for x in outputs]
+    loss = sum((x.double() * w.double()).sum() for x, w in zip(outputs, weights, strict=True))
+    return outputs, [*torch.autograd.grad(loss, leaves + carried, materialize_grads=True)]
+
+
+def assert_near(got, want, tolerance):
+    """Each tensor within a share of the largest number of what it should be."""
+    for x, y in zip(got, want, strict=True):
+        atol = tolerance * max(y.abs().max().item(), 0.1)
+        torch.testing.assert_close(x.double().cpu(), y, atol=atol, rtol=0)
+
+
+def assert_is_the_definition(named, dtype, **options):
+    """Outputs, states and gradients of kernels against the definition in float64."""
+    want = outputs_and_gradients(partial(reference.forward, **options), named)
+    got = outputs_and_gradients(partial(in_kernels, **options), narrowed(named, dtype))
+    assert got[0][0].dtype == dtype
+    assert_near(got[0] + got[1], want[0] + want[1], TOLERANCES[dtype])
+
+
+COLUMNS = "tokens, decay, causal, decay_at, normalize, keep, enters, widths"
+NARROW = (2, 33, 63)  # tokens of which float16 is tried in the interpreter too
+TABLE = [
+    (1, "scalar", True, "source", "none", False, "left", (5, 6)),
+    (1, "diagonal", False, "target", "sum", False, "", (5, 6)),
+    (2, "fixed", False, "source", "max_one", False, "right", (1, 1)),
+    (2, "diagonal", True, "target", "max_one", False, "left", (6, 5)),
+    (33, "diagonal", False, "source", "none", True, "left right", (5, 40)),
+    (63, "scalar", False, "target", "sum", False, "left right", (5, 6)),
+    (64, "none", True, "source", "sum", True, "left", (8, 8)),
+    (64, "scalar", True, "target", "max_one", True, "", (5, 6)),
+    (65, "fixed", True, "target", "sum", False, "left", (5, 6)),
+    (65, "scalar", False, "source", "max_one", True, "left", (40, 6)),
+    (65, "diagonal", True, "source", "none", False, "", (40, 6)),
+    (130, "scalar", False, "source", "none", False, "", (5, 6)),
+    (130, "fixed", False, "target", "none", True, "right", (5, 6)),
+]
+
+
+@pytest.mark.parametrize(COLUMNS, TABLE)
+def test_kernels_are_the_definition(
+    tokens, decay, causal, decay_at, normalize, keep, enters, widths
+):
+    dtypes = TYPES if GPU or tokens in NARROW else TYPES[:1]
+    named = inputs(tokens, causal=causal, decay=decay, keep=keep, enters=enters, widths=widths)
+    options = {"causal": causal, "decay_at": decay_at, "normalize": normalize}
+    for dtype in dtypes:
+        assert_is_the_definition(named, dtype, **options)
+
+
+@over_directions
+@pytest.mark.parametrize("decay_at", ["source", "target"])
+@over_decays
+def test_decays_of_zero_and_one_and_almost(causal, decay_at, decay):
+    named = inputs(40, causal=causal, decay=decay, enters="left right", heads=4)
+    levels = torch.tensor([0.0, -1e-6, -50.0, -torch.inf], dtype=torch.float64)
+    shape = named["log_decay"].shape
+    named["log_decay"] = levels[torch.randperm(shape.numel()).reshape(shape) % 4]
+    assert_is_the_definition(named, torch.float32, causal=causal, decay_at=decay_at)
+
+
+@over_directions
+@pytest.mark.parametrize("decay", ["scalar", "diagonal"])
+def test_nothing_flows_back_to_a_decay_that_forgets_all(causal, decay):
+    named = narrowed(inputs(40, causal=causal, decay=decay), torch.float32)
+    named["log_decay"][:, 20] = -torch.inf
+    _, (*_, gradient) = outputs_and_gradients(partial(in_kernels, causal=causal), named)
+    assert (gradient[:, 20] == 0).all()
+    assert (gradient[:, 10] != 0).all()
+
+
+@over_directions
+@over_decays
+def test_samples_and_heads_do_not_meet(causal, decay):
+    named = inputs(34, causal=causal, decay=decay, enters="left", batch=2, heads=2)
+    o, _ = in_kernels(**narrowed(named, torch.float32), causal=causal)
+    fixed = decay == "fixed"
+    for sample in range(2):
+        one = {n: x[sample : sample + 1] for n, x in named.items() if n in ("q", "k", "v")}
+        one["log_decay"] = named["log_decay"] if fixed else named["log_decay"][sample, None]
+        side = named["state"] if causal else named["state"].forward
+        side = DecayState(*(x[sample, None] for x in side))
+        one["state"] = side if causal else DecayStates(side, None)
+        alone, _ = in_kernels(**narrowed(one, torch.float32), causal=causal)
+        assert torch.equal(alone[0], o[sample])
+
+
+def cut(named, start, stop, state):
+    """Some of the tokens, after a state."""
+    part = {n: x[:, start:stop] for n, x in named.items() if n not in ("state", "log_decay")}
+    whole = named["log_decay"]
+    part["log_decay"] = whole if whole.ndim == 1 else whole[:, start:stop]
+    return dict(part, state=state)
+
+
+@over_decays
+@pytest.mark.parametrize("first", ["chunk", "recurrent"])
+def test_two_calls_equal_one(decay, first):
+    named = narrowed(inputs(40, causal=True, decay=decay, keep=True, enters="left"), torch.float32)
+    call = partial(decay_attention, causal=True, normalize="sum", backend="triton")
+    want, last = call(**named, form="chunk")
+    for place in (1, 32):
+        o1, state = call(**cut(named, 0, place, named["state"]), form=first)
+        o2, state = call(**cut(named, place, 40, state), form="chunk")
+        got = [torch.cat([o1, o2], 1), *state]
+        assert_near(got, [x.double().cpu() for x in (want, *last)], 2e-5)
+
+
+@over_types
+@pytest.mark.parametrize("decay", ["none", *DECAYS])
+@pytest.mark.parametrize(("tokens", "normalize"), [(1, "none"), (5, "sum"), (3, "max_one")])
+def test_steps_are_the_definition(decay, normalize, tokens, dtype):
+    named = inputs(tokens, causal=True, decay=decay, keep=tokens > 1, enters="left", widths=(5, 40))
+    options = {"causal": True, "normalize": normalize}
+    o, state = reference.forward(**named, **options, decay_at="target")
+    named = narrowed(named, dtype)
+    got, last = decay_attention(**named, **options, form="recurrent", backend="triton")
+    assert got.dtype == dtype
+    assert_near([got], [o], TOLERANCES[dtype])
+    assert_near(last, state, 2e-5)
+
+
+@over_directions
+@over_decays
+def test_masked_tokens_may_hold_anything(causal, decay):
+    named = narrowed(inputs(40, causal=causal, decay=decay, keep=True), torch.float32)
+    call = partial(in_kernels, causal=causal, normalize="max_one")
+    want = outputs_and_gradients(call, named)
+    for name in ("q", "k", "v"):
+        named[name] = named[name].masked_fill(~named["keep"][:, :, None, None], torch.nan)
+    got = outputs_and_gradients(call, named)
+    assert all(map(torch.equal, got[0], want[0]))
+    assert all(map(torch.equal, got[1], want[1]))
+    assert all((x[~named["keep"]] == 0).all() for x in (got[0][0], *got[1][:3]))
+
+
+def test_a_state_alone_has_a_gradient():
+    named = inputs(9, causal=True, enters="left")
+    want = outputs_and_gradients(partial(reference.forward, causal=True, decay_at="target"), named)
+    small = narrowed(named, torch.float32)
+    small["state"] = DecayState(*(x.requires_grad_() for x in small["state"]))
+    o, state = in_kernels(**small, causal=True)
+    assert o.requires_grad
+    gradient = torch.autograd.grad(state.kv.sum(), small["state"].kv)[0]
+    decays = named["log_decay"].sum(1).exp()[:, :, None, None]
+    assert_near([gradient], [decays.expand(gradient.shape)], 2e-5)
+    assert_near([o], want[0][:1], 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.float64}, "backend is 'triton', but kernels take float32, bfloat16 or"),
+        ({"widths": (5, WIDEST_HEAD + 1)}, f"channels, expected at most {WIDEST_HEAD}"),
+        ({"form": "full"}, "'full/triton' is unknown.*chunk/triton"),
+        ({"form": "recurrent", "causal": False}, "'recurrent/triton' is unknown.*chunk/triton"),
+        ({"decay": "none", "causal": False}, r"\(both, no decay\) 'chunk/triton' is unknown"),
+        ({"backend": "cuda"}, "backend 'cuda' is unknown"),
+        ({"form": "recurrent", "learns": True}, "no gradient in Triton, expected form 'chunk'"),
+    ],
+)
+def test_what_cannot_run_is_refused(change, message):
+    options = {"causal": True, "form": "chunk", "backend": "triton", **change}
+    decay, widths = options.pop("decay", "scalar"), options.pop("widths", (5, 6))
+    dtype, learns = options.pop("dtype", torch.float32), options.pop("learns", False)
+    named = narrowed(inputs(4, causal=options["causal"], decay=decay, widths=widths), dtype)
+    named["v"].requires_grad_(learns)
+    with pytest.raises(ValueError, match=message):
+        unwrap(decay_attention)(**named, **options)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_a_nan_is_blamed_on_its_argument(name):
+    named = inputs(4, causal=True)
+    named[name][0, 1, 0, 2] = torch.nan
+    named = narrowed(named, torch.float32)
+    if GPU:
+        assert in_kernels(**named, causal=True)[0].isnan().any()
+        return
+    with pytest.raises(ValueError, match=f"{name} holds 1 NaN of"):
+        in_kernels(**named, causal=True)
+
+
+def call_of(tokens, *, causal, is_learning=False):
+    return Call(
+        tokens=tokens,
+        key_width=64,
+        value_width=64,
+        directions=1 if causal else 2,
+        chunk_size=64,
+        is_diagonal=False,
+        is_learning=is_learning,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "causal", "is_learning", "form"),
+    [
+        (1, True, False, "recurrent"),
+        (1, True, True, "chunk"),
+        (1, False, False, "chunk"),
+        (2, True, False, "chunk"),
+        (100_000, False, True, "chunk"),
+    ],
+)
+def test_the_form_that_kernels_take(tokens, causal, is_learning, form):
+    call = call_of(tokens, causal=causal, is_learning=is_learning)
+    choice = choose("auto", "triton", causal=causal, decays=True, call=call)
+    assert choice[1:3] == (form, "triton")
+
+
+def test_where_kernels_are_preferred_the_rest_runs_on_torch():
+    named = narrowed(inputs(4, causal=True), torch.float32)
+    named["v"].requires_grad_()
+    want, _ = decay_attention(**named, causal=True, backend="torch")
+    with use_backend("triton"):
+        for form in ("auto", "full", "recurrent"):
+            o, _ = decay_attention(**named, causal=True, form=form)
+            torch.testing.assert_close(o, want)
+            assert torch.autograd.grad(o.sum(), named["v"])[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("decay", "normalizer"), [("scalar", "sum"), ("diagonal", "none")])
+def test_operators_are_as_torch_wants_them(decay, normalizer):
+    named = narrowed(inputs(3, causal=True, decay=decay, keep=True), torch.float32)
+    q, k, v, log_decay = (named[n].requires_grad_() for n in ("q", "k", "v", "log_decay"))
+    side = [torch.rand(1, 1, 5, 6, device=DEVICE), torch.rand(1, 1, 5, device=DEVICE)]
+    enters = [x[None].requires_grad_() for x in side]
+    arguments = (q, k, v, log_decay[None], named["keep"], *enters, normalizer)
+    torch.library.opcheck(torch.ops.onescan.decay_chunks, arguments)
+    with torch.no_grad():
+        steps = (q, k, v, log_decay, named["keep"], *side, normalizer)
+        steps = [x.detach() if isinstance(x, torch.Tensor) else x for x in steps]
+        torch.library.opcheck(torch.ops.onescan.decay_step, steps)
+
+
+@pytest.mark.compile
+@over_directions
+@over_decays
+def test_compiles_without_a_graph_break(causal, decay):
+    torch.compiler.reset()
+    compiled = torch.compile(decay_attention, fullgraph=True, backend="aot_eager")
+    named = narrowed(inputs(5, causal=causal, decay=decay, keep=True, enters="left"), torch.float32)
+    options = {"causal": causal, "normalize": "max_one", "form": "chunk", "backend": "triton"}
+    want = outputs_and_gradients(partial(decay_attention, **options), named)
+    got = outputs_and_gradients(partial(compiled, **options), named)
+    for x, y in zip(got[0] + got[1], want[0] + want[1], strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_mask_with_gaps_is_taken():
+    q, k, v = torch.randn(3, 2, 20, 1, 5)
+    log_decay = -torch.rand(2, 20, 1)
+    keep = (torch.rand(20, 2) > 0.4).mT
+    for causal, form in ((False, "chunk"), (True, "chunk"), (True, "recurrent")):
+        named = {"causal": causal, "keep": keep}
+        found, _ = decay_attention(q, k, v, log_decay, **named, form=form, backend="triton")
+        expected, _ = decay_attention(q, k, v, log_decay, **named, backend="torch")
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_all_values_share_leaves_no_gradient_of_a_row_sum(causal):
+    q, k = torch.rand(2, 1, 40, 1, 8).half()
+    v = (torch.rand(1, 40, 1, 8) + 30).half()
+    log_decay, slope = -torch.rand(1, 40, 1), torch.randn(1, 40, 1, 8).half()
+
+    def gradients(dtype, **options):
+        given = [x.to(dtype).requires_grad_() for x in (q, k, v, log_decay)]
+        o, _ = decay_attention(*given, causal=causal, normalize="sum", **options)
+        return [x.double() for x in torch.autograd.grad(o, given, slope.to(dtype))]
+
+    rounding = torch.finfo(torch.float16).eps * v.max()  # of one value, which all share
+    kernel = gradients(torch.float16, backend="triton", form="chunk")
+    for found, expected in zip(kernel, gradients(torch.float64), strict=True):
+        assert (found - expected).abs().max() <= rounding
