@@ -1,13 +1,17 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types compile gpu bench format new-venv
+.PHONY: help setup demo test check lint types compile gpu check-kernels bench format \
+	known-python new-venv new-kernels-venv
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+TRITON ?= 3.7.1
+KERNELS := .venv-kernels/$(TRITON)
+
 help:    ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(INSTALLED)  ## install the package, its tools and the git hooks into .venv
 	@if [ -e .git ]; then $(BIN)/pre-commit install; fi
@@ -36,8 +40,11 @@ gpu: $(INSTALLED)  ## kernels against their references, on a GPU
 		|| { echo "make gpu: torch sees no GPU here, so nothing was tested." >&2; exit 1; }
 	$(BIN)/python -m pytest -m gpu
 
-bench: $(INSTALLED)  ## speed and memory of every scan
-	$(BIN)/python benchmarks/scans.py
+check-kernels: $(KERNELS)/.installed  ## compile every kernel for four GPUs, without one
+	PYTHONPATH=. $(KERNELS)/bin/python benchmarks/check_kernels.py
+
+bench: $(INSTALLED)  ## speed and memory of one scan beside softmax attention
+	$(BIN)/onescan bench one-scan
 
 format: $(INSTALLED)  ## rewrite what a formatter may rewrite
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
@@ -59,9 +66,26 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@printf '%s' '$(CURDIR)' > $@
 
-new-venv:
+# Triton alone, in an environment for each version: TRITON=3.6.0 is another. The stamp is written
+# last, and is out of sight after a change of Python.
+ifneq ($(filter check-kernels,$(MAKECMDGOALS)),)
+ifneq ($(shell $(KERNELS)/bin/python -c 'import triton; print(triton.__version__)' 2>/dev/null),$(TRITON))
+$(KERNELS)/.installed: new-kernels-venv
+endif
+endif
+
+$(KERNELS)/.installed:
+	$(KERNELS)/bin/python -m pip install triton==$(TRITON)
+	@touch $@
+
+new-venv: known-python
+	$(PYTHON) -m venv --clear $(VENV)
+
+new-kernels-venv: known-python
+	$(PYTHON) -m venv --clear $(KERNELS)
+
+known-python:
 	@$(PYTHON) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "onescan needs Python 3.11 or newer with its venv module, and '$(PYTHON)'" \
 			"($$($(PYTHON) --version 2>&1)) is not that: name another, as in" \
 			"'make PYTHON=python3.12 setup', or install your system's python3-venv." >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
