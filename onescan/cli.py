@@ -21,6 +21,7 @@ from onescan.choices import check_choice
 if TYPE_CHECKING:
     import torch
 
+    from onescan.bench.contest.outcome import Results
     from onescan.bench.size import Size
     from onescan.data.glue import GlueTask
     from onescan.data.text import Tokenizer
@@ -66,13 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_choice("command", words[0], COMMANDS)
         COMMANDS[words[0]](words[1:])
     except KeyboardInterrupt:
-        goes_on = (
-            "; the same command goes on from what was saved"
-            if words[0] in ("train", "glue", "needle", "encode")
-            or any(word.startswith("--samples") for word in words)
-            else ""
-        )
-        return _fail(f"interrupted{goes_on}", INTERRUPTED)
+        return _interrupted(words)
     except BrokenPipeError:  # the reader, as in `| head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -83,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return FAILURE
         return _fail(f"error: {error}", MISTAKE if isinstance(error, ValueError) else FAILURE)
     except RuntimeError as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11's, in a class's making
+            return _interrupted(words)
         if with_traceback or "by peer" not in str(error):  # how a lost connection is told
             raise
         return _fail("error: another process ended, and says why", FAILURE)
@@ -587,11 +584,24 @@ def encode(words: Words) -> None:
 
 
 def bench(words: Words) -> None:
-    """Measure a preset in every form of its mixer: time and memory over image sizes."""
+    """Measure time and memory over sizes: of a model's forms, or of ours beside others'."""
+    from onescan.bench.contests import CONTESTS
+
     if not words or words[0] in HELP:
-        print("usage: onescan bench forms PRESET [OPTIONS]; onescan bench forms --help lists them")
+        print(
+            "usage: onescan bench BENCHMARK [OPTIONS]; onescan bench BENCHMARK --help lists them\n"
+        )
+        print(f"  {'forms':<10}every form of one model's mixer over image sizes")
+        print("\n".join(f"  {name:<10}{contest.summary}" for name, contest in CONTESTS.items()))
         return
-    check_choice("benchmark", words[0], ["forms"])
+    check_choice("benchmark", words[0], ["forms", *CONTESTS])
+    if words[0] == "forms":
+        _bench_forms(words[1:])
+    else:
+        _bench_contest(words[0], words[1:])
+
+
+def _bench_forms(words: Words) -> None:
     from onescan.bench.forms import FormsConfig, measure_forms
     from onescan.models.presets import preset
     from onescan.report import check_report_path, write_forms
@@ -601,16 +611,56 @@ def bench(words: Words) -> None:
         preset: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET")]
         """a model with several forms, as in lion_d_base; onescan models lists all"""
         forms: Annotated[FormsConfig, tyro.conf.arg(name="")]
-        out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+        out: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
         """folder for the measurements and the page; without it, bench/PRESET"""
 
-    options = _parse(Options, "bench forms", words[1:])
-    model, out = preset(options.preset), options.out or Path("bench") / options.preset
+    options = _parse(Options, "bench forms", words)
+    model = preset(options.preset)
+    out = _bench_folder(str(Path("bench", options.preset)) if options.out is None else options.out)
     check_report_path(out / "report.html")
     costs = measure_forms(options.preset, model, options.forms, out, progress=True)
     for left in costs.left_out:
         print(f"not measured: {left.variant.name} from {left.size} pixels on, as {left.why}")
     print(f"report: {write_forms(costs, out / 'report.html')}")
+
+
+def _bench_folder(out: str) -> Path:
+    if not out:
+        raise ValueError("out is '', expected a folder for the measurements")
+    return Path(out)
+
+
+def _bench_contest(name: str, words: Words) -> None:
+    from onescan.bench.contests import CONTESTS
+
+    contest, folder = CONTESTS[name], Path("bench", name)
+    where = tyro.conf.arg(
+        metavar="PATH", help=f"folder for the measurements and the page; without it, {folder}"
+    )
+    fields: list[Any] = [
+        ("asked", Annotated[contest.options, tyro.conf.arg(name="")]),
+        ("out", Annotated[str, where], str(folder)),
+    ]
+    kind = dataclasses.make_dataclass("Options", fields, frozen=True, kw_only=True)
+    options: Any = _parse(kind, f"bench {name}", words, about=contest.summary)
+    from onescan.bench.contest.run import run_contest
+    from onescan.report import check_report_path, contest_table, write_contest
+    from onescan.report.contest.figures import absent
+
+    out = _bench_folder(options.out)
+    page = out / "report.html"
+    check_report_path(page)
+
+    def write(results: "Results") -> None:
+        if results.has_outcomes:
+            write_contest(results, contest, page)
+
+    results = run_contest(name, options.asked, out, progress=True, after=write)
+    if not results.has_outcomes:
+        first = absent(results, contest)[0]
+        raise ValueError(f"nothing could be measured, as {out / name}.json says: {first}; ...")
+    print(contest_table(results, contest))
+    print(f"report: {write_contest(results, contest, page)}")
 
 
 def models(words: Words) -> None:
@@ -695,18 +745,32 @@ def _overview() -> str:
     return "\n".join([*lines, "where an error arose."])
 
 
+def _interrupted(words: Words) -> int:
+    goes_on = (
+        "; the same command goes on from what was saved"
+        if words[0] in ("train", "glue", "needle", "encode", "bench")
+        or any(word.startswith("--samples") for word in words)
+        else ""
+    )
+    return _fail(f"interrupted{goes_on}", INTERRUPTED)
+
+
 def _fail(message: str, code: int) -> int:
     print(f"onescan: {message}", file=sys.stderr)
     return code
 
 
 def _parse(
-    options: type[OptionsT], command: str, words: Words, default: OptionsT | None = None
+    options: type[OptionsT],
+    command: str,
+    words: Words,
+    default: OptionsT | None = None,
+    about: str | None = None,
 ) -> OptionsT:
     return tyro.cli(
         options,
         prog=f"onescan {command}",
-        description=inspect.getdoc(COMMANDS[command.partition(" ")[0]]),
+        description=about or inspect.getdoc(COMMANDS[command.partition(" ")[0]]),
         args=words,
         config=(tyro.conf.AvoidSubcommands,),
         default=tyro.MISSING_NONPROP if default is None else default,

@@ -54,28 +54,6 @@ def test_the_exponent_of_noisy_times():
     assert exponent([10, 100], [1.0, 100.0]) == pytest.approx(2)
 
 
-def test_the_benchmark_prints_every_rival():
-    command = [sys.executable, "benchmarks/scans.py", "--tokens", "8", "16", "--no-gradients"]
-    done = subprocess.run(
-        [*command, "--batch", "1"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in ("one_scan", "one_scan_lrpe", "softmax", "two_scans"):
-        assert sum(line.startswith(f"{name} ") for line in done.stdout.splitlines()) == 3
-
-
-def test_the_benchmark_of_decayed_attention_prints_every_name():
-    command = [sys.executable, "benchmarks/decay_attention.py", "--tokens", "8", "16"]
-    done = subprocess.run(
-        [*command, "--batch", "1", "--no-gradients", "--names", "softmax", "chunk"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in ("softmax", "chunk"):
-        assert sum(line.startswith(f"{name} ") for line in done.stdout.splitlines()) == 3
-
-
 def test_the_benchmark_of_diffusion_prints_every_name():
     command = [sys.executable, "benchmarks/linear_diffusion.py", "--tokens", "8", "16"]
     options = ["--names", "conv1d", "banded", "--no-gradients"]

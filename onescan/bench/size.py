@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from onescan.configs import ModelConfig
@@ -23,8 +24,14 @@ class Size(NamedTuple):
 
 def model_size(config: ModelConfig) -> Size:
     """Count without allocating: the model is built on the meta device."""
-    with torch.device("meta"), torch.no_grad():
-        model = config.build().eval()
-        with FlopCounterMode(display=False) as counter:
-            model(*config.example_inputs())
-    return Size(sum(p.numel() for p in model.parameters()), counter.get_total_flops() // 2)
+    with torch.device("meta"):
+        inputs = config.example_inputs()
+        parameters = sum(p.numel() for p in config.build().parameters())
+    return Size(parameters, count_macs(config, *inputs))
+
+
+def count_macs(config: ModelConfig, *inputs: Tensor) -> int:
+    """Multiply-accumulates of one forward on inputs of these shapes, without allocating."""
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        config.build().eval()(*(x.to("meta") for x in inputs))
+    return counter.get_total_flops() // 2

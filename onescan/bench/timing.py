@@ -65,42 +65,55 @@ def exponent(lengths: Sequence[int], times: Sequence[float]) -> float:
 
 
 def _measure_here(sender, prepare, arguments) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
-    torch.empty(LARGEST_KEPT, dtype=torch.uint8)  # as in use: from here on glibc keeps such memory
+    keep_freed_memory()
     call = prepare(*arguments)
-    before = _held_mib()  # and forget the peak that importing had
+    before = held_mib()  # and forget the peak that importing had
     call()
-    _wait()
-    peak = _peak_mib() - before
+    wait()
+    peak = peak_mib() - before
     times: list[float] = []
     while len(times) < MIN_RUNS or sum(times) < BUDGET_S:
         start = perf_counter()
         call()
-        _wait()
+        wait()
         times.append(perf_counter() - start)
         if times[0] > BUDGET_S:
             break
     sender.send((1000 * statistics.median(times), peak))
 
 
-def _wait() -> None:
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed, up to 31 MiB at a time, as it does in long use."""
+    torch.empty(LARGEST_KEPT, dtype=torch.uint8)
+
+
+def wait() -> None:
+    """Wait for what the GPU has been told to do, if this process uses one."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
-def _held_mib() -> float:
+def hand_back() -> None:
+    """Give a GPU's memory that is held and not used to the other processes."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def held_mib() -> float:
     """Memory held now; the peak starts anew from here."""
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() / 2**20
     if not LINUX:
-        return _peak_mib()
+        return peak_mib()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)  # what was freed and kept would hide as much of a call's own
     Path("/proc/self/clear_refs").write_text("5")
     return _proc_status_mib("VmRSS")
 
 
-def _peak_mib() -> float:
+def peak_mib() -> float:
+    """The most memory held since `held_mib`: of torch's allocator on a GPU, else of the process."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
     if LINUX:

@@ -1,0 +1,1 @@
+"""Contestants side by side: each in a process of its own, called in turn."""

@@ -1,0 +1,1 @@
+"""Who takes part in each benchmark: a function `contestants(options)` in each module."""

@@ -1,0 +1,139 @@
+"""Contestants in processes of their own: who fails, dies or hangs leaves the others be."""
+
+import os
+import signal
+import time
+from collections import defaultdict
+
+import pytest
+import torch
+from fake_contestants import CALL_S, CONTEST, FakeOptions, prepare
+
+from onescan.bench.contest import rival
+from onescan.bench.contest.rival import KilledError, Rival
+from onescan.bench.contest.run import run_contest
+
+GOOD, SIZES = ("good", "better"), (1, 2)
+NAMES = (*GOOD, "refusing", "dying", "leaving", "hanging", "slow")
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return tmp_path_factory.mktemp("contest") / "log"
+
+
+@pytest.fixture(scope="module")
+def results(log):
+    asked = FakeOptions(
+        tokens=SIZES, log=str(log), known=NAMES, gradients=False, rounds=2, seconds=0.0,
+        budget_s=0.1,
+    )  # fmt: skip
+    return run_contest("fakes", asked, log.parent, contest=CONTEST)
+
+
+def why(results, size, name):
+    return next(m.why for m in results.heat("forward", size).missing if m.name == name)
+
+
+def test_each_contestant_has_a_process_of_its_own_for_each_size(results, log):
+    processes = defaultdict(set)
+    for line in log.read_text().splitlines():
+        name, process, _, size = line.rsplit(" ", 3)
+        processes[name, size].add(process)
+    assert all(len(each) == 1 for each in processes.values())
+    assert len(set.union(*processes.values())) == len(processes)
+    assert str(os.getpid()) not in set.union(*processes.values())
+
+
+def test_turns_in_processes_are_interleaved(results, log):
+    calls = [line.split()[0] for line in log.read_text().splitlines() if line.endswith(" 2")]
+    calls = [name for name in calls if name in GOOD]
+    assert calls == [*["good"] * 3, *["better"] * 3, "good", "better", "better", "good"]
+
+
+def test_times_and_what_is_known_come_from_the_process(results):
+    for size in SIZES:
+        for name in GOOD:
+            outcome = results.of(name, "forward")[size]
+            assert len(outcome.rounds_ms) == 2
+            assert all(1000 * CALL_S <= ms < 1000 for ms in outcome.rounds_ms)
+            assert (outcome.parameters, outcome.state_mib, outcome.floor_bytes) == (7, 0.5, 10**6)
+
+
+def test_what_a_contestant_raises_is_told_in_a_line(results):
+    assert why(results, 1, "refusing") == "ImportError: No module named 'nothing'"
+    assert why(results, 2, "refusing") == "ImportError: No module named 'nothing'"
+
+
+def test_a_killed_process_is_told_and_not_tried_again(results):
+    killed = "its process was killed, as happens where memory runs out"
+    assert why(results, 1, "dying") == killed
+    assert why(results, 2, "dying") == f"left out, as {killed}"
+    assert why(results, 1, "leaving") == "its process ended with 3"
+
+
+def test_a_call_that_does_not_end_is_given_up(results):
+    assert why(results, 1, "hanging") == "it did not answer for 2 s"
+
+
+def test_a_slow_contestant_is_measured_once_and_not_at_larger_sizes(results):
+    assert list(results.of("slow", "forward")) == [1]
+    assert why(results, 2, "slow").startswith("left out, as at 1 a call took 0.2")
+
+
+def test_the_yardsticks_are_measured_in_every_heat(results):
+    for heat in results.heats:
+        assert heat.yardsticks.copy_gb_per_s > 0.01
+        assert heat.yardsticks.matmul_tflop_per_s > 1e-5
+        assert heat.yardsticks.matmul_dtype == "float32"
+
+
+def test_a_contestant_that_is_left_is_ended(log):
+    with Rival("good", 1, prepare, FakeOptions(log=str(log), budget_s=1.0)) as one:
+        one.arrive()
+        process = one._process
+        assert process.is_alive()
+    assert not process.is_alive()
+    with pytest.raises(KilledError):
+        one.turn("forward")
+
+
+def test_an_interrupt_of_all_processes_leaves_a_contestant_silent(log, capfd):
+    for wait_s in (0.0, 0.05, 0.5):
+        with Rival("good", 1, prepare, FakeOptions(log=str(log), budget_s=1.0)) as one:
+            time.sleep(wait_s)  # its Python has begun, or imports
+            os.kill(one._process.pid, signal.SIGINT)
+            one.arrive()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not capfd.readouterr().err
+
+
+def test_a_contestant_that_nobody_asks_any_longer_ends_in_silence(log, capfd):
+    with Rival("good", 1, prepare, FakeOptions(log=str(log), budget_s=1.0)) as one:
+        one.arrive()
+        one._pipe.send(("prepare", "forward"))  # and nobody reads the answer
+        one._pipe.close()
+        one._process.join(60)
+        assert one._process.exitcode == 0
+    assert not capfd.readouterr().err
+
+
+def test_a_turn_repeats_short_calls_and_makes_long_ones_once():
+    calls = []
+    assert 1 < len(rival._timed(lambda: time.sleep(0.001), 1.0)) <= 20
+    assert len(rival._timed(lambda: calls.append(1), 1e-6)) == rival.MOST_CALLS == len(calls)
+    assert len(rival._timed(lambda: time.sleep(0.03), 30.0)) == 1
+
+
+def test_memory_and_time_are_of_calls_after_the_first():
+
+    held = []
+    first = [torch.ones(40 * 2**18)]  # 40 MiB, which the first call alone takes again
+
+    def call():
+        if not held:
+            held.append(first[0].clone())
+        return torch.ones(10 * 2**18).sum()
+
+    _, peak = rival._warmed(call)
+    assert 8 < peak < 20
