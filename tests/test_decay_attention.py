@@ -693,22 +693,43 @@ def test_without_decay_one_sum_is_chosen():
     assert (choice.form, choice.why) == ("chunk", "one sum serves all tokens")
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("at_once", [(2, 3), (1, 3), (1, 2), (1, 1)])
 @over_directions
 @over_decays
-def test_samples_in_groups_give_what_all_at_once_give(causal, decay, monkeypatch):
-    """Without gradients a CPU takes as many samples at once as its caches hold."""
+def test_samples_and_heads_in_groups_give_what_all_at_once_give(
+    causal, decay, at_once, keeps, monkeypatch
+):
+    """On a CPU so many are taken at once as caches hold, or as memory is used again."""
     named = inputs(9, causal=causal, decay=decay, state=True, batch=5)
-    call = partial(decay_attention, **named, causal=causal, chunk_size=4, form="chunk")
-    want, ends = call()
-    monkeypatch.setattr(chunk, "CACHED", 2 * 9 * named["q"].shape[2] * 6)
+    call = partial(decay_attention, causal=causal, chunk_size=4, form="chunk")
+    want = outputs_and_gradients(call, named) if keeps else call(**named)
+    monkeypatch.setattr(chunk, "_at_once", lambda q, v, size: at_once)
+    with torch.set_grad_enabled(keeps):
+        got = outputs_and_gradients(call, named) if keeps else call(**named)
+    for found, expected in zip(flat(got), flat(want), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def flat(results):
+    """All tensors in tuples of tuples."""
+    if results is None:
+        return []
+    return [results] if isinstance(results, torch.Tensor) else [x for r in results for x in flat(r)]
+
+
+def test_how_many_are_taken_at_once(monkeypatch):
+    q, v = torch.ones(4, 10, 3, 2), torch.ones(4, 10, 3, 8)
+    monkeypatch.setattr(chunk, "CACHED", 500)
+    monkeypatch.setattr(chunk, "KEPT", 1000)
+    at_once = unwrap(chunk._at_once)
     with torch.no_grad():
-        o, state = call()
-    assert len(chunk._samples_at_once(named["q"], named["v"], 4)) == 1
-    with torch.no_grad():
-        assert len(unwrap(chunk._samples_at_once)(named["q"], named["v"], 4)) > 1
-    torch.testing.assert_close(o, want)
-    for got, expected in zip(tensors_of(state), tensors_of(ends), strict=True):
-        torch.testing.assert_close(got, expected)
+        assert at_once(q, v, 4) == (2, 3)  # of 240 numbers each
+        assert at_once(q, v, 20) == (1, 3)
+        assert at_once(q, v, 60) == (1, 1)
+    assert at_once(q, v, 4) == (4, 3)
+    assert at_once(q, v, 40) == (1, 2)
+    assert at_once(q.to("meta"), v.to("meta"), 60) == (4, 3)
 
 
 def test_a_masked_token_may_hold_any_decay():

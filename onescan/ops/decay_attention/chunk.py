@@ -21,7 +21,9 @@ from onescan.ops.decay_attention.directions import Directions, Matrices, Sums
 from onescan.ops.decay_attention.tile import Reach, padded, tile
 from onescan.shapes import Keys, Queries, Values
 
-CACHED = 1 << 19  # scores or values
+CACHED = 1 << 19  # scores or values that a CPU's caches hold
+KEPT = 1 << 22  # and those of memory that is used again: what is much larger is new in every call
+HEADS = (2, 2, 2, 2, 2, 1, 1)  # the axis of q, k, v, both decays, and both states that enter
 
 
 def forward(
@@ -35,31 +37,62 @@ def forward(
     return_state: bool,
 ) -> Sums:
     size = length_of_chunks(chunk_size, k.shape[1])
-    parts = []
-    for part in _samples_at_once(q, v, size):
-        few = Directions(*_some(part, decays)), Matrices(*_some(part, enters))
-        parts.append(
-            _forward(q[part], k[part], v[part], *few, size=size, return_state=return_state)
-        )
+    samples, heads = _at_once(q, v, size)
+    batch = _counted(len(q), samples)
+    rows = []
+    for row in _cut((q, k, v, *decays, *enters), (0,) * len(HEADS), samples, batch):
+        parts = []
+        for piece in _cut(row, HEADS, heads, _counted(q.shape[2], heads)):
+            queries, keys, values, from_left, from_right, left, right = piece
+            inside, outside = Directions(from_left, from_right), Matrices(left, right)
+            parts.append(
+                _forward(
+                    queries, keys, values, inside, outside, size=size, return_state=return_state
+                )
+            )
+        rows.append(_joined(parts, of_outputs=2, of_states=1))
+    return _joined(rows, of_outputs=0, of_states=0)
+
+
+def _at_once(q: Queries, v: Values, size: int) -> tuple[int, int]:
+    """How many samples and how many heads of one: all, except on a CPU, where they are large."""
+    batch, tokens, heads, _ = q.shape
+    if not can_look_at_values(q):
+        return batch, heads
+    of_head = tokens * max(size, v.shape[-1])
+    # gradients keep what lies in between, so no cache holds it
+    most = KEPT if torch.is_grad_enabled() else CACHED
+    samples = min(batch, max(1, most // (of_head * heads)))
+    return samples, heads if samples > 1 else min(heads, max(1, KEPT // of_head))
+
+
+def _counted(total: int, at_once: int) -> int:
+    return -(-total // at_once) if at_once else 1
+
+
+def _cut(
+    tensors: Sequence[Any], axes: Sequence[int], length: int, count: int
+) -> list[tuple[Any, ...]]:
+    """So many pieces of each; what all share, or is not there, is part of every piece."""
+    if count == 1:
+        return [tuple(tensors)]
+    pieces = (
+        [x] * count if x is None or x.shape[axis] == 1 else x.split(length, dim=axis)
+        for x, axis in zip(tensors, axes, strict=True)
+    )
+    return list(zip(*pieces, strict=True))
+
+
+def _joined(parts: list[Any], *, of_outputs: int, of_states: int) -> Any:
+    """One result of several, along an axis of the outputs and one of the states."""
     if len(parts) == 1:
         return parts[0]
     outputs, leaves = zip(*parts, strict=True)
-    sides = (None if side[0] is None else torch.cat(side) for side in zip(*leaves, strict=True))
-    return torch.cat(outputs), Matrices(*sides)
-
-
-def _samples_at_once(q: Queries, v: Values, size: int) -> list[slice]:
-    """All; or, where no gradient keeps what lies in between, as many as a CPU's caches hold."""
-    if torch.is_grad_enabled() or not can_look_at_values(q):
-        return [slice(None)]
-    of_one = q.shape[1] * q.shape[2] * max(size, v.shape[-1])
-    count = max(1, CACHED // of_one)
-    return [slice(i, i + count) for i in range(0, len(q), count)] or [slice(None)]
-
-
-def _some(part: slice, tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Some samples of each; what all samples share has only one."""
-    return [x if x is None or x.shape[0] == 1 else x[part] for x in tensors]
+    sides = (
+        None if side[0] is None else torch.cat(side, dim=of_states)
+        for side in zip(*leaves, strict=True)
+    )
+    return torch.cat(outputs, dim=of_outputs), Matrices(*sides)
 
 
 def _forward(
