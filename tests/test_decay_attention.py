@@ -729,7 +729,6 @@ def test_how_many_are_taken_at_once(monkeypatch):
         assert at_once(q, v, 60) == (1, 1)
     assert at_once(q, v, 4) == (4, 3)
     assert at_once(q, v, 40) == (1, 2)
-    assert at_once(q.to("meta"), v.to("meta"), 60) == (4, 3)
 
 
 def test_a_masked_token_may_hold_any_decay():

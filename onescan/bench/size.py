@@ -30,8 +30,8 @@ def model_size(config: ModelConfig) -> Size:
     return Size(parameters, count_macs(config, *inputs))
 
 
-def count_macs(config: ModelConfig, *inputs: Tensor) -> int:
+def count_macs(config: ModelConfig, *inputs: Tensor | None) -> int:
     """Multiply-accumulates of one forward on inputs of these shapes, without allocating."""
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        config.build().eval()(*(x.to("meta") for x in inputs))
+        config.build().eval()(*(None if x is None else x.to("meta") for x in inputs))
     return counter.get_total_flops() // 2

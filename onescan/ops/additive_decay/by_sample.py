@@ -28,9 +28,9 @@ LARGE = 1 << 15  # numbers of a sample; below, all samples at once are faster
 def pays(*inputs: Tensor | None) -> bool:
     """Whether the first's samples are large, and plain gradients all that may be asked for."""
     given = [x for x in inputs if x is not None]
-    if given[0][:1].numel() < LARGE or forward_ad._current_level >= 0:
-        return False
-    return all(can_look_at_values(x) for x in given)
+    if forward_ad._current_level >= 0 or not all(can_look_at_values(x) for x in given):
+        return False  # before lengths are looked at, which a compiler or an export would fix
+    return given[0][:1].numel() >= LARGE
 
 
 def summary(

@@ -37,6 +37,8 @@ def forward(
     return_state: bool,
 ) -> Sums:
     size = length_of_chunks(chunk_size, k.shape[1])
+    if not can_look_at_values(q):  # lengths may be symbols then
+        return _forward(q, k, v, decays, enters, size=size, return_state=return_state)
     samples, heads = _at_once(q, v, size)
     batch = _counted(len(q), samples)
     rows = []
@@ -55,10 +57,8 @@ def forward(
 
 
 def _at_once(q: Queries, v: Values, size: int) -> tuple[int, int]:
-    """How many samples and how many heads of one: all, except on a CPU, where they are large."""
+    """How many samples, and how many heads of one where it is large."""
     batch, tokens, heads, _ = q.shape
-    if not can_look_at_values(q):
-        return batch, heads
     of_head = tokens * max(size, v.shape[-1])
     # gradients keep what lies in between, so no cache holds it
     most = KEPT if torch.is_grad_enabled() else CACHED
