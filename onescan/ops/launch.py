@@ -1,4 +1,4 @@
-"""How kernels are launched: the sizes of their blocks, by head and chip, and in what type.
+"""How kernels are launched: on what chip, in what type, and with what in an argument's place.
 
 Nothing is tuned while a program runs: lengths change from call to call, and a kernel must not
 wait for another length to be tried.
@@ -50,9 +50,10 @@ def chip_of(device: torch.device) -> str:
     """What blocks are chosen for: "sm_90", "gfx942"; where kernels are interpreted, the first."""
     if device.type != "cuda":
         return "sm_90"
+    properties = torch.cuda.get_device_properties(device)  # which compilers know without a call
     if torch.version.hip:
-        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        return properties.gcnArchName.partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def programs_wanted(device: torch.device) -> int:

@@ -34,7 +34,7 @@ def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
         x: queries or keys, after their feature map.
         angles: from `lrpe_angles`; sines and cosines are taken in its dtype.
         backend: "torch" runs anywhere, "triton" on a GPU, in float32, and has gradients once;
-            "auto" is the faster of those that can run.
+            "auto" is as `use_backend` says.
 
     Raises:
         ValueError: shapes disagree, a tensor that is not floating point, there is no such backend,

@@ -3,7 +3,7 @@
 import torch
 
 from onescan.ops.additive_decay import chunk
-from onescan.ops.additive_decay.one_scan import summary
+from onescan.ops.additive_decay.one_scan import summary, turn_of
 from onescan.ops.additive_decay.state import AdditiveDecayState, merged, per_feature, share
 from onescan.ops.lrpe import lrpe
 from onescan.shapes import Angles, Keys, Queries, Values
@@ -18,7 +18,7 @@ def forward(
     *,
     chunk_size: int,
 ) -> tuple[Values, AdditiveDecayState]:
-    context = summary(k, v, angles)
+    context = summary(k, v, *turn_of(angles, k))
     if state is not None:
         context = merged(state, context)
     z = context.log_normalizer.unsqueeze(1)  # B 1 H K

@@ -19,20 +19,21 @@ def forward(
     *,
     chunk_size: int,
 ) -> tuple[Values, AdditiveDecayState]:
-    context = summary(k, v, angles)
+    turn = turn_of(angles, k)
+    context = summary(k, v, *turn)
     if state is not None:
         context = merged(state, context)
-    way = by_sample if by_sample.pays(q, context.kv, angles) else all_at_once
-    return way.read_out(q, context.kv, *_turn(angles, q)), context
+    way = by_sample if by_sample.pays(q, context.kv, *turn) else all_at_once
+    return way.read_out(q, context.kv, *turn), context
 
 
-def summary(k: Keys, v: Values, angles: Angles | None) -> AdditiveDecayState:
+def summary(k: Keys, v: Values, cos: Angles | None, sin: Angles | None) -> AdditiveDecayState:
     """The state of these tokens alone."""
-    way = by_sample if by_sample.pays(k, v, angles) else all_at_once
-    return AdditiveDecayState(*way.summary(k, v, *_turn(angles, k)))
+    way = by_sample if by_sample.pays(k, v, cos) else all_at_once
+    return AdditiveDecayState(*way.summary(k, v, cos, sin))
 
 
-def _turn(angles: Angles | None, like: Keys) -> tuple[Angles, Angles] | tuple[None, None]:
+def turn_of(angles: Angles | None, like: Keys) -> tuple[Angles, Angles] | tuple[None, None]:
     """Cosines and sines, in the type they are multiplied in."""
     if angles is None:
         return None, None

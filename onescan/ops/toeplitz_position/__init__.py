@@ -81,7 +81,7 @@ def toeplitz_position(
         form: how the same sum is evaluated. For N tokens along an axis "dense" is O(N^2), "scan"
             O(N E) in chunks, "fft" O(N log N).
         backend: "torch" runs anywhere, "triton" on a GPU: the scan alone, with gradients once;
-            "auto" is the faster of those that can run.
+            "auto" is as `use_backend` says.
 
     Returns:
         The mixed tokens, in x's dtype, and the state after the last one; the state is None for
