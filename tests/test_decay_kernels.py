@@ -130,6 +130,7 @@ TABLE = [
     (2, "fixed", False, "source", "max_one", False, "right", (1, 1)),
     (2, "diagonal", True, "target", "max_one", False, "left", (6, 5)),
     (33, "diagonal", False, "source", "none", True, "left right", (5, 40)),
+    (34, "diagonal", False, "source", "sum", False, "left", (5, 70)),  # values in two parts
     (63, "scalar", False, "target", "sum", False, "left right", (5, 6)),
     (64, "none", True, "source", "sum", True, "left", (8, 8)),
     (64, "scalar", True, "target", "max_one", True, "", (5, 6)),

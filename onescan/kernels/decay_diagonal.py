@@ -47,8 +47,9 @@ def blocks_of(key_width: int, value_width: int, data: str, chip: str) -> Blocks:
 
 
 def read_blocks(key_width: int, value_width: int, data: str, chip: str) -> Blocks:
-    """Of what is read: all values at once, as factors of keys are dear."""
-    return Blocks(32, 16, power_of_two(value_width), warps=8, stages=1)
+    """Of what is read: all values at once, as factors of keys are dear, where registers last."""
+    values = power_of_two(value_width)
+    return Blocks(32, 16, min(values, 64) if data == "fp32" else values, warps=8, stages=1)
 
 
 def slope_blocks(key_width: int, value_width: int, data: str, chip: str) -> Blocks:
@@ -252,8 +253,9 @@ def read(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """As in `decay_scalar`; TURNED, keys are in q's place and queries in k's."""
+    """As in `decay_scalar`, some values; TURNED, keys are in q's place and queries in k's."""
     head, sample, chunk = parts_of(tl.program_id(0), batch, H)
+    start = tl.program_id(1) * BLOCK_V
     lower: tl.constexpr = 1 if TURNED else 0
     BOTH: tl.constexpr = BELOW and ABOVE
     t = chunk * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -266,7 +268,7 @@ def read(
     beneath = ((lower * batch + sample) * H + head) * chunks + chunk
     over = (((1 - lower) * batch + sample) * H + head) * chunks + chunk
     i, j = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_T)[None, :]
-    e = tl.arange(0, BLOCK_V)
+    e = start + tl.arange(0, BLOCK_V)
     weights = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
@@ -290,7 +292,7 @@ def read(
                 H, K, not TURNED, TURNED, BLOCK_T, BLOCK_K,
             )  # fmt: skip
             met = queries * tl.exp(passed)
-            kv = state_of(state, beneath, first, 0, K, V, BLOCK_K, BLOCK_V)
+            kv = state_of(state, beneath, first, start, K, V, BLOCK_K, BLOCK_V)
             acc += product(met, kv, OPERAND, PRECISION)
             if NORMALIZER and not TURNED:
                 z = tl.load(state_sum + beneath * K + f, mask=f < K, other=0)
@@ -301,7 +303,7 @@ def read(
                 H, K, TURNED, TURNED, BLOCK_T, BLOCK_K,
             )  # fmt: skip
             met = queries * tl.exp(passed)
-            kv = state_of(state, over, first, 0, K, V, BLOCK_K, BLOCK_V)
+            kv = state_of(state, over, first, start, K, V, BLOCK_K, BLOCK_V)
             acc += product(met, kv, OPERAND, PRECISION)
             if NORMALIZER and not TURNED:
                 z = tl.load(state_sum + over * K + f, mask=f < K, other=0)
@@ -312,9 +314,9 @@ def read(
             weights *= tl.load(share + begin + line, mask=live, other=0)[None, :]
         else:
             total += tl.sum(weights, 1)
-            tl.store(c + begin + line, total, mask=t < tokens)
+            tl.store(c + begin + line, total, mask=(t < tokens) & (start == 0))
             factor, _ = share_of(total, NORMALIZER)
-    values = tile_of(v, rows, live, 0, V, BLOCK_V)
+    values = tile_of(v, rows, live, start, V, BLOCK_V)
     acc += product(weights, values, OPERAND, PRECISION)
     there = (t < tokens)[:, None] & (e < V)[None, :]
     tl.store(o + rows * V + e[None, :], acc * factor[:, None], mask=there)

@@ -251,9 +251,10 @@ def _read(
     kernels, blocks, constants = _compiled(k, v, decays, keep, "read_blocks")
     chunks = -(-tokens // blocks.tokens)
     both = len(decays) > 1
+    at_once = blocks.values if decays.ndim > _SCALAR else v.shape[-1]  # the other loops over them
     launch(
         kernels.read,
-        (batch * heads * chunks,),
+        (batch * heads * chunks, -(-v.shape[-1] // at_once)),
         blocks, q, k, v, share, decays, keep, state, state_sum, o, c, batch, tokens, chunks,
         **constants, BELOW=both or not turned, ABOVE=both or turned, TURNED=turned,
         NORMALIZER=decay_scalar.NORMALIZERS[normalizer],
