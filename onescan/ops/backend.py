@@ -99,6 +99,11 @@ def why_no_kernel(*tensors: Tensor | None, widest: int | None = WIDEST_HEAD) -> 
     return None
 
 
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether any of these is to have a gradient."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def _is_transformed(tensors: list[Tensor]) -> bool:
     """Whether anything but plain gradients may be asked for."""
     if torch.compiler.is_compiling():

@@ -32,7 +32,7 @@ from onescan.ops.additive_decay.state import (
     merge_states,
     tensors_of,
 )
-from onescan.ops.backend import Backend, resolved_backend
+from onescan.ops.backend import Backend, resolved_backend, wants_gradient
 from onescan.ops.launch import chip_of, data_type, name_of
 from onescan.ops.numerics import full_precision, widened
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
@@ -147,10 +147,8 @@ def choose(
     if causal:
         widest = widest_causal_head(name_of(data_type(q, k, v)), chip_of(q.device))
     runs_on = resolved_backend(backend, has_kernel, q, k, v, widest=widest)
-    learns = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, *others)
-    )
-    if form == "auto" and (chosen, runs_on) == ("recurrent", "triton") and learns:
+    is_step = form == "auto" and (chosen, runs_on) == ("recurrent", "triton")
+    if is_step and wants_gradient(q, k, v, *others):
         chosen = "chunk"  # the other kernel has no gradients
     direction = "causal" if causal else "not causal"
     known = [f"{f}/{b}" for is_causal, f, b in IMPLEMENTATIONS if is_causal == causal]

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from onescan.checks import can_look_at_values
 from onescan.ops.additive_decay import all_at_once
+from onescan.ops.additive_decay.state import per_key
 from onescan.ops.numerics import LOG_ZERO
 from onescan.shapes import Angles as Table  # of cosines, of sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
@@ -153,8 +154,8 @@ class _Summary(torch.autograd.Function):
             return _again(all_at_once.summary, (k, v, cos, sin), (dz, dkv))
         turn = () if cos is None else (cos, sin)
         of_turn = _zeros(turn, ctx.needs_input_grad[2:])
-        inner = (kv * dkv).sum(-1).unflatten(-1, (-1, k.shape[-1])).sum(-2)
-        offset, scale = inner - dz.to(inner.dtype), total.reciprocal()
+        offset = per_key(kv * dkv, k.shape[-1]) - dz.to(k.dtype)
+        scale = total.reciprocal()
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         w = torch.empty_like(k[0])
         spare = torch.empty_like(w) if turn else w

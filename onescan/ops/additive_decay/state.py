@@ -90,6 +90,11 @@ def share(part: Tensor, whole: Tensor, like: Tensor) -> Tensor:
     return (part - whole).to(like.dtype).exp()
 
 
+def per_key(x: Tensor, width: int) -> Tensor:
+    """Sums over values and over both halves, [B, H, F, V] to [B, H, K], of keys of this width."""
+    return x.sum(-1).unflatten(-1, (-1, width)).sum(-2)
+
+
 def per_feature(weight: Tensor, kv: Tensor) -> Tensor:
     """A weight per key channel, [.., K], made to scale kv, [.., F, V]: both halves share it."""
     halves = kv.shape[-2] // weight.shape[-1]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onescan.kernels import causal_scan as kernels
 from onescan.kernels.common import Blocks
-from onescan.ops.additive_decay.state import AdditiveDecayState
+from onescan.ops.additive_decay.state import AdditiveDecayState, per_key
 from onescan.ops.launch import chip_of, data_type, launch, name_of, operand_of, turn_table
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
@@ -192,7 +192,7 @@ def _causal_scan_backward(
     )  # fmt: skip
     after = torch.empty_like(plan.before)
     dmass = torch.empty_like(plan.reference[:, 1:], memory_format=torch.contiguous_format)
-    dz_out = (dz - _per_key(kv * dkv, key_width)).float()
+    dz_out = (dz - per_key(kv * dkv, key_width)).float()
     dz_in, dkv_in = torch.empty_like(dz_out), torch.empty_like(kv)
     launch(
         kernels.carry_backward,
@@ -212,7 +212,7 @@ def _causal_scan_backward(
         plan.own, q, k, plan.turn, keep, *scale, after, do, dv, tokens, plan.chunks, **plan.of_own,
     )  # fmt: skip
     if kv_in is not None:
-        dz_in = dz_in + _per_key(kv_in * dkv_in, key_width)
+        dz_in = dz_in + per_key(kv_in * dkv_in, key_width)
     return dq, dk, dv, dangles.sum(0), dz_in, dkv_in
 
 
@@ -234,11 +234,6 @@ def _(
     dangles = k.new_empty(k.shape[1:] if turns else (), dtype=torch.float32)
     made = (torch.empty_like(x) for x in (q, k, v))
     return *made, dangles, torch.empty_like(dz, dtype=torch.float32), torch.empty_like(dkv)
-
-
-def _per_key(x: Tensor, key_width: int) -> Tensor:
-    """Sums over values and over both halves: [B, H, F, V] to [B, H, K]."""
-    return x.sum(-1).unflatten(-1, (-1, key_width)).sum(-2)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onescan.kernels import one_scan as kernels
 from onescan.kernels.common import Blocks, width_at_once
-from onescan.ops.additive_decay.state import AdditiveDecayState, per_feature
+from onescan.ops.additive_decay.state import AdditiveDecayState, per_feature, per_key
 from onescan.ops.launch import (
     as_multiplied,
     chip_of,
@@ -138,8 +138,7 @@ def _one_scan_backward(
     )  # fmt: skip
     whole = sums.sum(0) + dkv.contiguous()
     rounded = as_multiplied(whole, k.dtype)  # so that what all values share cancels
-    halves = (kv * rounded).sum(-1).unflatten(-1, (-1, key_width))
-    offset = (halves.sum(-2) - dz).float()
+    offset = (per_key(kv * rounded, key_width) - dz).float()
     launch(
         kernels.collect,
         (batch * heads * -(-tokens // tile_blocks.tokens),),
@@ -183,7 +182,7 @@ def _backward(ctx: Any, do: Tensor, dz: Tensor, dkv: Tensor, *_: Any) -> tuple[T
     if z_in is not None:
         share = (z_in - z).float().exp()
         dkv_in = whole * per_feature(share, whole)
-        inner = (kv_in * whole).sum(-1).unflatten(-1, (-1, k.shape[-1])).sum(-2)
+        inner = per_key(kv_in * whole, k.shape[-1])
         dz_in = (share * (inner - offset)).to(z_in.dtype)
     return dq, dk, dv, dangles.to(angles.dtype) if turns else None, None, dz_in, dkv_in
 

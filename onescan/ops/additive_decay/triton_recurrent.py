@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onescan.kernels import additive_step as kernels
 from onescan.ops.additive_decay.state import AdditiveDecayState
+from onescan.ops.backend import wants_gradient
 from onescan.ops.launch import data_type, launch
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
@@ -28,8 +29,7 @@ def forward(
         ValueError: gradients are wanted.
     """
     z_in, kv_in = (None, None) if state is None else (state.log_normalizer, state.kv)
-    given = [x for x in (q, k, v, angles, z_in, kv_in) if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    if wants_gradient(q, k, v, angles, z_in, kv_in):
         raise ValueError(
             "form/backend is 'recurrent/triton', which has no gradients, and an input wants one: "
             "expected form 'chunk', or torch.no_grad()"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onescan.kernels import decay_step as kernels
 from onescan.kernels.decay_scalar import NORMALIZERS
+from onescan.ops.backend import wants_gradient
 from onescan.ops.decay_attention.directions import Directions
 from onescan.ops.decay_attention.state import DecayState
 from onescan.ops.launch import data_type, launch
@@ -34,8 +35,7 @@ def forward(
         ValueError: a gradient is wanted, and is not to be had here.
     """
     kv, k_sum = (None, None) if enters[0] is None else enters[0]
-    given = (q, k, v, decays.forward, kv, k_sum)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+    if wants_gradient(q, k, v, decays.forward, kv, k_sum):
         raise ValueError("form 'recurrent' has no gradient in Triton, expected form 'chunk'")
     dtype = data_type(q, k, v)
     q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
