@@ -23,7 +23,7 @@ from onescan.ops.decay_attention import (
     decay_attention,
     reference,
 )
-from onescan.ops.decay_attention.blocks import masked_scores
+from onescan.ops.decay_attention.blocks import masked_sums
 
 B, H, K, V = 2, 3, 4, 5
 FORMS = list(dict.fromkeys((kind == "causal", form) for kind, form, _ in IMPLEMENTATIONS))
@@ -711,6 +711,20 @@ def test_samples_and_heads_in_groups_give_what_all_at_once_give(
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("at_once", [(1, 1), (2, 2)])
+@over_decays
+def test_gradients_in_groups_have_gradients(decay, at_once, monkeypatch):
+    monkeypatch.setattr(chunk, "_at_once", lambda q, v, size: at_once)
+    named = inputs(3, causal=False, decay=decay, state=False, batch=2)
+    named = {name: x.detach().requires_grad_() for name, x in named.items() if x is not None}
+
+    def call(*tensors):
+        given = dict(zip(named, tensors, strict=True))
+        return decay_attention(**given, form="chunk", chunk_size=2)[0]
+
+    assert torch.autograd.gradgradcheck(call, tuple(named.values()))
+
+
 def flat(results):
     """All tensors in tuples of tuples."""
     if results is None:
@@ -766,13 +780,13 @@ def test_on_the_meta_device_there_are_shapes(causal, form):
         assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
 
 
-def test_vmap_of_masked_scores_along_any_axis():
+def test_vmap_of_masked_sums_along_any_axis():
     q, k = torch.randn(2, 3, 2, 4, 5, dtype=torch.float64)
     diagonal = torch.rand(3, 2, 2, 2, 2, dtype=torch.float64)
     rows, columns = torch.rand(2, 3, 2, 1, 2, 1, dtype=torch.float64)
 
     def call(q, k, diagonal, rows):
-        return masked_scores(q, k, diagonal, [(rows, columns[0])], [(columns[0], rows)])
+        return masked_sums(q, k, q + k, diagonal, [(rows, columns[0])], [(columns[0], rows)])
 
     axes = (1, 2, 3, 4)
     moved = (x.movedim(0, axis) for x, axis in zip((q, k, diagonal, rows), axes, strict=True))

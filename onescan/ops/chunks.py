@@ -78,9 +78,99 @@ def passed_on(
     return torch.stack(before[::order], dim=2), state
 
 
-def carry(state: Tensor, own: Tensor, kept: Tensor) -> Tensor:
-    """The usual step: what is kept of the state, and what the chunk adds of its own."""
-    return torch.addcmul(own, kept, state)
+def carried(
+    state: Tensor, own: Tensor, kept: Tensor | None = None, *, backward: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Pass on the usual state, S_n = kept_n S_{n-1} + own_n, with a backward of as little memory.
+
+    Args:
+        state: what enters the first chunk visited, [B, H, ...].
+        own: what each chunk adds, [B, H, N, ...].
+        kept: what each keeps of a state, that or what broadcasts to it; None is all.
+        backward: whether the last chunk is visited first.
+
+    Returns:
+        As `passed_on`.
+
+    >>> added, half = torch.tensor([1.0, 2.0, 3.0]).reshape(1, 1, 3), torch.tensor([[[0.5]]])
+    >>> before, last = carried(torch.zeros(1, 1), added, half)
+    >>> before.tolist(), last.tolist()
+    ([[[0.0, 1.0, 2.5]]], [[4.25]])
+    """
+    if not torch.compiler.is_compiling():
+        return _Carried.apply(state, own, kept, backward)
+    parts = [own]
+    if kept is not None:
+        parts.append(kept.expand(*kept.shape[:2], own.shape[2], *kept.shape[3:]))
+    return passed_on(_carry, state, *parts, backward=backward)
+
+
+def _carry(state: Tensor, own: Tensor, kept: Tensor | None = None) -> Tensor:
+    return own + state if kept is None else torch.addcmul(own, kept, state)
+
+
+class _Carried(torch.autograd.Function):
+    """Gradients are a state too, carried the other way: G_n = kept_n G_{n+1} + dbefore_n."""
+
+    @staticmethod
+    def forward(
+        state: Tensor, own: Tensor, kept: Tensor | None, backward: bool
+    ) -> tuple[Tensor, Tensor]:
+        before, last = torch.empty_like(own), torch.empty_like(own.select(2, 0))
+        order = -1 if backward else 1
+        states = [*before.unbind(2)[::order], last]
+        adds = own.unbind(2)[::order]
+        keeps = [None] * len(adds) if kept is None else kept.expand_as(own).unbind(2)[::order]
+        states[0].copy_(state)
+        for add, keep, here, after in zip(adds, keeps, states[:-1], states[1:], strict=True):
+            if keep is None:
+                torch.add(add, here, out=after)
+            else:
+                torch.addcmul(add, keep, here, out=after)
+        return before, last
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        state, _, kept, ctx.runs_back = inputs
+        ctx.of_state = state.shape
+        ctx.save_for_backward(output[0], kept)
+        ctx.save_for_forward(output[0], kept)
+
+    @staticmethod
+    def backward(ctx: Any, dbefore: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        before, kept = ctx.saved_tensors
+        down, up = carried(dlast, dbefore, kept, backward=not ctx.runs_back)
+        of_kept = None
+        if kept is not None and ctx.needs_input_grad[2]:
+            of_kept = (down * before).sum_to_size(kept.shape)
+        return up.sum_to_size(ctx.of_state), down, of_kept, None
+
+    @staticmethod
+    def jvp(
+        ctx: Any, dstate: Tensor, down: Tensor, dkept: Tensor | None, _: Any
+    ) -> tuple[Tensor, Tensor]:
+        before, kept = ctx.saved_tensors
+        if dkept is not None:
+            down = torch.addcmul(down, dkept, before)
+        return carried(dstate, down, kept, backward=ctx.runs_back)
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        state: Tensor,
+        own: Tensor,
+        kept: Tensor | None,
+        backward: bool,
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        """The axis becomes the last one."""
+        moved: list[Any] = [
+            x if x is None else x.unsqueeze(-1) if axis is None else x.movedim(axis, -1)
+            for axis, x in zip(in_dims, (state, own, kept), strict=False)
+        ]
+        moved[1] = moved[1].expand(*moved[1].shape[:-1], info.batch_size)
+        made = _Carried.apply(*moved, backward)
+        return made, tuple(x.ndim - 1 for x in made)
 
 
 def _scanned(

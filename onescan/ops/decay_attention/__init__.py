@@ -23,7 +23,7 @@ from onescan.checks import (
     check_shapes,
     fingerprint,
 )
-from onescan.ops.backend import Backend, resolved_backend
+from onescan.ops.backend import Backend, resolved_backend, wants_gradient
 from onescan.ops.decay_attention import chunk, full, one_scan, recurrent
 from onescan.ops.decay_attention.choice import Call, cheapest, cheapest_kernel
 from onescan.ops.decay_attention.directions import Directions, Matrices, directed
@@ -157,7 +157,7 @@ def decay_attention(
         directions=1 if causal else 2,
         chunk_size=chunk_size,
         is_diagonal=log_decay is not None and PATTERNS[log_decay.ndim] == "B T H K",
-        is_learning=_is_learning(q, k, v, log_decay, *carried.values()),
+        is_learning=wants_gradient(q, k, v, log_decay, *carried.values()),
     )
     decays = log_decay is not None
     has_kernel = _has_kernel(form, causal=causal, decays=decays, call=call)
@@ -209,10 +209,9 @@ def _run_torch(
     return_state: bool,
 ) -> tuple[Values, DecayStates | None]:
     """Outputs, and what leaves after a last decay, `ends`, where there is one."""
-    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # for the row sum
     if keep is not None:
         q, k, v = (x.masked_fill(~keep[:, :, None, None], 0) for x in (q, k, v))
-    o, leaving = IMPLEMENTATIONS[choice[:3]](
+    o, row_sum, leaving = IMPLEMENTATIONS[choice[:3]](
         q,
         k,
         v,
@@ -221,7 +220,7 @@ def _run_torch(
         chunk_size=chunk_size,
         return_state=return_state,
     )
-    o = _normalized(o, normalize, causal=choice.kind == "causal")
+    o = _normalized(o, row_sum, normalize, causal=choice.kind == "causal")
     return o, DecayStates(*map(split, leaving, ends)) if return_state else None
 
 
@@ -306,11 +305,6 @@ def _has_kernel(form: str, *, causal: bool, decays: bool, call: Call) -> bool:
     return not steps_back and (kind, form, "triton") in IMPLEMENTATIONS
 
 
-def _is_learning(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is wanted of any."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def _broadcast(log_decay: Tensor | None, dtype: torch.dtype, k: Keys) -> LogDecays:
     """One log-decay for every token: [1 or B, T, 1 or H, 1 or K]."""
     tokens = k.shape[1]
@@ -322,9 +316,8 @@ def _broadcast(log_decay: Tensor | None, dtype: torch.dtype, k: Keys) -> LogDeca
     return wide if PATTERNS[wide.ndim] == "B T H K" else wide.unsqueeze(-1)
 
 
-def _normalized(o: Tensor, normalize: str, *, causal: bool) -> Values:
-    """Divide by the row sum, the last column of o."""
-    o, row_sum = o[..., :-1], o[..., -1:]
+def _normalized(o: Values, row_sum: Tensor, normalize: str, *, causal: bool) -> Values:
+    """Divide by the row sum."""
     if normalize == "none":
         return o
     if normalize == "max_one":

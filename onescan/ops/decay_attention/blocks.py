@@ -29,14 +29,19 @@ def assembled(diagonal: Tensor, below: list[Factors], above: list[Factors] | Non
     return _Assembled.apply(1 if above is None else 2, diagonal, *_flat(below, above))
 
 
-def masked_scores(
-    q: Tensor, k: Tensor, diagonal: Tensor, below: list[Factors], above: list[Factors] | None
+def masked_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    diagonal: Tensor,
+    below: list[Factors],
+    above: list[Factors] | None,
 ) -> Tensor:
-    """(q @ k.mT) times `assembled` of factors with X = 1, of which neither is kept in memory."""
-    if _is_traced(q, k, diagonal, *_flat(below, above)):
-        return (q @ k.mT) * _joined(diagonal, below, above)
+    """(q @ k.mT * mask) @ v, the mask `assembled` of factors with X = 1; only inputs are kept."""
+    if _is_traced(q, k, v, diagonal, *_flat(below, above)):
+        return ((q @ k.mT) * _joined(diagonal, below, above)) @ v
     sides = 1 if above is None else 2
-    return _MaskedScores.apply(sides, q, k, diagonal, *_flat(below, above))
+    return _MaskedSums.apply(sides, q, k, v, diagonal, *_flat(below, above))
 
 
 def _is_traced(*tensors: Tensor) -> bool:
@@ -91,12 +96,14 @@ class _Assembled(torch.autograd.Function):
         return (None, *_of_blocks(gradient, ctx.sides, *ctx.saved_tensors))
 
 
-class _MaskedScores(torch.autograd.Function):
+class _MaskedSums(torch.autograd.Function):
     """What it multiplies in place, its backward computes again: memory for a little time."""
 
     @staticmethod
-    def forward(sides: int, q: Tensor, k: Tensor, diagonal: Tensor, *factors: Tensor) -> Tensor:
-        return _weigh_(q @ k.mT, sides, diagonal, *factors)
+    def forward(
+        sides: int, q: Tensor, k: Tensor, v: Tensor, diagonal: Tensor, *factors: Tensor
+    ) -> Tensor:
+        return _weigh_(q @ k.mT, sides, diagonal, *factors) @ v
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -105,14 +112,18 @@ class _MaskedScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, *blocks = ctx.saved_tensors
-        of_blocks = _of_blocks(gradient * (q @ k.mT), ctx.sides, *blocks)
-        of_scores = _weigh_(gradient.clone(), ctx.sides, *blocks)
-        return (None, of_scores @ k, of_scores.mT @ q, *of_blocks)
+        q, k, v, *blocks = ctx.saved_tensors
+        scores, slopes = q @ k.mT, gradient @ v.mT
+        of_blocks = _of_blocks(slopes * scores, ctx.sides, *blocks)
+        if torch.is_grad_enabled():  # gradients of these need them as they are
+            scores, slopes = scores.clone(), slopes.clone()
+        weights = _weigh_(scores, ctx.sides, *blocks)
+        slopes = _weigh_(slopes, ctx.sides, *blocks)
+        return None, slopes @ k, slopes.mT @ q, weights.mT @ gradient, *of_blocks
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _MaskedScores.apply(*_expanded(info, in_dims, inputs)), 0
+        return _MaskedSums.apply(*_expanded(info, in_dims, inputs)), 0
 
 
 def _expanded(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Iterator[Any]:

@@ -39,7 +39,28 @@ class Matrices(NamedTuple):
     right: DecayedKeyValue | None
 
 
-Sums = tuple[Values, Matrices]
+class Sums(NamedTuple):
+    """What every form returns.
+
+    Attributes:
+        o: outputs, [B, T, H, V].
+        row_sum: the outputs for values of 1, [B, T, H, 1].
+        leaves: the states.
+    """
+
+    o: Values
+    row_sum: Tensor
+    leaves: Matrices
+
+
+def with_ones(v: Tensor) -> Tensor:
+    """Append a column of ones, whose output is the row sum."""
+    return F.pad(v, (0, 1), value=1.0)
+
+
+def parted(o: Tensor, leaves: Matrices) -> Sums:
+    """Part outputs from their last column, the row sum."""
+    return Sums(o[..., :-1], o[..., -1:], leaves)
 
 
 def directed(

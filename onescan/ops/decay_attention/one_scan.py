@@ -7,7 +7,7 @@ Source: LION, arXiv:2502.16249, Eq. 181 to 183, LION-lit.
 
 import torch
 
-from onescan.ops.decay_attention.directions import Directions, Matrices, Sums
+from onescan.ops.decay_attention.directions import Directions, Matrices, Sums, parted, with_ones
 from onescan.shapes import Keys, Queries, Values
 
 
@@ -21,7 +21,7 @@ def forward(
     chunk_size: int,
     return_state: bool,
 ) -> Sums:
-    own = torch.einsum("bthk,bthv->bhkv", k, v)
+    own = torch.einsum("bthk,bthv->bhkv", k, with_ones(v))
     left, right = (0 if side is None else side for side in enters)
     leaves = Matrices(own + left, own + right)
-    return torch.einsum("bthk,bhkv->bthv", q, own + left + right), leaves
+    return parted(torch.einsum("bthk,bhkv->bthv", q, own + left + right), leaves)

@@ -6,7 +6,14 @@ Source: LION, arXiv:2502.16249, Eq. 5 and Theorem B.2.
 import torch
 from torch import Tensor
 
-from onescan.ops.decay_attention.directions import Directions, Matrices, Sums, entering
+from onescan.ops.decay_attention.directions import (
+    Directions,
+    Matrices,
+    Sums,
+    entering,
+    parted,
+    with_ones,
+)
 from onescan.shapes import Keys, LogDecays, Queries, Values
 
 
@@ -20,12 +27,13 @@ def forward(
     chunk_size: int,
     return_state: bool,
 ) -> Sums:
+    v = with_ones(v)
     left, right = enters
     o, left = _visited(q, k, v, decays.forward, entering(left, k, v), backward=False)
     if decays.backward is None:
-        return o, Matrices(left, None)
+        return parted(o, Matrices(left, None))
     o_right, right = _visited(q, k, v, decays.backward, entering(right, k, v), backward=True)
-    return o + o_right, Matrices(left, right)
+    return parted(o + o_right, Matrices(left, right))
 
 
 def _visited(

@@ -1,4 +1,4 @@
-"""All scores of one stretch of tokens, both directions at once.
+"""One stretch of tokens as attention, all scores of both directions at once.
 
     score_ij = sum_c q_ic k_jc exp(sum of forward_c over j < l <= i)     below the diagonal
     score_ij = sum_c q_ic k_jc exp(sum of backward_c over i <= l < j)    above it; 0 where causal
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onescan.ops.decay_attention.blocks import Factors, assembled, masked_scores
+from onescan.ops.decay_attention.blocks import Factors, assembled, masked_sums
 
 LEAF = 25  # the first stretches of a scalar decay have at most so many tokens
 VANISHED = -800.0  # exp of less is 0 in every type
@@ -42,12 +42,12 @@ class Tile(NamedTuple):
     """A stretch of tokens summed up.
 
     Attributes:
-        scores: of every query with every key, [..., L, L].
+        o: the sum of values under the scores, [..., L, V].
         forward: reach of what comes from the left, without the axis S.
         backward: reach of what comes from the right; None where causal.
     """
 
-    scores: Tensor
+    o: Tensor
     forward: Reach
     backward: Reach | None
 
@@ -71,12 +71,13 @@ def padded(tokens: int, *, is_diagonal: bool) -> int:
     return length
 
 
-def tile(q: Tensor, k: Tensor, forward: Tensor, backward: Tensor | None) -> Tile:
+def tile(q: Tensor, k: Tensor, v: Tensor, forward: Tensor, backward: Tensor | None) -> Tile:
     """Let every query meet every key.
 
     Args:
         q: queries, [..., L, K], L as `padded` says.
         k: keys, [..., L, K].
+        v: values, [..., L, V].
         forward: log-decays from the left, [..., L, X].
         backward: log-decays from the right; None where causal.
     """
@@ -91,8 +92,9 @@ def tile(q: Tensor, k: Tensor, forward: Tensor, backward: Tensor | None) -> Tile
         reach = Reach(*(x.flip(-2) for x in _leaf_reach(backward.flip(-2))))
         above, right = _grown(reach, size, weigh, backward=True)
     if is_diagonal:
-        return Tile(assembled((q * k).sum(-1)[..., None, None], below, above), left, right)
-    return Tile(masked_scores(q, k, _leaf_mask(forward, backward), below, above), left, right)
+        scores = assembled((q * k).sum(-1)[..., None, None], below, above)
+        return Tile(scores @ v, left, right)
+    return Tile(masked_sums(q, k, v, _leaf_mask(forward, backward), below, above), left, right)
 
 
 def _grown(

@@ -1,0 +1,121 @@
+"""States passed from chunk to chunk, pieces of samples and heads, and derivatives of both."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from onescan.ops.chunks import carried
+from onescan.ops.decay_attention.pieces import cut, joined, places
+
+SHAPES = [(2, 3, 4, 5, 2), (1, 3, 1, 5, 2), (2, 3, 5, 1, 1), (1, 1, 3, 1, 2)]  # B H N K V
+over_directions = pytest.mark.parametrize("backward", [False, True])
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def inputs(shape, kept):
+    """A state, what chunks add, and what they keep of a state."""
+    batch, heads, chunks, keys, values = shape
+    of_kept = {"none": None, "one": (1, 1, chunks, 1, 1), "key": (batch, heads, chunks, keys, 1)}
+    state, own = normal(batch, heads, keys, values), normal(*shape)
+    return state, own, None if of_kept[kept] is None else normal(*of_kept[kept])
+
+
+def one_by_one(state, own, kept, *, backward):
+    """The definition: S_n = kept_n S_{n-1} + own_n."""
+    before = {}
+    chunks = range(own.shape[2])
+    for n in reversed(chunks) if backward else chunks:
+        before[n] = state
+        state = own[:, :, n] + (state if kept is None else kept[:, :, n] * state)
+    return torch.stack([before[n] for n in chunks], dim=2), state
+
+
+@over_directions
+@pytest.mark.parametrize("kept", ["none", "one", "key"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_carried_is_the_definition(shape, kept, backward):
+    given = inputs(shape, kept)
+    learnt = [x for x in given if x is not None]
+    weights = normal(*shape), normal(*shape[:2], *shape[3:])
+
+    def results(function):
+        made = function(*given, backward=backward)
+        loss = sum((x * w).sum() for x, w in zip(made, weights, strict=True))
+        return *made, *torch.autograd.grad(loss, learnt)
+
+    for got, want in zip(results(carried), results(one_by_one), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@over_directions
+@pytest.mark.parametrize("kept", ["none", "one", "key"])
+def test_gradients_of_carried_have_gradients_and_go_forward(kept, backward):
+    given = inputs((1, 2, 3, 2, 2), kept)
+    learnt = tuple(x for x in given if x is not None)
+
+    def call(*tensors):
+        return carried(*tensors, *given[len(tensors) :], backward=backward)
+
+    assert torch.autograd.gradcheck(call, learnt, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, learnt)
+
+
+@over_directions
+@pytest.mark.parametrize(
+    ("kept", "axes"), [("none", (0, 3)), ("one", (1, 5, 0)), ("key", (2, 0, 4))]
+)
+def test_vmap_of_carried_along_any_axis(kept, axes, backward):
+    several = [inputs((2, 1, 3, 2, 2), kept) for _ in range(3)]
+    want = [carried(*each, backward=backward) for each in several]
+    stacked = [
+        torch.stack(x, dim=a) for x, a in zip(zip(*several, strict=True), axes, strict=False)
+    ]
+    call = partial(carried, backward=backward)
+    got = torch.func.vmap(call, in_dims=axes)(*stacked)
+    for x, y in zip(got, zip(*want, strict=True), strict=True):
+        torch.testing.assert_close(x, torch.stack(y))
+
+
+def test_vmap_of_carried_over_states_alone():
+    state, own, kept = inputs((2, 1, 3, 2, 2), "key")
+    states = torch.stack([state, 2 * state])
+    got = torch.func.vmap(carried, in_dims=(0, None, None))(states, own, kept)
+    want = [carried(x, own, kept) for x in states]
+    for x, y in zip(got, zip(*want, strict=True), strict=True):
+        torch.testing.assert_close(x, torch.stack(y))
+
+
+@pytest.mark.parametrize("at_once", [(1, 1), (2, 1), (1, 2), (3, 2), (5, 3)])
+def test_pieces_cover_all_once(at_once):
+    x = torch.arange(5 * 2 * 3 * 2.0).reshape(5, 2, 3, 2)
+    where = places(5, 3, *at_once)
+    assert torch.equal(joined(cut(x, 2, where), x.shape, 2, where), x)
+    touched = torch.zeros(5, 3)
+    for (start, stop), (first, last) in where:
+        touched[start:stop, first:last] += 1
+    assert (touched == 1).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 5, 1), (1, 2, 5, 1), (3, 2, 1, 1), (1, 2, 1, 1)])
+def test_pieces_have_gradients_and_those_have_too(shape):
+    """Also of what samples or heads share."""
+    where = places(3, 5, 2, 2)
+
+    def call(x):
+        parts = cut(x, 2, where)
+        wide = [part.expand(x1 - x0, 2, h1 - h0, 1).sin() for part, ((x0, x1), (h0, h1)) in
+                zip(parts, where, strict=True)]  # fmt: skip
+        return joined(wide, (3, 2, 5, 1), 2, where)
+
+    x = normal(*shape)
+    torch.testing.assert_close(call(x), x.expand(3, 2, 5, 1).sin())
+    assert torch.autograd.gradcheck(call, x)
+    assert torch.autograd.gradgradcheck(call, x)
+
+
+def test_nothing_is_cut_from_nothing():
+    assert cut(None, 2, places(2, 2, 1, 1)) == [None] * 4
