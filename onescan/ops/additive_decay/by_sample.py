@@ -154,7 +154,7 @@ class _Summary(torch.autograd.Function):
             return _again(all_at_once.summary, (k, v, cos, sin), (dz, dkv))
         turn = () if cos is None else (cos, sin)
         of_turn = _zeros(turn, ctx.needs_input_grad[2:])
-        offset = per_key(kv * dkv, k.shape[-1]) - dz.to(k.dtype)
+        offset = per_key(kv * dkv, k) - dz.to(k.dtype)
         scale = total.reciprocal()
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         w = torch.empty_like(k[0])

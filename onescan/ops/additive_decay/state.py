@@ -90,9 +90,9 @@ def share(part: Tensor, whole: Tensor, like: Tensor) -> Tensor:
     return (part - whole).to(like.dtype).exp()
 
 
-def per_key(x: Tensor, width: int) -> Tensor:
-    """Sums over values and over both halves, [B, H, F, V] to [B, H, K], of keys of this width."""
-    return x.sum(-1).unflatten(-1, (-1, width)).sum(-2)
+def per_key(x: Tensor, k: Tensor) -> Tensor:
+    """Sums over values and over both halves, [B, H, F, V] to [B, H, K], for keys k [.., K]."""
+    return x.sum(-1).unflatten(-1, (-1, k.shape[-1])).sum(-2)
 
 
 def per_feature(weight: Tensor, kv: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ def _causal_scan_backward(
     )  # fmt: skip
     after = torch.empty_like(plan.before)
     dmass = torch.empty_like(plan.reference[:, 1:], memory_format=torch.contiguous_format)
-    dz_out = (dz - per_key(kv * dkv, key_width)).float()
+    dz_out = (dz - per_key(kv * dkv, k)).float()
     dz_in, dkv_in = torch.empty_like(dz_out), torch.empty_like(kv)
     launch(
         kernels.carry_backward,
@@ -212,7 +212,7 @@ def _causal_scan_backward(
         plan.own, q, k, plan.turn, keep, *scale, after, do, dv, tokens, plan.chunks, **plan.of_own,
     )  # fmt: skip
     if kv_in is not None:
-        dz_in = dz_in + per_key(kv_in * dkv_in, key_width)
+        dz_in = dz_in + per_key(kv_in * dkv_in, k)
     return dq, dk, dv, dangles.sum(0), dz_in, dkv_in
 
 

@@ -138,7 +138,7 @@ def _one_scan_backward(
     )  # fmt: skip
     whole = sums.sum(0) + dkv.contiguous()
     rounded = as_multiplied(whole, k.dtype)  # so that what all values share cancels
-    offset = (per_key(kv * rounded, key_width) - dz).float()
+    offset = (per_key(kv * rounded, k) - dz).float()
     launch(
         kernels.collect,
         (batch * heads * -(-tokens // tile_blocks.tokens),),
@@ -182,7 +182,7 @@ def _backward(ctx: Any, do: Tensor, dz: Tensor, dkv: Tensor, *_: Any) -> tuple[T
     if z_in is not None:
         share = (z_in - z).float().exp()
         dkv_in = whole * per_feature(share, whole)
-        inner = per_key(kv_in * whole, k.shape[-1])
+        inner = per_key(kv_in * whole, k)
         dz_in = (share * (inner - offset)).to(z_in.dtype)
     return dq, dk, dv, dangles.to(angles.dtype) if turns else None, None, dz_in, dkv_in
 
