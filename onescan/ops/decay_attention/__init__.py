@@ -149,7 +149,8 @@ def decay_attention(
     _check(q, k, v, log_decay, causal, keep, state, chunk_size)
     check_choice("decay_at", decay_at, ["auto", "source", "target"])
     check_choice("normalize", normalize, ["none", "sum", "max_one"])
-    carried = tensors_of(sides_of(state, DecayState, causal=causal), causal=causal)
+    sides = sides_of(state, DecayState, causal=causal)
+    carried = tensors_of(sides, causal=causal)
     call = Call(
         tokens=q.shape[1],
         key_width=q.shape[3],
@@ -165,7 +166,6 @@ def decay_attention(
     choice = choose(form, runs_on, causal=causal, decays=decays, call=call)
     if decay_at == "auto":
         decay_at = "target" if causal else "source"
-    sides = sides_of(state, DecayState, causal=causal)
     in_kernels = choice.backend == "triton"
     with full_precision(q):
         wide_q, wide_k, wide_v = (q, k, v) if in_kernels else widened(q, k, v)

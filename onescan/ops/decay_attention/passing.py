@@ -84,9 +84,11 @@ class _Passed(torch.autograd.Function):
         read = do @ before.mT
         down, dstate = carried(dlast, (q * enter).mT @ do, kept, backward=not ctx.runs_back)
         left = v @ down.mT
-        of_decays = (
-            (read * q).sum_to_size(enter.shape),
-            (left * k).sum_to_size(leave.shape),
-            (down * before).sum_to_size(kept.shape).mT,
-        )
+        of_decays: tuple[Tensor | None, ...] = (None, None, None)
+        if any(ctx.needs_input_grad[4:7]):
+            of_decays = (
+                (read * q).sum_to_size(enter.shape),
+                (left * k).sum_to_size(leave.shape),
+                (down * before).sum_to_size(kept.shape).mT,
+            )
         return do, read * enter, left * leave, added @ down, *of_decays, dstate, None
