@@ -21,6 +21,7 @@ from onescan.ops.additive_decay import (
 )
 
 B, H, K, V = 2, 3, 4, 5
+FEW = (2, 1, 2, 1)  # where every number is changed in turn
 FORMS = [(causal, form) for causal, form, backend in IMPLEMENTATIONS if backend == "torch"]
 CAUSAL = [form for causal, form in FORMS if causal]
 over_forms = pytest.mark.parametrize(
@@ -45,24 +46,37 @@ def form(request, monkeypatch):
     return request.param
 
 
-def inputs(tokens, *, angles=True, keep=False, state=False, dtype=torch.float64, seed=0, scale=2.0):
+def inputs(
+    tokens,
+    *,
+    angles=True,
+    keep=False,
+    state=False,
+    dtype=torch.float64,
+    seed=0,
+    scale=2.0,
+    sizes=(B, H, K, V),
+):
     g = torch.Generator().manual_seed(seed)
+    batch, heads, keys, values = sizes
 
     def normal(*shape):
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
 
     named = {
-        "q": normal(B, tokens, H, K),
-        "k": normal(B, tokens, H, K) * scale,
-        "v": normal(B, tokens, H, V),
+        "q": normal(batch, tokens, heads, keys),
+        "k": normal(batch, tokens, heads, keys) * scale,
+        "v": normal(batch, tokens, heads, values),
     }
     if angles:
-        named["angles"] = normal(tokens, H, K)
+        named["angles"] = normal(tokens, heads, keys)
     if keep:
-        named["keep"] = torch.rand(B, tokens, generator=g) < 0.6
+        named["keep"] = torch.rand(batch, tokens, generator=g) < 0.6
     if state:
-        features = 2 * K if angles else K
-        named["state"] = AdditiveDecayState(normal(B, H, K), normal(B, H, features, V))
+        features = 2 * keys if angles else keys
+        named["state"] = AdditiveDecayState(
+            normal(batch, heads, keys), normal(batch, heads, features, values)
+        )
     return named
 
 
@@ -123,7 +137,7 @@ def test_default_chunks_are_the_definition(tokens):
 @over_forms
 @pytest.mark.parametrize("angles", [False, True])
 def test_gradcheck(causal, form, angles):
-    named, tensors = leaves(inputs(5, angles=angles, keep=True, state=True))
+    named, tensors = leaves(inputs(5, angles=angles, keep=True, state=True, sizes=FEW))
     names = ["q", "k", "v"] + ["angles"] * angles
 
     def call(*x):
@@ -492,7 +506,7 @@ def test_the_choice_of_form():
 
 @pytest.mark.parametrize("form", ["by_sample"], indirect=True)
 def test_gradients_by_sample_have_gradients(form):
-    named, tensors = leaves(inputs(3, keep=True))
+    named, tensors = leaves(inputs(3, keep=True, sizes=FEW))
     names = ["q", "k", "v", "angles"]
 
     def call(*x):
