@@ -1,9 +1,13 @@
 """How large a model is: parameters, and multiply-accumulates of one forward."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from onescan.configs import ModelConfig
@@ -26,12 +30,67 @@ def model_size(config: ModelConfig) -> Size:
     """Count without allocating: the model is built on the meta device."""
     with torch.device("meta"):
         inputs = config.example_inputs()
-        parameters = sum(p.numel() for p in config.build().parameters())
-    return Size(parameters, count_macs(config, *inputs))
+        model = config.build()
+    return Size(sum(p.numel() for p in model.parameters()), _macs(model, inputs))
 
 
 def count_macs(config: ModelConfig, *inputs: Tensor | None) -> int:
     """Multiply-accumulates of one forward on inputs of these shapes, without allocating."""
+    with torch.device("meta"):
+        return _macs(config.build(), inputs)
+
+
+def _macs(model: nn.Module, inputs: tuple[Tensor | None, ...]) -> int:
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        config.build().eval()(*(None if x is None else x.to("meta") for x in inputs))
-    return counter.get_total_flops() // 2
+        count = _Count(counter)
+        for blocks in _alike(model):
+            count.once(blocks)
+        model.eval()(*(None if x is None else x.to("meta") for x in inputs))
+    return count.flops // 2
+
+
+def _alike(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Neighbours in a list that are built alike, by what they print and hold."""
+    for blocks in model.modules():
+        if isinstance(blocks, nn.ModuleList):
+            for _, run in groupby(blocks, _built):
+                if len(alike := list(run)) > 1:
+                    yield alike
+
+
+def _built(block: nn.Module) -> tuple[str, list[torch.Size]]:
+    return repr(block), [x.shape for x in block.state_dict().values()]
+
+
+class _Count:
+    """Of blocks built alike one runs, and another only where it is given something else."""
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        self.counter = counter
+        self.left_out = 0
+
+    @property
+    def flops(self) -> int:
+        return self.counter.get_total_flops() + self.left_out
+
+    def once(self, blocks: list[nn.Module]) -> None:
+        known: dict[str, tuple[int, Any]] = {}
+        for block in blocks:
+            block.forward = partial(self._run, block.forward, known)
+
+    def _run(
+        self,
+        forward: Callable[..., Any],
+        known: dict[str, tuple[int, Any]],
+        *given: Any,
+        **named: Any,
+    ) -> Any:
+        shapes = str(tree_map_only(Tensor, lambda x: (x.shape, x.dtype), (given, named)))
+        if shapes not in known:
+            before = self.flops
+            made = forward(*given, **named)
+            known[shapes] = self.flops - before, made
+            return made
+        flops, made = known[shapes]
+        self.left_out += flops
+        return tree_map_only(Tensor, torch.empty_like, made)
