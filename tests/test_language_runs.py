@@ -9,6 +9,7 @@ import onescan
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer
 from onescan.recipes.language import LANGUAGE
+from onescan.report.sections import writing
 from onescan.training import train as train_run
 from onescan.training.folder import read_manifest
 from onescan.training.language_model import load_language_model
@@ -18,6 +19,12 @@ TINY = [
     *("--model.width", "24", "--model.depth", "1", "--model.mixer.num-heads", "2"),
     *("--data.length", "32", "--training.batch-size", "4", "--training.steps", "6"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _little_is_written(monkeypatch):
+    """On the pages of runs: three texts of 200 tokens take longer than to train the model."""
+    monkeypatch.setattr(writing, "WRITTEN", 9)
 
 
 @pytest.fixture
@@ -113,14 +120,13 @@ def test_a_missing_text_is_told_in_a_sentence(tmp_path, capsys):
     assert "empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["generate", "needle", "evaluate"])
-def test_what_is_no_run_is_told_as_such(command, text, capsys):
+def test_what_is_no_run_is_told_as_such(text, capsys):
     run = train("shakespeare_lion_s", text)
-    more = ["--lengths", "8"] if command == "evaluate" else []
     capsys.readouterr()
-    assert main([command, str(run.parent), *more]) == 2
-    assert "holds no run: it has no config.json; name one of the runs in it: seed-0" in (
-        capsys.readouterr().err
-    )
-    assert main([command, str(run / "no" / "such"), *more]) == 1
-    assert "there is no run at" in capsys.readouterr().err
+    for command, *more in (["generate"], ["needle"], ["evaluate", "--lengths", "8"]):
+        assert main([command, str(run.parent), *more]) == 2
+        assert "holds no run: it has no config.json; name one of the runs in it: seed-0" in (
+            capsys.readouterr().err
+        )
+        assert main([command, str(run / "no" / "such"), *more]) == 1
+        assert "there is no run at" in capsys.readouterr().err
