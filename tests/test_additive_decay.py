@@ -35,13 +35,14 @@ over_forms = pytest.mark.parametrize(
 @pytest.fixture
 def form(request, monkeypatch):
     """A form by name; "climbing" is the chunk form as it is where logits climb far, "by_sample" the
-    one scan as it is where samples are large.
+    one scan as it is where samples are large, in stretches of three tokens.
     """
     if request.param == "climbing":
         monkeypatch.setattr(level, "weigh", lambda k, state: None)
         return "chunk"
     if request.param == "by_sample":
         monkeypatch.setattr(by_sample, "LARGE", 0)
+        monkeypatch.setattr(by_sample, "STRETCH", 3 * H * K)
         return "one_scan"
     return request.param
 

@@ -1,8 +1,9 @@
-"""One scan on a CPU, sample after sample: what lies in between stays in the caches.
+"""One scan on a CPU, stretch after stretch of each sample: what lies in between stays in caches.
 
 Products read the layout that projections give, [T, H, K], and nothing of the size of q, k or v is
-kept for the backward but themselves. For a sample with w_t = exp(k_t - z), G the gradient of kv,
-dz that of z, and <.,.> a sum over values and over both halves:
+made but outputs and gradients, or kept for the backward but themselves. For a sample with
+w_t = exp(k_t - z), G the gradient of kv, dz that of z, and <.,.> a sum over values and over both
+halves:
 
     kv  = sum_t R_t(w_t) v_t^T      dv_t = G^T R_t(w_t),  dk_t = w_t (R_t^T(G v_t) - <kv, G> + dz)
     o_t = kv^T R_t(q_t)             dq_t = R_t^T(kv do_t),  dkv = sum_t R_t(q_t) do_t^T
@@ -10,6 +11,7 @@ dz that of z, and <.,.> a sum over values and over both halves:
 Source: LightNet, arXiv:2405.21022, Eq. 14 and App. A.2.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +26,10 @@ from onescan.shapes import Angles as Table  # of cosines, of sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 
 LARGE = 1 << 15  # numbers of a sample; below, all samples at once are faster
+STRETCH = 1 << 20  # numbers of k or q in one, as caches hold them
+
+
+Turn = tuple[Tensor, ...]  # cosines and sines, [T, H, K]; none without LRPE
 
 
 def pays(*inputs: Tensor | None) -> bool:
@@ -46,6 +52,24 @@ def read_out(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> 
     return _ReadOut.apply(q, kv, cos, sin)
 
 
+def _stretches(x: Tensor) -> Iterator[tuple[int, slice]]:
+    """The sample and the tokens of each, for x [B, T, H, K]."""
+    length = _length(x)
+    for sample in range(len(x)):
+        for start in range(0, x.shape[1], length):
+            yield sample, slice(start, min(start + length, x.shape[1]))
+
+
+def _length(x: Tensor) -> int:
+    """How many tokens a stretch has."""
+    return min(x.shape[1], max(1, STRETCH // x[0, 0].numel()))
+
+
+def _spare(x: Tensor) -> Tensor:
+    """Memory for what is made of a stretch's x and not returned."""
+    return x.new_empty(_length(x), *x.shape[2:])
+
+
 def _rows(x: Tensor) -> Tensor:
     """[T, H, X] as matrices of heads, [H, T, X], in place."""
     return x.transpose(0, 1)
@@ -56,22 +80,22 @@ def _halves(kv: Tensor, width: int) -> tuple[Tensor, ...]:
     return kv.split(width, dim=-2)
 
 
-def _gathered(x: Tensor, y: Tensor, turn: tuple[Tensor, ...], out: Tensor, spare: Tensor) -> None:
-    """sum_t R_t(x_t) y_t^T of one sample, into out [H, F, V]."""
+def _gather_(out: Tensor, x: Tensor, y: Tensor, turn: Turn, spare: Tensor) -> None:
+    """Add sum_t R_t(x_t) y_t^T of a stretch to [H, F, V]."""
     if not turn:
-        torch.bmm(_rows(x).mT, _rows(y), out=out)
-        return
-    for factor, half in zip(turn, _halves(out, x.shape[-1]), strict=True):
-        torch.mul(x, factor, out=spare)
-        half.copy_(_rows(spare).mT @ _rows(y))
+        out.baddbmm_(_rows(x).mT, _rows(y))
+    for factor, half in zip(turn, _halves(out, x.shape[-1]), strict=False):
+        turned = torch.mul(x, factor, out=spare[: len(x)])
+        half.baddbmm_(_rows(turned).mT, _rows(y))
 
 
-def _spread(x: Tensor, kv: Tensor, turn: tuple[Tensor, ...], out: Tensor, spare: Tensor) -> None:
-    """kv^T R_t(x_t) of one sample, into out [T, H, V]."""
+def _spread(x: Tensor, kv: Tensor, turn: Turn, out: Tensor, spare: Tensor) -> None:
+    """kv^T R_t(x_t) of a stretch, into out [T, H, V]."""
     if not turn:
         torch.bmm(_rows(x), kv, out=_rows(out))
         return
     straight, across = _halves(kv, x.shape[-1])
+    spare = spare[: len(x)]
     torch.mul(x, turn[0], out=spare)
     torch.bmm(_rows(spare), straight, out=_rows(out))
     torch.mul(x, turn[1], out=spare)
@@ -79,19 +103,14 @@ def _spread(x: Tensor, kv: Tensor, turn: tuple[Tensor, ...], out: Tensor, spare:
 
 
 def _turned_back(
-    y: Tensor,
-    kv: Tensor,
-    x: Tensor,
-    turn: tuple[Tensor, ...],
-    of_turn: tuple[Tensor, ...],
-    out: Tensor,
-    spare: Tensor,
+    y: Tensor, kv: Tensor, x: Tensor, turn: Turn, of_turn: Turn, out: Tensor, spare: Tensor
 ) -> None:
-    """R_t^T(kv y_t) of one sample, into out [T, H, K]; adds x_t times each half to `of_turn`."""
+    """R_t^T(kv y_t) of a stretch, into out [T, H, K]; adds x_t times each half to `of_turn`."""
     if not turn:
         torch.bmm(_rows(y), kv.mT, out=_rows(out))
         return
     straight, across = _halves(kv, x.shape[-1])
+    spare = spare[: len(x)]
     torch.bmm(_rows(y), straight.mT, out=_rows(out))
     torch.bmm(_rows(y), across.mT, out=_rows(spare))
     for total, half in zip(of_turn, (out, spare), strict=False):
@@ -104,10 +123,9 @@ class _ReadOut(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, kv: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         ctx.save_for_backward(q, kv, cos, sin)
         turn = () if cos is None or sin is None else (cos, sin)
-        o = q.new_empty(*q.shape[:3], kv.shape[-1])
-        spare = torch.empty_like(q[0]) if turn else q
-        for query, matrix, out in zip(q, kv, o, strict=True):
-            _spread(query, matrix, turn, out, spare)
+        o, spare = q.new_empty(*q.shape[:3], kv.shape[-1]), _spare(q)
+        for at in _stretches(q):
+            _spread(q[at], kv[at[0]], _of(turn, at), o[at], spare)
         return o
 
     @staticmethod
@@ -117,12 +135,11 @@ class _ReadOut(torch.autograd.Function):
             return _again(all_at_once.read_out, (q, kv, cos, sin), (do,))
         turn = () if cos is None else (cos, sin)
         of_turn = _zeros(turn, ctx.needs_input_grad[2:])
-        dq, dkv = torch.empty_like(q), torch.empty_like(kv)
-        spare = torch.empty_like(q[0]) if turn else q
-        for sample in range(len(q)):
-            slope = do[sample]
-            _turned_back(slope, kv[sample], q[sample], turn, of_turn, dq[sample], spare)
-            _gathered(q[sample], slope, turn, dkv[sample], spare)
+        dq, dkv, spare = torch.empty_like(q), torch.zeros_like(kv), _spare(q)
+        for at in _stretches(q):
+            here, there = _of(turn, at), _of(of_turn, at)
+            _turned_back(do[at], kv[at[0]], q[at], here, there, dq[at], spare)
+            _gather_(dkv[at[0]], q[at], do[at], here, spare)
         return dq, dkv, *(of_turn or (None, None))
 
 
@@ -134,14 +151,13 @@ class _Summary(torch.autograd.Function):
         turn = () if cos is None or sin is None else (cos, sin)
         batch, _, heads, width = k.shape
         peak = k.amax(dim=1).clamp(min=LOG_ZERO)
-        total = torch.empty_like(peak)
-        kv = k.new_empty(batch, heads, width * (len(turn) or 1), v.shape[-1])
-        w = torch.empty_like(k[0])
-        spare = torch.empty_like(w) if turn else w
-        for sample in range(batch):
-            torch.sub(k[sample], peak[sample], out=w).exp_()
-            torch.sum(w, dim=0, out=total[sample])
-            _gathered(w, v[sample], turn, kv[sample], spare)
+        total = torch.zeros_like(peak)
+        kv = k.new_zeros(batch, heads, width * (len(turn) or 1), v.shape[-1])
+        weights, spare = _spare(k), _spare(k)
+        for at in _stretches(k):
+            w = torch.sub(k[at], peak[at[0]], out=weights[: len(k[at])]).exp_()
+            total[at[0]] += w.sum(dim=0)
+            _gather_(kv[at[0]], w, v[at], _of(turn, at), spare)
         total = torch.where(total > 0, total, 1)  # all logits -inf: the mean of nothing is 0
         kv /= (torch.cat([total, total], dim=-1) if turn else total).unsqueeze(-1)
         ctx.save_for_backward(k, v, cos, sin, peak, total, kv)
@@ -157,18 +173,23 @@ class _Summary(torch.autograd.Function):
         offset = per_key(kv * dkv, k) - dz.to(k.dtype)
         scale = total.reciprocal()
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        w = torch.empty_like(k[0])
-        spare = torch.empty_like(w) if turn else w
-        for sample in range(len(k)):
-            torch.sub(k[sample], peak[sample], out=w).exp_().mul_(scale[sample])
-            slope = dkv[sample]
-            _turned_back(v[sample], slope, w, turn, of_turn, dk[sample], spare)
-            dk[sample].sub_(offset[sample]).mul_(w)
-            _spread(w, slope, turn, dv[sample], spare)
+        weights, spare = _spare(k), _spare(k)
+        for at in _stretches(k):
+            sample, here, there = at[0], _of(turn, at), _of(of_turn, at)
+            w = torch.sub(k[at], peak[sample], out=weights[: len(k[at])]).exp_()
+            w.mul_(scale[sample])
+            _turned_back(v[at], dkv[sample], w, here, there, dk[at], spare)
+            dk[at].sub_(offset[sample]).mul_(w)
+            _spread(w, dkv[sample], here, dv[at], spare)
         return dk, dv, *(of_turn or (None, None))
 
 
-def _zeros(turn: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> tuple[Tensor, ...]:
+def _of(turn: Turn, at: tuple[int, slice]) -> Turn:
+    """What belongs to the tokens of a stretch: all samples turn alike."""
+    return tuple(x[at[1]] for x in turn)
+
+
+def _zeros(turn: Turn, wanted: tuple[bool, ...]) -> Turn:
     """Where gradients of cosines and sines are summed, if any are wanted."""
     return tuple(torch.zeros_like(x) for x in turn) if any(wanted) else ()
 
