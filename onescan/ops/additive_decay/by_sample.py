@@ -28,7 +28,6 @@ from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 LARGE = 1 << 15  # numbers of a sample; below, all samples at once are faster
 STRETCH = 1 << 20  # numbers of k or q in one, as caches hold them
 
-
 Turn = tuple[Tensor, ...]  # cosines and sines, [T, H, K]; none without LRPE
 
 
