@@ -9,23 +9,35 @@ from onescan.ops.chunks import carried
 from onescan.ops.decay_attention.pieces import cut, joined, places
 
 SHAPES = [(2, 3, 4, 5, 2), (1, 3, 1, 5, 2), (2, 3, 5, 1, 1), (1, 1, 3, 1, 2)]  # B H N K V
-over_directions = pytest.mark.parametrize("backward", [False, True])
+over_directions = pytest.mark.parametrize("backward", [False, True, (True, False)], ids=str)
 
 
 def normal(*shape):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def inputs(shape, kept):
-    """A state, what chunks add, and what they keep of a state."""
+def inputs(shape, kept, backward=False):
+    """A state, what chunks add, and what they keep of a state: one for each direction."""
     batch, heads, chunks, keys, values = shape
-    of_kept = {"none": None, "one": (1, 1, chunks, 1, 1), "key": (batch, heads, chunks, keys, 1)}
-    state, own = normal(batch, heads, keys, values), normal(*shape)
+    ways = () if isinstance(backward, bool) else (len(backward),)
+    of_kept = {
+        "none": None,
+        "one": (1, 1, chunks, *ways, 1, 1),
+        "key": (batch, heads, chunks, *ways, keys, 1),
+    }
+    state = normal(batch, heads, *ways, keys, values)
+    own = normal(batch, heads, chunks, *ways, keys, values)
     return state, own, None if of_kept[kept] is None else normal(*of_kept[kept])
 
 
 def one_by_one(state, own, kept, *, backward):
     """The definition: S_n = kept_n S_{n-1} + own_n."""
+    if not isinstance(backward, bool):
+        keeps = [None] * len(backward) if kept is None else kept.unbind(3)
+        several = zip(state.unbind(2), own.unbind(3), keeps, backward, strict=True)
+        made = [one_by_one(*each, backward=way) for *each, way in several]
+        before, last = zip(*made, strict=True)
+        return torch.stack(before, dim=3), torch.stack(last, dim=2)
     before = {}
     chunks = range(own.shape[2])
     for n in reversed(chunks) if backward else chunks:
@@ -38,9 +50,9 @@ def one_by_one(state, own, kept, *, backward):
 @pytest.mark.parametrize("kept", ["none", "one", "key"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_carried_is_the_definition(shape, kept, backward):
-    given = inputs(shape, kept)
+    given = inputs(shape, kept, backward)
     learnt = [x for x in given if x is not None]
-    weights = normal(*shape), normal(*shape[:2], *shape[3:])
+    weights = normal(*given[1].shape), normal(*given[0].shape)
 
     def results(function):
         made = function(*given, backward=backward)
@@ -54,7 +66,7 @@ def test_carried_is_the_definition(shape, kept, backward):
 @over_directions
 @pytest.mark.parametrize("kept", ["none", "one", "key"])
 def test_gradients_of_carried_have_gradients_and_go_forward(kept, backward):
-    given = inputs((1, 2, 3, 2, 2), kept)
+    given = inputs((1, 2, 3, 2, 2), kept, backward)
     learnt = tuple(x for x in given if x is not None)
 
     def call(*tensors):
@@ -69,7 +81,7 @@ def test_gradients_of_carried_have_gradients_and_go_forward(kept, backward):
     ("kept", "axes"), [("none", (0, 3)), ("one", (1, 5, 0)), ("key", (2, 0, 4))]
 )
 def test_vmap_of_carried_along_any_axis(kept, axes, backward):
-    several = [inputs((2, 1, 3, 2, 2), kept) for _ in range(3)]
+    several = [inputs((2, 1, 3, 2, 2), kept, backward) for _ in range(3)]
     want = [carried(*each, backward=backward) for each in several]
     stacked = [
         torch.stack(x, dim=a) for x, a in zip(zip(*several, strict=True), axes, strict=False)

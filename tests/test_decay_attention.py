@@ -376,6 +376,24 @@ def test_two_calls_that_hand_each_other_their_states_equal_one_at_every_cut(deca
         assert_same(got, (want, *tensors_of(ends)))
 
 
+@over_names
+@pytest.mark.parametrize("tokens", [3, 9])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_nothing_on_one_side_is_a_state_of_zeros(wanted, tokens, form):
+    named = inputs(tokens, causal=False, state=True)
+    call = partial(decay_attention, form=form, chunk_size=4, return_state=wanted)
+    sides = named.pop("state")
+    empty = DecayState(*map(torch.zeros_like, sides[0]))
+    for alone, both in (
+        (DecayStates(sides[0], None), DecayStates(sides[0], empty)),
+        (DecayStates(None, sides[1]), DecayStates(empty, sides[1])),
+    ):
+        (o, ends), (want, of_both) = (call(**named, state=state) for state in (alone, both))
+        assert_same([o], [want])
+        if wanted:
+            assert_same(tensors_of(ends), tensors_of(of_both))
+
+
 @over_conventions
 @over_decays
 @over_names

@@ -4,12 +4,13 @@ While a model is exported its lengths are symbols. Then the number of chunks is 
 else would be a loop over them becomes a scan, which the program that comes out runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Backward = bool | tuple[bool, ...]
 Step = Callable[..., Tensor]  # from the state before a chunk and its parts, the one after it
 
 
@@ -79,7 +80,7 @@ def passed_on(
 
 
 def carried(
-    state: Tensor, own: Tensor, kept: Tensor | None = None, *, backward: bool = False
+    state: Tensor, own: Tensor, kept: Tensor | None = None, *, backward: Backward = False
 ) -> tuple[Tensor, Tensor]:
     """Pass on the usual state, S_n = kept_n S_{n-1} + own_n, with a backward of as little memory.
 
@@ -87,7 +88,8 @@ def carried(
         state: what enters the first chunk visited, [B, H, ...].
         own: what each chunk adds, [B, H, N, ...].
         kept: what each keeps of a state, that or what broadcasts to it; None is all.
-        backward: whether the last chunk is visited first.
+        backward: whether the last chunk is visited first; several of these are one for each state
+            side by side, in an axis of their own behind [B, H] and behind [B, H, N].
 
     Returns:
         As `passed_on`.
@@ -96,13 +98,44 @@ def carried(
     >>> before, last = carried(torch.zeros(1, 1), added, half)
     >>> before.tolist(), last.tolist()
     ([[[0.0, 1.0, 2.5]]], [[4.25]])
+    >>> both = torch.stack([added, added], dim=3)
+    >>> before, last = carried(torch.zeros(1, 1, 2), both, backward=(False, True))
+    >>> before.tolist(), last.tolist()
+    ([[[[0.0, 5.0], [1.0, 3.0], [3.0, 0.0]]]], [[[6.0, 6.0]]])
     """
     if not torch.compiler.is_compiling():
         return _Carried.apply(state, own, kept, backward)
-    parts = [own]
     if kept is not None:
-        parts.append(kept.expand(*kept.shape[:2], own.shape[2], *kept.shape[3:]))
-    return passed_on(_carry, state, *parts, backward=backward)
+        kept = kept.expand(*kept.shape[:2], own.shape[2], *kept.shape[3:])
+    if isinstance(backward, bool):
+        return passed_on(_carry, state, *_given(own, kept), backward=backward)
+    made = [
+        passed_on(_carry, *_given(*each), backward=way)
+        for *each, way in _side_by_side(state, own, kept, backward)
+    ]
+    before, last = zip(*made, strict=True)
+    return torch.stack(before, dim=3), torch.stack(last, dim=2)
+
+
+def turned(backward: Backward) -> Backward:
+    """The other way.
+
+    >>> turned((False, True))
+    (True, False)
+    """
+    return not backward if isinstance(backward, bool) else tuple(not way for way in backward)
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+def _side_by_side(
+    state: Tensor, own: Tensor, kept: Tensor | None, backward: tuple[bool, ...]
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None, bool]]:
+    """Each state, what its chunks add and keep, and where it starts."""
+    keeps = [None] * len(backward) if kept is None else kept.unbind(3)
+    return zip(state.unbind(2), own.unbind(3), keeps, backward, strict=True)
 
 
 def _carry(state: Tensor, own: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -114,24 +147,22 @@ class _Carried(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        state: Tensor, own: Tensor, kept: Tensor | None, backward: bool
+        state: Tensor, own: Tensor, kept: Tensor | None, backward: Backward
     ) -> tuple[Tensor, Tensor]:
         before, last = torch.empty_like(own), torch.empty_like(own.select(2, 0))
-        order = -1 if backward else 1
-        states = [*before.unbind(2)[::order], last]
-        adds = own.unbind(2)[::order]
-        keeps = [None] * len(adds) if kept is None else kept.expand_as(own).unbind(2)[::order]
-        states[0].copy_(state)
-        for add, keep, here, after in zip(adds, keeps, states[:-1], states[1:], strict=True):
-            if keep is None:
-                torch.add(add, here, out=after)
-            else:
-                torch.addcmul(add, keep, here, out=after)
+        if kept is not None:
+            kept = kept.expand_as(own)
+        if isinstance(backward, bool):
+            _carry_into(before, last, state, own, kept, backward)
+        else:
+            each = _side_by_side(state, own, kept, backward)
+            for into, after, given in zip(before.unbind(3), last.unbind(2), each, strict=True):
+                _carry_into(into, after, *given)
         return before, last
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        state, _, kept, ctx.runs_back = inputs
+        state, _, kept, ctx.backward_ways = inputs
         ctx.of_state = state.shape
         ctx.save_for_backward(output[0], kept)
         ctx.save_for_forward(output[0], kept)
@@ -139,7 +170,7 @@ class _Carried(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dbefore: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         before, kept = ctx.saved_tensors
-        down, up = carried(dlast, dbefore, kept, backward=not ctx.runs_back)
+        down, up = carried(dlast, dbefore, kept, backward=turned(ctx.backward_ways))
         of_kept = None
         if kept is not None and ctx.needs_input_grad[2]:
             of_kept = (down * before).sum_to_size(kept.shape)
@@ -152,16 +183,16 @@ class _Carried(torch.autograd.Function):
         before, kept = ctx.saved_tensors
         if dkept is not None:
             down = torch.addcmul(down, dkept, before)
-        return carried(dstate, down, kept, backward=ctx.runs_back)
+        return carried(dstate, down, kept, backward=ctx.backward_ways)
 
     @staticmethod
     def vmap(
         info: Any,
-        in_dims: tuple[int | None, ...],
+        in_dims: tuple[Any, ...],
         state: Tensor,
         own: Tensor,
         kept: Tensor | None,
-        backward: bool,
+        backward: Backward,
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         """The axis becomes the last one."""
         moved: list[Any] = [
@@ -171,6 +202,26 @@ class _Carried(torch.autograd.Function):
         moved[1] = moved[1].expand(*moved[1].shape[:-1], info.batch_size)
         made = _Carried.apply(*moved, backward)
         return made, tuple(x.ndim - 1 for x in made)
+
+
+def _carry_into(
+    before: Tensor,
+    last: Tensor,
+    state: Tensor,
+    own: Tensor,
+    kept: Tensor | None,
+    backward: bool,
+) -> None:
+    order = -1 if backward else 1
+    states = [*before.unbind(2)[::order], last]
+    adds = own.unbind(2)[::order]
+    keeps = [None] * len(adds) if kept is None else kept.unbind(2)[::order]
+    states[0].copy_(state)
+    for add, keep, here, after in zip(adds, keeps, states[:-1], states[1:], strict=True):
+        if keep is None:
+            torch.add(add, here, out=after)
+        else:
+            torch.addcmul(add, keep, here, out=after)
 
 
 def _scanned(

@@ -20,7 +20,7 @@ from onescan.ops.decay_attention.pieces import cut, joined, places
 from onescan.ops.decay_attention.tile import padded, tile
 from onescan.shapes import Keys, Queries, Values
 
-CACHED = 1 << 19  # scores or values that a CPU's caches hold
+CACHED = 1 << 20  # scores or values that a CPU's caches hold
 KEPT = 1 << 22  # and those of memory that is used again: what is much larger is new in every call
 HEADS = (2, 2, 2, 2, 2, 1, 1)  # the axis of q, k, v, both decays, and both states that enter
 
@@ -92,14 +92,16 @@ def _forward(
     o, from_left, from_right = tile(q, k, v, forward, backward)  # B H N C V
 
     # 2. from chunk to chunk, each direction its state
-    o, left = with_passed(o, q, k, v, from_left, enters.left, return_state=return_state)
-    right = None
-    if from_right is not None:
-        o, right = with_passed(
-            o, q, k, v, from_right, enters.right, return_state=return_state, backward=True
-        )
-    o = rearrange(o[..., :size, :], "b h n c v -> b (n c) h v").narrow(1, 0, tokens)
-    return parted(o, Matrices(left, right))
+    o, leaves = with_passed(o, q, k, v, from_left, from_right, enters, return_state=return_state)
+    o = rearrange(_first(size, o, -2), "b h n c v -> b (n c) h v")
+    o = _first(tokens, o, 1)
+    return parted(o, leaves)
+
+
+def _first(count: int, x: Tensor, axis: int) -> Tensor:
+    """So many along an axis: all are no slice, whose gradient would be another tensor's worth."""
+    is_all = is_known(x.shape[axis]) and is_known(count) and x.shape[axis] == count
+    return x if is_all else x.narrow(axis, 0, count)
 
 
 def _chunks(x: Tensor, count: int, size: int, filled: int) -> Tensor:

@@ -60,7 +60,8 @@ def with_ones(v: Tensor) -> Tensor:
 
 def parted(o: Tensor, leaves: Matrices) -> Sums:
     """Part outputs from their last column, the row sum."""
-    return Sums(o[..., :-1], o[..., -1:], leaves)
+    outputs, row_sum = o.split([o.shape[-1] - 1, 1], dim=-1)  # the gradient of which is one tensor
+    return Sums(outputs, row_sum, leaves)
 
 
 def directed(
