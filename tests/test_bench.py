@@ -55,8 +55,8 @@ def test_the_exponent_of_noisy_times():
 
 
 def test_the_benchmark_of_diffusion_prints_every_name():
-    command = [sys.executable, "benchmarks/linear_diffusion.py", "--tokens", "8", "16"]
-    options = ["--names", "conv1d", "banded", "--no-gradients"]
+    command = [sys.executable, "tests/forking.py", "benchmarks/linear_diffusion.py"]
+    options = ["--tokens", "8", "16", "--names", "conv1d", "banded", "--no-gradients"]
     done = subprocess.run(
         [*command, *options, "--channels", "12", "--kernels", "2", "--radius", "3"],
         cwd=ROOT,

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -97,15 +99,22 @@ def test_training_leaves_runs_and_a_report(runs, capsys):
     assert str(runs / "report.html") in shown
 
 
-def test_the_picture_of_the_readme_can_be_drawn(tmp_path):
+@pytest.fixture
+def _no_page(monkeypatch):
+    monkeypatch.setattr("onescan.report.write_report", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_no_page")
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # matplotlib's
+def test_the_picture_of_the_readme_can_be_drawn(tmp_path, monkeypatch):
     """On a run deep enough to have a second block."""
     words = [*SMALL, "--model.depth", "2", "--training.steps", "1", "--out", str(tmp_path / "runs")]
     assert main(["train", "digits", *words]) == 0
     script = Path(__file__).parents[1] / "docs" / "pictures.py"
     picture = tmp_path / "picture.png"
-    command = [sys.executable, str(script), str(tmp_path / "runs" / "seed-0"), str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    words = [str(script), str(tmp_path / "runs" / "seed-0"), str(picture)]
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(words[0], run_name="__main__")
     with Image.open(picture) as drawn:
         assert drawn.width == 1000
 
@@ -117,6 +126,7 @@ def test_evaluate_repeats_what_training_found(runs, capsys):
     assert accuracy == pytest.approx(stored, abs=1e-4)
 
 
+@pytest.mark.usefixtures("_no_page")
 def test_a_run_is_repeated_from_its_config(runs, tmp_path, capsys):
     for given in (runs / "seed-1", runs / "seed-1" / "config.json"):
         assert main(["train", "--config", str(given), "--out", str(tmp_path / "again")]) == 0
@@ -141,6 +151,7 @@ def test_what_is_no_config(words, runs, capsys, monkeypatch):
     )
 
 
+@pytest.mark.usefixtures("_no_page")
 def test_runs_are_compared(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--config", str(runs / "seed-0"), "--model.width", "24"]) == 0
@@ -228,8 +239,8 @@ def test_traceback_shows_where_a_recipe_fails(tmp_path):
     assert isinstance(failure.value.__cause__, ZeroDivisionError)
 
 
-def test_classes_of_ones_own_are_imported_when_asked(tmp_path):
-    """In a fresh Python each time, as a class once defined stays known."""
+def test_classes_of_ones_own_are_imported_when_asked(tmp_path, monkeypatch, capfd):
+    """In a process of its own each time, as a class once defined stays known."""
     (tmp_path / "mine.py").write_text(
         "from __future__ import annotations\n"
         "from dataclasses import dataclass, replace\n"
@@ -245,13 +256,18 @@ def test_classes_of_ones_own_are_imported_when_asked(tmp_path):
     )
     Image.new("L", (8, 8), 255).save(tmp_path / "a.png")
 
-    def onescan(*words):
-        command = [sys.executable, "-m", "onescan", *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "onescan", "train", "mine.py:small", "--training.steps", "2"]
+    done = subprocess.run([*command, "--out", "out"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
-    code, said = onescan("train", "mine.py:small", "--training.steps", "2", "--out", "out")
-    assert code == 0, said
+    def onescan(*words):
+        fork = multiprocessing.get_context("fork")
+        process = fork.Process(target=lambda: sys.exit(main(words)))
+        process.start()
+        process.join()
+        return process.exitcode, "".join(capfd.readouterr())
+
     code, said = onescan("evaluate", "out/seed-0")
     assert code == 2
     assert "'MineConfig' is no class imported so far: import the file" in said

@@ -6,14 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from forking import fork_from_one
 
 from onescan import cli
-from onescan.bench.contest import run
+from onescan.bench.contest import rival, run
 from onescan.bench.contests import CONTESTS
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["--rounds", "1", "--seconds", "0", "--device", "cpu"]
 SMALL = ["--batch", "1", "--heads", "2", "--width", "8"]
+
+
+@pytest.fixture(autouse=True)
+def _few_imports(monkeypatch):
+    monkeypatch.setattr(rival.multiprocessing, "get_context", fork_from_one)
 
 
 def bench(folder, capsys, *words):

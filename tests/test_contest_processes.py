@@ -8,6 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 from fake_contestants import CALL_S, CONTEST, FakeOptions, prepare
+from forking import fork_from_one
 
 from onescan.bench.contest import rival
 from onescan.bench.contest.rival import KilledError, Rival
@@ -28,7 +29,9 @@ def results(log):
         tokens=SIZES, log=str(log), known=NAMES, gradients=False, rounds=2, seconds=0.0,
         budget_s=0.1,
     )  # fmt: skip
-    return run_contest("fakes", asked, log.parent, contest=CONTEST)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rival.multiprocessing, "get_context", fork_from_one)
+        return run_contest("fakes", asked, log.parent, contest=CONTEST)
 
 
 def why(results, size, name):
@@ -99,11 +102,13 @@ def test_a_contestant_that_is_left_is_ended(log):
 
 
 def test_an_interrupt_of_all_processes_leaves_a_contestant_silent(log, capfd):
-    for wait_s in (0.0, 0.05, 0.5):
-        with Rival("good", 1, prepare, FakeOptions(log=str(log), budget_s=1.0)) as one:
+    with Rival("good", 1, prepare, FakeOptions(log=str(log), budget_s=1.0)) as one:
+        for wait_s in (0.0, 0.05, 0.5):
             time.sleep(wait_s)  # its Python has begun, or imports
             os.kill(one._process.pid, signal.SIGINT)
-            one.arrive()
+        one.arrive()
+        os.kill(one._process.pid, signal.SIGINT)
+        one.forget()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not capfd.readouterr().err
 

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def printed():
-    command = [sys.executable, "benchmarks/denoisers.py", "--device", "cpu", "--what", "inference"]
-    options = ["--sides", "4", "8", "3", "--depth", "1", "--rounds", "1"]
+    command = [sys.executable, "tests/forking.py", "benchmarks/denoisers.py", "--device", "cpu"]
+    options = ["--what", "inference", "--sides", "4", "8", "3", "--depth", "1", "--rounds", "1"]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -102,8 +102,6 @@ def test_the_command_line_speaks_once(tmp_path):
     done = torchrun(*words, "--out", str(tmp_path / "runs"))
     assert done.stdout.count("digits, seed 0, in") == done.stdout.count("report: ") == 1
     assert done.stdout.count("test accuracy") == 1
-    done = torchrun(*words, "--seeds", "0", "0", code=1)
-    assert "expected each seed once" in done.stderr
     done = torchrun(*words, "--training.steps", "3", "--out", str(tmp_path / "runs"), code=1)
     assert done.stderr.count("onescan: error: ") == 1
     assert "holds another run" in done.stderr

@@ -152,8 +152,8 @@ def judge(tmp_path_factory):
 def learnt(tmp_path_factory, judge):
     """A denoiser that has learnt bars, judged by the classifier."""
     run = denoiser_run(**{
-        "training.epochs": 150, "training.evaluate_every": 50.0, "task.classifier": judge,
-        "task.sampler.steps": 20, "training.checkpoint_every": 50.0,
+        "training.epochs": 90, "training.evaluate_every": 30.0, "task.classifier": judge,
+        "task.sampler.steps": 20, "training.checkpoint_every": 30.0,
     })  # fmt: skip
     return train(run, tmp_path_factory.mktemp("learnt") / "seed-0")
 
@@ -178,8 +178,8 @@ def test_the_best_weights_are_those_of_the_least_distance(learnt):
 
 def test_each_evaluation_leaves_a_picture_and_the_last_shows_what_was_asked_for(learnt):
     pictures = read_pictures(learnt.folder)
-    assert list(pictures) == [150, 300, 450]
-    image = opened(pictures[450])
+    assert list(pictures) == [90, 180, 270]
+    image = opened(pictures[270])
     width = image.shape[1] // 3
     left, right, none = (image[:, i * width : (i + 1) * width] for i in range(3))
     half = width // 2
@@ -196,7 +196,7 @@ def opened(path):
 def test_the_page_shows_pictures_and_where_noise_is_hard_to_tell(learnt, tmp_path):
     page = write_report([learnt], tmp_path / "report.html").read_text()
     for words in (
-        "makes images of noise", "After 450 updates", "After 150 updates",
+        "makes images of noise", "After 270 updates", "After 90 updates",
         "left, right, none", "Error over timesteps", "Labelled as asked", "Feature distance",
         "What the position kernels learnt", "How keys turn with position",
     ):  # fmt: skip

@@ -15,7 +15,7 @@ from tiny_tokenizers import WORDS, word_tokenizer
 
 import onescan
 from onescan.bench.asked import TasksConfig
-from onescan.bench.harness import register
+from onescan.bench.harness import _manager_of, register
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
 from onescan.integrations.lm_eval import OnescanLM
@@ -282,12 +282,31 @@ def test_sets_of_tasks_are_spelt_out():
     assert asked.names == ["boolq", *six]
 
 
+def test_lm_evals_own_tasks_are_indexed_only_where_one_may_be_asked(saved, monkeypatch):
+    from lm_eval.tasks import TaskManager
+
+    indexed = []
+
+    def manager(include_path=None, include_defaults=True):
+        indexed.append(include_defaults)
+        return TaskManager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
+    (saved.folder / "tasks/pets.yaml").write_text("group: pets\ntask: [cats, piqa]")
+    for tasks in ("cats", "pets", "cats,piqa"):
+        found = _manager_of(TasksConfig(tasks=tasks, include_path=saved.folder / "tasks"))
+        assert {"cats", "pets"} <= set(found.all_tasks)
+    assert indexed == [False, False, True, False, True]
+
+
 def test_mistakes_are_told_in_a_sentence(saved, capsys, monkeypatch):
     def told(*words):
         assert main(["evaluate", saved.model, *words]) == 2
         return capsys.readouterr().err
 
-    assert "tasks has 'caats', which lm-eval does not know" in told("--tasks", "caats")
+    local = ["--include-path", str(saved.folder / "tasks")]
+    names = "cats,piqa,caats"  # of the folder, of lm-eval, of neither
+    assert "tasks has 'caats', which lm-eval does not know" in told("--tasks", names, *local)
     assert "include_path is 'nowhere', which is no folder" in told(
         "--tasks", "cats", "--include-path", "nowhere"
     )
@@ -302,7 +321,7 @@ def test_mistakes_are_told_in_a_sentence(saved, capsys, monkeypatch):
     )
     masked = MaskedLMConfig(**{**SMALL, "vocabulary_size": 12}, **BOTH["bert"]).build()
     onescan.to_transformers(masked).save_pretrained(saved.model)
-    assert "the model is a MaskedLM, expected a CausalLM" in told("--tasks", "piqa")
+    assert "the model is a MaskedLM, expected a CausalLM" in told("--tasks", "cats", *local)
     (saved.folder / "broken").mkdir()
     (saved.folder / "broken/dogs.yaml").write_text("task: [dogs")
     yaml = told("--tasks", "dogs", "--include-path", str(saved.folder / "broken"))

@@ -125,6 +125,13 @@ LEFT_OUT = {
 }
 
 
+MANY = {
+    "model": model(num_classes=120),
+    "class_names": tuple(f"class {i}" for i in range(120)),
+    "test_examples": 400,
+}
+
+
 def run_config(model=LIGHTNET, seed=0, **data):
     return RunConfig(
         name="a <b>recipe</b> & more",
@@ -152,6 +159,26 @@ def folders(tmp_path_factory):
     return folders
 
 
+@pytest.fixture(scope="module")
+def written(folders, tmp_path_factory):
+    """The page of finished runs, as a file; each is drawn once."""
+    made = {}
+
+    def written(model=LIGHTNET, seeds=(0,), **data):
+        key = (model, seeds, *data.items())
+        if key not in made:
+            path = tmp_path_factory.mktemp("page") / "new" / "report.html"
+            made[key] = write_report(folders(model, seeds, **data), path)
+        return made[key]
+
+    return written
+
+
+@pytest.fixture(scope="module")
+def html_of(written):
+    return lambda *runs, **more: written(*runs, **more).read_text(encoding="utf-8")
+
+
 def page_of(runs):
     return Page(render_page(read_study(runs)))
 
@@ -160,15 +187,15 @@ def page_of(runs):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_page_loads_nothing(folders, tmp_path, kind):
-    path = write_report(folders(MODELS[kind]), tmp_path / "new" / "report.html")
+def test_page_loads_nothing(written, kind):
+    path = written(MODELS[kind])
     assert_loads_nothing(path.read_text(encoding="utf-8"))
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_sections_that_do_not_apply_are_one_line(folders, kind):
-    html = render_page(read_study(folders(MODELS[kind])))
+def test_sections_that_do_not_apply_are_one_line(html_of, kind):
+    html = html_of(MODELS[kind])
     said = set(re.findall(r'<p class="absent"><b>(.*?)\.</b> Not shown: ', html))
     assert said == LEFT_OUT[kind]
     shown = set(re.findall(r"<h2>(.*?)</h2>", html))
@@ -177,8 +204,8 @@ def test_sections_that_do_not_apply_are_one_line(folders, kind):
     }  # fmt: skip
 
 
-def test_links_pictures_and_figures_are_complete(folders):
-    page = page_of(folders(seeds=(0, 1, 2)))
+def test_links_pictures_and_figures_are_complete(html_of):
+    page = Page(html_of(seeds=(0, 1, 2)))
     ids = {attributes.get("id") for _, attributes in page.tags}
     assert {a["href"].removeprefix("#") for tag, a in page.tags if tag == "a"} <= ids
     assert all(a.get("alt") for tag, a in page.tags if tag == "img")
@@ -186,8 +213,8 @@ def test_links_pictures_and_figures_are_complete(folders):
     assert tags.count("figure") == tags.count("figcaption") > 5
 
 
-def test_class_names_are_text_everywhere(folders):
-    html = render_page(read_study(folders()))
+def test_class_names_are_text_everywhere(html_of):
+    html = html_of()
     page = Page(html)
     assert "alert(1)</script>" not in html
     assert table(page, "shown \\ said")[0][1:] == list(HOSTILE)
@@ -197,8 +224,8 @@ def test_class_names_are_text_everywhere(folders):
     assert {'"quoted"  ', HOSTILE[-1]} <= drawn
 
 
-def test_a_failed_write_leaves_the_old_page(folders, tmp_path, monkeypatch):
-    path = write_report(folders(), tmp_path / "report.html")
+def test_a_failed_write_leaves_the_old_page(folders, written, tmp_path, monkeypatch):
+    path = shutil.copyfile(written(), tmp_path / "report.html")
     old = path.read_text(encoding="utf-8")
 
     def half(self, text, **options):
@@ -211,23 +238,21 @@ def test_a_failed_write_leaves_the_old_page(folders, tmp_path, monkeypatch):
     assert path.read_text(encoding="utf-8") == old
 
 
-def test_only_a_page_of_ours_is_replaced(folders, tmp_path):
+def test_only_a_page_of_ours_is_replaced(folders, written, tmp_path):
     path = tmp_path / "report.html"
     check_report_path(path)
     path.write_text("<!doctype html><title>notes</title>")
     with pytest.raises(ValueError, match=r"html was not written by onescan: choose another name"):
         write_report(folders(), path)
     assert "notes" in path.read_text()
-    path.unlink()
-    write_report(folders(), path)
-    check_report_path(path)
+    check_report_path(written())
     with pytest.raises(ValueError, match="by onescan: it is a folder, expected a file's name"):
         check_report_path(tmp_path)
 
 
-def test_smoothed_labels_are_said_beside_the_training_loss(folders):
+def test_smoothed_labels_are_said_beside_the_training_loss(folders, html_of):
     study = read_study(folders())
-    assert "smoothed" not in render_page(study)
+    assert "smoothed" not in html_of()
     run = study.runs[0]
     task = ImageClassificationConfig(augment=None, label_smoothing=0.1)
     config = dataclasses.replace(run.manifest.run, task=task)
@@ -236,9 +261,8 @@ def test_smoothed_labels_are_said_beside_the_training_loss(folders):
     assert "smoothed by 0.1, in training only" in caption
 
 
-def test_equal_runs_give_equal_pages_whatever_the_users_style(folders):
-    torch.manual_seed(1)
-    before = render_page(read_study(folders()))
+def test_equal_runs_give_equal_pages_whatever_the_users_style(folders, html_of):
+    before = html_of()
     torch.manual_seed(2)
     with matplotlib.rc_context({"axes.facecolor": "black", "xtick.labelsize": 30}):
         settings = dict(matplotlib.rcParams)
@@ -250,10 +274,10 @@ def test_equal_runs_give_equal_pages_whatever_the_users_style(folders):
 
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
-def test_accuracy_and_its_spread(folders, seeds):
+def test_accuracy_and_its_spread(folders, html_of, seeds):
     runs = folders(seeds=seeds)
     accuracies = [json.loads((r / "result.json").read_text())["metrics"]["accuracy"] for r in runs]
-    html = render_page(read_study(runs))
+    html = html_of(seeds=seeds)
     page = Page(html)
     assert len(set(accuracies)) == len(seeds)
     assert f"<strong>{statistics.mean(accuracies):.2%}" in html
@@ -266,29 +290,26 @@ def test_accuracy_and_its_spread(folders, seeds):
         assert "\u00b1" not in page.text
 
 
-def test_time_throughput_and_parameters(folders):
+def test_time_throughput_and_parameters(folders, html_of):
     (folder,) = folders()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["seconds"] for line in lines if line["split"] == "train"]
     study = read_study([folder])
     assert study.runs[0].seconds == pytest.approx(sum(seconds))
     assert study.runs[0].throughput == pytest.approx(16 / statistics.median(seconds))
-    text = page_of([folder]).text
+    text = Page(html_of()).text
     assert f"{large(16 / statistics.median(seconds))} images per second of the median" in text
-    assert (
-        f"{sum(p.numel() for p in LIGHTNET.build().parameters()):,} learnt"
-        in page_of([folder]).text
-    )
+    assert f"{sum(p.numel() for p in LIGHTNET.build().parameters()):,} learnt" in text
 
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
-def test_confusion_matrix_counts_every_seed(folders, seeds):
+def test_confusion_matrix_counts_every_seed(folders, html_of, seeds):
     study = read_study(folders(seeds=seeds))
     arrays = [run.result.evaluation.arrays for run in study.runs]
     wanted = sum(
         confusion_matrix(a["labels"], a["predictions"], labels=range(len(HOSTILE))) for a in arrays
     )
-    rows = table(page_of(folders(seeds=seeds)), "shown \\ said")
+    rows = table(Page(html_of(seeds=seeds)), "shown \\ said")
     assert [[int(cell) for cell in row[1:]] for row in rows[1:]] == wanted.tolist()
 
 
@@ -334,8 +355,8 @@ def test_a_perfect_and_a_hopeless_model_have_pages(folders):
     assert "<h3>Right answers</h3>" not in hopeless
 
 
-def test_shown_pixels_are_the_images(folders):
-    pictures = page_of(folders(MODELS["deit"])).pictures("png")
+def test_shown_pixels_are_the_images(html_of):
+    pictures = Page(html_of(MODELS["deit"])).pictures("png")
     assert pictures
     sizes = {Image.open(io.BytesIO(png)).size for png in pictures}
     assert sizes == {(8, 4)}
@@ -366,9 +387,8 @@ def test_a_long_run_s_curve_is_thinned_to_its_end():
     assert places[-1] == 12_344
 
 
-def test_accuracy_class_by_class_of_many(folders):
-    names = tuple(f"class {i}" for i in range(120))
-    study = read_study(folders(model(num_classes=120), class_names=names, test_examples=400))
+def test_accuracy_class_by_class_of_many(folders, html_of):
+    study = read_study(folders(**MANY))
     arrays = study.runs[0].result.evaluation.arrays
     counts = confusion_matrix(arrays["labels"], arrays["predictions"], labels=range(120))
     shown = counts.sum(axis=1)
@@ -376,7 +396,7 @@ def test_accuracy_class_by_class_of_many(folders):
     np.testing.assert_array_equal(np.isnan(accuracies), shown == 0)
     known = shown > 0
     np.testing.assert_allclose(accuracies[known], counts.diagonal()[known] / shown[known])
-    page = Page(render_page(study))
+    page = Page(html_of(**MANY))
     assert f"All {(shown > 0).sum()} classes in the order of their accuracy" in page.text
     order = np.argsort(np.where(shown > 0, accuracies, 2), kind="stable")
     alts = " ".join(a["alt"] for tag, a in page.tags if tag == "img")
@@ -384,19 +404,17 @@ def test_accuracy_class_by_class_of_many(folders):
     assert f"hardest classes: {hardest}" in alts
 
 
-def test_many_classes_have_top_5_accuracy(folders):
-    names = tuple(f"class {i}" for i in range(120))
-    (folder,) = folders(model(num_classes=120), class_names=names, test_examples=400)
+def test_many_classes_have_top_5_accuracy(folders, html_of):
+    (folder,) = folders(**MANY)
     top = read_result(folder).metrics["top5_accuracy"]
-    page = page_of([folder])
+    page = Page(html_of(**MANY))
     assert table(page, "seed")[0][2] == "test top-5 accuracy"
     assert table(page, "seed")[1][2] == f"{top:.2%}"
     assert any("Test top-5 accuracy" in text for text in page.texts)
-    assert "top-5" not in page_of(folders()).text
+    assert "top-5" not in Page(html_of()).text
 
 
-@pytest.mark.parametrize("evaluations", [1, 2])
-@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(("share", "evaluations"), [(0.0, 1), (0.7, 2), (1.0, 1)])
 def test_an_accuracy_that_stays_the_same_is_drawn(folders, monkeypatch, share, evaluations):
     limits = limits_drawn(monkeypatch)
     study = read_study(folders())

@@ -30,20 +30,23 @@ def chunks_of(size):
     return patch.dict(IMPLEMENTATIONS, scan=functools.partial(scan.forward, chunk_size=size))
 
 
-def inputs(shape, *, bidirectional=False, state=False, dtype=torch.float64, seed=0):
+def inputs(
+    shape, *, bidirectional=False, state=False, dtype=torch.float64, seed=0, sizes=(B, D, E)
+):
+    batch, channels, states = sizes
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
 
-    coefficients = (len(shape), 2, D, E) if bidirectional else (len(shape), D, E)
+    coefficients = (len(shape), *([2] if bidirectional else []), channels, states)
     return {
-        "x": normal(B, math.prod(shape), D),
+        "x": normal(batch, math.prod(shape), channels),
         "log_decay": -normal(*coefficients).exp(),
         "weight": normal(*coefficients),
         "shape": shape,
         "bidirectional": bidirectional,
-        "state": ToeplitzState(normal(B, D, E)) if state else None,
+        "state": ToeplitzState(normal(*sizes)) if state else None,
     }
 
 
@@ -82,25 +85,22 @@ def assert_are_the_definition(forms, named):
         assert_same(got[1], want[1])
 
 
-@over_forms
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 8, 9, 16, 31])
 @pytest.mark.parametrize(("bidirectional", "state"), [(False, False), (False, True), (True, False)])
-def test_every_form_is_the_definition_of_a_sequence(form, tokens, bidirectional, state):
+def test_every_form_is_the_definition_of_a_sequence(tokens, bidirectional, state):
+    named = inputs((tokens,), bidirectional=bidirectional, state=state)
     with chunks_of(4):
-        assert_are_the_definition(
-            [form], inputs((tokens,), bidirectional=bidirectional, state=state)
-        )
+        assert_are_the_definition(IMPLEMENTATIONS, named)
 
 
-@over_forms
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_every_form_is_the_definition_of_a_grid(form, shape, bidirectional):
+def test_every_form_is_the_definition_of_a_grid(shape, bidirectional):
     with chunks_of(2):
-        assert_are_the_definition([form], inputs(shape, bidirectional=bidirectional))
+        assert_are_the_definition(IMPLEMENTATIONS, inputs(shape, bidirectional=bidirectional))
 
 
-@pytest.mark.parametrize("tokens", [63, 64, 65, 128, 129])
+@pytest.mark.parametrize("tokens", [64, 65, 129])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_default_chunks_are_the_definition(tokens, bidirectional):
     named = inputs((tokens,), bidirectional=bidirectional, state=not bidirectional)
@@ -128,7 +128,9 @@ def test_extreme_decays_are_the_definition(form, decay, bidirectional):
 )
 def test_gradcheck(form, shape, bidirectional):
     state = len(shape) == 1 and not bidirectional
-    named, tensors = leaves(inputs(shape, bidirectional=bidirectional, state=state))
+    named, tensors = leaves(
+        inputs(shape, bidirectional=bidirectional, state=state, sizes=(1, 2, 3))
+    )
 
     def call(x, log_decay, weight, *hidden):
         changed = dict(named, x=x, log_decay=log_decay, weight=weight)
@@ -214,7 +216,7 @@ def errors(function, named, seeds=4):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("shape", "bidirectional"), [((33,), False), ((17,), True), ((6, 5), False)]
+    ("shape", "bidirectional"), [((17,), False), ((17,), True), ((6, 5), False)]
 )
 def test_no_less_exact_than_plain_torch(dtype, shape, bidirectional):
     """The error against float64 is at most twice what the definition makes in the same dtype."""
@@ -243,11 +245,11 @@ def test_a_loud_token_does_not_drown_the_quiet_ones(form, bidirectional):
 
 
 def recurrence(x, log_decay, weight):
-    hidden, outputs = torch.zeros(E, dtype=x.dtype), []
+    hidden, decay, states = torch.zeros(E, dtype=x.dtype), log_decay.exp(), []
     for x_t in x.flatten():
-        hidden = hidden * log_decay.exp() + x_t
-        outputs.append((weight * hidden).sum())
-    return torch.stack(outputs)
+        hidden = hidden * decay + x_t
+        states.append(hidden)
+    return (weight * torch.stack(states)).sum(-1)
 
 
 def test_a_hundred_thousand_tokens():

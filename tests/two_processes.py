@@ -13,7 +13,7 @@ from onescan.tasks import ImageClassification
 from onescan.training import MachineConfig, TrainingConfig, joined, train
 from onescan.training.loop import Loop
 
-STEPS, STOP = 20, 7
+STEPS, STOP = 12, 7
 
 
 def lightnet_run(**machine):

@@ -39,15 +39,13 @@ def judge_by_tasks(checkpoint: str, asked: TasksConfig, *, device: str = "auto")
     """
     asked.check()
     lm_eval = _import_lm_eval()
-    from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
     from onescan.integrations.lm_eval import OnescanLM
 
     if asked.include_path is not None:
         _check_yaml(asked.include_path)
-    folder = None if asked.include_path is None else str(asked.include_path)
-    manager = TaskManager(include_path=folder)
+    manager = _manager_of(asked)
     _check_tasks(asked.names, manager)
     model, tokenizer = load_language_model(checkpoint)
     judged = OnescanLM(
@@ -85,6 +83,19 @@ def register() -> None:
     from onescan.integrations.lm_eval import register
 
     register(load_language_model)
+
+
+def _manager_of(asked: TasksConfig) -> Any:
+    """What knows the tasks; lm-eval's own, thousands of files, are read only where one is asked."""
+    from lm_eval.tasks import TaskManager
+
+    if asked.include_path is None:
+        return TaskManager()
+    folder = str(asked.include_path)
+    local = TaskManager(include_path=folder, include_defaults=False)
+    if set(asked.names) <= set(local.all_subtasks):  # groups may hold lm-eval's own
+        return local
+    return TaskManager(include_path=folder)
 
 
 def _check_tasks(names: list[str], manager: Any) -> None:

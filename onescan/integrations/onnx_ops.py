@@ -23,7 +23,7 @@ def with_onnx_ops(program: ExportedProgram) -> ExportedProgram:
     }
     if not any(node.target in own for node in program.graph.nodes):
         return program
-    return program.run_decompositions({**torch.export.default_decompositions(), **own})
+    return program.run_decompositions(own)
 
 
 def logaddexp(a: Tensor, b: Tensor) -> Tensor:
