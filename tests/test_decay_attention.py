@@ -21,6 +21,7 @@ from onescan.ops.decay_attention import (
     choose,
     chunk,
     decay_attention,
+    passing,
     reference,
 )
 from onescan.ops.decay_attention.blocks import masked_sums
@@ -374,6 +375,25 @@ def test_two_calls_that_hand_each_other_their_states_equal_one_at_every_cut(deca
         o1, (_, first) = call(**dict(before, state=DecayStates(left, passed_back)))
         got = torch.cat([o1, o2], dim=1), *last, *first
         assert_same(got, (want, *tensors_of(ends)))
+
+
+@pytest.mark.parametrize("decay", ["fixed", "scalar", "diagonal"])
+def test_directions_one_after_the_other_are_those_side_by_side(monkeypatch, decay):
+    named = inputs(9, causal=False, decay=decay, state=True)
+    call = partial(decay_attention, form="chunk", chunk_size=4)
+    want = outputs_and_gradients(call, named)
+    counts, carry = [], passing.carried
+
+    def counted(state, *given, **ways):
+        counts.append(state.shape[2])
+        return carry(state, *given, **ways)
+
+    monkeypatch.setattr(passing, "carried", counted)
+    monkeypatch.setattr(passing, "TOGETHER", 0)
+    got = outputs_and_gradients(call, named)
+    assert counts == [1] * 4  # there and back, and their gradients
+    for x, y in zip(got, want, strict=True):
+        assert_same(x, y)
 
 
 @over_names

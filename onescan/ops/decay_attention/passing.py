@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onescan.checks import can_look_at_values
 from onescan.ops.chunks import carried, is_known, turned
 from onescan.ops.decay_attention.directions import Matrices
 from onescan.ops.decay_attention.tile import Reach
 
 BACKWARD = (False, True)  # the states from the left, and those from the right
+TOGETHER = 1 << 23  # numbers weighed at once: 32 MiB in float32, above which memory is always new
 
 
 def with_passed(
@@ -46,16 +48,36 @@ def with_passed(
         return o, Matrices(None, None)
     if alone:
         return o, _sides(((k * reach.leave).mT @ v)[:, :, 0] for reach in reaches)
+    empty = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
+    given = [empty if x is None else x for x in states]
+    sides = list(zip(reaches, given, BACKWARD[: len(given)], strict=True))
+    apart = can_look_at_values(k) and k.numel() * len(sides) >= TOGETHER
+    leaves: list[Tensor] = []
+    for some in [[side] for side in sides] if apart else [sides]:
+        o, last = _passed(o, q, k, v, *map(list, zip(*some, strict=True)))
+        leaves += last.unbind(2)
+    return o, _sides(leaves)
+
+
+def _passed(
+    o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reaches: list[Reach],
+    states: list[Tensor],
+    backward: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """The same for directions side by side; the states are one tensor, [B, H, D, K, V]."""
     enter, leave = (_side_by_side([*x], dim=-2) for x in list(zip(*reaches, strict=True))[:2])
     kept = _side_by_side([reach.through.mT for reach in reaches], dim=3)  # B H N D X 1
-    empty = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
-    state = _side_by_side([empty if x is None else x for x in states], dim=2)
+    state = _side_by_side(states, dim=2)
+    ways = tuple(backward)
     if torch.compiler.is_compiling():
-        before, last = carried(state, _added(k, leave, v), kept, backward=BACKWARD[: len(states)])
-        o = o + _weighed(q, enter) @ before.flatten(3, 4)
-    else:
-        o, last, _ = _Passed.apply(o, q, k, v, enter, leave, kept, state)
-    return o, _sides(last.unbind(2))
+        before, last = carried(state, _added(k, leave, v), kept, backward=ways)
+        return o + _weighed(q, enter) @ before.flatten(3, 4), last
+    o, last, _ = _Passed.apply(o, q, k, v, enter, leave, kept, state, ways)
+    return o, last
 
 
 def _sides(leaves: Iterable[Tensor]) -> Matrices:
@@ -101,8 +123,8 @@ class _Passed(torch.autograd.Function):
         leave: Tensor,
         kept: Tensor,
         state: Tensor,
+        ways: tuple[bool, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ways = BACKWARD[: kept.shape[3]]
         before, last = carried(state, _added(k, leave, v), kept, backward=ways)
         factors = o, _weighed(q, enter), before.flatten(3, 4)
         read = torch.baddbmm(*(x.flatten(0, 2) for x in factors))
@@ -110,18 +132,18 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, *tensors, ctx.ways = inputs
         ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(*inputs[1:], output[2])
+        ctx.save_for_backward(*tensors, output[2])
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dlast: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, enter, leave, kept, state, before = ctx.saved_tensors
-        ways = BACKWARD[: kept.shape[3]]
         of_key = -1, k.shape[-1]
         do = do.contiguous()  # once, for all products with it, here and inside the chunks
         if torch.is_grad_enabled():  # for gradients of gradients
-            before, _ = carried(state, _added(k, leave, v), kept, backward=ways)
-        down, dstate = carried(dlast, _added(q, enter, do), kept, backward=turned(ways))
+            before, _ = carried(state, _added(k, leave, v), kept, backward=ctx.ways)
+        down, dstate = carried(dlast, _added(q, enter, do), kept, backward=turned(ctx.ways))
         read = (do @ before.flatten(3, 4).mT).unflatten(-1, of_key)
         left = (v @ down.flatten(3, 4).mT).unflatten(-1, of_key)
         of_decays: tuple[Tensor | None, ...] = (None, None, None)
@@ -132,4 +154,4 @@ class _Passed(torch.autograd.Function):
                 (down * before).sum_to_size(kept.shape),
             )
         dv = _weighed(k, leave) @ down.flatten(3, 4)
-        return do, _gathered(read, enter), _gathered(left, leave), dv, *of_decays, dstate
+        return do, _gathered(read, enter), _gathered(left, leave), dv, *of_decays, dstate, None
