@@ -111,7 +111,7 @@ def carried(
         return passed_on(_carry, state, *_given(own, kept), backward=backward)
     made = [
         passed_on(_carry, *_given(*each), backward=way)
-        for *each, way in _side_by_side(state, own, kept, backward)
+        for *each, way in _each_way(state, own, kept, backward)
     ]
     before, last = zip(*made, strict=True)
     return torch.stack(before, dim=3), torch.stack(last, dim=2)
@@ -130,7 +130,7 @@ def _given(*tensors: Tensor | None) -> list[Tensor]:
     return [x for x in tensors if x is not None]
 
 
-def _side_by_side(
+def _each_way(
     state: Tensor, own: Tensor, kept: Tensor | None, backward: tuple[bool, ...]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, bool]]:
     """Each state, what its chunks add and keep, and where it starts."""
@@ -155,14 +155,14 @@ class _Carried(torch.autograd.Function):
         if isinstance(backward, bool):
             _carry_into(before, last, state, own, kept, backward)
         else:
-            each = _side_by_side(state, own, kept, backward)
+            each = _each_way(state, own, kept, backward)
             for into, after, given in zip(before.unbind(3), last.unbind(2), each, strict=True):
                 _carry_into(into, after, *given)
         return before, last
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        state, _, kept, ctx.backward_ways = inputs
+        state, _, kept, ctx.ways = inputs
         ctx.of_state = state.shape
         ctx.save_for_backward(output[0], kept)
         ctx.save_for_forward(output[0], kept)
@@ -170,7 +170,7 @@ class _Carried(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dbefore: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         before, kept = ctx.saved_tensors
-        down, up = carried(dlast, dbefore, kept, backward=turned(ctx.backward_ways))
+        down, up = carried(dlast, dbefore, kept, backward=turned(ctx.ways))
         of_kept = None
         if kept is not None and ctx.needs_input_grad[2]:
             of_kept = (down * before).sum_to_size(kept.shape)
@@ -183,7 +183,7 @@ class _Carried(torch.autograd.Function):
         before, kept = ctx.saved_tensors
         if dkept is not None:
             down = torch.addcmul(down, dkept, before)
-        return carried(dstate, down, kept, backward=ctx.backward_ways)
+        return carried(dstate, down, kept, backward=ctx.ways)
 
     @staticmethod
     def vmap(
