@@ -5,10 +5,12 @@ from functools import partial
 import pytest
 import torch
 
-from onescan.ops.chunks import carried
+from onescan.ops import chunks
+from onescan.ops.chunks import carried, in_turns
 from onescan.ops.decay_attention.pieces import cut, joined, places
+from onescan.ops.numerics import quotient
 
-SHAPES = [(2, 3, 4, 5, 2), (1, 3, 1, 5, 2), (2, 3, 5, 1, 1), (1, 1, 3, 1, 2)]  # B H N K V
+SHAPES = [(2, 3, 4, 5, 2), (1, 3, 1, 5, 2), (2, 3, 5, 1, 1), (1, 1, 11, 1, 2)]  # B H N K V
 over_directions = pytest.mark.parametrize("backward", [False, True, (True, False)], ids=str)
 
 
@@ -18,15 +20,15 @@ def normal(*shape):
 
 def inputs(shape, kept, backward=False):
     """A state, what chunks add, and what they keep of a state: one for each direction."""
-    batch, heads, chunks, keys, values = shape
+    batch, heads, count, keys, values = shape
     ways = () if isinstance(backward, bool) else (len(backward),)
     of_kept = {
         "none": None,
-        "one": (1, 1, chunks, *ways, 1, 1),
-        "key": (batch, heads, chunks, *ways, keys, 1),
+        "one": (1, 1, count, *ways, 1, 1),
+        "key": (batch, heads, count, *ways, keys, 1),
     }
     state = normal(batch, heads, *ways, keys, values)
-    own = normal(batch, heads, chunks, *ways, keys, values)
+    own = normal(batch, heads, count, *ways, keys, values)
     return state, own, None if of_kept[kept] is None else normal(*of_kept[kept])
 
 
@@ -39,17 +41,21 @@ def one_by_one(state, own, kept, *, backward):
         before, last = zip(*made, strict=True)
         return torch.stack(before, dim=3), torch.stack(last, dim=2)
     before = {}
-    chunks = range(own.shape[2])
-    for n in reversed(chunks) if backward else chunks:
+    order = range(own.shape[2])
+    for n in reversed(order) if backward else order:
         before[n] = state
         state = own[:, :, n] + (state if kept is None else kept[:, :, n] * state)
-    return torch.stack([before[n] for n in chunks], dim=2), state
+    return torch.stack([before[n] for n in order], dim=2), state
 
 
 @over_directions
 @pytest.mark.parametrize("kept", ["none", "one", "key"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_carried_is_the_definition(shape, kept, backward):
+@pytest.mark.parametrize("many", [1, chunks.MANY])
+def test_carried_is_the_definition(shape, kept, backward, many, monkeypatch):
+    """Chunk by chunk and, of many, in stretches side by side: all are many here, or none."""
+    monkeypatch.setattr(chunks, "MANY", many)
+    monkeypatch.setattr(chunks, "FEWEST", 2)
     given = inputs(shape, kept, backward)
     learnt = [x for x in given if x is not None]
     weights = normal(*given[1].shape), normal(*given[0].shape)
@@ -99,6 +105,57 @@ def test_vmap_of_carried_over_states_alone():
     want = [carried(x, own, kept) for x in states]
     for x, y in zip(got, zip(*want, strict=True), strict=True):
         torch.testing.assert_close(x, torch.stack(y))
+
+
+def test_how_many_chunks_are_visited_in_stretches(monkeypatch):
+    lengths, visit = [], chunks._visit_into
+
+    def counted(before, *given, axis, backward):
+        lengths.append(before.shape[axis])
+        visit(before, *given, axis=axis, backward=backward)
+
+    monkeypatch.setattr(chunks, "_visit_into", counted)
+    monkeypatch.setattr(chunks, "STEP", 100)
+
+    def visited(count, numbers):
+        lengths.clear()
+        carried(torch.zeros(1, 1, numbers), torch.ones(1, 1, count, numbers))
+        return lengths
+
+    assert visited(63, 20) == [63]
+    assert visited(66, 13) == [66]
+    assert visited(68, 12) == [8, 8, 4]  # of a stretch, stretches, and chunks over
+    assert visited(200, 10) == [20, 10, 0]
+    assert visited(200, 1) == [14, 14, 4]
+
+
+def test_chunks_are_taken_in_turns(monkeypatch):
+    monkeypatch.setattr(chunks, "TURN", 40)
+    x, y = torch.randn(2, 3, 4, 5, 2), torch.randn(2, 3, 4, 1)
+    sizes = []
+
+    def function(x, y):
+        sizes.append(x.shape[:3])
+        return x * y.unsqueeze(-1), y.sum(-1)
+
+    for got, want in zip(in_turns(function, x, y), function(x, y), strict=True):
+        assert torch.equal(got, want)
+    assert sizes == [(1, 1, 4)] * 6 + [(2, 3, 4)]
+    sizes.clear()
+    in_turns(function, x[:, :, :, :1], y[:, :, :, :1])
+    in_turns(function, x, y[:1])  # which all samples share
+    assert sizes == [(1, 1, 20), (1, 1, 4), (2, 3, 4)]
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4), (1, 2, 1)])
+def test_quotient_is_division(shape):
+    """With gradients, those of gradients, forward ones, and of many at a time."""
+    x, by = normal(3, 2, 4), (normal(*shape).detach().abs() + 1).requires_grad_()
+    torch.testing.assert_close(quotient(x, by), x / by)
+    assert torch.autograd.gradcheck(quotient, (x, by), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(quotient, (x, by))
+    got = torch.func.vmap(quotient, in_dims=(0, None))(torch.stack([x, 2 * x]), by)
+    torch.testing.assert_close(got, torch.stack([x / by, 2 * x / by]))
 
 
 @pytest.mark.parametrize("at_once", [(1, 1), (2, 1), (1, 2), (3, 2), (5, 3)])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_map
 
 from onescan.bench.timing import measure
+from onescan.ops import chunks
 from onescan.ops.decay_attention import (
     IMPLEMENTATIONS,
     Call,
@@ -749,9 +750,43 @@ def test_samples_and_heads_in_groups_give_what_all_at_once_give(
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("at_once", [(1, 1), (2, 2)])
+@over_directions
+@pytest.mark.parametrize("normalize", ["none", "sum", "max_one"])
+@pytest.mark.parametrize("form", ["full", "chunk", "recurrent"])
+@pytest.mark.parametrize("turn", [20, chunks.TURN])
+def test_outputs_and_states_may_be_changed_in_place(causal, normalize, form, turn, monkeypatch):
+    monkeypatch.setattr(chunks, "TURN", turn)
+    named = inputs(5, causal=causal, decay="scalar", state=True)
+    named["k"].requires_grad_()
+    call = partial(decay_attention, causal=causal, normalize=normalize, form=form, chunk_size=2)
+
+    def slopes(*, in_place):
+        o, state = call(**named)
+        matrix = state.kv if causal else state.forward.kv
+        o, matrix = (x.mul_(3) if in_place else 3 * x for x in (o, matrix))
+        return torch.autograd.grad(o.square().sum() + matrix.square().sum(), named["k"])
+
+    assert_same(slopes(in_place=True), slopes(in_place=False))
+
+
+@over_directions
 @over_decays
-def test_gradients_in_groups_have_gradients(decay, at_once, monkeypatch):
+def test_chunks_in_turns_give_what_all_at_once_give(causal, decay, monkeypatch):
+    """On a CPU so many chunks are taken at a time as caches hold."""
+    named = inputs(9, causal=causal, decay=decay, state=True)
+    call = partial(decay_attention, causal=causal, chunk_size=2, form="chunk")
+    want = outputs_and_gradients(call, named)
+    monkeypatch.setattr(chunks, "TURN", 20)
+    for x, y in zip(outputs_and_gradients(call, named), want, strict=True):
+        assert_same(x, y)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "turn"), [((1, 1), chunks.TURN), ((2, 2), chunks.TURN), ((2, 3), 20)]
+)
+@over_decays
+def test_gradients_in_groups_and_turns_have_gradients(decay, at_once, turn, monkeypatch):
+    monkeypatch.setattr(chunks, "TURN", turn)
     monkeypatch.setattr(chunk, "_at_once", lambda q, v, size: at_once)
     named = inputs(3, causal=False, decay=decay, state=False, batch=2)
     named = {name: x.detach().requires_grad_() for name, x in named.items() if x is not None}

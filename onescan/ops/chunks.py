@@ -4,11 +4,20 @@ While a model is exported its lengths are symbols. Then the number of chunks is 
 else would be a loop over them becomes a scan, which the program that comes out runs.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from onescan.checks import can_look_at_values
+
+# On a CPU:
+TURN = 1 << 20  # numbers of the largest tensor that a function of chunks is given at a time
+MANY = 64  # chunks from which on they are visited in stretches side by side, a pass more
+STEP = 1 << 16  # numbers from which on another thread helps; so many stretches are side by side
+FEWEST = 8  # stretches: fewer save less than the further pass costs
 
 Backward = bool | tuple[bool, ...]
 Step = Callable[..., Tensor]  # from the state before a chunk and its parts, the one after it
@@ -50,6 +59,43 @@ def number_of_chunks(tokens: int, size: int) -> int:
     return count
 
 
+def in_turns(
+    function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor, leading: int = 3
+) -> tuple[Tensor, ...]:
+    """What a function makes of chunks, as many at a time as a CPU's caches hold.
+
+    Args:
+        function: takes tensors of chunks and returns tensors of chunks, in which each chunk depends
+            on itself alone.
+        tensors: [B, H, N, ...]. The function gets M chunks of them in a turn, [1, 1, M, ...]; or
+            all as they are, where these axes differ among them or values cannot be looked at.
+        leading: how many axes are of chunks, 3 as written here.
+
+    Returns:
+        What the function does, [B, H, N, ...].
+
+    >>> in_turns(lambda x, y: (x + y,), torch.ones(1, 2, 3), torch.ones(1, 2, 3))[0].tolist()
+    [[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]]
+    """
+    shape = tensors[0].shape[:leading]
+    if not can_look_at_values(tensors[0]) or any(x.shape[:leading] != shape for x in tensors):
+        return function(*tensors)
+    chunks = shape.numel()
+    count = max(1, TURN * chunks // max(1, *(x.numel() for x in tensors)))
+    if count >= chunks:
+        return function(*tensors)
+    flat = [x.flatten(0, leading - 1) for x in tensors]
+    ones = (1,) * (leading - 1)
+    whole: list[Tensor] = []
+    for first in range(0, chunks, count):
+        made = function(*(x[first : first + count].unflatten(0, (*ones, -1)) for x in flat))
+        whole = whole or [x.new_empty(*shape, *x.shape[leading:]) for x in made]
+        for into, part in zip(whole, made, strict=True):
+            some = into.flatten(0, leading - 1)[first : first + count]
+            some.copy_(part.flatten(0, leading - 1))
+    return tuple(whole)
+
+
 def passed_on(
     step: Step, state: Tensor, *parts: Tensor, backward: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -87,7 +133,8 @@ def carried(
     Args:
         state: what enters the first chunk visited, [B, H, ...].
         own: what each chunk adds, [B, H, N, ...].
-        kept: what each keeps of a state, that or what broadcasts to it; None is all.
+        kept: what each keeps of a state, with as many axes as `own`, of its size or 1 but for that
+            of several ways; None is all.
         backward: whether the last chunk is visited first; several of these are one for each state
             side by side, in an axis of their own behind [B, H] and behind [B, H, N].
 
@@ -151,7 +198,7 @@ class _Carried(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         before, last = torch.empty_like(own), torch.empty_like(own.select(2, 0))
         if kept is not None:
-            kept = kept.expand_as(own)
+            kept = kept.expand(*kept.shape[:2], own.shape[2], *kept.shape[3:])
         if isinstance(backward, bool):
             _carry_into(before, last, state, own, kept, backward)
         else:
@@ -212,10 +259,65 @@ def _carry_into(
     kept: Tensor | None,
     backward: bool,
 ) -> None:
+    """Visit one chunk after another, or where they are many and small, many stretches at a time."""
+    chunks = own.shape[2]
+    stretches = min(STEP // max(1, own.select(2, 0).numel()), math.isqrt(chunks))
+    if chunks < MANY or stretches < FEWEST:
+        _visit_into(before, last, state, own, kept, axis=2, backward=backward)
+        return
+    length = chunks // stretches
+    over = chunks - length * stretches  # chunks in no stretch: they are visited last
+    whole, rest = slice(chunks - over), slice(chunks - over, None)
+    if backward:
+        whole, rest = slice(over, None), slice(over)
+
+    def of_stretches(x: Tensor) -> Tensor:
+        return x[:, :, whole].unflatten(2, (stretches, length))  # B H S L ...
+
+    # 1. in each stretch, from nothing
+    states = of_stretches(before)
+    added = torch.empty_like(states.select(3, 0))
+    nothing = state.new_zeros(()).expand_as(added)
+    keeps = None if kept is None else of_stretches(kept)
+    _visit_into(states, added, nothing, of_stretches(own), keeps, axis=3, backward=backward)
+
+    # 2. from stretch to stretch
+    within, through = (None, None) if keeps is None else _products(keeps, backward=backward)
+    enters, leaves = torch.empty_like(added), torch.empty_like(last)
+    _visit_into(enters, leaves, state, added, through, axis=2, backward=backward)
+
+    # 3. what entered a stretch, at each of its chunks
+    enters = enters.unsqueeze(3)
+    states.add_(enters) if within is None else states.addcmul_(within, enters)
+
+    others = before[:, :, rest], last, leaves, own[:, :, rest]
+    _visit_into(*others, None if kept is None else kept[:, :, rest], axis=2, backward=backward)
+
+
+def _products(kept: Tensor, *, backward: bool) -> tuple[Tensor, Tensor]:
+    """What is kept up to each chunk of a stretch, along axis 3, and through all of it."""
+    if backward:
+        kept = kept.flip(3)
+    up_to = kept.cumprod(3)
+    before = torch.cat([torch.ones_like(up_to[:, :, :, :1]), up_to[:, :, :, :-1]], dim=3)
+    return before.flip(3) if backward else before, up_to.select(3, -1)
+
+
+def _visit_into(
+    before: Tensor,
+    last: Tensor,
+    state: Tensor,
+    own: Tensor,
+    kept: Tensor | None,
+    *,
+    axis: int,
+    backward: bool,
+) -> None:
+    """Visit what lies along an axis, one after another."""
     order = -1 if backward else 1
-    states = [*before.unbind(2)[::order], last]
-    adds = own.unbind(2)[::order]
-    keeps = [None] * len(adds) if kept is None else kept.unbind(2)[::order]
+    states = [*before.unbind(axis)[::order], last]
+    adds = own.unbind(axis)[::order]
+    keeps = [None] * len(adds) if kept is None else kept.unbind(axis)[::order]
     states[0].copy_(state)
     for add, keep, here, after in zip(adds, keeps, states[:-1], states[1:], strict=True):
         if keep is None:

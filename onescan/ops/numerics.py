@@ -40,7 +40,16 @@ def divided(sums: Tensor, weight: Tensor) -> Tensor:
     >>> divided(torch.tensor([6.0, 0.0]), torch.tensor([3.0, 1e-40])).tolist()
     [2.0, 0.0]
     """
-    return sums / torch.where(weight.abs() < LEAST_WEIGHT, 1, weight)
+    return quotient(sums, torch.where(weight.abs() < LEAST_WEIGHT, 1, weight))
+
+
+def quotient(x: Tensor, by: Tensor) -> Tensor:
+    """Divide x by what broadcasts to it, with a gradient of half as many passes over x.
+
+    >>> quotient(torch.tensor([6.0, 9.0]), torch.tensor([3.0])).tolist()
+    [2.0, 3.0]
+    """
+    return x / by if torch.compiler.is_compiling() else _Quotient.apply(x, by)
 
 
 def running_logsumexp(x: Tensor) -> Tensor:
@@ -57,6 +66,34 @@ def logaddexp(a: Tensor, b: Tensor) -> Tensor:
     torch.logaddexp, whose gradient's own gradient would be NaN there.
     """
     return _LogAddExp.apply(a, b)
+
+
+class _Quotient(torch.autograd.Function):
+    """y = x / b, so dx = dy / b and db = -sum x dx / b."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, by: Tensor) -> Tensor:
+        return x / by
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, by = ctx.saved_tensors
+        dx, dby = gradient / by, None
+        if ctx.needs_input_grad[1]:
+            dby = -(x * dx).sum_to_size(by.shape) / by
+        return dx, dby
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, dby: Tensor) -> Tensor:
+        x, by = ctx.saved_tensors
+        return (dx - x / by * dby) / by
 
 
 class _LogAddExp(torch.autograd.Function):

@@ -7,6 +7,7 @@ as attention:   O = (Q K^T * M) V,   M_ij = exp(sum of a between j and i)
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,14 +27,14 @@ from onescan.checks import (
 from onescan.ops.backend import Backend, resolved_backend, wants_gradient
 from onescan.ops.decay_attention import chunk, full, one_scan, recurrent
 from onescan.ops.decay_attention.choice import Call, cheapest, cheapest_kernel
-from onescan.ops.decay_attention.directions import Directions, Matrices, directed
+from onescan.ops.decay_attention.directions import Directions, Divide, Matrices, directed
 from onescan.ops.decay_attention.state import (
     DecayState,
     DecayStates,
     joined,
     split,
 )
-from onescan.ops.numerics import divided, full_precision, widened
+from onescan.ops.numerics import divided, full_precision, quotient, widened
 from onescan.ops.sides import sides_of, tensors_of
 from onescan.shapes import Keep, Keys, LogDecays, Queries, Values
 
@@ -211,7 +212,7 @@ def _run_torch(
     """Outputs, and what leaves after a last decay, `ends`, where there is one."""
     if keep is not None:
         q, k, v = (x.masked_fill(~keep[:, :, None, None], 0) for x in (q, k, v))
-    o, row_sum, leaving = IMPLEMENTATIONS[choice[:3]](
+    o, leaving = IMPLEMENTATIONS[choice[:3]](
         q,
         k,
         v,
@@ -219,8 +220,8 @@ def _run_torch(
         Matrices(*(joined(side, v.dtype) for side in sides)),
         chunk_size=chunk_size,
         return_state=return_state,
+        divide=_divide(normalize, causal=choice.kind == "causal"),
     )
-    o = _normalized(o, row_sum, normalize, causal=choice.kind == "causal")
     return o, DecayStates(*map(split, leaving, ends)) if return_state else None
 
 
@@ -316,13 +317,15 @@ def _broadcast(log_decay: Tensor | None, dtype: torch.dtype, k: Keys) -> LogDeca
     return wide if PATTERNS[wide.ndim] == "B T H K" else wide.unsqueeze(-1)
 
 
-def _normalized(o: Values, row_sum: Tensor, normalize: str, *, causal: bool) -> Values:
-    """Divide by the row sum."""
-    if normalize == "none":
-        return o
-    if normalize == "max_one":
-        return o / (row_sum.abs() if causal else row_sum).clamp(min=1)
-    return divided(o, row_sum)
+def _divide(normalize: str, *, causal: bool) -> Divide | None:
+    """How outputs are divided by their row sums, if they are."""
+    ways = {"none": None, "sum": divided, "max_one": partial(_divided_by_one, absolute=causal)}
+    return ways[normalize]
+
+
+def _divided_by_one(o: Values, row_sum: Tensor, *, absolute: bool) -> Values:
+    """Divide by the row sum, or its absolute value, where that is more than 1."""
+    return quotient(o, (row_sum.abs() if absolute else row_sum).clamp(min=1))
 
 
 def _check(

@@ -5,10 +5,13 @@ multiplied in place, every number is touched once; torch.cat would copy the whol
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from onescan.ops.chunks import in_turns
 
 Factors = tuple[Tensor, Tensor]  # rows and columns, [..., S, L, X]: the block is rows @ columns.mT
 
@@ -103,7 +106,11 @@ class _MaskedSums(torch.autograd.Function):
     def forward(
         sides: int, q: Tensor, k: Tensor, v: Tensor, diagonal: Tensor, *factors: Tensor
     ) -> Tensor:
-        return _weigh_(q @ k.mT, sides, diagonal, *factors) @ v
+        def read(q: Tensor, k: Tensor, v: Tensor, *blocks: Tensor) -> tuple[Tensor]:
+            return (_weigh_(q @ k.mT, sides, *blocks) @ v,)
+
+        (o,) = in_turns(read, q, k, v, diagonal, *factors, leading=q.ndim - 2)
+        return o
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -112,18 +119,26 @@ class _MaskedSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *blocks = ctx.saved_tensors
-        scores, slopes = q @ k.mT, gradient @ v.mT
-        of_blocks = _of_blocks(slopes * scores, ctx.sides, *blocks)
-        if torch.is_grad_enabled():  # gradients of these need them as they are
-            scores, slopes = scores.clone(), slopes.clone()
-        weights = _weigh_(scores, ctx.sides, *blocks)
-        slopes = _weigh_(slopes, ctx.sides, *blocks)
-        return None, slopes @ k, slopes.mT @ q, weights.mT @ gradient, *of_blocks
+        slopes = partial(_masked_slopes, sides=ctx.sides)
+        leading = gradient.ndim - 2
+        return None, *in_turns(slopes, gradient, *ctx.saved_tensors, leading=leading)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         return _MaskedSums.apply(*_expanded(info, in_dims, inputs)), 0
+
+
+def _masked_slopes(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, *blocks: Tensor, sides: int
+) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys, values and all blocks."""
+    scores, slopes = q @ k.mT, do @ v.mT
+    of_blocks = _of_blocks(slopes * scores, sides, *blocks)
+    if torch.is_grad_enabled():  # gradients of these need them as they are
+        scores, slopes = scores.clone(), slopes.clone()
+    weights = _weigh_(scores, sides, *blocks)
+    slopes = _weigh_(slopes, sides, *blocks)
+    return slopes @ k, slopes.mT @ q, weights.mT @ do, *of_blocks
 
 
 def _expanded(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Iterator[Any]:

@@ -7,6 +7,9 @@ Source: LION, arXiv:2502.16249, Sec. 3.4. States carried both ways are not in th
 chunks (Eq. 81) meet every other chunk.
 """
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -14,7 +17,14 @@ from torch import Tensor
 
 from onescan.checks import can_look_at_values
 from onescan.ops.chunks import is_known, length_of_chunks, number_of_chunks
-from onescan.ops.decay_attention.directions import Directions, Matrices, Sums, parted, with_ones
+from onescan.ops.decay_attention.directions import (
+    Directions,
+    Divide,
+    Matrices,
+    Results,
+    parted,
+    with_ones,
+)
 from onescan.ops.decay_attention.passing import with_passed
 from onescan.ops.decay_attention.pieces import cut, joined, places
 from onescan.ops.decay_attention.tile import padded, tile
@@ -34,28 +44,31 @@ def forward(
     *,
     chunk_size: int,
     return_state: bool,
-) -> Sums:
+    divide: Divide | None,
+) -> Results:
     size = length_of_chunks(chunk_size, k.shape[1])
+    attend = partial(_forward, size=size, return_state=return_state, divide=divide)
     if not can_look_at_values(q):  # lengths may be symbols then
-        return _forward(q, k, v, decays, enters, size=size, return_state=return_state)
+        return attend(q, k, v, decays, enters)
     where = places(len(q), q.shape[2], *_at_once(q, v, size))
     if len(where) == 1:
-        return _forward(q, k, v, decays, enters, size=size, return_state=return_state)
+        return attend(q, k, v, decays, enters)
     cuts = (cut(x, axis, where) for x, axis in zip((q, k, v, *decays, *enters), HEADS, strict=True))
-    parts = []
-    for queries, keys, values, forward, backward, left, right in zip(*cuts, strict=True):
-        inside, outside = Directions(forward, backward), Matrices(left, right)
-        parts.append(
-            _forward(queries, keys, values, inside, outside, size=size, return_state=return_state)
-        )
-    outputs, row_sums, leaves = zip(*parts, strict=True)
+    leaves = []
+
+    def outputs() -> Iterator[Values]:
+        for q, k, v, forward, backward, left, right in zip(*cuts, strict=True):
+            o, leave = attend(q, k, v, Directions(forward, backward), Matrices(left, right))
+            leaves.append(leave)
+            yield o
+
+    o = joined(outputs(), v.shape, 2, where)  # now all leaves are there
     of_state = (len(k), *k.shape[2:], v.shape[-1] + 1)
     sides = (
         None if side[0] is None else joined(side, of_state, 1, where)
         for side in zip(*leaves, strict=True)
     )
-    o = joined(outputs, v.shape, 2, where)
-    return Sums(o, joined(row_sums, (*v.shape[:3], 1), 2, where), Matrices(*sides))
+    return Results(o, Matrices(*sides))
 
 
 def _at_once(q: Queries, v: Values, size: int) -> tuple[int, int]:
@@ -77,7 +90,8 @@ def _forward(
     *,
     size: int,
     return_state: bool,
-) -> Sums:
+    divide: Divide | None,
+) -> Results:
     tokens = k.shape[1]
     count = number_of_chunks(tokens, size)
     filled = padded(size, is_diagonal=decays.is_diagonal)
@@ -95,7 +109,7 @@ def _forward(
     o, leaves = with_passed(o, q, k, v, from_left, from_right, enters, return_state=return_state)
     o = rearrange(_first(size, o, -2), "b h n c v -> b (n c) h v")
     o = _first(tokens, o, 1)
-    return parted(o, leaves)
+    return Results(parted(o, divide), leaves)
 
 
 def _first(count: int, x: Tensor, axis: int) -> Tensor:

@@ -7,6 +7,7 @@ The two conventions differ by a shift outside: the decay of "target" is the toke
 "source" the one of the token visited before.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch.nn.functional as F
@@ -39,17 +40,18 @@ class Matrices(NamedTuple):
     right: DecayedKeyValue | None
 
 
-class Sums(NamedTuple):
+Divide = Callable[[Values, Tensor], Values]  # outputs by row sums: those for values of 1
+
+
+class Results(NamedTuple):
     """What every form returns.
 
     Attributes:
-        o: outputs, [B, T, H, V].
-        row_sum: the outputs for values of 1, [B, T, H, 1].
+        o: outputs, divided if so, [B, T, H, V].
         leaves: the states.
     """
 
     o: Values
-    row_sum: Tensor
     leaves: Matrices
 
 
@@ -58,10 +60,11 @@ def with_ones(v: Tensor) -> Tensor:
     return F.pad(v, (0, 1), value=1.0)
 
 
-def parted(o: Tensor, leaves: Matrices) -> Sums:
-    """Part outputs from their last column, the row sum."""
-    outputs, row_sum = o.split([o.shape[-1] - 1, 1], dim=-1)  # the gradient of which is one tensor
-    return Sums(outputs, row_sum, leaves)
+def parted(o: Tensor, divide: Divide | None) -> Values:
+    """Part outputs from their last column, the row sum, and divide by it, if so."""
+    if divide is None:
+        return o[..., :-1]
+    return divide(*o.split([o.shape[-1] - 1, 1], dim=-1))  # the gradient of which is one tensor
 
 
 def directed(

@@ -4,7 +4,7 @@ Source: LION, arXiv:2502.16249, Eq. 14 (scalar decay), Theorem B.1 (diagonal dec
 """
 
 from onescan.ops.decay_attention import chunk
-from onescan.ops.decay_attention.directions import Directions, Matrices, Sums
+from onescan.ops.decay_attention.directions import Directions, Divide, Matrices, Results
 from onescan.shapes import Keys, Queries, Values
 
 
@@ -17,6 +17,10 @@ def forward(
     *,
     chunk_size: int,
     return_state: bool,
-) -> Sums:
+    divide: Divide | None,
+) -> Results:
     # one chunk holds the whole sequence
-    return chunk.forward(q, k, v, decays, enters, chunk_size=k.shape[1], return_state=return_state)
+    size = k.shape[1]
+    return chunk.forward(
+        q, k, v, decays, enters, chunk_size=size, return_state=return_state, divide=divide
+    )

@@ -7,7 +7,14 @@ Source: LION, arXiv:2502.16249, Eq. 181 to 183, LION-lit.
 
 import torch
 
-from onescan.ops.decay_attention.directions import Directions, Matrices, Sums, parted, with_ones
+from onescan.ops.decay_attention.directions import (
+    Directions,
+    Divide,
+    Matrices,
+    Results,
+    parted,
+    with_ones,
+)
 from onescan.shapes import Keys, Queries, Values
 
 
@@ -20,8 +27,10 @@ def forward(
     *,
     chunk_size: int,
     return_state: bool,
-) -> Sums:
+    divide: Divide | None,
+) -> Results:
     own = torch.einsum("bthk,bthv->bhkv", k, with_ones(v))
     left, right = (0 if side is None else side for side in enters)
     leaves = Matrices(own + left, own + right)
-    return parted(torch.einsum("bthk,bhkv->bthv", q, own + left + right), leaves)
+    o = torch.einsum("bthk,bhkv->bthv", q, own + left + right)
+    return Results(parted(o, divide), leaves)

@@ -1,13 +1,14 @@
 """States passed from chunk to chunk, and what tokens read of them: D directions side by side."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onescan.checks import can_look_at_values
-from onescan.ops.chunks import carried, is_known, turned
+from onescan.ops.chunks import carried, in_turns, is_known, turned
 from onescan.ops.decay_attention.directions import Matrices
 from onescan.ops.decay_attention.tile import Reach
 
@@ -55,7 +56,7 @@ def with_passed(
     leaves: list[Tensor] = []
     for some in [[side] for side in sides] if apart else [sides]:
         o, last = _passed(o, q, k, v, *map(list, zip(*some, strict=True)))
-        leaves += last.unbind(2)
+        leaves += [last.select(2, side) for side in range(len(some))]  # users may change them
     return o, _sides(leaves)
 
 
@@ -74,8 +75,8 @@ def _passed(
     state = _side_by_side(states, dim=2)
     ways = tuple(backward)
     if torch.compiler.is_compiling():
-        before, last = carried(state, _added(k, leave, v), kept, backward=ways)
-        return o + _weighed(q, enter) @ before.flatten(3, 4), last
+        before, last = carried(state, *_added(k, leave, v), kept, backward=ways)
+        return *_read(o, q, enter, before), last
     o, last, _ = _Passed.apply(o, q, k, v, enter, leave, kept, state, ways)
     return o, last
 
@@ -103,9 +104,53 @@ def _gathered(x: Tensor, by: Tensor) -> Tensor:
     return total
 
 
-def _added(k: Tensor, leave: Tensor, v: Tensor) -> Tensor:
+def _added(k: Tensor, leave: Tensor, v: Tensor) -> tuple[Tensor]:
     """What each chunk adds to the states, [B, H, N, D, K, V]."""
-    return (_weighed(k, leave).mT @ v).unflatten(3, (-1, k.shape[-1]))
+    return ((_weighed(k, leave).mT @ v).unflatten(3, (-1, k.shape[-1])),)
+
+
+def _read(o: Tensor, q: Tensor, enter: Tensor, before: Tensor) -> tuple[Tensor]:
+    """Outputs, with what queries read of the states before their chunks."""
+    return (o + _weighed(q, enter) @ before.flatten(3, 4),)  # no view, so users may change it
+
+
+def _slopes(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    enter: Tensor,
+    leave: Tensor,
+    before: Tensor,
+    down: Tensor,
+    of_kept: int = 0,
+) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys and values; where wanted, of both decays and of what is kept.
+
+    Args:
+        do: the gradient of the outputs.
+        q: queries.
+        k: keys.
+        v: values.
+        enter: how much of the states before each chunk queries read.
+        leave: how much of keys reaches the states after it.
+        before: the states before each chunk.
+        down: the gradient of what each chunk adds.
+        of_kept: key channels of the decays, 1 or K; 0 where their gradients are not wanted.
+    """
+    of_key = -1, k.shape[-1]
+    read = (do @ before.flatten(3, 4).mT).unflatten(-1, of_key)
+    left = (v @ down.flatten(3, 4).mT).unflatten(-1, of_key)
+    dv = _weighed(k, leave) @ down.flatten(3, 4)
+    slopes = _gathered(read, enter), _gathered(left, leave), dv
+    if not of_kept:
+        return slopes
+    denter, dleave = read * q.unsqueeze(-2), left * k.unsqueeze(-2)  # M C D K, behind 1, 1
+    dkept = (down * before).sum(-1, keepdim=True)  # M D K 1
+    if of_kept == 1:
+        denter, dleave = (x.sum(-1, keepdim=True) for x in (denter, dleave))
+        dkept = dkept.sum(-2, keepdim=True)
+    return *slopes, denter, dleave, dkept
 
 
 class _Passed(torch.autograd.Function):
@@ -125,33 +170,32 @@ class _Passed(torch.autograd.Function):
         state: Tensor,
         ways: tuple[bool, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        before, last = carried(state, _added(k, leave, v), kept, backward=ways)
-        factors = o, _weighed(q, enter), before.flatten(3, 4)
-        read = torch.baddbmm(*(x.flatten(0, 2) for x in factors))
-        return read.view(o.shape), last, before
+        (own,) = in_turns(_added, k, leave, v)
+        before, last = carried(state, own, kept, backward=ways)
+        (o,) = in_turns(_read, o, q, enter, before)
+        return o, last, before
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _, *tensors, ctx.ways = inputs
         ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)  # the one of the states before chunks would be large
         ctx.save_for_backward(*tensors, output[2])
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor, dlast: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, do: Tensor | None, dlast: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, enter, leave, kept, state, before = ctx.saved_tensors
-        of_key = -1, k.shape[-1]
-        do = do.contiguous()  # once, for all products with it, here and inside the chunks
+        # contiguous once, for all products with it, here and inside the chunks
+        do = torch.zeros_like(v) if do is None else do.contiguous()
+        dlast = before.new_zeros(()).expand_as(before[:, :, 0]) if dlast is None else dlast
         if torch.is_grad_enabled():  # for gradients of gradients
-            before, _ = carried(state, _added(k, leave, v), kept, backward=ctx.ways)
-        down, dstate = carried(dlast, _added(q, enter, do), kept, backward=turned(ctx.ways))
-        read = (do @ before.flatten(3, 4).mT).unflatten(-1, of_key)
-        left = (v @ down.flatten(3, 4).mT).unflatten(-1, of_key)
-        of_decays: tuple[Tensor | None, ...] = (None, None, None)
-        if any(ctx.needs_input_grad[4:7]):
-            of_decays = (
-                (read * q.unsqueeze(-2)).sum_to_size(enter.shape),
-                (left * k.unsqueeze(-2)).sum_to_size(leave.shape),
-                (down * before).sum_to_size(kept.shape),
-            )
-        dv = _weighed(k, leave) @ down.flatten(3, 4)
-        return do, _gathered(read, enter), _gathered(left, leave), dv, *of_decays, dstate, None
+            before = carried(state, *_added(k, leave, v), kept, backward=ctx.ways)[0]
+        (own,) = in_turns(_added, q, enter, do)
+        down, dstate = carried(dlast, own, kept, backward=turned(ctx.ways))
+        tensors = do, q, k, v, enter, leave, before, down
+        if not any(ctx.needs_input_grad[4:7]):
+            return do, *in_turns(_slopes, *tensors), None, None, None, dstate, None
+        with_decays = partial(_slopes, of_kept=kept.shape[-2])
+        return do, *in_turns(with_decays, *tensors), dstate, None

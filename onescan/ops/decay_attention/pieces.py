@@ -4,7 +4,7 @@ Slices of slices would each have a gradient of the whole's size, and torch.cat o
 every output twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,10 +43,12 @@ def cut(x: Tensor | None, axis: int, where: Sequence[Place]) -> list[Any]:
 
 
 def joined(
-    parts: Sequence[Tensor], shape: Sequence[int], axis: int, where: Sequence[Place]
+    parts: Iterable[Tensor], shape: Sequence[int], axis: int, where: Sequence[Place]
 ) -> Tensor:
-    """A tensor of this shape from its part in each place."""
-    return parts[0] if len(parts) == 1 else _Joined.apply(shape, axis, where, *parts)
+    """A tensor of this shape from its part in each place; without gradients none is kept."""
+    if torch.is_grad_enabled():
+        return _Joined.apply(shape, axis, where, *parts)
+    return _together(parts, shape, axis, where)
 
 
 class _Cut(torch.autograd.Function):
@@ -66,14 +68,22 @@ class _Joined(torch.autograd.Function):
         ctx: Any, shape: Sequence[int], axis: int, where: Sequence[Place], *parts: Tensor
     ) -> Tensor:
         ctx.where = axis, where
-        whole = parts[0].new_empty(shape)
-        for place, part in zip(where, parts, strict=True):
-            _part(whole, axis, place).copy_(part)
-        return whole
+        return _together(parts, shape, axis, where)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, None, *_Cut.apply(slope, *ctx.where)
+
+
+def _together(
+    parts: Iterable[Tensor], shape: Sequence[int], axis: int, where: Sequence[Place]
+) -> Tensor:
+    whole = None
+    for place, part in zip(where, parts, strict=True):
+        whole = part.new_empty(shape) if whole is None else whole
+        _part(whole, axis, place).copy_(part)
+    assert whole is not None
+    return whole
 
 
 def _part(x: Tensor, axis: int, place: Place) -> Tensor:

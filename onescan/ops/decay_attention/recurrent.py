@@ -8,8 +8,9 @@ from torch import Tensor
 
 from onescan.ops.decay_attention.directions import (
     Directions,
+    Divide,
     Matrices,
-    Sums,
+    Results,
     entering,
     parted,
     with_ones,
@@ -26,14 +27,15 @@ def forward(
     *,
     chunk_size: int,
     return_state: bool,
-) -> Sums:
+    divide: Divide | None,
+) -> Results:
     v = with_ones(v)
     left, right = enters
     o, left = _visited(q, k, v, decays.forward, entering(left, k, v), backward=False)
     if decays.backward is None:
-        return parted(o, Matrices(left, None))
+        return Results(parted(o, divide), Matrices(left, None))
     o_right, right = _visited(q, k, v, decays.backward, entering(right, k, v), backward=True)
-    return parted(o + o_right, Matrices(left, right))
+    return Results(parted(o + o_right, divide), Matrices(left, right))
 
 
 def _visited(
