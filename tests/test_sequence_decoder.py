@@ -68,7 +68,8 @@ def test_it_learns_to_write_a_sequence_backwards():
     encoder, decoder = Encoder(), CONFIG.build()
     parameters = [*encoder.parameters(), *decoder.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=5e-3)
-    for _ in range(200):
+    rate = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, total_iters=300)
+    for _ in range(300):
         read = ids(32, 4)
         written = torch.cat([read.flip(1), torch.full((32, 1), END)], dim=1)
         before = torch.cat([torch.full((32, 1), START), written[:, :-1]], dim=1)
@@ -76,6 +77,7 @@ def test_it_learns_to_write_a_sequence_backwards():
         optimizer.zero_grad()
         cross_entropy(logits.flatten(0, 1), written.flatten()).backward()
         optimizer.step()
+        rate.step()
     read = ids(100, 4)
     got = decoder.write(encoder(read), start=START, end=END, most=20)
     assert torch.equal(got, torch.cat([read.flip(1), torch.full((100, 1), END)], dim=1))
