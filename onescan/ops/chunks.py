@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onescan.checks import can_look_at_values
 
-# On a CPU:
+# Chosen on a CPU:
 TURN = 1 << 20  # numbers of the largest tensor that a function of chunks is given at a time
 MANY = 64  # chunks from which on they are visited in stretches side by side, a pass more
 STEP = 1 << 16  # numbers from which on another thread helps; so many stretches are side by side
