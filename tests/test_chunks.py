@@ -107,6 +107,62 @@ def test_vmap_of_carried_over_states_alone():
         torch.testing.assert_close(x, torch.stack(y))
 
 
+@pytest.mark.parametrize("kept", ["none", "one", "key"])
+@pytest.mark.parametrize("backward", [(False,), (True, False)], ids=str)
+def test_what_compiled_programs_call_is_an_operator_of_torch(kept, backward):
+    given = inputs((2, 1, 3, 2, 2), kept, backward)
+    torch.library.opcheck(chunks._one_step, (*given, backward))
+
+
+@pytest.mark.compile
+@over_directions
+@pytest.mark.parametrize("kept", ["none", "one", "key"])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_carried_compiles_to_as_much_for_any_number_of_chunks(kept, backward, dynamic):
+    torch.compiler.reset()
+    lengths = []
+
+    def noted(graph, _):
+        lengths.append(len(graph.graph.nodes))
+        return graph.forward
+
+    def call(*given):
+        return carried(*given, backward=backward)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=noted)
+    exact = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for count in (4, 40):
+        given = inputs((2, 3, count, 5, 2), kept, backward)
+        learnt = [x for x in given if x is not None]
+        weights = normal(*given[1].shape), normal(*given[0].shape)
+        compiled(*given)
+        got, want = exact(*given), one_by_one(*given, backward=backward)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y)
+        got, want = (
+            torch.autograd.grad(
+                sum((x * w).sum() for x, w in zip(made, weights, strict=True)), learnt
+            )
+            for made in (got, want)
+        )
+        torch.testing.assert_close(got, want)
+    assert len(set(lengths)) == 1
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("axes", [(0, 3, 0), (None, 1, None)])
+def test_vmap_of_carried_compiles(axes):
+    torch.compiler.reset()
+    several = [inputs((2, 1, 3, 2, 2), "key") for _ in range(2)]
+    stacked = [
+        several[0][i] if a is None else torch.stack(x, dim=a)
+        for i, (x, a) in enumerate(zip(zip(*several, strict=True), axes, strict=True))
+    ]
+    call = torch.func.vmap(carried, in_dims=axes)
+    got = torch.compile(call, fullgraph=True, backend="aot_eager")(*stacked)
+    torch.testing.assert_close(got, call(*stacked))
+
+
 def test_how_many_chunks_are_visited_in_stretches(monkeypatch):
     lengths, visit = [], chunks._visit_into
 

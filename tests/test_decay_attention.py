@@ -904,6 +904,25 @@ def test_compiles_where_nothing_needs_a_gradient(causal, decay, mode):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.compile
+@over_directions
+@pytest.mark.parametrize("form", ["full", "chunk"])
+def test_compiled_masks_of_many_tokens_are_as_exact(causal, form):
+    """A compiled program has longer first stretches, whose masks are differences of sums."""
+    torch.compiler.reset()
+    compiled = torch.compile(decay_attention, fullgraph=True, backend="aot_eager")
+    named = inputs(150, causal=causal)
+    several = named["log_decay"]
+    several[:, 20:40] = -1e8 * torch.rand(20, 1, dtype=torch.float64)
+    several[:, 60:70] = -1e-12
+    arguments = {"causal": causal, "chunk_size": 100}
+    plain = partial(decay_attention, **arguments, form="recurrent" if causal else "full")
+    want = outputs_and_gradients(plain, named)
+    got = outputs_and_gradients(partial(compiled, **arguments, form=form), named)
+    assert_same(got[0], want[0])
+    assert_same(got[1], want[1])
+
+
 @over_names
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 def test_no_samples_give_no_samples(form, mode):

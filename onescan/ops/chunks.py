@@ -5,7 +5,8 @@ else would be a loop over them becomes a scan, which the program that comes out 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,6 +153,12 @@ def carried(
     """
     if not torch.compiler.is_compiling():
         return _Carried.apply(state, own, kept, backward)
+    if not torch.compiler.is_exporting():
+        if not isinstance(backward, bool):
+            return _one_step(state, own, kept, backward)
+        kept = None if kept is None else kept.unsqueeze(3)
+        before, last = _one_step(state.unsqueeze(2), own.unsqueeze(3), kept, (backward,))
+        return before.squeeze(3), last.squeeze(2)
     if kept is not None:
         kept = kept.expand(*kept.shape[:2], own.shape[2], *kept.shape[3:])
     if isinstance(backward, bool):
@@ -196,7 +203,7 @@ class _Carried(torch.autograd.Function):
     def forward(
         state: Tensor, own: Tensor, kept: Tensor | None, backward: Backward
     ) -> tuple[Tensor, Tensor]:
-        before, last = torch.empty_like(own), torch.empty_like(own.select(2, 0))
+        before, last = own.new_empty(own.shape), own.new_empty(own.select(2, 0).shape)
         if kept is not None:
             kept = kept.expand(*kept.shape[:2], own.shape[2], *kept.shape[3:])
         if isinstance(backward, bool):
@@ -216,12 +223,7 @@ class _Carried(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dbefore: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-        before, kept = ctx.saved_tensors
-        down, up = carried(dlast, dbefore, kept, backward=turned(ctx.ways))
-        of_kept = None
-        if kept is not None and ctx.needs_input_grad[2]:
-            of_kept = (down * before).sum_to_size(kept.shape)
-        return up.sum_to_size(ctx.of_state), down, of_kept, None
+        return _gradients(ctx, partial(carried, backward=turned(ctx.ways)), dbefore, dlast)
 
     @staticmethod
     def jvp(
@@ -242,13 +244,67 @@ class _Carried(torch.autograd.Function):
         backward: Backward,
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         """The axis becomes the last one."""
-        moved: list[Any] = [
-            x if x is None else x.unsqueeze(-1) if axis is None else x.movedim(axis, -1)
-            for axis, x in zip(in_dims, (state, own, kept), strict=False)
-        ]
-        moved[1] = moved[1].expand(*moved[1].shape[:-1], info.batch_size)
-        made = _Carried.apply(*moved, backward)
+        made = _Carried.apply(*_axis_last(info, in_dims, state, own, kept), backward)
         return made, tuple(x.ndim - 1 for x in made)
+
+
+def _gradients(
+    ctx: Any, carry: Callable[..., tuple[Tensor, Tensor]], dbefore: Tensor, dlast: Tensor
+) -> tuple[Tensor | None, ...]:
+    before, kept = ctx.saved_tensors
+    down, up = carry(dlast, dbefore, kept)
+    of_kept = None
+    if kept is not None and ctx.needs_input_grad[2]:
+        of_kept = (down * before).sum_to_size(kept.shape)
+    return up.sum_to_size(ctx.of_state), down, of_kept, None
+
+
+def _axis_last(info: Any, in_dims: tuple[Any, ...], *tensors: Tensor | None) -> list[Any]:
+    """A state, what chunks add and what they keep, with the axis of torch.func.vmap."""
+    moved: list[Any] = [
+        x if x is None else x.unsqueeze(-1) if axis is None else x.movedim(axis, -1)
+        for axis, x in zip(in_dims, tensors, strict=False)
+    ]
+    moved[1] = moved[1].expand(*moved[1].shape[:-1], info.batch_size)
+    return moved
+
+
+@torch.library.custom_op("onescan::carried", mutates_args=())
+def _one_step(
+    state: Tensor, own: Tensor, kept: Tensor | None, backward: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """`carried` several ways, which compiled programs call: else they would be as long as N."""
+    return _Carried.forward(state, own, kept, tuple(backward))
+
+
+@_one_step.register_fake
+def _(
+    state: Tensor, own: Tensor, kept: Tensor | None, backward: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    return own.new_empty(own.shape), own.new_empty(own.select(2, 0).shape)
+
+
+@_one_step.register_vmap
+def _(
+    info: Any, in_dims: tuple[Any, ...], *inputs: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    *tensors, backward = inputs
+    made = _one_step(*_axis_last(info, in_dims, *tensors), backward)
+    return made, tuple(x.ndim - 1 for x in made)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    state, _, kept, ctx.ways = inputs
+    ctx.of_state = state.shape
+    ctx.save_for_backward(output[0], kept)
+
+
+def _backward(ctx: Any, dbefore: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    carry = partial(_one_step, backward=turned(tuple(ctx.ways)))
+    return _gradients(ctx, carry, dbefore, dlast)
+
+
+_one_step.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _carry_into(

@@ -21,6 +21,7 @@ from torch import Tensor
 from onescan.ops.decay_attention.blocks import Factors, assembled, masked_sums
 
 LEAF = 25  # the first stretches of a scalar decay have at most so many tokens
+FUSED = 128  # and so many where a compiler makes each mask while it multiplies by it
 VANISHED = -800.0  # exp of less is 0 in every type
 
 
@@ -53,8 +54,11 @@ class Tile(NamedTuple):
 
 
 def leaf_length(tokens: int, *, is_diagonal: bool) -> int:
-    """Tokens of the first stretches, 1 where diagonal: doubled, they first hold `tokens`."""
-    while tokens > (1 if is_diagonal else LEAF):
+    """Tokens of the first stretches, 1 where diagonal; doubled often enough, they hold `tokens`."""
+    most = LEAF
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        most = FUSED
+    while tokens > (1 if is_diagonal else most):
         tokens = -(-tokens // 2)
     return tokens
 
