@@ -44,6 +44,64 @@ def test_ops_give_outputs_and_with_gradients_those_of_all_inputs(name):
     assert all(g.abs().sum() > 0 for g in gradients)
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "options", "prepare"),
+    [
+        (one_scan, "one_scan", OneScanOptions, "prepare"),
+        (one_scan, "softmax", OneScanOptions, "prepare"),
+        (decay, "chunk", DecayOptions, "prepare"),
+        (decay, "softmax", DecayOptions, "prepare"),
+        (causal, "decay_attention", CausalOptions, "prepare_op"),
+    ],
+)
+def test_ops_are_compiled_if_so_asked(module, name, options, prepare, monkeypatch):
+    compiled = []
+
+    def watched(op):
+        compiled.append(op)
+        return op
+
+    monkeypatch.setattr(torch, "compile", watched)
+    asked = options(batch=B, tokens=(T,))
+    for work in (FORWARD, BOTH_WAYS):
+        called(module, name, asked, work, prepare=prepare)
+    assert not compiled
+    for work in (FORWARD, BOTH_WAYS):
+        called(module, name, dataclasses.replace(asked, compile=True), work, prepare=prepare)
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "options", "work"),
+    [
+        (causal, "lightnet", CausalOptions(size="small"), TRAINING),
+        (causal, "softmax", CausalOptions(size="small"), INFERENCE),
+        (decode, "softmax", DecodeOptions(size="small"), decode.STEP),
+        (images, "lion_s_tiny", ModelsOptions(batch=1, size=(32,)), INFERENCE),
+    ],
+)
+def test_models_are_compiled_if_so_asked(module, name, options, work, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled.append)
+    module.prepare(name, work, 32, options)
+    assert not compiled
+    trial = module.prepare(name, work, 32, dataclasses.replace(options, compile=True))
+    (model,) = compiled
+    assert sum(p.numel() for p in model.parameters()) == trial.parameters
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:`torch._prims_common.check`:FutureWarning")  # inductor's own
+@pytest.mark.parametrize("work", [FORWARD, BOTH_WAYS])
+def test_a_compiled_contestant_does_the_same(work):
+    options = DecayOptions(**OPS, chunk_size=4)
+    plain, compiled = (
+        called(decay, "chunk", dataclasses.replace(options, compile=asked), work)
+        for asked in (False, True)
+    )
+    torch.testing.assert_close(compiled, plain)
+
+
 def test_what_must_be_read_and_written_is_counted():
     each = B * T * H * K * FLOAT
     options = OneScanOptions(**OPS)

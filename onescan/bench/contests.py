@@ -24,6 +24,8 @@ class ContestOptions(ABC):
     """cpu, cuda, ...; auto is a GPU where there is one"""
     backend: AskedBackend = "auto"
     """what runs our ops"""
+    compile: bool = False
+    """every contestant as torch.compile makes it, anew for each size"""
     gradients: bool = True
     """measure forward and backward too"""
     rounds: int = 5

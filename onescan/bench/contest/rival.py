@@ -1,6 +1,7 @@
 """A contestant's process, and what is asked of it."""
 
 import multiprocessing
+import os
 import signal
 import statistics
 import threading
@@ -12,6 +13,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from onescan.bench.contest.trial import Prepare, RefusalError, Trial
 from onescan.bench.contests import ContestOptions
@@ -154,6 +156,7 @@ def _serve(
 ) -> None:
     """Answer what is asked, until nobody is there any longer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tqdm.set_lock(threading.RLock())  # torch's bars want one of processes, and this one is killed
     server = _Server(name, size, prepare, options)
     with suppress(EOFError, ConnectionError):  # the first process is gone
         while True:
@@ -188,9 +191,12 @@ class _Server:
         choose_device(self.options.device, Ranks())  # torch's current one, then
         torch.manual_seed(0)
         keep_freed_memory()
+        # processes that compile would go on beside what is measured
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         with use_backend(self.options.backend):
             trial = self.make(work)
-            once_ms, peak = _warmed(trial.call)
+            compiles = self.options.compile or torch.cuda.is_initialized()
+            once_ms, peak = _warmed(trial.call, compiles=compiles)
         self.trials[work] = trial, once_ms
         known = trial._asdict()
         del known["call"]
@@ -205,15 +211,20 @@ class _Server:
             return statistics.median(_timed(trial.call, once_ms))
 
 
-def _warmed(call: Callable[[], object]) -> tuple[float, float]:
-    """Milliseconds and peak memory of the last of some calls; only the first ones compile."""
+def _warmed(call: Callable[[], object], *, compiles: bool) -> tuple[float, float]:
+    """Milliseconds and peak memory of the last of some calls.
+
+    Args:
+        call: what to do.
+        compiles: whether the first ones may compile, and so take much longer than others.
+    """
     begin, once_ms, peak = perf_counter(), 0.0, 0.0
     for _ in range(WARM_UPS):
         before = held_mib()
         (once_ms,) = _timed(call, TURN_MS)
         peak = max(0.0, peak_mib() - before)
-        if perf_counter() - begin > WARM_UP_S and not torch.cuda.is_initialized():
-            break  # a GPU's first call may have compiled for longer
+        if perf_counter() - begin > WARM_UP_S and not compiles:
+            break
     return once_ms, peak
 
 

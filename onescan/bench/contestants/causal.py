@@ -87,7 +87,7 @@ def prepare_op(name: str, work: str, size: int, options: CausalOptions) -> Trial
     if name == "fla_chunk_gla":
         inputs.append(logsigmoid(noise(options, *v.shape) + LOGIT))
     op = _their_op(name, options) if name in THEIR_OPS else _our_op(name, options)
-    return trial(op, inputs, work)
+    return trial(op, inputs, work, options)
 
 
 def _our_op(name: str, options: CausalOptions) -> Callable[..., Tensor]:

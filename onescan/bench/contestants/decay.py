@@ -27,12 +27,12 @@ def prepare(name: str, work: str, size: int, options: DecayOptions) -> Trial:
     q, k, v = (noise(options, *shape) for _ in range(3))
     q, k = q.sigmoid(), k.sigmoid()
     if name == SOFTMAX:
-        return trial(softmax, (q, k, v), work)
+        return trial(softmax, (q, k, v), work, options)
     decays = shape if options.decay == "diagonal" else shape[:-1]
     inputs = (q, k, v, logsigmoid(noise(options, *decays) + LOGIT))
     if name in FLA:
-        return trial(FLA[name](_causal_kernel(options)), inputs, work)
-    return trial(_ours(OURS[name], options), inputs, work)
+        return trial(FLA[name](_causal_kernel(options)), inputs, work, options)
+    return trial(_ours(OURS[name], options), inputs, work, options)
 
 
 def _ours(form: Form, options: DecayOptions) -> Callable[..., Tensor]:

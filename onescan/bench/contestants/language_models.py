@@ -118,8 +118,11 @@ def check_backend(mixer: MixerConfig, options: ContestOptions) -> None:
 
 
 def placed(model: nn.Module, options: ContestOptions) -> nn.Module:
-    """Its weights of the type and on the device that are asked for."""
-    return model.to(device_of(options), getattr(torch, options.dtype))
+    """Its weights of the type and on the device that are asked for; compiled, if so asked."""
+    model = model.to(device_of(options), getattr(torch, options.dtype))
+    if options.compile:
+        model.compile()
+    return model
 
 
 def parameters(model: nn.Module) -> int:

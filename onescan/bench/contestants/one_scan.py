@@ -50,4 +50,4 @@ def prepare(name: str, work: str, size: int, options: OneScanOptions) -> Trial:
     shape = (options.batch, size, options.heads, options.width)
     inputs = [noise(options, *shape) for _ in range(3)]
     op = softmax if name == SOFTMAX else partial(OURS[name], backend=options.backend)
-    return trial(op, inputs, work)
+    return trial(op, inputs, work, options)

@@ -24,13 +24,16 @@ def noise(options: ContestOptions, *size: int) -> Tensor:
     return torch.randn(*size, device=device_of(options), dtype=dtype)
 
 
-def trial(op: Callable[..., Tensor], inputs: Sequence[Tensor], work: str) -> Trial:
+def trial(
+    op: Callable[..., Tensor], inputs: Sequence[Tensor], work: str, options: ContestOptions
+) -> Trial:
     """Call an op, and with gradients take those of all its inputs, for random ones of its output.
 
     At the least a forward reads the inputs and writes the output, which is like the third input,
     the values; a backward reads the inputs and the output's gradient and writes the inputs'.
     """
     read, like = sum(map(_bytes, inputs)), inputs[2]
+    op = torch.compile(op) if options.compile else op
     if work == FORWARD:
 
         @torch.no_grad()
