@@ -82,7 +82,7 @@ def test_ops_are_compiled_if_so_asked(module, name, options, prepare, monkeypatc
 )
 def test_models_are_compiled_if_so_asked(module, name, options, work, monkeypatch):
     compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", compiled.append)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda model: compiled.append(model))
     module.prepare(name, work, 32, options)
     assert not compiled
     trial = module.prepare(name, work, 32, dataclasses.replace(options, compile=True))

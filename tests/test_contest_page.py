@@ -75,7 +75,9 @@ def test_the_page_tells_the_machine_the_options_and_who_is_missing(results):
     assert "flash-linear-attention" in page.text
     assert "1 thread of" in page.text
     assert "tokens 1 4" in page.text
-    assert "batch 3, dtype float32, device auto, backend auto, gradients yes" in page.text
+    assert (
+        "batch 3, dtype float32, device auto, backend auto, compile no, gradients yes" in page.text
+    )
     assert "budget s 60, threads 1" in page.text
     assert "at least 3 rounds and 0 s" in page.text
     assert "third, forward, at 1, 4: ValueError: <b> needs a GPU" in page.text
