@@ -251,6 +251,7 @@ class _Carried(torch.autograd.Function):
 def _gradients(
     ctx: Any, carry: Callable[..., tuple[Tensor, Tensor]], dbefore: Tensor, dlast: Tensor
 ) -> tuple[Tensor | None, ...]:
+    """Of a state, what chunks add, what they keep and the ways, by what carries the other way."""
     before, kept = ctx.saved_tensors
     down, up = carry(dlast, dbefore, kept)
     of_kept = None
@@ -293,18 +294,12 @@ def _(
     return made, tuple(x.ndim - 1 for x in made)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    state, _, kept, ctx.ways = inputs
-    ctx.of_state = state.shape
-    ctx.save_for_backward(output[0], kept)
-
-
 def _backward(ctx: Any, dbefore: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
     carry = partial(_one_step, backward=turned(tuple(ctx.ways)))
     return _gradients(ctx, carry, dbefore, dlast)
 
 
-_one_step.register_autograd(_backward, setup_context=_keep_for_backward)
+_one_step.register_autograd(_backward, setup_context=_Carried.setup_context)
 
 
 def _carry_into(

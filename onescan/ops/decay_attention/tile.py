@@ -21,7 +21,7 @@ from torch import Tensor
 from onescan.ops.decay_attention.blocks import Factors, assembled, masked_sums
 
 LEAF = 25  # the first stretches of a scalar decay have at most so many tokens
-FUSED = 128  # and so many where a compiler makes each mask while it multiplies by it
+FUSED = 128  # and so many in compiled programs, which need not hold the masks between two steps
 VANISHED = -800.0  # exp of less is 0 in every type
 
 
