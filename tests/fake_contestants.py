@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from onescan.bench.contests import Contest, ContestOptions
 WORKS = ("forward", "forward + backward")
 NAMES = ("first", "second", "third")
 CALL_S = 0.03  # longer than a turn, so that each turn is one call
+SPIN_S = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +63,18 @@ def prepare(name, work, size, options):
             log.write(f"{name} {os.getpid()} {work} {size}\n")
         if name == "hanging" and len(calls) > 4:
             time.sleep(600)
+        if name == "spinning":
+            threading.Thread(target=_spin).start()
         time.sleep(0.2 if name == "slow" else CALL_S)
 
     return Trial(call, floor_bytes=10**6, macs=10**6, items=4, parameters=7, state_mib=0.5)
+
+
+def _spin():
+    """Go on after the call, as threads of OpenMP do."""
+    end = time.perf_counter() + SPIN_S
+    while time.perf_counter() < end:
+        pass
 
 
 class FakeRival(Rival):

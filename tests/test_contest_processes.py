@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from fake_contestants import CALL_S, CONTEST, FakeOptions, prepare
+from fake_contestants import CALL_S, CONTEST, SPIN_S, FakeOptions, prepare
 from forking import fork_from_one
 
 from onescan.bench.contest import rival
@@ -89,6 +89,15 @@ def test_the_yardsticks_are_measured_in_every_heat(results):
         assert heat.yardsticks.copy_gb_per_s > 0.01
         assert heat.yardsticks.matmul_tflop_per_s > 1e-5
         assert heat.yardsticks.matmul_dtype == "float32"
+
+
+def test_the_next_turn_waits_for_threads_that_go_on_after_a_call(log):
+    with Rival("spinning", 1, prepare, FakeOptions(log=str(log), budget_s=1.0)) as one:
+        one.prepare("forward")
+        begin = time.perf_counter()
+        taken_ms = one.turn("forward")
+        assert time.perf_counter() - begin > SPIN_S
+    assert taken_ms < 1000 * SPIN_S  # and nobody's time is the longer for it
 
 
 def test_a_contestant_that_is_left_is_ended(log):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from time import perf_counter
+from time import perf_counter, process_time, sleep
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from onescan.training.ranks import Ranks, choose_device
 WARM_UPS, WARM_UP_S = 3, 1.0  # so many calls, or so long
 TURN_MS, MOST_CALLS = 20.0, 50  # a turn repeats short calls, and their median counts
 LONGEST = 10  # budgets: who has not answered by then is stopped
+REST_S, MOST_RESTS = 0.005, 200  # looks at whether threads go on, at most so many
 START_S = 600.0  # beyond that: imports, weights, and what compiles itself
 KILLED = "its process was killed, as happens where memory runs out"
 
@@ -161,7 +162,9 @@ def _serve(
     with suppress(EOFError, ConnectionError):  # the first process is gone
         while True:
             request, work = pipe.recv()
-            pipe.send(_answer(server, request, work))
+            answer = _answer(server, request, work)
+            _rest()
+            pipe.send(answer)
 
 
 def _answer(server: "_Server", request: str, work: str) -> Any:
@@ -172,6 +175,18 @@ def _answer(server: "_Server", request: str, work: str) -> Any:
         return RefusedError(in_a_line(error))
     except Exception as error:
         return TrialError(f"{type(error).__name__}: {in_a_line(error)}")
+
+
+def _rest() -> None:
+    """Wait until this process's threads do.
+
+    OpenMP's wait for more work by spinning, some 10 ms long, on the cores of who has the next turn.
+    """
+    for _ in range(MOST_RESTS):
+        before = process_time()
+        sleep(REST_S)
+        if process_time() - before < REST_S / 5:
+            return
 
 
 class _Server:
