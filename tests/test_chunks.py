@@ -188,19 +188,39 @@ def test_how_many_chunks_are_visited_in_stretches(monkeypatch):
 def test_chunks_are_taken_in_turns(monkeypatch):
     monkeypatch.setattr(chunks, "TURN", 40)
     x, y = torch.randn(2, 3, 4, 5, 2), torch.randn(2, 3, 4, 1)
-    sizes = []
+    shapes = []
 
-    def function(x, y):
-        sizes.append(x.shape[:3])
-        return x * y.unsqueeze(-1), y.sum(-1)
+    def function(x, y, out=(None, None)):
+        """Writes the first result, and lets the second be copied."""
+        shapes.append(x.shape[:3])
+        return torch.mul(x, y.unsqueeze(-1), out=out[0]), y.sum(-1)
 
-    for got, want in zip(in_turns(function, x, y), function(x, y), strict=True):
+    sizes = [(5, 2), ()]
+    for got, want in zip(in_turns(function, x, y, sizes=sizes), function(x, y), strict=True):
         assert torch.equal(got, want)
-    assert sizes == [(1, 1, 4)] * 6 + [(2, 3, 4)]
-    sizes.clear()
-    in_turns(function, x[:, :, :, :1], y[:, :, :, :1])
-    in_turns(function, x, y[:1])  # which all samples share
-    assert sizes == [(1, 1, 20), (1, 1, 4), (2, 3, 4)]
+    assert shapes == [(1, 1, 4)] * 6 + [(2, 3, 4)]
+    shapes.clear()
+    in_turns(function, x[:, :, :, :1], y[:, :, :, :1], sizes=[(1, 2), ()])
+    in_turns(function, x, y[:1], sizes=sizes)  # which all samples share
+    assert shapes == [(1, 1, 12)] * 2 + [(2, 3, 4)]
+
+
+def test_turns_are_short_enough_for_results_too(monkeypatch):
+    monkeypatch.setattr(chunks, "TURN", 40)
+    counts = []
+
+    def function(x, out=()):
+        counts.append(x.shape[2])
+        return (x.unsqueeze(-1).expand(*x.shape, 5),)
+
+    (got,) = in_turns(function, torch.arange(24.0).view(2, 3, 4), sizes=[(5,)])
+    assert torch.equal(got, torch.arange(24.0).view(2, 3, 4, 1).expand(2, 3, 4, 5))
+    assert counts == [8, 8, 8]
+
+
+def test_no_chunks_in_turns():
+    (got,) = in_turns(lambda x, out: (x + 1,), torch.ones(0, 3, 4, 5), sizes=[(5,)])
+    assert got.shape == (0, 3, 4, 5)
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 4), (1, 2, 1)])

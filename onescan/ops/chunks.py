@@ -61,40 +61,50 @@ def number_of_chunks(tokens: int, size: int) -> int:
 
 
 def in_turns(
-    function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor, leading: int = 3
+    function: Callable[..., tuple[Tensor, ...]],
+    *tensors: Tensor,
+    sizes: Sequence[Sequence[int]],
+    leading: int = 3,
 ) -> tuple[Tensor, ...]:
     """What a function makes of chunks, as many at a time as a CPU's caches hold.
 
     Args:
-        function: takes tensors of chunks and returns tensors of chunks, in which each chunk depends
-            on itself alone.
+        function: takes tensors of chunks, and as `out` tensors of the results' shapes or nothing;
+            returns results, in which each chunk depends on itself alone. It may return `out`, with
+            the results in it, in place of new tensors, which are copied there.
         tensors: [B, H, N, ...]. The function gets M chunks of them in a turn, [1, 1, M, ...]; or
-            all as they are, where these axes differ among them or values cannot be looked at.
+            all as they are, where these axes differ among them, values cannot be looked at, or
+            gradients of all this are wanted.
+        sizes: of each result, what follows [B, H, N].
         leading: how many axes are of chunks, 3 as written here.
 
     Returns:
         What the function does, [B, H, N, ...].
 
-    >>> in_turns(lambda x, y: (x + y,), torch.ones(1, 2, 3), torch.ones(1, 2, 3))[0].tolist()
+    >>> def added(x, y, out=()):
+    ...     return (torch.add(x, y),)
+    >>> in_turns(added, torch.ones(1, 2, 3), torch.ones(1, 2, 3), sizes=[()])[0].tolist()
     [[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]]
     """
     shape = tensors[0].shape[:leading]
-    if not can_look_at_values(tensors[0]) or any(x.shape[:leading] != shape for x in tensors):
+    is_learning = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if is_learning or not all(
+        can_look_at_values(x) and x.shape[:leading] == shape for x in tensors
+    ):
         return function(*tensors)
+    whole = tuple(tensors[0].new_empty(*shape, *size) for size in sizes)
     chunks = shape.numel()
-    count = max(1, TURN * chunks // max(1, *(x.numel() for x in tensors)))
-    if count >= chunks:
-        return function(*tensors)
-    flat = [x.flatten(0, leading - 1) for x in tensors]
+    turns = -(-max(x.numel() for x in (*tensors, *whole)) // TURN)
+    count = -(-chunks // max(1, min(turns, chunks)))
+    flat = [x.flatten(0, leading - 1) for x in (*tensors, *whole)]
     ones = (1,) * (leading - 1)
-    whole: list[Tensor] = []
-    for first in range(0, chunks, count):
-        made = function(*(x[first : first + count].unflatten(0, (*ones, -1)) for x in flat))
-        whole = whole or [x.new_empty(*shape, *x.shape[leading:]) for x in made]
-        for into, part in zip(whole, made, strict=True):
-            some = into.flatten(0, leading - 1)[first : first + count]
-            some.copy_(part.flatten(0, leading - 1))
-    return tuple(whole)
+    for first in range(0, chunks, max(1, count)):
+        parts = [x[first : first + count].unflatten(0, (*ones, -1)) for x in flat]
+        given, out = parts[: len(tensors)], tuple(parts[len(tensors) :])
+        for into, made in zip(out, function(*given, out=out), strict=True):
+            if made is not into:
+                into.copy_(made)
+    return whole
 
 
 def passed_on(

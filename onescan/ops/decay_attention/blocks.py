@@ -106,10 +106,13 @@ class _MaskedSums(torch.autograd.Function):
     def forward(
         sides: int, q: Tensor, k: Tensor, v: Tensor, diagonal: Tensor, *factors: Tensor
     ) -> Tensor:
-        def read(q: Tensor, k: Tensor, v: Tensor, *blocks: Tensor) -> tuple[Tensor]:
-            return (_weigh_(q @ k.mT, sides, *blocks) @ v,)
+        def read(
+            q: Tensor, k: Tensor, v: Tensor, *blocks: Tensor, out: Sequence[Tensor | None] = (None,)
+        ) -> tuple[Tensor]:
+            return (torch.matmul(_weigh_(q @ k.mT, sides, *blocks), v, out=out[0]),)
 
-        (o,) = in_turns(read, q, k, v, diagonal, *factors, leading=q.ndim - 2)
+        tensors = q, k, v, diagonal, *factors
+        (o,) = in_turns(read, *tensors, sizes=[v.shape[-2:]], leading=q.ndim - 2)
         return o
 
     @staticmethod
@@ -119,9 +122,10 @@ class _MaskedSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, leading = ctx.saved_tensors, gradient.ndim - 2
         slopes = partial(_masked_slopes, sides=ctx.sides)
-        leading = gradient.ndim - 2
-        return None, *in_turns(slopes, gradient, *ctx.saved_tensors, leading=leading)
+        sizes = [x.shape[leading:] for x in tensors]
+        return None, *in_turns(slopes, gradient, *tensors, sizes=sizes, leading=leading)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
@@ -129,16 +133,24 @@ class _MaskedSums(torch.autograd.Function):
 
 
 def _masked_slopes(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, *blocks: Tensor, sides: int
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *blocks: Tensor,
+    sides: int,
+    out: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, ...]:
-    """Gradients of queries, keys, values and all blocks."""
+    """Gradients of queries, keys, values and all blocks; `out` is where the first are written."""
     scores, slopes = q @ k.mT, do @ v.mT
     of_blocks = _of_blocks(slopes * scores, sides, *blocks)
     if torch.is_grad_enabled():  # gradients of these need them as they are
         scores, slopes = scores.clone(), slopes.clone()
     weights = _weigh_(scores, sides, *blocks)
     slopes = _weigh_(slopes, sides, *blocks)
-    return slopes @ k, slopes.mT @ q, weights.mT @ do, *of_blocks
+    products = (slopes, k), (slopes.mT, q), (weights.mT, do)
+    made = (torch.matmul(*two, out=into) for two, into in zip(products, out, strict=False))
+    return *made, *of_blocks
 
 
 def _expanded(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Iterator[Any]:

@@ -49,7 +49,7 @@ def with_passed(
         return o, Matrices(None, None)
     if alone:
         return o, _sides(((k * reach.leave).mT @ v)[:, :, 0] for reach in reaches)
-    empty = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
+    empty = v.new_zeros(()).expand(*k.shape[:2], k.shape[-1], v.shape[-1])
     given = [empty if x is None else x for x in states]
     sides = list(zip(reaches, given, BACKWARD[: len(given)], strict=True))
     apart = can_look_at_values(k) and k.numel() * len(sides) >= TOGETHER
@@ -75,8 +75,10 @@ def _passed(
     state = _side_by_side(states, dim=2)
     ways = tuple(backward)
     if torch.compiler.is_compiling():
-        before, last = carried(state, *_added(k, leave, v), kept, backward=ways)
-        return *_read(o, q, enter, before), last
+        (own,) = _added(k, leave, v)
+        before, last = carried(state, own, kept, backward=ways)
+        (o,) = _read(o, q, enter, before)
+        return o, last
     o, last, _ = _Passed.apply(o, q, k, v, enter, leave, kept, state, ways)
     return o, last
 
@@ -90,28 +92,56 @@ def _side_by_side(tensors: list[Tensor], dim: int) -> Tensor:
     return tensors[0].unsqueeze(dim) if len(tensors) == 1 else torch.stack(tensors, dim)
 
 
-def _weighed(x: Tensor, by: Tensor) -> Tensor:
-    """Queries or keys times the decays of each direction, [B, H, N, C, D K]."""
-    return (x.unsqueeze(-2) * by).flatten(-2)
+def _weighed(x: Tensor, by: Tensor, *, in_place: bool = False) -> Tensor:
+    """Queries or keys times the decays of each direction, [B, H, N, C, D K].
+
+    In place is twice as fast on a CPU, and where nobody else sees what is computed.
+    """
+    if not in_place:
+        return (x.unsqueeze(-2) * by).flatten(-2)
+    weighed = x.new_empty(*x.shape[:-1], by.shape[-2], x.shape[-1])
+    for into, one in zip(weighed.unbind(-2), by.unbind(-2), strict=True):
+        torch.mul(x, one, out=into)
+    return weighed.flatten(-2)
 
 
-def _gathered(x: Tensor, by: Tensor) -> Tensor:
+def _multiplied(x: Tensor, by: Tensor, *, in_place: bool) -> Tensor:
+    """What lies by directions, [..., D, K], times what is the same in each."""
+    if not in_place:
+        return x * by.unsqueeze(-2)
+    for one in x.unbind(-2):
+        one.mul_(by)
+    return x
+
+
+def _gathered(x: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
     """The sum over directions of what is weighed, [..., D, K], by the decays of each."""
     first, *others = zip(x.unbind(-2), by.unbind(-2), strict=True)
-    total = torch.mul(*first)
+    total = torch.mul(*first, out=out)
     for each in others:
         total.addcmul_(*each)
     return total
 
 
-def _added(k: Tensor, leave: Tensor, v: Tensor) -> tuple[Tensor]:
+def _added(k: Tensor, leave: Tensor, v: Tensor, out: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
     """What each chunk adds to the states, [B, H, N, D, K, V]."""
-    return ((_weighed(k, leave).mT @ v).unflatten(3, (-1, k.shape[-1])),)
+    weighed = _weighed(k, leave, in_place=bool(out)).mT
+    if not out:
+        return ((weighed @ v).unflatten(3, (-1, k.shape[-1])),)
+    torch.matmul(weighed, v, out=out[0].flatten(3, 4))
+    return out
 
 
-def _read(o: Tensor, q: Tensor, enter: Tensor, before: Tensor) -> tuple[Tensor]:
+def _read(
+    o: Tensor, q: Tensor, enter: Tensor, before: Tensor, out: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, ...]:
     """Outputs, with what queries read of the states before their chunks."""
-    return (o + _weighed(q, enter) @ before.flatten(3, 4),)  # no view, so users may change it
+    weighed, before = _weighed(q, enter, in_place=bool(out)), before.flatten(3, 4)
+    if not out:
+        return (o + weighed @ before,)  # no view, so users may change it
+    o, weighed, before, into = (x.flatten(0, 2) for x in (o, weighed, before, *out))
+    torch.baddbmm(o, weighed, before, out=into)
+    return out
 
 
 def _slopes(
@@ -124,6 +154,7 @@ def _slopes(
     before: Tensor,
     down: Tensor,
     of_kept: int = 0,
+    out: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values; where wanted, of both decays and of what is kept.
 
@@ -137,15 +168,22 @@ def _slopes(
         before: the states before each chunk.
         down: the gradient of what each chunk adds.
         of_kept: key channels of the decays, 1 or K; 0 where their gradients are not wanted.
+        out: where the first gradients are written, if so.
     """
     of_key = -1, k.shape[-1]
     read = (do @ before.flatten(3, 4).mT).unflatten(-1, of_key)
     left = (v @ down.flatten(3, 4).mT).unflatten(-1, of_key)
-    dv = _weighed(k, leave) @ down.flatten(3, 4)
-    slopes = _gathered(read, enter), _gathered(left, leave), dv
+    weighed = _weighed(k, leave, in_place=bool(out))
+    into: tuple[Tensor | None, ...] = out or (None, None, None)
+    slopes = (
+        _gathered(read, enter, out=into[0]),
+        _gathered(left, leave, out=into[1]),
+        torch.matmul(weighed, down.flatten(3, 4), out=into[2]),
+    )
     if not of_kept:
         return slopes
-    denter, dleave = read * q.unsqueeze(-2), left * k.unsqueeze(-2)  # M C D K, behind 1, 1
+    denter = _multiplied(read, q, in_place=bool(out))  # M C D K, behind 1, 1
+    dleave = _multiplied(left, k, in_place=bool(out))
     dkept = (down * before).sum(-1, keepdim=True)  # M D K 1
     if of_kept == 1:
         denter, dleave = (x.sum(-1, keepdim=True) for x in (denter, dleave))
@@ -170,9 +208,10 @@ class _Passed(torch.autograd.Function):
         state: Tensor,
         ways: tuple[bool, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        (own,) = in_turns(_added, k, leave, v)
+        (own,) = in_turns(_added, k, leave, v, sizes=[state.shape[2:]])
         before, last = carried(state, own, kept, backward=ways)
-        (o,) = in_turns(_read, o, q, enter, before)
+        del own  # whose memory the outputs can have
+        (o,) = in_turns(_read, o, q, enter, before, sizes=[o.shape[3:]])
         return o, last, before
 
     @staticmethod
@@ -191,11 +230,15 @@ class _Passed(torch.autograd.Function):
         do = torch.zeros_like(v) if do is None else do.contiguous()
         dlast = before.new_zeros(()).expand_as(before[:, :, 0]) if dlast is None else dlast
         if torch.is_grad_enabled():  # for gradients of gradients
-            before = carried(state, *_added(k, leave, v), kept, backward=ctx.ways)[0]
-        (own,) = in_turns(_added, q, enter, do)
+            (own,) = _added(k, leave, v)
+            before = carried(state, own, kept, backward=ctx.ways)[0]
+        (own,) = in_turns(_added, q, enter, do, sizes=[before.shape[3:]])
         down, dstate = carried(dlast, own, kept, backward=turned(ctx.ways))
+        del own
         tensors = do, q, k, v, enter, leave, before, down
+        sizes = [x.shape[3:] for x in (q, k, v, enter, leave, kept)]
         if not any(ctx.needs_input_grad[4:7]):
-            return do, *in_turns(_slopes, *tensors), None, None, None, dstate, None
+            slopes = in_turns(_slopes, *tensors, sizes=sizes[:3])
+            return do, *slopes, None, None, None, dstate, None
         with_decays = partial(_slopes, of_kept=kept.shape[-2])
-        return do, *in_turns(with_decays, *tensors), dstate, None
+        return do, *in_turns(with_decays, *tensors, sizes=sizes), dstate, None
