@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from onescan import __version__
+from onescan import __version__, huge_pages
 from onescan.choices import check_choice
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ Device = Annotated[str, tyro.conf.arg(help="cpu, cuda, ...; auto is a GPU where 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; what went wrong is said in a sentence, with an exit code above 0."""
+    huge_pages.ask()
     words = list(sys.argv[1:] if arguments is None else arguments)
     with_traceback = "--traceback" in words
     words = [word for word in words if word != "--traceback"]

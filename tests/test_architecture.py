@@ -22,7 +22,7 @@ EVERYWHERE = SOURCES | {
 
 # From the ground up; a floor imports itself and those before it.
 FLOORS = [
-    {"choices", "shapes", "checks", "configs"},
+    {"choices", "huge_pages", "shapes", "checks", "configs"},
     {"kernels"},
     {"ops"},
     {"layers"},

@@ -6,6 +6,7 @@ import pytest
 from fake_contestants import CONTEST, FakeOptions, FakeRival
 from html_page import Page, assert_loads_nothing
 
+from onescan import huge_pages
 from onescan.bench.contest import run
 from onescan.bench.contest.outcome import Spread
 from onescan.bench.contest.rival import TrialError
@@ -47,6 +48,13 @@ def rows(page, work):
         name = first or name
         filled[name, int(cells[0])] = dict(zip(table[0][2:], cells[1:], strict=True))
     return filled
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_the_page_says_whether_memory_lies_in_huge_pages(used, results, tmp_path, monkeypatch):
+    monkeypatch.setattr(huge_pages, "are_used", lambda: used)
+    page = write_contest(results(), CONTEST, tmp_path / "report.html").read_text(encoding="utf-8")
+    assert (", in huge pages" in page) == used
 
 
 def test_the_page_holds_the_numbers(results, tmp_path):

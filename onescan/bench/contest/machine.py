@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from onescan import __version__
+from onescan import __version__, huge_pages
 from onescan.bench.contest.outcome import Machine
 from onescan.bench.contest.trial import Trial
 from onescan.bench.contests import ContestOptions
@@ -42,6 +42,7 @@ def find_machine(options: ContestOptions) -> Machine:
         cores=os.cpu_count() or 1,
         threads=options.threads or torch.get_num_threads(),
         memory_mib=_memory(device) / 2**20,
+        huge_pages=device.type == "cpu" and huge_pages.are_used(),
         platform=platform.platform(),
         python=platform.python_version(),
         onescan=__version__,

@@ -96,6 +96,8 @@ class Machine:
     threads: int
     memory_mib: float
     """Of the device."""
+    huge_pages: bool = False
+    """Whether large tensors on a CPU lie in pages of 2 MiB."""
     platform: str
     python: str
     onescan: str

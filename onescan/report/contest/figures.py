@@ -126,7 +126,7 @@ def machine_facts(results: Results) -> list[tuple[str, str]]:
     return [
         ("Device", machine.cpu if is_cpu else f"{machine.device}, beside {machine.cpu}"),
         ("Threads", threads),
-        ("Memory", mib(machine.memory_mib)),
+        ("Memory", f"{mib(machine.memory_mib)}{', in huge pages' * machine.huge_pages}"),
         ("System", f"{machine.platform}, Python {machine.python}"),
         ("Versions", ", ".join(versions)),
         ("Measured", how_measured(results)),
