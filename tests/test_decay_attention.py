@@ -544,6 +544,23 @@ def test_autocast_does_not_narrow_the_sums(causal, form):
     assert all(map(torch.equal, (got, *tensors_of(state)), (want, *tensors_of(ends))))
 
 
+@over_directions
+@over_decays
+@pytest.mark.parametrize("form", ["chunk", "full"])
+def test_a_backward_may_run_in_autocast(causal, decay, form):
+    """Gradients of the scores stay wide, whatever else torch narrows."""
+    named = inputs(20, causal=causal, decay=decay, state=False, dtype=torch.float32, batch=1)
+    given = {name: x.detach().requires_grad_() for name, x in named.items() if x is not None}
+    o, _ = decay_attention(**given, causal=causal, form=form, chunk_size=8)
+    slope = torch.randn(o.shape)
+    slopes = partial(torch.autograd.grad, o, list(given.values()), slope, retain_graph=True)
+    want = slopes()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = slopes()
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * float(y.abs().max()))
+
+
 @given(
     tokens=st.integers(1, 40),
     size=st.integers(1, 45),

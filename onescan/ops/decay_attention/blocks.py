@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onescan.ops.chunks import in_turns
+from onescan.ops.numerics import full_precision
 
 Factors = tuple[Tensor, Tensor]  # rows and columns, [..., S, L, X]: the block is rows @ columns.mT
 
@@ -125,7 +126,8 @@ class _MaskedSums(torch.autograd.Function):
         tensors, leading = ctx.saved_tensors, gradient.ndim - 2
         slopes = partial(_masked_slopes, sides=ctx.sides)
         sizes = [x.shape[leading:] for x in tensors]
-        return None, *in_turns(slopes, gradient, *tensors, sizes=sizes, leading=leading)
+        with full_precision(gradient):
+            return None, *in_turns(slopes, gradient, *tensors, sizes=sizes, leading=leading)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:

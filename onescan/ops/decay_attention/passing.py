@@ -11,6 +11,7 @@ from onescan.checks import can_look_at_values
 from onescan.ops.chunks import carried, in_turns, is_known, turned
 from onescan.ops.decay_attention.directions import Matrices
 from onescan.ops.decay_attention.tile import Reach
+from onescan.ops.numerics import full_precision
 
 BACKWARD = (False, True)  # the states from the left, and those from the right
 TOGETHER = 1 << 23  # numbers weighed at once: 32 MiB in float32, above which memory is always new
@@ -226,19 +227,20 @@ class _Passed(torch.autograd.Function):
         ctx: Any, do: Tensor | None, dlast: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         q, k, v, enter, leave, kept, state, before = ctx.saved_tensors
-        # contiguous once, for all products with it, here and inside the chunks
-        do = torch.zeros_like(v) if do is None else do.contiguous()
-        dlast = before.new_zeros(()).expand_as(before[:, :, 0]) if dlast is None else dlast
-        if torch.is_grad_enabled():  # for gradients of gradients
-            (own,) = _added(k, leave, v)
-            before = carried(state, own, kept, backward=ctx.ways)[0]
-        (own,) = in_turns(_added, q, enter, do, sizes=[before.shape[3:]])
-        down, dstate = carried(dlast, own, kept, backward=turned(ctx.ways))
-        del own
-        tensors = do, q, k, v, enter, leave, before, down
-        sizes = [x.shape[3:] for x in (q, k, v, enter, leave, kept)]
-        if not any(ctx.needs_input_grad[4:7]):
-            slopes = in_turns(_slopes, *tensors, sizes=sizes[:3])
-            return do, *slopes, None, None, None, dstate, None
-        with_decays = partial(_slopes, of_kept=kept.shape[-2])
-        return do, *in_turns(with_decays, *tensors, sizes=sizes), dstate, None
+        with full_precision(q):
+            # contiguous once, for all products with it, here and inside the chunks
+            do = torch.zeros_like(v) if do is None else do.contiguous()
+            dlast = before.new_zeros(()).expand_as(before[:, :, 0]) if dlast is None else dlast
+            if torch.is_grad_enabled():  # for gradients of gradients
+                (own,) = _added(k, leave, v)
+                before = carried(state, own, kept, backward=ctx.ways)[0]
+            (own,) = in_turns(_added, q, enter, do, sizes=[before.shape[3:]])
+            down, dstate = carried(dlast, own, kept, backward=turned(ctx.ways))
+            del own
+            tensors = do, q, k, v, enter, leave, before, down
+            sizes = [x.shape[3:] for x in (q, k, v, enter, leave, kept)]
+            if not any(ctx.needs_input_grad[4:7]):
+                slopes = in_turns(_slopes, *tensors, sizes=sizes[:3])
+                return do, *slopes, None, None, None, dstate, None
+            with_decays = partial(_slopes, of_kept=kept.shape[-2])
+            return do, *in_turns(with_decays, *tensors, sizes=sizes), dstate, None
