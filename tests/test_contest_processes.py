@@ -94,10 +94,13 @@ def test_the_yardsticks_are_measured_in_every_heat(results):
 def test_the_next_turn_waits_for_threads_that_go_on_after_a_call(log):
     with Rival("spinning", 1, prepare, FakeOptions(log=str(log), budget_s=1.0)) as one:
         one.prepare("forward")
-        begin = time.perf_counter()
-        taken_ms = one.turn("forward")
-        assert time.perf_counter() - begin > SPIN_S
-    assert taken_ms < 1000 * SPIN_S  # and nobody's time is the longer for it
+
+        def waited():
+            begin = time.perf_counter()
+            assert one.turn("forward") < 1000 * SPIN_S  # nobody's time is the longer for it
+            return time.perf_counter() - begin > SPIN_S
+
+        assert any(waited() for _ in range(5))  # a busy machine may keep a thread from spinning
 
 
 def test_a_contestant_that_is_left_is_ended(log):
