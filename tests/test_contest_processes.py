@@ -13,6 +13,7 @@ from forking import fork_from_one
 from onescan.bench.contest import rival
 from onescan.bench.contest.rival import KilledError, Rival
 from onescan.bench.contest.run import run_contest
+from onescan.bench.contest.trial import Trial
 
 GOOD, SIZES = ("good", "better"), (1, 2)
 NAMES = (*GOOD, "refusing", "dying", "leaving", "hanging", "slow")
@@ -51,7 +52,8 @@ def test_each_contestant_has_a_process_of_its_own_for_each_size(results, log):
 def test_turns_in_processes_are_interleaved(results, log):
     calls = [line.split()[0] for line in log.read_text().splitlines() if line.endswith(" 2")]
     calls = [name for name in calls if name in GOOD]
-    assert calls == [*["good"] * 3, *["better"] * 3, "good", "better", "better", "good"]
+    rounds = [name for name in ("good", "better", "better", "good") for _ in range(2)]
+    assert calls == [*["good"] * 3, *["better"] * 3, *rounds]  # short calls are made once before
 
 
 def test_times_and_what_is_known_come_from_the_process(results):
@@ -140,6 +142,16 @@ def test_a_turn_repeats_short_calls_and_makes_long_ones_once():
     assert 1 < len(rival._timed(lambda: time.sleep(0.001), 1.0)) <= 20
     assert len(rival._timed(lambda: calls.append(1), 1e-6)) == rival.MOST_CALLS == len(calls)
     assert len(rival._timed(lambda: time.sleep(0.03), 30.0)) == 1
+
+
+@pytest.mark.parametrize(("once_ms", "before"), [(rival.AWAKE_MS - 1, 1), (rival.AWAKE_MS, 0)])
+def test_short_calls_are_timed_once_threads_are_awake(once_ms, before):
+    calls = []
+    trial = Trial(call=lambda: calls.append(time.sleep(0.05 if len(calls) < before else 0.001)))
+    server = rival._Server("one", 1, prepare, FakeOptions(log="", known=()))
+    server.trials["forward"] = trial, once_ms
+    assert server.turn("forward") < 40
+    assert len(calls) == before + 1
 
 
 def test_memory_and_time_are_of_calls_after_the_first():
