@@ -145,12 +145,13 @@ def can_look_at_values(tensor: Tensor) -> bool:
     On a GPU it would wait for the device; while compiling, exporting or under vmap there is
     no value yet.
     """
-    return (
-        tensor.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and type(tensor) in (Tensor, torch.nn.Parameter)
-    )
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and is_plain(tensor)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether what it holds is numbers: neither torch.func nor a class of its own comes between."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not is_wrapped and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def fingerprint(o: Tensor, *summed: Tensor) -> Tensor:

@@ -8,38 +8,26 @@ import torch
 from onescan.ops import chunks
 from onescan.ops.chunks import carried, in_turns
 from onescan.ops.decay_attention.pieces import cut, joined, places
-from onescan.ops.numerics import quotient
+from onescan.ops.numerics import applied, quotient
 
 SHAPES = [(2, 3, 4, 5, 2), (1, 3, 1, 5, 2), (2, 3, 5, 1, 1), (1, 1, 11, 1, 2)]  # B H N K V
-over_directions = pytest.mark.parametrize("backward", [False, True, (True, False)], ids=str)
+over_directions = pytest.mark.parametrize("backward", [False, True])
 
 
 def normal(*shape):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def inputs(shape, kept, backward=False):
-    """A state, what chunks add, and what they keep of a state: one for each direction."""
+def inputs(shape, kept):
+    """A state, what chunks add, and what they keep of a state."""
     batch, heads, count, keys, values = shape
-    ways = () if isinstance(backward, bool) else (len(backward),)
-    of_kept = {
-        "none": None,
-        "one": (1, 1, count, *ways, 1, 1),
-        "key": (batch, heads, count, *ways, keys, 1),
-    }
-    state = normal(batch, heads, *ways, keys, values)
-    own = normal(batch, heads, count, *ways, keys, values)
+    of_kept = {"none": None, "one": (1, 1, count, 1, 1), "key": (batch, heads, count, keys, 1)}
+    state, own = normal(batch, heads, keys, values), normal(batch, heads, count, keys, values)
     return state, own, None if of_kept[kept] is None else normal(*of_kept[kept])
 
 
 def one_by_one(state, own, kept, *, backward):
     """The definition: S_n = kept_n S_{n-1} + own_n."""
-    if not isinstance(backward, bool):
-        keeps = [None] * len(backward) if kept is None else kept.unbind(3)
-        several = zip(state.unbind(2), own.unbind(3), keeps, backward, strict=True)
-        made = [one_by_one(*each, backward=way) for *each, way in several]
-        before, last = zip(*made, strict=True)
-        return torch.stack(before, dim=3), torch.stack(last, dim=2)
     before = {}
     order = range(own.shape[2])
     for n in reversed(order) if backward else order:
@@ -56,7 +44,7 @@ def test_carried_is_the_definition(shape, kept, backward, many, monkeypatch):
     """Chunk by chunk and, of many, in stretches side by side: all are many here, or none."""
     monkeypatch.setattr(chunks, "MANY", many)
     monkeypatch.setattr(chunks, "FEWEST", 2)
-    given = inputs(shape, kept, backward)
+    given = inputs(shape, kept)
     learnt = [x for x in given if x is not None]
     weights = normal(*given[1].shape), normal(*given[0].shape)
 
@@ -72,7 +60,7 @@ def test_carried_is_the_definition(shape, kept, backward, many, monkeypatch):
 @over_directions
 @pytest.mark.parametrize("kept", ["none", "one", "key"])
 def test_gradients_of_carried_have_gradients_and_go_forward(kept, backward):
-    given = inputs((1, 2, 3, 2, 2), kept, backward)
+    given = inputs((1, 2, 3, 2, 2), kept)
     learnt = tuple(x for x in given if x is not None)
 
     def call(*tensors):
@@ -87,7 +75,7 @@ def test_gradients_of_carried_have_gradients_and_go_forward(kept, backward):
     ("kept", "axes"), [("none", (0, 3)), ("one", (1, 5, 0)), ("key", (2, 0, 4))]
 )
 def test_vmap_of_carried_along_any_axis(kept, axes, backward):
-    several = [inputs((2, 1, 3, 2, 2), kept, backward) for _ in range(3)]
+    several = [inputs((2, 1, 3, 2, 2), kept) for _ in range(3)]
     want = [carried(*each, backward=backward) for each in several]
     stacked = [
         torch.stack(x, dim=a) for x, a in zip(zip(*several, strict=True), axes, strict=False)
@@ -108,9 +96,9 @@ def test_vmap_of_carried_over_states_alone():
 
 
 @pytest.mark.parametrize("kept", ["none", "one", "key"])
-@pytest.mark.parametrize("backward", [(False,), (True, False)], ids=str)
+@over_directions
 def test_what_compiled_programs_call_is_an_operator_of_torch(kept, backward):
-    given = inputs((2, 1, 3, 2, 2), kept, backward)
+    given = inputs((2, 1, 3, 2, 2), kept)
     torch.library.opcheck(chunks._one_step, (*given, backward))
 
 
@@ -132,7 +120,7 @@ def test_carried_compiles_to_as_much_for_any_number_of_chunks(kept, backward, dy
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=noted)
     exact = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for count in (4, 40):
-        given = inputs((2, 3, count, 5, 2), kept, backward)
+        given = inputs((2, 3, count, 5, 2), kept)
         learnt = [x for x in given if x is not None]
         weights = normal(*given[1].shape), normal(*given[0].shape)
         compiled(*given)
@@ -185,6 +173,20 @@ def test_how_many_chunks_are_visited_in_stretches(monkeypatch):
     assert visited(200, 1) == [14, 14, 4]
 
 
+@over_directions
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_room_carries_in_place(count, backward):
+    state, own, kept = (x.detach() for x in inputs((2, 3, count, 5, 2), "key"))
+    room = chunks.Room(own, own.shape[3:], backward=backward)
+    room.own.copy_(own)
+    got = room.carry(state, kept)
+    before, last = carried(state, own, kept, backward=backward)
+    assert torch.equal(room.before, before)
+    assert torch.equal(got, last)
+    room.before.zero_()  # and what left is not in there
+    assert torch.equal(got, last)
+
+
 def test_chunks_are_taken_in_turns(monkeypatch):
     monkeypatch.setattr(chunks, "TURN", 40)
     x, y = torch.randn(2, 3, 4, 5, 2), torch.randn(2, 3, 4, 1)
@@ -195,13 +197,14 @@ def test_chunks_are_taken_in_turns(monkeypatch):
         shapes.append(x.shape[:3])
         return torch.mul(x, y.unsqueeze(-1), out=out[0]), y.sum(-1)
 
-    sizes = [(5, 2), ()]
-    for got, want in zip(in_turns(function, x, y, sizes=sizes), function(x, y), strict=True):
-        assert torch.equal(got, want)
+    like = [x, y[..., 0].double()]
+    for got, want in zip(in_turns(function, x, y, like=like), function(x, y), strict=True):
+        assert torch.equal(got, want.to(got))
+    assert got.dtype == torch.float64
     assert shapes == [(1, 1, 4)] * 6 + [(2, 3, 4)]
     shapes.clear()
-    in_turns(function, x[:, :, :, :1], y[:, :, :, :1], sizes=[(1, 2), ()])
-    in_turns(function, x, y[:1], sizes=sizes)  # which all samples share
+    in_turns(function, x[:, :, :, :1], y[:, :, :, :1], like=[x[:, :, :, :1], y[..., 0]])
+    in_turns(function, x, y[:1], like=like)  # which all samples share
     assert shapes == [(1, 1, 12)] * 2 + [(2, 3, 4)]
 
 
@@ -213,13 +216,14 @@ def test_turns_are_short_enough_for_results_too(monkeypatch):
         counts.append(x.shape[2])
         return (x.unsqueeze(-1).expand(*x.shape, 5),)
 
-    (got,) = in_turns(function, torch.arange(24.0).view(2, 3, 4), sizes=[(5,)])
+    (got,) = in_turns(function, torch.arange(24.0).view(2, 3, 4), into=[torch.empty(2, 3, 4, 5)])
     assert torch.equal(got, torch.arange(24.0).view(2, 3, 4, 1).expand(2, 3, 4, 5))
     assert counts == [8, 8, 8]
 
 
 def test_no_chunks_in_turns():
-    (got,) = in_turns(lambda x, out: (x + 1,), torch.ones(0, 3, 4, 5), sizes=[(5,)])
+    nothing = torch.ones(0, 3, 4, 5)
+    (got,) = in_turns(lambda x, out: (x + 1,), nothing, like=[nothing])
     assert got.shape == (0, 3, 4, 5)
 
 
@@ -264,3 +268,53 @@ def test_pieces_have_gradients_and_those_have_too(shape):
 
 def test_nothing_is_cut_from_nothing():
     assert cut(None, 2, places(2, 2, 1, 1)) == [None] * 4
+
+
+class Doubled(torch.autograd.Function):
+    """2 x, which tells whether it is called as a function of autograd."""
+
+    generate_vmap_rule = True
+    calls = 0
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        Doubled.calls += 1
+
+    @staticmethod
+    def backward(ctx, slope):
+        return 2 * slope
+
+    @staticmethod
+    def jvp(ctx, slope):
+        return 2 * slope
+
+
+def test_functions_are_applied_where_derivatives_can_be_asked_for():
+    def calls(function, *given):
+        Doubled.calls = 0
+        return function(*given), Doubled.calls
+
+    x = torch.ones(3)
+    call = partial(applied, Doubled)
+    got, count = calls(call, x)
+    assert torch.equal(got, 2 * x)
+    assert not count
+    learnt = x.clone().requires_grad_()
+    with torch.no_grad():
+        assert calls(call, learnt)[1] == 0
+    got, count = calls(call, learnt)
+    assert count
+    assert torch.equal(torch.autograd.grad(got.sum(), learnt)[0], 2 * x)
+    assert calls(torch.func.vmap(call), x)[1]
+    (_, forward), count = calls(torch.func.jvp, call, (x,), (x,))
+    assert count
+    assert torch.equal(forward, 2 * x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        got, count = calls(call, dual)
+        assert count
+        assert torch.equal(torch.autograd.forward_ad.unpack_dual(got).tangent, 2 * x)

@@ -5,7 +5,7 @@ else would be a loop over them becomes a scan, which the program that comes out 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onescan.checks import can_look_at_values
+from onescan.ops.numerics import applied
 
 # Chosen on a CPU:
 TURN = 1 << 20  # numbers of the largest tensor that a function of chunks is given at a time
@@ -20,7 +21,6 @@ MANY = 64  # chunks from which on they are visited in stretches side by side, a 
 STEP = 1 << 16  # numbers from which on another thread helps; so many stretches are side by side
 FEWEST = 8  # stretches: fewer save less than the further pass costs
 
-Backward = bool | tuple[bool, ...]
 Step = Callable[..., Tensor]  # from the state before a chunk and its parts, the one after it
 
 
@@ -60,11 +60,21 @@ def number_of_chunks(tokens: int, size: int) -> int:
     return count
 
 
+def take_turns(*tensors: Tensor) -> bool:
+    """Whether chunks of tensors, [B, H, N, ...], can be taken some at a time.
+
+    Not where these axes differ among them, values cannot be looked at, or a gradient is wanted.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    return all(can_look_at_values(x) and x.shape[:3] == tensors[0].shape[:3] for x in tensors)
+
+
 def in_turns(
     function: Callable[..., tuple[Tensor, ...]],
     *tensors: Tensor,
-    sizes: Sequence[Sequence[int]],
-    leading: int = 3,
+    like: Sequence[Tensor] = (),
+    into: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
     """What a function makes of chunks, as many at a time as a CPU's caches hold.
 
@@ -72,38 +82,36 @@ def in_turns(
         function: takes tensors of chunks, and as `out` tensors of the results' shapes or nothing;
             returns results, in which each chunk depends on itself alone. It may return `out`, with
             the results in it, in place of new tensors, which are copied there.
-        tensors: [B, H, N, ...]. The function gets M chunks of them in a turn, [1, 1, M, ...]; or
-            all as they are, where these axes differ among them, values cannot be looked at, or
-            gradients of all this are wanted.
-        sizes: of each result, what follows [B, H, N].
-        leading: how many axes are of chunks, 3 as written here.
+        tensors: [B, H, N, ...]. Where they can take turns the function gets M chunks of them,
+            [1, 1, M, ...], unless one turn is enough.
+        like: of each result, a tensor of its shape and type.
+        into: where results are written, if not in new memory; then `like` is not needed.
 
     Returns:
         What the function does, [B, H, N, ...].
 
     >>> def added(x, y, out=()):
     ...     return (torch.add(x, y),)
-    >>> in_turns(added, torch.ones(1, 2, 3), torch.ones(1, 2, 3), sizes=[()])[0].tolist()
+    >>> x = torch.ones(1, 2, 3)
+    >>> in_turns(added, x, x, like=[x])[0].tolist()
     [[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]]
     """
-    shape = tensors[0].shape[:leading]
-    is_learning = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if is_learning or not all(
-        can_look_at_values(x) and x.shape[:leading] == shape for x in tensors
-    ):
+    if not take_turns(*tensors):
         return function(*tensors)
-    whole = tuple(tensors[0].new_empty(*shape, *size) for size in sizes)
-    chunks = shape.numel()
-    turns = -(-max(x.numel() for x in (*tensors, *whole)) // TURN)
-    count = -(-chunks // max(1, min(turns, chunks)))
-    flat = [x.flatten(0, leading - 1) for x in (*tensors, *whole)]
-    ones = (1,) * (leading - 1)
-    for first in range(0, chunks, max(1, count)):
-        parts = [x[first : first + count].unflatten(0, (*ones, -1)) for x in flat]
-        given, out = parts[: len(tensors)], tuple(parts[len(tensors) :])
-        for into, made in zip(out, function(*given, out=out), strict=True):
-            if made is not into:
-                into.copy_(made)
+    whole = (*into,) or tuple(x.new_empty(x.shape) for x in like)
+    all_at_once = (*tensors, *whole)
+    turns = -(-max(x.numel() for x in all_at_once) // TURN)
+    if turns > 1:
+        count = max(1, -(-tensors[0].shape[:3].numel() // turns))
+        flat = (x.flatten(0, 2)[None, None].split(count, dim=2) for x in all_at_once)
+        each = list(zip(*flat, strict=True))
+    else:
+        each = [all_at_once]
+    for parts in each:
+        given, out = parts[: len(tensors)], parts[len(tensors) :]
+        for place, made in zip(out, function(*given, out=out), strict=True):
+            if made is not place:
+                place.copy_(made)
     return whole
 
 
@@ -137,17 +145,15 @@ def passed_on(
 
 
 def carried(
-    state: Tensor, own: Tensor, kept: Tensor | None = None, *, backward: Backward = False
+    state: Tensor, own: Tensor, kept: Tensor | None = None, *, backward: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Pass on the usual state, S_n = kept_n S_{n-1} + own_n, with a backward of as little memory.
 
     Args:
         state: what enters the first chunk visited, [B, H, ...].
         own: what each chunk adds, [B, H, N, ...].
-        kept: what each keeps of a state, with as many axes as `own`, of its size or 1 but for that
-            of several ways; None is all.
-        backward: whether the last chunk is visited first; several of these are one for each state
-            side by side, in an axis of their own behind [B, H] and behind [B, H, N].
+        kept: what each keeps of a state, with as many axes as `own`, of its size or 1; None is all.
+        backward: whether the last chunk is visited first.
 
     Returns:
         As `passed_on`.
@@ -156,50 +162,56 @@ def carried(
     >>> before, last = carried(torch.zeros(1, 1), added, half)
     >>> before.tolist(), last.tolist()
     ([[[0.0, 1.0, 2.5]]], [[4.25]])
-    >>> both = torch.stack([added, added], dim=3)
-    >>> before, last = carried(torch.zeros(1, 1, 2), both, backward=(False, True))
-    >>> before.tolist(), last.tolist()
-    ([[[[0.0, 5.0], [1.0, 3.0], [3.0, 0.0]]]], [[[6.0, 6.0]]])
     """
     if not torch.compiler.is_compiling():
-        return _Carried.apply(state, own, kept, backward)
+        return applied(_Carried, state, own, kept, backward)
     if not torch.compiler.is_exporting():
-        if not isinstance(backward, bool):
-            return _one_step(state, own, kept, backward)
-        kept = None if kept is None else kept.unsqueeze(3)
-        before, last = _one_step(state.unsqueeze(2), own.unsqueeze(3), kept, (backward,))
-        return before.squeeze(3), last.squeeze(2)
-    if kept is not None:
-        kept = kept.expand(*kept.shape[:2], own.shape[2], *kept.shape[3:])
-    if isinstance(backward, bool):
-        return passed_on(_carry, state, *_given(own, kept), backward=backward)
-    made = [
-        passed_on(_carry, *_given(*each), backward=way)
-        for *each, way in _each_way(state, own, kept, backward)
-    ]
-    before, last = zip(*made, strict=True)
-    return torch.stack(before, dim=3), torch.stack(last, dim=2)
+        return _one_step(state, own, kept, backward)
+    parts = (
+        [own]
+        if kept is None
+        else [own, kept.expand(*kept.shape[:2], own.shape[2], *kept.shape[3:])]
+    )
+    return passed_on(_carry, state, *parts, backward=backward)
 
 
-def turned(backward: Backward) -> Backward:
-    """The other way.
+class Room:
+    """Memory of what chunks add to states, which becomes that of the states before them.
 
-    >>> turned((False, True))
-    (True, False)
+    It has a slot more than there are chunks. Shifted by a slot, the state after a chunk is the one
+    before the next, and nothing is copied; what enters a sample or head is written last.
+
+    Attributes:
+        own: what each chunk adds, [B, H, N, ...], for others to write.
+        before: once carried, the states before each chunk, likewise.
+
+    Args:
+        like: whose chunks, [B, H, N, ...].
+        size: of a state.
+        backward: whether the last chunk is visited first.
     """
-    return not backward if isinstance(backward, bool) else tuple(not way for way in backward)
 
+    def __init__(self, like: Tensor, size: Sequence[int], *, backward: bool) -> None:
+        shape = like.shape[:3]
+        slots = like.new_empty(shape.numel() + 1, *size)
+        shifted = slots[1:].view(*shape, *size), slots[:-1].view(*shape, *size)
+        self.before, self.own = shifted if backward else shifted[::-1]
+        self.backward = backward
 
-def _given(*tensors: Tensor | None) -> list[Tensor]:
-    return [x for x in tensors if x is not None]
+    def carry(self, state: Tensor, kept: Tensor) -> Tensor:
+        """As `carried`, of `own`; returns the state after the last chunk visited.
 
-
-def _each_way(
-    state: Tensor, own: Tensor, kept: Tensor | None, backward: tuple[bool, ...]
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None, bool]]:
-    """Each state, what its chunks add and keep, and where it starts."""
-    keeps = [None] * len(backward) if kept is None else kept.unbind(3)
-    return zip(state.unbind(2), own.unbind(3), keeps, backward, strict=True)
+        Args:
+            state: what enters the first chunk visited, [B, H, ...].
+            kept: what each chunk keeps of a state, [B, H, N, ...].
+        """
+        order = -1 if self.backward else 1
+        states, keeps = (x.unbind(2)[::order] for x in (self.own, kept))
+        for own, keep, before in zip(states, keeps, (state, *states), strict=False):
+            torch.addcmul(own, keep, before, out=own)
+        last = states[-1].clone()
+        self.before.select(2, -1 if self.backward else 0).copy_(state)
+        return last
 
 
 def _carry(state: Tensor, own: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -211,29 +223,24 @@ class _Carried(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        state: Tensor, own: Tensor, kept: Tensor | None, backward: Backward
+        state: Tensor, own: Tensor, kept: Tensor | None, backward: bool
     ) -> tuple[Tensor, Tensor]:
         before, last = own.new_empty(own.shape), own.new_empty(own.select(2, 0).shape)
         if kept is not None:
             kept = kept.expand(*kept.shape[:2], own.shape[2], *kept.shape[3:])
-        if isinstance(backward, bool):
-            _carry_into(before, last, state, own, kept, backward)
-        else:
-            each = _each_way(state, own, kept, backward)
-            for into, after, given in zip(before.unbind(3), last.unbind(2), each, strict=True):
-                _carry_into(into, after, *given)
+        _carry_into(before, last, state, own, kept, backward)
         return before, last
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        state, _, kept, ctx.ways = inputs
+        state, _, kept, ctx.way = inputs
         ctx.of_state = state.shape
         ctx.save_for_backward(output[0], kept)
         ctx.save_for_forward(output[0], kept)
 
     @staticmethod
     def backward(ctx: Any, dbefore: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, partial(carried, backward=turned(ctx.ways)), dbefore, dlast)
+        return _gradients(ctx, partial(carried, backward=not ctx.way), dbefore, dlast)
 
     @staticmethod
     def jvp(
@@ -242,7 +249,7 @@ class _Carried(torch.autograd.Function):
         before, kept = ctx.saved_tensors
         if dkept is not None:
             down = torch.addcmul(down, dkept, before)
-        return carried(dstate, down, kept, backward=ctx.ways)
+        return carried(dstate, down, kept, backward=ctx.way)
 
     @staticmethod
     def vmap(
@@ -251,7 +258,7 @@ class _Carried(torch.autograd.Function):
         state: Tensor,
         own: Tensor,
         kept: Tensor | None,
-        backward: Backward,
+        backward: bool,
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         """The axis becomes the last one."""
         made = _Carried.apply(*_axis_last(info, in_dims, state, own, kept), backward)
@@ -261,7 +268,7 @@ class _Carried(torch.autograd.Function):
 def _gradients(
     ctx: Any, carry: Callable[..., tuple[Tensor, Tensor]], dbefore: Tensor, dlast: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Of a state, what chunks add, what they keep and the ways, by what carries the other way."""
+    """Of a state, what chunks add, what they keep and the way, by what carries the other way."""
     before, kept = ctx.saved_tensors
     down, up = carry(dlast, dbefore, kept)
     of_kept = None
@@ -282,16 +289,14 @@ def _axis_last(info: Any, in_dims: tuple[Any, ...], *tensors: Tensor | None) -> 
 
 @torch.library.custom_op("onescan::carried", mutates_args=())
 def _one_step(
-    state: Tensor, own: Tensor, kept: Tensor | None, backward: Sequence[bool]
+    state: Tensor, own: Tensor, kept: Tensor | None, backward: bool
 ) -> tuple[Tensor, Tensor]:
-    """`carried` several ways, which compiled programs call: else they would be as long as N."""
-    return _Carried.forward(state, own, kept, tuple(backward))
+    """`carried`, which compiled programs call: else they would be as long as N."""
+    return _Carried.forward(state, own, kept, backward)
 
 
 @_one_step.register_fake
-def _(
-    state: Tensor, own: Tensor, kept: Tensor | None, backward: Sequence[bool]
-) -> tuple[Tensor, Tensor]:
+def _(state: Tensor, own: Tensor, kept: Tensor | None, backward: bool) -> tuple[Tensor, Tensor]:
     return own.new_empty(own.shape), own.new_empty(own.select(2, 0).shape)
 
 
@@ -305,7 +310,7 @@ def _(
 
 
 def _backward(ctx: Any, dbefore: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-    carry = partial(_one_step, backward=turned(tuple(ctx.ways)))
+    carry = partial(_one_step, backward=not ctx.way)
     return _gradients(ctx, carry, dbefore, dlast)
 
 
@@ -399,5 +404,6 @@ def _scanned(
     def visit(state: Tensor, *each: Tensor) -> list[Tensor]:
         return [step(state, *each), state.clone()]
 
-    last, before = scan_op(visit, [state], chunks, ())
+    # in memory as what a step makes of it, which a scan asks for
+    last, before = scan_op(visit, [state.contiguous()], chunks, ())
     return (before.flip(0) if backward else before).movedim(0, 2), last

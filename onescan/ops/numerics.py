@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from onescan.checks import is_plain
 
 # A finite stand-in for log 0. The difference of two of them is 0 and not NaN, so an empty sum,
 # a masked token or a fully masked row needs no special case, and gradients stay finite too.
@@ -49,7 +52,21 @@ def quotient(x: Tensor, by: Tensor) -> Tensor:
     >>> quotient(torch.tensor([6.0, 9.0]), torch.tensor([3.0])).tolist()
     [2.0, 3.0]
     """
-    return x / by if torch.compiler.is_compiling() else _Quotient.apply(x, by)
+    return x / by if torch.compiler.is_compiling() else applied(_Quotient, x, by)
+
+
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """function.apply, which takes its time, and is left out where nobody can ask for a derivative.
+
+    >>> applied(_Quotient, torch.tensor([6.0, 9.0]), torch.tensor([3.0])).tolist()
+    [2.0, 3.0]
+    """
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    is_learning = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    # gradients forward are asked for in other ways, of tensors that look as all others do
+    if is_learning or forward_ad._current_level >= 0 or not all(map(is_plain, tensors)):
+        return function.apply(*arguments)
+    return function.forward(*arguments)
 
 
 def running_logsumexp(x: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from onescan.checks import (
     check_positive,
     check_sequence_options,
     check_shapes,
-    fingerprint,
 )
 from onescan.ops.backend import Backend, resolved_backend, wants_gradient
 from onescan.ops.decay_attention import chunk, full, one_scan, recurrent
@@ -110,7 +109,8 @@ def decay_attention(
         v: values.
         log_decay: logarithm of what a state keeps from one token to the next, at most 0; -inf
             forgets all. None does not decay; [H] is fixed; [B, T, H] selective; [B, T, H, K]
-            diagonal, one for each key channel.
+            diagonal, one for each key channel. Where it is not, "full" and "chunk" in torch forget
+            what decayed to less than 1e-30, but in float64.
         causal: whether a token reads only itself and those before it.
         decay_at: whose decay lies between two neighbours: "source", that of the token visited
             first (Eq. 14), or "target", that of the one visited next (Eq. 5). "auto" is target
@@ -190,8 +190,8 @@ def decay_attention(
             return_state=return_state,
         )
     if can_look_at_values(o):
-        seen = v if keep is None else v.masked_fill(~keep[:, :, None, None], 0)
-        check_no_nan(fingerprint(o, seen, *carried.values()), q=q, k=k, v=v, **carried)
+        seen = sum(x.detach().sum() for x in carried.values())
+        check_no_nan(o.detach().sum() + seen, q=q, k=k, v=v, **carried)
     return o.to(v.dtype), outgoing.forward if causal and outgoing else outgoing
 
 
@@ -323,7 +323,7 @@ def _divide(normalize: str, *, causal: bool) -> Divide | None:
     return ways[normalize]
 
 
-def _divided_by_one(o: Values, row_sum: Tensor, *, absolute: bool) -> Values:
+def _divided_by_one(o: Tensor, row_sum: Tensor, *, absolute: bool) -> Tensor:
     """Divide by the row sum, or its absolute value, where that is more than 1."""
     return quotient(o, (row_sum.abs() if absolute else row_sum).clamp(min=1))
 

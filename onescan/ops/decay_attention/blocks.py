@@ -5,14 +5,10 @@ multiplied in place, every number is touched once; torch.cat would copy the whol
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from onescan.ops.chunks import in_turns
-from onescan.ops.numerics import full_precision
 
 Factors = tuple[Tensor, Tensor]  # rows and columns, [..., S, L, X]: the block is rows @ columns.mT
 
@@ -31,21 +27,6 @@ def assembled(diagonal: Tensor, below: list[Factors], above: list[Factors] | Non
     if _is_traced(diagonal, *_flat(below, above)):
         return _joined(diagonal, below, above)
     return _Assembled.apply(1 if above is None else 2, diagonal, *_flat(below, above))
-
-
-def masked_sums(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    diagonal: Tensor,
-    below: list[Factors],
-    above: list[Factors] | None,
-) -> Tensor:
-    """(q @ k.mT * mask) @ v, the mask `assembled` of factors with X = 1; only inputs are kept."""
-    if _is_traced(q, k, v, diagonal, *_flat(below, above)):
-        return ((q @ k.mT) * _joined(diagonal, below, above)) @ v
-    sides = 1 if above is None else 2
-    return _MaskedSums.apply(sides, q, k, v, diagonal, *_flat(below, above))
 
 
 def _is_traced(*tensors: Tensor) -> bool:
@@ -98,82 +79,6 @@ class _Assembled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *_of_blocks(gradient, ctx.sides, *ctx.saved_tensors))
-
-
-class _MaskedSums(torch.autograd.Function):
-    """What it multiplies in place, its backward computes again: memory for a little time."""
-
-    @staticmethod
-    def forward(
-        sides: int, q: Tensor, k: Tensor, v: Tensor, diagonal: Tensor, *factors: Tensor
-    ) -> Tensor:
-        def read(
-            q: Tensor, k: Tensor, v: Tensor, *blocks: Tensor, out: Sequence[Tensor | None] = (None,)
-        ) -> tuple[Tensor]:
-            return (torch.matmul(_weigh_(q @ k.mT, sides, *blocks), v, out=out[0]),)
-
-        tensors = q, k, v, diagonal, *factors
-        (o,) = in_turns(read, *tensors, sizes=[v.shape[-2:]], leading=q.ndim - 2)
-        return o
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.sides, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, leading = ctx.saved_tensors, gradient.ndim - 2
-        slopes = partial(_masked_slopes, sides=ctx.sides)
-        sizes = [x.shape[leading:] for x in tensors]
-        with full_precision(gradient):
-            return None, *in_turns(slopes, gradient, *tensors, sizes=sizes, leading=leading)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _MaskedSums.apply(*_expanded(info, in_dims, inputs)), 0
-
-
-def _masked_slopes(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *blocks: Tensor,
-    sides: int,
-    out: Sequence[Tensor | None] = (None, None, None),
-) -> tuple[Tensor, ...]:
-    """Gradients of queries, keys, values and all blocks; `out` is where the first are written."""
-    scores, slopes = q @ k.mT, do @ v.mT
-    of_blocks = _of_blocks(slopes * scores, sides, *blocks)
-    if torch.is_grad_enabled():  # gradients of these need them as they are
-        scores, slopes = scores.clone(), slopes.clone()
-    weights = _weigh_(scores, sides, *blocks)
-    slopes = _weigh_(slopes, sides, *blocks)
-    products = (slopes, k), (slopes.mT, q), (weights.mT, do)
-    made = (torch.matmul(*two, out=into) for two, into in zip(products, out, strict=False))
-    return *made, *of_blocks
-
-
-def _expanded(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Iterator[Any]:
-    """Give every tensor the axis of torch.func.vmap, at the front."""
-    for axis, x in zip(in_dims, inputs, strict=True):
-        if not isinstance(x, Tensor):
-            yield x
-        else:
-            yield x.expand(info.batch_size, *x.shape) if axis is None else x.movedim(axis, 0)
-
-
-def _weigh_(x: Tensor, sides: int, diagonal: Tensor, *factors: Tensor) -> Tensor:
-    """Multiply in place by the blocks; with one side, what is above the diagonal becomes 0."""
-    length = diagonal.shape[-1]
-    _on_diagonal(x, length).mul_(diagonal)
-    for block, rows, columns in _beside(x, length, sides, factors):
-        block.mul_(rows * columns.mT)
-    if sides == 1:
-        above = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-        x.masked_fill_(above, 0)
-    return x
 
 
 def _of_blocks(gradient: Tensor, sides: int, diagonal: Tensor, *factors: Tensor) -> list[Tensor]:

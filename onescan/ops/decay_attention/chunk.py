@@ -17,17 +17,12 @@ from torch import Tensor
 
 from onescan.checks import can_look_at_values
 from onescan.ops.chunks import is_known, length_of_chunks, number_of_chunks
-from onescan.ops.decay_attention.directions import (
-    Directions,
-    Divide,
-    Matrices,
-    Results,
-    parted,
-    with_ones,
-)
-from onescan.ops.decay_attention.passing import with_passed
+from onescan.ops.decay_attention.diagonal import GIVEN, padded, scores_of
+from onescan.ops.decay_attention.directions import Directions, Divide, Matrices, Results, parted
+from onescan.ops.decay_attention.passing import BACKWARD, attended
 from onescan.ops.decay_attention.pieces import cut, joined, places
-from onescan.ops.decay_attention.tile import padded, tile
+from onescan.ops.decay_attention.reach import reach, totals
+from onescan.ops.decay_attention.scalar import MASKED
 from onescan.shapes import Keys, Queries, Values
 
 CACHED = 1 << 20  # scores or values that a CPU's caches hold
@@ -94,22 +89,38 @@ def _forward(
 ) -> Results:
     tokens = k.shape[1]
     count = number_of_chunks(tokens, size)
-    filled = padded(size, is_diagonal=decays.is_diagonal)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    q, k, v = (_chunks(x, count, size, filled) for x in (q, k, with_ones(v)))  # B H N C .
-    forward, backward = (
-        None if x is None else _chunks(x.transpose(1, 2), count, size, filled) for x in decays
+    filled = padded(size) if decays.is_diagonal else size
+    heads = k.shape[0], -1, k.shape[2], -1  # len would fix the batch of an export
+    log_decays = [x.expand(heads) for x in decays if x is not None]
+    q, k, v, *log_decays = (_chunks(x, count, size, filled) for x in (q, k, v, *log_decays))
+    q, k = q.contiguous(), k.contiguous()  # B H N C K
+
+    # 1. within a chunk every query meets every key, in both directions at once
+    if decays.is_diagonal:
+        scores, reaches = scores_of(q, k, *log_decays)
+        how, others = GIVEN, [scores]
+    else:
+        ways = BACKWARD[: len(log_decays)]
+        others = [totals(x, backward=way) for x, way in zip(log_decays, ways, strict=True)]
+        reaches = [reach(x, q.dtype, backward=way) for x, way in zip(others, ways, strict=True)]
+        how = MASKED
+
+    # 2. from chunk to chunk each direction passes its state
+    o, leaves = attended(
+        how,
+        q,
+        k,
+        v,
+        others,
+        reaches,
+        enters,
+        with_sum=divide is not None,
+        return_state=return_state,
     )
-    assert forward is not None
 
-    # 1. inside each chunk, both directions at once
-    o, from_left, from_right = tile(q, k, v, forward, backward)  # B H N C V
-
-    # 2. from chunk to chunk, each direction its state
-    o, leaves = with_passed(o, q, k, v, from_left, from_right, enters, return_state=return_state)
+    o = o if divide is None else parted(o, divide)  # in memory as chunks are
     o = rearrange(_first(size, o, -2), "b h n c v -> b (n c) h v")
-    o = _first(tokens, o, 1)
-    return Results(parted(o, divide), leaves)
+    return Results(_first(tokens, o, 1), leaves)
 
 
 def _first(count: int, x: Tensor, axis: int) -> Tensor:
@@ -119,12 +130,12 @@ def _first(count: int, x: Tensor, axis: int) -> Tensor:
 
 
 def _chunks(x: Tensor, count: int, size: int, filled: int) -> Tensor:
-    """Cut [B, H, T, X] into chunks of `size` tokens, each filled up with zeros: B H N C X."""
-    x = _filled(x, count * size - x.shape[2])
+    """Cut [B, T, H, X] into chunks of `size` tokens, each filled up with zeros: B H N C X."""
+    x = _filled(x.transpose(1, 2), count * size - x.shape[1])
     return _filled(x.unflatten(2, (count, size)), filled - size)
 
 
 def _filled(x: Tensor, count: int) -> Tensor:
-    """Append zeros to the last but one axis, in one pass."""
+    """Append zeros to the last but one axis."""
     nothing = is_known(count) and not count
-    return x.contiguous() if nothing else F.pad(x, (0, 0, 0, count))
+    return x if nothing else F.pad(x, (0, 0, 0, count))

@@ -40,7 +40,7 @@ class Matrices(NamedTuple):
     right: DecayedKeyValue | None
 
 
-Divide = Callable[[Values, Tensor], Values]  # outputs by row sums: those for values of 1
+Divide = Callable[[Tensor, Tensor], Tensor]  # outputs by row sums: those for values of 1
 
 
 class Results(NamedTuple):
@@ -60,7 +60,7 @@ def with_ones(v: Tensor) -> Tensor:
     return F.pad(v, (0, 1), value=1.0)
 
 
-def parted(o: Tensor, divide: Divide | None) -> Values:
+def parted(o: Tensor, divide: Divide | None) -> Tensor:
     """Part outputs from their last column, the row sum, and divide by it, if so."""
     if divide is None:
         return o[..., :-1]

@@ -1,148 +1,197 @@
-"""States passed from chunk to chunk, and what tokens read of them: D directions side by side."""
+"""Chunks of attention: scores inside each, and states passed from chunk to chunk.
 
-from collections.abc import Iterable
+    o_t = sum_s score_ts v_s + sum over directions of  before_n^T (enter_t q_t)
+    before_{n+1} = through_n before_n + sum_s (leave_s k_s) v_s^T
+
+A last column of ones in the values leaves the row sum. States are [V + 1, K] here: on a CPU a
+product with one column more than vectors hold is slow, and one with a row more is not.
+"""
+
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from onescan.checks import can_look_at_values
-from onescan.ops.chunks import carried, in_turns, is_known, turned
-from onescan.ops.decay_attention.directions import Matrices
-from onescan.ops.decay_attention.tile import Reach
-from onescan.ops.numerics import full_precision
+from onescan.ops.chunks import Room, carried, in_turns, is_known, take_turns
+from onescan.ops.decay_attention.directions import Matrices, with_ones
+from onescan.ops.decay_attention.reach import Reach
+from onescan.ops.decay_attention.scores import Out, Scores, plus, plus_product, product
+from onescan.ops.numerics import applied, full_precision
 
 BACKWARD = (False, True)  # the states from the left, and those from the right
-TOGETHER = 1 << 23  # numbers weighed at once: 32 MiB in float32, above which memory is always new
 
 
-def with_passed(
-    o: Tensor,
+class Attended(NamedTuple):
+    """What tokens read.
+
+    Attributes:
+        o: the sum of values, [B, H, N, C, V], and if wanted that of scores, a column more.
+        leaves: the states that leave on either side, if wanted or needed, [B, H, K, V + 1].
+    """
+
+    o: Tensor
+    leaves: Matrices
+
+
+class _Plan(NamedTuple):
+    """What is no tensor.
+
+    Attributes:
+        scores: how scores come about.
+        others: how many tensors they depend on beside queries and keys.
+        directions: how many states are passed on.
+        with_sum: whether row sums are wanted.
+    """
+
+    scores: Scores
+    others: int
+    directions: int
+    with_sum: bool
+
+    def parted(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], "_Passing"]:
+        """What scores depend on, and what passing does."""
+        return tensors[: self.others], _Passing(*_by(self.directions, tensors[self.others :]))
+
+
+class _Passing(NamedTuple):
+    """Of each direction its reach, and the state that enters, [B, H, V + 1, K]."""
+
+    enter: tuple[Tensor, ...] = ()
+    leave: tuple[Tensor, ...] = ()
+    through: tuple[Tensor, ...] = ()
+    state: tuple[Tensor, ...] = ()
+
+
+def attended(
+    scores: Scores,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    from_left: Reach,
-    from_right: Reach | None,
+    others: Sequence[Tensor],
+    reaches: Sequence[Reach],
     enters: Matrices,
     *,
+    with_sum: bool,
     return_state: bool,
-) -> tuple[Tensor, Matrices]:
-    """Add to outputs [B, H, N, C, V] what tokens read of the states that enter their chunks.
+) -> Attended:
+    """Let every query meet the keys of its chunk, and the states that enter it.
 
     Args:
-        o: outputs so far.
+        scores: how scores come about.
         q: queries in chunks, [B, H, N, C, K].
         k: keys, likewise.
         v: values, [B, H, N, C, V].
-        from_left: how much of a state gets to each token, and of a token to the end of its chunk.
-        from_right: the same from the right; None where causal.
-        enters: the states that enter the first chunk and the last one, [B, H, K, V].
+        others: what else scores depend on, [B, H, N, C, .].
+        reaches: from the left and, unless causal, from the right, how much of a state gets to each
+            token, and of a token to the end of its chunk, [B, H, N, ., X].
+        enters: the states that enter the first chunk and the last one, [B, H, K, V + 1].
+        with_sum: whether row sums are wanted.
         return_state: whether the states that leave are wanted where nothing else needs them.
-
-    Returns:
-        The outputs, and the states that leave on either side, if wanted or needed.
     """
-    reaches = [from_left] if from_right is None else [from_left, from_right]
     states = enters[: len(reaches)]
     alone = is_known(k.shape[2]) and k.shape[2] == 1 and all(x is None for x in states)
-    if alone and not return_state:
-        return o, Matrices(None, None)
-    if alone:
-        return o, _sides(((k * reach.leave).mT @ v)[:, :, 0] for reach in reaches)
-    empty = v.new_zeros(()).expand(*k.shape[:2], k.shape[-1], v.shape[-1])
-    given = [empty if x is None else x for x in states]
-    sides = list(zip(reaches, given, BACKWARD[: len(given)], strict=True))
-    apart = can_look_at_values(k) and k.numel() * len(sides) >= TOGETHER
-    leaves: list[Tensor] = []
-    for some in [[side] for side in sides] if apart else [sides]:
-        o, last = _passed(o, q, k, v, *map(list, zip(*some, strict=True)))
-        leaves += [last.select(2, side) for side in range(len(some))]  # users may change them
-    return o, _sides(leaves)
+    plan = _Plan(scores, len(others), 0 if alone else len(reaches), with_sum)
+    tensors = [*others]
+    if not alone:
+        # each of its own, as compilers want the tensors that a function of autograd is given
+        shape = *k.shape[:2], v.shape[-1] + 1, k.shape[-1]
+        entering = (v.new_zeros(()).expand(shape) if x is None else x.mT for x in states)
+        tensors += [x for each in (*zip(*reaches, strict=True), entering) for x in each]
+    is_learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tensors))
+    if torch.compiler.is_exporting() or (torch.compiler.is_compiling() and not is_learning):
+        o, *rest = _in_a_program(plan, q, k, v, *tensors)
+    else:
+        o, *rest = applied(_Attended, plan, q, k, v, *tensors)
+    leaves = rest[: plan.directions]
+    if alone and return_state:
+        added = _added(k, with_ones(v), *(reach.leave for reach in reaches))
+        leaves = [x[:, :, 0] for x in added]
+    left, right = [*(x.mT for x in leaves), None, None][:2]
+    return Attended(o, Matrices(left, right))
+
+
+def _by(count: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """So many at a time."""
+    return [(*tensors[i : i + count],) for i in range(0, len(tensors), max(1, count))]
+
+
+def _in_a_program(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> list[Tensor]:
+    """What an export reads along, and a compiler where nobody asks for gradients."""
+    others, passing = plan.parted(rest)
+    v = with_ones(v)
+    befores, lasts = _passed(k, v, passing.leave, passing.through, passing.state)
+    tensors = *plan.scores.prepared(q, *others), *passing.enter, *befores
+    return [*_outputs(q, k, v, *tensors, plan=plan), *lasts]
 
 
 def _passed(
-    o: Tensor,
-    q: Tensor,
     k: Tensor,
     v: Tensor,
-    reaches: list[Reach],
-    states: list[Tensor],
-    backward: list[bool],
-) -> tuple[Tensor, Tensor]:
-    """The same for directions side by side; the states are one tensor, [B, H, D, K, V]."""
-    enter, leave = (_side_by_side([*x], dim=-2) for x in list(zip(*reaches, strict=True))[:2])
-    kept = _side_by_side([reach.through.mT for reach in reaches], dim=3)  # B H N D X 1
-    state = _side_by_side(states, dim=2)
-    ways = tuple(backward)
-    if torch.compiler.is_compiling():
-        (own,) = _added(k, leave, v)
-        before, last = carried(state, own, kept, backward=ways)
-        (o,) = _read(o, q, enter, before)
-        return o, last
-    o, last, _ = _Passed.apply(o, q, k, v, enter, leave, kept, state, ways)
-    return o, last
+    leave: Sequence[Tensor],
+    through: Sequence[Tensor],
+    states: Sequence[Tensor],
+    *,
+    turned: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each direction the states before chunks, and the one that leaves the last one visited.
 
-
-def _sides(leaves: Iterable[Tensor]) -> Matrices:
-    left, right = [*leaves, None][:2]
-    return Matrices(left, right)
-
-
-def _side_by_side(tensors: list[Tensor], dim: int) -> Tensor:
-    return tensors[0].unsqueeze(dim) if len(tensors) == 1 else torch.stack(tensors, dim)
-
-
-def _weighed(x: Tensor, by: Tensor, *, in_place: bool = False) -> Tensor:
-    """Queries or keys times the decays of each direction, [B, H, N, C, D K].
-
-    In place is twice as fast on a CPU, and where nobody else sees what is computed.
+    Args:
+        k: keys; or queries, where the states are gradients.
+        v: values, and ones; or gradients of outputs.
+        leave: of each direction, how much of a key a chunk adds.
+        through: how much of a state a chunk keeps.
+        states: those that enter, [B, H, V + 1, K].
+        turned: whether directions are turned round, as gradients go.
     """
-    if not in_place:
-        return (x.unsqueeze(-2) * by).flatten(-2)
-    weighed = x.new_empty(*x.shape[:-1], by.shape[-2], x.shape[-1])
-    for into, one in zip(weighed.unbind(-2), by.unbind(-2), strict=True):
-        torch.mul(x, one, out=into)
-    return weighed.flatten(-2)
+    ways = [way != turned for way in BACKWARD[: len(leave)]]
+    befores, lasts = [], []
+    if ways and take_turns(k, v, *leave, *through) and take_turns(*states):
+        size = v.shape[-1], k.shape[-1]
+        rooms = [Room(k, size, backward=way) for way in ways]
+        in_turns(_added, k, v, *leave, into=[room.own for room in rooms])
+        for room, state, kept in zip(rooms, states, through, strict=True):
+            lasts.append(room.carry(state, kept))
+            befores.append(room.before)
+        return befores, lasts
+    added = _added(k, v, *leave)
+    for state, own, kept, backward in zip(states, added, through, ways, strict=True):
+        before, last = carried(state, own, kept, backward=backward)
+        befores.append(before)
+        lasts.append(last)
+    return befores, lasts
 
 
-def _multiplied(x: Tensor, by: Tensor, *, in_place: bool) -> Tensor:
-    """What lies by directions, [..., D, K], times what is the same in each."""
-    if not in_place:
-        return x * by.unsqueeze(-2)
-    for one in x.unbind(-2):
-        one.mul_(by)
-    return x
+def _added(k: Tensor, v: Tensor, *leave: Tensor, out: Out = ()) -> tuple[Tensor, ...]:
+    """What each chunk adds to the state of each direction, [B, H, N, V + 1, K]."""
+    into = out or [None] * len(leave)
+    return tuple(product(v.mT, k * x, o) for x, o in zip(leave, into, strict=True))
 
 
-def _gathered(x: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
-    """The sum over directions of what is weighed, [..., D, K], by the decays of each."""
-    first, *others = zip(x.unbind(-2), by.unbind(-2), strict=True)
-    total = torch.mul(*first, out=out)
-    for each in others:
-        total.addcmul_(*each)
-    return total
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor, plan: _Plan, out: Out = ()
+) -> tuple[Tensor]:
+    """Outputs of chunks and, if wanted, row sums.
 
-
-def _added(k: Tensor, leave: Tensor, v: Tensor, out: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
-    """What each chunk adds to the states, [B, H, N, D, K, V]."""
-    weighed = _weighed(k, leave, in_place=bool(out)).mT
-    if not out:
-        return ((weighed @ v).unflatten(3, (-1, k.shape[-1])),)
-    torch.matmul(weighed, v, out=out[0].flatten(3, 4))
-    return out
-
-
-def _read(
-    o: Tensor, q: Tensor, enter: Tensor, before: Tensor, out: tuple[Tensor, ...] = ()
-) -> tuple[Tensor, ...]:
-    """Outputs, with what queries read of the states before their chunks."""
-    weighed, before = _weighed(q, enter, in_place=bool(out)), before.flatten(3, 4)
-    if not out:
-        return (o + weighed @ before,)  # no view, so users may change it
-    o, weighed, before, into = (x.flatten(0, 2) for x in (o, weighed, before, *out))
-    torch.baddbmm(o, weighed, before, out=into)
-    return out
+    Args:
+        q: queries.
+        k: keys.
+        v: values, and ones.
+        tensors: those prepared for scores; then of all directions how much of a state queries
+            read; then the states.
+        plan: what is no tensor.
+        out: where results are written, if so.
+    """
+    in_place = bool(out)
+    width = v.shape[-1] if plan.with_sum else v.shape[-1] - 1
+    of_scores = len(tensors) - 2 * plan.directions
+    weights = plan.scores.weights(q, k, *tensors[:of_scores], in_place=in_place)
+    o = product(weights, v[..., :width], out[0] if out else None)
+    for enter, before in zip(*_by(plan.directions, tensors[of_scores:]), strict=True):
+        o = plus_product(o, q * enter, before[..., :width, :].mT, in_place=in_place)
+    return (o,)
 
 
 def _slopes(
@@ -150,97 +199,117 @@ def _slopes(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    enter: Tensor,
-    leave: Tensor,
-    before: Tensor,
-    down: Tensor,
-    of_kept: int = 0,
-    out: tuple[Tensor, ...] = (),
+    *tensors: Tensor,
+    plan: _Plan,
+    of_others: bool,
+    of_reach: bool,
+    out: Out = (),
 ) -> tuple[Tensor, ...]:
-    """Gradients of queries, keys and values; where wanted, of both decays and of what is kept.
+    """Gradients of queries, keys and values; if wanted, of what scores depend on, and of reach.
 
     Args:
-        do: the gradient of the outputs.
+        do: the gradient of outputs and row sums.
         q: queries.
         k: keys.
-        v: values.
-        enter: how much of the states before each chunk queries read.
-        leave: how much of keys reaches the states after it.
-        before: the states before each chunk.
-        down: the gradient of what each chunk adds.
-        of_kept: key channels of the decays, 1 or K; 0 where their gradients are not wanted.
-        out: where the first gradients are written, if so.
+        v: values, and ones.
+        tensors: those prepared for scores; then of all directions enter, then leave, then through;
+            then the states before chunks, and the gradients of what chunks add to them.
+        plan: what is no tensor.
+        of_others: whether gradients of what scores depend on are wanted.
+        of_reach: whether those of reach are.
+        out: where the first three are written, if so.
     """
-    of_key = -1, k.shape[-1]
-    read = (do @ before.flatten(3, 4).mT).unflatten(-1, of_key)
-    left = (v @ down.flatten(3, 4).mT).unflatten(-1, of_key)
-    weighed = _weighed(k, leave, in_place=bool(out))
-    into: tuple[Tensor | None, ...] = out or (None, None, None)
-    slopes = (
-        _gathered(read, enter, out=into[0]),
-        _gathered(left, leave, out=into[1]),
-        torch.matmul(weighed, down.flatten(3, 4), out=into[2]),
+    in_place = bool(out)
+    into = out or (None, None, None)
+    of_scores = len(tensors) - 5 * plan.directions
+    weights, dq, dk, *dothers = plan.scores.slopes(
+        do @ v.mT,
+        q,
+        k,
+        *tensors[:of_scores],
+        of_others=of_others,
+        in_place=in_place,
+        out=into[:2],
     )
-    if not of_kept:
-        return slopes
-    denter = _multiplied(read, q, in_place=bool(out))  # M C D K, behind 1, 1
-    dleave = _multiplied(left, k, in_place=bool(out))
-    dkept = (down * before).sum(-1, keepdim=True)  # M D K 1
-    if of_kept == 1:
-        denter, dleave = (x.sum(-1, keepdim=True) for x in (denter, dleave))
-        dkept = dkept.sum(-2, keepdim=True)
-    return *slopes, denter, dleave, dkept
+    dv = product(weights.mT, do[..., :-1], into[2])
+    of_sides = []
+    for side in zip(*_by(plan.directions, tensors[of_scores:]), strict=True):
+        enter, leave, through, before, down = side
+        read, left = do @ before, v @ down
+        dv = plus_product(dv, k * leave, down[..., :-1, :].mT, in_place=in_place)
+        dq = plus(dq, read, enter, in_place=in_place)
+        dk = plus(dk, left, leave, in_place=in_place)
+        if of_reach:
+            of_through = (down * before).sum_to_size(*before.shape[:3], *through.shape[-2:])
+            of_sides.append((_products(read, q, enter), _products(left, k, leave), of_through))
+    return dq, dk, dv, *dothers, *(x for each in zip(*of_sides, strict=True) for x in each)
 
 
-class _Passed(torch.autograd.Function):
-    """Products with decays are not kept for the backward, but made again there."""
+def _products(x: Tensor, y: Tensor, like: Tensor) -> Tensor:
+    """What each token has of both, summed up where all channels have one decay."""
+    if like.shape[-1] == x.shape[-1]:
+        return x * y
+    return (x.unsqueeze(-2) @ y.unsqueeze(-1)).squeeze(-1)
+
+
+class _Attended(torch.autograd.Function):
+    """Scores, and what is multiplied by decays, are not kept but made again in the backward."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        o: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        enter: Tensor,
-        leave: Tensor,
-        kept: Tensor,
-        state: Tensor,
-        ways: tuple[bool, ...],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        (own,) = in_turns(_added, k, leave, v, sizes=[state.shape[2:]])
-        before, last = carried(state, own, kept, backward=ways)
-        del own  # whose memory the outputs can have
-        (o,) = in_turns(_read, o, q, enter, before, sizes=[o.shape[3:]])
-        return o, last, before
+    def forward(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        others, passing = plan.parted(rest)
+        values, v = v, with_ones(v)
+        befores, lasts = _passed(k, v, passing.leave, passing.through, passing.state)
+        tensors = *plan.scores.prepared(q, *others), *passing.enter, *befores
+        like = [v if plan.with_sum else values]
+        (o,) = in_turns(partial(_outputs, plan=plan), q, k, v, *tensors, like=like)
+        return o, *lasts, v, *befores
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, *tensors, ctx.ways = inputs
-        ctx.mark_non_differentiable(output[2])
-        ctx.set_materialize_grads(False)  # the one of the states before chunks would be large
-        ctx.save_for_backward(*tensors, output[2])
+        ctx.plan, q, k, _, *rest = inputs
+        before = len(output) - ctx.plan.directions
+        v, befores = output[before - 1], output[before:]
+        ctx.mark_non_differentiable(*befores)
+        ctx.set_materialize_grads(False)  # those of states before chunks would be large
+        ctx.save_for_backward(q, k, v, *rest, *befores)
 
     @staticmethod
-    def backward(
-        ctx: Any, do: Tensor | None, dlast: Tensor | None, _: None
-    ) -> tuple[Tensor | None, ...]:
-        q, k, v, enter, leave, kept, state, before = ctx.saved_tensors
+    def backward(ctx: Any, do: Tensor | None, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, *rest = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        count = plan.directions
+        befores, of_v = rest[len(rest) - count :], slopes[count]
+        others, passing = plan.parted(rest[: len(rest) - count])
         with full_precision(q):
-            # contiguous once, for all products with it, here and inside the chunks
-            do = torch.zeros_like(v) if do is None else do.contiguous()
-            dlast = before.new_zeros(()).expand_as(before[:, :, 0]) if dlast is None else dlast
+            of_lasts = [
+                x.new_zeros(()).expand_as(x[:, :, 0]) if dlast is None else dlast
+                for x, dlast in zip(befores, slopes, strict=False)
+            ]
+            if do is None:
+                do = torch.zeros_like(v)
+            do = F.pad(do, (0, v.shape[-1] - do.shape[-1])).contiguous()
             if torch.is_grad_enabled():  # for gradients of gradients
-                (own,) = _added(k, leave, v)
-                before = carried(state, own, kept, backward=ctx.ways)[0]
-            (own,) = in_turns(_added, q, enter, do, sizes=[before.shape[3:]])
-            down, dstate = carried(dlast, own, kept, backward=turned(ctx.ways))
-            del own
-            tensors = do, q, k, v, enter, leave, before, down
-            sizes = [x.shape[3:] for x in (q, k, v, enter, leave, kept)]
-            if not any(ctx.needs_input_grad[4:7]):
-                slopes = in_turns(_slopes, *tensors, sizes=sizes[:3])
-                return do, *slopes, None, None, None, dstate, None
-            with_decays = partial(_slopes, of_kept=kept.shape[-2])
-            return do, *in_turns(with_decays, *tensors, sizes=sizes), dstate, None
+                befores, _ = _passed(k, v, passing.leave, passing.through, passing.state)
+            downs, of_states = _passed(q, do, passing.enter, passing.through, of_lasts, turned=True)
+            reach = [x for each in passing[:3] for x in each]
+            _, _, _, _, *needs = ctx.needs_input_grad
+            of_others = any(needs[: plan.others])
+            of_reach = any(needs[plan.others : plan.others + len(reach)])
+            wanted = [
+                q,
+                k,
+                v[..., :-1],
+                *(others if of_others else ()),
+                *(reach if of_reach else ()),
+            ]
+            function = partial(_slopes, plan=plan, of_others=of_others, of_reach=of_reach)
+            tensors = *plan.scores.prepared(q, *others), *reach, *befores, *downs
+            dq, dk, dv, *made = in_turns(function, do, q, k, v, *tensors, like=wanted)
+        if of_v is not None:
+            dv = dv + of_v[..., :-1]
+        dothers = made[: plan.others] if of_others else [None] * plan.others
+        dreach = made[len(made) - len(reach) :] if of_reach else [None] * len(reach)
+        return None, dq, dk, dv, *dothers, *dreach, *of_states
