@@ -37,22 +37,42 @@ def doubled(x: Tensor) -> Tensor:
     return x if x.device.type == "mps" else x.double()
 
 
-def divided(sums: Tensor, weight: Tensor) -> Tensor:
+def divided(sums: Tensor, weight: Tensor, *, owned: bool = False) -> Tensor:
     """Divide sums by their weight, or by 1 where that is next to nothing: gradients stay finite.
+
+    Owned as in `quotient`.
 
     >>> divided(torch.tensor([6.0, 0.0]), torch.tensor([3.0, 1e-40])).tolist()
     [2.0, 0.0]
     """
-    return quotient(sums, torch.where(weight.abs() < LEAST_WEIGHT, 1, weight))
+    return quotient(sums, torch.where(weight.abs() < LEAST_WEIGHT, 1, weight), owned=owned)
 
 
-def quotient(x: Tensor, by: Tensor) -> Tensor:
+def quotient(x: Tensor, by: Tensor, *, owned: bool = False) -> Tensor:
     """Divide x by what broadcasts to it, with a gradient of half as many passes over x.
+
+    Args:
+        x: what is divided.
+        by: by what.
+        owned: whether x is nobody else's: it is divided in place where that changes no derivative.
 
     >>> quotient(torch.tensor([6.0, 9.0]), torch.tensor([3.0])).tolist()
     [2.0, 3.0]
     """
-    return x / by if torch.compiler.is_compiling() else applied(_Quotient, x, by)
+    if torch.compiler.is_compiling():
+        return x / by
+    if owned and not may_be_derived(x, by):
+        return x.div_(by)
+    return applied(_Quotient, x, by)
+
+
+def inner(x: Tensor, y: Tensor) -> Tensor:
+    """Sums of products along the last axis, which is kept, without the products in memory.
+
+    >>> inner(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])).tolist()
+    [11.0]
+    """
+    return (x.unsqueeze(-2) @ y.unsqueeze(-1)).squeeze(-1)
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -61,12 +81,20 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     >>> applied(_Quotient, torch.tensor([6.0, 9.0]), torch.tensor([3.0])).tolist()
     [2.0, 3.0]
     """
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    is_learning = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    # gradients forward are asked for in other ways, of tensors that look as all others do
-    if is_learning or forward_ad._current_level >= 0 or not all(map(is_plain, tensors)):
+    if may_be_derived(*(x for x in arguments if isinstance(x, Tensor))):
         return function.apply(*arguments)
     return function.forward(*arguments)
+
+
+def may_be_derived(*tensors: Tensor) -> bool:
+    """Whether anybody can ask for a derivative of what is made of them.
+
+    >>> may_be_derived(torch.ones(1)), may_be_derived(torch.ones(1, requires_grad=True))
+    (False, True)
+    """
+    is_learning = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    # gradients forward are asked for in other ways, of tensors that look as all others do
+    return is_learning or forward_ad._current_level >= 0 or not all(map(is_plain, tensors))
 
 
 def running_logsumexp(x: Tensor) -> Tensor:
@@ -102,9 +130,12 @@ class _Quotient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         x, by = ctx.saved_tensors
+        is_row = by.shape == (*x.shape[:-1], 1)
+        if is_row and x.is_contiguous():
+            gradient = gradient.contiguous()
         dx, dby = gradient / by, None
         if ctx.needs_input_grad[1]:
-            dby = -(x * dx).sum_to_size(by.shape) / by
+            dby = -(inner(x, dx) if is_row else (x * dx).sum_to_size(by.shape)) / by
         return dx, dby
 
     @staticmethod

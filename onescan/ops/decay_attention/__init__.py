@@ -319,13 +319,17 @@ def _broadcast(log_decay: Tensor | None, dtype: torch.dtype, k: Keys) -> LogDeca
 
 def _divide(normalize: str, *, causal: bool) -> Divide | None:
     """How outputs are divided by their row sums, if they are."""
-    ways = {"none": None, "sum": divided, "max_one": partial(_divided_by_one, absolute=causal)}
+    ways: dict[str, Divide | None] = {
+        "none": None,
+        "sum": partial(divided, owned=True),
+        "max_one": partial(_divided_by_one, absolute=causal),
+    }
     return ways[normalize]
 
 
 def _divided_by_one(o: Tensor, row_sum: Tensor, *, absolute: bool) -> Tensor:
     """Divide by the row sum, or its absolute value, where that is more than 1."""
-    return quotient(o, (row_sum.abs() if absolute else row_sum).clamp(min=1))
+    return quotient(o, (row_sum.abs() if absolute else row_sum).clamp(min=1), owned=True)
 
 
 def _check(

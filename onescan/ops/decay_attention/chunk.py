@@ -18,7 +18,7 @@ from torch import Tensor
 from onescan.checks import can_look_at_values
 from onescan.ops.chunks import is_known, length_of_chunks, number_of_chunks
 from onescan.ops.decay_attention.diagonal import GIVEN, padded, scores_of
-from onescan.ops.decay_attention.directions import Directions, Divide, Matrices, Results, parted
+from onescan.ops.decay_attention.directions import Directions, Divide, Matrices, Results
 from onescan.ops.decay_attention.passing import BACKWARD, attended
 from onescan.ops.decay_attention.pieces import cut, joined, places
 from onescan.ops.decay_attention.reach import reach, totals
@@ -106,7 +106,7 @@ def _forward(
         how = MASKED
 
     # 2. from chunk to chunk each direction passes its state
-    o, leaves = attended(
+    o, row_sum, leaves = attended(
         how,
         q,
         k,
@@ -118,7 +118,8 @@ def _forward(
         return_state=return_state,
     )
 
-    o = o if divide is None else parted(o, divide)  # in memory as chunks are
+    if divide is not None and row_sum is not None:
+        o = divide(o, row_sum)  # in memory as chunks are
     o = rearrange(_first(size, o, -2), "b h n c v -> b (n c) h v")
     return Results(_first(tokens, o, 1), leaves)
 

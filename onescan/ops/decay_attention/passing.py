@@ -3,12 +3,14 @@
     o_t = sum_s score_ts v_s + sum over directions of  before_n^T (enter_t q_t)
     before_{n+1} = through_n before_n + sum_s (leave_s k_s) v_s^T
 
-A last column of ones in the values leaves the row sum. States are [V + 1, K] here: on a CPU a
-product with one column more than vectors hold is slow, and one with a row more is not.
+Where row sums or states are wanted, values have a last column of ones, and states a row more. They
+are [V + 1, K] here: on a CPU a product with one column more than vectors hold is slow, and one with
+a row more is not. So outputs and row sums are made apart.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from onescan.ops.chunks import Room, carried, in_turns, is_known, take_turns
 from onescan.ops.decay_attention.directions import Matrices, with_ones
 from onescan.ops.decay_attention.reach import Reach
 from onescan.ops.decay_attention.scores import Out, Scores, plus, plus_product, product
-from onescan.ops.numerics import applied, full_precision
+from onescan.ops.numerics import applied, full_precision, inner
 
 BACKWARD = (False, True)  # the states from the left, and those from the right
 
@@ -28,11 +30,13 @@ class Attended(NamedTuple):
     """What tokens read.
 
     Attributes:
-        o: the sum of values, [B, H, N, C, V], and if wanted that of scores, a column more.
-        leaves: the states that leave on either side, if wanted or needed, [B, H, K, V + 1].
+        o: the sum of values, [B, H, N, C, V].
+        row_sum: that of scores, if wanted, [B, H, N, C, 1].
+        leaves: the states that leave on either side, if wanted, [B, H, K, V + 1].
     """
 
     o: Tensor
+    row_sum: Tensor | None
     leaves: Matrices
 
 
@@ -44,20 +48,32 @@ class _Plan(NamedTuple):
         others: how many tensors they depend on beside queries and keys.
         directions: how many states are passed on.
         with_sum: whether row sums are wanted.
+        with_ones: whether values have a column of ones.
     """
 
     scores: Scores
     others: int
     directions: int
     with_sum: bool
+    with_ones: bool
 
     def parted(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], "_Passing"]:
         """What scores depend on, and what passing does."""
         return tensors[: self.others], _Passing(*_by(self.directions, tensors[self.others :]))
 
+    def made(self, tensors: Sequence[Any]) -> list[list[Any]]:
+        """Sort what a forward returns, or the gradients of it.
+
+        That is outputs; row sums, if wanted; the states that leave; and what gradients need: values
+        with ones, if there are, and the states before chunks.
+        """
+        counts = 1, self.with_sum, self.directions, self.with_ones, self.directions
+        rest = iter(tensors)
+        return [[*islice(rest, count)] for count in counts]
+
 
 class _Passing(NamedTuple):
-    """Of each direction its reach, and the state that enters, [B, H, V + 1, K]."""
+    """Of each direction its reach, and the state that enters, [B, H, V or V + 1, K]."""
 
     enter: tuple[Tensor, ...] = ()
     leave: tuple[Tensor, ...] = ()
@@ -89,28 +105,37 @@ def attended(
             token, and of a token to the end of its chunk, [B, H, N, ., X].
         enters: the states that enter the first chunk and the last one, [B, H, K, V + 1].
         with_sum: whether row sums are wanted.
-        return_state: whether the states that leave are wanted where nothing else needs them.
+        return_state: whether the states that leave are wanted.
     """
     states = enters[: len(reaches)]
     alone = is_known(k.shape[2]) and k.shape[2] == 1 and all(x is None for x in states)
-    plan = _Plan(scores, len(others), 0 if alone else len(reaches), with_sum)
+    counts = with_sum or (return_state and not alone)
+    plan = _Plan(scores, len(others), 0 if alone else len(reaches), with_sum, counts)
+    v = v if counts else v.contiguous()
     tensors = [*others]
     if not alone:
         # each of its own, as compilers want the tensors that a function of autograd is given
-        shape = *k.shape[:2], v.shape[-1] + 1, k.shape[-1]
-        entering = (v.new_zeros(()).expand(shape) if x is None else x.mT for x in states)
+        entering = (_entering(x, k, v, with_ones=counts) for x in states)
         tensors += [x for each in (*zip(*reaches, strict=True), entering) for x in each]
     is_learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tensors))
     if torch.compiler.is_exporting() or (torch.compiler.is_compiling() and not is_learning):
-        o, *rest = _in_a_program(plan, q, k, v, *tensors)
+        made = _in_a_program(plan, q, k, v, *tensors)
     else:
-        o, *rest = applied(_Attended, plan, q, k, v, *tensors)
-    leaves = rest[: plan.directions]
+        made = applied(_Attended, plan, q, k, v, *tensors)
+    (o,), row_sum, lasts, *_ = plan.made(made)
+    leaves = lasts if return_state else []
     if alone and return_state:
         added = _added(k, with_ones(v), *(reach.leave for reach in reaches))
         leaves = [x[:, :, 0] for x in added]
     left, right = [*(x.mT for x in leaves), None, None][:2]
-    return Attended(o, Matrices(left, right))
+    return Attended(o, row_sum[0] if with_sum else None, Matrices(left, right))
+
+
+def _entering(state: Tensor | None, k: Tensor, v: Tensor, *, with_ones: bool) -> Tensor:
+    """A state [B, H, V or V + 1, K], zeros where there is none."""
+    if state is None:
+        return v.new_zeros(()).expand(*k.shape[:2], v.shape[-1] + with_ones, k.shape[-1])
+    return state.mT if with_ones else state.mT[..., :-1, :]
 
 
 def _by(count: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
@@ -121,7 +146,7 @@ def _by(count: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
 def _in_a_program(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> list[Tensor]:
     """What an export reads along, and a compiler where nobody asks for gradients."""
     others, passing = plan.parted(rest)
-    v = with_ones(v)
+    v = with_ones(v) if plan.with_ones else v
     befores, lasts = _passed(k, v, passing.leave, passing.through, passing.state)
     tensors = *plan.scores.prepared(q, *others), *passing.enter, *befores
     return [*_outputs(q, k, v, *tensors, plan=plan), *lasts]
@@ -140,10 +165,10 @@ def _passed(
 
     Args:
         k: keys; or queries, where the states are gradients.
-        v: values, and ones; or gradients of outputs.
+        v: values, and ones if so; or gradients of outputs.
         leave: of each direction, how much of a key a chunk adds.
         through: how much of a state a chunk keeps.
-        states: those that enter, [B, H, V + 1, K].
+        states: those that enter, [B, H, V or V + 1, K].
         turned: whether directions are turned round, as gradients go.
     """
     ways = [way != turned for way in BACKWARD[: len(leave)]]
@@ -165,33 +190,39 @@ def _passed(
 
 
 def _added(k: Tensor, v: Tensor, *leave: Tensor, out: Out = ()) -> tuple[Tensor, ...]:
-    """What each chunk adds to the state of each direction, [B, H, N, V + 1, K]."""
+    """What each chunk adds to the state of each direction, [B, H, N, V or V + 1, K]."""
+    room = torch.empty_like(k) if out else None
     into = out or [None] * len(leave)
-    return tuple(product(v.mT, k * x, o) for x, o in zip(leave, into, strict=True))
+    pairs = zip(leave, into, strict=True)
+    return tuple(product(v.mT, torch.mul(k, x, out=room), o) for x, o in pairs)
 
 
 def _outputs(
     q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor, plan: _Plan, out: Out = ()
-) -> tuple[Tensor]:
+) -> tuple[Tensor, ...]:
     """Outputs of chunks and, if wanted, row sums.
 
     Args:
         q: queries.
         k: keys.
-        v: values, and ones.
+        v: values, and ones if so.
         tensors: those prepared for scores; then of all directions how much of a state queries
             read; then the states.
         plan: what is no tensor.
         out: where results are written, if so.
     """
     in_place = bool(out)
-    width = v.shape[-1] if plan.with_sum else v.shape[-1] - 1
+    width = v.shape[-1] - plan.with_ones
     of_scores = len(tensors) - 2 * plan.directions
     weights = plan.scores.weights(q, k, *tensors[:of_scores], in_place=in_place)
     o = product(weights, v[..., :width], out[0] if out else None)
+    row_sum = [weights.sum(-1, keepdim=True)] if plan.with_sum else []
+    room = torch.empty_like(q) if in_place else None
     for enter, before in zip(*_by(plan.directions, tensors[of_scores:]), strict=True):
-        o = plus_product(o, q * enter, before[..., :width, :].mT, in_place=in_place)
-    return (o,)
+        reads = torch.mul(q, enter, out=room)
+        o = plus_product(o, reads, before[..., :width, :].mT, in_place=in_place)
+        row_sum = [x + (before[..., width:, :] @ reads.mT).mT for x in row_sum]
+    return o, *row_sum
 
 
 def _slopes(
@@ -208,10 +239,10 @@ def _slopes(
     """Gradients of queries, keys and values; if wanted, of what scores depend on, and of reach.
 
     Args:
-        do: the gradient of outputs and row sums.
+        do: the gradient of outputs and, where values have ones, of row sums.
         q: queries.
         k: keys.
-        v: values, and ones.
+        v: values, and ones if so.
         tensors: those prepared for scores; then of all directions enter, then leave, then through;
             then the states before chunks, and the gradients of what chunks add to them.
         plan: what is no tensor.
@@ -221,6 +252,7 @@ def _slopes(
     """
     in_place = bool(out)
     into = out or (None, None, None)
+    width = v.shape[-1] - plan.with_ones
     of_scores = len(tensors) - 5 * plan.directions
     weights, dq, dk, *dothers = plan.scores.slopes(
         do @ v.mT,
@@ -231,25 +263,27 @@ def _slopes(
         in_place=in_place,
         out=into[:2],
     )
-    dv = product(weights.mT, do[..., :-1], into[2])
+    dv = product(weights.mT, do[..., :width], into[2])
+    room = torch.empty_like(q) if in_place else None  # for one after another
     of_sides = []
     for side in zip(*_by(plan.directions, tensors[of_scores:]), strict=True):
         enter, leave, through, before, down = side
-        read, left = do @ before, v @ down
-        dv = plus_product(dv, k * leave, down[..., :-1, :].mT, in_place=in_place)
+        leaves = torch.mul(k, leave, out=room)
+        dv = plus_product(dv, leaves, down[..., :width, :].mT, in_place=in_place)
+        read = product(do, before, room)
         dq = plus(dq, read, enter, in_place=in_place)
+        of_enter = _products(read, q, enter) if of_reach else None
+        left = product(v, down, room)
         dk = plus(dk, left, leave, in_place=in_place)
-        if of_reach:
-            of_through = (down * before).sum_to_size(*before.shape[:3], *through.shape[-2:])
-            of_sides.append((_products(read, q, enter), _products(left, k, leave), of_through))
+        if of_enter is not None:
+            of_through = _products(down, before, through).sum(-2, keepdim=True)
+            of_sides.append((of_enter, _products(left, k, leave), of_through))
     return dq, dk, dv, *dothers, *(x for each in zip(*of_sides, strict=True) for x in each)
 
 
 def _products(x: Tensor, y: Tensor, like: Tensor) -> Tensor:
-    """What each token has of both, summed up where all channels have one decay."""
-    if like.shape[-1] == x.shape[-1]:
-        return x * y
-    return (x.unsqueeze(-2) @ y.unsqueeze(-1)).squeeze(-1)
+    """What each row has of both, summed up where all channels have one decay."""
+    return x * y if like.shape[-1] == x.shape[-1] else inner(x, y)
 
 
 class _Attended(torch.autograd.Function):
@@ -260,37 +294,35 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     def forward(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         others, passing = plan.parted(rest)
-        values, v = v, with_ones(v)
+        like = [v, v[..., :1]] if plan.with_sum else [v]
+        v = with_ones(v) if plan.with_ones else v
         befores, lasts = _passed(k, v, passing.leave, passing.through, passing.state)
         tensors = *plan.scores.prepared(q, *others), *passing.enter, *befores
-        like = [v if plan.with_sum else values]
-        (o,) = in_turns(partial(_outputs, plan=plan), q, k, v, *tensors, like=like)
-        return o, *lasts, v, *befores
+        made = in_turns(partial(_outputs, plan=plan), q, k, v, *tensors, like=like)
+        return *made, *lasts, *[v] * plan.with_ones, *befores
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.plan, q, k, _, *rest = inputs
-        before = len(output) - ctx.plan.directions
-        v, befores = output[before - 1], output[before:]
+        ctx.plan, q, k, v, *rest = inputs
+        *_, with_ones, befores = ctx.plan.made(output)
         ctx.mark_non_differentiable(*befores)
         ctx.set_materialize_grads(False)  # those of states before chunks would be large
-        ctx.save_for_backward(q, k, v, *rest, *befores)
+        ctx.save_for_backward(q, k, *(with_ones or [v]), *rest, *befores)
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, *rest = ctx.saved_tensors
         plan: _Plan = ctx.plan
         count = plan.directions
-        befores, of_v = rest[len(rest) - count :], slopes[count]
+        befores = rest[len(rest) - count :]
+        of_outputs, of_sums, of_lasts, of_v, _ = plan.made(slopes)
         others, passing = plan.parted(rest[: len(rest) - count])
         with full_precision(q):
             of_lasts = [
                 x.new_zeros(()).expand_as(x[:, :, 0]) if dlast is None else dlast
-                for x, dlast in zip(befores, slopes, strict=False)
+                for x, dlast in zip(befores, of_lasts, strict=True)
             ]
-            if do is None:
-                do = torch.zeros_like(v)
-            do = F.pad(do, (0, v.shape[-1] - do.shape[-1])).contiguous()
+            do = _slopes_of_outputs(v, plan, *of_outputs, *of_sums)
             if torch.is_grad_enabled():  # for gradients of gradients
                 befores, _ = _passed(k, v, passing.leave, passing.through, passing.state)
             downs, of_states = _passed(q, do, passing.enter, passing.through, of_lasts, turned=True)
@@ -301,15 +333,28 @@ class _Attended(torch.autograd.Function):
             wanted = [
                 q,
                 k,
-                v[..., :-1],
+                v[..., :-1] if plan.with_ones else v,
                 *(others if of_others else ()),
                 *(reach if of_reach else ()),
             ]
             function = partial(_slopes, plan=plan, of_others=of_others, of_reach=of_reach)
             tensors = *plan.scores.prepared(q, *others), *reach, *befores, *downs
             dq, dk, dv, *made = in_turns(function, do, q, k, v, *tensors, like=wanted)
-        if of_v is not None:
-            dv = dv + of_v[..., :-1]
+        dv = sum((x[..., :-1] for x in of_v if x is not None), start=dv)
         dothers = made[: plan.others] if of_others else [None] * plan.others
         dreach = made[len(made) - len(reach) :] if of_reach else [None] * len(reach)
         return None, dq, dk, dv, *dothers, *dreach, *of_states
+
+
+def _slopes_of_outputs(
+    v: Tensor, plan: _Plan, do: Tensor | None, dsum: Tensor | None = None
+) -> Tensor:
+    """As if outputs were of all columns of v."""
+    width = v.shape[-1] - plan.with_ones
+    if do is None:
+        do = torch.zeros_like(v[..., :width])
+    if not plan.with_ones:
+        return do.contiguous()
+    if dsum is None:
+        return F.pad(do, (0, 1)).contiguous()
+    return torch.cat([do, dsum], dim=-1)

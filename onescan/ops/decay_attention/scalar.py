@@ -50,7 +50,7 @@ def _slopes(
     if not of_others:
         return made
     dexponents = times(dweights, weights, in_place=in_place)
-    return *made, *_crossing(dexponents, causal=_is_causal(sums))
+    return *made, *_crossing(dexponents, dscores if in_place else None, causal=_is_causal(sums))
 
 
 def _decays(*sums: Tensor, in_place: bool) -> Tensor:
@@ -87,22 +87,28 @@ def _is_causal(sums: Sequence[Tensor]) -> bool:
     return len(sums[::2]) == 1
 
 
-def _crossing(x: Tensor, *, causal: bool) -> Iterator[Tensor]:
+def _crossing(x: Tensor, room: Tensor | None, *, causal: bool) -> Iterator[Tensor]:
     """Gradients of sums of log-decays, from those of exponents, in float64.
 
-    A log-decay's own is the sum over all pairs of tokens between which it lies. It is taken as such
-    first, and only then come differences: a small one is as exact as a large one.
+    A log-decay's own is the sum over all pairs of tokens between which it lies: of token l forward
+    those with j < l <= i, backward those with i <= l < j. It is taken as such first, and only then
+    come differences: a small one is as exact as a large one.
+
+    Args:
+        x: gradients of exponents, [..., C, C].
+        room: memory of that size for what comes in between, if there is.
+        causal: whether there is but one direction.
     """
-    after = doubled(_between(x))
+    before = torch.cumsum(x, -1, out=room)
+    below = before.tril(-1) if room is None else before.tril_(-1)
+    after = doubled(F.pad(below.sum(-2)[..., :-1], (1, 0)).unsqueeze(-1))
     yield after - F.pad(after[..., 1:, :], (0, 0, 0, 1))
-    if not causal:
-        before = doubled(_between(x.flip(-2, -1)).flip(-2))
-        yield before - F.pad(before[..., :-1, :], (0, 0, 1, 0))
-
-
-def _between(x: Tensor) -> Tensor:
-    """For each token, the sum over rows from it on of columns before it, [..., C, 1]."""
-    return F.pad(x.cumsum(-1).tril(-1).sum(-2)[..., :-1], (1, 0)).unsqueeze(-1)
+    if causal:
+        return
+    up_to = torch.cumsum(x, -2, out=room)
+    above = up_to.triu(1) if room is None else up_to.triu_(1)
+    across = doubled(above.sum(-1, keepdim=True))
+    yield across - F.pad(across[..., :-1, :], (0, 0, 1, 0))
 
 
 MASKED = Scores(_prepared, _weights, _slopes)
