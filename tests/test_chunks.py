@@ -238,6 +238,33 @@ def test_quotient_is_division(shape):
     torch.testing.assert_close(got, torch.stack([x / by, 2 * x / by]))
 
 
+@pytest.mark.parametrize("by_row", [True, False])
+def test_quotient_of_what_is_owned_is_in_place_where_no_derivative_is_asked_for(by_row):
+    x, by = normal(3, 2, 4), (normal(3, 2, 1 if by_row else 4).abs() + 1).detach()
+    want = (x / by).detach()
+
+    def is_in_place(x, by):
+        given = x.clone()
+        got = quotient(given, by, owned=True)
+        torch.testing.assert_close(got, want)
+        return got.data_ptr() == given.data_ptr()
+
+    assert is_in_place(x.detach(), by)
+    with torch.no_grad():
+        assert is_in_place(x, by)
+    assert not is_in_place(x, by)
+    assert not is_in_place(x.detach(), by.requires_grad_())
+    with torch.autograd.forward_ad.dual_level():
+        assert not is_in_place(x.detach(), by.detach())
+
+
+def test_quotient_of_others_is_not_in_place():
+    x = normal(3, 2, 4).detach()
+    before = x.clone()
+    quotient(x, torch.full((3, 2, 1), 2.0, dtype=x.dtype))
+    assert torch.equal(x, before)
+
+
 @pytest.mark.parametrize("at_once", [(1, 1), (2, 1), (1, 2), (3, 2), (5, 3)])
 def test_pieces_cover_all_once(at_once):
     x = torch.arange(5 * 2 * 3 * 2.0).reshape(5, 2, 3, 2)

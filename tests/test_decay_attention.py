@@ -1,5 +1,6 @@
 """Decayed attention: all forms against the definition, that against its masks, and the contract."""
 
+import copy
 import math
 from functools import partial
 from inspect import unwrap
@@ -483,13 +484,50 @@ def test_order_does_not_matter_without_decay(causal):
 
 @over_forms
 @over_decays
-def test_without_the_state_the_rest_is_the_same(causal, form, decay):
+@pytest.mark.parametrize("normalize", ["none", "max_one"])
+def test_without_the_state_the_rest_is_the_same(causal, form, decay, normalize):
+    """Values need no column of ones then, if nothing is divided by row sums either."""
     named = inputs(20, causal=causal, decay=decay, keep=True, state=True)
-    call = partial(decay_attention, causal=causal, form=form, chunk_size=8)
+    call = partial(decay_attention, causal=causal, form=form, chunk_size=8, normalize=normalize)
+
+    def outputs(named, *, return_state):
+        named, tensors = leaves(named)
+        o, state = call(**named, return_state=return_state)
+        assert (state is not None) == return_state
+        slopes = torch.autograd.grad(o.square().sum(), tensors, materialize_grads=True)
+        return o, *slopes
+
     for given_ in (named, {n: x for n, x in named.items() if n != "state"}):
-        o, state = call(**given_, return_state=False)
-        assert state is None
-        assert_same([o], [call(**given_)[0]])
+        assert_same(outputs(given_, return_state=False), outputs(given_, return_state=True))
+
+
+@over_forms
+@over_decays
+def test_outputs_alone_have_gradients_of_gradients(causal, form, decay):
+    named, tensors = leaves(inputs(3, causal=causal, decay=decay, batch=1, heads=1, width=2))
+    names = [name for name in TENSORS if name in named]
+
+    def call(*x):
+        changed = dict(named, **dict(zip(names, x, strict=True)))
+        options = {"causal": causal, "form": form, "chunk_size": 2, "return_state": False}
+        return decay_attention(**changed, **options)[0]
+
+    assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
+
+
+@over_forms
+@over_decays
+@pytest.mark.parametrize("normalize", ["none", "sum", "max_one"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_no_argument_is_changed(causal, form, decay, normalize, mode):
+    """Whatever is done in place is done to what nobody else has."""
+    named = inputs(8, causal=causal, decay=decay, state=True)
+    before = copy.deepcopy(named)
+    with mode():
+        o, _ = decay_attention(**named, causal=causal, form=form, normalize=normalize, chunk_size=8)
+        o.zero_()
+    for x, y in zip(flat([*named.values()]), flat([*before.values()]), strict=True):
+        assert torch.equal(x, y)
 
 
 @over_forms
@@ -902,10 +940,26 @@ def test_compiles_where_nothing_needs_a_gradient(causal, decay, mode):
     torch.compiler.reset()
     compiled = torch.compile(decay_attention, fullgraph=True, backend="aot_eager")
     named = inputs(9, causal=causal, decay=decay)
+    arguments = {"causal": causal, "form": "chunk", "chunk_size": 4}
     with mode():
-        want, _ = decay_attention(**named, causal=causal, form="chunk", chunk_size=4)
-        got, _ = compiled(**named, causal=causal, form="chunk", chunk_size=4)
-    torch.testing.assert_close(got, want)
+        for return_state in (True, False):
+            want, _ = decay_attention(**named, **arguments, return_state=return_state)
+            got, _ = compiled(**named, **arguments, return_state=return_state)
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.compile
+@over_directions
+@over_decays
+def test_compiles_where_only_outputs_are_wanted(causal, decay):
+    torch.compiler.reset()
+    compiled = torch.compile(decay_attention, fullgraph=True, backend="aot_eager")
+    named, tensors = leaves(inputs(9, causal=causal, decay=decay))
+    arguments = {"causal": causal, "form": "chunk", "chunk_size": 4, "return_state": False}
+    want, got = (call(**named, **arguments)[0] for call in (decay_attention, compiled))
+    assert_same([got], [want])
+    slopes = (torch.autograd.grad(o.square().sum(), tensors) for o in (got, want))
+    assert_same(*slopes)
 
 
 @pytest.mark.compile
