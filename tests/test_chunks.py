@@ -174,17 +174,37 @@ def test_how_many_chunks_are_visited_in_stretches(monkeypatch):
 
 
 @over_directions
-@pytest.mark.parametrize("count", [1, 4])
-def test_a_room_carries_in_place(count, backward):
-    state, own, kept = (x.detach() for x in inputs((2, 3, count, 5, 2), "key"))
+@pytest.mark.parametrize("kept", ["one", "key"])
+@pytest.mark.parametrize("count", [1, 4, 11])
+@pytest.mark.parametrize("many", [1, chunks.MANY])
+def test_a_room_carries_in_place(count, kept, backward, many, monkeypatch):
+    """Chunk by chunk, and in stretches side by side."""
+    monkeypatch.setattr(chunks, "MANY", many)
+    monkeypatch.setattr(chunks, "FEWEST", 2)
+    state, own, kept = (x.detach() for x in inputs((2, 3, count, 5, 2), kept))
     room = chunks.Room(own, own.shape[3:], backward=backward)
     room.own.copy_(own)
     got = room.carry(state, kept)
-    before, last = carried(state, own, kept, backward=backward)
-    assert torch.equal(room.before, before)
-    assert torch.equal(got, last)
+    before, last = one_by_one(state, own, kept, backward=backward)
+    torch.testing.assert_close(room.before, before)
+    torch.testing.assert_close(got, last)
+    kept_last = got.clone()
     room.before.zero_()  # and what left is not in there
-    assert torch.equal(got, last)
+    assert torch.equal(got, kept_last)
+
+
+@over_directions
+def test_what_stretches_keep_less_of_than_float32_holds_is_nothing(backward, monkeypatch):
+    monkeypatch.setattr(chunks, "MANY", 1)
+    own = torch.ones(1, 1, 80, 1, 1)
+    kept = torch.full_like(own, 1e-20)
+    kept[:, :, ::7] = 0
+    room = chunks.Room(own, own.shape[3:], backward=backward)
+    room.own.copy_(own)
+    got = room.carry(torch.ones(1, 1, 1, 1), kept)
+    before, last = one_by_one(torch.ones(1, 1, 1, 1), own, kept, backward=backward)
+    torch.testing.assert_close(room.before, before)
+    torch.testing.assert_close(got, last)
 
 
 def test_chunks_are_taken_in_turns(monkeypatch):

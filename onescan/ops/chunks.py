@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onescan.checks import can_look_at_values
-from onescan.ops.numerics import applied
+from onescan.ops.numerics import LEAST_WEIGHT, applied
 
 # Chosen on a CPU:
 TURN = 1 << 20  # numbers of the largest tensor that a function of chunks is given at a time
@@ -205,13 +206,11 @@ class Room:
             state: what enters the first chunk visited, [B, H, ...].
             kept: what each chunk keeps of a state, [B, H, N, ...].
         """
-        order = -1 if self.backward else 1
-        states, keeps = (x.unbind(2)[::order] for x in (self.own, kept))
-        for own, keep, before in zip(states, keeps, (state, *states), strict=False):
-            torch.addcmul(own, keep, before, out=own)
-        last = states[-1].clone()
-        self.before.select(2, -1 if self.backward else 0).copy_(state)
-        return last
+        _carry_in_place(self.own, state, kept, backward=self.backward)
+        first, last = (-1, 0) if self.backward else (0, -1)
+        leaves = self.own.select(2, last).clone()
+        self.before.select(2, first).copy_(state)
+        return leaves
 
 
 def _carry(state: Tensor, own: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -326,26 +325,19 @@ def _carry_into(
     backward: bool,
 ) -> None:
     """Visit one chunk after another, or where they are many and small, many stretches at a time."""
-    chunks = own.shape[2]
-    stretches = min(STEP // max(1, own.select(2, 0).numel()), math.isqrt(chunks))
-    if chunks < MANY or stretches < FEWEST:
+    stretches = _stretches(own)
+    if not stretches:
         _visit_into(before, last, state, own, kept, axis=2, backward=backward)
         return
-    length = chunks // stretches
-    over = chunks - length * stretches  # chunks in no stretch: they are visited last
-    whole, rest = slice(chunks - over), slice(chunks - over, None)
-    if backward:
-        whole, rest = slice(over, None), slice(over)
-
-    def of_stretches(x: Tensor) -> Tensor:
-        return x[:, :, whole].unflatten(2, (stretches, length))  # B H S L ...
+    whole, rest = _parted(own.shape[2], stretches, backward=backward)
 
     # 1. in each stretch, from nothing
-    states = of_stretches(before)
+    states = before[:, :, whole].unflatten(2, (stretches, -1))  # B H S L ...
     added = torch.empty_like(states.select(3, 0))
     nothing = state.new_zeros(()).expand_as(added)
-    keeps = None if kept is None else of_stretches(kept)
-    _visit_into(states, added, nothing, of_stretches(own), keeps, axis=3, backward=backward)
+    keeps = None if kept is None else kept[:, :, whole].unflatten(2, (stretches, -1))
+    owns = own[:, :, whole].unflatten(2, (stretches, -1))
+    _visit_into(states, added, nothing, owns, keeps, axis=3, backward=backward)
 
     # 2. from stretch to stretch
     within, through = (None, None) if keeps is None else _products(keeps, backward=backward)
@@ -358,6 +350,52 @@ def _carry_into(
 
     others = before[:, :, rest], last, leaves, own[:, :, rest]
     _visit_into(*others, None if kept is None else kept[:, :, rest], axis=2, backward=backward)
+
+
+def _carry_in_place(own: Tensor, state: Tensor, kept: Tensor, *, backward: bool) -> None:
+    """Write the state after each chunk over what it adds, likewise in stretches."""
+    stretches = _stretches(own)
+    if not stretches:
+        _visit_in_place(own, state, kept, axis=2, backward=backward)
+        return
+    whole, rest = _parted(own.shape[2], stretches, backward=backward)
+
+    # 1. in each stretch, from nothing
+    states, keeps = (x[:, :, whole].unflatten(2, (stretches, -1)) for x in (own, kept))
+    _visit_in_place(states, None, keeps, axis=3, backward=backward)
+
+    # 2. from stretch to stretch, at the chunk of each that is visited last
+    inner, last = (slice(1, None), 0) if backward else (slice(-1), -1)
+    up_to = keeps.flip(3).cumprod(3).flip(3) if backward else keeps.cumprod(3)
+    if up_to.dtype != torch.float64:  # products with less are slow, and nothing
+        up_to = F.threshold(up_to, LEAST_WEIGHT, 0.0)
+    ends = states.select(3, last)
+    _visit_in_place(ends, state, up_to.select(3, last), axis=2, backward=backward)
+
+    # 3. what entered a stretch, at all others of its chunks
+    later, before, first = slice(1, None), slice(-1), slice(1)
+    if backward:
+        later, before, first = before, later, slice(-1, None)
+    for some, entered in ((later, ends[:, :, before]), (first, state.unsqueeze(2))):
+        states[:, :, some, inner].addcmul_(up_to[:, :, some, inner], entered.unsqueeze(3))
+
+    others = own[:, :, rest], ends.select(2, last), kept[:, :, rest]
+    _visit_in_place(*others, axis=2, backward=backward)
+
+
+def _stretches(own: Tensor) -> int:
+    """In how many stretches chunks [B, H, N, ...] are visited side by side; 0 is in none."""
+    chunks = own.shape[2]
+    stretches = min(STEP // max(1, own.select(2, 0).numel()), math.isqrt(chunks))
+    return 0 if chunks < MANY or stretches < FEWEST else stretches
+
+
+def _parted(chunks: int, stretches: int, *, backward: bool) -> tuple[slice, slice]:
+    """Chunks in stretches of one length, and those over, which are visited last."""
+    over = chunks % stretches
+    if backward:
+        return slice(over, None), slice(over)
+    return slice(chunks - over), slice(chunks - over, None)
 
 
 def _products(kept: Tensor, *, backward: bool) -> tuple[Tensor, Tensor]:
@@ -390,6 +428,19 @@ def _visit_into(
             torch.add(add, here, out=after)
         else:
             torch.addcmul(add, keep, here, out=after)
+
+
+def _visit_in_place(
+    own: Tensor, state: Tensor | None, kept: Tensor, *, axis: int, backward: bool
+) -> None:
+    """The same, written over what is added; without a state the first has nothing before it."""
+    order = -1 if backward else 1
+    steps = list(zip(own.unbind(axis), kept.unbind(axis), strict=True))[::order]
+    if state is None:
+        state = steps.pop(0)[0]
+    for after, keep in steps:
+        torch.addcmul(after, keep, state, out=after)
+        state = after
 
 
 def _scanned(
