@@ -194,17 +194,23 @@ def test_a_room_carries_in_place(count, kept, backward, many, monkeypatch):
 
 
 @over_directions
-def test_what_stretches_keep_less_of_than_float32_holds_is_nothing(backward, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("each", [1e-20, -1e-3])
+def test_stretches_keep_what_steps_keep(each, backward, dtype, monkeypatch):
+    """Also of what is large where little of it is kept, and of any sign."""
     monkeypatch.setattr(chunks, "MANY", 1)
-    own = torch.ones(1, 1, 80, 1, 1)
-    kept = torch.full_like(own, 1e-20)
-    kept[:, :, ::7] = 0
+    own = torch.zeros(1, 1, 80, 1, 1, dtype=dtype)
+    kept = torch.ones_like(own)
+    kept[:, :, 11], kept[:, :, 14] = each, 1e-14
+    kept[:, :, ::40] = 0.5
+    state = torch.full((1, 1, 1, 1), 1e34, dtype=dtype)
     room = chunks.Room(own, own.shape[3:], backward=backward)
     room.own.copy_(own)
-    got = room.carry(torch.ones(1, 1, 1, 1), kept)
-    before, last = one_by_one(torch.ones(1, 1, 1, 1), own, kept, backward=backward)
+    got = room.carry(state, kept)
+    before, last = one_by_one(state, own, kept, backward=backward)
     torch.testing.assert_close(room.before, before)
     torch.testing.assert_close(got, last)
+    assert last != 0
 
 
 def test_chunks_are_taken_in_turns(monkeypatch):
@@ -256,6 +262,20 @@ def test_quotient_is_division(shape):
     assert torch.autograd.gradgradcheck(quotient, (x, by))
     got = torch.func.vmap(quotient, in_dims=(0, None))(torch.stack([x, 2 * x]), by)
     torch.testing.assert_close(got, torch.stack([x / by, 2 * x / by]))
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_autocast_does_not_narrow_the_gradient_of_a_quotient(by_row):
+    x = torch.randn(3, 2, 64, requires_grad=True)
+    by = torch.rand(3, 2, 1 if by_row else 64) + 1
+
+    def slopes(*, narrow):
+        learnt = by.clone().requires_grad_()
+        y = quotient(x, learnt).square().sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
+            return torch.autograd.grad(y, (x, learnt))
+
+    torch.testing.assert_close(slopes(narrow=True), slopes(narrow=False))
 
 
 @pytest.mark.parametrize("by_row", [True, False])

@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from onescan.checks import can_look_at_values
-from onescan.ops.numerics import LEAST_WEIGHT, applied
+from onescan.ops.numerics import applied
 
 # Chosen on a CPU:
 TURN = 1 << 20  # numbers of the largest tensor that a function of chunks is given at a time
@@ -329,7 +328,7 @@ def _carry_into(
     if not stretches:
         _visit_into(before, last, state, own, kept, axis=2, backward=backward)
         return
-    whole, rest = _parted(own.shape[2], stretches, backward=backward)
+    whole, rest = _whole_and_rest(own.shape[2], stretches, backward=backward)
 
     # 1. in each stretch, from nothing
     states = before[:, :, whole].unflatten(2, (stretches, -1))  # B H S L ...
@@ -353,22 +352,22 @@ def _carry_into(
 
 
 def _carry_in_place(own: Tensor, state: Tensor, kept: Tensor, *, backward: bool) -> None:
-    """Write the state after each chunk over what it adds, likewise in stretches."""
+    """Write the state after each chunk over what it adds, in stretches where `_carry_into` does."""
     stretches = _stretches(own)
     if not stretches:
         _visit_in_place(own, state, kept, axis=2, backward=backward)
         return
-    whole, rest = _parted(own.shape[2], stretches, backward=backward)
+    whole, rest = _whole_and_rest(own.shape[2], stretches, backward=backward)
 
     # 1. in each stretch, from nothing
     states, keeps = (x[:, :, whole].unflatten(2, (stretches, -1)) for x in (own, kept))
     _visit_in_place(states, None, keeps, axis=3, backward=backward)
 
     # 2. from stretch to stretch, at the chunk of each that is visited last
-    inner, last = (slice(1, None), 0) if backward else (slice(-1), -1)
+    others, last = (slice(1, None), 0) if backward else (slice(-1), -1)
     up_to = keeps.flip(3).cumprod(3).flip(3) if backward else keeps.cumprod(3)
-    if up_to.dtype != torch.float64:  # products with less are slow, and nothing
-        up_to = F.threshold(up_to, LEAST_WEIGHT, 0.0)
+    # what has left the normal range would make a CPU slow, and is next to nothing
+    up_to = up_to.masked_fill(up_to.abs() < torch.finfo(up_to.dtype).tiny, 0)
     ends = states.select(3, last)
     _visit_in_place(ends, state, up_to.select(3, last), axis=2, backward=backward)
 
@@ -377,10 +376,11 @@ def _carry_in_place(own: Tensor, state: Tensor, kept: Tensor, *, backward: bool)
     if backward:
         later, before, first = before, later, slice(-1, None)
     for some, entered in ((later, ends[:, :, before]), (first, state.unsqueeze(2))):
-        states[:, :, some, inner].addcmul_(up_to[:, :, some, inner], entered.unsqueeze(3))
+        states[:, :, some, others].addcmul_(up_to[:, :, some, others], entered.unsqueeze(3))
 
-    others = own[:, :, rest], ends.select(2, last), kept[:, :, rest]
-    _visit_in_place(*others, axis=2, backward=backward)
+    _visit_in_place(
+        own[:, :, rest], ends.select(2, last), kept[:, :, rest], axis=2, backward=backward
+    )
 
 
 def _stretches(own: Tensor) -> int:
@@ -390,7 +390,7 @@ def _stretches(own: Tensor) -> int:
     return 0 if chunks < MANY or stretches < FEWEST else stretches
 
 
-def _parted(chunks: int, stretches: int, *, backward: bool) -> tuple[slice, slice]:
+def _whole_and_rest(chunks: int, stretches: int, *, backward: bool) -> tuple[slice, slice]:
     """Chunks in stretches of one length, and those over, which are visited last."""
     over = chunks % stretches
     if backward:
@@ -433,7 +433,10 @@ def _visit_into(
 def _visit_in_place(
     own: Tensor, state: Tensor | None, kept: Tensor, *, axis: int, backward: bool
 ) -> None:
-    """The same, written over what is added; without a state the first has nothing before it."""
+    """Visit what lies along an axis, and write the state after each over what it adds.
+
+    Without a state there is nothing before the first.
+    """
     order = -1 if backward else 1
     steps = list(zip(own.unbind(axis), kept.unbind(axis), strict=True))[::order]
     if state is None:

@@ -1,4 +1,4 @@
-"""Numbers that stay finite: the precision sums are taken in, and a logarithm of zero."""
+"""Numbers that stay finite and exact: types of sums, quotients, a logarithm of zero."""
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
@@ -135,7 +135,8 @@ class _Quotient(torch.autograd.Function):
             gradient = gradient.contiguous()
         dx, dby = gradient / by, None
         if ctx.needs_input_grad[1]:
-            dby = -(inner(x, dx) if is_row else (x * dx).sum_to_size(by.shape)) / by
+            with full_precision(x):
+                dby = -(inner(x, dx) if is_row else (x * dx).sum_to_size(by.shape)) / by
         return dx, dby
 
     @staticmethod

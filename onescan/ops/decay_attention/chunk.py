@@ -1,7 +1,8 @@
 """Decayed attention in chunks, O(T) in both directions: attention inside, states in between.
 
 Each direction carries one state from chunk to chunk; inside a chunk the scores are computed once
-for both. Nothing is larger than the C x C scores of all chunks together, T C numbers a head.
+for both. On a CPU the C x C scores of some chunks exist at a time, elsewhere those of all, T C
+numbers a head.
 
 Source: LION, arXiv:2502.16249, Sec. 3.4. States carried both ways are not in the paper, whose
 chunks (Eq. 81) meet every other chunk.
@@ -70,7 +71,7 @@ def _at_once(q: Queries, v: Values, size: int) -> tuple[int, int]:
     """How many samples, and how many heads of one where it is large."""
     batch, tokens, heads, _ = q.shape
     of_head = tokens * max(size, v.shape[-1])
-    # gradients keep what lies in between, so no cache holds it
+    # gradients keep states and, of diagonal decays, scores: no cache holds them
     most = KEPT if torch.is_grad_enabled() else CACHED
     samples = min(batch, max(1, most // (of_head * heads)))
     return samples, heads if samples > 1 else min(heads, max(1, KEPT // of_head))

@@ -108,14 +108,15 @@ def attended(
         return_state: whether the states that leave are wanted.
     """
     states = enters[: len(reaches)]
+    # one chunk reads no state, and what it adds is the state that leaves
     alone = is_known(k.shape[2]) and k.shape[2] == 1 and all(x is None for x in states)
-    counts = with_sum or (return_state and not alone)
-    plan = _Plan(scores, len(others), 0 if alone else len(reaches), with_sum, counts)
-    v = v if counts else v.contiguous()
+    has_ones = with_sum or (return_state and not alone)
+    plan = _Plan(scores, len(others), 0 if alone else len(reaches), with_sum, has_ones)
+    v = v if has_ones else v.contiguous()
     tensors = [*others]
     if not alone:
         # each of its own, as compilers want the tensors that a function of autograd is given
-        entering = (_entering(x, k, v, with_ones=counts) for x in states)
+        entering = (_entering(x, k, v, with_ones=has_ones) for x in states)
         tensors += [x for each in (*zip(*reaches, strict=True), entering) for x in each]
     is_learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tensors))
     if torch.compiler.is_exporting() or (torch.compiler.is_compiling() and not is_learning):
@@ -304,10 +305,10 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.plan, q, k, v, *rest = inputs
-        *_, with_ones, befores = ctx.plan.made(output)
+        *_, of_ones, befores = ctx.plan.made(output)
         ctx.mark_non_differentiable(*befores)
         ctx.set_materialize_grads(False)  # those of states before chunks would be large
-        ctx.save_for_backward(q, k, *(with_ones or [v]), *rest, *befores)
+        ctx.save_for_backward(q, k, *(of_ones or [v]), *rest, *befores)
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
