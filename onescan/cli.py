@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from onescan import __version__, huge_pages
+from onescan import __version__, memory
 from onescan.choices import check_choice
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ Device = Annotated[str, tyro.conf.arg(help="cpu, cuda, ...; auto is a GPU where 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; what went wrong is said in a sentence, with an exit code above 0."""
-    huge_pages.ask()
+    memory.ask_for_huge_pages()
     words = list(sys.argv[1:] if arguments is None else arguments)
     with_traceback = "--traceback" in words
     words = [word for word in words if word != "--traceback"]
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         check_choice("command", words[0], COMMANDS)
+        memory.keep_freed()
         COMMANDS[words[0]](words[1:])
     except KeyboardInterrupt:
         return _interrupted(words)

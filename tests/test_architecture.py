@@ -22,7 +22,7 @@ EVERYWHERE = SOURCES | {
 
 # From the ground up; a floor imports itself and those before it.
 FLOORS = [
-    {"choices", "huge_pages", "shapes", "checks", "configs"},
+    {"choices", "memory", "shapes", "checks", "configs"},
     {"kernels"},
     {"ops"},
     {"layers"},

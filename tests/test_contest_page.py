@@ -6,7 +6,7 @@ import pytest
 from fake_contestants import CONTEST, FakeOptions, FakeRival
 from html_page import Page, assert_loads_nothing
 
-from onescan import huge_pages
+from onescan import memory
 from onescan.bench.contest import run
 from onescan.bench.contest.outcome import Spread
 from onescan.bench.contest.rival import TrialError
@@ -50,11 +50,15 @@ def rows(page, work):
     return filled
 
 
-@pytest.mark.parametrize("used", [True, False])
-def test_the_page_says_whether_memory_lies_in_huge_pages(used, results, tmp_path, monkeypatch):
-    monkeypatch.setattr(huge_pages, "are_used", lambda: used)
+@pytest.mark.parametrize("is_so", [True, False])
+@pytest.mark.parametrize(
+    ("fact", "words"),
+    [("has_huge_pages", ", in huge pages"), ("can_keep_freed", ", kept when freed")],
+)
+def test_the_page_says_how_memory_is_had(fact, words, is_so, results, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, fact, lambda: is_so)
     page = write_contest(results(), CONTEST, tmp_path / "report.html").read_text(encoding="utf-8")
-    assert (", in huge pages" in page) == used
+    assert (words in page) == is_so
 
 
 def test_the_page_holds_the_numbers(results, tmp_path):

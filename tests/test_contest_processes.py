@@ -10,6 +10,7 @@ import torch
 from fake_contestants import CALL_S, CONTEST, SPIN_S, FakeOptions, prepare
 from forking import fork_from_one
 
+from onescan.bench import timing
 from onescan.bench.contest import rival
 from onescan.bench.contest.rival import KilledError, Rival
 from onescan.bench.contest.run import run_contest
@@ -152,6 +153,27 @@ def test_short_calls_are_timed_once_threads_are_awake(once_ms, before):
     server.trials["forward"] = trial, once_ms
     assert server.turn("forward") < 40
     assert len(calls) == before + 1
+
+
+@pytest.mark.parametrize(("much", "clocked"), [(0.0, [False, True]), (1.0, [True])])
+def test_memory_that_was_handed_back_is_taken_anew_without_a_clock(much, clocked, monkeypatch):
+    monkeypatch.setattr(timing, "MUCH", much)
+    calls = []
+    trial = Trial(call=lambda: calls.append(server.is_timing))
+    server = rival._Server("one", 1, prepare, FakeOptions(log="", known=()))
+    server.trials["forward"], server.is_timing = (trial, rival.AWAKE_MS), False
+
+    def timed(call, once_ms):
+        server.is_timing = True
+        call()
+        server.is_timing = False
+        return [once_ms]
+
+    monkeypatch.setattr(rival, "_timed", timed)
+    server.turn("forward")
+    calls.clear()
+    server.turn("forward")
+    assert calls == clocked
 
 
 def test_memory_and_time_are_of_calls_after_the_first():

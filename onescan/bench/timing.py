@@ -1,8 +1,8 @@
 """Time and memory of one function, each measured in a process of its own."""
 
-import ctypes
 import math
 import multiprocessing
+import os
 import resource
 import statistics
 import sys
@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from onescan import memory
+
 BUDGET_S = 1.0  # at least this long, and at least MIN_RUNS runs, unless one run takes longer
 MIN_RUNS = 3
-LARGEST_KEPT = 31 << 20  # bytes; what is freed above 32 MiB, glibc gives back at once
+MUCH = 1 / 16  # of the machine's memory, for one process of several
 LINUX = sys.platform == "linux"
 
 
@@ -65,7 +67,7 @@ def exponent(lengths: Sequence[int], times: Sequence[float]) -> float:
 
 
 def _measure_here(sender, prepare, arguments) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
-    keep_freed_memory()
+    memory.keep_freed()
     call = prepare(*arguments)
     before = held_mib()  # and forget the peak that importing had
     call()
@@ -82,21 +84,30 @@ def _measure_here(sender, prepare, arguments) -> None:  # type: ignore[no-untype
     sender.send((1000 * statistics.median(times), peak))
 
 
-def keep_freed_memory() -> None:
-    """Let the C library keep what is freed, up to 31 MiB at a time, as it does in long use."""
-    torch.empty(LARGEST_KEPT, dtype=torch.uint8)
-
-
 def wait() -> None:
     """Wait for what the GPU has been told to do, if this process uses one."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
-def hand_back() -> None:
-    """Give a GPU's memory that is held and not used to the other processes."""
+def hand_back() -> bool:
+    """Give memory that is held and not used to the other processes: of a CPU, what is much.
+
+    Returns:
+        Whether the next call is to take it anew.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+        return True
+    if not LINUX or _proc_status_mib("VmRSS") < MUCH * total_mib():
+        return False
+    memory.hand_back_freed()
+    return True
+
+
+def total_mib() -> float:
+    """Memory that the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20
 
 
 def held_mib() -> float:
@@ -106,8 +117,7 @@ def held_mib() -> float:
         return torch.cuda.memory_allocated() / 2**20
     if not LINUX:
         return peak_mib()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)  # what was freed and kept would hide as much of a call's own
+    memory.hand_back_freed()  # what was kept would hide as much of a call's own
     Path("/proc/self/clear_refs").write_text("5")
     return _proc_status_mib("VmRSS")
 

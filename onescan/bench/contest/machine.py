@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from onescan import __version__, huge_pages
+from onescan import __version__, memory
 from onescan.bench.contest.outcome import Machine
 from onescan.bench.contest.trial import Trial
 from onescan.bench.contests import ContestOptions
+from onescan.bench.timing import total_mib
 from onescan.ops.backend import is_interpreted
 from onescan.training.ranks import Ranks, choose_device
 
@@ -41,8 +42,9 @@ def find_machine(options: ContestOptions) -> Machine:
         cpu=_cpu(),
         cores=os.cpu_count() or 1,
         threads=options.threads or torch.get_num_threads(),
-        memory_mib=_memory(device) / 2**20,
-        huge_pages=device.type == "cpu" and huge_pages.are_used(),
+        memory_mib=_memory_mib(device),
+        huge_pages=device.type == "cpu" and memory.has_huge_pages(),
+        keeps_freed=device.type == "cpu" and memory.can_keep_freed(),
         platform=platform.platform(),
         python=platform.python_version(),
         onescan=__version__,
@@ -71,10 +73,10 @@ def matmul_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _memory(device: torch.device) -> int:
+def _memory_mib(device: torch.device) -> float:
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return torch.cuda.get_device_properties(device).total_memory / 2**20
+    return total_mib()
 
 
 def _cpu() -> str:

@@ -98,6 +98,8 @@ class Machine:
     """Of the device."""
     huge_pages: bool = False
     """Whether large tensors on a CPU lie in pages of 2 MiB."""
+    keeps_freed: bool = False
+    """Whether a CPU's processes keep what is freed for the next tensor."""
     platform: str
     python: str
     onescan: str

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from onescan import memory
 from onescan.bench.contest.trial import Prepare, RefusalError, Trial
 from onescan.bench.contests import ContestOptions
-from onescan.bench.timing import hand_back, held_mib, keep_freed_memory, peak_mib, wait
+from onescan.bench.timing import hand_back, held_mib, peak_mib, wait
 from onescan.checks import in_a_line
 from onescan.ops.backend import use_backend
 from onescan.training.ranks import Ranks, choose_device
@@ -197,6 +198,7 @@ class _Server:
         self.make = lambda work: prepare(name, work, size, options)
         self.options = options
         self.trials: dict[str, tuple[Trial, float]] = {}
+        self.is_bare = False  # memory was handed back: a call without a clock takes it anew
 
     def arrive(self, _: str) -> None:
         return None
@@ -206,7 +208,7 @@ class _Server:
             torch.set_num_threads(self.options.threads)
         choose_device(self.options.device, Ranks())  # torch's current one, then
         torch.manual_seed(0)
-        keep_freed_memory()
+        memory.keep_freed()
         # processes that compile would go on beside what is measured
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         with use_backend(self.options.backend):
@@ -214,6 +216,7 @@ class _Server:
             compiles = self.options.compile or torch.cuda.is_initialized()
             once_ms, peak = _warmed(trial.call, compiles=compiles)
         self.trials[work] = trial, once_ms
+        self.is_bare = hand_back()
         known = trial._asdict()
         del known["call"]
         return Ready(once_ms, peak, known)
@@ -224,9 +227,11 @@ class _Server:
     def turn(self, work: str) -> float:
         trial, once_ms = self.trials[work]
         with use_backend(self.options.backend):
-            if once_ms < AWAKE_MS and not torch.cuda.is_initialized():
+            if once_ms < AWAKE_MS or self.is_bare:
                 trial.call()
-            return statistics.median(_timed(trial.call, once_ms))
+            taken = statistics.median(_timed(trial.call, once_ms))
+        self.is_bare = hand_back()
+        return taken
 
 
 def _warmed(call: Callable[[], object], *, compiles: bool) -> tuple[float, float]:
@@ -264,18 +269,13 @@ def _timed(call: Callable[[], object], once_ms: float) -> list[float]:
 
 
 def _timed_on_gpu(call: Callable[[], object], calls: int) -> list[float]:
-    """One call is told to it after the other, as in use; it is waited for at the end.
-
-    A call without a clock comes first: it takes the memory that was handed back for the others.
-    """
-    call()
+    """One call is told to it after the other, as in use; it is waited for at the end."""
     wait()
     marks = [_mark()]
     for _ in range(max(1, calls)):
         call()
         marks.append(_mark())
     wait()
-    hand_back()
     return [a.elapsed_time(b) for a, b in pairwise(marks)]
 
 

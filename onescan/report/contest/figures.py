@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from onescan.bench.contest.outcome import Heat, Outcome, Results, Spread
+from onescan.bench.contest.outcome import Heat, Machine, Outcome, Results, Spread
 from onescan.bench.contests import Contest
 from onescan.report.contest.titles import has_gradients
 from onescan.report.words import TIMES, large, percent, plural
@@ -126,13 +126,19 @@ def machine_facts(results: Results) -> list[tuple[str, str]]:
     return [
         ("Device", machine.cpu if is_cpu else f"{machine.device}, beside {machine.cpu}"),
         ("Threads", threads),
-        ("Memory", f"{mib(machine.memory_mib)}{', in huge pages' * machine.huge_pages}"),
+        ("Memory", _memory(machine)),
         ("System", f"{machine.platform}, Python {machine.python}"),
         ("Versions", ", ".join(versions)),
         ("Measured", how_measured(results)),
         ("Options", spelt_options(results)),
         *yardsticks(results),
     ]
+
+
+def _memory(machine: Machine) -> str:
+    in_pages = ", in huge pages" if machine.huge_pages else ""
+    kept = ", kept when freed" if machine.keeps_freed else ""
+    return f"{mib(machine.memory_mib)}{in_pages}{kept}"
 
 
 def spelt_options(results: Results) -> str:

@@ -1,0 +1,54 @@
+"""Memory of a CPU's large tensors: in pages of 2 MiB, and kept for the next tensor when freed.
+
+New memory costs a fault for every page that is touched, and the kernel fills it with zeros: up to a
+third of the time of one long scan. Linux gives large pages to programs that ask, and torch asks
+where a variable of the environment says so when it makes its first tensor. The C library, glibc,
+gives what is freed back to Linux, if it is more than 32 MiB, unless it is told to keep it.
+"""
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch's variable
+MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # such as: always [madvise] never
+# glibc's variables, and what mallopt calls the same
+KEPT = {"MALLOC_MMAP_MAX_": (-4, 0), "MALLOC_TRIM_THRESHOLD_": (-1, -1)}
+TUNABLES = "GLIBC_TUNABLES"
+
+
+def ask_for_huge_pages() -> None:
+    """Let torch ask, unless somebody has said otherwise; to be called before it is imported."""
+    os.environ.setdefault(HUGE_PAGES, "1")
+
+
+def has_huge_pages() -> bool:
+    """Whether large tensors get them."""
+    mode = MODE.read_text(encoding="utf-8") if MODE.exists() else ""
+    return "[always]" in mode or ("[madvise]" in mode and os.environ.get(HUGE_PAGES) == "1")
+
+
+def can_keep_freed() -> bool:
+    """Whether the C library is glibc, and nobody has told it otherwise."""
+    is_told = any(name in os.environ for name in (*KEPT, TUNABLES))
+    return not is_told and _of_glibc("mallopt") is not None
+
+
+def keep_freed() -> None:
+    """Let this process keep what is freed, if it can."""
+    mallopt = _of_glibc("mallopt")
+    if mallopt is not None and can_keep_freed():
+        for option in KEPT.values():
+            mallopt(*option)
+
+
+def hand_back_freed() -> None:
+    """Give back what was kept, whoever keeps it."""
+    trim = _of_glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _of_glibc(name: str) -> "ctypes._NamedFuncPointer | None":
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

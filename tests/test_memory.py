@@ -1,0 +1,105 @@
+"""Large tensors lie in huge pages and in memory used before, where commands run on Linux."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from onescan import memory
+
+MADVISED = memory.MODE.exists() and "[madvise]" in memory.MODE.read_text()
+
+COMMAND = """
+import sys
+from onescan.cli import main
+main(["--version"])
+assert "torch" not in sys.modules  # it would have looked already
+import torch
+x = torch.ones(2**24)
+for line in open("/proc/self/smaps_rollup"):
+    if line.startswith("AnonHugePages"):
+        print(line.split()[1])
+"""
+
+ALLOCATIONS = """
+import resource
+from onescan import memory
+from onescan.cli import main
+main(["recipes"])
+import torch
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def fill():
+    torch.empty(2**24).fill_(1.0)
+def new_pages():
+    before = faults()
+    fill()
+    return faults() - before
+for _ in range(8):  # not every gap of a tensor's size can be used again, as starts are aligned
+    fill()
+again = new_pages()
+memory.hand_back_freed()
+print(again, new_pages())
+"""
+
+
+def printed(program, **changed):
+    """The whole numbers that a process prints last, with some variables set, others not at all."""
+    told = (memory.HUGE_PAGES, memory.TUNABLES, *memory.KEPT)
+    others = {name: value for name, value in os.environ.items() if name not in told}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=others | changed, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    return [int(word) for word in done.stdout.splitlines()[-1].split()]
+
+
+@pytest.mark.skipif(not MADVISED, reason="Linux gives huge pages to all, or to nobody")
+def test_commands_ask_for_huge_pages_unless_told_not_to():
+    assert printed(COMMAND) > [0]
+    assert printed(COMMAND, **{memory.HUGE_PAGES: "0"}) == [0]
+
+
+@pytest.mark.skipif(not memory.can_keep_freed(), reason="no glibc, or it is told otherwise")
+def test_commands_keep_what_is_freed_unless_told_otherwise():
+    small_pages = {memory.HUGE_PAGES: "0"}  # so that new memory has many
+    again, handed_back = printed(ALLOCATIONS, **small_pages)
+    assert again < 1000 < handed_back
+    again, _ = printed(ALLOCATIONS, **small_pages, MALLOC_TRIM_THRESHOLD_="1000000")
+    assert again > 1000
+
+
+@pytest.mark.parametrize("name", [memory.TUNABLES, *memory.KEPT])
+def test_nothing_is_kept_where_a_variable_says_how(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    assert not memory.can_keep_freed()
+
+
+def test_a_library_without_the_call_keeps_as_it_always_does(monkeypatch):
+    monkeypatch.setattr(memory, "_of_glibc", lambda name: None)
+    assert not memory.can_keep_freed()
+    memory.keep_freed()
+    memory.hand_back_freed()
+
+
+@pytest.mark.parametrize(
+    ("mode", "asked", "used"),
+    [
+        ("always [madvise] never\n", "1", True),
+        ("always [madvise] never\n", "0", False),
+        ("always [madvise] never\n", None, False),
+        ("[always] madvise never\n", None, True),
+        ("always madvise [never]\n", "1", False),
+        (None, "1", False),
+    ],
+)
+def test_whether_huge_pages_are_used(mode, asked, used, tmp_path, monkeypatch):
+    file = tmp_path / "enabled"
+    if mode is not None:
+        file.write_text(mode)
+    monkeypatch.setattr(memory, "MODE", file)
+    monkeypatch.delenv(memory.HUGE_PAGES, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(memory.HUGE_PAGES, asked)
+    assert memory.has_huge_pages() is used
