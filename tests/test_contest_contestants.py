@@ -9,7 +9,15 @@ import torch
 
 from onescan.bench.contest.machine import COPY, MATMUL, prepare_yardstick
 from onescan.bench.contest.trial import BOTH_WAYS, FORWARD, INFERENCE, TRAINING, RefusalError
-from onescan.bench.contestants import causal, decay, decode, images, one_scan, ops
+from onescan.bench.contestants import (
+    causal,
+    decay,
+    decode,
+    images,
+    language_models,
+    one_scan,
+    ops,
+)
 from onescan.bench.contestants.language_models import our_config, state_mib
 from onescan.bench.contests import (
     CONTESTS,
@@ -265,6 +273,20 @@ def test_whole_models_are_trained_or_not_and_ops_have_gradients_or_not(gradients
     ops_alone = causal.contestants(dataclasses.replace(options, level="op"))
     assert ops_alone.works == ((FORWARD, BOTH_WAYS) if gradients else (FORWARD,))
     assert ops_alone.names[0] == "additive_decay"
+
+
+def test_weights_are_drawn_on_the_device_and_are_of_the_type(monkeypatch):
+    drawn_on = []
+
+    def build():
+        model = torch.nn.Linear(2, 3)
+        drawn_on.append(model.weight.device.type)
+        return model
+
+    monkeypatch.setattr(language_models, "device_of", lambda options: torch.device("meta"))
+    model = language_models.placed(build, CausalOptions(dtype="bfloat16"))
+    assert drawn_on == ["meta"]
+    assert model.weight.dtype == torch.bfloat16
 
 
 def test_a_cache_is_as_long_as_what_was_read_and_a_state_is_not():

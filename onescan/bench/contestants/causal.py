@@ -49,14 +49,15 @@ def contestants(options: CausalOptions) -> Field:
 def prepare(name: str, work: str, size: int, options: CausalOptions) -> Trial:
     """Random tokens through a model; in training to the gradient of each weight."""
     is_theirs, macs = name in FLA, 0
+    build: Callable[[], nn.Module]
     if is_theirs:
-        model = their_model(name, options.size, options)
+        build = partial(their_model, name, options.size, options)
     else:
         config = our_config(name, options.size, most_tokens=size)
         check_backend(config.mixer, options)
-        model = config.build()
+        build = config.build
         macs = options.batch * _macs(config, size)
-    model = placed(model, options).train(work == TRAINING)
+    model = placed(build, options).train(work == TRAINING)
     vocabulary = SHAPES[options.size].vocabulary_size
     tokens = torch.randint(vocabulary, (options.batch, size), device=device_of(options))
     loss_of = _their_loss if is_theirs else _our_loss

@@ -1,5 +1,7 @@
 """One further token of a causal language model after so many: a state, or a growing cache."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ def _ours(name: str, size: int, token: Tensor, options: DecodeOptions) -> Trial:
     # one place, as more rows would be counted as weights
     config = our_config(name, options.size, most_tokens=1)
     check_backend(config.mixer, options)
-    model = placed(config.build(), options).eval()
+    model = placed(config.build, options).eval()
     _, state = model(token)
     if name == SOFTMAX:
         blocks = map_tensors(lambda x: _grown(x, size), state.blocks)
@@ -58,7 +60,7 @@ def _ours(name: str, size: int, token: Tensor, options: DecodeOptions) -> Trial:
 
 @torch.no_grad()
 def _theirs(name: str, token: Tensor, options: DecodeOptions) -> Trial:
-    model = placed(their_model(name, options.size, options), options).eval()
+    model = placed(partial(their_model, name, options.size, options), options).eval()
     cache = model(input_ids=token, use_cache=True).past_key_values
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """Image classifiers, ours and timm's, in inference and training."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -39,15 +40,16 @@ def contestants(options: ModelsOptions) -> Field:
 def prepare(name: str, work: str, size: int, options: ModelsOptions) -> Trial:
     """Noise through a model; in training to the gradient of each weight."""
     macs = 0
+    build: Callable[[], nn.Module]
     if name in TIMM:
-        model = _timm(name, size)
+        build = partial(_timm, name, size)
     else:
         config = preset(name, image_size=size)
         assert isinstance(config, ImageClassifierConfig)
         check_backend(config.mixer, options)
-        model = config.build()
+        build = config.build
         macs = options.batch * count_macs(config, torch.zeros(1, 3, size, size))
-    model = placed(model, options).train(work == TRAINING)
+    model = placed(build, options).train(work == TRAINING)
     images = noise(options, options.batch, 3, size, size)
     known = {"items": options.batch, "parameters": parameters(model)}
     if work == INFERENCE:

@@ -1,6 +1,6 @@
 """Causal language models of equal width and depth: ours, and flash-linear-attention's."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -117,8 +117,13 @@ def check_backend(mixer: MixerConfig, options: ContestOptions) -> None:
         raise RefusalError(f"backend is 'triton', but {reason}")
 
 
-def placed(model: nn.Module, options: ContestOptions) -> nn.Module:
-    """Its weights of the type and on the device that are asked for; compiled, if so asked."""
+def placed(build: Callable[[], nn.Module], options: ContestOptions) -> nn.Module:
+    """A model whose weights are of the type that is asked for; compiled, if so asked.
+
+    They are drawn on the device itself, as a CPU takes its time for a billion numbers.
+    """
+    with device_of(options):
+        model = build()
     model = model.to(device_of(options), getattr(torch, options.dtype))
     if options.compile:
         model.compile()
