@@ -15,7 +15,7 @@ HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch's variable
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # such as: always [madvise] never
 # glibc's variables, and what mallopt calls the same
 KEPT = {"MALLOC_MMAP_MAX_": (-4, 0), "MALLOC_TRIM_THRESHOLD_": (-1, -1)}
-TUNABLES = "GLIBC_TUNABLES"
+TUNABLES = "GLIBC_TUNABLES"  # all of glibc's at once, as in glibc.malloc.trim_threshold=1000000
 
 
 def ask_for_huge_pages() -> None:
@@ -31,7 +31,8 @@ def has_huge_pages() -> bool:
 
 def can_keep_freed() -> bool:
     """Whether the C library is glibc, and nobody has told it otherwise."""
-    is_told = any(name in os.environ for name in (*KEPT, TUNABLES))
+    is_told = any(name in os.environ for name in KEPT)
+    is_told |= "glibc.malloc" in os.environ.get(TUNABLES, "")
     return not is_told and _of_glibc("mallopt") is not None
 
 
