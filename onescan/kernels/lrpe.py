@@ -3,6 +3,7 @@
     y_bt = [x_bt cos(a_t), x_bt sin(a_t)]                      rotate
     dx_bt = dc cos(a_t) + ds sin(a_t),   [dc, ds] = dy_bt      rotate_back
     da_t = sum_b x_bt (ds cos(a_t) - dc sin(a_t))
+    [cos(a_t), sin(a_t)], for kernels that turn what they read                 tabulate
 
 Angles [T, H, K] are cut into blocks of so many numbers, whatever K is. A program has one block of
 every so many samples: angles are read once where samples are few, and x and y once always.
@@ -24,8 +25,10 @@ RADIANS = tl.constexpr(1.5707963267948966)
 
 def builds(data: str, chip: str) -> Iterator[Build]:
     """What `make check-kernels` compiles."""
+    table = "fp32" if data == "fp32" else "fp16"
     for width in (64, 96):
         constants = {"K": width, "BLOCK": BLOCKS.keys}
+        yield Build(f"{width}", tabulate, f"fp32 {table} i32", constants, BLOCKS)
         yield Build(f"{width}", rotate, "data fp32 data i32 i32 i32", constants, BLOCKS)
         for angles in (False, True):
             name = f"{width}{' angles' if angles else ''}"
@@ -54,6 +57,22 @@ def cosine_and_sine(angle):
     first, second = tl.where(from_cos, cos, sin), tl.where(from_cos, sin, cos)
     cos_falls, sin_falls = (quarter == 1) | (quarter == 2), quarter >= 2
     return tl.where(cos_falls, -first, first), tl.where(sin_falls, -second, second)
+
+
+@jit
+def tabulate(
+    angles,
+    table,
+    length,
+    K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a table [T, H, 2, K] of cosines and sines; length is T H K."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = i < length
+    cos, sin = cosine_and_sine(tl.load(angles + i, mask=there, other=0))
+    place = table + i // K * (2 * K) + i % K
+    tl.store(place, cos, mask=there)
+    tl.store(place + K, sin, mask=there)
 
 
 @jit

@@ -36,7 +36,7 @@ from onescan.kernels.common import (
 )
 
 
-def sum_blocks(key_width: int, value_width: int, data: str, chip: str) -> Blocks:
+def sum_blocks(key_width: int, value_width: int, data: str, chip: str, *, lrpe: bool) -> Blocks:
     """Of kernels whose sums stay in registers: BLOCK_K x BLOCK_V, of cosines and of sines."""
     values = power_of_two(value_width)
     tokens, room = {"bf16": (32, 2048), "fp16": (32, 2048), "fp32": (16, 1024)}[data]
@@ -47,13 +47,45 @@ def sum_blocks(key_width: int, value_width: int, data: str, chip: str) -> Blocks
     return Blocks(tokens, keys, values, warps, stages=2)
 
 
-def tile_blocks(key_width: int, value_width: int, data: str, chip: str) -> Blocks:
-    """Of kernels whose programs are tiles of tokens: BLOCK_T x BLOCK_K, several at once."""
+def read_blocks(key_width: int, value_width: int, data: str, chip: str, *, lrpe: bool) -> Blocks:
+    """Of `read_out`: all keys at once where kv fits beside tiles, and is held from one to the next.
+
+    It is as many bytes as 128 tokens of a head of 64 and, under LRPE, twice as many.
+    """
+    blocks = _tile_blocks(key_width, value_width, data, chip)
+    held = _held_bytes(key_width, value_width, data, lrpe=lrpe)
+    if data == "fp32" or not reads_operands_from_shared(chip) or held > 2**16:
+        return blocks
+    return blocks._replace(tokens=64 if data == "bf16" else 32, keys=power_of_two(key_width))
+
+
+def collect_blocks(key_width: int, value_width: int, data: str, chip: str, *, lrpe: bool) -> Blocks:
+    """Of `collect`, which has more beside it."""
+    blocks = _tile_blocks(key_width, value_width, data, chip)
+    held = _held_bytes(key_width, value_width, data, lrpe=lrpe)
+    if data != "bf16" or not reads_operands_from_shared(chip) or held > 2**14:
+        return blocks
+    return Blocks(64, power_of_two(key_width), blocks.values, warps=8, stages=2)
+
+
+def _tile_blocks(key_width: int, value_width: int, data: str, chip: str) -> Blocks:
+    """Of kernels that visit tiles of tokens: BLOCK_T x BLOCK_K, several at once."""
     values = power_of_two(value_width)
     keys = min(power_of_two(key_width), 32 if data == "bf16" else 16)
     few = values <= 64 or chip.startswith("gfx")  # whose warps have 64 threads
     tokens = 32 if data == "bf16" or (values <= 64 and data == "fp16") else 16
     return Blocks(tokens, keys, values, warps=4 if few else 8, stages=2)
+
+
+def _held_bytes(key_width: int, value_width: int, data: str, *, lrpe: bool) -> int:
+    """Of kv as it is multiplied."""
+    numbers = power_of_two(key_width) * power_of_two(value_width) * (2 if lrpe else 1)
+    return numbers * (2 if data == "bf16" else 4)
+
+
+def holds(blocks: Blocks, key_width: int, data: str) -> bool:
+    """Whether a kernel that visits tiles of tokens holds kv from one to the next."""
+    return blocks.keys >= key_width and width_at_once(blocks.values, data) == blocks.values
 
 
 def constants_of(
@@ -67,7 +99,7 @@ def constants_of(
     lrpe: bool,
     keep: bool,
 ) -> dict[str, Any]:
-    """What all kernels but `merge` are compiled for; `spread` and `collect` want ANGLES too."""
+    """What all kernels but `merge` are compiled for; some want ANGLES or HOLDS too."""
     return {
         "H": heads,
         "K": key_width,
@@ -85,10 +117,13 @@ def builds(data: str, chip: str) -> Iterator[Build]:
     """What `make check-kernels` compiles."""
     table, operand = "fp32" if data == "fp32" else "fp16", "bf16" if data == "bf16" else "fp32"
     for width, lrpe, keep in BUILT:
-        sums, tile = (f(width, width, data, chip) for f in (sum_blocks, tile_blocks))
-        summed, tiled = (
+        sums, reads, collects = (
+            f(width, width, data, chip, lrpe=lrpe)
+            for f in (sum_blocks, read_blocks, collect_blocks)
+        )
+        of_sums, of_reads, of_collects = (
             constants_of(8, width, width, data, chip, blocks, lrpe=lrpe, keep=keep)
-            for blocks in (sums, tile)
+            for blocks in (sums, reads, collects)
         )
         merged = {
             "H": 8,
@@ -99,19 +134,24 @@ def builds(data: str, chip: str) -> Iterator[Build]:
             "BLOCK_F": sums.keys,
             "BLOCK_V": sums.values,
         }
-        slopes = {"ANGLES": lrpe, "BLOCK_W": width_at_once(tile.values, data)}
+        slopes = {"ANGLES": lrpe, "BLOCK_W": width_at_once(sums.values, data)}
         name = f"{width}{' lrpe' if lrpe else ''}{' keep' if keep else ''}"
         head, tail = f"data data {table} i1", "i32 i32"
         for kernel, types, constants, blocks in (
-            (summarize, f"{head} fp32 fp32 fp32 {tail} i32", summed, sums),
+            (summarize, f"{head} fp32 fp32 fp32 {tail} i32", of_sums, sums),
             (merge, f"fp32 fp32 fp32 fp64 fp32 fp32 fp32 fp64 fp32 {tail}", merged, sums),
-            (read_out, f"data {table} i1 {operand} data {tail}", tiled, tile),
-            (spread, f"{head} {operand} data fp32 fp32 {tail} i32", {**summed, **slopes}, sums),
+            (
+                read_out,
+                f"data {table} i1 {operand} data {tail} i32",
+                {**of_reads, "HOLDS": holds(reads, width, data)},
+                reads,
+            ),
+            (spread, f"{head} {operand} data fp32 fp32 {tail} i32", {**of_sums, **slopes}, sums),
             (
                 collect,
-                f"{head} fp32 fp32 {operand} fp32 data data fp32 {tail}",
-                {**tiled, **slopes},
-                tile,
+                f"{head} fp32 fp32 {operand} fp32 data data fp32 {tail} i32",
+                {**of_collects, **slopes, "HOLDS": holds(collects, width, data)},
+                collects,
             ),
         ):
             yield Build(name, kernel, types, constants, blocks)
@@ -229,41 +269,57 @@ def merge(
 
 
 @jit
+def halves_of(
+    kv, c, e, half: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LRPE: tl.constexpr
+):  # fmt: skip
+    """Some keys of a kv, [K, V]: of cosines and of sines, which without LRPE are the same."""
+    place = kv + c[:, None] * V + e[None, :]
+    inside = (c < K)[:, None] & (e < V)[None, :]
+    straight = tl.load(place, mask=inside, other=0)
+    across = straight
+    if LRPE:
+        across = tl.load(place + half, mask=inside, other=0)
+    return straight, across
+
+
+@jit
 def read_out(
     q, turn, keep, kv,
     o,
-    batch, tokens,
+    batch, tokens, split,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    LRPE: tl.constexpr, KEEP: tl.constexpr,
+    LRPE: tl.constexpr, KEEP: tl.constexpr, HOLDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O = R(q) kv, a tile of tokens a program."""
+    """O = R(q) kv, of the tokens of one part."""
     program = tl.program_id(0).to(tl.int64)
-    sample, head, tile = program % batch, program // batch % H, program // batch // H
-    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    sample, head, part = program % batch, program // batch % H, program // batch // H
     e = tl.arange(0, BLOCK_V)
-    live = live_tokens(keep, sample, t, tokens, KEEP)
     r = tl.arange(0, BLOCK_T)[:, None]
-    row = (sample * tokens + tile * BLOCK_T) * H + head
     half: tl.constexpr = K * V
     kv += (sample * H + head) * (half * (2 if LRPE else 1))
-    acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
-    for first in range(0, K, BLOCK_K):
-        c = first + tl.arange(0, BLOCK_K)
-        place = q + row * K + r * (H * K) + c[None, :]
-        queries = tl.load(place, mask=live[:, None] & (c < K)[None, :], other=0).to(tl.float32)
-        place = kv + c[:, None] * V + e[None, :]
-        inside = (c < K)[:, None] & (e < V)[None, :]
-        if LRPE:
-            cos, sin = turn_of(turn, tile * BLOCK_T, r, head, c, tokens, H, K)
-            across = tl.load(place + half, mask=inside, other=0)
-            acc += product(queries * sin, across, OPERAND, PRECISION)
-            queries *= cos
-        acc += product(queries, tl.load(place, mask=inside, other=0), OPERAND, PRECISION)
-    # a token that is not kept has no queries, so its output is 0
-    place = o + row * V + r * (H * V) + e[None, :]
-    tl.store(place, acc, mask=(t < tokens)[:, None] & (e < V)[None, :])
+    if HOLDS:  # kv, from tile to tile
+        straight, across = halves_of(kv, tl.arange(0, BLOCK_K), e, half, K, V, LRPE)
+    for start in range(part * split, tl.minimum((part + 1) * split, tokens), BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        live = live_tokens(keep, sample, t, tokens, KEEP)
+        row = (sample * tokens + start) * H + head
+        acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+        for first in range(0, K, BLOCK_K):
+            c = first + tl.arange(0, BLOCK_K)
+            if not HOLDS:
+                straight, across = halves_of(kv, c, e, half, K, V, LRPE)
+            place = q + row * K + r * (H * K) + c[None, :]
+            queries = tl.load(place, mask=live[:, None] & (c < K)[None, :], other=0).to(tl.float32)
+            if LRPE:
+                cos, sin = turn_of(turn, start, r, head, c, tokens, H, K)
+                acc += product(queries * sin, across, OPERAND, PRECISION)
+                queries *= cos
+            acc += product(queries, straight, OPERAND, PRECISION)
+        # a token that is not kept has no queries, so its output is 0
+        place = o + row * V + r * (H * V) + e[None, :]
+        tl.store(place, acc, mask=(t < tokens)[:, None] & (e < V)[None, :])
 
 
 @jit
@@ -340,62 +396,108 @@ def spread(
 def collect(
     k, v, turn, keep, reference, total, dkv, offset,
     dk, dv, dangles,
-    batch, tokens,
+    batch, tokens, split,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    LRPE: tl.constexpr, KEEP: tl.constexpr, ANGLES: tl.constexpr,
+    LRPE: tl.constexpr, KEEP: tl.constexpr, ANGLES: tl.constexpr, HOLDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values; what the angles had from queries is added to.
+    """Gradients of keys and values, of the tokens of one part; one tile, unless dkv is held.
 
-    Keys first, then values: both at once would be more than a program's registers hold.
+    What the angles had from queries is added to.
     """
     program = tl.program_id(0).to(tl.int64)
-    sample, head, tile = program % batch, program // batch % H, program // batch // H
-    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-    e = tl.arange(0, BLOCK_V)
-    live = live_tokens(keep, sample, t, tokens, KEEP)[:, None]
-    r = tl.arange(0, BLOCK_T)[:, None]
-    row = (sample * tokens + tile * BLOCK_T) * H + head
-    there = (e < V)[None, :]
-    at_v = row * V + r * (H * V) + e[None, :]
+    sample, head, part = program % batch, program // batch % H, program // batch // H
     of_head = sample * H + head
     half: tl.constexpr = K * V
     dkv += of_head * (half * (2 if LRPE else 1))
     reference += of_head * K
     total += of_head * K
+    offset += of_head * K
+    if HOLDS:  # dkv, from tile to tile
+        held = halves_of(dkv, tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), half, K, V, LRPE)
+        for start in range(part * split, tl.minimum((part + 1) * split, tokens), BLOCK_T):
+            collect_tile(
+                k, v, turn, keep, reference, total, dkv, offset, held, dk, dv, dangles,
+                sample, head, start, tokens, H, K, V, LRPE, KEEP, ANGLES, HOLDS,
+                BLOCK_T, BLOCK_K, BLOCK_V, BLOCK_W, OPERAND, PRECISION,
+            )  # fmt: skip
+    else:
+        collect_tile(
+            k, v, turn, keep, reference, total, dkv, offset, (dkv, dkv), dk, dv, dangles,
+            sample, head, part * split, tokens, H, K, V, LRPE, KEEP, ANGLES, HOLDS,
+            BLOCK_T, BLOCK_K, BLOCK_V, BLOCK_W, OPERAND, PRECISION,
+        )  # fmt: skip
+
+
+@jit
+def collect_tile(
+    k, v, turn, keep, reference, total, dkv, offset, held,
+    dk, dv, dangles,
+    sample, head, start, tokens,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    LRPE: tl.constexpr, KEEP: tl.constexpr, ANGLES: tl.constexpr, HOLDS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Those of the tokens from `start` on; `held` are the halves of dkv, where it is.
+
+    Else keys come first, then values: both at once would be more than a program's registers hold.
+    """
+    half: tl.constexpr = K * V
+    t = start + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_V)
+    live = live_tokens(keep, sample, t, tokens, KEEP)[:, None]
+    r = tl.arange(0, BLOCK_T)[:, None]
+    row = (sample * tokens + start) * H + head
+    there = (e < V)[None, :]
+    at_v = row * V + r * (H * V) + e[None, :]
+    if HOLDS:
+        straight, across = held
+        values = tl.load(v + at_v, mask=live & there, other=0)
+    acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     for first in range(0, K, BLOCK_K):
         c = first + tl.arange(0, BLOCK_K)
         at = row * K + r * (H * K) + c[None, :]
-        of_cos = slopes_of(
-            v, row, dkv, r, c, live, H, K, V, BLOCK_T, BLOCK_K, BLOCK_W, OPERAND, PRECISION
-        )
+        if HOLDS:
+            of_cos = product(values, tl.trans(straight), OPERAND, PRECISION)
+        else:
+            of_cos = slopes_of(
+                v, row, dkv, r, c, live, H, K, V, BLOCK_T, BLOCK_K, BLOCK_W, OPERAND, PRECISION
+            )
         w = weights_of(k + at, live, reference, total, c, K)
         written = (t < tokens)[:, None] & (c < K)[None, :]
         if LRPE:
-            of_sin = slopes_of(
-                v, row, dkv + half, r, c, live, H, K, V, BLOCK_T, BLOCK_K, BLOCK_W,
-                OPERAND, PRECISION,
-            )  # fmt: skip
-            cos, sin = turn_of(turn, tile * BLOCK_T, r, head, c, tokens, H, K)
+            if HOLDS:
+                of_sin = product(values, tl.trans(across), OPERAND, PRECISION)
+            else:
+                of_sin = slopes_of(
+                    v, row, dkv + half, r, c, live, H, K, V, BLOCK_T, BLOCK_K, BLOCK_W,
+                    OPERAND, PRECISION,
+                )  # fmt: skip
+            cos, sin = turn_of(turn, start, r, head, c, tokens, H, K)
             if ANGLES:
                 da = tl.load(dangles + at, mask=written, other=0)
                 tl.store(dangles + at, da + w * (of_sin * cos - of_cos * sin), mask=written)
             of_cos = of_cos * cos + of_sin * sin
-        away = tl.load(offset + of_head * K + c, mask=c < K, other=0)
+        away = tl.load(offset + c, mask=c < K, other=0)
         tl.store(dk + at, w * (of_cos - away[None, :]), mask=written)
-    acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
-    for first in range(0, K, BLOCK_K):
-        c = first + tl.arange(0, BLOCK_K)
-        place = dkv + c[:, None] * V + e[None, :]
-        inside = (c < K)[:, None] & there
-        w = weights_of(k + row * K + r * (H * K) + c[None, :], live, reference, total, c, K)
-        if LRPE:
-            cos, sin = turn_of(turn, tile * BLOCK_T, r, head, c, tokens, H, K)
-            across = tl.load(place + half, mask=inside, other=0)
-            acc += product(w * sin, across, OPERAND, PRECISION)
-            w *= cos
-        acc += product(w, tl.load(place, mask=inside, other=0), OPERAND, PRECISION)
+        if HOLDS:
+            if LRPE:
+                acc += product(w * sin, across, OPERAND, PRECISION)
+                w *= cos
+            acc += product(w, straight, OPERAND, PRECISION)
+    if not HOLDS:
+        for first in range(0, K, BLOCK_K):
+            c = first + tl.arange(0, BLOCK_K)
+            straight, across = halves_of(dkv, c, e, half, K, V, LRPE)
+            at = row * K + r * (H * K) + c[None, :]
+            w = weights_of(k + at, live, reference, total, c, K)
+            if LRPE:
+                cos, sin = turn_of(turn, start, r, head, c, tokens, H, K)
+                acc += product(w * sin, across, OPERAND, PRECISION)
+                w *= cos
+            acc += product(w, straight, OPERAND, PRECISION)
     acc = tl.where(live, acc, 0.0)
     tl.store(dv + at_v, acc, mask=(t < tokens)[:, None] & there)
 

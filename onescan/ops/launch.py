@@ -82,5 +82,15 @@ def launch(
 
 def turn_table(angles: Tensor, dtype: torch.dtype) -> Tensor:
     """Cosines and sines, [T, H, 2, K], in half the bytes where the data has no more digits."""
-    table = torch.stack([angles.cos(), angles.sin()], dim=-2)
-    return table.to(torch.float32 if dtype is torch.float32 else torch.float16)
+    from onescan.kernels import lrpe as kernels
+
+    tokens, heads, width = angles.shape
+    narrow = torch.float32 if dtype is torch.float32 else torch.float16
+    table = angles.new_empty(tokens, heads, 2, width, dtype=narrow)
+    blocks, length = kernels.BLOCKS, angles.numel()
+    launch(
+        kernels.tabulate,
+        (-(-length // blocks.keys),),
+        blocks, angles.contiguous(), table, length, K=width, BLOCK=blocks.keys,
+    )  # fmt: skip
+    return table

@@ -6,6 +6,7 @@ comes in, is a kernel of its own over few numbers. All kernels are in `onescan.k
 Source: LightNet, arXiv:2405.21022, Eq. 14 and App. A.2.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ def _one_scan(
     batch, tokens, heads, key_width = k.shape
     value_width = v.shape[-1]
     features = key_width * (1 if angles is None else 2)
-    sum_blocks, of_sums, tile_blocks, of_tiles = _blocks(k, v, angles, keep)
+    sum_blocks, of_sums = _blocks(kernels.sum_blocks, k, v, angles, keep)
+    read_blocks, of_reads = _blocks(kernels.read_blocks, k, v, angles, keep)
     turn = None if angles is None else turn_table(angles, k.dtype)
     split, parts = _split(batch * heads, key_width, tokens, sum_blocks, k.device)
     peak, mass = k.new_empty(2, parts, batch, heads, key_width, dtype=torch.float32)
@@ -81,10 +83,14 @@ def _one_scan(
         BLOCK_F=sum_blocks.keys, BLOCK_V=sum_blocks.values,
     )  # fmt: skip
     o = torch.empty_like(v)
+    split, parts, holds = _tiles(
+        batch * heads, key_width, tokens, read_blocks, name_of(k.dtype), k.device
+    )
     launch(
         kernels.read_out,
-        (batch * heads * -(-tokens // tile_blocks.tokens),),
-        tile_blocks, q, turn, keep, as_multiplied(kv, k.dtype), o, batch, tokens, **of_tiles,
+        (batch * heads * parts,),
+        read_blocks, q, turn, keep, as_multiplied(kv, k.dtype), o, batch, tokens, split,
+        **of_reads, **holds,
     )  # fmt: skip
     return o, z, kv, scale
 
@@ -123,10 +129,11 @@ def _one_scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and angles, of kv as a whole, and <kv, its gradient> - dz."""
     batch, tokens, heads, key_width = k.shape
-    sum_blocks, of_sums, tile_blocks, of_tiles = _blocks(k, v, angles, keep)
+    sum_blocks, of_sums = _blocks(kernels.sum_blocks, k, v, angles, keep)
+    collect_blocks, of_collects = _blocks(kernels.collect_blocks, k, v, angles, keep)
     turn = None if angles is None else turn_table(angles, k.dtype)
     split, parts = _split(batch * heads, key_width, tokens, sum_blocks, k.device)
-    slopes = {"ANGLES": turns, "BLOCK_W": width_at_once(tile_blocks.values, name_of(k.dtype))}
+    slopes = {"ANGLES": turns, "BLOCK_W": width_at_once(sum_blocks.values, name_of(k.dtype))}
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     dangles = k.new_empty(k.shape if turns else (0,), dtype=torch.float32)
     sums = torch.empty_like(kv.expand(parts, *kv.shape), memory_format=torch.contiguous_format)
@@ -139,11 +146,14 @@ def _one_scan_backward(
     whole = sums.sum(0) + dkv.contiguous()
     rounded = as_multiplied(whole, k.dtype)  # so that what all values share cancels
     offset = (per_key(kv * rounded, k) - dz).float()
+    split, parts, holds = _tiles(
+        batch * heads, key_width, tokens, collect_blocks, name_of(k.dtype), k.device
+    )
     launch(
         kernels.collect,
-        (batch * heads * -(-tokens // tile_blocks.tokens),),
-        tile_blocks, k, v, turn, keep, *scale, rounded, offset, dk, dv, dangles,
-        batch, tokens, **of_tiles, **slopes,
+        (batch * heads * parts,),
+        collect_blocks, k, v, turn, keep, *scale, rounded, offset, dk, dv, dangles,
+        batch, tokens, split, **of_collects, **slopes, **holds,
     )  # fmt: skip
     return dq, dk, dv, dangles.sum(0), whole, offset
 
@@ -191,18 +201,19 @@ _one_scan.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _blocks(
-    k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None
-) -> tuple[Blocks, dict[str, Any], Blocks, dict[str, Any]]:
-    """Blocks and constants of the kernels that sum, and of those that take a tile each."""
+    blocks_of: Callable[..., Blocks],
+    k: Tensor,
+    v: Tensor,
+    angles: Tensor | None,
+    keep: Tensor | None,
+) -> tuple[Blocks, dict[str, Any]]:
+    """Blocks of a kernel, and its constants."""
     widths = (k.shape[3], v.shape[3], name_of(k.dtype), chip_of(k.device))
-    sums, tiles = kernels.sum_blocks(*widths), kernels.tile_blocks(*widths)
-    of_sums, of_tiles = (
-        kernels.constants_of(
-            k.shape[2], *widths, blocks, lrpe=angles is not None, keep=keep is not None
-        )
-        for blocks in (sums, tiles)
+    blocks = blocks_of(*widths, lrpe=angles is not None)
+    constants = kernels.constants_of(
+        k.shape[2], *widths, blocks, lrpe=angles is not None, keep=keep is not None
     )
-    return sums, of_sums, tiles, of_tiles
+    return blocks, constants
 
 
 def _split(
@@ -214,3 +225,12 @@ def _split(
     split = max(LEAST_SPLIT, -(-tokens // wanted))
     split = -(-split // blocks.tokens) * blocks.tokens
     return split, -(-tokens // split)
+
+
+def _tiles(
+    heads: int, key_width: int, tokens: int, blocks: Blocks, data: str, device: torch.device
+) -> tuple[int, int, dict[str, bool]]:
+    """The same of kernels that visit tiles, one a part unless kv is held; and whether it is."""
+    if kernels.holds(blocks, key_width, data):
+        return *_split(heads, key_width, tokens, blocks, device), {"HOLDS": True}
+    return blocks.tokens, -(-tokens // blocks.tokens), {"HOLDS": False}
