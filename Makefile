@@ -35,10 +35,11 @@ compile: $(INSTALLED)  ## tests of torch.compile, without the shape hook
 	$(BIN)/python -m pytest -m compile -o addopts="--strict-markers"
 
 # Asked for by name, so it is done or refused: a skip here would look like a pass.
-gpu: $(INSTALLED)  ## kernels against their references, on a GPU
+gpu: $(INSTALLED)  ## every kernel against its reference, on a GPU
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 		|| { echo "make gpu: torch sees no GPU here, so nothing was tested." >&2; exit 1; }
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m "gpu and not compile" -n auto --maxprocesses 8 --dist worksteal tests
+	$(BIN)/python -m pytest -m "gpu and compile" -o addopts="--strict-markers" tests
 
 check-kernels: $(KERNELS)/.installed  ## compile every kernel for four GPUs, without one
 	PYTHONPATH=. $(KERNELS)/bin/python benchmarks/check_kernels.py

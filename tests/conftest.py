@@ -1,4 +1,7 @@
-"""How every test runs: one thread, fixed seeds, and memory that shows when it is read unwritten."""
+"""How every test runs: one thread, fixed seeds, and memory that shows when it is read unwritten.
+
+Tests see a GPU under `-m gpu` alone: then kernels run there, all others are the same everywhere.
+"""
 
 import os
 
@@ -7,9 +10,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; make test f
 import pytest
 import torch
 from hypothesis import register_random, settings
-
-if not torch.cuda.is_available():  # kernels then run in Python; Triton asks when it is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 class TorchRandom:
@@ -26,17 +26,28 @@ settings.load_profile("onescan")
 
 
 def pytest_configure(config):
+    asked_for = config.getoption("markexpr")
+    if "gpu" not in asked_for or "not gpu" in asked_for:
+        os.environ.update(CUDA_VISIBLE_DEVICES="-1", HIP_VISIBLE_DEVICES="-1")
+    # whether kernels run in Python, which Triton asks when it is imported
+    os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
     # torch's own: inductor still uses torch.jit, dynamo makes an autograd function to trace it and
-    # looks at a gradient, the poison asks GPU kernels for more than each of them has, and readers
-    # are forked beside threads.
+    # looks at a gradient, the poison asks GPU kernels for more than each of them has, a backward
+    # may multiply matrices first on a thread, and readers are forked beside threads.
     for warning in (
         ".torch.jit:DeprecationWarning",
         ".*should not be instantiated:DeprecationWarning",
         ".*use_deterministic_algorithms:UserWarning",
+        "Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",
         "The .grad attribute of a Tensor:UserWarning",
         ".*may lead to deadlocks:DeprecationWarning",
     ):
         config.addinivalue_line("filterwarnings", f"ignore:{warning}")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no GPU, or none asked for: -m gpu")
 
 
 @pytest.fixture(autouse=True)

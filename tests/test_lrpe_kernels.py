@@ -4,91 +4,111 @@ import functools
 
 import pytest
 import torch
+from kernel_device import (
+    BRAIN,
+    DEVICE,
+    HALF,
+    LONGEST,
+    MARKS,
+    SINGLE,
+    assert_a_graph_repeats,
+    drawn,
+    over_dtypes,
+    over_seeds,
+)
 
 from onescan.ops.backend import use_backend
+from onescan.ops.launch import turn_table
 from onescan.ops.lrpe import lrpe, lrpe_angles
 
 pytest.importorskip("triton")
 triton_lrpe = pytest.importorskip("onescan.ops.triton_lrpe")
 
 rotate = functools.partial(lrpe, backend="triton")
-gpu = pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)
-on_every_device = pytest.mark.parametrize(
-    ("device", "dtype"),
-    [
-        ("cpu", torch.float32),
-        ("cpu", torch.float16),
-        gpu,
-        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
-        pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
-    ],
-)
+pytestmark = MARKS
 
 
-@pytest.fixture(autouse=True)
-def _interpreted_or_on_a_gpu(request):
-    is_gpu = request.node.get_closest_marker("gpu") is not None
-    if is_gpu != torch.cuda.is_available():
-        pytest.skip("kernels are interpreted where there is no GPU")
-
-
-def inputs(batch, tokens, heads, width, *, dtype, device="cpu", reach=4.0):
+def inputs(batch, tokens, heads, width, *, dtype, reach=4.0):
     """Queries, and angles of up to 10^reach radians."""
-    x = torch.randn(batch, tokens, heads, width).to(device, dtype)
-    return x, (torch.randn(tokens, heads, width) * torch.logspace(0, reach, width)).to(device)
+    x = torch.randn(batch, tokens, heads, width).to(DEVICE, dtype)
+    return x, (torch.randn(tokens, heads, width) * torch.logspace(0, reach, width)).to(DEVICE)
 
 
-def rotated_with_gradients(function, x, angles):
+def rotated_with_gradients(function, x, angles, slope):
     x, angles = (t.detach().clone().requires_grad_() for t in (x, angles))
     y = function(x, angles)
-    slope = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y)
-    return y.detach(), *torch.autograd.grad(y, (x, angles), slope)
+    return y.detach(), *torch.autograd.grad(y, (x, angles), slope.to(y))
+
+
+def exactly(x, angles):
+    turn = torch.stack([angles.cos(), angles.sin()], dim=-2)
+    return (x.unsqueeze(-2) * turn).flatten(-2)
 
 
 def errors(got, want):
     return torch.tensor(
-        [(x.double() - y).norm() / y.norm() for x, y in zip(got, want, strict=True)]
+        [(x.double().cpu() - y).norm() / y.norm() for x, y in zip(got, want, strict=True)]
     )
+
+
+def assert_within_twice_plain(x, angles):
+    """The kernels' errors, at most twice those of plain torch."""
+    slope = torch.randn(*x.shape[:3], 2 * x.shape[3]).to(x.dtype)
+    got = rotated_with_gradients(rotate, x, angles, slope)
+    plain = rotated_with_gradients(functools.partial(lrpe, backend="torch"), x, angles, slope)
+    want = rotated_with_gradients(exactly, x.double().cpu(), angles.double().cpu(), slope)
+    smallest = torch.finfo(SINGLE).eps
+    assert (errors(got, want) <= 2 * errors(plain, want) + smallest).all()
 
 
 SIZES = [(2, 30, 2, 9), (1, 1, 1, 5), (3, 50, 3, 16), (40, 3, 1, 64)]
 
 
-@on_every_device
+@over_dtypes
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_kernels_err_at_most_twice_as_much_as_plain_torch(sizes, device, dtype):
-    x, angles = inputs(*sizes, dtype=dtype, device=device)
-    slope_as_rounded = rotated_with_gradients(rotate, x, angles)
-    plain = rotated_with_gradients(functools.partial(lrpe, backend="torch"), x, angles)
+def test_kernels_err_at_most_twice_as_much_as_plain_torch(sizes, dtype):
+    assert_within_twice_plain(*inputs(*sizes, dtype=dtype))
 
-    def exactly(wide_x, wide_angles):
-        turn = torch.stack([wide_angles.cos(), wide_angles.sin()], dim=-2)
-        return (wide_x.unsqueeze(-2) * turn).flatten(-2)
 
-    exact_x, exact_angles = (t.double().requires_grad_() for t in (x, angles))
-    y = exactly(exact_x, exact_angles)
-    slope = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(plain[0]).double()
-    want = (y.detach(), *torch.autograd.grad(y, (exact_x, exact_angles), slope))
-    smallest = torch.finfo(torch.float32).eps
-    assert (errors(slope_as_rounded, want) <= 2 * errors(plain, want) + smallest).all()
+WIDTHS = (1, 16, 33, 64, 96, 128)  # few, as kernels are compiled anew for each
+
+
+@over_dtypes
+@over_seeds
+def test_random_shapes(seed, dtype):
+    batch, tokens, heads = drawn(seed, 20, LONGEST, 4)
+    width = WIDTHS[seed % len(WIDTHS)]
+    assert_within_twice_plain(*inputs(batch, tokens, heads, width, dtype=dtype))
+
+
+def test_samples_are_dealt_to_few_programs(monkeypatch):
+    monkeypatch.setattr(triton_lrpe, "programs_wanted", lambda _: 4)
+    assert_within_twice_plain(*inputs(13, 3, 1, 64, dtype=SINGLE))
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_repeats_a_call():
+    x, angles = inputs(2, 30, 4, 64, dtype=BRAIN)
+    assert_a_graph_repeats(lambda: rotate(x, angles))
 
 
 @pytest.mark.parametrize("reach", [0.0, 7.0])
 def test_sines_of_large_angles_are_those_of_float64(reach):
     angles = torch.linspace(-1, 1, 999).reshape(3, 3, 111) * 10**reach
-    y = rotate(torch.ones(1, 3, 3, 111), angles)
+    y = rotate(torch.ones(1, 3, 3, 111, device=DEVICE), angles.to(DEVICE))
     want = torch.cat([angles.double().cos(), angles.double().sin()], dim=-1)
-    torch.testing.assert_close(y[0].double(), want, atol=1.5e-7, rtol=0)
+    torch.testing.assert_close(y[0].double().cpu(), want, atol=1.5e-7, rtol=0)
 
 
 def test_a_rotation_by_nan_is_nan():
-    y = rotate(torch.ones(1, 2, 1, 1), torch.tensor([0.0, torch.nan]).reshape(2, 1, 1))
+    angles = torch.tensor([0.0, torch.nan]).reshape(2, 1, 1)
+    y = rotate(torch.ones(1, 2, 1, 1, device=DEVICE), angles.to(DEVICE))
     assert y[0, 0].isfinite().all()
     assert y[0, 1].isnan().all()
 
 
 def test_angles_that_want_no_gradient_get_none():
-    x, angles = inputs(2, 5, 1, 4, dtype=torch.float32)
+    x, angles = inputs(2, 5, 1, 4, dtype=SINGLE)
     x.requires_grad_()
     rotate(x, angles).sum().backward()
     torch.testing.assert_close(x.grad[0], angles.cos() + angles.sin(), atol=1e-6, rtol=1e-5)
@@ -96,18 +116,18 @@ def test_angles_that_want_no_gradient_get_none():
 
 
 def test_views_are_rotated_as_copies_are():
-    x, angles = inputs(2, 6, 3, 4, dtype=torch.float32)
+    x, angles = inputs(2, 6, 3, 4, dtype=SINGLE)
     turned = rotate(x.mT.contiguous().mT, angles.mT.contiguous().mT)
     assert torch.equal(turned, rotate(x, angles))
 
 
 def test_no_samples_give_no_rotations():
-    x, angles = inputs(0, 5, 1, 4, dtype=torch.float32)
+    x, angles = inputs(0, 5, 1, 4, dtype=SINGLE)
     assert rotate(x, angles).shape == (0, 5, 1, 8)
 
 
 def test_the_preferred_backend_is_taken():
-    x, angles = inputs(1, 4, 1, 3, dtype=torch.float32)
+    x, angles = inputs(1, 4, 1, 3, dtype=SINGLE)
     with use_backend("triton"):
         preferred = lrpe(x, angles)
     assert torch.equal(preferred, rotate(x, angles))
@@ -115,9 +135,21 @@ def test_the_preferred_backend_is_taken():
         assert lrpe(x.double(), angles).dtype == torch.float64
 
 
+@over_dtypes
+@pytest.mark.parametrize("wide", [SINGLE, torch.float64])
+def test_a_table_has_the_cosines_and_sines_of_angles_with_gaps(wide, dtype):
+    _, angles = inputs(1, 5, 3, 70, dtype=dtype)
+    angles = angles.to(wide).mT.contiguous().mT
+    table = turn_table(angles, dtype)
+    assert table.dtype == (SINGLE if dtype is SINGLE else HALF)
+    want = torch.stack([angles.double().cos(), angles.double().sin()], dim=-2)
+    assert table.shape == want.shape
+    assert (table - want).abs().max() <= torch.finfo(table.dtype).eps
+
+
 @pytest.mark.parametrize("backend", ["tritn", "cuda"])
 def test_an_unknown_backend_is_named(backend):
-    x, angles = inputs(1, 4, 1, 3, dtype=torch.float32)
+    x, angles = inputs(1, 4, 1, 3, dtype=SINGLE)
     with pytest.raises(ValueError, match=f"backend '{backend}' is unknown"):
         lrpe.__wrapped__(x, angles, backend=backend)
 
@@ -129,7 +161,7 @@ def test_types_without_kernels_are_refused():
 
 
 def test_the_op_is_declared_rightly():
-    x, angles = (t.requires_grad_() for t in inputs(2, 5, 2, 3, dtype=torch.float32))
+    x, angles = (t.requires_grad_() for t in inputs(2, 5, 2, 3, dtype=SINGLE))
     torch.library.opcheck(torch.ops.onescan.lrpe.default, (x, angles))
 
 
@@ -143,7 +175,7 @@ def test_compiles_without_a_graph_break(dynamic):
 
     compiled = torch.compile(turned, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for tokens in (7, 9):
-        x, theta = torch.randn(2, tokens, 2, 3), torch.randn(2, 3)
-        want = rotated_with_gradients(turned, x, theta)
-        for got, expected in zip(rotated_with_gradients(compiled, x, theta), want, strict=True):
-            torch.testing.assert_close(got, expected)
+        x, theta = torch.randn(2, tokens, 2, 3).to(DEVICE), torch.randn(2, 3).to(DEVICE)
+        slope = torch.randn(2, tokens, 2, 6)
+        got, want = (rotated_with_gradients(f, x, theta, slope) for f in (compiled, turned))
+        torch.testing.assert_close(got, want)

@@ -4,30 +4,24 @@ import functools
 
 import pytest
 import torch
+from kernel_device import (
+    BRAIN,
+    DEVICE,
+    MARKS,
+    SINGLE,
+    assert_a_graph_repeats,
+    drawn,
+    on_device,
+    over_dtypes,
+    over_seeds,
+)
 
 from onescan.ops.additive_decay import AdditiveDecayState, recurrent, reference
 
 pytest.importorskip("triton")
 triton_recurrent = pytest.importorskip("onescan.ops.additive_decay.triton_recurrent")
 
-on_every_device = pytest.mark.parametrize(
-    ("device", "dtype"),
-    [
-        ("cpu", torch.float32),
-        ("cpu", torch.float16),
-        *(
-            pytest.param("cuda", dtype, marks=pytest.mark.gpu)
-            for dtype in (torch.float32, torch.float16, torch.bfloat16)
-        ),
-    ],
-)
-
-
-@pytest.fixture(autouse=True)
-def _interpreted_or_on_a_gpu(request):
-    is_gpu = request.node.get_closest_marker("gpu") is not None
-    if is_gpu != torch.cuda.is_available():
-        pytest.skip("kernels are interpreted where there is no GPU")
+pytestmark = MARKS
 
 
 def step(q, k, v, angles=None, state=None, keep=None):
@@ -36,37 +30,33 @@ def step(q, k, v, angles=None, state=None, keep=None):
 
 def inputs(
     tokens, *, batch=2, heads=2, key=5, value=7, lrpe=True, state=True, keep=False, scale=1.0,
-    dtype=torch.float32, device="cpu",
+    dtype=SINGLE,
 ):  # fmt: skip
     """Logits, and the normalizer before them, of about the scale."""
-
-    def normal(*sizes):
-        return torch.randn(*sizes, device=device)
-
-    q, v = (
-        normal(batch, tokens, heads, key).to(dtype),
-        normal(batch, tokens, heads, value).to(dtype),
-    )
-    z = (scale * normal(batch, heads, key)).double()
-    kv = normal(batch, heads, 2 * key if lrpe else key, value)
-    kept = torch.rand(batch, tokens, device=device) > 0.4
+    q, k = torch.randn(2, batch, tokens, heads, key)
+    v = torch.randn(batch, tokens, heads, value)
+    z = (scale * torch.randn(batch, heads, key)).double()
+    kv = torch.randn(batch, heads, 2 * key if lrpe else key, value)
+    angles = 3 * torch.randn(tokens, heads, key)
+    kept = torch.rand(batch, tokens) > 0.4
     kept[:, 0] = True
+    q, k, v = (x.to(DEVICE, dtype) for x in (q, scale * k, v))
     return {
         "q": q,
-        "k": (scale * normal(batch, tokens, heads, key)).to(dtype),
+        "k": k,
         "v": v,
-        "angles": 3 * normal(tokens, heads, key) if lrpe else None,
-        "state": AdditiveDecayState(z, kv) if state else None,
-        "keep": kept if keep else None,
+        "angles": angles.to(DEVICE) if lrpe else None,
+        "state": AdditiveDecayState(*on_device(z, kv)) if state else None,
+        "keep": kept.to(DEVICE) if keep else None,
     }
 
 
 def definition(named):
-    state = named["state"]
-    wide = {n: x.double() if n in "qkv" else x for n, x in named.items()}
-    wide["angles"] = None if named["angles"] is None else named["angles"].double()
-    wide["state"] = state and AdditiveDecayState(*(x.double() for x in state))
-    return reference.forward(**wide, causal=True)
+    q, k, v, angles, state, keep = named.values()
+    q, k, v, angles = (None if x is None else x.double().cpu() for x in (q, k, v, angles))
+    state = state and AdditiveDecayState(*(x.double().cpu() for x in state))
+    keep = None if keep is None else keep.cpu()
+    return reference.forward(q, k, v, angles=angles, causal=True, keep=keep, state=state)
 
 
 def plain(named):
@@ -82,7 +72,7 @@ def plain(named):
 
 def errors(got, want):
     pairs = zip((got[0], *got[1]), (want[0], *want[1]), strict=True)
-    return torch.tensor([(x.double() - y).norm() / (1e-9 + y.norm()) for x, y in pairs])
+    return torch.tensor([(x.double().cpu() - y).norm() / (1e-9 + y.norm()) for x, y in pairs])
 
 
 def assert_no_less_exact_than_torch(named):
@@ -92,25 +82,44 @@ def assert_no_less_exact_than_torch(named):
     assert (ours <= 2 * theirs + few_roundings).all(), (ours, theirs)
 
 
-@on_every_device
+@over_dtypes
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("lrpe", [False, True])
 @pytest.mark.parametrize(("state", "keep"), [(False, False), (True, False), (True, True)])
-def test_steps_are_the_definition(tokens, lrpe, state, keep, device, dtype):
-    options = {"lrpe": lrpe, "state": state, "keep": keep, "dtype": dtype, "device": device}
+def test_steps_are_the_definition(tokens, lrpe, state, keep, dtype):
+    options = {"lrpe": lrpe, "state": state, "keep": keep, "dtype": dtype}
     assert_no_less_exact_than_torch(inputs(tokens, **options))
 
 
-@on_every_device
-@pytest.mark.parametrize(("key", "value"), [(1, 1), (70, 20), (16, 33), (256, 5)])
-def test_any_width_of_a_head(key, value, device, dtype):
-    named = inputs(2, batch=1, heads=1, key=key, value=value, dtype=dtype, device=device)
+WIDTHS = [(1, 1), (70, 20), (16, 33), (256, 5)]  # of a key and of a value
+
+
+@over_dtypes
+@pytest.mark.parametrize(("key", "value"), WIDTHS)
+def test_any_width_of_a_head(key, value, dtype):
+    named = inputs(2, batch=1, heads=1, key=key, value=value, dtype=dtype)
     assert_no_less_exact_than_torch(named)
 
 
-@on_every_device
-def test_logits_of_ten_thousand_keep_their_digits(device, dtype):
-    named = inputs(4, scale=1e4, dtype=dtype, device=device)
+@over_dtypes
+@over_seeds
+def test_random_shapes(seed, dtype):
+    batch, tokens, heads = drawn(seed, 40, 20, 3)
+    key, value = WIDTHS[seed % len(WIDTHS)]
+    kind = {"lrpe": seed % 3 > 0, "keep": seed % 2 > 0}
+    sizes = {"batch": batch, "heads": heads, "key": key, "value": value}
+    assert_no_less_exact_than_torch(inputs(tokens, **sizes, **kind, dtype=dtype))
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_repeats_a_call():
+    named = inputs(1, heads=4, key=64, value=64, dtype=BRAIN)
+    assert_a_graph_repeats(lambda: step(**named)[0])
+
+
+@over_dtypes
+def test_logits_of_ten_thousand_keep_their_digits(dtype):
+    named = inputs(4, scale=1e4, dtype=dtype)
     assert_no_less_exact_than_torch(named)
     assert step(**named)[1].log_normalizer.dtype == torch.float64
     # the smallest of differences next to a large logit, which float32 does not have

@@ -7,6 +7,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from kernel_device import (
+    BRAIN,
+    DEVICE,
+    LONGEST,
+    MARKS,
+    SINGLE,
+    assert_a_graph_repeats,
+    drawn,
+    over_dtypes,
+    over_seeds,
+)
 
 from onescan.ops.backend import use_backend
 from onescan.ops.toeplitz_position import ToeplitzState, reference, toeplitz_position
@@ -15,24 +26,7 @@ pytest.importorskip("triton")
 triton_scan = pytest.importorskip("onescan.ops.toeplitz_position.triton_scan")
 
 run = functools.partial(toeplitz_position, form="scan", backend="triton")
-on_every_device = pytest.mark.parametrize(
-    ("device", "dtype"),
-    [
-        ("cpu", torch.float32),
-        ("cpu", torch.float16),
-        *(
-            pytest.param("cuda", dtype, marks=pytest.mark.gpu)
-            for dtype in (torch.float32, torch.float16, torch.bfloat16)
-        ),
-    ],
-)
-
-
-@pytest.fixture(autouse=True)
-def _interpreted_or_on_a_gpu(request):
-    is_gpu = request.node.get_closest_marker("gpu") is not None
-    if is_gpu != torch.cuda.is_available():
-        pytest.skip("kernels are interpreted where there is no GPU")
+pytestmark = MARKS
 
 
 @pytest.fixture(autouse=True)
@@ -40,16 +34,16 @@ def _short_parts(monkeypatch):
     """Short lines have several parts, and few programs, each with several of them."""
     monkeypatch.setattr(triton_scan, "LEAST_SPLIT", 8)
     monkeypatch.setattr(triton_scan, "WARPS", 1)
+    monkeypatch.setattr(triton_scan, "programs_wanted", lambda _: 4)
 
 
 def inputs(
-    shape, *, batch=2, channels=3, width=5, bidirectional=False, state=False, dtype=torch.float32,
-    device="cpu",
+    shape, *, batch=2, channels=3, width=5, bidirectional=False, state=False, dtype=SINGLE
 ):  # fmt: skip
     """Tables are float32 and x of the type in question, as under autocast."""
 
     def normal(*sizes):
-        return torch.randn(*sizes, device=device)
+        return torch.randn(*sizes).to(DEVICE)
 
     sizes = (len(shape), *([2] if bidirectional else []), channels, width)
     return {
@@ -63,9 +57,10 @@ def inputs(
 
 
 def doubled(named):
-    wide = {n: x.double() if isinstance(x, torch.Tensor) else x for n, x in named.items()}
+    """The same in float64, on a CPU."""
+    wide = {n: x.double().cpu() if isinstance(x, torch.Tensor) else x for n, x in named.items()}
     if named["state"] is not None:
-        wide["state"] = ToeplitzState(named["state"].hidden.double())
+        wide["state"] = ToeplitzState(named["state"].hidden.double().cpu())
     return wide
 
 
@@ -86,31 +81,55 @@ def outputs_and_gradients(function, named):
 
 def errors(got, want):
     pairs = zip(got, want, strict=True)
-    return torch.tensor([(x.double() - y).norm() / (1e-9 + y.norm()) for x, y in pairs])
+    return torch.tensor([(x.double().cpu() - y).norm() / (1e-9 + y.norm()) for x, y in pairs])
 
 
-def assert_no_less_exact_than_torch(named):
-    want = outputs_and_gradients(reference.forward, doubled(named))
+def assert_no_less_exact_than_torch(named, definition=reference.forward):
+    want = outputs_and_gradients(definition, doubled(named))
     plain = outputs_and_gradients(functools.partial(toeplitz_position, backend="torch"), named)
     ours = errors(outputs_and_gradients(run, named), want)
     few_roundings = 4 * torch.finfo(torch.float32).eps  # short sums are exact now and then
     assert (ours <= 2 * errors(plain, want) + few_roundings).all(), (ours, errors(plain, want))
 
 
-@on_every_device
+@over_dtypes
 @pytest.mark.parametrize("tokens", [1, 8, 21])
 @pytest.mark.parametrize(("bidirectional", "state"), [(False, False), (False, True), (True, False)])
-def test_kernels_are_the_definition_of_a_sequence(tokens, bidirectional, state, device, dtype):
-    options = {"bidirectional": bidirectional, "state": state, "dtype": dtype, "device": device}
+def test_kernels_are_the_definition_of_a_sequence(tokens, bidirectional, state, dtype):
+    options = {"bidirectional": bidirectional, "state": state, "dtype": dtype}
     assert_no_less_exact_than_torch(inputs((tokens,), **options))
 
 
-@on_every_device
+@over_dtypes
 @pytest.mark.parametrize("shape", [(3, 4), (1, 9), (2, 1, 2)], ids=str)
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_kernels_are_the_definition_of_a_grid(shape, bidirectional, device, dtype):
-    options = {"bidirectional": bidirectional, "dtype": dtype, "device": device}
+def test_kernels_are_the_definition_of_a_grid(shape, bidirectional, dtype):
+    options = {"bidirectional": bidirectional, "dtype": dtype}
     assert_no_less_exact_than_torch(inputs(shape, batch=1, **options))
+
+
+# axes, channels, width, both directions: few, as kernels are compiled anew for each
+BUILDS = [(1, 33, 1, False), (2, 3, 5, True), (1, 40, 16, True), (1, 17, 70, False)]
+
+
+@over_dtypes
+@over_seeds
+def test_random_shapes(seed, dtype, monkeypatch):
+    axes, channels, width, bidirectional = BUILDS[seed % len(BUILDS)]
+    batch, *shape = drawn(seed, 4, *(LONGEST * 2,) if axes == 1 else (24, 24))
+    options = {"channels": channels, "width": width, "bidirectional": bidirectional}
+    state = axes == 1 and not bidirectional
+    named = inputs(tuple(shape), batch=batch, state=state, dtype=dtype, **options)
+    if seed // len(BUILDS) % 2:
+        monkeypatch.undo()  # parts as they are cut for a GPU
+    dense = functools.partial(toeplitz_position, form="dense", backend="torch")
+    assert_no_less_exact_than_torch(named, dense)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_repeats_a_call():
+    named = inputs((30,), channels=40, width=16, dtype=BRAIN)
+    assert_a_graph_repeats(lambda: run(**named)[0])
 
 
 @pytest.mark.parametrize(("channels", "width"), [(1, 1), (17, 3), (2, 70)])
@@ -135,6 +154,7 @@ def test_rounded_decays_do_not_drift():
     named["x"] = (torch.arange(tokens) == 0).float().view(1, tokens, 1).repeat(1, 1, channels)
     named["log_decay"] = -torch.logspace(-4, -3, channels).view(1, channels, 1)
     named["weight"] = torch.ones(1, channels, 1)
+    named = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in named.items()}
     with patch.object(triton_scan, "LEAST_SPLIT", tokens):
         y, _ = run(**named)
     want = (named["log_decay"].double() * (tokens - 1)).exp().view(channels)
@@ -166,7 +186,7 @@ def test_the_preferred_backend_is_taken(form):
 
 
 def test_no_sequences_give_no_outputs():
-    named = dict(inputs((5,)), x=torch.ones(0, 5, 3))
+    named = dict(inputs((5,)), x=torch.ones(0, 5, 3, device=DEVICE))
     y, state = run(**named)
     assert y.shape == (0, 5, 3)
     assert state.hidden.shape == (0, 3, 5)
@@ -176,12 +196,13 @@ def test_no_sequences_give_no_outputs():
     ("change", "message"),
     [
         ({"form": "fft"}, "form/backend 'fft/triton' is unknown .* there are: auto/triton, scan"),
-        ({"x": torch.ones(2, 6, 3, dtype=torch.float64)}, "backend is 'triton', but kernels take"),
+        ({"dtype": torch.float64}, "backend is 'triton', but kernels take"),
         ({"backend": "tritn"}, "backend 'tritn' is unknown"),
     ],
 )
 def test_what_has_no_kernel_is_refused(change, message):
-    named = {**inputs((6,)), "form": "scan", "backend": "triton", **change}
+    options = {"form": "scan", "backend": "triton", **change}
+    named = inputs((6,), dtype=options.pop("dtype", SINGLE)) | options
     with pytest.raises(ValueError, match=message):
         unwrap(toeplitz_position)(**named)
 
@@ -190,7 +211,7 @@ def test_what_has_no_kernel_is_refused(change, message):
 def test_the_op_is_declared_rightly(bidirectional, state):
     named = inputs((9,), bidirectional=bidirectional)
     tables = (named[n] if bidirectional else named[n].unsqueeze(1) for n in ("log_decay", "weight"))
-    hidden = torch.randn(2, 3, 5) if state else None
+    hidden = torch.randn(2, 3, 5).to(DEVICE) if state else None
     tensors = (named["x"], *tables, hidden)
     given = (None if x is None else x.clone().requires_grad_() for x in tensors)
     torch.library.opcheck(torch.ops.onescan.toeplitz.default, (*given, [9]))
