@@ -13,8 +13,9 @@ from pathlib import Path
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch's variable
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # such as: always [madvise] never
-# glibc's variables, and what mallopt calls the same
-KEPT = {"MALLOC_MMAP_MAX_": (-4, 0), "MALLOC_TRIM_THRESHOLD_": (-1, -1)}
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's, for mallopt
+# its variables that say how memory is handed out
+TOLD = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_")
 TUNABLES = "GLIBC_TUNABLES"  # all of glibc's at once, as in glibc.malloc.trim_threshold=1000000
 
 
@@ -31,7 +32,7 @@ def has_huge_pages() -> bool:
 
 def can_keep_freed() -> bool:
     """Whether the C library is glibc, and nobody has told it otherwise."""
-    is_told = any(name in os.environ for name in KEPT)
+    is_told = any(name in os.environ for name in TOLD)
     is_told |= "glibc.malloc" in os.environ.get(TUNABLES, "")
     return not is_told and _of_glibc("mallopt") is not None
 
@@ -40,8 +41,8 @@ def keep_freed() -> None:
     """Let this process keep what is freed, if it can."""
     mallopt = _of_glibc("mallopt")
     if mallopt is not None and can_keep_freed():
-        for option in KEPT.values():
-            mallopt(*option)
+        mallopt(M_MMAP_MAX, 0)  # memory that is mapped would be unmapped
+        mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
 def hand_back_freed() -> None:

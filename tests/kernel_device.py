@@ -7,7 +7,7 @@ GPU = torch.cuda.is_available()  # conftest.py hides those that -m gpu does not 
 DEVICE = "cuda" if GPU else "cpu"
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [SINGLE, HALF, *([BRAIN] if GPU else [])]  # the interpreter multiplies no bfloat16
-SEEDS, LONGEST = (100, 300) if GPU else (2, 12)  # of random shapes: Python takes its time
+SEEDS, LONGEST = (100, 300) if GPU else (3, 24)  # of random shapes: Python takes its time
 
 MARKS = [pytest.mark.gpu] if GPU else []  # pytestmark of each file that runs kernels
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from onescan.bench import timing
 from onescan.bench.size import model_size
 from onescan.bench.timing import exponent, measure
 
@@ -78,3 +79,12 @@ def test_every_model_in_the_tables_of_the_benchmark_of_mixers_can_be_small():
     assert max(sizes.values()) < 500_000
     assert sizes["cifar10_vit"] == pytest.approx(sizes["cifar10_ldn"], rel=0.02)
     assert sizes["cifar10_deit"] == pytest.approx(sizes["cifar10_lightnet"], rel=0.1)
+
+
+@pytest.mark.parametrize(("written", "mib"), [("1048576\n", 1.0), ("max\n", None), (None, None)])
+def test_a_container_may_have_less_memory_than_the_machine(written, mib, tmp_path, monkeypatch):
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / MIB
+    monkeypatch.setattr(timing, "CONTAINER", tmp_path / "memory.max")
+    if written is not None:
+        timing.CONTAINER.write_text(written)
+    assert timing.total_mib() == (mib or whole)

@@ -18,6 +18,7 @@ from onescan import memory
 BUDGET_S = 1.0  # at least this long, and at least MIN_RUNS runs, unless one run takes longer
 MIN_RUNS = 3
 MUCH = 1 / 16  # of the machine's memory, for one process of several
+CONTAINER = Path("/sys/fs/cgroup/memory.max")  # bytes, or "max"
 LINUX = sys.platform == "linux"
 
 
@@ -106,8 +107,10 @@ def hand_back() -> bool:
 
 
 def total_mib() -> float:
-    """Memory that the machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20
+    """Memory that the machine has, or the container, where it may take less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = CONTAINER.read_text(encoding="utf-8") if CONTAINER.exists() else ""
+    return (min(total, int(most)) if most.strip().isdecimal() else total) / 2**20
 
 
 def held_mib() -> float:

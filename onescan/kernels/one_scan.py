@@ -39,7 +39,7 @@ from onescan.kernels.common import (
 def sum_blocks(key_width: int, value_width: int, data: str, chip: str, *, lrpe: bool) -> Blocks:
     """Of kernels whose sums stay in registers: BLOCK_K x BLOCK_V, of cosines and of sines."""
     values = power_of_two(value_width)
-    tokens, room = {"bf16": (32, 2048), "fp16": (32, 2048), "fp32": (16, 1024)}[data]
+    tokens, room = {"bf16": (32, 2048), "fp16": (32, 2048), "fp32": (16, 512)}[data]
     if data == "bf16" and reads_operands_from_shared(chip):
         room = 4096
     keys = min(power_of_two(key_width), max(16, room // values))
@@ -158,7 +158,14 @@ def builds(data: str, chip: str) -> Iterator[Build]:
 
 
 # head width, LRPE, keep
-BUILT = ((64, True, False), (64, False, True), (96, True, True), (128, True, False))
+BUILT = (
+    (16, True, False),
+    (32, True, True),
+    (64, True, False),
+    (64, False, True),
+    (96, True, True),
+    (128, True, False),
+)
 
 
 @jit
