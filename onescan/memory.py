@@ -8,7 +8,6 @@ gives what is freed back to Linux, if it is more than 32 MiB, unless it is told 
 
 import ctypes
 import os
-import sys
 from pathlib import Path
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch's variable
@@ -31,7 +30,7 @@ def has_huge_pages() -> bool:
 
 
 def can_keep_freed() -> bool:
-    """Whether the C library is glibc, and nobody has told it otherwise."""
+    """Whether memory comes from glibc, and nobody has told it otherwise."""
     is_told = any(name in os.environ for name in TOLD)
     is_told |= "glibc.malloc" in os.environ.get(TUNABLES, "")
     return not is_told and _of_glibc("mallopt") is not None
@@ -46,11 +45,21 @@ def keep_freed() -> None:
 
 
 def hand_back_freed() -> None:
-    """Give back what was kept, whoever keeps it."""
+    """Give back what was kept, whoever told it to keep it."""
     trim = _of_glibc("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def _of_glibc(name: str) -> "ctypes._NamedFuncPointer | None":
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    """A function of glibc, if malloc is glibc's: jemalloc, say, may have been put in its place."""
+    try:
+        glibc = ctypes.CDLL("libc.so.6")
+    except OSError:  # another C library, or no Linux
+        return None
+    is_its_malloc = _address(ctypes.CDLL(None).malloc) == _address(glibc.malloc)
+    return getattr(glibc, name, None) if is_its_malloc else None
+
+
+def _address(function: "ctypes._NamedFuncPointer") -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value

@@ -86,9 +86,9 @@ class FakeRival(Rival):
     said: ClassVar = []
     times: ClassVar = {}
 
-    def __init__(self, name, size, prepare, options):
+    def __init__(self, name, size, prepare, options, contestants):
         self.name, self.size, self.turns = name, size, 0
-        self.said.append(("starts", name, size))
+        self.said += [("shares", name, size, contestants), ("starts", name, size)]
 
     def __enter__(self):
         return self

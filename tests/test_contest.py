@@ -59,6 +59,11 @@ def test_all_contestants_of_a_size_are_alive_together_and_those_of_another_are_n
         assert sorted(of_size[4:]) == sorted(("ends", name, size) for name in everybody)
 
 
+def test_contestants_share_memory_and_the_yardsticks_hold_none(said, tmp_path):
+    race(tmp_path, tokens=(1,))
+    assert {word[3] for word in said if word[0] == "shares"} == {len(NAMES)}
+
+
 def test_rounds_go_on_for_as_long_as_is_asked(said, tmp_path, monkeypatch):
     seconds = iter(range(100))
     monkeypatch.setattr(run, "perf_counter", lambda: next(seconds))

@@ -10,7 +10,6 @@ import torch
 from fake_contestants import CALL_S, CONTEST, SPIN_S, FakeOptions, prepare
 from forking import fork_from_one
 
-from onescan.bench import timing
 from onescan.bench.contest import rival
 from onescan.bench.contest.rival import KilledError, Rival
 from onescan.bench.contest.run import run_contest
@@ -155,12 +154,13 @@ def test_short_calls_are_timed_once_threads_are_awake(once_ms, before):
     assert len(calls) == before + 1
 
 
-@pytest.mark.parametrize(("much", "clocked"), [(0.0, [False, True]), (1.0, [True])])
-def test_memory_that_was_handed_back_is_taken_anew_without_a_clock(much, clocked, monkeypatch):
-    monkeypatch.setattr(timing, "MUCH", much)
+@pytest.mark.parametrize(("contestants", "clocked"), [(10**6, [False, False, True]), (1, [True])])
+def test_more_than_a_share_of_memory_is_handed_back_and_taken_without_a_clock(
+    contestants, clocked, monkeypatch
+):
     calls = []
     trial = Trial(call=lambda: calls.append(server.is_timing))
-    server = rival._Server("one", 1, prepare, FakeOptions(log="", known=()))
+    server = rival._Server("one", 1, prepare, FakeOptions(log="", known=()), contestants)
     server.trials["forward"], server.is_timing = (trial, rival.AWAKE_MS), False
 
     def timed(call, once_ms):
@@ -174,6 +174,38 @@ def test_memory_that_was_handed_back_is_taken_anew_without_a_clock(much, clocked
     calls.clear()
     server.turn("forward")
     assert calls == clocked
+
+
+@pytest.mark.parametrize(
+    ("grows", "most_s", "calls"),
+    [
+        ([], 60.0, 2),
+        ([0], 60.0, 3),
+        ([0, 2], 60.0, 5),  # one call without is not enough
+        (range(9), 60.0, 11),
+        (range(9), 0.0, 1),
+    ],
+)
+def test_calls_go_on_without_a_clock_until_they_take_no_new_memory(
+    grows, most_s, calls, monkeypatch
+):
+    made = []
+    held = 100.0
+    monkeypatch.setattr(rival, "resident_mib", lambda: held)
+
+    def call():
+        nonlocal held
+        held += 2 * rival.NEW_MIB if len(made) in grows else rival.NEW_MIB / 2
+        made.append(1)
+
+    rival._settle(call, most_s)
+    assert len(made) == calls
+
+
+def test_a_contestant_that_is_ready_has_no_memory_to_call_with(log):
+    server = rival._Server("good", 1, prepare, FakeOptions(log=str(log)))
+    server.prepare("forward")
+    assert server.is_bare
 
 
 def test_memory_and_time_are_of_calls_after_the_first():

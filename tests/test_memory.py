@@ -85,8 +85,20 @@ def test_what_is_freed_is_kept_unless_a_variable_says_how(name, value, can, monk
     assert memory.can_keep_freed() == can
 
 
-def test_a_library_without_the_call_keeps_as_it_always_does(monkeypatch):
-    monkeypatch.setattr(memory, "_of_glibc", lambda name: None)
+@pytest.mark.parametrize("other", ["another malloc", "another C library"])
+def test_other_libraries_keep_as_they_always_do(other, monkeypatch):
+    load = memory.ctypes.CDLL
+
+    def loaded(name):
+        if name is not None:
+            if other == "another C library":
+                raise OSError(f"{name}: cannot open shared object file")
+            return load(name)
+        program = load(None)
+        program.malloc = program.free  # any address but glibc's malloc's
+        return program
+
+    monkeypatch.setattr(memory.ctypes, "CDLL", loaded)
     assert not memory.can_keep_freed()
     memory.keep_freed()
     memory.hand_back_freed()

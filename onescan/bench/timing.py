@@ -17,7 +17,7 @@ from onescan import memory
 
 BUDGET_S = 1.0  # at least this long, and at least MIN_RUNS runs, unless one run takes longer
 MIN_RUNS = 3
-MUCH = 1 / 16  # of the machine's memory, for one process of several
+MUCH = 1 / 2  # of the machine's memory, for all processes together
 CONTAINER = Path("/sys/fs/cgroup/memory.max")  # bytes, or "max"
 LINUX = sys.platform == "linux"
 
@@ -91,8 +91,11 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def hand_back() -> bool:
+def hand_back(processes: int = 1) -> bool:
     """Give memory that is held and not used to the other processes: of a CPU, what is much.
+
+    Args:
+        processes: how many may hold memory, this one counted.
 
     Returns:
         Whether the next call is to take it anew.
@@ -100,10 +103,15 @@ def hand_back() -> bool:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         return True
-    if not LINUX or _proc_status_mib("VmRSS") < MUCH * total_mib():
+    if processes * resident_mib() < MUCH * total_mib():
         return False
     memory.hand_back_freed()
     return True
+
+
+def resident_mib() -> float:
+    """Memory of this process in the machine's, what was freed and kept too; 0 where no Linux."""
+    return _proc_status_mib("VmRSS") if LINUX else 0.0
 
 
 def total_mib() -> float:
@@ -122,7 +130,7 @@ def held_mib() -> float:
         return peak_mib()
     memory.hand_back_freed()  # what was kept would hide as much of a call's own
     Path("/proc/self/clear_refs").write_text("5")
-    return _proc_status_mib("VmRSS")
+    return resident_mib()
 
 
 def peak_mib() -> float:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from onescan import memory
 from onescan.bench.contest.trial import Prepare, RefusalError, Trial
 from onescan.bench.contests import ContestOptions
-from onescan.bench.timing import hand_back, held_mib, peak_mib, wait
+from onescan.bench.timing import hand_back, held_mib, peak_mib, resident_mib, wait
 from onescan.checks import in_a_line
 from onescan.ops.backend import use_backend
 from onescan.training.ranks import Ranks, choose_device
@@ -26,6 +26,8 @@ from onescan.training.ranks import Ranks, choose_device
 WARM_UPS, WARM_UP_S = 3, 1.0  # so many calls, or so long
 TURN_MS, MOST_CALLS = 20.0, 50  # a turn repeats short calls, and their median counts
 AWAKE_MS = 100.0  # shorter calls are made once before, as threads that rested take time to wake
+QUIET, NEW_MIB = 2, 4.0  # so many calls in a row that take less new memory; then it has settled
+SETTLING = 1 / 4  # of a budget, at most
 LONGEST = 10  # budgets: who has not answered by then is stopped
 REST_S, MOST_RESTS = 0.005, 200  # looks at whether threads go on, at most so many
 START_S = 600.0  # beyond that: imports, weights, and what compiles itself
@@ -66,16 +68,18 @@ class Rival:
         size: how many tokens, or the like.
         prepare: makes its trials, over there.
         options: what is asked.
+        contestants: how many there are, this one counted; each may keep its share of memory.
     """
 
-    def __init__(self, name: str, size: int, prepare: Prepare, options: ContestOptions) -> None:
+    def __init__(
+        self, name: str, size: int, prepare: Prepare, options: ContestOptions, contestants: int = 1
+    ) -> None:
         self.name = name
         self.timeout_s = LONGEST * options.budget_s
         context = multiprocessing.get_context("spawn")
         self._pipe, over_there = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(over_there, name, size, prepare, options), daemon=True
-        )
+        server = _Server(name, size, prepare, options, contestants)
+        self._process = context.Process(target=_serve, args=(over_there, server), daemon=True)
         with _deaf_to_interrupts():  # from its first instant on: the first process ends this one
             self._process.start()
         over_there.close()
@@ -154,13 +158,10 @@ def _deaf_to_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _serve(
-    pipe: Connection, name: str, size: int, prepare: Prepare, options: ContestOptions
-) -> None:
+def _serve(pipe: Connection, server: "_Server") -> None:
     """Answer what is asked, until nobody is there any longer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tqdm.set_lock(threading.RLock())  # torch's bars want one of processes, and this one is killed
-    server = _Server(name, size, prepare, options)
     with suppress(EOFError, ConnectionError):  # the first process is gone
         while True:
             request, work = pipe.recv()
@@ -194,11 +195,13 @@ def _rest() -> None:
 class _Server:
     """What answers, over there."""
 
-    def __init__(self, name: str, size: int, prepare: Prepare, options: ContestOptions) -> None:
-        self.make = lambda work: prepare(name, work, size, options)
-        self.options = options
+    def __init__(
+        self, name: str, size: int, prepare: Prepare, options: ContestOptions, contestants: int = 1
+    ) -> None:
+        self.name, self.size, self.make, self.options = name, size, prepare, options
+        self.contestants = contestants
         self.trials: dict[str, tuple[Trial, float]] = {}
-        self.is_bare = False  # memory was handed back: a call without a clock takes it anew
+        self.is_bare = False  # memory was handed back: calls without a clock take it anew
 
     def arrive(self, _: str) -> None:
         return None
@@ -212,11 +215,12 @@ class _Server:
         # processes that compile would go on beside what is measured
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         with use_backend(self.options.backend):
-            trial = self.make(work)
+            trial = self.make(self.name, work, self.size, self.options)
             compiles = self.options.compile or torch.cuda.is_initialized()
             once_ms, peak = _warmed(trial.call, compiles=compiles)
         self.trials[work] = trial, once_ms
-        self.is_bare = hand_back()
+        hand_back(self.contestants)
+        self.is_bare = True  # to measure a peak, it was
         known = trial._asdict()
         del known["call"]
         return Ready(once_ms, peak, known)
@@ -227,10 +231,12 @@ class _Server:
     def turn(self, work: str) -> float:
         trial, once_ms = self.trials[work]
         with use_backend(self.options.backend):
-            if once_ms < AWAKE_MS or self.is_bare:
+            if self.is_bare:
+                _settle(trial.call, SETTLING * self.options.budget_s)
+            elif once_ms < AWAKE_MS:
                 trial.call()
             taken = statistics.median(_timed(trial.call, once_ms))
-        self.is_bare = hand_back()
+        self.is_bare = hand_back(self.contestants)
         return taken
 
 
@@ -249,6 +255,17 @@ def _warmed(call: Callable[[], object], *, compiles: bool) -> tuple[float, float
         if perf_counter() - begin > WARM_UP_S and not compiles:
             break
     return once_ms, peak
+
+
+def _settle(call: Callable[[], object], most_s: float) -> None:
+    """Call until a call takes no new memory: only after some are gaps of a tensor's size left."""
+    begin, quiet = perf_counter(), 0
+    while quiet < QUIET:
+        before = resident_mib()
+        call()
+        quiet = quiet + 1 if resident_mib() < before + NEW_MIB else 0
+        if torch.cuda.is_initialized() or perf_counter() - begin > most_s:
+            break  # a GPU's memory is divided by torch, and one call takes it all
 
 
 def _timed(call: Callable[[], object], once_ms: float) -> list[float]:

@@ -164,7 +164,10 @@ def _started(
     makers = [(name, field.prepare) for name in names]
     makers += [(YARDSTICKS, prepare_yardstick)] if names else []
     with ExitStack() as stack:
-        yield [stack.enter_context(Rival(n, size, prepare, options)) for n, prepare in makers]
+        yield [
+            stack.enter_context(Rival(name, size, prepare, options, len(names)))
+            for name, prepare in makers
+        ]
 
 
 def _all_left_out(results: Results, work: str, size: int) -> dict[str, Missing]:
