@@ -52,13 +52,17 @@ def hand_back_freed() -> None:
 
 
 def _of_glibc(name: str) -> "ctypes._NamedFuncPointer | None":
-    """A function of glibc, if malloc is glibc's: jemalloc, say, may have been put in its place."""
+    """A function of glibc, if torch's tensors are too: jemalloc, say, may be in malloc's place.
+
+    Torch asks posix_memalign for them. Of malloc a Python that is linked to a fixed place has an
+    address of its own, though it is glibc's.
+    """
     try:
         glibc = ctypes.CDLL("libc.so.6")
     except OSError:  # another C library, or no Linux
         return None
-    is_its_malloc = _address(ctypes.CDLL(None).malloc) == _address(glibc.malloc)
-    return getattr(glibc, name, None) if is_its_malloc else None
+    taken = ctypes.CDLL(None).posix_memalign
+    return getattr(glibc, name, None) if _address(taken) == _address(glibc.posix_memalign) else None
 
 
 def _address(function: "ctypes._NamedFuncPointer") -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from onescan.bench.contest.rival import KilledError, Ready, Rival, TrialError
+from onescan.bench.contest.rival import KilledError, Ready, RefusedError, Rival, TrialError
 from onescan.bench.contest.trial import Field, Trial
 from onescan.bench.contests import Contest, ContestOptions
 
@@ -85,10 +85,12 @@ class FakeRival(Rival):
 
     said: ClassVar = []
     times: ClassVar = {}
+    refused: ClassVar = ()
+    shares: ClassVar = []
 
-    def __init__(self, name, size, prepare, options, contestants):
+    def __init__(self, name, size, prepare, options):
         self.name, self.size, self.turns = name, size, 0
-        self.said += [("shares", name, size, contestants), ("starts", name, size)]
+        self.said.append(("starts", name, size))
 
     def __enter__(self):
         return self
@@ -104,11 +106,14 @@ class FakeRival(Rival):
 
     def prepare(self, work):
         self.said.append(("prepares", self.name, self.size, work))
+        if self.name in self.refused:
+            raise RefusedError("it cannot")
         known = Trial(lambda: None, floor_bytes=2 * 10**6, macs=10**6, items=4)._asdict()
         return Ready(1.0, float(self.size), known)
 
-    def turn(self, work):
+    def turn(self, work, contestants):
         self.turns += 1
+        self.shares.append(contestants)
         self.said.append(("turn", self.name, self.size, work))
         time_ms = self.times.get(self.name, 1.0)
         if isinstance(time_ms, TrialError | KilledError):

@@ -24,6 +24,8 @@ def said(monkeypatch):
     monkeypatch.setattr(run, "Rival", FakeRival)
     monkeypatch.setattr(FakeRival, "said", [])
     monkeypatch.setattr(FakeRival, "times", {})
+    monkeypatch.setattr(FakeRival, "refused", ())
+    monkeypatch.setattr(FakeRival, "shares", [])
     return FakeRival.said
 
 
@@ -59,9 +61,13 @@ def test_all_contestants_of_a_size_are_alive_together_and_those_of_another_are_n
         assert sorted(of_size[4:]) == sorted(("ends", name, size) for name in everybody)
 
 
-def test_contestants_share_memory_and_the_yardsticks_hold_none(said, tmp_path):
-    race(tmp_path, tokens=(1,))
-    assert {word[3] for word in said if word[0] == "shares"} == {len(NAMES)}
+def test_contestants_that_are_ready_share_memory_and_yardsticks_take_none(said, tmp_path):
+    race(tmp_path, tokens=(1,), gradients=False, rounds=1)
+    assert set(FakeRival.shares) == {len(NAMES)}
+    FakeRival.shares.clear()
+    FakeRival.refused = NAMES[1:]
+    race(tmp_path / "other", tokens=(1,), gradients=False, rounds=1)
+    assert set(FakeRival.shares) == {1}
 
 
 def test_rounds_go_on_for_as_long_as_is_asked(said, tmp_path, monkeypatch):
@@ -251,6 +257,7 @@ def test_a_damaged_file_says_so(said, tmp_path, text):
         ({"tokens": (1, 2**31)}, "tokens has 2147483648, expected at most 2147483647"),
         ({"seconds": -1.0}, "seconds is -1.0, expected 0 or more"),
         ({"budget_s": float("nan")}, "budget_s is nan"),
+        ({"budget_s": 1e5}, "budget_s is 100000.0, expected at most 50000"),
         ({"threads": 0}, "threads is 0"),
         ({"names": ("first", "first")}, "expected each once"),
         ({"names": ("frist",)}, r"name 'frist' is unknown \(perhaps you meant 'first'\)"),

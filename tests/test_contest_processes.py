@@ -10,6 +10,7 @@ import torch
 from fake_contestants import CALL_S, CONTEST, SPIN_S, FakeOptions, prepare
 from forking import fork_from_one
 
+from onescan.bench import timing
 from onescan.bench.contest import rival
 from onescan.bench.contest.rival import KilledError, Rival
 from onescan.bench.contest.run import run_contest
@@ -78,7 +79,7 @@ def test_a_killed_process_is_told_and_not_tried_again(results):
 
 
 def test_a_call_that_does_not_end_is_given_up(results):
-    assert why(results, 1, "hanging") == "it did not answer for 2 s"
+    assert why(results, 1, "hanging") == "it did not answer for 3 s"
 
 
 def test_a_slow_contestant_is_measured_once_and_not_at_larger_sizes(results):
@@ -149,63 +150,66 @@ def test_short_calls_are_timed_once_threads_are_awake(once_ms, before):
     calls = []
     trial = Trial(call=lambda: calls.append(time.sleep(0.05 if len(calls) < before else 0.001)))
     server = rival._Server("one", 1, prepare, FakeOptions(log="", known=()))
-    server.trials["forward"] = trial, once_ms
-    assert server.turn("forward") < 40
+    server.trials["forward"], server.is_settled = (trial, once_ms), True
+    assert server.turn("forward", 1) < 40
     assert len(calls) == before + 1
 
 
-@pytest.mark.parametrize(("contestants", "clocked"), [(10**6, [False, False, True]), (1, [True])])
+@pytest.mark.parametrize(("contestants", "before"), [(10**6, 2), (1, 0)])
 def test_more_than_a_share_of_memory_is_handed_back_and_taken_without_a_clock(
-    contestants, clocked, monkeypatch
+    contestants, before, monkeypatch
 ):
+    kept, clocked = [], []
+    monkeypatch.setattr(timing, "resident_mib", lambda: 100.0 + 50.0 * len(kept))
+    monkeypatch.setattr(timing.memory, "hand_back_freed", kept.clear)
+    monkeypatch.setattr(rival, "_timed", lambda call, once_ms: [clocked.append(len(calls)) or 1.0])
     calls = []
-    trial = Trial(call=lambda: calls.append(server.is_timing))
-    server = rival._Server("one", 1, prepare, FakeOptions(log="", known=()), contestants)
-    server.trials["forward"], server.is_timing = (trial, rival.AWAKE_MS), False
-
-    def timed(call, once_ms):
-        server.is_timing = True
-        call()
-        server.is_timing = False
-        return [once_ms]
-
-    monkeypatch.setattr(rival, "_timed", timed)
-    server.turn("forward")
+    server = rival._Server("one", 1, prepare, FakeOptions(log="", known=()))
+    server.trials["forward"] = Trial(call=lambda: calls.append(1)), rival.AWAKE_MS
+    server.turn("forward", contestants)
     calls.clear()
-    server.turn("forward")
-    assert calls == clocked
+    kept.append(1)
+    server.turn("forward", contestants)
+    assert server.is_settled == (contestants == 1)
+    calls.clear()
+    server.turn("forward", contestants)
+    assert clocked[-1] == before
+
+
+def test_memory_in_use_that_cannot_be_handed_back_leaves_a_contestant_settled(monkeypatch):
+    monkeypatch.setattr(timing, "resident_mib", lambda: 100.0)
+    assert not timing.hand_back()
 
 
 @pytest.mark.parametrize(
-    ("grows", "most_s", "calls"),
+    ("grows", "once_ms", "calls"),
     [
-        ([], 60.0, 2),
-        ([0], 60.0, 3),
-        ([0, 2], 60.0, 5),  # one call without is not enough
-        (range(9), 60.0, 11),
-        (range(9), 0.0, 1),
+        ([], 1.0, 2),
+        ([0], 1.0, 3),
+        ([0, 2], 1.0, 5),  # one call without is not enough
+        (range(9), 1.0, 11),
+        (range(9), 60_000.0, 0),
     ],
 )
 def test_calls_go_on_without_a_clock_until_they_take_no_new_memory(
-    grows, most_s, calls, monkeypatch
+    grows, once_ms, calls, monkeypatch
 ):
-    made = []
-    held = 100.0
-    monkeypatch.setattr(rival, "resident_mib", lambda: held)
+    made, held = [], [100.0]
+    monkeypatch.setattr(timing, "resident_mib", lambda: sum(held))
 
     def call():
-        nonlocal held
-        held += 2 * rival.NEW_MIB if len(made) in grows else rival.NEW_MIB / 2
+        held.append(timing.NEW_MIB * (2 if len(made) in grows else 0.5))
         made.append(1)
 
-    rival._settle(call, most_s)
+    timing.settle(call, once_ms, 60.0)
     assert len(made) == calls
 
 
-def test_a_contestant_that_is_ready_has_no_memory_to_call_with(log):
+def test_a_contestant_that_is_ready_is_yet_to_settle(log):
     server = rival._Server("good", 1, prepare, FakeOptions(log=str(log)))
+    server.is_settled = True
     server.prepare("forward")
-    assert server.is_bare
+    assert not server.is_settled
 
 
 def test_memory_and_time_are_of_calls_after_the_first():

@@ -1,6 +1,7 @@
 """Large tensors lie in huge pages and in memory used before, where commands run on Linux."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -9,6 +10,11 @@ import pytest
 from onescan import memory
 
 MADVISED = memory.MODE.exists() and "[madvise]" in memory.MODE.read_text()
+
+FROM_GLIBC = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or "malloc" in os.environ.get("LD_PRELOAD", ""),
+    reason="memory comes from another library",
+)
 
 COMMAND = """
 import sys
@@ -45,10 +51,12 @@ print(again, new_pages())
 """
 
 
+SAID = (memory.HUGE_PAGES, memory.TUNABLES, *memory.TOLD)
+
+
 def printed(program, **changed):
     """The whole numbers that a process prints last, with some variables set, others not at all."""
-    told = (memory.HUGE_PAGES, memory.TUNABLES, *memory.TOLD)
-    others = {name: value for name, value in os.environ.items() if name not in told}
+    others = {name: value for name, value in os.environ.items() if name not in SAID}
     done = subprocess.run(
         [sys.executable, "-c", program], env=others | changed, capture_output=True, text=True,
         check=True,
@@ -62,7 +70,7 @@ def test_commands_ask_for_huge_pages_unless_told_not_to():
     assert printed(COMMAND, **{memory.HUGE_PAGES: "0"}) == [0]
 
 
-@pytest.mark.skipif(not memory.can_keep_freed(), reason="no glibc, or it is told otherwise")
+@FROM_GLIBC
 def test_commands_keep_what_is_freed_unless_told_otherwise():
     half = 2**26 // os.sysconf("SC_PAGE_SIZE") // 2  # of a tensor's pages
     again, handed_back = printed(ALLOCATIONS)
@@ -71,7 +79,7 @@ def test_commands_keep_what_is_freed_unless_told_otherwise():
     assert again > half
 
 
-@pytest.mark.skipif(not memory.can_keep_freed(), reason="no glibc, or it is told otherwise")
+@FROM_GLIBC
 @pytest.mark.parametrize(
     ("name", "value", "can"),
     [
@@ -81,6 +89,8 @@ def test_commands_keep_what_is_freed_unless_told_otherwise():
     ],
 )
 def test_what_is_freed_is_kept_unless_a_variable_says_how(name, value, can, monkeypatch):
+    for each in SAID:
+        monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, value)
     assert memory.can_keep_freed() == can
 
@@ -95,7 +105,7 @@ def test_other_libraries_keep_as_they_always_do(other, monkeypatch):
                 raise OSError(f"{name}: cannot open shared object file")
             return load(name)
         program = load(None)
-        program.malloc = program.free  # any address but glibc's malloc's
+        program.posix_memalign = program.free  # any address but glibc's
         return program
 
     monkeypatch.setattr(memory.ctypes, "CDLL", loaded)

@@ -8,6 +8,7 @@ from onescan.choices import check_choice
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 AskedBackend = Literal["auto", "torch", "triton"]
+LONGEST_BUDGET_S = 50_000.0  # many budgets are waited for, in milliseconds of 32 bits
 MOST = 2**31 - 1  # what counts in 32 bits, as in kernels and in torch's threads
 CausalSize = Literal["small", "45m", "150m", "380m", "1.45b"]
 
@@ -57,6 +58,10 @@ class ContestOptions(ABC):
                 raise ValueError(f"{name} is {number}, expected a number above 0")
         if not 0 <= self.seconds < float("inf"):
             raise ValueError(f"seconds is {self.seconds}, expected 0 or more")
+        if self.budget_s > LONGEST_BUDGET_S:
+            raise ValueError(
+                f"budget_s is {self.budget_s}, expected at most {LONGEST_BUDGET_S:.0f}"
+            )
         check_choice("dtype", self.dtype, get_args(Dtype))
         check_choice("backend", self.backend, get_args(AskedBackend))
         if len(set(self.names)) < len(self.names):

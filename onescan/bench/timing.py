@@ -17,7 +17,7 @@ from onescan import memory
 
 BUDGET_S = 1.0  # at least this long, and at least MIN_RUNS runs, unless one run takes longer
 MIN_RUNS = 3
-MUCH = 1 / 2  # of the machine's memory, for all processes together
+QUIET, NEW_MIB = 2, 4.0  # so many calls in a row that add less to resident memory
 CONTAINER = Path("/sys/fs/cgroup/memory.max")  # bytes, or "max"
 LINUX = sys.platform == "linux"
 
@@ -26,7 +26,7 @@ class Measurement(NamedTuple):
     """What one call costs.
 
     Attributes:
-        median_ms: of the runs after one warm-up.
+        median_ms: of the runs once they take no new memory.
         peak_mib: the most memory held during a call beyond what was held before it: of the
             process on a CPU, of torch's allocator on a GPU.
     """
@@ -71,9 +71,12 @@ def _measure_here(sender, prepare, arguments) -> None:  # type: ignore[no-untype
     memory.keep_freed()
     call = prepare(*arguments)
     before = held_mib()  # and forget the peak that importing had
+    start = perf_counter()
     call()
     wait()
-    peak = peak_mib() - before
+    once_ms, peak = 1000 * (perf_counter() - start), peak_mib() - before
+    settle(call, once_ms, BUDGET_S)
+    wait()
     times: list[float] = []
     while len(times) < MIN_RUNS or sum(times) < BUDGET_S:
         start = perf_counter()
@@ -91,26 +94,48 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def hand_back(processes: int = 1) -> bool:
-    """Give memory that is held and not used to the other processes: of a CPU, what is much.
+def settle(call: Callable[[], object], once_ms: float, most_s: float) -> None:
+    """Call until calls take no new memory, or time is up.
+
+    Tensors start at pages, and gaps that they fit into are there only after some calls. Torch
+    manages a GPU's memory itself, and the first call takes all of it.
 
     Args:
-        processes: how many may hold memory, this one counted.
+        call: what to do.
+        once_ms: about how long it takes.
+        most_s: how long to go on at most; no call on a CPU is begun that would end later.
+    """
+    if torch.cuda.is_initialized():
+        call()
+        return
+    begin, quiet = perf_counter(), 0
+    while quiet < QUIET and perf_counter() - begin + once_ms / 1000 < most_s:
+        before = resident_mib()
+        call()
+        quiet = quiet + 1 if resident_mib() < before + NEW_MIB else 0
+
+
+def hand_back(share: float = 0.0) -> bool:
+    """Give memory that is held and not used to the other processes.
+
+    Args:
+        share: of a CPU's memory, what this process may hold and keep. Of a GPU nothing is kept.
 
     Returns:
-        Whether the next call is to take it anew.
+        Whether calls are to take memory anew.
     """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         return True
-    if processes * resident_mib() < MUCH * total_mib():
+    before = resident_mib()
+    if before < share * total_mib():
         return False
     memory.hand_back_freed()
-    return True
+    return resident_mib() < before - NEW_MIB
 
 
 def resident_mib() -> float:
-    """Memory of this process in the machine's, what was freed and kept too; 0 where no Linux."""
+    """Memory that this process has, with what was freed and is kept; 0 where there is no Linux."""
     return _proc_status_mib("VmRSS") if LINUX else 0.0
 
 

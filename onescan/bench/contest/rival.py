@@ -18,7 +18,7 @@ from tqdm import tqdm
 from onescan import memory
 from onescan.bench.contest.trial import Prepare, RefusalError, Trial
 from onescan.bench.contests import ContestOptions
-from onescan.bench.timing import hand_back, held_mib, peak_mib, resident_mib, wait
+from onescan.bench.timing import hand_back, held_mib, peak_mib, settle, wait
 from onescan.checks import in_a_line
 from onescan.ops.backend import use_backend
 from onescan.training.ranks import Ranks, choose_device
@@ -26,8 +26,8 @@ from onescan.training.ranks import Ranks, choose_device
 WARM_UPS, WARM_UP_S = 3, 1.0  # so many calls, or so long
 TURN_MS, MOST_CALLS = 20.0, 50  # a turn repeats short calls, and their median counts
 AWAKE_MS = 100.0  # shorter calls are made once before, as threads that rested take time to wake
-QUIET, NEW_MIB = 2, 4.0  # so many calls in a row that take less new memory; then it has settled
-SETTLING = 1 / 4  # of a budget, at most
+SETTLING = 1 / 4  # of a budget, for calls without a clock before a turn
+KEPT = 1 / 2  # of the machine's memory, by all contestants together
 LONGEST = 10  # budgets: who has not answered by then is stopped
 REST_S, MOST_RESTS = 0.005, 200  # looks at whether threads go on, at most so many
 START_S = 600.0  # beyond that: imports, weights, and what compiles itself
@@ -68,17 +68,14 @@ class Rival:
         size: how many tokens, or the like.
         prepare: makes its trials, over there.
         options: what is asked.
-        contestants: how many there are, this one counted; each may keep its share of memory.
     """
 
-    def __init__(
-        self, name: str, size: int, prepare: Prepare, options: ContestOptions, contestants: int = 1
-    ) -> None:
+    def __init__(self, name: str, size: int, prepare: Prepare, options: ContestOptions) -> None:
         self.name = name
         self.timeout_s = LONGEST * options.budget_s
         context = multiprocessing.get_context("spawn")
         self._pipe, over_there = context.Pipe()
-        server = _Server(name, size, prepare, options, contestants)
+        server = _Server(name, size, prepare, options)
         self._process = context.Process(target=_serve, args=(over_there, server), daemon=True)
         with _deaf_to_interrupts():  # from its first instant on: the first process ends this one
             self._process.start()
@@ -98,7 +95,7 @@ class Rival:
         Raises:
             TrialError: it cannot.
         """
-        self._ask(("arrive", ""), START_S)
+        self._ask(("arrive",), START_S)
 
     def prepare(self, work: str) -> Ready:
         """Let it get ready, and warm.
@@ -109,13 +106,18 @@ class Rival:
         ready: Ready = self._ask(("prepare", work), START_S + (1 + WARM_UPS) * self.timeout_s)
         return ready
 
-    def turn(self, work: str) -> float:
+    def turn(self, work: str, contestants: int = 1) -> float:
         """Let it do its work, and return the milliseconds that it took, the median of some calls.
+
+        Args:
+            work: what it is ready for.
+            contestants: how many share the machine's memory, this one counted.
 
         Raises:
             TrialError: it did not; says why.
         """
-        taken: float = self._ask(("turn", work), MOST_CALLS * TURN_MS / 1000 + self.timeout_s)
+        timeout_s = MOST_CALLS * TURN_MS / 1000 + 2 * self.timeout_s  # one call may take memory
+        taken: float = self._ask(("turn", work, contestants), timeout_s)
         return taken
 
     def forget(self) -> None:
@@ -124,9 +126,9 @@ class Rival:
         Raises:
             TrialError: it has ended.
         """
-        self._ask(("forget", ""), START_S)
+        self._ask(("forget",), START_S)
 
-    def _ask(self, request: tuple[str, str], timeout_s: float) -> Any:
+    def _ask(self, request: tuple[str | int, ...], timeout_s: float) -> Any:
         try:
             self._pipe.send(request)
             if not self._pipe.poll(timeout_s):
@@ -164,16 +166,15 @@ def _serve(pipe: Connection, server: "_Server") -> None:
     tqdm.set_lock(threading.RLock())  # torch's bars want one of processes, and this one is killed
     with suppress(EOFError, ConnectionError):  # the first process is gone
         while True:
-            request, work = pipe.recv()
-            answer = _answer(server, request, work)
+            answer = _answer(server, *pipe.recv())
             _rest()
             pipe.send(answer)
 
 
-def _answer(server: "_Server", request: str, work: str) -> Any:
+def _answer(server: "_Server", request: str, *arguments: str | int) -> Any:
     """What a request gives, or the error that tells why it gives nothing."""
     try:
-        return getattr(server, request)(work)
+        return getattr(server, request)(*arguments)
     except RefusalError as error:
         return RefusedError(in_a_line(error))
     except Exception as error:
@@ -195,15 +196,12 @@ def _rest() -> None:
 class _Server:
     """What answers, over there."""
 
-    def __init__(
-        self, name: str, size: int, prepare: Prepare, options: ContestOptions, contestants: int = 1
-    ) -> None:
+    def __init__(self, name: str, size: int, prepare: Prepare, options: ContestOptions) -> None:
         self.name, self.size, self.make, self.options = name, size, prepare, options
-        self.contestants = contestants
         self.trials: dict[str, tuple[Trial, float]] = {}
-        self.is_bare = False  # memory was handed back: calls without a clock take it anew
+        self.is_settled = False  # whether calls take no new memory
 
-    def arrive(self, _: str) -> None:
+    def arrive(self) -> None:
         return None
 
     def prepare(self, work: str) -> Ready:
@@ -219,24 +217,24 @@ class _Server:
             compiles = self.options.compile or torch.cuda.is_initialized()
             once_ms, peak = _warmed(trial.call, compiles=compiles)
         self.trials[work] = trial, once_ms
-        hand_back(self.contestants)
-        self.is_bare = True  # to measure a peak, it was
+        hand_back()
+        self.is_settled = False
         known = trial._asdict()
         del known["call"]
         return Ready(once_ms, peak, known)
 
-    def forget(self, _: str) -> None:
+    def forget(self) -> None:
         self.trials.clear()
 
-    def turn(self, work: str) -> float:
+    def turn(self, work: str, contestants: int) -> float:
         trial, once_ms = self.trials[work]
         with use_backend(self.options.backend):
-            if self.is_bare:
-                _settle(trial.call, SETTLING * self.options.budget_s)
-            elif once_ms < AWAKE_MS:
+            if not self.is_settled:
+                settle(trial.call, once_ms, SETTLING * self.options.budget_s)
+            if once_ms < AWAKE_MS:
                 trial.call()
             taken = statistics.median(_timed(trial.call, once_ms))
-        self.is_bare = hand_back(self.contestants)
+        self.is_settled = not hand_back(KEPT / contestants)
         return taken
 
 
@@ -255,17 +253,6 @@ def _warmed(call: Callable[[], object], *, compiles: bool) -> tuple[float, float
         if perf_counter() - begin > WARM_UP_S and not compiles:
             break
     return once_ms, peak
-
-
-def _settle(call: Callable[[], object], most_s: float) -> None:
-    """Call until a call takes no new memory: only after some are gaps of a tensor's size left."""
-    begin, quiet = perf_counter(), 0
-    while quiet < QUIET:
-        before = resident_mib()
-        call()
-        quiet = quiet + 1 if resident_mib() < before + NEW_MIB else 0
-        if torch.cuda.is_initialized() or perf_counter() - begin > most_s:
-            break  # a GPU's memory is divided by torch, and one call takes it all
 
 
 def _timed(call: Callable[[], object], once_ms: float) -> list[float]:

@@ -164,10 +164,7 @@ def _started(
     makers = [(name, field.prepare) for name in names]
     makers += [(YARDSTICKS, prepare_yardstick)] if names else []
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(Rival(name, size, prepare, options, len(names)))
-            for name, prepare in makers
-        ]
+        yield [stack.enter_context(Rival(n, size, prepare, options)) for n, prepare in makers]
 
 
 def _all_left_out(results: Results, work: str, size: int) -> dict[str, Missing]:
@@ -247,11 +244,13 @@ def take_turns(
     Who fails is out, goes to `missing`, and leaves no times.
     """
     times: Times = {entry.key: [] for entry in entries}
+    contestants = len({entry.rival.name for entry in entries} - {YARDSTICKS}) or 1
     begin, rounds = perf_counter(), 0
     while times and (rounds < options.rounds or perf_counter() - begin < options.seconds):
         for entry in entries if rounds % 2 == 0 else reversed(entries):
             if entry.key in times:
-                taken = _try(partial(entry.rival.turn, entry.work), entry.rival.name, missing)
+                act = partial(entry.rival.turn, entry.work, contestants)
+                taken = _try(act, entry.rival.name, missing)
                 if taken is None:
                     del times[entry.key]
                 else:
