@@ -150,7 +150,7 @@ def test_short_calls_are_timed_once_threads_are_awake(once_ms, before):
     calls = []
     trial = Trial(call=lambda: calls.append(time.sleep(0.05 if len(calls) < before else 0.001)))
     server = rival._Server("one", 1, prepare, FakeOptions(log="", known=()))
-    server.trials["forward"], server.is_settled = (trial, once_ms), True
+    server.trials["forward"], server.settled = (trial, once_ms), {"forward"}
     assert server.turn("forward", 1) < 40
     assert len(calls) == before + 1
 
@@ -170,10 +170,23 @@ def test_more_than_a_share_of_memory_is_handed_back_and_taken_without_a_clock(
     calls.clear()
     kept.append(1)
     server.turn("forward", contestants)
-    assert server.is_settled == (contestants == 1)
+    assert server.settled == ({"forward"} if contestants == 1 else set())
     calls.clear()
     server.turn("forward", contestants)
     assert clocked[-1] == before
+
+
+def test_each_work_settles_in_its_first_turn():
+    calls = []
+    server = rival._Server("one", 1, prepare, FakeOptions(log="", known=()))
+    for work in ("copy", "matmul"):
+        server.trials[work] = Trial(call=lambda: calls.append(1)), 2 * rival.TURN_MS
+        server.turn(work, 1)
+        first = len(calls)
+        server.turn(work, 1)
+        again = len(calls) - first
+        assert first >= again + timing.QUIET
+        calls.clear()
 
 
 def test_memory_in_use_that_cannot_be_handed_back_leaves_a_contestant_settled(monkeypatch):
@@ -207,9 +220,9 @@ def test_calls_go_on_without_a_clock_until_they_take_no_new_memory(
 
 def test_a_contestant_that_is_ready_is_yet_to_settle(log):
     server = rival._Server("good", 1, prepare, FakeOptions(log=str(log)))
-    server.is_settled = True
+    server.settled = {"forward", "both"}
     server.prepare("forward")
-    assert not server.is_settled
+    assert not server.settled
 
 
 def test_memory_and_time_are_of_calls_after_the_first():

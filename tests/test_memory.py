@@ -9,6 +9,7 @@ import pytest
 
 from onescan import memory
 
+SAID = (memory.HUGE_PAGES, memory.TUNABLES, *memory.TOLD)
 MADVISED = memory.MODE.exists() and "[madvise]" in memory.MODE.read_text()
 
 FROM_GLIBC = pytest.mark.skipif(
@@ -43,15 +44,12 @@ def new_pages():
     before = faults()
     fill()
     return faults() - before
-for _ in range(8):  # not every gap of a tensor's size can be used again, as starts are aligned
+for _ in range(8):  # at first not every gap can be used again
     fill()
 again = new_pages()
 memory.hand_back_freed()
 print(again, new_pages())
 """
-
-
-SAID = (memory.HUGE_PAGES, memory.TUNABLES, *memory.TOLD)
 
 
 def printed(program, **changed):

@@ -26,7 +26,7 @@ class Measurement(NamedTuple):
     """What one call costs.
 
     Attributes:
-        median_ms: of the runs once they take no new memory.
+        median_ms: of the runs once they take no new memory, or after `BUDGET_S`.
         peak_mib: the most memory held during a call beyond what was held before it: of the
             process on a CPU, of torch's allocator on a GPU.
     """
@@ -97,8 +97,8 @@ def wait() -> None:
 def settle(call: Callable[[], object], once_ms: float, most_s: float) -> None:
     """Call until calls take no new memory, or time is up.
 
-    Tensors start at pages, and gaps that they fit into are there only after some calls. Torch
-    manages a GPU's memory itself, and the first call takes all of it.
+    On a CPU some calls pass before what was freed has gaps for all tensors of a call. Torch manages
+    a GPU's memory itself, and the first call takes all of it.
 
     Args:
         call: what to do.

@@ -199,7 +199,7 @@ class _Server:
     def __init__(self, name: str, size: int, prepare: Prepare, options: ContestOptions) -> None:
         self.name, self.size, self.make, self.options = name, size, prepare, options
         self.trials: dict[str, tuple[Trial, float]] = {}
-        self.is_settled = False  # whether calls take no new memory
+        self.settled: set[str] = set()  # works whose calls take no new memory
 
     def arrive(self) -> None:
         return None
@@ -218,7 +218,7 @@ class _Server:
             once_ms, peak = _warmed(trial.call, compiles=compiles)
         self.trials[work] = trial, once_ms
         hand_back()
-        self.is_settled = False
+        self.settled.clear()
         known = trial._asdict()
         del known["call"]
         return Ready(once_ms, peak, known)
@@ -229,12 +229,14 @@ class _Server:
     def turn(self, work: str, contestants: int) -> float:
         trial, once_ms = self.trials[work]
         with use_backend(self.options.backend):
-            if not self.is_settled:
+            if work not in self.settled:
                 settle(trial.call, once_ms, SETTLING * self.options.budget_s)
             if once_ms < AWAKE_MS:
                 trial.call()
             taken = statistics.median(_timed(trial.call, once_ms))
-        self.is_settled = not hand_back(KEPT / contestants)
+        self.settled.add(work)
+        if hand_back(KEPT / contestants):
+            self.settled.clear()
         return taken
 
 
