@@ -200,7 +200,8 @@ def test_timesteps_are_embedded_as_in_dit():
     waves = torch.cat([(steps[:, None] * rates).sin(), (steps[:, None] * rates).cos()], dim=1)
     hidden = torch.nn.functional.silu(embedding.to_hidden(waves))
     assert waves.shape[1] == FREQUENCIES
-    torch.testing.assert_close(embedding(steps), embedding.to_out(hidden), atol=1e-5, rtol=0)
+    embedded = embedding(steps, torch.float64)
+    torch.testing.assert_close(embedded, embedding.to_out(hidden), atol=1e-5, rtol=0)
 
 
 def test_unpatchify_puts_together_what_patchify_cut():

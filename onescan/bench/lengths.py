@@ -109,7 +109,7 @@ def _score(
     bar: "tqdm[NoReturn]",
 ) -> LengthScore:
     """Judge the model on rows of one length."""
-    device = model.network.embedding.weight.device
+    device = model.network.device
     by_place, counts = torch.zeros(2, length, dtype=torch.float64)
     nats = right = told = 0.0
     for shown, wanted in zip(_rows(stream, length), _rows(labels, length), strict=True):

@@ -70,7 +70,7 @@ class OnescanLM(TemplateLM):
             )
         check_positive(batch_size=batch_size)
         self.model, self.texts, self.batch_size = model, tokenizer, batch_size
-        self._device = model.network.embedding.weight.device
+        self._device = model.network.device
         places = model.config.position
         self.most_tokens = places.most_tokens if isinstance(places, TokenPositionConfig) else None
 

@@ -211,8 +211,8 @@ class TimmImageClassifier(ImageClassifier):
         if num_classes == 0:
             self.register_module("head", nn.Identity())
             return
-        weight = self.patchify.to_token.weight
-        self.head = nn.Linear(self.embed_dim, num_classes, device=weight.device, dtype=weight.dtype)
+        like = next(self.parameters())
+        self.head = nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype)
         self._init_weights(self.head)
         self.config = replace(self.config, num_classes=num_classes)
 

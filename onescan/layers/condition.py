@@ -23,8 +23,9 @@ class TimestepEmbedding(nn.Module):
         self.to_hidden = nn.Linear(FREQUENCIES, width)
         self.to_out = nn.Linear(width, width)
 
-    def forward(self, timesteps: Timesteps) -> Pooled:
-        waves = sinusoidal_positions(timesteps, FREQUENCIES).to(self.to_hidden.weight.dtype)
+    def forward(self, timesteps: Timesteps, dtype: torch.dtype) -> Pooled:
+        """Embed timesteps; `dtype` is that of the tokens."""
+        waves = sinusoidal_positions(timesteps, FREQUENCIES).to(dtype)
         return self.to_out(F.silu(self.to_hidden(waves)))
 
 

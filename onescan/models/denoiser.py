@@ -162,7 +162,7 @@ class Denoiser(nn.Module):
         """
         self._check(noisy, timesteps, labels)
         x, shape = self.patchify(noisy)  # B T D
-        told = [self.time(timesteps)]
+        told = [self.time(timesteps, x.dtype)]
         if self.label is not None:
             if labels is None:
                 labels = torch.full_like(timesteps, self.config.num_classes, dtype=torch.long)

@@ -185,6 +185,15 @@ class TokenNetwork(nn.Module):
         x = self.norm(x if read_outs == 1 else torch.cat(left))
         return x, None if apart is not None else NetworkState(position, tuple(after))
 
+    @property
+    def device(self) -> torch.device:
+        """Where token ids belong: the device of the first parameter that is in memory.
+
+        Offloaded parameters are on the meta device; their hooks move inputs, so CPU will do.
+        """
+        devices = (parameter.device for parameter in self.parameters())
+        return next((d for d in devices if d.type != "meta"), torch.device("cpu"))
+
     def set_embedding(self, embedding: nn.Embedding) -> None:
         """Take the vectors of another vocabulary."""
         self.embedding = embedding

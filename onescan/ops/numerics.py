@@ -199,3 +199,9 @@ def full_precision(x: Tensor) -> AbstractContextManager[Any]:
     if not torch.amp.is_autocast_available(device):  # the meta device has none
         return nullcontext()
     return torch.autocast(device, enabled=False)
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast chooses the type of products of x."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

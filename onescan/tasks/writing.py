@@ -102,4 +102,4 @@ def _check_text(name: str, text: str) -> None:
 
 
 def _batch(ids: list[int], model: CausalLM | MaskedLM) -> Tokens:
-    return torch.tensor([ids], device=model.network.embedding.weight.device)
+    return torch.tensor([ids], device=model.network.device)

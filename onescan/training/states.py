@@ -42,11 +42,11 @@ def load_state(path: str | Path, model: CausalLM) -> Any:
     there = configs.from_dict(type(model.config), notes["model"])
     for where, saved, wanted in configs.differences(there, model.config):
         raise ValueError(f"{path} is of another model: {where} is {saved!r} there, {wanted!r} here")
-    weight = model.head.weight
+    device = model.network.device
     with torch.no_grad():  # a state of the same kind, to be filled
-        _, like = model(torch.zeros(1, 1, dtype=torch.long, device=weight.device))
+        _, like = model(torch.zeros(1, 1, dtype=torch.long, device=device))
     try:
-        state = unflatten(like, {name: x.to(weight.device) for name, x in tensors.items()})
+        state = unflatten(like, {name: x.to(device) for name, x in tensors.items()})
     except ValueError as error:
         raise ValueError(f"{path} is of another model: {error}") from error
     return state

@@ -48,7 +48,11 @@ class DecayConfig(ABC):
 
 
 class Decay(nn.Module, ABC):
-    """Tokens in, gates out, of each token by itself and in float32 or wider."""
+    """Tokens in, gates out, of each token by itself and in float32 or wider.
+
+    Projections are called as modules, so that LoRA, quantization and offload hooks see them. Such
+    replacements may return bfloat16, so the output of a projection is widened before it is used.
+    """
 
     @abstractmethod
     def forward(self, x: Hidden) -> Gates:
@@ -61,16 +65,21 @@ class Decay(nn.Module, ABC):
         """
 
 
-def wide_linear(linear: nn.Linear, x: Hidden) -> Float[Tensor, "B T _"]:
-    """linear(x) in float32 or wider, whatever autocast does: its error would be a decay's."""
-    with full_precision(x):
-        x, weight = widened(x, linear.weight)
-        return F.linear(x, weight, None if linear.bias is None else linear.bias.to(x.dtype))
+class FP32Linear(nn.Linear):
+    """A linear layer that computes in float32 or wider, also under autocast and with bf16 weights.
+
+    A decay is multiplied once per token, so the rounding error of its logit grows with length.
+    """
+
+    def forward(self, x: Hidden) -> Float[Tensor, "B T _"]:
+        with full_precision(x):
+            x, weight = widened(x, self.weight)
+            return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
 
-def small_linear(width: int, out: int, *, bias: bool, std: float = 0.02) -> nn.Linear:
-    """A linear map that starts near 0; LION's gates have this spread."""
-    linear = nn.Linear(width, out, bias=bias)
+def small_linear(width: int, out: int, *, bias: bool, std: float = 0.02) -> FP32Linear:
+    """Build a layer with small random weights, as LION's gates have, and a bias of 0."""
+    linear = FP32Linear(width, out, bias=bias)
     nn.init.trunc_normal_(linear.weight, std=std)
     if bias:
         nn.init.zeros_(linear.bias)

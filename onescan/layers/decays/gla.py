@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 from einops import rearrange
-from torch import nn
 
 from onescan.checks import check_positive
-from onescan.layers.decays.contract import Decay, DecayConfig, Gates, small_linear, wide_linear
+from onescan.layers.decays.contract import Decay, DecayConfig, FP32Linear, Gates, small_linear
+from onescan.ops.numerics import widened
 from onescan.shapes import Hidden
 
 TEMPERATURE = 16
@@ -34,10 +34,10 @@ class GLADecay(Decay):
     def __init__(self, width: int, num_heads: int, head_width: int, rank: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.down = nn.Linear(width, rank, bias=False)
+        self.down = FP32Linear(width, rank, bias=False)
         self.up = small_linear(rank, num_heads * head_width, bias=True)
 
     def forward(self, x: Hidden) -> Gates:
-        z = wide_linear(self.up, wide_linear(self.down, x))
+        z = widened(self.up(self.down(x)))[0]
         log_decay = F.logsigmoid(z) / TEMPERATURE
         return Gates(rearrange(log_decay, "b t (h k) -> b t h k", h=self.num_heads))

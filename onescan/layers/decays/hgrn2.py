@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from onescan.layers.decays.contract import Decay, DecayConfig, Gates, small_linear, wide_linear
+from onescan.layers.decays.contract import Decay, DecayConfig, Gates, small_linear
+from onescan.ops.numerics import widened
 from onescan.shapes import Hidden
 
 
@@ -42,7 +43,7 @@ class HGRN2Decay(Decay):
         self.to_logit = small_linear(width, num_heads * head_width, bias=True)
 
     def forward(self, x: Hidden) -> Gates:
-        z = rearrange(wide_linear(self.to_logit, x), "b t (h k) -> b t h k", h=self.num_heads)
+        z = rearrange(widened(self.to_logit(x))[0], "b t (h k) -> b t h k", h=self.num_heads)
         bound, key = self.lower_bound, (1 - self.lower_bound) * torch.sigmoid(-z)
         log_decay = F.logsigmoid(z)
         if bound > 0:

@@ -16,7 +16,6 @@ from onescan.layers.decays.contract import (
     DecayConfig,
     Gates,
     small_linear,
-    wide_linear,
 )
 from onescan.ops.numerics import widened
 from onescan.shapes import Hidden
@@ -77,7 +76,7 @@ class HippoDecay(Decay):
         log_decay = -widened(self.log_rate)[0].clamp(max=MOST_LOG_RATE).exp()  # H K
         if self.to_logit is None:
             return Gates(log_decay.expand(*x.shape[:2], -1, -1))
-        z = wide_linear(self.to_logit, x)
+        z = widened(self.to_logit(x))[0]
         z = rearrange(z, "b t (h k) -> b t h k", h=self.log_rate.shape[0])
         return Gates(self._scale(z) * log_decay)
 

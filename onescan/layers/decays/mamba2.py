@@ -13,8 +13,8 @@ from onescan.layers.decays.contract import (
     DecayConfig,
     Gates,
     small_linear,
-    wide_linear,
 )
+from onescan.ops.numerics import widened
 from onescan.shapes import Hidden
 
 
@@ -41,7 +41,7 @@ class Mamba2Decay(Decay):
         self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
 
     def forward(self, x: Hidden) -> Gates:
-        z = wide_linear(self.to_dt, x)
+        z = widened(self.to_dt(x))[0]
         dt = F.softplus(z + self.dt_bias.to(z.dtype))  # B T H
         rate = self.log_rate.to(z.dtype).clamp(max=MOST_LOG_RATE).exp()
         return Gates(-rate * dt, dt.unsqueeze(-1))

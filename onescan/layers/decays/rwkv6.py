@@ -11,10 +11,11 @@ from onescan.layers.decays.contract import (
     MOST_LOG_RATE,
     Decay,
     DecayConfig,
+    FP32Linear,
     Gates,
     small_linear,
-    wide_linear,
 )
+from onescan.ops.numerics import widened
 from onescan.shapes import Hidden
 
 
@@ -40,11 +41,11 @@ class RWKV6Decay(Decay):
 
     def __init__(self, width: int, num_heads: int, head_width: int, rank: int) -> None:
         super().__init__()
-        self.down = nn.Linear(width, rank, bias=False)
+        self.down = FP32Linear(width, rank, bias=False)
         self.up = small_linear(rank, num_heads * head_width, bias=False)
         self.log_rate = nn.Parameter(torch.linspace(-6, -1, head_width).repeat(num_heads, 1))  # H K
 
     def forward(self, x: Hidden) -> Gates:
-        z = wide_linear(self.up, torch.tanh(wide_linear(self.down, x)))
+        z = widened(self.up(torch.tanh(self.down(x))))[0]
         z = rearrange(z, "b t (h k) -> b t h k", h=self.log_rate.shape[0])
         return Gates(-(z + self.log_rate.to(z.dtype)).clamp(max=MOST_LOG_RATE).exp())

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from onescan.layers.decays.contract import Decay, DecayConfig, Gates, small_linear, wide_linear
+from onescan.layers.decays.contract import Decay, DecayConfig, Gates, small_linear
+from onescan.ops.numerics import widened
 from onescan.shapes import Hidden
 
 
@@ -40,7 +41,7 @@ class SelectiveDecay(Decay):
         )
 
     def forward(self, x: Hidden) -> Gates:
-        z = rearrange(wide_linear(self.to_logit, x), "b t (h k) -> b t h k", h=self.num_heads)
+        z = rearrange(widened(self.to_logit(x))[0], "b t (h k) -> b t h k", h=self.num_heads)
         log_decay = F.logsigmoid(z)
         key = torch.sigmoid(-z) if self.config.couple_key else None
         return Gates(log_decay if self.config.diagonal else log_decay.squeeze(-1), key)

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onescan.layers.decays.contract import Decay, DecayConfig, Gates, small_linear, wide_linear
+from onescan.layers.decays.contract import Decay, DecayConfig, Gates, small_linear
+from onescan.ops.numerics import widened
 from onescan.shapes import Hidden
 
 INPUT_CAP = 15.0
@@ -35,7 +36,7 @@ class XLSTMDecay(Decay):
         self.forget_bias = nn.Parameter(torch.linspace(3, 6, num_heads))
 
     def forward(self, x: Hidden) -> Gates:
-        forget, enter = wide_linear(self.to_forget, x), wide_linear(self.to_input, x)
+        forget, enter = widened(self.to_forget(x), self.to_input(x))
         enter = INPUT_CAP * torch.tanh(enter / INPUT_CAP)
         log_decay = F.logsigmoid(forget + self.forget_bias.to(forget.dtype))
         return Gates(log_decay, enter.exp().unsqueeze(-1))

@@ -18,7 +18,13 @@ from onescan.layers.norm import NormName, build_norm
 from onescan.layers.scan_order import Order, snake_orders
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
-from onescan.ops.numerics import divided, full_precision, widened
+from onescan.ops.numerics import (
+    accumulation_dtype,
+    divided,
+    full_precision,
+    is_autocast,
+    widened,
+)
 from onescan.shapes import Grid, Hidden, Keep, Keys, Queries, Values
 
 MeanDecays = Float[Tensor, "scans H"] | Float[Tensor, "scans H K"]
@@ -39,7 +45,7 @@ class LionMixerConfig(DirectedMixerConfig):
     """What outputs are divided by; see `decay_attention`. sum_before_mask divides by the row sum of
     the scores before they decay, in both directions."""
     decay_at: DecayAt = "auto"
-    """Whose decay lies between two neighbours; see `decay_attention`."""
+    """Which of two neighboring tokens provides the decay between them; see `decay_attention`."""
     scan: ScanName = "flat"
     """Visit tokens as they lie; or, natural, in a snake along each axis in turn, and average."""
     norm: NormName = "none"
@@ -131,9 +137,16 @@ class LionMixer(Mixer):
             o, state = self._attend(q, *scans[0], v, keep, state, self.config.normalize)
         else:
             o = self._attend_naturally(q, scans, v, grid, keep)
-        o = rearrange(o, "b t h v -> b t (h v)").to(self.to_out.weight.dtype)
+        o = rearrange(o, "b t h v -> b t (h v)").to(self._norm_dtype(x))
         o = self.to_out(self.norm(o))
         return o if keep is None else o * keep.unsqueeze(-1), state
+
+    def _norm_dtype(self, x: Hidden) -> torch.dtype:
+        """The type in which sums reach the norm: as wide as its parameters and autocast allow."""
+        scale = getattr(self.norm, "weight", None)
+        if scale is not None:
+            return scale.dtype
+        return accumulation_dtype(x.dtype) if is_autocast(x) else x.dtype
 
     @torch.no_grad()
     def mean_decays(self, x: Hidden, grid: Grid) -> MeanDecays:
