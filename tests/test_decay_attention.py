@@ -39,6 +39,11 @@ over_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal"
 over_conventions = pytest.mark.parametrize("decay_at", ["source", "target"])
 
 
+def usual(causal, decay):
+    """What decay_at="auto" is."""
+    return "target" if causal or decay == "diagonal" else "source"
+
+
 def inputs(
     tokens,
     *,
@@ -240,12 +245,16 @@ def test_the_definition_is_attention_under_products(causal, decay_at, decay, nor
     assert_same([reference.forward(**named, **same)[0]], [masked_attention(**named, **same)])
 
 
+@over_names
 @over_directions
-def test_each_direction_has_a_convention_of_its_own(causal):
-    named = inputs(9, causal=causal)
-    usual, other = ("target", "source") if causal else ("source", "target")
-    o, state = decay_attention(**named, causal=causal)
-    want, ends = reference.forward(**named, causal=causal, decay_at=usual)
+@pytest.mark.parametrize("decay", ["scalar", "diagonal"])
+def test_the_convention_follows_from_direction_and_decay(form, causal, decay):
+    """Eq. 14 for LION's scalar decays in both directions; Eq. 5 and Theorem B.1 for the rest."""
+    named = inputs(9, causal=causal, decay=decay)
+    convention = usual(causal, decay)
+    other = "source" if convention == "target" else "target"
+    o, state = decay_attention(**named, causal=causal, form=form, chunk_size=4)
+    want, ends = reference.forward(**named, causal=causal, decay_at=convention)
     assert_same((o, *tensors_of(state)), (want, *tensors_of(ends)))
     assert not torch.allclose(o, reference.forward(**named, causal=causal, decay_at=other)[0])
 
@@ -316,7 +325,7 @@ def test_spans_beyond_what_an_exponential_holds(causal, form, decay):
     named["log_decay"][:, 20:30] = -1e-3
     assert_no_less_exact_than_plain_torch(
         partial(decay_attention, causal=causal, form=form),
-        partial(reference.forward, causal=causal, decay_at="target" if causal else "source"),
+        partial(reference.forward, causal=causal, decay_at=usual(causal, decay)),
         named,
     )
 
@@ -536,7 +545,7 @@ def test_no_argument_is_changed(causal, form, decay, normalize, mode):
 def test_no_less_exact_than_plain_torch(causal, form, decay, dtype):
     assert_no_less_exact_than_plain_torch(
         partial(decay_attention, causal=causal, form=form, chunk_size=32),
-        partial(reference.forward, causal=causal, decay_at="target" if causal else "source"),
+        partial(reference.forward, causal=causal, decay_at=usual(causal, decay)),
         inputs(48, causal=causal, decay=decay, dtype=dtype, width=16),
     )
 

@@ -194,6 +194,13 @@ def assert_within_twice_plain(named, *dtypes, **options):
         assert_errors_at_most_twice(run(in_kernels, small), run(plain, small), exact, dtype)
 
 
+def test_a_diagonal_decay_in_both_directions_is_the_reading_tokens():
+    named = inputs(5, causal=False, decay="diagonal")
+    want, _ = reference.forward(**named, causal=False, decay_at="target")
+    got, _ = in_kernels(**narrowed(named, SINGLE), causal=False)
+    assert_near([got], [want], TOLERANCES[SINGLE])
+
+
 COLUMNS = "tokens, decay, causal, decay_at, normalize, keep, enters, widths"
 NARROW = (2, 33, 63)  # tokens of which narrow types are tried in the interpreter too
 TABLE = [

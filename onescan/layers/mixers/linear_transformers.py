@@ -23,7 +23,7 @@ RETNET = FixedDecayConfig(start="retnet", learnt=False)
 # alone: feature maps are the originals', but for gated RFA's, which are random. Convolutions, gates
 # of outputs, token shifts, RetNet's rotation and RWKV-6's bonus are left out; RWKV-6 itself reads
 # before it decays. Outputs that nothing scales grow with the tokens read, hence a norm.
-# Where one gate weighs a token's key and decays what came before, both belong to that token.
+# All originals decay by the token that reads: "target", which is the default of diagonal decays.
 LINEAR_TRANSFORMERS: Mapping[str, DirectedMixerConfig] = MappingProxyType(
     {
         "linear_attention": LionMixerConfig(

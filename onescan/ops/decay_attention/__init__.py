@@ -112,9 +112,9 @@ def decay_attention(
             diagonal, one for each key channel. Where it is not, "full" and "chunk" in torch forget
             what decayed to less than 1e-30, but in float64.
         causal: whether a token reads only itself and those before it.
-        decay_at: whose decay lies between two neighbours: "source", that of the token visited
-            first (Eq. 14), or "target", that of the one visited next (Eq. 5). "auto" is target
-            where causal, source where not.
+        decay_at: which of two neighboring tokens provides the decay between them: "source", the
+            one visited first (Eq. 14), or "target", the one visited next (Eq. 5, Theorem B.1).
+            "auto" is "target" if causal or if the decay is diagonal; otherwise "source".
         normalize: what outputs are divided by: "none"; "sum", the row sum after decay; "max_one",
             max(row sum, 1), of its absolute value where causal (xLSTM). A row sum closer to 0 than
             1e-30 counts as 1.
@@ -166,7 +166,7 @@ def decay_attention(
     runs_on: Any = resolved_backend(backend, has_kernel, q, k, v)
     choice = choose(form, runs_on, causal=causal, decays=decays, call=call)
     if decay_at == "auto":
-        decay_at = "target" if causal else "source"
+        decay_at = "target" if causal or call.is_diagonal else "source"
     in_kernels = choice.backend == "triton"
     with full_precision(q):
         wide_q, wide_k, wide_v = (q, k, v) if in_kernels else widened(q, k, v)
