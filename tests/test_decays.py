@@ -142,6 +142,17 @@ def test_mamba2_starts_with_the_steps_and_rates_of_the_paper():
     assert 15.5 < rate.max() < 16.01
 
 
+def test_mamba_starts_with_the_steps_and_rates_of_the_paper():
+    decay = DECAYS["mamba"]().build(width=40, num_heads=1000, head_width=4)
+    assert decay.down.weight.shape == (3, 40)
+    decay.init_weights(*[torch.nn.Linear(1, 1)] * 3)
+    assert 0.57 < decay.up.weight.abs().max() <= 3**-0.5
+    log_decay, dt = decay(torch.zeros(1, 1, 40))
+    torch.testing.assert_close(log_decay, -dt * torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert 0.00099 < dt.min() < 0.0012
+    assert 0.097 < dt.max() < 0.101
+
+
 def test_xlstm_bounds_the_exponential_gate():
     decay, x = built(DECAYS["xlstm"]()), tokens(2, 5)
     enter = x @ decay.to_input.weight.T + decay.to_input.bias

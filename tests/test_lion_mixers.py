@@ -162,6 +162,39 @@ def delta_net(mixer, x, direction):
     return o.flatten(-2)
 
 
+def mamba(mixer, x, direction):
+    """h = exp(dt A) h + dt B x for each channel and state, y = C h; both sides, x_t itself once."""
+    decay, state_size = mixer.decays[0], mixer.config.state_size
+    in_group = WIDTH // HEADS
+
+    def groups(layer):
+        return linear(layer, x).repeat_interleave(in_group, dim=2)  # B T D N
+
+    c, b, u = groups(mixer.to_q) / state_size**0.5, groups(mixer.to_k), linear(mixer.to_v, x)
+    u = u.flatten(-2)
+    z = linear(decay.up, linear(decay.down, x, heads=False), heads=False) + decay.dt_bias
+    dt, a = (1 + z.exp()).log(), -decay.log_rate.exp()
+    y = torch.zeros_like(u)
+    steps = range(x.shape[1])
+    for order in [steps] if direction == "forward" else [steps, steps[::-1]]:
+        h = torch.zeros(x.shape[0], WIDTH, state_size, dtype=x.dtype)
+        for t in order:
+            h = (dt[:, t, :, None] * a).exp() * h
+            if order is steps:
+                h = h + dt[:, t, :, None] * b[:, t] * u[:, t, :, None]
+            y[:, t] += (c[:, t] * h).sum(-1)
+            if order is not steps:
+                h = h + dt[:, t, :, None] * b[:, t] * u[:, t, :, None]
+    return y
+
+
+ORIGINALS = {
+    **{row: partial(by_table_1, row) for row in ROWS},
+    "deltanet": delta_net,
+    "mamba": mamba,
+}
+
+
 def normed(mixer, o):
     if mixer.config.norm == "none":
         return o
@@ -174,11 +207,7 @@ def normed(mixer, o):
 def test_every_row_of_table_1_is_its_recurrence(row, direction):
     mixer = trained(dataclasses.replace(LINEAR_TRANSFORMERS[row], direction=direction))
     x = tokens(2, 6)
-    o = (
-        delta_net(mixer, x, direction)
-        if row == "deltanet"
-        else by_table_1(row, mixer, x, direction)
-    )
+    o = ORIGINALS[row](mixer, x, direction)
     want = linear(mixer.to_out, normed(mixer, o), heads=False)
     torch.testing.assert_close(mixer(x, LINE)[0], want)
 
@@ -191,8 +220,7 @@ def test_the_forward_half_of_every_row_is_its_causal_original(row, form):
         pytest.skip("the delta rule has no full form")
     config = dataclasses.replace(LINEAR_TRANSFORMERS[row], form=form, chunk_size=2)
     mixer, x = trained(config), tokens(2, 6)
-    original = delta_net if row == "deltanet" else partial(by_table_1, row, absolute=False)
-    o = original(mixer, x, "forward")
+    o = ORIGINALS[row](mixer, x, "forward", **{"absolute": False} if row == "xlstm" else {})
     want = linear(mixer.to_out, normed(mixer, o), heads=False)
     for count in range(1, 7):
         y, _ = mixer(x[:, :count], Grid((count,)))
@@ -200,7 +228,7 @@ def test_the_forward_half_of_every_row_is_its_causal_original(row, form):
 
 
 def test_the_rows_that_are_tested_are_all():
-    assert {*ROWS, "deltanet"} == set(LINEAR_TRANSFORMERS)
+    assert set(ORIGINALS) == set(LINEAR_TRANSFORMERS)
 
 
 @over_rows
@@ -304,7 +332,7 @@ def test_scores_may_be_normalized_before_they_decay():
 
 
 @pytest.mark.parametrize("direction", ["both", "forward", "backward"])
-@pytest.mark.parametrize("row", [row for row in ROWS if ROWS[row][2] != "max_one"])
+@pytest.mark.parametrize("row", sorted({*ORIGINALS} - {"deltanet", "xlstm"}))
 def test_the_natural_scan_of_a_line_is_the_flat_one(row, direction):
     config = dataclasses.replace(LINEAR_TRANSFORMERS[row], direction=direction)
     flat = trained(config)
@@ -484,6 +512,11 @@ def test_autocast_does_not_narrow_the_row_sums_before_decay():
         (
             LionMixerConfig(normalize="sum_before_mask", direction="forward"),
             "normalize is 'sum_before_mask' with direction='forward', expected 'both'",
+        ),
+        (LionMixerConfig(state_size=0), "state_size is 0, expected a number above 0"),
+        (
+            LionMixerConfig(state_size=4, decay=HippoDecayConfig()),
+            "state_size is 4 with decay=HippoDecayConfig, expected None",
         ),
         (LionMixerConfig(decay=HippoDecayConfig(), num_heads=5), "width 24 is not a multiple of"),
     ],

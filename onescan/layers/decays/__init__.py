@@ -8,6 +8,7 @@ from onescan.layers.decays.fixed import FixedDecay, FixedDecayConfig
 from onescan.layers.decays.gla import GLADecay, GLADecayConfig
 from onescan.layers.decays.hgrn2 import HGRN2Decay, HGRN2DecayConfig
 from onescan.layers.decays.hippo import HippoDecay, HippoDecayConfig
+from onescan.layers.decays.mamba import MambaDecay, MambaDecayConfig
 from onescan.layers.decays.mamba2 import Mamba2Decay, Mamba2DecayConfig
 from onescan.layers.decays.none import NoDecay, NoDecayConfig
 from onescan.layers.decays.rwkv6 import RWKV6Decay, RWKV6DecayConfig
@@ -30,6 +31,8 @@ __all__ = [
     "LogDecay",
     "Mamba2Decay",
     "Mamba2DecayConfig",
+    "MambaDecay",
+    "MambaDecayConfig",
     "NoDecay",
     "NoDecayConfig",
     "RWKV6Decay",
@@ -45,6 +48,7 @@ DECAYS: Mapping[str, type[DecayConfig]] = MappingProxyType(
         "none": NoDecayConfig,
         "fixed": FixedDecayConfig,
         "selective": SelectiveDecayConfig,
+        "mamba": MambaDecayConfig,
         "mamba2": Mamba2DecayConfig,
         "xlstm": XLSTMDecayConfig,
         "gla": GLADecayConfig,

@@ -8,6 +8,7 @@ from onescan.layers.decays import (
     GLADecayConfig,
     HGRN2DecayConfig,
     Mamba2DecayConfig,
+    MambaDecayConfig,
     NoDecayConfig,
     RWKV6DecayConfig,
     SelectiveDecayConfig,
@@ -21,9 +22,9 @@ RETNET = FixedDecayConfig(start="retnet", learnt=False)
 
 # Both directions; direction="forward" is the table's causal recurrence. The table has recurrences
 # alone: feature maps are the originals', but for gated RFA's, which are random. Convolutions, gates
-# of outputs, token shifts, RetNet's rotation and RWKV-6's bonus are left out; RWKV-6 itself reads
-# before it decays. Outputs that nothing scales grow with the tokens read, hence a norm.
-# All originals decay by the token that reads: "target", which is the default of diagonal decays.
+# of outputs, token shifts, RetNet's rotation, RWKV-6's bonus and Mamba's skip D x are left out;
+# RWKV-6 itself reads before it decays. Outputs that nothing scales grow with the tokens read, hence
+# a norm. All originals decay by the token that reads, "target", the default of diagonal decays.
 LINEAR_TRANSFORMERS: Mapping[str, DirectedMixerConfig] = MappingProxyType(
     {
         "linear_attention": LionMixerConfig(
@@ -50,6 +51,14 @@ LINEAR_TRANSFORMERS: Mapping[str, DirectedMixerConfig] = MappingProxyType(
         ),
         "rwkv6": LionMixerConfig(
             feature_map="identity", decay=RWKV6DecayConfig(), normalize="none", norm="rms"
+        ),
+        "mamba": LionMixerConfig(
+            num_heads=1,
+            state_size=16,
+            feature_map="identity",
+            decay=MambaDecayConfig(),
+            normalize="none",
+            norm="rms",
         ),
         "gla": LionMixerConfig(
             feature_map="identity", decay=GLADecayConfig(), normalize="none", norm="rms"

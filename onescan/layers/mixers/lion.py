@@ -11,7 +11,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.decays import Decay, DecayConfig, Gates, LogDecay, SelectiveDecayConfig
+from onescan.layers.decays import (
+    Decay,
+    DecayConfig,
+    Gates,
+    HippoDecayConfig,
+    LogDecay,
+    SelectiveDecayConfig,
+)
 from onescan.layers.mixers.contract import Mixer
 from onescan.layers.mixers.directed import DirectedMixerConfig, turned
 from onescan.layers.norm import NormName, build_norm
@@ -37,6 +44,9 @@ DecayAt = Literal["auto", "source", "target"]
 class LionMixerConfig(DirectedMixerConfig):
     """LION-s; by changing fields, every linear attention with a decay."""
 
+    state_size: int | None = None
+    """Make each channel a head of its own with this many key channels, as in Mamba. Channels of one
+    of the `num_heads` groups share queries and keys. None: heads of width / num_heads."""
     feature_map: FeatureMapName = "shifted_silu"
     """What queries and keys pass through."""
     decay: DecayConfig = field(default_factory=SelectiveDecayConfig)
@@ -81,6 +91,13 @@ class LionMixerConfig(DirectedMixerConfig):
             raise ValueError(
                 f"normalize is 'sum_before_mask' with direction='{self.direction}', expected 'both'"
             )
+        if self.state_size is not None:
+            check_positive(state_size=self.state_size)
+            if isinstance(self.decay, HippoDecayConfig):
+                raise ValueError(
+                    f"state_size is {self.state_size} with decay=HippoDecayConfig, expected None: "
+                    "its values start as its key channels"
+                )
         return LionMixer(self, width, axes)
 
 
@@ -106,15 +123,19 @@ class LionMixer(Mixer):
     def __init__(self, config: LionMixerConfig, width: int, axes: int) -> None:
         super().__init__()
         self.config = config
-        self.head_width = config.head_width(width)
+        head_width = config.head_width(width)
+        self.key_width, self.num_heads = head_width, config.num_heads
+        if config.state_size is not None:
+            self.key_width, self.num_heads = config.state_size, width
+        keys = config.num_heads * self.key_width
         self.feature_map = FEATURE_MAPS[config.feature_map]
-        self.to_q = nn.Linear(width, width, bias=config.bias)
+        self.to_q = nn.Linear(width, keys, bias=config.bias)
         self.to_k = None
         if not config.decay.gives_keys:
-            self.to_k = nn.Linear(width, width, bias=config.bias)
+            self.to_k = nn.Linear(width, keys, bias=config.bias)
         self.to_v = nn.Linear(width, width, bias=config.bias)
         scans = axes if config.scan == "natural" else 1
-        sizes = {"width": width, "num_heads": config.num_heads, "head_width": self.head_width}
+        sizes = {"width": width, "num_heads": self.num_heads, "head_width": self.key_width}
         self.decays = nn.ModuleList(config.decay.build(**sizes) for _ in range(scans))
         self.norm = build_norm(config.norm, width)
         self.to_out = nn.Linear(width, width, bias=config.bias)
@@ -129,9 +150,10 @@ class LionMixer(Mixer):
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: DecayState | None = None
     ) -> tuple[Hidden, DecayState | None]:
         self.config.check_state(state, grid)
-        q = self.feature_map(self._heads(self.to_q(x))) * self.head_width**-0.5  # B T H K
-        k = None if self.to_k is None else self.feature_map(self._heads(self.to_k(x)))
-        (v,) = widened(self._heads(self.to_v(x)))  # sums that nothing divides outgrow float16
+        q = self._keys(self.to_q(x)) * self.key_width**-0.5
+        k = None if self.to_k is None else self._keys(self.to_k(x))
+        v = rearrange(self.to_v(x), "b t (h v) -> b t h v", h=self.num_heads)
+        (v,) = widened(v)  # sums that nothing divides outgrow float16
         scans = [_scan(k, decay(x), grid.prefix) for decay in self.decays]
         if self.config.scan == "flat":
             o, state = self._attend(q, *scans[0], v, keep, state, self.config.normalize)
@@ -161,7 +183,7 @@ class LionMixer(Mixer):
 
     def _mean(self, log_decay: LogDecay | None, x: Hidden, prefix: int) -> Tensor:
         if log_decay is None:
-            return x.new_ones(self.config.num_heads)
+            return x.new_ones(self.num_heads)
         if log_decay.ndim > 1:
             log_decay = log_decay[:, prefix:].mean(dim=(0, 1))
         return log_decay.exp()
@@ -219,8 +241,12 @@ class LionMixer(Mixer):
             o = divided(o[..., :-1], o[..., -1:])
         return o
 
-    def _heads(self, x: Hidden) -> Keys:
-        return rearrange(x, "b t (h k) -> b t h k", h=self.config.num_heads)
+    def _keys(self, x: Hidden) -> Keys:
+        """Apply the feature map in heads or groups; each head of a group gets the same result."""
+        x = self.feature_map(rearrange(x, "b t (g k) -> b t g k", g=self.config.num_heads))
+        if self.config.state_size is None:
+            return x
+        return x.repeat_interleave(self.num_heads // self.config.num_heads, dim=2)
 
 
 def _scan(k: Keys | None, gates: Gates, prefix: int) -> Scan:
