@@ -312,13 +312,16 @@ def test_maps_over_a_further_axis(form):
     assert_same(got, (y := reference.forward(**named)[0], 2 * y))
 
 
-@pytest.mark.parametrize("form", ["dense", "scan"])  # torch has no transform of nothing
-def test_no_sequences_give_no_outputs(form):
-    named = dict(inputs((5,)), x=torch.ones(0, 5, D, dtype=torch.float64))
+@over_forms
+@pytest.mark.parametrize("shape", [(5,), (3, 2)])
+def test_no_sequences_give_no_outputs(form, shape):
+    named, tensors = leaves(dict(inputs(shape, sizes=(0, D, E))))
     with chunks_of(2):
         y, state = toeplitz_position(**named, form=form)
-    assert y.shape == (0, 5, D)
-    assert state.hidden.shape == (0, D, E)
+    assert y.shape == (0, math.prod(shape), D)
+    assert state is None or state.hidden.shape == (0, D, E)
+    gradients = torch.autograd.grad(y.sum(), tensors)
+    assert all((gradient == 0).all() for gradient in gradients)
 
 
 def nan(*shape):
