@@ -47,6 +47,16 @@ def test_rows_of_the_operator_are_shares(tokens, radius, seed):
             torch.testing.assert_close(operator.sum(-1), torch.ones(3, tokens).double())
 
 
+@pytest.mark.parametrize("form", ["dense", "banded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_share_is_below_zero_at_the_stable_step(form, dtype):
+    for seed in range(60):
+        weights = random_kernels(1 + seed % 12, seed).to(dtype)
+        for operator in diffusion_operator(weights, stable_step(weights), 30, form=form):
+            assert operator.min() >= 0
+            smallest_positive_power(operator)  # refuses numbers below 0
+
+
 @sizes
 def test_no_step_beyond_the_papers_bound_is_called_stable(tokens, radius, seed):
     """Sec. 4.4: dt <= min_t 1 / sum_s K_ts, and for a row that reaches 2 R tokens just that."""
@@ -94,7 +104,7 @@ def test_the_l2_norm_may_grow_where_the_kernel_is_not_symmetric():
     """The paper's statement is of the l2 norm; its proof, and the truth, of the largest number."""
     weights = torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64)  # each takes its predecessor's
     x = torch.tensor([5.0, 0.0, 0.0]).double().reshape(1, 3, 1, 1)
-    moved = linear_diffusion(x, weights, stable_step(weights))
+    moved = linear_diffusion(x, weights, torch.ones(1, dtype=torch.float64))
     assert moved.flatten().tolist() == [5.0, 5.0, 0.0]
     assert moved.norm() > x.norm()
 
@@ -201,7 +211,7 @@ def test_theorem_1_fails_where_the_graph_is_not_strongly_connected():
 def test_theorem_1_fails_at_the_bound_itself_though_its_graph_is_strongly_connected():
     """Two tokens that swap: the paper's proof takes irreducible for primitive."""
     weights = torch.ones(1, 3, dtype=torch.float64)
-    at_the_bound = diffusion_operator(weights, 2 * stable_step(weights), 2)[0]
+    at_the_bound = diffusion_operator(weights, torch.ones(1, dtype=torch.float64), 2)[0]
     assert at_the_bound.tolist() == [[0.0, 1.0], [1.0, 0.0]]
     assert smallest_positive_power(at_the_bound) is None
     below = diffusion_operator(weights, 2 * MOST_OF_STEP * stable_step(weights), 2)[0]

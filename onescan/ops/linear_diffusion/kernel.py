@@ -81,6 +81,7 @@ def stable_step(weights: DiffusionKernels) -> StepSizes:
 
     The paper's bound, 1 / max_t sum_s K_ts, is the same where a token lies R from both ends. Where
     none does, the paper's allows a longer step; this one does not depend on the number of tokens.
+    It is shortened by the rounding error of a row sum, so that no token's share is below 0.
 
     Args:
         weights: [H, 2R+1], as in `linear_diffusion`.
@@ -95,7 +96,8 @@ def stable_step(weights: DiffusionKernels) -> StepSizes:
     (weights,) = widened(weights)
     middle = weights.shape[-1] // 2
     row_sum = weights[..., :middle].sum(-1) + weights[..., middle + 1 :].sum(-1)
-    return 1 / row_sum.clamp(min=LEAST_ROW_SUM)
+    rounding = (weights.shape[-1] + 2) * torch.finfo(weights.dtype).eps
+    return (1 - rounding) / row_sum.clamp(min=LEAST_ROW_SUM)
 
 
 def check_kernels(weights: Any) -> None:

@@ -36,7 +36,8 @@ def smallest_positive_power(operator: Tensor) -> int | None:
     """The smallest L for which A^L has no zero: L layers tell every token of every other.
 
     Args:
-        operator: A, [T, T], of numbers that are at least 0.
+        operator: A, [T, T], of numbers that are at least 0. Not from form="fft", which leaves
+            rounding errors in place of zeros.
 
     Returns:
         L, or None where no power will do, however large.
