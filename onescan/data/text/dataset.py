@@ -81,6 +81,10 @@ class TextDatasetConfig(DataConfig):
     shuffle_block: int = 1024
     """Neighbours in a stream that are shuffled with each other; they are held in memory."""
 
+    @property
+    def max_tokens(self) -> int:
+        return self.length
+
     def build(self) -> TextSplits:
         """Find the text, and tokenize it.
 
