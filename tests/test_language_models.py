@@ -22,6 +22,7 @@ from tiny_language_models import (
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from onescan.configs import replace
 from onescan.layers.mixers import (
     LightNetMixerConfig,
     LionMixerConfig,
@@ -31,6 +32,7 @@ from onescan.layers.mixers import (
 from onescan.layers.mlp import GLUConfig
 from onescan.layers.position import (
     AbsolutePositionConfig,
+    SinusoidalPositionConfig,
     ToeplitzPositionConfig,
     TokenPositionConfig,
 )
@@ -40,6 +42,7 @@ from onescan.models.sampling import Sampling
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.models.states import flatten, map_tensors, select_rows, unflatten
 from onescan.models.token_network import TokenNetwork
+from onescan.recipes import RECIPES, find_recipe
 from onescan.shapes import Grid
 
 
@@ -401,9 +404,10 @@ def test_a_state_of_another_model_is_refused():
     ("config", "message"),
     [
         (CausalLMConfig(**SMALL, mixer=LightNetMixerConfig(num_heads=3)), "mixer is not causal"),
-        (
-            CausalLMConfig(**SMALL, position=AbsolutePositionConfig()),
-            "position is AbsolutePositionConfig",
+        *(
+            (config(**SMALL, position=position), f"position is {type(position).__name__}")
+            for config in (CausalLMConfig, MaskedLMConfig, SequenceClassifierConfig)
+            for position in (AbsolutePositionConfig(), SinusoidalPositionConfig())
         ),
         (
             CausalLMConfig(**SMALL, position=ToeplitzPositionConfig(bidirectional=True)),
@@ -432,3 +436,28 @@ def test_impossible_configs_are_refused(config, message):
         config = dataclasses.replace(config, mixer=LightNetMixerConfig(num_heads=3, causal=True))
     with pytest.raises(ValueError, match=message):
         config.build()
+
+
+TEXT_RECIPES = [name for name, make in RECIPES.items() if hasattr(make().model, "segment_types")]
+
+
+@pytest.mark.parametrize("name", [f"{name}/with_positions" for name in TEXT_RECIPES])
+def test_positions_of_a_text_recipe_tell_its_tokens_apart(name):
+    run = find_recipe(name)()
+    position = run.model.position.build(width=8, grid=Grid((1,)))
+    x, order = torch.randn(1, 12, 8), torch.randperm(12)
+    placed, _ = position(x, Grid((12,)))
+    permuted, _ = position(x[:, order], Grid((12,)))
+    assert (permuted - placed[:, order]).abs().max() > 0.01
+    assert run.model.position.most_tokens >= run.data.max_tokens
+    fields = {"depth": 1, "width": 24, "mixer.num_heads": 3}
+    replace(run.model, fields).build()
+
+
+@pytest.mark.parametrize("name", ["listops_small_lion_lit", "c4_lion_lit_mlm_base"])
+def test_permuted_tokens_give_other_outputs_where_a_recipe_has_positions(name):
+    config = find_recipe(f"{name}/with_positions")().model
+    changes = {"vocabulary_size": VOCABULARY, "width": WIDTH, "mixer.num_heads": 3, "depth": 1}
+    model = built(replace(config, changes)).network
+    tokens, order = ids(1, TOKENS), torch.randperm(TOKENS)
+    assert (model(tokens[:, order])[0] - model(tokens)[0][:, order]).abs().max() > 0.01

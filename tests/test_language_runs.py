@@ -10,6 +10,7 @@ from onescan.cli import main
 from onescan.data.text import ByteTokenizer
 from onescan.recipes.language import LANGUAGE
 from onescan.report.sections import writing
+from onescan.tasks import MaskedLanguageModellingConfig
 from onescan.training import train as train_run
 from onescan.training.folder import read_manifest
 from onescan.training.language_model import load_language_model
@@ -106,6 +107,11 @@ def test_a_papers_recipe_is_of_its_models_size(name):
     with torch.device("meta"):
         model = run.model.build()
     assert sum(p.numel() for p in model.parameters()) > 4e7
+    is_masked = isinstance(run.task, MaskedLanguageModellingConfig)
+    assert run.data.frame_rows is is_masked
+    if name.startswith("c4"):
+        assert (run.task.mask_rate, run.task.evaluation_mask_rate) == (0.3, 0.15)
+        assert run.model.norm_position == "post"
     if run.data.streaming:
         assert run.data.train_rows == run.training.batch_size * run.training.steps
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_writing import byte_level_bpe, words
 from tiny_language_models import BOTH, CAUSAL, SMALL
+from tiny_tokenizers import WORDS, word_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
@@ -89,7 +90,7 @@ def test_the_loss_is_of_each_next_token(posed):
 
 
 def test_a_masked_model_is_shown_no_neighbouring_text(posed):
-    task, model = posed(MaskedLanguageModellingConfig(rate=0.5)), filler()
+    task, model = posed(MaskedLanguageModellingConfig(mask_rate=0.5)), filler()
     shown, documents, labels = task.augment(packed(), seed=4)
     loss, _ = task.loss(model, (shown, documents, labels))
     total, count = 0.0, 0
@@ -105,7 +106,7 @@ def test_a_masked_model_is_shown_no_neighbouring_text(posed):
 @pytest.mark.parametrize("read_outs", [1, 2, 3])
 def test_the_refined_loss_is_the_mean_over_the_last_blocks(posed, read_outs):
     """The network cut short after each of them, under the same norm and head."""
-    task = posed(MaskedLanguageModellingConfig(rate=0.5, read_outs=read_outs))
+    task = posed(MaskedLanguageModellingConfig(mask_rate=0.5, read_outs=read_outs))
     sizes = {**SMALL, "vocabulary_size": 258, **BOTH["lightnet"], "depth": 3}
     model = MaskedLMConfig(**sizes).build().double()
     batch = task.augment(packed(), seed=4)
@@ -126,6 +127,17 @@ def test_more_read_outs_than_blocks_are_refused(posed):
         task.loss(model, task.augment(packed(), seed=4))
     with pytest.raises(ValueError, match=r"task\.read_outs is 0, expected a number above 0"):
         posed(MaskedLanguageModellingConfig(read_outs=0))
+
+
+class Scoring(torch.nn.Module):
+    """A masked language model that scores every token alike."""
+
+    def __init__(self, vocabulary_size=258):
+        super().__init__()
+        self.vocabulary_size = vocabulary_size
+
+    def forward(self, tokens, documents=None):
+        return torch.zeros(*tokens.shape, self.vocabulary_size)
 
 
 class Knowing(torch.nn.Module):
@@ -167,7 +179,7 @@ def test_a_text_of_one_token_has_nothing_to_tell(posed):
 
 
 def test_the_shares_of_masks_are_as_asked_for(posed):
-    config = MaskedLanguageModellingConfig(rate=0.3, masked=0.6, exchanged=0.3)
+    config = MaskedLanguageModellingConfig(mask_rate=0.3, masked=0.6, exchanged=0.3)
     task = posed(config)
     tokens = torch.randint(256, (40, 500))
     shown, _, labels = task.augment((tokens, torch.zeros_like(tokens)), seed=1)
@@ -180,7 +192,7 @@ def test_the_shares_of_masks_are_as_asked_for(posed):
 
 
 def test_masks_are_as_the_seed_says_and_fixed_for_held_out_text(posed):
-    task, model = posed(MaskedLanguageModellingConfig(rate=0.5)), filler().eval()
+    task, model = posed(MaskedLanguageModellingConfig(mask_rate=0.5)), filler().eval()
     shown = [task.augment(packed(), seed)[0] for seed in (1, 1, 2)]
     assert torch.equal(shown[0], shown[1])
     assert not torch.equal(shown[0], shown[2])
@@ -189,14 +201,41 @@ def test_masks_are_as_the_seed_says_and_fixed_for_held_out_text(posed):
 
 
 def test_neither_ends_nor_padding_are_masked(posed):
-    task = posed(MaskedLanguageModellingConfig(rate=1.0))
+    task = posed(MaskedLanguageModellingConfig(mask_rate=1.0))
     tokens, documents = packed()
     _, _, labels = task.augment((tokens, documents), seed=0)
     assert torch.equal(labels != UNTOLD, (documents >= 0) & (tokens != 256))
 
 
+def test_held_out_text_is_masked_at_its_own_rate(posed):
+    task = posed(MaskedLanguageModellingConfig(mask_rate=0.3, evaluation_mask_rate=0.15))
+    tokens = torch.randint(256, (40, 500))
+    batch = tokens, torch.zeros_like(tokens)
+    assert (task.augment(batch, seed=1)[2] != UNTOLD).float().mean() == pytest.approx(0.3, abs=0.01)
+    rows = task.predict(Scoring(), batch)
+    assert rows["tokens"].sum() / tokens.numel() == pytest.approx(0.15, abs=0.01)
+
+
+def test_frames_are_neither_masked_nor_scored(tmp_path):
+    word_tokenizer(framed=True).save_pretrained(tmp_path / "words")
+    (tmp_path / "text.txt").write_text("the cat sat on a mat\na dog sat\n" * 9)
+    data = TextDatasetConfig(
+        path=str(tmp_path / "text.txt"), test_path=str(tmp_path / "text.txt"), documents="line",
+        tokenizer=str(tmp_path / "words"), length=7, frame_rows=True,
+    ).build()  # fmt: skip
+    task = MaskedLanguageModellingConfig(mask_rate=1.0).build(data)
+    batch = task.test.read([example for example, _ in task.test.examples(seed=None)]).batch
+    _, documents, labels = task.augment(batch, seed=0)
+    special = torch.tensor([WORDS.index("[CLS]"), WORDS.index("[SEP]")])
+    assert torch.equal(labels != UNTOLD, (documents >= 0) & ~torch.isin(batch[0], special))
+    told = task.predict(Scoring(len(WORDS)), batch)
+    assert told["tokens"].sum() == 9 * 9  # words
+    with pytest.raises(ValueError, match=r"data\.frame_rows is True, expected False"):
+        LanguageModellingConfig().build(data)
+
+
 def test_words_are_masked_whole(posed):
-    task = posed(MaskedLanguageModellingConfig(rate=0.5, whole_words=True))
+    task = posed(MaskedLanguageModellingConfig(mask_rate=0.5, whole_words=True))
     text = b"the cat sat on the mat, and 42 dogs looked at it "
     tokens = torch.tensor([list(text) * 4] * 8)
     _, _, labels = task.augment((tokens, torch.zeros_like(tokens)), seed=2)
@@ -241,7 +280,8 @@ def test_words_of_every_kind_of_tokenizer():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rate": 0.0}, r"task\.rate is 0\.0, expected above 0 and at most 1"),
+        ({"mask_rate": 0.0}, r"task\.mask_rate is 0\.0, expected above 0 and at most 1"),
+        ({"evaluation_mask_rate": 2.0}, r"task\.evaluation_mask_rate is 2\.0, expected above 0"),
         ({"masked": 0.9, "exchanged": 0.2}, r"task\.masked is 0\.9 and task\.exchanged 0\.2"),
         ({"evaluation_batch_size": 0}, r"task\.evaluation_batch_size is 0"),
     ],

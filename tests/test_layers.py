@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from onescan.layers.block import Block, DropPath
-from onescan.layers.mixers import LightNetMixerConfig
+from onescan.layers.mixers import (
+    LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
+    SoftmaxMixerConfig,
+)
 from onescan.layers.mlp import GLU, MLP, GLUConfig, MLPConfig
 from onescan.layers.norm import build_norm
 from onescan.layers.patch import Patchify
@@ -142,6 +146,36 @@ def test_drop_path_keeps_the_mean_and_drops_whole_samples():
     assert torch.equal(drop.eval()(y), y)
     with pytest.raises(ValueError, match=r"drop_path is 1.0, expected a probability"):
         DropPath(1.0)
+
+
+def test_post_norm_blocks_normalize_each_residual_sum():
+    mixer = SoftmaxMixerConfig(num_heads=2)
+    options = {"axes": 1, "mlp": MLPConfig(), "norm": "layer", "norm_position": "post"}
+    block, grid, x = Block(12, mixer=mixer, **options), Grid((6,)), torch.randn(2, 6, 12)
+    y = block.mixer_norm(x + block.mixer(x, grid)[0])
+    want = block.mlp_norm(y + block.mlp(y))
+    torch.testing.assert_close(block(x, grid)[0], want)
+    with pytest.raises(ValueError, match="norm_position is 'post' with a LinearDiffusionMixer"):
+        Block(12, mixer=LinearDiffusionMixerConfig(num_heads=2), **options)
+    with pytest.raises(ValueError, match="norm_position 'middle' is unknown"):
+        unwrap(Block.__init__)(block, 12, mixer=mixer, **{**options, "norm_position": "middle"})
+
+
+def test_attention_dropout_is_of_attention_weights_in_training():
+    mixer = SoftmaxMixerConfig(num_heads=1, dropout=0.25).build(width=1, axes=1)
+    grid, x = Grid((2000,)), torch.ones(1, 2000, 1)
+    with torch.no_grad():
+        mixer.to_qkv.weight.zero_()
+        mixer.to_qkv.bias.copy_(torch.tensor([0.0, 0.0, 1.0]))  # equal weights, values of 1
+        mixer.to_out.weight.fill_(1)
+        mixer.to_out.bias.zero_()
+        y = mixer(x, grid)[0]
+        # each output is a mean of 2000 weights that are 0 or 4/3
+        assert y.mean().item() == pytest.approx(1, abs=0.005)
+        assert y.var().item() == pytest.approx(0.25 / 0.75 / 2000, rel=0.2)
+        torch.testing.assert_close(mixer.eval()(x, grid)[0], torch.ones_like(x))
+    with pytest.raises(ValueError, match=r"mixer\.dropout is 1\.0"):
+        SoftmaxMixerConfig(num_heads=1, dropout=1.0).build(width=1, axes=1)
 
 
 def test_block_is_two_shortcuts():

@@ -187,9 +187,9 @@ def test_a_runs_own_text_is_its_held_out_part(tmp_path, capsys, monkeypatch):
 def test_a_masked_run_draws_masks_as_in_training(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
-    run = train("wikitext2_mlm_lion_s", file, "--task.rate", "0.4")
+    run = train("wikitext2_mlm_lion_s", file, "--task.mask-rate", "0.4")
     opened = open_long_text(str(run), str(file))
-    assert opened.masks.rate == 0.4
+    assert opened.masks.mask_rate == 0.4
     told = (opened.masked()[1] != UNTOLD).float().mean().item()
     assert told == pytest.approx(0.4, abs=0.05)
 

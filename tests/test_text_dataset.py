@@ -805,3 +805,75 @@ def test_a_run_with_another_tokenizer_is_refused_its_folder(tmp_path):
     word_tokenizer(words=[*WORDS[:5], *reversed(WORDS[5:])]).save_pretrained(words)
     with pytest.raises(ValueError, match="the data has changed since the run"):
         train(run, tmp_path / "run")
+
+
+# Framed rows
+
+CLS, SEP = WORDS.index("[CLS]"), WORDS.index("[SEP]")
+LINES = ["the cat sat on a mat", "dog", "a dog sat", "the mat on the mat on the mat on a dog cat"]
+
+
+def framed(tmp_path, lines, **options):
+    word_tokenizer(framed=True).save_pretrained(tmp_path / "words")
+    path = write(tmp_path / "a.txt", *lines)
+    return build(path, tokenizer=str(tmp_path / "words"), frame_rows=True, **options)
+
+
+def parts(data, length, **options):
+    """The parts of documents in rows, without their frames."""
+    laid = rows(data, **options)
+    assert sum(documents.count(-1) > 2 for _, documents in laid) <= 1  # the last that was cut
+    for tokens, documents in laid:
+        assert len(tokens) == length
+        for number in dict.fromkeys(documents):
+            part = [token for token, d in zip(tokens, documents, strict=True) if d == number]
+            if number >= 0:
+                assert (part[0], part[-1]) == (CLS, SEP)
+                assert not {CLS, SEP} & {*part[1:-1]}
+                yield part[1:-1]
+
+
+@pytest.mark.parametrize("length", [3, 5, 8, 60])
+@pytest.mark.parametrize("streaming", [{}, {"streaming": True, "train_rows": 99}])
+@pytest.mark.parametrize("lines", [LINES, [LINES[3]]])
+def test_every_part_of_a_document_is_framed_and_no_word_is_lost(tmp_path, lines, length, streaming):
+    test = {"test_path": write(tmp_path / "b.txt", *lines)} if streaming or len(lines) > 1 else {}
+    splits = framed(tmp_path, lines, length=length, **test, **streaming)
+    words = [WORDS.index(word) for line in lines for word in line.split()]
+    stored = [
+        [token for part in parts(data, length, seed=None) for token in part]
+        for data in (splits.train, splits.test)
+    ]
+    if test:
+        assert stored == [words, words]
+    else:  # of one document, a part is held out
+        assert stored[0] + stored[1] == words
+    if not streaming:
+        drawn = parts(splits.train, length, seed=4)
+        assert sorted(token for part in drawn for token in part) == sorted(stored[0])
+
+
+@pytest.mark.parametrize("streaming", [{}, {"streaming": True, "train_rows": 9}])
+def test_framed_rows_go_on_exactly(tmp_path, streaming):
+    test_path = write(tmp_path / "b.txt", *LINES)
+    data = framed(tmp_path, LINES, length=6, test_path=test_path, **streaming).train
+    every = list(data.examples(seed=3))
+    want = data.read([example for example, _ in every]).batch[0]
+    for start in range(1, len(every)):
+        rest = data.examples(seed=3, start=start, bookmark=every[start - 1][1])
+        got = data.read([example for example, _ in rest]).batch[0]
+        assert torch.equal(got, want[start:])
+
+
+def test_rows_are_framed_by_tokenizers_with_frames_alone(tmp_path):
+    path = write(tmp_path / "a.txt", "one", "two")
+    with pytest.raises(ValueError, match=r"data\.frame_rows is True, but data\.tokenizer 'bytes'"):
+        build(path, frame_rows=True)
+    with pytest.raises(ValueError, match=r"data\.length is 2, expected above 2 with data\.fr"):
+        build(path, frame_rows=True, length=2)
+
+
+def test_the_held_out_rows_of_framed_text_are_limited(tmp_path):
+    test_path = write(tmp_path / "b.txt", *LINES)
+    splits = framed(tmp_path, LINES, length=6, test_path=test_path, test_rows=3)
+    assert len(splits.test) == len(rows(splits.test, seed=None)) == 3

@@ -50,11 +50,13 @@ BOTH = {
         "norm": "layer",
     },
     "bert": {
-        "mixer": SoftmaxMixerConfig(num_heads=3),
+        "mixer": SoftmaxMixerConfig(num_heads=3, dropout=0.1),
         "mlp": MLPConfig(),
         "position": PLACES,
         "segment_types": 2,
         "embedding_norm": True,
+        "norm_position": "post",
+        "norm_eps": 1e-12,
     },
 }
 over_causal = pytest.mark.parametrize("change", CAUSAL.values(), ids=CAUSAL)

@@ -50,7 +50,7 @@ class LongText:
     masks: MaskedLanguageModellingConfig
 
     def masked(self) -> tuple[Tokens, Tokens]:
-        """The text as a masked model is shown it, and what it is to tell, masked as in training.
+        """The text as a masked model is shown it, and what it is to tell, masked as in evaluation.
 
         Raises:
             ValueError: the tokenizer has no mask.
@@ -61,7 +61,7 @@ class LongText:
         format = TextFormat.of(self.tokenizer)
         splits = TextSplits(train=rows, test=rows, tokenizer=self.tokenizer, format=format)
         batch: Batch = (self.ids, torch.zeros_like(self.ids))
-        shown, _, labels = self.masks.build(splits).augment(batch, seed=0)
+        shown, _, labels = self.masks.build(splits).masked_for_evaluation(batch)
         return shown, labels
 
 
@@ -114,7 +114,8 @@ def _read(
     wanted = data.wanted(streaming=False) if data else Wanted()
     source = find_source(text, wanted, field="text")
     split = source.held_out("train") or next(iter(source.splits))
-    reader = CorpusReader(tokenizer=tokenizer, on_error="raise", keeps=False)
+    frame = tokenizer.frame if data and data.frame_rows else None
+    reader = CorpusReader(tokenizer=tokenizer, on_error="raise", keeps=False, frame=frame)
     ids = reader.read(source.open(split), text, split, most=most).tokens
     if not len(ids):
         raise ValueError(f"text is {text!r}, where {split} holds no text")

@@ -19,6 +19,11 @@ class DataConfig(ABC):
     def build(self) -> Any:
         """Open the data: training and held-out examples, in the form the task reads."""
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Length of the longest token sequence; None if the data is not tokens or sets no limit."""
+        return None
+
 
 class Format:
     """How raw input becomes a model's input; saved with the model. Subclasses are configs."""

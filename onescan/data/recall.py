@@ -68,6 +68,10 @@ class RecallConfig(DataConfig):
     seed: int = 0
     """What all sequences are drawn from."""
 
+    @property
+    def max_tokens(self) -> int:
+        return self.length
+
     def build(self) -> "RecallSplits":
         """Make ready to draw.
 

@@ -1,24 +1,27 @@
-"""The block every model stacks: a mixer, then an MLP, each behind a norm and with a shortcut."""
+"""The block every model stacks: a mixer, then an MLP, each with a norm and a shortcut."""
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from onescan.checks import check_choice
 from onescan.layers.documents import Documents
 from onescan.layers.mixers import MixerConfig
 from onescan.layers.mlp import MLPConfig
-from onescan.layers.norm import NormName, build_norm
+from onescan.layers.norm import EPS, NormName, NormPosition, build_norm
 from onescan.shapes import Grid, Hidden, Keep
 
 
 class Block(nn.Module):
-    """x += mixer(norm(x)); x += mlp(norm(x)).
+    """Pre-norm: x += mixer(norm(x)); x += mlp(norm(x)).
 
-    A mixer that normalizes what it reads itself has no norm before it; without an MLP the block is
-    its mixer and nothing else. What a bounded mixer adds is never scaled up: it has no dropout but
-    its own, and dropped paths are made up for when judging.
+    Post-norm, as in the Transformer and BERT: x = norm(x + mixer(x)); x = norm(x + mlp(x)).
+
+    A mixer that normalizes its input itself has no norm before it, and works in pre-norm blocks
+    only. Without an MLP, the block is the mixer's half alone. What a bounded mixer adds is never
+    scaled up: the mixer has its own dropout, and drop path scales down in evaluation instead.
     """
 
     recompute: bool = False
@@ -32,16 +35,26 @@ class Block(nn.Module):
         mixer: MixerConfig,
         mlp: MLPConfig | None,
         norm: NormName,
+        norm_position: NormPosition = "pre",
+        norm_eps: float = EPS,
         drop_path: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.mixer_norm = build_norm("none" if mixer.normalizes_itself else norm, width)
+        check_choice("norm_position", norm_position, get_args(NormPosition))
+        if norm_position == "post" and mixer.normalizes_itself:
+            raise ValueError(
+                f"norm_position is 'post' with a {type(mixer).__name__}, which normalizes its own "
+                "input; expected 'pre'"
+            )
+        self.norm_position = norm_position
+        mixer_norm: NormName = "none" if mixer.normalizes_itself else norm
+        self.mixer_norm = build_norm(mixer_norm, width, eps=norm_eps)
         self.mixer = mixer.build(width=width, axes=axes)
         self.reads_embedding = mixer.reads_embedding
         self.mlp_norm = self.mlp = None
         if mlp is not None:
-            self.mlp_norm = build_norm(norm, width)
+            self.mlp_norm = build_norm(norm, width, eps=norm_eps)
             self.mlp = mlp.build(width=width)
         self.mixer_drop_path = DropPath(drop_path, scale_up=not mixer.is_bounded)
         self.mixer_dropout = nn.Dropout(0.0 if mixer.is_bounded else dropout)
@@ -79,14 +92,18 @@ class Block(nn.Module):
         state: Any,
     ) -> tuple[Hidden, Any]:
         beside: dict[str, Any] = {"embedding": embedding} if self.reads_embedding else {}
-        normed = self.mixer_norm(x)
+        is_pre = self.norm_position == "pre"
+        y = self.mixer_norm(x) if is_pre else x
         if documents is None:
-            mixed, state = self.mixer(normed, grid, keep=keep, state=state, **beside)
+            y, state = self.mixer(y, grid, keep=keep, state=state, **beside)
         else:
-            mixed = documents.apart(self._mix, normed, keep=keep, **beside)
-        x = x + self.mixer_drop_path(self.mixer_dropout(mixed))
+            y = documents.apart(self._mix, y, keep=keep, **beside)
+        x = x + self.mixer_drop_path(self.mixer_dropout(y))
+        x = x if is_pre else self.mixer_norm(x)
         if self.mlp is not None and self.mlp_norm is not None:
-            x = x + self.drop_path(self.dropout(self.mlp(self.mlp_norm(x))))
+            y = self.mlp(self.mlp_norm(x) if is_pre else x)
+            x = x + self.drop_path(self.dropout(y))
+            x = x if is_pre else self.mlp_norm(x)
         return x, state
 
     def _mix(self, x: Hidden, grid: Grid, **options: Any) -> Hidden:

@@ -7,19 +7,20 @@ from torch import nn
 from onescan.checks import check_choice
 
 NormName = Literal["layer", "rms", "simple_rms", "none"]
+NormPosition = Literal["pre", "post"]
 
 # below the variance of a mean over 100,000 tokens
 EPS = 1e-6
 
 
-def build_norm(name: NormName, width: int, *, affine: bool = True) -> nn.Module:
+def build_norm(name: NormName, width: int, *, affine: bool = True, eps: float = EPS) -> nn.Module:
     """LayerNorm (2 width parameters), RMSNorm (width), SimpleRMSNorm (none), or nothing at all.
 
     Without `affine`, for what is modulated elsewhere, none has parameters.
     """
     check_choice("norm", name, get_args(NormName))
     if name == "layer":
-        return nn.LayerNorm(width, eps=EPS, elementwise_affine=affine)
+        return nn.LayerNorm(width, eps=eps, elementwise_affine=affine)
     if name == "none":
         return nn.Identity()
-    return nn.RMSNorm(width, eps=EPS, elementwise_affine=affine and name == "rms")
+    return nn.RMSNorm(width, eps=eps, elementwise_affine=affine and name == "rms")

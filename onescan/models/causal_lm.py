@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from onescan.checks import check_positive
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
-from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
+from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.sampling import Sampling
 from onescan.models.token_network import NetworkState, TokenNetwork, TokenNetworkConfig
 from onescan.shapes import Keep, TokenLogits, Tokens, Written
@@ -36,11 +36,6 @@ class CausalLMConfig(TokenNetworkConfig):
         if not self.mixer.is_causal:
             raise ValueError(
                 "mixer is not causal: a token would read the next, which is to be told"
-            )
-        if isinstance(self.position, AbsolutePositionConfig):
-            raise ValueError(
-                "position is AbsolutePositionConfig, which is of a grid of one size, expected "
-                "TokenPositionConfig or ToeplitzPositionConfig"
             )
         if isinstance(self.position, ToeplitzPositionConfig) and self.position.bidirectional:
             raise ValueError("position.bidirectional is True, so a token would read the next")

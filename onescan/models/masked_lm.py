@@ -91,7 +91,7 @@ class MaskedHead(nn.Module):
         self.transform = self.norm = None
         if config.head_transform:
             self.transform = nn.Linear(config.width, config.width)
-            self.norm = build_norm(config.norm, config.width)
+            self.norm = build_norm(config.norm, config.width, eps=config.norm_eps)
         self.scores = nn.Linear(config.width, config.vocabulary_size)
 
     def forward(self, x: Hidden) -> TokenLogits:

@@ -15,8 +15,13 @@ from onescan.layers.documents import Documents
 from onescan.layers.initial import init_weights
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.mlp import GLUConfig, MLPConfig
-from onescan.layers.norm import NormName, build_norm
-from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
+from onescan.layers.norm import EPS, NormName, NormPosition, build_norm
+from onescan.layers.position import (
+    AbsolutePositionConfig,
+    PositionConfig,
+    SinusoidalPositionConfig,
+    ToeplitzPositionConfig,
+)
 from onescan.models.states import flatten
 from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 
@@ -43,21 +48,32 @@ class TokenNetworkConfig(ModelConfig, ABC):
     """Normalize what enters the first block."""
     norm: NormName = "layer"
     """Of every block, and after the last."""
+    norm_position: NormPosition = "pre"
+    """pre normalizes the input of each branch and the output of the network; post normalizes each
+    residual sum instead, as in BERT."""
+    norm_eps: float = EPS
+    """Added to the variance in every norm; BERT has 1e-12."""
     dropout: float = 0.0
     """Of what enters the first block and of what each branch adds, while training."""
     init_std: float = 0.02
     """Spread of the first weights of linear maps and embeddings."""
 
     def check(self) -> None:
-        """Raise ValueError for sizes that no network has."""
+        """Raise ValueError for a size out of range, or a position encoding made for grids."""
         check_positive(
             vocabulary_size=self.vocabulary_size,
             width=self.width,
             depth=self.depth,
             init_std=self.init_std,
+            norm_eps=self.norm_eps,
         )
         if self.segment_types < 0:
             raise ValueError(f"segment_types is {self.segment_types}, expected 0 or more")
+        if isinstance(self.position, AbsolutePositionConfig | SinusoidalPositionConfig):
+            raise ValueError(
+                f"position is {type(self.position).__name__}, which encodes grids of a known size; "
+                "expected TokenPositionConfig, ToeplitzPositionConfig or None"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}, expected a chance from 0 to below 1")
 
@@ -92,7 +108,7 @@ class NetworkState(NamedTuple):
 
 
 class TokenNetwork(nn.Module):
-    """Embedding -> position -> blocks -> norm."""
+    """Embedding -> position -> blocks -> norm; post-norm blocks have no norm after the last."""
 
     def __init__(self, config: TokenNetworkConfig) -> None:
         super().__init__()
@@ -105,7 +121,7 @@ class TokenNetwork(nn.Module):
         self.position = None
         if config.position is not None:
             self.position = config.position.build(width=width, grid=Grid((1,)))
-        self.embedding_norm = build_norm(config.norm if config.embedding_norm else "none", width)
+        self.embedding_norm = self._build_norm(present=config.embedding_norm)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(
             Block(
@@ -114,11 +130,13 @@ class TokenNetwork(nn.Module):
                 mixer=config.mixer.for_layer(i),
                 mlp=config.mlp,
                 norm=config.norm,
+                norm_position=config.norm_position,
+                norm_eps=config.norm_eps,
                 dropout=config.dropout,
             )
             for i in range(config.depth)
         )
-        self.norm = build_norm(config.norm, width)
+        self.norm = self._build_norm(present=config.norm_position == "pre")
         self.apply(self.init_weights)
 
     def forward(
@@ -202,6 +220,10 @@ class TokenNetwork(nn.Module):
     def init_weights(self, module: nn.Module) -> None:
         """Set a part's first weights; for heads that are added, too."""
         init_weights(module, std=self.config.init_std)
+
+    def _build_norm(self, *, present: bool) -> nn.Module:
+        name: NormName = self.config.norm if present else "none"
+        return build_norm(name, self.config.width, eps=self.config.norm_eps)
 
     def _placed(self, x: Hidden, grid: Grid, *, keep: Keep | None) -> Hidden:
         return x if self.position is None else self.position(x, grid, None, keep)[0]

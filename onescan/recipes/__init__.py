@@ -7,7 +7,9 @@ from types import MappingProxyType
 
 from onescan import configs
 from onescan.choices import check_choice
+from onescan.layers.position import AbsolutePositionConfig
 from onescan.models.presets import ABLATIONS
+from onescan.models.token_network import TokenNetworkConfig
 from onescan.recipes.cifar10 import (
     CIFAR10_LION,
     cifar10_deit,
@@ -30,6 +32,7 @@ from onescan.recipes.imagenet import (
 )
 from onescan.recipes.language import LANGUAGE
 from onescan.recipes.long_range import LONG_RANGE
+from onescan.recipes.positions import text_positions
 from onescan.recipes.recall import RECALL
 from onescan.training.run import RunConfig
 
@@ -80,12 +83,19 @@ def find_recipe(name: str) -> Recipe:
 
 
 def ablated(recipe: Recipe, row: str) -> Recipe:
-    """The recipe with one row of `ABLATIONS` changed in its model."""
+    """The recipe with one row of `ABLATIONS` changed in its model.
+
+    Where the row adds grid positions, a text model gets learned token positions instead.
+    """
     check_choice("ablation", row, ABLATIONS)
 
     def variant() -> RunConfig:
         run = recipe()
-        model = configs.replace(run.model, ABLATIONS[row])
+        changes = dict(ABLATIONS[row])
+        adds_grid_positions = isinstance(changes.get("position"), AbsolutePositionConfig)
+        if adds_grid_positions and isinstance(run.model, TokenNetworkConfig):
+            changes["position"] = text_positions(run.model, run.data)
+        model = configs.replace(run.model, changes)
         return dataclasses.replace(run, name=f"{run.name}/{row}", model=model)
 
     variant.__doc__ = f"{summary(recipe)} Ablation: {row}."

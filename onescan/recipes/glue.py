@@ -1,9 +1,9 @@
 """GLUE fine-tuning: the five recipes of LION's Table 8, arXiv:2502.16249, App. C.5.
 
-Batch sizes, betas, eps, precision and the warm-up of 6% are those of the files that the table
-names, and the end at 2% of the highest learning rate is its pre-training's. Nothing is clipped
-there. Of STS-B's weight decay in M2-LARGE and Modified the printed 3e-5 is taken, where the files
-have 3e-6.
+Batch sizes, betas, eps, precision, the warm-up of 6% and the linear decay to 0 are those of the
+files that the table names. Nothing is clipped there. The head reads the first token, [CLS], through
+BERT's pooler (a linear layer and tanh), as LION keeps all of BERT but its attention. Of STS-B's
+weight decay in M2-LARGE and Modified the printed 3e-5 is taken, where the files have 3e-6.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class GlueRecipe:
             eps=1e-6,
             warmup=0.06,
             schedule="linear",
-            final_fraction=0.02,
+            final_fraction=0.0,
             clip_norm=None,
         )
 

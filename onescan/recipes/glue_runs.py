@@ -37,8 +37,9 @@ class GlueStudy:
     """Whether a line of a table that cannot be read ends the run, or is skipped and told."""
     from_mnli: bool = True
     """Begin RTE, MRPC and STS-B with the weights that learnt MNLI, which is learnt first."""
-    pool: Pool = "mean"
-    """What the head reads: the first token, as in BERT, or all of them."""
+    pool: Pool = "first"
+    """What the head reads: the first token, [CLS], as in BERT; or the mean, maximum or attention
+    pool of all tokens."""
     length: int | None = None
     """Tokens of a sequence."""
     epochs: int | None = None

@@ -22,9 +22,9 @@ from onescan.data.long_range import ListOpsConfig, PathfinderConfig
 from onescan.layers.decays import DecayConfig, HippoDecayConfig, NoDecayConfig
 from onescan.layers.mixers import LionMixerConfig
 from onescan.layers.mlp import MLPConfig
-from onescan.layers.position import TokenPositionConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.recipes.cifar10 import CLASSES
+from onescan.recipes.positions import token_positions
 from onescan.tasks import SequenceClassificationConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig
 
@@ -46,8 +46,6 @@ class Problem:
 
     title: str
     data: DataConfig
-    most_tokens: int
-    """Of a sequence, for which LION-lit has places."""
     model: SequenceClassifierConfig
     """Without a mixer's decay, and without positions."""
     training: TrainingConfig
@@ -92,7 +90,6 @@ def _training(
 LISTOPS = Problem(
     title="the Long Range Arena's ListOps, up to 1,999 tokens",
     data=ListOpsDataConfig(),
-    most_tokens=2000,
     model=_model(width=128, depth=8, vocabulary_size=16, num_classes=10),
     training=_training(epochs=40, batch_size=50, weight_decay=0.04),
 )
@@ -104,7 +101,6 @@ LISTOPS_SMALL = Problem(
         train_examples=64_000,
         test_examples=1_000,
     ),
-    most_tokens=37,
     model=replace(
         _model(width=32, depth=2, vocabulary_size=16, num_classes=10),
         mixer=LionMixerConfig(num_heads=4, chunk_size=16),
@@ -124,7 +120,6 @@ LISTOPS_SMALL = Problem(
 PIXELS = Problem(
     title="CIFAR-10 in grey, 1,024 pixels one by one",
     data=PixelImageConfig(path="uoft-cs/cifar10", class_names=CLASSES),
-    most_tokens=1024,
     model=_model(width=512, depth=6, vocabulary_size=256, num_classes=10, dropout=0.1),
     training=_training(epochs=250, batch_size=50, weight_decay=0.07),
     flags=" --data.path FOLDER",
@@ -132,14 +127,12 @@ PIXELS = Problem(
 PATHFINDER = Problem(
     title="Pathfinder, 1,024 pixels one by one",
     data=PathfinderDataConfig(),
-    most_tokens=1024,
     model=_model(width=192, depth=6, vocabulary_size=256, num_classes=2, dropout=0.05),
     training=_training(epochs=200, batch_size=64, weight_decay=0.03),
 )
 PATHX = Problem(
     title="Path-X, 16,384 pixels one by one",
     data=PathfinderDataConfig(images=PathfinderConfig(side=128)),
-    most_tokens=128 * 128,
     model=_model(width=128, depth=6, vocabulary_size=256, num_classes=2),
     training=_training(epochs=75, batch_size=32, weight_decay=0.06),
     shortest_step=0.0001,
@@ -147,7 +140,6 @@ PATHX = Problem(
 IMDB = Problem(
     title="IMDB's reviews, up to 4,096 bytes",
     data=ByteTextConfig(path="stanfordnlp/imdb"),
-    most_tokens=4096,
     model=_model(width=256, depth=6, vocabulary_size=257, num_classes=2, dropout=0.1),
     training=_training(epochs=35, batch_size=50, weight_decay=0.07, warmup_epochs=0),
     flags=" --data.path FOLDER",
@@ -155,7 +147,6 @@ IMDB = Problem(
 AAN = Problem(
     title="AAN's pairs of papers, up to 4,000 bytes each",
     data=RetrievalConfig(path="lra_release/tsv_data"),
-    most_tokens=8001,
     model=replace(_model(width=128, depth=6, vocabulary_size=257, num_classes=2), segment_types=2),
     training=_training(epochs=20, batch_size=32, weight_decay=0.05),
     flags=" --data.path FOLDER",
@@ -176,7 +167,7 @@ def _long_range(problem: str, kind: str) -> Callable[[], RunConfig]:
 
     def recipe() -> RunConfig:
         has_places = kind == "lit" or posed.all_have_places
-        places = TokenPositionConfig(most_tokens=posed.most_tokens) if has_places else None
+        places = token_positions(posed.data) if has_places else None
         decay = DECAYS[kind]
         if isinstance(decay, HippoDecayConfig):
             decay = replace(decay, min_step=posed.shortest_step)

@@ -26,8 +26,13 @@ class LanguageModellingConfig(TaskConfig):
         """Pose it on a text.
 
         Raises:
-            ValueError: a number that is not positive.
+            ValueError: a number that is not positive, or rows framed for masked language models.
         """
+        if data.is_framed:
+            raise ValueError(
+                "data.frame_rows is True, expected False: a [SEP] after a part of a document is no "
+                "next token to learn"
+            )
         check_positive(**{"task.evaluation_batch_size": self.evaluation_batch_size})
         return LanguageModelling(self, data)
 

@@ -20,8 +20,10 @@ from onescan.tasks.language_modelling import apart, judged, scored
 class MaskedLanguageModellingConfig(TaskConfig):
     """Masked language modelling, for a `MaskedLM`."""
 
-    rate: float = 0.15
-    """Share of tokens, or of words, that are to be told."""
+    mask_rate: float = 0.15
+    """Share of tokens, or of words, to predict in training."""
+    evaluation_mask_rate: float | None = None
+    """The same in evaluation; None is mask_rate."""
     whole_words: bool = False
     """Choose words, all of their tokens at once."""
     masked: float = 0.8
@@ -42,8 +44,10 @@ class MaskedLanguageModellingConfig(TaskConfig):
         """
         for name in ("evaluation_batch_size", "read_outs"):
             check_positive(**{f"task.{name}": getattr(self, name)})
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"task.rate is {self.rate}, expected above 0 and at most 1")
+        for name in ("mask_rate", "evaluation_mask_rate"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate <= 1:
+                raise ValueError(f"task.{name} is {rate}, expected above 0 and at most 1")
         if min(self.masked, self.exchanged) < 0 or self.masked + self.exchanged > 1:
             raise ValueError(
                 f"task.masked is {self.masked} and task.exchanged {self.exchanged}, expected "
@@ -73,9 +77,17 @@ class MaskedLanguageModelling(Task):
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         """The tokens as they are shown, their documents, and the labels."""
+        return self._masked(batch, seed, self.config.mask_rate)
+
+    def masked_for_evaluation(self, batch: Batch) -> Batch:
+        """The same with the masks of evaluation, which do not change from call to call."""
+        rate = self.config.evaluation_mask_rate
+        return self._masked(batch, 0, self.config.mask_rate if rate is None else rate)
+
+    def _masked(self, batch: Batch, seed: int, rate: float) -> Batch:
         tokens, documents = batch
         generator = torch.Generator(tokens.device).manual_seed(seed)
-        chosen = self._chosen(tokens, documents, generator)
+        chosen = self._chosen(tokens, documents, generator, rate)
         share = torch.rand(tokens.shape, generator=generator, device=tokens.device)
         others = torch.randint(
             self.tokenizer.size, tokens.shape, generator=generator, device=tokens.device
@@ -97,7 +109,7 @@ class MaskedLanguageModelling(Task):
         return loss / (read_outs * count), {"accuracy": right.sum() / count}
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
-        shown, documents, labels = self.augment(batch, seed=0)
+        shown, documents, labels = self.masked_for_evaluation(batch)
         logits = model(shown, documents=apart(documents))
         self.tokenizer.check_vocabulary(logits.shape[-1])
         return scored(logits.float(), labels, self.tokenizer)
@@ -109,7 +121,7 @@ class MaskedLanguageModelling(Task):
         return -metrics["loss"]
 
     def _chosen(
-        self, tokens: Tokens, documents: Tokens, generator: torch.Generator
+        self, tokens: Tokens, documents: Tokens, generator: torch.Generator, rate: float
     ) -> Bool[Tensor, "B T"]:
         draw = torch.rand(tokens.shape, generator=generator, device=tokens.device)
         if self.words is not None:
@@ -119,6 +131,6 @@ class MaskedLanguageModelling(Task):
             first = places.where(begins, 0).cummax(dim=1).values
             draw = draw.gather(1, first)  # a word's first token draws for all of it
         real = documents >= 0
-        if self.tokenizer.end is not None:
-            real = real & (tokens != self.tokenizer.end)
-        return real & (draw < self.config.rate)
+        for special in {self.tokenizer.end, *(self.tokenizer.frame or ())} - {None}:
+            real = real & (tokens != special)
+        return real & (draw < rate)

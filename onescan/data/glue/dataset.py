@@ -67,6 +67,10 @@ class GlueDatasetConfig(DataConfig):
     on_error: OnError = "raise"
     """Whether a line of a table that cannot be read ends the run, or is skipped and told."""
 
+    @property
+    def max_tokens(self) -> int:
+        return self.length
+
     def build(self) -> GlueSplits:
         """Read the texts.
 

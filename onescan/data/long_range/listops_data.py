@@ -54,6 +54,10 @@ class ListOpsDataConfig(DataConfig):
     test_split: HeldOut = "test"
     """What to be judged on; val to choose settings by."""
 
+    @property
+    def max_tokens(self) -> int:
+        return self.expressions.max_length
+
     def build(self) -> SequenceSplits:
         """Make ready to draw, or read the tables.
 

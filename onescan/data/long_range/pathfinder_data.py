@@ -39,6 +39,10 @@ class PathfinderDataConfig(DataConfig):
     test_split: HeldOut = "test"
     """What to be judged on; val to choose settings by."""
 
+    @property
+    def max_tokens(self) -> int:
+        return self.images.side**2
+
     def build(self) -> SequenceSplits:
         """Make ready to draw, or list a folder's images.
 

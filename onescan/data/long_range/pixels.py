@@ -1,5 +1,6 @@
 """Images as sequences of grey levels, row by row."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,10 @@ class PixelImageConfig(DataConfig):
     """Height and width that images are stretched to."""
     on_error: OnError = "raise"
     """Whether an unreadable image ends the run, or is skipped and counted."""
+
+    @property
+    def max_tokens(self) -> int:
+        return math.prod(self.image_size)
 
     def build(self) -> SequenceSplits:
         """Find the images, and read their labels.

@@ -35,6 +35,10 @@ class RetrievalConfig(DataConfig):
     test_split: HeldOut = "test"
     """What to be judged on; eval to choose settings by."""
 
+    @property
+    def max_tokens(self) -> int:
+        return 2 * self.max_length + 1  # a separator between the documents
+
     def build(self) -> SequenceSplits:
         """Look through the tables.
 

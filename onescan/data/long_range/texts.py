@@ -115,6 +115,10 @@ class ByteTextConfig(DataConfig):
     class_names: tuple[str, ...] = ()
     """What the classes are called, in order, where the data does not tell."""
 
+    @property
+    def max_tokens(self) -> int:
+        return self.max_length
+
     def build(self) -> SequenceSplits:
         """Find the texts, and read their labels.
 

@@ -35,3 +35,11 @@ class Corpus:
         last = int(np.searchsorted(self.ends, end, side="left"))
         ends = np.minimum(self.ends[first : last + 1], end) - begin
         return replace(self, tokens=self.tokens[begin:end], ends=ends)
+
+    def ended(self, end: int) -> "Corpus":
+        """Append `end` to the last document if `part` has cut it off before its own."""
+        if self.tokens[-1] == end:
+            return self
+        ends = self.ends.copy()
+        ends[-1] += 1
+        return replace(self, tokens=np.append(self.tokens, self.tokens.dtype.type(end)), ends=ends)

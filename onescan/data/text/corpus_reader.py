@@ -15,7 +15,7 @@ from onescan.data.text.corpus import Corpus
 from onescan.data.text.documents import Document
 from onescan.data.text.encode import encode_documents
 from onescan.data.text.shards import Shard, read_all
-from onescan.data.text.tokenizer import Ids, Tokenizer
+from onescan.data.text.tokenizer import Frame, Ids, Tokenizer
 
 LongDocuments = Literal["continue", "raise"]
 
@@ -33,11 +33,13 @@ class CorpusReader:
         tokenizer: what encodes them.
         on_error: whether a document that cannot be read ends the run, or is left out.
         keeps: whether what was tokenized is kept on disk.
+        frame: ids to put before and after each document, if any.
     """
 
     tokenizer: Tokenizer
     on_error: OnError
     keeps: bool
+    frame: Frame | None = None
 
     def read(self, shards: tuple[Shard, ...], *what: str, most: int | None = None) -> Corpus:
         """Tokenize shards, or take what was kept of them.
@@ -56,7 +58,7 @@ class CorpusReader:
             return self._tokenize(shards, most)
         tokenizer = self.tokenizer
         entry = Entry.of(
-            name=[*what, tokenizer.name, self.on_error, most],
+            name=[*what, tokenizer.name, self.on_error, most, self.frame],
             stamp=[stamps, tokenizer.fingerprint(), tokenizer.end],
         )
         with entry.alone():
@@ -76,7 +78,7 @@ class CorpusReader:
         with tqdm(
             desc="tokenizing", unit=" characters", unit_scale=True, delay=PATIENCE_S, leave=False
         ) as bar:
-            encoded = encode_documents(texts, self.tokenizer, show=bar.update)
+            encoded = encode_documents(texts, self.tokenizer, frame=self.frame, show=bar.update)
             tokens, lengths = [np.empty(0, self.tokenizer.dtype)], [np.empty(0, np.int64)]
             for group in batched(_up_to(most, encoded), GROUP):
                 tokens.append(np.concatenate(group))

@@ -11,10 +11,10 @@ from onescan.data.text.corpus_reader import CorpusReader, LongDocuments
 from onescan.data.text.documents import Documents
 from onescan.data.text.format import TextFormat
 from onescan.data.text.packed import PackedText
-from onescan.data.text.rows import padding_id
+from onescan.data.text.rows import padding_id, text_length
 from onescan.data.text.source import TextSource, Wanted, find_source
 from onescan.data.text.stream import TextStream
-from onescan.data.text.tokenizer import BYTES, Tokenizer, load_tokenizer
+from onescan.data.text.tokenizer import BYTES, Frame, Tokenizer, load_tokenizer
 
 log = logging.getLogger("onescan")
 
@@ -27,6 +27,7 @@ class TextSplits:
     test: DataSet
     tokenizer: Tokenizer
     format: TextFormat
+    is_framed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,9 @@ class TextDatasetConfig(DataConfig):
     """Bytes, or a tokenizer's folder, tokenizer.json or name on the Hugging Face hub."""
     length: int = 256
     """Tokens of a row."""
+    frame_rows: bool = False
+    """Put [CLS] before and [SEP] after each document, and each part of one in a row, as BERT sees
+    them in fine-tuning. Parts never attend to each other, so each needs its own."""
     long_documents: LongDocuments = "continue"
     """Whether a document longer than a row goes on in the next, or ends the run."""
     on_error: OnError = "raise"
@@ -81,20 +85,34 @@ class TextDatasetConfig(DataConfig):
     shuffle_block: int = 1024
     """Neighbours in a stream that are shuffled with each other; they are held in memory."""
 
+    @property
+    def max_tokens(self) -> int:
+        return self.length
+
     def build(self) -> TextSplits:
         """Find the text, and tokenize it.
 
         Raises:
             ImportError: the datasets library or transformers is needed and not installed.
             ValueError: a field is out of range; the text is not there, is empty, cannot be read,
-                lacks a split or a column; there is no such tokenizer; or it cannot be streamed.
+                lacks a split or a column; there is no such tokenizer, or it has no [CLS] and [SEP]
+                for frame_rows; or it cannot be streamed.
         """
         self._check()
         tokenizer = load_tokenizer(self.tokenizer)
+        if self.frame_rows and tokenizer.frame is None:
+            raise ValueError(
+                f"data.frame_rows is True, but data.tokenizer {self.tokenizer!r} has no [CLS] and "
+                "[SEP]"
+            )
         opened = _Opened(self, tokenizer)
         train, test = opened.stream() if self.streaming else opened.look_up()
         return TextSplits(
-            train=train, test=test, tokenizer=tokenizer, format=TextFormat.of(tokenizer)
+            train=train,
+            test=test,
+            tokenizer=tokenizer,
+            format=TextFormat.of(tokenizer),
+            is_framed=self.frame_rows,
         )
 
     def wanted(self, *, streaming: bool) -> Wanted:
@@ -108,6 +126,11 @@ class TextDatasetConfig(DataConfig):
 
     def _check(self) -> None:
         check_positive(**{"data.length": self.length, "data.shuffle_block": self.shuffle_block})
+        room = len(Frame._fields)
+        if self.frame_rows and self.length <= room:
+            raise ValueError(
+                f"data.length is {self.length}, expected above {room} with data.frame_rows"
+            )
         for name in ("train_rows", "test_rows"):
             if getattr(self, name) is not None:
                 check_positive(**{f"data.{name}": getattr(self, name)})
@@ -128,10 +151,14 @@ class _Opened:
 
     def __init__(self, config: TextDatasetConfig, tokenizer: Tokenizer) -> None:
         self.config, self.tokenizer = config, tokenizer
+        self.frame = tokenizer.frame if config.frame_rows else None
         self.source = find_source(config.path, config.wanted(streaming=config.streaming))
         self.source.check_split("data.train_split", config.train_split)
         self.reader = CorpusReader(
-            tokenizer=tokenizer, on_error=config.on_error, keeps=config.cache
+            tokenizer=tokenizer,
+            on_error=config.on_error,
+            keeps=config.cache,
+            frame=self.frame,
         )
 
     def look_up(self) -> tuple[DataSet, DataSet]:
@@ -142,6 +169,8 @@ class _Opened:
         if found is None:
             cut = _held_from(train, config.test_fraction, config.path)
             train, test = train.part(0, cut), train.part(cut, len(train.tokens))
+            if self.frame is not None:
+                train = train.ended(self.frame.end)  # rows go on from it to the first document
         else:
             test = self._corpus(*found, most=self._most())
         return self._packed(train), self._packed(test, self._most())
@@ -162,6 +191,7 @@ class _Opened:
             block=config.shuffle_block,
             on_error=config.on_error,
             long_documents=config.long_documents,
+            frame=self.frame,
         )
         return train, self._packed(self._corpus(*found, most=self._most()), self._most())
 
@@ -186,7 +216,7 @@ class _Opened:
     def _most(self) -> int | None:
         """Tokens to be judged on, at most."""
         rows = self.config.test_rows
-        return None if rows is None else rows * self.config.length
+        return None if rows is None else rows * text_length(self.config.length, self.frame)
 
     def _corpus(self, source: TextSource, split: str, most: int | None = None) -> Corpus:
         config, shards = self.config, source.open(split)
@@ -209,8 +239,8 @@ class _Opened:
     def _packed(self, corpus: Corpus, most: int | None = None) -> PackedText:
         if most is not None:
             corpus = corpus.part(0, min(most, len(corpus.tokens)))
-        padding = padding_id(self.tokenizer)
-        return PackedText(corpus=corpus, length=self.config.length, padding=padding)
+        padding, length = padding_id(self.tokenizer), self.config.length
+        return PackedText(corpus=corpus, length=length, padding=padding, frame=self.frame)
 
 
 def _held_from(corpus: Corpus, fraction: float, path: str) -> int:

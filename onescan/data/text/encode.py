@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from onescan.data.text.tokenizer import Ids, Tokenizer
+from onescan.data.text.tokenizer import Frame, Ids, Tokenizer
 
 PIECE = 1 << 16  # characters at least: longer texts are cut, to be encoded side by side
 BETWEEN = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")  # a space is of the word after it
@@ -13,9 +13,13 @@ AT_ONCE = 1 << 20  # characters encoded in one call, which takes some hundred by
 
 
 def encode_documents(
-    texts: Iterable[str], tokenizer: Tokenizer, *, show: Callable[[int], object] | None = None
+    texts: Iterable[str],
+    tokenizer: Tokenizer,
+    *,
+    frame: Frame | None = None,
+    show: Callable[[int], object] | None = None,
 ) -> Iterator[Ids]:
-    """Yield the ids of each text, with the tokenizer's end after them.
+    """Yield the ids of each text: with the tokenizer's end after them, or inside a frame.
 
     A long text is cut between words, where the ids of most tokenizers stay as they are; those that
     write a space before every text write one there too.
@@ -23,6 +27,7 @@ def encode_documents(
     Args:
         texts: to learn from.
         tokenizer: what encodes them.
+        frame: ids to put before and after each text; None puts `tokenizer.end` after it.
         show: is told how many characters were encoded since the last call.
     """
     document: list[Ids] = []
@@ -31,7 +36,7 @@ def encode_documents(
         for ids, (_, is_last) in zip(encoded, batch, strict=True):
             document.append(ids)
             if is_last:
-                yield _join(document, tokenizer)
+                yield _join(document, tokenizer, frame)
                 document = []
         if show:
             show(sum(len(piece) for piece, _ in batch))
@@ -66,6 +71,9 @@ def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
         yield batch
 
 
-def _join(parts: list[Ids], tokenizer: Tokenizer) -> Ids:
-    end = [] if tokenizer.end is None else [np.array([tokenizer.end], tokenizer.dtype)]
-    return np.concatenate([*parts, *end])
+def _join(parts: list[Ids], tokenizer: Tokenizer, frame: Frame | None) -> Ids:
+    begin, end = (None, tokenizer.end) if frame is None else frame
+    before, after = (
+        [] if token is None else [np.array([token], tokenizer.dtype)] for token in (begin, end)
+    )
+    return np.concatenate([*before, *parts, *after])

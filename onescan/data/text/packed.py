@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from onescan.data.base import Bookmark, DataSet, Example, Loaded
 from onescan.data.order import derive_seed, epoch_order
 from onescan.data.text.corpus import Corpus
-from onescan.data.text.rows import stack_rows
+from onescan.data.text.rows import stack_rows, text_length
+from onescan.data.text.tokenizer import Frame
 
 Spans = tuple[tuple[int, int], ...]  # of a corpus' tokens, each of one document
 
@@ -28,20 +29,23 @@ class PackedText(DataSet):
         corpus: the documents.
         length: tokens of a row.
         padding: the id where a row is over.
+        frame: ids around each part of a document in a row, if any.
     """
 
     corpus: Corpus
     length: int
     padding: int
+    frame: Frame | None = None
 
     def __len__(self) -> int:
-        return -(-len(self.corpus.tokens) // self.length)
+        return -(-len(self.corpus.tokens) // text_length(self.length, self.frame))
 
     def read(self, examples: Sequence[Example]) -> Loaded:
         rows = [
             [self.corpus.tokens[begin:end] for begin, end in example.source] for example in examples
         ]
-        return Loaded(stack_rows(rows, length=self.length, padding=self.padding))
+        batch = stack_rows(rows, length=self.length, padding=self.padding, frame=self.frame)
+        return Loaded(batch)
 
     def examples(
         self,
@@ -54,11 +58,12 @@ class PackedText(DataSet):
     ) -> Iterator[tuple[Example, Bookmark | None]]:
         del bookmark  # every row's place can be looked up
         circle = _Circle.of(self.corpus, seed, epoch)
+        size = text_length(self.length, self.frame)
         rows = range(len(self)) if seed is None else _order(len(self), seed, "rows", epoch)
         for turn in range(start, len(self)):
             row = int(rows[turn // repeats])
             chance = None if seed is None else derive_seed(seed, "example", epoch, turn)
-            yield Example(circle.cut(row * self.length, (row + 1) * self.length), chance), None
+            yield Example(circle.cut(row * size, (row + 1) * size), chance), None
 
 
 @dataclass(frozen=True, kw_only=True)

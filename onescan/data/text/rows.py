@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from onescan.data.text.tokenizer import Ids, Tokenizer
+from onescan.data.text.tokenizer import Frame, Ids, Tokenizer
 from onescan.shapes import Tokens
 
 PADDING = -1  # the number of no document
@@ -16,10 +16,21 @@ def padding_id(tokenizer: Tokenizer) -> int:
     return 0 if tokenizer.end is None else tokenizer.end
 
 
+def text_length(length: int, frame: Frame | None) -> int:
+    """Tokens cut from documents for a row: two fewer than `length` where a frame may be added."""
+    return length if frame is None else length - len(frame)
+
+
 def stack_rows(
-    rows: Sequence[Sequence[Ids]], *, length: int, padding: int
+    rows: Sequence[Sequence[Ids]], *, length: int, padding: int, frame: Frame | None = None
 ) -> tuple[Tokens, Tokens]:
     """Lay out rows, each given as parts of documents that fit in it.
+
+    Args:
+        rows: parts of documents; with a frame, at most `text_length(length, frame)` tokens a row.
+        length: tokens of a row.
+        padding: the id after a row's last token.
+        frame: ids to put before and after each part that was cut off without them.
 
     Returns:
         [B, T] ids, and [B, T] numbers of documents, from 0 in each row; -1 where it is over.
@@ -27,7 +38,15 @@ def stack_rows(
     tokens = np.full((len(rows), length), padding, np.int64)
     documents = np.full((len(rows), length), PADDING, np.int64)
     for i, parts in enumerate(rows):
+        if frame is not None:
+            parts = [_framed(part, frame) for part in parts]
         ends = np.cumsum([len(part) for part in parts])
         tokens[i, : ends[-1]] = np.concatenate(parts)
         documents[i, : ends[-1]] = np.repeat(np.arange(len(parts)), np.diff(ends, prepend=0))
     return torch.from_numpy(tokens), torch.from_numpy(documents)
+
+
+def _framed(part: Ids, frame: Frame) -> Ids:
+    before = [] if part[0] == frame.begin else [frame.begin]
+    after = [] if part[-1] == frame.end else [frame.end]
+    return np.concatenate([np.array(before, part.dtype), part, np.array(after, part.dtype)])

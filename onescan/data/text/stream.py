@@ -11,9 +11,9 @@ from onescan.data.order import derive_seed, epoch_order
 from onescan.data.text.corpus_reader import LongDocuments, refuse_long
 from onescan.data.text.documents import Document, Mark
 from onescan.data.text.encode import encode_documents
-from onescan.data.text.rows import padding_id, stack_rows
+from onescan.data.text.rows import padding_id, stack_rows, text_length
 from onescan.data.text.shards import Shard
-from onescan.data.text.tokenizer import Ids, Tokenizer
+from onescan.data.text.tokenizer import Frame, Ids, Tokenizer
 
 BLOCK: Bookmark = {"block": 0, "turn": 0, "mark": {}, "document": 0, "token": 0}  # a round's first
 BEGINNING: Bookmark = {"row": 0, "round": 0, **BLOCK}
@@ -50,6 +50,7 @@ class TextStream(DataSet):
         block: how many neighbours are shuffled with each other.
         on_error: whether a document that cannot be read ends the run, or is left out.
         long_documents: whether one longer than a row goes on in the next, or ends the run.
+        frame: ids around each part of a document in a row, if any.
     """
 
     shards: tuple[Shard, ...]
@@ -59,13 +60,15 @@ class TextStream(DataSet):
     block: int
     on_error: OnError
     long_documents: LongDocuments
+    frame: Frame | None = None
 
     def __len__(self) -> int:
         return self.count
 
     def read(self, examples: Sequence[Example]) -> Loaded:
         rows = [example.source.parts for example in examples]
-        batch = stack_rows(rows, length=self.length, padding=padding_id(self.tokenizer))
+        padding = padding_id(self.tokenizer)
+        batch = stack_rows(rows, length=self.length, padding=padding, frame=self.frame)
         return Loaded(batch, tuple(said for e in examples for said in e.source.failures))
 
     def examples(
@@ -94,7 +97,8 @@ class TextStream(DataSet):
         """Yield rows from a place on, each with the place after it."""
         parts: list[Ids] = []
         failures: list[str] = []
-        number, room = here["row"], self.length
+        size = text_length(self.length, self.frame)
+        number, room = here["row"], size
         for ids, spot, failed in self._encoded(here, seed, epoch):
             failures += failed
             used = spot["token"]
@@ -105,7 +109,7 @@ class TextStream(DataSet):
                     number += 1
                     after = {**spot, "row": number, "token": used}
                     yield StreamedRow(tuple(parts), tuple(failures)), after
-                    parts, failures, room = [], [], self.length
+                    parts, failures, room = [], [], size
         if parts:
             end = {**spot, "row": number + 1, "token": used}
             yield StreamedRow(tuple(parts), tuple(failures)), end
@@ -127,7 +131,8 @@ class TextStream(DataSet):
                 else:
                     known.append((place, document, failures))
                     failures = []
-            encoded = encode_documents((document.text for _, document, _ in known), self.tokenizer)
+            texts = (document.text for _, document, _ in known)
+            encoded = encode_documents(texts, self.tokenizer, frame=self.frame)
             for (place, document, failed), ids in zip(known, encoded, strict=True):
                 if self.long_documents == "raise" and len(ids) > self.length:
                     refuse_long(document, len(ids), self.length)

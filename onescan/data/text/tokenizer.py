@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,13 @@ MOST_BYTES = 4  # of a character, in UTF-8
 UNKNOWN_CHARACTER = "\ufffd"  # what decoding writes for half a character
 
 
+class Frame(NamedTuple):
+    """The ids around a sequence, such as [CLS] and [SEP]."""
+
+    begin: int
+    end: int
+
+
 class Tokenizer(ABC):
     """Text to ids and back."""
 
@@ -28,6 +35,8 @@ class Tokenizer(ABC):
     """All ids are below it."""
     end: int | None
     """The id between two texts, if there is one."""
+    frame: Frame | None
+    """The ids of [CLS] and [SEP], if it has both."""
     mask: int | None
     """The id of a token that is to be told, if there is one."""
     mask_text: str
@@ -118,6 +127,7 @@ class ByteTokenizer(Tokenizer):
     """
 
     name, size, end, mask, mask_text = BYTES, 258, 256, 257, "[MASK]"
+    frame = None
 
     def encode(self, text: str, *, framed: bool = False) -> list[int]:
         if not framed:  # a text to learn from, in which nothing is special
@@ -153,6 +163,8 @@ class PretrainedTokenizer(Tokenizer):
         self.size = len(tokenizer)
         ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
         self.end = next((end for end in ends if end is not None), None)
+        begin, end = tokenizer.cls_token_id, tokenizer.sep_token_id
+        self.frame = None if begin is None or end is None else Frame(begin, end)
         self.mask, self.mask_text = tokenizer.mask_token_id, str(tokenizer.mask_token)
 
     def encode(self, text: str, *, framed: bool = False) -> list[int]:

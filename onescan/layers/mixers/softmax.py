@@ -18,6 +18,8 @@ class SoftmaxMixerConfig(MixerConfig):
 
     causal: bool = False
     """Read the past only; the state then grows by every token."""
+    dropout: float = 0.0
+    """Dropout probability of attention weights during training; BERT has 0.1."""
 
     @property
     def is_causal(self) -> bool:
@@ -25,7 +27,9 @@ class SoftmaxMixerConfig(MixerConfig):
 
     def build(self, *, width: int, axes: int) -> "SoftmaxMixer":
         self.head_width(width)  # raises where heads do not divide the width
-        return SoftmaxMixer(width, self.num_heads, causal=self.causal)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"mixer.dropout is {self.dropout}, expected from 0 to below 1")
+        return SoftmaxMixer(width, self.num_heads, causal=self.causal, dropout=self.dropout)
 
 
 class SoftmaxState(NamedTuple):
@@ -43,12 +47,15 @@ class SoftmaxState(NamedTuple):
 
 
 class SoftmaxMixer(Mixer):
-    """softmax(Q K^T / sqrt(K)) V, then W_o."""
+    """softmax(Q K^T / sqrt(K)) V, then W_o; dropout, if any, is on the attention weights."""
 
-    def __init__(self, width: int, num_heads: int, *, causal: bool = False) -> None:
+    def __init__(
+        self, width: int, num_heads: int, *, causal: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.causal = causal
+        self.dropout = dropout
         self.to_qkv = nn.Linear(width, 3 * width)
         self.to_out = nn.Linear(width, width)
 
@@ -67,7 +74,10 @@ class SoftmaxMixer(Mixer):
             seen = torch.cat([state.keep, seen], dim=1)
         whole = keep is None and state is None  # and fused kernels need no mask
         mask = None if whole else self._mask(seen, x.shape[1])
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and whole)
+        o = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.causal and whole,
+            dropout_p=self.dropout if self.training else 0.0,
+        )  # fmt: skip
         o = self.to_out(rearrange(o, "b h t v -> b t (h v)"))
         o = o if keep is None else o * keep.unsqueeze(-1)
         return o, SoftmaxState(k, v, seen) if self.causal and seen is not None else None

@@ -58,7 +58,11 @@ def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None, source: str)
 
 
 def _bert(mixer: MixerConfig, size: str, *, has_positions: bool) -> Preset:
-    """BERT's shapes and vocabulary, with norms before the branches and not after them."""
+    """BERT, arXiv:1810.04805: its sizes, vocabulary, post-norm blocks, dropout and eps.
+
+    LION replaces the attention and keeps everything else. It has no attention dropout: its chunk
+    and recurrent forms have no attention weights to drop.
+    """
     width, depth, num_heads, printed_millions = BERT_SIZES[size]
     return Preset(
         config=MaskedLMConfig(
@@ -69,6 +73,8 @@ def _bert(mixer: MixerConfig, size: str, *, has_positions: bool) -> Preset:
             position=TokenPositionConfig(most_tokens=BERT_PLACES) if has_positions else None,
             segment_types=2,
             embedding_norm=True,
+            norm_position="post",
+            norm_eps=1e-12,
             dropout=0.1,
         ),
         printed_millions=printed_millions,
@@ -108,7 +114,7 @@ LANGUAGE_PRESETS = {
             ("lion_lit_mlm", LIT, True),
             ("lion_d_mlm", D, False),
             ("lion_s_mlm", S, False),
-            ("bert", SoftmaxMixerConfig(), True),
+            ("bert", SoftmaxMixerConfig(dropout=0.1), True),
         )
         for size in BERT_SIZES
     },

@@ -1,0 +1,28 @@
+"""Learned token positions, sized for a recipe's data."""
+
+from onescan.data import DataConfig
+from onescan.layers.position import TokenPositionConfig
+from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.masked_lm import MaskedLMConfig
+from onescan.models.presets.language import BERT_PLACES, GPT2_PLACES
+from onescan.models.token_network import TokenNetworkConfig
+
+
+def token_positions(data: DataConfig, *, at_least: int = 1) -> TokenPositionConfig:
+    """Learned positions for the longest sequence in `data`, or for `at_least` tokens if more."""
+    longest = data.max_tokens or TokenPositionConfig().most_tokens
+    return TokenPositionConfig(most_tokens=max(longest, at_least))
+
+
+def text_positions(model: TokenNetworkConfig, data: DataConfig) -> TokenPositionConfig:
+    """Learned positions for a text model.
+
+    Language models get at least as many as BERT (512) or GPT-2 (1024), because they are fine-tuned
+    or sampled at lengths other than that of pre-training.
+    """
+    at_least = 1
+    if isinstance(model, MaskedLMConfig):
+        at_least = BERT_PLACES
+    elif isinstance(model, CausalLMConfig):
+        at_least = GPT2_PLACES
+    return token_positions(data, at_least=at_least)
