@@ -25,6 +25,7 @@ from onescan.layers.mixers.lightnet import LightNetMixerConfig
 from onescan.ops.additive_decay import AdditiveDecayState, additive_decay, choose, reference
 from onescan.ops.backend import preferred_backend, use_backend
 from onescan.ops.launch import chip_of, name_of
+from onescan.ops.lrpe import lrpe_angles, lrpe_frequencies
 from onescan.shapes import Grid
 
 pytest.importorskip("triton")
@@ -182,6 +183,23 @@ def test_large_logits_keep_their_digits():
     case = Case(1, 50, 1, 4, 4, causal=True, state=False)
     case.k = (case.k + 1e4).float().double()
     case.check()
+
+
+@pytest.mark.parametrize(
+    ("causal", "form"), [(False, "one_scan"), (True, "chunk"), (True, "recurrent")]
+)
+def test_shifting_all_positions_changes_no_output(causal, form):
+    q, k, v = on_device(*torch.randn(3, 1, 40, 2, 8))
+    theta = lrpe_frequencies(8, axes=1).repeat(2, 1).to(DEVICE)
+
+    def output(start):
+        angles = lrpe_angles((40,), theta, start=start)
+        return additive_decay(
+            q, k, v, angles=angles, causal=causal, form=form, backend="triton"
+        )[0]  # fmt: skip
+
+    near, far = output(0), output(100_000_000)
+    assert (far - near).norm() <= 2e-6 * near.norm()
 
 
 @pytest.mark.parametrize("chunk_size", [1, 31, 1000])

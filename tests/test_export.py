@@ -47,7 +47,7 @@ LENGTHS = (1, 6, 131)  # below a chunk, and more than two of the position's 64
 CAUSAL = {
     "lightnet": {
         "mixer": LightNetMixerConfig(
-            num_heads=2, causal=True, chunk_size=CHUNK, separate_decay_rank=4
+            num_heads=2, causal=True, chunk_size=CHUNK, decay_logits="offset", decay_rank=4
         ),
         "position": TPE,
     },

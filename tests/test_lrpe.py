@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onescan.ops.additive_decay import additive_decay
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
 
-SHAPES = [(7,), (1,), (3, 4), (1, 5), (2, 3, 4), (2, 1, 3, 2)]
+SHAPES = [(7,), (1,), (64,), (131,), (3, 4), (1, 5), (2, 3, 4), (2, 1, 3, 2)]
 over_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -36,8 +37,8 @@ def definition(shape, theta, prefix=0):
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_angles_are_the_definition(shape, width, prefix):
     theta = normal(3, width)
-    want = definition(shape, theta, prefix)
-    torch.testing.assert_close(lrpe_angles(shape, theta, prefix=prefix), want, atol=1e-9, rtol=0)
+    turns = (lrpe_angles(shape, theta, prefix=prefix) - definition(shape, theta, prefix)) / math.tau
+    torch.testing.assert_close(turns, turns.round(), atol=1e-10, rtol=0)
 
 
 @over_shapes
@@ -83,6 +84,46 @@ def test_gradcheck(shape):
 def test_a_sequence_continues(cut):
     theta = normal(2, 4)
     assert torch.equal(lrpe_angles((10 - cut,), theta, start=cut), lrpe_angles((10,), theta)[cut:])
+
+
+FAR = 100_000_000
+FORMS = {
+    "one scan": (False, "one_scan", 0.0),
+    "full, both ways": (False, "full", 0.0),
+    "chunk": (True, "chunk", 0.0),
+    "chunk, rising logits": (True, "chunk", 3.0),
+    "full": (True, "full", 0.0),
+    "recurrent": (True, "recurrent", 0.0),
+}
+
+
+@pytest.mark.parametrize(("causal", "form", "rise"), FORMS.values(), ids=FORMS)
+def test_shifting_all_positions_changes_no_output(causal, form, rise):
+    q, k, v = (normal(2, 70, 2, 8, dtype=torch.float32, seed=seed) for seed in range(3))
+    k = k + rise * torch.arange(70.0)[:, None, None]
+    theta = lrpe_frequencies(8, axes=1) * (1 + 0.1 * normal(2, 8, dtype=torch.float32))
+
+    def output(start):
+        angles = lrpe_angles((70,), theta, start=start)
+        return additive_decay(q, k, v, angles=angles, causal=causal, form=form, chunk_size=16)[0]
+
+    near, far = output(0), output(FAR)
+    assert (far - near).norm() <= 2e-6 * near.norm()
+    assert torch.equal(output(torch.tensor(FAR)), far)
+
+
+def test_far_angles_are_right_and_have_the_gradient_of_theta():
+    theta = normal(2, 5, dtype=torch.float32).requires_grad_()
+    slope = normal(130, 2, 5, dtype=torch.float32, seed=1)
+    angles = lrpe_angles((130,), theta, start=FAR)
+    angles.backward(slope)
+    places = torch.arange(FAR, FAR + 130).double()[:, None, None]
+    want = places * theta.detach().double()
+    assert angles.abs().max() <= math.tau + 1e-6
+    torch.testing.assert_close(angles.detach().double().sin(), want.sin(), atol=6e-7, rtol=0)
+    torch.testing.assert_close(angles.detach().double().cos(), want.cos(), atol=6e-7, rtol=0)
+    error = theta.grad.double() - (places * slope).sum(0)
+    assert (error.abs() <= 2e-7 * (places * slope).abs().sum(0)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

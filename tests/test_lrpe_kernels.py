@@ -19,7 +19,7 @@ from kernel_device import (
 
 from onescan.ops.backend import use_backend
 from onescan.ops.launch import turn_table
-from onescan.ops.lrpe import lrpe, lrpe_angles
+from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
 
 pytest.importorskip("triton")
 triton_lrpe = pytest.importorskip("onescan.ops.triton_lrpe")
@@ -145,6 +145,29 @@ def test_a_table_has_the_cosines_and_sines_of_angles_with_gaps(wide, dtype):
     want = torch.stack([angles.double().cos(), angles.double().sin()], dim=-2)
     assert table.shape == want.shape
     assert (table - want).abs().max() <= torch.finfo(table.dtype).eps
+
+
+def test_far_positions_turn_as_near_ones():
+    far, tokens = 100_000_000, 70
+    theta = lrpe_frequencies(8, axes=1).repeat(2, 1).to(DEVICE)
+    x = torch.randn(1, tokens, 2, 8, device=DEVICE).requires_grad_()
+    near, angles = (lrpe_angles((tokens,), theta, start=start) for start in (0, far))
+    places = torch.arange(far, far + tokens).double()[:, None, None]
+    exact = places * theta.double().cpu()
+    turn = torch.stack([exact.cos(), exact.sin()], dim=-2)
+    torch.testing.assert_close(turn_table(angles, SINGLE).double().cpu(), turn, atol=6e-7, rtol=0)
+
+    def scores(angles):
+        y = rotate(x, angles)[0].transpose(0, 1)
+        return y @ y.mT
+
+    for found, expected in ((scores(angles), scores(near)), slopes(scores, x, angles, near)):
+        assert (found - expected).norm() <= 2e-6 * expected.norm()
+
+
+def slopes(function, x, *several):
+    """The gradient of x for each of several angles."""
+    return [torch.autograd.grad(function(angles).square().sum(), x)[0] for angles in several]
 
 
 @pytest.mark.parametrize("backend", ["tritn", "cuda"])

@@ -1,5 +1,6 @@
 """What every mixer in the table promises, and what LightNet's own fields mean."""
 
+import copy
 import pkgutil
 from importlib import import_module
 from inspect import isabstract, unwrap
@@ -17,10 +18,13 @@ WIDTH, HEADS = 24, 3
 GRID = Grid(shape=(3, 4), prefix=1)
 CAUSAL = {
     "shared": {},
-    "own decay": {"separate_decay_rank": 5},
+    "offset decay": {"decay_logits": "offset", "decay_rank": 5},
+    "independent decay": {"decay_logits": "independent", "decay_rank": None},
     "no lrpe": {"lrpe": False},
     "no norm": {"norm": "none", "gate_rank": None},
 }
+SEPARATE = {name: CAUSAL[name] for name in ("offset decay", "independent decay")}
+over_separate = pytest.mark.parametrize("fields", SEPARATE.values(), ids=SEPARATE)
 over_mixers = pytest.mark.parametrize("config_class", MIXERS.values(), ids=MIXERS)
 
 
@@ -103,6 +107,19 @@ def test_causal_lightnet_in_two_calls_equals_one_at_every_cut(fields):
         torch.testing.assert_close(state.attention.kv, whole.attention.kv)
 
 
+@pytest.mark.parametrize("fields", [{}, {"decay": False}, *SEPARATE.values()], ids=str)
+@pytest.mark.parametrize("form", ["chunk", "full", "recurrent"])
+def test_causal_lightnet_depends_on_differences_of_positions_alone(form, fields):
+    config = LightNetMixerConfig(num_heads=HEADS, causal=True, form=form, **fields)
+    mixer, x = config.build(width=WIDTH, axes=1), tokens(2, 70).float()
+    _, empty = mixer(x[:, :1], Grid((1,)), keep=torch.zeros(2, 1, dtype=torch.bool))
+    near, _ = mixer(x, Grid((70,)), state=empty._replace(position=0))
+    for position in (100_000_000, torch.tensor(100_000_000)):
+        far, state = mixer(x, Grid((70,)), state=empty._replace(position=position))
+        assert (far - near).norm() <= 2e-6 * near.norm()
+        assert state.position == 100_000_070
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_lightnet_is_the_papers_equation(causal):
     """Eq. 13 to 15 with App. A.2, written out."""
@@ -125,26 +142,96 @@ def test_lightnet_is_the_papers_equation(causal):
     torch.testing.assert_close(mixer(x, grid)[0], want)
 
 
+def loop(mixer, x, *, causal):
+    """Eq. 13 and 14 with s_t summed over the decay's logits, one token at a time in float64.
+
+    Norm cancels a common factor of a token's channels: the largest sum of exp(k) over s_t is
+    divided out, as its epsilon has no place in the equations.
+    """
+    config = mixer.config
+    _, tokens, _ = x.shape
+    angles = lrpe_angles((tokens,), mixer.theta)
+
+    def heads(y):
+        return y.unflatten(-1, (HEADS, -1)).unbind(1)
+
+    def rotate(y, t):
+        return torch.cat([y * angles[t].cos(), y * angles[t].sin()], dim=-1)
+
+    q, k, v = (heads(f(x)) for f in (mixer.to_q, mixer.to_k, mixer.to_v))
+    d = heads(mixer.to_decay(x) + (mixer.to_k(x) if config.decay_logits == "offset" else 0))
+    s_k, s_d, kv, states = 0, 0, 0, []
+    for t in range(tokens):
+        before, s_d, s_k = s_d, s_d + d[t].exp(), s_k + k[t].exp()
+        decay = torch.cat([before / s_d] * 2, dim=-1)
+        kv = decay.unsqueeze(-1) * kv
+        kv = kv + rotate(k[t].exp() / s_d, t).unsqueeze(-1) * v[t].unsqueeze(-2)
+        states.append((kv, (s_k / s_d).amax(dim=(1, 2))[:, None, None]))
+    outputs = []
+    for t in range(tokens):
+        kv, scale = states[t if causal else -1]
+        o = (kv.mT @ rotate(torch.nn.functional.silu(q[t]), t).unsqueeze(-1)).squeeze(-1)
+        outputs.append((o if config.norm == "none" else o / scale).flatten(1))
+    return mixer.to_out(mixer.norm(torch.stack(outputs, dim=1)) * mixer.to_gate(x).sigmoid())
+
+
+@over_separate
+@pytest.mark.parametrize("norm", ["none", "layer"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_separate_decay_has_its_own_normalizer(causal):
-    """Eq. 13 and 14 with s_t summed over the decay's own logits, term by term."""
-    config = LightNetMixerConfig(
-        num_heads=HEADS, causal=causal, separate_decay_rank=5, lrpe=False, norm="none"
-    )
-    mixer = built(config, axes=1)
-    x = tokens(1, 6)
-    q, k, v, d = (
-        y.reshape(6, HEADS, -1)
-        for y in (mixer.to_q(x), mixer.to_k(x), mixer.to_v(x), mixer.to_own_decay(x))
-    )
-    q, d = torch.nn.functional.silu(q), k + d
-    o = torch.zeros(6, HEADS, v.shape[-1], dtype=x.dtype)
-    for t in range(6):
-        seen = t + 1 if causal else 6
-        weight = k[:seen].exp() / d[:seen].exp().sum(dim=0)
-        o[t] = torch.einsum("hk,shk,shv->hv", q[t], weight, v[:seen])
-    want = mixer.to_out(o.reshape(1, 6, WIDTH) * torch.sigmoid(mixer.to_gate(x)))
-    torch.testing.assert_close(mixer(x, Grid((6,)))[0], want)
+def test_decay_logits_of_their_own_have_their_own_normalizer(causal, norm, fields):
+    config = LightNetMixerConfig(num_heads=HEADS, causal=causal, norm=norm, **fields)
+    mixer, x = built(config, axes=1), tokens(2, 6)
+    torch.testing.assert_close(mixer(x, Grid((6,)))[0], loop(mixer, x, causal=causal))
+
+
+@over_separate
+@pytest.mark.parametrize("spread", [20, 30, 60])
+@pytest.mark.parametrize("causal", [False, True])
+def test_decay_logits_far_from_the_keys_stay_exact_in_float32(causal, spread, fields):
+    config = LightNetMixerConfig(num_heads=HEADS, causal=causal, chunk_size=4, **fields)
+    for seed in range(10):
+        torch.manual_seed(seed)
+        exact, x = built(config, axes=1), tokens(2, 12).requires_grad_()
+        with torch.no_grad():
+            for parameter in exact.to_decay.parameters():
+                last = parameter
+            last.mul_(spread / exact.to_decay(x).std())
+        mixer = copy.deepcopy(exact).float()
+        narrow = x.detach().float().requires_grad_()
+        found, _ = mixer(narrow, Grid((12,)))
+        expected = loop(exact, x, causal=causal)
+        slope = torch.randn_like(expected)
+        found.backward(slope.float())
+        expected.backward(slope)
+        pairs = [(found, expected), (narrow.grad, x.grad)]
+        for a, b in zip(mixer.parameters(), exact.parameters(), strict=True):
+            pairs.append((a.grad, b.grad))
+        for a, b in pairs:
+            assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+@over_separate
+@pytest.mark.parametrize("cut", [1, 4, 7])
+def test_decay_logits_far_from_the_keys_continue_at_a_cut(cut, fields):
+    mixer = LightNetMixerConfig(num_heads=HEADS, causal=True, **fields).build(width=WIDTH, axes=1)
+    with torch.no_grad():
+        for parameter in mixer.to_decay.parameters():
+            parameter.mul_(30)
+    x, keep = tokens(2, 8).float(), torch.rand(2, 8) < 0.8
+    want, _ = mixer(x, Grid((8,)), keep=keep)
+    first, state = mixer(x[:, :cut], Grid((cut,)), keep=keep[:, :cut])
+    rest, _ = mixer(x[:, cut:], Grid((8 - cut,)), keep=keep[:, cut:], state=state)
+    torch.testing.assert_close(torch.cat([first, rest], dim=1), want, atol=1e-5, rtol=1e-4)
+
+
+def test_outputs_beyond_float32_are_refused_without_a_norm():
+    fields = {"decay_logits": "independent", "decay_rank": None, "norm": "none", "causal": True}
+    mixer = LightNetMixerConfig(num_heads=HEADS, **fields).build(width=WIDTH, axes=1)
+    x = torch.randn(1, 5, WIDTH)
+    with torch.no_grad():
+        mixer.to_decay.weight.mul_(200)
+    with pytest.raises(ValueError, match=r"norm is 'none' and decay_logits differ from the keys"):
+        mixer(x, Grid((5,)))
 
 
 @pytest.mark.parametrize(("causal", "form"), [(False, "auto"), (True, "auto"), (True, "full")])
@@ -183,9 +270,13 @@ def test_key_importance_is_a_share():
     ("fields", "axes", "message"),
     [
         ({"num_heads": 12}, 4, "head width 2 .* leaves an axis of 4 without features"),
-        ({"decay": False, "separate_decay_rank": 4}, 1, "decay=False goes with separate_decay"),
+        (
+            {"decay": False, "decay_logits": "offset"},
+            1,
+            "'offset' with decay=False, expected 'shared'",
+        ),
         ({"gate_rank": 0}, 1, "gate_rank is 0, expected a number above 0"),
-        ({"separate_decay_rank": -1}, 1, "separate_decay_rank is -1, expected 0"),
+        ({"decay_rank": 0}, 1, "decay_rank is 0, expected a number above 0"),
     ],
 )
 def test_impossible_fields_are_refused(fields, axes, message):

@@ -181,6 +181,15 @@ def test_places_are_sines_and_cosines():
     assert places[0].tolist() == [0, 0, 0, 1, 1]
 
 
+def test_sines_of_far_positions_are_exact():
+    far = 100_000_001
+    found = sinusoidal_positions(torch.tensor([far]), width=64)[0]
+    assert found.dtype == torch.float32
+    angles = far * 10_000.0 ** -(torch.arange(0, 64, 2).double() / 64)
+    expected = torch.cat([angles.sin(), angles.cos()])
+    torch.testing.assert_close(found.double(), expected, atol=3e-7, rtol=0)
+
+
 TOKENS, MEMORY = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4, WIDTH)
 
 

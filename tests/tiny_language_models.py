@@ -21,7 +21,7 @@ PLACES = TokenPositionConfig(most_tokens=40)
 CAUSAL = {
     "lightnet": {"mixer": LightNetMixerConfig(num_heads=3, causal=True), "position": TPE},
     "lightnet own decay": {
-        "mixer": LightNetMixerConfig(num_heads=3, causal=True, separate_decay_rank=4),
+        "mixer": LightNetMixerConfig(num_heads=3, causal=True, decay_logits="offset", decay_rank=4),
         "position": None,
     },
     "lion": {"mixer": LionMixerConfig(num_heads=3, direction="forward"), "position": None},

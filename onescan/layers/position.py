@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_positive
+from onescan.ops.numerics import accumulation_dtype, doubled, modulo_turn
 from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
 from onescan.shapes import Grid, Hidden, Keep, Places
 
@@ -54,15 +55,21 @@ class AbsolutePositionConfig(PositionConfig):
 def sinusoidal_positions(
     positions: Float[Tensor, " T"] | Int[Tensor, " T"], width: int
 ) -> Float[Tensor, "T D"]:
-    """Sin and cos of n / 10000^(2i / D), i = 0 ... D/2 - 1: a place for any number of tokens.
+    """Sin and cos of n / 10000^(2i / D), i = 0 ... D/2 - 1, for any number of tokens.
+
+    Angles are computed and reduced in float64, so that far positions stay exact; MPS has none.
 
     Source: Transformer, arXiv:1706.03762, Sec. 3.5; all sines come before all cosines.
+
+    Returns:
+        In float32, or float64 for float64 positions.
 
     >>> sinusoidal_positions(torch.tensor([0]), width=4).tolist()
     [[0.0, 0.0, 1.0, 1.0]]
     """
-    rates = 10_000.0 ** -(torch.arange(0, width, 2, device=positions.device) / width)
-    angles = positions.unsqueeze(1) * rates
+    exponents = doubled(torch.arange(0, width, 2, device=positions.device)) / width
+    angles = modulo_turn(positions.unsqueeze(1) * 10_000.0**-exponents)
+    angles = angles.to(accumulation_dtype(positions.dtype))
     return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]
 
 

@@ -21,8 +21,11 @@ from onescan.checks import (
     check_shapes,
 )
 from onescan.ops.backend import Backend, resolved_backend
-from onescan.ops.numerics import widened
+from onescan.ops.chunks import is_known
+from onescan.ops.numerics import doubled, modulo_turn, widened
 from onescan.shapes import Angles, Frequencies, FrequencyRow, Keys, RotatedKeys
+
+BLOCK = 64  # positions whose angles are computed in float64 and added to those of other blocks
 
 
 def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
@@ -62,40 +65,66 @@ def lrpe_angles(
     prefix: int = 0,
     start: int | Int[Tensor, ""] = 0,
 ) -> Angles:
-    """The angle of each token of a grid, row by row, behind `prefix` tokens of angle 0.
+    """Compute the angle of each token of a grid, row by row, modulo a full turn.
 
     Source: LightNet, arXiv:2405.21022, Eq. 20 and App. B. As in App. B, and against the indices
     printed in Eq. 20, feature j belongs to axis j // ceil(K / axes): the last axes may get fewer.
 
+    Position times theta is computed and reduced in float64 before it is rounded: for theta up to 1,
+    float32 angles have an error below 1e-6 up to position 1e9. MPS has no float64; there the error
+    grows with the position.
+
     Args:
         shape: tokens along each axis.
         theta: radians per step along the feature's axis.
-        prefix: tokens before the grid that have no place in it, such as a class token.
-        start: position of the first token, to continue a sequence; for one axis only. A tensor,
-            whose value is not looked at, is for export.
+        prefix: tokens before the grid, such as a class token; their angle is 0.
+        start: position of the first token, to continue a sequence; one axis only. May be an
+            integer tensor, whose value is not read, for export.
 
     Returns:
-        Angles in float32, or float64 for float64 theta.
+        Angles in [-2 pi, 2 pi], float32, or float64 for float64 theta. The derivative by theta is
+        the position.
 
     Raises:
-        ValueError: a shape without axes or with an empty one, a negative prefix or start, a start
-            with several axes or with a prefix.
+        ValueError: If shape has no axis or an empty one, if prefix or start is negative, or if
+            start is combined with several axes or a prefix.
 
-    >>> theta = torch.tensor([[1.0, 10.0]])
+    >>> theta = torch.tensor([[1.0, 3.0]])
     >>> lrpe_angles((2, 2), theta, prefix=1).squeeze(1).tolist()
-    [[0.0, 0.0], [0.0, 0.0], [0.0, 10.0], [1.0, 0.0], [1.0, 10.0]]
+    [[0.0, 0.0], [0.0, 0.0], [0.0, 3.0], [1.0, 0.0], [1.0, 3.0]]
     """
     check_shapes(theta=(theta, "H K"))
     check_floating(theta=theta)
     _check_positions(shape, prefix, start)
     (theta,) = widened(theta)
-    along = [torch.arange(n, device=theta.device) + start for n in shape]
-    positions = torch.stack(torch.meshgrid(*along, indexing="ij"), dim=-1).flatten(0, -2)
-    positions = positions.to(theta.dtype)
-    positions = F.pad(positions, (0, 0, prefix, 0))  # T axes
-    per_axis = _features_per_axis(theta.shape[1], len(shape))
-    positions = positions.repeat_interleave(per_axis, dim=1)[:, : theta.shape[1]]  # T K
-    return positions.unsqueeze(1) * theta
+    along = []  # of each axis that has features: 1 .. n .. 1 H K
+    for axis, part in enumerate(theta.split(_features_per_axis(theta.shape[1], len(shape)), dim=1)):
+        size = [1] * len(shape)
+        size[axis] = shape[axis]
+        angles = _axis_angles(shape[axis], start, part).reshape(*size, *part.shape)
+        along.append(angles.expand(*shape, *part.shape))
+    angles = (along[0] if len(along) == 1 else torch.cat(along, dim=-1)).flatten(0, -3)
+    return F.pad(angles, (0, 0, 0, 0, prefix, 0)) if prefix else angles
+
+
+def _axis_angles(count: int, start: int | Int[Tensor, ""], theta: Frequencies) -> Angles:
+    """The angles of `count` positions from `start`, modulo a full turn.
+
+    The angle of position start + 64 i + j is the sum of two, so that a long axis costs one float32
+    addition per angle and not a float64 reduction.
+    """
+    if not is_known(count) or count <= BLOCK:
+        return _reduced_angles(torch.arange(count, device=theta.device) + start, theta)
+    blocks = torch.arange(0, count, BLOCK, device=theta.device) + start
+    inside = torch.arange(BLOCK, device=theta.device)
+    coarse, fine = (_reduced_angles(x, theta) for x in (blocks, inside))
+    return (coarse.unsqueeze(1) + fine).flatten(0, 1)[:count]
+
+
+def _reduced_angles(positions: Int[Tensor, " T"], theta: Frequencies) -> Angles:
+    """Position times theta, reduced to [-pi, pi] in float64, in theta's type."""
+    wide = doubled(theta)
+    return modulo_turn(positions.to(wide.dtype)[:, None, None] * wide).to(theta.dtype)
 
 
 def lrpe_frequencies(width: int, axes: int, base: float = 10000.0) -> FrequencyRow:

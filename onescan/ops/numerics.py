@@ -1,6 +1,7 @@
 """Numbers that stay finite and exact: types of sums, quotients, a logarithm of zero."""
 
 import functools
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,6 +36,16 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 def doubled(x: Tensor) -> Tensor:
     """The tensor in float64, on devices that have it."""
     return x if x.device.type == "mps" else x.double()
+
+
+def modulo_turn(angle: Tensor) -> Tensor:
+    """Reduce angles in radians to [-pi, pi]; the gradient is 1.
+
+    >>> modulo_turn(torch.tensor([1.0, 2 * math.pi + 0.5])).tolist()
+    [1.0, 0.5]
+    """
+    turns = (angle.detach() / (2 * math.pi)).round()
+    return angle.sub(turns, alpha=2 * math.pi)
 
 
 def divided(sums: Tensor, weight: Tensor, *, owned: bool = False) -> Tensor:

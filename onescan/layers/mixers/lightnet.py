@@ -1,20 +1,22 @@
 """LightNet attention (LNA): additive decay behind projections, a norm and a low-rank gate."""
 
+import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from jaxtyping import Int
 from torch import Tensor, nn
 
-from onescan.checks import check_positive
+from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.layers.norm import NormName, build_norm
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
-from onescan.ops.numerics import LOG_ZERO, logaddexp, running_logsumexp
+from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, running_logsumexp
 from onescan.shapes import Angles, Grid, Hidden, Keep, Keys, LogNormalizer, Queries, Values
 
 
@@ -29,8 +31,12 @@ class LightNetMixerConfig(MixerConfig):
     decay: bool = True
     """Additive decay; False weighs keys by SiLU instead of their softmax over tokens, of all or of
     those so far."""
-    separate_decay_rank: int = 0
-    """Rank of the decay's own projection, added to the shared one; 0 shares key and decay."""
+    decay_logits: Literal["shared", "offset", "independent"] = "shared"
+    """Logits that the decay's normalizer sums: "shared", the keys; "offset", the keys plus a
+    projection of the decay's own; "independent", that projection alone ("no share" in Table 6)."""
+    decay_rank: int | None = 128
+    """Rank of the decay's own projection; None is full rank. The 385M parameters of Table 6 fit
+    128: full rank would add 27M to the shared 379M."""
     norm: NormName = "layer"
     """Norm of the output, over all heads together, before the gate."""
     gate_rank: int | None = 64
@@ -51,14 +57,15 @@ class LightNetMixerConfig(MixerConfig):
                 f"head width {head_width} (width {width}, num_heads {self.num_heads}) leaves an "
                 f"axis of {axes} without features for lrpe"
             )
-        if not self.decay and self.separate_decay_rank:
-            raise ValueError("decay=False goes with separate_decay_rank=0 only")
-        if self.separate_decay_rank < 0:
+        check_choice("decay_logits", self.decay_logits, ["shared", "offset", "independent"])
+        if not self.decay and self.decay_logits != "shared":
             raise ValueError(
-                f"separate_decay_rank is {self.separate_decay_rank}, expected 0 or more"
+                f"decay_logits is {self.decay_logits!r} with decay=False, expected 'shared'"
             )
-        if self.gate_rank is not None:
-            check_positive(gate_rank=self.gate_rank)
+        for name in ("gate_rank", "decay_rank"):
+            rank = getattr(self, name)
+            if rank is not None:
+                check_positive(**{name: rank})
         return LightNetMixer(self, width, axes)
 
 
@@ -67,17 +74,26 @@ class LightNetState(NamedTuple):
 
     Attributes:
         attention: the op's state; a `DecayState` without decay.
-        log_decay_normalizer: of the decay's own logits; None where they are the keys.
-        position: tokens seen.
+        log_decay_normalizer: of the decay's own logits, float64; None if they are the keys.
+        position: tokens seen; an integer tensor in exported programs.
     """
 
     attention: AdditiveDecayState | DecayState
     log_decay_normalizer: LogNormalizer | None
-    position: int
+    position: int | Int[Tensor, ""]
 
 
 class LightNetMixer(Mixer):
     """O = Norm[phi(Q) (f(K)^T V)] * sigmoid(U), then W_o.
+
+    With decay logits d of their own, Eq. 13 and 14 take s_t over d in place of k:
+
+        KV_t = diag(s_{t-1} / s_t) KV_{t-1} + R_t(exp(k_t) / s_t) v_t^T,   s_t = sum_{r<=t} exp(d_r)
+
+    which is the shared form with each channel of the query times g_t = sum exp(k_r) / s_t. This
+    gain has no bound. Norm cancels any factor that a token's channels have in common, so outputs
+    are computed with g_t divided by its largest channel and neither overflow nor vanish; only
+    norm="none" multiplies by it again, and can exceed the range of its type.
 
     Source: LightNet, arXiv:2405.21022, Eq. 13 to 15; W_o is not printed there, but the paper's
     parameter counts have room for it.
@@ -94,8 +110,8 @@ class LightNetMixer(Mixer):
         self.to_gate = _low_rank(width, config.gate_rank)
         self.norm = build_norm(config.norm, width)
         self.to_out = nn.Linear(width, width, bias=False)
-        if config.separate_decay_rank:
-            self.to_own_decay = _low_rank(width, config.separate_decay_rank)
+        if config.decay_logits != "shared":
+            self.to_decay = _low_rank(width, config.decay_rank)
         if config.lrpe:
             frequencies = lrpe_frequencies(width // config.num_heads, axes)
             self.theta = nn.Parameter(frequencies.repeat(config.num_heads, 1))  # H K
@@ -136,19 +152,25 @@ class LightNetMixer(Mixer):
         if not config.decay:
             o, attention = self._attend_undecayed(q, k, v, angles, keep, attention)
             return o, self._after(x, position, attention)
-        own = None
-        if config.separate_decay_rank:
+        decay_normalizer = log_scale = None
+        if config.decay_logits != "shared":
+            logits = self._heads(self.to_decay(x))
+            if config.decay_logits == "offset":
+                logits = k + logits
             before = None
             if state is not None:
                 before = (attention.log_normalizer, state.log_decay_normalizer)
-            logits = k + self._heads(self.to_own_decay(x))
-            gain, own = _own_decay_gain(k, logits, keep, before, causal=config.causal)
-            q = q * gain
+            log_gain, decay_normalizer = _log_gain(k, logits, keep, before, causal=config.causal)
+            log_scale = log_gain.amax(dim=(2, 3), keepdim=True)
+            gain = (log_gain - log_scale).to(accumulation_dtype(q.dtype)).exp()
+            q = (q * gain).to(q.dtype)
         o, attention = additive_decay(
             q, k, v, angles=angles, causal=config.causal, keep=keep,
             state=attention, form=config.form, chunk_size=config.chunk_size,
         )  # fmt: skip
-        return o, self._after(x, position, attention, own)
+        if log_scale is not None and config.norm == "none":
+            o = _scaled(o, log_scale)
+        return o, self._after(x, position, attention, decay_normalizer)
 
     def _attend_undecayed(
         self,
@@ -176,13 +198,13 @@ class LightNetMixer(Mixer):
     def _after(
         self,
         x: Hidden,
-        position: int,
+        position: int | Int[Tensor, ""],
         attention: AdditiveDecayState | DecayState | None,
-        own: LogNormalizer | None = None,
+        decay_normalizer: LogNormalizer | None = None,
     ) -> LightNetState | None:
         if not self.config.causal or attention is None:
             return None
-        return LightNetState(attention, own, position + x.shape[1])
+        return LightNetState(attention, decay_normalizer, position + x.shape[1])
 
     @torch.no_grad()
     def key_importance(self, x: Hidden) -> Tensor:
@@ -202,18 +224,17 @@ def _low_rank(width: int, rank: int | None) -> nn.Module:
     return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False))
 
 
-def _own_decay_gain(
+def _log_gain(
     k: Keys,
     decay_logits: Keys,
     keep: Keep | None,
     before: tuple[LogNormalizer, LogNormalizer | None] | None,
     *,
     causal: bool,
-) -> tuple[Keys, LogNormalizer]:
-    """What turns the keys' normalizer into the decay's own: sum exp(k) / sum exp(decay logits).
+) -> tuple[Tensor, LogNormalizer]:
+    """log(sum exp(k) / sum exp(decay_logits)), and the log-normalizer of all decay logits.
 
-    Eq. 13 with s_t taken over logits of the decay's own differs from the shared form by this
-    factor per channel, which the query can carry.
+    In float64, [B, T, H, K]; T is 1 if not causal.
     """
     both = torch.stack([k, decay_logits]).double()
     if keep is not None:
@@ -224,4 +245,23 @@ def _own_decay_gain(
         z = running_logsumexp(both.flatten(-2)).view_as(both)
         if before is not None and before[1] is not None:
             z = logaddexp(z, torch.stack([before[0], before[1]]).unsqueeze(2))
-    return (z[0] - z[1]).to(k.dtype).exp().expand_as(k), z[1, :, -1]
+    return z[0] - z[1], z[1, :, -1]
+
+
+def _scaled(o: Values, log_scale: Tensor) -> Values:
+    """Multiply by exp(log_scale), [B, T or 1, 1, 1].
+
+    Raises:
+        ValueError: On a CPU, if a product exceeds the range of its type.
+    """
+    wide = o.to(accumulation_dtype(o.dtype))
+    # by the root twice: the factor may overflow where the product does not
+    limit = math.log(torch.finfo(wide.dtype).max)
+    root = (log_scale / 2).clamp(max=limit).to(wide.dtype).exp()
+    scaled = (wide * root * root).to(o.dtype)
+    if can_look_at_values(scaled) and not scaled.detach().isfinite().all():
+        raise ValueError(
+            "norm is 'none' and decay_logits differ from the keys by up to "
+            f"exp({log_scale.max().item():.0f}), which exceeds {o.dtype}; expected a norm"
+        )
+    return scaled
