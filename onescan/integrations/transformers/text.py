@@ -91,7 +91,7 @@ class OnescanTextModel(OnescanModel):
             cache.whole.take(state, x.shape[1])
         return BaseModelOutputWithPast(
             last_hidden_state=x,
-            past_key_values=cache if state is not None else None,
+            past_key_values=cache if state is not None else None,  # type: ignore[call-arg, unused-ignore]
             hidden_states=(*hidden[:-1], x) if hidden else None,  # the last one is normalized
         )
 
@@ -182,7 +182,7 @@ class OnescanForCausalLM(OnescanTextModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=read.past_key_values,
+            past_key_values=read.past_key_values,  # type: ignore[call-arg, unused-ignore]
             hidden_states=read.hidden_states,
         )
 
