@@ -17,6 +17,7 @@ import tyro
 
 from onescan import __version__, memory
 from onescan.choices import check_choice
+from onescan.terminal import printable
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from onescan.training.run import RunConfig, RunResult
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
+
+KEPT = "\n\t"  # control characters that are printed as they are
 
 MOST_SEEDS = 2**63  # of torch's generators
 
@@ -59,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with_traceback = "--traceback" in words
     words = [word for word in words if word != "--traceback"]
     if not words or words[0] in HELP:
-        print(_overview())
+        _print(_overview())
         return 0 if words else MISTAKE
     if words[0] == "--version":
-        print(f"onescan {__version__}")
+        _print(f"onescan {__version__}")
         return 0
     try:
         check_choice("command", words[0], COMMANDS)
@@ -91,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(words: Words) -> None:
     """Train a recipe, or go on with a run that was stopped; write a report."""
     if not words or words[0] in HELP:
-        print("usage: onescan train RECIPE [OPTIONS]; onescan train RECIPE --help lists them")
-        print("       onescan train --config FILE [--import FILE.py] [OPTIONS] repeats a run")
+        _print("usage: onescan train RECIPE [OPTIONS]; onescan train RECIPE --help lists them")
+        _print("       onescan train --config FILE [--import FILE.py] [OPTIONS] repeats a run")
         recipes([])
         return
     from onescan.report import check_report_path, write_report
@@ -123,14 +126,14 @@ def train(words: Words) -> None:
     check_report_path(out / "report.html")
     results = []
     with joined(options.run.machine.device) as ranks:
-        say = print if ranks.is_first else _silent
+        say = _print if ranks.is_first else _silent
         for run, seed in zip(runs, seeds, strict=True):
             folder = out / f"seed-{seed}"
             say(f"{run.name}, seed {seed}, in {folder}")
             results.append(train_run(run, folder, overwrite=options.overwrite, progress=True))
     say(_results(results))
     if ranks.is_first:
-        print(f"report: {write_report(results, out / 'report.html')}")
+        _print(f"report: {write_report(results, out / 'report.html')}")
 
 
 def evaluate(words: Words) -> None:
@@ -180,9 +183,9 @@ def _evaluate_run(options: Any) -> None:
     evaluation = judge(model, task, precision=precision, workers=workers, progress=True)
     widest = max(map(len, evaluation.metrics))
     for name, value in evaluation.metrics.items():
-        print(f"{name:<{widest}}  {value:.4f}")
+        _print(f"{name:<{widest}}  {value:.4f}")
     if evaluation.left_out:
-        print(f"{evaluation.left_out} {task.unit} could not be read and are left out")
+        _print(f"{evaluation.left_out} {task.unit} could not be read and are left out")
 
 
 def _evaluate_lengths(options: Any) -> None:
@@ -197,10 +200,10 @@ def _evaluate_lengths(options: Any) -> None:
         str(options.checkpoint), options.lengths, device=options.device, progress=True
     )
     write_json(out / "lengths.json", dataclasses.asdict(scores))
-    print(lengths_table(scores))
+    _print(lengths_table(scores))
     for left in scores.left_out:
-        print(f"not measured: {left.length}, as {left.why}")
-    print(f"report: {write_lengths(scores, out / 'report.html')}")
+        _print(f"not measured: {left.length}, as {left.why}")
+    _print(f"report: {write_lengths(scores, out / 'report.html')}")
 
 
 def _evaluate_tasks(options: Any) -> None:
@@ -210,10 +213,10 @@ def _evaluate_tasks(options: Any) -> None:
     if options.out is not None and options.out.suffix != ".json":
         raise ValueError(f"out is '{options.out}', expected a name that ends in .json")
     scores = judge_by_tasks(str(options.checkpoint), options.tasks, device=options.device)
-    print("\n".join(scores.tables))
+    _print("\n".join(scores.tables))
     if options.out is not None:
         write_json(options.out, scores.data)
-        print(f"results: {options.out}")
+        _print(f"results: {options.out}")
 
 
 def _evaluate_samples(options: Any) -> None:
@@ -228,8 +231,8 @@ def _evaluate_samples(options: Any) -> None:
         options.checkpoint, options.samples, out, device=options.device, progress=True
     )
     write_json(out / "generation.json", dataclasses.asdict(scores))
-    print(generation_table(scores))
-    print(f"report: {write_generation(scores, out)}")
+    _print(generation_table(scores))
+    _print(f"report: {write_generation(scores, out)}")
 
 
 def compare(words: Words) -> None:
@@ -251,8 +254,8 @@ def compare(words: Words) -> None:
     for file in options.imports:
         import_file(file)
     page = write_comparison(options.runs, options.out)
-    print(comparison_table(options.runs))
-    print(f"page: {page}")
+    _print(comparison_table(options.runs))
+    _print(f"page: {page}")
 
 
 def predict(words: Words) -> None:
@@ -263,7 +266,7 @@ def predict(words: Words) -> None:
         checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
         """a run's folder, as in runs/digits/seed-0"""
         images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
-        """image files of any kind and size"""
+        """image files of any size: PNG, JPEG, WebP, GIF, BMP, TIFF or PPM"""
         top: int = 3
         """classes to name per image"""
         imports: Imports = ()
@@ -281,8 +284,10 @@ def predict(words: Words) -> None:
     for path, row in zip(options.images, probabilities, strict=True):
         shares, classes = row.topk(min(options.top, len(row)))
         guesses = zip(classes.tolist(), shares.tolist(), strict=True)
-        named = (f"{checkpoint.class_names[index]} {share:.1%}" for index, share in guesses)
-        print(f"{path}: {', '.join(named)}")
+        named = (
+            f"{printable(checkpoint.class_names[index])} {share:.1%}" for index, share in guesses
+        )
+        _print(f"{printable(path)}: {', '.join(named)}")
 
 
 def sample(words: Words) -> None:
@@ -354,7 +359,7 @@ def sample(words: Words) -> None:
             )
         asked = dataclasses.replace(asked, labels=tuple(labels))
     made = write_samples(pipeline.to(device), asked, out, progress=True)
-    print(f"{out}: {made} image{'s' if made > 1 else ''}")
+    _print(f"{out}: {made} image{'s' if made > 1 else ''}")
 
 
 def generate(words: Words) -> None:
@@ -391,10 +396,10 @@ def generate(words: Words) -> None:
     pieces = write_on(
         model, tokenizer, prompt, options.sampling, most=options.most, generator=generator
     )
-    print(prompt + next(pieces, ""), end="", flush=True)
+    _print(prompt + next(pieces, ""), end="", flush=True)
     for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
+        _print(piece, end="", flush=True)
+    _print()
 
 
 def fill(words: Words) -> None:
@@ -414,7 +419,7 @@ def fill(words: Words) -> None:
     from onescan.tasks.writing import fill_masks
 
     for guesses in fill_masks(model, tokenizer, options.text, top=options.top):
-        print(", ".join(f"{guess.text} {guess.share:.1%}" for guess in guesses))
+        _print(", ".join(f"{printable(guess.text)} {guess.share:.1%}" for guess in guesses))
 
 
 def glue(words: Words) -> None:
@@ -442,7 +447,7 @@ def glue(words: Words) -> None:
     for page in (out, *(out / task for task in tasks)):
         check_report_path(page / "report.html")
     with joined(study.machine.device) as ranks:
-        say = print if ranks.is_first else _silent
+        say = _print if ranks.is_first else _silent
         if "mnli" not in tasks and runs[0].task == "mnli":
             say("mnli is learnt first, as others begin with its weights, unless --no-from-mnli")
         check_runs(runs, overwrite=options.overwrite)
@@ -453,7 +458,7 @@ def glue(words: Words) -> None:
         learnt = {task: results[task] for task in tasks}
         outcome = read_glue(learnt, checkpoint=options.checkpoint, recipe=study.recipe)
         page = write_glue(outcome, out)
-        print(f"{glue_table(outcome)}\nreport: {page}")
+        _print(f"{glue_table(outcome)}\nreport: {page}")
 
 
 def needle(words: Words) -> None:
@@ -486,7 +491,7 @@ def needle(words: Words) -> None:
         held_out_haystack(options.checkpoint) if file is None else read_haystack(file, tokenizer)
     )
     grid = measure_needles(name, model, tokenizer, haystack, options.asked, out, progress=True)
-    print(f"{needle_table(grid)}\nreport: {write_needles(grid, out / 'report.html')}")
+    _print(f"{needle_table(grid)}\nreport: {write_needles(grid, out / 'report.html')}")
 
 
 def tokenizer(words: Words) -> None:
@@ -520,8 +525,8 @@ def tokenizer(words: Words) -> None:
     trained = train_byte_pairs(read_texts(source, options.split), options.size)
     trained.tokenizer.save(options.out)
     where = "held-out text" if trained.is_held_out else "the text that it was trained on"
-    print(f"{options.out}: {trained.tokenizer.size} tokens, ", end="")
-    print(f"{trained.bytes_per_token:.2f} bytes per token of {where}")
+    _print(f"{options.out}: {trained.tokenizer.size} tokens, ", end="")
+    _print(f"{trained.bytes_per_token:.2f} bytes per token of {where}")
 
 
 def encode(words: Words) -> None:
@@ -581,8 +586,8 @@ def encode(words: Words) -> None:
     )
     form, shards = notes.format, notes.shards
     train, test = (sum(sizes) for sizes in (shards.train, shards.test)) if shards else (0, 0)
-    print(f"{options.out}: {train:,} images to learn from and {test:,} held out, ", end="")
-    print(f"as latents of {form.channels} x {form.height} x {form.width}")
+    _print(f"{options.out}: {train:,} images to learn from and {test:,} held out, ", end="")
+    _print(f"as latents of {form.channels} x {form.height} x {form.width}")
 
 
 def bench(words: Words) -> None:
@@ -590,11 +595,11 @@ def bench(words: Words) -> None:
     from onescan.bench.contests import CONTESTS
 
     if not words or words[0] in HELP:
-        print(
+        _print(
             "usage: onescan bench BENCHMARK [OPTIONS]; onescan bench BENCHMARK --help lists them\n"
         )
-        print(f"  {'forms':<10}every form of one model's mixer over image sizes")
-        print("\n".join(f"  {name:<10}{contest.summary}" for name, contest in CONTESTS.items()))
+        _print(f"  {'forms':<10}every form of one model's mixer over image sizes")
+        _print("\n".join(f"  {name:<10}{contest.summary}" for name, contest in CONTESTS.items()))
         return
     check_choice("benchmark", words[0], ["forms", *CONTESTS])
     if words[0] == "forms":
@@ -622,8 +627,8 @@ def _bench_forms(words: Words) -> None:
     check_report_path(out / "report.html")
     costs = measure_forms(options.preset, model, options.forms, out, progress=True)
     for left in costs.left_out:
-        print(f"not measured: {left.variant.name} from {left.size} pixels on, as {left.why}")
-    print(f"report: {write_forms(costs, out / 'report.html')}")
+        _print(f"not measured: {left.variant.name} from {left.size} pixels on, as {left.why}")
+    _print(f"report: {write_forms(costs, out / 'report.html')}")
 
 
 def _bench_folder(out: str) -> Path:
@@ -661,8 +666,8 @@ def _bench_contest(name: str, words: Words) -> None:
     if not results.has_outcomes:
         first = absent(results, contest)[0]
         raise ValueError(f"nothing could be measured, as {out / name}.json says: {first}; ...")
-    print(contest_table(results, contest))
-    print(f"report: {write_contest(results, contest, page)}")
+    _print(contest_table(results, contest))
+    _print(f"report: {write_contest(results, contest, page)}")
 
 
 def models(words: Words) -> None:
@@ -678,32 +683,32 @@ def models(words: Words) -> None:
     from onescan.models.presets import ABLATIONS, PRESETS, preset
 
     in_the_paper = f"{'in the paper':>13}{'difference':>12}"
-    print(f"{'':<21}{'parameters':>13}{in_the_paper}{'GMACs':>8}{in_the_paper}")
+    _print(f"{'':<21}{'parameters':>13}{in_the_paper}{'GMACs':>8}{in_the_paper}")
     for name, known in PRESETS.items():
         size = model_size(known.config)
-        print(_size_row(name, size, known.printed_millions, known.printed_gmacs))
+        _print(_size_row(name, size, known.printed_millions, known.printed_gmacs))
         for row, printed in known.printed_ablations.items() if options.ablations else ():
             size = model_size(preset(name, **ABLATIONS[row]))
-            print(_size_row(f"  {row}", size, printed))
+            _print(_size_row(f"  {row}", size, printed))
 
 
 def recipes(words: Words) -> None:
     """List the recipes: complete runs by name."""
     if set(words) & set(HELP):
-        print("usage: onescan recipes")
+        _print("usage: onescan recipes")
     elif words:
         raise ValueError(f"recipes takes no words, got {' '.join(words)!r}")
     from onescan.recipes import RECIPES, summary
 
     widest = max(map(len, RECIPES))
     for name, recipe in RECIPES.items():
-        print(f"{name:<{widest}}  {summary(recipe)}")
+        _print(f"{name:<{widest}}  {summary(recipe)}")
 
 
 def show(words: Words) -> None:
     """Show a recipe's config, every field of it."""
     if not words or set(words) & set(HELP):
-        print("usage: onescan show RECIPE")
+        _print("usage: onescan show RECIPE")
         recipes([])
         return
     if words[1:]:
@@ -711,8 +716,8 @@ def show(words: Words) -> None:
     from onescan.recipes import find_recipe
 
     recipe = find_recipe(words[0])
-    print(inspect.getdoc(recipe))
-    print("\n".join(_fields(recipe(), indent="")))
+    _print(inspect.getdoc(recipe))
+    _print("\n".join(_fields(recipe(), indent="")))
 
 
 # Every command there is.
@@ -758,8 +763,13 @@ def _interrupted(words: Words) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"onescan: {message}", file=sys.stderr)
+    print(f"onescan: {printable(message, keep=KEPT)}", file=sys.stderr)
     return code
+
+
+def _print(text: object = "", *, end: str = "\n", flush: bool = False) -> None:
+    """Print, with all control characters but line breaks and tabs escaped."""
+    print(printable(text, keep=KEPT), end=end, flush=flush)
 
 
 def _parse(

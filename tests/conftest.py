@@ -35,6 +35,7 @@ def pytest_configure(config):
     # looks at a gradient, the poison asks GPU kernels for more than each of them has, a backward
     # may multiply matrices first on a thread, and readers are forked beside threads.
     for warning in (
+        ".*torch.jit.script.*:FutureWarning",
         ".torch.jit:DeprecationWarning",
         ".*should not be instantiated:DeprecationWarning",
         ".*use_deterministic_algorithms:UserWarning",

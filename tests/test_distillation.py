@@ -324,7 +324,7 @@ def transformers(monkeypatch):
 
     fake.model, fake.processor, fake.asked = FakeClassifier(NAMES), processor, asked
     fake.AutoModelForImageClassification = SimpleNamespace(from_pretrained=give_model)
-    fake.AutoImageProcessor = SimpleNamespace(from_pretrained=lambda place: processor)
+    fake.AutoImageProcessor = SimpleNamespace(from_pretrained=lambda place, **_: processor)
     monkeypatch.setitem(sys.modules, "transformers", fake)
     return fake
 
@@ -333,6 +333,7 @@ def test_a_classifier_of_transformers(transformers, tmp_path):
     found = load_teacher("facebook/regnet-y-160")
     assert transformers.asked["place"] == "facebook/regnet-y-160"
     assert transformers.asked["use_safetensors"] is True
+    assert transformers.asked["trust_remote_code"] is False
     pixels = torch.rand(2, 3, 2, 2)
     want = transformers.model((pixels - 0.5) / 0.25).logits
     torch.testing.assert_close(found.scores(pixels), want)

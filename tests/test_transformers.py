@@ -61,6 +61,28 @@ def test_importing_the_package_imports_nobody_else():
     assert not {"transformers", "timm", "torch"} & set(run.stdout.split())
 
 
+@pytest.mark.parametrize("order", ["import timm", "import onescan"])
+def test_a_broken_library_does_not_break_the_import(order, tmp_path):
+    (tmp_path / "timm" / "models").mkdir(parents=True)
+    (tmp_path / "timm" / "models" / "__init__.py").write_text("")
+    broken = "import timm.models\nraise RuntimeError('built for another torch')\n"
+    (tmp_path / "timm" / "__init__.py").write_text(broken)
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    {order}
+    import timm
+except RuntimeError:
+    pass
+import onescan
+assert onescan.__version__
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "not registered with timm" in done.stderr
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A function that saves a model with a tokenizer."""

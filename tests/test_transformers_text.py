@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_language_models import (
     BOTH,
     CAUSAL,
@@ -29,6 +30,8 @@ from transformers import (
 import onescan
 from onescan.configs import to_dict
 from onescan.integrations.transformers import OnescanTextConfig, StateCache
+from onescan.integrations.transformers.loading import load_pretrained
+from onescan.integrations.transformers.text import CACHE
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 
@@ -207,7 +210,7 @@ def test_a_conversation_goes_on_from_the_cache_that_generate_returned(change):
     first = model.generate(ids(2, 4), return_dict_in_generate=True, **GREEDY)
     assert isinstance(first.past_key_values, StateCache)
     asked = torch.cat([first.sequences, ids(2, 3, seed=8)], dim=1)
-    again = model.generate(asked, past_key_values=first.past_key_values, **GREEDY)
+    again = model.generate(asked, **{CACHE: first.past_key_values}, **GREEDY)
     assert torch.equal(again, model.generate(asked, **GREEDY))
 
 
@@ -355,6 +358,35 @@ def test_a_vocabulary_can_grow_and_shrink(size, tie_embeddings, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(saved(model, tmp_path))
     assert_close(again(tokens).logits, got)
     assert_close(again.to_onescan()(tokens)[0], got)
+
+
+@pytest.mark.parametrize("head", ["lm_head.weight", "lm_head.scores.weight"])
+def test_a_tied_weight_that_a_checkpoint_lacks_is_missing_and_initialized(head, tmp_path):
+    is_causal = head == "lm_head.weight"
+    native = causal(CAUSAL["lightnet"]) if is_causal else masked(BOTH["lion"])
+    saved(onescan.to_transformers(native), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["network.embedding.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    auto = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
+    model, found = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert found["missing_keys"] == {"network.embedding.weight", head}
+    embedding = model.network.embedding.weight
+    assert model.get_output_embeddings().weight is embedding
+    assert embedding.device.type == "cpu"
+    assert 0 < embedding.std() < 1
+    with pytest.raises(ValueError, match=r"lacks 2 weights, such as lm_head\."):
+        load_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize("initialize", ["post_init", "init_weights"])
+def test_a_resized_untied_head_keeps_its_weights(initialize):
+    model = onescan.to_transformers(causal(CAUSAL["lightnet"], tie_embeddings=False))
+    model.resize_token_embeddings(20, mean_resizing=False)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    getattr(model, initialize)()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name]), name
 
 
 def test_a_masked_models_vocabulary_can_grow(tmp_path):

@@ -18,6 +18,8 @@ Pixels = Float[Tensor, "*batch channels height width"]  # 0 is black, 1 is white
 BytePixels = UInt8[Tensor, "*batch channels height width"]  # 0 is black, 255 is white
 AnyPixels = Pixels | BytePixels
 
+# Image.open would try all of pillow's formats, of which EPS starts Ghostscript
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 GAP = 2  # how much larger than needed a JPEG is decoded at least: resizing does the rest better
 UPRIGHT = {  # pillow's own turning writes EXIF data again, and fails where they are garbled
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -41,6 +43,16 @@ DAMAGE = (
 )
 
 
+def open_image(file: Path | BytesIO) -> Image.Image:
+    """Open an image file in one of `FORMATS`, whatever its name.
+
+    Raises:
+        UnidentifiedImageError: If it is in none of them.
+        OSError: If it cannot be read.
+    """
+    return Image.open(file, formats=FORMATS)
+
+
 def decode(
     file: Path | BytesIO, *, channels: int, height: int, width: int, crop: Crop
 ) -> AnyPixels:
@@ -61,10 +73,10 @@ def decode(
             read after the file's name.
     """
     try:
-        with Image.open(file) as image:
+        with open_image(file) as image:
             resized = _resize(image, "L" if channels == 1 else "RGB", (width, height), crop)
     except UnidentifiedImageError:
-        raise ValueError("is not an image, or of a kind unknown to pillow") from None
+        raise ValueError(f"is not an image in one of {', '.join(FORMATS)}") from None
     except DAMAGE as error:
         raise ValueError(f"cannot be read as an image: {error}") from error
     values = torch.from_numpy(np.array(resized))

@@ -4,6 +4,7 @@
 """
 
 import sys
+import warnings
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -56,4 +57,8 @@ def _follow(loader: Any, name: str) -> None:
 
 def _tell(name: str) -> None:
     module, function = ON_IMPORT[name]
-    getattr(import_module(f"onescan.integrations.{module}"), function)()
+    try:
+        getattr(import_module(f"onescan.integrations.{module}"), function)()
+    except Exception as error:  # a broken library must not break `import onescan`
+        library = name.partition(".")[0]
+        warnings.warn(f"onescan's models are not registered with {library}: {error}", stacklevel=2)

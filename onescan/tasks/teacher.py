@@ -81,7 +81,7 @@ class _Record:
 def load_teacher(name: str, field: str = "task.teacher") -> Teacher:
     """Load a teacher, on the CPU; torch's chance is not spent on its first weights.
 
-    Nothing is unpickled, and nobody's code is run.
+    Nothing is unpickled, and no code that comes with the weights is run.
 
     Args:
         name: the folder of a run or any file in it, of which best.safetensors stands for the
@@ -146,9 +146,9 @@ def _of_transformers(name: str, field: str, place: str) -> Teacher:
             "missing: pip install 'onescan[text]'"
         ) from error
     model = AutoModelForImageClassification.from_pretrained(
-        place, use_safetensors=True, dtype=torch.float32
+        place, use_safetensors=True, dtype=torch.float32, trust_remote_code=False
     )
-    processor = AutoImageProcessor.from_pretrained(place)
+    processor = AutoImageProcessor.from_pretrained(place, trust_remote_code=False)
     names: dict[int, str] = model.config.id2label
     return Teacher(
         name=name,

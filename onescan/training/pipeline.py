@@ -1,15 +1,10 @@
 """What makes images, from wherever it was saved: a run, or a pipeline of diffusers."""
 
 import dataclasses
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from safetensors import SafetensorError
-
-from onescan.checks import check_choice, in_a_line
+from onescan.checks import check_choice
 from onescan.data import ImageFormat
 from onescan.data.latents import LatentFormat
 from onescan.data.latents.vae import load_vae
@@ -101,34 +96,9 @@ def _of_run(path: Path, sampler: SamplerName | None, vae: str | None) -> "Denois
 
 
 def _of_diffusers(path: Path, sampler: SamplerName | None, vae: str | None) -> "DenoiserPipeline":
-    from onescan.integrations.diffusers.pipeline import DenoiserPipeline  # slow
+    from onescan.integrations.diffusers.loading import load_saved  # slow
 
-    try:
-        saved = json.loads((path / INDEX).read_text())["_class_name"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path / INDEX} is damaged: {in_a_line(error)}") from error
-    if saved != DenoiserPipeline.__name__:
-        raise ValueError(f"'{path}' holds a {saved}, expected a {DenoiserPipeline.__name__}")
-    others = {} if vae is None else {"vae": load_vae(vae)}
-    try:
-        with _without_bars():
-            pipeline = DenoiserPipeline.from_pretrained(path, use_safetensors=True, **others)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"'{path}' holds no pipeline that loads: {in_a_line(error)}") from error
+    pipeline = load_saved(path, vae=None if vae is None else load_vae(vae))
     if sampler is not None:
         pipeline.use_sampler(sampler)
     return pipeline
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Let diffusers draw no bars while it loads."""
-    from diffusers.utils import logging
-
-    were_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if were_on:
-            logging.enable_progress_bar()

@@ -14,7 +14,7 @@ from onescan.bench.generation.stamp import digest, stamp
 from onescan.checks import in_a_line
 from onescan.data import DataSet, Example, ImageDataset, ImageFormat
 from onescan.data.crop import centre_box
-from onescan.data.decode import Pixels, decode
+from onescan.data.decode import Pixels, decode, open_image
 from onescan.data.image_columns import ColumnNames, find_classes, image_table
 from onescan.data.image_folder import walk
 from onescan.data.image_reader import ImageReader
@@ -142,7 +142,7 @@ def _has_classes(folder: Path) -> bool:
 
 def _size(file: Path) -> tuple[int, int]:
     try:
-        with Image.open(file) as image:
+        with open_image(file) as image:
             return image.height, image.width
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read as an image: {in_a_line(error)}") from error

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from onescan.data.decode import DAMAGE
+from onescan.data.decode import DAMAGE, open_image
 from onescan.data.long_range.scenes import GreyImage
 
 READ = 4  # cells of a line: folder, name, number, label
@@ -55,7 +54,7 @@ class PathfinderFolder:
         """
         path, label = self.listed[index]
         try:
-            with Image.open(path) as image:
+            with open_image(path) as image:
                 pixels = np.asarray(image.convert("L"))
         except DAMAGE as error:
             raise ValueError(f"{path} cannot be read as an image: {error}") from error

@@ -182,11 +182,13 @@ def _saved(path: str, wanted: Wanted, field: str) -> dict[str, Open]:
 def _opens_rows(rows: Any, split: str, path: str, wanted: Wanted) -> Open:
     def opened() -> Sequence[Shard]:
         _check_column(rows, path, wanted.column)
+        # the library would decode the images of other columns, in any format of pillow's
+        texts = rows.select_columns([wanted.column]) if rows.features else rows
         name = f"{path}, {split}"
-        if isinstance(rows, import_datasets().Dataset):
-            return [RowsShard(rows, name, wanted.column)]
-        indices = range(rows.num_shards)
-        return [StreamShard(rows, index, name, wanted.column) for index in indices]
+        if isinstance(texts, import_datasets().Dataset):
+            return [RowsShard(texts, name, wanted.column)]
+        indices = range(texts.num_shards)
+        return [StreamShard(texts, index, name, wanted.column) for index in indices]
 
     return opened
 

@@ -14,6 +14,12 @@ from onescan.layers.block import Block
 SET = "_is_hf_initialized"  # transformers' mark of a tensor that needs no first value
 
 
+def mark_initialized(module: nn.Module) -> None:
+    """Keep `initialize_weights` from overwriting a module's weights, except on the meta device."""
+    for tensor in module.state_dict(keep_vars=True).values():
+        setattr(tensor, SET, not tensor.is_meta)
+
+
 class OnescanModel(PreTrainedModel):
     """Parts of a model of onescan, under names that users of transformers expect."""
 
@@ -30,8 +36,7 @@ class OnescanModel(PreTrainedModel):
                 str, Any
             ] = {}  # by which transformers 5.0 would round angles to float32
         self.adopt(self.build_native())
-        for tensor in self.state_dict(keep_vars=True).values():
-            setattr(tensor, SET, not tensor.is_meta)
+        mark_initialized(self)
         self.post_init()
 
     @abstractmethod
@@ -80,6 +85,17 @@ class OnescanModel(PreTrainedModel):
         fresh = type(self)(self.config).state_dict() if lacking else {}
         for name in lacking:
             tensors[name].copy_(fresh[name])
+
+    def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
+        """Mark tied weights, and keep a missing source among the missing keys.
+
+        For models outside its own package, transformers drops each missing key whose parameter is
+        marked. Before loading, both names of a tied weight are one parameter, so that the mark on
+        one removes the other, and the weight is never allocated.
+        """
+        missing = set(loading_info.missing_keys)
+        super().mark_tied_weights_as_initialized(loading_info)
+        loading_info.missing_keys = missing
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1

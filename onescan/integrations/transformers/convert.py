@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from onescan.configs import differences
-from onescan.integrations.transformers.base import OnescanModel
+from onescan.integrations.transformers.base import OnescanModel, mark_initialized
 from onescan.integrations.transformers.image import OnescanForImageClassification
 from onescan.integrations.transformers.text import (
     OnescanForCausalLM,
@@ -49,4 +49,5 @@ def to_transformers(model: nn.Module, **fields: Any) -> OnescanModel:
     with torch.device("meta"):
         converted: OnescanModel = kind(config)
     converted.adopt(model)
+    mark_initialized(converted)
     return converted.train(model.training)

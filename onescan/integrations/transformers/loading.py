@@ -15,9 +15,20 @@ KINDS: dict[str, type[OnescanForCausalLM] | type[OnescanForMaskedLM]] = {
     kind.__name__: kind for kind in (OnescanForCausalLM, OnescanForMaskedLM)
 }
 
+# what transformers and safetensors raise on folders that are damaged
+UNUSABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+)
+
 
 def load_pretrained(name: str) -> CausalLM | MaskedLM:
-    """Load a model, in evaluation mode on the CPU; nobody's code is run.
+    """Load a model, in evaluation mode on the CPU, without running any code that comes with it.
 
     Args:
         name: a folder that `save_pretrained` wrote, or a name on the Hugging Face hub.
@@ -26,17 +37,28 @@ def load_pretrained(name: str) -> CausalLM | MaskedLM:
         ValueError: there is no such model, or one of another kind.
     """
     try:
-        config: Any = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, TypeError) as error:
+        config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except UNUSABLE as error:
         raise _unusable(name, error) from error
     saved = (config.architectures or ["nothing"])[0]
     if not isinstance(config, OnescanTextConfig) or saved not in KINDS:
         raise ValueError(f"{name!r} holds {saved}, expected one of {', '.join(KINDS)}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{name!r} holds quantized weights, expected floating point weights")
     try:
-        model = KINDS[saved].from_pretrained(name, use_safetensors=True).eval()
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        kind: Any = KINDS[saved]
+        model, found = kind.from_pretrained(
+            name,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="eager",  # no attention kernel that the config names
+            output_loading_info=True,
+        )
+    except UNUSABLE as error:
         raise _unusable(name, error) from error
-    return model.to_onescan()
+    if missing := found["missing_keys"]:
+        raise ValueError(f"{name!r} lacks {len(missing)} weights, such as {min(missing)}")
+    return model.eval().to_onescan()
 
 
 def _unusable(name: str, error: Exception) -> ValueError:

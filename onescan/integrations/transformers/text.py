@@ -1,5 +1,6 @@
 """Models of text: one network, and the head of each task."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -15,13 +16,18 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from onescan.checks import can_look_at_values, check_shapes
-from onescan.integrations.transformers.base import OnescanModel
+from onescan.integrations.transformers.base import OnescanModel, mark_initialized
 from onescan.integrations.transformers.cache import StateCache
 from onescan.integrations.transformers.configuration import OnescanTextConfig
 from onescan.models.causal_lm import CausalLM, CausalLMConfig
 from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifier, SequenceClassifierConfig
 from onescan.models.token_network import TokenNetwork
+
+# transformers 5.24 renamed past_key_values: the field of outputs and the argument of `generate`
+CACHE = "past_key_values"
+if "cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}:
+    CACHE = "cache"
 
 
 class OnescanTextModel(OnescanModel):
@@ -44,6 +50,7 @@ class OnescanTextModel(OnescanModel):
 
     def set_input_embeddings(self, value: Any) -> None:
         """Take those of another vocabulary."""
+        mark_initialized(value)
         self.network.set_embedding(value)
 
     @can_return_tuple
@@ -55,6 +62,7 @@ class OnescanTextModel(OnescanModel):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         **options: Any,
     ) -> BaseModelOutputWithPast:
@@ -68,7 +76,8 @@ class OnescanTextModel(OnescanModel):
             position_ids: [B, T]; where they begin anew within a row, so does a text, which reads
                 nothing of those before it. For the rest a network counts real tokens itself.
             inputs_embeds: [B, T, width] in place of input_ids.
-            past_key_values: what a causal model returned; it goes on to what comes after.
+            past_key_values: the cache that a causal model returned, to continue from.
+            cache: the name of past_key_values since transformers 5.24.
             use_cache: return the state; None is as the config says, and not while training.
             options: output_hidden_states returns what each block gave.
 
@@ -81,7 +90,7 @@ class OnescanTextModel(OnescanModel):
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
         keep = _keep(attention_mask, given)
         documents = _documents(position_ids, keep, given)
-        cache = self._cache(past_key_values, use_cache)
+        cache = self._cache(past_key_values if cache is None else cache, use_cache)
         segments = token_type_ids if self.network.config.segment_types else None
         state = None if cache is None else cache.whole.state
         with self.recorded(**options) as hidden:
@@ -91,8 +100,8 @@ class OnescanTextModel(OnescanModel):
             cache.whole.take(state, x.shape[1])
         return BaseModelOutputWithPast(
             last_hidden_state=x,
-            past_key_values=cache if state is not None else None,
             hidden_states=(*hidden[:-1], x) if hidden else None,  # the last one is normalized
+            **{CACHE: cache if state is not None else None},  # type: ignore[arg-type]
         )
 
     def _cache(self, given: Any, use_cache: bool | None) -> StateCache | None:
@@ -135,6 +144,7 @@ class OnescanForCausalLM(OnescanTextModel, GenerationMixin):
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
         """Take that of another vocabulary."""
+        mark_initialized(value)
         self.lm_head = value
 
     @can_return_tuple
@@ -146,6 +156,7 @@ class OnescanForCausalLM(OnescanTextModel, GenerationMixin):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -166,7 +177,7 @@ class OnescanForCausalLM(OnescanTextModel, GenerationMixin):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
+            past_key_values=past_key_values if cache is None else cache,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
@@ -182,8 +193,8 @@ class OnescanForCausalLM(OnescanTextModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=read.past_key_values,
             hidden_states=read.hidden_states,
+            **{CACHE: getattr(read, CACHE)},
         )
 
     def _prepare_cache_for_generation(  # type: ignore[override]
@@ -195,8 +206,8 @@ class OnescanForCausalLM(OnescanTextModel, GenerationMixin):
             raise ValueError(
                 f"cache_implementation is {kind!r}, expected None: a state has one kind"
             )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = StateCache()
+        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
+            model_kwargs[CACHE] = StateCache()
 
 
 class OnescanForMaskedLM(OnescanTextModel):
@@ -227,6 +238,7 @@ class OnescanForMaskedLM(OnescanTextModel):
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
         """Take that of another vocabulary."""
+        mark_initialized(value)
         self.lm_head.scores = value
 
     @can_return_tuple

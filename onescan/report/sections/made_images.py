@@ -6,8 +6,8 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
+from onescan.data.decode import open_image
 from onescan.models.denoiser import Denoiser
 from onescan.report.section import Figure, Section
 from onescan.report.study import Study
@@ -68,7 +68,7 @@ def _some(steps: list[int]) -> list[int]:
 def _image(path: Path, most: int, alt: str) -> str:
     """An `<img>` that needs no other file, shrunk where a side is longer."""
     kind, file = "png", io.BytesIO()
-    with Image.open(path) as opened:
+    with open_image(path) as opened:
         picture = opened.copy()
     if max(picture.size) > most:
         picture.thumbnail((most, most))

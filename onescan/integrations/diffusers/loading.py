@@ -1,0 +1,129 @@
+"""Load a saved pipeline without letting its folder choose what is imported."""
+
+import json
+import logging as levels
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.utils import logging
+from safetensors import SafetensorError
+
+from onescan.checks import in_a_line
+from onescan.integrations.diffusers.model import DenoiserModel
+from onescan.integrations.diffusers.pipeline import DenoiserPipeline
+from onescan.integrations.diffusers.schedulers import SCHEDULERS
+
+INDEX = "model_index.json"  # of a pipeline that diffusers saved
+# for each component, the classes that an index may name, by (library, class name)
+COMPONENTS: dict[str, dict[tuple[str, str], Any]] = {
+    "transformer": {(DenoiserModel.__module__, DenoiserModel.__name__): DenoiserModel},
+    "scheduler": {("diffusers", kind.__name__): kind for kind in SCHEDULERS.values()},
+    "vae": {("diffusers", AutoencoderKL.__name__): AutoencoderKL},
+}
+# what diffusers and safetensors raise on folders that are damaged
+UNUSABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+)
+SETTINGS = ("noise", "pixels", "id2label")  # arguments of the pipeline that are plain data
+
+
+def load_saved(folder: Path, *, vae: Any = None) -> DenoiserPipeline:
+    """Load a pipeline that `DenoiserPipeline.save_pretrained` wrote, on the CPU.
+
+    The index is checked first, and each component is loaded by the class that it is checked
+    against: `DiffusionPipeline.from_pretrained` would import modules that the folder names or
+    contains.
+
+    Args:
+        folder: The saved pipeline.
+        vae: Decoder to use in place of the saved one.
+
+    Raises:
+        ValueError: If the index is damaged, names another pipeline or an unknown component or
+            class, or if a component cannot be loaded.
+    """
+    index = read_index(folder)
+    kinds = {name: _class_of(folder, name, index[name]) for name in COMPONENTS if name in index}
+    try:
+        parts: dict[str, Any] = {
+            name: _load(kind, folder, name) for name, kind in kinds.items() if kind is not None
+        }
+        if vae is not None:
+            parts["vae"] = vae
+        return DenoiserPipeline(
+            **parts, **{name: index[name] for name in SETTINGS if name in index}
+        )
+    except UNUSABLE as error:
+        raise ValueError(f"'{folder}' holds no pipeline that loads: {in_a_line(error)}") from error
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Read model_index.json of a saved `DenoiserPipeline`.
+
+    Raises:
+        ValueError: If it is damaged, is of another pipeline, or holds an unknown component.
+    """
+    path = folder / INDEX
+    try:
+        index = dict(json.loads(path.read_bytes()))
+        saved = index["_class_name"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {in_a_line(error)}") from error
+    if saved != DenoiserPipeline.__name__:
+        raise ValueError(f"'{folder}' holds a {saved}, expected a {DenoiserPipeline.__name__}")
+    for name in index:
+        if not name.startswith("_") and name not in (*COMPONENTS, *SETTINGS):
+            raise ValueError(
+                f"{path}: component {name!r} is unknown, expected {', '.join(COMPONENTS)}"
+            )
+    return index
+
+
+def _class_of(folder: Path, name: str, named: Any) -> Any:
+    """Look up the class of a component; None where the pipeline has no such component."""
+    if named == [None, None] and name == "vae":
+        return None
+    allowed = COMPONENTS[name]
+    if not (isinstance(named, list) and tuple(named) in allowed):
+        expected = " or ".join(".".join(each) for each in allowed)
+        raise ValueError(f"{folder / INDEX}: {name} is {named!r}, expected {expected}")
+    return allowed[tuple(named)]
+
+
+def _load(kind: Any, folder: Path, name: str) -> Any:
+    if name == "scheduler":
+        return kind.from_pretrained(folder, subfolder=name, local_files_only=True)
+    with _silent():
+        part, found = kind.from_pretrained(
+            folder,
+            subfolder=name,
+            use_safetensors=True,
+            output_loading_info=True,
+            local_files_only=True,
+        )
+    if missing := found["missing_keys"]:
+        raise ValueError(f"{name} lacks {len(missing)} weights, such as {min(missing)}")
+    return part.eval()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Silence diffusers' logging and progress bars."""
+    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(levels.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bars:
+            logging.enable_progress_bar()
