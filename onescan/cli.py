@@ -838,9 +838,10 @@ def _fine_tuned(
 
 def _what_to_train(words: Words) -> "tuple[RunConfig, str, Words]":
     """The run that is named or lies in a file, how it was given, and the words that are left."""
+    from onescan.checkpoint.config import CONFIG
     from onescan.recipes import find_recipe
     from onescan.recipes.files import import_file
-    from onescan.training.folder import CONFIG, read_manifest
+    from onescan.training.folder import read_manifest
 
     if words[0] != "--config":
         return find_recipe(words[0])(), words[0], words[1:]

@@ -8,6 +8,7 @@ and writes what it gets from every start into a folder of its own.
 
 import json
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,11 +21,12 @@ import numpy as np
 from PIL.Image import Image
 
 from onescan import configs
-from onescan.training.files import remove, write_atomically
+from onescan.checkpoint.files import remove_from, write_atomically
 from onescan.training.run import RunConfig, TrackerName
 
 PROJECT = "onescan"
 TENSORBOARD, WANDB, IDENTITY = "tensorboard", "wandb", "tracker_id"  # in a run's folder
+EVENTS = re.compile(r"events\.out\.tfevents\..*")  # TensorBoard's files
 
 logger = logging.getLogger("onescan")
 
@@ -128,7 +130,7 @@ class TensorBoard(Tracker):
 
         path = folder / TENSORBOARD
         if step == 0:
-            remove(path)
+            remove_from(path, EVENTS)
         is_new = not path.exists()
         self.writer = SummaryWriter(str(path), purge_step=step + 1)
         if is_new:
