@@ -11,7 +11,7 @@ from torch.nn.modules.module import (
 
 from onescan.configs import ModelConfig
 
-MOST_TENSORS = 100_000  # of a model: more are a mistake, and take minutes to build
+MOST_TENSORS = 20_000  # of a model: more are a mistake, and take minutes to build
 GIB = 1 << 30
 
 
@@ -38,8 +38,12 @@ def build_here(config: ModelConfig) -> nn.Module:
     return model
 
 
-def build_on_meta(config: ModelConfig, *, most_tensors: int = MOST_TENSORS) -> nn.Module | None:
+def build_on_meta(config: ModelConfig, *, most_tensors: int | None = None) -> nn.Module | None:
     """Build a model without allocating its weights.
+
+    Args:
+        config: the model's.
+        most_tensors: how many parameters and buffers it may have; None is `MOST_TENSORS`.
 
     Returns:
         The model, or None for a model that the meta device cannot build.
@@ -47,6 +51,7 @@ def build_on_meta(config: ModelConfig, *, most_tensors: int = MOST_TENSORS) -> n
     Raises:
         ValueError: it has more tensors, or needs more than this machine's memory.
     """
+    most = MOST_TENSORS if most_tensors is None else most_tensors
     count = size = 0
 
     def add(_module: nn.Module, name: str, tensor: Tensor | None) -> None:
@@ -54,10 +59,8 @@ def build_on_meta(config: ModelConfig, *, most_tensors: int = MOST_TENSORS) -> n
         if tensor is None or not tensor.is_meta:
             return
         count, size = count + 1, size + tensor.numel() * tensor.element_size()
-        if count > most_tensors:
-            raise ValueError(
-                f"the model has more than {most_tensors:,} tensors, as {name}, expected fewer"
-            )
+        if count > most:
+            raise ValueError(f"the model has more than {most:,} tensors, as {name}, expected fewer")
         if size > memory_bytes():
             raise ValueError(
                 f"the model needs more than {size / GIB:,.1f} GiB, and this machine has "

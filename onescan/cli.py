@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         if _is_told_by_another(error):
             return FAILURE
-        return _fail(f"error: {error}", MISTAKE if isinstance(error, ValueError) else FAILURE)
+        is_mistake = isinstance(error, ValueError | FileNotFoundError)
+        return _fail(f"error: {error}", MISTAKE if is_mistake else FAILURE)
     except RuntimeError as error:
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11's, in a class's making
             return _interrupted(words)

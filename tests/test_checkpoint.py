@@ -32,9 +32,13 @@ from tiny_run import (
 )
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from onescan import __version__, configs
+import onescan
+from onescan import __version__, allocation, configs
 from onescan.checkpoint import files, weights
 from onescan.data import Format, read_image
+from onescan.layers.mixers import LightNetMixerConfig
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.presets import PRESETS
 from onescan.report.study import read_study
 from onescan.tasks import ImageClassification, classify
 from onescan.training import (
@@ -46,6 +50,7 @@ from onescan.training import (
     trackers,
     train,
 )
+from onescan.training.checkpoint import MODELS
 from onescan.training.folder import read_manifest
 from onescan.training.state import last_state
 
@@ -655,6 +660,67 @@ def test_nothing_is_written_or_removed_through_a_link(stopped, tmp_path, name, o
         train(tiny_run(), folder, overwrite=overwrite)
     after = {path: path.is_file() and path.read_text() for path in [outside, *outside.rglob("*")]}
     assert after == before
+
+
+SMALL = ImageClassifierConfig(
+    image_size=(8, 8),
+    patch_size=(4, 4),
+    width=8,
+    depth=2,
+    num_classes=3,
+    mixer=LightNetMixerConfig(num_heads=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"depth": 10**9}, "of another model: the model has more than 1.. tensors"),
+        ({"width": 10**6}, r"of another model: class_token is \(8,\) there and \(1000000,\) here"),
+        ({"width": 10**9}, "of another model: the model needs more than .* GiB, and this machine"),
+        ({"width": 10**30}, "model cannot be built"),
+        ({"num_classes": 10**15}, "of another model: the model needs more than .* GiB"),
+        ({"channels": 10**25}, "model cannot be built"),
+    ],
+)
+def test_sizes_are_compared_before_anything_is_allocated(tmp_path, monkeypatch, change, says):
+    path = tmp_path / "model.safetensors"
+    weights.save_weights(path, weights.whole_weights(SMALL.build()), {"step": 3})
+    model, notes = weights.load_model(path, SMALL)
+    assert (model.config, notes) == (SMALL, {"step": 3})
+    monkeypatch.setattr(allocation, "memory_bytes", lambda: 1 << 50)
+    allocated = torch.nn.init.trunc_normal_
+    monkeypatch.setattr(
+        torch.nn.init,
+        "trunc_normal_",
+        lambda x, **options: allocated(x, **options) if x.is_meta else pytest.fail("allocated"),
+    )
+    with pytest.raises(ValueError, match=says):
+        weights.load_model(path, dataclasses.replace(SMALL, **change))
+
+
+def test_a_model_that_does_not_fit_the_machine_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(allocation, "MOST_TENSORS", 200)
+    with pytest.raises(ValueError, match="the model has more than 200 tensors"):
+        onescan.build("lightnet_tiny", depth=10**9)
+    monkeypatch.setattr(allocation, "memory_bytes", lambda: 1 << 20)
+    says = r"the model needs more than 0\.0 GiB, and this machine has 0\.0 GiB of memory"
+    with pytest.raises(ValueError, match=says):
+        onescan.build("lightnet_tiny")
+    wide = configs.replace(tiny_run(), {"model.width": 1000})
+    with pytest.raises(ValueError, match=says):
+        train(wide, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_kind_of_model_is_counted_on_the_meta_device(kind, monkeypatch):
+    monkeypatch.setattr(allocation, "memory_bytes", lambda: 1 << 50)
+    presets = [preset.config for preset in PRESETS.values() if type(preset.config) is kind]
+    for config in presets[:3] or [kind(vocabulary_size=9, width=24)]:
+        model = allocation.build_on_meta(config)
+        assert model is not None
+        assert all(x.is_meta for x in model.state_dict().values())
 
 
 def test_removing_a_link_leaves_what_it_points_to(tmp_path):

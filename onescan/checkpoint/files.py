@@ -78,10 +78,17 @@ def remove_from(folder: Path, names: re.Pattern[str], *, but: Path | None = None
         folder.rmdir()
 
 
-def refuse_link(path: Path) -> None:
-    """Raise ValueError for a symbolic link, through which a write would leave the folder."""
+def check_own(path: Path, *, folder: bool = False) -> None:
+    """Make sure that a run may write to a path of its own, and that nothing leads elsewhere.
+
+    Raises:
+        ValueError: there is a symbolic link, or what is not a file, or not a folder.
+    """
+    kind = "folder" if folder else "file"
     if path.is_symlink():
-        raise ValueError(f"{path} is a symbolic link, expected a file or a folder of the run's own")
+        raise ValueError(f"{path} is a symbolic link, expected a {kind}")
+    if path.exists() and not (path.is_dir() if folder else path.is_file()):
+        raise ValueError(f"{path} is not a {kind}, expected one")
 
 
 def partial_of(path: Path) -> Path:
@@ -113,12 +120,12 @@ def locked(folder: Path) -> Iterator[str]:
         What the lock file says now and never said before.
 
     Raises:
-        ValueError: another process is at work in it, or the lock file is a symbolic link.
+        ValueError: another process is at work in it, or the lock is a symbolic link.
         OSError: it cannot be written to, or its disk has no locks.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        refuse_link(folder / LOCK)
+        check_own(folder / LOCK)
         file = (folder / LOCK).open("a")
     with file:
         with writing(folder):

@@ -27,10 +27,10 @@ from onescan.checkpoint.config import CONFIG, read_config, write_config
 from onescan.checkpoint.files import (
     LOCK,
     PARTIAL,
+    check_own,
     damaged,
     from_json,
     partial_of,
-    refuse_link,
     remove,
     remove_from,
     to_json,
@@ -106,7 +106,9 @@ def check_claim(folder: Path, run: RunConfig, *, overwrite: bool) -> bool:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, expected a folder for the run")
     for name in (*CONTENTS, LOCK):
-        refuse_link(folder / name)
+        check_own(folder / name, folder=name in OWN)
+    for path in (folder / TOKENIZER).glob("*"):  # which are written in place
+        check_own(path)
     if not folder.exists() or all(p.suffix == PARTIAL or p.name == LOCK for p in folder.iterdir()):
         return False
     there = _run_in(folder)
@@ -211,6 +213,7 @@ def read_outcome(folder: Path) -> tuple[int, dict[str, float]]:
         ValueError: result.json is damaged.
     """
     path = folder / RESULT
+    check_own(path)
     if not path.exists():
         return 0, {}
     data = from_json(path.read_bytes(), path, MADE_ANEW)

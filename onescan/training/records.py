@@ -8,7 +8,14 @@ from typing import Any, Literal
 
 from PIL.Image import Image
 
-from onescan.checkpoint.files import damaged, from_json, to_json, write_atomically, writing
+from onescan.checkpoint.files import (
+    check_own,
+    damaged,
+    from_json,
+    to_json,
+    write_atomically,
+    writing,
+)
 from onescan.training.run import RunConfig
 from onescan.training.trackers import open_trackers
 
@@ -25,9 +32,10 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     A last line that a killed run left unfinished is passed over.
 
     Raises:
-        ValueError: another line is damaged; says which.
+        ValueError: another line is damaged (says which), or it is not a file.
     """
     path = Path(folder) / METRICS
+    check_own(path)
     *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
     if last and (not last.startswith(b"{") or b"}" in last):  # not just the beginning of a line
         lines.append(last)

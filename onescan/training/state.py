@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from onescan.checkpoint.files import (
     begin,
+    check_own,
     damaged,
     finish,
     from_json,
-    refuse_link,
     remove,
     remove_from,
     to_json,
@@ -103,11 +103,11 @@ def last_state(folder: Path) -> Path | None:
     Raises:
         ValueError: `folder/state`, or a step in it, is a symbolic link.
     """
-    refuse_link(folder / STATE)
+    check_own(folder / STATE, folder=True)
     whole = [path for path in (folder / STATE).glob("step_*") if STEP.fullmatch(path.name)]
     last = max(whole, key=lambda path: int(path.name[5:]), default=None)
     if last:
-        refuse_link(last)
+        check_own(last, folder=True)
     return last
 
 
@@ -119,7 +119,7 @@ def save_state(folder: Path, state: TrainingState, ranks: Ranks) -> None:
         ValueError: `folder/state` is a symbolic link.
     """
     place = folder / STATE / f"step_{state.step}"
-    ranks.first(lambda: refuse_link(place.parent))
+    ranks.first(lambda: check_own(place.parent, folder=True))
     with writing(place.parent):
         if not ranks.first(place.exists):
             partial = ranks.first(lambda: begin(place))
@@ -154,7 +154,7 @@ def restore_state(place: Path, state: TrainingState, ranks: Ranks) -> None:
             state.optimizer.state.pop(parameter, None)  # of one without gradients
     try:
         state.restore_numbers(manifest)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise damaged(place / MANIFEST, error, REMEDY) from error
 
 

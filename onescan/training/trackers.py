@@ -21,7 +21,7 @@ import numpy as np
 from PIL.Image import Image
 
 from onescan import configs
-from onescan.checkpoint.files import remove_from, write_atomically
+from onescan.checkpoint.files import damaged, remove_from, write_atomically
 from onescan.training.run import RunConfig, TrackerName
 
 PROJECT = "onescan"
@@ -199,7 +199,10 @@ def _identity(folder: Path, step: int) -> str:
     path = folder / IDENTITY
     if step == 0 or not path.exists():
         write_atomically(path, lambda partial: partial.write_text(uuid4().hex[:12], "ascii"))
-    return path.read_text(encoding="ascii")
+    identity = path.read_bytes()
+    if not re.fullmatch(rb"[0-9a-f]{12}", identity):
+        raise damaged(path, identity, "remove it to let trackers show a new run")
+    return identity.decode()
 
 
 OPENERS: dict[TrackerName, Callable[[Path, RunConfig, int], Tracker]] = {
