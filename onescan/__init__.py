@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onescan.integrations import register_on_import
 
-__version__ = "0.8.0"
+__version__ = "0.9.0"
 
 # name -> module that defines it
 _HOMES = {

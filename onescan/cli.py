@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         if _is_told_by_another(error):
             return FAILURE
-        return _fail(f"error: {error}", MISTAKE if isinstance(error, ValueError) else FAILURE)
+        is_mistake = isinstance(error, ValueError | FileNotFoundError)
+        return _fail(f"error: {error}", MISTAKE if is_mistake else FAILURE)
     except RuntimeError as error:
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11's, in a class's making
             return _interrupted(words)
@@ -848,9 +849,10 @@ def _fine_tuned(
 
 def _what_to_train(words: Words) -> "tuple[RunConfig, str, Words]":
     """The run that is named or lies in a file, how it was given, and the words that are left."""
+    from onescan.checkpoint.config import CONFIG
     from onescan.recipes import find_recipe
     from onescan.recipes.files import import_file
-    from onescan.training.folder import CONFIG, read_manifest
+    from onescan.training.folder import read_manifest
 
     if words[0] != "--config":
         return find_recipe(words[0])(), words[0], words[1:]

@@ -18,6 +18,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from onescan import configs
+from onescan.checkpoint.weights import save_weights
 from onescan.cli import main
 from onescan.data import Example, ImageDatasetConfig, derive_seed
 from onescan.data.latents import LatentFormat, LatentsConfig
@@ -27,7 +28,6 @@ from onescan.tasks import Planned
 from onescan.training.encode import EncodeConfig, encode
 from onescan.training.loader import Loader
 from onescan.training.vae import Encoder
-from onescan.training.weights import save_weights
 
 diffusers = pytest.importorskip("diffusers")
 

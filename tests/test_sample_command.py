@@ -11,6 +11,7 @@ from test_diffusers import tiny_vae
 from torch import nn
 
 from onescan import __version__, configs
+from onescan.checkpoint.weights import BEST, WEIGHTS, save_weights, whole_weights
 from onescan.cli import main
 from onescan.data import DigitsConfig, ImageFormat
 from onescan.data.image_grid import GAP, image_bytes, image_grid
@@ -23,7 +24,6 @@ from onescan.training import RunConfig, samples
 from onescan.training.folder import CONFIG, Manifest, write_json
 from onescan.training.pipeline import load_pipeline
 from onescan.training.samples import SampleConfig, sample_seed, write_samples
-from onescan.training.weights import BEST, WEIGHTS, save_weights, whole_weights
 
 NAMES = ("zero", "1", "great white shark, a/b", "0")
 GREY = ImageFormat(channels=1, height=4, width=4, mean=(0.5,), std=(0.5,))

@@ -8,6 +8,7 @@ from tiny_glue import TINY_MLM, pretraining, write_ruled
 from tiny_run import press_ctrl_c_at, tiny_run
 
 import onescan
+from onescan.checkpoint.weights import save_weights
 from onescan.data.glue import GlueDatasetConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.recipes.glue_runs import classifier
@@ -15,7 +16,6 @@ from onescan.tasks import GlueConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig, train
 from onescan.training.folder import CONFIG, read_manifest
 from onescan.training.start import begin_with
-from onescan.training.weights import save_weights
 
 
 @pytest.fixture(scope="module")

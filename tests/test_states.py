@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from onescan.checkpoint.weights import save_weights
 from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig, TokenPositionConfig
 from onescan.models.causal_lm import CausalLMConfig
@@ -58,10 +59,12 @@ def test_what_is_no_state_of_the_model_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match="is damaged"):
         load_state(path, model)
-    from safetensors.torch import save_file
-
-    save_file({"x": torch.ones(1)}, path)
-    with pytest.raises(ValueError, match="holds no state"):
+    for notes in ({}, {"model": 3}, {"model": [1]}):
+        save_weights(path, {"x": torch.ones(1)}, notes)
+        with pytest.raises(ValueError, match="holds no state"):
+            load_state(path, model)
+    save_weights(path, {"x": torch.ones(1)}, {"model": {"depth": {"a": 1}}})
+    with pytest.raises(ValueError, match="depth is"):
         load_state(path, model)
     _, state = model(ids(1, 3))
     save_state(path, state._replace(position=None), model)

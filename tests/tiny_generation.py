@@ -9,6 +9,7 @@ from tiny_denoiser import BarsConfig, denoiser_run
 
 from onescan.bench.asked import SamplesConfig
 from onescan.bench.generation.source import in_steps
+from onescan.checkpoint.weights import save_weights, whole_weights
 from onescan.data.decode import to_bytes
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
@@ -16,7 +17,6 @@ from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.tasks import ImageClassificationConfig
 from onescan.training.folder import write_manifest
 from onescan.training.run import RunConfig
-from onescan.training.weights import save_weights, whole_weights
 
 CPU = torch.device("cpu")
 CLASSIFIER = ImageClassifierConfig(

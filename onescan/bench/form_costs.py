@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onescan import configs
+from onescan.checkpoint.files import damaged, parse_json
 from onescan.configs import ModelConfig
-from onescan.training.files import damaged, parse_json
 
 ANEW = "remove it to measure anew, or choose another folder"
 

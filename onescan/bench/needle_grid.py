@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from onescan import configs
 from onescan.bench.asked import NeedleConfig
-from onescan.training.files import damaged, parse_json
+from onescan.checkpoint.files import damaged, parse_json
 
 ANEW = "remove it to measure anew, or choose another folder"
 

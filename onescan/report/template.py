@@ -6,8 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from onescan.checkpoint.files import write_atomically
 from onescan.report.section import Section, anchor, render
-from onescan.training.files import write_atomically
 
 MARK = b'<meta name="generator" content="onescan">'
 HEAD = 1024  # bytes of a page, among which the mark is

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_model
 from torch import nn
 from torch.nn.functional import interpolate
 
+from onescan.checkpoint.config import CONFIG, read_config
+from onescan.checkpoint.weights import BEST, WEIGHTS, load_model
 from onescan.configs import ModelConfig, from_dict
 from onescan.data import ImageFormat
 from onescan.data.image_source import HUB_NAME
 from onescan.shapes import Images, Logits
 
-CONFIG, WEIGHTS, BEST = "config.json", "model.safetensors", "best.safetensors"  # of a run's folder
 EXPECTED = "expected a run's folder, its weights, or a classifier of transformers"
 
 
@@ -110,24 +109,24 @@ def _on_disk(name: str, field: str, path: Path) -> Teacher:
     folder = path if path.is_dir() else path.parent
     try:
         config: dict[str, Any] = dict(json.loads((folder / CONFIG).read_text()))
-    except (FileNotFoundError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{field} is {name!r}, without a {CONFIG}: {EXPECTED}") from error
     if "onescan" in config:
-        return _of_run(name, field, config, path if path.name == BEST else folder / WEIGHTS)
+        return _of_run(name, field, path if path.name == BEST else folder / WEIGHTS)
     if path != folder:
         raise ValueError(f"{field} is {name!r}, a file of no run: {EXPECTED}")
     return _of_transformers(name, field, str(folder))
 
 
-def _of_run(name: str, field: str, config: dict[str, Any], weights: Path) -> Teacher:
+def _of_run(name: str, field: str, weights: Path) -> Teacher:
     if not weights.exists():
         raise FileNotFoundError(f"{field} is {name!r}: no checkpoint has been saved there")
     try:
+        config = read_config(weights.parent)
         known = {key: config[key] for key in ("format", "class_names")}
         record = from_dict(_Record, known | {"model": config["run"]["model"]})
-        model: nn.Module = record.model.build()
-        load_model(model, weights)
-    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        model, _ = load_model(weights, record.model)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{field} is {name!r}, which cannot be read: {error}") from error
     return Teacher(
         name=name, field=field, model=model, format=record.format, class_names=record.class_names

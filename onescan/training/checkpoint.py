@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from onescan.checkpoint.config import CONFIG
+from onescan.checkpoint.files import damaged
+from onescan.checkpoint.weights import BEST, REMEDY, WEIGHTS, load_model
 from onescan.configs import ModelConfig
 from onescan.data import Format, ImageFormat
 from onescan.data.latents import LatentFormat
@@ -16,9 +20,8 @@ from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.models.sequence_decoder import SequenceDecoderConfig
-from onescan.training.folder import CONFIG, read_manifest
+from onescan.training.folder import read_manifest
 from onescan.training.run import RunConfig
-from onescan.training.weights import BEST, WEIGHTS, load_weights, read_notes
 
 # a config.json names its classes; those of this package are known to `load` from here
 FORMATS: tuple[type[Format], ...] = (ImageFormat, LatentFormat, TextFormat)
@@ -56,7 +59,8 @@ def load(path: str | Path) -> Checkpoint:
 
     Raises:
         FileNotFoundError: there is no such path, or the run has not saved any weights.
-        ValueError: the folder holds no run, or its weights are damaged or of another model.
+        ValueError: the folder holds no run; its weights are damaged (names the file), of another
+            model, or too large for this machine's memory; or another version wrote it.
     """
     path = Path(path)
     if not path.exists():
@@ -67,13 +71,19 @@ def load(path: str | Path) -> Checkpoint:
         raise ValueError(f"'{path}' is no file of a run: there is no {CONFIG} beside it")
     manifest = read_manifest(folder)
     with torch.random.fork_rng(devices=[]):  # the caller's chance is not spent on first weights
-        model: nn.Module = manifest.run.model.build()
-    load_weights(weights, model)
+        model, notes = load_model(weights, manifest.run.model)
     return Checkpoint(
         folder=folder,
         config=manifest.run,
-        model=model.eval(),
+        model=model,
         format=manifest.format,
         class_names=manifest.class_names,
-        metrics=read_notes(weights).get("metrics", {}),
+        metrics=_metrics(notes, weights),
     )
+
+
+def _metrics(notes: dict[str, Any], path: Path) -> dict[str, float]:
+    metrics = notes.get("metrics", {})
+    if isinstance(metrics, dict) and all(isinstance(x, int | float) for x in metrics.values()):
+        return metrics
+    raise damaged(path, metrics, REMEDY)

@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from onescan import __version__, configs
+from onescan.checkpoint.weights import save_weights
 from onescan.checks import check_choice, check_positive
 from onescan.data import (
     DataSet,
@@ -47,7 +48,6 @@ from onescan.training.loader import Loader, choose_workers
 from onescan.training.ranks import Ranks, choose_device
 from onescan.training.run import Precision
 from onescan.training.vae import Encoder, digest, latent_format
-from onescan.training.weights import save_weights
 
 
 @dataclass(frozen=True, kw_only=True)

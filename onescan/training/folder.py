@@ -15,41 +15,52 @@ lock                held by the process that writes
 import dataclasses
 import json
 import platform
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from onescan import __version__, configs
-from onescan.data import Format
-from onescan.data.text.format import TOKENIZER
-from onescan.tasks import Evaluation, Task
-from onescan.training.files import (
+from onescan.checkpoint.config import CONFIG, read_config, write_config
+from onescan.checkpoint.files import (
     LOCK,
     PARTIAL,
+    check_own,
     damaged,
-    parse_json,
+    from_json,
     partial_of,
     remove,
+    remove_from,
+    to_json,
     write_atomically,
     writing,
 )
+from onescan.checkpoint.weights import BEST, WEIGHTS, read_weights, save_weights
+from onescan.data import Format
+from onescan.data.text.format import TOKENIZER
+from onescan.tasks import Evaluation, Task
 from onescan.training.records import METRICS, PICTURES
 from onescan.training.run import RunConfig, RunResult
-from onescan.training.state import STATE, last_state
-from onescan.training.trackers import IDENTITY, TENSORBOARD, WANDB
-from onescan.training.weights import BEST, WEIGHTS
+from onescan.training.state import STATE, STEP, last_state
+from onescan.training.trackers import EVENTS, IDENTITY, TENSORBOARD, WANDB
 
-CONFIG, EVALUATION, RESULT = "config.json", "evaluation.safetensors", "result.json"
+EVALUATION, RESULT = "evaluation.safetensors", "result.json"
 FINISHED = (RESULT, EVALUATION, WEIGHTS, METRICS, CONFIG)  # the state may be removed by then
 # in the order in which they may be removed: the folder stays a run's folder to the end
 CONTENTS = (
     *(RESULT, EVALUATION, STATE, WEIGHTS, BEST, METRICS, PICTURES, TENSORBOARD, WANDB, IDENTITY),
     *(TOKENIZER, CONFIG),
 )
+# in the folders among them, what runs write: anything else there stays
+OWN = {
+    STATE: STEP,
+    PICTURES: re.compile(r"step_\d+\.png"),
+    TENSORBOARD: EVENTS,
+    WANDB: re.compile(r"(offline-)?run-.*|latest-run|debug.*\.log|settings|wandb-resume\.json"),
+    TOKENIZER: re.compile(r".*\.(json|txt|model|jinja|tiktoken)"),
+}
 MACHINE = "machine."  # a run may go on with other settings below this
 SHOWN_DIFFERENCES = 3
 MADE_ANEW = "remove it and start the run again, which makes it anew"
@@ -89,10 +100,15 @@ def check_claim(folder: Path, run: RunConfig, *, overwrite: bool) -> bool:
     A run without a checkpoint counts for nothing: any other takes its place.
 
     Raises:
-        ValueError: the folder holds something else, or another run; says where they differ.
+        ValueError: the folder holds something else, or another run (says where they differ), or
+            a symbolic link in the place of what a run writes.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, expected a folder for the run")
+    for name in (*CONTENTS, LOCK):
+        check_own(folder / name, folder=name in OWN)
+    for path in (folder / TOKENIZER).glob("*"):  # which are written in place
+        check_own(path)
     if not folder.exists() or all(p.suffix == PARTIAL or p.name == LOCK for p in folder.iterdir()):
         return False
     there = _run_in(folder)
@@ -110,10 +126,11 @@ def make_ready(folder: Path, run: RunConfig, *, overwrite: bool) -> None:
     """
     gives_way = check_claim(folder, run, overwrite=overwrite)
     with writing(folder):
-        for path in [folder / name for name in CONTENTS]:
-            remove(partial_of(path))
+        for name in CONTENTS:
+            if name not in OWN:
+                remove(partial_of(folder / name))
             if gives_way:
-                remove(path)
+                remove_from(folder / name, OWN[name]) if name in OWN else remove(folder / name)
 
 
 def write_manifest(
@@ -148,7 +165,7 @@ def write_manifest(
         examples=len(task.train),
         environments=before if same else (*before, here),
     )
-    write_json(folder / CONFIG, configs.to_dict(manifest))
+    write_config(folder, configs.to_dict(manifest))
     if step == 0:
         with writing(folder):
             task.format.save(folder)
@@ -160,25 +177,19 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         ValueError: it is missing, damaged, or holds what this version does not know.
     """
-    path = folder / CONFIG
-    if not path.is_file():
-        seeds = sorted(below.parent.name for below in folder.glob(f"seed-*/{CONFIG}"))
-        hint = f"; name one of the runs in it: {', '.join(seeds)}" if seeds else ""
-        raise ValueError(f"{folder} holds no run: it has no {CONFIG}{hint}")
-    data = parse_json(path.read_bytes(), path, "bring it back from a copy")
-    if not (isinstance(data, dict) and isinstance(data.get("onescan"), str)):
-        raise ValueError(f"{folder} holds no run: its {CONFIG} is not of onescan's")
+    data = read_config(folder)
     try:
         return configs.from_dict(Manifest, data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         versions = f"written by onescan {data['onescan']}, read by {__version__}"
-        raise ValueError(f"{path}: {error} ({versions})") from error
+        raise ValueError(f"{folder / CONFIG}: {error} ({versions})") from error
 
 
 def write_result(folder: Path, evaluation: Evaluation, step: int) -> None:
     """Mark the run as finished."""
-    write_atomically(folder / EVALUATION, lambda path: save_file(evaluation.arrays, path))
-    write_json(folder / RESULT, {"steps": step, "metrics": evaluation.metrics})
+    save_weights(folder / EVALUATION, evaluation.arrays, {})
+    text = to_json({"steps": step, "metrics": evaluation.metrics})
+    write_atomically(folder / RESULT, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def read_result(folder: Path) -> RunResult | None:
@@ -190,11 +201,8 @@ def read_result(folder: Path) -> RunResult | None:
     if not all((folder / name).exists() for name in FINISHED):
         return None
     steps, metrics = read_outcome(folder)
-    path = folder / EVALUATION
-    try:
-        evaluation = Evaluation(metrics=metrics, arrays=load_file(path))
-    except SafetensorError as error:
-        raise damaged(path, error, MADE_ANEW) from error
+    arrays, _ = read_weights(folder / EVALUATION, MADE_ANEW)
+    evaluation = Evaluation(metrics=metrics, arrays=arrays)
     return RunResult(folder=folder, evaluation=evaluation, steps=steps, reused=True)
 
 
@@ -205,9 +213,10 @@ def read_outcome(folder: Path) -> tuple[int, dict[str, float]]:
         ValueError: result.json is damaged.
     """
     path = folder / RESULT
+    check_own(path)
     if not path.exists():
         return 0, {}
-    data = parse_json(path.read_bytes(), path, MADE_ANEW)
+    data = from_json(path.read_bytes(), path, MADE_ANEW)
     match data:
         case {"steps": int(steps), "metrics": dict(metrics)}:
             if metrics and all(isinstance(number, int | float) for number in metrics.values()):

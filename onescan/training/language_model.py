@@ -4,12 +4,12 @@ import json
 import re
 from pathlib import Path
 
+from onescan.checkpoint.config import CONFIG
 from onescan.data.image_source import HUB_NAME
 from onescan.data.text import TextFormat, Tokenizer, load_tokenizer
 from onescan.models.causal_lm import CausalLM
 from onescan.models.masked_lm import MaskedLM
 from onescan.training.checkpoint import load
-from onescan.training.folder import CONFIG
 
 
 def load_language_model(name: str) -> tuple[CausalLM | MaskedLM, Tokenizer]:
@@ -59,5 +59,5 @@ def is_run(path: Path) -> bool:
     folder = path if path.is_dir() else path.parent
     try:
         return "onescan" in json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False

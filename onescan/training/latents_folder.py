@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from onescan import configs
+from onescan.checkpoint.files import LOCK, PARTIAL, locked
 from onescan.data import ImageDatasetConfig
 from onescan.data.latents.shards import NOTES, read_json
-from onescan.training.files import LOCK, PARTIAL, locked
 from onescan.training.folder import write_json
 
 # of the images' config, what changes no latent, or is told by the notes

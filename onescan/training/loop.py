@@ -16,11 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from onescan.allocation import build_here, build_on_meta
+from onescan.checkpoint.files import LOCK, damaged, locked
+from onescan.checkpoint.weights import (
+    BEST,
+    REMEDY,
+    WEIGHTS,
+    read_notes,
+    save_weights,
+    whole_weights,
+)
 from onescan.data import derive_seed
 from onescan.tasks import Batch, Evaluation, Metrics, Planned, Task
 from onescan.training.ema import WeightMean, local
 from onescan.training.evaluation import draw, evaluate, evaluating
-from onescan.training.files import LOCK, locked
 from onescan.training.folder import (
     check_claim,
     make_ready,
@@ -42,7 +51,6 @@ from onescan.training.schedule import Plan, learning_rate
 from onescan.training.start import begin_with
 from onescan.training.state import TrainingState, last_state, restore_state, save_state
 from onescan.training.trackers import check_installed
-from onescan.training.weights import BEST, WEIGHTS, read_notes, save_weights, whole_weights
 
 EnteredT = TypeVar("EnteredT")
 
@@ -82,8 +90,9 @@ def train(
         task = run.task.build(run.data.build())
         plan = Plan.of(settings, task.steps_per_epoch(settings.batch_size))
         share = share_of_batch(settings, machine, ranks)
+        build_on_meta(run.model)  # raises where it is too large
         torch.manual_seed(derive_seed(settings.seed, "model"))
-        model = run.model.build()
+        model = build_here(run.model)
         if run.start and (gives_way or not ranks.first(lambda: last_state(folder))):
             begin_with(run.start, model)
         model = model.to(device)
@@ -405,13 +414,16 @@ def _restore(folder: Path, state: TrainingState, ranks: Ranks) -> None:
     """Go on from the last checkpoint, if there is one."""
     last = ranks.first(lambda: last_state(folder))
     if last:
-        restore_state(last, state)
+        restore_state(last, state, ranks)
     if ranks.first(lambda: _noted_step(folder / BEST)) > state.step:
         state.best = -math.inf  # those are of an evaluation that is to come again
 
 
 def _noted_step(weights: Path) -> int:
-    return int(read_notes(weights).get("step", 0)) if weights.exists() else 0
+    step = read_notes(weights).get("step", 0) if weights.exists() else 0
+    if not isinstance(step, int):
+        raise damaged(weights, step, REMEDY)
+    return step
 
 
 def _enter_first(

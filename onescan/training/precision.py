@@ -4,7 +4,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from onescan.training.run import Precision
 
@@ -43,11 +42,3 @@ class LossScale:
     def is_spent(self) -> bool:
         """Whether gradients are not finite however small the factor."""
         return self.scale < LEAST_SCALE
-
-    def state(self) -> Tensor:
-        """What a checkpoint holds."""
-        return torch.tensor([self.scale, self.good], dtype=torch.float64)
-
-    def restore(self, state: Tensor) -> None:
-        """Bring back what `state` gave."""
-        self.scale, self.good = float(state[0]), int(state[1])

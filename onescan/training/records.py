@@ -1,6 +1,5 @@
 """metrics.jsonl: one line per training step and one per evaluation, kept across restarts."""
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -9,7 +8,14 @@ from typing import Any, Literal
 
 from PIL.Image import Image
 
-from onescan.training.files import damaged, parse_json, write_atomically, writing
+from onescan.checkpoint.files import (
+    check_own,
+    damaged,
+    from_json,
+    to_json,
+    write_atomically,
+    writing,
+)
 from onescan.training.run import RunConfig
 from onescan.training.trackers import open_trackers
 
@@ -26,13 +32,14 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     A last line that a killed run left unfinished is passed over.
 
     Raises:
-        ValueError: another line is damaged; says which.
+        ValueError: another line is damaged (says which), or it is not a file.
     """
     path = Path(folder) / METRICS
+    check_own(path)
     *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    if last and not last.startswith(b"{"):  # not even the beginning of a line
+    if last and (not last.startswith(b"{") or b"}" in last):  # not just the beginning of a line
         lines.append(last)
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    return [_parse(line + b"\n", f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def picture_path(folder: Path, step: int) -> Path:
@@ -74,7 +81,7 @@ class Records:
             if line["split"] == "test":
                 self.metrics = {k: v for k, v in line.items() if k not in NO_METRICS}
         spelt = [{k: _spell(v) for k, v in line.items()} for line in kept]
-        text = "".join(json.dumps(line) + "\n" for line in spelt)
+        text = "".join(map(to_json, spelt))
         write_atomically(folder / METRICS, lambda path: path.write_text(text, encoding="utf-8"))
         self.file = (folder / METRICS).open("a", encoding="utf-8")
         self.trackers = open_trackers(run.machine.trackers, folder=folder, run=run, step=upto)
@@ -85,7 +92,7 @@ class Records:
             return
         line = {"step": step, "epoch": round(epoch, 4), "split": split} | metrics
         with writing(self.folder):
-            self.file.write(json.dumps({k: _spell(v) for k, v in line.items()}) + "\n")
+            self.file.write(to_json({k: _spell(v) for k, v in line.items()}))
             self.file.flush()
         self.trackers.log(step, {f"{split}/{name}": value for name, value in metrics.items()})
         if split == "test":
@@ -117,7 +124,7 @@ def _spell(value: Any) -> Any:
 
 def _parse(text: bytes, place: str) -> dict[str, Any]:
     remedy = "remove the file to go on without its history"
-    line: dict[str, Any] = parse_json(text, place, remedy)
+    line: dict[str, Any] = from_json(text, place, remedy)
     match line:
         case {"step": int(), "epoch": int() | float(), "split": "train" | "test", **numbers}:
             if all(isinstance(number, int | float | None) for number in numbers.values()):

@@ -14,11 +14,11 @@ import torch
 from PIL.Image import Image
 from tqdm import tqdm
 
+from onescan.checkpoint.files import write_atomically
 from onescan.checks import check_positive
 from onescan.data.image_grid import ImageBytes, as_image, grid_columns, grid_of_bytes, image_bytes
 from onescan.data.order import batched, derive_seed
 from onescan.models.noise import STEPS
-from onescan.training.files import write_atomically
 
 if TYPE_CHECKING:
     from onescan.integrations.diffusers.pipeline import DenoiserPipeline

@@ -1,32 +1,48 @@
-"""The whole state of a run after a step, from which it goes on as if it had never stopped.
+"""The whole state of a run after a step, from which it resumes as if it had never stopped.
 
-One folder per step, written by torch.distributed.checkpoint, so that runs on many processes
-can write and read the same layout.
+One folder per step: tensors in safetensors files that torch.distributed.checkpoint writes, one a
+process, which any number of processes can read; and a manifest of these files and of what is no
+tensor, which is written last.
 """
 
-import json
 import math
+import re
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from hashlib import file_digest
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from onescan.checkpoint.files import (
+    begin,
+    check_own,
+    damaged,
+    finish,
+    from_json,
+    remove,
+    remove_from,
+    to_json,
+    writing,
+)
+from onescan.checkpoint.weights import TensorSize, check_sizes, distinct, sizes_of
 from onescan.data import Bookmark
 from onescan.training.ema import WeightMean
-from onescan.training.files import begin, finish, remove, writing
 from onescan.training.precision import LossScale
 from onescan.training.ranks import Ranks
-from onescan.training.weights import check_sizes
 
-STATE = "state"
+STATE, MANIFEST = "state", "manifest.json"
 MODEL, MEAN, OPTIMIZER = "model.", "mean.", "optimizer."  # what the names of tensors begin with
-STEP, SCALE, BOOKMARK, BEST = "step", "scale", "bookmark", "best"
+MOMENTS = f"{OPTIMIZER}state."
+STEP = re.compile(r"step_(0|[1-9]\d{0,17})")
+SHARD = re.compile(r"[\w-]+\.safetensors")
+INDENT = 2
+REMEDY = "remove the state to train from the beginning; the weights beside it may still be whole"
 
 
 @dataclass(kw_only=True)
@@ -60,11 +76,39 @@ class TrainingState:
         """Where the model has the weights that are judged and used: the running mean, if any."""
         return self.mean.worn_by(self.model) if self.mean else nullcontext()
 
+    def numbers(self) -> dict[str, Any]:
+        """What is no tensor, as JSON."""
+        return {
+            "step": self.step,
+            "best": None if self.best == -math.inf else self.best,  # which JSON has no word for
+            "stale": self.stale,
+            "judged": self.judged,
+            "bookmark": self.bookmark,
+            "scale": self.scale and [self.scale.scale, self.scale.good],
+        }
+
+    def restore_numbers(self, numbers: dict[str, Any]) -> None:
+        """Bring back what `numbers` gave; raises TypeError or ValueError for anything else."""
+        self.step, self.stale, self.judged = (int(numbers[n]) for n in ("step", "stale", "judged"))
+        self.best = -math.inf if numbers["best"] is None else float(numbers["best"])
+        self.bookmark = numbers["bookmark"] and dict(numbers["bookmark"])
+        if self.scale and numbers["scale"]:
+            scale, good = numbers["scale"]
+            self.scale.scale, self.scale.good = float(scale), int(good)
+
 
 def last_state(folder: Path) -> Path | None:
-    """Find the newest whole state of the run in `folder`: state/step_N."""
-    whole = [path for path in (folder / STATE).glob("step_*") if path.name[5:].isdigit()]
-    return max(whole, key=lambda path: int(path.name[5:]), default=None)
+    """Find the newest whole state of the run in `folder`: state/step_N.
+
+    Raises:
+        ValueError: `folder/state`, or a step in it, is a symbolic link.
+    """
+    check_own(folder / STATE, folder=True)
+    whole = [path for path in (folder / STATE).glob("step_*") if STEP.fullmatch(path.name)]
+    last = max(whole, key=lambda path: int(path.name[5:]), default=None)
+    if last:
+        check_own(last, folder=True)
+    return last
 
 
 def save_state(folder: Path, state: TrainingState, ranks: Ranks) -> None:
@@ -72,151 +116,164 @@ def save_state(folder: Path, state: TrainingState, ranks: Ranks) -> None:
 
     Raises:
         OSError: it cannot be written; the one before is intact.
+        ValueError: `folder/state` is a symbolic link.
     """
     place = folder / STATE / f"step_{state.step}"
+    ranks.first(lambda: check_own(place.parent, folder=True))
     with writing(place.parent):
         if not ranks.first(place.exists):
             partial = ranks.first(lambda: begin(place))
             try:
-                _write(partial, _flat(state))
+                _write(partial, _tensors(state, moments=bool(state.optimizer.state)))
+                ranks.first(lambda: _write_manifest(partial, state))
             except OSError:
                 ranks.first(lambda: remove(partial))
                 raise
             ranks.first(lambda: finish(place))
-        ranks.first(lambda: _remove_others(place))
+        ranks.first(lambda: remove_from(place.parent, STEP, but=place))
 
 
-def restore_state(place: Path, state: TrainingState) -> None:
+def restore_state(place: Path, state: TrainingState, ranks: Ranks) -> None:
     """Bring a new state to where the one at `place` was.
 
     It may have been written by another number of processes.
 
     Raises:
-        ValueError: it is damaged, or of another model, or its metadata names what could run code.
+        ValueError: it is damaged (names the file), or of another model.
         OSError: it cannot be read.
     """
-    stored = _read(place, state)
-    state.model.load_state_dict(_below(stored, MODEL))
-    _restore_optimizer(state, _below(stored, OPTIMIZER))
-    if state.mean:
-        state.mean.tensors = _below(stored, MEAN)
-    if state.scale and SCALE in stored:
-        state.scale.restore(stored[SCALE])
-    if BOOKMARK in stored:
-        state.bookmark = json.loads(bytes(stored[BOOKMARK].tolist()))
-    best, stale, judged = stored[BEST].tolist()
-    state.best, state.stale, state.judged = best, int(stale), int(judged)
-    state.step = int(stored[STEP])
+    manifest = ranks.first(lambda: _read_manifest(place))
+    sizes = _read_sizes(place)
+    moments = {name for name in sizes if name.startswith(MOMENTS)}
+    tensors = _tensors(state, moments=bool(moments))
+    wanted = {n: x for n, x in tensors.items() if n in moments or not n.startswith(MOMENTS)}
+    check_sizes(sizes, sizes_of(wanted), place)
+    _read(place, wanted)  # into the model's and the optimizer's own tensors
+    for name, parameter in state.model.named_parameters():
+        if not any(moment.startswith(f"{MOMENTS}{name}.") for moment in moments):
+            state.optimizer.state.pop(parameter, None)  # of one without gradients
+    try:
+        state.restore_numbers(manifest)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise damaged(place / MANIFEST, error, REMEDY) from error
 
 
-def _remove_others(place: Path) -> None:
-    for other in list(place.parent.iterdir()):
-        if other != place:
-            remove(other)
+def _tensors(state: TrainingState, *, moments: bool) -> dict[str, Tensor]:
+    """All tensors by name: model.NAME, mean.NAME, optimizer.state.NAME.MOMENT.
 
+    They are the model's and the optimizer's own, and not copies. With `moments` a new optimizer
+    gets its own, which are zeros.
+    """
+    from torch.distributed.checkpoint.state_dict import (  # on use: half a second
+        StateDictOptions,
+        get_state_dict,
+    )
 
-def _restore_optimizer(state: TrainingState, stored: dict[str, Tensor]) -> None:
-    moments: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for key, tensor in stored.items():
-        name, _, kind = key.rpartition(":")
-        moments[name][kind] = tensor
-    names = _names(state.model)
-    order = [names[p] for group in state.optimizer.param_groups for p in group["params"]]
-    known = {place: moments[name] for place, name in enumerate(order) if name in moments}
-    groups = state.optimizer.state_dict()["param_groups"]
-    state.optimizer.load_state_dict({"state": known, "param_groups": groups})
-
-
-def _flat(state: TrainingState) -> dict[str, Tensor]:
-    """The state as tensors by name: model.NAME, mean.NAME, optimizer.NAME:MOMENT, step ..."""
-    names = _names(state.model)
-    flat = {MODEL + name: tensor for name, tensor in state.model.state_dict().items()}
-    for parameter, moments in state.optimizer.state.items():
-        flat |= {f"{OPTIMIZER}{names[parameter]}:{kind}": t for kind, t in moments.items()}
+    model, optimizer = state.model.state_dict(), dict[str, Any]()
+    if moments:
+        flat_moments = StateDictOptions(flatten_optimizer_state_dict=True)
+        model, optimizer = get_state_dict(state.model, state.optimizer, options=flat_moments)
+    own = distinct(state.model)
+    flat = {MODEL + name: tensor for name, tensor in model.items() if name in own}
+    flat |= {OPTIMIZER + name: x for name, x in optimizer.items() if isinstance(x, Tensor)}
     if state.mean:
         flat |= {MEAN + name: tensor for name, tensor in state.mean.tensors.items()}
-    if state.scale:
-        flat[SCALE] = state.scale.state()
-    if state.bookmark is not None:
-        written = json.dumps(state.bookmark).encode()
-        flat[BOOKMARK] = torch.tensor(list(written), dtype=torch.uint8)
-    best = torch.tensor([state.best, state.stale, state.judged], dtype=torch.float64)
-    return flat | {BEST: best, STEP: torch.tensor(state.step)}
+    return flat
 
 
-def _room(model: Mapping[str, Tensor], name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """An empty tensor to read one of the state's into, split over processes as the model is."""
-    bare = name.removeprefix(MODEL).removeprefix(MEAN).removeprefix(OPTIMIZER).partition(":")[0]
-    like = model.get(bare)
-    if like is not None and like.shape == size:
-        return torch.empty_like(like, dtype=dtype)
-    return torch.empty(size, dtype=dtype)
+def _write_manifest(place: Path, state: TrainingState) -> None:
+    files = {path.name: _digest(path) for path in sorted(place.iterdir())}
+    text = to_json({**state.numbers(), "files": files}, indent=INDENT)
+    (place / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def _names(model: nn.Module) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
+def _read_manifest(place: Path) -> dict[str, Any]:
+    """Read the manifest, and check that the files are those that it lists, as they were written."""
+    path = place / MANIFEST
+    try:
+        there = {file.name for file in place.iterdir()}
+        if MANIFEST not in there or not _is_file(path):
+            raise damaged(place, ValueError(f"it has no {MANIFEST}"), REMEDY)
+        manifest = dict(from_json(path.read_bytes(), path, REMEDY, indent=INDENT))
+        files = manifest.get("files")
+        if not isinstance(files, dict) or not all(SHARD.fullmatch(name) for name in files):
+            raise damaged(path, files, REMEDY)
+        if manifest.get("step") != int(place.name[5:]):
+            raise damaged(path, ValueError(f"it is of step {manifest.get('step')}"), REMEDY)
+        for name in sorted(there - {MANIFEST} ^ files.keys()):
+            what = "is not there" if name in files else "is not one of its files"
+            raise damaged(place, ValueError(f"{name} {what}"), REMEDY)
+        for name, digest in files.items():
+            if not _is_file(place / name) or _digest(place / name) != digest:
+                mismatch = ValueError("its checksum does not match its content")
+                raise damaged(place / name, mismatch, REMEDY)
+    except OSError as error:
+        raise OSError(f"cannot read {place}: {error.strerror or error}") from error
+    return manifest
 
 
-def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
 
 
 def _write(place: Path, tensors: dict[str, Tensor]) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException  # on use: half a second
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
         with _in_one_process():
-            save(tensors, checkpoint_id=place)
+            writer = HuggingFaceStorageWriter(str(place), save_distributed=True)
+            save(contiguous, storage_writer=writer)
     except CheckpointException as error:  # no Exception: it would pass every other handler
         disk = _disk_error(error)
         raise OSError((disk and disk.strerror) or "the disk may be full") from error
 
 
-def _read(place: Path, state: TrainingState) -> dict[str, Tensor]:
-    from torch.distributed.checkpoint.api import CheckpointException
+def _read_sizes(place: Path) -> dict[str, TensorSize]:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    with _reading(place):
+        sizes = {}
+        metadata = HuggingFaceStorageReader(str(place)).read_metadata()
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+                raise ValueError(f"parts of {name} are missing")
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            sizes[name] = TensorSize(tuple(entry.size), dtype)
+        return sizes
+
+
+def _read(place: Path, tensors: dict[str, Tensor]) -> None:
+    """Read tensors in place."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from onescan.training.reader import StateReader, UnknownNameError
+    with _reading(place), _in_one_process():
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(place)))
 
-    reader = StateReader(place)
+
+@contextmanager
+def _reading(place: Path) -> Iterator[None]:
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
-        stored = {
-            name: entry
-            for name, entry in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        model = state.model.state_dict()
-        tensors = {
-            name: _room(model, name, entry.size, entry.properties.dtype)
-            for name, entry in stored.items()
-        }
-        with _in_one_process():
-            load(tensors, storage_reader=reader)
-    except UnknownNameError as error:
-        raise ValueError(f"{place}: {error}: do not trust this folder") from error
+        yield
     except torch.OutOfMemoryError:
         raise
-    except (CheckpointException, Exception) as error:  # a damaged pickle may end in any error
+    except (CheckpointException, Exception) as error:  # a hostile file may end in any error
         disk = _disk_error(error)
         if disk and not isinstance(disk, FileNotFoundError):
             raise OSError(f"cannot read {place}: {disk.strerror or disk}") from error
-        raise _damaged(place, f"{type(error).__name__}: {error}") from error
-    check_sizes(_below(tensors, MODEL), model, place)
-    if state.mean:
-        check_sizes(_below(tensors, MEAN), state.mean.tensors, place)
-    if not {STEP, BEST} <= tensors.keys():
-        raise _damaged(place, "it has no step")
-    return tensors
-
-
-def _damaged(place: Path, reason: str) -> ValueError:
-    first = reason.partition("\n")[0]
-    return ValueError(
-        f"{place} is damaged: remove it to train from the beginning; the weights beside it may "
-        f"still be whole ({first})"
-    )
+        raise damaged(place, ValueError(f"{type(error).__name__}: {error}"), REMEDY) from error
 
 
 @contextmanager

@@ -4,13 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from onescan import configs
+from onescan.checkpoint.weights import read_weights, save_weights
 from onescan.models.causal_lm import CausalLM
 from onescan.models.states import flatten, unflatten
-from onescan.training.weights import read_notes, save_weights
 
 
 def save_state(path: str | Path, state: Any, model: CausalLM) -> None:
@@ -33,11 +31,8 @@ def load_state(path: str | Path, model: CausalLM) -> Any:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no state in {path}")
-    try:
-        notes, tensors = read_notes(path), load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if "model" not in notes:
+    tensors, notes = read_weights(path)
+    if not isinstance(notes.get("model"), dict):
         raise ValueError(f"{path} holds no state")
     there = configs.from_dict(type(model.config), notes["model"])
     for where, saved, wanted in configs.differences(there, model.config):
@@ -47,6 +42,6 @@ def load_state(path: str | Path, model: CausalLM) -> Any:
         _, like = model(torch.zeros(1, 1, dtype=torch.long, device=device))
     try:
         state = unflatten(like, {name: x.to(device) for name, x in tensors.items()})
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise ValueError(f"{path} is of another model: {error}") from error
     return state

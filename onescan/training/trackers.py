@@ -8,6 +8,7 @@ and writes what it gets from every start into a folder of its own.
 
 import json
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,11 +21,12 @@ import numpy as np
 from PIL.Image import Image
 
 from onescan import configs
-from onescan.training.files import remove, write_atomically
+from onescan.checkpoint.files import damaged, remove_from, write_atomically
 from onescan.training.run import RunConfig, TrackerName
 
 PROJECT = "onescan"
 TENSORBOARD, WANDB, IDENTITY = "tensorboard", "wandb", "tracker_id"  # in a run's folder
+EVENTS = re.compile(r"events\.out\.tfevents\..*")  # TensorBoard's files
 
 logger = logging.getLogger("onescan")
 
@@ -128,7 +130,7 @@ class TensorBoard(Tracker):
 
         path = folder / TENSORBOARD
         if step == 0:
-            remove(path)
+            remove_from(path, EVENTS)
         is_new = not path.exists()
         self.writer = SummaryWriter(str(path), purge_step=step + 1)
         if is_new:
@@ -197,7 +199,10 @@ def _identity(folder: Path, step: int) -> str:
     path = folder / IDENTITY
     if step == 0 or not path.exists():
         write_atomically(path, lambda partial: partial.write_text(uuid4().hex[:12], "ascii"))
-    return path.read_text(encoding="ascii")
+    identity = path.read_bytes()
+    if not re.fullmatch(rb"[0-9a-f]{12}", identity):
+        raise damaged(path, identity, "remove it to let trackers show a new run")
+    return identity.decode()
 
 
 OPENERS: dict[TrackerName, Callable[[Path, RunConfig, int], Tracker]] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onescan import configs
 from onescan.bench.contests import ContestOptions
-from onescan.training.files import damaged, parse_json
+from onescan.checkpoint.files import damaged, parse_json
 
 ANEW = "remove it to measure anew, or choose another folder"
 ADDS = ("gradients", "device")  # options that may change; the machine has the device's name

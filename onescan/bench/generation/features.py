@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onescan import configs
 from onescan.bench.names import short_name
+from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.checks import in_a_line
 from onescan.data import ImageFormat
 from onescan.data.decode import to_bytes
@@ -24,7 +25,6 @@ from onescan.models.image_classifier import ImageClassifier
 from onescan.shapes import Images
 from onescan.tasks.classifier_features import fitted, look
 from onescan.training.checkpoint import Checkpoint, load
-from onescan.training.weights import BEST, WEIGHTS
 
 SCRIPTED = (".pt", ".pth", ".ts", ".jit")
 CHANNELS, SIDE = 7, 17  # of the map that sFID reads, arXiv:2103.03841

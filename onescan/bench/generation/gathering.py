@@ -14,16 +14,15 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from onescan.bench.generation.features import Features
 from onescan.bench.generation.scores import Points, chosen_by_lot
 from onescan.bench.generation.source import Source, in_steps
 from onescan.bench.generation.tally import Shown, Tally
-from onescan.training.files import damaged, writing
+from onescan.checkpoint.files import damaged, writing
+from onescan.checkpoint.weights import read_weights, save_weights
 from onescan.training.interrupts import Interrupts
-from onescan.training.weights import read_notes, save_weights
 
 STATE, ROWS = "state.safetensors", "features.bin"
 SAVE_EVERY_S = 60.0
@@ -152,7 +151,8 @@ def open_gathered(folder: Path, *, total: int, num_classes: int) -> Gathered:
         return Gathered(Tally(total, num_classes), RowFile(folder / ROWS, 0, 0, 0))
     remedy = f"remove {folder} to measure anew"
     try:
-        tally, notes = Tally.restore(load_file(path)), read_notes(path)
+        tensors, notes = read_weights(path, remedy)
+        tally = Tally.restore(tensors)
         rows = RowFile(folder / ROWS, notes["rows"], notes["features"], notes["checksum"])
     except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
         raise damaged(path, error, remedy) from error

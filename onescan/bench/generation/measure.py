@@ -16,9 +16,9 @@ from onescan.bench.generation.samples import Samples, open_samples
 from onescan.bench.generation.scores import NEAREST, precision_recall
 from onescan.bench.generation.source import Source
 from onescan.bench.generation.tally import Confusion, class_by_class
+from onescan.checkpoint.files import damaged, locked, parse_json, write_atomically
 from onescan.data.images import unit_pixels
 from onescan.tasks.feature_distance import frechet_distance
-from onescan.training.files import damaged, locked, parse_json, write_atomically
 from onescan.training.folder import write_json
 from onescan.training.ranks import Ranks, choose_device
 

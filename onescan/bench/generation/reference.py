@@ -12,16 +12,16 @@ from tqdm import tqdm
 from onescan import configs
 from onescan.bench.generation.features import Features, same_classes
 from onescan.bench.generation.folders import DataSource, data_at
-from onescan.bench.generation.gathering import Gathered, gather, open_gathered
+from onescan.bench.generation.gathering import ROWS, STATE, Gathered, gather, open_gathered
 from onescan.bench.generation.npz import NpzSource, npz_names, read_npz
 from onescan.bench.generation.outcome import RealScore
 from onescan.bench.generation.scores import Points
 from onescan.bench.generation.source import Source
 from onescan.bench.generation.stamp import digest, stamp
+from onescan.checkpoint.files import locked, remove
 from onescan.data import DataConfig, ImageSplits
 from onescan.data.text.cache import cache_folder
 from onescan.tasks.feature_distance import Gaussian
-from onescan.training.files import LOCK, locked, remove
 
 VERSION = 2  # of what is kept
 NPZ = ".npz"
@@ -188,9 +188,8 @@ def _gathered(
             known = open_gathered(folder, total=len(source), num_classes=classes)
         except ValueError as error:
             log.warning("%s; it is made anew", error)
-            for file in folder.iterdir():
-                if file.name != LOCK:
-                    remove(file)
+            for name in (STATE, ROWS):
+                remove(folder / name)
             known = open_gathered(folder, total=len(source), num_classes=classes)
         with tqdm(
             total=len(source),

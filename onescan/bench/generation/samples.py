@@ -17,6 +17,7 @@ from onescan.bench.generation.npz import NpzSource
 from onescan.bench.generation.source import Source
 from onescan.bench.generation.stamp import digest
 from onescan.bench.names import short_name
+from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.data import DataConfig, derive_seed
 from onescan.shapes import Images, Labels
 from onescan.tasks import ImageGenerationConfig
@@ -24,7 +25,6 @@ from onescan.training.folder import Manifest, read_manifest
 from onescan.training.language_model import is_run
 from onescan.training.pipeline import INDEX, load_pipeline, usual_sampler
 from onescan.training.samples import sample_seed
-from onescan.training.weights import BEST, WEIGHTS
 
 if TYPE_CHECKING:
     from onescan.integrations.diffusers import DenoiserPipeline

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from onescan.allocation import build_model
 from onescan.checks import check_choice
 from onescan.configs import ModelConfig, replace
 from onescan.models.presets.ablations import (
@@ -65,7 +66,10 @@ def preset(name: str, **changes: Any) -> ModelConfig:
 def build(name: str, **changes: Any) -> nn.Module:
     """The model of a preset, with fresh weights; see `preset` for the changes.
 
+    Raises:
+        ValueError: what `preset` refuses, or a model that does not fit into this machine's memory.
+
     >>> build("lightnet_tiny", num_classes=10, image_size=32, patch_size=4).head.out_features
     10
     """
-    return preset(name, **changes).build()
+    return build_model(preset(name, **changes))

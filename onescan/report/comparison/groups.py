@@ -9,11 +9,11 @@ from string import ascii_uppercase
 
 from torch import nn
 
+from onescan.checkpoint.config import CONFIG
 from onescan.report.comparison.settings import differing, differing_machines, machine, spell
 from onescan.report.palette import SERIES, series
 from onescan.report.study import FinishedRun, read_run, settings_apart
 from onescan.training.checkpoint import load
-from onescan.training.folder import CONFIG
 from onescan.training.run import RunConfig
 
 NAMED_BY = 3  # settings that tell recipes of one name apart

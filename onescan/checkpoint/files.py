@@ -1,17 +1,20 @@
-"""Writing so that a kill at any moment leaves the old or the new whole, and nothing between."""
+"""Files that survive a kill at any moment, and checksums that reveal any damage to them."""
 
 import json
 import os
+import re
 import reprlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
 LOCK = "lock"
 PARTIAL = ".partial"  # what a killed write leaves ends so, is ignored, and goes at the next write
+CHECKSUM = "checksum"  # the last entry of a JSON object with a checksum
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -51,16 +54,41 @@ def finish(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if there; a folder is out of sight before its parts go."""
-    if not path.is_dir():
+    """Remove a file or a folder, if there; a folder is out of sight before its parts go.
+
+    Of a symbolic link the link alone is removed, never what it points to.
+    """
+    if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     elif path.suffix == PARTIAL:
-        shutil.rmtree(path)
+        shutil.rmtree(path)  # which follows no links
     else:
         doomed = partial_of(path)
         remove(doomed)
         path.rename(doomed)
         remove(doomed)
+
+
+def remove_from(folder: Path, names: re.Pattern[str], *, but: Path | None = None) -> None:
+    """Remove what has such a name, whole or partial, and then the folder if nothing is left."""
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        if path != but and names.fullmatch(path.name.removesuffix(PARTIAL)):
+            remove(path)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def check_own(path: Path, *, folder: bool = False) -> None:
+    """Make sure that a run may write to a path of its own, and that nothing leads elsewhere.
+
+    Raises:
+        ValueError: there is a symbolic link, or what is not a file, or not a folder.
+    """
+    kind = "folder" if folder else "file"
+    if path.is_symlink():
+        raise ValueError(f"{path} is a symbolic link, expected a {kind}")
+    if path.exists() and not (path.is_dir() if folder else path.is_file()):
+        raise ValueError(f"{path} is not a {kind}, expected one")
 
 
 def partial_of(path: Path) -> Path:
@@ -92,11 +120,12 @@ def locked(folder: Path) -> Iterator[str]:
         What the lock file says now and never said before.
 
     Raises:
-        ValueError: another process is at work in it.
+        ValueError: another process is at work in it, or the lock is a symbolic link.
         OSError: it cannot be written to, or its disk has no locks.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        check_own(folder / LOCK)
         file = (folder / LOCK).open("a")
     with file:
         with writing(folder):
@@ -131,12 +160,45 @@ def parse_json(text: bytes, place: Path | str, remedy: str) -> Any:
     """Parse what lies at `place`.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not JSON, or nested too deeply.
     """
     try:
         return json.loads(text.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise damaged(place, error, remedy) from error
+
+
+def to_json(data: Mapping[str, Any], *, indent: int | None = None) -> str:
+    r"""Write a JSON object whose last entry is a checksum of the others.
+
+    >>> to_json({"steps": 3})
+    '{"steps": 3, "checksum": "6f35973e41fd89bc"}\n'
+    """
+    content = json.dumps(data, indent=indent)
+    checksum = sha256(content.encode()).hexdigest()[:16]
+    return json.dumps({**data, CHECKSUM: checksum}, indent=indent) + "\n"
+
+
+def from_json(text: bytes, place: Path | str, remedy: str, *, indent: int | None = None) -> Any:
+    """Read what `to_json` wrote, without the checksum.
+
+    Raises:
+        ValueError: any byte of it was changed.
+    """
+    data = parse_json(text, place, remedy)
+    if isinstance(data, dict) and matches(data, text, indent=indent):
+        return data
+    raise damaged(place, ValueError("its checksum does not match its content"), remedy)
+
+
+def matches(data: dict[str, Any], text: bytes, *, indent: int | None = None) -> bool:
+    """Whether an object that was read is as `to_json` wrote it; the checksum is taken out."""
+    if data.pop(CHECKSUM, None) is None:
+        return False
+    try:
+        return to_json(data, indent=indent).encode() == text
+    except RecursionError:
+        return False
 
 
 def _sync(path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What a run's folder is made of: atomic writes, weights with checksums, config.json."""

@@ -1,0 +1,76 @@
+"""config.json: what a run's folder holds, and which version wrote it.
+
+It may be edited by hand: a checksum that does not match is a warning.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from onescan import __version__
+from onescan.checkpoint.files import matches, parse_json, to_json, write_atomically
+
+CONFIG = "config.json"
+OLDEST = (0, 9)  # the version from which on folders can be read
+INDENT = 2
+
+log = logging.getLogger("onescan")
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json, in place of an older one."""
+    text = to_json(config, indent=INDENT)
+    write_atomically(folder / CONFIG, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json.
+
+    Raises:
+        ValueError: it is missing or damaged, or a version wrote it whose folders cannot be read.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        seeds = sorted(below.parent.name for below in folder.glob(f"seed-*/{CONFIG}"))
+        hint = f"; name one of the runs in it: {', '.join(seeds)}" if seeds else ""
+        raise ValueError(f"{folder} holds no run: it has no {CONFIG}{hint}")
+    content = path.read_bytes()
+    data = parse_json(content, path, "bring it back from a copy")
+    if not (isinstance(data, dict) and isinstance(data.get("onescan"), str)):
+        raise ValueError(f"{folder} holds no run: its {CONFIG} is not of onescan's")
+    _check_version(path, data["onescan"])
+    if not matches(data, content, indent=INDENT):
+        _warn(path, content)
+    return data
+
+
+def _check_version(path: Path, version: str) -> None:
+    wrote, here = _parts(version), _parts(__version__)
+    if wrote < OLDEST:
+        raise ValueError(
+            f"{path} was written by onescan {version}, and this is onescan {__version__}, which "
+            f"reads runs of {OLDEST[0]}.{OLDEST[1]} and newer: use onescan {version} for it"
+        )
+    if wrote > here:
+        raise ValueError(
+            f"{path} was written by onescan {version}, which is newer than this onescan "
+            f"{__version__}: use onescan {version} or newer for it"
+        )
+
+
+def _parts(version: str) -> tuple[int, int]:
+    """Major and minor version; (0, 0) for what is no version."""
+    found = re.match(r"(\d{1,9})\.(\d{1,9})", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+@cache
+def _warn(path: Path, content: bytes) -> None:
+    """Warn, once for each content."""
+    del content
+    log.warning(
+        "%s has changed since it was written: its checksum does not match its content", path
+    )
