@@ -362,8 +362,10 @@ def test_torch_accepts_the_operators(causal):
     keep = case.keep.to(DEVICE)
     if causal:
         torch.library.opcheck(triton_chunk._causal_scan, (*given, keep, z, kv, 16))
+        torch.library.opcheck(triton_chunk._causal_scan, (*given[:3], *[None] * 4, 16))
     else:
         torch.library.opcheck(triton_one_scan._one_scan, (*given, keep, z, kv))
+        torch.library.opcheck(triton_one_scan._one_scan, (*given[:3], *[None] * 4))
 
 
 @pytest.mark.compile
