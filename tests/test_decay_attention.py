@@ -550,6 +550,26 @@ def test_no_less_exact_than_plain_torch(causal, form, decay, dtype):
     )
 
 
+@pytest.mark.parametrize("tokens", [70, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_sums_that_cancel_are_no_less_exact_than_plain_torch(tokens, dtype):
+    """Of scores of both signs, a row sum near 1 is a small difference of large numbers."""
+
+    def plain(q, k, v):
+        scores = torch.einsum("bihk,bjhk->bijh", q, k)
+        row_sum = scores.sum(dim=2).clamp(min=1).unsqueeze(-1)
+        return torch.einsum("bijh,bjhv->bihv", scores, v) / row_sum
+
+    for seed in range(8):
+        named = inputs(tokens, causal=False, decay="none", dtype=torch.float32, width=16, seed=seed)
+        q, k, v = (named[name].to(dtype) for name in "qkv")
+        q, k = 30 * q, (30 * k if seed % 2 else k)
+        want = plain(*(x.double() for x in (q, k, v)))
+        o, _ = decay_attention(q, k, v, normalize="max_one")
+        error, allowed = ((x.double() - want).abs().max() for x in (o, plain(q, k, v)))
+        assert error <= 2 * allowed
+
+
 @over_directions
 @pytest.mark.parametrize("decay", ["fixed", "scalar", "diagonal"])
 def test_ten_thousand_tokens(causal, decay):

@@ -37,6 +37,12 @@ def gaussian(mean, covariance, samples=None):
     return Gaussian(mean.double(), covariance.double(), samples)
 
 
+def test_a_lot_drawn_in_inference_mode_is_an_ordinary_tensor():
+    with torch.inference_mode():
+        shuffled(1013)
+    assert not shuffled(1013).is_inference()
+
+
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_statistics_are_those_of_all_at_once(batch):
     features = 3 * numbers(64, 5) + torch.arange(5)

@@ -1,6 +1,5 @@
 """The orders in which scans visit the tokens of a grid."""
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -36,30 +35,21 @@ def snake_orders(grid: Grid, device: torch.device) -> tuple[Order, ...]:
     >>> rows.token.tolist(), columns.token.tolist()
     ([0, 1, 2, 5, 4, 3], [0, 3, 4, 1, 2, 5])
     """
-    if torch.compiler.is_compiling():  # what is made there is no tensor to keep
-        return _snake_orders(grid, device)
-    return _kept_snake_orders(grid, device)
-
-
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)  # a tensor made in that mode could not serve a gradient
-def _kept_snake_orders(grid: Grid, device: torch.device) -> tuple[Order, ...]:
-    return _snake_orders(grid, device)
-
-
-def _snake_orders(grid: Grid, device: torch.device) -> tuple[Order, ...]:
     tokens = torch.arange(grid.tokens, device=device)
     prefix, places = tokens[: grid.prefix], tokens[grid.prefix :].reshape(grid.shape)
     visits = (
         torch.cat([prefix, _snake(places.movedim(axis, -1))])
         for axis in reversed(range(places.ndim))
     )
-    return tuple(Order(token, token.argsort()) for token in visits)
+    return tuple(
+        Order(token, torch.empty_like(token).scatter_(0, token, tokens)) for token in visits
+    )
 
 
 def _snake(places: Tensor) -> Indices:
     """Flatten a grid, line after line, every other one backward."""
+    places = places.clone(memory_format=torch.contiguous_format)
     while places.ndim > 1:
-        odd = torch.arange(places.shape[-2], device=places.device) % 2 == 1
-        places = torch.where(odd.unsqueeze(-1), places.flip(-1), places).flatten(-2)
+        places[..., 1::2, :] = places[..., 1::2, :].flip(-1)
+        places = places.flatten(-2)
     return places

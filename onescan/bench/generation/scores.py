@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 PARTS = 10
@@ -167,14 +169,19 @@ def _squared_distances(
     return torch.addmm(lengths, rows, columns.T, alpha=-2).clamp_(min=0)
 
 
-@lru_cache(maxsize=4)
 def shuffled(total: int) -> Int[Tensor, " total"]:
     """The numbers below `total` in an order that is always the same, and in step with no other.
 
     >>> shuffled(4).sort().values.tolist()
     [0, 1, 2, 3]
     """
-    return torch.randperm(total, generator=torch.Generator().manual_seed(0))
+    return torch.from_numpy(_permutation(total))
+
+
+@lru_cache(maxsize=4)
+def _permutation(total: int) -> NDArray[np.int64]:
+    """An array: a cached tensor would stay one of the mode in which it was made."""
+    return torch.randperm(total, generator=torch.Generator().manual_seed(0)).numpy()
 
 
 def chosen_by_lot(places: Int[Tensor, " B"], total: int, wanted: int) -> Bool[Tensor, " B"]:

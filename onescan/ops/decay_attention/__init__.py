@@ -321,8 +321,8 @@ def _divide(normalize: str, *, causal: bool) -> Divide | None:
     """How outputs are divided by their row sums, if they are."""
     ways: dict[str, Divide | None] = {
         "none": None,
-        "sum": partial(divided, owned=True),
-        "max_one": partial(_divided_by_one, absolute=causal),
+        "sum": Divide(partial(divided, owned=True)),
+        "max_one": Divide(partial(_divided_by_one, absolute=causal), cancels=True),
     }
     return ways[normalize]
 

@@ -8,6 +8,7 @@ The two conventions differ by a shift outside: the decay of "target" is the toke
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch.nn.functional as F
@@ -40,7 +41,20 @@ class Matrices(NamedTuple):
     right: DecayedKeyValue | None
 
 
-Divide = Callable[[Tensor, Tensor], Tensor]  # outputs by row sums: those for values of 1
+@dataclass(frozen=True)
+class Divide:
+    """How outputs are divided by their row sums, the outputs for values of 1.
+
+    Attributes:
+        function: of outputs and row sums.
+        cancels: whether row sums may cancel to about 1, where their rounding error is an output's.
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    cancels: bool = False
+
+    def __call__(self, o: Tensor, row_sum: Tensor) -> Tensor:
+        return self.function(o, row_sum)
 
 
 class Results(NamedTuple):

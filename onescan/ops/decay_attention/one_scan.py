@@ -15,6 +15,7 @@ from onescan.ops.decay_attention.directions import (
     parted,
     with_ones,
 )
+from onescan.ops.numerics import doubled
 from onescan.shapes import Keys, Queries, Values
 
 
@@ -32,5 +33,10 @@ def forward(
     own = torch.einsum("bthk,bthv->bhkv", k, with_ones(v))
     left, right = (0 if side is None else side for side in enters)
     leaves = Matrices(own + left, own + right)
-    o = torch.einsum("bthk,bhkv->bthv", q, own + left + right)
-    return Results(parted(o, divide), leaves)
+    total = own + left + right
+    if divide is None or not divide.cancels:
+        return Results(parted(torch.einsum("bthk,bhkv->bthv", q, total), divide), leaves)
+    o = torch.einsum("bthk,bhkv->bthv", q, total[..., :-1])
+    k_sum = doubled(k).sum(dim=1) + sum(side[..., -1] for side in enters if side is not None)
+    row_sum = torch.einsum("bthk,bhk->bth", doubled(q), k_sum).to(q.dtype)
+    return Results(divide(o, row_sum.unsqueeze(-1)), leaves)
