@@ -191,6 +191,14 @@ def test_merging_is_associative_and_nothing_is_its_unit():
     assert_same(merge_states(nothing, a), a)
 
 
+def test_merging_keeps_the_wider_type():
+    narrow = AdditiveDecayState(torch.zeros(1, 1, 1), torch.ones(1, 1, 1, 1))
+    wide = AdditiveDecayState(*(x.double() for x in narrow))
+    for pair in ((narrow, wide), (wide, narrow)):
+        assert merge_states(*pair).kv.dtype == torch.float64
+    assert merge_states(narrow, narrow).kv.dtype == torch.float32
+
+
 def test_causal_ends_where_the_other_begins():
     named = inputs(13)
     causal, last = additive_decay(**named, causal=True)
