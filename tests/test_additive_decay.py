@@ -191,6 +191,14 @@ def test_merging_is_associative_and_nothing_is_its_unit():
     assert_same(merge_states(nothing, a), a)
 
 
+def test_merging_keeps_the_wider_type():
+    narrow = AdditiveDecayState(torch.zeros(1, 1, 1), torch.ones(1, 1, 1, 1))
+    wide = AdditiveDecayState(*(x.double() for x in narrow))
+    for pair in ((narrow, wide), (wide, narrow)):
+        assert merge_states(*pair).kv.dtype == torch.float64
+    assert merge_states(narrow, narrow).kv.dtype == torch.float32
+
+
 def test_causal_ends_where_the_other_begins():
     named = inputs(13)
     causal, last = additive_decay(**named, causal=True)
@@ -243,6 +251,21 @@ def test_padding_read_in_pieces_leaves_an_empty_state(form):
     turned = {n: x.flip(0) if n != "angles" else x for n, x in named.items()}
     o, _ = additive_decay(**turned, state=state, causal=True, form=form)
     torch.testing.assert_close(o[1], whole.flip(0)[1])
+
+
+@over_forms
+@pytest.mark.parametrize("climb", [0, 300])
+def test_a_state_of_minus_infinity_is_no_state(causal, form, climb):
+    named = inputs(9, scale=1.0)
+    named["k"] += climb * torch.arange(9)[:, None, None]
+    call = partial(additive_decay, causal=causal, form=form)
+    want = outputs_and_gradients(call, named)
+    log_normalizer = torch.full((B, H, K), -torch.inf).double()
+    named["state"] = AdditiveDecayState(log_normalizer, torch.zeros(B, H, 2 * K, V).double())
+    values, gradients = outputs_and_gradients(call, named)
+    assert_same(values, want[0])
+    assert_same(gradients[:4], want[1])
+    assert all(x.isfinite().all() for x in gradients)
 
 
 @pytest.mark.parametrize("form", CAUSAL)
@@ -305,6 +328,23 @@ def test_extreme_logits(causal, form, dtype, kind):
     assert all(torch.isfinite(x).all() for x in (*got, *gradients))
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     torch.testing.assert_close(got[0].double(), want, atol=tolerance, rtol=tolerance)
+
+
+def test_ten_thousand_tokens_of_extreme_logits_stay_exact_in_float32():
+    tokens = 10_000
+    noise, ramp = torch.randn(tokens).clamp(-3, 3) / 3, torch.linspace(-1, 1, tokens)
+    shapes = torch.stack([noise, ramp, -ramp])
+    k = torch.cat([80 * shapes, 1e4 * shapes])[:, :, None, None]
+    k = k + torch.randn(1, tokens, 1, 2)  # B T H K
+    q, v = torch.randn(2, len(k), tokens, 1, 2)
+    exact, state = reference.forward(q.double(), k.double(), v.double(), causal=True)
+    both = torch.einsum("bthk,bhkv->bthv", q.double(), state.kv)
+    for causal, want in ((True, exact), (False, both)):
+        errors = [  # one by one: a batch takes the form that its steepest logits need
+            (additive_decay(*x, causal=causal)[0] - y).abs().max() / y.abs().max()
+            for *x, y in zip(*(x.split(1) for x in (q, k, v, want)), strict=True)
+        ]
+        assert max(errors) <= 2e-6
 
 
 @pytest.mark.parametrize("climb", [30, 300])
