@@ -9,7 +9,6 @@ import json
 import shutil
 import sys
 from contextlib import contextmanager
-from io import BytesIO
 
 import pyarrow as pa
 import pytest
@@ -197,21 +196,14 @@ def test_an_image_in_another_format_than_its_name_says(bad, command, tmp_path):
 
 def image_table(path, *images):
     rows = [{"bytes": image, "path": None} for image in images]
-    table = pa.table({"image": rows, "label": [0, 1] * (len(rows) // 2)})
+    table = pa.table({"image": rows, "label": [0, 1, 2] * (len(rows) // 3)})
     parquet.write_table(table, path)
     return path
 
 
-def picture_bytes():
-    file = BytesIO()
-    Image.new("L", (4, 4)).save(file, "PNG")
-    return file.getvalue()
-
-
 def test_tables_of_images(bad, command, tmp_path):
     folder = bad("classifier")
-    good = picture_bytes()
-    path = image_table(tmp_path / "images.parquet", *[good] * 19, EPS)
+    path = image_table(tmp_path / "images.parquet", *[EPS] * 30)
 
     def read_it(data):
         data["run"]["data"] = {"type": "ImageDatasetConfig", "path": str(path)}
@@ -220,9 +212,7 @@ def test_tables_of_images(bad, command, tmp_path):
     edit(folder / "config.json", read_it)
     words = ("evaluate", folder, "--device", "cpu", "--workers", "0")
     assert "is not an image in one of PNG" in command(*words)
-    data = bytearray(path.read_bytes())
-    data[-40:-20] = b"\xff" * 20
-    path.write_bytes(data)
+    path.write_bytes(path.read_bytes()[:-99])
     assert "images.parquet" in command(*words)
     path.write_bytes(b"PAR1" + b"\xff" * 64 + b"PAR1")
     assert "images.parquet" in command(*words)
@@ -264,7 +254,7 @@ PIPELINES = {
         lambda folder: (folder / "transformer" / "config.json").write_text(DEEP),
         "holds no pipeline that loads",
     ),
-    "quantized": (
+    "no weights": (
         lambda folder: (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink(),
         "holds no pipeline that loads",
     ),
