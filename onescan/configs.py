@@ -7,6 +7,7 @@ Where a field is declared with a base class or a union, the class that it holds 
 import dataclasses
 import inspect
 import re
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import UnionType
@@ -50,7 +51,10 @@ def from_dict(cls: type[ConfigT], data: Mapping[str, Any]) -> ConfigT:
         ValueError: a field is unknown or missing, a value is of another type than declared,
             or a "type" names no imported class; says the dotted path and what was expected.
     """
-    config: ConfigT = _load(data, cls, "")
+    try:
+        config: ConfigT = _load(data, cls, "")
+    except RecursionError as error:
+        raise ValueError("the config is nested too deeply") from error
     return config
 
 
@@ -109,13 +113,15 @@ def _load(value: Any, declared: Any, path: str) -> Any:
             return _convert(value, member, path)
         except TypeError:  # a union has further members
             continue
-    raise ValueError(f"{path or 'the config'} is {value!r}, expected {_spell(declared)}")
+    raise ValueError(
+        f"{path or 'the config'} is {reprlib.repr(value)}, expected {_spell(declared)}"
+    )
 
 
 def _load_config(data: Mapping[str, Any], declared: Any, path: str) -> Any:
     known = {cls.__name__: cls for member in _members(declared) for cls in _family(member)}
     if not known:
-        raise ValueError(f"{path} is {dict(data)!r}, expected {_spell(declared)}")
+        raise ValueError(f"{path} is {reprlib.repr(dict(data))}, expected {_spell(declared)}")
     members = [cls.__name__ for cls in _members(declared) if cls in known.values()]
     name = data.get("type", members[0] if len(members) == 1 else None)
     if not isinstance(name, str) or name not in known:

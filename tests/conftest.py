@@ -4,6 +4,7 @@ Tests see a GPU under `-m gpu` alone: then kernels run there, all others are the
 """
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; make test fills the cores
 
@@ -31,11 +32,12 @@ def pytest_configure(config):
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", HIP_VISIBLE_DEVICES="-1")
     # whether kernels run in Python, which Triton asks when it is imported
     os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-    # torch's own: inductor still uses torch.jit, dynamo makes an autograd function to trace it and
-    # looks at a gradient, the poison asks GPU kernels for more than each of them has, a backward
-    # may multiply matrices first on a thread, and readers are forked beside threads.
+    # torch's own: inductor and forward-mode differentiation use torch.jit, dynamo makes an autograd
+    # function to trace it and looks at a gradient, the poison asks GPU kernels for more than each
+    # of them has, a backward may multiply matrices first on a thread, and readers are forked
+    # beside threads.
     for warning in (
-        ".*torch.jit.script.*:FutureWarning",
+        ".torch.jit.script:FutureWarning",
         ".torch.jit:DeprecationWarning",
         ".*should not be instantiated:DeprecationWarning",
         ".*use_deterministic_algorithms:UserWarning",
@@ -54,6 +56,13 @@ def pytest_runtest_setup(item):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _interruptible():
+    """Let SIGINT interrupt, also where it is ignored, as in `nohup make test &`."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -18,12 +18,16 @@ EXTRAS = {
     "text": {"transformers", "tokenizers", "accelerate", "datasets"},
     "export": {"onnx", "onnxscript", "onnxruntime"},
     "generation": {"diffusers"},
-    "eval": {"lm-eval", "torchmetrics"},
+    "eval": {"lm-eval"},
     "log": {"tensorboard"},
     "gpu": {"triton"},
     "timm": {"timm"},
     "dev": {"pytest", "pytest-xdist", "hypothesis", "beartype", "ruff", "mypy", "pre-commit"},
 }
+IMPORTED_AS = {"lm-eval": "lm_eval", "pillow": "PIL", "scikit-learn": "sklearn"}
+# used by commands, by pytest, or by other libraries, and imported nowhere
+TOOLS = {"beartype", "mypy", "pre-commit", "pytest-xdist", "ruff", "types-tqdm"}
+TOOLS |= {"accelerate"}  # which diffusers and transformers import
 
 
 def test_one_version():
@@ -38,6 +42,18 @@ def test_extras_hold_what_they_promise():
     }
     assert held.keys() == EXTRAS.keys()
     assert not {extra: lacks for extra in EXTRAS if (lacks := EXTRAS[extra] - held[extra])}
+
+
+def test_each_dependency_is_imported():
+    lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    declared = {re.match(r"[\w-]+", line)[0] for lines in lists for line in lines}
+    files = [
+        path for name in ("onescan", "tests", "benchmarks") for path in (ROOT / name).rglob("*.py")
+    ]
+    source = "\n".join(path.read_text() for path in files)
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE))
+    unused = {name for name in declared if IMPORTED_AS.get(name, name) not in imported}
+    assert unused == TOOLS
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ BytePixels = UInt8[Tensor, "*batch channels height width"]  # 0 is black, 255 is
 AnyPixels = Pixels | BytePixels
 
 # Image.open would try all of pillow's formats, of which EPS starts Ghostscript
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 GAP = 2  # how much larger than needed a JPEG is decoded at least: resizing does the rest better
 UPRIGHT = {  # pillow's own turning writes EXIF data again, and fails where they are garbled
     2: Image.Transpose.FLIP_LEFT_RIGHT,

@@ -56,8 +56,9 @@ def load_pretrained(name: str) -> CausalLM | MaskedLM:
         )
     except UNUSABLE as error:
         raise _unusable(name, error) from error
-    if missing := found["missing_keys"]:
-        raise ValueError(f"{name!r} lacks {len(missing)} weights, such as {min(missing)}")
+    for keys, what in (("missing_keys", "lacks"), ("unexpected_keys", "holds unknown")):
+        if names := found[keys]:
+            raise ValueError(f"{name!r} {what} weights: {len(names)}, such as {min(names)}")
     return model.eval().to_onescan()
 
 
