@@ -376,6 +376,12 @@ def test_a_disk_without_locks_is_not_called_busy(tmp_path, monkeypatch):
         train(tiny_run(), tmp_path)
 
 
+def test_a_lock_says_nothing_but_its_token(tmp_path):
+    (tmp_path / "lock").write_text("of a run before, with a longer token: " + "0" * 32)
+    with files.locked(tmp_path) as token:
+        assert (tmp_path / "lock").read_text() == token
+
+
 def test_overwrite_starts_anew_and_leaves_other_files(tmp_path):
     train(tiny_run(steps=2), tmp_path)
     (tmp_path / "notes.txt").write_text("mine")

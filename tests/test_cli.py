@@ -356,10 +356,10 @@ def test_what_is_no_checkpoint_or_image(runs, tmp_path, capsys):
     text = tmp_path / "text.png"
     text.write_text("no image")
     run = runs / "seed-0"
-    fails(capsys, ["evaluate", tmp_path / "none"], f"there is no run at {tmp_path / 'none'}", 1)
+    fails(capsys, ["evaluate", tmp_path / "none"], f"there is no run at {tmp_path / 'none'}")
     fails(capsys, ["evaluate", tmp_path], "holds no run")
     fails(capsys, ["predict", run], "at least one image")
-    fails(capsys, ["predict", run, tmp_path / "no.png"], "there is no image file", 1)
+    fails(capsys, ["predict", run, tmp_path / "no.png"], "there is no image file")
     fails(capsys, ["predict", run, text], "text.png is not an image")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):

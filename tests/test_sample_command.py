@@ -247,7 +247,7 @@ def test_names_that_are_taken_are_refused(sample, tmp_path):
 
 
 def test_what_makes_no_images_is_told(sample, tmp_path):
-    assert "there is no run at" in sample(out="a.png", run=tmp_path / "nowhere", code=1)
+    assert "there is no run at" in sample(out="a.png", run=tmp_path / "nowhere", code=2)
     pipe = tmp_path / "pipe"
     pipe.mkdir()
     (pipe / "model_index.json").write_text("{")

@@ -420,7 +420,9 @@ def _restore(folder: Path, state: TrainingState, ranks: Ranks) -> None:
 
 
 def _noted_step(weights: Path) -> int:
-    step = read_notes(weights).get("step", 0) if weights.exists() else 0
+    if not weights.exists():
+        return 0
+    step = read_notes(weights).get("step")
     if not isinstance(step, int):
         raise damaged(weights, step, REMEDY)
     return step
