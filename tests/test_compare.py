@@ -13,6 +13,7 @@ from drawn_charts import limits_drawn
 from html_page import Page, assert_loads_nothing, table
 from tiny_run import STEPS, TinyModelConfig, tiny_run
 
+from onescan.checkpoint.files import to_json
 from onescan.data import ImageDatasetConfig, RandomCropConfig
 from onescan.report import comparison_table, write_comparison
 from onescan.report.comparison import curves
@@ -74,13 +75,13 @@ def test_the_table_holds_what_it_took(runs, tmp_path):
     folder = shutil.copytree(runs[1], tmp_path / "run")
     measured = {"seconds": 0.5, "waiting_seconds": 0.05, "memory_mib": 3072.0}
     lines = [line | (measured if line["split"] == "train" else {}) for line in read_metrics(folder)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text("".join(map(to_json, lines)))
     head, row = comparison_table([folder]).splitlines()
     shown = dict(zip(cells(head), cells(row)[1:], strict=True))
     assert shown["examples/s"] == "16"  # batches of 8 in half a second
     assert shown["training"] == "6.0 s"  # 12 of them
     lines[0]["seconds"] = 60.0  # to warm up
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text("".join(map(to_json, lines)))
     head, row = comparison_table([folder]).splitlines()
     assert dict(zip(cells(head), cells(row)[1:], strict=True))["examples/s"] == "16"
     assert shown["waiting"] == "10.0%"
@@ -138,7 +139,7 @@ def test_an_accuracy_that_stays_the_same_is_drawn(runs, tmp_path, monkeypatch, s
     lines = read_metrics(folder)
     tests = [line | {"accuracy": share} for line in lines if line["split"] == "test"]
     lines = [line for line in lines if line["split"] == "train"] + tests[-evaluations:]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text("".join(map(to_json, lines)))
     render_comparison(read_groups([folder]))
     low, high = limits["test accuracy"]
     assert 0 <= low <= share <= high <= 1
@@ -214,7 +215,8 @@ def test_the_best_of_a_column_is_bold(runs, tmp_path):
         copied(folder, to, lambda config: config["run"].update(name="worse"))
         result = json.loads((to / "result.json").read_text())
         result["metrics"] = {"accuracy": 0.01, "loss": 99.0}
-        (to / "result.json").write_text(json.dumps(result))
+        del result["checksum"]
+        (to / "result.json").write_text(to_json(result))
         return to
 
     html = render_comparison(read_groups([runs[1], worse(runs[1], tmp_path / "worse")]))
@@ -228,9 +230,10 @@ def test_the_best_of_a_column_is_bold(runs, tmp_path):
 def test_the_shortest_training_is_best_only_of_equally_many_updates(runs, tmp_path, steps):
     slow = copied(runs[1], tmp_path / "slow", lambda config: config["run"].update(name="slow"))
     result = json.loads((slow / "result.json").read_text())
-    (slow / "result.json").write_text(json.dumps(result | {"steps": steps}))
+    del result["checksum"]
+    (slow / "result.json").write_text(to_json(result | {"steps": steps}))
     lines = [line | {"seconds": 60} if "seconds" in line else line for line in read_metrics(slow)]
-    (slow / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (slow / "metrics.jsonl").write_text("".join(map(to_json, lines)))
     groups = read_groups([runs[1], slow])
     (training,) = [measure for measure in measures(groups) if measure.head == "training"]
     assert f'class="best"><b>{training.spell(groups[1])}<' not in render_comparison(groups)
