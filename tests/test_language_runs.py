@@ -134,5 +134,5 @@ def test_what_is_no_run_is_told_as_such(text, capsys):
         assert "holds no run: it has no config.json; name one of the runs in it: seed-0" in (
             capsys.readouterr().err
         )
-        assert main([command, str(run / "no" / "such"), *more]) == 1
+        assert main([command, str(run / "no" / "such"), *more]) == 2
         assert "there is no run at" in capsys.readouterr().err

@@ -48,8 +48,7 @@ def snake_orders(grid: Grid, device: torch.device) -> tuple[Order, ...]:
 
 def _snake(places: Tensor) -> Indices:
     """Flatten a grid, line after line, every other one backward."""
-    places = places.clone(memory_format=torch.contiguous_format)
     while places.ndim > 1:
-        places[..., 1::2, :] = places[..., 1::2, :].flip(-1)
-        places = places.flatten(-2)
+        odd = torch.arange(places.shape[-2], device=places.device) % 2 == 1
+        places = torch.where(odd.unsqueeze(-1), places.flip(-1), places).flatten(-2)
     return places
