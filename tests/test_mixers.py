@@ -145,8 +145,8 @@ def test_lightnet_is_the_papers_equation(causal):
 def loop(mixer, x, *, causal):
     """Eq. 13 and 14 with s_t summed over the decay's logits, one token at a time in float64.
 
-    Norm cancels a common factor of a token's channels: the largest sum of exp(k) over s_t is
-    divided out, as its epsilon has no place in the equations.
+    Norm cancels a common factor of a token's channels: where no sum of exp(k) over s_t lies within
+    exp(-4) and exp(4), the largest is scaled to that, as norm's epsilon is not in the equations.
     """
     config = mixer.config
     _, tokens, _ = x.shape
@@ -166,7 +166,8 @@ def loop(mixer, x, *, causal):
         decay = torch.cat([before / s_d] * 2, dim=-1)
         kv = decay.unsqueeze(-1) * kv
         kv = kv + rotate(k[t].exp() / s_d, t).unsqueeze(-1) * v[t].unsqueeze(-2)
-        states.append((kv, (s_k / s_d).amax(dim=(1, 2))[:, None, None]))
+        log_gain = (s_k / s_d).log().amax(dim=(1, 2))[:, None, None]
+        states.append((kv, (log_gain - log_gain.clamp(-4, 4)).exp()))
     outputs = []
     for t in range(tokens):
         kv, scale = states[t if causal else -1]
@@ -203,11 +204,12 @@ def test_decay_logits_far_from_the_keys_stay_exact_in_float32(causal, spread, fi
         slope = torch.randn_like(expected)
         found.backward(slope.float())
         expected.backward(slope)
-        pairs = [(found, expected), (narrow.grad, x.grad)]
-        for a, b in zip(mixer.parameters(), exact.parameters(), strict=True):
-            pairs.append((a.grad, b.grad))
-        for a, b in pairs:
-            assert (a - b).norm() <= 1e-4 * b.norm()
+        gradients = [
+            torch.cat([t.grad.flatten() for t in (inputs, *module.parameters())])
+            for inputs, module in ((narrow, mixer), (x, exact))
+        ]
+        for a, b in [(found, expected), gradients]:
+            assert (a - b).norm() <= 2e-4 * b.norm()
 
 
 @over_separate

@@ -19,6 +19,8 @@ from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, running_logsumexp
 from onescan.shapes import Angles, Grid, Hidden, Keep, Keys, LogNormalizer, Queries, Values
 
+MAX_LOG_GAIN = 4.0  # within it, norm's epsilon acts as in the equations, also in float16
+
 
 @dataclass(frozen=True, kw_only=True)
 class LightNetMixerConfig(MixerConfig):
@@ -91,9 +93,9 @@ class LightNetMixer(Mixer):
         KV_t = diag(s_{t-1} / s_t) KV_{t-1} + R_t(exp(k_t) / s_t) v_t^T,   s_t = sum_{r<=t} exp(d_r)
 
     which is the shared form with each channel of the query times g_t = sum exp(k_r) / s_t. This
-    gain has no bound. Norm cancels any factor that a token's channels have in common, so outputs
-    are computed with g_t divided by its largest channel and neither overflow nor vanish; only
-    norm="none" multiplies by it again, and can exceed the range of its type.
+    gain has no bound. Up to its epsilon, norm cancels any factor that a token's channels have in
+    common, so g_t is scaled where its largest channel leaves exp(-4) to exp(4): outputs neither
+    overflow nor vanish. Only norm="none" undoes the scaling, and can exceed the range of its type.
 
     Source: LightNet, arXiv:2405.21022, Eq. 13 to 15; W_o is not printed there, but the paper's
     parameter counts have room for it.
@@ -161,7 +163,8 @@ class LightNetMixer(Mixer):
             if state is not None:
                 before = (attention.log_normalizer, state.log_decay_normalizer)
             log_gain, decay_normalizer = _log_gain(k, logits, keep, before, causal=config.causal)
-            log_scale = log_gain.amax(dim=(2, 3), keepdim=True)
+            peak = log_gain.amax(dim=(2, 3), keepdim=True)
+            log_scale = peak - peak.clamp(-MAX_LOG_GAIN, MAX_LOG_GAIN)
             gain = (log_gain - log_scale).to(accumulation_dtype(q.dtype)).exp()
             q = (q * gain).to(q.dtype)
         o, attention = additive_decay(
