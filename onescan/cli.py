@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
-KEPT = "\n\t"  # control characters that are printed as they are
+KEPT = "\n\t"  # control characters that are printed unchanged
 
 MOST_SEEDS = 2**63  # of torch's generators
 
@@ -769,7 +769,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _print(text: object = "", *, end: str = "\n", flush: bool = False) -> None:
-    """Print, with all control characters but line breaks and tabs escaped."""
+    """Print text with control characters escaped, except line breaks and tabs."""
     print(printable(text, keep=KEPT), end=end, flush=flush)
 
 

@@ -230,7 +230,7 @@ def test_outputs_beyond_float32_are_refused_without_a_norm():
     x = torch.randn(1, 5, WIDTH)
     with torch.no_grad():
         mixer.to_decay.weight.mul_(200)
-    with pytest.raises(ValueError, match=r"norm is 'none' and decay_logits differ from the keys"):
+    with pytest.raises(ValueError, match=r"norm is 'none' and the decay logits scale outputs"):
         mixer(x, Grid((5,)))
 
 

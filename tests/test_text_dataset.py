@@ -470,7 +470,7 @@ def test_files_without_text_are_refused(tmp_path, name, lines, says):
         ({"train_rows": 5}, "data.train_rows is for streams, but data.streaming is off"),
         ({"streaming": True}, "data.train_rows is None, expected a number"),
         ({"streaming": True, "train_rows": 5}, "data.streaming is on, but .* no split to be jud"),
-        ({"tokenizer": "./nowhere"}, "there is no tokenizer in './nowhere'"),
+        ({"tokenizer": "./nowhere"}, "cannot load a tokenizer from './nowhere'"),
     ],
 )
 def test_settings_that_will_not_do(tmp_path, options, says):

@@ -375,7 +375,7 @@ def test_a_tied_weight_that_a_checkpoint_lacks_is_missing_and_initialized(head, 
     assert model.get_output_embeddings().weight is embedding
     assert embedding.device.type == "cpu"
     assert 0 < embedding.std() < 1
-    with pytest.raises(ValueError, match=r"lacks weights: 2, such as lm_head\."):
+    with pytest.raises(ValueError, match=r"has 2 missing weights, such as lm_head\."):
         load_pretrained(str(tmp_path))
 
 

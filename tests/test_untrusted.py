@@ -191,7 +191,9 @@ def test_names_of_classes_and_files_are_shown_without_control_characters(bad, co
 def test_an_image_in_another_format_than_its_name_says(bad, command, tmp_path):
     picture = tmp_path / "x.png"
     picture.write_bytes(EPS)
-    assert "is not an image in one of PNG" in command("predict", bad("classifier"), picture)
+    assert "is not an image in one of the formats PNG" in command(
+        "predict", bad("classifier"), picture
+    )
 
 
 def image_table(path, *images):
@@ -211,7 +213,7 @@ def test_tables_of_images(bad, command, tmp_path):
 
     edit(folder / "config.json", read_it)
     words = ("evaluate", folder, "--device", "cpu", "--workers", "0")
-    assert "is not an image in one of PNG" in command(*words)
+    assert "is not an image in one of the formats PNG" in command(*words)
     path.write_bytes(path.read_bytes()[:-99])
     assert "images.parquet" in command(*words)
     path.write_bytes(b"PAR1" + b"\xff" * 64 + b"PAR1")
@@ -241,7 +243,7 @@ PIPELINES = {
     "another class": (component("scheduler", "diffusers", "DiffusionPipeline"), "scheduler is ['d"),
     "a module of Python": (component("transformer", "os", "system"), "transformer is ['os', 'sy"),
     "a new component": (component("evil", "evil", "Evil"), "component 'evil' is unknown"),
-    "a component in settings": (component("noise", "evil", "Evil"), "holds no pipeline that loads"),
+    "a component in settings": (component("noise", "evil", "Evil"), "cannot load a pipeline"),
     "a pipeline's module": (
         lambda folder: edit(
             folder / "model_index.json",
@@ -252,11 +254,11 @@ PIPELINES = {
     "nested": (lambda f: (f / "model_index.json").write_text(DEEP), "model_index.json is damaged"),
     "a nested part": (
         lambda folder: (folder / "transformer" / "config.json").write_text(DEEP),
-        "holds no pipeline that loads",
+        "cannot load a pipeline",
     ),
     "no weights": (
         lambda folder: (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink(),
-        "holds no pipeline that loads",
+        "cannot load a pipeline",
     ),
 }
 
