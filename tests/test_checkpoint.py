@@ -376,7 +376,7 @@ def test_a_disk_without_locks_is_not_called_busy(tmp_path, monkeypatch):
         train(tiny_run(), tmp_path)
 
 
-def test_a_lock_says_nothing_but_its_token(tmp_path):
+def test_a_lock_file_contains_only_its_token(tmp_path):
     (tmp_path / "lock").write_text("of a run before, with a longer token: " + "0" * 32)
     with files.locked(tmp_path) as token:
         assert (tmp_path / "lock").read_text() == token
@@ -529,14 +529,14 @@ def test_damaged_weights_are_refused(whole, tmp_path, content):
 
 
 def test_no_flipped_bit_is_read_silently(tmp_path, caplog):
-    """In any file of a finished run, and of one that is to resume."""
+    """Flip bits in every file of a finished run and of an interrupted one."""
     train(tiny_run(steps=2), tmp_path / "finished")
     with pytest.raises(KeyboardInterrupt):
         train(tiny_run(steps=2), tmp_path / "stopped", progress=press_ctrl_c_at(1))
     chance = random.Random(0)
     for folder, use in {"finished": read_all, "stopped": resume}.items():
         for path in sorted((tmp_path / folder).rglob("*.*")):
-            if folder == "finished" and "state" in path.parts:  # which is read no more
+            if folder == "finished" and "state" in path.parts:  # no longer read
                 continue
             for _ in range(4):
                 caplog.clear()
@@ -636,7 +636,7 @@ def test_a_hostile_manifest_is_refused(stopped, tmp_path, change, says):
         train(tiny_run(), tmp_path / "run")
 
 
-def test_only_own_states_are_removed(tmp_path, whole):
+def test_foreign_files_in_the_state_folder_are_kept(tmp_path, whole):
     with pytest.raises(KeyboardInterrupt):
         train(tiny_run(), tmp_path / "run", progress=press_ctrl_c_at(3))
     backups = [tmp_path / "run" / "state" / name for name in ("backup", "step_3_mine", "step_x")]
@@ -652,7 +652,7 @@ def test_only_own_states_are_removed(tmp_path, whole):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["state", "pictures", "tensorboard", "metrics.jsonl", "lock"])
-def test_nothing_is_written_or_removed_through_a_link(stopped, tmp_path, name, overwrite):
+def test_symbolic_links_in_a_run_folder_are_refused(stopped, tmp_path, name, overwrite):
     folder, outside = copy(stopped, tmp_path), tmp_path / "outside"
     if name in ("metrics.jsonl", "lock"):
         outside.write_text("mine")
@@ -705,7 +705,7 @@ def test_sizes_are_compared_before_anything_is_allocated(tmp_path, monkeypatch, 
         weights.load_model(path, dataclasses.replace(SMALL, **change))
 
 
-def test_a_model_that_does_not_fit_the_machine_is_refused(tmp_path, monkeypatch):
+def test_a_model_that_does_not_fit_into_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(allocation, "MOST_TENSORS", 200)
     with pytest.raises(ValueError, match="the model has more than 200 tensors"):
         onescan.build("lightnet_tiny", depth=10**9)
@@ -842,7 +842,7 @@ def test_a_folder_of_another_version_is_refused(whole, tmp_path, version, use):
         use(folder)
 
 
-def test_a_config_that_was_edited_is_a_warning(whole, tmp_path, caplog):
+def test_an_edited_config_warns(whole, tmp_path, caplog):
     folder = copy(whole.folder, tmp_path)
     load(folder)
     assert not caplog.messages

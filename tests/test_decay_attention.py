@@ -40,7 +40,7 @@ over_conventions = pytest.mark.parametrize("decay_at", ["source", "target"])
 
 
 def usual(causal, decay):
-    """What decay_at="auto" is."""
+    """The meaning of decay_at="auto"."""
     return "target" if causal or decay == "diagonal" else "source"
 
 
@@ -248,8 +248,8 @@ def test_the_definition_is_attention_under_products(causal, decay_at, decay, nor
 @over_names
 @over_directions
 @pytest.mark.parametrize("decay", ["scalar", "diagonal"])
-def test_the_convention_follows_from_direction_and_decay(form, causal, decay):
-    """Eq. 14 for LION's scalar decays in both directions; Eq. 5 and Theorem B.1 for the rest."""
+def test_auto_decay_at_depends_on_direction_and_decay(form, causal, decay):
+    """Eq. 14 for bidirectional scalar decays, Eq. 5 and Theorem B.1 for all others."""
     named = inputs(9, causal=causal, decay=decay)
     convention = usual(causal, decay)
     other = "source" if convention == "target" else "target"
@@ -552,8 +552,8 @@ def test_no_less_exact_than_plain_torch(causal, form, decay, dtype):
 
 @pytest.mark.parametrize("tokens", [70, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_row_sums_that_cancel_are_no_less_exact_than_plain_torch(tokens, dtype):
-    """Of scores of both signs, a row sum near 1 is a small difference of large numbers."""
+def test_cancelling_row_sums_are_as_exact_as_in_plain_torch(tokens, dtype):
+    """With scores of both signs, row sums near 1 are small differences of large numbers."""
 
     def plain(q, k, v):
         scores = torch.einsum("bihk,bjhk->bijh", q, k)

@@ -80,8 +80,8 @@ def stable_step(weights: DiffusionKernels) -> StepSizes:
     """Return the largest stable step, 1 / sum_r K_r, which makes each output a weighted mean.
 
     It does not depend on the number of tokens. It equals the paper's bound, 1 / max_t sum_s K_ts,
-    if any token is at least R from both ends; otherwise, the paper allows a longer step. The
-    rounding error of the sum is subtracted, so that no weight is negative.
+    if any token is at least R from both ends; otherwise, the paper allows a longer step. It
+    is reduced by the rounding error of the sum, so that no weight is negative.
 
     Args:
         weights: Kernels [H, 2R+1], as in `linear_diffusion`.
