@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 
 from onescan.configs import ModelConfig
 
-MOST_TENSORS = 20_000  # parameters and buffers; building more takes minutes
+MAX_TENSORS = 20_000  # parameters and buffers; building more takes minutes
 GIB = 1 << 30
 
 
@@ -25,10 +25,10 @@ def build_model(config: ModelConfig) -> nn.Module:
         ValueError: If it does not fit (states both sizes), or the config is invalid.
     """
     build_on_meta(config)
-    return build_here(config)
+    return build_unchecked(config)
 
 
-def build_here(config: ModelConfig) -> nn.Module:
+def build_unchecked(config: ModelConfig) -> nn.Module:
     """Build a model without checking its size.
 
     Raises:
@@ -41,12 +41,12 @@ def build_here(config: ModelConfig) -> nn.Module:
     return model
 
 
-def build_on_meta(config: ModelConfig, *, most_tensors: int | None = None) -> nn.Module | None:
+def build_on_meta(config: ModelConfig, *, max_tensors: int | None = None) -> nn.Module | None:
     """Build a model on the meta device, without allocating its weights.
 
     Args:
         config: Config of the model.
-        most_tensors: Maximum number of parameters and buffers. ``None`` is `MOST_TENSORS`.
+        max_tensors: Maximum number of parameters and buffers. ``None`` is `MAX_TENSORS`.
 
     Returns:
         The model, or ``None`` if it cannot be built on the meta device.
@@ -54,7 +54,7 @@ def build_on_meta(config: ModelConfig, *, most_tensors: int | None = None) -> nn
     Raises:
         ValueError: If it has more tensors, or does not fit into memory.
     """
-    most = MOST_TENSORS if most_tensors is None else most_tensors
+    limit = MAX_TENSORS if max_tensors is None else max_tensors
     count = size = 0
 
     def add(_module: nn.Module, _name: str, tensor: Tensor | None) -> None:
@@ -62,8 +62,8 @@ def build_on_meta(config: ModelConfig, *, most_tensors: int | None = None) -> nn
         if tensor is None or not tensor.is_meta:
             return
         count, size = count + 1, size + tensor.numel() * tensor.element_size()
-        if count > most:
-            raise ValueError(f"the model has more than {most:,} tensors, the maximum")
+        if count > limit:
+            raise ValueError(f"the model has more than {limit:,} tensors, the maximum")
         if size > memory_bytes():
             raise ValueError(
                 f"the model needs more than {size / GIB:,.1f} GiB of memory, but this machine has "

@@ -706,7 +706,7 @@ def test_sizes_are_compared_before_anything_is_allocated(tmp_path, monkeypatch, 
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(allocation, "MOST_TENSORS", 200)
+    monkeypatch.setattr(allocation, "MAX_TENSORS", 200)
     with pytest.raises(ValueError, match="the model has more than 200 tensors"):
         onescan.build("lightnet_tiny", depth=10**9)
     monkeypatch.setattr(allocation, "memory_bytes", lambda: 1 << 20)
@@ -765,7 +765,7 @@ def test_a_damaged_evaluation_is_refused_and_loading_does_without(whole, tmp_pat
 def test_damaged_metrics_are_refused_by_name(whole, tmp_path, content):
     folder = copy(whole.folder, tmp_path)
     (folder / "metrics.jsonl").write_bytes(content)
-    says = r"metrics\.jsonl, line 1 is damaged \(.*: remove the file to go on"
+    says = r"metrics\.jsonl, line 1 is damaged \(.*: remove the file to continue"
     with pytest.raises(ValueError, match=says):
         read_study([folder])
     (folder / "result.json").unlink()

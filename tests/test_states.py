@@ -70,5 +70,5 @@ def test_what_is_no_state_of_the_model_is_refused(tmp_path):
         load_state(path, model)
     _, state = model(ids(1, 3))
     save_state(path, state._replace(position=None), model)
-    with pytest.raises(ValueError, match=r"another model: position\.hidden is missing"):
+    with pytest.raises(ValueError, match=r"the model: position\.hidden is missing"):
         load_state(path, model)

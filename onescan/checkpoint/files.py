@@ -88,7 +88,7 @@ def remove_from(folder: Path, names: re.Pattern[str], *, but: Path | None = None
         folder.rmdir()
 
 
-def check_own(path: Path, *, folder: bool = False) -> None:
+def check_regular(path: Path, *, folder: bool = False) -> None:
     """Check that a path that a run is about to write is missing, or a regular file or folder.
 
     Raises:
@@ -135,7 +135,7 @@ def locked(folder: Path) -> Iterator[str]:
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        check_own(folder / LOCK)
+        check_regular(folder / LOCK)
         file = (folder / LOCK).open("a")
     with file:
         with writing(folder):

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from onescan.allocation import build_here, build_on_meta
+from onescan.allocation import build_on_meta, build_unchecked
 from onescan.checkpoint.files import damaged, parse_json, write_atomically
 from onescan.configs import ModelConfig
 
@@ -23,8 +23,8 @@ WEIGHTS, BEST = "model.safetensors", "best.safetensors"
 NOTES = "onescan"  # a single header entry, because the order of several is not fixed
 DIGEST = "sha256"
 MARK = rb"\"sha256\": \""  # escaped, because the notes are a JSON string in the header
-EMPTY = "0" * 64
-MOST_HEADER = 100_000_000  # bytes, as safetensors allows
+ZEROS = "0" * 64
+MAX_HEADER = 100_000_000  # bytes, as safetensors allows
 REMEDY = "restore it from a backup"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -65,7 +65,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], notes: Mapping[str, 
         mode = partial.stat().st_mode  # honor the user's umask, which safetensors ignores
         try:
             contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
-            metadata = {NOTES: json.dumps({DIGEST: EMPTY, **notes})}
+            metadata = {NOTES: json.dumps({DIGEST: ZEROS, **notes})}
             save_file(contiguous, partial, metadata=metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from error
@@ -121,13 +121,13 @@ def load_model(path: Path, config: ModelConfig) -> tuple[nn.Module, dict[str, An
         )
     stored = _sizes_in(path)
     try:
-        empty = build_on_meta(config, most_tensors=2 * len(stored) + 100)  # tied ones count twice
+        empty = build_on_meta(config, max_tensors=2 * len(stored) + 100)  # tied ones count twice
     except ValueError as error:
         raise ValueError(f"{path} does not match the model: {error}") from error
     if empty is not None:
         check_sizes(stored, sizes_of(distinct(empty)), path)
     tensors, notes = read_weights(path)
-    model = build_here(config)
+    model = build_unchecked(config)
     check_sizes(stored, sizes_of(distinct(model)), path)
     model.load_state_dict(tensors, strict=False)  # not strict: tied weights are stored once
     return model.eval(), notes
@@ -207,11 +207,11 @@ def _digest(file: IO[bytes]) -> tuple[int, str, str]:
     """Return the offset of the digest in the file, the stored digest, and the expected one."""
     size = file.read(8)
     length = int.from_bytes(size, "little")
-    header = file.read(length) if length <= MOST_HEADER else b""
+    header = file.read(length) if length <= MAX_HEADER else b""
     place = header.find(MARK)
     if place < 0:
         raise ValueError("no checksum")
-    begin, end = place + len(MARK), place + len(MARK) + len(EMPTY)
-    content = sha256(size + header[:begin] + EMPTY.encode() + header[end:])
+    begin, end = place + len(MARK), place + len(MARK) + len(ZEROS)
+    content = sha256(size + header[:begin] + ZEROS.encode() + header[end:])
     digest = file_digest(file, lambda: content).hexdigest()  # type: ignore[arg-type]
     return len(size) + begin, header[begin:end].decode("ascii", "replace"), digest

@@ -27,7 +27,7 @@ from onescan.checkpoint.config import CONFIG, read_config, write_config
 from onescan.checkpoint.files import (
     LOCK,
     PARTIAL,
-    check_own,
+    check_regular,
     damaged,
     from_json,
     partial_of,
@@ -54,7 +54,7 @@ CONTENTS = (
     *(TOKENIZER, CONFIG),
 )
 # names of the files that runs write in subfolders; others are never removed
-OWN = {
+RUN_FILES = {
     STATE: STEP,
     PICTURES: re.compile(r"step_\d+\.png"),
     TENSORBOARD: EVENTS,
@@ -106,9 +106,9 @@ def check_claim(folder: Path, run: RunConfig, *, overwrite: bool) -> bool:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, expected a folder for the run")
     for name in (*CONTENTS, LOCK):
-        check_own(folder / name, folder=name in OWN)
+        check_regular(folder / name, folder=name in RUN_FILES)
     for path in (folder / TOKENIZER).glob("*"):  # these are not written atomically
-        check_own(path)
+        check_regular(path)
     if not folder.exists() or all(p.suffix == PARTIAL or p.name == LOCK for p in folder.iterdir()):
         return False
     there = _run_in(folder)
@@ -127,10 +127,12 @@ def make_ready(folder: Path, run: RunConfig, *, overwrite: bool) -> None:
     gives_way = check_claim(folder, run, overwrite=overwrite)
     with writing(folder):
         for name in CONTENTS:
-            if name not in OWN:
+            if name not in RUN_FILES:
                 remove(partial_of(folder / name))
-            if gives_way:
-                remove_from(folder / name, OWN[name]) if name in OWN else remove(folder / name)
+            if gives_way and name in RUN_FILES:
+                remove_from(folder / name, RUN_FILES[name])
+            elif gives_way:
+                remove(folder / name)
 
 
 def write_manifest(
@@ -213,7 +215,7 @@ def read_outcome(folder: Path) -> tuple[int, dict[str, float]]:
         ValueError: result.json is damaged.
     """
     path = folder / RESULT
-    check_own(path)
+    check_regular(path)
     if not path.exists():
         return 0, {}
     data = from_json(path.read_bytes(), path, MADE_ANEW)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from onescan.allocation import build_here, build_on_meta
+from onescan.allocation import build_on_meta, build_unchecked
 from onescan.checkpoint.files import LOCK, damaged, locked
 from onescan.checkpoint.weights import (
     BEST,
@@ -92,7 +92,7 @@ def train(
         share = share_of_batch(settings, machine, ranks)
         build_on_meta(run.model)  # raises if it does not fit into memory
         torch.manual_seed(derive_seed(settings.seed, "model"))
-        model = build_here(run.model)
+        model = build_unchecked(run.model)
         if run.start and (gives_way or not ranks.first(lambda: last_state(folder))):
             begin_with(run.start, model)
         model = model.to(device)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from PIL.Image import Image
 
 from onescan.checkpoint.files import (
-    check_own,
+    check_regular,
     damaged,
     from_json,
     to_json,
@@ -35,7 +35,7 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
         ValueError: If any other line is damaged (names it), or the path is not a regular file.
     """
     path = Path(folder) / METRICS
-    check_own(path)
+    check_regular(path)
     *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
     if last and (not last.startswith(b"{") or b"}" in last):  # more than the start of a line
         lines.append(last)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from onescan.checkpoint.files import (
     begin,
-    check_own,
+    check_regular,
     damaged,
     finish,
     from_json,
@@ -107,11 +107,11 @@ def last_state(folder: Path) -> Path | None:
     Raises:
         ValueError: If the state folder or the newest step in it is a symbolic link.
     """
-    check_own(folder / STATE, folder=True)
+    check_regular(folder / STATE, folder=True)
     whole = [path for path in (folder / STATE).glob("step_*") if STEP.fullmatch(path.name)]
     last = max(whole, key=lambda path: int(path.name[5:]), default=None)
     if last:
-        check_own(last, folder=True)
+        check_regular(last, folder=True)
     return last
 
 
@@ -123,7 +123,7 @@ def save_state(folder: Path, state: TrainingState, ranks: Ranks) -> None:
         ValueError: If the state folder is a symbolic link.
     """
     place = folder / STATE / f"step_{state.step}"
-    ranks.first(lambda: check_own(place.parent, folder=True))
+    ranks.first(lambda: check_regular(place.parent, folder=True))
     with writing(place.parent):
         if not ranks.first(place.exists):
             partial = ranks.first(lambda: begin(place))

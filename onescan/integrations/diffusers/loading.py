@@ -24,7 +24,7 @@ COMPONENTS: dict[str, dict[tuple[str, str], Any]] = {
     "vae": {("diffusers", AutoencoderKL.__name__): AutoencoderKL},
 }
 # exceptions of diffusers and safetensors for damaged folders
-UNUSABLE = (
+LOAD_ERRORS = (
     OSError,
     ValueError,
     TypeError,
@@ -61,7 +61,7 @@ def load_saved(folder: Path, *, vae: Any = None) -> DenoiserPipeline:
         return DenoiserPipeline(
             **parts, **{name: index[name] for name in SETTINGS if name in index}
         )
-    except UNUSABLE as error:
+    except LOAD_ERRORS as error:
         raise ValueError(f"cannot load a pipeline from '{folder}': {in_a_line(error)}") from error
 
 

@@ -16,7 +16,7 @@ KINDS: dict[str, type[OnescanForCausalLM] | type[OnescanForMaskedLM]] = {
 }
 
 # exceptions of transformers and safetensors for damaged folders
-UNUSABLE = (
+LOAD_ERRORS = (
     OSError,
     ValueError,
     TypeError,
@@ -39,7 +39,7 @@ def load_pretrained(name: str) -> CausalLM | MaskedLM:
     """
     try:
         config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except UNUSABLE as error:
+    except LOAD_ERRORS as error:
         raise _unusable(name, error) from error
     saved = (config.architectures or ["nothing"])[0]
     if not isinstance(config, OnescanTextConfig) or saved not in KINDS:
@@ -55,7 +55,7 @@ def load_pretrained(name: str) -> CausalLM | MaskedLM:
             attn_implementation="eager",  # never load a kernel that the config names
             output_loading_info=True,
         )
-    except UNUSABLE as error:
+    except LOAD_ERRORS as error:
         raise _unusable(name, error) from error
     for keys, what in (("missing_keys", "missing"), ("unexpected_keys", "unexpected")):
         if names := found[keys]:
