@@ -1,12 +1,13 @@
-"""Numerical error of additive decay and decay attention on long sequences with extreme inputs.
+"""Measure the numerical error of both attention ops on long sequences with extreme inputs.
 
 python benchmarks/stability.py                               1,000 to 50,000 tokens
-python benchmarks/stability.py --tokens 1000 --json a.json   short, and every case as JSON
+python benchmarks/stability.py --tokens 1000 --json a.json   short run; every case as JSON
 
-Each figure is the largest error of an output over the largest output, against the recurrence in
-float64 on the same rounded inputs, and the worst of several inputs: random, rising and falling
-logits; one decay per head and one per channel. "plain" is the same equation in plain torch and in
-the input's type: the recurrence, or, for one scan, softmax over tokens and a product.
+The error is the largest absolute error of an output divided by the largest output. The reference is
+the recurrence in float64 on the same rounded inputs. Each figure is the maximum over several
+inputs: random, rising and falling logits, or one decay per head and one per channel. "plain" is the
+same equation in plain torch in the dtype of the inputs: the recurrence or, for one scan, softmax
+over tokens and a matrix product.
 """
 
 import json
@@ -31,15 +32,15 @@ DECAY_FORMS = ("chunk", "full", "recurrent")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to measure."""
+    """Cases to measure."""
 
     tokens: tuple[int, ...] = (1000, 10_000, 50_000)
     logits: tuple[float, ...] = (3.0, 80.0, 1e4)
-    """largest absolute value of key logits"""
+    """maximum absolute values of key logits"""
     decays: tuple[float, ...] = (1e-3, 1.0, 100.0)
-    """log decays are drawn between 0 and minus this"""
+    """log decays are drawn between 0 and minus these"""
     width: int = 16
-    """channels of queries, keys and values, in one head"""
+    """channels of queries, keys and values; there is one head"""
     seed: int = 0
     json: Path | None = None
     """file to write every case to"""
@@ -59,7 +60,7 @@ class Error(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Inputs of one call, [1, T, 1, K]; x are the key logits or the log decays."""
+    """Inputs of one call, each [1, T, 1, K]; x contains the key logits or log decays."""
 
     inputs: str
     kind: str
@@ -93,7 +94,7 @@ def decay_cases(tokens: int, options: Options) -> list[Case]:
 
 
 def additive_recurrence(q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, causal: bool) -> Tensor:
-    """LightNet, Eq. 13, and for Eq. 14 its last state, one token at a time."""
+    """LightNet, Eq. 13, one token at a time; if not causal, Eq. 14 from the last state."""
     z, kv, outputs = torch.full_like(k[:, 0], -math.inf), 0, []
     for query, key, value in zip(*(y.unbind(1) for y in (q, k, v)), strict=True):
         before, z = z, torch.logaddexp(z, key)
@@ -105,7 +106,7 @@ def additive_recurrence(q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, causal: b
 
 
 def softmax_product(q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, causal: bool) -> Tensor:
-    """LightNet, Eq. 14, as it is written."""
+    """LightNet, Eq. 14, as printed."""
     return torch.einsum("bthk,bhkv->bthv", q, torch.einsum("bthk,bthv->bhkv", k.softmax(1), v))
 
 
@@ -164,7 +165,7 @@ def print_table(errors: list[Error], options: Options) -> None:
     for e in errors:
         direction = "causal" if e.causal else "both ways"
         cells, at = worst[e.op, direction, e.inputs, e.form], (e.tokens, e.dtype)
-        # a NaN is the worst of all
+        # NaN counts as infinite
         cells[at] = max(cells.get(at, 0.0), e.error if e.error == e.error else math.inf)
     columns = [(n, str(d).removeprefix("torch.")) for n in options.tokens for d in DTYPES]
     print("| op | direction | inputs | form |", *(f"{n:,} {d} |" for n, d in columns))
@@ -176,7 +177,7 @@ def print_table(errors: list[Error], options: Options) -> None:
 
 @torch.no_grad()
 def main(options: Options) -> None:
-    """Measure all cases, print the worst of each row and write the rest."""
+    """Measure all cases, print the maximum errors, and optionally write every case as JSON."""
     torch.manual_seed(options.seed)
     errors = []
     for tokens in options.tokens:

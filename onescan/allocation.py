@@ -1,4 +1,7 @@
-"""Building a model only where it fits: counted on the meta device, before anything is allocated."""
+"""Build models after checking that they fit into memory.
+
+The check builds the model on the meta device, so nothing is allocated.
+"""
 
 import os
 
@@ -11,25 +14,25 @@ from torch.nn.modules.module import (
 
 from onescan.configs import ModelConfig
 
-MOST_TENSORS = 20_000  # of a model: more are a mistake, and take minutes to build
+MAX_TENSORS = 20_000  # parameters and buffers; building more takes minutes
 GIB = 1 << 30
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """Build a model, if it fits into this machine's memory.
+    """Build a model after checking that it fits into memory.
 
     Raises:
-        ValueError: it does not, with both sizes; or the config is refused.
+        ValueError: If it does not fit (states both sizes), or the config is invalid.
     """
     build_on_meta(config)
-    return build_here(config)
+    return build_unchecked(config)
 
 
-def build_here(config: ModelConfig) -> nn.Module:
-    """Build a model whose size is known.
+def build_unchecked(config: ModelConfig) -> nn.Module:
+    """Build a model without checking its size.
 
     Raises:
-        ValueError: the config is refused, or torch has no tensors of such sizes.
+        ValueError: If the config is invalid, or torch cannot allocate a tensor.
     """
     try:
         model: nn.Module = config.build()
@@ -38,33 +41,33 @@ def build_here(config: ModelConfig) -> nn.Module:
     return model
 
 
-def build_on_meta(config: ModelConfig, *, most_tensors: int | None = None) -> nn.Module | None:
-    """Build a model without allocating its weights.
+def build_on_meta(config: ModelConfig, *, max_tensors: int | None = None) -> nn.Module | None:
+    """Build a model on the meta device, without allocating its weights.
 
     Args:
-        config: the model's.
-        most_tensors: how many parameters and buffers it may have; None is `MOST_TENSORS`.
+        config: Config of the model.
+        max_tensors: Maximum number of parameters and buffers. ``None`` is `MAX_TENSORS`.
 
     Returns:
-        The model, or None for a model that the meta device cannot build.
+        The model, or ``None`` if it cannot be built on the meta device.
 
     Raises:
-        ValueError: it has more tensors, or needs more than this machine's memory.
+        ValueError: If it has more tensors, or does not fit into memory.
     """
-    most = MOST_TENSORS if most_tensors is None else most_tensors
+    limit = MAX_TENSORS if max_tensors is None else max_tensors
     count = size = 0
 
-    def add(_module: nn.Module, name: str, tensor: Tensor | None) -> None:
+    def add(_module: nn.Module, _name: str, tensor: Tensor | None) -> None:
         nonlocal count, size
         if tensor is None or not tensor.is_meta:
             return
         count, size = count + 1, size + tensor.numel() * tensor.element_size()
-        if count > most:
-            raise ValueError(f"the model has more than {most:,} tensors, as {name}, expected fewer")
+        if count > limit:
+            raise ValueError(f"the model has more than {limit:,} tensors, the maximum")
         if size > memory_bytes():
             raise ValueError(
-                f"the model needs more than {size / GIB:,.1f} GiB, and this machine has "
-                f"{memory_bytes() / GIB:,.1f} GiB of memory"
+                f"the model needs more than {size / GIB:,.1f} GiB of memory, but this machine has "
+                f"{memory_bytes() / GIB:,.1f} GiB"
             )
 
     hooks = [
@@ -74,7 +77,7 @@ def build_on_meta(config: ModelConfig, *, most_tensors: int | None = None) -> nn
     try:
         with torch.device("meta"):
             model: nn.Module = config.build()
-    except (RuntimeError, OverflowError, TypeError):  # such as reading a tensor's values
+    except (RuntimeError, OverflowError, TypeError):  # for example, code that reads values
         return None
     finally:
         for hook in hooks:
@@ -83,7 +86,7 @@ def build_on_meta(config: ModelConfig, *, most_tensors: int | None = None) -> nn
 
 
 def memory_bytes() -> int:
-    """The machine's memory; without a limit where the system does not say."""
+    """Return the machine's physical memory in bytes; 2**62 if the system does not report it."""
     if not hasattr(os, "sysconf"):
         return 1 << 62
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

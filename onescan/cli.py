@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
-KEPT = "\n\t"  # control characters that are printed as they are
+UNESCAPED = "\n\t"  # control characters that are printed unchanged
 
 MOST_SEEDS = 2**63  # of torch's generators
 
@@ -764,13 +764,13 @@ def _interrupted(words: Words) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"onescan: {printable(message, keep=KEPT)}", file=sys.stderr)
+    print(f"onescan: {printable(message, keep=UNESCAPED)}", file=sys.stderr)
     return code
 
 
 def _print(text: object = "", *, end: str = "\n", flush: bool = False) -> None:
-    """Print, with all control characters but line breaks and tabs escaped."""
-    print(printable(text, keep=KEPT), end=end, flush=flush)
+    """Print text with control characters escaped, except line breaks and tabs."""
+    print(printable(text, keep=UNESCAPED), end=end, flush=flush)
 
 
 def _parse(

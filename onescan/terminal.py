@@ -1,17 +1,17 @@
-"""Text from files and other programs, made safe to print."""
+"""Make untrusted text safe to print on a terminal."""
 
 import unicodedata
 
-CONTROLS = ("Cc", "Cs")  # Unicode categories: control characters, and halves of surrogate pairs
-BIDIRECTIONAL = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # reorder what is shown
+CONTROLS = ("Cc", "Cs")  # Unicode categories: control characters and surrogates
+BIDIRECTIONAL = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 def printable(text: object, keep: str = "") -> str:
-    r"""Escape the characters that control a terminal.
+    r"""Escape control characters.
 
     Args:
-        text: What to print.
-        keep: Control characters to leave as they are.
+        text: Text to print; converted with ``str``.
+        keep: Control characters to leave unchanged.
 
     >>> printable("cat\x1b[31m\n")
     'cat\\x1b[31m\\n'

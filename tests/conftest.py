@@ -60,7 +60,7 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _interruptible():
-    """Let SIGINT interrupt, also where it is ignored, as in `nohup make test &`."""
+    """Restore the default SIGINT handler if it is ignored, as in `nohup make test &`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -255,7 +255,7 @@ def test_padding_read_in_pieces_leaves_an_empty_state(form):
 
 @over_forms
 @pytest.mark.parametrize("climb", [0, 300])
-def test_a_state_of_minus_infinity_is_no_state(causal, form, climb):
+def test_a_state_of_minus_infinity_is_empty(causal, form, climb):
     named = inputs(9, scale=1.0)
     named["k"] += climb * torch.arange(9)[:, None, None]
     call = partial(additive_decay, causal=causal, form=form)
@@ -340,7 +340,7 @@ def test_ten_thousand_tokens_of_extreme_logits_stay_exact_in_float32():
     exact, state = reference.forward(q.double(), k.double(), v.double(), causal=True)
     both = torch.einsum("bthk,bhkv->bthv", q.double(), state.kv)
     for causal, want in ((True, exact), (False, both)):
-        errors = [  # one by one: a batch takes the form that its steepest logits need
+        errors = [  # one by one: the steepest logits choose the algorithm of a batch
             (additive_decay(*x, causal=causal)[0] - y).abs().max() / y.abs().max()
             for *x, y in zip(*(x.split(1) for x in (q, k, v, want)), strict=True)
         ]

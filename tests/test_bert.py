@@ -1,4 +1,4 @@
-"""MaskedLM against transformers' BertForMaskedLM, with the same weights."""
+"""Compare MaskedLM with transformers' BertForMaskedLM, with the same weights."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ OF_A_BLOCK = {
 
 
 def random_bert():
-    """A BERT in which no parameter has its initial value: norms and biases matter too."""
+    """A BERT with all parameters perturbed, so that norms and biases matter as well."""
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
@@ -40,7 +40,7 @@ def random_bert():
 
 
 def converted(bert):
-    """The same model as onescan's MaskedLM; strict loading accounts for every weight."""
+    """Convert to a MaskedLM; strict loading checks that every weight is used."""
     theirs = bert.state_dict()
     weights = {
         "network.embedding.weight": theirs["bert.embeddings.word_embeddings.weight"],
@@ -101,7 +101,7 @@ def test_a_converted_bert_gives_the_same_scores():
         torch.testing.assert_close(model(tokens), bert(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_dropout_is_active_in_training_alone():
+def test_dropout_is_active_only_in_training():
     model = converted(random_bert())
     tokens, _, keep = batch()
     assert torch.equal(model(tokens, keep), model(tokens, keep))
@@ -109,7 +109,7 @@ def test_dropout_is_active_in_training_alone():
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    assert not torch.equal(model(tokens, keep), model(tokens, keep))  # of attention alone
+    assert not torch.equal(model(tokens, keep), model(tokens, keep))  # attention dropout
 
 
 @pytest.mark.compile

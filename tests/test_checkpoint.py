@@ -191,7 +191,7 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path, whole):
             code = "import sys; from tiny_run import tiny_run; from onescan.training import train\n"
             code += f"train(tiny_run(), {str(tmp_path)!r})"
             other = run_python(code)
-            assert "ValueError: another process is at work in" in other.stderr
+            assert "ValueError: another process is using" in other.stderr
 
     assert_same(train(tiny_run(), tmp_path, progress=start_another), whole)
 
@@ -376,7 +376,7 @@ def test_a_disk_without_locks_is_not_called_busy(tmp_path, monkeypatch):
         train(tiny_run(), tmp_path)
 
 
-def test_a_lock_says_nothing_but_its_token(tmp_path):
+def test_a_lock_file_contains_only_its_token(tmp_path):
     (tmp_path / "lock").write_text("of a run before, with a longer token: " + "0" * 32)
     with files.locked(tmp_path) as token:
         assert (tmp_path / "lock").read_text() == token
@@ -529,14 +529,14 @@ def test_damaged_weights_are_refused(whole, tmp_path, content):
 
 
 def test_no_flipped_bit_is_read_silently(tmp_path, caplog):
-    """In any file of a finished run, and of one that is to resume."""
+    """Flip bits in every file of a finished run and of an interrupted one."""
     train(tiny_run(steps=2), tmp_path / "finished")
     with pytest.raises(KeyboardInterrupt):
         train(tiny_run(steps=2), tmp_path / "stopped", progress=press_ctrl_c_at(1))
     chance = random.Random(0)
     for folder, use in {"finished": read_all, "stopped": resume}.items():
         for path in sorted((tmp_path / folder).rglob("*.*")):
-            if folder == "finished" and "state" in path.parts:  # which is read no more
+            if folder == "finished" and "state" in path.parts:  # no longer read
                 continue
             for _ in range(4):
                 caplog.clear()
@@ -596,16 +596,16 @@ def move_and_link(shard):
     ("damage", "says"),
     [
         (truncate, "shard-00001.*is damaged"),
-        (lambda shard: shard.unlink(), "step_3 is damaged .*shard-00001.*is not there"),
-        (lambda shard: (shard.parent / ".metadata").write_bytes(b"N."), r"\.metadata is not one"),
-        (lambda shard: (shard.parent / "b.safetensors").touch(), r"b\.safetensors is not one of"),
+        (lambda shard: shard.unlink(), "step_3 is damaged .*shard-00001.*is missing"),
+        (lambda shard: (shard.parent / ".metadata").write_bytes(b"N."), r"\.metadata is not in"),
+        (lambda shard: (shard.parent / "b.safetensors").touch(), r"b\.safetensors is not in"),
         (move_and_link, "shard-00001.*is damaged"),
         (
             lambda shard: (shard.parent / "manifest.json").unlink(),
             r"step_3 .*no manifest\.json",
         ),
         (lambda shard: (shard.parent / "manifest.json").write_text("{}"), r"manifest\.json is dam"),
-        (lambda shard: shard.parent.rename(shard.parents[1] / "step_4"), "it is of step 3"),
+        (lambda shard: shard.parent.rename(shard.parents[1] / "step_4"), "it holds step 3"),
     ],
 )
 def test_a_damaged_state_is_refused(stopped, tmp_path, damage, says):
@@ -636,7 +636,7 @@ def test_a_hostile_manifest_is_refused(stopped, tmp_path, change, says):
         train(tiny_run(), tmp_path / "run")
 
 
-def test_only_own_states_are_removed(tmp_path, whole):
+def test_foreign_files_in_the_state_folder_are_kept(tmp_path, whole):
     with pytest.raises(KeyboardInterrupt):
         train(tiny_run(), tmp_path / "run", progress=press_ctrl_c_at(3))
     backups = [tmp_path / "run" / "state" / name for name in ("backup", "step_3_mine", "step_x")]
@@ -652,7 +652,7 @@ def test_only_own_states_are_removed(tmp_path, whole):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["state", "pictures", "tensorboard", "metrics.jsonl", "lock"])
-def test_nothing_is_written_or_removed_through_a_link(stopped, tmp_path, name, overwrite):
+def test_symbolic_links_in_a_run_folder_are_refused(stopped, tmp_path, name, overwrite):
     folder, outside = copy(stopped, tmp_path), tmp_path / "outside"
     if name in ("metrics.jsonl", "lock"):
         outside.write_text("mine")
@@ -681,11 +681,11 @@ SMALL = ImageClassifierConfig(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"depth": 10**9}, "of another model: the model has more than 1.. tensors"),
-        ({"width": 10**6}, r"of another model: class_token is \(8,\) there and \(1000000,\) here"),
-        ({"width": 10**9}, "of another model: the model needs more than .* GiB, and this machine"),
+        ({"depth": 10**9}, "does not match the model: the model has more than 1.. tensors"),
+        ({"width": 10**6}, r"class_token is \(8,\) in the file and \(1000000,\) in the model"),
+        ({"width": 10**9}, "the model needs more than .* GiB of memory, but this machine"),
         ({"width": 10**30}, "model cannot be built"),
-        ({"num_classes": 10**15}, "of another model: the model needs more than .* GiB"),
+        ({"num_classes": 10**15}, "the model needs more than .* GiB"),
         ({"channels": 10**25}, "model cannot be built"),
     ],
 )
@@ -705,12 +705,12 @@ def test_sizes_are_compared_before_anything_is_allocated(tmp_path, monkeypatch, 
         weights.load_model(path, dataclasses.replace(SMALL, **change))
 
 
-def test_a_model_that_does_not_fit_the_machine_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(allocation, "MOST_TENSORS", 200)
+def test_a_model_that_does_not_fit_into_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(allocation, "MAX_TENSORS", 200)
     with pytest.raises(ValueError, match="the model has more than 200 tensors"):
         onescan.build("lightnet_tiny", depth=10**9)
     monkeypatch.setattr(allocation, "memory_bytes", lambda: 1 << 20)
-    says = r"the model needs more than 0\.0 GiB, and this machine has 0\.0 GiB of memory"
+    says = r"the model needs more than 0\.0 GiB of memory, but this machine has 0\.0 GiB"
     with pytest.raises(ValueError, match=says):
         onescan.build("lightnet_tiny")
     wide = configs.replace(tiny_run(), {"model.width": 1000})
@@ -765,7 +765,7 @@ def test_a_damaged_evaluation_is_refused_and_loading_does_without(whole, tmp_pat
 def test_damaged_metrics_are_refused_by_name(whole, tmp_path, content):
     folder = copy(whole.folder, tmp_path)
     (folder / "metrics.jsonl").write_bytes(content)
-    says = r"metrics\.jsonl, line 1 is damaged \(.*: remove the file to go on"
+    says = r"metrics\.jsonl, line 1 is damaged \(.*: remove the file to continue"
     with pytest.raises(ValueError, match=says):
         read_study([folder])
     (folder / "result.json").unlink()
@@ -788,14 +788,14 @@ def test_metrics_that_lack_a_number_are_refused_by_name(whole, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (("width", 5), r"embed\.weight is \(6, 16\) there and \(5, 16\) here"),
-        (("tied", True), r"outer\.\w+ is \(6.*\) there and missing here"),
+        (("width", 5), r"embed\.weight is \(6, 16\) in the file and \(5, 16\) in the model"),
+        (("tied", True), r"outer\.\w+ is \(6.*\) in the file and missing in the model"),
     ],
 )
 def test_weights_of_another_model_are_refused(whole, tmp_path, change, says):
     folder = copy(whole.folder, tmp_path)
     edit(folder, lambda data: data["run"]["model"].update([change]))
-    with pytest.raises(ValueError, match=rf"model\.safetensors is of another model: {says}"):
+    with pytest.raises(ValueError, match=rf"model\.safetensors does not match the model: {says}"):
         load(folder)
 
 
@@ -804,7 +804,7 @@ def test_a_state_of_another_model_is_refused(tmp_path, monkeypatch):
         train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
     wider = TinyModelConfig(width=7)  # as when the code has changed, and the config has not
     monkeypatch.setattr(TinyModelConfig, "build", lambda _: TinyModel(wider))
-    with pytest.raises(ValueError, match=r"step_3 is of another model: .* \(6, 16\) there and"):
+    with pytest.raises(ValueError, match=r"step_3 does not match the model: .* \(6, 16\) in the"):
         train(tiny_run(), tmp_path)
 
 
@@ -813,7 +813,9 @@ def test_a_missing_weight_is_named(whole, tmp_path):
     tensors, notes = weights.read_weights(folder / "model.safetensors")
     del tensors["outer.bias"]
     weights.save_weights(folder / "model.safetensors", tensors, notes)
-    with pytest.raises(ValueError, match=r"outer\.bias is missing there and \(6,\) here"):
+    with pytest.raises(
+        ValueError, match=r"outer\.bias is missing in the file and \(6,\) in the model"
+    ):
         load(folder)
 
 
@@ -840,7 +842,7 @@ def test_a_folder_of_another_version_is_refused(whole, tmp_path, version, use):
         use(folder)
 
 
-def test_a_config_that_was_edited_is_a_warning(whole, tmp_path, caplog):
+def test_an_edited_config_warns(whole, tmp_path, caplog):
     folder = copy(whole.folder, tmp_path)
     load(folder)
     assert not caplog.messages
@@ -897,7 +899,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         partial.write_text("ne")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match=r"cannot write to .*: No space left on device; what was"):
+    with pytest.raises(OSError, match=r"cannot write to .*: No space left on device; files"):
         files.write_atomically(path, fail)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
     with pytest.raises(OSError, match=r"cannot write to .*: No space left on device$"):

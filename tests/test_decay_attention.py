@@ -39,8 +39,8 @@ over_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal"
 over_conventions = pytest.mark.parametrize("decay_at", ["source", "target"])
 
 
-def usual(causal, decay):
-    """What decay_at="auto" is."""
+def default_decay_at(causal, decay):
+    """The meaning of decay_at="auto"."""
     return "target" if causal or decay == "diagonal" else "source"
 
 
@@ -248,10 +248,10 @@ def test_the_definition_is_attention_under_products(causal, decay_at, decay, nor
 @over_names
 @over_directions
 @pytest.mark.parametrize("decay", ["scalar", "diagonal"])
-def test_the_convention_follows_from_direction_and_decay(form, causal, decay):
-    """Eq. 14 for LION's scalar decays in both directions; Eq. 5 and Theorem B.1 for the rest."""
+def test_auto_decay_at_depends_on_direction_and_decay(form, causal, decay):
+    """Eq. 14 for bidirectional scalar decays, Eq. 5 and Theorem B.1 for all others."""
     named = inputs(9, causal=causal, decay=decay)
-    convention = usual(causal, decay)
+    convention = default_decay_at(causal, decay)
     other = "source" if convention == "target" else "target"
     o, state = decay_attention(**named, causal=causal, form=form, chunk_size=4)
     want, ends = reference.forward(**named, causal=causal, decay_at=convention)
@@ -325,7 +325,7 @@ def test_spans_beyond_what_an_exponential_holds(causal, form, decay):
     named["log_decay"][:, 20:30] = -1e-3
     assert_no_less_exact_than_plain_torch(
         partial(decay_attention, causal=causal, form=form),
-        partial(reference.forward, causal=causal, decay_at=usual(causal, decay)),
+        partial(reference.forward, causal=causal, decay_at=default_decay_at(causal, decay)),
         named,
     )
 
@@ -545,15 +545,15 @@ def test_no_argument_is_changed(causal, form, decay, normalize, mode):
 def test_no_less_exact_than_plain_torch(causal, form, decay, dtype):
     assert_no_less_exact_than_plain_torch(
         partial(decay_attention, causal=causal, form=form, chunk_size=32),
-        partial(reference.forward, causal=causal, decay_at=usual(causal, decay)),
+        partial(reference.forward, causal=causal, decay_at=default_decay_at(causal, decay)),
         inputs(48, causal=causal, decay=decay, dtype=dtype, width=16),
     )
 
 
 @pytest.mark.parametrize("tokens", [70, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_row_sums_that_cancel_are_no_less_exact_than_plain_torch(tokens, dtype):
-    """Of scores of both signs, a row sum near 1 is a small difference of large numbers."""
+def test_cancelling_row_sums_are_as_exact_as_in_plain_torch(tokens, dtype):
+    """With scores of both signs, row sums near 1 are small differences of large numbers."""
 
     def plain(q, k, v):
         scores = torch.einsum("bihk,bjhk->bijh", q, k)

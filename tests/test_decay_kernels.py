@@ -194,7 +194,7 @@ def assert_within_twice_plain(named, *dtypes, **options):
         assert_errors_at_most_twice(run(in_kernels, small), run(plain, small), exact, dtype)
 
 
-def test_a_diagonal_decay_in_both_directions_is_the_reading_tokens():
+def test_bidirectional_diagonal_decays_are_those_of_the_reading_token():
     named = inputs(5, causal=False, decay="diagonal")
     want, _ = reference.forward(**named, causal=False, decay_at="target")
     got, _ = in_kernels(**narrowed(named, SINGLE), causal=False)

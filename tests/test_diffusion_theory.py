@@ -49,7 +49,7 @@ def test_rows_of_the_operator_are_shares(tokens, radius, seed):
 
 @pytest.mark.parametrize("form", ["dense", "banded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_share_is_below_zero_at_the_stable_step(form, dtype):
+def test_the_stable_step_gives_no_negative_weights(form, dtype):
     for seed in range(60):
         weights = random_kernels(1 + seed % 12, seed).to(dtype)
         for operator in diffusion_operator(weights, stable_step(weights), 30, form=form):

@@ -37,7 +37,7 @@ def gaussian(mean, covariance, samples=None):
     return Gaussian(mean.double(), covariance.double(), samples)
 
 
-def test_a_lot_drawn_in_inference_mode_is_an_ordinary_tensor():
+def test_a_permutation_cached_in_inference_mode_is_a_normal_tensor():
     with torch.inference_mode():
         shuffled(1013)
     assert not shuffled(1013).is_inference()

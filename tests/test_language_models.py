@@ -442,7 +442,7 @@ TEXT_RECIPES = [name for name, make in RECIPES.items() if hasattr(make().model, 
 
 
 @pytest.mark.parametrize("name", [f"{name}/with_positions" for name in TEXT_RECIPES])
-def test_positions_of_a_text_recipe_tell_its_tokens_apart(name):
+def test_text_recipes_have_positions_that_depend_on_order(name):
     run = find_recipe(name)()
     position = run.model.position.build(width=8, grid=Grid((1,)))
     x, order = torch.randn(1, 12, 8), torch.randperm(12)
@@ -455,7 +455,7 @@ def test_positions_of_a_text_recipe_tell_its_tokens_apart(name):
 
 
 @pytest.mark.parametrize("name", ["listops_small_lion_lit", "c4_lion_lit_mlm_base"])
-def test_permuted_tokens_give_other_outputs_where_a_recipe_has_positions(name):
+def test_models_with_positions_depend_on_token_order(name):
     config = find_recipe(f"{name}/with_positions")().model
     changes = {"vocabulary_size": VOCABULARY, "width": WIDTH, "mixer.num_heads": 3, "depth": 1}
     model = built(replace(config, changes)).network

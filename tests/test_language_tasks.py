@@ -130,7 +130,7 @@ def test_more_read_outs_than_blocks_are_refused(posed):
 
 
 class Scoring(torch.nn.Module):
-    """A masked language model that scores every token alike."""
+    """A masked language model that gives all tokens the same score."""
 
     def __init__(self, vocabulary_size=258):
         super().__init__()
@@ -207,7 +207,7 @@ def test_neither_ends_nor_padding_are_masked(posed):
     assert torch.equal(labels != UNTOLD, (documents >= 0) & (tokens != 256))
 
 
-def test_held_out_text_is_masked_at_its_own_rate(posed):
+def test_evaluation_has_its_own_mask_rate(posed):
     task = posed(MaskedLanguageModellingConfig(mask_rate=0.3, evaluation_mask_rate=0.15))
     tokens = torch.randint(256, (40, 500))
     batch = tokens, torch.zeros_like(tokens)
@@ -216,7 +216,7 @@ def test_held_out_text_is_masked_at_its_own_rate(posed):
     assert rows["tokens"].sum() / tokens.numel() == pytest.approx(0.15, abs=0.01)
 
 
-def test_frames_are_neither_masked_nor_scored(tmp_path):
+def test_cls_and_sep_are_neither_masked_nor_scored(tmp_path):
     word_tokenizer(framed=True).save_pretrained(tmp_path / "words")
     (tmp_path / "text.txt").write_text("the cat sat on a mat\na dog sat\n" * 9)
     data = TextDatasetConfig(

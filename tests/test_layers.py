@@ -161,7 +161,7 @@ def test_post_norm_blocks_normalize_each_residual_sum():
         unwrap(Block.__init__)(block, 12, mixer=mixer, **{**options, "norm_position": "middle"})
 
 
-def test_attention_dropout_is_of_attention_weights_in_training():
+def test_attention_dropout_applies_to_attention_weights():
     mixer = SoftmaxMixerConfig(num_heads=1, dropout=0.25).build(width=1, axes=1)
     grid, x = Grid((2000,)), torch.ones(1, 2000, 1)
     with torch.no_grad():

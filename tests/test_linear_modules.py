@@ -1,4 +1,4 @@
-"""Linear layers are called as modules, so that LoRA, offloading and quantization see them."""
+"""Linear layers are called as modules, so that LoRA, offloading and quantization work."""
 
 import copy
 
@@ -24,7 +24,7 @@ MIXER_CONFIGS = {
 
 
 class Wrapped(nn.Module):
-    """A linear layer behind a module that has no weight of its own."""
+    """Wrapper without a `weight` attribute."""
 
     def __init__(self, linear):
         super().__init__()
@@ -37,7 +37,7 @@ class Wrapped(nn.Module):
 
 
 class LoRA(nn.Module):
-    """An adapter as peft has it: it shows the weight that it does not train."""
+    """LoRA adapter as in peft, with the frozen weight as attribute."""
 
     def __init__(self, linear, rank=2):
         super().__init__()
@@ -67,7 +67,7 @@ def wrapped(module):
 
 
 def small_models():
-    """Every preset in small, each kind once."""
+    """Small versions of all presets, without duplicates."""
     configs = {}
     for name, known in PRESETS.items():
         changes = dict(SMALL)
@@ -84,7 +84,7 @@ MODELS = small_models()
 
 
 def outcome(module, run):
-    """What a module returns, and the gradients of its parameters in their order."""
+    """Return the output of a module and the gradients of its parameters."""
     y = run(module)
     y.square().sum().backward()
     return y.detach(), [parameter.grad for parameter in module.parameters()]
@@ -124,7 +124,7 @@ def test_models_call_every_linear_layer(name):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_an_adapter_of_a_decay_learns(autocast):
+def test_lora_on_a_decay_gets_gradients(autocast):
     mixer = LionMixerConfig(num_heads=HEADS).build(width=WIDTH, axes=1)
     mixer.decays[0].to_logit = adapter = LoRA(mixer.decays[0].to_logit)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

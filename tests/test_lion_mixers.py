@@ -163,7 +163,7 @@ def delta_net(mixer, x, direction):
 
 
 def mamba(mixer, x, direction):
-    """h = exp(dt A) h + dt B x for each channel and state, y = C h; both sides, x_t itself once."""
+    """h = exp(dt A) h + dt B x per channel and state, y = C h; bidirectional counts x_t once."""
     decay, state_size = mixer.decays[0], mixer.config.state_size
     in_group = WIDTH // HEADS
 
@@ -215,7 +215,7 @@ def test_every_row_of_table_1_is_its_recurrence(row, direction):
 @over_rows
 @pytest.mark.parametrize("form", ["full", "chunk", "recurrent"])
 def test_the_forward_half_of_every_row_is_its_causal_original(row, form):
-    """The last token has nothing to its right. Bidirectional xLSTM's divisor is not absolute."""
+    """For the last token, both are equal. The divisor of bidirectional xLSTM is not absolute."""
     if row == "deltanet" and form == "full":
         pytest.skip("the delta rule has no full form")
     config = dataclasses.replace(LINEAR_TRANSFORMERS[row], form=form, chunk_size=2)

@@ -147,7 +147,7 @@ def test_a_table_has_the_cosines_and_sines_of_angles_with_gaps(wide, dtype):
     assert (table - want).abs().max() <= torch.finfo(table.dtype).eps
 
 
-def test_far_positions_turn_as_near_ones():
+def test_rotary_tables_of_far_positions_are_exact():
     far, tokens = 100_000_000, 70
     theta = lrpe_frequencies(8, axes=1).repeat(2, 1).to(DEVICE)
     x = torch.randn(1, tokens, 2, 8, device=DEVICE).requires_grad_()
@@ -166,7 +166,7 @@ def test_far_positions_turn_as_near_ones():
 
 
 def slopes(function, x, *several):
-    """The gradient of x for each of several angles."""
+    """Return the gradient of x for each table of angles."""
     return [torch.autograd.grad(function(angles).square().sum(), x)[0] for angles in several]
 
 

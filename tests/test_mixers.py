@@ -109,7 +109,7 @@ def test_causal_lightnet_in_two_calls_equals_one_at_every_cut(fields):
 
 @pytest.mark.parametrize("fields", [{}, {"decay": False}, *SEPARATE.values()], ids=str)
 @pytest.mark.parametrize("form", ["chunk", "full", "recurrent"])
-def test_causal_lightnet_depends_on_differences_of_positions_alone(form, fields):
+def test_causal_lightnet_depends_only_on_relative_positions(form, fields):
     config = LightNetMixerConfig(num_heads=HEADS, causal=True, form=form, **fields)
     mixer, x = config.build(width=WIDTH, axes=1), tokens(2, 70).float()
     _, empty = mixer(x[:, :1], Grid((1,)), keep=torch.zeros(2, 1, dtype=torch.bool))
@@ -145,8 +145,8 @@ def test_lightnet_is_the_papers_equation(causal):
 def loop(mixer, x, *, causal):
     """Eq. 13 and 14 with s_t summed over the decay's logits, one token at a time in float64.
 
-    Norm cancels a common factor of a token's channels: where no sum of exp(k) over s_t lies within
-    exp(-4) and exp(4), the largest is scaled to that, as norm's epsilon is not in the equations.
+    The norm cancels a factor common to the channels of a token, except for its epsilon: where the
+    largest ratio of sum exp(k) to s_t leaves exp(-4) to exp(4), it is scaled to that range.
     """
     config = mixer.config
     _, tokens, _ = x.shape
@@ -179,7 +179,7 @@ def loop(mixer, x, *, causal):
 @over_separate
 @pytest.mark.parametrize("norm", ["none", "layer"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_decay_logits_of_their_own_have_their_own_normalizer(causal, norm, fields):
+def test_separate_decay_logits_match_the_recurrence(causal, norm, fields):
     config = LightNetMixerConfig(num_heads=HEADS, causal=causal, norm=norm, **fields)
     mixer, x = built(config, axes=1), tokens(2, 6)
     torch.testing.assert_close(mixer(x, Grid((6,)))[0], loop(mixer, x, causal=causal))
@@ -214,7 +214,7 @@ def test_decay_logits_far_from_the_keys_stay_exact_in_float32(causal, spread, fi
 
 @over_separate
 @pytest.mark.parametrize("cut", [1, 4, 7])
-def test_decay_logits_far_from_the_keys_continue_at_a_cut(cut, fields):
+def test_decay_logits_far_from_the_keys_resume_from_a_state(cut, fields):
     mixer = LightNetMixerConfig(num_heads=HEADS, causal=True, **fields).build(width=WIDTH, axes=1)
     with torch.no_grad():
         for parameter in mixer.to_decay.parameters():
@@ -226,13 +226,13 @@ def test_decay_logits_far_from_the_keys_continue_at_a_cut(cut, fields):
     torch.testing.assert_close(torch.cat([first, rest], dim=1), want, atol=1e-5, rtol=1e-4)
 
 
-def test_outputs_beyond_float32_are_refused_without_a_norm():
+def test_overflow_without_a_norm_is_an_error():
     fields = {"decay_logits": "independent", "decay_rank": None, "norm": "none", "causal": True}
     mixer = LightNetMixerConfig(num_heads=HEADS, **fields).build(width=WIDTH, axes=1)
     x = torch.randn(1, 5, WIDTH)
     with torch.no_grad():
         mixer.to_decay.weight.mul_(200)
-    with pytest.raises(ValueError, match=r"norm is 'none' and decay_logits differ from the keys"):
+    with pytest.raises(ValueError, match=r"norm is 'none' and the decay logits scale outputs"):
         mixer(x, Grid((5,)))
 
 

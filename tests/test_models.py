@@ -105,7 +105,7 @@ def test_gpt2_and_bert_have_exactly_their_parameters():
     head = d * d + d + 2 * d + 30522  # transform, norm and bias, as in BERT; the matrix is tied
     bert = (30522 + 512 + 2) * d + 2 * d + 12 * block + head  # post-norm: no final norm
     assert model_size(preset("bert_base")).parameters == bert == 109_514_298
-    # those of BertForMaskedLM with the config of google-bert/bert-large-uncased
+    # BertForMaskedLM with the config of google-bert/bert-large-uncased
     assert model_size(preset("bert_large")).parameters == 335_174_458
 
 

@@ -25,9 +25,9 @@ EXTRAS = {
     "dev": {"pytest", "pytest-xdist", "hypothesis", "beartype", "ruff", "mypy", "pre-commit"},
 }
 IMPORTED_AS = {"lm-eval": "lm_eval", "pillow": "PIL", "scikit-learn": "sklearn"}
-# used by commands, by pytest, or by other libraries, and imported nowhere
+# used as commands, by pytest or by other libraries, so never imported
 TOOLS = {"beartype", "mypy", "pre-commit", "pytest-xdist", "ruff", "types-tqdm"}
-TOOLS |= {"accelerate"}  # which diffusers and transformers import
+TOOLS |= {"accelerate"}  # imported by diffusers and transformers
 
 
 def test_one_version():

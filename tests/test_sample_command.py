@@ -273,7 +273,7 @@ def test_a_write_that_fails_leaves_nothing_half(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(samples, "_write_arrays", fail)
     pipe = load_pipeline(run)
-    with pytest.raises(OSError, match=r"no space left; what was saved before is intact"):
+    with pytest.raises(OSError, match=r"no space left; files saved earlier are intact"):
         write_samples(pipe, SampleConfig(count=1, steps=2), out)
     assert out.read_text() == "older"
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]

@@ -61,7 +61,7 @@ def test_an_order_made_for_inference_serves_training():
     assert torch.equal(x.grad, torch.ones(14))
 
 
-def test_fake_tensors_leave_nothing_behind():
+def test_scan_orders_do_not_leak_fake_tensors():
     grid = Grid((3, 5))
     with FakeTensorMode():
         assert is_fake(snake_orders(grid, CPU)[0].token)

@@ -54,7 +54,9 @@ def test_what_is_no_state_of_the_model_is_refused(tmp_path):
         load_state(path, model)
     save_state(path, model(ids(1, 3))[1], model)
     other = dataclasses.replace(LIGHTNET, depth=3).build()
-    with pytest.raises(ValueError, match="is of another model: depth is 2 there, 3 here"):
+    with pytest.raises(
+        ValueError, match="does not match the model: depth is 2 in the file and 3 in the model"
+    ):
         load_state(path, other)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match="is damaged"):
@@ -68,5 +70,5 @@ def test_what_is_no_state_of_the_model_is_refused(tmp_path):
         load_state(path, model)
     _, state = model(ids(1, 3))
     save_state(path, state._replace(position=None), model)
-    with pytest.raises(ValueError, match=r"another model: position\.hidden is missing"):
+    with pytest.raises(ValueError, match=r"the model: position\.hidden is missing"):
         load_state(path, model)

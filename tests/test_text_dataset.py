@@ -470,7 +470,7 @@ def test_files_without_text_are_refused(tmp_path, name, lines, says):
         ({"train_rows": 5}, "data.train_rows is for streams, but data.streaming is off"),
         ({"streaming": True}, "data.train_rows is None, expected a number"),
         ({"streaming": True, "train_rows": 5}, "data.streaming is on, but .* no split to be jud"),
-        ({"tokenizer": "./nowhere"}, "there is no tokenizer in './nowhere'"),
+        ({"tokenizer": "./nowhere"}, "cannot load a tokenizer from './nowhere'"),
     ],
 )
 def test_settings_that_will_not_do(tmp_path, options, says):
@@ -820,9 +820,11 @@ def framed(tmp_path, lines, **options):
 
 
 def parts(data, length, **options):
-    """The parts of documents in rows, without their frames."""
+    """Yield the parts of documents in rows, without [CLS] and [SEP]."""
     laid = rows(data, **options)
-    assert sum(documents.count(-1) > 2 for _, documents in laid) <= 1  # the last that was cut
+    assert (
+        sum(documents.count(-1) > 2 for _, documents in laid) <= 1
+    )  # only the last row may have more padding
     for tokens, documents in laid:
         assert len(tokens) == length
         for number in dict.fromkeys(documents):
@@ -846,7 +848,7 @@ def test_every_part_of_a_document_is_framed_and_no_word_is_lost(tmp_path, lines,
     ]
     if test:
         assert stored == [words, words]
-    else:  # of one document, a part is held out
+    else:  # part of a single document is held out
         assert stored[0] + stored[1] == words
     if not streaming:
         drawn = parts(splits.train, length, seed=4)
@@ -854,7 +856,7 @@ def test_every_part_of_a_document_is_framed_and_no_word_is_lost(tmp_path, lines,
 
 
 @pytest.mark.parametrize("streaming", [{}, {"streaming": True, "train_rows": 9}])
-def test_framed_rows_go_on_exactly(tmp_path, streaming):
+def test_framed_rows_resume_exactly(tmp_path, streaming):
     test_path = write(tmp_path / "b.txt", *LINES)
     data = framed(tmp_path, LINES, length=6, test_path=test_path, **streaming).train
     every = list(data.examples(seed=3))
@@ -865,7 +867,7 @@ def test_framed_rows_go_on_exactly(tmp_path, streaming):
         assert torch.equal(got, want[start:])
 
 
-def test_rows_are_framed_by_tokenizers_with_frames_alone(tmp_path):
+def test_frame_rows_needs_a_tokenizer_with_cls_and_sep(tmp_path):
     path = write(tmp_path / "a.txt", "one", "two")
     with pytest.raises(ValueError, match=r"data\.frame_rows is True, but data\.tokenizer 'bytes'"):
         build(path, frame_rows=True)
@@ -873,7 +875,7 @@ def test_rows_are_framed_by_tokenizers_with_frames_alone(tmp_path):
         build(path, frame_rows=True, length=2)
 
 
-def test_the_held_out_rows_of_framed_text_are_limited(tmp_path):
+def test_test_rows_limits_framed_text(tmp_path):
     test_path = write(tmp_path / "b.txt", *LINES)
     splits = framed(tmp_path, LINES, length=6, test_path=test_path, test_rows=3)
     assert len(splits.test) == len(rows(splits.test, seed=None)) == 3

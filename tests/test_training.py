@@ -230,7 +230,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, whole):
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
 
     try:
-        with pytest.raises(OSError, match=r"cannot write to .*; what was saved before is intact"):
+        with pytest.raises(OSError, match=r"cannot write to .*; files saved earlier are intact"):
             train(tiny_run(), tmp_path, progress=fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -80,7 +80,7 @@ assert onescan.__version__
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "not registered with timm" in done.stderr
+    assert "cannot register onescan models with timm" in done.stderr
 
 
 @pytest.fixture

@@ -361,7 +361,7 @@ def test_a_vocabulary_can_grow_and_shrink(size, tie_embeddings, tmp_path):
 
 
 @pytest.mark.parametrize("head", ["lm_head.weight", "lm_head.scores.weight"])
-def test_a_tied_weight_that_a_checkpoint_lacks_is_missing_and_initialized(head, tmp_path):
+def test_a_missing_tied_weight_is_reported_and_initialized(head, tmp_path):
     is_causal = head == "lm_head.weight"
     native = causal(CAUSAL["lightnet"]) if is_causal else masked(BOTH["lion"])
     saved(onescan.to_transformers(native), tmp_path)
@@ -375,7 +375,7 @@ def test_a_tied_weight_that_a_checkpoint_lacks_is_missing_and_initialized(head, 
     assert model.get_output_embeddings().weight is embedding
     assert embedding.device.type == "cpu"
     assert 0 < embedding.std() < 1
-    with pytest.raises(ValueError, match=r"lacks weights: 2, such as lm_head\."):
+    with pytest.raises(ValueError, match=r"has 2 missing weights, such as lm_head\."):
         load_pretrained(str(tmp_path))
 
 

@@ -1,7 +1,7 @@
-"""Folders and files from strangers: they run no code, change nothing else, and end in a sentence.
+"""Commands on untrusted folders and files.
 
-Each `attack` is a function that damages a copy of a good folder. Whatever a command does with it,
-nothing beside the folder changes, no process starts, and nothing that the folder holds is imported.
+Each `attack` damages a copy of a valid folder. The command must print a one-line error, change no
+other files, start no process, and import no module from the folder.
 """
 
 import builtins
@@ -35,7 +35,7 @@ _started = []
 
 
 def _watch(event, arguments):
-    if event.startswith(STARTED) and "git" not in str(arguments):  # a run notes its commit
+    if event.startswith(STARTED) and "git" not in str(arguments):  # a run records its commit
         _started.append(f"{event} {arguments}")
 
 
@@ -51,7 +51,7 @@ def snapshot(folder):
 
 @contextmanager
 def nothing_else_changes(tmp_path, monkeypatch):
-    """Check files beside the folder, processes, imports and prompts."""
+    """Check for changes of other files, new processes, imports and prompts."""
     outside = tmp_path / "outside"
     outside.mkdir(exist_ok=True)
     (outside / "thesis.txt").write_text("years of work")
@@ -71,7 +71,7 @@ def nothing_else_changes(tmp_path, monkeypatch):
 
 
 def write_evil(folder, outside, name="evil"):
-    """Write a module that says that it was imported."""
+    """Write a module that creates a file when it is imported."""
     code = f"open({str(outside / 'imported')!r}, 'w').close()\nclass Evil: pass\n"
     (folder / f"{name}.py").write_text(code)
 
@@ -93,7 +93,7 @@ def command(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """Make a folder of each kind."""
+    """Create a valid folder of each kind."""
     folder = tmp_path_factory.mktemp("good")
     torch.manual_seed(0)
     train(tiny_run(epochs=1), folder / "classifier")
@@ -108,7 +108,7 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def bad(good, tmp_path):
-    """Copy a good folder, to be damaged."""
+    """Copy a valid folder, to be damaged."""
 
     def copy(name):
         return shutil.copytree(good / name, tmp_path / "bad" / name)
@@ -176,7 +176,7 @@ def test_damaged_weights_of_a_run(attack, bad, command):
     assert "model.safetensors" in command("evaluate", folder, "--device", "cpu")
 
 
-def test_names_of_classes_and_files_are_shown_without_control_characters(bad, command, tmp_path):
+def test_control_characters_are_escaped(bad, command, tmp_path):
     folder = bad("classifier")
     edit(folder / "config.json", lambda d: d.update(class_names=[ESCAPES + "\n", "a", "b"]))
     picture = tmp_path / f"x{ESCAPES}.png"
@@ -188,10 +188,12 @@ def test_names_of_classes_and_files_are_shown_without_control_characters(bad, co
     assert "\\x1b]0;owned\\x07" in command("predict", folder, picture)
 
 
-def test_an_image_in_another_format_than_its_name_says(bad, command, tmp_path):
+def test_image_formats_are_restricted(bad, command, tmp_path):
     picture = tmp_path / "x.png"
     picture.write_bytes(EPS)
-    assert "is not an image in one of PNG" in command("predict", bad("classifier"), picture)
+    assert "is not an image in one of the formats PNG" in command(
+        "predict", bad("classifier"), picture
+    )
 
 
 def image_table(path, *images):
@@ -201,7 +203,7 @@ def image_table(path, *images):
     return path
 
 
-def test_tables_of_images(bad, command, tmp_path):
+def test_damaged_image_tables(bad, command, tmp_path):
     folder = bad("classifier")
     path = image_table(tmp_path / "images.parquet", *[EPS] * 30)
 
@@ -211,14 +213,14 @@ def test_tables_of_images(bad, command, tmp_path):
 
     edit(folder / "config.json", read_it)
     words = ("evaluate", folder, "--device", "cpu", "--workers", "0")
-    assert "is not an image in one of PNG" in command(*words)
+    assert "is not an image in one of the formats PNG" in command(*words)
     path.write_bytes(path.read_bytes()[:-99])
     assert "images.parquet" in command(*words)
     path.write_bytes(b"PAR1" + b"\xff" * 64 + b"PAR1")
     assert "images.parquet" in command(*words)
 
 
-def test_tables_of_text(command, tmp_path):
+def test_damaged_text_tables(command, tmp_path):
     path = tmp_path / "text.parquet"
     parquet.write_table(pa.table({"text": ["a cat sat"] * 50}), path)
     data = bytearray(path.read_bytes())
@@ -232,7 +234,7 @@ def component(name, *named):
 
 
 def own_library(folder):
-    """A module called as an allowed library is, which diffusers looks for first."""
+    """Write a module with the name of an allowed library, which diffusers looks for first."""
     write_evil(folder / "scheduler", folder.parent.parent / "outside", "diffusers")
 
 
@@ -241,7 +243,7 @@ PIPELINES = {
     "another class": (component("scheduler", "diffusers", "DiffusionPipeline"), "scheduler is ['d"),
     "a module of Python": (component("transformer", "os", "system"), "transformer is ['os', 'sy"),
     "a new component": (component("evil", "evil", "Evil"), "component 'evil' is unknown"),
-    "a component in settings": (component("noise", "evil", "Evil"), "holds no pipeline that loads"),
+    "a component in settings": (component("noise", "evil", "Evil"), "cannot load a pipeline"),
     "a pipeline's module": (
         lambda folder: edit(
             folder / "model_index.json",
@@ -252,11 +254,11 @@ PIPELINES = {
     "nested": (lambda f: (f / "model_index.json").write_text(DEEP), "model_index.json is damaged"),
     "a nested part": (
         lambda folder: (folder / "transformer" / "config.json").write_text(DEEP),
-        "holds no pipeline that loads",
+        "cannot load a pipeline",
     ),
     "no weights": (
         lambda folder: (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink(),
-        "holds no pipeline that loads",
+        "cannot load a pipeline",
     ),
 }
 
@@ -269,7 +271,7 @@ def test_a_damaged_pipeline(attack, says, bad, command, tmp_path):
     assert says in command(*words, "--out", tmp_path / "x.png")
 
 
-def test_a_library_in_a_pipelines_folder_is_not_imported(bad, command, tmp_path):
+def test_modules_in_a_pipeline_folder_are_not_imported(bad, command, tmp_path):
     folder = bad("pipeline")
     own_library(folder)
     (folder / "None.py").write_text((folder / "scheduler" / "diffusers.py").read_text())
@@ -318,7 +320,7 @@ def test_a_damaged_language_model(attack, bad, command):
         command(*words, folder, *text, "--device", "cpu")
 
 
-def test_a_language_models_module_is_not_imported(bad, command):
+def test_modules_in_a_model_folder_are_not_imported(bad, command):
     folder = bad("lm")
     edit(folder / "config.json", auto_map("AutoConfig"))
     (folder / "onescan_model.py").write_text(
@@ -377,7 +379,7 @@ HUGE = {"width": 10**6, "depth": 10**9}
 
 
 @pytest.mark.parametrize("field", HUGE)
-def test_a_model_that_fits_no_memory(field, bad, command, tmp_path):
+def test_a_config_of_a_huge_model(field, bad, command, tmp_path):
     folder = bad("denoiser")
     edit(folder / "config.json", lambda d: model_of(d).update({field: HUGE[field]}))
     command("sample", folder, "--count", 1, "--steps", 2, "--out", tmp_path / "x.png")

@@ -50,10 +50,13 @@ class LongText:
     masks: MaskedLanguageModellingConfig
 
     def masked(self) -> tuple[Tokens, Tokens]:
-        """The text as a masked model is shown it, and what it is to tell, masked as in evaluation.
+        """Mask the text as in evaluation; for masked language models.
+
+        Returns:
+            Masked tokens, and labels.
 
         Raises:
-            ValueError: the tokenizer has no mask.
+            ValueError: If the tokenizer has no mask token.
         """
         ids = self.ids[0].numpy().astype(self.tokenizer.dtype)
         corpus = Corpus(tokens=ids, ends=np.array([len(ids)]))

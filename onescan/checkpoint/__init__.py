@@ -1,1 +1,1 @@
-"""What a run's folder is made of: atomic writes, weights with checksums, config.json."""
+"""Files of a run folder: atomic writes, weights with checksums, and config.json."""

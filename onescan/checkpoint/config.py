@@ -1,6 +1,6 @@
-"""config.json: what a run's folder holds, and which version wrote it.
+"""Read and write a run's config.json, and check which version of onescan wrote it.
 
-It may be edited by hand: a checksum that does not match is a warning.
+The file may be edited by hand, so a checksum mismatch is only a warning.
 """
 
 import logging
@@ -14,23 +14,23 @@ from onescan import __version__
 from onescan.checkpoint.files import matches, parse_json, to_json, write_atomically
 
 CONFIG = "config.json"
-OLDEST = (0, 9)  # the version from which on folders can be read
+OLDEST = (0, 9)  # oldest version whose run folders can be read
 INDENT = 2
 
 log = logging.getLogger("onescan")
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write config.json, in place of an older one."""
+    """Write config.json atomically, replacing an older one."""
     text = to_json(config, indent=INDENT)
     write_atomically(folder / CONFIG, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json.
+    """Read config.json without its checksum.
 
     Raises:
-        ValueError: it is missing or damaged, or a version wrote it whose folders cannot be read.
+        ValueError: If it is missing or damaged, or was written by an unsupported version.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -38,9 +38,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         hint = f"; name one of the runs in it: {', '.join(seeds)}" if seeds else ""
         raise ValueError(f"{folder} holds no run: it has no {CONFIG}{hint}")
     content = path.read_bytes()
-    data = parse_json(content, path, "bring it back from a copy")
+    data = parse_json(content, path, "restore it from a backup")
     if not (isinstance(data, dict) and isinstance(data.get("onescan"), str)):
-        raise ValueError(f"{folder} holds no run: its {CONFIG} is not of onescan's")
+        raise ValueError(f"{folder} holds no run: its {CONFIG} was not written by onescan")
     _check_version(path, data["onescan"])
     if not matches(data, content, indent=INDENT):
         _warn(path, content)
@@ -51,26 +51,24 @@ def _check_version(path: Path, version: str) -> None:
     wrote, here = _parts(version), _parts(__version__)
     if wrote < OLDEST:
         raise ValueError(
-            f"{path} was written by onescan {version}, and this is onescan {__version__}, which "
-            f"reads runs of {OLDEST[0]}.{OLDEST[1]} and newer: use onescan {version} for it"
+            f"{path} was written by onescan {version}, but onescan {__version__} reads runs of "
+            f"{OLDEST[0]}.{OLDEST[1]} or newer: use onescan {version}"
         )
     if wrote > here:
         raise ValueError(
-            f"{path} was written by onescan {version}, which is newer than this onescan "
-            f"{__version__}: use onescan {version} or newer for it"
+            f"{path} was written by onescan {version}, which is newer than the installed "
+            f"{__version__}: use onescan {version} or newer"
         )
 
 
 def _parts(version: str) -> tuple[int, int]:
-    """Major and minor version; (0, 0) for what is no version."""
+    """Parse the major and minor version; (0, 0) if `version` is not a version number."""
     found = re.match(r"(\d{1,9})\.(\d{1,9})", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 @cache
 def _warn(path: Path, content: bytes) -> None:
-    """Warn, once for each content."""
+    """Warn once per content of the file."""
     del content
-    log.warning(
-        "%s has changed since it was written: its checksum does not match its content", path
-    )
+    log.warning("%s has changed since it was written (checksum mismatch)", path)

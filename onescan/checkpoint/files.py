@@ -1,4 +1,4 @@
-"""Files that survive a kill at any moment, and checksums that reveal any damage to them."""
+"""Atomic writes, locks, and JSON with checksums."""
 
 import json
 import os
@@ -13,17 +13,21 @@ from typing import IO, Any
 from uuid import uuid4
 
 LOCK = "lock"
-PARTIAL = ".partial"  # what a killed write leaves ends so, is ignored, and goes at the next write
-CHECKSUM = "checksum"  # the last entry of a JSON object with a checksum
+PARTIAL = ".partial"  # suffix of unfinished writes; ignored, and removed by the next write
+CHECKSUM = "checksum"  # last entry of a JSON object
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file or a folder, and put it in place once it is whole on the disk.
+    """Write a file or folder under a temporary name, flush it to disk, and rename it to `path`.
 
-    A file that was at `path` is replaced; a folder must not be there yet.
+    An existing file is replaced; a folder must not exist yet.
+
+    Args:
+        path: Final path.
+        write: Called with the temporary path; creates the file or folder there.
 
     Raises:
-        OSError: it cannot be written; says in which folder, and why.
+        OSError: If it cannot be written. The message names the folder and the cause.
     """
     with writing(path.parent):
         partial = begin(path)
@@ -31,12 +35,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             write(partial)
             finish(path)
         except OSError:
-            remove(partial)  # what is of no use takes no room on a full disk
+            remove(partial)  # free the space, as the disk may be full
             raise
 
 
 def begin(path: Path) -> Path:
-    """Make way for what is to be at `path`, and say where to write it first."""
+    """Create the parent folder of `path`, and return the temporary path to write to."""
     partial = partial_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(partial)
@@ -44,24 +48,24 @@ def begin(path: Path) -> Path:
 
 
 def finish(path: Path) -> None:
-    """Put what was written in place, once it is whole on the disk."""
+    """Flush the temporary file or folder to disk, and rename it to `path`."""
     partial = partial_of(path)
     for written in [partial, *partial.rglob("*")]:
         _sync(written)
     partial.replace(path)
-    for folder in (path.parent, path.parent.parent):  # the folder may be new too
+    for folder in (path.parent, path.parent.parent):  # the parent may be new as well
         _sync(folder)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if there; a folder is out of sight before its parts go.
+    """Remove a file or folder if it exists; a folder is renamed first, so that removal is atomic.
 
-    Of a symbolic link the link alone is removed, never what it points to.
+    For a symbolic link, only the link is removed, never its target.
     """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     elif path.suffix == PARTIAL:
-        shutil.rmtree(path)  # which follows no links
+        shutil.rmtree(path)  # does not follow symbolic links
     else:
         doomed = partial_of(path)
         remove(doomed)
@@ -70,7 +74,13 @@ def remove(path: Path) -> None:
 
 
 def remove_from(folder: Path, names: re.Pattern[str], *, but: Path | None = None) -> None:
-    """Remove what has such a name, whole or partial, and then the folder if nothing is left."""
+    """Remove entries whose name matches `names`, and the folder itself if it is empty afterwards.
+
+    Args:
+        folder: Folder to clean up; may be missing.
+        names: Pattern of the whole name, without the suffix of unfinished writes.
+        but: Entry to keep.
+    """
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         if path != but and names.fullmatch(path.name.removesuffix(PARTIAL)):
             remove(path)
@@ -78,54 +88,54 @@ def remove_from(folder: Path, names: re.Pattern[str], *, but: Path | None = None
         folder.rmdir()
 
 
-def check_own(path: Path, *, folder: bool = False) -> None:
-    """Make sure that a run may write to a path of its own, and that nothing leads elsewhere.
+def check_regular(path: Path, *, folder: bool = False) -> None:
+    """Check that a path that a run is about to write is missing, or a regular file or folder.
 
     Raises:
-        ValueError: there is a symbolic link, or what is not a file, or not a folder.
+        ValueError: If it is a symbolic link, or a file instead of a folder or vice versa.
     """
     kind = "folder" if folder else "file"
     if path.is_symlink():
         raise ValueError(f"{path} is a symbolic link, expected a {kind}")
     if path.exists() and not (path.is_dir() if folder else path.is_file()):
-        raise ValueError(f"{path} is not a {kind}, expected one")
+        raise ValueError(f"{path} exists but is not a {kind}")
 
 
 def partial_of(path: Path) -> Path:
-    """Where `path` is while it is not whole: beside it, so that a rename is all it takes."""
+    """Return the temporary path of an unfinished write, in the same folder as `path`."""
     return path.with_name(path.name + PARTIAL)
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn what goes wrong with a disk into one sentence.
+    """Raise errors of the file system as one line that names the folder.
 
     Raises:
-        OSError: saying which folder, and why.
+        OSError: With the folder and the cause.
     """
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
         saved = any(path.suffix != PARTIAL for path in folder.glob("*"))
-        intact = "; what was saved before is intact" if saved else ""
+        intact = "; files saved earlier are intact" if saved else ""
         raise OSError(f"cannot write to {folder}: {reason}{intact}") from error
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[str]:
-    """Keep other processes out of a folder for a while; the lock of one that is killed is gone.
+    """Hold an exclusive lock on a folder; the lock of a killed process is released.
 
     Yields:
-        What the lock file says now and never said before.
+        A unique token, which is also the content of the lock file.
 
     Raises:
-        ValueError: another process is at work in it, or the lock is a symbolic link.
-        OSError: it cannot be written to, or its disk has no locks.
+        ValueError: If another process holds the lock, or the lock file is a symbolic link.
+        OSError: If the folder cannot be written to, or its file system has no locks.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        check_own(folder / LOCK)
+        check_regular(folder / LOCK)
         file = (folder / LOCK).open("a")
     with file:
         with writing(folder):
@@ -138,7 +148,7 @@ def locked(folder: Path) -> Iterator[str]:
 
 
 def _take(file: IO[str], folder: Path) -> None:
-    if os.name != "posix":  # nothing else has such locks
+    if os.name != "posix":  # other systems have no such locks
         return
     from fcntl import LOCK_EX, LOCK_NB, lockf
 
@@ -146,21 +156,32 @@ def _take(file: IO[str], folder: Path) -> None:
         lockf(file, LOCK_EX | LOCK_NB)  # unlike flock's, not shared with forked readers
     except (BlockingIOError, PermissionError) as error:
         raise ValueError(
-            f"another process is at work in {folder}: wait for its end, or choose another folder"
+            f"another process is using {folder}: wait until it ends, or choose another folder"
         ) from error
 
 
 def damaged(place: Path | str, found: object, remedy: str) -> ValueError:
-    """Make the error for a file that is not what was written: what is in it, and what to do."""
+    """Return the error for a damaged file.
+
+    Args:
+        place: The file, or the line of it.
+        found: Cause, as an exception, or the content that was found instead.
+        remedy: What the user can do.
+    """
     what = found if isinstance(found, Exception) else f"it holds {reprlib.repr(found)}"
     return ValueError(f"{place} is damaged ({what}): {remedy}")
 
 
 def parse_json(text: bytes, place: Path | str, remedy: str) -> Any:
-    """Parse what lies at `place`.
+    """Parse JSON.
+
+    Args:
+        text: Content of the file, or of one line of it.
+        place: Where it was read from, for the error message.
+        remedy: What the user can do, for the error message.
 
     Raises:
-        ValueError: it is not JSON, or nested too deeply.
+        ValueError: If it is not valid JSON, or nested too deeply.
     """
     try:
         return json.loads(text.decode())
@@ -169,7 +190,7 @@ def parse_json(text: bytes, place: Path | str, remedy: str) -> Any:
 
 
 def to_json(data: Mapping[str, Any], *, indent: int | None = None) -> str:
-    r"""Write a JSON object whose last entry is a checksum of the others.
+    r"""Serialize a JSON object, and append a checksum as its last entry.
 
     >>> to_json({"steps": 3})
     '{"steps": 3, "checksum": "6f35973e41fd89bc"}\n'
@@ -180,19 +201,19 @@ def to_json(data: Mapping[str, Any], *, indent: int | None = None) -> str:
 
 
 def from_json(text: bytes, place: Path | str, remedy: str, *, indent: int | None = None) -> Any:
-    """Read what `to_json` wrote, without the checksum.
+    """Parse the output of `to_json`, and return it without the checksum.
 
     Raises:
-        ValueError: any byte of it was changed.
+        ValueError: If any byte has changed.
     """
     data = parse_json(text, place, remedy)
     if isinstance(data, dict) and matches(data, text, indent=indent):
         return data
-    raise damaged(place, ValueError("its checksum does not match its content"), remedy)
+    raise damaged(place, ValueError("checksum mismatch"), remedy)
 
 
 def matches(data: dict[str, Any], text: bytes, *, indent: int | None = None) -> bool:
-    """Whether an object that was read is as `to_json` wrote it; the checksum is taken out."""
+    """Return whether `text` is what `to_json` wrote; removes the checksum from `data`."""
     if data.pop(CHECKSUM, None) is None:
         return False
     try:
@@ -202,7 +223,7 @@ def matches(data: dict[str, Any], text: bytes, *, indent: int | None = None) -> 
 
 
 def _sync(path: Path) -> None:
-    if os.name != "posix":  # elsewhere a folder cannot be opened
+    if os.name != "posix":  # other systems cannot open folders
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:

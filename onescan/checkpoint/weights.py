@@ -1,7 +1,7 @@
-"""model.safetensors: the weights alone, in a format whose reading runs nobody's code.
+"""Save and load weights as safetensors files with a checksum and notes.
 
-The header's notes hold a SHA-256 of the whole file, in which the digest's own place counts as
-zeros. So every changed bit is found, and a file is consistent by itself.
+The notes in the header contain the SHA-256 of the whole file, computed with zeros in place of the
+digest itself, so any changed bit is detected.
 """
 
 import json
@@ -15,22 +15,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from onescan.allocation import build_here, build_on_meta
+from onescan.allocation import build_on_meta, build_unchecked
 from onescan.checkpoint.files import damaged, parse_json, write_atomically
 from onescan.configs import ModelConfig
 
 WEIGHTS, BEST = "model.safetensors", "best.safetensors"
-NOTES = "onescan"  # one entry of the header: several would come in no fixed order
+NOTES = "onescan"  # a single header entry, because the order of several is not fixed
 DIGEST = "sha256"
-MARK = rb"\"sha256\": \""  # as it stands in the header, where the notes are a string
-EMPTY = "0" * 64
-MOST_HEADER = 100_000_000  # bytes, as safetensors allows
-REMEDY = "bring it back from a copy"
+MARK = rb"\"sha256\": \""  # escaped, because the notes are a JSON string in the header
+ZEROS = "0" * 64
+MAX_HEADER = 100_000_000  # bytes, as safetensors allows
+REMEDY = "restore it from a backup"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class TensorSize(NamedTuple):
-    """Of a tensor, in memory or in a file."""
+    """Shape and dtype of a tensor in memory or in a file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,10 +40,13 @@ class TensorSize(NamedTuple):
 
 
 def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """Copy the weights to the CPU; all processes call it where they are split, and one keeps it."""
+    """Copy the full weights to the CPU.
+
+    With sharded weights, every process must call this; those with keep=False get an empty dict.
+    """
     whole = {}
     for name, tensor in distinct(model).items():
-        gather = getattr(tensor, "full_tensor", None)  # DTensor's, whose import is slow
+        gather = getattr(tensor, "full_tensor", None)  # of DTensor, which is slow to import
         tensor = gather() if gather else tensor
         if keep:
             whole[name] = tensor.detach().to("cpu", copy=True)
@@ -51,18 +54,18 @@ def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
-    """Write weights to a file, in place of older ones, with notes in its header.
+    """Write weights and notes to a safetensors file, replacing an older file atomically.
 
     Raises:
-        OSError: they cannot be written; the older ones are intact.
+        OSError: If the file cannot be written. The older file is intact.
     """
 
     def write(partial: Path) -> None:
         partial.touch()
-        mode = partial.stat().st_mode  # as the user has files made, which safetensors does not ask
+        mode = partial.stat().st_mode  # honor the user's umask, which safetensors ignores
         try:
             contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
-            metadata = {NOTES: json.dumps({DIGEST: EMPTY, **notes})}
+            metadata = {NOTES: json.dumps({DIGEST: ZEROS, **notes})}
             save_file(contiguous, partial, metadata=metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from error
@@ -76,34 +79,41 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], notes: Mapping[str, 
 
 
 def read_weights(path: Path, remedy: str = REMEDY) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `save_weights` wrote: the tensors, on the CPU, and the notes.
+    """Read a file that `save_weights` wrote, and verify its checksum.
+
+    Args:
+        path: The file.
+        remedy: What the user can do about a damaged file, for the error message.
+
+    Returns:
+        The tensors, on the CPU, and the notes.
 
     Raises:
-        ValueError: any bit of it was changed.
-        OSError: it cannot be read.
+        ValueError: If any bit has changed.
+        OSError: If the file cannot be read.
     """
     with _reading(path, remedy):
         return load_file(path), _checked_notes(path)
 
 
 def read_notes(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
-    """Read the notes alone; raises as `read_weights`."""
+    """Read only the notes, and verify the checksum; see `read_weights` for the errors."""
     with _reading(path, remedy):
         return _checked_notes(path)
 
 
 def load_model(path: Path, config: ModelConfig) -> tuple[nn.Module, dict[str, Any]]:
-    """Build a model and fill it with the weights in a file.
+    """Build a model and load its weights from a file.
 
-    Sizes are compared before anything is allocated.
+    Shapes and dtypes are compared before anything is allocated.
 
     Returns:
-        The model, on the CPU in evaluation mode, and the file's notes.
+        The model, on the CPU in evaluation mode, and the notes.
 
     Raises:
-        FileNotFoundError: there are no weights.
-        ValueError: they are damaged, or of another model (names the first tensor that differs), or
-            the model does not fit into this machine's memory.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the file is damaged, does not match the model (names the first tensor that
+            differs), or the model does not fit into memory.
     """
     if not path.exists():
         raise FileNotFoundError(
@@ -111,20 +121,20 @@ def load_model(path: Path, config: ModelConfig) -> tuple[nn.Module, dict[str, An
         )
     stored = _sizes_in(path)
     try:
-        empty = build_on_meta(config, most_tensors=2 * len(stored) + 100)  # tied ones count twice
+        empty = build_on_meta(config, max_tensors=2 * len(stored) + 100)  # tied ones count twice
     except ValueError as error:
-        raise ValueError(f"{path} is of another model: {error}") from error
+        raise ValueError(f"{path} does not match the model: {error}") from error
     if empty is not None:
         check_sizes(stored, sizes_of(distinct(empty)), path)
     tensors, notes = read_weights(path)
-    model = build_here(config)
+    model = build_unchecked(config)
     check_sizes(stored, sizes_of(distinct(model)), path)
     model.load_state_dict(tensors, strict=False)  # not strict: tied weights are stored once
     return model.eval(), notes
 
 
 def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSize]:
-    """Shapes and dtypes by name."""
+    """Return the shape and dtype of each tensor."""
     return {
         name: TensorSize(tuple(x.shape), str(x.dtype).removeprefix("torch."))
         for name, x in tensors.items()
@@ -134,15 +144,22 @@ def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSize]:
 def check_sizes(
     stored: Mapping[str, TensorSize], wanted: Mapping[str, TensorSize], path: Path
 ) -> None:
-    """Raise ValueError naming the first tensor that is missing, left over, or of another size."""
+    """Compare shapes and dtypes of stored tensors with those of the model.
+
+    Raises:
+        ValueError: Names the first tensor that is missing, unexpected, or differs.
+    """
     for name in [*wanted, *stored]:
         there, here = (sizes.get(name, "missing") for sizes in (stored, wanted))
         if there != here:
-            raise ValueError(f"{path} is of another model: {name} is {there} there and {here} here")
+            raise ValueError(
+                f"{path} does not match the model: {name} is {there} in the file and {here} in the "
+                "model"
+            )
 
 
 def distinct(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors, those that are one under two names only under the first."""
+    """Return the model's parameters and buffers; tied tensors only under their first name."""
     tensors = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
@@ -158,7 +175,7 @@ def _sizes_in(path: Path) -> dict[str, TensorSize]:
 
 
 def _dtype(name: str) -> str:
-    """A dtype of safetensors as torch spells it: I64, U8, BOOL ..."""
+    """Convert the name of a dtype from safetensors to torch: I64 to int64, U8 to uint8."""
     if name in DTYPES:
         return DTYPES[name]
     return name.lower() if name == "BOOL" else name.replace("U", "uint").replace("I", "int")
@@ -178,23 +195,23 @@ def _checked_notes(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         _, stored, digest = _digest(file)
     if stored != digest:
-        raise ValueError("its checksum does not match its content")
+        raise ValueError("checksum mismatch")
     with safe_open(path, framework="pt") as file:
-        notes = parse_json(file.metadata()[NOTES].encode(), "the header", "see there")
+        notes = parse_json(file.metadata()[NOTES].encode(), "the header", "it is not valid JSON")
     if not isinstance(notes, dict):
-        raise ValueError("its header has no notes")
+        raise ValueError("the header has no notes")
     return {name: note for name, note in notes.items() if name != DIGEST}
 
 
 def _digest(file: IO[bytes]) -> tuple[int, str, str]:
-    """Where a file's digest stands, what stands there, and what it should be."""
+    """Return the offset of the digest in the file, the stored digest, and the expected one."""
     size = file.read(8)
     length = int.from_bytes(size, "little")
-    header = file.read(length) if length <= MOST_HEADER else b""
+    header = file.read(length) if length <= MAX_HEADER else b""
     place = header.find(MARK)
     if place < 0:
-        raise ValueError("it has no checksum")
-    begin, end = place + len(MARK), place + len(MARK) + len(EMPTY)
-    content = sha256(size + header[:begin] + EMPTY.encode() + header[end:])
+        raise ValueError("no checksum")
+    begin, end = place + len(MARK), place + len(MARK) + len(ZEROS)
+    content = sha256(size + header[:begin] + ZEROS.encode() + header[end:])
     digest = file_digest(file, lambda: content).hexdigest()  # type: ignore[arg-type]
     return len(size) + begin, header[begin:end].decode("ascii", "replace"), digest

@@ -21,7 +21,7 @@ class DataConfig(ABC):
 
     @property
     def max_tokens(self) -> int | None:
-        """Length of the longest token sequence; None if the data is not tokens or sets no limit."""
+        """Maximum tokens per sequence; None if there is no limit, or the data is not tokens."""
         return None
 
 

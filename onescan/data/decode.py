@@ -18,7 +18,7 @@ Pixels = Float[Tensor, "*batch channels height width"]  # 0 is black, 1 is white
 BytePixels = UInt8[Tensor, "*batch channels height width"]  # 0 is black, 255 is white
 AnyPixels = Pixels | BytePixels
 
-# Image.open would try all of pillow's formats, of which EPS starts Ghostscript
+# Image.open tries all formats by default, and opening EPS starts Ghostscript.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 GAP = 2  # how much larger than needed a JPEG is decoded at least: resizing does the rest better
 UPRIGHT = {  # pillow's own turning writes EXIF data again, and fails where they are garbled
@@ -44,10 +44,10 @@ DAMAGE = (
 
 
 def open_image(file: Path | BytesIO) -> Image.Image:
-    """Open an image file in one of `FORMATS`, whatever its name.
+    """Open an image file in one of `FORMATS`, regardless of its name.
 
     Raises:
-        UnidentifiedImageError: If it is in none of them.
+        UnidentifiedImageError: If it has another format.
         OSError: If it cannot be read.
     """
     return Image.open(file, formats=FORMATS)
@@ -76,7 +76,7 @@ def decode(
         with open_image(file) as image:
             resized = _resize(image, "L" if channels == 1 else "RGB", (width, height), crop)
     except UnidentifiedImageError:
-        raise ValueError(f"is not an image in one of {', '.join(FORMATS)}") from None
+        raise ValueError(f"is not an image in one of the formats {', '.join(FORMATS)}") from None
     except DAMAGE as error:
         raise ValueError(f"cannot be read as an image: {error}") from error
     values = torch.from_numpy(np.array(resized))

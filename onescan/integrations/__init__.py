@@ -59,6 +59,6 @@ def _tell(name: str) -> None:
     module, function = ON_IMPORT[name]
     try:
         getattr(import_module(f"onescan.integrations.{module}"), function)()
-    except Exception as error:  # a broken library must not break `import onescan`
+    except Exception as error:  # keep `import onescan` working
         library = name.partition(".")[0]
-        warnings.warn(f"onescan's models are not registered with {library}: {error}", stacklevel=2)
+        warnings.warn(f"cannot register onescan models with {library}: {error}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""The block every model stacks: a mixer, then an MLP, each with a norm and a shortcut."""
+"""The residual block of all models: a mixer, then an MLP, each with a norm."""
 
 from typing import Any, get_args
 
@@ -15,13 +15,14 @@ from onescan.shapes import Grid, Hidden, Keep
 
 
 class Block(nn.Module):
-    """Pre-norm: x += mixer(norm(x)); x += mlp(norm(x)).
+    """Residual block.
 
-    Post-norm, as in the Transformer and BERT: x = norm(x + mixer(x)); x = norm(x + mlp(x)).
+    Pre-norm: x = x + mixer(norm(x)); x = x + mlp(norm(x)). Post-norm, as in the Transformer and
+    BERT: x = norm(x + mixer(x)); x = norm(x + mlp(x)).
 
-    A mixer that normalizes its input itself has no norm before it, and works in pre-norm blocks
-    only. Without an MLP, the block is the mixer's half alone. What a bounded mixer adds is never
-    scaled up: the mixer has its own dropout, and drop path scales down in evaluation instead.
+    Mixers that normalize their input get no norm and support only pre-norm. Without an MLP, the
+    block consists of the mixer. The output of a bounded mixer is never scaled up: it applies its
+    own dropout, and drop path scales it down in evaluation instead.
     """
 
     recompute: bool = False

@@ -24,7 +24,7 @@ class TimestepEmbedding(nn.Module):
         self.to_out = nn.Linear(width, width)
 
     def forward(self, timesteps: Timesteps, dtype: torch.dtype) -> Pooled:
-        """Embed timesteps; `dtype` is that of the tokens."""
+        """Embed timesteps, in the dtype of the tokens."""
         waves = sinusoidal_positions(timesteps, FREQUENCIES).to(dtype)
         return self.to_out(F.silu(self.to_hidden(waves)))
 

@@ -14,9 +14,9 @@ EPS = 1e-6
 
 
 def build_norm(name: NormName, width: int, *, affine: bool = True, eps: float = EPS) -> nn.Module:
-    """LayerNorm (2 width parameters), RMSNorm (width), SimpleRMSNorm (none), or nothing at all.
+    """Build a LayerNorm, an RMSNorm, an RMSNorm without parameters ("simple_rms"), or an identity.
 
-    Without `affine`, for what is modulated elsewhere, none has parameters.
+    With affine=False, for conditioned norms, none has parameters.
     """
     check_choice("norm", name, get_args(NormName))
     if name == "layer":

@@ -55,14 +55,15 @@ class AbsolutePositionConfig(PositionConfig):
 def sinusoidal_positions(
     positions: Float[Tensor, " T"] | Int[Tensor, " T"], width: int
 ) -> Float[Tensor, "T D"]:
-    """Sin and cos of n / 10000^(2i / D), i = 0 ... D/2 - 1, for any number of tokens.
+    """Compute the sine and cosine of n / 10000^(2i / D), i = 0 ... D/2 - 1.
 
-    Angles are computed and reduced in float64, so that far positions stay exact; MPS has none.
+    Angles are computed and reduced in float64, so far positions stay exact; except on MPS, which
+    has no float64.
 
-    Source: Transformer, arXiv:1706.03762, Sec. 3.5; all sines come before all cosines.
+    Source: Transformer, arXiv:1706.03762, Sec. 3.5, but all sines come before all cosines.
 
     Returns:
-        In float32, or float64 for float64 positions.
+        Tensor in float32, or in float64 for float64 positions.
 
     >>> sinusoidal_positions(torch.tensor([0]), width=4).tolist()
     [[0.0, 0.0, 1.0, 1.0]]

@@ -47,19 +47,19 @@ class TokenNetworkConfig(ModelConfig, ABC):
     embedding_norm: bool = False
     """Normalize what enters the first block."""
     norm: NormName = "layer"
-    """Of every block, and after the last."""
+    """Norm of every block, and after the last one if norm_position is "pre"."""
     norm_position: NormPosition = "pre"
-    """pre normalizes the input of each branch and the output of the network; post normalizes each
-    residual sum instead, as in BERT."""
+    """"pre" normalizes the input of each branch and the output of the network; "post" normalizes
+    each residual sum instead, as in BERT."""
     norm_eps: float = EPS
-    """Added to the variance in every norm; BERT has 1e-12."""
+    """Added to the variance in every norm; 1e-12 in BERT."""
     dropout: float = 0.0
     """Of what enters the first block and of what each branch adds, while training."""
     init_std: float = 0.02
     """Spread of the first weights of linear maps and embeddings."""
 
     def check(self) -> None:
-        """Raise ValueError for a size out of range, or a position encoding made for grids."""
+        """Raise ValueError for a number out of range or a position encoding for grids."""
         check_positive(
             vocabulary_size=self.vocabulary_size,
             width=self.width,
@@ -71,7 +71,7 @@ class TokenNetworkConfig(ModelConfig, ABC):
             raise ValueError(f"segment_types is {self.segment_types}, expected 0 or more")
         if isinstance(self.position, AbsolutePositionConfig | SinusoidalPositionConfig):
             raise ValueError(
-                f"position is {type(self.position).__name__}, which encodes grids of a known size; "
+                f"position is {type(self.position).__name__}, which requires a grid of fixed size; "
                 "expected TokenPositionConfig, ToeplitzPositionConfig or None"
             )
         if not 0 <= self.dropout < 1:
@@ -108,7 +108,7 @@ class NetworkState(NamedTuple):
 
 
 class TokenNetwork(nn.Module):
-    """Embedding -> position -> blocks -> norm; post-norm blocks have no norm after the last."""
+    """Embedding -> position -> blocks -> norm; no final norm with post-norm blocks."""
 
     def __init__(self, config: TokenNetworkConfig) -> None:
         super().__init__()
@@ -205,9 +205,10 @@ class TokenNetwork(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where token ids belong: the device of the first parameter that is in memory.
+        """Device for token ids: that of the first parameter that is not offloaded.
 
-        Offloaded parameters are on the meta device; their hooks move inputs, so CPU will do.
+        Offloaded parameters are on the meta device. Their hooks move inputs, so if all are
+        offloaded, this is the CPU.
         """
         devices = (parameter.device for parameter in self.parameters())
         return next((d for d in devices if d.type != "meta"), torch.device("cpu"))

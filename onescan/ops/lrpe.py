@@ -25,7 +25,7 @@ from onescan.ops.chunks import is_known
 from onescan.ops.numerics import doubled, modulo_turn, widened
 from onescan.shapes import Angles, Frequencies, FrequencyRow, Keys, RotatedKeys
 
-BLOCK = 64  # positions whose angles are computed in float64 and added to those of other blocks
+BLOCK = 64  # positions per block of `_axis_angles`
 
 
 def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
@@ -70,20 +70,20 @@ def lrpe_angles(
     Source: LightNet, arXiv:2405.21022, Eq. 20 and App. B. As in App. B, and against the indices
     printed in Eq. 20, feature j belongs to axis j // ceil(K / axes): the last axes may get fewer.
 
-    Position times theta is computed and reduced in float64 before it is rounded: for theta up to 1,
-    float32 angles have an error below 1e-6 up to position 1e9. MPS has no float64; there the error
-    grows with the position.
+    Angles are computed and reduced in float64, then rounded: for theta up to 1, the error of
+    float32 angles is below 1e-6 up to position 1e9. MPS has no float64, so the error grows with the
+    position there.
 
     Args:
         shape: tokens along each axis.
         theta: radians per step along the feature's axis.
         prefix: tokens before the grid, such as a class token; their angle is 0.
         start: position of the first token, to continue a sequence; one axis only. May be an
-            integer tensor, whose value is not read, for export.
+            integer tensor, for export; its value is not checked.
 
     Returns:
-        Angles in [-2 pi, 2 pi], float32, or float64 for float64 theta. The derivative by theta is
-        the position.
+        Angles in [-2 pi, 2 pi], in float32, or float64 for float64 theta. Their gradient with
+        respect to theta is the position.
 
     Raises:
         ValueError: If shape has no axis or an empty one, if prefix or start is negative, or if
@@ -108,10 +108,10 @@ def lrpe_angles(
 
 
 def _axis_angles(count: int, start: int | Int[Tensor, ""], theta: Frequencies) -> Angles:
-    """The angles of `count` positions from `start`, modulo a full turn.
+    """Compute the angles of `count` positions from `start` on, modulo a full turn.
 
-    The angle of position start + 64 i + j is the sum of two, so that a long axis costs one float32
-    addition per angle and not a float64 reduction.
+    The angle of position start + 64 i + j is the sum of those of start + 64 i and j, which saves
+    float64 operations on long axes.
     """
     if not is_known(count) or count <= BLOCK:
         return _reduced_angles(torch.arange(count, device=theta.device) + start, theta)
@@ -122,7 +122,7 @@ def _axis_angles(count: int, start: int | Int[Tensor, ""], theta: Frequencies) -
 
 
 def _reduced_angles(positions: Int[Tensor, " T"], theta: Frequencies) -> Angles:
-    """Position times theta, reduced to [-pi, pi] in float64, in theta's type."""
+    """Multiply positions by theta and reduce to [-pi, pi] in float64; rounded to theta's dtype."""
     wide = doubled(theta)
     return modulo_turn(positions.to(wide.dtype)[:, None, None] * wide).to(theta.dtype)
 

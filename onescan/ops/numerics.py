@@ -213,6 +213,6 @@ def full_precision(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Whether autocast chooses the type of products of x."""
+    """Return whether autocast is enabled for the device of x."""
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -83,9 +83,9 @@ def find_recipe(name: str) -> Recipe:
 
 
 def ablated(recipe: Recipe, row: str) -> Recipe:
-    """The recipe with one row of `ABLATIONS` changed in its model.
+    """Return a variant of the recipe, with one row of `ABLATIONS` applied to its model.
 
-    Where the row adds grid positions, a text model gets learned token positions instead.
+    If the row adds grid positions, text models get learned token positions instead.
     """
     check_choice("ablation", row, ABLATIONS)
 

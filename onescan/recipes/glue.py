@@ -1,9 +1,10 @@
 """GLUE fine-tuning: the five recipes of LION's Table 8, arXiv:2502.16249, App. C.5.
 
-Batch sizes, betas, eps, precision, the warm-up of 6% and the linear decay to 0 are those of the
-files that the table names. Nothing is clipped there. The head reads the first token, [CLS], through
-BERT's pooler (a linear layer and tanh), as LION keeps all of BERT but its attention. Of STS-B's
-weight decay in M2-LARGE and Modified the printed 3e-5 is taken, where the files have 3e-6.
+Batch sizes, betas, eps, precision, the warm-up of 6% and the linear decay to 0 are from the
+configuration files that the table names, which do not clip gradients. The head reads the first
+token, [CLS], through BERT's pooler (a linear layer and tanh), because LION replaces only BERT's
+attention. The weight decay of STS-B in M2-LARGE and Modified is 3e-5, as printed; the files have
+3e-6.
 """
 
 from collections.abc import Mapping

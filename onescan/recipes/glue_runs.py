@@ -38,8 +38,8 @@ class GlueStudy:
     from_mnli: bool = True
     """Begin RTE, MRPC and STS-B with the weights that learnt MNLI, which is learnt first."""
     pool: Pool = "first"
-    """What the head reads: the first token, [CLS], as in BERT; or the mean, maximum or attention
-    pool of all tokens."""
+    """Input of the head: the first token, [CLS], as in BERT, or a mean, maximum or attention pool
+    of all tokens."""
     length: int | None = None
     """Tokens of a sequence."""
     epochs: int | None = None

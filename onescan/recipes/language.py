@@ -210,8 +210,8 @@ def _c4(kind: str, size: str, title: str) -> Recipe:
 
     onescan train c4_{kind}_{size}
 
-    30% of the tokens are masked in training and 15% in evaluation. The learning rate ends at 2% of
-    its maximum, as in the authors' configuration files; the paper prints 20%. {NOT_RUN}
+    30% of the tokens are masked in training and 15% in evaluation. The learning rate decays to 2%
+    of its maximum, as in the authors' configuration files; the paper states 20%. {NOT_RUN}
     """
     return recipe
 

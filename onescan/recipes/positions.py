@@ -1,4 +1,4 @@
-"""Learned token positions, sized for a recipe's data."""
+"""Learned token positions for the sequence length of a recipe."""
 
 from onescan.data import DataConfig
 from onescan.layers.position import TokenPositionConfig
@@ -9,16 +9,16 @@ from onescan.models.token_network import TokenNetworkConfig
 
 
 def token_positions(data: DataConfig, *, at_least: int = 1) -> TokenPositionConfig:
-    """Learned positions for the longest sequence in `data`, or for `at_least` tokens if more."""
+    """Return learned positions for the longest sequence in `data`, or `at_least` tokens."""
     longest = data.max_tokens or TokenPositionConfig().most_tokens
     return TokenPositionConfig(most_tokens=max(longest, at_least))
 
 
 def text_positions(model: TokenNetworkConfig, data: DataConfig) -> TokenPositionConfig:
-    """Learned positions for a text model.
+    """Return learned positions for a text model.
 
-    Language models get at least as many as BERT (512) or GPT-2 (1024), because they are fine-tuned
-    or sampled at lengths other than that of pre-training.
+    Language models get at least as many as BERT (512) or GPT-2 (1024), because fine-tuning and
+    generation may use longer sequences than pre-training.
     """
     at_least = 1
     if isinstance(model, MaskedLMConfig):

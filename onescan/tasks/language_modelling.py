@@ -23,15 +23,15 @@ class LanguageModellingConfig(TaskConfig):
     """Rows at once when evaluating; changes the memory, not the result."""
 
     def build(self, data: TextSplits) -> "LanguageModelling":
-        """Pose it on a text.
+        """Build the task for a text data set.
 
         Raises:
-            ValueError: a number that is not positive, or rows framed for masked language models.
+            ValueError: If a number is not positive, or ``data.frame_rows`` is set.
         """
         if data.is_framed:
             raise ValueError(
-                "data.frame_rows is True, expected False: a [SEP] after a part of a document is no "
-                "next token to learn"
+                "data.frame_rows is True, expected False: a causal model would learn to predict "
+                "[SEP] in the middle of documents"
             )
         check_positive(**{"task.evaluation_batch_size": self.evaluation_batch_size})
         return LanguageModelling(self, data)

@@ -21,9 +21,9 @@ class MaskedLanguageModellingConfig(TaskConfig):
     """Masked language modelling, for a `MaskedLM`."""
 
     mask_rate: float = 0.15
-    """Share of tokens, or of words, to predict in training."""
+    """Fraction of tokens, or of words, to predict in training."""
     evaluation_mask_rate: float | None = None
-    """The same in evaluation; None is mask_rate."""
+    """Fraction to predict in evaluation; None uses mask_rate."""
     whole_words: bool = False
     """Choose words, all of their tokens at once."""
     masked: float = 0.8
@@ -37,10 +37,10 @@ class MaskedLanguageModellingConfig(TaskConfig):
     """Rows at once when evaluating; changes the memory, not the result."""
 
     def build(self, data: TextSplits) -> "MaskedLanguageModelling":
-        """Pose it on a text.
+        """Build the task for a text data set.
 
         Raises:
-            ValueError: a share out of its range, or a tokenizer without a mask.
+            ValueError: If a number is out of range, or the tokenizer has no mask token.
         """
         for name in ("evaluation_batch_size", "read_outs"):
             check_positive(**{f"task.{name}": getattr(self, name)})
@@ -76,11 +76,15 @@ class MaskedLanguageModelling(Task):
         self.words = words_of(self.tokenizer) if config.whole_words else None
 
     def augment(self, batch: Batch, seed: int) -> Batch:
-        """The tokens as they are shown, their documents, and the labels."""
+        """Mask tokens for training.
+
+        Returns:
+            Masked tokens, document numbers, and labels.
+        """
         return self._masked(batch, seed, self.config.mask_rate)
 
     def masked_for_evaluation(self, batch: Batch) -> Batch:
-        """The same with the masks of evaluation, which do not change from call to call."""
+        """Mask tokens for evaluation, at its own rate and with the same masks at every call."""
         rate = self.config.evaluation_mask_rate
         return self._masked(batch, 0, self.config.mask_rate if rate is None else rate)
 

@@ -78,20 +78,20 @@ class _Record:
 
 
 def load_teacher(name: str, field: str = "task.teacher") -> Teacher:
-    """Load a teacher, on the CPU; torch's chance is not spent on its first weights.
+    """Load a teacher on the CPU, without changing torch's random state.
 
     Nothing is unpickled, and no code that comes with the weights is run.
 
     Args:
-        name: the folder of a run or any file in it, of which best.safetensors stands for the
-            weights of the best evaluation and all others for those of the last checkpoint; or a
-            folder or a name on the Hugging Face hub that transformers loads a classifier from.
-        field: where the user named it, for errors.
+        name: The folder of a run or any file in it: best.safetensors selects the weights of the
+            best evaluation, all others those of the last checkpoint. Or a folder or Hugging Face
+            Hub name of a transformers image classifier.
+        field: Config field that contains `name`, for error messages.
 
     Raises:
-        FileNotFoundError: there is no such path, and it could not be a name either.
-        ValueError: the folder holds something else, or its weights are damaged.
-        ImportError: transformers is needed and not installed.
+        FileNotFoundError: If there is no such path, and it cannot be a Hub name.
+        ValueError: If the folder holds something else, or the weights are damaged.
+        ImportError: If transformers is required and not installed.
     """
     path = Path(name).expanduser()
     with torch.random.fork_rng(devices=[]):

@@ -55,12 +55,12 @@ def load(path: str | Path) -> Checkpoint:
 
     The weights are those of the last checkpoint; for best.safetensors, of the best evaluation.
 
-    Nothing is unpickled, and no module is imported: import a model of your own before.
+    Nothing is unpickled and no module is imported: import the module of a custom model first.
 
     Raises:
-        FileNotFoundError: there is no such path, or the run has not saved any weights.
-        ValueError: the folder holds no run; its weights are damaged (names the file), of another
-            model, or too large for this machine's memory; or another version wrote it.
+        FileNotFoundError: If there is no such path, or the run has not saved any weights yet.
+        ValueError: If the folder holds no run or was written by an unsupported version, or if the
+            weights are damaged (names the file), do not match the model or do not fit into memory.
     """
     path = Path(path)
     if not path.exists():
@@ -70,7 +70,7 @@ def load(path: str | Path) -> Checkpoint:
     if path != folder and not (folder / CONFIG).is_file():
         raise ValueError(f"'{path}' is no file of a run: there is no {CONFIG} beside it")
     manifest = read_manifest(folder)
-    with torch.random.fork_rng(devices=[]):  # the caller's chance is not spent on first weights
+    with torch.random.fork_rng(devices=[]):  # keep the caller's random state
         model, notes = load_model(weights, manifest.run.model)
     return Checkpoint(
         folder=folder,

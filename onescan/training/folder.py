@@ -1,14 +1,14 @@
-"""A run's folder: what lies in it, and who may write to it.
+"""The folder of a run: its files, and checks before it is written to.
 
-config.json         the run, the input's format, the classes, and on what it was carried out
-tokenizer/          what turns text into the model's input, where it is text
+config.json         the run's config, input format and classes, and the environments it ran in
+tokenizer/          the tokenizer, for text
 metrics.jsonl       one line per step and evaluation
-state/step_N/       everything that resuming needs, after N steps
+state/step_N/       the training state after N steps, to resume from
 model.safetensors   the weights of the last checkpoint
 best.safetensors    the weights of the best evaluation so far
-tensorboard/, ...   what other programs draw the metrics from
-pictures/step_N.png what an evaluation shows, of tasks that make pictures
-evaluation.safetensors, result.json   of a finished run: the last evaluation; result.json is last
+tensorboard/, ...   files of metric trackers
+pictures/step_N.png pictures of evaluations, for tasks that make them
+evaluation.safetensors, result.json   the final evaluation of a finished run; result.json is last
 lock                held by the process that writes
 """
 
@@ -27,7 +27,7 @@ from onescan.checkpoint.config import CONFIG, read_config, write_config
 from onescan.checkpoint.files import (
     LOCK,
     PARTIAL,
-    check_own,
+    check_regular,
     damaged,
     from_json,
     partial_of,
@@ -47,14 +47,14 @@ from onescan.training.state import STATE, STEP, last_state
 from onescan.training.trackers import EVENTS, IDENTITY, TENSORBOARD, WANDB
 
 EVALUATION, RESULT = "evaluation.safetensors", "result.json"
-FINISHED = (RESULT, EVALUATION, WEIGHTS, METRICS, CONFIG)  # the state may be removed by then
-# in the order in which they may be removed: the folder stays a run's folder to the end
+FINISHED = (RESULT, EVALUATION, WEIGHTS, METRICS, CONFIG)  # the state may have been removed
+# in order of removal: config.json, which marks the folder as a run's, is last
 CONTENTS = (
     *(RESULT, EVALUATION, STATE, WEIGHTS, BEST, METRICS, PICTURES, TENSORBOARD, WANDB, IDENTITY),
     *(TOKENIZER, CONFIG),
 )
-# in the folders among them, what runs write: anything else there stays
-OWN = {
+# names of the files that runs write in subfolders; others are never removed
+RUN_FILES = {
     STATE: STEP,
     PICTURES: re.compile(r"step_\d+\.png"),
     TENSORBOARD: EVENTS,
@@ -63,7 +63,7 @@ OWN = {
 }
 MACHINE = "machine."  # a run may go on with other settings below this
 SHOWN_DIFFERENCES = 3
-MADE_ANEW = "remove it and start the run again, which makes it anew"
+MADE_ANEW = "remove it and start the run again to recreate it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,20 +95,20 @@ class Manifest:
 
 
 def check_claim(folder: Path, run: RunConfig, *, overwrite: bool) -> bool:
-    """Tell whether a run that gives way is in the folder, or raise if `run` may not go there.
+    """Return whether the folder holds a run to replace, or raise if `run` may not use it.
 
-    A run without a checkpoint counts for nothing: any other takes its place.
+    A run without a checkpoint may always be replaced.
 
     Raises:
-        ValueError: the folder holds something else, or another run (says where they differ), or
-            a symbolic link in the place of what a run writes.
+        ValueError: If the folder holds other files, another run (states how they differ), or a
+            symbolic link under a name that a run writes to.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, expected a folder for the run")
     for name in (*CONTENTS, LOCK):
-        check_own(folder / name, folder=name in OWN)
-    for path in (folder / TOKENIZER).glob("*"):  # which are written in place
-        check_own(path)
+        check_regular(folder / name, folder=name in RUN_FILES)
+    for path in (folder / TOKENIZER).glob("*"):  # these are not written atomically
+        check_regular(path)
     if not folder.exists() or all(p.suffix == PARTIAL or p.name == LOCK for p in folder.iterdir()):
         return False
     there = _run_in(folder)
@@ -119,18 +119,20 @@ def check_claim(folder: Path, run: RunConfig, *, overwrite: bool) -> bool:
 
 
 def make_ready(folder: Path, run: RunConfig, *, overwrite: bool) -> None:
-    """Remove the run that gives way, and what a killed one left half written.
+    """Remove a run that is replaced, and unfinished files of a killed one.
 
     Raises:
-        ValueError: as `check_claim`.
+        ValueError: See `check_claim`.
     """
     gives_way = check_claim(folder, run, overwrite=overwrite)
     with writing(folder):
         for name in CONTENTS:
-            if name not in OWN:
+            if name not in RUN_FILES:
                 remove(partial_of(folder / name))
-            if gives_way:
-                remove_from(folder / name, OWN[name]) if name in OWN else remove(folder / name)
+            if gives_way and name in RUN_FILES:
+                remove_from(folder / name, RUN_FILES[name])
+            elif gives_way:
+                remove(folder / name)
 
 
 def write_manifest(
@@ -175,7 +177,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read config.json.
 
     Raises:
-        ValueError: it is missing, damaged, or holds what this version does not know.
+        ValueError: If it is missing or damaged, or contains unknown fields or classes.
     """
     data = read_config(folder)
     try:
@@ -213,7 +215,7 @@ def read_outcome(folder: Path) -> tuple[int, dict[str, float]]:
         ValueError: result.json is damaged.
     """
     path = folder / RESULT
-    check_own(path)
+    check_regular(path)
     if not path.exists():
         return 0, {}
     data = from_json(path.read_bytes(), path, MADE_ANEW)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from onescan.allocation import build_here, build_on_meta
+from onescan.allocation import build_on_meta, build_unchecked
 from onescan.checkpoint.files import LOCK, damaged, locked
 from onescan.checkpoint.weights import (
     BEST,
@@ -75,7 +75,7 @@ def train(
     Raises:
         ValueError: the folder holds another run, or no run at all; or a config is refused.
         FloatingPointError: the loss, its gradient or the weights are no longer finite.
-        OSError: the folder cannot be written to; what was saved before is intact.
+        OSError: the folder cannot be written to; files saved earlier are intact.
     """
     folder, settings, machine = Path(folder), run.training, run.machine
     with ExitStack() as stack:
@@ -90,9 +90,9 @@ def train(
         task = run.task.build(run.data.build())
         plan = Plan.of(settings, task.steps_per_epoch(settings.batch_size))
         share = share_of_batch(settings, machine, ranks)
-        build_on_meta(run.model)  # raises where it is too large
+        build_on_meta(run.model)  # raises if it does not fit into memory
         torch.manual_seed(derive_seed(settings.seed, "model"))
-        model = build_here(run.model)
+        model = build_unchecked(run.model)
         if run.start and (gives_way or not ranks.first(lambda: last_state(folder))):
             begin_with(run.start, model)
         model = model.to(device)
@@ -411,12 +411,12 @@ def _check_shared(folder: Path, token: str | None, ranks: Ranks) -> None:
 
 
 def _restore(folder: Path, state: TrainingState, ranks: Ranks) -> None:
-    """Go on from the last checkpoint, if there is one."""
+    """Resume from the last checkpoint, if there is one."""
     last = ranks.first(lambda: last_state(folder))
     if last:
         restore_state(last, state, ranks)
     if ranks.first(lambda: _noted_step(folder / BEST)) > state.step:
-        state.best = -math.inf  # those are of an evaluation that is to come again
+        state.best = -math.inf  # that evaluation will be repeated
 
 
 def _noted_step(weights: Path) -> int:

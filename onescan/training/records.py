@@ -9,7 +9,7 @@ from typing import Any, Literal
 from PIL.Image import Image
 
 from onescan.checkpoint.files import (
-    check_own,
+    check_regular,
     damaged,
     from_json,
     to_json,
@@ -29,15 +29,15 @@ TIMING = frozenset({"seconds", "waiting_seconds", "memory_mib"})
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """Read a run's metrics: step, epoch, split ("train" or "test"), and numbers by name.
 
-    A last line that a killed run left unfinished is passed over.
+    An unfinished last line, left by a killed run, is ignored.
 
     Raises:
-        ValueError: another line is damaged (says which), or it is not a file.
+        ValueError: If any other line is damaged (names it), or the path is not a regular file.
     """
     path = Path(folder) / METRICS
-    check_own(path)
+    check_regular(path)
     *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    if last and (not last.startswith(b"{") or b"}" in last):  # not just the beginning of a line
+    if last and (not last.startswith(b"{") or b"}" in last):  # more than the start of a line
         lines.append(last)
     return [_parse(line + b"\n", f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
@@ -123,7 +123,7 @@ def _spell(value: Any) -> Any:
 
 
 def _parse(text: bytes, place: str) -> dict[str, Any]:
-    remedy = "remove the file to go on without its history"
+    remedy = "remove the file to continue without its history"
     line: dict[str, Any] = from_json(text, place, remedy)
     match line:
         case {"step": int(), "epoch": int() | float(), "split": "train" | "test", **numbers}:

@@ -1,8 +1,8 @@
-"""The whole state of a run after a step, from which it resumes as if it had never stopped.
+"""Save and restore the full training state of a run.
 
-One folder per step: tensors in safetensors files that torch.distributed.checkpoint writes, one a
-process, which any number of processes can read; and a manifest of these files and of what is no
-tensor, which is written last.
+Each checkpoint is a folder. torch.distributed.checkpoint writes the tensors, one safetensors file
+per process, which any number of processes can read. A JSON manifest, written last, contains the
+remaining values and the SHA-256 of each file.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from onescan.checkpoint.files import (
     begin,
-    check_own,
+    check_regular,
     damaged,
     finish,
     from_json,
@@ -37,35 +37,35 @@ from onescan.training.precision import LossScale
 from onescan.training.ranks import Ranks
 
 STATE, MANIFEST = "state", "manifest.json"
-MODEL, MEAN, OPTIMIZER = "model.", "mean.", "optimizer."  # what the names of tensors begin with
+MODEL, MEAN, OPTIMIZER = "model.", "mean.", "optimizer."  # prefixes of tensor names
 MOMENTS = f"{OPTIMIZER}state."
 STEP = re.compile(r"step_(0|[1-9]\d{0,17})")
 SHARD = re.compile(r"[\w-]+\.safetensors")
 INDENT = 2
-REMEDY = "remove the state to train from the beginning; the weights beside it may still be whole"
+REMEDY = "remove the state folder to train from scratch; model.safetensors may still be intact"
 
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """Everything that training changes."""
+    """Everything that a training step changes."""
 
     model: nn.Module
     optimizer: Optimizer
     mean: WeightMean | None = None
     scale: LossScale | None = None
     step: int = 0
-    """Updates made so far."""
+    """Optimizer steps so far."""
     bookmark: Bookmark | None = None
-    """Where the next batch begins, for data whose places cannot be looked up."""
+    """Position of the next batch in the data, for data without random access."""
     best: float = -math.inf
-    """The best evaluation's score."""
+    """Score of the best evaluation."""
     stale: int = 0
-    """Evaluations since then."""
+    """Evaluations since the best one."""
     judged: int = 0
-    """The step of the last evaluation."""
+    """Step of the last evaluation."""
 
     def judge(self, score: float) -> bool:
-        """Take note of an evaluation, and tell whether it is the best so far."""
+        """Record the score of an evaluation, and return whether it is the best so far."""
         score = -math.inf if math.isnan(score) else score
         is_best = score > self.best or self.best == -math.inf
         self.best, self.stale = (score, 0) if is_best else (self.best, self.stale + 1)
@@ -73,14 +73,14 @@ class TrainingState:
         return is_best
 
     def judged_weights(self) -> AbstractContextManager[None]:
-        """Where the model has the weights that are judged and used: the running mean, if any."""
+        """Return a context in which the model has the weights to evaluate: the EMA, if any."""
         return self.mean.worn_by(self.model) if self.mean else nullcontext()
 
     def numbers(self) -> dict[str, Any]:
-        """What is no tensor, as JSON."""
+        """Return all values other than tensors, ready for JSON."""
         return {
             "step": self.step,
-            "best": None if self.best == -math.inf else self.best,  # which JSON has no word for
+            "best": None if self.best == -math.inf else self.best,  # JSON has no infinity
             "stale": self.stale,
             "judged": self.judged,
             "bookmark": self.bookmark,
@@ -88,7 +88,11 @@ class TrainingState:
         }
 
     def restore_numbers(self, numbers: dict[str, Any]) -> None:
-        """Bring back what `numbers` gave; raises TypeError or ValueError for anything else."""
+        """Restore the values that `numbers` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError, OverflowError: If a value is missing or invalid.
+        """
         self.step, self.stale, self.judged = (int(numbers[n]) for n in ("step", "stale", "judged"))
         self.best = -math.inf if numbers["best"] is None else float(numbers["best"])
         self.bookmark = numbers["bookmark"] and dict(numbers["bookmark"])
@@ -98,28 +102,28 @@ class TrainingState:
 
 
 def last_state(folder: Path) -> Path | None:
-    """Find the newest whole state of the run in `folder`: state/step_N.
+    """Return the newest complete state, ``folder/state/step_N``, or ``None``.
 
     Raises:
-        ValueError: `folder/state`, or a step in it, is a symbolic link.
+        ValueError: If the state folder or the newest step in it is a symbolic link.
     """
-    check_own(folder / STATE, folder=True)
+    check_regular(folder / STATE, folder=True)
     whole = [path for path in (folder / STATE).glob("step_*") if STEP.fullmatch(path.name)]
     last = max(whole, key=lambda path: int(path.name[5:]), default=None)
     if last:
-        check_own(last, folder=True)
+        check_regular(last, folder=True)
     return last
 
 
 def save_state(folder: Path, state: TrainingState, ranks: Ranks) -> None:
-    """Write the state; the one before goes once this one is whole.
+    """Write the state, then remove older ones.
 
     Raises:
-        OSError: it cannot be written; the one before is intact.
-        ValueError: `folder/state` is a symbolic link.
+        OSError: If it cannot be written. The previous state is intact.
+        ValueError: If the state folder is a symbolic link.
     """
     place = folder / STATE / f"step_{state.step}"
-    ranks.first(lambda: check_own(place.parent, folder=True))
+    ranks.first(lambda: check_regular(place.parent, folder=True))
     with writing(place.parent):
         if not ranks.first(place.exists):
             partial = ranks.first(lambda: begin(place))
@@ -134,13 +138,13 @@ def save_state(folder: Path, state: TrainingState, ranks: Ranks) -> None:
 
 
 def restore_state(place: Path, state: TrainingState, ranks: Ranks) -> None:
-    """Bring a new state to where the one at `place` was.
+    """Load the state saved in folder `place` into `state`.
 
-    It may have been written by another number of processes.
+    The number of processes may differ from that of the run that wrote it.
 
     Raises:
-        ValueError: it is damaged (names the file), or of another model.
-        OSError: it cannot be read.
+        ValueError: If a file is damaged (names it), or the tensors do not match the model.
+        OSError: If a file cannot be read.
     """
     manifest = ranks.first(lambda: _read_manifest(place))
     sizes = _read_sizes(place)
@@ -148,10 +152,10 @@ def restore_state(place: Path, state: TrainingState, ranks: Ranks) -> None:
     tensors = _tensors(state, moments=bool(moments))
     wanted = {n: x for n, x in tensors.items() if n in moments or not n.startswith(MOMENTS)}
     check_sizes(sizes, sizes_of(wanted), place)
-    _read(place, wanted)  # into the model's and the optimizer's own tensors
+    _read(place, wanted)  # in place
     for name, parameter in state.model.named_parameters():
         if not any(moment.startswith(f"{MOMENTS}{name}.") for moment in moments):
-            state.optimizer.state.pop(parameter, None)  # of one without gradients
+            state.optimizer.state.pop(parameter, None)  # it had no gradient, so no state was saved
     try:
         state.restore_numbers(manifest)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -159,12 +163,12 @@ def restore_state(place: Path, state: TrainingState, ranks: Ranks) -> None:
 
 
 def _tensors(state: TrainingState, *, moments: bool) -> dict[str, Tensor]:
-    """All tensors by name: model.NAME, mean.NAME, optimizer.state.NAME.MOMENT.
+    """Return all tensors by name: model.NAME, mean.NAME, optimizer.state.NAME.MOMENT.
 
-    They are the model's and the optimizer's own, and not copies. With `moments` a new optimizer
-    gets its own, which are zeros.
+    They share memory with the model and the optimizer. With `moments`, the state of a new optimizer
+    is initialized with zeros.
     """
-    from torch.distributed.checkpoint.state_dict import (  # on use: half a second
+    from torch.distributed.checkpoint.state_dict import (  # slow: half a second
         StateDictOptions,
         get_state_dict,
     )
@@ -188,7 +192,7 @@ def _write_manifest(place: Path, state: TrainingState) -> None:
 
 
 def _read_manifest(place: Path) -> dict[str, Any]:
-    """Read the manifest, and check that the files are those that it lists, as they were written."""
+    """Read the manifest, and verify the names and checksums of the files."""
     path = place / MANIFEST
     try:
         there = {file.name for file in place.iterdir()}
@@ -199,13 +203,13 @@ def _read_manifest(place: Path) -> dict[str, Any]:
         if not isinstance(files, dict) or not all(SHARD.fullmatch(name) for name in files):
             raise damaged(path, files, REMEDY)
         if manifest.get("step") != int(place.name[5:]):
-            raise damaged(path, ValueError(f"it is of step {manifest.get('step')}"), REMEDY)
+            raise damaged(path, ValueError(f"it holds step {manifest.get('step')}"), REMEDY)
         for name in sorted(there - {MANIFEST} ^ files.keys()):
-            what = "is not there" if name in files else "is not one of its files"
+            what = "is missing" if name in files else "is not in the manifest"
             raise damaged(place, ValueError(f"{name} {what}"), REMEDY)
         for name, digest in files.items():
             if not _is_file(place / name) or _digest(place / name) != digest:
-                mismatch = ValueError("its checksum does not match its content")
+                mismatch = ValueError("checksum mismatch")
                 raise damaged(place / name, mismatch, REMEDY)
     except OSError as error:
         raise OSError(f"cannot read {place}: {error.strerror or error}") from error
@@ -231,7 +235,7 @@ def _write(place: Path, tensors: dict[str, Tensor]) -> None:
         with _in_one_process():
             writer = HuggingFaceStorageWriter(str(place), save_distributed=True)
             save(contiguous, storage_writer=writer)
-    except CheckpointException as error:  # no Exception: it would pass every other handler
+    except CheckpointException as error:  # not a subclass of Exception
         disk = _disk_error(error)
         raise OSError((disk and disk.strerror) or "the disk may be full") from error
 
@@ -253,7 +257,7 @@ def _read_sizes(place: Path) -> dict[str, TensorSize]:
 
 
 def _read(place: Path, tensors: dict[str, Tensor]) -> None:
-    """Read tensors in place."""
+    """Read tensors from disk, in place."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -269,7 +273,7 @@ def _reading(place: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (CheckpointException, Exception) as error:  # a hostile file may end in any error
+    except (CheckpointException, Exception) as error:  # a hostile file can raise any error
         disk = _disk_error(error)
         if disk and not isinstance(disk, FileNotFoundError):
             raise OSError(f"cannot read {place}: {disk.strerror or disk}") from error
@@ -284,7 +288,7 @@ def _in_one_process() -> Iterator[None]:
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:
-    """The disk's own error, which torch wraps in others of its own."""
+    """Return the OSError that torch has wrapped in its own exceptions, if any."""
     failures = getattr(error, "failures", None)  # of each process
     if failures:
         error = next(iter(failures.values()))[0]

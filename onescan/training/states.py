@@ -1,4 +1,4 @@
-"""The state of a text that a model has read, in a file: to go on from it another day."""
+"""Save and load the state of a causal language model, to continue a text later."""
 
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,22 @@ from onescan.models.states import flatten, unflatten
 
 
 def save_state(path: str | Path, state: Any, model: CausalLM) -> None:
-    """Write what a model returned beside its logits, in place of an older file.
+    """Save the state that a model returned with its logits, replacing an older file atomically.
 
     Raises:
-        OSError: it cannot be written; the older one is intact.
+        OSError: If the file cannot be written. The older file is intact.
     """
     tensors = {name: tensor.detach().cpu() for name, tensor in flatten(state).items()}
     save_weights(Path(path), tensors, {"model": configs.to_dict(model.config)})
 
 
 def load_state(path: str | Path, model: CausalLM) -> Any:
-    """Read a state for a model, which goes on as if it had read the text itself.
+    """Load a state, from which the model continues as if it had read the text itself.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or of a model of another config; names the first difference.
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file is damaged, or the config of its model differs (names the first
+            difference).
     """
     path = Path(path)
     if not path.is_file():
@@ -36,12 +37,15 @@ def load_state(path: str | Path, model: CausalLM) -> Any:
         raise ValueError(f"{path} holds no state")
     there = configs.from_dict(type(model.config), notes["model"])
     for where, saved, wanted in configs.differences(there, model.config):
-        raise ValueError(f"{path} is of another model: {where} is {saved!r} there, {wanted!r} here")
+        raise ValueError(
+            f"{path} does not match the model: {where} is {saved!r} in the file and {wanted!r} in "
+            "the model"
+        )
     device = model.network.device
-    with torch.no_grad():  # a state of the same kind, to be filled
+    with torch.no_grad():  # an example of the structure to fill
         _, like = model(torch.zeros(1, 1, dtype=torch.long, device=device))
     try:
         state = unflatten(like, {name: x.to(device) for name, x in tensors.items()})
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{path} is of another model: {error}") from error
+        raise ValueError(f"{path} does not match the model: {error}") from error
     return state

@@ -201,7 +201,7 @@ def _identity(folder: Path, step: int) -> str:
         write_atomically(path, lambda partial: partial.write_text(uuid4().hex[:12], "ascii"))
     identity = path.read_bytes()
     if not re.fullmatch(rb"[0-9a-f]{12}", identity):
-        raise damaged(path, identity, "remove it to let trackers show a new run")
+        raise damaged(path, identity, "remove it to start a new run in the trackers")
     return identity.decode()
 
 

@@ -180,7 +180,7 @@ def shuffled(total: int) -> Int[Tensor, " total"]:
 
 @lru_cache(maxsize=4)
 def _permutation(total: int) -> NDArray[np.int64]:
-    """An array: a cached tensor would stay one of the mode in which it was made."""
+    """Return an array, because a tensor cached in inference mode could not be used elsewhere."""
     return torch.randperm(total, generator=torch.Generator().manual_seed(0)).numpy()
 
 

@@ -37,7 +37,7 @@ class Corpus:
         return replace(self, tokens=self.tokens[begin:end], ends=ends)
 
     def ended(self, end: int) -> "Corpus":
-        """Append `end` to the last document if `part` has cut it off before its own."""
+        """Append `end` to the last document, unless it already ends with it."""
         if self.tokens[-1] == end:
             return self
         ends = self.ends.copy()

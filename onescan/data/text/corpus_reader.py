@@ -33,7 +33,7 @@ class CorpusReader:
         tokenizer: what encodes them.
         on_error: whether a document that cannot be read ends the run, or is left out.
         keeps: whether what was tokenized is kept on disk.
-        frame: ids to put before and after each document, if any.
+        frame: ids to add before and after each document, if any.
     """
 
     tokenizer: Tokenizer

@@ -65,8 +65,8 @@ class TextDatasetConfig(DataConfig):
     length: int = 256
     """Tokens of a row."""
     frame_rows: bool = False
-    """Put [CLS] before and [SEP] after each document, and each part of one in a row, as BERT sees
-    them in fine-tuning. Parts never attend to each other, so each needs its own."""
+    """Add [CLS] before and [SEP] after each document, as in BERT's fine-tuning. A document that is
+    split across rows gets them around each part. For masked language models only."""
     long_documents: LongDocuments = "continue"
     """Whether a document longer than a row goes on in the next, or ends the run."""
     on_error: OnError = "raise"
@@ -90,20 +90,20 @@ class TextDatasetConfig(DataConfig):
         return self.length
 
     def build(self) -> TextSplits:
-        """Find the text, and tokenize it.
+        """Find and tokenize the text.
 
         Raises:
-            ImportError: the datasets library or transformers is needed and not installed.
-            ValueError: a field is out of range; the text is not there, is empty, cannot be read,
-                lacks a split or a column; there is no such tokenizer, or it has no [CLS] and [SEP]
-                for frame_rows; or it cannot be streamed.
+            ImportError: If the datasets library or transformers is required and not installed.
+            ValueError: If a field is out of range; the text is missing or empty, cannot be read or
+                streamed, or lacks a split or column; or there is no such tokenizer, or it has no
+                [CLS] and [SEP] with frame_rows.
         """
         self._check()
         tokenizer = load_tokenizer(self.tokenizer)
         if self.frame_rows and tokenizer.frame is None:
             raise ValueError(
                 f"data.frame_rows is True, but data.tokenizer {self.tokenizer!r} has no [CLS] and "
-                "[SEP]"
+                "[SEP] tokens"
             )
         opened = _Opened(self, tokenizer)
         train, test = opened.stream() if self.streaming else opened.look_up()
@@ -170,7 +170,7 @@ class _Opened:
             cut = _held_from(train, config.test_fraction, config.path)
             train, test = train.part(0, cut), train.part(cut, len(train.tokens))
             if self.frame is not None:
-                train = train.ended(self.frame.end)  # rows go on from it to the first document
+                train = train.ended(self.frame.end)  # shuffled rows wrap around
         else:
             test = self._corpus(*found, most=self._most())
         return self._packed(train), self._packed(test, self._most())

@@ -19,16 +19,16 @@ def encode_documents(
     frame: Frame | None = None,
     show: Callable[[int], object] | None = None,
 ) -> Iterator[Ids]:
-    """Yield the ids of each text: with the tokenizer's end after them, or inside a frame.
+    """Yield the ids of each text, followed by the tokenizer's end or surrounded by a frame.
 
-    A long text is cut between words, where the ids of most tokenizers stay as they are; those that
-    write a space before every text write one there too.
+    Long texts are split between words, which does not change the ids of most tokenizers; those that
+    prepend a space to every text also prepend one to each piece.
 
     Args:
-        texts: to learn from.
-        tokenizer: what encodes them.
-        frame: ids to put before and after each text; None puts `tokenizer.end` after it.
-        show: is told how many characters were encoded since the last call.
+        texts: Texts to encode.
+        tokenizer: Tokenizer to use.
+        frame: Ids to add before and after each text. None adds only `tokenizer.end` after it.
+        show: Called with the number of characters encoded since the last call.
     """
     document: list[Ids] = []
     for batch in _batches(texts):

@@ -29,7 +29,7 @@ class PackedText(DataSet):
         corpus: the documents.
         length: tokens of a row.
         padding: the id where a row is over.
-        frame: ids around each part of a document in a row, if any.
+        frame: ids to add around each part of a document in a row, if any.
     """
 
     corpus: Corpus

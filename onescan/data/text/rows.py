@@ -17,23 +17,23 @@ def padding_id(tokenizer: Tokenizer) -> int:
 
 
 def text_length(length: int, frame: Frame | None) -> int:
-    """Tokens cut from documents for a row: two fewer than `length` where a frame may be added."""
+    """Return how many tokens of documents fit into a row: two fewer if it may need a frame."""
     return length if frame is None else length - len(frame)
 
 
 def stack_rows(
     rows: Sequence[Sequence[Ids]], *, length: int, padding: int, frame: Frame | None = None
 ) -> tuple[Tokens, Tokens]:
-    """Lay out rows, each given as parts of documents that fit in it.
+    """Stack rows, each given as parts of documents, and pad them.
 
     Args:
-        rows: parts of documents; with a frame, at most `text_length(length, frame)` tokens a row.
-        length: tokens of a row.
-        padding: the id after a row's last token.
-        frame: ids to put before and after each part that was cut off without them.
+        rows: Parts of documents; with a frame, at most `text_length(length, frame)` tokens per row.
+        length: Tokens per row.
+        padding: Id of padding.
+        frame: Ids to add before and after each part, unless it already starts or ends with them.
 
     Returns:
-        [B, T] ids, and [B, T] numbers of documents, from 0 in each row; -1 where it is over.
+        Ids [B, T], and document numbers [B, T], counted from 0 in each row; -1 for padding.
     """
     tokens = np.full((len(rows), length), padding, np.int64)
     documents = np.full((len(rows), length), PADDING, np.int64)

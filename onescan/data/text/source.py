@@ -182,7 +182,7 @@ def _saved(path: str, wanted: Wanted, field: str) -> dict[str, Open]:
 def _opens_rows(rows: Any, split: str, path: str, wanted: Wanted) -> Open:
     def opened() -> Sequence[Shard]:
         _check_column(rows, path, wanted.column)
-        # the library would decode the images of other columns, in any format of pillow's
+        # Otherwise, the library decodes image columns, in any format that pillow supports.
         texts = rows.select_columns([wanted.column]) if rows.features else rows
         name = f"{path}, {split}"
         if isinstance(texts, import_datasets().Dataset):

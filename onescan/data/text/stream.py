@@ -50,7 +50,7 @@ class TextStream(DataSet):
         block: how many neighbours are shuffled with each other.
         on_error: whether a document that cannot be read ends the run, or is left out.
         long_documents: whether one longer than a row goes on in the next, or ends the run.
-        frame: ids around each part of a document in a row, if any.
+        frame: ids to add around each part of a document in a row, if any.
     """
 
     shards: tuple[Shard, ...]

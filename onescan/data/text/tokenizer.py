@@ -20,7 +20,7 @@ UNKNOWN_CHARACTER = "\ufffd"  # what decoding writes for half a character
 
 
 class Frame(NamedTuple):
-    """The ids around a sequence, such as [CLS] and [SEP]."""
+    """Ids added around a sequence: [CLS] and [SEP]."""
 
     begin: int
     end: int
@@ -213,15 +213,15 @@ class PretrainedTokenizer(Tokenizer):
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load a tokenizer, without running any code that comes with it.
+    """Load a tokenizer without running any code that comes with it.
 
     Args:
-        name: "bytes"; or a folder, a tokenizer.json or a name on the Hugging Face hub that
-            transformers loads one from.
+        name: "bytes", or a folder, a tokenizer.json or a Hugging Face Hub name, loaded with
+            transformers.
 
     Raises:
-        ValueError: there is no tokenizer there.
-        ImportError: transformers is needed and not installed.
+        ValueError: If there is no tokenizer, or it cannot be loaded.
+        ImportError: If transformers is required and not installed.
     """
     if name == BYTES:
         return ByteTokenizer()
@@ -235,8 +235,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     place = path.parent if path.name == "tokenizer.json" else path
     try:
         found = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
-    except Exception as error:  # which is what tokenizers raises
-        raise ValueError(f"there is no tokenizer in {name!r}: {in_a_line(error)}") from error
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError(f"cannot load a tokenizer from {name!r}: {in_a_line(error)}") from error
     return PretrainedTokenizer(name, found)
 
 

@@ -1,4 +1,4 @@
-"""Load a saved pipeline without letting its folder choose what is imported."""
+"""Load a saved pipeline without importing modules that its folder names or contains."""
 
 import json
 import logging as levels
@@ -16,15 +16,15 @@ from onescan.integrations.diffusers.model import DenoiserModel
 from onescan.integrations.diffusers.pipeline import DenoiserPipeline
 from onescan.integrations.diffusers.schedulers import SCHEDULERS
 
-INDEX = "model_index.json"  # of a pipeline that diffusers saved
-# for each component, the classes that an index may name, by (library, class name)
+INDEX = "model_index.json"  # written by diffusers
+# classes that an index may name for each component, by (library, class name)
 COMPONENTS: dict[str, dict[tuple[str, str], Any]] = {
     "transformer": {(DenoiserModel.__module__, DenoiserModel.__name__): DenoiserModel},
     "scheduler": {("diffusers", kind.__name__): kind for kind in SCHEDULERS.values()},
     "vae": {("diffusers", AutoencoderKL.__name__): AutoencoderKL},
 }
-# what diffusers and safetensors raise on folders that are damaged
-UNUSABLE = (
+# exceptions of diffusers and safetensors for damaged folders
+LOAD_ERRORS = (
     OSError,
     ValueError,
     TypeError,
@@ -39,12 +39,11 @@ SETTINGS = ("noise", "pixels", "id2label")  # arguments of the pipeline that are
 def load_saved(folder: Path, *, vae: Any = None) -> DenoiserPipeline:
     """Load a pipeline that `DenoiserPipeline.save_pretrained` wrote, on the CPU.
 
-    The index is checked first, and each component is loaded by the class that it is checked
-    against: `DiffusionPipeline.from_pretrained` would import modules that the folder names or
-    contains.
+    The index is compared with a fixed list of component classes, which then load the components.
+    `DiffusionPipeline.from_pretrained` would import modules that the folder names or contains.
 
     Args:
-        folder: The saved pipeline.
+        folder: Folder of the pipeline.
         vae: Decoder to use in place of the saved one.
 
     Raises:
@@ -62,15 +61,15 @@ def load_saved(folder: Path, *, vae: Any = None) -> DenoiserPipeline:
         return DenoiserPipeline(
             **parts, **{name: index[name] for name in SETTINGS if name in index}
         )
-    except UNUSABLE as error:
-        raise ValueError(f"'{folder}' holds no pipeline that loads: {in_a_line(error)}") from error
+    except LOAD_ERRORS as error:
+        raise ValueError(f"cannot load a pipeline from '{folder}': {in_a_line(error)}") from error
 
 
 def read_index(folder: Path) -> dict[str, Any]:
     """Read model_index.json of a saved `DenoiserPipeline`.
 
     Raises:
-        ValueError: If it is damaged, is of another pipeline, or holds an unknown component.
+        ValueError: If it is damaged, names another pipeline, or contains an unknown component.
     """
     path = folder / INDEX
     try:
@@ -89,7 +88,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def _class_of(folder: Path, name: str, named: Any) -> Any:
-    """Look up the class of a component; None where the pipeline has no such component."""
+    """Return the class of a component; None if the pipeline was saved without it."""
     if named == [None, None] and name == "vae":
         return None
     allowed = COMPONENTS[name]
@@ -111,13 +110,13 @@ def _load(kind: Any, folder: Path, name: str) -> Any:
             local_files_only=True,
         )
     if missing := found["missing_keys"]:
-        raise ValueError(f"{name} lacks {len(missing)} weights, such as {min(missing)}")
+        raise ValueError(f"{name} has {len(missing)} missing weights, such as {min(missing)}")
     return part.eval()
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Silence diffusers' logging and progress bars."""
+    """Disable logging and progress bars of diffusers."""
     level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(levels.CRITICAL)
     logging.disable_progress_bar()

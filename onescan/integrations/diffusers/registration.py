@@ -3,7 +3,7 @@
 import warnings
 from importlib import import_module
 
-OLDEST = (0, 42)  # older ones import what a folder names
+OLDEST = (0, 42)  # older versions import modules that a folder names
 
 
 def add_pipeline() -> None:

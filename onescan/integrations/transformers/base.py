@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from onescan.layers.block import Block
 
-SET = "_is_hf_initialized"  # transformers' mark of a tensor that needs no first value
+SET = "_is_hf_initialized"  # set by transformers on initialized tensors
 
 
 def mark_initialized(module: nn.Module) -> None:
-    """Keep `initialize_weights` from overwriting a module's weights, except on the meta device."""
+    """Keep `initialize_weights` from changing weights, except those on the meta device."""
     for tensor in module.state_dict(keep_vars=True).values():
         setattr(tensor, SET, not tensor.is_meta)
 
@@ -87,11 +87,11 @@ class OnescanModel(PreTrainedModel):
             tensors[name].copy_(fresh[name])
 
     def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
-        """Mark tied weights, and keep a missing source among the missing keys.
+        """Mark tied weights as initialized, but keep all missing keys.
 
-        For models outside its own package, transformers drops each missing key whose parameter is
-        marked. Before loading, both names of a tied weight are one parameter, so that the mark on
-        one removes the other, and the weight is never allocated.
+        For models outside its own package, transformers removes the missing keys of marked
+        parameters. Both names of a tied weight refer to one parameter, so if both are missing, both
+        would be removed, and the weight would never be allocated.
         """
         missing = set(loading_info.missing_keys)
         super().mark_tied_weights_as_initialized(loading_info)

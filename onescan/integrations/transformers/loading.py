@@ -15,8 +15,8 @@ KINDS: dict[str, type[OnescanForCausalLM] | type[OnescanForMaskedLM]] = {
     kind.__name__: kind for kind in (OnescanForCausalLM, OnescanForMaskedLM)
 }
 
-# what transformers and safetensors raise on folders that are damaged
-UNUSABLE = (
+# exceptions of transformers and safetensors for damaged folders
+LOAD_ERRORS = (
     OSError,
     ValueError,
     TypeError,
@@ -28,37 +28,38 @@ UNUSABLE = (
 
 
 def load_pretrained(name: str) -> CausalLM | MaskedLM:
-    """Load a model, in evaluation mode on the CPU, without running any code that comes with it.
+    """Load a model on the CPU in evaluation mode, without running any code that comes with it.
 
     Args:
-        name: a folder that `save_pretrained` wrote, or a name on the Hugging Face hub.
+        name: Folder that `save_pretrained` wrote, or a name on the Hugging Face Hub.
 
     Raises:
-        ValueError: there is no such model, or one of another kind.
+        ValueError: If the model cannot be loaded, has another architecture or quantized weights,
+            or if weights are missing or unexpected.
     """
     try:
         config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except UNUSABLE as error:
+    except LOAD_ERRORS as error:
         raise _unusable(name, error) from error
     saved = (config.architectures or ["nothing"])[0]
     if not isinstance(config, OnescanTextConfig) or saved not in KINDS:
         raise ValueError(f"{name!r} holds {saved}, expected one of {', '.join(KINDS)}")
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{name!r} holds quantized weights, expected floating point weights")
+        raise ValueError(f"{name!r} has quantized weights, expected floating-point weights")
     try:
         kind: Any = KINDS[saved]
         model, found = kind.from_pretrained(
             name,
             use_safetensors=True,
             trust_remote_code=False,
-            attn_implementation="eager",  # no attention kernel that the config names
+            attn_implementation="eager",  # never load a kernel that the config names
             output_loading_info=True,
         )
-    except UNUSABLE as error:
+    except LOAD_ERRORS as error:
         raise _unusable(name, error) from error
-    for keys, what in (("missing_keys", "lacks"), ("unexpected_keys", "holds unknown")):
+    for keys, what in (("missing_keys", "missing"), ("unexpected_keys", "unexpected")):
         if names := found[keys]:
-            raise ValueError(f"{name!r} {what} weights: {len(names)}, such as {min(names)}")
+            raise ValueError(f"{name!r} has {len(names)} {what} weights, such as {min(names)}")
     return model.eval().to_onescan()
 
 

@@ -24,7 +24,7 @@ from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifier, SequenceClassifierConfig
 from onescan.models.token_network import TokenNetwork
 
-# transformers 5.24 renamed past_key_values: the field of outputs and the argument of `generate`
+# transformers 5.24 renamed past_key_values to cache, in outputs and in arguments of `generate`.
 CACHE = "past_key_values"
 if "cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}:
     CACHE = "cache"
@@ -66,24 +66,25 @@ class OnescanTextModel(OnescanModel):
         use_cache: bool | None = None,
         **options: Any,
     ) -> BaseModelOutputWithPast:
-        """One vector a token.
+        """Compute one vector per token.
 
         Args:
-            input_ids: [B, T] ids, those after the cache's.
-            attention_mask: [B, T], or over the cache's tokens too, 1 for real tokens; padding may
-                be on either side.
-            token_type_ids: [B, T]; passed over by a model that tells no segments apart.
-            position_ids: [B, T]; where they begin anew within a row, so does a text, which reads
-                nothing of those before it. For the rest a network counts real tokens itself.
-            inputs_embeds: [B, T, width] in place of input_ids.
-            past_key_values: the cache that a causal model returned, to continue from.
-            cache: the name of past_key_values since transformers 5.24.
-            use_cache: return the state; None is as the config says, and not while training.
-            options: output_hidden_states returns what each block gave.
+            input_ids: Ids [B, T], without the tokens in the cache.
+            attention_mask: 1 for real tokens [B, T], optionally including the tokens in the cache.
+                Padding may be on either side.
+            token_type_ids: Segments [B, T]; ignored by models without segments.
+            position_ids: Positions [B, T]. A position that restarts within a row begins a new
+                document, which does not attend to previous ones. Other values are ignored: the
+                network counts real tokens itself.
+            inputs_embeds: Embeddings [B, T, width], instead of input_ids.
+            past_key_values: Cache returned by a previous call of a causal model.
+            cache: Name of past_key_values since transformers 5.24.
+            use_cache: Whether to return the cache. None uses the config, and False in training.
+            options: ``output_hidden_states=True`` returns the output of each block.
 
         Raises:
-            ValueError: shapes disagree, an id that is not in the vocabulary, a cache of another
-                kind or of several texts, or attention matrices that are asked for.
+            ValueError: If shapes do not match, an id is out of range, the cache has another type or
+                several documents, or attention weights are requested.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected one of input_ids and inputs_embeds")

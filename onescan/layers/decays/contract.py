@@ -48,10 +48,10 @@ class DecayConfig(ABC):
 
 
 class Decay(nn.Module, ABC):
-    """Tokens in, gates out, of each token by itself and in float32 or wider.
+    """Compute the gates of each token from the token alone, in float32 or wider.
 
-    Projections are called as modules, so that LoRA, quantization and offload hooks see them. Such
-    replacements may return bfloat16, so the output of a projection is widened before it is used.
+    Call projections as modules, so that LoRA, quantization and offloading work. A replaced
+    projection may return bfloat16, so convert its output to float32 before use.
     """
 
     @abstractmethod
@@ -66,9 +66,9 @@ class Decay(nn.Module, ABC):
 
 
 class FP32Linear(nn.Linear):
-    """A linear layer that computes in float32 or wider, also under autocast and with bf16 weights.
+    """Linear layer that computes in float32 or wider, even under autocast or with bfloat16 weights.
 
-    A decay is multiplied once per token, so the rounding error of its logit grows with length.
+    Decays are multiplied over all tokens, so rounding errors of their logits grow with the length.
     """
 
     def forward(self, x: Hidden) -> Float[Tensor, "B T _"]:
@@ -78,7 +78,7 @@ class FP32Linear(nn.Linear):
 
 
 def small_linear(width: int, out: int, *, bias: bool, std: float = 0.02) -> FP32Linear:
-    """Build a layer with small random weights, as LION's gates have, and a bias of 0."""
+    """Build a layer with small random weights, as in LION's gates, and zero bias."""
     linear = FP32Linear(width, out, bias=bias)
     nn.init.trunc_normal_(linear.weight, std=std)
     if bias:

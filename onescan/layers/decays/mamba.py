@@ -1,4 +1,4 @@
-"""Mamba's decay: a step size per head that each token chooses, times rates per key channel."""
+"""Mamba's decay: an input-dependent step size per head times a rate per key channel."""
 
 import math
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from onescan.shapes import Hidden
 
 @dataclass(frozen=True, kw_only=True)
 class MambaDecayConfig(DecayConfig):
-    """A step size that each token chooses per head, times a rate per head and key channel (Mamba).
+    """Mamba's decay: an input-dependent step size per head times a rate per key channel.
 
-    It is Mamba's where each channel is a head of its own; see `LionMixerConfig.state_size`.
+    For Mamba itself, make each channel a separate head with `LionMixerConfig.state_size`.
     """
 
     rank: int | None = None
-    """Rank of the projection from token to step sizes. None: width / 16, rounded up."""
+    """Rank of the projection to step sizes. None is width / 16, rounded up."""
 
     def build(self, *, width: int, num_heads: int, head_width: int) -> "MambaDecay":
         rank = math.ceil(width / 16) if self.rank is None else self.rank
@@ -51,7 +51,7 @@ class MambaDecay(Decay):
         self.down = FP32Linear(width, rank, bias=False)
         self.up = small_linear(rank, num_heads, bias=False)
         dt = torch.empty(num_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-        self.dt_bias = nn.Parameter(dt.expm1().log())  # softplus of it is dt
+        self.dt_bias = nn.Parameter(dt.expm1().log())  # inverse of softplus
         rates = torch.arange(1, head_width + 1).log()
         self.log_rate = nn.Parameter(rates.repeat(num_heads, 1))  # H K
 

@@ -34,11 +34,11 @@ class LightNetMixerConfig(MixerConfig):
     """Additive decay; False weighs keys by SiLU instead of their softmax over tokens, of all or of
     those so far."""
     decay_logits: Literal["shared", "offset", "independent"] = "shared"
-    """Logits that the decay's normalizer sums: "shared", the keys; "offset", the keys plus a
-    projection of the decay's own; "independent", that projection alone ("no share" in Table 6)."""
+    """Logits of the decay: "shared", the keys; "offset", the keys plus a separate projection;
+    "independent", the separate projection alone ("no share" in Table 6)."""
     decay_rank: int | None = 128
-    """Rank of the decay's own projection; None is full rank. The 385M parameters of Table 6 fit
-    128: full rank would add 27M to the shared 379M."""
+    """Rank of the separate projection; None is full rank. The 385M parameters of Table 6 match
+    rank 128: full rank would add 27M to the 379M of "shared"."""
     norm: NormName = "layer"
     """Norm of the output, over all heads together, before the gate."""
     gate_rank: int | None = 64
@@ -72,12 +72,12 @@ class LightNetMixerConfig(MixerConfig):
 
 
 class LightNetState(NamedTuple):
-    """What the causal mixer carries from call to call.
+    """State of the causal mixer.
 
     Attributes:
-        attention: the op's state; a `DecayState` without decay.
-        log_decay_normalizer: of the decay's own logits, float64; None if they are the keys.
-        position: tokens seen; an integer tensor in exported programs.
+        attention: State of the op; a `DecayState` without decay.
+        log_decay_normalizer: Log-normalizer of separate decay logits, float64; None for "shared".
+        position: Number of tokens seen; an integer tensor in exported programs.
     """
 
     attention: AdditiveDecayState | DecayState
@@ -88,17 +88,18 @@ class LightNetState(NamedTuple):
 class LightNetMixer(Mixer):
     """O = Norm[phi(Q) (f(K)^T V)] * sigmoid(U), then W_o.
 
-    With decay logits d of their own, Eq. 13 and 14 take s_t over d in place of k:
+    With separate decay logits d, s_t in Eq. 13 and 14 is a sum over d instead of k:
 
         KV_t = diag(s_{t-1} / s_t) KV_{t-1} + R_t(exp(k_t) / s_t) v_t^T,   s_t = sum_{r<=t} exp(d_r)
 
-    which is the shared form with each channel of the query times g_t = sum exp(k_r) / s_t. This
-    gain has no bound. Up to its epsilon, norm cancels any factor that a token's channels have in
-    common, so g_t is scaled where its largest channel leaves exp(-4) to exp(4): outputs neither
-    overflow nor vanish. Only norm="none" undoes the scaling, and can exceed the range of its type.
+    This equals the shared form with each query channel multiplied by g_t = sum exp(k_r) / s_t.
+    This gain is unbounded, but up to its epsilon the norm cancels any factor common to the channels
+    of a token. Where the largest channel of g_t leaves exp(-4) to exp(4), g_t is therefore scaled
+    to that range, and outputs can neither overflow nor vanish. Only norm="none" undoes the scaling
+    afterwards, and may overflow.
 
-    Source: LightNet, arXiv:2405.21022, Eq. 13 to 15; W_o is not printed there, but the paper's
-    parameter counts have room for it.
+    Source: LightNet, arXiv:2405.21022, Eq. 13 to 15. The paper does not print W_o, but its
+    parameter counts imply it.
     """
 
     no_weight_decay = frozenset({"theta"})
@@ -235,9 +236,9 @@ def _log_gain(
     *,
     causal: bool,
 ) -> tuple[Tensor, LogNormalizer]:
-    """log(sum exp(k) / sum exp(decay_logits)), and the log-normalizer of all decay logits.
+    """Return log(sum exp(k) / sum exp(decay_logits)) and the log-normalizer of the decay logits.
 
-    In float64, [B, T, H, K]; T is 1 if not causal.
+    Both are float64. The first has shape [B, T, H, K], with T = 1 if not causal.
     """
     both = torch.stack([k, decay_logits]).double()
     if keep is not None:
@@ -252,19 +253,19 @@ def _log_gain(
 
 
 def _scaled(o: Values, log_scale: Tensor) -> Values:
-    """Multiply by exp(log_scale), [B, T or 1, 1, 1].
+    """Multiply by exp(log_scale), of shape [B, T or 1, 1, 1].
 
     Raises:
-        ValueError: On a CPU, if a product exceeds the range of its type.
+        ValueError: If a product exceeds the range of its dtype. Checked on CPU only.
     """
     wide = o.to(accumulation_dtype(o.dtype))
-    # by the root twice: the factor may overflow where the product does not
+    # Multiply by the square root twice: exp(log_scale) may overflow where the product does not.
     limit = math.log(torch.finfo(wide.dtype).max)
     root = (log_scale / 2).clamp(max=limit).to(wide.dtype).exp()
     scaled = (wide * root * root).to(o.dtype)
     if can_look_at_values(scaled) and not scaled.detach().isfinite().all():
         raise ValueError(
-            "norm is 'none' and decay_logits differ from the keys by up to "
-            f"exp({log_scale.max().item():.0f}), which exceeds {o.dtype}; expected a norm"
+            f"norm is 'none' and the decay logits scale outputs by up to "
+            f"exp({log_scale.max().item():.0f}), beyond the range of {o.dtype}; expected a norm"
         )
     return scaled

@@ -20,11 +20,12 @@ from onescan.layers.mixers.lion import LionMixerConfig
 
 RETNET = FixedDecayConfig(start="retnet", learnt=False)
 
-# Both directions; direction="forward" is the table's causal recurrence. The table has recurrences
-# alone: feature maps are the originals', but for gated RFA's, which are random. Convolutions, gates
-# of outputs, token shifts, RetNet's rotation, RWKV-6's bonus and Mamba's skip D x are left out;
-# RWKV-6 itself reads before it decays. Outputs that nothing scales grow with the tokens read, hence
-# a norm. All originals decay by the token that reads, "target", the default of diagonal decays.
+# Bidirectional; direction="forward" gives the causal recurrences of the table, which contains only
+# recurrences. Feature maps are those of the original models, except gated RFA's random features.
+# Convolutions, output gates, token shifts, RetNet's rotation, RWKV-6's bonus and Mamba's skip
+# connection D x are omitted. RWKV-6 itself reads before it decays. Unscaled outputs grow with the
+# number of tokens, hence the norm. All originals apply the decay of the reading token, "target",
+# which is the default of diagonal decays.
 LINEAR_TRANSFORMERS: Mapping[str, DirectedMixerConfig] = MappingProxyType(
     {
         "linear_attention": LionMixerConfig(

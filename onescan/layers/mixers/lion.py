@@ -45,8 +45,8 @@ class LionMixerConfig(DirectedMixerConfig):
     """LION-s; by changing fields, every linear attention with a decay."""
 
     state_size: int | None = None
-    """Make each channel a head of its own with this many key channels, as in Mamba. Channels of one
-    of the `num_heads` groups share queries and keys. None: heads of width / num_heads."""
+    """Make each channel a separate head with this many key channels, as in Mamba. The channels of
+    each of the `num_heads` groups share queries and keys. None: heads of width / num_heads."""
     feature_map: FeatureMapName = "shifted_silu"
     """What queries and keys pass through."""
     decay: DecayConfig = field(default_factory=SelectiveDecayConfig)
@@ -96,7 +96,7 @@ class LionMixerConfig(DirectedMixerConfig):
             if isinstance(self.decay, HippoDecayConfig):
                 raise ValueError(
                     f"state_size is {self.state_size} with decay=HippoDecayConfig, expected None: "
-                    "its values start as its key channels"
+                    "its initialization needs one key channel per value channel"
                 )
         return LionMixer(self, width, axes)
 
@@ -164,7 +164,7 @@ class LionMixer(Mixer):
         return o if keep is None else o * keep.unsqueeze(-1), state
 
     def _norm_dtype(self, x: Hidden) -> torch.dtype:
-        """The type in which sums reach the norm: as wide as its parameters and autocast allow."""
+        """Return the dtype of the norm's input: as wide as its parameters and autocast allow."""
         scale = getattr(self.norm, "weight", None)
         if scale is not None:
             return scale.dtype
@@ -242,7 +242,7 @@ class LionMixer(Mixer):
         return o
 
     def _keys(self, x: Hidden) -> Keys:
-        """Apply the feature map in heads or groups; each head of a group gets the same result."""
+        """Apply the feature map per head or group, and repeat a group for each of its heads."""
         x = self.feature_map(rearrange(x, "b t (g k) -> b t g k", g=self.config.num_heads))
         if self.config.state_size is None:
             return x

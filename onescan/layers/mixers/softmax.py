@@ -19,7 +19,7 @@ class SoftmaxMixerConfig(MixerConfig):
     causal: bool = False
     """Read the past only; the state then grows by every token."""
     dropout: float = 0.0
-    """Dropout probability of attention weights during training; BERT has 0.1."""
+    """Dropout probability of the attention weights in training; 0.1 in BERT."""
 
     @property
     def is_causal(self) -> bool:
@@ -47,7 +47,7 @@ class SoftmaxState(NamedTuple):
 
 
 class SoftmaxMixer(Mixer):
-    """softmax(Q K^T / sqrt(K)) V, then W_o; dropout, if any, is on the attention weights."""
+    """softmax(Q K^T / sqrt(K)) V, then W_o, with dropout on the attention weights."""
 
     def __init__(
         self, width: int, num_heads: int, *, causal: bool = False, dropout: float = 0.0

@@ -64,10 +64,10 @@ def preset(name: str, **changes: Any) -> ModelConfig:
 
 
 def build(name: str, **changes: Any) -> nn.Module:
-    """The model of a preset, with fresh weights; see `preset` for the changes.
+    """Build the model of a preset with new weights; see `preset` for the arguments.
 
     Raises:
-        ValueError: what `preset` refuses, or a model that does not fit into this machine's memory.
+        ValueError: If `preset` raises it, or the model does not fit into memory.
 
     >>> build("lightnet_tiny", num_classes=10, image_size=32, patch_size=4).head.out_features
     10

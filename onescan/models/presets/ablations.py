@@ -7,8 +7,8 @@ from typing import Any
 from onescan.layers.decays import FixedDecayConfig, SelectiveDecayConfig
 from onescan.layers.position import AbsolutePositionConfig
 
-# What a row of LightNet's ablation tables changes, Tables 1, 7 and 6. Either of the last two may be
-# Table 6's "no share": independent parameters are what it says, rank 128 is what its 385M fit.
+# Rows of LightNet's ablation tables, Tables 1, 7 and 6. Either of the last two may be "no share" in
+# Table 6: the text describes independent parameters, but the 385M parameters match rank 128.
 LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "without_tpe": {"position": None},

@@ -58,10 +58,10 @@ def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None, source: str)
 
 
 def _bert(mixer: MixerConfig, size: str, *, has_positions: bool) -> Preset:
-    """BERT, arXiv:1810.04805: its sizes, vocabulary, post-norm blocks, dropout and eps.
+    """BERT, arXiv:1810.04805, with its sizes, vocabulary, post-norm blocks, dropout and eps.
 
-    LION replaces the attention and keeps everything else. It has no attention dropout: its chunk
-    and recurrent forms have no attention weights to drop.
+    LION replaces only the attention. It has no attention dropout, because its chunk and recurrent
+    forms do not compute attention weights.
     """
     width, depth, num_heads, printed_millions = BERT_SIZES[size]
     return Preset(

@@ -113,8 +113,8 @@ def decay_attention(
             what decayed to less than 1e-30, but in float64.
         causal: whether a token reads only itself and those before it.
         decay_at: which of two neighboring tokens provides the decay between them: "source", the
-            one visited first (Eq. 14), or "target", the one visited next (Eq. 5, Theorem B.1).
-            "auto" is "target" if causal or if the decay is diagonal; otherwise "source".
+            first one visited (Eq. 14), or "target", the second (Eq. 5, Theorem B.1). "auto" is
+            "target" if causal or if the decay is diagonal, otherwise "source".
         normalize: what outputs are divided by: "none"; "sum", the row sum after decay; "max_one",
             max(row sum, 1), of its absolute value where causal (xLSTM). A row sum closer to 0 than
             1e-30 counts as 1.

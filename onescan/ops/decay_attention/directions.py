@@ -43,11 +43,11 @@ class Matrices(NamedTuple):
 
 @dataclass(frozen=True)
 class Divide:
-    """How outputs are divided by their row sums, the outputs for values of 1.
+    """Division of outputs by row sums, which are the outputs for values of 1.
 
     Attributes:
-        function: of outputs and row sums.
-        cancels: whether row sums may cancel to about 1, where their rounding error is an output's.
+        function: Divides outputs by row sums.
+        cancels: Whether terms of a row sum may cancel, so that it must be summed more precisely.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]

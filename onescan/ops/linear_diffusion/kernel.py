@@ -77,20 +77,20 @@ def gaussian_radius(sigma: float, epsilon: float) -> int:
 
 
 def stable_step(weights: DiffusionKernels) -> StepSizes:
-    """1 / sum_r K_r: the longest step that leaves each token among the others, at any length.
+    """Return the largest stable step, 1 / sum_r K_r, which makes each output a weighted mean.
 
-    The paper's bound, 1 / max_t sum_s K_ts, is the same where a token lies R from both ends. Where
-    none does, the paper's allows a longer step; this one does not depend on the number of tokens.
-    It is shortened by the rounding error of a row sum, so that no token's share is below 0.
+    It does not depend on the number of tokens. It equals the paper's bound, 1 / max_t sum_s K_ts,
+    if any token is at least R from both ends; otherwise, the paper allows a longer step. It
+    is reduced by the rounding error of the sum, so that no weight is negative.
 
     Args:
-        weights: [H, 2R+1], as in `linear_diffusion`.
+        weights: Kernels [H, 2R+1], as in `linear_diffusion`.
 
     Returns:
-        [H], in float32 or wider.
+        Step sizes [H], in float32 or wider.
 
     Raises:
-        ValueError: another shape or type, or, on a CPU, numbers below 0.
+        ValueError: If the shape or dtype is invalid or, on a CPU, a number is negative.
     """
     check_kernels(weights)
     (weights,) = widened(weights)

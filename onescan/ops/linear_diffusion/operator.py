@@ -33,17 +33,17 @@ def diffusion_operator(
 
 
 def smallest_positive_power(operator: Tensor) -> int | None:
-    """The smallest L for which A^L has no zero: L layers tell every token of every other.
+    """Return the smallest L for which A^L has no zero: the depth at which all tokens interact.
 
     Args:
-        operator: A, [T, T], of numbers that are at least 0. Not from form="fft", which leaves
-            rounding errors in place of zeros.
+        operator: Matrix A [T, T] of non-negative numbers. Do not use form="fft", which has rounding
+            errors instead of zeros.
 
     Returns:
-        L, or None where no power will do, however large.
+        L, or None if every power of A has a zero.
 
     Raises:
-        ValueError: A is not square, or has numbers below 0.
+        ValueError: If A is not square, or has a negative number.
 
     >>> smallest_positive_power(torch.tensor([[0.0, 1.0], [1.0, 0.0]])) is None  # they swap
     True
