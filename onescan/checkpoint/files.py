@@ -7,7 +7,7 @@ import reprlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -199,6 +199,43 @@ def matches(data: dict[str, Any], text: bytes, *, indent: int | None = None) -> 
         return to_json(data, indent=indent).encode() == text
     except RecursionError:
         return False
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file in a folder, by name."""
+    return {path.name: _digest(path) for path in sorted(folder.iterdir())}
+
+
+def check_digests(folder: Path, files: Mapping[str, Any], remedy: str, *, but: str) -> None:
+    """Check that a folder holds the files that `digests` saw, unchanged.
+
+    Args:
+        folder: where they are.
+        files: what `digests` gave, as it was read back.
+        remedy: what to do about damage.
+        but: the name of one more file, which lists them.
+
+    Raises:
+        ValueError: a file is missing, or changed, or not one of them; names it.
+    """
+    there = {path.name for path in folder.iterdir()} - {but}
+    for name in sorted(there ^ files.keys()):
+        what = "is not there" if name in files else "is not one of its files"
+        raise damaged(folder, ValueError(f"{name} {what}"), remedy)
+    for name, digest in files.items():
+        if not is_own_file(folder / name) or _digest(folder / name) != digest:
+            mismatch = ValueError("its checksum does not match its content")
+            raise damaged(folder / name, mismatch, remedy)
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether it is a file, and no symbolic link to one."""
+    return path.is_file() and not path.is_symlink()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,13 @@ from torch.optim import Optimizer
 
 from onescan.checkpoint.files import (
     begin,
+    check_digests,
     check_own,
     damaged,
+    digests,
     finish,
     from_json,
+    is_own_file,
     remove,
     remove_from,
     to_json,
@@ -182,8 +184,7 @@ def _tensors(state: TrainingState, *, moments: bool) -> dict[str, Tensor]:
 
 
 def _write_manifest(place: Path, state: TrainingState) -> None:
-    files = {path.name: _digest(path) for path in sorted(place.iterdir())}
-    text = to_json({**state.numbers(), "files": files}, indent=INDENT)
+    text = to_json({**state.numbers(), "files": digests(place)}, indent=INDENT)
     (place / MANIFEST).write_text(text, encoding="utf-8")
 
 
@@ -191,8 +192,7 @@ def _read_manifest(place: Path) -> dict[str, Any]:
     """Read the manifest, and check that the files are those that it lists, as they were written."""
     path = place / MANIFEST
     try:
-        there = {file.name for file in place.iterdir()}
-        if MANIFEST not in there or not _is_file(path):
+        if not is_own_file(path):
             raise damaged(place, ValueError(f"it has no {MANIFEST}"), REMEDY)
         manifest = dict(from_json(path.read_bytes(), path, REMEDY, indent=INDENT))
         files = manifest.get("files")
@@ -200,25 +200,10 @@ def _read_manifest(place: Path) -> dict[str, Any]:
             raise damaged(path, files, REMEDY)
         if manifest.get("step") != int(place.name[5:]):
             raise damaged(path, ValueError(f"it is of step {manifest.get('step')}"), REMEDY)
-        for name in sorted(there - {MANIFEST} ^ files.keys()):
-            what = "is not there" if name in files else "is not one of its files"
-            raise damaged(place, ValueError(f"{name} {what}"), REMEDY)
-        for name, digest in files.items():
-            if not _is_file(place / name) or _digest(place / name) != digest:
-                mismatch = ValueError("its checksum does not match its content")
-                raise damaged(place / name, mismatch, REMEDY)
+        check_digests(place, files, REMEDY, but=MANIFEST)
     except OSError as error:
         raise OSError(f"cannot read {place}: {error.strerror or error}") from error
     return manifest
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
 
 
 def _write(place: Path, tensors: dict[str, Tensor]) -> None:
