@@ -579,7 +579,7 @@ def test_a_state_is_tensors_and_json(stopped):
     assert names == ["manifest.json", "shard-00001-model-00001-of-00001.safetensors"]
     manifest = json.loads((stopped / "state" / "step_3" / "manifest.json").read_text())
     assert manifest["files"].keys() == {names[1]}
-    assert (manifest["step"], manifest["best"], manifest["judged"]) == (3, None, 0)
+    assert (manifest["step"], manifest["best"], manifest["evaluated_step"]) == (3, None, 0)
 
 
 def truncate(shard):
@@ -623,7 +623,7 @@ def test_a_damaged_state_is_refused(stopped, tmp_path, damage, says):
         (lambda m: m.update(files=[]), "manifest.json is damaged"),
         (lambda m: m.update(best=[1]), "manifest.json is damaged"),
         (lambda m: m.update(bookmark=3), "manifest.json is damaged"),
-        (lambda m: m.pop("judged"), "manifest.json is damaged"),
+        (lambda m: m.pop("evaluated_step"), "manifest.json is damaged"),
     ],
 )
 def test_a_hostile_manifest_is_refused(stopped, tmp_path, change, says):

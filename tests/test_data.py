@@ -207,6 +207,22 @@ def test_a_saved_format_without_a_crop_is_read_as_before():
     assert GREY.box(30, 40) == (0, 0, 30, 40)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"height": 10**9}, r"\(1000000000, 5\), expected"),
+        ({"height": 10**5, "width": 10**5}, r"\(100000, 100000\), expected"),
+        ({"width": 0}, r"\(6, 0\), expected"),
+        ({"channels": 10**9}, "channels is 1000000000, expected 1 or 3"),
+        ({"mean": (0.0, 1.0)}, r"mean is \(0\.0, 1\.0\), expected 1 number"),
+        ({"std": ()}, r"std is \(\), expected 1 number"),
+    ],
+)
+def test_an_impossible_image_format_is_refused(change, says):
+    with pytest.raises(ValueError, match=says):
+        replace(GREY, **change)
+
+
 @pytest.mark.parametrize("orientation", [1, 6])
 def test_a_large_photograph_is_decoded_smaller_and_looks_the_same(
     tmp_path, monkeypatch, orientation

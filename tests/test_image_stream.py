@@ -122,6 +122,21 @@ def rest_of(images, cut, passed, **options):
     return whole_pass(images, start=cut, bookmark=bookmark, **options)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: value} for name in ("block", "turn", "row") for value in (None, -1, 1.5, 10**30)),
+        *({"state": state} for state in (3, [], {"evil": 1}, {"examples_iterable": 3})),
+        {"evil": 1},
+    ],
+)
+def test_a_damaged_bookmark_is_refused(folder, change):
+    images = opened(folder, shuffle_block=8).train
+    bookmark = whole_pass(images, seed=0)[12][1]
+    with pytest.raises(ValueError, match=r"bookmark is .*, expected|cannot be read"):
+        whole_pass(images, seed=0, start=13, bookmark={**bookmark, **change})
+
+
 def examples_of(passed):
     return [example for example, _ in passed]
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import socket
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,6 +20,7 @@ from tiny_tokenizers import WORDS, word_tokenizer
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from onescan.checkpoint.files import to_json
 from onescan.cli import main
 from onescan.data import derive_seed, epoch_order
 from onescan.data.text import (
@@ -395,6 +397,8 @@ BAD = {
     ),
     "no text": ("a.jsonl", [*objects(["a"]), *objects([3])], "line 2: the column 'text' holds int"),
     "half": ("a.jsonl", [*objects(["a"]), '{"text": "\\ud83d"}'], "line 2: .*half a character"),
+    "deep": ("a.jsonl", [*objects(["a"]), "[" * 100_000], "line 2: this is no JSON"),
+    "a long number": ("a.jsonl", [*objects(["a"]), "1" * 5000], "line 2: this is no JSON"),
     "cells": ("a.csv", ["text,n", "a,1", "b"], "line 3: there are 1 cells, expected 2"),
     "quotes": ("a.csv", ["text,n", "a,1", '"b,1'], "line 3: this is no row of a table"),
     "csv text": ("a.csv", ["text", "a", "\udcff"], "line 3: this is no row .*decode byte 0xff"),
@@ -443,6 +447,7 @@ def test_in_a_file_read_whole_the_line_is_told(tmp_path):
         ("a.csv", ["body,n", "a,1"], r"a\.csv, line 1: there is no column 'text', .*: body, n"),
         ("a.csv", [], r"a\.csv, line 1: there is no column 'text', expected one of: none"),
         ("a.json", ["[", "{]"], r"a\.json, line 2: this is no JSON"),
+        ("a.json", ["[" * 100_000], r"a\.json: this is no JSON"),
         ("a.parquet", ["no table"], r"a\.parquet cannot be read"),
         ("a.jsonl.gz", ["not packed"], r"a\.jsonl\.gz is damaged"),
         ("a.txt", ["", " "], r"data\.path is '.*a\.txt', where train holds no text"),
@@ -637,6 +642,34 @@ def test_a_hub_stream_goes_on_where_it_stopped(monkeypatch, tmp_path):
         assert shape(rest) == shape(every)[start:]
 
 
+HOSTILE = (None, -1, True, 1.5, "x", [], {"evil": 1}, 10**30)
+
+
+@over_kinds
+def test_a_damaged_bookmark_of_a_stream_is_refused(tmp_path, kind):
+    data = streamed(KINDS[kind](tmp_path, TEXTS), tmp_path)
+    _, bookmark = next(data.examples(seed=4))
+    changed = [{**bookmark, name: value} for name in bookmark for value in HOSTILE]
+    changed += [
+        {**bookmark, "mark": {**bookmark["mark"], name: value}}
+        for name in ("row", "offset", "line")
+        for value in HOSTILE
+    ]
+    for damaged in [*changed, {"row": 0}, {**bookmark, "evil": 1}]:
+        with pytest.raises(ValueError, match=r"bookmark is .*, expected"):
+            list(data.examples(seed=4, start=1, bookmark=damaged))
+
+
+def test_a_damaged_bookmark_of_a_hub_stream_is_refused(monkeypatch, tmp_path):
+    hub(monkeypatch, [f"text {i}" for i in range(20)])
+    data = streamed("some/thing", tmp_path, text_column="body", length=5, train_rows=70)
+    _, bookmark = next(data.examples(seed=2))
+    for state in (3, [], {"evil": 1}):
+        damaged = {**bookmark, "mark": {"row": 1, "group": 0, "state": state}}
+        with pytest.raises(ValueError, match=r"bookmark is .*, expected|cannot be read"):
+            list(data.examples(seed=2, start=1, bookmark=damaged))
+
+
 def test_every_round_has_every_document_in_another_order(tmp_path):
     texts = [f"{i:03}" for i in range(50)]
     for i in range(5):
@@ -768,6 +801,38 @@ def test_a_run_needs_nothing_but_its_folder(tmp_path, capsys):
     assert main(["generate", str(folder), "--prompt", "the cat", "--most", "3"]) == 0
     assert capsys.readouterr().out.startswith("the cat")
     assert train(run, folder).reused
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda f: flip(f / "tokenizer_config.json"), r"tokenizer_config\.json is damaged"),
+        (lambda f: flip(f / "tokenizer.json"), r"tokenizer\.json is damaged"),
+        (lambda f: flip(f / "checksums.json"), r"checksums\.json is damaged"),
+        (lambda f: (f / "checksums.json").write_text(to_json({})), r"json is not one of its files"),
+        (lambda f: (f / "checksums.json").unlink(), r"no checksums\.json"),
+        (lambda f: (f / "tokenizer.json").unlink(), r"tokenizer\.json is not there"),
+        (lambda f: (f / "vocab.txt").touch(), r"vocab\.txt is not one of"),
+    ],
+)
+def test_a_damaged_tokenizer_of_a_run_is_refused(text_folder, tmp_path, damage, says):
+    folder = shutil.copytree(text_folder, tmp_path / "run")
+    damage(folder / "tokenizer")
+    with pytest.raises(ValueError, match=says):
+        load_language_model(str(folder))
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("text")
+    word_tokenizer().save_pretrained(root / "words")
+    return train(text_run(root, str(root / "words"), len(WORDS)), root / "run").folder
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def test_a_run_that_gives_way_takes_its_tokenizer_with_it(tmp_path):

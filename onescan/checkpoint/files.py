@@ -7,7 +7,7 @@ import reprlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -220,6 +220,43 @@ def matches(data: dict[str, Any], text: bytes, *, indent: int | None = None) -> 
         return to_json(data, indent=indent).encode() == text
     except RecursionError:
         return False
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file in a folder, by name."""
+    return {path.name: _digest(path) for path in sorted(folder.iterdir())}
+
+
+def check_digests(folder: Path, files: Mapping[str, Any], remedy: str, *, but: str) -> None:
+    """Check that a folder holds exactly the listed files, unchanged.
+
+    Args:
+        folder: The folder.
+        files: Digests by file name, from `digests`.
+        remedy: What the error message recommends.
+        but: Name of the file that holds the list.
+
+    Raises:
+        ValueError: If a file is missing, changed or not listed; names the file.
+    """
+    there = {path.name for path in folder.iterdir()} - {but}
+    for name in sorted(there ^ files.keys()):
+        what = "is missing" if name in files else "is not in its list of files"
+        raise damaged(folder, ValueError(f"{name} {what}"), remedy)
+    for name, digest in files.items():
+        if not is_own_file(folder / name) or _digest(folder / name) != digest:
+            mismatch = ValueError("checksum mismatch")
+            raise damaged(folder / name, mismatch, remedy)
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether `path` is a regular file, not a symbolic link."""
+    return path.is_file() and not path.is_symlink()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a data set is to the rest: examples in an order, read when a batch needs them."""
 
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,35 @@ from torch import Tensor
 from onescan.data.order import derive_seed, epoch_order
 
 Bookmark = dict[str, Any]  # JSON types
+MOST_COUNT = 1 << 62  # of anything that a bookmark counts
+
+
+def check_bookmark(bookmark: Bookmark, first: Bookmark) -> None:
+    """Check a bookmark that was read from a file.
+
+    Args:
+        bookmark: the one to check.
+        first: one of the same kind: an int in it stands for any count, None for any dict or None.
+
+    Raises:
+        ValueError: it has other fields than `first`, or a value of another type.
+
+    >>> check_bookmark({"row": -1}, {"row": 0})
+    Traceback (most recent call last):
+    ValueError: bookmark is {'row': -1}, expected a count as row: remove the state it came from
+    """
+    expected = None if bookmark.keys() == first.keys() else f"the fields {', '.join(first)}"
+    for name, default in first.items() if not expected else ():
+        value = bookmark[name]
+        if type(default) is int and not (type(value) is int and 0 <= value < MOST_COUNT):
+            expected = f"a count as {name}"
+        elif not isinstance(default, int) and not isinstance(value, (dict, type(default))):
+            expected = f"an object as {name}"
+    if expected:
+        raise ValueError(
+            f"bookmark is {reprlib.repr(bookmark)}, expected {expected}: remove the state it came "
+            "from"
+        )
 
 
 class DataConfig(ABC):

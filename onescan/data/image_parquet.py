@@ -7,6 +7,9 @@ from typing import Any
 
 from onescan.data.image_folder import SPLITS
 
+# what the datasets library raises on rows that are damaged, or on a state that is none of its own
+UNREADABLE = (AttributeError, LookupError, OSError, TypeError, ValueError)
+
 
 def first_line(error: BaseException) -> str:
     """Cut short what a library says about an error."""

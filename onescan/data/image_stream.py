@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onescan.data.base import Bookmark, Example, Loaded
+from onescan.data.base import Bookmark, Example, Loaded, check_bookmark
 from onescan.data.image_columns import Classes, ImageTable
-from onescan.data.image_parquet import first_line
+from onescan.data.image_parquet import UNREADABLE, first_line
 from onescan.data.image_reader import EncodedImage, ImageReader
 from onescan.data.images import ImageSet
 from onescan.data.order import derive_seed, epoch_order
@@ -62,6 +62,7 @@ class ImageStream(ImageSet):
         bookmark: Bookmark | None = None,
     ) -> Iterator[tuple[Example, Bookmark | None]]:
         here, count = bookmark or BEGINNING, None if seed is None else self.count
+        check_bookmark(here, BEGINNING)
         turn = here["block"] * self.block * repeats
         for block, after in self._blocks(here, seed, epoch):
             order = _order(len(block), seed, "block", here["block"], epoch=epoch)
@@ -110,16 +111,16 @@ class ImageStream(ImageSet):
 
 def _read(shard: Any, name: str, first: int, state: Any) -> Iterator[tuple[int, Any, Any]]:
     """Yield a shard's rows from `first` on: number, columns, and the state before their group."""
-    if state is not None:
-        shard.load_state_dict(state)
     begin = max(first - 1, 0) // GROUP * GROUP  # of the group that the row before is in
     try:
+        if state is not None:
+            shard.load_state_dict(state)
         for columns in shard.iter(batch_size=GROUP):
             end = begin + len(next(iter(columns.values())))
             for row in range(max(first, begin), end):
                 yield row, {key: column[row - begin] for key, column in columns.items()}, state
             begin, state = end, shard.state_dict()
-    except (OSError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{name} cannot be read: {first_line(error)}") from error
 
 

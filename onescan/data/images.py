@@ -15,6 +15,8 @@ from onescan.data.crop import Box, Crop, centre_box
 from onescan.data.decode import AnyPixels, Pixels, decode
 from onescan.shapes import Labels
 
+MOST_PIXELS = 1 << 28  # of an image that a model reads: 3 GiB in floats
+
 
 def unit_pixels(pixels: AnyPixels) -> Pixels:
     """Turn bytes into floats from 0 to 1; leave floats as they are."""
@@ -32,6 +34,19 @@ class ImageFormat(Format):
     std: tuple[float, ...]
     crop: float | None = None
     """Part of the shorter side that a new image's middle keeps; None stretches all of it."""
+
+    def __post_init__(self) -> None:
+        size = (self.height, self.width)
+        if min(size) < 1 or self.height * self.width > MOST_PIXELS:
+            raise ValueError(
+                f"the image size is {size}, expected a height and a width above 0 and at most "
+                f"{MOST_PIXELS:,} pixels"
+            )
+        if self.channels not in (1, 3):
+            raise ValueError(f"channels is {self.channels}, expected 1 or 3")
+        for name in ("mean", "std"):
+            if len(numbers := getattr(self, name)) != self.channels:
+                raise ValueError(f"{name} is {numbers}, expected {self.channels} number(s)")
 
     def box(self, width: int, height: int) -> Box:
         """Say which part of an image is shown to a model that is judged or used."""

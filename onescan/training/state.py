@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,13 @@ from torch.optim import Optimizer
 
 from onescan.checkpoint.files import (
     begin,
+    check_digests,
     check_regular,
     damaged,
+    digests,
     finish,
     from_json,
+    is_own_file,
     remove,
     remove_from,
     to_json,
@@ -81,10 +83,10 @@ class TrainingState:
         return {
             "step": self.step,
             "best": None if self.best == -math.inf else self.best,  # JSON has no infinity
-            "stale": self.stale,
-            "judged": self.judged,
-            "bookmark": self.bookmark,
-            "scale": self.scale and [self.scale.scale, self.scale.good],
+            "evaluations_without_improvement": self.stale,
+            "evaluated_step": self.judged,
+            "data_state": self.bookmark,
+            "loss_scale": self.scale and [self.scale.scale, self.scale.good],
         }
 
     def restore_numbers(self, numbers: dict[str, Any]) -> None:
@@ -93,11 +95,13 @@ class TrainingState:
         Raises:
             KeyError, TypeError, ValueError, OverflowError: If a value is missing or invalid.
         """
-        self.step, self.stale, self.judged = (int(numbers[n]) for n in ("step", "stale", "judged"))
+        self.step = int(numbers["step"])
+        self.stale = int(numbers["evaluations_without_improvement"])
+        self.judged = int(numbers["evaluated_step"])
         self.best = -math.inf if numbers["best"] is None else float(numbers["best"])
-        self.bookmark = numbers["bookmark"] and dict(numbers["bookmark"])
-        if self.scale and numbers["scale"]:
-            scale, good = numbers["scale"]
+        self.bookmark = numbers["data_state"] and dict(numbers["data_state"])
+        if self.scale and numbers["loss_scale"]:
+            scale, good = numbers["loss_scale"]
             self.scale.scale, self.scale.good = float(scale), int(good)
 
 
@@ -186,8 +190,7 @@ def _tensors(state: TrainingState, *, moments: bool) -> dict[str, Tensor]:
 
 
 def _write_manifest(place: Path, state: TrainingState) -> None:
-    files = {path.name: _digest(path) for path in sorted(place.iterdir())}
-    text = to_json({**state.numbers(), "files": files}, indent=INDENT)
+    text = to_json({**state.numbers(), "files": digests(place)}, indent=INDENT)
     (place / MANIFEST).write_text(text, encoding="utf-8")
 
 
@@ -195,8 +198,7 @@ def _read_manifest(place: Path) -> dict[str, Any]:
     """Read the manifest, and verify the names and checksums of the files."""
     path = place / MANIFEST
     try:
-        there = {file.name for file in place.iterdir()}
-        if MANIFEST not in there or not _is_file(path):
+        if not is_own_file(path):
             raise damaged(place, ValueError(f"it has no {MANIFEST}"), REMEDY)
         manifest = dict(from_json(path.read_bytes(), path, REMEDY, indent=INDENT))
         files = manifest.get("files")
@@ -204,25 +206,10 @@ def _read_manifest(place: Path) -> dict[str, Any]:
             raise damaged(path, files, REMEDY)
         if manifest.get("step") != int(place.name[5:]):
             raise damaged(path, ValueError(f"it holds step {manifest.get('step')}"), REMEDY)
-        for name in sorted(there - {MANIFEST} ^ files.keys()):
-            what = "is missing" if name in files else "is not in the manifest"
-            raise damaged(place, ValueError(f"{name} {what}"), REMEDY)
-        for name, digest in files.items():
-            if not _is_file(place / name) or _digest(place / name) != digest:
-                mismatch = ValueError("checksum mismatch")
-                raise damaged(place / name, mismatch, REMEDY)
+        check_digests(place, files, REMEDY, but=MANIFEST)
     except OSError as error:
         raise OSError(f"cannot read {place}: {error.strerror or error}") from error
     return manifest
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
 
 
 def _write(place: Path, tensors: dict[str, Tensor]) -> None:

@@ -163,6 +163,8 @@ def _read_json(path: Path, mark: Mark, column: str, documents: Documents) -> Rea
             ) from error
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: this is no JSON: {first_line(error)}") from error
     for number in range(mark.get("row", 0), len(rows)):
         yield _of_object(rows[number], f"{path}, row {number}", column), {"row": number + 1}
 
@@ -238,6 +240,8 @@ def _parse_line(line: bytes, place: str, column: str) -> Document:
         return Document("", place, f"this is no JSON: {error.msg} at column {error.colno}")
     except UnicodeDecodeError as error:
         return Document("", place, f"this is not UTF-8: {error.reason}")
+    except (ValueError, RecursionError) as error:  # too long a number, or nested too deeply
+        return Document("", place, f"this is no JSON: {first_line(error)}")
 
 
 def _of_object(row: Any, place: str, column: str) -> Document:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onescan.data.image_parquet import first_line
+from onescan.data.image_parquet import UNREADABLE, first_line
 from onescan.data.text.documents import (
     Document,
     Documents,
@@ -121,9 +121,9 @@ class StreamShard(Shard):
         shard = self.rows.shard(num_shards=self.rows.num_shards, index=self.index)
         row, group, state = mark.get("row", 0), mark.get("group", 0), mark.get("state")
         name = f"{self.name}, shard {self.index}"
-        if state is not None:
-            shard.load_state_dict(state)
         try:
+            if state is not None:
+                shard.load_state_dict(state)
             for columns in shard.iter(batch_size=GROUP):
                 texts = columns[self.column]
                 for number in range(max(row, group), group + len(texts)):
@@ -132,7 +132,7 @@ class StreamShard(Shard):
                     )
                     yield document, {"row": number + 1, "group": group, "state": state}
                 group, state = group + len(texts), shard.state_dict()
-        except (KeyError, OSError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{name} cannot be read: {first_line(error)}") from error
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from onescan.data.base import Bookmark, DataSet, Example, Loaded
+from onescan.data.base import Bookmark, DataSet, Example, Loaded, check_bookmark
 from onescan.data.image_reader import OnError
 from onescan.data.order import derive_seed, epoch_order
 from onescan.data.text.corpus_reader import LongDocuments, refuse_long
@@ -17,6 +17,7 @@ from onescan.data.text.tokenizer import Frame, Ids, Tokenizer
 
 BLOCK: Bookmark = {"block": 0, "turn": 0, "mark": {}, "document": 0, "token": 0}  # a round's first
 BEGINNING: Bookmark = {"row": 0, "round": 0, **BLOCK}
+MARK: Mark = {"row": 0, "offset": 0, "line": 0, "group": 0, "state": None}  # some of it, by shard
 
 
 class StreamedRow(NamedTuple):
@@ -81,6 +82,8 @@ class TextStream(DataSet):
         bookmark: Bookmark | None = None,
     ) -> Iterator[tuple[Example, Bookmark | None]]:
         here, most = bookmark or BEGINNING, None if seed is None else self.count
+        check_bookmark(here, BEGINNING)
+        check_bookmark({**MARK, **here["mark"]}, MARK)
         for row, after in self._rows(here, seed, epoch):
             first = here["row"] * repeats
             end = first + repeats
