@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import re
 import reprlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import UnionType
@@ -161,7 +162,7 @@ def _convert(value: Any, member: Any, path: str) -> Any:
         return tuple(_load(item, each, f"{path}[{i}]") for i, (item, each) in enumerate(items))
     if get_origin(member) is Literal:
         fits = any(value == choice and type(value) is type(choice) for choice in arguments)
-    elif member is float and type(value) is int:
+    elif member is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     else:
         fits = type(value) is member

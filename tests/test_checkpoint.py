@@ -46,7 +46,6 @@ from onescan.training import (
     interrupts,
     load,
     read_metrics,
-    state,
     trackers,
     train,
 )
@@ -362,7 +361,7 @@ def test_a_state_that_the_disk_does_not_give_is_not_called_damaged(tmp_path, mon
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(state, "_digest", refuse)
+    monkeypatch.setattr(files, "_digest", refuse)
     with pytest.raises(OSError, match=r"cannot read .*step_3: Permission denied"):
         train(tiny_run(), tmp_path)
 
@@ -773,6 +772,22 @@ def test_damaged_metrics_are_refused_by_name(whole, tmp_path, content):
         train(tiny_run(), folder)
     (folder / "metrics.jsonl").unlink()
     assert train(tiny_run(), folder).metrics == whole.metrics
+
+
+@pytest.mark.parametrize("value", ["low", 10**400, [1.0], {}])
+@pytest.mark.parametrize("name", ["result.json", "metrics.jsonl", "model.safetensors"])
+def test_a_metric_that_is_no_number_is_refused_whatever_the_checksum(whole, tmp_path, name, value):
+    folder = copy(whole.folder, tmp_path)
+    path, metrics = folder / name, {"loss": value}
+    if name == "model.safetensors":
+        weights.save_weights(path, weights.read_weights(path)[0], {"step": 12, "metrics": metrics})
+    elif name == "result.json":
+        path.write_text(files.to_json({"steps": 12, "metrics": metrics}))
+    else:
+        path.write_text(files.to_json({"step": 1, "epoch": 0.1, "split": "train", **metrics}))
+    use = load if name == "model.safetensors" else lambda folder: read_study([folder])
+    with pytest.raises(ValueError, match=f"{name}.* is damaged"):
+        use(folder)
 
 
 def test_metrics_that_lack_a_number_are_refused_by_name(whole, tmp_path):

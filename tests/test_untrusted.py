@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 from contextlib import contextmanager
+from hashlib import sha256
 
 import pyarrow as pa
 import pytest
@@ -22,6 +23,7 @@ from tiny_run import press_ctrl_c_at, tiny_run
 from tiny_tokenizers import word_tokenizer
 
 import onescan
+from onescan.checkpoint.files import to_json
 from onescan.cli import main
 from onescan.training import train
 from onescan.training.pipeline import load_pipeline
@@ -342,6 +344,35 @@ def state_of(folder):
 def pickled(folder):
     """Write a `.metadata` of torch.distributed.checkpoint, a pickle that calls a function."""
     (state_of(folder) / ".metadata").write_bytes(b"cevil\nEvil\n(tR.")
+
+
+PICKLES = {  # spelt out: nothing here may import pickle
+    "a command": "cos\nsystem\n(S'touch {0}'\ntR.",
+    "an attribute": "cpathlib\nPosixPath\n(S'x'\ntR(N(dS'parent'\nS'{0}'\nstb.",
+}
+
+
+def list_again(state):
+    """Write a manifest that lists every file beside it, with checksums that match."""
+    manifest = json.loads((state / "manifest.json").read_text())
+    del manifest["checksum"]
+    files = [path for path in state.iterdir() if path.name != "manifest.json"]
+    manifest["files"] = {path.name: sha256(path.read_bytes()).hexdigest() for path in files}
+    (state / "manifest.json").write_text(to_json(manifest, indent=2))
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("spelt", PICKLES.values(), ids=PICKLES)
+def test_a_pickle_in_a_state_is_refused_and_never_read(bad, command, tmp_path, spelt, is_listed):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    state = state_of(bad("stopped"))
+    (state / ".metadata").write_text(spelt.format(outside / "marker"))
+    if is_listed:
+        list_again(state)
+    assert ".metadata" in command(*resume(tmp_path))
+    assert not (outside / "marker").exists()
+    assert (state / "manifest.json").is_file()
 
 
 def flip(path):

@@ -5,6 +5,7 @@ import os
 import re
 import reprlib
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import file_digest, sha256
@@ -187,6 +188,16 @@ def parse_json(text: bytes, place: Path | str, remedy: str) -> Any:
         return json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise damaged(place, error, remedy) from error
+
+
+def is_number(value: object) -> bool:
+    """Whether what JSON gave is a number that a float can hold.
+
+    >>> is_number(0.5), is_number(10**400), is_number("1")
+    (True, False, False)
+    """
+    is_whole = isinstance(value, int) and abs(value) <= sys.float_info.max
+    return is_whole or isinstance(value, float)
 
 
 def to_json(data: Mapping[str, Any], *, indent: int | None = None) -> str:

@@ -16,10 +16,14 @@ def percent(share: float, digits: int = 1) -> str:
 
     >>> percent(0.98611), percent(0.99999), percent(1.0)
     ('98.6%', '99.9%', '100%')
+    >>> percent(math.nan), percent(-math.inf)
+    ('nan%', '-inf%')
     """
     if share == 1:
         return "100%"
     scale = 10 ** (digits + 2)
+    if not math.isfinite(share * scale):
+        return f"{share:.{digits}%}"
     return f"{min(round(share * scale), scale - 1) / scale:.{digits}%}"
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from onescan.checkpoint.config import CONFIG
-from onescan.checkpoint.files import damaged
+from onescan.checkpoint.files import damaged, is_number
 from onescan.checkpoint.weights import BEST, REMEDY, WEIGHTS, load_model
 from onescan.configs import ModelConfig
 from onescan.data import Format, ImageFormat
@@ -84,6 +84,6 @@ def load(path: str | Path) -> Checkpoint:
 
 def _metrics(notes: dict[str, Any], path: Path) -> dict[str, float]:
     metrics = notes.get("metrics", {})
-    if isinstance(metrics, dict) and all(isinstance(x, int | float) for x in metrics.values()):
+    if isinstance(metrics, dict) and all(map(is_number, metrics.values())):
         return metrics
     raise damaged(path, metrics, REMEDY)

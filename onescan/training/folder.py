@@ -30,6 +30,7 @@ from onescan.checkpoint.files import (
     check_regular,
     damaged,
     from_json,
+    is_number,
     partial_of,
     remove,
     remove_from,
@@ -221,7 +222,7 @@ def read_outcome(folder: Path) -> tuple[int, dict[str, float]]:
     data = from_json(path.read_bytes(), path, MADE_ANEW)
     match data:
         case {"steps": int(steps), "metrics": dict(metrics)}:
-            if metrics and all(isinstance(number, int | float) for number in metrics.values()):
+            if metrics and all(map(is_number, metrics.values())):
                 return steps, metrics
     raise damaged(path, data, MADE_ANEW)
 

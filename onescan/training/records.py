@@ -12,6 +12,7 @@ from onescan.checkpoint.files import (
     check_regular,
     damaged,
     from_json,
+    is_number,
     to_json,
     write_atomically,
     writing,
@@ -126,7 +127,8 @@ def _parse(text: bytes, place: str) -> dict[str, Any]:
     remedy = "remove the file to continue without its history"
     line: dict[str, Any] = from_json(text, place, remedy)
     match line:
-        case {"step": int(), "epoch": int() | float(), "split": "train" | "test", **numbers}:
-            if all(isinstance(number, int | float | None) for number in numbers.values()):
+        case {"step": int(), "epoch": int() | float(), "split": "train" | "test", **metrics}:
+            numbers = (line["step"], line["epoch"], *metrics.values())
+            if all(number is None or is_number(number) for number in numbers):
                 return {name: math.nan if it is None else it for name, it in line.items()}
     raise damaged(place, line, remedy)
