@@ -544,12 +544,13 @@ def test_no_flipped_bit_is_read_silently(tmp_path, caplog):
                 damaged = Path(shutil.copytree(tmp_path / folder, tmp_path / "damaged"))
                 where = damaged / path.relative_to(tmp_path / folder)
                 where.write_bytes(content)
+                said = ""
                 try:
-                    with pytest.raises(ValueError, match=where.name):
-                        use(damaged)
-                except pytest.fail.Exception:
-                    assert path.name == "config.json"
-                    assert "config.json has changed" in caplog.text
+                    use(damaged)
+                except ValueError as error:
+                    said = str(error)
+                warned = path.name == "config.json" and "config.json has changed" in caplog.text
+                assert where.name in said or warned
                 shutil.rmtree(damaged)
 
 

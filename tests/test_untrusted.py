@@ -348,7 +348,7 @@ def pickled(folder):
 
 PICKLES = {  # spelt out: nothing here may import pickle
     "a command": "cos\nsystem\n(S'touch {0}'\ntR.",
-    "an attribute": "cpathlib\nPosixPath\n(S'x'\ntR(N(dS'parent'\nS'{0}'\nstb.",
+    "an attribute": "cpathlib\nPosixPath\n(S'x'\ntR(N(dS'_str'\nS'{0}'\nstb.",
 }
 
 
