@@ -622,7 +622,7 @@ def test_a_damaged_state_is_refused(stopped, tmp_path, damage, says):
         (lambda m: m.update(files={"../x.safetensors": "0"}), r"damaged .*\.\./x\.safetensors"),
         (lambda m: m.update(files=[]), "manifest.json is damaged"),
         (lambda m: m.update(best=[1]), "manifest.json is damaged"),
-        (lambda m: m.update(bookmark=3), "manifest.json is damaged"),
+        (lambda m: m.update(data_state=3), "manifest.json is damaged"),
         (lambda m: m.pop("evaluated_step"), "manifest.json is damaged"),
     ],
 )

@@ -809,10 +809,13 @@ def test_a_run_needs_nothing_but_its_folder(tmp_path, capsys):
         (lambda f: flip(f / "tokenizer_config.json"), r"tokenizer_config\.json is damaged"),
         (lambda f: flip(f / "tokenizer.json"), r"tokenizer\.json is damaged"),
         (lambda f: flip(f / "checksums.json"), r"checksums\.json is damaged"),
-        (lambda f: (f / "checksums.json").write_text(to_json({})), r"json is not one of its files"),
+        (
+            lambda f: (f / "checksums.json").write_text(to_json({})),
+            r"json is not in its list of files",
+        ),
         (lambda f: (f / "checksums.json").unlink(), r"no checksums\.json"),
-        (lambda f: (f / "tokenizer.json").unlink(), r"tokenizer\.json is not there"),
-        (lambda f: (f / "vocab.txt").touch(), r"vocab\.txt is not one of"),
+        (lambda f: (f / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
+        (lambda f: (f / "vocab.txt").touch(), r"vocab\.txt is not in its list of"),
     ],
 )
 def test_a_damaged_tokenizer_of_a_run_is_refused(text_folder, tmp_path, damage, says):
