@@ -650,6 +650,16 @@ def test_foreign_files_in_the_state_folder_are_kept(tmp_path, whole):
     assert all((backup / "thesis").read_text() == "mine" for backup in backups)
 
 
+@pytest.mark.parametrize("name", ["state", "state/step_3"])
+def test_a_linked_state_is_never_the_last_one(stopped, tmp_path, name):
+    folder = copy(stopped, tmp_path)
+    assert last_state(folder).name == "step_3"
+    (folder / name).rename(tmp_path / "outside")
+    (folder / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(ValueError, match=rf"{name} is a symbolic link, expected a folder"):
+        last_state(folder)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["state", "pictures", "tensorboard", "metrics.jsonl", "lock"])
 def test_symbolic_links_in_a_run_folder_are_refused(stopped, tmp_path, name, overwrite):
