@@ -3,11 +3,22 @@
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from onescan.choices import check_choice as check_choice
 
 LONGEST_MESSAGE = 300
+# raised by transformers, diffusers and safetensors for damaged folders
+LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+)
 
 
 def in_a_line(error: Exception) -> str:

@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from onescan.choices import hint
 
+INT64_LIMIT = 2**63  # larger integers fit no tensor and no index
+
 ConfigT = TypeVar("ConfigT")
 
 
@@ -164,6 +166,8 @@ def _convert(value: Any, member: Any, path: str) -> Any:
         fits = any(value == choice and type(value) is type(choice) for choice in arguments)
     elif member is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
+    elif member is int:
+        fits = type(value) is int and abs(value) < INT64_LIMIT
     else:
         fits = type(value) is member
     if not fits:

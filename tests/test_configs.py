@@ -84,6 +84,7 @@ def test_an_int_widens_to_float_and_a_list_to_tuple():
         ({"name": "t", "gauge": [1, 2, 3]}, r"gauge is \[1, 2, 3\], expected tuple\[float, float"),
         ({"name": "t", "gauge": [1, "x"]}, r"gauge\[1\] is 'x', expected float"),
         ({"name": "t", "gauge": [1, 10**400]}, r"gauge\[1\] is 10+\.\.\.0+, expected float"),
+        ({"name": "t", "limit": 2**63}, r"limit is 9223372036854775808, expected int \| None"),
         ({"name": {"a": 1}}, r"name is \{'a': 1\}, expected str"),
         ({"name": "t", "engine": 3}, "engine is 3, expected EngineConfig"),
         ({"name": "t", "engine": {}}, "engine.type is missing; there are: ElectricConfig, Steam"),

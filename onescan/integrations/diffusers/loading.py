@@ -9,9 +9,8 @@ from typing import Any
 
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.utils import logging
-from safetensors import SafetensorError
 
-from onescan.checks import in_a_line
+from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.integrations.diffusers.model import DenoiserModel
 from onescan.integrations.diffusers.pipeline import DenoiserPipeline
 from onescan.integrations.diffusers.schedulers import SCHEDULERS
@@ -23,16 +22,6 @@ COMPONENTS: dict[str, dict[tuple[str, str], Any]] = {
     "scheduler": {("diffusers", kind.__name__): kind for kind in SCHEDULERS.values()},
     "vae": {("diffusers", AutoencoderKL.__name__): AutoencoderKL},
 }
-# exceptions of diffusers and safetensors for damaged folders
-LOAD_ERRORS = (
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    RuntimeError,
-    SafetensorError,
-)
 SETTINGS = ("noise", "pixels", "id2label")  # arguments of the pipeline that are plain data
 
 

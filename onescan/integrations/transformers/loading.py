@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from safetensors import SafetensorError
 from transformers import AutoConfig
 
-from onescan.checks import in_a_line
+from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.integrations.transformers.configuration import OnescanTextConfig
 from onescan.integrations.transformers.text import OnescanForCausalLM, OnescanForMaskedLM
 from onescan.models.causal_lm import CausalLM
@@ -14,17 +13,6 @@ from onescan.models.masked_lm import MaskedLM
 KINDS: dict[str, type[OnescanForCausalLM] | type[OnescanForMaskedLM]] = {
     kind.__name__: kind for kind in (OnescanForCausalLM, OnescanForMaskedLM)
 }
-
-# exceptions of transformers and safetensors for damaged folders
-LOAD_ERRORS = (
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    RuntimeError,
-    SafetensorError,
-)
 
 
 def load_pretrained(name: str) -> CausalLM | MaskedLM:
