@@ -34,6 +34,9 @@ MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
 UNESCAPED = "\n\t"  # control characters that are printed unchanged
 
+# in torch's messages when it cannot allocate a tensor
+OUT_OF_MEMORY = ("can't allocate memory", "Storage size calculation", "CUDA out of memory")
+
 MOST_SEEDS = 2**63  # of torch's generators
 
 HELP = ("-h", "--help")
@@ -83,9 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return FAILURE
         is_mistake = isinstance(error, ValueError | FileNotFoundError)
         return _fail(f"error: {error}", MISTAKE if is_mistake else FAILURE)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11's, in a class's making
             return _interrupted(words)
+        if not with_traceback and _is_out_of_memory(error):
+            return _fail(f"error: not enough memory: {error}", MISTAKE)
         if with_traceback or "by peer" not in str(error):  # how a lost connection is told
             raise
         return _fail("error: another process ended, and says why", FAILURE)
@@ -282,6 +287,11 @@ def predict(words: Words) -> None:
 
     checkpoint = _load(options.checkpoint, options.imports)
     probabilities = classify(checkpoint.model, options.images, checkpoint.format)
+    if len(checkpoint.class_names) != probabilities.shape[1]:
+        raise ValueError(
+            f"{checkpoint.folder}: class_names has {len(checkpoint.class_names)} names, expected "
+            f"{probabilities.shape[1]}, one for each class of the model"
+        )
     for path, row in zip(options.images, probabilities, strict=True):
         shares, classes = row.topk(min(options.top, len(row)))
         guesses = zip(classes.tolist(), shares.tolist(), strict=True)
@@ -766,6 +776,10 @@ def _interrupted(words: Words) -> int:
 def _fail(message: str, code: int) -> int:
     print(f"onescan: {printable(message, keep=UNESCAPED)}", file=sys.stderr)
     return code
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(part in str(error) for part in OUT_OF_MEMORY)
 
 
 def _print(text: object = "", *, end: str = "\n", flush: bool = False) -> None:

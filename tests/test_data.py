@@ -216,6 +216,8 @@ def test_a_saved_format_without_a_crop_is_read_as_before():
         ({"channels": 10**9}, "channels is 1000000000, expected 1 or 3"),
         ({"mean": (0.0, 1.0)}, r"mean is \(0\.0, 1\.0\), expected 1 number"),
         ({"std": ()}, r"std is \(\), expected 1 number"),
+        ({"std": (0.0,)}, r"std is \(0\.0,\), expected numbers above 0"),
+        ({"crop": 0.0}, r"crop is 0\.0, expected above 0"),
     ],
 )
 def test_an_impossible_image_format_is_refused(change, says):

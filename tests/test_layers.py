@@ -137,6 +137,11 @@ def test_mlps():
     torch.testing.assert_close(mlp(x), want)
 
 
+def test_a_hidden_width_is_a_multiple_of_a_positive_number():
+    with pytest.raises(ValueError, match="multiple_of"):
+        MLPConfig(multiple_of=0).build(width=6)
+
+
 def test_drop_path_keeps_the_mean_and_drops_whole_samples():
     drop = DropPath(0.25)
     y = drop(torch.ones(20_000, 1, 3))

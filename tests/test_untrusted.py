@@ -159,6 +159,13 @@ def test_a_damaged_config_of_a_run(attack, bad, command, tmp_path):
     command("train", "--config", folder, "--out", tmp_path / "out")
 
 
+def test_a_config_without_class_names(bad, command, tmp_path):
+    folder, picture = bad("classifier"), tmp_path / "x.png"
+    edit(folder / "config.json", lambda d: d.update(class_names=[]))
+    Image.new("L", (4, 4)).save(picture)
+    assert "class_names has 0 names, expected" in command("predict", folder, picture)
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[:-9])
 
@@ -406,7 +413,7 @@ def test_a_damaged_state_of_a_run(attack, bad, command, tmp_path):
     command(*resume(tmp_path))
 
 
-HUGE = {"width": 10**6, "depth": 10**9}
+HUGE = {"width": 10**6, "depth": 10**9, "image_size": [8, 10**18]}
 
 
 @pytest.mark.parametrize("field", HUGE)

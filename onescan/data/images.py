@@ -47,6 +47,10 @@ class ImageFormat(Format):
         for name in ("mean", "std"):
             if len(numbers := getattr(self, name)) != self.channels:
                 raise ValueError(f"{name} is {numbers}, expected {self.channels} number(s)")
+        if min(self.std) <= 0:
+            raise ValueError(f"std is {self.std}, expected numbers above 0")
+        if self.crop is not None and not 0 < self.crop <= 1:
+            raise ValueError(f"crop is {self.crop}, expected above 0 and at most 1, or None")
 
     def box(self, width: int, height: int) -> Box:
         """Say which part of an image is shown to a model that is judged or used."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import nn
 
+from onescan.checks import check_positive
 from onescan.shapes import Hidden
 
 
@@ -27,6 +28,7 @@ class MLPConfig:
         >>> MLPConfig(ratio=8 / 3).hidden_width(1024), MLPConfig(ratio=0.29).hidden_width(100)
         (2730, 29)
         """
+        check_positive(**{"mlp.multiple_of": self.multiple_of})
         hidden = math.floor(width * self.ratio + 1e-6)  # 0.29 * 100 is a little under 29
         return math.ceil(hidden / self.multiple_of) * self.multiple_of
 
