@@ -103,10 +103,10 @@ def check_sequence_options(*, causal: Any, keep: Any, chunk_size: Any) -> None:
         raise ValueError(f"chunk_size is {chunk_size!r}, expected a whole number above 0")
 
 
-def check_token_ids(tokens: Any, vocabulary_size: int, *, name: str = "tokens") -> None:
+def check_token_ids(tokens: Any, vocab_size: int, *, name: str = "tokens") -> None:
     """Raise ValueError for what is no id of a vocabulary, where values may be looked at.
 
-    >>> check_token_ids(torch.tensor([[3, 7]]), vocabulary_size=5)
+    >>> check_token_ids(torch.tensor([[3, 7]]), vocab_size=5)
     Traceback (most recent call last):
     ValueError: tokens hold the ids 3 to 7, expected 0 to 4
     """
@@ -117,10 +117,9 @@ def check_token_ids(tokens: Any, vocabulary_size: int, *, name: str = "tokens") 
     if not tokens.numel() or not can_look_at_values(tokens):
         return
     low, high = torch.aminmax(tokens)
-    if low < 0 or high >= vocabulary_size:
+    if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"{name} hold the ids {low.item()} to {high.item()}, expected 0 to "
-            f"{vocabulary_size - 1}"
+            f"{name} hold the ids {low.item()} to {high.item()}, expected 0 to {vocab_size - 1}"
         )
 
 

@@ -65,7 +65,7 @@ def converted(bert):
     for ours, name in pairs.items():
         weights |= {f"{ours}.{part}": theirs[f"{name}.{part}"] for part in ("weight", "bias")}
     model = MaskedLMConfig(
-        vocabulary_size=VOCABULARY,
+        vocab_size=VOCABULARY,
         width=WIDTH,
         depth=DEPTH,
         mixer=SoftmaxMixerConfig(num_heads=HEADS, dropout=DROPOUT),

@@ -733,7 +733,7 @@ def test_a_model_that_does_not_fit_into_memory_is_refused(tmp_path, monkeypatch)
 def test_every_kind_of_model_is_counted_on_the_meta_device(kind, monkeypatch):
     monkeypatch.setattr(allocation, "memory_bytes", lambda: 1 << 50)
     presets = [preset.config for preset in PRESETS.values() if type(preset.config) is kind]
-    for config in presets[:3] or [kind(vocabulary_size=9, width=24)]:
+    for config in presets[:3] or [kind(vocab_size=9, width=24)]:
         model = allocation.build_on_meta(config)
         assert model is not None
         assert all(x.is_meta for x in model.state_dict().values())

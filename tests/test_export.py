@@ -36,7 +36,7 @@ from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 
 VOCABULARY, CHUNK = 11, 8
-TEXT = {"vocabulary_size": VOCABULARY, "width": 16, "depth": 1, "init_std": 0.3}
+TEXT = {"vocab_size": VOCABULARY, "width": 16, "depth": 1, "init_std": 0.3}
 NEAR = {"sigmas": (1.0,), "max_sigma": 2.0}
 PLACES = TokenPositionConfig(most_tokens=200)
 TPE = ToeplitzPositionConfig(hidden_states=4)

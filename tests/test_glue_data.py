@@ -261,4 +261,4 @@ def test_the_format_outlives_json_and_opens_its_own_tokenizer(tmp_path):
         file.unlink()
     tokens, first = again.open(tmp_path / "run").encode("the cat", "a")
     assert (tokens.tolist(), first) == ([2, 5, 6, 3, 9, 3], 4)
-    assert again.vocabulary_size == tokenizer.size
+    assert again.vocab_size == tokenizer.size

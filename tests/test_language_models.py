@@ -457,7 +457,7 @@ def test_text_recipes_have_positions_that_depend_on_order(name):
 @pytest.mark.parametrize("name", ["listops_small_lion_lit", "c4_lion_lit_mlm_base"])
 def test_models_with_positions_depend_on_token_order(name):
     config = find_recipe(f"{name}/with_positions")().model
-    changes = {"vocabulary_size": VOCABULARY, "width": WIDTH, "mixer.num_heads": 3, "depth": 1}
+    changes = {"vocab_size": VOCABULARY, "width": WIDTH, "mixer.num_heads": 3, "depth": 1}
     model = built(replace(config, changes)).network
     tokens, order = ids(1, TOKENS), torch.randperm(TOKENS)
     assert (model(tokens[:, order])[0] - model(tokens)[0][:, order]).abs().max() > 0.01

@@ -52,12 +52,12 @@ def posed(tmp_path):
 
 
 def writer():
-    sizes = {**SMALL, "vocabulary_size": 258, **CAUSAL["lightnet"]}
+    sizes = {**SMALL, "vocab_size": 258, **CAUSAL["lightnet"]}
     return CausalLMConfig(**sizes).build().double()
 
 
 def filler():
-    sizes = {**SMALL, "vocabulary_size": 258, **BOTH["lightnet"]}
+    sizes = {**SMALL, "vocab_size": 258, **BOTH["lightnet"]}
     return MaskedLMConfig(**sizes).build().double()
 
 
@@ -107,7 +107,7 @@ def test_a_masked_model_is_shown_no_neighbouring_text(posed):
 def test_the_refined_loss_is_the_mean_over_the_last_blocks(posed, read_outs):
     """The network cut short after each of them, under the same norm and head."""
     task = posed(MaskedLanguageModellingConfig(mask_rate=0.5, read_outs=read_outs))
-    sizes = {**SMALL, "vocabulary_size": 258, **BOTH["lightnet"], "depth": 3}
+    sizes = {**SMALL, "vocab_size": 258, **BOTH["lightnet"], "depth": 3}
     model = MaskedLMConfig(**sizes).build().double()
     batch = task.augment(packed(), seed=4)
     loss, metrics = task.loss(model, batch)
@@ -132,12 +132,12 @@ def test_more_read_outs_than_blocks_are_refused(posed):
 class Scoring(torch.nn.Module):
     """A masked language model that gives all tokens the same score."""
 
-    def __init__(self, vocabulary_size=258):
+    def __init__(self, vocab_size=258):
         super().__init__()
-        self.vocabulary_size = vocabulary_size
+        self.vocab_size = vocab_size
 
     def forward(self, tokens, documents=None):
-        return torch.zeros(*tokens.shape, self.vocabulary_size)
+        return torch.zeros(*tokens.shape, self.vocab_size)
 
 
 class Knowing(torch.nn.Module):
@@ -145,7 +145,7 @@ class Knowing(torch.nn.Module):
 
     def __init__(self, answers=None):
         super().__init__()
-        self.answers, self.config = answers, SimpleNamespace(vocabulary_size=258)
+        self.answers, self.config = answers, SimpleNamespace(vocab_size=258)
 
     def forward(self, tokens, documents=None):
         logits = torch.zeros(*tokens.shape, 258)
@@ -292,7 +292,7 @@ def test_what_no_task_can_be_is_refused(change, message, posed, tmp_path):
     byte_level_bpe().save_pretrained(tmp_path / "pairs")
     with pytest.raises(ValueError, match=r"data\.tokenizer '.*pairs' has no mask"):
         posed(MaskedLanguageModellingConfig(), str(tmp_path / "pairs"))
-    small = CausalLMConfig(**{**SMALL, "vocabulary_size": 99, **CAUSAL["lightnet"]}).build()
+    small = CausalLMConfig(**{**SMALL, "vocab_size": 99, **CAUSAL["lightnet"]}).build()
     letters = torch.full((1, 5), 97), torch.zeros(1, 5, dtype=torch.long)
     with pytest.raises(ValueError, match="tokenizer 'bytes' has 258 tokens, but the model's"):
         posed(LanguageModellingConfig()).loss(small, letters)

@@ -69,12 +69,12 @@ def text(tmp_path):
 
 def writer(name, **more):
     torch.manual_seed(3)
-    return CausalLMConfig(**{**SMALL, "vocabulary_size": 12, **CAUSAL[name], **more}).build().eval()
+    return CausalLMConfig(**{**SMALL, "vocab_size": 12, **CAUSAL[name], **more}).build().eval()
 
 
 def filler(name):
     torch.manual_seed(3)
-    return MaskedLMConfig(**{**SMALL, "vocabulary_size": 12, **BOTH[name]}).build().eval()
+    return MaskedLMConfig(**{**SMALL, "vocab_size": 12, **BOTH[name]}).build().eval()
 
 
 @pytest.mark.parametrize("name", CAUSAL)

@@ -71,7 +71,7 @@ def small_models():
     configs = {}
     for name, known in PRESETS.items():
         changes = dict(SMALL)
-        changes |= IMAGES if "image_size" in vars(known.config) else {"vocabulary_size": 11}
+        changes |= IMAGES if "image_size" in vars(known.config) else {"vocab_size": 11}
         if "channels" in vars(known.config):
             changes["channels"] = 1
         if "gate_rank" in vars(known.config.mixer):

@@ -141,7 +141,7 @@ def test_a_whole_text_is_read_behind_the_token_before_any(name):
 
 @pytest.mark.parametrize("name", ["lightnet", "gpt2"])
 def test_texts_are_written_up_to_what_ends_them(name):
-    model = CausalLMConfig(**{**SMALL, "vocabulary_size": 300, **CAUSAL[name]}).build().eval()
+    model = CausalLMConfig(**{**SMALL, "vocab_size": 300, **CAUSAL[name]}).build().eval()
     tokenizer = ByteTokenizer()
     contexts = ["The cat", "a", "the dog sat"]
     whole = ["".join(write_on(model, tokenizer, context, most=12)) for context in contexts]
@@ -185,7 +185,7 @@ def saved(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     torch.manual_seed(4)
-    model = CausalLMConfig(**{**SMALL, "vocabulary_size": 12, **CAUSAL["lightnet"]}).build()
+    model = CausalLMConfig(**{**SMALL, "vocab_size": 12, **CAUSAL["lightnet"]}).build()
     onescan.to_transformers(model.eval()).save_pretrained(tmp_path / "model")
     words().save_pretrained(tmp_path / "model")
     (tmp_path / "tasks").mkdir()
@@ -253,7 +253,7 @@ def test_likelihoods_are_those_of_lm_evals_own_model(tmp_path):
     from lm_eval.models.huggingface import HFLM
 
     torch.manual_seed(0)
-    model = CausalLMConfig(**{**SMALL, "vocabulary_size": 300, **CAUSAL["lightnet"]}).build()
+    model = CausalLMConfig(**{**SMALL, "vocab_size": 300, **CAUSAL["lightnet"]}).build()
     onescan.to_transformers(model.eval()).save_pretrained(tmp_path)
     byte_level_bpe().save_pretrained(tmp_path)
     pairs = [("the cat", " sat on the mat"), ("the cat", " naïve"), ("a", "b"), ("", "the mat")]
@@ -319,7 +319,7 @@ def test_mistakes_are_told_in_a_sentence(saved, capsys, monkeypatch):
     assert "workers is 2, but tasks are read by one process" in told(
         "--tasks", "cats", "--workers", "2"
     )
-    masked = MaskedLMConfig(**{**SMALL, "vocabulary_size": 12}, **BOTH["bert"]).build()
+    masked = MaskedLMConfig(**{**SMALL, "vocab_size": 12}, **BOTH["bert"]).build()
     onescan.to_transformers(masked).save_pretrained(saved.model)
     assert "the model is a MaskedLM, expected a CausalLM" in told("--tasks", "cats", *local)
     (saved.folder / "broken").mkdir()

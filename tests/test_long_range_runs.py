@@ -86,7 +86,7 @@ def test_the_small_runs_differ_in_their_decays_alone():
 def test_models_know_all_tokens_and_classes_of_what_is_drawn(problem):
     run = LONG_RANGE[f"{problem}_lion_s"]()
     data = run.data.build()
-    assert run.model.vocabulary_size == data.format.vocabulary_size
+    assert run.model.vocab_size == data.format.vocab_size
     assert run.model.num_classes == len(data.class_names)
     assert (len(data.train), len(data.test)) == (run.data.train_examples, run.data.test_examples)
     tokens = data.train.example(0).tokens

@@ -31,7 +31,7 @@ TOKENIZER = ByteTokenizer()
 LINES = "".join(f"Line {i}: all the hay that there is, and more of it.\n" for i in range(80))
 HAY = Haystack("lines", TOKENIZER.encode_many([LINES])[0])
 ASKED = NeedleConfig(lengths=(200, 400), depths=(1.0, 0.0, 0.5), trials=3, piece=64)
-BYTES = {**SMALL, "vocabulary_size": TOKENIZER.size}
+BYTES = {**SMALL, "vocab_size": TOKENIZER.size}
 
 
 class Copier(CausalLM):
@@ -252,8 +252,8 @@ def words_of(shown):
 
 
 def test_what_is_no_language_model_or_no_text_is_told(tmp_path, capsys):
-    masked = MaskedLMConfig(**{**SMALL, "vocabulary_size": len(WORDS), **BOTH["bert"]}).build()
-    causal = CausalLMConfig(**{**SMALL, "vocabulary_size": len(WORDS), **CAUSAL["lion"]}).build()
+    masked = MaskedLMConfig(**{**SMALL, "vocab_size": len(WORDS), **BOTH["bert"]}).build()
+    causal = CausalLMConfig(**{**SMALL, "vocab_size": len(WORDS), **CAUSAL["lion"]}).build()
     for name, model in (("masked", masked), ("causal", causal)):
         onescan.to_transformers(model).save_pretrained(tmp_path / name)
         word_tokenizer().save_pretrained(tmp_path / name)

@@ -197,7 +197,7 @@ def test_the_recipes_differ_in_their_mixers_alone():
         assert paths == ["name", "model.mixer.type"]
     sizes = [sum(p.numel() for p in run.model.build().parameters()) for run in runs]
     assert max(sizes) < 1.05 * min(sizes)
-    assert first.model.vocabulary_size == first.data.build().format.vocabulary_size
+    assert first.model.vocab_size == first.data.build().format.vocab_size
 
 
 def tiny(**changes):
@@ -258,7 +258,7 @@ def test_attention_learns_to_recall(tmp_path):
         DATA, length=12, keys=4, values=4, pairs=(2,), test_pairs=(2,), test_examples=200
     )
     assert isinstance(base.model, CausalLMConfig)
-    model = replace(base.model, vocabulary_size=9, width=32, depth=2, mixer=mixer)
+    model = replace(base.model, vocab_size=9, width=32, depth=2, mixer=mixer)
     training = replace(base.training, steps=150, learning_rate=1e-2)
     machine = replace(base.machine, trackers=())
     run = replace(base, model=model, data=data, training=training, machine=machine)

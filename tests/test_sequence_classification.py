@@ -55,7 +55,7 @@ def splits(sequences=SEQUENCES, class_names=("a", "b", "c")):
 
 
 def tiny_model(**changes):
-    fields = {"vocabulary_size": 257, "width": 8, "depth": 2, "num_classes": 3, "position": None}
+    fields = {"vocab_size": 257, "width": 8, "depth": 2, "num_classes": 3, "position": None}
     fields["mixer"] = LionMixerConfig(num_heads=2, decay=HippoDecayConfig())
     return SequenceClassifierConfig(**fields | {"mlp": MLPConfig(ratio=2.0)} | changes).build()
 
@@ -470,7 +470,7 @@ def test_formats_outlive_json_and_encode_as_before(format, raw, ids):
     again = configs.from_dict(Kept, configs.to_dict(Kept(format))).format
     assert again == format
     assert again.encode(raw).tolist() == ids
-    assert max(ids) < again.vocabulary_size
+    assert max(ids) < again.vocab_size
 
 
 def test_formats_refuse_what_they_do_not_read():

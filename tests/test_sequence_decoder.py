@@ -24,7 +24,7 @@ from onescan.shapes import Grid
 
 START, END, VOCABULARY, WIDTH = 0, 1, 8, 32
 CONFIG = SequenceDecoderConfig(
-    vocabulary_size=VOCABULARY,
+    vocab_size=VOCABULARY,
     width=WIDTH,
     num_heads=4,
     mixer=LinearDiffusionMixerConfig(num_heads=4, causal=True, max_sigma=8.5),
@@ -236,7 +236,7 @@ def test_a_state_of_another_decoder_is_refused():
     ("change", "message"),
     [
         ({"mixer": SoftmaxMixerConfig(num_heads=4)}, "mixer is not causal"),
-        ({"vocabulary_size": 0}, "vocabulary_size is 0, expected a number above 0"),
+        ({"vocab_size": 0}, "vocab_size is 0, expected a number above 0"),
         ({"num_heads": 5}, "width 32 is not a multiple of num_heads 5"),
         ({"depth": 0}, "depth is 0"),
     ],
@@ -273,7 +273,7 @@ def test_the_logits_are_what_the_parts_make():
 
 
 def test_what_a_decoder_is_by_default():
-    config = SequenceDecoderConfig(vocabulary_size=9)
+    config = SequenceDecoderConfig(vocab_size=9)
     assert (config.width, config.depth, config.norm, config.feature_map) == (
         192,
         2,

@@ -12,7 +12,7 @@ from onescan.models.causal_lm import CausalLMConfig
 from onescan.training.states import load_state, save_state
 
 LIGHTNET = CausalLMConfig(
-    vocabulary_size=13,
+    vocab_size=13,
     width=24,
     depth=2,
     mixer=LightNetMixerConfig(num_heads=3, causal=True),

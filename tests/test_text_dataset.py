@@ -357,7 +357,7 @@ def test_a_tokenizer_of_words(tmp_path):
     splits = build(path, tokenizer=str(tmp_path / "words"), test_path=path)
     # no [CLS] and one [SEP], which is the end
     assert rows(splits.train, seed=None) == [([5, 6, 7, 3, 9, 11, 8, 3], [0] * 4 + [1] * 4)]
-    assert splits.tokenizer.size == splits.format.vocabulary_size == len(WORDS)
+    assert splits.tokenizer.size == splits.format.vocab_size == len(WORDS)
 
 
 def test_a_tokenizer_without_an_end(tmp_path):
@@ -774,7 +774,7 @@ class NextConfig(TaskConfig):
 
 def text_run(root, tokenizer, size, steps=2):
     mixer = LightNetMixerConfig(num_heads=2, causal=True)
-    model = CausalLMConfig(vocabulary_size=size, width=24, depth=1, mixer=mixer)
+    model = CausalLMConfig(vocab_size=size, width=24, depth=1, mixer=mixer)
     path = write(root / "a.txt", *["the cat sat", "a dog sat on the mat"] * 20)
     data = TextDatasetConfig(path=path, tokenizer=tokenizer, length=8, documents="line")
     training = TrainingConfig(batch_size=4, steps=steps)

@@ -25,7 +25,7 @@ from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 
 TEXT = ["the cat sat on the mat", "a dog", "the dog sat on a cat", "on the mat"]
-WORD_SIZES = {**SMALL, "vocabulary_size": len(WORDS)}
+WORD_SIZES = {**SMALL, "vocab_size": len(WORDS)}
 
 
 def causal_lm(name="lightnet"):

@@ -116,7 +116,7 @@ def test_a_model_loads_in_another_precision(lightnet, tmp_path):
 
 def test_a_config_is_made_from_names_that_transformers_has():
     config = AutoConfig.for_model("onescan_text", vocab_size=13, hidden_size=24)
-    assert (config.vocabulary_size, config.width) == (13, 24)
+    assert (config.vocab_size, config.width) == (13, 24)
     config.num_hidden_layers = 1
     config.mixer = {**config.mixer, "num_heads": 3}
     model = AutoModelForCausalLM.from_config(config)

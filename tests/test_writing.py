@@ -32,12 +32,12 @@ def words(**options):
 
 
 def writer(**more):
-    vocabulary = {**SMALL, "vocabulary_size": 258, **CAUSAL["lightnet"], **more}
+    vocabulary = {**SMALL, "vocab_size": 258, **CAUSAL["lightnet"], **more}
     return CausalLMConfig(**vocabulary).build().eval()
 
 
 def filler(name="bert"):
-    sizes = {**SMALL, "vocabulary_size": len(WORDS), **BOTH[name]}
+    sizes = {**SMALL, "vocab_size": len(WORDS), **BOTH[name]}
     return MaskedLMConfig(**sizes).build().eval()
 
 
@@ -98,7 +98,7 @@ def test_what_is_no_letter_is_spelt():
 
 
 def test_ids_beyond_the_tokenizers_are_not_written():
-    model = writer(vocabulary_size=700)  # of which 442 are no bytes
+    model = writer(vocab_size=700)  # of which 442 are no bytes
     sampling = Sampling(temperature=3.0)
     written = model.stream(torch.tensor([[97]]), sampling, most=60, ids_below=258)
     assert max(int(token) for token, _ in written) < 258
@@ -116,7 +116,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="token 300 is unknown to tokenizer 'bytes', which"):
         ByteTokenizer().decode([3, 300])
     with pytest.raises(ValueError, match="tokenizer 'bytes' has 258 tokens, but the model's voc"):
-        next(write_on(writer(vocabulary_size=200), ByteTokenizer(), "a", most=3))
+        next(write_on(writer(vocab_size=200), ByteTokenizer(), "a", most=3))
 
 
 def test_writing_on_is_generating():
@@ -179,7 +179,7 @@ def test_what_cannot_be_filled_is_refused():
         fill_masks(filler(), words(framed=True), "the cat")
     with pytest.raises(ValueError, match="top is 0, expected a number above 0"):
         fill_masks(filler(), words(framed=True), "the [MASK]", top=0)
-    big = MaskedLMConfig(**{**SMALL, "vocabulary_size": 300, **BOTH["lion"]}).build()
+    big = MaskedLMConfig(**{**SMALL, "vocab_size": 300, **BOTH["lion"]}).build()
     with pytest.raises(ValueError, match="tokenizer 'pairs' has no mask"):
         fill_masks(big, PretrainedTokenizer("pairs", byte_level_bpe()), "the [MASK]")
 
@@ -194,7 +194,7 @@ def saved(tmp_path):
 
 
 def word_writer():
-    return writer(vocabulary_size=len(WORDS))
+    return writer(vocab_size=len(WORDS))
 
 
 def test_generate_streams_to_the_terminal(saved, capsys):

@@ -69,7 +69,7 @@ def write_ruled(folder, *titles, train=64, dev=24):
 
 
 TINY_MLM = MaskedLMConfig(
-    vocabulary_size=258,
+    vocab_size=258,
     width=16,
     depth=1,
     mixer=SoftmaxMixerConfig(num_heads=2),

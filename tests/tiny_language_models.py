@@ -15,7 +15,7 @@ from onescan.layers.position import ToeplitzPositionConfig, TokenPositionConfig
 from onescan.models.causal_lm import CausalLMConfig
 
 VOCABULARY, WIDTH, TOKENS = 13, 24, 9
-SMALL = {"vocabulary_size": VOCABULARY, "width": WIDTH, "depth": 2, "init_std": 0.2}
+SMALL = {"vocab_size": VOCABULARY, "width": WIDTH, "depth": 2, "init_std": 0.2}
 TPE = ToeplitzPositionConfig(hidden_states=4)
 PLACES = TokenPositionConfig(most_tokens=40)
 CAUSAL = {

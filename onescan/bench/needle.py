@@ -141,7 +141,7 @@ def _outcomes(
 
 
 def _check(model: CausalLM, tokenizer: Tokenizer, haystack: Haystack, asked: NeedleConfig) -> None:
-    tokenizer.check_vocabulary(model.config.vocabulary_size)
+    tokenizer.check_vocabulary(model.config.vocab_size)
     check_positive(trials=asked.trials, digits=asked.digits, piece=asked.piece)
     for argument in ("lengths", "depths"):
         values = getattr(asked, argument)

@@ -42,7 +42,7 @@ class RecallFormat(Format):
     values: int
 
     @property
-    def vocabulary_size(self) -> int:
+    def vocab_size(self) -> int:
         """Kinds of tokens."""
         return 1 + self.keys + self.values
 

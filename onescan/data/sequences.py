@@ -22,7 +22,7 @@ class SequenceFormat(Format, ABC):
 
     @property
     @abstractmethod
-    def vocabulary_size(self) -> int:
+    def vocab_size(self) -> int:
         """Kinds of tokens."""
 
     @abstractmethod

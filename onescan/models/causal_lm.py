@@ -45,7 +45,7 @@ class CausalLMConfig(TokenNetworkConfig):
 class CausalLM(nn.Module):
     """TokenNetwork -> head, which is the embedding's matrix, or one of its own.
 
-    >>> model = CausalLMConfig(vocabulary_size=11, width=24, depth=1, mixer=LightNetMixerConfig(
+    >>> model = CausalLMConfig(vocab_size=11, width=24, depth=1, mixer=LightNetMixerConfig(
     ...     num_heads=2, causal=True)).build().eval()
     >>> tokens = torch.randint(11, (2, 9))
     >>> logits, state = model(tokens)
@@ -60,7 +60,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.network = TokenNetwork(config)
-        self.head = nn.Linear(config.width, config.vocabulary_size, bias=False)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.network.init_weights(self.head)
         if config.tie_embeddings:
             self.head.weight = self.network.embedding.weight

@@ -36,7 +36,7 @@ class MaskedLM(nn.Module):
 
     >>> import torch
     >>> from onescan.models.masked_lm import MaskedLMConfig
-    >>> model = MaskedLMConfig(vocabulary_size=11, width=24, depth=1).build()
+    >>> model = MaskedLMConfig(vocab_size=11, width=24, depth=1).build()
     >>> model(torch.randint(11, (2, 9))).shape
     torch.Size([2, 9, 11])
     """
@@ -92,7 +92,7 @@ class MaskedHead(nn.Module):
         if config.head_transform:
             self.transform = nn.Linear(config.width, config.width)
             self.norm = build_norm(config.norm, config.width, eps=config.norm_eps)
-        self.scores = nn.Linear(config.width, config.vocabulary_size)
+        self.scores = nn.Linear(config.width, config.vocab_size)
 
     def forward(self, x: Hidden) -> TokenLogits:
         if self.transform is not None and self.norm is not None:

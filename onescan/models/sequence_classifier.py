@@ -47,7 +47,7 @@ class SequenceClassifierConfig(TextEncoderConfig):
 class SequenceClassifier(nn.Module):
     """TokenNetwork -> head.
 
-    >>> model = SequenceClassifierConfig(vocabulary_size=11, width=24, depth=1).build()
+    >>> model = SequenceClassifierConfig(vocab_size=11, width=24, depth=1).build()
     >>> model(torch.randint(11, (2, 9))).shape
     torch.Size([2, 2])
     """

@@ -32,7 +32,7 @@ from onescan.shapes import Grid, Hidden, Memory, MemoryKeep, TokenLogits, Tokens
 class SequenceDecoderConfig(ModelConfig):
     """LDN's decoding head: causal LDN layers, each followed by attention to what was encoded."""
 
-    vocabulary_size: int
+    vocab_size: int
     """Kinds of tokens that it writes."""
     width: int = 192
     """Of a token, of the encoder's too."""
@@ -61,7 +61,7 @@ class SequenceDecoderConfig(ModelConfig):
                 and the norm refuse.
         """
         check_positive(
-            vocabulary_size=self.vocabulary_size,
+            vocab_size=self.vocab_size,
             width=self.width,
             depth=self.depth,
             num_heads=self.num_heads,
@@ -116,7 +116,7 @@ class SequenceDecoder(nn.Module):
     Source: LDN, arXiv:2502.12381, Sec. 3.6, which says no more than "dedicated decoding module":
     the layers, the linear attention and the added positions are the paper's.
 
-    >>> decoder = SequenceDecoderConfig(vocabulary_size=9, width=24).build().eval()
+    >>> decoder = SequenceDecoderConfig(vocab_size=9, width=24).build().eval()
     >>> encoded = torch.randn(2, 50, 24)
     >>> logits, state = decoder(torch.tensor([[1, 5, 2], [1, 4, 4]]), encoded)
     >>> logits.shape
@@ -129,10 +129,10 @@ class SequenceDecoder(nn.Module):
         super().__init__()
         self.config = config
         width = config.width
-        self.embedding = nn.Embedding(config.vocabulary_size, width)
+        self.embedding = nn.Embedding(config.vocab_size, width)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.depth))
         self.norm = build_norm(config.norm, width)
-        self.head = nn.Linear(width, config.vocabulary_size)
+        self.head = nn.Linear(width, config.vocab_size)
         self.apply(self._init_weights)
 
     def forward(
@@ -196,10 +196,9 @@ class SequenceDecoder(nn.Module):
         """
         check_positive(most=most)
         for name, token_id in (("start", start), ("end", end)):
-            if not isinstance(token_id, int) or not 0 <= token_id < self.config.vocabulary_size:
+            if not isinstance(token_id, int) or not 0 <= token_id < self.config.vocab_size:
                 raise ValueError(
-                    f"{name} is {token_id!r}, expected an id from 0 to "
-                    f"{self.config.vocabulary_size - 1}"
+                    f"{name} is {token_id!r}, expected an id from 0 to {self.config.vocab_size - 1}"
                 )
         token = torch.full((memory.shape[0], 1), start, device=memory.device)
         ended = torch.zeros_like(token, dtype=torch.bool)
@@ -222,7 +221,7 @@ class SequenceDecoder(nn.Module):
 
     def _check(self, tokens: Any, memory: Any, memory_keep: Any, state: Any) -> None:
         # Any: these are what a user passed
-        check_token_ids(tokens, self.config.vocabulary_size)
+        check_token_ids(tokens, self.config.vocab_size)
         check_positive(T=check_shapes(tokens=(tokens, "B T"))["T"])
         if (memory is None) == (state is None):
             given = "neither" if state is None else "both"

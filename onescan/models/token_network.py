@@ -30,7 +30,7 @@ from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 class TokenNetworkConfig(ModelConfig, ABC):
     """The fields that all language models share; LightNet's by default."""
 
-    vocabulary_size: int = 50265
+    vocab_size: int = 50265
     """Kinds of tokens."""
     width: int = 512
     """Of a token."""
@@ -61,7 +61,7 @@ class TokenNetworkConfig(ModelConfig, ABC):
     def check(self) -> None:
         """Raise ValueError for a number out of range or a position encoding for grids."""
         check_positive(
-            vocabulary_size=self.vocabulary_size,
+            vocab_size=self.vocab_size,
             width=self.width,
             depth=self.depth,
             init_std=self.init_std,
@@ -86,7 +86,7 @@ class TokenNetworkConfig(ModelConfig, ABC):
 class TextEncoderConfig(TokenNetworkConfig, ABC):
     """BERT's vocabulary and size, with LightNet's mixers, which read both ways."""
 
-    vocabulary_size: int = 30522
+    vocab_size: int = 30522
     width: int = 768
     depth: int = 12
     mixer: MixerConfig = field(default_factory=lambda: LightNetMixerConfig(num_heads=12))
@@ -114,7 +114,7 @@ class TokenNetwork(nn.Module):
         super().__init__()
         self.config = config
         width = config.width
-        self.embedding = nn.Embedding(config.vocabulary_size, width)
+        self.embedding = nn.Embedding(config.vocab_size, width)
         self.segment_embedding = None
         if config.segment_types:
             self.segment_embedding = nn.Embedding(config.segment_types, width)
@@ -161,7 +161,7 @@ class TokenNetwork(nn.Module):
             read_outs: of how many of the last blocks to return the vectors, one batch after the
                 other, [read_outs * B, T, D], the last block's last.
         """
-        check_token_ids(tokens, self.config.vocabulary_size)
+        check_token_ids(tokens, self.config.vocab_size)
         check_shapes(tokens=(tokens, "B T"), segments=(segments, "B T"), keep=(keep, "B T"))
         x = self.embedding(tokens)
         return self.read(
@@ -216,7 +216,7 @@ class TokenNetwork(nn.Module):
     def set_embedding(self, embedding: nn.Embedding) -> None:
         """Take the vectors of another vocabulary."""
         self.embedding = embedding
-        self.config = dataclasses.replace(self.config, vocabulary_size=embedding.num_embeddings)
+        self.config = dataclasses.replace(self.config, vocab_size=embedding.num_embeddings)
 
     def init_weights(self, module: nn.Module) -> None:
         """Set a part's first weights; for heads that are added, too."""

@@ -257,7 +257,7 @@ SMALL_SPREAD = 0.08  # of first weights: about 1 / sqrt(width), where large mode
 LIGHTNET = LightNetMixerConfig(num_heads=4, gate_rank=32)
 POSITION = ToeplitzPositionConfig(hidden_states=16)
 SMALL_LM = CausalLMConfig(
-    vocabulary_size=BYTES,
+    vocab_size=BYTES,
     width=SMALL_WIDTH,
     depth=SMALL_DEPTH,
     mixer=replace(LIGHTNET, causal=True),
@@ -265,7 +265,7 @@ SMALL_LM = CausalLMConfig(
     init_std=SMALL_SPREAD,
 )
 SMALL_MLM = MaskedLMConfig(
-    vocabulary_size=BYTES,
+    vocab_size=BYTES,
     width=SMALL_WIDTH,
     depth=SMALL_DEPTH,
     mixer=LIGHTNET,

@@ -59,10 +59,10 @@ class Problem:
 
 
 def _model(
-    *, width: int, depth: int, vocabulary_size: int, num_classes: int, dropout: float = 0.0
+    *, width: int, depth: int, vocab_size: int, num_classes: int, dropout: float = 0.0
 ) -> SequenceClassifierConfig:
     return SequenceClassifierConfig(
-        vocabulary_size=vocabulary_size,
+        vocab_size=vocab_size,
         width=width,
         depth=depth,
         num_classes=num_classes,
@@ -90,7 +90,7 @@ def _training(
 LISTOPS = Problem(
     title="the Long Range Arena's ListOps, up to 1,999 tokens",
     data=ListOpsDataConfig(),
-    model=_model(width=128, depth=8, vocabulary_size=16, num_classes=10),
+    model=_model(width=128, depth=8, vocab_size=16, num_classes=10),
     training=_training(epochs=40, batch_size=50, weight_decay=0.04),
 )
 # Small enough for 2 CPU cores. All three have places, so that they differ in their decay alone.
@@ -102,7 +102,7 @@ LISTOPS_SMALL = Problem(
         test_examples=1_000,
     ),
     model=replace(
-        _model(width=32, depth=2, vocabulary_size=16, num_classes=10),
+        _model(width=32, depth=2, vocab_size=16, num_classes=10),
         mixer=LionMixerConfig(num_heads=4, chunk_size=16),
         mlp=MLPConfig(ratio=2.0),
         init_std=0.1,
@@ -120,34 +120,34 @@ LISTOPS_SMALL = Problem(
 PIXELS = Problem(
     title="CIFAR-10 in grey, 1,024 pixels one by one",
     data=PixelImageConfig(path="uoft-cs/cifar10", class_names=CLASSES),
-    model=_model(width=512, depth=6, vocabulary_size=256, num_classes=10, dropout=0.1),
+    model=_model(width=512, depth=6, vocab_size=256, num_classes=10, dropout=0.1),
     training=_training(epochs=250, batch_size=50, weight_decay=0.07),
     flags=" --data.path FOLDER",
 )
 PATHFINDER = Problem(
     title="Pathfinder, 1,024 pixels one by one",
     data=PathfinderDataConfig(),
-    model=_model(width=192, depth=6, vocabulary_size=256, num_classes=2, dropout=0.05),
+    model=_model(width=192, depth=6, vocab_size=256, num_classes=2, dropout=0.05),
     training=_training(epochs=200, batch_size=64, weight_decay=0.03),
 )
 PATHX = Problem(
     title="Path-X, 16,384 pixels one by one",
     data=PathfinderDataConfig(images=PathfinderConfig(side=128)),
-    model=_model(width=128, depth=6, vocabulary_size=256, num_classes=2),
+    model=_model(width=128, depth=6, vocab_size=256, num_classes=2),
     training=_training(epochs=75, batch_size=32, weight_decay=0.06),
     shortest_step=0.0001,
 )
 IMDB = Problem(
     title="IMDB's reviews, up to 4,096 bytes",
     data=ByteTextConfig(path="stanfordnlp/imdb"),
-    model=_model(width=256, depth=6, vocabulary_size=257, num_classes=2, dropout=0.1),
+    model=_model(width=256, depth=6, vocab_size=257, num_classes=2, dropout=0.1),
     training=_training(epochs=35, batch_size=50, weight_decay=0.07, warmup_epochs=0),
     flags=" --data.path FOLDER",
 )
 AAN = Problem(
     title="AAN's pairs of papers, up to 4,000 bytes each",
     data=RetrievalConfig(path="lra_release/tsv_data"),
-    model=replace(_model(width=128, depth=6, vocabulary_size=257, num_classes=2), segment_types=2),
+    model=replace(_model(width=128, depth=6, vocab_size=257, num_classes=2), segment_types=2),
     training=_training(epochs=20, batch_size=32, weight_decay=0.05),
     flags=" --data.path FOLDER",
 )

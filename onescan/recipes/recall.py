@@ -21,7 +21,7 @@ from onescan.training import MachineConfig, RunConfig, TrainingConfig
 
 DATA = RecallConfig()
 MODEL = CausalLMConfig(
-    vocabulary_size=1 + DATA.keys + DATA.values,
+    vocab_size=1 + DATA.keys + DATA.values,
     width=64,
     depth=2,
     position=ToeplitzPositionConfig(hidden_states=16),

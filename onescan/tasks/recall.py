@@ -70,9 +70,9 @@ class Recall(Task):
 
     def _scores(self, model: nn.Module, batch: Batch) -> TokenLogits:
         logits: TokenLogits = model(batch[0])[0].float()
-        if logits.shape[-1] < self.format.vocabulary_size:
+        if logits.shape[-1] < self.format.vocab_size:
             raise ValueError(
                 f"the model scores {logits.shape[-1]} tokens, but the data has "
-                f"{self.format.vocabulary_size}: is model.vocabulary_size right?"
+                f"{self.format.vocab_size}: is model.vocab_size right?"
             )
         return logits

@@ -47,7 +47,7 @@ def write_on(
     Raises:
         ValueError: the tokenizer is of another model, or nothing can be begun with.
     """
-    tokenizer.check_vocabulary(model.config.vocabulary_size)
+    tokenizer.check_vocabulary(model.config.vocab_size)
     _check_text("prompt", prompt)
     written = model.stream(
         _batch(tokenizer.begin(prompt), model),
@@ -76,7 +76,7 @@ def fill_masks(
         ValueError: the tokenizer is of another model, or there is no mask.
     """
     check_positive(top=top)
-    tokenizer.check_vocabulary(model.config.vocabulary_size)
+    tokenizer.check_vocabulary(model.config.vocab_size)
     if tokenizer.mask is None:
         raise ValueError(f"tokenizer {tokenizer.name!r} has no mask")
     _check_text("text", text)

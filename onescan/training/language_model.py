@@ -25,7 +25,7 @@ def load_language_model(name: str) -> tuple[CausalLM | MaskedLM, Tokenizer]:
         ImportError: transformers is needed and not installed.
     """
     model, tokenizer = _of_transformers(name) if is_elsewhere(name) else _of_run(name)
-    tokenizer.check_vocabulary(model.config.vocabulary_size)
+    tokenizer.check_vocabulary(model.config.vocab_size)
     return model, tokenizer
 
 

@@ -58,7 +58,7 @@ def prepare(name: str, work: str, size: int, options: CausalOptions) -> Trial:
         build = config.build
         macs = options.batch * _macs(config, size)
     model = placed(build, options).train(work == TRAINING)
-    vocabulary = SHAPES[options.size].vocabulary_size
+    vocabulary = SHAPES[options.size].vocab_size
     tokens = torch.randint(vocabulary, (options.batch, size), device=device_of(options))
     loss_of = _their_loss if is_theirs else _our_loss
     if work == TRAINING:

@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     depth: int
     num_heads: int
     gate_rank: int
-    vocabulary_size: int
+    vocab_size: int
     multiple_of: int = 1
     """The hidden width of LightNet's gated linear units is rounded up to it."""
 
@@ -72,7 +72,7 @@ def our_config(name: str, size: str, *, most_tokens: int) -> CausalLMConfig:
     mixer, position = parts[name]
     is_lightnet = name == LIGHTNET
     return CausalLMConfig(
-        vocabulary_size=shape.vocabulary_size,
+        vocab_size=shape.vocab_size,
         width=shape.width,
         depth=shape.depth,
         mixer=mixer,
@@ -91,7 +91,7 @@ def their_model(name: str, size: str, options: ContestOptions) -> nn.Module:
     """
     models = theirs("fla.models", options)
     shape = SHAPES[size]
-    common = {"hidden_size": shape.width, "vocab_size": shape.vocabulary_size}
+    common = {"hidden_size": shape.width, "vocab_size": shape.vocab_size}
     if name == "fla_gla":
         config = models.GLAConfig(num_hidden_layers=shape.depth, **common)
         return models.GLAForCausalLM(config)

@@ -80,8 +80,8 @@ class PairFormat(SequenceFormat):
     """Tokens of a sequence, the tokenizer's own among them."""
 
     @property
-    def vocabulary_size(self) -> int:
-        return self.text.vocabulary_size
+    def vocab_size(self) -> int:
+        return self.text.vocab_size
 
     def encode(self, raw: str | tuple[str, str]) -> Ids:
         return self._encoder.encode(*((raw,) if isinstance(raw, str) else raw))[0]

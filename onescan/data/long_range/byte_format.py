@@ -17,7 +17,7 @@ class ByteFormat(SequenceFormat):
     """Most bytes of a text that are read."""
 
     @property
-    def vocabulary_size(self) -> int:
+    def vocab_size(self) -> int:
         return SEPARATOR + 1
 
     def encode(self, raw: str | bytes) -> Ids:

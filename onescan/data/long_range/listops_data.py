@@ -29,7 +29,7 @@ class ListOpsFormat(SequenceFormat):
     """Written expressions, as `[MAX 2 9 ]`: a token for each symbol."""
 
     @property
-    def vocabulary_size(self) -> int:
+    def vocab_size(self) -> int:
         return len(VOCABULARY)
 
     def encode(self, raw: str) -> Ids:

@@ -37,7 +37,7 @@ class PixelFormat(SequenceFormat):
     width: int
 
     @property
-    def vocabulary_size(self) -> int:
+    def vocab_size(self) -> int:
         return LEVELS
 
     def encode(self, raw: GreyPixels) -> Ids:

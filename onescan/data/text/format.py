@@ -26,7 +26,7 @@ class TextFormat(Format):
 
     tokenizer: str
     """What the user called the tokenizer."""
-    vocabulary_size: int
+    vocab_size: int
     """All ids are below it."""
     fingerprint: str
     """What another tokenizer has another of."""
@@ -36,7 +36,7 @@ class TextFormat(Format):
         """Describe a tokenizer."""
         return cls(
             tokenizer=tokenizer.name,
-            vocabulary_size=tokenizer.size,
+            vocab_size=tokenizer.size,
             fingerprint=tokenizer.fingerprint(),
         )
 

@@ -88,12 +88,12 @@ class Tokenizer(ABC):
         """The length of the text of ids, in bytes of UTF-8."""
         return len(self.decode(ids).encode())
 
-    def check_vocabulary(self, vocabulary_size: int) -> None:
+    def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError where a model of so many tokens lacks some of these."""
-        if self.size > vocabulary_size:
+        if self.size > vocab_size:
             raise ValueError(
                 f"tokenizer {self.name!r} has {self.size} tokens, but the model's vocabulary "
-                f"{vocabulary_size}: they do not belong together"
+                f"{vocab_size}: they do not belong together"
             )
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:

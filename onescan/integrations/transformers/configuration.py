@@ -79,7 +79,7 @@ class OnescanTextConfig(_NativeFields, PreTrainedConfig):
     """Of every model of text: `CausalLMConfig`'s, `MaskedLMConfig`'s, `SequenceClassifierConfig`'s.
 
     Without fields it is `CausalLMConfig()`. `vocab_size`, `hidden_size` and `num_hidden_layers` are
-    other names of vocabulary_size, width and depth.
+    other names of vocab_size, width and depth.
 
     >>> config = OnescanTextConfig(vocab_size=100, num_hidden_layers=2, num_labels=3)
     >>> config.depth, config.mixer["type"], config.num_labels
@@ -88,7 +88,7 @@ class OnescanTextConfig(_NativeFields, PreTrainedConfig):
 
     model_type = "onescan_text"
     attribute_map = {  # noqa: RUF012
-        "vocab_size": "vocabulary_size",
+        "vocab_size": "vocab_size",
         "hidden_size": "width",
         "num_hidden_layers": "depth",
     }

@@ -24,14 +24,14 @@ def _lightnet_lm(
     depth: int,
     num_heads: int,
     gate_rank: int,
-    vocabulary_size: int,
+    vocab_size: int,
     printed_millions: float,
     source: str,
 ) -> Preset:
     """Norms without parameters, as only they make the 45.07 million of WikiText-103's model."""
     return Preset(
         config=CausalLMConfig(
-            vocabulary_size=vocabulary_size,
+            vocab_size=vocab_size,
             width=width,
             depth=depth,
             mixer=LightNetMixerConfig(num_heads=num_heads, causal=True, gate_rank=gate_rank),
@@ -45,7 +45,7 @@ def _lightnet_lm(
 def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None, source: str) -> Preset:
     return Preset(
         config=CausalLMConfig(
-            vocabulary_size=GPT2_VOCABULARY,
+            vocab_size=GPT2_VOCABULARY,
             width=768,
             depth=12,
             mixer=mixer,
@@ -104,7 +104,7 @@ LANGUAGE_PRESETS = {
         "LION, arXiv:2502.16249, causal language modelling",
     ),
     "lightnet_mlm_base": Preset(
-        config=MaskedLMConfig(vocabulary_size=32768, mixer=LightNetMixerConfig(num_heads=12)),
+        config=MaskedLMConfig(vocab_size=32768, mixer=LightNetMixerConfig(num_heads=12)),
         printed_millions=None,
         source="LightNet, arXiv:2405.21022, Table 2, in the Cramming setting",
     ),

@@ -25,7 +25,7 @@ def lead(study: Study) -> str:
     config = model.config
     mixer = type(config.mixer).__name__.removesuffix("MixerConfig")
     return (
-        f"This {KINDS[type(model)]} {data} It knows {config.vocabulary_size:,} tokens, which "
+        f"This {KINDS[type(model)]} {data} It knows {config.vocab_size:,} tokens, which "
         f"exchange what they know in {plural(config.depth, 'block')} with {mixer} mixers of "
         f"{plural(config.mixer.num_heads, 'head')}, {config.width} numbers to a token."
     )
