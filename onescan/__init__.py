@@ -31,7 +31,7 @@ _HOMES = {
     "MaskedLM": "onescan.models.masked_lm",
     "MaskedLMConfig": "onescan.models.masked_lm",
     "PRESETS": "onescan.models.presets",
-    "Sampling": "onescan.models.sampling",
+    "Sampling": "onescan.models.causal_lm",
     "SequenceClassifier": "onescan.models.sequence_classifier",
     "SequenceClassifierConfig": "onescan.models.sequence_classifier",
     "SequenceDecoder": "onescan.models.sequence_decoder",
@@ -77,6 +77,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from onescan.models.causal_lm import CausalLM as CausalLM
     from onescan.models.causal_lm import CausalLMConfig as CausalLMConfig
+    from onescan.models.causal_lm import Sampling as Sampling
     from onescan.models.denoiser import Denoiser as Denoiser
     from onescan.models.denoiser import DenoiserConfig as DenoiserConfig
     from onescan.models.image_classifier import ImageClassifier as ImageClassifier
@@ -86,7 +87,6 @@ if TYPE_CHECKING:
     from onescan.models.presets import PRESETS as PRESETS
     from onescan.models.presets import build as build
     from onescan.models.presets import preset as preset
-    from onescan.models.sampling import Sampling as Sampling
     from onescan.models.sequence_classifier import SequenceClassifier as SequenceClassifier
     from onescan.models.sequence_classifier import (
         SequenceClassifierConfig as SequenceClassifierConfig,

@@ -375,15 +375,15 @@ def sample(words: Words) -> None:
 
 def generate(words: Words) -> None:
     """Write on from a text, as the words come."""
-    from onescan.models.sampling import Sampling
+    from onescan.models.causal_lm import Sampling
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: LanguageModel
         prompt: str = ""
         """what is written on from; - reads it from the standard input"""
-        most: int = 200
-        """tokens to write, unless the text ends before"""
+        max_new_tokens: int = 200
+        """Maximum number of tokens to generate."""
         sampling: Annotated[Sampling, tyro.conf.arg(name="")] = dataclasses.field(
             default_factory=lambda: Sampling(temperature=0.8, top_p=0.95)
         )
@@ -393,19 +393,25 @@ def generate(words: Words) -> None:
 
     options = _parse(Options, "generate", words)
     options.sampling.check()
-    if options.most < 1 or not 0 <= options.seed < MOST_SEEDS:
+    if options.max_new_tokens < 1 or not 0 <= options.seed < MOST_SEEDS:
         raise ValueError(
-            f"most is {options.most} and seed {options.seed}, expected 1 or more, and 0 or more"
+            f"max_new_tokens is {options.max_new_tokens} and seed is {options.seed}, expected 1 or "
+            "more, and 0 or more"
         )
     model, tokenizer, device = _language_model(options.checkpoint, "CausalLM", options.device)
     import torch
 
-    from onescan.tasks.writing import write_on
+    from onescan.tasks.writing import generate_text
 
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     generator = torch.Generator(device).manual_seed(options.seed)
-    pieces = write_on(
-        model, tokenizer, prompt, options.sampling, most=options.most, generator=generator
+    pieces = generate_text(
+        model,
+        tokenizer,
+        prompt,
+        options.sampling,
+        max_new_tokens=options.max_new_tokens,
+        generator=generator,
     )
     _print(prompt + next(pieces, ""), end="", flush=True)
     for piece in pieces:

@@ -22,7 +22,7 @@ Frequencies = Float[Tensor, "H K"]
 FrequencyRow = Float[Tensor, " K"]
 RotatedKeys = Float[Tensor, "B T H F"]
 Tokens = Int[Tensor, "B T"]
-Written = Int[Tensor, "B written"]
+GeneratedTokens = Int[Tensor, "B written"]
 TokenLogits = Float[Tensor, "B scored vocabulary"]  # of all T tokens, or the last
 ReadOuts = Float[Tensor, "{read_outs}*B T D"]  # of several blocks, one batch after the other
 ReadOutLogits = Float[Tensor, "_ scored vocabulary"]  # the same, or of chosen places
@@ -30,10 +30,10 @@ Memory = Float[Tensor, "B S D"]  # tokens of another sequence, S of them
 CachedKeys = Float[Tensor, "B H S K"]
 CachedKeep = Bool[Tensor, "B S"]
 Places = Int[Tensor, " B"]  # each sequence's number of tokens so far
-MemoryKeep = Bool[Tensor, "B S"]
+MemoryMask = Bool[Tensor, "B S"]
 Pooled = Float[Tensor, "B D"]
 Keep = Bool[Tensor, "B T"]
-Chosen = Bool[Tensor, "B T"]  # places
+TokenMask = Bool[Tensor, "B T"]  # places
 Betas = Float[Tensor, "B T H"]  # the delta rule's strength of each write
 
 LogNormalizer = Float[Tensor, "B H K"]
@@ -67,7 +67,9 @@ RowSums = Float[Tensor, "systems T"]
 Operators = Float[Tensor, "H T T"]
 
 Images = Float[Tensor, "B channels height width"]
-Told = Float[Tensor, "B told height width"]  # of a denoiser: its images' channels, or twice those
+DenoiserOutput = Float[
+    Tensor, "B told height width"
+]  # of a denoiser: its images' channels, or twice those
 Grids = Float[Tensor, "B channels *axes"]  # signals, images, video
 Logits = Float[Tensor, "B classes"]
 Labels = Int[Tensor, " B"]

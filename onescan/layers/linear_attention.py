@@ -7,7 +7,7 @@ from torch import nn
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.numerics import divided, full_precision, widened
-from onescan.shapes import Hidden, Keep, Keys, Memory, MemoryKeep
+from onescan.shapes import Hidden, Keep, Keys, Memory, MemoryMask
 
 
 class LinearAttention(nn.Module):
@@ -40,7 +40,7 @@ class LinearAttention(nn.Module):
         assert leaving is None or isinstance(leaving, DecayState)
         return rearrange(o, "b t h v -> b t (h v)"), leaving
 
-    def remember(self, memory: Memory, keep: MemoryKeep | None = None) -> DecayState:
+    def remember(self, memory: Memory, keep: MemoryMask | None = None) -> DecayState:
         """phi(K)^T V and phi(K)^T 1 of another sequence: all that `read` needs of it."""
         k = self.feature_map(self._heads(self.to_k(memory)))
         v = self._heads(self.to_v(memory))

@@ -30,7 +30,7 @@ from onescan.ops.linear_diffusion.kernel import (
 from onescan.ops.linear_diffusion.state import DiffusionState, following
 from onescan.ops.linear_diffusion.step import Product, crank_nicolson, explicit
 from onescan.ops.numerics import full_precision, widened
-from onescan.shapes import DiffusionKernels, Giving, Keep, MemoryKeep, StepSizes, Values
+from onescan.shapes import DiffusionKernels, Giving, Keep, MemoryMask, StepSizes, Values
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -187,7 +187,7 @@ def _costs(tokens: int, radius: int) -> dict[str, int]:
 
 def _all_tokens(
     x: Values, keep: Keep | None, state: DiffusionState | None
-) -> tuple[Giving, MemoryKeep | None]:
+) -> tuple[Giving, MemoryMask | None]:
     """The state's tokens and x's, zeros where masked, and which of them are real."""
     if state is not None:
         new = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
