@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 
 from onescan import __version__, memory
-from onescan.choices import check_choice
-from onescan.terminal import printable
+from onescan.messages import printable, unknown_choice
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print(f"onescan {__version__}")
         return 0
     try:
-        check_choice("command", words[0], COMMANDS)
+        if words[0] not in COMMANDS:
+            raise unknown_choice("command", words[0], COMMANDS)
         memory.keep_freed()
         COMMANDS[words[0]](words[1:])
     except KeyboardInterrupt:
@@ -618,7 +618,8 @@ def bench(words: Words) -> None:
         _print(f"  {'forms':<10}every form of one model's mixer over image sizes")
         _print("\n".join(f"  {name:<10}{contest.summary}" for name, contest in CONTESTS.items()))
         return
-    check_choice("benchmark", words[0], ["forms", *CONTESTS])
+    if words[0] not in ("forms", *CONTESTS):
+        raise unknown_choice("benchmark", words[0], ["forms", *CONTESTS])
     if words[0] == "forms":
         _bench_forms(words[1:])
     else:
@@ -869,7 +870,7 @@ def _fine_tuned(
 
 def _what_to_train(words: Words) -> "tuple[RunConfig, str, Words]":
     """The run that is named or lies in a file, how it was given, and the words that are left."""
-    from onescan.checkpoint.config import CONFIG
+    from onescan.checkpoint.run_folder import CONFIG
     from onescan.recipes import find_recipe
     from onescan.recipes.files import import_file
     from onescan.training.folder import read_manifest

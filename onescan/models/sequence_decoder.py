@@ -253,7 +253,7 @@ class SequenceDecoder(nn.Module):
         if memory_mask is not None:
             raise ValueError("memory_mask was given with a state, expected it only with memory")
         if any(mixer is None for mixer in state.mixers):
-            raise ValueError("state.mixers contains None, expected the state of a previous call")
+            raise ValueError("state.mixers holds None, expected the state of a previous call")
         if not len(state.mixers) == len(state.memories) == len(self.layers):
             raise ValueError(
                 f"state has {len(state.mixers)} blocks and {len(state.memories)} memories, "

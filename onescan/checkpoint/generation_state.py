@@ -11,7 +11,7 @@ from onescan.models.causal_lm import CausalLM
 from onescan.models.token_network import flatten_state, unflatten_state
 
 
-def save_state(path: str | Path, state: Any, model: CausalLM) -> None:
+def save_generation_state(path: str | Path, state: Any, model: CausalLM) -> None:
     """Save the state that a model returned with its logits, replacing an older file atomically.
 
     Raises:
@@ -21,7 +21,7 @@ def save_state(path: str | Path, state: Any, model: CausalLM) -> None:
     save_weights(Path(path), tensors, {"model": configs.to_dict(model.config)})
 
 
-def load_state(path: str | Path, model: CausalLM) -> Any:
+def load_generation_state(path: str | Path, model: CausalLM) -> Any:
     """Load a state, from which the model continues as if it had read the text itself.
 
     Raises:
