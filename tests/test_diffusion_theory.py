@@ -13,13 +13,14 @@ from onescan.layers.diffusion import LEAST_SIGMA, MOST_OF_STEP, Diffusion
 from onescan.ops.linear_diffusion import (
     IMPLEMENTATIONS,
     SOLVERS,
+    diffusion_operator,
     following,
     gaussian_kernel,
     gaussian_radius,
     linear_diffusion,
     stable_step,
 )
-from onescan.ops.linear_diffusion.operator import diffusion_operator, smallest_positive_power
+from onescan.ops.linear_diffusion.kernel import smallest_positive_power
 
 over_forms = pytest.mark.parametrize("form", IMPLEMENTATIONS)
 sizes = given(tokens=st.integers(1, 40), radius=st.integers(1, 50), seed=st.integers(0, 999))

@@ -360,7 +360,7 @@ def test_the_choice_of_form():
     assert implicit(tokens=8 * 60, radius=60).form == "dense"
     assert implicit(tokens=8 * 60 + 1, radius=60).form == "banded"
     assert implicit(tokens=65536, radius=138).form == "banded"
-    assert choose("fft", scheme="explicit", tokens=1, radius=1) == ("fft", "asked for")
+    assert choose("fft", scheme="explicit", tokens=1, radius=1) == ("fft", "requested")
 
 
 def test_the_band_takes_memory_linear_in_the_length():
