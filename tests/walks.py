@@ -1,4 +1,4 @@
-"""Which files of the package a call enters.
+"""Count the files of the package that a call enters.
 
 Print the files that one call of a preset enters, with the lines it executes in each:
 

@@ -8,6 +8,7 @@ h'_t = h_t + dt sum_s K_ts (h_s - h_t)                        explicit
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from onescan.checks import (
@@ -33,7 +34,6 @@ from onescan.shapes import (
     AllTokens,
     DiffusionKernels,
     Keep,
-    MemoryKeep,
     Operators,
     StepSizes,
     Values,
@@ -255,7 +255,7 @@ def _costs(tokens: int, radius: int) -> dict[str, int]:
 
 def _all_tokens(
     x: Values, keep: Keep | None, state: DiffusionState | None
-) -> tuple[AllTokens, MemoryKeep | None]:
+) -> tuple[AllTokens, Bool[Tensor, "B S"] | None]:
     """Return the state's tokens and x, zero where masked, and which of them are real."""
     if state is not None:
         new = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
