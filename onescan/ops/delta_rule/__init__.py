@@ -117,10 +117,11 @@ def delta_rule(
     with full_precision(q):
         inputs = forms.Inputs(*widened(q, k, v, beta))
         if keep is not None:
-            masked = ~keep.unsqueeze(-1)  # B T 1
+            masked = ~keep[:, :, None]  # B T 1
+            *qkv, wide_beta = inputs
             inputs = forms.Inputs(
-                *(x.masked_fill(masked.unsqueeze(-1), 0) for x in inputs[:3]),
-                beta=inputs.beta.masked_fill(masked, 0),
+                *(x.masked_fill(masked.unsqueeze(-1), 0) for x in qkv),
+                wide_beta.masked_fill(masked, 0),
             )
         run = forms.causal if causal else forms.bidirectional
         o, *outgoing = run(implementation, inputs, *incoming, chunk_size=chunk_size)
