@@ -118,11 +118,8 @@ def delta_rule(
         inputs = forms.Inputs(*widened(q, k, v, beta))
         if keep is not None:
             masked = ~keep[:, :, None]  # B T 1
-            *qkv, wide_beta = inputs
-            inputs = forms.Inputs(
-                *(x.masked_fill(masked.unsqueeze(-1), 0) for x in qkv),
-                wide_beta.masked_fill(masked, 0),
-            )
+            wide_q, wide_k, wide_v = (x.masked_fill(masked.unsqueeze(-1), 0) for x in inputs[:3])
+            inputs = forms.Inputs(wide_q, wide_k, wide_v, inputs.beta.masked_fill(masked, 0))
         run = forms.causal if causal else forms.bidirectional
         o, *outgoing = run(implementation, inputs, *incoming, chunk_size=chunk_size)
     if can_look_at_values(o):
