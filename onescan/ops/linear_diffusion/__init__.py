@@ -176,9 +176,9 @@ def following(
     [[False, True]]
     """
     if isinstance(radius, bool) or not isinstance(radius, int) or radius < 0:
-        raise ValueError(f"radius is {radius!r}, expected a whole number from 0 on")
+        raise ValueError(f"radius is {radius!r}, expected an integer of at least 0")
     if state is not None and state.x.shape[1] != radius:
-        raise ValueError(f"state is of radius {state.x.shape[1]}, expected {radius}")
+        raise ValueError(f"state has radius {state.x.shape[1]}, expected {radius}")
     if keep is None:
         keep = x.new_ones(x.shape[:2], dtype=torch.bool)
     if state is None:
@@ -271,7 +271,7 @@ def _check(x: Any, weights: Any, dt: Any, scheme: Any, keep: Any, state: Any) ->
     if state is not None and not isinstance(state.keep, torch.Tensor):
         raise ValueError(f"state.keep is a {type(state.keep).__name__}, expected a tensor")
     if state is not None and scheme != "explicit":
-        raise ValueError(f"a state came with scheme={scheme!r}, expected scheme='explicit'")
+        raise ValueError(f"state was given with scheme={scheme!r}, expected scheme='explicit'")
     given = {} if state is None else {"state.x": state.x, "state.keep": state.keep}
     check_floating(x=x, weights=weights, dt=dt)
     check_devices(x=x, weights=weights, dt=dt, keep=keep, **given)
@@ -297,4 +297,4 @@ def _check(x: Any, weights: Any, dt: Any, scheme: Any, keep: Any, state: Any) ->
     if can_look_at_values(dt):
         lowest = dt.detach().amin().item()
         if lowest < 0:
-            raise ValueError(f"dt reaches {lowest:.6g}, expected at least 0")
+            raise ValueError(f"dt has minimum {lowest:.6g}, expected at least 0")

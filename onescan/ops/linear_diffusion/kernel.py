@@ -50,13 +50,13 @@ def gaussian_kernel(past: Tensor, future: Tensor, sigma: Tensor, radius: int) ->
     check_devices(**given)
     check_shapes(past=(past, "H"), future=(future, "H"), sigma=(sigma, "H"))
     if isinstance(radius, bool) or not isinstance(radius, int) or radius < 0:
-        raise ValueError(f"radius is {radius!r}, expected a whole number from 0 on")
+        raise ValueError(f"radius is {radius!r}, expected an integer of at least 0")
     for name, tensor in given.items():
         if can_look_at_values(tensor) and tensor.numel():
             lowest = tensor.detach().amin().item()
             if not lowest >= 0 or (name == "sigma" and lowest == 0):  # NaN fails this too
                 least = "above 0" if name == "sigma" else "at least 0"
-                raise ValueError(f"{name} reaches {lowest:.6g}, expected {least}")
+                raise ValueError(f"{name} has minimum {lowest:.6g}, expected {least}")
     lags = torch.arange(-radius, radius + 1, dtype=sigma.dtype, device=sigma.device)
     gaussian = (-0.5 * (lags / sigma.unsqueeze(-1)).square()).exp()  # H 2R+1
     phi = past.unsqueeze(-1) * (lags > 0) + future.unsqueeze(-1) * (lags < 0)
@@ -116,7 +116,7 @@ def check_kernels(weights: Any) -> None:
     if can_look_at_values(weights) and weights.numel():
         lowest = weights.detach().amin().item()
         if lowest < 0:
-            raise ValueError(f"weights reaches {lowest:.6g}, expected at least 0")
+            raise ValueError(f"weights has minimum {lowest:.6g}, expected at least 0")
 
 
 def smallest_positive_power(operator: Tensor) -> int | None:

@@ -182,8 +182,8 @@ def _check(
             raise ValueError(f"state is a {type(state).__name__}, expected a ToeplitzState")
         if len(shape) > 1 or bidirectional:
             raise ValueError(
-                f"a state came with shape {shape} and bidirectional={bidirectional}; only one axis "
-                "read forward can be continued"
+                f"state was given with shape {shape} and bidirectional={bidirectional}, "
+                "expected one axis and bidirectional=False"
             )
         parts["state.hidden"] = (state.hidden, "B D E")
     carried = {name: x for name, (x, _) in parts.items()}
