@@ -336,8 +336,8 @@ def test_a_model_pools_what_its_last_norm_gave(pool):
         ({"kernels": 5}, "width 12 is not a multiple of kernels 5"),
         ({"kernels": 0}, "kernels is 0, expected a number above 0"),
         ({"sigmas": ()}, r"sigmas is \(\), expected at least one"),
-        ({"sigmas": (0.1,)}, "sigmas contains 0.1, expected more than 0.25 and less than max_sigma"),
-        ({"sigmas": (3.0,)}, "sigmas contains 3.0, expected more than 0.25 and less than max_sigma"),
+        ({"sigmas": (0.1,)}, r"sigmas contains 0.1, expected more than 0.25 and less"),
+        ({"sigmas": (3.0,)}, r"sigmas contains 3.0, expected more than 0.25 and less"),
         ({"max_sigma": -1.0}, "max_sigma is -1.0, expected a number above 0"),
         ({"epsilon": 0.0}, "epsilon is 0.0, expected a number between 0 and 1"),
         ({"epsilon": 1.0}, "epsilon is 1.0, expected a number between 0 and 1"),
@@ -534,7 +534,7 @@ def test_what_a_masked_token_holds_reaches_no_one_and_no_weight():
         ({"max_sigma": math.inf}, "max_sigma is inf, expected a number above 0"),
         ({"max_sigma": 1e9}, "max_sigma is 1000000000.0, which makes a kernel reach .* tokens"),
         ({"epsilon": math.nan}, "epsilon is nan, expected a number between 0 and 1"),
-        ({"sigmas": (1.0, 40.0)}, "sigmas contains 40.0, expected more than 0.25 and less than max_sig"),
+        ({"sigmas": (1.0, 40.0)}, r"sigmas contains 40\.0, expected more than 0\.25"),
     ],
 )
 def test_a_first_block_refuses_what_any_block_would(fields, message):

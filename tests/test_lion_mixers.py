@@ -513,7 +513,7 @@ def test_autocast_does_not_narrow_the_row_sums_before_decay():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LionMixerConfig(direction="alternating"), "direction is 'alternating', which describes a model"),
+        (LionMixerConfig(direction="alternating"), "'alternating', which describes a model"),
         (DeltaRuleMixerConfig(direction="alternating"), "direction is 'alternating'"),
         (LionMixerConfig(chunk_size=0), "chunk_size is 0, expected a number above 0"),
         (DeltaRuleMixerConfig(chunk_size=0), "chunk_size is 0, expected a number above 0"),
