@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onescan.layers.diffusion import LEAST_SIGMA, MOST_OF_STEP, Diffusion
+from onescan.layers.mixers.linear_diffusion import MAX_STEP_FRACTION, MIN_SIGMA, Diffusion
 from onescan.ops.linear_diffusion import (
     IMPLEMENTATIONS,
     SOLVERS,
@@ -120,17 +120,17 @@ def test_no_parameters_leave_the_bound(logits, causal, tokens):
     diffusion = Diffusion(
         [1.0], max_sigma=8.0, epsilon=1e-4, causal=causal, scheme="explicit", form="auto"
     )
-    names = ["sigma_logit", "past", "future", "step"]
+    names = ["raw_sigma", "raw_past", "raw_future", "raw_step"]
     with torch.no_grad():
         for name, value in zip(names, logits, strict=True):
             if getattr(diffusion, name) is not None:
                 getattr(diffusion, name).fill_(value)
     weights = diffusion.weights()
-    assert LEAST_SIGMA <= diffusion.sigma().item() <= 8.0
+    assert MIN_SIGMA <= diffusion.sigma().item() <= 8.0
     operator = diffusion_operator(weights, diffusion.dt(weights), tokens)[0]
     assert torch.isfinite(operator).all()
     assert operator.min() >= 0
-    assert operator.diagonal().min() > (1 - MOST_OF_STEP) / 2
+    assert operator.diagonal().min() > (1 - MAX_STEP_FRACTION) / 2
     torch.testing.assert_close(operator.sum(-1), torch.ones(tokens))
     x = torch.randn(1, tokens, 2, requires_grad=True)
     diffusion(x).square().sum().backward()
@@ -143,8 +143,8 @@ def test_gradients_stay_finite_where_a_kernel_all_but_vanishes(raw):
         [1.0], max_sigma=8.0, epsilon=1e-4, causal=False, scheme="explicit", form="auto"
     )
     with torch.no_grad():
-        diffusion.past.fill_(raw)
-        diffusion.future.fill_(raw)
+        diffusion.raw_past.fill_(raw)
+        diffusion.raw_future.fill_(raw)
     diffusion(torch.randn(1, 9, 2)).square().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in diffusion.parameters())
 
@@ -215,7 +215,7 @@ def test_theorem_1_fails_at_the_bound_itself_though_its_graph_is_strongly_connec
     at_the_bound = diffusion_operator(weights, torch.ones(1, dtype=torch.float64), 2)[0]
     assert at_the_bound.tolist() == [[0.0, 1.0], [1.0, 0.0]]
     assert smallest_positive_power(at_the_bound) is None
-    below = diffusion_operator(weights, 2 * MOST_OF_STEP * stable_step(weights), 2)[0]
+    below = diffusion_operator(weights, 2 * MAX_STEP_FRACTION * stable_step(weights), 2)[0]
     assert smallest_positive_power(below) == 1
 
 
@@ -282,7 +282,7 @@ def test_the_kernel_is_the_papers():
 
 
 @given(
-    sigma=st.floats(LEAST_SIGMA, 20),
+    sigma=st.floats(MIN_SIGMA, 20),
     ratio=st.floats(0, 1),
     epsilon=st.sampled_from([1e-1, 1e-2, 1e-4, 1e-6, 1e-9]),
     tokens=st.integers(1, 120),
