@@ -13,6 +13,7 @@ from torch import nn
 from onescan.allocation import build_model
 from onescan.checks import check_choice
 from onescan.configs import ModelConfig, replace
+from onescan.layers.basic import MLPConfig
 from onescan.layers.decays import FixedDecayConfig, NoDecayConfig, SelectiveDecayConfig
 from onescan.layers.mixers import (
     LightNetMixerConfig,
@@ -21,7 +22,6 @@ from onescan.layers.mixers import (
     MixerConfig,
     SoftmaxMixerConfig,
 )
-from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import (
     AbsolutePositionConfig,
     SinusoidalPositionConfig,
@@ -156,7 +156,7 @@ def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 
 
 _LION_LM = _gpt2(LionMixerConfig(direction="forward"), None)
-_GPT2 = _gpt2(SoftmaxMixerConfig(causal=True), TokenPositionConfig(most_tokens=GPT2_MAX_TOKENS))
+_GPT2 = _gpt2(SoftmaxMixerConfig(causal=True), TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS))
 _LIGHTNET_MLM = _Family(
     MaskedLMConfig(vocab_size=32768), "LightNet, arXiv:2405.21022, Table 2, in the Cramming setting"
 )
@@ -183,7 +183,7 @@ def _bert(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
     )
 
 
-_BERT_POSITION = TokenPositionConfig(most_tokens=BERT_MAX_TOKENS)
+_BERT_POSITION = TokenPositionConfig(max_tokens=BERT_MAX_TOKENS)
 _BERT = _bert(SoftmaxMixerConfig(dropout=0.1), _BERT_POSITION)
 # App. C.5 puts a norm after LION-lit's attention; it needs positions, as it has no decay.
 _BERT_LIT = _bert(LionMixerConfig(decay=NoDecayConfig(), norm="layer"), _BERT_POSITION)

@@ -16,12 +16,10 @@ from onescan.checks import (
     check_token_ids,
 )
 from onescan.configs import ModelConfig
-from onescan.layers.block import Block
-from onescan.layers.initial import init_weights
-from onescan.layers.linear_attention import LinearAttention
+from onescan.layers.basic import MLPConfig, NormName, build_norm
+from onescan.layers.block import Block, init_weights
 from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
-from onescan.layers.mlp import MLPConfig
-from onescan.layers.norm import NormName, build_norm
+from onescan.layers.mixers.linear_diffusion import LinearCrossAttention
 from onescan.layers.position import sinusoidal_positions
 from onescan.ops.decay_attention import DecayState
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
@@ -103,13 +101,13 @@ class DecoderLayer(nn.Module):
         mixer = config.mixer.for_layer(index)
         self.block = Block(config.width, axes=1, mixer=mixer, mlp=config.mlp, norm=config.norm)
         self.norm = build_norm(config.norm, config.width)
-        self.attention = LinearAttention(config.width, config.num_heads, config.feature_map)
+        self.attention = LinearCrossAttention(config.width, config.num_heads, config.feature_map)
 
     def forward(
         self, x: Hidden, memory: DecayState, *, embedding: Hidden, state: Any
     ) -> tuple[Hidden, Any]:
         x, state = self.block(x, Grid((x.shape[1],)), embedding=embedding, state=state)
-        return x + self.attention.read(self.norm(x), memory), state
+        return x + self.attention(self.norm(x), memory), state
 
 
 class SequenceDecoder(nn.Module):
@@ -219,7 +217,7 @@ class SequenceDecoder(nn.Module):
     def _summaries(self, memory: Any, mask: MemoryMask | None) -> Iterator[DecayState]:
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            yield layer.attention.remember(memory, mask)
+            yield layer.attention.encode_memory(memory, mask)
 
     def _check(self, tokens: Any, memory: Any, memory_mask: Any, state: Any) -> None:
         # Any: user input

@@ -11,18 +11,16 @@ from torch import Tensor, nn
 
 from onescan.checks import check_devices, check_positive, check_shapes, check_token_ids
 from onescan.configs import ModelConfig
-from onescan.layers.block import Block
-from onescan.layers.documents import Documents
-from onescan.layers.initial import init_weights
+from onescan.layers.basic import EPS, GLUConfig, MLPConfig, NormName, NormPosition, build_norm
+from onescan.layers.block import Block, init_weights
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
-from onescan.layers.mlp import GLUConfig, MLPConfig
-from onescan.layers.norm import EPS, NormName, NormPosition, build_norm
 from onescan.layers.position import (
     AbsolutePositionConfig,
     PositionConfig,
     SinusoidalPositionConfig,
     ToeplitzPositionConfig,
 )
+from onescan.layers.tokens import Documents
 from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 
 
@@ -197,7 +195,7 @@ class TokenNetwork(nn.Module):
             kinds = x.new_zeros(x.shape[:2], dtype=torch.long) if segments is None else segments
             x = x + self.segment_embedding(kinds)
         if per_document is not None:
-            x = per_document.apart(self._encode_positions, x, keep=keep)
+            x = per_document.mix_per_document(self._encode_positions, x, keep=keep)
         elif self.position is not None:
             x, position = self.position(x, grid, position, keep)
         x = embedding = self.dropout(self.embedding_norm(x))
