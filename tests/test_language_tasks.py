@@ -309,5 +309,5 @@ def test_scores_of_chosen_places_are_those_of_all(read_outs):
     some = model(tokens, read_outs=read_outs, positions=places)
     torch.testing.assert_close(some, every[places.repeat(read_outs, 1)][None])
     assert model(tokens, positions=torch.zeros(3, 7, dtype=torch.bool)).shape == (1, 0, 258)
-    with pytest.raises(ValueError, match=r"places has shape \(3, 6\)"):
+    with pytest.raises(ValueError, match=r"positions has shape \(3, 6\)"):
         unwrap(MaskedLM.forward)(model, tokens, positions=places[:, 1:])
