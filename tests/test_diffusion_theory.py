@@ -13,13 +13,14 @@ from onescan.layers.mixers.linear_diffusion import MAX_STEP_FRACTION, MIN_SIGMA,
 from onescan.ops.linear_diffusion import (
     IMPLEMENTATIONS,
     SOLVERS,
+    diffusion_operator,
     following,
     gaussian_kernel,
     gaussian_radius,
     linear_diffusion,
     stable_step,
 )
-from onescan.ops.linear_diffusion.operator import diffusion_operator, smallest_positive_power
+from onescan.ops.linear_diffusion.kernel import smallest_positive_power
 
 over_forms = pytest.mark.parametrize("form", IMPLEMENTATIONS)
 sizes = given(tokens=st.integers(1, 40), radius=st.integers(1, 50), seed=st.integers(0, 999))
@@ -318,19 +319,19 @@ ONE = torch.ones(2)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gaussian_kernel(ONE, ONE, ONE, 1.5), "radius is 1.5, expected a whole number"),
-        (lambda: gaussian_kernel(ONE, ONE, ONE, -1), "radius is -1, expected a whole number"),
-        (lambda: gaussian_kernel(-ONE, ONE, ONE, 1), "past reaches -1, expected at least 0"),
-        (lambda: gaussian_kernel(ONE, -ONE, ONE, 1), "future reaches -1, expected at least 0"),
-        (lambda: gaussian_kernel(ONE, ONE, 0 * ONE, 1), "sigma reaches 0, expected above 0"),
-        (lambda: gaussian_kernel(ONE, ONE, torch.nan * ONE, 1), "sigma reaches nan"),
+        (lambda: gaussian_kernel(ONE, ONE, ONE, 1.5), "radius is 1.5, expected an integer"),
+        (lambda: gaussian_kernel(ONE, ONE, ONE, -1), "radius is -1, expected an integer"),
+        (lambda: gaussian_kernel(-ONE, ONE, ONE, 1), "past has minimum -1, expected at least 0"),
+        (lambda: gaussian_kernel(ONE, -ONE, ONE, 1), "future has minimum -1, expected at least 0"),
+        (lambda: gaussian_kernel(ONE, ONE, 0 * ONE, 1), "sigma has minimum 0, expected above 0"),
+        (lambda: gaussian_kernel(ONE, ONE, torch.nan * ONE, 1), "sigma has minimum nan"),
         (lambda: gaussian_kernel(ONE, ONE[:1], ONE, 1), r"future has shape \(1,\), expected 'H'"),
         (lambda: gaussian_kernel(1.0, ONE, ONE, 1), "past is a float, expected a tensor"),
         (lambda: gaussian_radius(-1.0, 0.1), "sigma is -1.0, expected a number above 0"),
         (lambda: gaussian_radius(math.inf, 0.1), "sigma is inf, expected a number above 0"),
         (lambda: gaussian_radius(1.0, 0.0), "epsilon is 0.0, expected a number between 0 and 1"),
         (lambda: gaussian_radius(1.0, 2.0), "epsilon is 2.0, expected a number between 0 and 1"),
-        (lambda: stable_step(-torch.ones(1, 3)), "weights reaches -1, expected at least 0"),
+        (lambda: stable_step(-torch.ones(1, 3)), "weights has minimum -1, expected at least 0"),
         (lambda: stable_step(torch.ones(1, 4)), "an odd number of lags"),
         (lambda: stable_step(torch.ones(3)), r"weights has shape \(3,\), expected 'H lags'"),
         (lambda: stable_step([1.0]), "weights is a list, expected a tensor"),
@@ -342,7 +343,7 @@ ONE = torch.ones(2)
                 None,
                 radius=5,
             ),
-            "state is of radius 2, expected 5",
+            "state has radius 2, expected 5",
         ),
     ],
 )

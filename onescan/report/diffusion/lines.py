@@ -10,7 +10,7 @@ from torch import nn
 
 from onescan.layers.mixers.linear_diffusion import Diffusion, LinearDiffusionMixer
 from onescan.models.image_classifier import ImageClassifier
-from onescan.ops.linear_diffusion.operator import diffusion_operator
+from onescan.ops.linear_diffusion import diffusion_operator
 from onescan.shapes import Operators
 
 Lags = Int[np.ndarray, " lags"]  # places back; negative ones lie ahead
