@@ -35,7 +35,7 @@ from onescan.shapes import (
     Hidden,
     Keep,
     Memory,
-    MemoryKeep,
+    MemoryMask,
     StepSizes,
 )
 
@@ -427,7 +427,7 @@ class LinearCrossAttention(nn.Module):
         self.q_proj = nn.Linear(width, width, bias=False)
         self.kv_proj = nn.Linear(width, 2 * width, bias=False)
 
-    def encode_memory(self, memory: Memory, memory_mask: MemoryKeep | None = None) -> DecayState:
+    def encode_memory(self, memory: Memory, memory_mask: MemoryMask | None = None) -> DecayState:
         """Return phi(K)^T V and phi(K)^T 1 of the memory.
 
         Args:
