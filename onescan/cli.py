@@ -854,7 +854,7 @@ def _fine_tuned(
 
     results: dict[GlueTask, list[RunResult]] = {}
     for task, seed, config, folder in runs:
-        say(f"{task}, seed {seed}, in {folder}, begins with {config.start}")
+        say(f"{task}, seed {seed}, in {folder}, begins with {config.init_from}")
         result = train_run(config, folder, overwrite=overwrite, progress=True)
         say(_results([result]))
         results.setdefault(task, []).append(result)

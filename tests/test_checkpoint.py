@@ -285,7 +285,7 @@ def test_what_cannot_be_trained_overwrites_nothing(tmp_path, monkeypatch):
     result = train(tiny_run(steps=2), tmp_path)
     for change, says in {
         "model.num_classes": (4, "is model.num_classes right"),
-        "machine.accumulate": (3, "expected a multiple of 3"),
+        "machine.gradient_accumulation_steps": (3, "expected a multiple of 3"),
         "machine.device": ("meta", "machine.device is 'meta', expected auto"),
     }.items():
         other = configs.replace(tiny_run(steps=3), {change: says[0]})

@@ -142,7 +142,7 @@ class _Maker:
             model=classifier(self.model, len(PROBLEMS[task].class_names) or 1, self.study.pool),
             data=data,
             task=GlueConfig(segments=self.model.segment_types > 0),
-            start=self._start(task, seed),
+            init_from=self._start(task, seed),
             training=self._training(task, seed),
             machine=self.study.machine,
         )

@@ -21,8 +21,8 @@ LIGHTNET = TrainingConfig(
     betas=(0.9, 0.98),
     weight_decay=0.05,
     warmup=20 / 300,
-    final_fraction=0.02,
-    clip_norm=5.0,
+    final_lr_ratio=0.02,
+    max_grad_norm=5.0,
     precision="bfloat16",
 )
 # DeiT, arXiv:2012.12877, Table 9: 5e-4 for 512 images is 1e-3 for 1024.
@@ -32,8 +32,8 @@ DEIT = TrainingConfig(
     learning_rate=1e-3,
     weight_decay=0.05,
     warmup=5 / 300,
-    final_fraction=0.01,
-    clip_norm=None,
+    final_lr_ratio=0.01,
+    max_grad_norm=None,
     precision="bfloat16",
 )
 

@@ -83,7 +83,7 @@ def _training(
         weight_decay=weight_decay,
         learning_rate=5e-4,
         warmup=warmup_epochs / epochs,
-        final_fraction=0.0,
+        final_lr_ratio=0.0,
     )
 
 

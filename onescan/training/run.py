@@ -44,9 +44,9 @@ class TrainingConfig:
     """Rise of the learning rate: below 1 a part of all steps, from 1 on a number of steps."""
     schedule: Schedule = "cosine"
     """How the learning rate falls after the warm-up; inverse_sqrt as one over the root of steps."""
-    final_fraction: float = 0.01
+    final_lr_ratio: float = 0.01
     """Learning rate at the end, as a part of the highest; inverse_sqrt has its own."""
-    clip_norm: float | None = 1.0
+    max_grad_norm: float | None = 1.0
     """Longest gradient; a longer one is shortened to it."""
     ema_decay: float | None = None
     """What a running mean of the weights keeps at every step; the mean is judged and saved."""
@@ -62,14 +62,14 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         """Raise ValueError for a number that no run can have."""
         sizes = ["epochs", "steps", "batch_size", "evaluate_every", "checkpoint_every", "patience"]
-        for name in [*sizes, "learning_rate", "eps", "clip_norm"]:
+        for name in [*sizes, "learning_rate", "eps", "max_grad_norm"]:
             if getattr(self, name) is not None:
                 check_positive(**{f"training.{name}": getattr(self, name)})
         for name in ("weight_decay", "warmup", "seed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"training.{name} is {getattr(self, name)}, expected 0 or more")
-        if not 0 <= self.final_fraction <= 1:
-            raise ValueError(f"training.final_fraction is {self.final_fraction}, expected 0 to 1")
+        if not 0 <= self.final_lr_ratio <= 1:
+            raise ValueError(f"training.final_lr_ratio is {self.final_lr_ratio}, expected 0 to 1")
         check_choice("training.precision", self.precision, get_args(Precision))
         check_choice("training.schedule", self.schedule, get_args(Schedule))
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -91,20 +91,20 @@ class MachineConfig:
     """Where to train: cpu, cuda, cuda:1, ...; auto is a GPU where there is one."""
     workers: int | None = None
     """Processes that read data, for each that trains; None is as many as the data is worth."""
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     """Parts that a batch is cut into, one after the other, for less memory."""
-    recompute: bool = False
+    gradient_checkpointing: bool = False
     """Forget what is inside each block and compute it again for the gradient, for less memory."""
     compile: bool = False
     """Compile each block with torch.compile."""
-    shard: bool = False
+    fsdp: bool = False
     """Over several processes, split weights and moments between them (FSDP2); else copy (DDP)."""
     trackers: tuple[TrackerName, ...] | None = None
     """Who else gets the metrics; None is tensorboard where it is installed."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number that no machine can have."""
-        check_positive(**{"machine.accumulate": self.accumulate})
+        check_positive(**{"machine.gradient_accumulation_steps": self.gradient_accumulation_steps})
         for name in self.trackers or ():
             check_choice("machine.trackers", name, get_args(TrackerName))
         if self.workers is not None and not 0 <= self.workers <= MOST_WORKERS:
@@ -120,7 +120,7 @@ class RunConfig:
     model: ModelConfig
     data: DataConfig
     task: TaskConfig
-    start: str | None = None
+    init_from: str | None = None
     """Weights to begin with, where the model has the same parts: a run's folder, or
     best.safetensors in it, or what transformers saved; None draws fresh ones."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
