@@ -76,7 +76,7 @@ def train_classifier(options: Options) -> RunResult:
         run = configs.replace(
             run,
             {f"model.{name}": value for name, value in SMALL_CLASSIFIER.items()}
-            | {"training.epochs": options.classifier_epochs, "task.augment.operations": 0}
+            | {"training.epochs": options.classifier_epochs, "task.augment.num_ops": 0}
             | {"training.learning_rate": 2e-3},
         )
     result = train(run, options.out / "classifier" / "seed-0", progress=True)

@@ -507,7 +507,7 @@ def needle(words: Words) -> None:
 
 def tokenizer(words: Words) -> None:
     """Train a byte-level BPE on text of any kind, and say how well it does on held-out text."""
-    from onescan.data.text.documents import Documents
+    from onescan.data.text.documents import SampleBy
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -515,11 +515,11 @@ def tokenizer(words: Words) -> None:
         """a file or a folder of text or tables, or a name on the hub"""
         out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
         """where to write it, for data.tokenizer, and for transformers' AutoTokenizer"""
-        size: int = 8192
+        vocab_size: int = 8192
         """tokens at most; 258 are bytes and specials"""
         column: str = "text"
         """where the text of a table or an object is"""
-        documents: Documents = "file"
+        sample_by: SampleBy = "file"
         """what one document of plain text is; line breaks are no part of a line"""
         name: str | None = None
         """which of a hub data set's configurations"""
@@ -531,9 +531,9 @@ def tokenizer(words: Words) -> None:
     from onescan.data.text.source import Wanted, find_source, read_texts
 
     check_empty(options.out)
-    wanted = Wanted(column=options.column, documents=options.documents, name=options.name)
+    wanted = Wanted(column=options.column, sample_by=options.sample_by, name=options.name)
     source = find_source(options.path, wanted, field="path")
-    trained = train_byte_pairs(read_texts(source, options.split), options.size)
+    trained = train_byte_pairs(read_texts(source, options.split), options.vocab_size)
     trained.tokenizer.save(options.out)
     where = "held-out text" if trained.is_held_out else "the text that it was trained on"
     _print(f"{options.out}: {trained.tokenizer.size} tokens, ", end="")

@@ -161,7 +161,7 @@ def test_different_data_is_said(runs, tmp_path):
 def test_how_data_is_read_makes_no_different_data():
     data = ImageDatasetConfig(path="pets")
     streamed = dataclasses.replace(data, streaming=True, on_error="skip", train_crop=None)
-    cropped = dataclasses.replace(data, train_crop=RandomCropConfig(area=(0.5, 1.0)))
+    cropped = dataclasses.replace(data, train_crop=RandomCropConfig(scale=(0.5, 1.0)))
     recipes = [dataclasses.replace(tiny_run(), data=each) for each in (data, streamed, cropped)]
     assert caution(recipes) == ""
     held_out = dataclasses.replace(data, split_seed=1)

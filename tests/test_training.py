@@ -157,21 +157,21 @@ def test_an_epoch_visits_every_image_once():
 
 @pytest.mark.parametrize("step", [1, 4, 5, 9])
 def test_batches_from_any_step_on_are_those_of_the_whole(step):
-    task = tiny_task(repeats=3)
+    task = tiny_task(augment_repeats=3)
     whole = list(islice(task.batches(step=0, batch_size=8, seed=3), 12))
     assert list(islice(task.batches(step=step, batch_size=8, seed=3), 12 - step)) == whole[step:]
     assert len({example.seed for batch in whole for example in batch.examples}) == 96
 
 
 def test_repeated_augmentation_shows_each_image_so_many_times_in_a_row():
-    task = tiny_task(repeats=3)
+    task = tiny_task(augment_repeats=3)
     seen = [e.source for b in islice(task.batches(step=0, batch_size=6, seed=0), 5) for e in b[0]]
     assert seen[::3] == seen[1::3] == seen[2::3]
     assert len(set(seen)) == 10
 
 
 @pytest.mark.parametrize(
-    "task", [{"label_smoothing": 1.0}, {"evaluation_batch_size": 0}, {"repeats": 0}]
+    "task", [{"label_smoothing": 1.0}, {"evaluation_batch_size": 0}, {"augment_repeats": 0}]
 )
 def test_the_task_refuses_impossible_numbers(task):
     with pytest.raises(ValueError, match=rf"task\.{next(iter(task))} is "):

@@ -27,7 +27,9 @@ MODEL = ImageClassifierConfig(image_size=(32, 32), patch_size=(4, 4), num_classe
 TASK = ImageClassificationConfig(label_smoothing=0.1, augment=DeitAugmentConfig(pad=4))
 # LDN, arXiv:2502.12381: added positions (Sec. 3.2), a mean over tokens (3.6), crops and flips (5.1)
 LDN = replace(MODEL, width=256, position=AbsolutePositionConfig(), pool="mean", drop_path=0.0)
-LDN_TASK = ImageClassificationConfig(augment=DeitAugmentConfig(pad=4, operations=0, erasing=0.0))
+LDN_TASK = ImageClassificationConfig(
+    augment=DeitAugmentConfig(pad=4, num_ops=0, random_erasing=0.0)
+)
 RATIO = 13 / 3  # of an MLP's hidden width, for as many parameters as LightNet has
 
 

@@ -130,7 +130,7 @@ def _cifar10(name: str, model: DenoiserConfig) -> RunConfig:
         ),
         task=ImageGenerationConfig(
             noise=FLOW,
-            augment=DeitAugmentConfig(operations=0, erasing=0.0),  # flips alone
+            augment=DeitAugmentConfig(num_ops=0, random_erasing=0.0),  # flips alone
             sampler=SamplerConfig(steps=50, guidance=1.5),
         ),
         training=TrainingConfig(

@@ -125,7 +125,7 @@ def _imagenet(model: str, training: TrainingConfig) -> RunConfig:
         model=preset(model),
         data=ImageDatasetConfig(path="ILSVRC/imagenet-1k"),
         task=ImageClassificationConfig(
-            label_smoothing=0.1, augment=DeitAugmentConfig(), mix=MixConfig(), repeats=3
+            label_smoothing=0.1, augment=DeitAugmentConfig(), mix=MixConfig(), augment_repeats=3
         ),
         training=training,
     )

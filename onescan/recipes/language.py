@@ -146,7 +146,7 @@ def cramming_lightnet() -> RunConfig:
             path="monology/pile-uncopyrighted",
             tokenizer=BERT,
             length=128,
-            frame_rows=True,
+            add_special_tokens=True,
             streaming=True,
             train_rows=rows * steps,
             test_rows=8192,
@@ -181,7 +181,7 @@ def _c4(kind: str, size: str, title: str) -> Recipe:
                 name="en",
                 tokenizer=BERT,
                 length=128,
-                frame_rows=True,
+                add_special_tokens=True,
                 streaming=True,
                 train_rows=rows * steps,
                 test_rows=8192,
@@ -234,9 +234,9 @@ def wikipedia_ldn() -> RunConfig:
             test_fraction=0.001,
             tokenizer=BERT,
             length=128,
-            frame_rows=True,
+            add_special_tokens=True,
         ),
-        task=MaskedLanguageModellingConfig(read_outs=4, evaluation_batch_size=256),
+        task=MaskedLanguageModellingConfig(supervised_blocks=4, evaluation_batch_size=256),
         training=TrainingConfig(
             steps=1_000_000,
             batch_size=256,
@@ -272,7 +272,7 @@ SMALL_MLM = MaskedLMConfig(
     position=replace(POSITION, bidirectional=True),
     init_std=SMALL_SPREAD,
 )
-SMALL_MASKS = MaskedLanguageModellingConfig(whole_words=True)
+SMALL_MASKS = MaskedLanguageModellingConfig(whole_word_mask=True)
 SOFTMAX: dict[str, Any] = {"mlp": MLPConfig(), "position": TokenPositionConfig(most_tokens=1024)}
 
 
@@ -330,7 +330,7 @@ def wikitext2_mlm_ldn() -> RunConfig:
     mixer = LinearDiffusionMixerConfig(num_heads=4)
     changes: dict[str, Any] = {"mixer": mixer, "mlp": None, "depth": 2 * SMALL_DEPTH}
     model = replace(SMALL_MLM, **{**SOFTMAX, **changes})
-    return _small("wikitext2_mlm_ldn", model, replace(SMALL_MASKS, read_outs=SMALL_DEPTH))
+    return _small("wikitext2_mlm_ldn", model, replace(SMALL_MASKS, supervised_blocks=SMALL_DEPTH))
 
 
 def wikitext2_mlm_bert() -> RunConfig:

@@ -40,7 +40,7 @@ class ImageClassificationConfig(TaskConfig):
     """Random changes of the training images."""
     mix: MixConfig | None = None
     """Training images made of two, and their labels with them."""
-    repeats: int = 1
+    augment_repeats: int = 1
     """Repeated augmentation: each image comes so often in a row, changed anew each time."""
     teacher: str | None = None
     """A trained classifier to learn from too: a run's folder, or a name transformers knows."""
@@ -60,7 +60,7 @@ class ImageClassificationConfig(TaskConfig):
             raise ValueError(
                 f"task.label_smoothing is {self.label_smoothing}, expected 0 to below 1"
             )
-        for name in ("repeats", "evaluation_batch_size"):
+        for name in ("augment_repeats", "evaluation_batch_size"):
             check_positive(**{f"task.{name}": getattr(self, name)})
         if self.teacher is None and self.distillation != DistillationConfig():
             raise ValueError("task.distillation is set, but task.teacher is None, expected one")
@@ -78,7 +78,7 @@ class ImageClassification(Task):
         self.format: ImageFormat = data.format
         self.class_names = data.class_names
         self.test_batch_size = config.evaluation_batch_size
-        self.repeats = config.repeats
+        self.repeats = config.augment_repeats
         self.augmentation = config.augment and config.augment.build()
         self.mixing = config.mix and config.mix.build()
         self.distillation = (

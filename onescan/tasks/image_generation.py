@@ -40,7 +40,7 @@ class ImageGenerationConfig(TaskConfig):
     """Random changes of the training images; not of latents."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     """How images are made when the model is judged."""
-    pictures: int = 8
+    samples_per_class: int = 8
     """Images of each class in the picture of an evaluation, of at most 10 classes; 0 for none."""
     classifier: str | None = None
     """A trained classifier that judges the images which the model makes: a run's folder."""
@@ -61,9 +61,11 @@ class ImageGenerationConfig(TaskConfig):
         self.sampler.check(self.noise)
         for name in ("evaluation_images", "evaluation_batch_size"):
             check_positive(**{f"task.{name}": getattr(self, name)})
-        if self.pictures < 0:
-            raise ValueError(f"task.pictures is {self.pictures}, expected 0 or more")
-        if self.pictures or self.classifier is not None:
+        if self.samples_per_class < 0:
+            raise ValueError(
+                f"task.samples_per_class is {self.samples_per_class}, expected 0 or more"
+            )
+        if self.samples_per_class or self.classifier is not None:
             import onescan.integrations.diffusers  # noqa: F401  # or say now that it is missing
         if isinstance(data.format, LatentFormat):
             for name in ("augment", "classifier"):
@@ -149,7 +151,7 @@ class ImageGeneration(Task):
         return -metrics.get("feature_distance", metrics["loss"])
 
     def picture(self, model: nn.Module) -> Image | None:
-        each = self.config.pictures
+        each = self.config.samples_per_class
         if not each:
             return None
         shown = self.shown_classes()
@@ -173,7 +175,7 @@ class ImageGeneration(Task):
         if not isinstance(config, DenoiserConfig):
             raise ValueError(
                 f"the model is a {type(model).__name__}, by which no images are made: expected a "
-                "Denoiser, or task.pictures=0 without a classifier"
+                "Denoiser, or task.samples_per_class=0 without a classifier"
             )
         scheduler = build_scheduler(
             self.config.noise, sampler, clip=self.canvas.clip, learnt_sigma=config.learn_sigma
@@ -192,7 +194,7 @@ class ImageGeneration(Task):
     def _open_judges(self) -> None:
         """Load what the first evaluation needs, so that what is missing is told before it."""
         _ = self.judge_images
-        if self.config.pictures and isinstance(self.canvas, LatentCanvas):
+        if self.config.samples_per_class and isinstance(self.canvas, LatentCanvas):
             _ = self.canvas.vae
 
     def _told(
@@ -226,7 +228,7 @@ class ImageGeneration(Task):
                 "expected as many, or 0"
             )
         guidance = self.config.sampler.guidance
-        draws = self.config.pictures > 0 or self.judge_images is not None
+        draws = self.config.samples_per_class > 0 or self.judge_images is not None
         for name in ("num_classes", "label_dropout"):
             if draws and guidance != 1 and not getattr(config, name):
                 raise ValueError(

@@ -26,12 +26,12 @@ class LanguageModellingConfig(TaskConfig):
         """Build the task for a text data set.
 
         Raises:
-            ValueError: If a number is not positive, or ``data.frame_rows`` is set.
+            ValueError: If a number is not positive, or ``data.add_special_tokens`` is set.
         """
         if data.is_framed:
             raise ValueError(
-                "data.frame_rows is True, expected False: a causal model would learn to predict "
-                "[SEP] in the middle of documents"
+                "data.add_special_tokens is True, expected False: a causal model would learn to "
+                "predict [SEP] in the middle of documents"
             )
         check_positive(**{"task.evaluation_batch_size": self.evaluation_batch_size})
         return LanguageModelling(self, data)

@@ -27,7 +27,7 @@ class DeitAugmentConfig(AugmentConfig):
     """Pixels of black put around an image before a random crop of its old size; often 4 of 32."""
     flip: float = 0.5
     """Chance of a flip from left to right."""
-    operations: int = 2
+    num_ops: int = 2
     """RandAugment: operations drawn for each image, each of them carried out half the time."""
     magnitude: float = 9.0
     """RandAugment: mean strength of an operation, 0 to 10."""
@@ -35,7 +35,7 @@ class DeitAugmentConfig(AugmentConfig):
     """RandAugment: spread of the strength, which stays within 0 to 10."""
     color_jitter: float = 0.0
     """Largest change of brightness, contrast, saturation; DeiT has 0.3 in place of RandAugment."""
-    erasing: float = 0.25
+    random_erasing: float = 0.25
     """Chance that a rectangle of 2 to 33 percent of the image becomes noise."""
 
     def build(self) -> "DeitAugment":
@@ -50,11 +50,11 @@ class DeitAugmentConfig(AugmentConfig):
             self,
             pad=math.inf,
             flip=1,
-            operations=math.inf,
+            num_ops=math.inf,
             magnitude=10,
             magnitude_std=math.inf,
             color_jitter=1,
-            erasing=1,
+            random_erasing=1,
         )
         try:
             import kornia  # noqa: F401 - to learn whether it is there
@@ -98,12 +98,12 @@ def _steps(config: DeitAugmentConfig) -> Iterator[Callable[[Images], Images]]:
         yield lambda images: _shift(images, config.pad)
     if config.flip:
         yield RandomHorizontalFlip(p=config.flip)
-    if config.operations:
-        yield RandAugment(config.operations, config.magnitude, config.magnitude_std)
+    if config.num_ops:
+        yield RandAugment(config.num_ops, config.magnitude, config.magnitude_std)
     if config.color_jitter:
         yield ColorJitter(*[config.color_jitter] * 3)
-    if config.erasing:
-        yield lambda images: _erase(images, config.erasing)
+    if config.random_erasing:
+        yield lambda images: _erase(images, config.random_erasing)
 
 
 def _shift(images: Images, pad: int) -> Images:

@@ -8,7 +8,7 @@ from onescan.data.base import DataConfig, DataSet
 from onescan.data.image_reader import OnError
 from onescan.data.text.corpus import Corpus
 from onescan.data.text.corpus_reader import CorpusReader, LongDocuments
-from onescan.data.text.documents import Documents
+from onescan.data.text.documents import SampleBy
 from onescan.data.text.format import TextFormat
 from onescan.data.text.packed import PackedText
 from onescan.data.text.rows import padding_id, text_length
@@ -58,13 +58,13 @@ class TextDatasetConfig(DataConfig):
     the last tokens."""
     text_column: str = "text"
     """Where the text of a table or an object is."""
-    documents: Documents = "file"
+    sample_by: SampleBy = "file"
     """What one document of plain text is; a paragraph ends at an empty line."""
     tokenizer: str = BYTES
     """Bytes, or a tokenizer's folder, tokenizer.json or name on the Hugging Face hub."""
     length: int = 256
     """Tokens of a row."""
-    frame_rows: bool = False
+    add_special_tokens: bool = False
     """Add [CLS] before and [SEP] after each document, as in BERT's fine-tuning. A document that is
     split across rows gets them around each part. For masked language models only."""
     long_documents: LongDocuments = "continue"
@@ -96,14 +96,14 @@ class TextDatasetConfig(DataConfig):
             ImportError: If the datasets library or transformers is required and not installed.
             ValueError: If a field is out of range; the text is missing or empty, cannot be read or
                 streamed, or lacks a split or column; or there is no such tokenizer, or it has no
-                [CLS] and [SEP] with frame_rows.
+                [CLS] and [SEP] with add_special_tokens.
         """
         self._check()
         tokenizer = load_tokenizer(self.tokenizer)
-        if self.frame_rows and tokenizer.frame is None:
+        if self.add_special_tokens and tokenizer.frame is None:
             raise ValueError(
-                f"data.frame_rows is True, but data.tokenizer {self.tokenizer!r} has no [CLS] and "
-                "[SEP] tokens"
+                f"data.add_special_tokens is True, but data.tokenizer {self.tokenizer!r} has "
+                "no [CLS] and [SEP] tokens"
             )
         opened = _Opened(self, tokenizer)
         train, test = opened.stream() if self.streaming else opened.look_up()
@@ -112,14 +112,14 @@ class TextDatasetConfig(DataConfig):
             test=test,
             tokenizer=tokenizer,
             format=TextFormat.of(tokenizer),
-            is_framed=self.frame_rows,
+            is_framed=self.add_special_tokens,
         )
 
     def wanted(self, *, streaming: bool) -> Wanted:
         """Say what is looked for."""
         return Wanted(
             column=self.text_column,
-            documents=self.documents,
+            sample_by=self.sample_by,
             name=self.name,
             streaming=streaming,
         )
@@ -127,9 +127,9 @@ class TextDatasetConfig(DataConfig):
     def _check(self) -> None:
         check_positive(**{"data.length": self.length, "data.shuffle_block": self.shuffle_block})
         room = len(Frame._fields)
-        if self.frame_rows and self.length <= room:
+        if self.add_special_tokens and self.length <= room:
             raise ValueError(
-                f"data.length is {self.length}, expected above {room} with data.frame_rows"
+                f"data.length is {self.length}, expected above {room} with data.add_special_tokens"
             )
         for name in ("train_rows", "test_rows"):
             if getattr(self, name) is not None:
@@ -151,7 +151,7 @@ class _Opened:
 
     def __init__(self, config: TextDatasetConfig, tokenizer: Tokenizer) -> None:
         self.config, self.tokenizer = config, tokenizer
-        self.frame = tokenizer.frame if config.frame_rows else None
+        self.frame = tokenizer.frame if config.add_special_tokens else None
         self.source = find_source(config.path, config.wanted(streaming=config.streaming))
         self.source.check_split("data.train_split", config.train_split)
         self.reader = CorpusReader(
@@ -226,7 +226,7 @@ class _Opened:
             config.name or "",
             split,
             config.text_column,
-            config.documents,
+            config.sample_by,
             most=most,
         )
         if not len(corpus.tokens):

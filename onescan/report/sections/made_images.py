@@ -25,7 +25,7 @@ def section(study: Study) -> Section:
     assert isinstance(task, ImageGeneration)
     pictures = read_pictures(run.result.folder)
     if not pictures:
-        return Section(TITLE, lead="Not shown: task.pictures is 0.")
+        return Section(TITLE, lead="Not shown: task.samples_per_class is 0.")
     steps = list(pictures)
     figures = [
         Figure(
