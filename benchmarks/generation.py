@@ -90,7 +90,7 @@ def contestant(name: str, options: Options, judge: RunResult) -> RunConfig:
         "data.path": options.path,
         "task.classifier": str(judge.folder),
         "task.evaluation_images": options.images,
-        "task.sampler.guidance": options.guidance,
+        "task.sampler.guidance_scale": options.guidance,
         "task.sampler.steps": options.sampler_steps,
     }
     if not options.full:

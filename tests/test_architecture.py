@@ -22,7 +22,7 @@ EVERYWHERE = SOURCES | {
 
 # From the ground up; a floor imports itself and those before it.
 FLOORS = [
-    {"choices", "memory", "shapes", "terminal", "checks", "configs", "allocation"},
+    {"choices", "shapes", "terminal", "checks", "configs", "allocation"},
     {"kernels"},
     {"ops"},
     {"layers"},

@@ -230,8 +230,8 @@ def test_a_model_that_tells_no_segments_apart_learns_pairs(folder, tmp_path):
 def test_what_is_finished_is_not_trained_again(trained, folder, capsys):
     assert main(command(folder, "--tasks", "stsb", "cola", *SEEDS)) == 0
     out = capsys.readouterr().out
-    assert out.count("finished before") == 6
-    assert "mnli is learnt first" in out
+    assert out.count("already finished") == 6
+    assert "training on mnli first" in out
     lines = out[out.index("task  ") :].splitlines()
     assert lines[0].split() == ["task", "measure", "value", "score"]
     assert [line.split()[0] for line in lines[1:5]] == ["CoLA", "STS-B", "spearman", "average"]

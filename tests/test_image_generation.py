@@ -347,12 +347,12 @@ def next_batch(task):
             "model.learn_sigma is True, but task.noise.prediction is 'flow'",
         ),
         (
-            {"model.num_classes": 0, "task.sampler.guidance": 2.0},
-            "task.sampler.guidance is 2.0, but model.num_classes is 0",
+            {"model.num_classes": 0, "task.sampler.guidance_scale": 2.0},
+            "task.sampler.guidance_scale is 2.0, but model.num_classes is 0",
         ),
         (
-            {"model.label_dropout": 0.0, "task.sampler.guidance": 2.0},
-            "task.sampler.guidance is 2.0, but model.label_dropout is 0",
+            {"model.label_dropout": 0.0, "task.sampler.guidance_scale": 2.0},
+            "task.sampler.guidance_scale is 2.0, but model.label_dropout is 0",
         ),
     ],
     ids=["classes", "variances", "no-classes", "no-dropout"],

@@ -484,7 +484,7 @@ def test_the_command_encodes(images, vae, whole, tmp_path, capsys):
     words = command(images, vae, tmp_path / "out", "--batch-size", "2", "--shard-size", "4")
     assert main(words) == 0
     assert capsys.readouterr().out == (
-        f"{tmp_path / 'out'}: 10 images to learn from and 4 held out, as latents of 4 x 4 x 4\n"
+        f"{tmp_path / 'out'}: 10 training and 4 test images, as latents of 4 x 4 x 4\n"
     )
     shards = {name: content for name, content in files(whole).items() if name != "latents.json"}
     assert files(tmp_path / "out").items() >= shards.items()

@@ -374,7 +374,7 @@ def test_a_tokenizer_without_an_end(tmp_path):
 def test_a_long_text_is_encoded_as_if_in_one(monkeypatch, tmp_path):
     text = "".join(f"the {'cat    ' * (i % 7)}\n{' sat' * (i % 3)}\n\n on\n" for i in range(200))
     path = write(tmp_path / "a.txt", text)
-    assert main(["tokenizer", path, "--out", str(tmp_path / "pairs"), "--size", "300"]) == 0
+    assert main(["tokenizer", path, "--out", str(tmp_path / "pairs"), "--vocab-size", "300"]) == 0
     for tokenizer in (ByteTokenizer(), load_tokenizer(str(tmp_path / "pairs"))):
         want = [*tokenizer.encode(text), tokenizer.end]
         for size in (1, 10, 10**6):

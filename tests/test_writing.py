@@ -227,8 +227,8 @@ def test_mistakes_are_told_in_a_sentence(saved, capsys):
         assert main(list(words)) == 2
         return capsys.readouterr().err
 
-    assert "holds a MaskedLM, expected a CausalLM" in told("generate", str(saved / "filler"))
-    assert "holds a CausalLM, expected a MaskedLM" in told("fill", str(saved / "writer"), "a")
+    assert "is a MaskedLM, expected a CausalLM" in told("generate", str(saved / "filler"))
+    assert "is a CausalLM, expected a MaskedLM" in told("fill", str(saved / "writer"), "a")
     assert "text has no [MASK]" in told("fill", str(saved / "filler"), "the cat")
     assert "most is 0" in told("generate", str(saved / "writer"), "--prompt", "a", "--most", "0")
     assert "temperature is -1.0" in told(

@@ -25,12 +25,12 @@ def centre_box(width: int, height: int, *, aspect: float, part: float) -> Box:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomCropConfig:
-    """A random part of each training image, resized to the model's size."""
+    """Random resized crop of training images."""
 
     scale: tuple[float, float] = (0.08, 1.0)
-    """Smallest and largest part of the image's area."""
+    """Smallest and largest area of the crop, as a fraction of the image's area."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Narrowest and widest width over height."""
+    """Smallest and largest aspect ratio (width over height) of the crop."""
 
     def build(self) -> "RandomCrop":
         """Prepare.

@@ -13,16 +13,16 @@ from onescan.data.split import hold_out
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsConfig(DataConfig):
-    """Scikit-learn's handwritten digits."""
+    """Handwritten digits of scikit-learn."""
 
     test_fraction: float = 0.2
-    """Part of every class that is held out, above 0 and below 1."""
+    """Fraction of each class held out for testing, between 0 and 1."""
     split_seed: int = 0
-    """Which part is held out."""
+    """Random seed of the train-test split."""
     mean: float = 0.305
     """Mean brightness, subtracted; 0 is black, 1 is white."""
     std: float = 0.376
-    """Spread of the brightness, divided by."""
+    """Standard deviation of the brightness, divided by."""
 
     def build(self) -> ImageSplits:
         """Read and split the images.

@@ -55,7 +55,7 @@ class SamplerConfig:
     None is ddim, and euler for flow matching."""
     steps: int = 50
     """Calls of the model for each image, or pairs of calls with guidance."""
-    guidance: float = 1.0
+    guidance_scale: float = 1.0
     """How far to go from what the model tells of any class toward what it tells of the one asked
     for (classifier-free guidance): 1 is as far as it tells, without asking for any class."""
 
@@ -64,8 +64,8 @@ class SamplerConfig:
         check_positive(steps=self.steps)
         if self.steps > STEPS:
             raise ValueError(f"steps is {self.steps}, expected 1 to {STEPS}")
-        if not 0 <= self.guidance < float("inf"):
-            raise ValueError(f"guidance is {self.guidance}, expected 0 or more")
+        if not 0 <= self.guidance_scale < float("inf"):
+            raise ValueError(f"guidance_scale is {self.guidance_scale}, expected 0 or more")
         check_choice("sampler", self.chosen(noise), get_args(SamplerName))
         if (self.chosen(noise) == "euler") != (noise.prediction == "flow"):
             expected = "euler" if noise.prediction == "flow" else "ddpm, ddim or dpm"

@@ -60,7 +60,7 @@ def digits_denoiser() -> RunConfig:
     """LightNet that draws handwritten digits of 8 x 8 pixels, the one that is asked for.
 
     onescan train digits_denoiser
-    onescan sample runs/digits_denoiser/seed-0 --label 3 --guidance 2 --out three.png
+    onescan sample runs/digits_denoiser/seed-0 --labels 3 --guidance-scale 2 --out three.png
 
     With --task.classifier runs/digits/seed-0, of onescan train digits, that classifier judges what
     it draws at every evaluation.
@@ -69,7 +69,7 @@ def digits_denoiser() -> RunConfig:
         name="digits_denoiser",
         data=DigitsConfig(mean=HALF, std=HALF),
         task=ImageGenerationConfig(
-            noise=FLOW, sampler=SamplerConfig(steps=50, guidance=2.0), evaluation_images=360
+            noise=FLOW, sampler=SamplerConfig(steps=50, guidance_scale=2.0), evaluation_images=360
         ),
         model=DenoiserConfig(
             image_size=(8, 8),
@@ -131,7 +131,7 @@ def _cifar10(name: str, model: DenoiserConfig) -> RunConfig:
         task=ImageGenerationConfig(
             noise=FLOW,
             augment=DeitAugmentConfig(num_ops=0, random_erasing=0.0),  # flips alone
-            sampler=SamplerConfig(steps=50, guidance=1.5),
+            sampler=SamplerConfig(steps=50, guidance_scale=1.5),
         ),
         training=TrainingConfig(
             epochs=400,

@@ -17,10 +17,10 @@ from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfi
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModellingConfig(TaskConfig):
-    """Language modelling, for a `CausalLM`."""
+    """Causal language modelling with a `CausalLM`."""
 
     evaluation_batch_size: int = 32
-    """Rows at once when evaluating; changes the memory, not the result."""
+    """Sequences per evaluation batch; affects memory, not results."""
 
     def build(self, data: TextSplits) -> "LanguageModelling":
         """Build the task for a text data set.

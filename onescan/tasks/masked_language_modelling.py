@@ -18,23 +18,24 @@ from onescan.tasks.language_modelling import apart, judged, scored
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLanguageModellingConfig(TaskConfig):
-    """Masked language modelling, for a `MaskedLM`."""
+    """Masked language modelling with a `MaskedLM`."""
 
     mask_rate: float = 0.15
     """Fraction of tokens, or of words, to predict in training."""
     evaluation_mask_rate: float | None = None
     """Fraction to predict in evaluation; None uses mask_rate."""
     whole_word_mask: bool = False
-    """Choose words, all of their tokens at once."""
+    """Choose whole words, with all their tokens, instead of single tokens."""
     mask_replace_prob: float = 0.8
-    """Share of these that the model is shown as masks."""
+    """Probability that a token to predict is replaced by the mask token."""
     random_replace_prob: float = 0.1
-    """Share of these that it is shown as other tokens; it is shown the rest as they are."""
+    """Probability that a token to predict is replaced by a random token. Otherwise it is
+    unchanged."""
     supervised_blocks: int = 1
-    """Of how many of the last blocks each is to tell them; the loss is the mean. More than 1 is
-    LDN's objective, arXiv:2502.12381, which refines tokens from block to block."""
+    """Number of final blocks whose outputs predict the masked tokens; the loss is their mean. More
+    than 1 is LDN's objective, arXiv:2502.12381, which refines tokens from block to block."""
     evaluation_batch_size: int = 32
-    """Rows at once when evaluating; changes the memory, not the result."""
+    """Sequences per evaluation batch; affects memory, not results."""
 
     def build(self, data: TextSplits) -> "MaskedLanguageModelling":
         """Build the task for a text data set.

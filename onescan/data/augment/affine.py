@@ -21,16 +21,16 @@ PerImage = Float[Tensor, " B"]
 
 @dataclass(frozen=True, kw_only=True)
 class AffineConfig(AugmentConfig):
-    """How far a training image may be turned, moved and zoomed."""
+    """Random rotation, translation and scaling of training images."""
 
     degrees: float = 10.0
-    """Largest rotation, either way."""
+    """Largest rotation in either direction, in degrees."""
     translate: float = 0.1
-    """Largest shift along each axis, either way, as a part of the side."""
+    """Largest translation along each axis, as a fraction of the side."""
     scale: float = 0.1
-    """Largest zoom: 0.1 stands for 0.9 to 1.1 times."""
+    """Largest change of scale: 0.1 scales by 0.9 to 1.1."""
     fill: float = 0.0
-    """Brightness of what comes in from outside the image: 0 black, 1 white."""
+    """Brightness outside the image: 0 is black, 1 is white."""
 
     def build(self) -> "RandomAffine":
         """Prepare.

@@ -21,22 +21,23 @@ NOISE_MEAN, NOISE_STD = 0.5, 0.25  # about those of photographs; DeiT's noise is
 
 @dataclass(frozen=True, kw_only=True)
 class DeitAugmentConfig(AugmentConfig):
-    """The random changes of DeiT; each is left out where its first number is 0."""
+    """DeiT's augmentation. A value of 0 disables the respective step."""
 
     pad: int = 0
-    """Pixels of black put around an image before a random crop of its old size; often 4 of 32."""
+    """Padding in pixels before a random crop to the original size; CIFAR images commonly use 4."""
     flip: float = 0.5
-    """Chance of a flip from left to right."""
+    """Probability of a horizontal flip."""
     num_ops: int = 2
-    """RandAugment: operations drawn for each image, each of them carried out half the time."""
+    """RandAugment: operations drawn for each image, each applied with probability 1/2."""
     magnitude: float = 9.0
-    """RandAugment: mean strength of an operation, 0 to 10."""
+    """RandAugment: mean magnitude of an operation, 0 to 10."""
     magnitude_std: float = 0.5
-    """RandAugment: spread of the strength, which stays within 0 to 10."""
+    """RandAugment: standard deviation of the magnitude, which stays within 0 to 10."""
     color_jitter: float = 0.0
-    """Largest change of brightness, contrast, saturation; DeiT has 0.3 in place of RandAugment."""
+    """Largest change of brightness, contrast and saturation; DeiT uses 0.3 in place of
+    RandAugment."""
     random_erasing: float = 0.25
-    """Chance that a rectangle of 2 to 33 percent of the image becomes noise."""
+    """Probability of replacing a rectangle of 2 to 33 percent of the image by noise."""
 
     def build(self) -> "DeitAugment":
         """Prepare.

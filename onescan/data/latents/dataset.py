@@ -30,16 +30,16 @@ Latent = Float[Tensor, "channels height width"]
 
 @dataclass(frozen=True, kw_only=True)
 class LatentsConfig(DataConfig):
-    """Latents that `onescan encode` has written."""
+    """Latents written by `onescan encode`."""
 
     path: str
-    """The folder that they were written to."""
+    """Folder of the latents."""
     sample: bool = True
-    """Draw each training latent from what the VAE says of its image; off, read the mean."""
+    """Sample each training latent from the VAE's posterior; otherwise use its mean."""
     flip: bool | None = None
-    """Show half of the training images mirrored; None does where they were encoded so too."""
+    """Randomly flip training images; None does so if flipped images were encoded."""
     vae: str | None = None
-    """The VAE that decodes, where it has moved since; None is where it was when encoding."""
+    """VAE to decode with, if it has moved since encoding; None uses the recorded one."""
 
     def build(self) -> "LatentSplits":
         """Open the latents; they are read when a batch needs them.

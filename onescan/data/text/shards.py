@@ -9,9 +9,9 @@ from typing import Any
 from onescan.data.image_parquet import UNREADABLE, first_line
 from onescan.data.text.documents import (
     Document,
-    SampleBy,
     Mark,
     Read,
+    SampleBy,
     check_text,
     read_documents,
 )
