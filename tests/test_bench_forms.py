@@ -87,7 +87,7 @@ def test_each_form_is_measured_at_each_size_with_each_chunk(measured, tmp_path):
 def test_without_any_all_forms_that_the_model_has_are_measured(mixer, known, monkeypatch, tmp_path):
     monkeypatch.setattr(forms, "measure", lambda *_: Measurement(1.0, 1.0))
     model = dataclasses.replace(MODEL, mixer=mixer)
-    found = costs(tmp_path, model, forms=(), sizes=(8,))
+    found = costs(tmp_path, model, forms=(), image_sizes=(8,))
     assert {cost.variant.form for cost in found.costs} == known
     with pytest.raises(ValueError, match=r"form 'chunky' is unknown.*; there are: "):
         costs(tmp_path, model, forms=("chunky",))
@@ -98,7 +98,7 @@ def test_what_is_known_is_not_measured_again(measured, tmp_path):
     measured.clear()
     assert costs(tmp_path) == first
     assert not measured
-    more = costs(tmp_path, sizes=(8, 64), forms=("full",))
+    more = costs(tmp_path, image_sizes=(8, 64), forms=("full",))
     assert measured == [("full", 64, 64)]
     assert more.costs[:-1] == first.costs
 
@@ -147,7 +147,7 @@ def test_a_process_that_dies_ends_its_form_and_is_tried_again(measured, tmp_path
 
 
 def test_a_real_forward_in_a_real_process(tmp_path):
-    (cost,) = costs(tmp_path, sizes=(8,), forms=("recurrent",)).costs
+    (cost,) = costs(tmp_path, image_sizes=(8,), forms=("recurrent",)).costs
     assert cost.variant == Variant(form="recurrent")
     assert 0 < cost.median_ms < 10_000
 
@@ -163,8 +163,11 @@ def test_what_is_prepared_is_a_forward_without_gradients(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image_sizes": (8, 10)}, "sizes has 10, expected a multiple of the patches' 2 x 4"),
-        ({"image_sizes": (0,)}, "sizes has 0, expected a multiple"),
+        (
+            {"image_sizes": (8, 10)},
+            "image_sizes has 10, expected a multiple of the patch size 2 x 4",
+        ),
+        ({"image_sizes": (0,)}, "image_sizes has 0, expected a multiple"),
         ({"image_sizes": ()}, r"image_sizes is \(\), expected at least one, and each once"),
         ({"chunk_sizes": (4, 4)}, r"chunk_sizes is \(4, 4\), expected at least one, and each once"),
         ({"chunk_sizes": (4, 0)}, "chunk_size is 0"),
@@ -174,7 +177,7 @@ def test_what_is_prepared_is_a_forward_without_gradients(monkeypatch):
         ({"device": "gpu"}, "device is 'gpu', expected auto, cpu, cuda"),
         ({"model": preset("deit_tiny")}, "mine has no forms, expected an image classifier whose"),
         (
-            {"model": preset("lightnet_tiny"), "sizes": (224,), "forms": ("chunk",)},
+            {"model": preset("lightnet_tiny"), "image_sizes": (224,), "forms": ("chunk",)},
             "there are: one_scan/torch, full",
         ),
     ],

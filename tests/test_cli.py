@@ -167,7 +167,7 @@ def test_predict_names_classes(runs, tmp_path, capsys):
     paths = [tmp_path / "grey.png", tmp_path / "colour.jpg"]
     Image.new("L", (8, 8), 255).save(paths[0])
     Image.new("RGB", (40, 30), "red").save(paths[1])
-    assert main(["predict", str(runs / "seed-0"), *map(str, paths), "--top", "2"]) == 0
+    assert main(["predict", str(runs / "seed-0"), *map(str, paths), "--top-k", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(": ")[0] for line in lines] == [str(path) for path in paths]
     assert all(line.count("%") == 2 for line in lines)

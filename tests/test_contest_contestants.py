@@ -33,7 +33,7 @@ from onescan.ops.decay_attention import decay_attention
 
 B, T, H, K = 2, 10, 3, 4
 FLOAT = 4  # bytes
-OPS = {"batch_size": B, "heads": H, "width": K, "tokens": (T,)}
+OPS = {"batch_size": B, "num_heads": H, "head_dim": K, "tokens": (T,)}
 
 
 def called(module, name, options, work=FORWARD, size=T, prepare="prepare"):

@@ -65,7 +65,7 @@ def test_a_run_writes_on_and_fills_in(text, capsys):
     assert capsys.readouterr().out.startswith("The")
     run = train("wikitext2_mlm_bert", text, "--overwrite")
     capsys.readouterr()
-    assert main(["fill", str(run), "The c[MASK]t", "--top", "2"]) == 0
+    assert main(["fill", str(run), "The c[MASK]t", "--top-k", "2"]) == 0
     assert capsys.readouterr().out.count("%") == 2
 
 

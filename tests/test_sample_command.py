@@ -274,13 +274,13 @@ def test_a_write_that_fails_leaves_nothing_half(run, tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "_write_arrays", fail)
     pipe = load_pipeline(run)
     with pytest.raises(OSError, match=r"no space left; files saved earlier are intact"):
-        write_samples(pipe, SampleConfig(count=1, steps=2), out)
+        write_samples(pipe, SampleConfig(num_images=1, steps=2), out)
     assert out.read_text() == "older"
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
 
 
 def test_a_bar_is_drawn_on_stderr(run, tmp_path, capsys):
-    asked = SampleConfig(count=3, steps=2, batch_size=2)
+    asked = SampleConfig(num_images=3, steps=2, batch_size=2)
     write_samples(load_pipeline(run), asked, tmp_path / "a.png", progress=True)
     assert "4/4" in capsys.readouterr().err
     write_samples(load_pipeline(run), asked, tmp_path / "a.png")

@@ -216,7 +216,7 @@ def test_generate_reads_its_prompt_from_a_pipe(saved, capsys, monkeypatch):
 
 def test_fill_prints_a_line_a_mask(saved, capsys):
     text = "the [MASK] sat on [MASK]"
-    assert main(["fill", str(saved / "filler"), text, "--top", "2"]) == 0
+    assert main(["fill", str(saved / "filler"), text, "--top-k", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all(re.fullmatch(r"\S* ?\d+\.\d%, \S* ?\d+\.\d%", line) for line in lines), lines

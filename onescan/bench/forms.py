@@ -140,14 +140,16 @@ def _check(name: str, model: ModelConfig, asked: FormsConfig) -> FormsConfig:
         check_choice("form", form, known)
     if not asked.forms:
         asked = replace(asked, forms=tuple(form for form in known if _runs(model, form)))
-    for argument in ("sizes", "forms", "chunk_sizes"):
+    for argument in ("image_sizes", "forms", "chunk_sizes"):
         values = getattr(asked, argument)
         if not values or len(set(values)) < len(values):
             raise ValueError(f"{argument} is {values}, expected at least one, and each once")
     for size in asked.image_sizes:
         if size < 1 or any(size % side for side in model.patch_size):
             patch = " x ".join(map(str, model.patch_size))
-            raise ValueError(f"sizes has {size}, expected a multiple of the patches' {patch}")
+            raise ValueError(
+                f"image_sizes has {size}, expected a multiple of the patch size {patch}"
+            )
     for variant in _variants(asked):
         _try(model, variant)
     return asked
