@@ -1,4 +1,4 @@
-"""Language models: the papers' pre-training, and small twins that learn on two cores."""
+"""Language models: the papers' pre-training, and small versions that train on two CPU cores."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,11 +27,11 @@ NOT_RUN = "It has not been run yet."
 
 
 def wikitext103_lightnet() -> RunConfig:
-    """LightNet of 45 million parameters on WikiText-103, as LightNet's Table 12.
+    """LightNet, 45 million parameters, on WikiText-103, as in LightNet's Table 12.
 
     onescan train wikitext103_lightnet
 
-    The optimizer is AdamW for the paper's Adam with weight decay. It has not been run yet.
+    The optimizer is AdamW instead of the paper's Adam with weight decay. It has not been run yet.
     """
     return RunConfig(
         name="wikitext103_lightnet",
@@ -56,7 +56,7 @@ def wikitext103_lightnet() -> RunConfig:
 
 
 def _pile(size: str, rows: int, steps: int) -> Recipe:
-    """Rows a batch are the paper's over all of its GPUs; 300 billion tokens, or 10 for 380M."""
+    """Return a recipe with the paper's total batch size; 300 billion tokens, or 10 for 380M."""
 
     def recipe() -> RunConfig:
         return RunConfig(
@@ -84,17 +84,17 @@ def _pile(size: str, rows: int, steps: int) -> Recipe:
             ),
         )
 
-    recipe.__doc__ = f"""LightNet of {size} parameters on the Pile, as LightNet's Table 13.
+    recipe.__doc__ = f"""LightNet, {size.upper()} parameters, on the Pile, as in its Table 13.
 
     onescan train pile_lightnet_{size}
 
-    Schedule, warm-up and weight decay are ours, as the paper tells none. {NOT_RUN}
+    The paper does not state schedule, warm-up and weight decay; they are our choice. {NOT_RUN}
     """
     return recipe
 
 
 def _openwebtext(name: str, title: str) -> Recipe:
-    """GPT-2's setting, by nanoGPT's defaults: half a million tokens an update, 600,000 of them."""
+    """Return a recipe with nanoGPT's defaults: 600,000 steps of half a million tokens."""
 
     def recipe() -> RunConfig:
         return RunConfig(
@@ -121,7 +121,7 @@ def _openwebtext(name: str, title: str) -> Recipe:
             ),
         )
 
-    recipe.__doc__ = f"""{title} of 124 million parameters on OpenWebText, as LION's App. C.
+    recipe.__doc__ = f"""{title}, 124 million parameters, on OpenWebText, as in LION's App. C.
 
     onescan train openwebtext_{name}
 
@@ -131,12 +131,13 @@ def _openwebtext(name: str, title: str) -> Recipe:
 
 
 def cramming_lightnet() -> RunConfig:
-    """LightNet's masked language model in the Cramming setting, on the Pile.
+    """LightNet as a masked language model on the Pile, in the Cramming setting.
 
     onescan train cramming_lightnet
 
-    Batches of 8192 rows of 128 tokens at 1e-3, from LightNet's Sec. 5; a day on one GPU is taken as
-    32,000 updates, with Cramming's share of masks, arXiv:2212.14034. It has not been run yet.
+    Batches of 8192 sequences of 128 tokens and a learning rate of 1e-3, from LightNet's Sec. 5. One
+    day on one GPU is taken as 32,000 steps. The mask rate is Cramming's, arXiv:2212.14034. It has
+    not been run yet.
     """
     rows, steps = 8192, 32_000
     return RunConfig(
@@ -169,7 +170,7 @@ def cramming_lightnet() -> RunConfig:
 
 
 def _c4(kind: str, size: str, title: str) -> Recipe:
-    """LION's App. C.5: 70,000 updates of 4096 rows of 128 tokens."""
+    """Return a recipe of LION's App. C.5: 70,000 steps of 4096 sequences of 128 tokens."""
 
     def recipe() -> RunConfig:
         rows, steps = 4096, 70_000
@@ -206,7 +207,7 @@ def _c4(kind: str, size: str, title: str) -> Recipe:
             ),
         )
 
-    recipe.__doc__ = f"""{title}, {size}, masked language modelling on C4, as LION's App. C.
+    recipe.__doc__ = f"""{title}, {size}, masked language modelling on C4, as in LION's App. C.
 
     onescan train c4_{kind}_{size}
 
@@ -217,13 +218,13 @@ def _c4(kind: str, size: str, title: str) -> Recipe:
 
 
 def wikipedia_ldn() -> RunConfig:
-    """LDN of 124 million parameters, its masked tokens refined from block to block, on Wikipedia.
+    """LDN, 124 million parameters, on Wikipedia, with masked tokens refined from block to block.
 
     onescan train wikipedia_ldn
 
-    A million updates of 256 rows, as LDN's Sec. 5.1, but without BookCorpus, which is not to be had
-    any more. That the last 4 blocks are read out, the schedule and the rest are ours, as the paper
-    does not tell them. It has not been run yet.
+    One million steps of 256 sequences, as in LDN's Sec. 5.1, but without BookCorpus, which is no
+    longer available. The loss on the last 4 blocks, the schedule and the other settings are our
+    choice, because the paper does not state them. It has not been run yet.
     """
     return RunConfig(
         name="wikipedia_ldn",
@@ -251,9 +252,9 @@ def wikipedia_ldn() -> RunConfig:
     )
 
 
-# The small twins: bytes, one to two million parameters each.
+# The small versions: bytes, one to two million parameters each.
 SMALL_WIDTH, SMALL_DEPTH, BYTES = 128, 4, 258
-SMALL_SPREAD = 0.08  # of first weights: about 1 / sqrt(width), where large models have 0.02
+SMALL_SPREAD = 0.08  # of initial weights: about 1 / sqrt(width); large models use 0.02
 LIGHTNET = LightNetMixerConfig(num_heads=4, gate_rank=32)
 POSITION = ToeplitzPositionConfig(hidden_states=16)
 SMALL_LM = CausalLMConfig(
@@ -277,7 +278,7 @@ SOFTMAX: dict[str, Any] = {"mlp": MLPConfig(), "position": TokenPositionConfig(m
 
 
 def shakespeare_lightnet() -> RunConfig:
-    """LightNet of 0.9 million parameters writes like Shakespeare, byte by byte.
+    """LightNet, 0.9 million parameters, on Shakespeare, byte by byte.
 
     onescan train shakespeare_lightnet --data.path FILE
     """
@@ -285,7 +286,7 @@ def shakespeare_lightnet() -> RunConfig:
 
 
 def shakespeare_lion_s() -> RunConfig:
-    """LION-s, causal, of the same size, trained alike.
+    """Causal LION-s of the same size on Shakespeare.
 
     onescan train shakespeare_lion_s --data.path FILE
     """
@@ -295,7 +296,7 @@ def shakespeare_lion_s() -> RunConfig:
 
 
 def shakespeare_gpt2() -> RunConfig:
-    """GPT-2 of the same size, softmax attention, trained alike.
+    """GPT-2 of the same size on Shakespeare: softmax attention.
 
     onescan train shakespeare_gpt2 --data.path FILE
     """
@@ -305,7 +306,7 @@ def shakespeare_gpt2() -> RunConfig:
 
 
 def wikitext2_mlm_lightnet() -> RunConfig:
-    """LightNet of 0.9 million parameters fills in masked bytes of WikiText-2, in whole words.
+    """LightNet, 0.9 million parameters, predicts masked words of WikiText-2, byte by byte.
 
     onescan train wikitext2_mlm_lightnet --data.path FILE
     """
@@ -313,7 +314,7 @@ def wikitext2_mlm_lightnet() -> RunConfig:
 
 
 def wikitext2_mlm_lion_s() -> RunConfig:
-    """LION-s, both ways, of the same size, trained alike.
+    """Bidirectional LION-s of the same size on masked WikiText-2.
 
     onescan train wikitext2_mlm_lion_s --data.path FILE
     """
@@ -323,7 +324,7 @@ def wikitext2_mlm_lion_s() -> RunConfig:
 
 
 def wikitext2_mlm_ldn() -> RunConfig:
-    """LDN of the same size, its masked bytes refined from block to block.
+    """LDN of the same size on masked WikiText-2, refined from block to block.
 
     onescan train wikitext2_mlm_ldn --data.path FILE
     """
@@ -334,7 +335,7 @@ def wikitext2_mlm_ldn() -> RunConfig:
 
 
 def wikitext2_mlm_bert() -> RunConfig:
-    """BERT of the same size, softmax attention, trained alike.
+    """BERT of the same size on masked WikiText-2: softmax attention.
 
     onescan train wikitext2_mlm_bert --data.path FILE
     """
@@ -364,7 +365,7 @@ LANGUAGE: dict[str, Recipe] = {
     "pile_lightnet_380m": _pile("380m", rows=256, steps=19_000),
     "pile_lightnet_1b": _pile("1b", rows=160, steps=915_000),
     "pile_lightnet_3b": _pile("3b", rows=1728, steps=85_000),
-    "openwebtext_lion_s": _openwebtext("lion_s", "LION-s, causal,"),
+    "openwebtext_lion_s": _openwebtext("lion_s", "Causal LION-s"),
     "openwebtext_gpt2": _openwebtext("gpt2", "GPT-2"),
     "cramming_lightnet": cramming_lightnet,
     "wikipedia_ldn": wikipedia_ldn,
