@@ -207,7 +207,7 @@ class ModelsOptions(ContestOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """A benchmark: what its page says of it, and where its contestants are."""
+    """A benchmark: the texts of its report, and the module of its candidates."""
 
     title: str
     summary: str
@@ -230,19 +230,19 @@ class Contest:
 CONTESTS = {
     "one-scan": Contest(
         title="One scan",
-        summary="one scan, two causal scans and softmax attention over lengths",
-        lead="Every token reads all others: by one sum for all of them, by two causal scans, and "
-        "by softmax attention. Source: LightNet, arXiv:2405.21022, Fig. 2.",
+        summary="additive attention by one scan and two causal scans, and softmax attention",
+        lead="Bidirectional attention: one scan, two causal scans, and softmax attention. "
+        "Source: LightNet, arXiv:2405.21022, Fig. 2.",
         options=OneScanOptions,
         module="onescan.bench.contestants.one_scan",
         axis="tokens",
         items="",
     ),
     "decay": Contest(
-        title="Decay in both directions",
-        summary="bidirectional decayed attention, softmax attention, and causal kernels twice",
-        lead="Every token reads all others, less of those far away, as it chooses itself. "
-        "Source: LION, arXiv:2502.16249.",
+        title="Bidirectional decay",
+        summary="bidirectional attention with decay, softmax attention, and two causal kernels",
+        lead="Bidirectional attention whose weights decay with distance, at a rate that depends on "
+        "the tokens. Source: LION, arXiv:2502.16249.",
         options=DecayOptions,
         module="onescan.bench.contestants.decay",
         axis="tokens",
@@ -250,8 +250,8 @@ CONTESTS = {
     ),
     "causal": Contest(
         title="Causal language models",
-        summary="speed of causal language models in training, or of their ops alone",
-        lead="Whole language models of equal width and depth, on random tokens. "
+        summary="training speed of causal language models, or speed of their ops",
+        lead="Causal language models of equal width and depth, on random tokens. "
         "Source: LightNet, arXiv:2405.21022, Table 4.",
         options=CausalOptions,
         module="onescan.bench.contestants.causal",
@@ -260,20 +260,20 @@ CONTESTS = {
     ),
     "decode": Contest(
         title="Decoding",
-        summary="time and memory of a further token after so many",
-        lead="What one more token costs after so many: a state of fixed size beside a cache that "
-        "grows.",
+        summary="time and memory per decoded token, over context lengths",
+        lead="Cost of one more token after a context: a state of constant size compared with a "
+        "growing cache.",
         options=DecodeOptions,
         module="onescan.bench.contestants.decode",
-        axis="tokens before",
+        axis="context length",
         items="tokens",
         at="after {} tokens",
-        power_of="the number of tokens before",
+        power_of="the context length",
     ),
     "models": Contest(
         title="Image classifiers",
-        summary="images per second of image classifiers, training and inference",
-        lead="Whole image classifiers, with random weights and images.",
+        summary="training and inference speed of image classifiers",
+        lead="Image classifiers with random weights, on random images.",
         options=ModelsOptions,
         module="onescan.bench.contestants.images",
         axis="side of the image, pixels",

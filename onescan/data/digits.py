@@ -8,7 +8,7 @@ from einops import rearrange
 from onescan.checks import check_positive
 from onescan.data.base import DataConfig
 from onescan.data.images import ImageFormat, ImageSplits, ImageTensors
-from onescan.data.split import hold_out
+from onescan.data.split import stratified_split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class DigitsConfig(DataConfig):
         format = ImageFormat(channels=1, height=8, width=8, mean=(self.mean,), std=(self.std,))
         pixels = rearrange(torch.from_numpy(digits.images).float() / 16, "n h w -> n 1 h w")
         labels = torch.from_numpy(digits.target).long()
-        train, test = hold_out(labels, fraction=self.test_fraction, seed=self.split_seed)
+        train, test = stratified_split(labels, fraction=self.test_fraction, seed=self.split_seed)
         return ImageSplits(
             train=ImageTensors(images=pixels[train], labels=labels[train]),
             test=ImageTensors(images=pixels[test], labels=labels[test]),

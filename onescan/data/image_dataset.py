@@ -16,7 +16,7 @@ from onescan.data.image_reader import EncodedImage, ImageReader, OnError
 from onescan.data.image_source import Chosen, ImageSource, find_source
 from onescan.data.image_stream import ImageStream
 from onescan.data.images import ImageFormat, ImageSet, ImageSplits
-from onescan.data.split import hold_out
+from onescan.data.split import stratified_split
 from onescan.shapes import Labels
 
 
@@ -180,7 +180,7 @@ def _look_up(config: ImageDatasetConfig, source: ImageSource, chosen: Chosen) ->
         for role, table in tables.items()
     }
     if "test" not in sets:
-        places = hold_out(
+        places = stratified_split(
             sets["train"].labels, fraction=config.test_fraction, seed=config.split_seed
         )
         learnt, held = (replace(sets["train"], places=part) for part in places)
