@@ -261,7 +261,7 @@ def test_a_page_about_nothing_is_refused(measured, tmp_path):
 def test_the_command(measured, tmp_path, capsys, monkeypatch):
     words = ["bench", "forms", "lion_d_tiny", "--image-sizes", "32", "16", "--chunk-sizes", "8"]
     out = ["--out", str(tmp_path / "mine")]
-    assert cli.main([*words, *out, "--budget-s", "0.1"]) == 0
+    assert cli.main([*words, *out, "--time-limit-s", "0.1"]) == 0
     shown = capsys.readouterr()
     assert "skipped recurrent at 32 pixels and above: at 16 one took 0.144 s" in shown.out
     assert shown.out.endswith(f"report: {tmp_path / 'mine' / 'report.html'}\n")

@@ -82,7 +82,7 @@ def test_the_page_tells_the_machine_the_options_and_who_is_missing(results):
     assert "1 thread of" in page.text
     assert "tokens 1 4" in page.text
     assert (
-        "batch_size 3, dtype float32, device auto, backend auto, compile no, gradients yes"
+        "batch size 3, dtype float32, device auto, backend auto, compile no, gradients yes"
         in page.text
     )
     assert "budget s 60, threads 1" in page.text

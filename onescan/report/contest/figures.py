@@ -149,7 +149,7 @@ def spelt_options(results: Results) -> str:
     return ", ".join(
         f"{name.replace('_', ' ')} {_spelt_value(value)}"
         for name, value in asked.items()
-        if name != "names"
+        if name != "candidates"
     )
 
 
