@@ -85,7 +85,7 @@ def test_the_page_tells_the_machine_the_options_and_who_is_missing(results):
         "batch size 3, dtype float32, device auto, backend auto, compile no, gradients yes"
         in page.text
     )
-    assert "budget s 60, threads 1" in page.text
+    assert "time limit s 60, threads 1" in page.text
     assert "at least 3 rounds and 0 s" in page.text
     assert "third, forward, at 1, 4: ValueError: <b> needs a GPU" in page.text
 
