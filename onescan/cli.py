@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 
 from onescan import __version__
-from onescan.choices import check_choice
-from onescan.terminal import printable
+from onescan.messages import printable, unknown_choice
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print(f"onescan {__version__}")
         return 0
     try:
-        check_choice("command", argv[0], COMMANDS)
+        if argv[0] not in COMMANDS:
+            raise unknown_choice("command", argv[0], COMMANDS)
         COMMANDS[argv[0]](argv[1:])
     except KeyboardInterrupt:
         return _interrupted(argv)
@@ -384,15 +384,15 @@ def sample(argv: Argv) -> None:
 
 def generate(argv: Argv) -> None:
     """Generate text with a causal language model."""
-    from onescan.models.sampling import Sampling
+    from onescan.models.causal_lm import Sampling
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: LanguageModel
         prompt: str = ""
         """Text to continue; - reads standard input."""
-        most: int = 200
-        """tokens to write, unless the text ends before"""
+        max_new_tokens: int = 200
+        """Maximum number of tokens to generate."""
         sampling: Annotated[Sampling, tyro.conf.arg(name="")] = dataclasses.field(
             default_factory=lambda: Sampling(temperature=0.8, top_p=0.95)
         )
@@ -402,19 +402,25 @@ def generate(argv: Argv) -> None:
 
     options = _parse(Options, "generate", argv)
     options.sampling.check()
-    if options.most < 1 or not 0 <= options.seed < MOST_SEEDS:
+    if options.max_new_tokens < 1 or not 0 <= options.seed < MOST_SEEDS:
         raise ValueError(
-            f"most is {options.most} and seed {options.seed}, expected 1 or more, and 0 or more"
+            f"max_new_tokens is {options.max_new_tokens} and seed is {options.seed}, expected 1 or "
+            "more, and 0 or more"
         )
     model, tokenizer, device = _language_model(options.checkpoint, "CausalLM", options.device)
     import torch
 
-    from onescan.tasks.writing import write_on
+    from onescan.tasks.writing import generate_text
 
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     generator = torch.Generator(device).manual_seed(options.seed)
-    pieces = write_on(
-        model, tokenizer, prompt, options.sampling, most=options.most, generator=generator
+    pieces = generate_text(
+        model,
+        tokenizer,
+        prompt,
+        options.sampling,
+        max_new_tokens=options.max_new_tokens,
+        generator=generator,
     )
     _print(prompt + next(pieces, ""), end="", flush=True)
     for piece in pieces:
@@ -621,7 +627,8 @@ def bench(argv: Argv) -> None:
         _print(f"  {'forms':<10}forms of one model's mixer over image sizes")
         _print("\n".join(f"  {name:<10}{contest.summary}" for name, contest in CONTESTS.items()))
         return
-    check_choice("benchmark", argv[0], ["forms", *CONTESTS])
+    if argv[0] not in ("forms", *CONTESTS):
+        raise unknown_choice("benchmark", argv[0], ["forms", *CONTESTS])
     if argv[0] == "forms":
         _bench_forms(argv[1:])
     else:
@@ -877,7 +884,7 @@ def _fine_tuned(
 
 def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Argv]":
     """Return the run to train, the words that name it, and the remaining arguments."""
-    from onescan.checkpoint.config import CONFIG
+    from onescan.checkpoint.run_folder import CONFIG
     from onescan.recipes import find_recipe
     from onescan.recipes.files import import_file
     from onescan.training.folder import read_manifest
