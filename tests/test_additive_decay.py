@@ -354,6 +354,36 @@ def test_ten_thousand_tokens_of_extreme_logits_stay_exact_in_float32():
         assert max(errors) <= 2e-6
 
 
+STEPS = torch.arange(150, dtype=torch.float64)
+HOSTILE = {
+    "17 a token": 17 * STEPS,
+    "19 a token": 19 * STEPS,
+    "down 30 a token": -30 * STEPS,
+    "17 a block": 17 * (STEPS // 8),
+    "90 a chunk": 90 * (STEPS // 64),
+    "steep in each chunk": 20 * (STEPS % 64),
+    "alternating": 1e4 * (-1) ** STEPS,
+    "constant": 1e4 * torch.ones_like(STEPS),
+    "spike": torch.where(STEPS == 100, 1e4, 0.0),
+    "empty start": torch.where(STEPS < 70, -torch.inf, STEPS),
+    "from end to end": torch.linspace(-1e4, 1e4, len(STEPS), dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("form", ["chunk", "tiles"], indirect=True)
+def test_hostile_logits_are_exact_in_float32(form, kind):
+    named = inputs(len(STEPS), dtype=torch.float32, keep=kind == "17 a token", state=True, scale=0.5)
+    named["k"][:, :, 0] = 0  # without noise
+    named["k"] += HOSTILE[kind][:, None, None].float()
+    exact = {n: x if n in ("keep", "state") else x.double() for n, x in named.items()}
+    exact["state"] = AdditiveDecayState(*(x.double() for x in named["state"]))
+    want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=True), exact)
+    got = outputs_and_gradients(lambda **n: additive_decay(**n, causal=True, form=form), named)
+    for x, y in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        assert (x.double() - y).abs().max() <= 3e-5 * y.abs().max().clamp(min=1)
+
+
 @pytest.mark.parametrize("climb", [30, 300])
 def test_the_gradient_of_a_climb_is_the_definitions(climb):
     named = inputs(40, scale=1.0, keep=True, state=True)
