@@ -18,7 +18,6 @@ Queries = Float[Tensor, "B T H K"]
 Keys = Float[Tensor, "B T H K"]
 Values = Float[Tensor, "B T H V"]
 Angles = Float[Tensor, "T H K"]
-RotaryTable = Float[Tensor, "T H 2 K"]  # cosines, then sines
 Frequencies = Float[Tensor, "H K"]
 FrequencyRow = Float[Tensor, " K"]
 RotatedKeys = Float[Tensor, "B T H F"]

@@ -13,14 +13,12 @@ from onescan.ops.additive_decay import (
     IMPLEMENTATIONS,
     AdditiveDecayState,
     additive_decay,
-    causal,
     choose,
     forms,
     merge_states,
     reference,
 )
-
-causal_chunks = causal  # tests have an argument called causal
+from onescan.ops.additive_decay import causal as causal_chunks
 
 B, H, K, V = 2, 3, 4, 5
 FEW = (2, 1, 2, 1)  # where every number is changed in turn
@@ -373,7 +371,9 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("form", ["chunk", "tiles"], indirect=True)
 def test_hostile_logits_are_exact_in_float32(form, kind):
-    named = inputs(len(STEPS), dtype=torch.float32, keep=kind == "17 a token", state=True, scale=0.5)
+    named = inputs(
+        len(STEPS), dtype=torch.float32, keep=kind == "17 a token", state=True, scale=0.5
+    )
     named["k"][:, :, 0] = 0  # without noise
     named["k"] += HOSTILE[kind][:, None, None].float()
     exact = {n: x if n in ("keep", "state") else x.double() for n, x in named.items()}

@@ -54,20 +54,21 @@ def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
         from onescan.ops import triton_lrpe
 
         return triton_lrpe.forward(x, angles)
-    return rotate(x, rotary_table(angles, angles.dtype)).to(x.dtype)
+    return rotate(x, *rotary_tables(angles, angles.dtype)).to(x.dtype)
 
 
-def rotary_table(angles: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return cosines and sines, [.., 2, K], of angles [.., K]; None without angles.
+def rotary_tables(
+    angles: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return cosines and sines of the angles, computed in their dtype; None without angles."""
+    return (None, None) if angles is None else (angles.cos().to(dtype), angles.sin().to(dtype))
 
-    They are computed in the dtype of the angles, then rounded.
-    """
-    return None if angles is None else torch.stack([angles.cos(), angles.sin()], dim=-2).to(dtype)
 
-
-def rotate(x: Tensor, table: Tensor | None) -> Tensor:
-    """Return [x cos, x sin], [.., 2K], for x [.., K] and a table [.., 2, K]; x without a table."""
-    return x if table is None else (x.unsqueeze(-2) * table).flatten(-2)
+def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Return [x cos, x sin]; x itself without tables."""
+    if cos is None or sin is None:
+        return x
+    return (x.unsqueeze(-2) * torch.stack([cos, sin], dim=-2)).flatten(-2)
 
 
 def lrpe_angles(
@@ -80,8 +81,8 @@ def lrpe_angles(
     """Compute the angle of each token of a grid in row-major order, modulo 2 pi.
 
     Source: LightNet, arXiv:2405.21022, Eq. 20 and App. B. Feature j belongs to axis
-    j // ceil(K / axes), as in App. B and unlike the indices printed in Eq. 20. The last axes may get
-    fewer features.
+    j // ceil(K / axes), as in App. B and unlike the indices printed in Eq. 20. The last axes may
+    get fewer features.
 
     Angles are computed and reduced in float64, then rounded: for theta up to 1, the error of
     float32 angles is below 1e-6 up to position 1e9. MPS has no float64, so the error grows with the
@@ -165,6 +166,6 @@ def _check_positions(shape: Any, prefix: int, start: Any) -> None:  # Any: a use
         raise ValueError(f"prefix is {prefix} and start {start}, expected numbers from 0")
     if (is_tensor or start) and (prefix or len(shape) > 1):
         raise ValueError(
-            f"start is {start} with prefix={prefix} and shape={shape}, expected start only with one "
-            "axis and no prefix"
+            f"start is {start} with prefix={prefix} and shape={shape}, expected start only with "
+            "one axis and no prefix"
         )

@@ -45,7 +45,7 @@ from onescan.ops.additive_decay.state import (
 )
 from onescan.ops.backend import wants_gradient
 from onescan.ops.chunks import carried, number_of_chunks
-from onescan.ops.lrpe import rotary_table, rotate
+from onescan.ops.lrpe import rotary_tables
 from onescan.ops.numerics import LOG_ZERO
 from onescan.shapes import Values
 
@@ -136,7 +136,7 @@ def _scan(
     table = None
     if angles is not None:
         angles = _to_chunks(angles.unsqueeze(0), chunks, size).squeeze(0)
-        table = rotary_table(angles, k.dtype)  # H N C 2 K
+        table = torch.stack(rotary_tables(angles, k.dtype), dim=-2)  # H N C 2 K
 
     # 1. Masses of blocks under their peaks, and log-normalizers between chunks.
     peak = k.amax(-2).clamp_(min=LOG_ZERO)  # B H N J K
@@ -161,7 +161,10 @@ def _scan(
     g = torch.cat([climb.sum(-2, keepdim=True).mul_(-0.5), climb], -2).exp_().cumprod(-2)
     enter, leave = g.select(-2, 0), g.select(-2, -1).reciprocal()
     to_chunk = g.narrow(-2, 0, blocks).reciprocal()
-    reference, scale = reference[..., :-1, :], _exp_(peak - reference[..., 1:, :]).mul_(g[..., 1:, :])
+    reference, scale = (
+        reference[..., :-1, :],
+        _exp_(peak - reference[..., 1:, :]).mul_(g[..., 1:, :]),
+    )
     mass = mass * scale
     mass = torch.cat([(chunk_mass[:, :, :-1] * enter).unsqueeze(-2), mass[..., :-1, :]], -2)
     mass = mass.cumsum(-2)
@@ -195,8 +198,8 @@ def _scan(
     p, w_token = p.flatten(3, 4), w_token.flatten(3, 4)
 
     # 4. Products.
-    p_far, w_far = rotate(p_block, table), rotate(w_block, table)
-    scores = _scores(p_far @ w_far.mT, rotate(p, table), rotate(w_token, table))
+    p_far, w_far = _rotate(p_block, table), _rotate(w_block, table)
+    scores = _scores(p_far @ w_far.mT, _rotate(p, table), _rotate(w_token, table))
     added = w_far.mT @ v
     added.mul_(per_feature(leave, added))
     kv, last = carried(
@@ -226,9 +229,9 @@ def _scan_gradients(
     tokens, blocks = do.shape[1], to_chunk.shape[3]
     in_blocks = reciprocal.shape
     do = _to_chunks(do, v.shape[2], v.shape[3])
-    p_token = rotate(p, table)
+    p_token = _rotate(p, table)
     p_far = _scaled(p_token, to_block, to_chunk)
-    w_far = rotate(w_block, table)
+    w_far = _rotate(w_block, table)
     dv = scores.mT @ do
     dscores = do @ v.mT
     near = _diagonal(dscores, blocks).tril()
@@ -238,7 +241,7 @@ def _scan_gradients(
     dp = dscores @ w_far
     dp += do @ kv.mT
     dp = _scaled(dp, to_chunk, to_block)
-    dp += _per_block(near @ _in_blocks(rotate(w_token, table)), dp)
+    dp += _per_block(near @ _in_blocks(_rotate(w_token, table)), dp)
     dq = _rotate_back(dp, table)
     dq = dq.view(in_blocks).mul_(reciprocal)
 
@@ -297,16 +300,19 @@ class _CausalScan(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             inputs = (q, k, v, angles, z_in, kv_in)
             return *differentiable_gradients(_plain, inputs, (do, dz, dkv)), None
-        tiles = [_Factors(*part) for part in zip(*[iter(rest)] * len(_Factors._fields), strict=True)]
+        tiles = [
+            _Factors(*part) for part in zip(*[iter(rest)] * len(_Factors._fields), strict=True)
+        ]
         lengths = _tile_lengths(k, ctx.blocks)
         parts = []
         for saved, slope in zip(tiles[::-1], do.split(lengths, dim=1)[::-1], strict=True):
-            *made, dz, dkv = _scan_gradients(saved, slope, dz, dkv, of_angles=ctx.needs_input_grad[3])
+            *made, dz, dkv = _scan_gradients(
+                saved, slope, dz, dkv, of_angles=ctx.needs_input_grad[3]
+            )
             parts.append(made)
-        dq, dk, dv, dangles = (
-            None if x[0] is None else torch.cat(x[::-1], dim=0 if i == 3 else 1)
-            for i, x in enumerate(zip(*parts, strict=True))
-        )
+        *slopes, dangles = zip(*parts[::-1], strict=True)
+        dq, dk, dv = (torch.cat(x, dim=1) for x in slopes)
+        dangles = None if dangles[0] is None else torch.cat(dangles)
         return dq, dk, dv, dangles, dz.to(z_in.dtype), dkv, None
 
 
@@ -373,8 +379,13 @@ def _exp_(x: Tensor) -> Tensor:
     return F.threshold_(x.clamp_(min=LEAST_EXPONENT).exp_(), 2 * math.exp(LEAST_EXPONENT), 0.0)
 
 
+def _rotate(x: Tensor, table: Tensor | None) -> Tensor:
+    """Return [x cos, x sin], or x itself without LRPE."""
+    return x if table is None else (x.unsqueeze(-2) * table).flatten(-2)
+
+
 def _rotate_back(x: Tensor, table: Tensor | None) -> Tensor:
-    """Apply the transpose of `rotate`."""
+    """Apply the transpose of `_rotate`."""
     if table is None:
         return x
     cos, sin = table.unbind(-2)

@@ -30,9 +30,10 @@ from onescan.ops.additive_decay.state import (
     share,
 )
 from onescan.ops.chunks import carried, length_of_chunks, number_of_chunks
-from onescan.ops.lrpe import rotary_table, rotate
+from onescan.ops.lrpe import rotary_tables, rotate
 from onescan.ops.numerics import LOG_ZERO, logaddexp, running_logsumexp
-from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, RotaryTable, Values
+from onescan.shapes import Angles as Table  # of cosines or sines
+from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 
 # Chosen on a CPU:
 LARGE = 1 << 15  # elements of a sample; for smaller ones a loop over samples is slower
@@ -42,19 +43,19 @@ TILE = 1 << 20  # elements of k or q in a tile, so that a tile stays in the cach
 def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     """Sum over all tokens, then let every token read the sum: O(T)."""
     q, k, v, angles, state, *_ = inputs
-    table = rotary_table(angles, k.dtype)
-    context = _context(k, v, table, state)
-    read_out = _ReadOut.apply if is_profitable(q, context.kv, table) else _read_out
-    return read_out(q, context.kv, table), context
+    tables = rotary_tables(angles, k.dtype)
+    context = _context(k, v, tables, state)
+    read_out = _ReadOut.apply if is_profitable(q, context.kv, *tables) else _read_out
+    return read_out(q, context.kv, *tables), context
 
 
 def full(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     """Let every query meet every key: O(T^2)."""
     q, k, v, angles, state, *_ = inputs
-    table = rotary_table(angles, k.dtype)
-    context = _context(k, v, table, state)
+    tables = rotary_tables(angles, k.dtype)
+    context = _context(k, v, tables, state)
     z = context.log_normalizer.unsqueeze(1)  # B 1 H K
-    q, weight = rotate(q, table), rotate(share(k.double(), z, k), table)
+    q, weight = rotate(q, *tables), rotate(share(k.double(), z, k), *tables)
     o = torch.einsum("bthf,bshf,bshv->bthv", q, weight, v)
     if state is not None:
         before = per_feature(share(state.log_normalizer, context.log_normalizer, q), state.kv)
@@ -70,12 +71,12 @@ def causal_full(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 def recurrent(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     """Visit one token at a time: constant memory, for decoding."""
     q, k, v, angles, state, *_ = inputs
-    table = rotary_table(angles, k.dtype)
+    tables = rotary_tables(angles, k.dtype)
     log_k = k.double().clamp(min=LOG_ZERO)
     # The state of a single token is its value, under the normalizer exp(k).
-    unit = rotate((k > -torch.inf).to(k.dtype), table)
+    unit = rotate((k > -torch.inf).to(k.dtype), *tables)
     outputs = []
-    parts = (rotate(q, table).unsqueeze(-2), log_k, unit.unsqueeze(-1), v.unsqueeze(-2))
+    parts = (rotate(q, *tables).unsqueeze(-2), log_k, unit.unsqueeze(-1), v.unsqueeze(-2))
     for query, log_key, key, value in zip(*(x.unbind(1) for x in parts), strict=True):
         token = AdditiveDecayState(log_key, key * value)
         state = token if state is None else merged(state, token)
@@ -100,10 +101,9 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
     size = length_of_chunks(chunk_size, tokens)
     count = number_of_chunks(tokens, size)
     z_in, kv_in = empty_state(k, v, angles) if state is None else state
-    table = rotary_table(angles, k.dtype)
-    if table is not None:  # H N C 2 K
-        table = _power_of_two(table.flatten(-2).unsqueeze(0), count, size).squeeze(0)
-        table = table.unflatten(-1, (2, -1))
+    tables = rotary_tables(angles, k.dtype)
+    cut = [_power_of_two(x.unsqueeze(0), count, size).squeeze(0) for x in tables if x is not None]
+    cos, sin = cut or (None, None)  # H N C K
     q, v = _power_of_two(q, count, size), _power_of_two(v, count, size)  # B H N C .
     k = _power_of_two(k.double(), count, size, fill=-torch.inf)
 
@@ -115,11 +115,11 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
     z = logaddexp(z_before.unsqueeze(-2), z_inside)
 
     # 2. States before each chunk.
-    kv_chunk = rotate(share(k, z_chunk.unsqueeze(-2), q), table).mT @ v  # B H N F V
+    kv_chunk = rotate(share(k, z_chunk.unsqueeze(-2), q), cos, sin).mT @ v  # B H N F V
     kv_chunk = kv_chunk * per_feature(share(z_chunk, z_after, q), kv_chunk)
     decay = per_feature(share(z_before, z_after, q), kv_chunk)  # B H N F 1
     kv_before, kv = carried(kv_in, kv_chunk, decay)
-    o = rotate(q * share(z_before.unsqueeze(-2), z, q), table) @ kv_before
+    o = rotate(q * share(z_before.unsqueeze(-2), z, q), cos, sin) @ kv_before
 
     # 3. Tokens of the same chunk: first the token itself, then pairs of halves.
     o = o + (q * share(k, z, q)).sum(-1, keepdim=True) * v
@@ -130,9 +130,10 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
         )
         middle = z_left[..., -1:, :]
         left, right = share(k_left, middle, q), q_right * share(middle, z_right, q)
-        if table is not None:
-            of_left, of_right = table.unflatten(-3, (-1, 2, half)).unbind(-4)
-            left, right = rotate(left, of_left), rotate(right, of_right)
+        if cos is not None and sin is not None:
+            halves = (x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (cos, sin))
+            of_left, of_right = zip(*halves, strict=True)
+            left, right = rotate(left, *of_left), rotate(right, *of_right)
         crossing = (right @ left.mT) @ v_left
         o = o + F.pad(crossing, (0, 0, half, 0)).flatten(-3, -2)
         half *= 2
@@ -169,28 +170,30 @@ def differentiable_gradients(
 
 
 def _context(
-    k: Keys, v: Values, table: RotaryTable | None, state: AdditiveDecayState | None
+    k: Keys, v: Values, tables: tuple[Table | None, Table | None], state: AdditiveDecayState | None
 ) -> AdditiveDecayState:
     """Return the state of these tokens and of what the incoming state holds."""
-    summarize = _Summary.apply if is_profitable(k, v, table) else _summary
-    own = AdditiveDecayState(*summarize(k, v, table))
+    summarize = _Summary.apply if is_profitable(k, v, *tables) else _summary
+    own = AdditiveDecayState(*summarize(k, v, *tables))
     return own if state is None else merged(state, own)
 
 
-def _summary(k: Keys, v: Values, table: RotaryTable | None) -> tuple[LogNormalizer, KeyValue]:
+def _summary(
+    k: Keys, v: Values, cos: Table | None, sin: Table | None
+) -> tuple[LogNormalizer, KeyValue]:
     """Return the log-normalizer and kv of these tokens alone."""
     # The result does not depend on the maximum, so no gradient flows through it.
     peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO)  # B H K
     weight = (k - peak.unsqueeze(1)).exp_()
     total = weight.sum(dim=1)  # B H K
     total = torch.where(total > 0, total, 1)  # all logits are -inf: the mean of nothing is 0
-    kv = torch.einsum("bthf,bthv->bhfv", rotate(weight, table), v)
+    kv = torch.einsum("bthf,bthv->bhfv", rotate(weight, cos, sin), v)
     return peak.double() + total.double().log(), kv / per_feature(total, kv)
 
 
-def _read_out(q: Queries, kv: KeyValue, table: RotaryTable | None) -> Values:
+def _read_out(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> Values:
     """Return kv^T R(q)."""
-    return torch.einsum("bthf,bhfv->bthv", rotate(q, table), kv)
+    return torch.einsum("bthf,bhfv->bthv", rotate(q, cos, sin), kv)
 
 
 # One scan for each sample, tile after tile: on a CPU it is faster and needs less memory. Products
@@ -215,64 +218,68 @@ def is_profitable(*inputs: Tensor | None) -> bool:
 
 class _ReadOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, table: Tensor | None) -> Tensor:
-        ctx.save_for_backward(q, kv, table)
+    def forward(ctx: Any, q: Tensor, kv: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, kv, cos, sin)
+        tables = () if cos is None or sin is None else (cos, sin)
         o, workspace = q.new_empty(*q.shape[:3], kv.shape[-1]), _workspace(q)
         for at in _tiles(q):
-            _read(q[at], kv[at[0]], _select(table, at), o[at], workspace)
+            _read(q[at], kv[at[0]], _select(tables, at), o[at], workspace)
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, table = ctx.saved_tensors
+        q, kv, cos, sin = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return differentiable_gradients(lambda *x: (_read_out(*x),), (q, kv, table), (do,))
-        dtable = torch.zeros_like(table) if ctx.needs_input_grad[2] else None
+            return differentiable_gradients(lambda *x: (_read_out(*x),), (q, kv, cos, sin), (do,))
+        tables = () if cos is None else (cos, sin)
+        dtables = _zeros(tables, ctx.needs_input_grad[2:])
         dq, dkv, workspace = torch.empty_like(q), torch.zeros_like(kv), _workspace(q)
         for at in _tiles(q):
-            here, dhere = _select(table, at), _select(dtable, at)
+            here, dhere = _select(tables, at), _select(dtables, at)
             _read_gradient(do[at], kv[at[0]], q[at], here, dhere, dq[at], workspace)
             _add_products_(dkv[at[0]], q[at], do[at], here, workspace)
-        return dq, dkv, dtable
+        return dq, dkv, *(dtables or (None, None))
 
 
 class _Summary(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, table: Tensor | None
+        ctx: Any, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[LogNormalizer, KeyValue]:
+        tables = () if cos is None or sin is None else (cos, sin)
         batch, _, heads, width = k.shape
         peak = k.amax(dim=1).clamp(min=LOG_ZERO)
         total = torch.zeros_like(peak)
-        kv = k.new_zeros(batch, heads, width * (1 if table is None else 2), v.shape[-1])
+        kv = k.new_zeros(batch, heads, width * (len(tables) or 1), v.shape[-1])
         weights, workspace = _workspace(k), _workspace(k)
         for at in _tiles(k):
             w = torch.sub(k[at], peak[at[0]], out=weights[: len(k[at])]).exp_()
             total[at[0]] += w.sum(dim=0)
-            _add_products_(kv[at[0]], w, v[at], _select(table, at), workspace)
+            _add_products_(kv[at[0]], w, v[at], _select(tables, at), workspace)
         total = torch.where(total > 0, total, 1)
         kv /= per_feature(total, kv)
-        ctx.save_for_backward(k, v, table, peak, total, kv)
+        ctx.save_for_backward(k, v, cos, sin, peak, total, kv)
         return peak.double() + total.double().log(), kv
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor, dkv: Tensor) -> tuple[Tensor | None, ...]:
-        k, v, table, peak, total, kv = ctx.saved_tensors
+        k, v, cos, sin, peak, total, kv = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return differentiable_gradients(_summary, (k, v, table), (dz, dkv))
-        dtable = torch.zeros_like(table) if ctx.needs_input_grad[2] else None
+            return differentiable_gradients(_summary, (k, v, cos, sin), (dz, dkv))
+        tables = () if cos is None else (cos, sin)
+        dtables = _zeros(tables, ctx.needs_input_grad[2:])
         offset = per_key(kv * dkv, k) - dz.to(k.dtype)
         scale = total.reciprocal()
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         weights, workspace = _workspace(k), _workspace(k)
         for at in _tiles(k):
-            sample, here, dhere = at[0], _select(table, at), _select(dtable, at)
+            sample, here, dhere = at[0], _select(tables, at), _select(dtables, at)
             w = torch.sub(k[at], peak[sample], out=weights[: len(k[at])]).exp_()
             w.mul_(scale[sample])
             _read_gradient(v[at], dkv[sample], w, here, dhere, dk[at], workspace)
             dk[at].sub_(offset[sample]).mul_(w)
             _read(w, dkv[sample], here, dv[at], workspace)
-        return dk, dv, dtable
+        return dk, dv, *(dtables or (None, None))
 
 
 def _tiles(x: Tensor) -> Iterator[tuple[int, slice]]:
@@ -293,9 +300,14 @@ def _workspace(x: Tensor) -> Tensor:
     return x.new_empty(_tile_length(x), *x.shape[2:])
 
 
-def _select(table: Tensor | None, at: tuple[int, slice]) -> Tables:
-    """Return the cosines and sines of a tile: all samples have the same angles."""
-    return () if table is None else table[at[1]].unbind(-2)
+def _select(tables: Tables, at: tuple[int, slice]) -> Tables:
+    """Return the rows of a tile: all samples have the same angles."""
+    return tuple(x[at[1]] for x in tables)
+
+
+def _zeros(tables: Tables, wanted: tuple[bool, ...]) -> Tables:
+    """Allocate the gradients of cosines and sines, if any are wanted."""
+    return tuple(torch.zeros_like(x) for x in tables) if any(wanted) else ()
 
 
 def _by_head(x: Tensor) -> Tensor:
