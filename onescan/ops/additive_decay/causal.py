@@ -45,7 +45,6 @@ from onescan.ops.additive_decay.state import (
 )
 from onescan.ops.backend import wants_gradient
 from onescan.ops.chunks import carried, number_of_chunks
-from onescan.ops.lrpe import rotary_tables
 from onescan.ops.numerics import LOG_ZERO
 from onescan.shapes import Values
 
@@ -136,7 +135,7 @@ def _scan(
     table = None
     if angles is not None:
         angles = _to_chunks(angles.unsqueeze(0), chunks, size).squeeze(0)
-        table = torch.stack(rotary_tables(angles, k.dtype), dim=-2)  # H N C 2 K
+        table = torch.stack([angles.cos(), angles.sin()], dim=-2).to(k.dtype)  # H N C 2 K
 
     # 1. Masses of blocks under their peaks, and log-normalizers between chunks.
     peak = k.amax(-2).clamp_(min=LOG_ZERO)  # B H N J K
@@ -207,7 +206,7 @@ def _scan(
     )
     kv = kv * per_feature(enter, kv)
     o = scores @ v
-    o += p_far @ kv
+    _add_product_(o, p_far, kv)
     mass_in, mass_out = chunk_mass[:, :, 0], chunk_mass[:, :, -1]
     kv_out = last / per_feature(mass_out, last)
     return (_to_tokens(o, tokens), z[:, :, -1], kv_out), _Factors(
@@ -239,9 +238,9 @@ def _scan_gradients(
 
     # 1. Queries.
     dp = dscores @ w_far
-    dp += do @ kv.mT
+    _add_product_(dp, do, kv.mT)
     dp = _scaled(dp, to_chunk, to_block)
-    dp += _per_block(near @ _in_blocks(_rotate(w_token, table)), dp)
+    _add_product_(_in_blocks(dp), near, _in_blocks(_rotate(w_token, table)))
     dq = _rotate_back(dp, table)
     dq = dq.view(in_blocks).mul_(reciprocal)
 
@@ -267,14 +266,16 @@ def _scan_gradients(
 
     # 3. Keys and values.
     dw_far = dscores.mT @ p_far
-    dw_far += v @ dkv.mT
-    dw_token = _per_block(near.mT @ _in_blocks(p_token), dw_far)
-    dv += w_far @ dkv
+    _add_product_(dw_far, v, dkv.mT)
+    dw_token = (near.mT @ _in_blocks(p_token)).view_as(dw_far)
+    _add_product_(dv, w_far, dkv)
     dangles = None
     if of_angles and table is not None:
-        both = _paired(dp, p) + _paired(dw_far, w_block) + _paired(dw_token, w_token)
+        both = dp.unflatten(-1, (2, -1)) * p.unsqueeze(-2)
+        for slope, weight in ((dw_far, w_block), (dw_token, w_token)):
+            both.addcmul_(slope.unflatten(-1, (2, -1)), weight.unsqueeze(-2))
         cos, sin = table.unbind(-2)
-        of_cos, of_sin = both.sum(0).chunk(2, -1)
+        of_cos, of_sin = both.sum(0).unbind(-2)
         dangles = _to_tokens((of_sin * cos - of_cos * sin).unsqueeze(0), tokens).squeeze(0)
     dk = _rotate_back(dw_far, table).view(in_blocks).sub_(x.unsqueeze(-2))
     dk.mul_(w_block.view(in_blocks))
@@ -310,9 +311,9 @@ class _CausalScan(torch.autograd.Function):
                 saved, slope, dz, dkv, of_angles=ctx.needs_input_grad[3]
             )
             parts.append(made)
-        *slopes, dangles = zip(*parts[::-1], strict=True)
+        *slopes, of_angles = zip(*parts[::-1], strict=True)
         dq, dk, dv = (torch.cat(x, dim=1) for x in slopes)
-        dangles = None if dangles[0] is None else torch.cat(dangles)
+        dangles = None if of_angles[0] is None else torch.cat(of_angles)
         return dq, dk, dv, dangles, dz.to(z_in.dtype), dkv, None
 
 
@@ -376,7 +377,8 @@ def _to_tokens(x: Tensor, tokens: int) -> Tensor:
 
 def _exp_(x: Tensor) -> Tensor:
     """Take exp in place, 0 where it is nearly subnormal."""
-    return F.threshold_(x.clamp_(min=LEAST_EXPONENT).exp_(), 2 * math.exp(LEAST_EXPONENT), 0.0)
+    x = x.clamp_(min=LEAST_EXPONENT).exp_()
+    return F.threshold(x, 2 * math.exp(LEAST_EXPONENT), 0.0, inplace=True)
 
 
 def _rotate(x: Tensor, table: Tensor | None) -> Tensor:
@@ -393,11 +395,6 @@ def _rotate_back(x: Tensor, table: Tensor | None) -> Tensor:
     return (of_cos * cos).addcmul_(of_sin, sin)
 
 
-def _paired(gradient: Tensor, x: Tensor) -> Tensor:
-    """Multiply both halves of [.., 2K] by [.., K]."""
-    return (gradient.unflatten(-1, (2, -1)) * x.unsqueeze(-2)).flatten(-2)
-
-
 def _scaled(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Multiply [B, H, N, C, F] by two factors of blocks, [B, H, N, J, K], one after the other."""
     blocks, width = first.shape[-2:]
@@ -409,8 +406,9 @@ def _in_blocks(x: Tensor) -> Tensor:
     return x.unflatten(3, (-1, BLOCK))
 
 
-def _per_block(x: Tensor, like: Tensor) -> Tensor:
-    return x.reshape_as(like)
+def _add_product_(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add x @ y to contiguous matrices in place."""
+    out.view(-1, *out.shape[-2:]).baddbmm_(x.flatten(0, -3), y.flatten(0, -3))
 
 
 def _scores(far: Tensor, p: Tensor, w: Tensor) -> Tensor:
