@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onescan.ops.additive_decay.state import AdditiveDecayState, per_feature, share
 from onescan.ops.additive_decay.triangle import LEAF, causal_sum, rotated
-from onescan.ops.chunks import carried, length_of_chunks, number_of_chunks
+from onescan.ops.chunks import length_of_chunks, linear_scan, number_of_chunks
 from onescan.ops.numerics import LOG_ZERO, logaddexp, running_logsumexp
 from onescan.shapes import Angles, Keys, Queries, Values
 
@@ -55,7 +55,7 @@ def forward(
     kv_chunk = kv_chunk * per_feature(share(z_chunk, z_after, q), kv_chunk)
     decay = per_feature(share(z_before, z_after, q), kv_chunk)  # B H N F 1
     kv = torch.zeros_like(kv_chunk[:, :, 0]) if state is None else state.kv
-    kv_before, kv = carried(kv, kv_chunk, decay)
+    kv_before, kv = linear_scan(kv, kv_chunk, decay)
 
     # 3. each token reads the state before its chunk and the tokens of its chunk
     before = rotated(q * share(z_before.unsqueeze(-2), z, q), turn)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onescan.ops.additive_decay.state import AdditiveDecayState, per_feature, share
 from onescan.ops.additive_decay.triangle import rotated
-from onescan.ops.chunks import carried
+from onescan.ops.chunks import linear_scan
 from onescan.ops.numerics import LOG_ZERO
 from onescan.shapes import Angles, Keys, Queries, Values
 
@@ -91,7 +91,7 @@ def forward(
     kv = torch.zeros_like(kv_chunk[:, :, 0])
     if state is not None and weights.before is not None:
         kv = state.kv * per_feature(weights.before, state.kv)
-    kv_before, kv = carried(kv, kv_chunk)
+    kv_before, kv = linear_scan(kv, kv_chunk)
 
     o = (p @ w.mT).tril_() @ v
     if count > 1 or state is not None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from onescan.ops.decay_attention.state import DecayState, DecayStates
+from onescan.ops.decay_attention import DecayState, DecayStates
 from onescan.ops.numerics import LEAST_WEIGHT
 from onescan.ops.sides import sides_of
 from onescan.shapes import Keep, Keys, Queries, Values

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from onescan.ops.chunks import length_of_chunks, number_of_chunks, passed_on
+from onescan.ops.chunks import chunk_scan, length_of_chunks, number_of_chunks
 from onescan.shapes import Betas, Keys, KeyValue, Queries, Values
 
 
@@ -38,7 +38,7 @@ def forward(
     # 2. what each chunk makes of a state, and the state before each chunk
     through = torch.eye(width, dtype=k.dtype, device=k.device) - k.mT @ w  # B H N K K
     added = k.mT @ u  # B H N K V
-    entering, kv = passed_on(lambda kv, kept, new: kept @ kv + new, kv, through, added)
+    entering, kv = chunk_scan(lambda kv, kept, new: kept @ kv + new, kv, through, added)
 
     # 3. each token reads the state before its chunk and what its chunk has written so far
     o = q @ entering + (q @ k.mT).tril() @ (u - w @ entering)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onescan.ops.chunks import carried, is_known, number_of_chunks
+from onescan.ops.chunks import is_known, linear_scan, number_of_chunks
 from onescan.ops.toeplitz_position import dense
 from onescan.ops.toeplitz_position.exponentials import powers
 from onescan.ops.toeplitz_position.state import advance
@@ -55,7 +55,7 @@ def _entering(left: Tensor, log_decay: Decays, first: LineStates, *, backward: b
     """
     count = left.shape[2]
     if not is_known(count):
-        return carried(first, left, log_decay.exp()[:, None, None], backward=backward)[0]
+        return linear_scan(first, left, log_decay.exp()[:, None, None], backward=backward)[0]
     if count == 1:
         return first.unsqueeze(2)
     if count % 2:
