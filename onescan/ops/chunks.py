@@ -4,7 +4,7 @@ While a model is exported its lengths are symbols. Then the number of chunks is 
 over chunks becomes PyTorch's scan operator, which the exported program runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -159,7 +159,8 @@ def _linear_scan(
     order = -1 if backward else 1
     before, last = _results(state, added, kept, backward)
     states = [*before.unbind(2)[::order], last]
-    owns, keeps = added.unbind(2)[::order], [None] * added.shape[2]
+    owns = added.unbind(2)[::order]
+    keeps: Sequence[Tensor | None] = [None] * len(owns)
     if kept is not None:
         keeps = kept.expand(*kept.shape[:2], len(owns), *kept.shape[3:]).unbind(2)[::order]
     states[0].copy_(state)
@@ -184,9 +185,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(
-    ctx: Any, dbefore: Tensor, dlast: Tensor, *, scan: Callable[..., Any] = linear_scan
+    ctx: Any, *gradients: Any, scan: Callable[..., Any] = linear_scan
 ) -> tuple[Tensor | None, ...]:
     """Scan gradients the other way: G_n = kept_n G_{n+1} + dbefore_n."""
+    dbefore, dlast = gradients
     before, kept = ctx.saved_tensors
     dadded, dstate = scan(dlast, dbefore, kept, backward=not ctx.backward_scan)
     dkept = None

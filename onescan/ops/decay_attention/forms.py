@@ -96,16 +96,15 @@ def recurrent(
 ) -> tuple[Values, Sides]:
     """Visit one token at a time (Eq. 5, Theorem B.2): constant memory beside the outputs."""
     v = F.pad(v, (0, 1), value=1.0)
-    outputs, leaves = [], []
-    for log_decay, state, backward in zip(decays, enters, (False, True), strict=True):
+    outputs: list[Tensor] = []
+    leaves: list[Tensor | None] = [None, None]
+    for backward, (log_decay, state) in enumerate(zip(decays, enters, strict=True)):
         if log_decay is None:
-            leaves.append(None)
             continue
         if state is None:
             state = v.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1])
-        o, state = _visit(q, k, v, log_decay, state, backward=backward)
+        o, leaves[backward] = _visit(q, k, v, log_decay, state, backward=bool(backward))
         outputs.append(o)
-        leaves.append(state)
     o = sum(outputs[1:], start=outputs[0])
     return _divided(o, options.normalize, causal=len(outputs) == 1), (leaves[0], leaves[1])
 
@@ -180,7 +179,8 @@ def chunk(
     if decays.is_diagonal:
         size = padded(size)
     heads = k.shape[0], -1, k.shape[2], -1
-    forward, backward = (None if x is None else x.expand(heads) for x in decays)
+    forward = decays.forward.expand(heads)
+    backward = None if decays.backward is None else decays.backward.expand(heads)
     state = None
     if enters != (None, None):
         nothing = v.new_zeros(k.shape[0], k.shape[2], v.shape[-1] + 1, k.shape[-1])
@@ -231,8 +231,10 @@ class _Inputs(NamedTuple):
 
     def block(self, at: Any, states_at: Any) -> "_Inputs":
         """Return some samples and heads."""
-        tensors = (None if x is None else x[at] for x in self[:5])
-        return _Inputs(*tensors, None if self.enters is None else self.enters[states_at])
+        q, k, v, forward = (x[at] for x in self[:4])
+        backward = None if self.backward is None else self.backward[at]
+        enters = None if self.enters is None else self.enters[states_at]
+        return _Inputs(q, k, v, forward, backward, enters)
 
     def chunks(self, size: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Return q, k, v with ones, and each direction's log-decays in chunks [B, H, N, C, .]."""
@@ -518,24 +520,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*tensors, None if ctx.normalize == "none" else o, row_sum)
 
 
-def _differentiate(
-    ctx: Any, do: Tensor, _: Tensor, dleaves: Tensor, *, of_operator: bool = False
-) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, *slopes: Any, of_operator: bool = False) -> tuple[Tensor | None, ...]:
+    do, _, dleaves = slopes
     *inputs, o, row_sum = ctx.saved_tensors
     if torch.is_grad_enabled():  # gradients of gradients are those of the plain form
-        given = [None if x is None else x.view_as(x) for x in inputs]
+        given: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
         learnt = [x for x in given if x is not None and x.requires_grad]
         o, _, leaves = _attend(_Inputs(*given), ctx.normalize, ctx.size, ctx.return_state)
-        made, slopes = ([o, leaves], [do, dleaves]) if ctx.return_state else ([o], [do])
-        found = torch.autograd.grad(made, learnt, slopes, create_graph=True, materialize_grads=True)
+        made, dmade = ([o, leaves], [do, dleaves]) if ctx.return_state else ([o], [do])
+        found = torch.autograd.grad(made, learnt, dmade, create_graph=True, materialize_grads=True)
         rest = iter(found)
         gradients = [None if x is None or not x.requires_grad else next(rest) for x in given]
     else:
-        differentiate = _backward_operator if of_operator else _decay_chunks_backward
+        differentiate: Any = _backward_operator if of_operator else _decay_chunks_backward
         with_decays = any(ctx.needs_input_grad[3:5])
         options = ctx.normalize, ctx.size, with_decays
-        made = differentiate(do, dleaves, *inputs, do if o is None else o, row_sum, *options)
-        gradients = [None if x is None else g for x, g in zip(inputs, made, strict=True)]
+        results = differentiate(do, dleaves, *inputs, do if o is None else o, row_sum, *options)
+        gradients = [None if x is None else g for x, g in zip(inputs, results, strict=True)]
     return *gradients, None, None, None
 
 
@@ -594,7 +595,7 @@ def _block_gradients(
     return _in_batches(of_chunks, [slope, q, k, v], logs, befores, downs), denters
 
 
-def _gradients_like(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+def _gradients_like(*inputs: Any) -> Any:
     q = inputs[0]
     return tuple(q.new_empty(0 if x is None else x.shape) for x in inputs)
 
