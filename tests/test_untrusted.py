@@ -335,7 +335,7 @@ def test_modules_in_a_model_folder_are_not_imported(bad, command):
     (folder / "onescan_model.py").write_text(
         (folder / "evil.py").read_text() if (folder / "evil.py").exists() else "raise SystemExit"
     )
-    words = ("generate", folder, "--prompt", "the cat", "--most", 2, "--device", "cpu")
+    words = ("generate", folder, "--prompt", "the cat", "--max-new-tokens", 2, "--device", "cpu")
     command(*words, code=0)
 
 

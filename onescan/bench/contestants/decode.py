@@ -19,7 +19,7 @@ from onescan.bench.contestants.language_models import (
     their_model,
 )
 from onescan.bench.contests import DecodeOptions
-from onescan.models.states import flatten, map_tensors
+from onescan.models.token_network import flatten_state, map_tensors
 
 STEP = "a further token"
 
@@ -42,7 +42,7 @@ def prepare(name: str, work: str, size: int, options: DecodeOptions) -> Trial:
 @torch.no_grad()
 def _ours(name: str, size: int, token: Tensor, options: DecodeOptions) -> Trial:
     # one place, as more rows would be counted as weights
-    config = our_config(name, options.size, most_tokens=1)
+    config = our_config(name, options.size, max_tokens=1)
     check_backend(config.mixer, options)
     model = placed(config.build, options).eval()
     _, state = model(token)
@@ -54,7 +54,7 @@ def _ours(name: str, size: int, token: Tensor, options: DecodeOptions) -> Trial:
     def step() -> object:
         return model(token, state)[0]
 
-    held = state_mib(tuple(flatten(state).values()))
+    held = state_mib(tuple(flatten_state(state).values()))
     return Trial(step, items=len(token), parameters=parameters(model), state_mib=held)
 
 
