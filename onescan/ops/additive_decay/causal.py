@@ -44,7 +44,7 @@ from onescan.ops.additive_decay.state import (
     per_key,
 )
 from onescan.ops.backend import wants_gradient
-from onescan.ops.chunks import carried, number_of_chunks
+from onescan.ops.chunks import linear_scan, number_of_chunks
 from onescan.ops.numerics import LOG_ZERO
 from onescan.shapes import Values
 
@@ -201,7 +201,7 @@ def _scan(
     scores = _scores(p_far @ w_far.mT, _rotate(p, table), _rotate(w_token, table))
     added = w_far.mT @ v
     added.mul_(per_feature(leave, added))
-    kv, last = carried(
+    kv, last = linear_scan(
         kv_in * per_feature(chunk_mass[:, :, 0], kv_in), added, per_feature(kept, added)
     )
     kv = kv * per_feature(enter, kv)
@@ -255,11 +255,11 @@ def _scan_gradients(
     # The gradient of the last normalizer, since z = log(mass) + constant and kv = sum / mass.
     dkv = dkv / per_feature(mass_out, dkv)
     y = per_key(kv_out * dkv, mass_out) - (dz / mass_out).to(dkv.dtype)
-    y, y_in = carried(y, of_blocks.select(-2, 0) * enter, kept, backward=True)
+    y, y_in = linear_scan(y, of_blocks.select(-2, 0) * enter, kept, backward=True)
     x = F.pad(of_blocks[..., 1:, :], (0, 0, 0, 1)) + (leave * y).unsqueeze(-2)
     added = p_far.mT @ do
     added.mul_(per_feature(enter, added))
-    dkv, dkv_in = carried(dkv, added, per_feature(kept, added), backward=True)
+    dkv, dkv_in = linear_scan(dkv, added, per_feature(kept, added), backward=True)
     dkv = dkv * per_feature(leave, dkv)
     dz_in = mass_in * (per_key(kv_in * dkv_in, mass_in) - y_in)
     dkv_in = dkv_in * per_feature(mass_in, dkv_in)

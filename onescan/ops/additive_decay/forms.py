@@ -29,7 +29,7 @@ from onescan.ops.additive_decay.state import (
     per_key,
     share,
 )
-from onescan.ops.chunks import carried, length_of_chunks, number_of_chunks
+from onescan.ops.chunks import length_of_chunks, linear_scan, number_of_chunks
 from onescan.ops.lrpe import rotary_tables, rotate
 from onescan.ops.numerics import LOG_ZERO, logaddexp, running_logsumexp
 from onescan.shapes import Angles as Table  # of cosines or sines
@@ -118,7 +118,7 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
     kv_chunk = rotate(share(k, z_chunk.unsqueeze(-2), q), cos, sin).mT @ v  # B H N F V
     kv_chunk = kv_chunk * per_feature(share(z_chunk, z_after, q), kv_chunk)
     decay = per_feature(share(z_before, z_after, q), kv_chunk)  # B H N F 1
-    kv_before, kv = carried(kv_in, kv_chunk, decay)
+    kv_before, kv = linear_scan(kv_in, kv_chunk, decay)
     o = rotate(q * share(z_before.unsqueeze(-2), z, q), cos, sin) @ kv_before
 
     # 3. Tokens of the same chunk: first the token itself, then pairs of halves.
