@@ -19,13 +19,13 @@ from kernel_device import (
 from onescan.ops.additive_decay import AdditiveDecayState, recurrent, reference
 
 pytest.importorskip("triton")
-triton_recurrent = pytest.importorskip("onescan.ops.additive_decay.triton_recurrent")
+launch = pytest.importorskip("onescan.ops.additive_decay.launch")
 
 pytestmark = MARKS
 
 
 def step(q, k, v, angles=None, state=None, keep=None):
-    return triton_recurrent.forward(q, k, v, angles, state, keep=keep, chunk_size=64)
+    return launch.recurrent(q, k, v, angles, state, keep=keep, chunk_size=64)
 
 
 def inputs(

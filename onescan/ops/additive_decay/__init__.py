@@ -32,8 +32,14 @@ from onescan.ops.additive_decay.state import (
     merge_states,
     tensors_of,
 )
-from onescan.ops.backend import Backend, resolved_backend, wants_gradient
-from onescan.ops.launch import chip_of, data_type, name_of
+from onescan.ops.backend import (
+    Backend,
+    chip_of,
+    data_type,
+    name_of,
+    resolved_backend,
+    wants_gradient,
+)
 from onescan.ops.numerics import full_precision, widened
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
@@ -44,21 +50,21 @@ Forward = Callable[..., tuple[Values, AdditiveDecayState]]
 
 
 def _one_scan_kernels(*tensors: Any, **options: Any) -> tuple[Values, AdditiveDecayState]:
-    from onescan.ops.additive_decay import triton_one_scan  # Triton, which few calls need
+    from onescan.ops.additive_decay import launch  # Triton, which few calls need
 
-    return triton_one_scan.forward(*tensors, **options)
+    return launch.one_scan(*tensors, **options)
 
 
 def _chunk_kernels(*tensors: Any, **options: Any) -> tuple[Values, AdditiveDecayState]:
-    from onescan.ops.additive_decay import triton_chunk
+    from onescan.ops.additive_decay import launch
 
-    return triton_chunk.forward(*tensors, **options)
+    return launch.chunk(*tensors, **options)
 
 
 def _recurrent_kernels(*tensors: Any, **options: Any) -> tuple[Values, AdditiveDecayState]:
-    from onescan.ops.additive_decay import triton_recurrent
+    from onescan.ops.additive_decay import launch
 
-    return triton_recurrent.forward(*tensors, **options)
+    return launch.recurrent(*tensors, **options)
 
 
 # (causal, form, backend): every implementation there is. A missing one is an error.

@@ -55,15 +55,15 @@ PATTERNS = {1: "H", 3: "B T H", 4: "B T H K"}  # of log_decay, by rank
 
 
 def _chunks_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
-    from onescan.ops.decay_attention.triton_chunk import forward
+    from onescan.ops.decay_attention.launch import chunk
 
-    return forward(*arguments, **options)
+    return chunk(*arguments, **options)
 
 
 def _steps_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
-    from onescan.ops.decay_attention.triton_recurrent import forward
+    from onescan.ops.decay_attention.launch import recurrent
 
-    return forward(*arguments, **options)
+    return recurrent(*arguments, **options)
 
 
 # (kind, form, backend): every implementation there is. A missing one is an error.

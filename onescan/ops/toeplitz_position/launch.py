@@ -1,14 +1,13 @@
-"""The scan in Triton, forward and backward: all axes of [B, T, D] as it lies in memory.
+"""Launch the kernels of MD-TPE's scan over all axes of [B, T, D] as it lies in memory.
 
-Each axis, direction and block of E is a pass that adds to those before it, in float32. A pass has
-three kernels where an axis is long and lines are few, else one; all of them are in
-`onescan.kernels.toeplitz`.
+Each axis, direction and block of E is a pass that adds to those before it, in float32. A pass takes
+three kernels where an axis is long and lines are few, else one (`onescan.kernels.toeplitz`).
 
 Source: LightNet, arXiv:2405.21022, Eq. 17.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -16,14 +15,15 @@ import torch
 from torch import Tensor
 
 from onescan.kernels import toeplitz as kernels
-from onescan.ops.launch import launch, programs_wanted
+from onescan.kernels.common import Blocks, Case
+from onescan.ops.backend import chip_of, launch, name_of, programs_wanted
 from onescan.shapes import Hidden, HiddenStates, ToeplitzCoefficients
 
 LEAST_SPLIT = 256  # tokens; a part leaves E numbers for each channel
-WARPS = 4  # times the programs that are wanted elsewhere, as here they have one warp
+WARPS = 4  # programs per program of other kernels, which have as many warps
 
 
-def forward(
+def scan(
     x: Hidden,
     log_decay: ToeplitzCoefficients,
     weight: ToeplitzCoefficients,
@@ -32,7 +32,10 @@ def forward(
     *,
     bidirectional: bool,
 ) -> tuple[Hidden, HiddenStates | None]:
-    """The sum over axes and what is left of a single one, with gradients once."""
+    """Compute the sum over axes and, of one axis read forward, the state after the last token.
+
+    Gradients are not differentiable again.
+    """
     tables = (table.float() for table in (log_decay, weight))
     log_decay, weight = (x if bidirectional else x.unsqueeze(1) for x in tables)
     hidden = None if hidden is None else hidden.float().contiguous()
@@ -45,7 +48,7 @@ def forward(
 def _toeplitz(
     x: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None, shape: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and, of one axis read forward, the sums after the last token, [B, D, E]."""
+    """Return outputs and, of one axis read forward, the sums after the last token, [B, D, E]."""
     return _passes(x, log_decay, weight, hidden, shape)
 
 
@@ -66,7 +69,7 @@ def _toeplitz_backward(
     hidden: Tensor | None,
     shape: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x and both tables, and that of the state before the first token."""
+    """Return the gradients of x, both tables and the state before the first token."""
     carried = _is_carried(log_decay)
     after = dlast if carried else None
     dx, first = _passes(dy, log_decay, weight, after, shape, mirrored=True, weighed=carried)
@@ -91,7 +94,7 @@ def _(
     return *(torch.empty_like(t) for t in (x, log_decay, weight)), torch.empty_like(dlast)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.shape = inputs
     ctx.save_for_backward(*tensors)
 
@@ -104,18 +107,18 @@ def _backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
     return *gradients, None if hidden is None else dhidden, None
 
 
-_toeplitz.register_autograd(_backward, setup_context=_keep_for_backward)
+_toeplitz.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 class _Line(NamedTuple):
-    """The lines along one axis of a grid, and the way to go along them.
+    """The lines along one axis of a grid, and the direction to read them in.
 
     Attributes:
-        axis: which one.
+        axis: Index of the axis.
         direction: 0 from the first token on, 1 from the last.
-        lines: how many there are.
-        length: tokens of a line.
-        stride: tokens from one of a line to the next.
+        lines: Number of lines.
+        length: Tokens of a line.
+        stride: Tokens from one token of a line to the next.
     """
 
     axis: int
@@ -125,12 +128,12 @@ class _Line(NamedTuple):
     stride: int
 
     def sizes(self, split: "_Split") -> tuple[int, ...]:
-        """The numbers that kernels take, in their order."""
+        """Return the lengths that kernels take, in order."""
         return self.lines, self.length, split.tokens, split.parts, split.groups, self.stride
 
 
 class _Split(NamedTuple):
-    """Tokens of a part, parts of a line, and groups that the parts of all lines are dealt to."""
+    """Tokens per part, parts per line, and groups that the parts of all lines are divided into."""
 
     tokens: int
     parts: int
@@ -163,11 +166,12 @@ def _passes(
     mirrored: bool = False,
     weighed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The sum over axes and directions, mirrored for the gradient of x, and the last sums."""
+    """Return the sum over axes and directions, mirrored for the gradient of x, and last sums."""
     y, last = torch.empty_like(x), _new_last(x, log_decay)
-    channels, width = log_decay.shape[2:]
-    blocks = kernels.blocks_of(width)
-    across = -(-channels // blocks.values)
+    width = log_decay.shape[3]
+    case = _case(x, log_decay)
+    blocks = kernels.scan_blocks(case)
+    across = -(-case.value_width // blocks.values)
     steps = list(product(_lines(x, log_decay, shape), range(0, width, blocks.keys)))
     sums = (
         y
@@ -177,17 +181,14 @@ def _passes(
     for place, (line, first_e) in enumerate(steps):
         tables = log_decay[line.axis, line.direction], weight[line.axis, line.direction]
         split = _split(line, across, x.device)
-        backward = bool(line.direction) != mirrored
-        constants = kernels.constants_of(channels, width, backward=backward)
-        constants["WEIGHED"] = weighed
+        flags = {"BACKWARD": bool(line.direction) != mirrored, "WEIGHED": weighed}
         if first_e == 0:
-            entering = _entering(line, split, x, tables, state, constants, aged=False)
+            entering = _entering(line, split, x, tables, state, derivative=False, **flags)
         launch(
-            kernels.outputs,
-            (split.groups * across,),
-            blocks, x, sums, *tables, entering, y if place == len(steps) - 1 else sums, last,
-            *line.sizes(split), **constants, LAG=line.direction, FIRST_E=first_e,
-            START=entering is not None, ADD=place > 0, LAST=_is_carried(log_decay),
+            kernels.outputs, case, (split.groups * across,),
+            x, sums if place > 0 else None, *tables, entering,
+            y if place == len(steps) - 1 else sums, last if _is_carried(log_decay) else None,
+            *line.sizes(split), **flags, LAG=line.direction, FIRST_E=first_e,
         )  # fmt: skip
     return y, last
 
@@ -198,30 +199,23 @@ def _entering(
     x: Tensor,
     tables: tuple[Tensor, Tensor],
     state: Tensor | None,
-    constants: dict[str, Any],
     *,
-    aged: bool,
+    derivative: bool,
+    **flags: bool,
 ) -> Tensor | None:
-    """What enters each part, [1 + aged, parts, lines, D, E]; of a single one the state alone."""
+    """Return what enters each part, [1 + derivative, parts, lines, D, E]; the state of one part."""
     if split.parts == 1:
         return state
-    channels, width = tables[0].shape
-    blocks = kernels.blocks_of(width)
-    left = tables[0].new_empty(1 + aged, split.parts, line.lines, channels, width)
-    across = -(-channels // blocks.values) * -(-width // blocks.keys)
-    launch(
-        kernels.leave,
-        (split.groups * across,),
-        blocks, x, *tables, left, *line.sizes(split), **constants, AGED=aged,
-    )  # fmt: skip
-    launch(
-        kernels.carry,
-        (-(-line.lines * channels * width // kernels.CARRIES),),
-        kernels.CARRY_BLOCKS, left, state, tables[0], line.lines, split.tokens, split.parts,
-        D=channels, E=width, STATE=state is not None, WEIGHED=constants["WEIGHED"], AGED=aged,
-        BLOCK=kernels.CARRIES,
-    )  # fmt: skip
-    return left
+    case = _case(x, tables[0])
+    entering = tables[0].new_empty(1 + derivative, split.parts, line.lines, *tables[0].shape)
+    grid = (split.groups * _tiles(case, kernels.scan_blocks),)
+    flags = {**flags, "DERIVATIVE": derivative}
+    launch(kernels.leave, case, grid, x, *tables, entering, *line.sizes(split), **flags)
+    grid = (-(-line.lines * tables[0].numel() // kernels.carry_blocks(case).keys),)
+    lengths = (line.lines, split.tokens, split.parts)
+    del flags["BACKWARD"]
+    launch(kernels.carry, case, grid, entering, state, tables[0], *lengths, **flags)
+    return entering
 
 
 def _coefficients(
@@ -233,30 +227,45 @@ def _coefficients(
     hidden: Tensor | None,
     dlast: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of one axis and direction's log_decay and weight, by groups, [groups, D, E]."""
+    """Return the gradients of one axis and direction's log_decay and weight, [groups, D, E]."""
     tables = log_decay[line.axis, line.direction], weight[line.axis, line.direction]
-    channels, width = tables[0].shape
-    blocks = kernels.blocks_of(width, gradients=True)
-    across = -(-channels // blocks.values) * -(-width // blocks.keys)
+    case = _case(x, tables[0])
+    across = _tiles(case, kernels.gradient_blocks)
     split = _split(line, across, x.device)
     backward = bool(line.direction)
-    constants = {**kernels.constants_of(channels, width, backward=backward), "WEIGHED": False}
-    entering = _entering(line, split, x, tables, hidden, constants, aged=True)
-    dlog_decay = tables[0].new_empty(split.groups, channels, width)
+    entering = _entering(
+        line, split, x, tables, hidden, derivative=True, BACKWARD=backward, WEIGHED=False
+    )
+    dlog_decay = tables[0].new_empty(split.groups, *tables[0].shape)
     dweight = torch.empty_like(dlog_decay)
     launch(
-        kernels.coefficients,
-        (split.groups * across,),
-        blocks, x, dy, *tables, entering, dlast, dlog_decay, dweight, *line.sizes(split),
-        **kernels.constants_of(channels, width, backward=backward, gradients=True),
-        LAG=line.direction, START=entering is not None, AGED=split.parts > 1,
-        LAST=dlast is not None,
+        kernels.coefficients, case, (split.groups * across,),
+        x, dy, *tables, entering, dlast, dlog_decay, dweight, *line.sizes(split),
+        BACKWARD=backward, LAG=line.direction, DERIVATIVE=split.parts > 1,
     )  # fmt: skip
     return dlog_decay, dweight
 
 
+def _case(x: Tensor, log_decay: Tensor) -> Case:
+    """Return what kernels are compiled for; the last axes of log_decay are D and E."""
+    channels, width = log_decay.shape[-2:]
+    return Case(name_of(x.dtype), chip_of(x.device), key_width=width, value_width=channels)
+
+
+def _tiles(case: Case, blocks_of: Callable[[Case], Blocks]) -> int:
+    """Return the number of programs that share a table [D, E]."""
+    blocks = blocks_of(case)
+    return -(-case.value_width // blocks.values) * -(-case.key_width // blocks.keys)
+
+
 def _split(line: _Line, across: int, device: torch.device) -> _Split:
-    """Parts only where lines are too few for the device, across blocks of channels each."""
+    """Divide lines into parts where they are too few for the device.
+
+    Args:
+        line: The lines.
+        across: Programs per part.
+        device: Where they run.
+    """
     wanted = -(-WARPS * programs_wanted(device) // across)
     parts = -(-wanted // max(line.lines, 1))
     tokens = max(LEAST_SPLIT, -(-line.length // parts))
