@@ -36,15 +36,9 @@ LEAST_SPLIT = 256  # tokens; a part's sums are as many bytes as 128 tokens of a 
 
 
 def one_scan(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    angles: Angles | None,
-    state: AdditiveDecayState | None,
-    *,
-    keep: Keep | None,
-    chunk_size: int,
-) -> tuple[Values, AdditiveDecayState]:
+    q: Queries, k: Keys, v: Values, angles: Angles | None, state: AdditiveDecayState | None, *,
+    keep: Keep | None, chunk_size: int,
+) -> tuple[Values, AdditiveDecayState]:  # fmt: skip
     """Compute outputs and the state of all tokens."""
     q, k, v, keep, z_in, kv_in = _contiguous(q, k, v, keep, state)
     o, z, kv, *_ = _one_scan(q, k, v, angles, keep, z_in, kv_in)
@@ -52,15 +46,9 @@ def one_scan(
 
 
 def chunk(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    angles: Angles | None,
-    state: AdditiveDecayState | None,
-    *,
-    keep: Keep | None,
-    chunk_size: int,
-) -> tuple[Values, AdditiveDecayState]:
+    q: Queries, k: Keys, v: Values, angles: Angles | None, state: AdditiveDecayState | None, *,
+    keep: Keep | None, chunk_size: int,
+) -> tuple[Values, AdditiveDecayState]:  # fmt: skip
     """Compute outputs and the state after the last token."""
     q, k, v, keep, z_in, kv_in = _contiguous(q, k, v, keep, state)
     o, z, kv = _causal_scan(q, k, v, angles, keep, z_in, kv_in, chunk_size)
@@ -68,15 +56,9 @@ def chunk(
 
 
 def recurrent(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    angles: Angles | None,
-    state: AdditiveDecayState | None,
-    *,
-    keep: Keep | None,
-    chunk_size: int,
-) -> tuple[Values, AdditiveDecayState]:
+    q: Queries, k: Keys, v: Values, angles: Angles | None, state: AdditiveDecayState | None, *,
+    keep: Keep | None, chunk_size: int,
+) -> tuple[Values, AdditiveDecayState]:  # fmt: skip
     """Compute outputs and the state after the last token, token by token.
 
     Raises:
@@ -130,14 +112,9 @@ def _summed(dangles: Tensor | None, k: Tensor) -> Tensor:
 
 @torch.library.custom_op("onescan::one_scan", mutates_args=())
 def _one_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Tensor | None,
-    keep: Tensor | None,
-    z_in: Tensor | None,
-    kv_in: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None,
+    z_in: Tensor | None, kv_in: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o, z, kv, and z as `scale`: a reference and what is summed relative to it."""
     batch, tokens, heads, key_width = k.shape
     case = case_of(k, v, lrpe=angles is not None)
@@ -171,18 +148,9 @@ def _(
 
 @torch.library.custom_op("onescan::one_scan_backward", mutates_args=())
 def _one_scan_backward(
-    do: Tensor,
-    dz: Tensor,
-    dkv: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Tensor | None,
-    keep: Tensor | None,
-    kv: Tensor,
-    scale: Tensor,
-    wants_dangles: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None,
+    keep: Tensor | None, kv: Tensor, scale: Tensor, wants_dangles: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v and angles, that of kv as a whole, and <kv, dkv> - dz."""
     batch, tokens, heads, _ = k.shape
     case = case_of(k, v, lrpe=angles is not None)
@@ -207,18 +175,9 @@ def _one_scan_backward(
 
 @_one_scan_backward.register_fake
 def _(
-    do: Tensor,
-    dz: Tensor,
-    dkv: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Tensor | None,
-    keep: Tensor | None,
-    kv: Tensor,
-    scale: Tensor,
-    wants_dangles: bool,
-) -> tuple[Tensor, ...]:
+    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None,
+    keep: Tensor | None, kv: Tensor, scale: Tensor, wants_dangles: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     *made, dangles = _new_gradients(q, k, v, wants_dangles)
     return *made, _summed(dangles, k), torch.empty_like(kv), torch.empty_like(scale[0])
 
@@ -287,16 +246,9 @@ class _Chunks(NamedTuple):
 
 
 def _carry(
-    k: Tensor,
-    v: Tensor,
-    angles: Tensor | None,
-    keep: Tensor | None,
-    z_in: Tensor | None,
-    kv_in: Tensor | None,
-    z: Tensor,
-    kv: Tensor,
-    chunk_size: int,
-) -> _Chunks:
+    k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None, z_in: Tensor | None,
+    kv_in: Tensor | None, z: Tensor, kv: Tensor, chunk_size: int,
+) -> _Chunks:  # fmt: skip
     """Compute the states before each chunk, and write the one after the last to z and kv."""
     batch, tokens, heads, key_width = k.shape
     case = case_of(k, v, lrpe=angles is not None, chunk_size=chunk_size)
@@ -321,15 +273,9 @@ def _carry(
 
 @torch.library.custom_op("onescan::causal_scan", mutates_args=())
 def _causal_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Tensor | None,
-    keep: Tensor | None,
-    z_in: Tensor | None,
-    kv_in: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None,
+    z_in: Tensor | None, kv_in: Tensor | None, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o, and z and kv after the last token."""
     batch, tokens, heads, _ = k.shape
     o, z, kv = _new_outputs(k, v, angles)
@@ -350,19 +296,10 @@ def _(
 
 @torch.library.custom_op("onescan::causal_scan_backward", mutates_args=())
 def _causal_scan_backward(
-    do: Tensor,
-    dz: Tensor,
-    dkv: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Tensor | None,
-    keep: Tensor | None,
-    z_in: Tensor | None,
-    kv_in: Tensor | None,
-    chunk_size: int,
+    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None,
+    keep: Tensor | None, z_in: Tensor | None, kv_in: Tensor | None, chunk_size: int,
     wants_dangles: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v and angles, and of z and kv before the first token."""
     batch, tokens, heads, _ = k.shape
     _, z, kv = _new_outputs(k, v, angles)
@@ -428,14 +365,9 @@ _causal_scan.register_autograd(_backward_of_chunks, setup_context=_save_for_chun
 
 @torch.library.custom_op("onescan::additive_step", mutates_args=())
 def _step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Tensor | None,
-    keep: Tensor | None,
-    z_in: Tensor | None,
-    kv_in: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None,
+    z_in: Tensor | None, kv_in: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o, and z and kv after the last token."""
     o, z, kv = _new_outputs(k, v, angles)
     batch, tokens, heads, _ = k.shape

@@ -26,15 +26,9 @@ Sides = tuple[DecayState | None, DecayState | None]
 
 
 def chunk(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    decays: Directions,
-    enters: Sides,
-    *,
-    keep: Keep | None,
+    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, *, keep: Keep | None,
     normalizer: str,
-) -> tuple[Values, Sides]:
+) -> tuple[Values, Sides]:  # fmt: skip
     """Compute outputs, divided by their row sums as `normalizer` says, and the outgoing states."""
     q, k, v, keep = _contiguous(q, k, v, keep)
     given = [x for x in decays if x is not None]
@@ -46,15 +40,9 @@ def chunk(
 
 
 def recurrent(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    decays: Directions,
-    enters: Sides,
-    *,
-    keep: Keep | None,
+    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, *, keep: Keep | None,
     normalizer: str,
-) -> tuple[Values, Sides]:
+) -> tuple[Values, Sides]:  # fmt: skip
     """Compute outputs, divided by their row sums, and the outgoing state, token by token.
 
     Raises:
@@ -100,15 +88,9 @@ def _stacked(
 
 @torch.library.custom_op("onescan::decay_chunks", mutates_args=())
 def _decay_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decays: Tensor,
-    keep: Tensor | None,
-    kv_in: Tensor | None,
-    sum_in: Tensor | None,
-    normalizer: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, decays: Tensor, keep: Tensor | None, kv_in: Tensor | None,
+    sum_in: Tensor | None, normalizer: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return outputs, their row sums (empty without division) and the outgoing states."""
     o, c, kv, k_sum = _new_outputs(k, v, decays, normalizer)
     before, before_sum = _states(k, v, None, None, decays, keep, kv_in, sum_in, kv, k_sum)
@@ -140,20 +122,10 @@ def _new_outputs(
 
 @torch.library.custom_op("onescan::decay_chunks_backward", mutates_args=())
 def _decay_chunks_backward(
-    do: Tensor,
-    dkv: Tensor,
-    dsum: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decays: Tensor,
-    keep: Tensor | None,
-    kv_in: Tensor | None,
-    sum_in: Tensor | None,
-    o: Tensor,
-    c: Tensor,
+    do: Tensor, dkv: Tensor, dsum: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor,
+    keep: Tensor | None, kv_in: Tensor | None, sum_in: Tensor | None, o: Tensor, c: Tensor,
     normalizer: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v, decays and the incoming states."""
     dq, dk, dv, ddecays, dkv_in, dsum_in = (
         torch.empty_like(x) for x in (q, k, v, decays, dkv, dsum)
@@ -188,20 +160,10 @@ def _decay_chunks_backward(
 
 @_decay_chunks_backward.register_fake
 def _(
-    do: Tensor,
-    dkv: Tensor,
-    dsum: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decays: Tensor,
-    keep: Tensor | None,
-    kv_in: Tensor | None,
-    sum_in: Tensor | None,
-    o: Tensor,
-    c: Tensor,
+    do: Tensor, dkv: Tensor, dsum: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor,
+    keep: Tensor | None, kv_in: Tensor | None, sum_in: Tensor | None, o: Tensor, c: Tensor,
     normalizer: str,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     return tuple(torch.empty_like(x) for x in (q, k, v, decays, dkv, dsum))
 
 
@@ -225,15 +187,9 @@ _decay_chunks.register_autograd(_backward, setup_context=_save_for_backward)
 
 @torch.library.custom_op("onescan::decay_step", mutates_args=())
 def _decay_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decays: Tensor,
-    keep: Tensor | None,
-    kv_in: Tensor | None,
-    sum_in: Tensor | None,
-    normalizer: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, decays: Tensor, keep: Tensor | None, kv_in: Tensor | None,
+    sum_in: Tensor | None, normalizer: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return outputs and the outgoing state; decays are [B, T, H] or [B, T, H, K]."""
     batch, tokens, heads, _ = k.shape
     case = case_of(k, v, diagonal=decays.ndim == k.ndim)
@@ -264,19 +220,10 @@ def _case(k: Tensor, v: Tensor, decays: Tensor) -> Case:
 
 
 def _states(
-    k: Tensor,
-    v: Tensor,
-    scale: Tensor | None,
-    dc: Tensor | None,
-    decays: Tensor,
-    keep: Tensor | None,
-    kv_in: Tensor | None,
-    sum_in: Tensor | None,
-    kv_out: Tensor,
-    sum_out: Tensor,
-    *,
-    gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
+    k: Tensor, v: Tensor, scale: Tensor | None, dc: Tensor | None, decays: Tensor,
+    keep: Tensor | None, kv_in: Tensor | None, sum_in: Tensor | None, kv_out: Tensor,
+    sum_out: Tensor, *, gradient: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the states before each chunk, [D, B, H, N, K, V] and [D, B, H, N, K]."""
     batch, tokens, _, key_width = k.shape
     case = _case(k, v, decays)
@@ -295,20 +242,10 @@ def _states(
 
 
 def _read(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: Tensor | None,
-    decays: Tensor,
-    keep: Tensor | None,
-    before: Tensor,
-    before_sum: Tensor,
-    o: Tensor,
-    c: Tensor | None,
-    *,
-    normalizer: str,
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None, decays: Tensor, keep: Tensor | None,
+    before: Tensor, before_sum: Tensor, o: Tensor, c: Tensor | None, *, normalizer: str,
     transposed: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write outputs and row sums or, transposed, gradients of values."""
     batch, tokens, heads, _ = k.shape
     case = _case(k, v, decays)

@@ -24,14 +24,9 @@ WARPS = 4  # programs per program of other kernels, which have as many warps
 
 
 def scan(
-    x: Hidden,
-    log_decay: ToeplitzCoefficients,
-    weight: ToeplitzCoefficients,
-    shape: tuple[int, ...],
-    hidden: HiddenStates | None,
-    *,
-    bidirectional: bool,
-) -> tuple[Hidden, HiddenStates | None]:
+    x: Hidden, log_decay: ToeplitzCoefficients, weight: ToeplitzCoefficients,
+    shape: tuple[int, ...], hidden: HiddenStates | None, *, bidirectional: bool,
+) -> tuple[Hidden, HiddenStates | None]:  # fmt: skip
     """Compute the sum over axes and, of one axis read forward, the state after the last token.
 
     Gradients are not differentiable again.
@@ -61,14 +56,9 @@ def _(
 
 @torch.library.custom_op("onescan::toeplitz_backward", mutates_args=())
 def _toeplitz_backward(
-    dy: Tensor,
-    dlast: Tensor,
-    x: Tensor,
-    log_decay: Tensor,
-    weight: Tensor,
-    hidden: Tensor | None,
+    dy: Tensor, dlast: Tensor, x: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None,
     shape: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x, both tables and the state before the first token."""
     carried = _is_carried(log_decay)
     after = dlast if carried else None
@@ -83,14 +73,9 @@ def _toeplitz_backward(
 
 @_toeplitz_backward.register_fake
 def _(
-    dy: Tensor,
-    dlast: Tensor,
-    x: Tensor,
-    log_decay: Tensor,
-    weight: Tensor,
-    hidden: Tensor | None,
+    dy: Tensor, dlast: Tensor, x: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None,
     shape: Sequence[int],
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     return *(torch.empty_like(t) for t in (x, log_decay, weight)), torch.empty_like(dlast)
 
 
@@ -157,15 +142,9 @@ def _new_last(x: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def _passes(
-    x: Tensor,
-    log_decay: Tensor,
-    weight: Tensor,
-    state: Tensor | None,
-    shape: Sequence[int],
-    *,
-    mirrored: bool = False,
-    weighed: bool = False,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, log_decay: Tensor, weight: Tensor, state: Tensor | None, shape: Sequence[int], *,
+    mirrored: bool = False, weighed: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the sum over axes and directions, mirrored for the gradient of x, and last sums."""
     y, last = torch.empty_like(x), _new_last(x, log_decay)
     width = log_decay.shape[3]
@@ -194,15 +173,9 @@ def _passes(
 
 
 def _entering(
-    line: _Line,
-    split: _Split,
-    x: Tensor,
-    tables: tuple[Tensor, Tensor],
-    state: Tensor | None,
-    *,
-    derivative: bool,
-    **flags: bool,
-) -> Tensor | None:
+    line: _Line, split: _Split, x: Tensor, tables: tuple[Tensor, Tensor], state: Tensor | None, *,
+    derivative: bool, **flags: bool,
+) -> Tensor | None:  # fmt: skip
     """Return what enters each part, [1 + derivative, parts, lines, D, E]; the state of one part."""
     if split.parts == 1:
         return state
@@ -219,14 +192,9 @@ def _entering(
 
 
 def _coefficients(
-    line: _Line,
-    x: Tensor,
-    dy: Tensor,
-    log_decay: Tensor,
-    weight: Tensor,
-    hidden: Tensor | None,
+    line: _Line, x: Tensor, dy: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None,
     dlast: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of one axis and direction's log_decay and weight, [groups, D, E]."""
     tables = log_decay[line.axis, line.direction], weight[line.axis, line.direction]
     case = _case(x, tables[0])
