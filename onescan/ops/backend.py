@@ -187,7 +187,8 @@ def case_of(k: Tensor, v: Tensor, **options: Any) -> "Case":
     """Return what kernels are compiled for, for keys [B, T, H, K] and values [B, T, H, V]."""
     from onescan.kernels.common import Case
 
-    return Case(name_of(k.dtype), chip_of(k.device), *k.shape[2:], v.shape[-1], **options)
+    heads, key_width = k.shape[2:]
+    return Case(name_of(k.dtype), chip_of(k.device), heads, key_width, v.shape[-1], **options)
 
 
 def launch(

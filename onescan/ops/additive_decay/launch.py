@@ -229,7 +229,7 @@ class _Chunks(NamedTuple):
     Attributes:
         case: What kernels are compiled for.
         rotary: Cosines and sines, [T, H, 2, K].
-        count: Number of chunks.
+        number: Number of chunks.
         carry_grid: Programs of kernels that carry a state.
         reference: With `mass`, the normalizers before each chunk, [B, N + 1, H, K].
         mass: See `reference`.
@@ -238,7 +238,7 @@ class _Chunks(NamedTuple):
 
     case: Case
     rotary: Tensor | None
-    count: int
+    number: int
     carry_grid: tuple[int, int]
     reference: Tensor
     mass: Tensor
@@ -258,7 +258,7 @@ def _carry(
     chunks = _Chunks(
         case=case,
         rotary=None if angles is None else rotary_table(angles, k.dtype),
-        count=count,
+        number=count,
         carry_grid=(batch * heads, -(-key_width // blocks.keys)),
         reference=reference,
         mass=torch.empty_like(reference),
@@ -281,8 +281,8 @@ def _causal_scan(
     o, z, kv = _new_outputs(k, v, angles)
     chunks = _carry(k, v, angles, keep, z_in, kv_in, z, kv, chunk_size)
     launch(
-        causal_scan.read_chunks, chunks.case, (batch * heads * chunks.count,),
-        q, k, v, chunks.rotary, keep, *chunks[-3:], o, tokens, chunks.count, TRANSPOSED=False,
+        causal_scan.read_chunks, chunks.case, (batch * heads * chunks.number,),
+        q, k, v, chunks.rotary, keep, *chunks[-3:], o, tokens, chunks.number, TRANSPOSED=False,
     )  # fmt: skip
     return o, z, kv
 
@@ -304,7 +304,7 @@ def _causal_scan_backward(
     batch, tokens, heads, _ = k.shape
     _, z, kv = _new_outputs(k, v, angles)
     chunks = _carry(k, v, angles, keep, z_in, kv_in, z, kv, chunk_size)
-    case, rotary, count, scale = chunks.case, chunks.rotary, chunks.count, chunks[-3:-1]
+    case, rotary, count, scale = chunks.case, chunks.rotary, chunks.number, chunks[-3:-1]
     dq, dk, dv, dangles = _new_gradients(q, k, v, wants_dangles)
     grid = (batch * heads * count,)
     launch(

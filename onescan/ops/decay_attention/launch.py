@@ -150,11 +150,13 @@ def _decay_chunks_backward(
         grid, made = (lines, -(-key_width // blocks.keys)), (dq, dk, ddecays)
         launch(kernels.gradients, case, grid, *given, *before, *after, *made, *lengths, ABOVE=both)
     else:
-        made = (dq, ddecays)
+        of_queries = (dq, ddecays)
         kernel = kernels.query_gradients
-        launch(kernel, case, (lines,), *given, *before, *after, *made, *lengths, ABOVE=both)
-        made = (dk, ddecays)  # added to what the other kernel has written
-        launch(kernels.key_gradients, case, (lines,), *given, *after, *made, *lengths, ABOVE=both)
+        launch(kernel, case, (lines,), *given, *before, *after, *of_queries, *lengths, ABOVE=both)
+        of_keys = (dk, ddecays)  # added to what the other kernel has written
+        launch(
+            kernels.key_gradients, case, (lines,), *given, *after, *of_keys, *lengths, ABOVE=both
+        )
     return dq, dk, dv, ddecays, dkv_in, dsum_in
 
 
