@@ -21,7 +21,7 @@ from onescan.data.text import ByteTokenizer, PretrainedTokenizer
 from onescan.integrations.lm_eval import OnescanLM
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
-from onescan.tasks.writing import write_on
+from onescan.tasks.writing import generate_text
 
 QUESTIONS = [
     {"question": "the cat sat on", "choices": ["the mat", "a dog on a mat", "a"], "gold": 2},
@@ -93,7 +93,7 @@ def test_likelihoods_are_those_of_the_whole_text(change, batch_size):
 
 def test_what_greedy_decoding_writes_is_told_so():
     model = causal(CAUSAL["lightnet"])
-    written = model.generate(torch.tensor([[5, 6]]), most=3)[0].tolist()
+    written = model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)[0].tolist()
     told = [("", ""), [5, 6], written], [("", ""), [5, 6], [*written[:2], (written[2] + 1) % 12]]
     assert [greedy for _, greedy in judged(model)._loglikelihood_tokens(told)] == [True, False]
 
@@ -144,7 +144,9 @@ def test_texts_are_written_up_to_what_ends_them(name):
     model = CausalLMConfig(**{**SMALL, "vocab_size": 300, **CAUSAL[name]}).build().eval()
     tokenizer = ByteTokenizer()
     contexts = ["The cat", "a", "the dog sat"]
-    whole = ["".join(write_on(model, tokenizer, context, most=12)) for context in contexts]
+    whole = [
+        "".join(generate_text(model, tokenizer, context, max_new_tokens=12)) for context in contexts
+    ]
     options = {"max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
     lm = OnescanLM(model, tokenizer, batch_size=2)
     asked = [(context, {**options, "until": []}) for context in contexts]
@@ -160,7 +162,7 @@ def test_a_task_that_asks_for_what_is_not_known_is_refused():
     for options, message in [
         ({"until": ["."], "penalty": 2}, r"generation_kwargs ask for \['penalty'\]"),
         ({"num_beams": 4}, "generation_kwargs ask for beams"),
-        ({"max_gen_toks": 40}, "40 tokens are to be written, but the model has 40 places"),
+        ({"max_gen_toks": 40}, "40 tokens were requested, but the model is limited to 40 tokens"),
         ({"do_sample": True, "temperature": -1.0}, "temperature is -1.0"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -311,12 +313,12 @@ def test_mistakes_are_told_in_a_sentence(saved, capsys, monkeypatch):
         "--tasks", "cats", "--include-path", "nowhere"
     )
     assert "limit is 0" in told("--tasks", "cats", "--limit", "0")
-    assert "shots is -1" in told("--tasks", "cats", "--shots", "-1")
-    assert "out is 'x.txt', expected a name that ends in .json" in told(
+    assert "num_fewshot is -1" in told("--tasks", "cats", "--num-fewshot", "-1")
+    assert "out is 'x.txt', expected a file name ending in .json" in told(
         "--tasks", "cats", "--out", "x.txt"
     )
-    assert "limit is '3', but no tasks are given" in told("--limit", "3")
-    assert "workers is 2, but tasks are read by one process" in told(
+    assert "limit is '3', but requires --tasks" in told("--limit", "3")
+    assert "workers is 2, but is not supported with --tasks" in told(
         "--tasks", "cats", "--workers", "2"
     )
     masked = MaskedLMConfig(**{**SMALL, "vocab_size": 12}, **BOTH["bert"]).build()

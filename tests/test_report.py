@@ -19,12 +19,13 @@ from drawn_charts import limits_drawn
 from html_page import Page, assert_loads_nothing, table
 from matplotlib.figure import Figure
 from PIL import Image
+from projections import parts_of
 from sklearn.metrics import confusion_matrix
 
 from onescan import cli, configs
 from onescan.data import DataConfig, Example, ImageFormat, ImageSplits, ImageTensors, Loaded
+from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
-from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition, ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.recipes import RECIPES, find_recipe
@@ -495,7 +496,7 @@ def test_every_machine_a_run_was_on_is_named(folders, tmp_path):
 
 def test_runs_on_different_machines_are_seeds_of_one_recipe(folders, tmp_path):
     def elsewhere(run):
-        return run | {"machine": run["machine"] | {"workers": 3, "accumulate": 2}}
+        return run | {"machine": run["machine"] | {"workers": 3, "gradient_accumulation_steps": 2}}
 
     first, second = folders(seeds=(0, 1))
     second = edited(second, tmp_path / "run", run=elsewhere)
@@ -568,7 +569,8 @@ def test_key_shares_are_the_softmax_of_keys(folders):
         x = torch.cat([study.model.class_token.expand(5, 1, -1), x], dim=1)
         x, _ = study.model.position(x, Grid(shape, prefix=1))
         block = study.model.blocks[0]
-        keys = block.mixer.to_k(block.mixer_norm(x)).unflatten(-1, (2, 8))  # B T H K
+        to_k = parts_of(block.mixer)[1]
+        keys = to_k(block.mixer_norm(x)).unflatten(-1, (2, 8))  # B T H K
     wanted = keys.softmax(dim=1).mean(dim=-1).transpose(1, 2)
     torch.testing.assert_close(shares[0], wanted)
 
@@ -640,7 +642,7 @@ def test_kernels_are_what_the_layer_does_to_an_impulse(bidirectional):
     [
         {},
         {"training.epochs": 3, "model.mixer.lrpe": False, "training.steps": 7},
-        {"model.patch_size": (4, 4), "training.clip_norm": None, "model.pool": "mean"},
+        {"model.patch_size": (4, 4), "training.max_grad_norm": None, "model.pool": "mean"},
     ],
 )
 @pytest.mark.parametrize("recipe", ["digits", "digits/without_norm"])

@@ -6,11 +6,10 @@ import torch
 
 from onescan import configs
 from onescan.data import DataConfig, ImageFormat, ImageSplits, ImageTensors
+from onescan.layers.basic import GLUConfig
 from onescan.layers.mixers import LightNetMixerConfig
-from onescan.layers.mlp import GLUConfig
 from onescan.layers.position import ToeplitzPositionConfig
-from onescan.models.denoiser import DenoiserConfig
-from onescan.models.noise import NoiseConfig, SamplerConfig
+from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.tasks import ImageGenerationConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig
 
@@ -57,7 +56,7 @@ def denoiser_run(**changes):
         task=ImageGenerationConfig(
             noise=NoiseConfig(prediction="v"),
             sampler=SamplerConfig(steps=5),
-            pictures=2,
+            samples_per_class=2,
             evaluation_batch_size=10,
         ),
         training=TrainingConfig(

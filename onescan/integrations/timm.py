@@ -9,14 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from onescan.layers.block import Block
-from onescan.layers.pool import max_pool, mean_pool
 from onescan.layers.position import AbsolutePosition
+from onescan.layers.tokens import max_pool, mean_pool
 from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
-from onescan.models.presets import preset
-from onescan.models.presets.images import IMAGE_PRESETS
+from onescan.models.presets import PRESETS, preset
 from onescan.shapes import Grid, Hidden, Images, Pooled
 
-NAMES = [name for name in IMAGE_PRESETS if not name.startswith("deit_")]  # timm has its own
+# timm has its own DeiT
+NAMES = [
+    name
+    for name, each in PRESETS.items()
+    if isinstance(each.config, ImageClassifierConfig) and not name.startswith("deit_")
+]
 
 default_cfgs = {
     name: {
@@ -26,7 +30,7 @@ default_cfgs = {
         "interpolation": "bicubic",
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
-        "first_conv": "patchify.to_token",
+        "first_conv": "patchify.proj",
         "classifier": "head",
     }
     for name in NAMES

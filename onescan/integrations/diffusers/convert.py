@@ -10,8 +10,7 @@ from onescan.configs import to_dict
 from onescan.integrations.diffusers.model import DenoiserModel
 from onescan.integrations.diffusers.pipeline import DenoiserPipeline, clip_range
 from onescan.integrations.diffusers.schedulers import build_scheduler
-from onescan.models.denoiser import Denoiser
-from onescan.models.noise import NoiseConfig, SamplerConfig
+from onescan.models.denoiser import Denoiser, NoiseConfig, SamplerConfig
 
 SHOWN = (1, 3)  # channels of pixels
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from onescan.choices import hint
+from onescan.messages import hint
 
 MOST_NAMES = 20  # in a message
 

@@ -18,8 +18,8 @@ from onescan.integrations.diffusers.labels import find_labels
 from onescan.integrations.diffusers.model import DenoiserModel
 from onescan.integrations.diffusers.sampling import Show, draw
 from onescan.integrations.diffusers.schedulers import build_scheduler, check_scheduler
-from onescan.models.noise import NoiseConfig, SamplerConfig, SamplerName, pixel_reach
-from onescan.shapes import Images, Told
+from onescan.models.denoiser import NoiseConfig, SamplerConfig, SamplerName, max_pixel
+from onescan.shapes import DenoiserOutput, Images
 
 Generators = torch.Generator | list[torch.Generator] | None
 OUTPUTS = ("pil", "np", "pt", "latent")
@@ -226,13 +226,13 @@ class _Called(nn.Module):
         super().__init__()
         self.config, self.transformer = transformer.network.config, transformer
 
-    def forward(self, noisy: Images, timesteps: Tensor, labels: Tensor | None) -> Told:
+    def forward(self, noisy: Images, timesteps: Tensor, labels: Tensor | None) -> DenoiserOutput:
         return self.transformer(noisy, timesteps, labels, return_dict=False)[0]
 
 
 def clip_range(pixels: dict[str, Any] | None) -> float | None:
     """How far from 0 standardized pixels reach; None for latents."""
-    return None if pixels is None else pixel_reach(pixels["mean"], pixels["std"])
+    return None if pixels is None else max_pixel(pixels["mean"], pixels["std"])
 
 
 def _generators(given: Generators, count: int | None) -> list[torch.Generator]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onescan.integrations.diffusers.schedulers import at_the_start
 from onescan.models.denoiser import DenoiserConfig
-from onescan.shapes import Images, Labels, Told
+from onescan.shapes import DenoiserOutput, Images, Labels
 
 Chance = int | torch.Generator
 Show = Callable[[int], object]
@@ -91,7 +91,7 @@ def _told(
     *,
     guidance: float,
     dtype: torch.dtype,
-) -> Told:
+) -> DenoiserOutput:
     """What the model tells, in the dtype of x; with guidance all it takes is one batch of twice."""
     if labels is None or guidance == 1:
         return model(x.to(dtype), times, labels).to(x.dtype)
@@ -107,7 +107,7 @@ def _told(
 
 def _step(
     walk: Any,
-    told: Told,
+    told: DenoiserOutput,
     t: Tensor,
     x: Images,
     generators: list[torch.Generator],

@@ -14,7 +14,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from onescan.checks import check_choice, check_positive
-from onescan.models.noise import STEPS, NoiseConfig, SamplerConfig
+from onescan.models.denoiser import STEPS, NoiseConfig, SamplerConfig
 
 SCHEDULERS: dict[str, type[SchedulerMixin]] = {
     "ddpm": DDPMScheduler,
@@ -55,7 +55,7 @@ def build_scheduler(
     sampler.check(noise)
     if clip is not None:
         check_positive(clip=clip)
-    chosen = sampler.chosen(noise)
+    chosen = sampler.resolved(noise)
     if chosen == "euler":
         return FlowMatchEulerDiscreteScheduler(num_train_timesteps=STEPS)
     fields = _fields(noise) | {"timestep_spacing": "trailing"}
