@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from onescan.kernels import FILES
-from onescan.kernels.common import Build, compile_options
+from onescan.kernels.common import Build, builds
 
 # chip: its target, the shared memory a program may have (KiB), instructions of its matrix unit
 TARGETS = {
@@ -51,7 +51,7 @@ class Planned(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.file}.{self.build.kernel.fn.__name__} {self.build.name}"
+        return f"{self.file}.{self.build.name}"
 
 
 class Compiled(NamedTuple):
@@ -104,7 +104,7 @@ def positive(word: str) -> int:
 
 
 def builds_of(file: str, data: str, chip: str) -> list[Build]:
-    return list(import_module(f"onescan.kernels.{file}").builds(data, chip))
+    return list(builds(import_module(f"onescan.kernels.{file}"), data, chip))
 
 
 def complaint(found: Compiled, chip: str) -> str:
@@ -115,21 +115,10 @@ def complaint(found: Compiled, chip: str) -> str:
 
 
 def compiled(planned: Planned) -> Compiled:
-    build, data, chip = planned.build, planned.data, planned.chip
+    build, chip = planned.build, planned.chip
     target, _, units = TARGETS[chip]
-    constants = build.constants
-    names = [name for name in build.kernel.arg_names if name not in constants]
-    types = [type_of(word, data) for word in build.types.split()]
-    if len(names) != len(types):
-        return Compiled(error=f"{len(types)} types for {names}")
-    signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr")
-    # what a launch would find out: every pointer torch gives is a multiple of 16 bytes
-    attributes = {(build.kernel.arg_names.index(name),): [["tt.divisibility", 16]]
-                  for name, kind in zip(names, types, strict=True) if kind[0] == "*"}  # fmt: skip
-    source = ASTSource(build.kernel, signature, constants, attributes)
-    options = compile_options(build.blocks, chip)
     try:
-        made = triton.compile(source, target=target, options=options)
+        made = triton.compile(source_of(build), target=target, options=build.options)
     except Exception as error:  # whatever a compiler says, the other builds are tried
         return Compiled(error=" ".join(str(error).split())[:300] or type(error).__name__)
     text = made.asm["ptx"] if chip.startswith("sm") else made.asm["amdgcn"]
@@ -138,8 +127,16 @@ def compiled(planned: Planned) -> Compiled:
     return Compiled(registers, spills, made.metadata.shared / 1024, unit)
 
 
-def type_of(word: str, data: str) -> str:
-    return word if word == "i32" else "*" + (data if word == "data" else word)
+def source_of(build: Build) -> ASTSource:
+    signature = build.types | dict.fromkeys(build.constants, "constexpr")
+    # what a launch would find out: every pointer torch gives is a multiple of 16 bytes
+    names = build.kernel.code.arg_names
+    attributes = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in build.types.items()
+        if kind.startswith("*")
+    }
+    return ASTSource(build.kernel.code, signature, build.constants, attributes)
 
 
 def usage(assembly: dict[str, Any], text: str, chip: str) -> tuple[int, int]:

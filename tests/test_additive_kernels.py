@@ -23,8 +23,7 @@ from kernel_device import (
 from onescan.kernels.chips import widest_causal_head
 from onescan.layers.mixers.lightnet import LightNetMixerConfig
 from onescan.ops.additive_decay import AdditiveDecayState, additive_decay, choose, reference
-from onescan.ops.backend import preferred_backend, use_backend
-from onescan.ops.launch import chip_of, name_of
+from onescan.ops.backend import chip_of, name_of, preferred_backend, use_backend
 from onescan.ops.lrpe import lrpe_angles, lrpe_frequencies
 from onescan.shapes import Grid
 
@@ -239,29 +238,28 @@ def test_states_and_masks_with_gaps_are_taken(causal):
 
 
 def test_parts_of_a_long_sequence_are_merged(monkeypatch):
-    from onescan.ops.additive_decay import triton_one_scan
+    from onescan.ops.additive_decay import launch
 
-    monkeypatch.setattr(triton_one_scan, "LEAST_SPLIT", 32)
+    monkeypatch.setattr(launch, "LEAST_SPLIT", 32)
     Case(1, 70, 1, 5, 6).check()
 
 
 @over_dtypes
 def test_parts_of_a_long_sequence_are_merged_where_kv_is_held(dtype, monkeypatch):
-    from onescan.ops.additive_decay import triton_one_scan
+    from onescan.kernels import common
+    from onescan.ops.additive_decay import launch
 
     def holding(blocks_of):
-        def blocks(*widths, lrpe):
-            return blocks_of(*widths, lrpe=lrpe)._replace(keys=64)
+        return lambda case: blocks_of(case)._replace(keys=64)
 
-        return blocks
-
-    kernels = triton_one_scan.kernels
-    monkeypatch.setattr(triton_one_scan, "LEAST_SPLIT", 32)
-    for name in ("read_blocks", "collect_blocks"):
-        monkeypatch.setattr(kernels, name, holding(getattr(kernels, name)))
+    monkeypatch.setattr(launch, "LEAST_SPLIT", 32)
+    for name, kernel in (("read_blocks", "read_out"), ("collect_blocks", "collect")):
+        blocks_of = holding(getattr(launch.scan, name))
+        monkeypatch.setattr(launch.scan, name, blocks_of)
+        monkeypatch.setattr(getattr(launch.scan, kernel), "blocks", blocks_of)
     case = Case(1, 70, 1, 60, 20, dtype=dtype)
-    blocks = kernels.collect_blocks(60, 20, name_of(dtype), "sm_90", lrpe=True)
-    assert kernels.holds(blocks, 60, name_of(dtype))
+    compiled_for = common.Case(name_of(dtype), "sm_90", 1, 60, 20, lrpe=True)
+    assert launch.scan.collect_blocks(compiled_for).holds(compiled_for)
     case.check()
 
 
@@ -354,18 +352,18 @@ def test_a_cuda_graph_repeats_a_call(causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_torch_accepts_the_operators(causal):
-    from onescan.ops.additive_decay import triton_chunk, triton_one_scan
+    from onescan.ops.additive_decay import launch
 
     case = Case(1, 20, 1, 4, 3)
     narrow = [x.float() for x in (case.q, case.k, case.v, case.angles, case.state[1])]
     *given, kv, z = (x.requires_grad_() for x in on_device(*narrow, case.state[0]))
     keep = case.keep.to(DEVICE)
     if causal:
-        torch.library.opcheck(triton_chunk._causal_scan, (*given, keep, z, kv, 16))
-        torch.library.opcheck(triton_chunk._causal_scan, (*given[:3], *[None] * 4, 16))
+        torch.library.opcheck(launch._causal_scan, (*given, keep, z, kv, 16))
+        torch.library.opcheck(launch._causal_scan, (*given[:3], *[None] * 4, 16))
     else:
-        torch.library.opcheck(triton_one_scan._one_scan, (*given, keep, z, kv))
-        torch.library.opcheck(triton_one_scan._one_scan, (*given[:3], *[None] * 4))
+        torch.library.opcheck(launch._one_scan, (*given, keep, z, kv))
+        torch.library.opcheck(launch._one_scan, (*given[:3], *[None] * 4))
 
 
 @pytest.mark.compile
@@ -454,7 +452,7 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
 
 
 def test_auto_is_torch_until_a_backend_is_preferred(monkeypatch):
-    monkeypatch.setattr("onescan.ops.backend.PROVEN", frozenset())
+    monkeypatch.setattr("onescan.ops.backend.VALIDATED_GPUS", frozenset())
     x = torch.randn(1, 4, 1, 4).to(DEVICE)
     assert choose("auto", "auto", x, x, x, causal=False) == (False, "one_scan", "torch")
     with use_backend("triton"):
@@ -471,8 +469,8 @@ def test_auto_is_torch_until_a_backend_is_preferred(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_auto_is_kernels_on_a_proven_gpu(monkeypatch):
-    monkeypatch.setattr("onescan.ops.backend.PROVEN", {torch.cuda.get_device_name()})
+def test_auto_is_kernels_on_a_validated_gpu(monkeypatch):
+    monkeypatch.setattr("onescan.ops.backend.VALIDATED_GPUS", {torch.cuda.get_device_name()})
     x = torch.randn(1, 4, 1, 4).to(DEVICE)
     assert choose("auto", "auto", x, x, x, causal=False)[2] == "triton"
     with use_backend("torch"):

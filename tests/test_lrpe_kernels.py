@@ -18,11 +18,10 @@ from kernel_device import (
 )
 
 from onescan.ops.backend import use_backend
-from onescan.ops.launch import turn_table
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
 
 pytest.importorskip("triton")
-triton_lrpe = pytest.importorskip("onescan.ops.triton_lrpe")
+lrpe_launch = pytest.importorskip("onescan.ops.lrpe_launch")
 
 rotate = functools.partial(lrpe, backend="triton")
 pytestmark = MARKS
@@ -41,8 +40,8 @@ def rotated_with_gradients(function, x, angles, slope):
 
 
 def exactly(x, angles):
-    turn = torch.stack([angles.cos(), angles.sin()], dim=-2)
-    return (x.unsqueeze(-2) * turn).flatten(-2)
+    expected = torch.stack([angles.cos(), angles.sin()], dim=-2)
+    return (x.unsqueeze(-2) * expected).flatten(-2)
 
 
 def errors(got, want):
@@ -82,7 +81,7 @@ def test_random_shapes(seed, dtype):
 
 
 def test_samples_are_dealt_to_few_programs(monkeypatch):
-    monkeypatch.setattr(triton_lrpe, "programs_wanted", lambda _: 4)
+    monkeypatch.setattr(lrpe_launch, "programs_wanted", lambda _: 4)
     assert_within_twice_plain(*inputs(13, 3, 1, 64, dtype=SINGLE))
 
 
@@ -140,7 +139,7 @@ def test_the_preferred_backend_is_taken():
 def test_a_table_has_the_cosines_and_sines_of_angles_with_gaps(wide, dtype):
     _, angles = inputs(1, 5, 3, 70, dtype=dtype)
     angles = angles.to(wide).mT.contiguous().mT
-    table = turn_table(angles, dtype)
+    table = lrpe_launch.rotary_table(angles, dtype)
     assert table.dtype == (SINGLE if dtype is SINGLE else HALF)
     want = torch.stack([angles.double().cos(), angles.double().sin()], dim=-2)
     assert table.shape == want.shape
@@ -154,8 +153,10 @@ def test_rotary_tables_of_far_positions_are_exact():
     near, angles = (lrpe_angles((tokens,), theta, start=start) for start in (0, far))
     places = torch.arange(far, far + tokens).double()[:, None, None]
     exact = places * theta.double().cpu()
-    turn = torch.stack([exact.cos(), exact.sin()], dim=-2)
-    torch.testing.assert_close(turn_table(angles, SINGLE).double().cpu(), turn, atol=6e-7, rtol=0)
+    expected = torch.stack([exact.cos(), exact.sin()], dim=-2)
+    torch.testing.assert_close(
+        lrpe_launch.rotary_table(angles, SINGLE).double().cpu(), expected, atol=6e-7, rtol=0
+    )
 
     def scores(angles):
         y = rotate(x, angles)[0].transpose(0, 1)

@@ -20,13 +20,13 @@ from onescan.ops.additive_decay import AdditiveDecayState, forms, reference
 from onescan.ops.additive_decay.state import AdditiveInputs
 
 pytest.importorskip("triton")
-triton_recurrent = pytest.importorskip("onescan.ops.additive_decay.triton_recurrent")
+launch = pytest.importorskip("onescan.ops.additive_decay.launch")
 
 pytestmark = MARKS
 
 
 def step(q, k, v, angles=None, state=None, keep=None):
-    return triton_recurrent.forward(q, k, v, angles, state, keep=keep, chunk_size=64)
+    return launch.recurrent(q, k, v, angles, state, keep=keep, chunk_size=64)
 
 
 def inputs(

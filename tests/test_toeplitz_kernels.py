@@ -23,7 +23,7 @@ from onescan.ops.backend import use_backend
 from onescan.ops.toeplitz_position import ToeplitzState, reference, toeplitz_position
 
 pytest.importorskip("triton")
-triton_scan = pytest.importorskip("onescan.ops.toeplitz_position.triton_scan")
+launch = pytest.importorskip("onescan.ops.toeplitz_position.launch")
 
 run = functools.partial(toeplitz_position, form="scan", backend="triton")
 pytestmark = MARKS
@@ -32,9 +32,9 @@ pytestmark = MARKS
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch):
     """Short lines have several parts, and few programs, each with several of them."""
-    monkeypatch.setattr(triton_scan, "LEAST_SPLIT", 8)
-    monkeypatch.setattr(triton_scan, "WARPS", 1)
-    monkeypatch.setattr(triton_scan, "programs_wanted", lambda _: 4)
+    monkeypatch.setattr(launch, "LEAST_SPLIT", 8)
+    monkeypatch.setattr(launch, "WARPS", 1)
+    monkeypatch.setattr(launch, "programs_wanted", lambda _: 4)
 
 
 def inputs(
@@ -156,7 +156,7 @@ def test_rounded_decays_do_not_drift():
     named["log_decay"] = -torch.logspace(-4, -3, channels).view(1, channels, 1)
     named["weight"] = torch.ones(1, channels, 1)
     named = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in named.items()}
-    with patch.object(triton_scan, "LEAST_SPLIT", tokens):
+    with patch.object(launch, "LEAST_SPLIT", tokens):
         y, _ = run(**named)
     want = (named["log_decay"].double() * (tokens - 1)).exp().view(channels)
     # a rounding at each step, of either sign, and no sum of the same one

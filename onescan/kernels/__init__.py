@@ -1,11 +1,11 @@
-"""Device code alone: kernels in Triton, which know neither torch nor a model.
+"""Device code: kernels in Triton, which import neither torch nor models.
 
-A file imports Triton and `onescan.kernels.common`, so that all compile ahead of time in an
-environment without torch and without a GPU (`make check-kernels`). What launches them is in
-`onescan.ops`, beside the plain torch forms that say the same.
+Files import Triton and each other only, so that kernels compile ahead of time in an environment
+without torch and without a GPU (`make check-kernels`). `onescan.kernels.common` says how kernels
+are declared; `onescan.ops.backend.launch` runs them.
 
 Layout: q and k are [B, T, H, K], v and o [B, T, H, V], contiguous. One program has one head of one
-sample. Names in capitals are known when a kernel is compiled; lengths are not, so that a new length
+sample. Names in capitals are constants at compile time; lengths are not, so that a new length
 compiles nothing.
 """
 
@@ -15,7 +15,7 @@ FILES = (
     "toeplitz",
     "lrpe",
     "additive_step",
+    "decay_states",
     "decay_scalar",
     "decay_diagonal",
-    "decay_step",
 )

@@ -1,38 +1,66 @@
-"""What kernels share: how they are declared, how they multiply, and what they are built as."""
+"""Declare kernels, and multiply matrices in the precision of the data.
+
+A kernel is a function under `@kernel(blocks)`. Everything else that a compiler needs follows from
+the names of its parameters, so that a launch and `make check-kernels` compile the same program:
+
+- Lower case: a pointer or a length. Its type is `type_of` its name; lengths are not specialized on.
+- HAS_X: whether the optional pointer `x` is given.
+- Other capitals: what `CONSTANTS` derives from the `Case` and the kernel's `Blocks`, or else a flag
+  that the caller passes.
+"""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-LOG_ZERO = tl.constexpr(-1e30)  # as onescan.ops.numerics has it
+LOG_ZERO = tl.constexpr(-1e30)  # as in onescan.ops.numerics
 
-
-def jit(function: Callable[..., Any]) -> Any:
-    """Declare a kernel, or a part of one; lengths are not specialized on.
-
-    Unwrapped, as Triton reads the source and not what a type checker put around it.
-    """
-    inner = inspect.unwrap(function)
-    lengths = [name for name in inspect.signature(inner).parameters if name in LENGTHS]
-    return triton.jit(inner, do_not_specialize=lengths)
-
-
-# What differs from call to call: a kernel is not compiled anew for another value.
+# What differs from call to call: a kernel is not compiled again for another value.
 LENGTHS = ("batch", "tokens", "split", "parts", "chunks", "lines", "length", "groups", "stride")
+
+# Types of pointers by name; all others are float32.
+DATA = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "x", "y", "dx", "dy")
+OPERANDS = ("before", "after", "kv_rounded", "dkv_rounded")
+OTHERS = {"keep": "i1", "z_in": "fp64", "z": "fp64"}
+
+
+class Case(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        data: Type of the inputs, "bf16", "fp16" or "fp32".
+        chip: Architecture, such as "sm_90" or "gfx942".
+        heads: Number of heads.
+        key_width: Channels of a key; exponentials of a Toeplitz kernel.
+        value_width: Channels of a value; channels of a Toeplitz kernel.
+        lrpe: Whether queries and keys are rotated.
+        diagonal: Whether there is a decay per key channel, rather than one per head.
+        chunk_size: Most tokens per chunk of a causal scan.
+    """
+
+    data: str
+    chip: str
+    heads: int = 1
+    key_width: int = 1
+    value_width: int = 1
+    lrpe: bool = False
+    diagonal: bool = False
+    chunk_size: int = 64
 
 
 class Blocks(NamedTuple):
     """What one program of a kernel holds.
 
     Attributes:
-        tokens: of a tile.
-        keys: channels of a key at once.
-        values: channels of a value, all of them.
-        warps: of 32 threads, 64 on AMD.
-        stages: tiles that are loaded ahead.
+        tokens: Tokens of a tile.
+        keys: Key channels at once.
+        values: Value channels at once.
+        warps: Warps of 32 threads, 64 on AMD.
+        stages: Tiles that are loaded ahead.
     """
 
     tokens: int
@@ -41,40 +69,171 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
 
+    def holds(self, case: Case) -> bool:
+        """Return whether a key-value matrix stays in registers from tile to tile."""
+        return self.keys >= case.key_width and width_at_once(self.values, case.data) == self.values
 
-class Build(NamedTuple):
-    """One way to compile a kernel, for `make check-kernels`.
+
+# Constants that follow from the case and the blocks.
+CONSTANTS: dict[str, Callable[[Case, Blocks], Any]] = {
+    "H": lambda case, blocks: case.heads,
+    "K": lambda case, blocks: case.key_width,
+    "V": lambda case, blocks: case.value_width,
+    "E": lambda case, blocks: case.key_width,
+    "D": lambda case, blocks: case.value_width,
+    "F": lambda case, blocks: case.key_width * (2 if case.lrpe else 1),
+    "DIAGONAL": lambda case, blocks: case.diagonal,
+    "LRPE": lambda case, blocks: case.lrpe,
+    "HOLDS": lambda case, blocks: blocks.holds(case),
+    "CHUNK": lambda case, blocks: blocks.tokens,
+    "REFRESH": lambda case, blocks: blocks.tokens,
+    "LEVELS": lambda case, blocks: blocks.tokens.bit_length() - 1,
+    "BLOCK": lambda case, blocks: blocks.keys,
+    "BLOCK_T": lambda case, blocks: blocks.tokens,
+    "BLOCK_K": lambda case, blocks: blocks.keys,
+    "BLOCK_E": lambda case, blocks: blocks.keys,
+    "BLOCK_F": lambda case, blocks: blocks.keys,
+    "BLOCK_V": lambda case, blocks: blocks.values,
+    "BLOCK_D": lambda case, blocks: blocks.values,
+    "BLOCK_W": lambda case, blocks: width_at_once(blocks.values, case.data),
+    "OPERAND": lambda case, blocks: multiplication(case.data, case.chip)[0],
+    "PRECISION": lambda case, blocks: multiplication(case.data, case.chip)[1],
+    "EXACT": lambda case, blocks: multiplication("fp32", case.chip)[1],
+}
+
+
+class Kernel:
+    """A kernel, and how it is compiled.
 
     Attributes:
-        name: what tells it from the others of its file.
-        kernel: what `jit` returned.
-        types: of the arguments that are no constants, in order, as in "data data fp32 i32": a
-            pointer, to "data" where it is of q's type, or a whole number, i32.
-        constants: those in capitals.
-        blocks: as when it is launched.
+        code: What `triton.jit` returned.
+        blocks: Function of a `Case` that returns its `Blocks`.
+        variants: Flags that `make check-kernels` compiles it with, and types (in lower case) of
+            pointers where they differ from those of their names.
+        arguments: Names of pointers and lengths, in order.
+        constants: Names in capitals.
     """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        blocks: Callable[[Case], Blocks],
+        variants: tuple[dict[str, Any], ...],
+    ) -> None:
+        self.code = jit(function)
+        self.blocks = blocks
+        self.variants = variants
+        names = inspect.signature(inspect.unwrap(function)).parameters
+        self.arguments = [name for name in names if not name.isupper()]
+        self.constants = [name for name in names if name.isupper()]
+
+    @property
+    def name(self) -> str:
+        return str(self.code.fn.__name__)
+
+    def compile_time(
+        self, case: Case, flags: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the kernel's constants and its compiler options.
+
+        NVIDIA's assembler spills a little rather than use a few registers more, so it is allowed
+        to use all of them.
+        """
+        blocks = self.blocks(case)
+        constants = {
+            name: CONSTANTS[name](case, blocks) if name in CONSTANTS else flags[name]
+            for name in self.constants
+        }
+        options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+        if case.chip.startswith("sm_"):
+            options["maxnreg"] = min(255, 2**16 // (32 * blocks.warps))
+        return constants, options
+
+
+def kernel(
+    blocks: Callable[[Case], Blocks], *variants: dict[str, Any]
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Declare a kernel. See the module's docstring for how its parameters are named."""
+    return lambda function: Kernel(function, blocks, variants or ({},))
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Declare a function of device code.
+
+    The function is unwrapped, as Triton reads the source and not a type checker's wrapper.
+    """
+    inner = inspect.unwrap(function)
+    lengths = [name for name in inspect.signature(inner).parameters if name in LENGTHS]
+    return triton.jit(inner, do_not_specialize=lengths)
+
+
+def type_of(name: str, data: str) -> str:
+    """Return the type of an argument.
+
+    >>> type_of("q", "fp16"), type_of("before", "fp16"), type_of("tokens", "fp16")
+    ('*fp16', '*fp32', 'i32')
+    """
+    if name in LENGTHS:
+        return "i32"
+    if name in DATA:
+        return f"*{data}"
+    if name in OPERANDS:
+        return "*bf16" if data == "bf16" else "*fp32"
+    if name == "rotary":
+        return "*fp32" if data == "fp32" else "*fp16"
+    return "*" + OTHERS.get(name, "fp32")
+
+
+class Example(NamedTuple):
+    """Sizes and flags for which `make check-kernels` compiles the kernels of a file."""
+
+    key_width: int
+    value_width: int
+    lrpe: bool = False
+    diagonal: bool = False
+    flags: dict[str, Any] = {}  # noqa: RUF012 (a default of a tuple that nobody changes)
+
+
+class Build(NamedTuple):
+    """One way to compile a kernel ahead of time."""
 
     name: str
-    kernel: Any
-    types: str
+    kernel: Kernel
+    types: dict[str, str]
     constants: dict[str, Any]
-    blocks: Blocks
+    options: dict[str, Any]
 
 
-def compile_options(blocks: Blocks, chip: str) -> dict[str, int]:
-    """What a kernel is compiled with besides its constants.
+def kernels_of(file: ModuleType) -> list[Kernel]:
+    """Return the kernels that a file declares, in order."""
+    found = [x for x in vars(file).values() if isinstance(x, Kernel)]
+    return [x for x in found if x.code.fn.__module__ == file.__name__]
 
-    NVIDIA's assembler would rather spill a little than use a few registers more: it is told that it
-    may use all.
-    """
-    options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
-    if not chip.startswith("sm_"):
-        return options
-    return {**options, "maxnreg": min(255, 2**16 // (32 * blocks.warps))}
+
+def builds(file: ModuleType, data: str, chip: str) -> Iterator[Build]:
+    """Yield each way in which the file's EXAMPLES compile its kernels."""
+    seen = []
+    for example in file.EXAMPLES:
+        case = Case(data, chip, 8, *example[:4])
+        if not getattr(file, "fits", bool)(case):
+            continue
+        for kernel in kernels_of(file):
+            for variant in kernel.variants:
+                flags = {**dict.fromkeys(kernel.constants, False), **example.flags, **variant}
+                constants, options = kernel.compile_time(case, flags)
+                types = {x: variant.get(x) or type_of(x, data) for x in kernel.arguments}
+                given = [
+                    x.removeprefix("HAS_").lower() for x in constants if flags[x] and x in flags
+                ]
+                name = " ".join([kernel.name, str(example.key_width), *given])
+                build = Build(name, kernel, types, constants, options)
+                if build not in seen:
+                    seen.append(build)
+                    yield build
 
 
 def power_of_two(width: int, least: int = 16) -> int:
-    """The next power of two; matrix units want 16 at least.
+    """Return the next power of two; matrix units need at least 16.
 
     >>> power_of_two(5), power_of_two(65)
     (16, 128)
@@ -82,76 +241,99 @@ def power_of_two(width: int, least: int = 16) -> int:
     return max(least, 1 << (width - 1).bit_length())
 
 
-def multiplication(data: str, chip: str) -> dict[str, Any]:
-    """The constants that say how matrices of "bf16", "fp16" or "fp32" are multiplied.
+def multiplication(data: str, chip: str) -> tuple[Any, str]:
+    """Return the type in which matrices are multiplied, and the precision.
 
     fp16 multiplies as tf32, which has as many digits: sums over tokens, gradients and weights
-    under a running maximum leave fp16's range. Operands are rounded to it first. fp32 takes three
-    products of tf32 where a chip's matrix unit has no float32, which is as exact.
+    relative to a running maximum leave fp16's range. Operands are rounded to it first. fp32 takes
+    three products of tf32 where a chip's matrix unit has no float32, which is as exact.
     """
     exact = "tf32x3" if chip.startswith("sm_") else "ieee"
-    operand, precision = {
+    return {
         "bf16": (tl.bfloat16, "ieee"),
         "fp16": (tl.float32, "tf32"),
         "fp32": (tl.float32, exact),
     }[data]
-    return {"OPERAND": operand, "PRECISION": precision}
 
 
 def width_at_once(values: int, data: str) -> int:
-    """Value channels that are summed over at once: fp32 is multiplied in pieces, all held."""
+    """Return the value channels summed at once: fp32 is multiplied in pieces, all in registers."""
     return min(values, 32 if values <= 64 else 16) if data == "fp32" else values
 
 
 @jit
 def nearest_tf32(x):
-    """The nearest number of tf32's digits: matrix units would cut the others off."""
+    """Round to tf32; matrix units would truncate."""
     bits = x.to(tl.int32, bitcast=True) + 0x1000
     return (bits & -0x2000).to(tl.float32, bitcast=True)
 
 
 @jit
 def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The matrix product of a and b, summed in float32."""
+    """Compute the matrix product of a and b, summed in float32."""
     if PRECISION == "tf32":
         a, b = nearest_tf32(a.to(OPERAND)), nearest_tf32(b.to(OPERAND))
     return tl.dot(a.to(OPERAND), b.to(OPERAND), input_precision=PRECISION, out_dtype=tl.float32)
 
 
 @jit
-def live_tokens(keep, sample, t, tokens, KEEP: tl.constexpr):
-    """Which tokens of a tile there are, and are kept."""
-    live = t < tokens
-    if KEEP:
-        live &= tl.load(keep + sample * tokens + t, mask=live, other=0) != 0
-    return live
+def valid_tokens(keep, sample, t, tokens, HAS_KEEP: tl.constexpr):
+    """Return which tokens of a tile exist and are kept."""
+    valid = t < tokens
+    if HAS_KEEP:
+        valid &= tl.load(keep + sample * tokens + t, mask=valid, other=0) != 0
+    return valid
 
 
 @jit
-def turn_of(turn, first, r, head, c, tokens, H: tl.constexpr, K: tl.constexpr):
-    """Cosines and sines of the tokens first + r, [R, 1], from a table [T, H, 2, K]."""
-    place = turn + (first * H + head) * (2 * K) + r * (2 * H * K) + c[None, :]
+def load_rotary(rotary, first, r, head, c, tokens, H: tl.constexpr, K: tl.constexpr):
+    """Load cosines and sines of the tokens first + r, [R, 1], from a table [T, H, 2, K]."""
+    place = rotary + (first * H + head) * (2 * K) + r * (2 * H * K) + c[None, :]
     there = (first + r < tokens) & (c < K)[None, :]
     cos = tl.load(place, mask=there, other=0).to(tl.float32)
     return cos, tl.load(place + K, mask=there, other=0).to(tl.float32)
 
 
 @jit
-def slopes_of(
-    x, row, matrix, r, c, live,
+def load_halves(kv, c, e, K: tl.constexpr, V: tl.constexpr, LRPE: tl.constexpr):
+    """Load a block of a kv, [F, V], of cosines and of sines; without LRPE both are the same."""
+    place = kv + (c[:, None] * V + e[None, :])
+    inside = (c < K)[:, None] & (e < V)[None, :]
+    cos_half = tl.load(place, mask=inside, other=0)
+    sin_half = cos_half
+    if LRPE:
+        sin_half = tl.load(place + K * V, mask=inside, other=0)
+    return cos_half, sin_half
+
+
+@jit
+def store_halves(
+    kv, c, e, cos_half, sin_half, K: tl.constexpr, V: tl.constexpr, LRPE: tl.constexpr
+):  # fmt: skip
+    """Store a block of a kv, [F, V]."""
+    place = kv + (c[:, None] * V + e[None, :])
+    inside = (c < K)[:, None] & (e < V)[None, :]
+    tl.store(place, cos_half, mask=inside)
+    if LRPE:
+        tl.store(place + K * V, sin_half, mask=inside)
+
+
+@jit
+def rows_by_keys(
+    x, row, matrix, r, c, valid,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x_t . m_c, [R, C], of a tile of x [T, H, V] and rows m_c of a matrix [K, V].
+    """Compute x_t . m_c, [R, C], of a tile of x [T, H, V] and rows m_c of a matrix [K, V].
 
-    Value channels are summed over some at once.
+    Value channels are summed BLOCK_W at a time.
     """
     acc = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     for left in range(0, V, BLOCK_W):
         e = left + tl.arange(0, BLOCK_W)
         place = x + row * V + r * (H * V) + e[None, :]
-        tile = tl.load(place, mask=live & (e < V)[None, :], other=0)
+        tile = tl.load(place, mask=valid & (e < V)[None, :], other=0)
         place = matrix + c[None, :] * V + e[:, None]
         factor = tl.load(place, mask=(e < V)[:, None] & (c < K)[None, :], other=0)
         acc += product(tile, factor, OPERAND, PRECISION)

@@ -1,52 +1,41 @@
-"""MD-LRPE: [x cos, x sin], and both gradients, with a sine and a cosine taken once for all samples.
+"""MD-LRPE: [x cos, x sin], and both gradients, with sines and cosines computed once per batch.
 
     y_bt = [x_bt cos(a_t), x_bt sin(a_t)]                      rotate
     dx_bt = dc cos(a_t) + ds sin(a_t),   [dc, ds] = dy_bt      rotate_back
     da_t = sum_b x_bt (ds cos(a_t) - dc sin(a_t))
-    [cos(a_t), sin(a_t)], for kernels that turn what they read                 tabulate
+    [cos(a_t), sin(a_t)], for kernels that rotate inside       tabulate
 
-Angles [T, H, K] are cut into blocks of so many numbers, whatever K is. A program has one block of
-every so many samples: angles are read once where samples are few, and x and y once always.
+Angles [T, H, K] are divided into blocks of 512 numbers, whatever K is. A program has one block of
+one part of the samples: angles are read once if there are few samples, and x and y always once.
 
 Source: LightNet, arXiv:2405.21022, App. A.2 and App. B.
 """
 
-from collections.abc import Iterator
-
 import triton.language as tl
 
-from onescan.kernels.common import Blocks, Build, jit
+from onescan.kernels.common import Blocks, Case, Example, jit, kernel
 
-BLOCKS = Blocks(tokens=1, keys=512, values=1, warps=4, stages=1)
+EXAMPLES = (Example(64, 64), Example(96, 96))
 
-QUARTERS = tl.constexpr(0.6366197723675814)  # of a turn in a radian, 2 / pi
+QUARTERS = tl.constexpr(0.6366197723675814)  # right angles per radian, 2 / pi
 RADIANS = tl.constexpr(1.5707963267948966)
 
 
-def builds(data: str, chip: str) -> Iterator[Build]:
-    """What `make check-kernels` compiles."""
-    table = "fp32" if data == "fp32" else "fp16"
-    for width in (64, 96):
-        constants = {"K": width, "BLOCK": BLOCKS.keys}
-        yield Build(f"{width}", tabulate, f"fp32 {table} i32", constants, BLOCKS)
-        yield Build(f"{width}", rotate, "data fp32 data i32 i32 i32", constants, BLOCKS)
-        for angles in (False, True):
-            name = f"{width}{' angles' if angles else ''}"
-            types = "data data fp32 data fp32 i32 i32 i32"
-            given = {**constants, "ANGLES": angles}
-            yield Build(name, rotate_back, types, given, BLOCKS)
+def blocks_of(case: Case) -> Blocks:
+    """Return the angles of a program: 512, whatever the width of a head."""
+    return Blocks(tokens=1, keys=512, values=1, warps=4, stages=1)
 
 
 @jit
 def cosine_and_sine(angle):
-    """Of radians in float32, with its rounding, up to 1e9 of them.
+    """Compute both of angles in radians in float32, up to 1e9, with float32's rounding.
 
-    The compiler's own keep a table in memory, for larger ones. Quarter turns are taken off in
-    float64; of what is left, at most pi / 4, these are the Taylor series.
+    The compiler's own functions keep a table in memory for large angles. Here right angles are
+    subtracted in float64, and what is left, at most pi / 4, goes into Taylor series.
     """
-    turned = angle.to(tl.float64) * QUARTERS
-    whole = tl.floor(turned + 0.5)
-    x = ((turned - whole) * RADIANS).to(tl.float32)
+    quarters = angle.to(tl.float64) * QUARTERS
+    whole = tl.floor(quarters + 0.5)
+    x = ((quarters - whole) * RADIANS).to(tl.float32)
     s = x * x
     odd = s * (-1 / 6 + s * (1 / 120 + s * (-1 / 5040 + s * (1 / 362880))))
     sin = x + x * odd
@@ -59,10 +48,10 @@ def cosine_and_sine(angle):
     return tl.where(cos_falls, -first, first), tl.where(sin_falls, -second, second)
 
 
-@jit
+@kernel(blocks_of)
 def tabulate(
     angles,
-    table,
+    rotary,
     length,
     K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -70,12 +59,12 @@ def tabulate(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = i < length
     cos, sin = cosine_and_sine(tl.load(angles + i, mask=there, other=0))
-    place = table + i // K * (2 * K) + i % K
+    place = rotary + i // K * (2 * K) + i % K
     tl.store(place, cos, mask=there)
     tl.store(place + K, sin, mask=there)
 
 
-@jit
+@kernel(blocks_of)
 def rotate(
     x, angles,
     y,
@@ -95,12 +84,12 @@ def rotate(
         tl.store(to + K, values * sin, mask=there)
 
 
-@jit
+@kernel(blocks_of, {"HAS_DANGLES": False}, {"HAS_DANGLES": True})
 def rotate_back(
     dy, x, angles,
     dx, dangles,
     batch, length, parts,
-    K: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, HAS_DANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write dx, and what the samples of one part add to dangles, [parts, T, H, K]."""
     program = tl.program_id(0).to(tl.int64)
@@ -109,14 +98,14 @@ def rotate_back(
     there = i < length
     cos, sin = cosine_and_sine(tl.load(angles + i, mask=there, other=0))
     place = i // K * (2 * K) + i % K
-    turned = tl.zeros([BLOCK], tl.float32)
+    angle_sum = tl.zeros([BLOCK], tl.float32)
     for sample in range(part, batch, parts):
-        slope = dy + sample * (2 * length) + place
-        of_cos = tl.load(slope, mask=there, other=0).to(tl.float32)
-        of_sin = tl.load(slope + K, mask=there, other=0).to(tl.float32)
+        gradient = dy + sample * (2 * length) + place
+        of_cos = tl.load(gradient, mask=there, other=0).to(tl.float32)
+        of_sin = tl.load(gradient + K, mask=there, other=0).to(tl.float32)
         tl.store(dx + sample * length + i, of_cos * cos + of_sin * sin, mask=there)
-        if ANGLES:
+        if HAS_DANGLES:
             values = tl.load(x + sample * length + i, mask=there, other=0).to(tl.float32)
-            turned += values * (of_sin * cos - of_cos * sin)
-    if ANGLES:
-        tl.store(dangles + part * length + i, turned, mask=there)
+            angle_sum += values * (of_sin * cos - of_cos * sin)
+    if HAS_DANGLES:
+        tl.store(dangles + part * length + i, angle_sum, mask=there)

@@ -1,10 +1,14 @@
-"""What runs an op: plain torch, anywhere, or kernels in Triton, where there is a GPU for them."""
+"""Choose what runs an op, and launch kernels.
+
+An op runs in plain torch on any device, or in Triton kernels on a GPU. Kernels are not tuned at run
+time: lengths change from call to call, and no call should wait for another length to be tried.
+"""
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,27 +17,30 @@ from torch.autograd import forward_ad
 from onescan.checks import check_choice
 from onescan.kernels.chips import WIDEST_HEAD
 
+if TYPE_CHECKING:
+    from onescan.kernels.common import Case, Kernel
+
 Backend = Literal["auto", "torch", "triton"]
 
 BACKENDS = ("auto", "torch", "triton")
 
-# GPUs, as torch.cuda.get_device_name has them, on which `make gpu` has passed. On others "auto" is
-# torch: compilers have turned right kernels into wrong ones on a chip of their own before.
-PROVEN: frozenset[str] = frozenset()
+# GPUs, by torch.cuda.get_device_name, on which `make gpu` has passed. On others "auto" means torch:
+# compilers have turned correct kernels into wrong ones on single chips before.
+VALIDATED_GPUS: frozenset[str] = frozenset()
 
 _preferred = "auto"
 
 
 @contextmanager
 def use_backend(backend: Backend) -> Iterator[None]:
-    """Let "auto" mean one backend, in all ops and so in whole models.
+    """Set what "auto" means, in all ops and therefore in whole models.
 
-    "triton" is taken by every call that it can run, also on a GPU where "auto" would not; the
-    others run on torch. For the whole process, not one thread alone. What is computed again in
-    the backward (activation checkpointing) is to be inside too.
+    With "triton", every call that kernels can run uses them, also on a GPU that is not in
+    `VALIDATED_GPUS`; all other calls run in torch. This holds for the process, not one thread.
+    If activations are recomputed in the backward pass, it must run inside the context too.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: If the backend is unknown.
 
     >>> with use_backend("torch"):
     ...     preferred_backend()
@@ -49,39 +56,39 @@ def use_backend(backend: Backend) -> Iterator[None]:
 
 
 def preferred_backend() -> str:
-    """What "auto" means at present; "auto" itself where `use_backend` was not called."""
+    """Return what "auto" means at present; "auto" itself outside of `use_backend`."""
     return _preferred
 
 
 def resolved_backend(
     backend: str, has_kernel: bool, *tensors: Tensor | None, widest: int | None = WIDEST_HEAD
 ) -> str:
-    """The backend of a call, "torch" or "triton".
+    """Return the backend of a call, "torch" or "triton".
 
     Args:
-        backend: what was asked for.
-        has_kernel: whether there is a kernel of the form in question.
-        tensors: what it would run on.
-        widest: channels that their last axis may have at most; None is any.
+        backend: The requested backend.
+        has_kernel: Whether the form in question has a kernel.
+        tensors: Inputs of the call.
+        widest: Most channels of their last axis; None for any number.
 
     Raises:
-        ValueError: there is no such backend, or a kernel was asked for that cannot run.
+        ValueError: If the backend is unknown, or "triton" is requested and cannot run.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "triton":
         obstacle = why_no_kernel(*tensors, widest=widest)
-        if obstacle and has_kernel:  # where there is no kernel, the table of forms says so
+        if obstacle and has_kernel:  # without a kernel, the table of forms raises
             raise ValueError(f"backend is 'triton', but {obstacle}")
         return backend
     if backend == "torch" or _preferred == "torch" or not has_kernel:
         return "torch"
-    if _preferred == "auto" and not _is_proven(tensors):
+    if _preferred == "auto" and not _is_validated(tensors):
         return "torch"
     return "torch" if why_no_kernel(*tensors, widest=widest) else "triton"
 
 
 def why_no_kernel(*tensors: Tensor | None, widest: int | None = WIDEST_HEAD) -> str | None:
-    """What keeps kernels from running on these tensors; None where nothing does."""
+    """Return why kernels cannot run on these tensors, or None if they can."""
     given = [x for x in tensors if x is not None]
     if find_spec("triton") is None:
         return "triton is not installed: pip install 'onescan[gpu]'"
@@ -100,12 +107,17 @@ def why_no_kernel(*tensors: Tensor | None, widest: int | None = WIDEST_HEAD) -> 
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Whether any of these is to have a gradient."""
+    """Return whether any of the tensors requires a gradient."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def is_interpreted() -> bool:
+    """Return whether Triton interprets kernels on any device: TRITON_INTERPRET=1, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def _is_transformed(tensors: list[Tensor]) -> bool:
-    """Whether anything but plain gradients may be asked for."""
+    """Return whether derivatives other than plain gradients may be requested."""
     if torch.compiler.is_compiling():
         return False
     return forward_ad._current_level >= 0 or any(
@@ -113,14 +125,95 @@ def _is_transformed(tensors: list[Tensor]) -> bool:
     )
 
 
-def is_interpreted() -> bool:
-    """Whether Triton runs kernels in Python, on any tensors: TRITON_INTERPRET=1, for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _is_proven(tensors: tuple[Tensor | None, ...]) -> bool:
+def _is_validated(tensors: tuple[Tensor | None, ...]) -> bool:
     devices = {x.device for x in tensors if x is not None}
-    # of properties and not by get_device_name, which no compiler can trace
+    # properties rather than get_device_name, which torch.compile cannot trace
     return all(
-        x.type == "cuda" and torch.cuda.get_device_properties(x).name in PROVEN for x in devices
+        x.type == "cuda" and torch.cuda.get_device_properties(x).name in VALIDATED_GPUS
+        for x in devices
     )
+
+
+def data_type(*tensors: Tensor) -> torch.dtype:
+    """Return the type in which kernels read several tensors: the widest of theirs."""
+    dtype = tensors[0].dtype
+    for x in tensors[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the kernels' name of a type, or torch's name if kernels do not take it.
+
+    >>> name_of(torch.bfloat16), name_of(torch.float64)
+    ('bf16', 'torch.float64')
+    """
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    return names.get(dtype, str(dtype))
+
+
+def operand_of(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which kernels multiply (`onescan.kernels.common.multiplication`)."""
+    return torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+
+
+def as_multiplied(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round a float32 matrix as kernels do before they multiply it with data of a type."""
+    if dtype is torch.bfloat16:
+        return x.to(dtype)
+    if dtype is torch.float16:  # as onescan.kernels.common.nearest_tf32
+        return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+    return x
+
+
+def chip_of(device: torch.device) -> str:
+    """Return a device's architecture, "sm_90" or "gfx942"; "sm_90" for interpreted kernels."""
+    if device.type != "cuda":
+        return "sm_90"
+    properties = torch.cuda.get_device_properties(device)  # which torch.compile can trace
+    if torch.version.hip:
+        return properties.gcnArchName.partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def programs_wanted(device: torch.device) -> int:
+    """Return how many programs keep a device busy: four per multiprocessor."""
+    if device.type != "cuda":
+        return 4
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def case_of(k: Tensor, v: Tensor, **options: Any) -> "Case":
+    """Return what kernels are compiled for, for keys [B, T, H, K] and values [B, T, H, V]."""
+    from onescan.kernels.common import Case
+
+    heads, key_width = k.shape[2:]
+    return Case(name_of(k.dtype), chip_of(k.device), heads, key_width, v.shape[-1], **options)
+
+
+def launch(
+    kernel: "Kernel", case: "Case", grid: tuple[int, ...], *arguments: Any, **flags: Any
+) -> None:
+    """Run a kernel on the device of its first tensor.
+
+    Args:
+        kernel: The kernel.
+        case: What it is compiled for.
+        grid: Number of programs along each axis.
+        arguments: Pointers and lengths in the kernel's order. None for an optional pointer sets
+            its HAS_ flag to False, and another tensor takes its place, which is not read.
+        flags: Constants that neither the case nor the arguments determine.
+    """
+    for name, x in zip(kernel.arguments, arguments, strict=True):
+        if (flag := f"HAS_{name.upper()}") in kernel.constants:
+            flags[flag] = x is not None
+    constants, options = kernel.compile_time(case, flags)
+    first = next(x for x in arguments if isinstance(x, Tensor))
+    filled = (first if x is None else x for x in arguments)
+    with _on_device(first):
+        kernel.code[grid](*filled, **{**flags, **constants}, **options)
+
+
+def _on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Make a tensor's device the current one, on which Triton launches."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()

@@ -51,9 +51,9 @@ def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
     check_floating(x=x, angles=angles)
     check_devices(x=x, angles=angles)
     if resolved_backend(backend, True, x, angles) == "triton":
-        from onescan.ops import triton_lrpe
+        from onescan.ops import lrpe_launch
 
-        return triton_lrpe.forward(x, angles)
+        return lrpe_launch.forward(x, angles)
     return rotate(x, *rotary_tables(angles, angles.dtype)).to(x.dtype)
 
 

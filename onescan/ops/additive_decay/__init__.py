@@ -34,8 +34,14 @@ from onescan.ops.additive_decay.state import (
     merge_states,
     tensors_of,
 )
-from onescan.ops.backend import Backend, resolved_backend, wants_gradient
-from onescan.ops.launch import chip_of, data_type, name_of
+from onescan.ops.backend import (
+    Backend,
+    chip_of,
+    data_type,
+    name_of,
+    resolved_backend,
+    wants_gradient,
+)
 from onescan.ops.numerics import full_precision, widened
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
@@ -46,21 +52,21 @@ Forward = Callable[[AdditiveInputs], tuple[Values, AdditiveDecayState]]
 
 
 def _one_scan_kernels(x: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
-    from onescan.ops.additive_decay import triton_one_scan  # imports Triton
+    from onescan.ops.additive_decay import launch  # imports Triton
 
-    return triton_one_scan.forward(*x[:5], keep=x.keep, chunk_size=x.chunk_size)
+    return launch.one_scan(*x[:5], keep=x.keep, chunk_size=x.chunk_size)
 
 
 def _chunk_kernels(x: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
-    from onescan.ops.additive_decay import triton_chunk
+    from onescan.ops.additive_decay import launch
 
-    return triton_chunk.forward(*x[:5], keep=x.keep, chunk_size=x.chunk_size)
+    return launch.chunk(*x[:5], keep=x.keep, chunk_size=x.chunk_size)
 
 
 def _recurrent_kernels(x: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
-    from onescan.ops.additive_decay import triton_recurrent
+    from onescan.ops.additive_decay import launch
 
-    return triton_recurrent.forward(*x[:5], keep=x.keep, chunk_size=x.chunk_size)
+    return launch.recurrent(*x[:5], keep=x.keep, chunk_size=x.chunk_size)
 
 
 # All implementations by (causal, form, backend).

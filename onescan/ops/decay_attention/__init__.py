@@ -78,15 +78,15 @@ State = DecayState | DecayStates | Sides
 
 
 def _chunks_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
-    from onescan.ops.decay_attention.triton_chunk import forward
+    from onescan.ops.decay_attention.launch import chunk
 
-    return forward(*arguments, **options)
+    return chunk(*arguments, **options)
 
 
 def _steps_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
-    from onescan.ops.decay_attention.triton_recurrent import forward
+    from onescan.ops.decay_attention.launch import recurrent
 
-    return forward(*arguments, **options)
+    return recurrent(*arguments, **options)
 
 
 # (kind, form, backend): all implementations. A missing one is an error.

@@ -92,12 +92,10 @@ def toeplitz_position(
     """
     _check(x, log_decay, weight, shape, bidirectional, state)
     if _backend(form, backend, x, log_decay, weight, state) == "triton":
-        from onescan.ops.toeplitz_position import triton_scan
+        from onescan.ops.toeplitz_position import launch
 
         before = None if state is None else state.hidden
-        y, after = triton_scan.forward(
-            x, log_decay, weight, shape, before, bidirectional=bidirectional
-        )
+        y, after = launch.scan(x, log_decay, weight, shape, before, bidirectional=bidirectional)
         return y, None if after is None else ToeplitzState(after)
     chosen = [IMPLEMENTATIONS[choose(form, positions=n)] for n in shape]
     # sums stay in float32 or wider under autocast too

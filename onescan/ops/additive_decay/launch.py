@@ -1,0 +1,387 @@
+"""Launch the kernels of additive decay, forward and backward.
+
+- `one_scan` (not causal; `onescan.kernels.one_scan`): keys and values are read once, queries once,
+  and outputs written once. Sums over tokens are taken in as many parts as keep the device busy,
+  then merged with the incoming state.
+- `chunk` (causal; `onescan.kernels.causal_scan`): states are carried from chunk to chunk first,
+  then all chunks are read at once. The backward pass recomputes the states instead of storing them.
+- `recurrent` (causal, without gradients; `onescan.kernels.additive_step`): a few tokens in one
+  kernel, for decoding.
+
+Source: LightNet, arXiv:2405.21022, Eq. 13, Eq. 14 and App. A.2.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onescan.kernels import additive_step, causal_scan
+from onescan.kernels import one_scan as scan
+from onescan.kernels.common import Blocks, Case
+from onescan.ops.additive_decay.state import AdditiveDecayState, per_feature, per_key
+from onescan.ops.backend import (
+    as_multiplied,
+    case_of,
+    data_type,
+    launch,
+    operand_of,
+    programs_wanted,
+    wants_gradient,
+)
+from onescan.ops.lrpe_launch import rotary_table
+from onescan.shapes import Angles, Keep, Keys, Queries, Values
+
+LEAST_SPLIT = 256  # tokens; a part's sums are as many bytes as 128 tokens of a head of 64
+
+
+def one_scan(
+    q: Queries, k: Keys, v: Values, angles: Angles | None, state: AdditiveDecayState | None, *,
+    keep: Keep | None, chunk_size: int,
+) -> tuple[Values, AdditiveDecayState]:  # fmt: skip
+    """Compute outputs and the state of all tokens."""
+    q, k, v, keep, z_in, kv_in = _contiguous(q, k, v, keep, state)
+    o, z, kv, *_ = _one_scan(q, k, v, angles, keep, z_in, kv_in)
+    return o, AdditiveDecayState(z, kv)
+
+
+def chunk(
+    q: Queries, k: Keys, v: Values, angles: Angles | None, state: AdditiveDecayState | None, *,
+    keep: Keep | None, chunk_size: int,
+) -> tuple[Values, AdditiveDecayState]:  # fmt: skip
+    """Compute outputs and the state after the last token."""
+    q, k, v, keep, z_in, kv_in = _contiguous(q, k, v, keep, state)
+    o, z, kv = _causal_scan(q, k, v, angles, keep, z_in, kv_in, chunk_size)
+    return o, AdditiveDecayState(z, kv)
+
+
+def recurrent(
+    q: Queries, k: Keys, v: Values, angles: Angles | None, state: AdditiveDecayState | None, *,
+    keep: Keep | None, chunk_size: int,
+) -> tuple[Values, AdditiveDecayState]:  # fmt: skip
+    """Compute outputs and the state after the last token, token by token.
+
+    Raises:
+        ValueError: If a gradient is required.
+    """
+    if wants_gradient(q, k, v, angles, *(state or ())):
+        raise ValueError(
+            "form/backend is 'recurrent/triton', which has no gradients, and an input wants one: "
+            "expected form 'chunk', or torch.no_grad()"
+        )
+    q, k, v, keep, z_in, kv_in = _contiguous(q, k, v, keep, state)
+    angles = None if angles is None else angles.float().contiguous()
+    kv_in = None if kv_in is None else kv_in.float()
+    o, z, kv = _step(q, k, v, angles, keep, z_in, kv_in)
+    return o, AdditiveDecayState(z, kv)
+
+
+def _contiguous(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, state: AdditiveDecayState | None
+) -> tuple[Any, ...]:
+    """Return q, k and v in one type, keep, and the state's tensors, all contiguous."""
+    dtype = data_type(q, k, v)
+    q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
+    others = (keep, *(state or (None, None)))
+    return q, k, v, *(None if x is None else x.contiguous() for x in others)
+
+
+def _new_outputs(
+    k: Tensor, v: Tensor, angles: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Allocate o, z and kv."""
+    batch, _, heads, key_width = k.shape
+    features = key_width * (1 if angles is None else 2)
+    z = k.new_empty(batch, heads, key_width, dtype=torch.float64)
+    kv = k.new_empty(batch, heads, features, v.shape[-1], dtype=torch.float32)
+    return torch.empty_like(v), z, kv
+
+
+def _new_gradients(
+    q: Tensor, k: Tensor, v: Tensor, wants_dangles: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Allocate the gradients of q, k, v and, of each sample, of angles."""
+    dangles = torch.empty_like(k, dtype=torch.float32) if wants_dangles else None
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dangles
+
+
+def _summed(dangles: Tensor | None, k: Tensor) -> Tensor:
+    """Sum the gradients of angles over samples; an operator has to return a tensor."""
+    return k.new_empty((), dtype=torch.float32) if dangles is None else dangles.sum(0)
+
+
+@torch.library.custom_op("onescan::one_scan", mutates_args=())
+def _one_scan(
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None,
+    z_in: Tensor | None, kv_in: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return o, z, kv, and z as `scale`: a reference and what is summed relative to it."""
+    batch, tokens, heads, key_width = k.shape
+    case = case_of(k, v, lrpe=angles is not None)
+    o, z, kv = _new_outputs(k, v, angles)
+    rotary = None if angles is None else rotary_table(angles, k.dtype)
+    split, parts, keys = _split(k, scan.sum_blocks(case))
+    peak, mass = k.new_empty(2, parts, batch, heads, key_width, dtype=torch.float32)
+    sums = kv.new_empty(parts, *kv.shape)
+    launch(
+        scan.summarize, case, (batch * heads * parts, keys),
+        k, v, rotary, keep, peak, mass, sums, batch, tokens, split,
+    )  # fmt: skip
+    scale = kv.new_empty(2, *z.shape)
+    grid = (batch * heads, -(-kv.shape[2] // scan.sum_blocks(case).keys))
+    launch(scan.merge, case, grid, peak, mass, sums, z_in, kv_in, *scale, z, kv, batch, parts)
+    split, parts = _tiles(k, case, scan.read_blocks(case))
+    launch(
+        scan.read_out, case, (batch * heads * parts,),
+        q, rotary, keep, as_multiplied(kv, k.dtype), o, batch, tokens, split,
+    )  # fmt: skip
+    return o, z, kv, scale
+
+
+@_one_scan.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:  # fmt: skip
+    o, z, kv = _new_outputs(k, v, angles)
+    return o, z, kv, kv.new_empty(2, *z.shape)
+
+
+@torch.library.custom_op("onescan::one_scan_backward", mutates_args=())
+def _one_scan_backward(
+    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None,
+    keep: Tensor | None, kv: Tensor, scale: Tensor, wants_dangles: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v and angles, that of kv as a whole, and <kv, dkv> - dz."""
+    batch, tokens, heads, _ = k.shape
+    case = case_of(k, v, lrpe=angles is not None)
+    dq, dk, dv, dangles = _new_gradients(q, k, v, wants_dangles)
+    rotary = None if angles is None else rotary_table(angles, k.dtype)
+    split, parts, keys = _split(k, scan.sum_blocks(case))
+    sums = kv.new_empty(parts, *kv.shape)
+    launch(
+        scan.spread, case, (batch * heads * parts, keys),
+        q, do, rotary, keep, as_multiplied(kv, k.dtype), dq, dangles, sums, batch, tokens, split,
+    )  # fmt: skip
+    whole = sums.sum(0) + dkv.contiguous()
+    rounded = as_multiplied(whole, k.dtype)  # so that what all values share cancels
+    offset = (per_key(kv * rounded, k) - dz).float()
+    split, parts = _tiles(k, case, scan.collect_blocks(case))
+    launch(
+        scan.collect, case, (batch * heads * parts,),
+        k, v, rotary, keep, *scale, rounded, offset, dk, dv, dangles, batch, tokens, split,
+    )  # fmt: skip
+    return dq, dk, dv, _summed(dangles, k), whole, offset
+
+
+@_one_scan_backward.register_fake
+def _(
+    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None,
+    keep: Tensor | None, kv: Tensor, scale: Tensor, wants_dangles: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    *made, dangles = _new_gradients(q, k, v, wants_dangles)
+    return *made, _summed(dangles, k), torch.empty_like(kv), torch.empty_like(scale[0])
+
+
+def _save_for_one_scan(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
+
+
+def _backward_of_one_scan(
+    ctx: Any, do: Tensor, dz: Tensor, dkv: Tensor, *_: Any
+) -> tuple[Tensor | None, ...]:
+    q, k, v, angles, keep, z_in, kv_in, z, kv, scale = ctx.saved_tensors
+    wants_dangles = angles is not None and ctx.needs_input_grad[3]
+    dq, dk, dv, dangles, whole, offset = _one_scan_backward(
+        do.contiguous(), dz, dkv, q, k, v, angles, keep, kv, scale, wants_dangles
+    )
+    dz_in = dkv_in = None
+    if z_in is not None:
+        share = (z_in - z).float().exp()
+        dkv_in = whole * per_feature(share, whole)
+        inner = per_key(kv_in * whole, k)
+        dz_in = (share * (inner - offset)).to(z_in.dtype)
+    return dq, dk, dv, dangles.to(angles.dtype) if wants_dangles else None, None, dz_in, dkv_in
+
+
+_one_scan.register_autograd(_backward_of_one_scan, setup_context=_save_for_one_scan)
+
+
+def _split(k: Tensor, blocks: Blocks) -> tuple[int, int, int]:
+    """Return tokens per part, the number of parts, and the number of blocks of keys."""
+    batch, tokens, heads, key_width = k.shape
+    keys = -(-key_width // blocks.keys)
+    wanted = -(-programs_wanted(k.device) // max(1, batch * heads * keys))  # a batch may be empty
+    split = max(LEAST_SPLIT, -(-tokens // wanted))
+    split = -(-split // blocks.tokens) * blocks.tokens
+    return split, -(-tokens // split), keys
+
+
+def _tiles(k: Tensor, case: Case, blocks: Blocks) -> tuple[int, int]:
+    """Return tokens per part and parts, for kernels with one tile per part unless kv is held."""
+    if blocks.holds(case):
+        return _split(k, blocks)[:2]
+    return blocks.tokens, -(-k.shape[1] // blocks.tokens)
+
+
+class _Chunks(NamedTuple):
+    """How a causal call is divided into chunks, and the states between them.
+
+    Attributes:
+        case: What kernels are compiled for.
+        rotary: Cosines and sines, [T, H, 2, K].
+        number: Number of chunks.
+        carry_grid: Programs of kernels that carry a state.
+        reference: With `mass`, the normalizers before each chunk, [B, N + 1, H, K].
+        mass: See `reference`.
+        before: States before each chunk, [B, N, H, F, V].
+    """
+
+    case: Case
+    rotary: Tensor | None
+    number: int
+    carry_grid: tuple[int, int]
+    reference: Tensor
+    mass: Tensor
+    before: Tensor
+
+
+def _carry(
+    k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None, z_in: Tensor | None,
+    kv_in: Tensor | None, z: Tensor, kv: Tensor, chunk_size: int,
+) -> _Chunks:  # fmt: skip
+    """Compute the states before each chunk, and write the one after the last to z and kv."""
+    batch, tokens, heads, key_width = k.shape
+    case = case_of(k, v, lrpe=angles is not None, chunk_size=chunk_size)
+    blocks = causal_scan.carry_blocks(case)
+    count = -(-tokens // blocks.tokens)
+    reference = k.new_empty(batch, count + 1, heads, key_width, dtype=torch.float32)
+    chunks = _Chunks(
+        case=case,
+        rotary=None if angles is None else rotary_table(angles, k.dtype),
+        number=count,
+        carry_grid=(batch * heads, -(-key_width // blocks.keys)),
+        reference=reference,
+        mass=torch.empty_like(reference),
+        before=k.new_empty(batch, count, *kv.shape[1:], dtype=operand_of(k.dtype)),
+    )
+    launch(
+        causal_scan.carry_forward, case, chunks.carry_grid,
+        k, v, chunks.rotary, keep, z_in, kv_in, *chunks[-3:], z, kv, tokens, count,
+    )  # fmt: skip
+    return chunks
+
+
+@torch.library.custom_op("onescan::causal_scan", mutates_args=())
+def _causal_scan(
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None,
+    z_in: Tensor | None, kv_in: Tensor | None, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return o, and z and kv after the last token."""
+    batch, tokens, heads, _ = k.shape
+    o, z, kv = _new_outputs(k, v, angles)
+    chunks = _carry(k, v, angles, keep, z_in, kv_in, z, kv, chunk_size)
+    launch(
+        causal_scan.read_chunks, chunks.case, (batch * heads * chunks.number,),
+        q, k, v, chunks.rotary, keep, *chunks[-3:], o, tokens, chunks.number, TRANSPOSED=False,
+    )  # fmt: skip
+    return o, z, kv
+
+
+@_causal_scan.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _new_outputs(k, v, angles)
+
+
+@torch.library.custom_op("onescan::causal_scan_backward", mutates_args=())
+def _causal_scan_backward(
+    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None,
+    keep: Tensor | None, z_in: Tensor | None, kv_in: Tensor | None, chunk_size: int,
+    wants_dangles: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v and angles, and of z and kv before the first token."""
+    batch, tokens, heads, _ = k.shape
+    _, z, kv = _new_outputs(k, v, angles)
+    chunks = _carry(k, v, angles, keep, z_in, kv_in, z, kv, chunk_size)
+    case, rotary, count, scale = chunks.case, chunks.rotary, chunks.number, chunks[-3:-1]
+    dq, dk, dv, dangles = _new_gradients(q, k, v, wants_dangles)
+    grid = (batch * heads * count,)
+    launch(
+        causal_scan.query_gradients, case, grid,
+        q, k, v, rotary, keep, *scale, chunks.before, do, dq, dangles, tokens, count,
+    )  # fmt: skip
+    after = torch.empty_like(chunks.before)
+    dmass = chunks.mass.new_empty(batch, count, *k.shape[2:])
+    dz_out = (dz - per_key(kv * dkv, k)).float()
+    dz_in, dkv_in = torch.empty_like(dz_out), torch.empty_like(kv)
+    launch(
+        causal_scan.carry_backward, case, chunks.carry_grid,
+        q, k, rotary, keep, *scale, do, dq, dz_out, dkv.contiguous(),
+        after, dmass, dz_in, dkv_in, tokens, count,
+    )  # fmt: skip
+    launch(
+        causal_scan.key_gradients, case, grid,
+        q, k, v, rotary, keep, *scale, after, dmass, do, dq, dk, dangles, tokens, count,
+    )  # fmt: skip
+    launch(
+        causal_scan.read_chunks, case, grid,
+        q, k, do, rotary, keep, *scale, after, dv, tokens, count, TRANSPOSED=True,
+    )  # fmt: skip
+    if kv_in is not None:
+        dz_in = dz_in + per_key(kv_in * dkv_in, k)
+    return dq, dk, dv, _summed(dangles, k), dz_in, dkv_in
+
+
+@_causal_scan_backward.register_fake
+def _(
+    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, ...]:  # fmt: skip
+    *made, dangles = _new_gradients(q, k, v, others[-1])
+    dz_in = torch.empty_like(dz, dtype=torch.float32)
+    return *made, _summed(dangles, k), dz_in, torch.empty_like(dkv)
+
+
+def _save_for_chunks(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.chunk_size = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward_of_chunks(
+    ctx: Any, do: Tensor, dz: Tensor, dkv: Tensor
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    angles, z_in = ctx.saved_tensors[3], ctx.saved_tensors[5]
+    wants_dangles = angles is not None and ctx.needs_input_grad[3]
+    dq, dk, dv, dangles, dz_in, dkv_in = _causal_scan_backward(
+        do.contiguous(), dz, dkv, *ctx.saved_tensors, ctx.chunk_size, wants_dangles
+    )
+    dangles = dangles.to(angles.dtype) if wants_dangles else None
+    dstate = (None, None) if z_in is None else (dz_in.to(z_in.dtype), dkv_in)
+    return dq, dk, dv, dangles, None, *dstate, None
+
+
+_causal_scan.register_autograd(_backward_of_chunks, setup_context=_save_for_chunks)
+
+
+@torch.library.custom_op("onescan::additive_step", mutates_args=())
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None,
+    z_in: Tensor | None, kv_in: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return o, and z and kv after the last token."""
+    o, z, kv = _new_outputs(k, v, angles)
+    batch, tokens, heads, _ = k.shape
+    case = case_of(k, v, lrpe=angles is not None)
+    launch(
+        additive_step.step, case,
+        (batch * heads * -(-v.shape[-1] // additive_step.step_blocks(case).values),),
+        q, k, v, angles, keep, z_in, kv_in, o, z, kv, tokens,
+    )  # fmt: skip
+    return o, z, kv
+
+
+@_step.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _new_outputs(k, v, angles)

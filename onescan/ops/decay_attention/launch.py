@@ -1,0 +1,281 @@
+"""Launch the kernels of decayed attention.
+
+- `chunk` (`onescan.kernels.decay_states` and `decay_scalar` or `decay_diagonal`): scores of a chunk
+  are computed once, for both directions. The backward pass recomputes the states between chunks.
+- `recurrent` (causal, without gradients; `decay_states.step`): all tokens of a call in one kernel,
+  for decoding.
+
+Source: LION, arXiv:2502.16249, Eq. 5 and Sec. 3.4; states carried in both directions are not in
+the paper.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onescan.kernels import decay_diagonal, decay_scalar, decay_states
+from onescan.kernels.common import Case
+from onescan.kernels.decay_states import NORMALIZERS
+from onescan.ops.backend import case_of, data_type, launch, operand_of, wants_gradient
+from onescan.ops.decay_attention import DecayState
+from onescan.ops.decay_attention.forms import Directions
+from onescan.shapes import Keep, Keys, Queries, Values
+
+Sides = tuple[DecayState | None, DecayState | None]
+
+
+def chunk(
+    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, *, keep: Keep | None,
+    normalizer: str,
+) -> tuple[Values, Sides]:  # fmt: skip
+    """Compute outputs, divided by their row sums as `normalizer` says, and the outgoing states."""
+    q, k, v, keep = _contiguous(q, k, v, keep)
+    given = [x for x in decays if x is not None]
+    logs = torch.stack([_per_token(x, k) for x in given])
+    kv, k_sum = _stacked(enters, k, v, len(given))
+    o, _, kv, k_sum = _decay_chunks(q, k, v, logs, keep, kv, k_sum, normalizer)
+    leaves = [DecayState(*side) for side in zip(kv.unbind(), k_sum.unbind(), strict=True)]
+    return o.to(v.dtype), (leaves[0], leaves[1] if len(leaves) > 1 else None)
+
+
+def recurrent(
+    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, *, keep: Keep | None,
+    normalizer: str,
+) -> tuple[Values, Sides]:  # fmt: skip
+    """Compute outputs, divided by their row sums, and the outgoing state, token by token.
+
+    Raises:
+        ValueError: If a gradient is required.
+    """
+    kv, k_sum = (None, None) if enters[0] is None else enters[0]
+    if wants_gradient(q, k, v, decays.forward, kv, k_sum):
+        raise ValueError("form 'recurrent' has no gradient in Triton, expected form 'chunk'")
+    q, k, v, keep = _contiguous(q, k, v, keep)
+    if kv is not None and k_sum is not None:
+        kv, k_sum = (x.float().contiguous() for x in (kv, k_sum))
+    logs = _per_token(decays.forward, k).contiguous()
+    o, kv, k_sum = _decay_step(q, k, v, logs, keep, kv, k_sum, normalizer)
+    return o, (DecayState(kv, k_sum), None)
+
+
+def _contiguous(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Any, ...]:
+    """Return q, k and v in one type, and keep, all contiguous."""
+    dtype = data_type(q, k, v)
+    q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
+    return q, k, v, None if keep is None else keep.contiguous()
+
+
+def _per_token(log_decay: Tensor, k: Tensor) -> Tensor:
+    """Expand a log-decay to each token and head, and to key channels where they differ."""
+    log_decay, is_diagonal = log_decay.float(), log_decay.shape[-1] > 1
+    return log_decay.expand(k.shape) if is_diagonal else log_decay.squeeze(-1).expand(k.shape[:3])
+
+
+def _stacked(
+    enters: Sides, k: Tensor, v: Tensor, directions: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Stack both sides' states, [D, B, H, K, V] and [D, B, H, K]; None if there are none."""
+    sides = enters[:directions]
+    if all(side is None for side in sides):
+        return None, None
+    nothing = k.new_zeros(k.shape[0], *k.shape[2:], dtype=torch.float32)
+    empty = DecayState(nothing.unsqueeze(-1).expand(*nothing.shape, v.shape[-1]), nothing)
+    parts = [empty if side is None else side for side in sides]
+    kv, k_sum = (torch.stack([x.float() for x in part]) for part in zip(*parts, strict=True))
+    return kv, k_sum
+
+
+@torch.library.custom_op("onescan::decay_chunks", mutates_args=())
+def _decay_chunks(
+    q: Tensor, k: Tensor, v: Tensor, decays: Tensor, keep: Tensor | None, kv_in: Tensor | None,
+    sum_in: Tensor | None, normalizer: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return outputs, their row sums (empty without division) and the outgoing states."""
+    o, c, kv, k_sum = _new_outputs(k, v, decays, normalizer)
+    before, before_sum = _states(k, v, None, None, decays, keep, kv_in, sum_in, kv, k_sum)
+    _read(q, k, v, None, decays, keep, before, before_sum, o, c, normalizer=normalizer)
+    return o, c, kv, k_sum
+
+
+@_decay_chunks.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, decays: Tensor, *others: Any
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _new_outputs(k, v, decays, others[-1])
+
+
+def _new_outputs(
+    k: Tensor, v: Tensor, decays: Tensor, normalizer: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate outputs, row sums and outgoing states.
+
+    Outputs are wide if a row sum divides them: its gradient is a small difference of what they
+    hold.
+    """
+    divides = normalizer != "none"
+    o = torch.empty_like(v, dtype=torch.float32 if divides else v.dtype)
+    c = v.new_empty(k.shape[:3] if divides else (0,), dtype=torch.float32)
+    k_sum = c.new_empty(len(decays), k.shape[0], *k.shape[2:])
+    return o, c, k_sum.new_empty(*k_sum.shape, v.shape[-1]), k_sum
+
+
+@torch.library.custom_op("onescan::decay_chunks_backward", mutates_args=())
+def _decay_chunks_backward(
+    do: Tensor, dkv: Tensor, dsum: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor,
+    keep: Tensor | None, kv_in: Tensor | None, sum_in: Tensor | None, o: Tensor, c: Tensor,
+    normalizer: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v, decays and the incoming states."""
+    dq, dk, dv, ddecays, dkv_in, dsum_in = (
+        torch.empty_like(x) for x in (q, k, v, decays, dkv, dsum)
+    )
+    scale, dc = _scales(o, do, c, normalizer)
+    kv, k_sum = torch.empty_like(dkv), torch.empty_like(dsum)
+    before = _states(k, v, None, None, decays, keep, kv_in, sum_in, kv, k_sum)
+    after = _states(
+        q, do, scale, dc, decays, keep, dkv, dsum, dkv_in, dsum_in, gradient=True
+    )  # fmt: skip
+    _read(
+        k, q, do, scale, decays, keep, *after, dv, None, normalizer=normalizer, transposed=True
+    )  # fmt: skip
+    batch, tokens, heads, key_width = k.shape
+    case = _case(k, v, decays)
+    kernels: Any = decay_diagonal if case.diagonal else decay_scalar
+    blocks = kernels.gradient_blocks(case)
+    chunks = -(-tokens // blocks.tokens)
+    lines, both = batch * heads * chunks, len(decays) > 1
+    given, lengths = (k, q, v, do, scale, dc, decays, keep), (batch, tokens, chunks)
+    if case.diagonal:
+        grid, made = (lines, -(-key_width // blocks.keys)), (dq, dk, ddecays)
+        launch(kernels.gradients, case, grid, *given, *before, *after, *made, *lengths, ABOVE=both)
+    else:
+        of_queries = (dq, ddecays)
+        kernel = kernels.query_gradients
+        launch(kernel, case, (lines,), *given, *before, *after, *of_queries, *lengths, ABOVE=both)
+        of_keys = (dk, ddecays)  # added to what the other kernel has written
+        launch(
+            kernels.key_gradients, case, (lines,), *given, *after, *of_keys, *lengths, ABOVE=both
+        )
+    return dq, dk, dv, ddecays, dkv_in, dsum_in
+
+
+@_decay_chunks_backward.register_fake
+def _(
+    do: Tensor, dkv: Tensor, dsum: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor,
+    keep: Tensor | None, kv_in: Tensor | None, sum_in: Tensor | None, o: Tensor, c: Tensor,
+    normalizer: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return tuple(torch.empty_like(x) for x in (q, k, v, decays, dkv, dsum))
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.normalizer = inputs
+    ctx.save_for_backward(*tensors, *output[:2])
+
+
+def _backward(
+    ctx: Any, do: Tensor, _: Tensor, dkv: Tensor, dsum: Tensor
+) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    gradients = (x.contiguous() for x in (do.to(saved[0].dtype), dkv, dsum))
+    *made, dkv_in, dsum_in = _decay_chunks_backward(*gradients, *saved, ctx.normalizer)
+    enters = (None, None) if saved[5] is None else (dkv_in, dsum_in)
+    return *made, None, *enters, None
+
+
+_decay_chunks.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+@torch.library.custom_op("onescan::decay_step", mutates_args=())
+def _decay_step(
+    q: Tensor, k: Tensor, v: Tensor, decays: Tensor, keep: Tensor | None, kv_in: Tensor | None,
+    sum_in: Tensor | None, normalizer: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return outputs and the outgoing state; decays are [B, T, H] or [B, T, H, K]."""
+    batch, tokens, heads, _ = k.shape
+    case = case_of(k, v, diagonal=decays.ndim == k.ndim)
+    o, kv, k_sum = _new_step(k, v)
+    launch(
+        decay_states.step, case,
+        (batch * heads, -(-v.shape[-1] // decay_states.step_blocks(case).values)),
+        q, k, v, decays, keep, kv_in, sum_in, o, kv, k_sum, tokens,
+        NORMALIZER=NORMALIZERS[normalizer],
+    )  # fmt: skip
+    return o, kv, k_sum
+
+
+@_decay_step.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return _new_step(k, v)
+
+
+def _new_step(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate outputs and the outgoing state."""
+    k_sum = k.new_empty(k.shape[0], *k.shape[2:], dtype=torch.float32)
+    return torch.empty_like(v), k_sum.new_empty(*k_sum.shape, v.shape[-1]), k_sum
+
+
+def _case(k: Tensor, v: Tensor, decays: Tensor) -> Case:
+    """Return what kernels are compiled for; decays are [D, B, T, H] or [D, B, T, H, K]."""
+    return case_of(k, v, diagonal=decays.ndim > k.ndim)
+
+
+def _states(
+    k: Tensor, v: Tensor, scale: Tensor | None, dc: Tensor | None, decays: Tensor,
+    keep: Tensor | None, kv_in: Tensor | None, sum_in: Tensor | None, kv_out: Tensor,
+    sum_out: Tensor, *, gradient: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the states before each chunk, [D, B, H, N, K, V] and [D, B, H, N, K]."""
+    batch, tokens, _, key_width = k.shape
+    case = _case(k, v, decays)
+    blocks = decay_states.state_blocks(case)
+    chunks = -(-tokens // blocks.tokens)
+    before_sum = sum_out.new_empty(*sum_out.shape[:3], chunks, key_width)
+    before = kv_out.new_empty(*before_sum.shape, v.shape[-1], dtype=operand_of(k.dtype))
+    lines = sum_out.shape[:3].numel()
+    launch(
+        decay_states.states, case,
+        (lines, -(-key_width // blocks.keys), -(-v.shape[-1] // blocks.values)),
+        k, v, scale, dc, decays, keep, kv_in, sum_in,
+        before, before_sum, kv_out, sum_out, batch, tokens, chunks, GRADIENT=gradient,
+    )  # fmt: skip
+    return before, before_sum
+
+
+def _read(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None, decays: Tensor, keep: Tensor | None,
+    before: Tensor, before_sum: Tensor, o: Tensor, c: Tensor | None, *, normalizer: str,
+    transposed: bool = False,
+) -> None:  # fmt: skip
+    """Write outputs and row sums or, transposed, gradients of values."""
+    batch, tokens, heads, _ = k.shape
+    case = _case(k, v, decays)
+    kernels: Any = decay_diagonal if case.diagonal else decay_scalar
+    blocks = kernels.read_blocks(case)
+    chunks = -(-tokens // blocks.tokens)
+    both = len(decays) > 1
+    # the scalar kernel loops over values
+    programs = -(-v.shape[-1] // blocks.values) if case.diagonal else 1
+    launch(
+        kernels.read, case, (batch * heads * chunks, programs),
+        q, k, v, scale, decays, keep, before, before_sum, o, c, batch, tokens, chunks,
+        BELOW=both or not transposed, ABOVE=both or transposed, TRANSPOSED=transposed,
+        NORMALIZER=NORMALIZERS[normalizer],
+    )  # fmt: skip
+
+
+def _scales(
+    o: Tensor, do: Tensor, c: Tensor, normalizer: str
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return what outputs were multiplied by, and the gradients of row sums, both [B, T, H]."""
+    if normalizer == "none":
+        return None, None
+    scale, dc = torch.empty_like(c), torch.empty_like(c)
+    case = case_of(do, o)
+    grid = (-(-c.numel() // decay_states.scale_blocks(case).tokens),)
+    launch(
+        decay_states.scales, case, grid,
+        o, do, c, scale, dc, c.numel(), NORMALIZER=NORMALIZERS[normalizer],
+    )  # fmt: skip
+    return scale, dc

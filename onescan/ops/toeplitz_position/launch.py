@@ -1,0 +1,243 @@
+"""Launch the kernels of MD-TPE's scan over all axes of [B, T, D] as it lies in memory.
+
+Each axis, direction and block of E is a pass that adds to those before it, in float32. A pass takes
+three kernels where an axis is long and lines are few, else one (`onescan.kernels.toeplitz`).
+
+Source: LightNet, arXiv:2405.21022, Eq. 17.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onescan.kernels import toeplitz as kernels
+from onescan.kernels.common import Blocks, Case
+from onescan.ops.backend import chip_of, launch, name_of, programs_wanted
+from onescan.shapes import Hidden, HiddenStates, ToeplitzCoefficients
+
+LEAST_SPLIT = 256  # tokens; a part leaves E numbers for each channel
+WARPS = 4  # programs per program of other kernels, which have as many warps
+
+
+def scan(
+    x: Hidden, log_decay: ToeplitzCoefficients, weight: ToeplitzCoefficients,
+    shape: tuple[int, ...], hidden: HiddenStates | None, *, bidirectional: bool,
+) -> tuple[Hidden, HiddenStates | None]:  # fmt: skip
+    """Compute the sum over axes and, of one axis read forward, the state after the last token.
+
+    Gradients are not differentiable again.
+    """
+    tables = (table.float() for table in (log_decay, weight))
+    log_decay, weight = (x if bidirectional else x.unsqueeze(1) for x in tables)
+    hidden = None if hidden is None else hidden.float().contiguous()
+    given = (x.contiguous(), log_decay.contiguous(), weight.contiguous(), hidden)
+    y, last = _toeplitz(*given, list(shape))
+    return y, last if _is_carried(log_decay) else None
+
+
+@torch.library.custom_op("onescan::toeplitz", mutates_args=())
+def _toeplitz(
+    x: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None, shape: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and, of one axis read forward, the sums after the last token, [B, D, E]."""
+    return _passes(x, log_decay, weight, hidden, shape)
+
+
+@_toeplitz.register_fake
+def _(
+    x: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None, shape: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), _new_last(x, log_decay)
+
+
+@torch.library.custom_op("onescan::toeplitz_backward", mutates_args=())
+def _toeplitz_backward(
+    dy: Tensor, dlast: Tensor, x: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None,
+    shape: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of x, both tables and the state before the first token."""
+    carried = _is_carried(log_decay)
+    after = dlast if carried else None
+    dx, first = _passes(dy, log_decay, weight, after, shape, mirrored=True, weighed=carried)
+    dlog_decay, dweight = torch.empty_like(log_decay), torch.empty_like(weight)
+    for line in _lines(x, log_decay, shape):
+        parts = _coefficients(line, x, dy, log_decay, weight, hidden, after)
+        for whole, part in zip((dlog_decay, dweight), parts, strict=True):
+            whole[line.axis, line.direction] = part.sum(0)
+    return dx, dlog_decay, dweight, log_decay[0, 0].exp() * first if carried else first
+
+
+@_toeplitz_backward.register_fake
+def _(
+    dy: Tensor, dlast: Tensor, x: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None,
+    shape: Sequence[int],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return *(torch.empty_like(t) for t in (x, log_decay, weight)), torch.empty_like(dlast)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.shape = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    hidden = ctx.saved_tensors[3]
+    *gradients, dhidden = _toeplitz_backward(
+        dy.contiguous(), dlast.contiguous(), *ctx.saved_tensors, ctx.shape
+    )
+    return *gradients, None if hidden is None else dhidden, None
+
+
+_toeplitz.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+class _Line(NamedTuple):
+    """The lines along one axis of a grid, and the direction to read them in.
+
+    Attributes:
+        axis: Index of the axis.
+        direction: 0 from the first token on, 1 from the last.
+        lines: Number of lines.
+        length: Tokens of a line.
+        stride: Tokens from one token of a line to the next.
+    """
+
+    axis: int
+    direction: int
+    lines: int
+    length: int
+    stride: int
+
+    def sizes(self, split: "_Split") -> tuple[int, ...]:
+        """Return the lengths that kernels take, in order."""
+        return self.lines, self.length, split.tokens, split.parts, split.groups, self.stride
+
+
+class _Split(NamedTuple):
+    """Tokens per part, parts per line, and groups that the parts of all lines are divided into."""
+
+    tokens: int
+    parts: int
+    groups: int
+
+
+def _lines(x: Tensor, log_decay: Tensor, shape: Sequence[int]) -> Iterator[_Line]:
+    tokens = x.shape[0] * x.shape[1]
+    for axis, direction in product(range(len(shape)), range(log_decay.shape[1])):
+        stride = math.prod(shape[axis + 1 :])
+        yield _Line(axis, direction, tokens // shape[axis], shape[axis], stride)
+
+
+def _is_carried(log_decay: Tensor) -> bool:
+    return log_decay.shape[:2] == (1, 1)
+
+
+def _new_last(x: Tensor, log_decay: Tensor) -> Tensor:
+    *_, channels, width = log_decay.shape
+    return log_decay.new_empty((x.shape[0], channels, width) if _is_carried(log_decay) else (0,))
+
+
+def _passes(
+    x: Tensor, log_decay: Tensor, weight: Tensor, state: Tensor | None, shape: Sequence[int], *,
+    mirrored: bool = False, weighed: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the sum over axes and directions, mirrored for the gradient of x, and last sums."""
+    y, last = torch.empty_like(x), _new_last(x, log_decay)
+    width = log_decay.shape[3]
+    case = _case(x, log_decay)
+    blocks = kernels.scan_blocks(case)
+    across = -(-case.value_width // blocks.values)
+    steps = list(product(_lines(x, log_decay, shape), range(0, width, blocks.keys)))
+    sums = (
+        y
+        if len(steps) == 1 or x.dtype is torch.float32
+        else torch.empty_like(y, dtype=torch.float32)
+    )
+    for place, (line, first_e) in enumerate(steps):
+        tables = log_decay[line.axis, line.direction], weight[line.axis, line.direction]
+        split = _split(line, across, x.device)
+        flags = {"BACKWARD": bool(line.direction) != mirrored, "WEIGHED": weighed}
+        if first_e == 0:
+            entering = _entering(line, split, x, tables, state, derivative=False, **flags)
+        launch(
+            kernels.outputs, case, (split.groups * across,),
+            x, sums if place > 0 else None, *tables, entering,
+            y if place == len(steps) - 1 else sums, last if _is_carried(log_decay) else None,
+            *line.sizes(split), **flags, LAG=line.direction, FIRST_E=first_e,
+        )  # fmt: skip
+    return y, last
+
+
+def _entering(
+    line: _Line, split: _Split, x: Tensor, tables: tuple[Tensor, Tensor], state: Tensor | None, *,
+    derivative: bool, **flags: bool,
+) -> Tensor | None:  # fmt: skip
+    """Return what enters each part, [1 + derivative, parts, lines, D, E]; the state of one part."""
+    if split.parts == 1:
+        return state
+    case = _case(x, tables[0])
+    entering = tables[0].new_empty(1 + derivative, split.parts, line.lines, *tables[0].shape)
+    grid = (split.groups * _tiles(case, kernels.scan_blocks),)
+    flags = {**flags, "DERIVATIVE": derivative}
+    launch(kernels.leave, case, grid, x, *tables, entering, *line.sizes(split), **flags)
+    grid = (-(-line.lines * tables[0].numel() // kernels.carry_blocks(case).keys),)
+    lengths = (line.lines, split.tokens, split.parts)
+    del flags["BACKWARD"]
+    launch(kernels.carry, case, grid, entering, state, tables[0], *lengths, **flags)
+    return entering
+
+
+def _coefficients(
+    line: _Line, x: Tensor, dy: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None,
+    dlast: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of one axis and direction's log_decay and weight, [groups, D, E]."""
+    tables = log_decay[line.axis, line.direction], weight[line.axis, line.direction]
+    case = _case(x, tables[0])
+    across = _tiles(case, kernels.gradient_blocks)
+    split = _split(line, across, x.device)
+    backward = bool(line.direction)
+    entering = _entering(
+        line, split, x, tables, hidden, derivative=True, BACKWARD=backward, WEIGHED=False
+    )
+    dlog_decay = tables[0].new_empty(split.groups, *tables[0].shape)
+    dweight = torch.empty_like(dlog_decay)
+    launch(
+        kernels.coefficients, case, (split.groups * across,),
+        x, dy, *tables, entering, dlast, dlog_decay, dweight, *line.sizes(split),
+        BACKWARD=backward, LAG=line.direction, DERIVATIVE=split.parts > 1,
+    )  # fmt: skip
+    return dlog_decay, dweight
+
+
+def _case(x: Tensor, log_decay: Tensor) -> Case:
+    """Return what kernels are compiled for; the last axes of log_decay are D and E."""
+    channels, width = log_decay.shape[-2:]
+    return Case(name_of(x.dtype), chip_of(x.device), key_width=width, value_width=channels)
+
+
+def _tiles(case: Case, blocks_of: Callable[[Case], Blocks]) -> int:
+    """Return the number of programs that share a table [D, E]."""
+    blocks = blocks_of(case)
+    return -(-case.value_width // blocks.values) * -(-case.key_width // blocks.keys)
+
+
+def _split(line: _Line, across: int, device: torch.device) -> _Split:
+    """Divide lines into parts where they are too few for the device.
+
+    Args:
+        line: The lines.
+        across: Programs per part.
+        device: Where they run.
+    """
+    wanted = -(-WARPS * programs_wanted(device) // across)
+    parts = -(-wanted // max(line.lines, 1))
+    tokens = max(LEAST_SPLIT, -(-line.length // parts))
+    tokens = -(-tokens // kernels.REFRESH) * kernels.REFRESH
+    parts = -(-line.length // tokens)
+    strips = max(line.lines * parts, 1)
+    return _Split(tokens, parts, -(-strips // -(-strips // wanted)))
