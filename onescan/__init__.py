@@ -7,8 +7,6 @@ torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from onescan.integrations import register_on_import
-
 __version__ = "0.9.0"
 
 # name -> module that defines it
@@ -22,8 +20,6 @@ _HOMES = {
     "DeltaStates": "onescan.ops.delta_rule",
     "Denoiser": "onescan.models.denoiser",
     "DenoiserConfig": "onescan.models.denoiser",
-    "DenoiserModel": "onescan.integrations.diffusers.model",
-    "DenoiserPipeline": "onescan.integrations.diffusers.pipeline",
     "DiffusionState": "onescan.ops.linear_diffusion",
     "Grid": "onescan.shapes",
     "ImageClassifier": "onescan.models.image_classifier",
@@ -51,17 +47,12 @@ _HOMES = {
     "preset": "onescan.models.presets",
     "save_state": "onescan.training.states",
     "stable_step": "onescan.ops.linear_diffusion",
-    "to_diffusers": "onescan.integrations.diffusers.convert",
-    "to_transformers": "onescan.integrations.transformers.convert",
     "toeplitz_position": "onescan.ops.toeplitz_position",
     "train": "onescan.training.loop",
     "use_backend": "onescan.ops.backend",
 }
 
 __all__ = ["__version__", *_HOMES]
-
-
-register_on_import()
 
 
 def __getattr__(name: str) -> Any:

@@ -357,10 +357,10 @@ def sample(words: Words) -> None:
     )
     asked.check()
     device = choose_device(options.device, Ranks())
-    from onescan.integrations.diffusers.labels import find_labels, spelt_label
+    from onescan.integrations.diffusers import find_labels, parse_label
 
     pipeline = load_pipeline(options.checkpoint, sampler=options.sampler, vae=options.vae)
-    spelt = [spelt_label(word, pipeline.names) for word in options.label]
+    spelt = [parse_label(word, pipeline.names) for word in options.label]
     if spelt:
         labels = find_labels(spelt, pipeline.names, num_classes=pipeline.num_classes)
         if pipeline.num_classes in labels:  # which stands for none, and is mistyped here

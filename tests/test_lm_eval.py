@@ -13,12 +13,12 @@ from test_writing import byte_level_bpe
 from tiny_language_models import BOTH, CAUSAL, SMALL, causal, over_causal
 from tiny_tokenizers import WORDS, word_tokenizer
 
-import onescan
 from onescan.bench.asked import TasksConfig
 from onescan.bench.harness import _manager_of, register
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
 from onescan.integrations.lm_eval import OnescanLM
+from onescan.integrations.transformers import OnescanForCausalLM, OnescanTextConfig, to_transformers
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.tasks.writing import write_on
@@ -186,7 +186,7 @@ def saved(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     torch.manual_seed(4)
     model = CausalLMConfig(**{**SMALL, "vocab_size": 12, **CAUSAL["lightnet"]}).build()
-    onescan.to_transformers(model.eval()).save_pretrained(tmp_path / "model")
+    to_transformers(model.eval()).save_pretrained(tmp_path / "model")
     words().save_pretrained(tmp_path / "model")
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "cats.json").write_text(json.dumps(QUESTIONS))
@@ -254,7 +254,7 @@ def test_likelihoods_are_those_of_lm_evals_own_model(tmp_path):
 
     torch.manual_seed(0)
     model = CausalLMConfig(**{**SMALL, "vocab_size": 300, **CAUSAL["lightnet"]}).build()
-    onescan.to_transformers(model.eval()).save_pretrained(tmp_path)
+    to_transformers(model.eval()).save_pretrained(tmp_path)
     byte_level_bpe().save_pretrained(tmp_path)
     pairs = [("the cat", " sat on the mat"), ("the cat", " naïve"), ("a", "b"), ("", "the mat")]
     ours = OnescanLM(model, PretrainedTokenizer("pairs", byte_level_bpe()))
@@ -268,12 +268,14 @@ def test_likelihoods_are_those_of_lm_evals_own_model(tmp_path):
 
 
 def test_a_saved_config_brings_no_source_along(saved):
-    onescan.integrations.transformers.OnescanTextConfig.register_for_auto_class()
+    OnescanTextConfig.register_for_auto_class()
+    OnescanForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     again = saved.folder / "again"
-    onescan.to_transformers(saved.lm).save_pretrained(again)
-    assert {path.name for path in again.glob("*.py")} == {"onescan_model.py"}
+    to_transformers(saved.lm).save_pretrained(again)
+    assert {path.name for path in again.glob("*.py")} == {"modeling_onescan.py"}
     config = json.loads((again / "config.json").read_text())
-    assert config["auto_map"] == {"AutoConfig": "onescan_model.OnescanTextConfig"}
+    assert config["auto_map"]["AutoConfig"] == "modeling_onescan.OnescanTextConfig"
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_onescan.OnescanForCausalLM"
 
 
 def test_sets_of_tasks_are_spelt_out():
@@ -320,7 +322,7 @@ def test_mistakes_are_told_in_a_sentence(saved, capsys, monkeypatch):
         "--tasks", "cats", "--workers", "2"
     )
     masked = MaskedLMConfig(**{**SMALL, "vocab_size": 12}, **BOTH["bert"]).build()
-    onescan.to_transformers(masked).save_pretrained(saved.model)
+    to_transformers(masked).save_pretrained(saved.model)
     assert "the model is a MaskedLM, expected a CausalLM" in told("--tasks", "cats", *local)
     (saved.folder / "broken").mkdir()
     (saved.folder / "broken/dogs.yaml").write_text("task: [dogs")

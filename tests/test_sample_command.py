@@ -199,7 +199,7 @@ def test_models_without_classes_and_colours(sample, tmp_path):
     sample("--count", 2, out="many", run=run)
     assert (tmp_path / "many" / "image-seed-0-00001.png").exists()
     says = sample("--label", 1, out="b.npz", run=run, code=2)
-    assert "labels [1] are asked for, but the model has no classes" in says
+    assert "labels [1] are given, but the model has no classes" in says
 
 
 def test_latents_are_decoded_by_the_vae_of_the_run(sample, tmp_path):

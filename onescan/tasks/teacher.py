@@ -139,6 +139,8 @@ def _of_transformers(name: str, field: str, place: str) -> Teacher:
             AutoImageProcessor,
             AutoModelForImageClassification,
         )
+
+        import onescan.integrations.transformers  # noqa: F401  # registers our classifiers
     except ImportError as error:
         raise ImportError(
             f"{field} is {name!r}, no run but perhaps a classifier of transformers, which is "
