@@ -119,7 +119,7 @@ def test_a_model_with_places_reads_the_end_of_a_long_context(name):
     told = [(("", ""), context, text) for text in ([5, 6, 7], [8])]
     got = judged(model)._loglikelihood_tokens(told)
     assert_scores(got, [direct(model, context[-38:], [5, 6, 7]), direct(model, context[-40:], [8])])
-    with pytest.raises(ValueError, match="likelihood of 41 tokens, but the model has 40 places"):
+    with pytest.raises(ValueError, match="likelihood of 41 tokens, but the model is limited to 40"):
         judged(model)._loglikelihood_tokens([(("", ""), [1], [5] * 41)])
 
 
@@ -158,14 +158,14 @@ def test_texts_are_written_up_to_what_ends_them(name):
 def test_a_task_that_asks_for_what_is_not_known_is_refused():
     lm = judged(causal(CAUSAL["gpt2"]))
     for options, message in [
-        ({"until": ["."], "penalty": 2}, r"generation_kwargs ask for \['penalty'\]"),
-        ({"num_beams": 4}, "generation_kwargs ask for beams"),
+        ({"until": ["."], "penalty": 2}, r"generation_kwargs set \['penalty'\]"),
+        ({"num_beams": 4}, r"generation_kwargs set \['num_beams'\]"),
         ({"max_gen_toks": 40}, "40 tokens are to be written, but the model has 40 places"),
         ({"do_sample": True, "temperature": -1.0}, "temperature is -1.0"),
     ]:
         with pytest.raises(ValueError, match=message):
             lm.generate_until(requests(("the", options)))
-    with pytest.raises(ValueError, match="the likelihood of no text"):
+    with pytest.raises(ValueError, match="the likelihood of an empty text"):
         lm._loglikelihood_tokens([(("", ""), [1], [])])
 
 

@@ -42,7 +42,7 @@ DECODE_BATCH = 8  # latents
 MAX_NAMES = 20  # classes listed in an error message
 
 
-class _SavedWithModule(ConfigMixin):  # type: ignore[misc]  # diffusers is not typed
+class _SavedWithModule(ConfigMixin):
     """A config in whose folder lies the module that ``trust_remote_code=True`` imports.
 
     The saved fields refer to that module; they are replaced when a class of onescan loads the
@@ -146,7 +146,7 @@ class DenoiserModel(ModelMixin, _SavedWithModule):  # type: ignore[misc]
         self.gradient_checkpointing = enable  # read by is_gradient_checkpointing
 
 
-class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):  # type: ignore[misc]
+class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
     """Generate images from noise, of given classes or of none.
 
     A saved folder is loaded by `DenoiserPipeline.from_pretrained(folder)`, or without importing

@@ -3,6 +3,8 @@
 Importing this package registers the Auto classes.
 """
 
+from typing import Any
+
 import transformers
 from transformers.models.auto import modeling_auto
 
@@ -40,7 +42,7 @@ __all__ = [
 ]
 
 # Trainer and pipelines look up here what a model is for, and whether its labels are shifted
-TASK_NAMES = {
+TASK_NAMES: dict[str, Any] = {
     "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "AutoModelForImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,

@@ -15,10 +15,9 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     ImageClassifierOutput,
     MaskedLMOutput,
-    ModelOutput,
     SequenceClassifierOutputWithPast,
 )
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from onescan.checks import can_look_at_values, check_shapes
 from onescan.configs import ModelConfig
@@ -142,7 +141,7 @@ class OnescanTextModel(OnescanModel):
     """A `TokenNetwork`: one vector per token."""
 
     config_class = OnescanTextConfig
-    native_config = CausalLMConfig
+    native_config: ClassVar[type[ModelConfig]] = CausalLMConfig
     network: TokenNetwork
 
     def build_native(self) -> nn.Module:
