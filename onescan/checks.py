@@ -185,3 +185,36 @@ def check_no_nan(result: Tensor, **arguments: Tensor | None) -> None:
             count = 0 if tensor is None else int(holds(tensor.detach()).sum())
             if tensor is not None and count:
                 raise ValueError(f"{name} holds {count} {what} of {tensor.numel()} values")
+
+
+def unpack_states(state: Any, kind: type, *, causal: bool) -> tuple[Any, Any]:
+    """Return the forward and the backward state of a call, each a `kind` or None.
+
+    Args:
+        state: What the caller passed: a `kind` if causal, otherwise a pair; or None.
+        kind: State class of one direction, such as DecayState. The pair's class is named
+            DecayStates.
+        causal: Whether there is no backward state.
+
+    Raises:
+        ValueError: If state is of the other direction or of another type.
+    """
+    pair = (state, None) if causal else (None, None) if state is None else state
+    if isinstance(pair, tuple) and [isinstance(x, kind | None) for x in pair] == [True, True]:
+        forward, backward = pair
+        return forward, backward
+    what = f"a {kind.__name__}" if causal else f"{kind.__name__}s"
+    meaning = "" if causal else ", or a pair of a forward and a backward state"
+    raise ValueError(
+        f"state is a {type(state).__name__}, expected {what}, as causal={causal} returns{meaning}"
+    )
+
+
+def named_state_tensors(states: tuple[Any, Any], *, causal: bool) -> dict[str, Tensor]:
+    """Return the tensors of `unpack_states`'s result, named as in messages: state.forward.kv."""
+    return {
+        f"state.{field}" if causal else f"state.{direction}.{field}": tensor
+        for direction, state in zip(("forward", "backward"), states, strict=True)
+        if state is not None
+        for field, tensor in state._asdict().items()
+    }

@@ -58,9 +58,9 @@ DiffusionKernels = Float[Tensor, "H lags"]  # 2R+1 lags: K_ts = weights[R + t - 
 DiffusionKernel = Float[Tensor, " lags"]
 StepSizes = Float[Tensor, " H"]
 TokenColumns = Float[Tensor, "T _"]  # all sequences and channels side by side
-Giving = Float[Tensor, "B S H V"]  # a state's tokens too, S in all
-Moved = Float[Tensor, "B rows H V"]  # the last tokens
-MovedColumns = Float[Tensor, "rows _"]  # of the last tokens
+AllTokens = Float[Tensor, "B S H V"]  # those of a state and those of a call, S in all
+LastTokens = Float[Tensor, "B rows H V"]
+LastColumns = Float[Tensor, "rows _"]  # of the last tokens
 Toeplitz2d = Float[Tensor, "rows columns"]
 Systems = Float[Tensor, "systems T _"]  # 1 for all sequences, or one for each
 RowSums = Float[Tensor, "systems T"]

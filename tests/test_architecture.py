@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import onescan.ops
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "onescan"
 SOURCES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -161,6 +163,182 @@ def test_only_the_command_line_prints():
         if name in ("print", "sys.stdout.write", "sys.stderr.write")
     ]
     assert_law("nothing prints but cli.py", broken)
+
+
+CORE = ("kernels", "ops", "layers", "models")
+SHORTEST, LONGEST = 40, 700  # lines of a file
+# Files of the core outside these bounds, each with its reason.
+EXCEPTIONS = {
+    "kernels/__init__.py": "the list of kernel files, which tests and benchmarks walk",
+    "kernels/chips.py": "limits that plain torch reads; the kernels themselves need Triton",
+    "layers/__init__.py": "a docstring",
+    "layers/decays/none.py": "one decay",
+    "layers/initial.py": "the initial weights that every layer shares",
+    "layers/local_update.py": "one layer",
+    "layers/norm.py": "one layer",
+    "models/__init__.py": "a docstring",
+    "models/presets/contract.py": "the class of every preset",
+    "ops/additive_decay/all_at_once.py": "one form",
+    "ops/additive_decay/chunk.py": "one form",
+    "ops/additive_decay/recurrent.py": "one form",
+    "ops/decay_attention/full.py": "one form",
+}
+
+
+def test_files_of_the_core_are_chapters():
+    lengths = {
+        path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines())
+        for path in SOURCES
+        if path.relative_to(PACKAGE).parts[0] in CORE
+    }
+    outside = {name for name, lines in lengths.items() if not SHORTEST <= lines <= LONGEST}
+    broken = [f"{name}: {lengths[name]} lines" for name in outside - set(EXCEPTIONS)]
+    broken += [f"{name} is no exception: remove it" for name in set(EXCEPTIONS) - outside]
+    assert_law(f"a file has {SHORTEST} to {LONGEST} lines, or a reason in EXCEPTIONS", broken)
+
+
+def test_ops_exports_documented_functions_and_states():
+    broken = [
+        name
+        for name in onescan.ops.__all__
+        for exported in [getattr(onescan.ops, name)]
+        if not (callable(exported) and (exported.__doc__ or "").strip())
+    ]
+    assert_law("onescan.ops exports functions and classes with docstrings", broken)
+    assert sorted(onescan.ops.__all__) == list(onescan.ops.__all__)
+
+
+MODULES = {"scikit-learn": "sklearn", "pillow": "PIL"}  # imported by another name
+NOT_IMPORTED = {
+    "accelerate": "transformers and diffusers load with it: device_map, low_cpu_mem_usage",
+    "beartype": "pytest's --jaxtyping-packages option",
+    "mypy": "a command",
+    "onnxruntime": "runs what export writes",
+    "pre-commit": "a command",
+    "pytest-xdist": "pytest's -n option",
+    "ruff": "a command",
+    "tensorboard": "torch.utils.tensorboard imports it",
+    "types-tqdm": "types for mypy",
+}
+
+
+def test_declared_dependencies_are_imported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = [
+        (re.match(r"[\w-]+", line)[0], extra)
+        for extra, lines in {"dependencies": project["dependencies"], **extras}.items()
+        for line in lines
+    ]
+    imported = {
+        kind: {module.split(".")[0] for tree in trees.values() for _, module in imports(tree)}
+        for kind, trees in (("package", SOURCES), ("dev", EVERYWHERE))
+    }
+    broken = [
+        f"{name} of {extra}"
+        for name, extra in declared
+        if name not in NOT_IMPORTED
+        and MODULES.get(name, name.replace("-", "_"))
+        not in imported["dev" if extra == "dev" else "package"]
+    ]
+    broken += [f"{name} is not declared" for name in set(NOT_IMPORTED) - {n for n, _ in declared}]
+    assert_law("what is declared is imported, or has a reason in NOT_IMPORTED", broken)
+
+
+# Parts of identifiers, between underscores or capitals, and what to write instead.
+BANNED = {
+    "apart": "per_document, separate",
+    "asked": "requested, config",
+    "bookmark": "data_state",
+    "canvas": "codec",
+    "chance": "rng, randomness",
+    "climbing": "the name of the algorithm",
+    "contest": "benchmark",
+    "contestant": "candidate",
+    "contestants": "candidates",
+    "going_on": "resume",
+    "hand_back": "release_memory",
+    "hold_out": "train_test_split",
+    "ids_below": "vocab_size",
+    "is_spent": "underflowed",
+    "judge": "evaluate",
+    "judged": "evaluated",
+    "memory_keep": "memory_mask",
+    "passing": "chunk_scan",
+    "pays": "is_profitable",
+    "proven": "validated",
+    "reach": "decay_factors, radius",
+    "rival": "candidate",
+    "rivals": "candidates",
+    "room": "workspace",
+    "spare": "workspace",
+    "spell": "format",
+    "spelt": "formatted",
+    "stretch": "tile",
+    "stretches": "tiles",
+    "take_turns": "interleave",
+    "tally": "accumulator",
+    "tell": "score",
+    "told": "scores",
+    "try_out": "dry_run",
+    "turn": "rotary tables, batch of chunks",
+    "turns": "batches of chunks",
+    "untold": "ignore_index",
+    "vocabulary_size": "vocab_size",
+    "worn": "swapped_into",
+    "write_on": "generate",
+}
+# Folders and files whose identifiers are checked.
+CHECKED = (
+    "checkpoint",
+    "ops/__init__.py",
+    "ops/delta_rule",
+    "ops/feature_maps.py",
+    "ops/linear_diffusion",
+    "ops/toeplitz_position",
+)
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of each class, function, argument, attribute, variable and import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield node.value.lineno, node.arg
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.alias):
+            yield node.lineno, (node.asname or node.name).split(".")[-1]
+
+
+def parts_of(identifier: str) -> str:
+    """The parts of an identifier in lower case, each between underscores.
+
+    >>> parts_of("_ChunkRoom"), parts_of("GPUState"), parts_of("rooms_2d")
+    ('_chunk_room_', '_gpu_state_', '_rooms_d_')
+    """
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)
+    return f"_{'_'.join(parts)}_".lower()
+
+
+def test_identifiers_use_standard_terms():
+    missing = [name for name in CHECKED if not (PACKAGE / name).exists()]
+    assert_law("CHECKED lists what exists", missing)
+    checked = [PACKAGE / name for name in CHECKED]
+    broken = [
+        f"{at(path, line)}: {name}; write {standard}"
+        for path, tree in SOURCES.items()
+        if any(path == place or place in path.parents for place in checked)
+        for line, name in sorted(set(identifiers(tree)))
+        for banned, standard in BANNED.items()
+        if f"_{banned}_" in parts_of(name)
+    ]
+    assert_law("identifiers are the field's terms", broken)
 
 
 SAFE = {"weights_only": "True", "allow_pickle": "False"}

@@ -4,17 +4,17 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
+from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import SoftmaxMixerConfig
-from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 
 VOCABULARY, WIDTH, DEPTH, HEADS, MAX_TOKENS, DROPOUT = 100, 64, 3, 4, 32, 0.1
 OF_A_BLOCK = {
-    "mixer.to_out": "attention.output.dense",
+    "mixer.out_proj": "attention.output.dense",
     "mixer_norm": "attention.output.LayerNorm",
-    "mlp.to_hidden": "intermediate.dense",
-    "mlp.to_out": "output.dense",
+    "mlp.up_proj": "intermediate.dense",
+    "mlp.down_proj": "output.dense",
     "mlp_norm": "output.LayerNorm",
 }
 
@@ -59,7 +59,7 @@ def converted(bert):
         pairs |= {f"network.blocks.{i}.{a}": f"{layer}.{b}" for a, b in OF_A_BLOCK.items()}
         for part in ("weight", "bias"):
             names = (f"{layer}.attention.self.{x}.{part}" for x in ("query", "key", "value"))
-            weights[f"network.blocks.{i}.mixer.to_qkv.{part}"] = torch.cat(
+            weights[f"network.blocks.{i}.mixer.in_proj.{part}"] = torch.cat(
                 [theirs[name] for name in names]
             )
     for ours, name in pairs.items():
@@ -70,7 +70,7 @@ def converted(bert):
         depth=DEPTH,
         mixer=SoftmaxMixerConfig(num_heads=HEADS, dropout=DROPOUT),
         mlp=MLPConfig(),
-        position=TokenPositionConfig(most_tokens=MAX_TOKENS),
+        position=TokenPositionConfig(max_tokens=MAX_TOKENS),
         segment_types=2,
         embedding_norm=True,
         norm_position="post",

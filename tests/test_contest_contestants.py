@@ -241,14 +241,14 @@ def test_causal_ops_do_not_read_ahead(name):
 def test_models_of_a_size_have_about_as_many_parameters():
     for size in ("small", "150m"):
         counts = [
-            model_size(our_config(name, size, most_tokens=512)).parameters
+            model_size(our_config(name, size, max_tokens=512)).parameters
             for name in ("lightnet", "lion_s", "softmax")
         ]
         assert max(counts) < 1.05 * min(counts)
 
 
 def test_the_largest_is_of_the_papers_size():
-    largest = model_size(our_config("lightnet", "1.45b", most_tokens=1))
+    largest = model_size(our_config("lightnet", "1.45b", max_tokens=1))
     assert largest.parameters == pytest.approx(1.452e9, rel=1e-3)  # LightNet, Table 4: 1.45B
 
 

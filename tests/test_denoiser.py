@@ -7,7 +7,8 @@ import torch
 
 import onescan
 from onescan.bench.size import model_size
-from onescan.layers.condition import FREQUENCIES, LabelEmbedding, TimestepEmbedding
+from onescan.layers.basic import GLUConfig
+from onescan.layers.block import FREQUENCIES, LabelEmbedding, TimestepEmbedding
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     LightNetMixerConfig,
@@ -15,9 +16,8 @@ from onescan.layers.mixers import (
     LionMixerConfig,
     SoftmaxMixerConfig,
 )
-from onescan.layers.mlp import GLUConfig
-from onescan.layers.patch import Patchify, Unpatchify
 from onescan.layers.position import SinusoidalPosition, ToeplitzPositionConfig
+from onescan.layers.tokens import Patchify, Unpatchify
 from onescan.models.denoiser import Denoiser, DenoiserConfig
 from onescan.models.noise import NoiseConfig, SamplerConfig
 from onescan.models.presets import PRESETS, preset
@@ -122,7 +122,7 @@ def test_each_patch_comes_out_where_it_went_in(condition):
     """Where tokens exchange nothing, a changed patch changes its own place alone."""
     model, x = awake(tiny(condition=condition, position=None)), noisy(3, 8, 8)
     for block in model.blocks:
-        torch.nn.init.zeros_(block.mixer.to_out.weight)
+        torch.nn.init.zeros_(block.mixer.out_proj.weight)
     changed = x.clone()
     changed[:, :, 2:4, 6:8] += 1
     apart = (model(changed, T, LABELS) - model(x, T, LABELS)).abs().sum(dim=(0, 1)) > 1e-9
@@ -198,16 +198,16 @@ def test_timesteps_are_embedded_as_in_dit():
     steps = torch.tensor([0.0, 12.5, 999.0], dtype=torch.float64)
     rates = 10_000.0 ** -(torch.arange(128) / 128).double()
     waves = torch.cat([(steps[:, None] * rates).sin(), (steps[:, None] * rates).cos()], dim=1)
-    hidden = torch.nn.functional.silu(embedding.to_hidden(waves))
+    hidden = torch.nn.functional.silu(embedding.in_proj(waves))
     assert waves.shape[1] == FREQUENCIES
     embedded = embedding(steps, torch.float64)
-    torch.testing.assert_close(embedded, embedding.to_out(hidden), atol=1e-5, rtol=0)
+    torch.testing.assert_close(embedded, embedding.out_proj(hidden), atol=1e-5, rtol=0)
 
 
 def test_unpatchify_puts_together_what_patchify_cut():
     cut, join = Patchify(3, (2, 4), 24), Unpatchify(24, 3, (2, 4))
     with torch.no_grad():
-        for linear in (cut.to_token, join.to_patch):
+        for linear in (cut.proj, join.proj):
             linear.weight.copy_(torch.eye(24))
             linear.bias.zero_()
     x = torch.randn(2, 3, 6, 8)
@@ -261,8 +261,8 @@ def test_a_config_that_no_model_has_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((noisy(3, 8, 8), T, torch.tensor([1, 6])), "labels hold 6, expected 0 to 4"),
-        ((noisy(3, 8, 8), T, torch.tensor([-1, 0])), "labels hold -1"),
+        ((noisy(3, 8, 8), T, torch.tensor([1, 6])), "labels contain 6, expected 0 to 4"),
+        ((noisy(3, 8, 8), T, torch.tensor([-1, 0])), "labels contain -1"),
         ((noisy(3, 8, 8), torch.tensor([1, 1001]), LABELS), "timesteps reach from 1 to 1001"),
         ((noisy(3, 8, 8), torch.tensor([float("nan"), 1]), LABELS), "timesteps reach from nan"),
         ((noisy(3, 8, 8), T[:1], LABELS), r"timesteps has shape \(1,\), expected \(2,\)"),

@@ -235,8 +235,8 @@ def test_widths_and_steps_are_those_of_the_kernels(study, drawn):
     model = ldn()
     for i, block in enumerate(model.blocks):
         diffusion = block.mixer.diffusions[0]
-        torch.nn.init.constant_(diffusion.sigma_logit, 0.0)
-        torch.nn.init.constant_(diffusion.step, math.log(i + 1))
+        torch.nn.init.constant_(diffusion.raw_sigma, 0.0)
+        torch.nn.init.constant_(diffusion.raw_step, math.log(i + 1))
     of(study, model)
     (widths,), (steps,) = (figure.axes for figure in drawn[1:3])
     before, now = (line.get_ydata() for line in widths.lines)

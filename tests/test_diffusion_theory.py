@@ -9,17 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onescan.layers.diffusion import LEAST_SIGMA, MOST_OF_STEP, Diffusion
+from onescan.layers.mixers.linear_diffusion import MAX_STEP_FRACTION, MIN_SIGMA, Diffusion
 from onescan.ops.linear_diffusion import (
     IMPLEMENTATIONS,
     SOLVERS,
+    diffusion_operator,
     following,
     gaussian_kernel,
     gaussian_radius,
     linear_diffusion,
     stable_step,
 )
-from onescan.ops.linear_diffusion.operator import diffusion_operator, smallest_positive_power
+from onescan.ops.linear_diffusion.kernel import smallest_positive_power
 
 over_forms = pytest.mark.parametrize("form", IMPLEMENTATIONS)
 sizes = given(tokens=st.integers(1, 40), radius=st.integers(1, 50), seed=st.integers(0, 999))
@@ -119,17 +120,17 @@ def test_no_parameters_leave_the_bound(logits, causal, tokens):
     diffusion = Diffusion(
         [1.0], max_sigma=8.0, epsilon=1e-4, causal=causal, scheme="explicit", form="auto"
     )
-    names = ["sigma_logit", "past", "future", "step"]
+    names = ["raw_sigma", "raw_past", "raw_future", "raw_step"]
     with torch.no_grad():
         for name, value in zip(names, logits, strict=True):
             if getattr(diffusion, name) is not None:
                 getattr(diffusion, name).fill_(value)
     weights = diffusion.weights()
-    assert LEAST_SIGMA <= diffusion.sigma().item() <= 8.0
+    assert MIN_SIGMA <= diffusion.sigma().item() <= 8.0
     operator = diffusion_operator(weights, diffusion.dt(weights), tokens)[0]
     assert torch.isfinite(operator).all()
     assert operator.min() >= 0
-    assert operator.diagonal().min() > (1 - MOST_OF_STEP) / 2
+    assert operator.diagonal().min() > (1 - MAX_STEP_FRACTION) / 2
     torch.testing.assert_close(operator.sum(-1), torch.ones(tokens))
     x = torch.randn(1, tokens, 2, requires_grad=True)
     diffusion(x).square().sum().backward()
@@ -142,8 +143,8 @@ def test_gradients_stay_finite_where_a_kernel_all_but_vanishes(raw):
         [1.0], max_sigma=8.0, epsilon=1e-4, causal=False, scheme="explicit", form="auto"
     )
     with torch.no_grad():
-        diffusion.past.fill_(raw)
-        diffusion.future.fill_(raw)
+        diffusion.raw_past.fill_(raw)
+        diffusion.raw_future.fill_(raw)
     diffusion(torch.randn(1, 9, 2)).square().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in diffusion.parameters())
 
@@ -214,7 +215,7 @@ def test_theorem_1_fails_at_the_bound_itself_though_its_graph_is_strongly_connec
     at_the_bound = diffusion_operator(weights, torch.ones(1, dtype=torch.float64), 2)[0]
     assert at_the_bound.tolist() == [[0.0, 1.0], [1.0, 0.0]]
     assert smallest_positive_power(at_the_bound) is None
-    below = diffusion_operator(weights, 2 * MOST_OF_STEP * stable_step(weights), 2)[0]
+    below = diffusion_operator(weights, 2 * MAX_STEP_FRACTION * stable_step(weights), 2)[0]
     assert smallest_positive_power(below) == 1
 
 
@@ -281,7 +282,7 @@ def test_the_kernel_is_the_papers():
 
 
 @given(
-    sigma=st.floats(LEAST_SIGMA, 20),
+    sigma=st.floats(MIN_SIGMA, 20),
     ratio=st.floats(0, 1),
     epsilon=st.sampled_from([1e-1, 1e-2, 1e-4, 1e-6, 1e-9]),
     tokens=st.integers(1, 120),
@@ -318,19 +319,19 @@ ONE = torch.ones(2)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gaussian_kernel(ONE, ONE, ONE, 1.5), "radius is 1.5, expected a whole number"),
-        (lambda: gaussian_kernel(ONE, ONE, ONE, -1), "radius is -1, expected a whole number"),
-        (lambda: gaussian_kernel(-ONE, ONE, ONE, 1), "past reaches -1, expected at least 0"),
-        (lambda: gaussian_kernel(ONE, -ONE, ONE, 1), "future reaches -1, expected at least 0"),
-        (lambda: gaussian_kernel(ONE, ONE, 0 * ONE, 1), "sigma reaches 0, expected above 0"),
-        (lambda: gaussian_kernel(ONE, ONE, torch.nan * ONE, 1), "sigma reaches nan"),
+        (lambda: gaussian_kernel(ONE, ONE, ONE, 1.5), "radius is 1.5, expected an integer"),
+        (lambda: gaussian_kernel(ONE, ONE, ONE, -1), "radius is -1, expected an integer"),
+        (lambda: gaussian_kernel(-ONE, ONE, ONE, 1), "past has minimum -1, expected at least 0"),
+        (lambda: gaussian_kernel(ONE, -ONE, ONE, 1), "future has minimum -1, expected at least 0"),
+        (lambda: gaussian_kernel(ONE, ONE, 0 * ONE, 1), "sigma has minimum 0, expected above 0"),
+        (lambda: gaussian_kernel(ONE, ONE, torch.nan * ONE, 1), "sigma has minimum nan"),
         (lambda: gaussian_kernel(ONE, ONE[:1], ONE, 1), r"future has shape \(1,\), expected 'H'"),
         (lambda: gaussian_kernel(1.0, ONE, ONE, 1), "past is a float, expected a tensor"),
         (lambda: gaussian_radius(-1.0, 0.1), "sigma is -1.0, expected a number above 0"),
         (lambda: gaussian_radius(math.inf, 0.1), "sigma is inf, expected a number above 0"),
         (lambda: gaussian_radius(1.0, 0.0), "epsilon is 0.0, expected a number between 0 and 1"),
         (lambda: gaussian_radius(1.0, 2.0), "epsilon is 2.0, expected a number between 0 and 1"),
-        (lambda: stable_step(-torch.ones(1, 3)), "weights reaches -1, expected at least 0"),
+        (lambda: stable_step(-torch.ones(1, 3)), "weights has minimum -1, expected at least 0"),
         (lambda: stable_step(torch.ones(1, 4)), "an odd number of lags"),
         (lambda: stable_step(torch.ones(3)), r"weights has shape \(3,\), expected 'H lags'"),
         (lambda: stable_step([1.0]), "weights is a list, expected a tensor"),
@@ -342,7 +343,7 @@ ONE = torch.ones(2)
                 None,
                 radius=5,
             ),
-            "state is of radius 2, expected 5",
+            "state has radius 2, expected 5",
         ),
     ],
 )

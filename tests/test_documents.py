@@ -5,7 +5,7 @@ import torch
 from tiny_language_models import BOTH, SMALL, built, causal, ids, over_both, over_causal
 from torch.nn.functional import cross_entropy
 
-from onescan.layers.documents import Documents
+from onescan.layers.tokens import Documents
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
 
@@ -93,9 +93,9 @@ def test_recomputed_packs_have_the_same_gradients():
 def test_texts_of_like_length_are_mixed_together():
     lengths = [9, 8, 5, 4, 4, 2, 1, 1]
     numbers = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
-    shapes = [tuple(group.places.shape) for group in Documents(numbers).groups]
+    shapes = [tuple(group.positions.shape) for group in Documents(numbers).groups]
     assert shapes == [(3, 9), (2, 4), (1, 2), (2, 1)]
-    places = torch.cat([g.places[g.inside] for g in Documents(numbers).groups])
+    places = torch.cat([g.positions[g.inside] for g in Documents(numbers).groups])
     assert places.sort().values.tolist() == list(range(34))
 
 

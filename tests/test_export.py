@@ -19,6 +19,7 @@ from onescan.integrations.export import (
     logcumsumexp,
     solve_unit_triangular,
 )
+from onescan.layers.basic import GLUConfig, MLPConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     LightNetMixerConfig,
@@ -26,7 +27,6 @@ from onescan.layers.mixers import (
     LionMixerConfig,
     SoftmaxMixerConfig,
 )
-from onescan.layers.mlp import GLUConfig, MLPConfig
 from onescan.layers.position import (
     AbsolutePositionConfig,
     ToeplitzPositionConfig,
@@ -40,7 +40,7 @@ from onescan.models.sequence_classifier import SequenceClassifierConfig
 VOCABULARY, CHUNK = 11, 8
 TEXT = {"vocab_size": VOCABULARY, "width": 16, "depth": 1, "init_std": 0.3}
 NEAR = {"sigmas": (1.0,), "max_sigma": 2.0}
-PLACES = TokenPositionConfig(most_tokens=200)
+PLACES = TokenPositionConfig(max_tokens=200)
 TPE = ToeplitzPositionConfig(hidden_states=4)
 TPE_BOTH = ToeplitzPositionConfig(hidden_states=4, bidirectional=True)
 SIZES = ((1, 8, 4), (3, 12, 18), (2, 8, 140))

@@ -110,7 +110,7 @@ def test_labels_reach_the_model_and_no_classes_are_none():
 def test_what_a_held_out_image_is_judged_by_depends_on_nothing_else():
     torch.manual_seed(0)
     model = TINY.build()
-    torch.nn.init.normal_(model.unpatchify.to_patch.weight)
+    torch.nn.init.normal_(model.unpatchify.proj.weight)
     rows = [evaluate(model, task_of(evaluation_batch_size=size)).arrays for size in (24, 7)]
     torch.testing.assert_close(rows[0], rows[1])
     steps = rows[0]["timesteps"]

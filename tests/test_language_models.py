@@ -23,13 +23,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from onescan.configs import replace
+from onescan.layers.basic import GLUConfig
 from onescan.layers.mixers import (
     LightNetMixerConfig,
     LionMixerConfig,
     SoftmaxMixerConfig,
     SoftmaxState,
 )
-from onescan.layers.mlp import GLUConfig
 from onescan.layers.position import (
     AbsolutePositionConfig,
     SinusoidalPositionConfig,
@@ -111,22 +111,22 @@ def test_a_state_does_not_grow_and_softmaxs_does(name):
 def test_causal_softmax_is_the_formula():
     mixer = SoftmaxMixerConfig(num_heads=3, causal=True).build(width=WIDTH, axes=1).double()
     x, keep = torch.randn(2, 6, WIDTH, dtype=torch.float64), torch.rand(2, 6) < 0.7
-    q, k, v = (y.unflatten(-1, (3, -1)) for y in mixer.to_qkv(x).chunk(3, dim=-1))
+    q, k, v = (y.unflatten(-1, (3, -1)) for y in mixer.in_proj(x).chunk(3, dim=-1))
     scores = torch.einsum("bthk,bshk->bhts", q, k) / (WIDTH / 3) ** 0.5
     t = torch.arange(6)
     seen = (t[:, None] >= t) & keep[:, None, None, :]
     shares = scores.masked_fill(~(seen | (t[:, None] == t)), -torch.inf).softmax(-1)
-    want = mixer.to_out(torch.einsum("bhts,bshk->bthk", shares, v).flatten(-2))
+    want = mixer.out_proj(torch.einsum("bhts,bshk->bthk", shares, v).flatten(-2))
     got, state = mixer(x, Grid((6,)), keep=keep)
     torch.testing.assert_close(got, want * keep.unsqueeze(-1))
     assert isinstance(state, SoftmaxState)
     whole = scores.masked_fill(t[:, None] < t, -torch.inf).softmax(-1)
-    want = mixer.to_out(torch.einsum("bhts,bshk->bthk", whole, v).flatten(-2))
+    want = mixer.out_proj(torch.einsum("bhts,bshk->bthk", whole, v).flatten(-2))
     torch.testing.assert_close(mixer(x, Grid((6,)))[0], want)
 
 
 def test_token_places_are_counted_over_real_tokens():
-    position = TokenPositionConfig(most_tokens=5).build(width=3, grid=Grid((1,)))
+    position = TokenPositionConfig(max_tokens=5).build(width=3, grid=Grid((1,)))
     keep = torch.tensor([[False, True, True], [True, False, True]])
     x, taken = position(torch.zeros(2, 3, 3), Grid((3,)), None, keep)
     assert taken.tolist() == [2, 2]
@@ -426,8 +426,8 @@ def test_a_state_of_another_model_is_refused():
         (CausalLMConfig(**SMALL, dropout=1.0), "dropout is 1.0, expected a chance"),
         (CausalLMConfig(**SMALL, segment_types=-1), "segment_types is -1"),
         (
-            CausalLMConfig(**SMALL, position=TokenPositionConfig(most_tokens=0)),
-            "position.most_tokens is 0",
+            CausalLMConfig(**SMALL, position=TokenPositionConfig(max_tokens=0)),
+            "position.max_tokens is 0",
         ),
     ],
 )
@@ -449,7 +449,7 @@ def test_text_recipes_have_positions_that_depend_on_order(name):
     placed, _ = position(x, Grid((12,)))
     permuted, _ = position(x[:, order], Grid((12,)))
     assert (permuted - placed[:, order]).abs().max() > 0.01
-    assert run.model.position.most_tokens >= run.data.max_tokens
+    assert run.model.position.max_tokens >= run.data.max_tokens
     fields = {"depth": 1, "width": 24, "mixer.num_heads": 3}
     replace(run.model, fields).build()
 

@@ -5,16 +5,15 @@ from inspect import unwrap
 import pytest
 import torch
 
+from onescan.layers.basic import GLU, MLP, GLUConfig, MLPConfig, build_norm
 from onescan.layers.block import Block, DropPath
 from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     SoftmaxMixerConfig,
 )
-from onescan.layers.mlp import GLU, MLP, GLUConfig, MLPConfig
-from onescan.layers.norm import build_norm
-from onescan.layers.patch import Patchify
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
+from onescan.layers.tokens import Patchify
 from onescan.shapes import Grid
 
 
@@ -29,14 +28,14 @@ def test_patches_of_any_number_of_axes(sides, patch, shape):
     assert got == shape
     assert y.shape == (3, torch.Size(shape).numel(), 5)
     last = x[(..., *(slice(-p, None) for p in patch))].flatten(1)
-    torch.testing.assert_close(y[:, -1], patchify.to_token(last))
+    torch.testing.assert_close(y[:, -1], patchify.proj(last))
 
 
 def test_patches_are_what_a_strided_convolution_reads():
     patchify = Patchify(3, (4, 4), 6)
     x = torch.randn(2, 3, 8, 12)
-    weight = patchify.to_token.weight.reshape(6, 3, 4, 4)
-    want = torch.nn.functional.conv2d(x, weight, patchify.to_token.bias, stride=4)
+    weight = patchify.proj.weight.reshape(6, 3, 4, 4)
+    want = torch.nn.functional.conv2d(x, weight, patchify.proj.bias, stride=4)
     torch.testing.assert_close(patchify(x)[0], want.flatten(2).mT)
 
 
@@ -129,11 +128,11 @@ def test_mlps():
     glu, mlp = GLUConfig().build(width=6), MLPConfig(ratio=2.0, multiple_of=8).build(width=6)
     assert isinstance(glu, GLU)
     assert isinstance(mlp, MLP)
-    assert glu.to_hidden.out_features == 16
-    assert mlp.to_hidden.out_features == 16
-    gate = glu.to_gate(x)
-    torch.testing.assert_close(glu(x), glu.to_out(gate * torch.sigmoid(gate) * glu.to_hidden(x)))
-    want = mlp.to_out(torch.nn.functional.gelu(mlp.to_hidden(x)))
+    assert glu.up_proj.out_features == 16
+    assert mlp.up_proj.out_features == 16
+    gate = glu.gate_proj(x)
+    torch.testing.assert_close(glu(x), glu.down_proj(gate * torch.sigmoid(gate) * glu.up_proj(x)))
+    want = mlp.down_proj(torch.nn.functional.gelu(mlp.up_proj(x)))
     torch.testing.assert_close(mlp(x), want)
 
 
@@ -170,10 +169,10 @@ def test_attention_dropout_applies_to_attention_weights():
     mixer = SoftmaxMixerConfig(num_heads=1, dropout=0.25).build(width=1, axes=1)
     grid, x = Grid((2000,)), torch.ones(1, 2000, 1)
     with torch.no_grad():
-        mixer.to_qkv.weight.zero_()
-        mixer.to_qkv.bias.copy_(torch.tensor([0.0, 0.0, 1.0]))  # equal weights, values of 1
-        mixer.to_out.weight.fill_(1)
-        mixer.to_out.bias.zero_()
+        mixer.in_proj.weight.zero_()
+        mixer.in_proj.bias.copy_(torch.tensor([0.0, 0.0, 1.0]))  # equal weights, values of 1
+        mixer.out_proj.weight.fill_(1)
+        mixer.out_proj.bias.zero_()
         y = mixer(x, grid)[0]
         # each output is a mean of 2000 weights that are 0 or 4/3
         assert y.mean().item() == pytest.approx(1, abs=0.005)

@@ -7,13 +7,12 @@ from inspect import unwrap
 
 import pytest
 import torch
+from projections import equal_parts
 
+from onescan.layers.basic import MLPConfig
 from onescan.layers.block import Block
-from onescan.layers.diffusion import Diffusion
-from onescan.layers.linear_attention import LinearAttention
-from onescan.layers.local_update import LocalUpdate
 from onescan.layers.mixers import LightNetMixerConfig, LinearDiffusionMixerConfig
-from onescan.layers.mlp import MLPConfig
+from onescan.layers.mixers.linear_diffusion import Diffusion, LinearAttention, LocalUpdate
 from onescan.layers.position import AbsolutePositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.ops.linear_diffusion import IMPLEMENTATIONS
@@ -44,15 +43,15 @@ SMALL = {"sigmas": (1.0, 2.0)}
 
 def kernel_of(diffusion, size):
     """K of the first head by its formula, [T, T], and the step, written out."""
-    sigma = 0.25 * (3.0 / 0.25) ** torch.sigmoid(diffusion.sigma_logit)
+    sigma = 0.25 * (3.0 / 0.25) ** torch.sigmoid(diffusion.raw_sigma)
     radius = math.ceil(3.0 * math.sqrt(2 * math.log(1e4)))
-    past, future = ((1 + raw.exp()).log() for raw in (diffusion.past, diffusion.future))
+    past, future = ((1 + raw.exp()).log() for raw in (diffusion.raw_past, diffusion.raw_future))
     lag = torch.arange(size)[:, None] - torch.arange(size)
     phi = past[:, None, None] * (lag > 0) + future[:, None, None] * (lag < 0)
     kernel = phi * (-(lag**2) / (2 * sigma[:, None, None] ** 2)).exp() * (lag.abs() <= radius)
     lags = torch.arange(1, radius + 1)
     both_sides = (past + future) * (-(lags**2) / (2 * sigma[:, None] ** 2)).exp().sum(-1)
-    return kernel, 0.999 * torch.sigmoid(diffusion.step) / both_sides
+    return kernel, 0.999 * torch.sigmoid(diffusion.raw_step) / both_sides
 
 
 def diffused(diffusion, h):
@@ -67,7 +66,7 @@ def diffused(diffusion, h):
 
 
 def attended(attention, h):
-    q, k, v = (h @ w.weight.T for w in (attention.to_q, attention.to_k, attention.to_v))
+    q, k, v = (h @ w.weight.T for w in equal_parts(attention.in_proj))
     q, k, v = (x.reshape(*h.shape[:2], HEADS, -1) for x in (q, k, v))
     scores = torch.einsum("bthk,bshk->bhts", q.clamp(min=0), k.clamp(min=0))
     row_sums = scores.sum(-1, keepdim=True)
@@ -76,7 +75,7 @@ def attended(attention, h):
 
 
 def updated(local, x, h):
-    gate, update = (torch.cat([x, h], dim=-1) @ local.to_gate_and_update.weight.T).chunk(2, -1)
+    gate, update = (torch.cat([x, h], dim=-1) @ local.proj.weight.T).chunk(2, -1)
     return torch.sigmoid(gate) * torch.nn.functional.gelu(update)
 
 
@@ -263,10 +262,11 @@ def test_queries_and_keys_pass_through_the_feature_map(feature_map):
     }
     attention, x = LinearAttention(WIDTH, HEADS, feature_map).double(), tokens(1, 5)
     heads = lambda layer: layer(x).reshape(5, HEADS, -1)
-    q, k = (maps[feature_map](heads(layer)) for layer in (attention.to_q, attention.to_k))
+    *qk, to_v = equal_parts(attention.in_proj)
+    q, k = (maps[feature_map](heads(layer)) for layer in qk)
     scores = torch.einsum("thk,shk->hts", q, k)
     shares = scores / scores.sum(-1, keepdim=True)
-    want = torch.einsum("hts,shv->thv", shares, heads(attention.to_v)).reshape(1, 5, -1)
+    want = torch.einsum("hts,shv->thv", shares, heads(to_v)).reshape(1, 5, -1)
     torch.testing.assert_close(attention(x)[0], want)
 
 
@@ -274,7 +274,7 @@ def test_queries_and_keys_pass_through_the_feature_map(feature_map):
 def test_the_local_update_is_gated_and_of_its_activation(activation):
     local = LocalUpdate(WIDTH, activation).double()
     x, h = tokens(2, 3), tokens(2, 3)
-    gate, update = (torch.cat([x, h], -1) @ local.to_gate_and_update.weight.T).chunk(2, -1)
+    gate, update = (torch.cat([x, h], -1) @ local.proj.weight.T).chunk(2, -1)
     function = torch.tanh if activation == "tanh" else getattr(torch.nn.functional, activation)
     torch.testing.assert_close(local(x, h), function(update) / (1 + (-gate).exp()))
     assert sum(p.numel() for p in local.parameters()) == 4 * WIDTH**2
@@ -336,12 +336,12 @@ def test_a_model_pools_what_its_last_norm_gave(pool):
         ({"kernels": 5}, "width 12 is not a multiple of kernels 5"),
         ({"kernels": 0}, "kernels is 0, expected a number above 0"),
         ({"sigmas": ()}, r"sigmas is \(\), expected at least one"),
-        ({"sigmas": (0.1,)}, "sigmas has 0.1, expected more than 0.25 and less than max_sigma"),
-        ({"sigmas": (3.0,)}, "sigmas has 3.0, expected more than 0.25 and less than max_sigma"),
+        ({"sigmas": (0.1,)}, r"sigmas contains 0.1, expected more than 0.25 and less"),
+        ({"sigmas": (3.0,)}, r"sigmas contains 3.0, expected more than 0.25 and less"),
         ({"max_sigma": -1.0}, "max_sigma is -1.0, expected a number above 0"),
         ({"epsilon": 0.0}, "epsilon is 0.0, expected a number between 0 and 1"),
         ({"epsilon": 1.0}, "epsilon is 1.0, expected a number between 0 and 1"),
-        ({"dropout": 1.0}, "dropout is 1.0, expected a chance from 0 to below 1"),
+        ({"dropout": 1.0}, "dropout is 1.0, expected a probability from 0 to below 1"),
         ({"scheme": "euler"}, "scheme 'euler' is unknown; there are: explicit, crank_nicolson"),
         ({"feature_map": "exp"}, "feature_map 'exp' is unknown"),
         ({"activation": "relu"}, "activation 'relu' is unknown .*; there are: gelu, silu, tanh"),
@@ -412,7 +412,7 @@ def test_drop_path_and_dropout_never_scale_up_what_keeps_tokens_within_bounds():
     config = LinearDiffusionMixerConfig(num_heads=3, local_update=False, linear_attention=False)
     block = Block(WIDTH, axes=1, mixer=config, mlp=None, norm="none", drop_path=0.5, dropout=0.5)
     with torch.no_grad():
-        block.mixer.diffusions[0].step.fill_(10.0)
+        block.mixer.diffusions[0].raw_step.fill_(10.0)
     h = torch.randn(64, 40, WIDTH)
     largest = h.amax(dim=1)
     for _ in range(10):
@@ -486,7 +486,7 @@ def test_a_first_width_next_to_a_bound_can_still_be_learnt():
         )
         assert diffusion.sigma().item() == pytest.approx(sigma, rel=0.05)
         diffusion.sigma().sum().backward()
-        assert diffusion.sigma_logit.grad.abs() > 1e-4
+        assert diffusion.raw_sigma.grad.abs() > 1e-4
         assert torch.isfinite(mixer(tokens(1, 4), Grid((4,)))[0]).all()
 
 
@@ -532,9 +532,9 @@ def test_what_a_masked_token_holds_reaches_no_one_and_no_weight():
     [
         ({"max_sigma": math.nan}, "max_sigma is nan, expected a number above 0"),
         ({"max_sigma": math.inf}, "max_sigma is inf, expected a number above 0"),
-        ({"max_sigma": 1e9}, "max_sigma is 1000000000.0, of which a kernel reaches .* tokens far"),
+        ({"max_sigma": 1e9}, "max_sigma is 1000000000.0, which makes a kernel reach .* tokens"),
         ({"epsilon": math.nan}, "epsilon is nan, expected a number between 0 and 1"),
-        ({"sigmas": (1.0, 40.0)}, "sigmas has 40.0, expected more than 0.25 and less than max_sig"),
+        ({"sigmas": (1.0, 40.0)}, r"sigmas contains 40\.0, expected more than 0\.25"),
     ],
 )
 def test_a_first_block_refuses_what_any_block_would(fields, message):

@@ -95,7 +95,7 @@ def test_decays_that_forget_all_or_nothing_are_drawn_at_the_edge(study, drawn):
 
 def test_selective_decays_are_means_over_test_images(study, drawn):
     model = lion(decay=SelectiveDecayConfig())
-    torch.nn.init.normal_(model.blocks[0].mixer.decays[0].to_logit.weight)
+    torch.nn.init.normal_(model.blocks[0].mixer.decays[0].proj.weight)
     assert "its geometric mean over 32 test images" in of(study, model).lead
     images = learnt_decays._images(study)
     (block, *_) = learnt_decays.mean_decays(model, images)
@@ -104,7 +104,7 @@ def test_selective_decays_are_means_over_test_images(study, drawn):
     with torch.no_grad():  # by hand
         x, _ = model.patchify(images)
         x = torch.cat([model.class_token.expand(len(x), 1, -1), x], dim=1)
-        logits = model.blocks[0].mixer.decays[0].to_logit(model.blocks[0].mixer_norm(x))
+        logits = model.blocks[0].mixer.decays[0].proj(model.blocks[0].mixer_norm(x))
     wanted = torch.nn.functional.logsigmoid(logits[:, 1:]).mean(dim=(0, 1)).exp()
     torch.testing.assert_close(block[0], wanted)
     np.testing.assert_allclose(drawn[0][1, 0], np.log(0.5) / np.log(wanted.numpy()), rtol=1e-5)
@@ -139,7 +139,9 @@ def test_models_without_learnt_decays_have_no_such_pictures(study):
     for model, why in {
         lightnet.build(): "no image classifier of LION mixers",
         lion(decay=NoDecayConfig()): "decays are none, or constant",
-        lion(decay=FixedDecayConfig(start="retnet", learnt=False)): "decays are none, or constant",
+        lion(
+            decay=FixedDecayConfig(init="retnet", learnable=False)
+        ): "decays are none, or constant",
     }.items():
         section = of(study, model)
         assert not section.figures

@@ -300,12 +300,12 @@ STATE = DiffusionState(torch.ones(B, 2, H, V), torch.ones(B, 2, dtype=torch.bool
         ({"weights": torch.ones(3, 5)}, r"weights has shape \(3, 5\), expected 'H lags' with H=2"),
         ({"weights": torch.ones(H, 4)}, r"\(2, 4\), expected 'H 2R\+1', an odd number of lags"),
         ({"weights": torch.ones(H, 0)}, r"\(2, 0\), expected 'H 2R\+1', an odd number of lags"),
-        ({"weights": torch.full((H, 5), -0.1)}, "weights reaches -0.1, expected at least 0"),
-        ({"weights": -torch.ones(H, 5)}, "weights reaches -1, expected at least 0"),
+        ({"weights": torch.full((H, 5), -0.1)}, "weights has minimum -0.1, expected at least 0"),
+        ({"weights": -torch.ones(H, 5)}, "weights has minimum -1, expected at least 0"),
         ({"weights": torch.ones(H, 5, device="meta")}, "weights is on meta and x on cpu"),
         ({"dt": 0.5}, "dt is a float, expected a tensor"),
         ({"dt": torch.ones(1)}, r"dt has shape \(1,\), expected 'H' with H=2"),
-        ({"dt": -torch.ones(H)}, "dt reaches -1, expected at least 0"),
+        ({"dt": -torch.ones(H)}, "dt has minimum -1, expected at least 0"),
         ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32, expected torch.bool"),
         ({"keep": torch.ones(B, 5).bool()}, r"keep has shape \(2, 5\), expected 'B T' with B=2"),
         ({"keep": [True]}, "keep is a list, expected a tensor"),
@@ -316,7 +316,10 @@ STATE = DiffusionState(torch.ones(B, 2, H, V), torch.ones(B, 2, dtype=torch.bool
             "form .*crank_nicolson.* 'fft' is unknown; there are: dense, banded",
         ),
         ({"state": STATE.x}, "state is a Tensor, expected a DiffusionState"),
-        ({"state": STATE, "scheme": "crank_nicolson"}, "a state came with scheme='crank_nicolson'"),
+        (
+            {"state": STATE, "scheme": "crank_nicolson"},
+            "state was given with scheme='crank_nicolson'",
+        ),
         (
             {"state": STATE._replace(x=torch.ones(B, 3, H, V))},
             r"state.x has shape \(2, 3, 2, 3\), expected 'B 2 H V'",
@@ -360,7 +363,7 @@ def test_the_choice_of_form():
     assert implicit(tokens=8 * 60, radius=60).form == "dense"
     assert implicit(tokens=8 * 60 + 1, radius=60).form == "banded"
     assert implicit(tokens=65536, radius=138).form == "banded"
-    assert choose("fft", scheme="explicit", tokens=1, radius=1) == ("fft", "asked for")
+    assert choose("fft", scheme="explicit", tokens=1, radius=1) == ("fft", "requested")
 
 
 def test_the_band_takes_memory_linear_in_the_length():

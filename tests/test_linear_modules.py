@@ -126,7 +126,7 @@ def test_models_call_every_linear_layer(name):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_lora_on_a_decay_gets_gradients(autocast):
     mixer = LionMixerConfig(num_heads=HEADS).build(width=WIDTH, axes=1)
-    mixer.decays[0].to_logit = adapter = LoRA(mixer.decays[0].to_logit)
+    mixer.decays[0].proj = adapter = LoRA(mixer.decays[0].proj)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y, _ = mixer(torch.randn(2, 12, WIDTH), Grid((12,)))
     y.float().square().sum().backward()
@@ -147,7 +147,7 @@ def test_models_can_be_quantized(name):
     with torch.no_grad():
         want = model(images)
         error = quantized(images) - want
-    assert type(quantized.blocks[0].mixer.to_out) is not nn.Linear
+    assert type(quantized.blocks[0].mixer.out_proj) is not nn.Linear
     assert error.norm() < 0.05 * want.norm()
 
 
@@ -161,5 +161,5 @@ def test_models_can_be_offloaded(to, tmp_path):
         accelerate.cpu_offload(model, device)
     else:
         accelerate.disk_offload(model, tmp_path, device)
-    assert model.blocks[0].mixer.to_out.weight.is_meta
+    assert model.blocks[0].mixer.out_proj.weight.is_meta
     torch.testing.assert_close(model(images), want, rtol=0, atol=0)

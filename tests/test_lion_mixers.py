@@ -5,12 +5,13 @@ from functools import partial
 
 import pytest
 import torch
+from projections import parts_of
 
 from onescan.configs import replace
 from onescan.layers.decays import FixedDecayConfig, HippoDecayConfig, NoDecayConfig
 from onescan.layers.mixers import LINEAR_TRANSFORMERS, DeltaRuleMixerConfig, LionMixerConfig
-from onescan.layers.mixers.directed import DirectedMixerConfig
-from onescan.layers.scan_order import snake_orders
+from onescan.layers.mixers.contract import DirectedMixerConfig
+from onescan.layers.tokens import snake_orders
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.presets import preset
 from onescan.shapes import Grid
@@ -67,32 +68,34 @@ def retnet(decay, x):
 
 
 def gated_rfa(decay, x):
-    g = torch.sigmoid(linear(decay.to_logit, x))
+    g = torch.sigmoid(linear(decay.proj, x))
     return g, 1 - g
 
 
 def mamba2(decay, x):
-    dt = (1 + (linear(decay.to_dt, x, heads=False) + decay.dt_bias).exp()).log()
+    dt = (1 + (linear(decay.proj, x, heads=False) + decay.dt_bias).exp()).log()
     return ((-decay.log_rate.exp() * dt).exp()).unsqueeze(-1), dt.unsqueeze(-1)
 
 
 def rwkv6(decay, x):
-    z = linear(decay.up, torch.tanh(linear(decay.down, x, heads=False)))
+    z = linear(decay.up_proj, torch.tanh(linear(decay.down_proj, x, heads=False)))
     return (-(decay.log_rate + z).exp()).exp(), 1
 
 
 def gla(decay, x):
-    return torch.sigmoid(linear(decay.up, linear(decay.down, x, heads=False))) ** (1 / 16), 1
+    return torch.sigmoid(linear(decay.up_proj, linear(decay.down_proj, x, heads=False))) ** (
+        1 / 16
+    ), 1
 
 
 def hgrn2(decay, x):
-    kept = torch.sigmoid(linear(decay.to_logit, x))
+    kept = torch.sigmoid(linear(decay.proj, x))
     return kept, 1 - kept
 
 
 def xlstm(decay, x):
-    forget = torch.sigmoid(linear(decay.to_forget, x, heads=False) + decay.forget_bias)
-    enter = (15 * torch.tanh(linear(decay.to_input, x, heads=False) / 15)).exp()
+    forget = torch.sigmoid(linear(decay.forget_proj, x, heads=False) + decay.forget_bias)
+    enter = (15 * torch.tanh(linear(decay.input_proj, x, heads=False) / 15)).exp()
     return forget.unsqueeze(-1), enter.unsqueeze(-1)
 
 
@@ -124,8 +127,9 @@ def visit(q, k, v, decay, *, both):
 def by_table_1(row, mixer, x, direction, *, absolute=True):
     phi, gates, scale = ROWS[row]
     decay, key = gates(mixer.decays[0], x)
-    q, v = phi(linear(mixer.to_q, x)) / K**0.5, linear(mixer.to_v, x)
-    k = key if mixer.to_k is None else key * phi(linear(mixer.to_k, x))
+    to_q, *to_k, to_v = parts_of(mixer)
+    q, v = phi(linear(to_q, x)) / K**0.5, linear(to_v, x)
+    k = key * phi(linear(to_k[0], x)) if to_k else key
     v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
     decay = decay * torch.ones_like(k)
     both = direction == "both"
@@ -142,9 +146,10 @@ def by_table_1(row, mixer, x, direction, *, absolute=True):
 
 def delta_net(mixer, x, direction):
     """S = (I - beta k k^T) S + beta k v^T, each direction without half of a token's own part."""
-    q, k = (silu(linear(layer, x)) for layer in (mixer.to_q, mixer.to_k))
+    to_q, to_k, to_v = parts_of(mixer)
+    q, k = (silu(linear(layer, x)) for layer in (to_q, to_k))
     q, k = (y / (y.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
-    v, beta = linear(mixer.to_v, x), torch.sigmoid(linear(mixer.to_beta, x, heads=False))
+    v, beta = linear(to_v, x), torch.sigmoid(linear(mixer.beta_proj, x, heads=False))
 
     def visit(q, k, v, beta):
         state, outputs = torch.zeros(x.shape[0], HEADS, K, K, dtype=x.dtype), []
@@ -170,9 +175,10 @@ def mamba(mixer, x, direction):
     def groups(layer):
         return linear(layer, x).repeat_interleave(in_group, dim=2)  # B T D N
 
-    c, b, u = groups(mixer.to_q) / state_size**0.5, groups(mixer.to_k), linear(mixer.to_v, x)
+    to_q, to_k, to_v = parts_of(mixer)
+    c, b, u = groups(to_q) / state_size**0.5, groups(to_k), linear(to_v, x)
     u = u.flatten(-2)
-    z = linear(decay.up, linear(decay.down, x, heads=False), heads=False) + decay.dt_bias
+    z = linear(decay.up_proj, linear(decay.down_proj, x, heads=False), heads=False) + decay.dt_bias
     dt, a = (1 + z.exp()).log(), -decay.log_rate.exp()
     y = torch.zeros_like(u)
     steps = range(x.shape[1])
@@ -208,7 +214,7 @@ def test_every_row_of_table_1_is_its_recurrence(row, direction):
     mixer = trained(dataclasses.replace(LINEAR_TRANSFORMERS[row], direction=direction))
     x = tokens(2, 6)
     o = ORIGINALS[row](mixer, x, direction)
-    want = linear(mixer.to_out, normed(mixer, o), heads=False)
+    want = linear(mixer.out_proj, normed(mixer, o), heads=False)
     torch.testing.assert_close(mixer(x, LINE)[0], want)
 
 
@@ -221,7 +227,7 @@ def test_the_forward_half_of_every_row_is_its_causal_original(row, form):
     config = dataclasses.replace(LINEAR_TRANSFORMERS[row], form=form, chunk_size=2)
     mixer, x = trained(config), tokens(2, 6)
     o = ORIGINALS[row](mixer, x, "forward", **{"absolute": False} if row == "xlstm" else {})
-    want = linear(mixer.to_out, normed(mixer, o), heads=False)
+    want = linear(mixer.out_proj, normed(mixer, o), heads=False)
     for count in range(1, 7):
         y, _ = mixer(x[:, :count], Grid((count,)))
         torch.testing.assert_close(y[:, -1], want[:, count - 1])
@@ -289,7 +295,7 @@ def scan_decays(mixer, x, grid):
         elif isinstance(mixer.config.decay, FixedDecayConfig):
             yield torch.sigmoid(decay.logit).expand(*x.shape[:2], HEADS)
         else:
-            chosen = torch.sigmoid(linear(decay.to_logit, x, heads=False))
+            chosen = torch.sigmoid(linear(decay.proj, x, heads=False))
             chosen[:, : grid.prefix] = 1
             yield chosen
 
@@ -304,7 +310,8 @@ def test_lion_is_masked_attention_normalized_once(decay, scan, normalize):
     x = tokens(2, grid.tokens)
     orders = [order.token for order in snake_orders(grid, x.device)]
     orders = orders if scan == "natural" else [torch.arange(grid.tokens)]
-    q, k = (unit(silu(linear(layer, x)) + 0.5) for layer in (mixer.to_q, mixer.to_k))
+    to_q, to_k, to_v = parts_of(mixer)
+    q, k = (unit(silu(linear(layer, x)) + 0.5) for layer in (to_q, to_k))
     masks = torch.zeros(2, grid.tokens, grid.tokens, HEADS, dtype=x.dtype)
     for order, chosen in zip(orders, scan_decays(mixer, x, grid), strict=True):
         for b in range(2):
@@ -312,22 +319,23 @@ def test_lion_is_masked_attention_normalized_once(decay, scan, normalize):
     scores = torch.einsum("bihk,bjhk->bijh", q / K**0.5, k) * masks
     if normalize == "sum":
         scores = scores / scores.sum(dim=2, keepdim=True)
-    o = torch.einsum("bijh,bjhv->bihv", scores, linear(mixer.to_v, x)).flatten(-2)
-    torch.testing.assert_close(mixer(x, grid)[0], linear(mixer.to_out, o, heads=False))
+    o = torch.einsum("bijh,bjhv->bihv", scores, linear(to_v, x)).flatten(-2)
+    torch.testing.assert_close(mixer(x, grid)[0], linear(mixer.out_proj, o, heads=False))
 
 
 def test_scores_may_be_normalized_before_they_decay():
     """Table 6's row 5, with padding, which counts in no row sum."""
     mixer = trained(LionMixerConfig(normalize="sum_before_mask"))
     x, keep = tokens(2, 7), torch.tensor([[True] * 5 + [False] * 2, [False] * 3 + [True] * 4])
-    q, k = (unit(silu(linear(layer, x)) + 0.5) for layer in (mixer.to_q, mixer.to_k))
+    to_q, to_k, to_v = parts_of(mixer)
+    q, k = (unit(silu(linear(layer, x)) + 0.5) for layer in (to_q, to_k))
     log_decay, gate = mixer.decays[0](x)
     k = k if gate is None else k * gate
     scores = torch.einsum("bihk,bjhk->bijh", q, k) * keep[:, None, :, None]
     masks = torch.stack([mask(d.exp()) for d in log_decay * keep[:, :, None]])
     scores = scores / scores.sum(dim=2, keepdim=True) * masks
-    o = torch.einsum("bijh,bjhv->bihv", scores, linear(mixer.to_v, x)).flatten(-2)
-    want = linear(mixer.to_out, o, heads=False) * keep[:, :, None]
+    o = torch.einsum("bijh,bjhv->bihv", scores, linear(to_v, x)).flatten(-2)
+    want = linear(mixer.out_proj, o, heads=False) * keep[:, :, None]
     torch.testing.assert_close(mixer(x, Grid((7,)), keep=keep)[0], want)
 
 
@@ -359,11 +367,12 @@ def test_one_direction_along_natural_scans_reads_what_each_has_passed(direction)
     if direction == "backward":
         passed = passed.mT
     weight = passed.double().mean(dim=0)
-    q, k = (unit(silu(linear(layer, x)) + 0.5)[0] for layer in (mixer.to_q, mixer.to_k))
+    to_q, to_k, to_v = parts_of(mixer)
+    q, k = (unit(silu(linear(layer, x)) + 0.5)[0] for layer in (to_q, to_k))
     scores = torch.einsum("ihk,jhk->ijh", q, k) * weight.unsqueeze(-1)
     scores = scores / scores.sum(dim=1, keepdim=True)
-    o = torch.einsum("ijh,jhv->ihv", scores, linear(mixer.to_v, x)[0]).flatten(-2)
-    torch.testing.assert_close(y[0], linear(mixer.to_out, o, heads=False))
+    o = torch.einsum("ijh,jhv->ihv", scores, linear(to_v, x)[0]).flatten(-2)
+    torch.testing.assert_close(y[0], linear(mixer.out_proj, o, heads=False))
 
 
 def test_masked_tokens_of_a_natural_scan_equal_removed_rows():
@@ -427,7 +436,7 @@ def test_mean_decays_say_what_each_head_keeps():
     torch.testing.assert_close(mixer.mean_decays(x, grid), want)
     mixer = trained(LionMixerConfig(scan="natural"), axes=2)
     want = [
-        torch.sigmoid(linear(decay.to_logit, x[:, 1:], heads=False)).log().mean(dim=(0, 1)).exp()
+        torch.sigmoid(linear(decay.proj, x[:, 1:], heads=False)).log().mean(dim=(0, 1)).exp()
         for decay in mixer.decays
     ]
     kept = mixer.mean_decays(x, grid)
@@ -441,13 +450,14 @@ def test_hippo_keeps_its_first_weights_in_a_model():
         width=192, depth=1, mixer=LionMixerConfig(num_heads=3, decay=HippoDecayConfig())
     )
     mixer = config.build().blocks[0].mixer
-    for layer in (mixer.to_q, mixer.to_k, mixer.decays[0].to_logit):
+    to_q, to_k, to_v = parts_of(mixer)
+    for layer in (to_q, to_k, mixer.decays[0].proj):
         assert layer.weight.std().item() == pytest.approx(0.1, rel=0.02)
-    assert mixer.to_out.weight.std().item() == pytest.approx(0.0175, rel=0.05)  # DeiT's, cut at 2
+    assert mixer.out_proj.weight.std().item() == pytest.approx(0.0175, rel=0.05)  # DeiT's, cut at 2
     log_decay = -mixer.decays[0].log_rate.exp().flatten()
     held = torch.diag((log_decay.exp() - 1) / log_decay)
-    torch.testing.assert_close(mixer.to_v.weight.detach(), held, rtol=1e-4, atol=1e-6)
-    assert (mixer.to_v.bias == 0).all()
+    torch.testing.assert_close(to_v.weight.detach(), held, rtol=1e-4, atol=1e-6)
+    assert (mixer.in_proj.bias == 0).all()
 
 
 def test_a_blank_token_does_not_blow_up_the_delta_rules_gradient():
@@ -475,11 +485,12 @@ def test_what_natural_scans_divide_has_not_been_rounded():
     """Where all values are one, so is their mean, to the last digit."""
     mixer = LionMixerConfig(num_heads=HEADS, scan="natural").build(width=WIDTH, axes=2).bfloat16()
     with torch.no_grad():
-        mixer.to_v.weight.zero_()
-        mixer.to_out.weight.copy_(torch.eye(WIDTH))
-        mixer.to_out.bias.zero_()
+        to_v = parts_of(mixer)[-1]
+        to_v.weight.zero_()
+        mixer.out_proj.weight.copy_(torch.eye(WIDTH))
+        mixer.out_proj.bias.zero_()
     y, _ = mixer(torch.randn(2, 36, WIDTH).bfloat16(), Grid((6, 6)))
-    assert torch.equal(y, mixer.to_v.bias.expand_as(y))
+    assert torch.equal(y, to_v.bias.expand_as(y))
 
 
 def test_autocast_does_not_narrow_the_row_sums_before_decay():
@@ -489,10 +500,11 @@ def test_autocast_does_not_narrow_the_row_sums_before_decay():
     )
     mixer = config.build(width=WIDTH, axes=1)
     with torch.no_grad():
-        mixer.to_v.weight.zero_()
-        mixer.to_v.bias.fill_(1.0)
-        mixer.to_out.weight.copy_(torch.eye(WIDTH))
-        mixer.to_out.bias.zero_()
+        to_v = parts_of(mixer)[-1]
+        to_v.weight.zero_()
+        to_v.bias.fill_(1.0)
+        mixer.out_proj.weight.copy_(torch.eye(WIDTH))
+        mixer.out_proj.bias.zero_()
         with torch.autocast("cpu", torch.bfloat16):
             y, _ = mixer(torch.randn(2, 36, WIDTH), Grid((36,)))
     assert torch.equal(y, torch.ones_like(y))
@@ -501,7 +513,7 @@ def test_autocast_does_not_narrow_the_row_sums_before_decay():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LionMixerConfig(direction="alternating"), "direction is 'alternating', which a model has"),
+        (LionMixerConfig(direction="alternating"), "'alternating', which describes a model"),
         (DeltaRuleMixerConfig(direction="alternating"), "direction is 'alternating'"),
         (LionMixerConfig(chunk_size=0), "chunk_size is 0, expected a number above 0"),
         (DeltaRuleMixerConfig(chunk_size=0), "chunk_size is 0, expected a number above 0"),

@@ -72,7 +72,7 @@ def test_only_lit_has_places_and_one_for_every_token():
         assert all(other.model.position == expected for other in others)
         longest = LENGTHS.get(problem) or run.data.expressions.max_length
         assert isinstance(run.model.position, TokenPositionConfig)
-        assert longest <= run.model.position.most_tokens <= longest + 1
+        assert longest <= run.model.position.max_tokens <= longest + 1
 
 
 def test_the_small_runs_differ_in_their_decays_alone():
@@ -90,7 +90,7 @@ def test_models_know_all_tokens_and_classes_of_what_is_drawn(problem):
     assert run.model.num_classes == len(data.class_names)
     assert (len(data.train), len(data.test)) == (run.data.train_examples, run.data.test_examples)
     tokens = data.train.example(0).tokens
-    assert len(tokens) <= LONG_RANGE[f"{problem}_lion_lit"]().model.position.most_tokens
+    assert len(tokens) <= LONG_RANGE[f"{problem}_lion_lit"]().model.position.max_tokens
     if isinstance(data.format, PixelFormat):
         assert len(tokens) == LENGTHS[problem]
 

@@ -7,6 +7,7 @@ from inspect import isabstract, unwrap
 
 import pytest
 import torch
+from projections import parts_of
 
 from onescan.layers import mixers
 from onescan.layers.mixers import MIXERS, LightNetMixerConfig, MixerConfig
@@ -130,15 +131,16 @@ def test_lightnet_is_the_papers_equation(causal):
     def heads(y):
         return y.reshape(2, 6, HEADS, -1)
 
-    q = heads(x @ mixer.to_q.weight.T)
+    to_q, to_k, to_v, gate = parts_of(mixer)
+    q = heads(x @ to_q.weight.T)
     q = q * torch.sigmoid(q)
-    k, v = heads(x @ mixer.to_k.weight.T), heads(x @ mixer.to_v.weight.T)
+    k, v = heads(x @ to_k.weight.T), heads(x @ to_v.weight.T)
     angles = lrpe_angles(grid.shape, mixer.theta)
     o, _ = reference.forward(q, k, v, angles=angles, causal=causal)
     o = o.reshape(2, 6, WIDTH)
     o = (o - o.mean(-1, keepdim=True)) / (o.var(-1, keepdim=True, correction=0) + 1e-6).sqrt()
-    u = x @ mixer.to_gate[0].weight.T @ mixer.to_gate[1].weight.T
-    want = (o * torch.sigmoid(u)) @ mixer.to_out.weight.T
+    u = x @ gate.weight.T @ mixer.gate_proj.weight.T
+    want = (o * torch.sigmoid(u)) @ mixer.out_proj.weight.T
     torch.testing.assert_close(mixer(x, grid)[0], want)
 
 
@@ -158,8 +160,9 @@ def loop(mixer, x, *, causal):
     def rotate(y, t):
         return torch.cat([y * angles[t].cos(), y * angles[t].sin()], dim=-1)
 
-    q, k, v = (heads(f(x)) for f in (mixer.to_q, mixer.to_k, mixer.to_v))
-    d = heads(mixer.to_decay(x) + (mixer.to_k(x) if config.decay_logits == "offset" else 0))
+    *qkv, gate, decay = (f(x) for f in parts_of(mixer))
+    q, k, v = map(heads, qkv)
+    d = heads(mixer.decay_proj(decay) + (qkv[1] if config.decay_logits == "offset" else 0))
     s_k, s_d, kv, states = 0, 0, 0, []
     for t in range(tokens):
         before, s_d, s_k = s_d, s_d + d[t].exp(), s_k + k[t].exp()
@@ -173,7 +176,7 @@ def loop(mixer, x, *, causal):
         kv, scale = states[t if causal else -1]
         o = (kv.mT @ rotate(torch.nn.functional.silu(q[t]), t).unsqueeze(-1)).squeeze(-1)
         outputs.append((o if config.norm == "none" else o / scale).flatten(1))
-    return mixer.to_out(mixer.norm(torch.stack(outputs, dim=1)) * mixer.to_gate(x).sigmoid())
+    return mixer.out_proj(mixer.norm(torch.stack(outputs, dim=1)) * mixer.gate_proj(gate).sigmoid())
 
 
 @over_separate
@@ -194,9 +197,9 @@ def test_decay_logits_far_from_the_keys_stay_exact_in_float32(causal, spread, fi
         torch.manual_seed(seed)
         exact, x = built(config, axes=1), tokens(2, 12).requires_grad_()
         with torch.no_grad():
-            for parameter in exact.to_decay.parameters():
-                last = parameter
-            last.mul_(spread / exact.to_decay(x).std())
+            hidden = parts_of(exact)[-1]
+            (last,) = [*exact.decay_proj.parameters()] or [hidden.weight]
+            last.mul_(spread / exact.decay_proj(hidden(x)).std())
         mixer = copy.deepcopy(exact).float()
         narrow = x.detach().float().requires_grad_()
         found, _ = mixer(narrow, Grid((12,)))
@@ -217,7 +220,7 @@ def test_decay_logits_far_from_the_keys_stay_exact_in_float32(causal, spread, fi
 def test_decay_logits_far_from_the_keys_resume_from_a_state(cut, fields):
     mixer = LightNetMixerConfig(num_heads=HEADS, causal=True, **fields).build(width=WIDTH, axes=1)
     with torch.no_grad():
-        for parameter in mixer.to_decay.parameters():
+        for parameter in (parts_of(mixer)[-1].weight, *mixer.decay_proj.parameters()):
             parameter.mul_(30)
     x, keep = tokens(2, 8).float(), torch.rand(2, 8) < 0.8
     want, _ = mixer(x, Grid((8,)), keep=keep)
@@ -231,7 +234,7 @@ def test_overflow_without_a_norm_is_an_error():
     mixer = LightNetMixerConfig(num_heads=HEADS, **fields).build(width=WIDTH, axes=1)
     x = torch.randn(1, 5, WIDTH)
     with torch.no_grad():
-        mixer.to_decay.weight.mul_(200)
+        parts_of(mixer)[-1].weight.mul_(200)
     with pytest.raises(ValueError, match=r"norm is 'none' and the decay logits scale outputs"):
         mixer(x, Grid((5,)))
 
@@ -243,11 +246,12 @@ def test_without_decay_keys_pass_through_silu(causal, form):
     )
     mixer = built(config)
     x = tokens(1, 13)
-    q, k = (torch.nn.functional.silu(y(x)).reshape(13, HEADS, -1) for y in (mixer.to_q, mixer.to_k))
+    q, k, v, gate = (f(x) for f in parts_of(mixer))
+    q, k = (torch.nn.functional.silu(y).reshape(13, HEADS, -1) for y in (q, k))
     scores = torch.einsum("thk,shk->ths", q, k)
     scores = scores * torch.ones(13, 13).tril()[:, None] if causal else scores
-    o = torch.einsum("ths,shv->thv", scores, mixer.to_v(x).reshape(13, HEADS, -1))
-    want = mixer.to_out(o.reshape(1, 13, WIDTH) * torch.sigmoid(mixer.to_gate(x)))
+    o = torch.einsum("ths,shv->thv", scores, v.reshape(13, HEADS, -1))
+    want = mixer.out_proj(o.reshape(1, 13, WIDTH) * torch.sigmoid(mixer.gate_proj(gate)))
     torch.testing.assert_close(mixer(x, Grid((13,)))[0], want)
 
 

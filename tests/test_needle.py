@@ -92,8 +92,8 @@ def test_who_sees_little_finds_what_is_near(tmp_path):
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_pieces_and_shared_states_are_one_call_over_the_whole_text(kind, tmp_path):
     position = CAUSAL[kind]["position"]
-    if hasattr(position, "most_tokens"):
-        position = replace(position, most_tokens=200)
+    if hasattr(position, "max_tokens"):
+        position = replace(position, max_tokens=200)
     model = built(CausalLMConfig(**{**BYTES, **CAUSAL[kind], "position": position}))
     grid = measured(tmp_path, model, lengths=(150,), trials=2, piece=17)
     for outcome in grid.outcomes:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onescan.layers.pool import AttentionPool, max_pool, mean_pool
+from onescan.layers.tokens import AttentionPool, max_pool, mean_pool
 
 WIDTH = 12
 

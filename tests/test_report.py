@@ -19,12 +19,13 @@ from drawn_charts import limits_drawn
 from html_page import Page, assert_loads_nothing, table
 from matplotlib.figure import Figure
 from PIL import Image
+from projections import parts_of
 from sklearn.metrics import confusion_matrix
 
 from onescan import cli, configs
 from onescan.data import DataConfig, Example, ImageFormat, ImageSplits, ImageTensors, Loaded
+from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
-from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition, ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.recipes import RECIPES, find_recipe
@@ -568,7 +569,8 @@ def test_key_shares_are_the_softmax_of_keys(folders):
         x = torch.cat([study.model.class_token.expand(5, 1, -1), x], dim=1)
         x, _ = study.model.position(x, Grid(shape, prefix=1))
         block = study.model.blocks[0]
-        keys = block.mixer.to_k(block.mixer_norm(x)).unflatten(-1, (2, 8))  # B T H K
+        to_k = parts_of(block.mixer)[1]
+        keys = to_k(block.mixer_norm(x)).unflatten(-1, (2, 8))  # B T H K
     wanted = keys.softmax(dim=1).mean(dim=-1).transpose(1, 2)
     torch.testing.assert_close(shares[0], wanted)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 
-from onescan.layers.scan_order import snake_orders
+from onescan.layers.tokens import snake_orders
 from onescan.shapes import Grid
 
 CPU = torch.device("cpu")

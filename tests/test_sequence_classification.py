@@ -33,9 +33,9 @@ from onescan.data.long_range import (
     write_listops,
 )
 from onescan.data.sequences import padded
+from onescan.layers.basic import MLPConfig
 from onescan.layers.decays import HippoDecayConfig
 from onescan.layers.mixers import LionMixerConfig
-from onescan.layers.mlp import MLPConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.tasks import SequenceClassificationConfig
 from onescan.training import evaluate

@@ -5,18 +5,19 @@ from inspect import unwrap
 
 import pytest
 import torch
+from projections import equal_parts
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from onescan.layers.basic import GLUConfig
 from onescan.layers.block import Block
-from onescan.layers.linear_attention import LinearAttention
 from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
     SoftmaxMixerConfig,
 )
-from onescan.layers.mlp import GLUConfig
+from onescan.layers.mixers.linear_diffusion import LinearCrossAttention
 from onescan.layers.position import sinusoidal_positions
 from onescan.models.sequence_decoder import SequenceDecoderConfig
 from onescan.ops.decay_attention import decay_attention
@@ -120,23 +121,24 @@ def test_masked_tokens_of_the_encoder_are_as_if_absent():
 
 def test_reading_what_was_remembered_is_attention_to_it():
     """As of a token that comes after all others, and is none of them."""
-    attention = LinearAttention(WIDTH, 4, "relu").double()
+    attention = LinearCrossAttention(WIDTH, 4, "relu").double()
     x, memory = (torch.randn(2, n, WIDTH, dtype=torch.float64) for n in (3, 6))
     heads = lambda y: y.unflatten(-1, (4, -1))
-    q, k, v = heads(attention.to_q(x)), heads(attention.to_k(memory)), heads(attention.to_v(memory))
+    q = heads(attention.q_proj(x))
+    k, v = (heads(y) for y in attention.kv_proj(memory).chunk(2, dim=-1))
     _, state = decay_attention(k.relu(), k.relu(), v, causal=True)
     want = torch.einsum("bthk,bhkv->bthv", q.relu(), state.kv)
     want = want / torch.einsum("bthk,bhk->bth", q.relu(), state.k_sum).unsqueeze(-1)
-    remembered = attention.remember(memory)
+    remembered = attention.encode_memory(memory)
     torch.testing.assert_close(remembered.kv, state.kv)
-    torch.testing.assert_close(attention.read(x, remembered), want.flatten(-2))
+    torch.testing.assert_close(attention(x, remembered), want.flatten(-2))
 
 
 def test_nothing_but_masked_tokens_gives_zero_and_finite_gradients():
-    attention = LinearAttention(WIDTH, 4, "relu").double()
+    attention = LinearCrossAttention(WIDTH, 4, "relu").double()
     x = torch.randn(1, 3, WIDTH, dtype=torch.float64, requires_grad=True)
-    remembered = attention.remember(x, torch.zeros(1, 3, dtype=torch.bool))
-    o = attention.read(x, remembered)
+    remembered = attention.encode_memory(x, torch.zeros(1, 3, dtype=torch.bool))
+    o = attention(x, remembered)
     assert (o == 0).all()
     o.sum().backward()
     assert torch.isfinite(x.grad).all()
@@ -258,9 +260,8 @@ def test_the_logits_are_what_the_parts_make():
         q, k, v = (
             (y @ each.weight.T).unflatten(-1, (4, -1))
             for y, each in (
-                (layer.norm(x), layer.attention.to_q),
-                (memory, layer.attention.to_k),
-                (memory, layer.attention.to_v),
+                (layer.norm(x), layer.attention.q_proj),
+                *((memory, part) for part in equal_parts(layer.attention.kv_proj, 2)),
             )
         )
         scores = torch.einsum("bthk,bshk->bhts", q.relu(), k.relu())
@@ -296,7 +297,7 @@ def test_autocast_narrows_products_and_no_sums():
         assert encoded.dtype == torch.bfloat16
         logits, state = decoder(ids(2, 3), encoded)
         attention = decoder.layers[0].attention
-        read = attention.read(torch.randn(2, 3, WIDTH), state.memories[0])
+        read = attention(torch.randn(2, 3, WIDTH), state.memories[0])
     assert state.memories[0].kv.dtype == state.memories[0].k_sum.dtype == torch.float32
     assert read.dtype == logits.dtype == torch.bfloat16
 

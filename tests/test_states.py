@@ -21,7 +21,7 @@ LIGHTNET = CausalLMConfig(
 SOFTMAX = dataclasses.replace(
     LIGHTNET,
     mixer=SoftmaxMixerConfig(num_heads=3, causal=True),
-    position=TokenPositionConfig(most_tokens=20),
+    position=TokenPositionConfig(max_tokens=20),
 )
 
 

@@ -15,8 +15,8 @@ from onescan.ops.toeplitz_position import (
     IMPLEMENTATIONS,
     ToeplitzState,
     choose,
+    forms,
     reference,
-    scan,
     toeplitz_position,
 )
 
@@ -27,7 +27,7 @@ GRIDS = [(1, 1), (2, 3), (5, 1), (7, 4), (3, 4, 2), (2, 1, 3, 2)]
 
 def chunks_of(size):
     """The scan in small chunks, so that short sequences have several."""
-    return patch.dict(IMPLEMENTATIONS, scan=functools.partial(scan.forward, chunk_size=size))
+    return patch.dict(IMPLEMENTATIONS, scan=functools.partial(forms.scan, chunk_size=size))
 
 
 def inputs(

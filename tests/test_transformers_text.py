@@ -446,7 +446,7 @@ def test_a_config_that_says_what_the_model_is_not_is_refused():
 def test_angles_keep_their_precision(lightnet, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(saved(lightnet, tmp_path), dtype=torch.bfloat16)
     assert model.network.blocks[0].mixer.theta.dtype == torch.float32
-    assert model.network.blocks[0].mixer.to_q.weight.dtype == torch.bfloat16
+    assert model.network.blocks[0].mixer.in_proj.weight.dtype == torch.bfloat16
     out = model.generate(ids(2, 4), **GREEDY)
     assert out.shape == (2, 10)
 

@@ -6,8 +6,8 @@ import torch
 
 from onescan import configs
 from onescan.data import DataConfig, ImageFormat, ImageSplits, ImageTensors
+from onescan.layers.basic import GLUConfig
 from onescan.layers.mixers import LightNetMixerConfig
-from onescan.layers.mlp import GLUConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.denoiser import DenoiserConfig
 from onescan.models.noise import NoiseConfig, SamplerConfig

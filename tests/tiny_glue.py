@@ -4,8 +4,8 @@ import dataclasses
 import random
 
 from onescan.data.text import TextDatasetConfig
+from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import SoftmaxMixerConfig
-from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.tasks import MaskedLanguageModellingConfig
@@ -74,7 +74,7 @@ TINY_MLM = MaskedLMConfig(
     depth=1,
     mixer=SoftmaxMixerConfig(num_heads=2),
     mlp=MLPConfig(),
-    position=TokenPositionConfig(most_tokens=64),
+    position=TokenPositionConfig(max_tokens=64),
     segment_types=2,
     init_std=0.2,
 )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from onescan.layers.basic import GLUConfig, MLPConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     LightNetMixerConfig,
@@ -10,14 +11,13 @@ from onescan.layers.mixers import (
     LionMixerConfig,
     SoftmaxMixerConfig,
 )
-from onescan.layers.mlp import GLUConfig, MLPConfig
 from onescan.layers.position import ToeplitzPositionConfig, TokenPositionConfig
 from onescan.models.causal_lm import CausalLMConfig
 
 VOCABULARY, WIDTH, TOKENS = 13, 24, 9
 SMALL = {"vocab_size": VOCABULARY, "width": WIDTH, "depth": 2, "init_std": 0.2}
 TPE = ToeplitzPositionConfig(hidden_states=4)
-PLACES = TokenPositionConfig(most_tokens=40)
+PLACES = TokenPositionConfig(max_tokens=40)
 CAUSAL = {
     "lightnet": {"mixer": LightNetMixerConfig(num_heads=3, causal=True), "position": TPE},
     "lightnet own decay": {

@@ -87,7 +87,7 @@ def _possible(
 ) -> tuple[list[int], list[LeftOutLength]]:
     """The lengths that can be measured, and the others."""
     position = model.config.position
-    places = position.most_tokens if isinstance(position, TokenPositionConfig) else math.inf
+    places = position.max_tokens if isinstance(position, TokenPositionConfig) else math.inf
     left_out = []
     for length in lengths:
         if length > places:

@@ -180,9 +180,9 @@ def _check_length(length: int, model: CausalLM, haystack: Haystack, needles: lis
             f"expected {room} at least: nothing is repeated"
         )
     position = model.config.position
-    if isinstance(position, TokenPositionConfig) and length > position.most_tokens:
+    if isinstance(position, TokenPositionConfig) and length > position.max_tokens:
         raise ValueError(
-            f"lengths has {length}, but the model has places for {position.most_tokens} tokens"
+            f"lengths has {length}, but the model has places for {position.max_tokens} tokens"
         )
 
 

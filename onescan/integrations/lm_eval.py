@@ -73,7 +73,7 @@ class OnescanLM(TemplateLM):
         self.model, self.texts, self.batch_size = model, tokenizer, batch_size
         self._device = model.network.device
         places = model.config.position
-        self.most_tokens = places.most_tokens if isinstance(places, TokenPositionConfig) else None
+        self.most_tokens = places.max_tokens if isinstance(places, TokenPositionConfig) else None
 
     @property
     def eot_token_id(self) -> int:

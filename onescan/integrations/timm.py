@@ -10,8 +10,8 @@ from timm.models import build_model_with_cfg, register_model
 from torch import Tensor, nn
 
 from onescan.layers.block import Block
-from onescan.layers.pool import max_pool, mean_pool
 from onescan.layers.position import AbsolutePosition
+from onescan.layers.tokens import max_pool, mean_pool
 from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
 from onescan.models.presets import preset
 from onescan.models.presets.images import IMAGE_PRESETS
@@ -27,7 +27,7 @@ default_cfgs = {
         "interpolation": "bicubic",
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
-        "first_conv": "patchify.to_token",
+        "first_conv": "patchify.proj",
         "classifier": "head",
     }
     for name in NAMES

@@ -1,1 +1,1 @@
-"""Modules with parameters: what models are put together from."""
+"""Modules with parameters, from which models are built."""

@@ -1,21 +1,39 @@
-"""The residual block of all models: a mixer, then an MLP, each with a norm."""
+"""The residual blocks of all models, with or without a condition, and their first weights."""
 
 from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from onescan.checks import check_choice
-from onescan.layers.documents import Documents
-from onescan.layers.mixers import MixerConfig
-from onescan.layers.mlp import MLPConfig
-from onescan.layers.norm import EPS, NormName, NormPosition, build_norm
-from onescan.shapes import Grid, Hidden, Keep
+from onescan.checks import can_look_at_values, check_choice, check_positive
+from onescan.layers.basic import EPS, MLPConfig, NormName, NormPosition, build_norm
+from onescan.layers.mixers import Mixer, MixerConfig
+from onescan.layers.position import sinusoidal_positions
+from onescan.layers.tokens import Documents
+from onescan.shapes import Grid, Hidden, Keep, Labels, Pooled, Timesteps
+
+FREQUENCIES = 256  # of a timestep, as in DiT
+
+
+def init_weights(module: nn.Module, *, std: float) -> None:
+    """Initialize a linear map or an embedding as in DeiT; mixers then set their own.
+
+    Weights are drawn from a normal distribution truncated at two standard deviations, biases are
+    zero. For `nn.Module.apply`, which visits a mixer after its linear maps.
+    """
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    elif isinstance(module, Mixer):
+        module.init_weights()
 
 
 class Block(nn.Module):
-    """Residual block.
+    """Residual block: a mixer, then an MLP, each with a norm.
 
     Pre-norm: x = x + mixer(norm(x)); x = x + mlp(norm(x)). Post-norm, as in the Transformer and
     BERT: x = norm(x + mixer(x)); x = norm(x + mlp(x)).
@@ -26,7 +44,8 @@ class Block(nn.Module):
     """
 
     recompute: bool = False
-    """Compute all inside again for gradients, instead of keeping it: less memory, more time."""
+    """Recompute activations in the backward pass instead of storing them (gradient checkpointing).
+    """
 
     def __init__(
         self,
@@ -38,27 +57,29 @@ class Block(nn.Module):
         norm: NormName,
         norm_position: NormPosition = "pre",
         norm_eps: float = EPS,
+        norm_affine: bool = True,
         drop_path: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         check_choice("norm_position", norm_position, get_args(NormPosition))
-        if norm_position == "post" and mixer.normalizes_itself:
+        if norm_position == "post" and mixer.normalizes_input:
             raise ValueError(
                 f"norm_position is 'post' with a {type(mixer).__name__}, which normalizes its own "
                 "input; expected 'pre'"
             )
         self.norm_position = norm_position
-        mixer_norm: NormName = "none" if mixer.normalizes_itself else norm
-        self.mixer_norm = build_norm(mixer_norm, width, eps=norm_eps)
+        mixer_norm: NormName = "none" if mixer.normalizes_input else norm
+        self.mixer_norm = build_norm(mixer_norm, width, affine=norm_affine, eps=norm_eps)
         self.mixer = mixer.build(width=width, axes=axes)
         self.reads_embedding = mixer.reads_embedding
         self.mlp_norm = self.mlp = None
         if mlp is not None:
-            self.mlp_norm = build_norm(norm, width, eps=norm_eps)
+            self.mlp_norm = build_norm(norm, width, affine=norm_affine, eps=norm_eps)
             self.mlp = mlp.build(width=width)
-        self.mixer_drop_path = DropPath(drop_path, scale_up=not mixer.is_bounded)
-        self.mixer_dropout = nn.Dropout(0.0 if mixer.is_bounded else dropout)
+        bounded = mixer.output_is_bounded
+        self.mixer_drop_path = DropPath(drop_path, scale_up=not bounded)
+        self.mixer_dropout = nn.Dropout(0.0 if bounded else dropout)
         self.drop_path = DropPath(drop_path)
         self.dropout = nn.Dropout(dropout)
 
@@ -72,10 +93,10 @@ class Block(nn.Module):
         documents: Documents | None = None,
         state: Any = None,
     ) -> tuple[Hidden, Any]:
-        """The tokens after the block, and its mixer's state; see `Mixer.forward`.
+        """Return the tokens after the block, and its mixer's state; see `Mixer.forward`.
 
         `embedding`, the tokens before the first block, is for mixers that read it. `documents` are
-        mixed each on its own; of these there is no state.
+        mixed separately and have no state.
         """
         options = {"embedding": embedding, "keep": keep, "documents": documents, "state": state}
         if self.recompute and torch.is_grad_enabled():
@@ -92,13 +113,13 @@ class Block(nn.Module):
         documents: Documents | None,
         state: Any,
     ) -> tuple[Hidden, Any]:
-        beside: dict[str, Any] = {"embedding": embedding} if self.reads_embedding else {}
+        extra: dict[str, Any] = {"embedding": embedding} if self.reads_embedding else {}
         is_pre = self.norm_position == "pre"
         y = self.mixer_norm(x) if is_pre else x
         if documents is None:
-            y, state = self.mixer(y, grid, keep=keep, state=state, **beside)
+            y, state = self.mixer(y, grid, keep=keep, state=state, **extra)
         else:
-            y = documents.apart(self._mix, y, keep=keep, **beside)
+            y = documents.mix_per_document(self._mix, y, keep=keep, **extra)
         x = x + self.mixer_drop_path(self.mixer_dropout(y))
         x = x if is_pre else self.mixer_norm(x)
         if self.mlp is not None and self.mlp_norm is not None:
@@ -112,11 +133,47 @@ class Block(nn.Module):
         return mixed
 
 
-class DropPath(nn.Module):
-    """While training, drop a sample's whole branch with probability `rate`; scale up the rest.
+class ConditionedBlock(Block):
+    """Residual block whose norms are modulated by a condition (adaLN-Zero).
 
-    Source: stochastic depth, arXiv:1603.09382, which scales down all when judging instead, Eq. 5;
-    so does this one without `scale_up`.
+    x = x + gate * mixer(modulate(norm(x))); x = x + gate * mlp(modulate(norm(x))). The norms have
+    no weights of their own.
+
+    Source: DiT, arXiv:2212.09748, Fig. 3.
+    """
+
+    def __init__(
+        self, width: int, *, axes: int, mixer: MixerConfig, mlp: MLPConfig | None, norm: NormName
+    ) -> None:
+        super().__init__(width, axes=axes, mixer=mixer, mlp=mlp, norm=norm, norm_affine=False)
+        self.modulation = Modulation(width, parts=3 if mlp is None else 6)
+
+    def forward(  # type: ignore[override]  # takes a condition, and no sequence arguments
+        self, x: Hidden, grid: Grid, *, condition: Pooled, embedding: Hidden | None = None
+    ) -> tuple[Hidden, None]:
+        """Return the tokens after the block; there is no state."""
+        arguments = (x, grid, condition, embedding)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._conditioned, *arguments, use_reentrant=False), None
+        return self._conditioned(*arguments), None
+
+    def _conditioned(
+        self, x: Hidden, grid: Grid, condition: Pooled, embedding: Hidden | None
+    ) -> Hidden:
+        extra = {"embedding": embedding} if self.reads_embedding else {}
+        shift, scale, gate, *of_mlp = self.modulation(condition)
+        x = x + gate * self._mix(modulate(self.mixer_norm(x), shift, scale), grid, **extra)
+        if self.mlp is not None and self.mlp_norm is not None:
+            shift, scale, gate = of_mlp
+            x = x + gate * self.mlp(modulate(self.mlp_norm(x), shift, scale))
+        return x
+
+
+class DropPath(nn.Module):
+    """In training, drop the whole branch of a sample with probability `rate` and scale up the rest.
+
+    Source: stochastic depth, arXiv:1603.09382, which instead scales all down in evaluation, Eq. 5;
+    so does this module without `scale_up`.
     """
 
     def __init__(self, rate: float, *, scale_up: bool = True) -> None:
@@ -132,3 +189,82 @@ class DropPath(nn.Module):
             return x if self.scale_up else x * (1 - self.rate)
         kept = torch.rand(x.shape[0], *(1,) * (x.ndim - 1), device=x.device) >= self.rate
         return x * (kept / (1 - self.rate if self.scale_up else 1)).to(x.dtype)
+
+
+class TimestepEmbedding(nn.Module):
+    """Embed the noise level, from 0 to 1000, as W_2 silu(W_1 [sin, cos](t n)).
+
+    Timesteps may be fractional.
+
+    Source: DiT, arXiv:2212.09748, Sec. 3.2.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(FREQUENCIES, width)
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, timesteps: Timesteps, dtype: torch.dtype) -> Pooled:
+        """Embed timesteps, in the dtype of the tokens."""
+        waves = sinusoidal_positions(timesteps, FREQUENCIES).to(dtype)
+        return self.out_proj(F.silu(self.in_proj(waves)))
+
+
+class LabelEmbedding(nn.Module):
+    """Embed class labels; the last row of the table stands for no class.
+
+    In training, a label is replaced by no class with probability `dropout`, as classifier-free
+    guidance requires. Source: arXiv:2207.12598, Sec. 3.2.
+    """
+
+    def __init__(self, num_classes: int, width: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        check_positive(num_classes=num_classes)
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"label_dropout is {dropout}, expected a probability from 0 to 1")
+        self.num_classes, self.dropout = num_classes, dropout
+        self.table = nn.Embedding(num_classes + 1, width)
+
+    def forward(self, labels: Labels) -> Pooled:
+        """Embed labels from 0 to `num_classes`, which stands for no class.
+
+        Raises:
+            ValueError: If a label is out of range. Checked on CPU only.
+        """
+        if labels.numel() and can_look_at_values(labels):
+            low, high = (int(bound) for bound in torch.aminmax(labels))
+            if low < 0 or high > self.num_classes:
+                raise ValueError(
+                    f"labels contain {low if low < 0 else high}, expected 0 to "
+                    f"{self.num_classes - 1}, the classes, or {self.num_classes} for none"
+                )
+        if self.training and self.dropout > 0:
+            dropped = torch.rand(labels.shape, device=labels.device) < self.dropout
+            labels = labels.masked_fill(dropped, self.num_classes)
+        return self.table(labels)
+
+
+class Modulation(nn.Module):
+    """Compute shifts, scales and gates of tokens from a condition (adaLN-Zero); all start at zero.
+
+    Source: DiT, arXiv:2212.09748, Sec. 3.2.
+    """
+
+    def __init__(self, width: int, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.proj = nn.Linear(width, parts * width)
+
+    def forward(self, condition: Pooled) -> tuple[Tensor, ...]:
+        """Return each part, of shape [B, 1, D]; it broadcasts over tokens."""
+        return self.proj(F.silu(condition)).unsqueeze(1).chunk(self.parts, dim=-1)
+
+    def init_weights(self) -> None:
+        """Set the projection to zero, so that a block starts as the identity."""
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+
+def modulate(x: Hidden, shift: Float[Tensor, "B 1 D"], scale: Float[Tensor, "B 1 D"]) -> Hidden:
+    """Return x * (1 + scale) + shift, in place of a norm's own weight and bias."""
+    return x * (1 + scale) + shift

@@ -1,4 +1,4 @@
-"""Positions that enter once, directly after the embedding."""
+"""Position encodings, added once, directly after the embedding."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,11 +20,11 @@ INTERPOLATION = {1: "linear", 2: "bicubic", 3: "trilinear"}
 
 @dataclass(frozen=True, kw_only=True)
 class PositionConfig(ABC):
-    """How tokens learn where they are."""
+    """How the model encodes the positions of tokens."""
 
     @abstractmethod
     def build(self, *, width: int, grid: Grid) -> nn.Module:
-        """The module, for tokens that usually lie on `grid`.
+        """Build the module for tokens that usually lie on `grid`.
 
         Its forward takes (x, grid, state, keep) and returns (x, state).
         """
@@ -32,12 +32,12 @@ class PositionConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ToeplitzPositionConfig(PositionConfig):
-    """MD-TPE: a learnt decaying kernel along each axis, summed over axes. Any grid size."""
+    """MD-TPE: a learned decaying kernel along each axis, summed over axes. Any grid size."""
 
     hidden_states: int = 64
-    """Exponentials per channel, axis and direction."""
+    """Number of exponentials per channel, axis and direction."""
     bidirectional: bool = False
-    """Look both ways along each axis; the paper's Eq. 17 looks back only."""
+    """Read both ways along each axis; the paper's Eq. 17 reads only earlier positions."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         check_positive(**{"position.hidden_states": self.hidden_states})
@@ -46,7 +46,7 @@ class ToeplitzPositionConfig(PositionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AbsolutePositionConfig(PositionConfig):
-    """A learnt vector per position, as in ViT; other grid sizes interpolate it."""
+    """A learned vector per position, as in ViT; interpolated for other grid sizes."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         return AbsolutePosition(width, grid)
@@ -76,7 +76,7 @@ def sinusoidal_positions(
 
 @dataclass(frozen=True, kw_only=True)
 class SinusoidalPositionConfig(PositionConfig):
-    """Sines and cosines of the place along each axis, as in DiT: nothing to learn, any grid."""
+    """Sines and cosines of the position along each axis, as in DiT; for any grid size."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         return SinusoidalPosition(width, len(grid.shape))
@@ -84,22 +84,22 @@ class SinusoidalPositionConfig(PositionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPositionConfig(PositionConfig):
-    """A learnt vector per place in a sequence, as in GPT-2 and BERT; masked tokens have none."""
+    """A learned vector per position of a text, as in GPT-2 and BERT; masked tokens have none."""
 
-    most_tokens: int = 1024
-    """Places there are; no sequence may be longer."""
+    max_tokens: int = 1024
+    """Number of positions; no sequence may be longer."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
-        check_positive(**{"position.most_tokens": self.most_tokens})
-        return TokenPosition(width, self.most_tokens)
+        check_positive(**{"position.max_tokens": self.max_tokens})
+        return TokenPosition(width, self.max_tokens)
 
 
 class ToeplitzPosition(nn.Module):
-    """MD-TPE: y = sum over axes of a Toeplitz product along that axis; prefix tokens pass by.
+    """MD-TPE: y = sum over axes of a Toeplitz product along that axis; prefix tokens are unchanged.
 
     Source: LightNet, arXiv:2405.21022, Eq. 17, with a weight beside each decay:
-    t_n = sum_e weight_e exp(-n exp(log_rate_e)), per channel and axis. At the start half-lives
-    are spread from half a token to the axis' length and the output has x's scale.
+    t_n = sum_e weight_e exp(-n exp(log_rate_e)), per channel and axis. Half-lives
+    start between half a token and the axis' length, and outputs have the scale of x.
     """
 
     no_weight_decay = frozenset({"log_rate", "weight"})
@@ -124,7 +124,7 @@ class ToeplitzPosition(nn.Module):
 
     @property
     def log_decay(self) -> Tensor:
-        """-exp(log_rate): at most 0 whatever is learnt."""
+        """-exp(log_rate), which is at most 0 whatever is learned."""
         return -self.log_rate.exp()
 
     def forward(
@@ -144,13 +144,13 @@ class ToeplitzPosition(nn.Module):
         return torch.cat([prefix, y], dim=1), state
 
     def kernels(self, lags: int) -> Tensor:
-        """The kernels as they are now, [axes, (2,) D, lags], for lags 0, 1, ..."""
+        """Return the current kernels, [axes, (2,) D, lags], for lags 0, 1, ..."""
         powers = (self.log_decay.unsqueeze(-1) * torch.arange(lags)).exp()  # .. E lags
         return torch.einsum("...e,...el->...l", self.weight, powers)
 
 
 class AbsolutePosition(nn.Module):
-    """x + a learnt table, one row per token, prefix included."""
+    """Add a learned table, with one row per token, prefix included."""
 
     no_weight_decay = frozenset({"table"})
 
@@ -168,17 +168,17 @@ class AbsolutePosition(nn.Module):
         return x + table, None
 
     def _resized(self, grid: Grid) -> Tensor:
-        prefix, places = self.table[: self.grid.prefix], self.table[self.grid.prefix :]
-        places = places.mT.reshape(1, -1, *self.grid.shape)
+        prefix, table = self.table[: self.grid.prefix], self.table[self.grid.prefix :]
+        table = table.mT.reshape(1, -1, *self.grid.shape)
         mode = INTERPOLATION[len(grid.shape)]
-        places = F.interpolate(places, size=grid.shape, mode=mode, align_corners=False)
-        return torch.cat([prefix, rearrange(places, "1 d ... -> (...) d")])
+        table = F.interpolate(table, size=grid.shape, mode=mode, align_corners=False)
+        return torch.cat([prefix, rearrange(table, "1 d ... -> (...) d")])
 
 
 class SinusoidalPosition(nn.Module):
-    """x + sines and cosines: a part of the channels for each axis; prefix tokens pass by.
+    """Add sines and cosines, with equal channels for each axis; prefix tokens are unchanged.
 
-    Source: DiT, arXiv:2212.09748, which has them of ViT.
+    Source: DiT, arXiv:2212.09748, which takes them from ViT.
     """
 
     def __init__(self, width: int, axes: int) -> None:
@@ -195,35 +195,35 @@ class SinusoidalPosition(nn.Module):
     ) -> tuple[Hidden, None]:
         width = self.width // len(grid.shape)
         along = [sinusoidal_positions(torch.arange(n, device=x.device), width) for n in grid.shape]
-        places = [
+        per_axis = [
             waves.reshape(*(n if i == j else 1 for j, n in enumerate(grid.shape)), width).expand(
                 *grid.shape, width
             )
             for i, waves in enumerate(along)
         ]
-        table = torch.cat(places, dim=-1).flatten(0, -2).to(x.dtype)
+        table = torch.cat(per_axis, dim=-1).flatten(0, -2).to(x.dtype)
         return x + F.pad(table, (0, 0, grid.prefix, 0)), None
 
 
 class TokenPosition(nn.Module):
-    """x + a learnt table, one row per place; the state is how many places are taken."""
+    """Add a learned table, with one row per position; the state is the number of tokens so far."""
 
     no_weight_decay = frozenset({"table"})
 
-    def __init__(self, width: int, most_tokens: int) -> None:
+    def __init__(self, width: int, max_tokens: int) -> None:
         super().__init__()
-        self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(most_tokens, width), std=0.02))
+        self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(max_tokens, width), std=0.02))
 
     def forward(
         self, x: Hidden, grid: Grid, state: Places | None = None, keep: Keep | None = None
     ) -> tuple[Hidden, Places]:
         real = x.new_ones(x.shape[:2], dtype=torch.long) if keep is None else keep.long()
-        taken = real.cumsum(dim=1)
+        count = real.cumsum(dim=1)  # of tokens up to each
         if state is not None:
-            taken = taken + state.unsqueeze(1)
-        most = len(self.table)
-        if can_look_at_values(taken) and taken.numel() and taken.max() > most:
+            count = count + state.unsqueeze(1)
+        if can_look_at_values(count) and count.numel() and count.max() > len(self.table):
             raise ValueError(
-                f"a sequence has {int(taken.max())} tokens, expected at most the model's {most}"
+                f"a sequence has {int(count.max())} tokens, expected at most the model's "
+                f"{len(self.table)}"
             )
-        return x + self.table[(taken - 1).clamp(min=0)], taken[:, -1]
+        return x + self.table[(count - 1).clamp(min=0)], count[:, -1]

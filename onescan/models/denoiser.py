@@ -8,15 +8,19 @@ from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_choice, check_floating, check_positive
 from onescan.configs import ModelConfig
-from onescan.layers.block import Block
-from onescan.layers.condition import LabelEmbedding, Modulation, TimestepEmbedding, modulate
-from onescan.layers.conditioned_block import ConditionedBlock
-from onescan.layers.initial import init_weights
+from onescan.layers.basic import GLUConfig, MLPConfig, NormName, build_norm
+from onescan.layers.block import (
+    Block,
+    ConditionedBlock,
+    LabelEmbedding,
+    Modulation,
+    TimestepEmbedding,
+    init_weights,
+    modulate,
+)
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
-from onescan.layers.mlp import GLUConfig, MLPConfig
-from onescan.layers.norm import NormName, build_norm
-from onescan.layers.patch import Patchify, Unpatchify
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
+from onescan.layers.tokens import Patchify, Unpatchify
 from onescan.models.noise import STEPS
 from onescan.shapes import Grid, Images, Labels, Timesteps, Told
 

@@ -8,14 +8,11 @@ from torch import nn
 
 from onescan.checks import check_choice, check_floating, check_positive
 from onescan.configs import ModelConfig
-from onescan.layers.block import Block
-from onescan.layers.initial import init_weights
+from onescan.layers.basic import GLUConfig, MLPConfig, NormName, build_norm
+from onescan.layers.block import Block, init_weights
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
-from onescan.layers.mlp import GLUConfig, MLPConfig
-from onescan.layers.norm import NormName, build_norm
-from onescan.layers.patch import Patchify
-from onescan.layers.pool import AttentionPool, max_pool, mean_pool
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
+from onescan.layers.tokens import AttentionPool, Patchify, max_pool, mean_pool
 from onescan.shapes import Grid, Hidden, Images, Logits, Pooled
 
 Pool = Literal["class_token", "mean", "mean_with_class_token", "max", "attention"]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onescan.checks import check_shapes
-from onescan.layers.norm import build_norm
+from onescan.layers.basic import build_norm
 from onescan.models.token_network import TextEncoderConfig, TokenNetwork
 from onescan.shapes import Chosen, Hidden, Keep, ReadOutLogits, TokenLogits, Tokens
 

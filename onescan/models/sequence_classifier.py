@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.pool import AttentionPool, max_pool, mean_pool
+from onescan.layers.tokens import AttentionPool, max_pool, mean_pool
 from onescan.models.token_network import TextEncoderConfig, TokenNetwork
 from onescan.shapes import Hidden, Keep, Logits, Pooled, Tokens
 

@@ -16,12 +16,10 @@ from onescan.checks import (
     check_token_ids,
 )
 from onescan.configs import ModelConfig
-from onescan.layers.block import Block
-from onescan.layers.initial import init_weights
-from onescan.layers.linear_attention import LinearAttention
+from onescan.layers.basic import MLPConfig, NormName, build_norm
+from onescan.layers.block import Block, init_weights
 from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
-from onescan.layers.mlp import MLPConfig
-from onescan.layers.norm import NormName, build_norm
+from onescan.layers.mixers.linear_diffusion import LinearCrossAttention
 from onescan.layers.position import sinusoidal_positions
 from onescan.ops.decay_attention import DecayState
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
@@ -101,13 +99,13 @@ class DecoderLayer(nn.Module):
         mixer = config.mixer.for_layer(index)
         self.block = Block(config.width, axes=1, mixer=mixer, mlp=config.mlp, norm=config.norm)
         self.norm = build_norm(config.norm, config.width)
-        self.attention = LinearAttention(config.width, config.num_heads, config.feature_map)
+        self.attention = LinearCrossAttention(config.width, config.num_heads, config.feature_map)
 
     def forward(
         self, x: Hidden, remembered: DecayState, *, embedding: Hidden, state: Any
     ) -> tuple[Hidden, Any]:
         x, state = self.block(x, Grid((x.shape[1],)), embedding=embedding, state=state)
-        return x + self.attention.read(self.norm(x), remembered), state
+        return x + self.attention(self.norm(x), remembered), state
 
 
 class SequenceDecoder(nn.Module):
@@ -217,7 +215,7 @@ class SequenceDecoder(nn.Module):
     def _remembered(self, memory: Any, keep: MemoryKeep | None) -> Iterator[DecayState]:
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            yield layer.attention.remember(memory, keep)
+            yield layer.attention.encode_memory(memory, keep)
 
     def _check(self, tokens: Any, memory: Any, memory_keep: Any, state: Any) -> None:
         # Any: these are what a user passed

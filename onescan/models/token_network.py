@@ -10,18 +10,16 @@ from torch import nn
 
 from onescan.checks import check_devices, check_positive, check_shapes, check_token_ids
 from onescan.configs import ModelConfig
-from onescan.layers.block import Block
-from onescan.layers.documents import Documents
-from onescan.layers.initial import init_weights
+from onescan.layers.basic import EPS, GLUConfig, MLPConfig, NormName, NormPosition, build_norm
+from onescan.layers.block import Block, init_weights
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
-from onescan.layers.mlp import GLUConfig, MLPConfig
-from onescan.layers.norm import EPS, NormName, NormPosition, build_norm
 from onescan.layers.position import (
     AbsolutePositionConfig,
     PositionConfig,
     SinusoidalPositionConfig,
     ToeplitzPositionConfig,
 )
+from onescan.layers.tokens import Documents
 from onescan.models.states import flatten
 from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 
@@ -189,7 +187,7 @@ class TokenNetwork(nn.Module):
             kinds = x.new_zeros(x.shape[:2], dtype=torch.long) if segments is None else segments
             x = x + self.segment_embedding(kinds)
         if apart is not None:
-            x = apart.apart(self._placed, x, keep=keep)
+            x = apart.mix_per_document(self._placed, x, keep=keep)
         elif self.position is not None:
             x, position = self.position(x, grid, position, keep)
         x = embedding = self.dropout(self.embedding_norm(x))

@@ -1,4 +1,4 @@
-"""What queries and keys pass through before linear attention multiplies them: plain functions."""
+"""Feature maps, which linear attention applies to queries and keys."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -18,14 +18,17 @@ def identity(x: Queries) -> Queries:
 
 
 def elu_plus_one(x: Queries) -> Queries:
-    """Positive: x + 1 above 0, exp(x) below. Linear attention's own, arXiv:2006.16236, Eq. 7."""
+    """Return x + 1 above 0 and exp(x) below, which is positive.
+
+    Source: linear attention, arXiv:2006.16236, Eq. 7.
+    """
     return F.elu(x) + 1
 
 
 def shifted_silu(x: Queries) -> Queries:
-    """(silu(x) + 0.5) / ||silu(x) + 0.5|| over a head's channels: positive, and of length 1.
+    """Return (silu(x) + 0.5) / ||silu(x) + 0.5|| over the channels of a head, which is positive.
 
-    silu is nowhere below -0.28, so no length is 0. Source: LION, arXiv:2502.16249, Sec. 3.2.
+    silu is never below -0.28, so the norm is never 0. Source: LION, arXiv:2502.16249, Sec. 3.2.
 
     >>> shifted_silu(torch.zeros(1, 1, 1, 4)).flatten().tolist()
     [0.5, 0.5, 0.5, 0.5]

@@ -1,4 +1,4 @@
-"""Numbers that stay finite and exact: types of sums, quotients, a logarithm of zero."""
+"""Numerical helpers: dtypes of sums, safe division, and sums of exponentials."""
 
 import functools
 import math
@@ -11,15 +11,15 @@ from torch.autograd import forward_ad
 
 from onescan.checks import is_plain
 
-# A finite stand-in for log 0. The difference of two of them is 0 and not NaN, so an empty sum,
-# a masked token or a fully masked row needs no special case, and gradients stay finite too.
+# A finite substitute for log 0. The difference of two of them is 0 instead of NaN, so an empty sum,
+# a masked token or a fully masked row needs no special case, and gradients stay finite.
 LOG_ZERO = -1e30
 
-LEAST_WEIGHT = 1e-30  # the square of less is 0 in float32
+LEAST_WEIGHT = 1e-30  # divisors below are replaced by 1; their square is 0 in float32
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type sums are taken in: float32, or float64 for float64 inputs.
+    """Return the dtype of sums: float32, or float64 for float64 inputs.
 
     >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.float64)
     (torch.float32, torch.float64)
@@ -28,13 +28,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the one type that their sums are taken in."""
+    """Convert tensors to one common dtype for sums: float32, or float64 if any is float64."""
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
     return tuple(x.to(dtype) for x in tensors)
 
 
 def doubled(x: Tensor) -> Tensor:
-    """The tensor in float64, on devices that have it."""
+    """Convert a tensor to float64, except on MPS, which does not support it."""
     return x if x.device.type == "mps" else x.double()
 
 
@@ -44,41 +44,44 @@ def modulo_turn(angle: Tensor) -> Tensor:
     >>> modulo_turn(torch.tensor([1.0, 2 * math.pi + 0.5])).tolist()
     [1.0, 0.5]
     """
-    turns = (angle.detach() / (2 * math.pi)).round()
-    return angle.sub(turns, alpha=2 * math.pi)
+    periods = (angle.detach() / (2 * math.pi)).round()
+    return angle.sub(periods, alpha=2 * math.pi)
 
 
-def divided(sums: Tensor, weight: Tensor, *, owned: bool = False) -> Tensor:
-    """Divide sums by their weight, or by 1 where that is next to nothing: gradients stay finite.
+def divided(x: Tensor, y: Tensor, *, owned: bool = False) -> Tensor:
+    """Divide x by y, or by 1 where y is almost 0, so that gradients stay finite.
 
-    Owned as in `quotient`.
+    Args:
+        x: Dividend.
+        y: Divisor, in a shape that broadcasts to that of x.
+        owned: As in `quotient`.
 
     >>> divided(torch.tensor([6.0, 0.0]), torch.tensor([3.0, 1e-40])).tolist()
     [2.0, 0.0]
     """
-    return quotient(sums, torch.where(weight.abs() < LEAST_WEIGHT, 1, weight), owned=owned)
+    return quotient(x, torch.where(y.abs() < LEAST_WEIGHT, 1, y), owned=owned)
 
 
-def quotient(x: Tensor, by: Tensor, *, owned: bool = False) -> Tensor:
-    """Divide x by what broadcasts to it, with a gradient of half as many passes over x.
+def quotient(x: Tensor, y: Tensor, *, owned: bool = False) -> Tensor:
+    """Divide x by y, with a gradient that reads x half as often as that of ``x / y``.
 
     Args:
-        x: what is divided.
-        by: by what.
-        owned: whether x is nobody else's: it is divided in place where that changes no derivative.
+        x: Dividend.
+        y: Divisor, in a shape that broadcasts to that of x.
+        owned: Allow overwriting x, which saves memory if no derivatives are needed.
 
     >>> quotient(torch.tensor([6.0, 9.0]), torch.tensor([3.0])).tolist()
     [2.0, 3.0]
     """
     if torch.compiler.is_compiling():
-        return x / by
-    if owned and not may_be_derived(x, by):
-        return x.div_(by)
-    return applied(_Quotient, x, by)
+        return x / y
+    if owned and not may_be_derived(x, y):
+        return x.div_(y)
+    return applied(_Quotient, x, y)
 
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
-    """Sums of products along the last axis, which is kept, without the products in memory.
+    """Compute dot products along the last axis, which is kept, without storing the products.
 
     >>> inner(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])).tolist()
     [11.0]
@@ -87,7 +90,7 @@ def inner(x: Tensor, y: Tensor) -> Tensor:
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """function.apply, which takes its time, and is left out where nobody can ask for a derivative.
+    """Call function.apply, or only its forward, which is faster, if no derivatives are needed.
 
     >>> applied(_Quotient, torch.tensor([6.0, 9.0]), torch.tensor([3.0])).tolist()
     [2.0, 3.0]
@@ -98,40 +101,40 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 def may_be_derived(*tensors: Tensor) -> bool:
-    """Whether anybody can ask for a derivative of what is made of them.
+    """Return whether derivatives of a function of these tensors may be requested.
 
     >>> may_be_derived(torch.ones(1)), may_be_derived(torch.ones(1, requires_grad=True))
     (False, True)
     """
-    is_learning = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    # gradients forward are asked for in other ways, of tensors that look as all others do
-    return is_learning or forward_ad._current_level >= 0 or not all(map(is_plain, tensors))
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    # forward-mode derivatives and torch.func do not set requires_grad
+    return has_gradient or forward_ad._current_level >= 0 or not all(map(is_plain, tensors))
 
 
 def running_logsumexp(x: Tensor) -> Tensor:
-    """Take log sum_{s <= t} exp(x_s) along the last but one axis, for finite x.
+    """Compute log sum_{s <= t} exp(x_s) along the second-last axis, for finite x.
 
-    torch.logcumsumexp, with a gradient that is faster, and whose own gradient is not NaN.
+    Unlike torch.logcumsumexp, its gradient is fast, and its second derivatives are not NaN.
     """
     return _RunningLogSumExp.apply(x)
 
 
 def logaddexp(a: Tensor, b: Tensor) -> Tensor:
-    """Take log(exp(a) + exp(b)), for finite a and b as far apart as `LOG_ZERO` from a number.
+    """Compute log(exp(a) + exp(b)), for finite a and b, including `LOG_ZERO`.
 
-    torch.logaddexp, whose gradient's own gradient would be NaN there.
+    Unlike those of torch.logaddexp, its second derivatives are not NaN.
     """
     return _LogAddExp.apply(a, b)
 
 
 class _Quotient(torch.autograd.Function):
-    """y = x / b, so dx = dy / b and db = -sum x dx / b."""
+    """Compute z = x / y, with dx = dz / y and dy = -sum x dx / y."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, by: Tensor) -> Tensor:
-        return x / by
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return x / y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -140,24 +143,24 @@ class _Quotient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, by = ctx.saved_tensors
-        is_row = by.shape == (*x.shape[:-1], 1)
+        x, y = ctx.saved_tensors
+        is_row = y.shape == (*x.shape[:-1], 1)
         if is_row and x.is_contiguous():
             gradient = gradient.contiguous()
-        dx, dby = gradient / by, None
+        dx, dy = gradient / y, None
         if ctx.needs_input_grad[1]:
             with full_precision(x):
-                dby = -(inner(x, dx) if is_row else (x * dx).sum_to_size(by.shape)) / by
-        return dx, dby
+                dy = -(inner(x, dx) if is_row else (x * dx).sum_to_size(y.shape)) / y
+        return dx, dy
 
     @staticmethod
-    def jvp(ctx: Any, dx: Tensor, dby: Tensor) -> Tensor:
-        x, by = ctx.saved_tensors
-        return (dx - x / by * dby) / by
+    def jvp(ctx: Any, dx: Tensor, dy: Tensor) -> Tensor:
+        x, y = ctx.saved_tensors
+        return (dx - x / y * dy) / y
 
 
 class _LogAddExp(torch.autograd.Function):
-    """z = log(exp(a) + exp(b)), so dz/da = exp(a - z) and dz/db = exp(b - z)."""
+    """Compute z = log(exp(a) + exp(b)), with dz/da = exp(a - z) and dz/db = exp(b - z)."""
 
     generate_vmap_rule = True
 
@@ -178,10 +181,10 @@ class _LogAddExp(torch.autograd.Function):
 
 
 class _RunningLogSumExp(torch.autograd.Function):
-    """z_t = log sum_{s <= t} exp(x_s), so dz_t/dx_s = exp(x_s - z_t).
+    """Compute z_t = log sum_{s <= t} exp(x_s), with dz_t/dx_s = exp(x_s - z_t).
 
-    dx_s = exp(x_s - z_s) G_s with G_s = sum_{t >= s} dz_t exp(z_s - z_t), and z never falls:
-    G_s = dz_s + exp(z_s - z_{s+1}) G_{s+1}, from the last to the first.
+    dx_s = exp(x_s - z_s) G_s with G_s = sum_{t >= s} dz_t exp(z_s - z_t). As z never decreases,
+    G_s = dz_s + exp(z_s - z_{s+1}) G_{s+1}, from the last token to the first, does not overflow.
     """
 
     generate_vmap_rule = True
@@ -205,9 +208,9 @@ class _RunningLogSumExp(torch.autograd.Function):
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which autocast does not narrow the sums over x."""
+    """Return a context in which autocast is disabled on the device of x."""
     device = x.device.type
-    if not torch.amp.is_autocast_available(device):  # the meta device has none
+    if not torch.amp.is_autocast_available(device):  # not on the meta device
         return nullcontext()
     return torch.autocast(device, enabled=False)
 

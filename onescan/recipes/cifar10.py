@@ -6,12 +6,12 @@ from dataclasses import replace
 from onescan import configs
 from onescan.configs import ModelConfig
 from onescan.data import DeitAugmentConfig, ImageDatasetConfig
+from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     SoftmaxMixerConfig,
 )
-from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.presets import LION_NAMES, preset

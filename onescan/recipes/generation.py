@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from onescan.data import DeitAugmentConfig, DigitsConfig, ImageDatasetConfig
 from onescan.data.latents import LatentsConfig
+from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
-from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import SinusoidalPositionConfig, ToeplitzPositionConfig
 from onescan.models.denoiser import DenoiserConfig
 from onescan.models.noise import NoiseConfig, SamplerConfig

@@ -6,13 +6,13 @@ from typing import Any
 
 from onescan.configs import ModelConfig
 from onescan.data.text import TextDatasetConfig
+from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
     SoftmaxMixerConfig,
 )
-from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import ToeplitzPositionConfig, TokenPositionConfig
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
@@ -273,7 +273,7 @@ SMALL_MLM = MaskedLMConfig(
     init_std=SMALL_SPREAD,
 )
 SMALL_MASKS = MaskedLanguageModellingConfig(whole_words=True)
-SOFTMAX: dict[str, Any] = {"mlp": MLPConfig(), "position": TokenPositionConfig(most_tokens=1024)}
+SOFTMAX: dict[str, Any] = {"mlp": MLPConfig(), "position": TokenPositionConfig(max_tokens=1024)}
 
 
 def shakespeare_lightnet() -> RunConfig:

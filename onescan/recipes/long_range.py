@@ -19,9 +19,9 @@ from onescan.data import (
     RetrievalConfig,
 )
 from onescan.data.long_range import ListOpsConfig, PathfinderConfig
+from onescan.layers.basic import MLPConfig
 from onescan.layers.decays import DecayConfig, HippoDecayConfig, NoDecayConfig
 from onescan.layers.mixers import LionMixerConfig
-from onescan.layers.mlp import MLPConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.recipes.cifar10 import CLASSES
 from onescan.recipes.positions import token_positions

@@ -10,8 +10,8 @@ from onescan.models.token_network import TokenNetworkConfig
 
 def token_positions(data: DataConfig, *, at_least: int = 1) -> TokenPositionConfig:
     """Return learned positions for the longest sequence in `data`, or `at_least` tokens."""
-    longest = data.max_tokens or TokenPositionConfig().most_tokens
-    return TokenPositionConfig(most_tokens=max(longest, at_least))
+    longest = data.max_tokens or TokenPositionConfig().max_tokens
+    return TokenPositionConfig(max_tokens=max(longest, at_least))
 
 
 def text_positions(model: TokenNetworkConfig, data: DataConfig) -> TokenPositionConfig:

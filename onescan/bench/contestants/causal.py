@@ -53,7 +53,7 @@ def prepare(name: str, work: str, size: int, options: CausalOptions) -> Trial:
     if is_theirs:
         build = partial(their_model, name, options.size, options)
     else:
-        config = our_config(name, options.size, most_tokens=size)
+        config = our_config(name, options.size, max_tokens=size)
         check_backend(config.mixer, options)
         build = config.build
         macs = options.batch * _macs(config, size)

@@ -42,7 +42,7 @@ def prepare(name: str, work: str, size: int, options: DecodeOptions) -> Trial:
 @torch.no_grad()
 def _ours(name: str, size: int, token: Tensor, options: DecodeOptions) -> Trial:
     # one place, as more rows would be counted as weights
-    config = our_config(name, options.size, most_tokens=1)
+    config = our_config(name, options.size, max_tokens=1)
     check_backend(config.mixer, options)
     model = placed(config.build, options).eval()
     _, state = model(token)

@@ -10,13 +10,13 @@ from onescan.bench.contest.machine import device_of
 from onescan.bench.contest.trial import RefusalError
 from onescan.bench.contestants.ops import theirs
 from onescan.bench.contests import ContestOptions
+from onescan.layers.basic import GLUConfig, MLPConfig
 from onescan.layers.mixers import (
     LightNetMixerConfig,
     LionMixerConfig,
     MixerConfig,
     SoftmaxMixerConfig,
 )
-from onescan.layers.mlp import GLUConfig, MLPConfig
 from onescan.layers.position import (
     PositionConfig,
     ToeplitzPositionConfig,
@@ -50,13 +50,13 @@ LIGHTNET, LION_S, SOFTMAX = "lightnet", "lion_s", "softmax"
 FLA = ("fla_gla", "fla_hgrn2", "fla_mamba2")
 
 
-def our_config(name: str, size: str, *, most_tokens: int) -> CausalLMConfig:
+def our_config(name: str, size: str, *, max_tokens: int) -> CausalLMConfig:
     """LightNet, LION-s that looks back, or a model like GPT-2.
 
     Args:
         name: of the three.
         size: a key of `SHAPES`.
-        most_tokens: places that the last one learns.
+        max_tokens: places that the last one learns.
     """
     shape = SHAPES[size]
     heads = shape.num_heads
@@ -66,7 +66,7 @@ def our_config(name: str, size: str, *, most_tokens: int) -> CausalLMConfig:
         LION_S: (LionMixerConfig(num_heads=heads, direction="forward"), None),
         SOFTMAX: (
             SoftmaxMixerConfig(num_heads=heads, causal=True),
-            TokenPositionConfig(most_tokens=most_tokens),
+            TokenPositionConfig(max_tokens=max_tokens),
         ),
     }
     mixer, position = parts[name]

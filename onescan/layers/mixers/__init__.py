@@ -1,4 +1,4 @@
-"""Every mixer there is."""
+"""Every mixer; `MIXERS` lists their configs by name."""
 
 from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig
@@ -8,8 +8,7 @@ from onescan.layers.mixers.linear_diffusion import (
     LinearDiffusionMixerConfig,
     LinearDiffusionState,
 )
-from onescan.layers.mixers.linear_transformers import LINEAR_TRANSFORMERS
-from onescan.layers.mixers.lion import LionMixer, LionMixerConfig
+from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixer, LionMixerConfig
 from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig, SoftmaxState
 
 __all__ = [

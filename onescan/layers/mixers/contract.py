@@ -1,31 +1,35 @@
-"""What every mixer promises, so that a block can hold any of them."""
+"""The interface of mixers, which lets a block hold any of them."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
-from torch import nn
+from einops import rearrange
+from torch import Tensor, nn
 
-from onescan.shapes import Grid, Hidden, Keep
+from onescan.checks import check_choice
+from onescan.shapes import Grid, Hidden, Keep, Keys
+
+Direction = Literal["both", "forward", "backward", "alternating"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixerConfig(ABC):
-    """How tokens exchange what they know."""
+    """How tokens exchange information."""
 
     num_heads: int = 6
-    """Heads; they must divide the width."""
+    """Number of heads; must divide the width."""
 
     @abstractmethod
     def build(self, *, width: int, axes: int) -> "Mixer":
-        """The module for tokens of this width on a grid of so many axes.
+        """Build the module for tokens of this width on a grid with this number of axes.
 
         Raises:
-            ValueError: a field that does not go with the others, or with width or axes.
+            ValueError: If fields do not go with each other, or with width or axes.
         """
 
     def for_layer(self, index: int) -> "MixerConfig":
-        """The config of a model's block `index`, counted from 0; most are alike in all blocks."""
+        """Return the config of a model's block `index`, counted from 0; often the same for all."""
         return self
 
     @property
@@ -35,12 +39,12 @@ class MixerConfig(ABC):
 
     @property
     def prefix_reads_grid(self) -> bool:
-        """Whether prefix tokens, a class token say, read any other."""
+        """Whether prefix tokens, such as a class token, read any other."""
         return not self.is_causal
 
     @property
-    def normalizes_itself(self) -> bool:
-        """Whether the mixer takes tokens as they are, without the norm that a block has for it."""
+    def normalizes_input(self) -> bool:
+        """Whether the mixer normalizes its input itself, so that its block has no norm for it."""
         return False
 
     @property
@@ -49,19 +53,64 @@ class MixerConfig(ABC):
         return False
 
     @property
-    def is_bounded(self) -> bool:
+    def output_is_bounded(self) -> bool:
         """Whether adding its output keeps tokens within bounds, which scaling it up would break."""
         return False
 
     def head_width(self, width: int) -> int:
-        """Width of one head."""
+        """Return the width of one head.
+
+        Raises:
+            ValueError: If heads do not divide the width.
+        """
         if self.num_heads < 1 or width % self.num_heads:
             raise ValueError(f"width {width} is not a multiple of num_heads {self.num_heads}")
         return width // self.num_heads
 
 
+@dataclass(frozen=True, kw_only=True)
+class DirectedMixerConfig(MixerConfig, ABC):
+    """A mixer that reads in one direction or in both."""
+
+    direction: Direction = "both"
+    """Which tokens to read: all, those before ("forward") or those after ("backward");
+    "alternating" blocks read forward and backward in turn, forward first."""
+
+    @property
+    def is_causal(self) -> bool:
+        return self.direction == "forward"
+
+    def for_layer(self, index: int) -> "DirectedMixerConfig":
+        if self.direction != "alternating":
+            return self
+        return replace(self, direction="backward" if index % 2 else "forward")
+
+    def check_direction(self) -> None:
+        """Raise ValueError for a direction that a single mixer does not have."""
+        check_choice("direction", self.direction, get_args(Direction))
+        if self.direction == "alternating":
+            raise ValueError(
+                "direction is 'alternating', which describes a model and not one mixer of it: "
+                "for_layer(index) gives that mixer's config"
+            )
+
+    def check_state(self, state: Any, grid: Grid) -> None:
+        """Raise ValueError for a state that a call on this grid cannot continue."""
+        if state is None:
+            return
+        if not self.is_causal:
+            raise ValueError("state was given to a mixer that is not causal")
+        if len(grid.shape) > 1 or grid.prefix:
+            raise ValueError(f"state was given with {grid}, expected one axis and no prefix")
+
+
 class Mixer(nn.Module, ABC):
-    """Tokens in, tokens out, each having heard of the others."""
+    """Exchange information between tokens.
+
+    What several projections read is projected once, by `in_proj`, and split: one large matrix
+    product is faster than several small ones. Call it as a module, so that LoRA, quantization,
+    offloading and autocast apply.
+    """
 
     @abstractmethod
     def forward(
@@ -70,17 +119,17 @@ class Mixer(nn.Module, ABC):
         """Mix the tokens.
 
         Args:
-            x: tokens, already normalized; if it normalizes them itself, as they are.
-            grid: how they lie. A causal mixer's calls after the first go on where the last ended.
-            keep: True for real tokens; the others get zero and give nothing.
-            state: what a call before returned, causal mixers only; None is the beginning.
+            x: Tokens, normalized unless the mixer's config says that it `normalizes_input`.
+            grid: How the tokens are laid out. Later calls of a causal mixer continue the first.
+            keep: True for real tokens. The others give zero output and are not read.
+            state: State returned by a previous call, causal mixers only; None at the beginning.
 
         Returns:
-            The mixed tokens, and the state after the last (None where there is none).
+            The mixed tokens, and the state after the last (None if there is none).
         """
 
     def check_state(self, state: Any, kind: type, *, causal: bool) -> None:
-        """Raise ValueError for a state that a mixer cannot go on from."""
+        """Raise ValueError for a state that a mixer cannot continue."""
         if state is None:
             return
         if not causal:
@@ -89,4 +138,14 @@ class Mixer(nn.Module, ABC):
             raise ValueError(f"state is a {type(state).__name__}, expected a {kind.__name__}")
 
     def init_weights(self) -> None:
-        """Set the first weights for which a model's usual ones will not do; models call it last."""
+        """Initialize weights that the model's default does not suit; models call it last."""
+
+
+def split_heads(x: Hidden, num_heads: int) -> Keys:
+    """Split the channels of tokens into heads: [B, T, H K] to [B, T, H, K]."""
+    return rearrange(x, "b t (h k) -> b t h k", h=num_heads)
+
+
+def flipped(x: Tensor | None) -> Any:
+    """Reverse the order of tokens; return None, and what is per head, [H], unchanged."""
+    return x if x is None or x.ndim == 1 else x.flip(1)

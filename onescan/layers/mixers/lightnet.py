@@ -6,13 +6,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_choice, check_positive
-from onescan.layers.mixers.contract import Mixer, MixerConfig
-from onescan.layers.norm import NormName, build_norm
+from onescan.layers.basic import NormName, build_norm
+from onescan.layers.mixers.contract import Mixer, MixerConfig, split_heads
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
@@ -27,12 +26,11 @@ class LightNetMixerConfig(MixerConfig):
     """LightNet attention; each ablation of the paper is one field."""
 
     causal: bool = False
-    """Read the past only (Eq. 13), instead of all tokens (Eq. 14)."""
+    """Read only earlier tokens (Eq. 13), instead of all (Eq. 14)."""
     lrpe: bool = True
-    """Turn queries and keys by their position (MD-LRPE)."""
+    """Rotate queries and keys by their position (MD-LRPE)."""
     decay: bool = True
-    """Additive decay; False weighs keys by SiLU instead of their softmax over tokens, of all or of
-    those so far."""
+    """Weight keys by their softmax over tokens (additive decay); False applies SiLU instead."""
     decay_logits: Literal["shared", "offset", "independent"] = "shared"
     """Logits of the decay: "shared", the keys; "offset", the keys plus a separate projection;
     "independent", the separate projection alone ("no share" in Table 6)."""
@@ -86,7 +84,7 @@ class LightNetState(NamedTuple):
 
 
 class LightNetMixer(Mixer):
-    """O = Norm[phi(Q) (f(K)^T V)] * sigmoid(U), then W_o.
+    """Additive-decay attention: O = Norm[phi(Q) (f(K)^T V)] * sigmoid(U), then W_o.
 
     With separate decay logits d, s_t in Eq. 13 and 14 is a sum over d instead of k:
 
@@ -107,14 +105,17 @@ class LightNetMixer(Mixer):
     def __init__(self, config: LightNetMixerConfig, width: int, axes: int) -> None:
         super().__init__()
         self.config = config
-        self.to_q = nn.Linear(width, width, bias=False)
-        self.to_k = nn.Linear(width, width, bias=False)
-        self.to_v = nn.Linear(width, width, bias=False)
-        self.to_gate = _low_rank(width, config.gate_rank)
-        self.norm = build_norm(config.norm, width)
-        self.to_out = nn.Linear(width, width, bias=False)
+        # in_proj gives q, k, v, then the low-rank inputs of gate_proj and decay_proj. At full rank
+        # it gives the gate and the decay logits themselves.
+        self.in_widths = [width] * 3 + [config.gate_rank or width]
         if config.decay_logits != "shared":
-            self.to_decay = _low_rank(width, config.decay_rank)
+            self.in_widths.append(config.decay_rank or width)
+        self.in_proj = nn.Linear(width, sum(self.in_widths), bias=False)
+        self.gate_proj = _expand(config.gate_rank, width)
+        if config.decay_logits != "shared":
+            self.decay_proj = _expand(config.decay_rank, width)
+        self.norm = build_norm(config.norm, width)
+        self.out_proj = nn.Linear(width, width, bias=False)
         if config.lrpe:
             frequencies = lrpe_frequencies(width // config.num_heads, axes)
             self.theta = nn.Parameter(frequencies.repeat(config.num_heads, 1))  # H K
@@ -128,20 +129,23 @@ class LightNetMixer(Mixer):
         state: LightNetState | None = None,
     ) -> tuple[Hidden, LightNetState | None]:
         self.check_state(state, LightNetState, causal=self.config.causal)
-        q = F.silu(self._heads(self.to_q(x)))  # B T H K
-        k = self._heads(self.to_k(x))
-        v = self._heads(self.to_v(x))
-        o, state = self._attend(x, q, k, v, grid, keep, state)
-        o = self.norm(rearrange(o, "b t h v -> b t (h v)"))  # B T D
-        o = self.to_out(o * torch.sigmoid(self.to_gate(x)))
+        q, k, v, gate, *decay = self.in_proj(x).split(self.in_widths, dim=-1)
+        q, k, v = (self._heads(y) for y in (q, k, v))  # B T H K
+        logits = None
+        if decay:
+            logits = self._heads(self.decay_proj(decay[0]))
+            logits = k + logits if self.config.decay_logits == "offset" else logits
+        o, state = self._attend(F.silu(q), k, v, logits, grid, keep, state)
+        o = self.norm(o.flatten(-2))  # B T D
+        o = self.out_proj(o * torch.sigmoid(self.gate_proj(gate)))
         return o if keep is None else o * keep.unsqueeze(-1), state
 
     def _attend(
         self,
-        x: Hidden,
         q: Queries,
         k: Keys,
         v: Values,
+        decay_logits: Keys | None,
         grid: Grid,
         keep: Keep | None,
         state: LightNetState | None,
@@ -154,16 +158,15 @@ class LightNetMixer(Mixer):
         attention: Any = None if state is None else state.attention
         if not config.decay:
             o, attention = self._attend_undecayed(q, k, v, angles, keep, attention)
-            return o, self._after(x, position, attention)
+            return o, self._state(attention, position + q.shape[1])
         decay_normalizer = log_scale = None
-        if config.decay_logits != "shared":
-            logits = self._heads(self.to_decay(x))
-            if config.decay_logits == "offset":
-                logits = k + logits
+        if decay_logits is not None:
             before = None
             if state is not None:
                 before = (attention.log_normalizer, state.log_decay_normalizer)
-            log_gain, decay_normalizer = _log_gain(k, logits, keep, before, causal=config.causal)
+            log_gain, decay_normalizer = _log_gain(
+                k, decay_logits, keep, before, causal=config.causal
+            )
             peak = log_gain.amax(dim=(2, 3), keepdim=True)
             log_scale = peak - peak.clamp(-MAX_LOG_GAIN, MAX_LOG_GAIN)
             gain = (log_gain - log_scale).to(accumulation_dtype(q.dtype)).exp()
@@ -174,7 +177,7 @@ class LightNetMixer(Mixer):
         )  # fmt: skip
         if log_scale is not None and config.norm == "none":
             o = _scaled(o, log_scale)
-        return o, self._after(x, position, attention, decay_normalizer)
+        return o, self._state(attention, position + q.shape[1], decay_normalizer)
 
     def _attend_undecayed(
         self,
@@ -185,7 +188,7 @@ class LightNetMixer(Mixer):
         keep: Keep | None,
         state: Any,
     ) -> tuple[Values, Any]:
-        """The paper's "w/o Decay", Sec. 6.3: SiLU in the softmax's place."""
+        """Compute the paper's "w/o Decay", Sec. 6.3, with SiLU in place of the softmax."""
         config, k = self.config, F.silu(k)
         form: Any = config.form
         if angles is not None:
@@ -199,33 +202,33 @@ class LightNetMixer(Mixer):
             k = k * keep[:, :, None, None]
         return torch.einsum("bthf,bhfv->bthv", q, torch.einsum("bthf,bthv->bhfv", k, v)), None
 
-    def _after(
+    def _state(
         self,
-        x: Hidden,
-        position: int | Int[Tensor, ""],
         attention: AdditiveDecayState | DecayState | None,
+        position: int | Int[Tensor, ""],
         decay_normalizer: LogNormalizer | None = None,
     ) -> LightNetState | None:
         if not self.config.causal or attention is None:
             return None
-        return LightNetState(attention, decay_normalizer, position + x.shape[1])
+        return LightNetState(attention, decay_normalizer, position)
 
     @torch.no_grad()
     def key_importance(self, x: Hidden) -> Tensor:
-        """Each token's share of a head's context, [B, H, T]: its softmax weight, mean over K.
+        """Return each token's weight in a head's context, [B, H, T].
 
-        A share of 1/T is what every token would have if all keys were equal.
+        It is the softmax of keys over tokens, averaged over key channels. If all keys were equal,
+        it would be 1 / T.
         """
-        return self._heads(self.to_k(x)).softmax(dim=1).mean(dim=-1).mT
+        _, k, *_ = self.in_proj(x).split(self.in_widths, dim=-1)
+        return self._heads(k).softmax(dim=1).mean(dim=-1).mT
 
     def _heads(self, x: Hidden) -> Keys:
-        return rearrange(x, "b t (h k) -> b t h k", h=self.config.num_heads)
+        return split_heads(x, self.config.num_heads)
 
 
-def _low_rank(width: int, rank: int | None) -> nn.Module:
-    if rank is None:
-        return nn.Linear(width, width, bias=False)
-    return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False))
+def _expand(rank: int | None, width: int) -> nn.Module:
+    """Build the second map of a low-rank projection; there is none at full rank, None."""
+    return nn.Identity() if rank is None else nn.Linear(rank, width, bias=False)
 
 
 def _log_gain(

@@ -1,57 +1,95 @@
-"""LDN: tokens diffuse, update themselves and attend, three parts side by side."""
+"""LDN: diffusion along a sequence, a gated local update and linear attention, summed.
 
+Source: LDN, arXiv:2502.12381. From top to bottom: the mixer's config, state and sum, then its parts
+(Sec. 3.3), and the attention to another sequence of its decoder (Sec. 3.6).
+"""
+
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.diffusion import Diffusion, log_place
-from onescan.layers.linear_attention import LinearAttention
-from onescan.layers.local_update import ActivationName, LocalUpdate
-from onescan.layers.mixers.contract import Mixer, MixerConfig
-from onescan.layers.norm import NormName, build_norm
-from onescan.ops.decay_attention import DecayState
+from onescan.layers.basic import NormName, build_norm
+from onescan.layers.mixers.contract import Mixer, MixerConfig, split_heads
+from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
-from onescan.ops.linear_diffusion import DiffusionState, Form, Scheme
-from onescan.shapes import Grid, Hidden, Keep
+from onescan.ops.linear_diffusion import (
+    DiffusionState,
+    Form,
+    Scheme,
+    following,
+    gaussian_kernel,
+    gaussian_radius,
+    linear_diffusion,
+    stable_step,
+)
+from onescan.ops.numerics import divided, full_precision, widened
+from onescan.shapes import (
+    DiffusionKernels,
+    Grid,
+    Hidden,
+    Keep,
+    Memory,
+    MemoryKeep,
+    StepSizes,
+)
+
+MIN_SIGMA = 0.25  # a neighbor's weight is exp(-8): less would be no diffusion at all
+# Fraction of the longest stable step. The rest stays with the token: two tokens that swap would
+# never mix.
+MAX_STEP_FRACTION = 0.999
+MAX_RADIUS = 1 << 20  # more tokens than any sequence has
+MAX_SIGMA_LOGIT = 5.0
+
+ActivationName = Literal["gelu", "silu", "tanh"]
+ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearDiffusionMixerConfig(MixerConfig):
-    """LDN's layer; as its local update stands for an MLP, models need no other."""
+    """LDN's layer; its local update replaces an MLP, so models need no other."""
 
     diffusion: bool = True
-    """The first part: move towards tokens nearby."""
+    """Diffuse between neighboring tokens (the first part)."""
     local_update: bool = True
-    """The second part: a gated update of each token on its own."""
+    """Update each token on its own, gated (the second part)."""
     linear_attention: bool = True
-    """The third part: hear of all tokens."""
+    """Attend to all tokens (the third part)."""
     causal: bool = False
-    """Read the past only."""
+    """Read only earlier tokens."""
     separable: bool = False
-    """Diffuse along each axis of the grid in turn; the paper's order is the tokens' as they lie."""
+    """Diffuse along each axis of the grid in turn, instead of along row-major order as in the
+    paper."""
     kernels: int = 1
-    """Diffusion kernels, each for its share of the channels; the paper has one."""
+    """Number of diffusion kernels, each for an equal part of the channels; 1 in the paper."""
     sigmas: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
-    """First widths, in tokens, that kernels take in turn; each block begins one further."""
+    """Initial standard deviations, in tokens, that kernels take in turn; each block starts one
+    later."""
     max_sigma: float = 32.0
-    """No width grows beyond."""
+    """Upper bound of the learned standard deviations."""
     epsilon: float = 1e-4
     """Kernels end where their widest Gaussian falls below this."""
     scheme: Scheme = "explicit"
-    """How a step in time is taken; see `linear_diffusion`."""
+    """Time-stepping scheme; see `linear_diffusion`."""
     feature_map: FeatureMapName = "relu"
-    """What queries and keys pass through."""
+    """Feature map of queries and keys."""
     activation: ActivationName = "gelu"
-    """Of the local update."""
+    """Activation of the local update."""
     norm: NormName = "none"
-    """What the second and the third part read through; what diffuses is never normalized."""
+    """Norm of the input of the second and third parts; diffusion is never normalized."""
     input_residual: bool = False
-    """Add the embedding in every block, by a learnt weight that starts at 0."""
+    """Add the embedding in every block, with a learned weight that starts at 0."""
     dropout: float = 0.0
-    """Of the second and the third part, while training."""
+    """Dropout probability of the second and third parts."""
     form: Form = "auto"
     """How the op evaluates its sum; see `linear_diffusion`."""
 
@@ -65,7 +103,7 @@ class LinearDiffusionMixerConfig(MixerConfig):
         return mixes_all and not self.causal
 
     @property
-    def normalizes_itself(self) -> bool:
+    def normalizes_input(self) -> bool:
         return True
 
     @property
@@ -73,7 +111,7 @@ class LinearDiffusionMixerConfig(MixerConfig):
         return self.local_update or self.input_residual
 
     @property
-    def is_bounded(self) -> bool:
+    def output_is_bounded(self) -> bool:
         return self.diffusion
 
     def for_layer(self, index: int) -> "LinearDiffusionMixerConfig":
@@ -81,16 +119,16 @@ class LinearDiffusionMixerConfig(MixerConfig):
         return replace(self, sigmas=self.sigmas[first:] + self.sigmas[:first])
 
     def build(self, *, width: int, axes: int) -> "LinearDiffusionMixer":
-        self.head_width(width)  # raises where heads do not divide the width
+        self.head_width(width)  # raises if heads do not divide the width
         check_positive(kernels=self.kernels)
         if width % self.kernels:
             raise ValueError(f"width {width} is not a multiple of kernels {self.kernels}")
         if not self.sigmas:
-            raise ValueError("sigmas is (), expected at least one first width")
-        for sigma in self.sigmas:  # those too that another block begins with
-            log_place(sigma, self.max_sigma)
+            raise ValueError("sigmas is (), expected at least one initial standard deviation")
+        for sigma in self.sigmas:  # including those of other blocks
+            sigma_fraction(sigma, self.max_sigma)
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}, expected a chance from 0 to below 1")
+            raise ValueError(f"dropout is {self.dropout}, expected a probability from 0 to below 1")
         check_choice("scheme", self.scheme, get_args(Scheme))
         check_choice("feature_map", self.feature_map, FEATURE_MAPS)
         check_choice("activation", self.activation, get_args(ActivationName))
@@ -107,11 +145,11 @@ class LinearDiffusionMixerConfig(MixerConfig):
 
 
 class LinearDiffusionState(NamedTuple):
-    """What the causal mixer carries from call to call.
+    """State of the causal mixer; its size does not grow.
 
     Attributes:
-        diffusion: the last tokens, as far back as the kernel reaches; None without diffusion.
-        attention: the op's state; None without attention.
+        diffusion: The last tokens; None without diffusion.
+        attention: State of the linear attention; None without it.
     """
 
     diffusion: DiffusionState | None
@@ -119,9 +157,12 @@ class LinearDiffusionState(NamedTuple):
 
 
 class LinearDiffusionMixer(Mixer):
-    """dt (K h - diag(K 1) h) + F(x, h) + A_lin(h), which a block adds to h.
+    """dt (K h - diag(K 1) h) + F(x, h) + A_lin(h): what a block adds to its tokens h.
 
-    Source: LDN, arXiv:2502.12381, Sec. 3.3; along several axes ours.
+    x is the embedding, the tokens before the first block. Steps along several axes are not in the
+    paper.
+
+    Source: LDN, arXiv:2502.12381, Sec. 3.3.
     """
 
     def __init__(self, config: LinearDiffusionMixerConfig, width: int, axes: int) -> None:
@@ -160,64 +201,251 @@ class LinearDiffusionMixer(Mixer):
         """Mix the tokens; see `Mixer.forward`.
 
         Args:
-            x: tokens, not normalized.
-            grid: how they lie.
+            x: Tokens, not normalized.
+            grid: How the tokens are laid out.
             keep: True for real tokens.
-            state: what a causal call before returned.
-            embedding: the tokens before the first block; None is x.
+            state: State returned by a previous call, causal only.
+            embedding: The tokens before the first block; None is x.
         """
         config = self.config
         self.check_state(state, LinearDiffusionState, causal=config.causal)
-        if keep is not None:  # what a masked token holds is nobody's, NaN included
+        if keep is not None:  # masked tokens may contain NaN
             x = x.masked_fill(~keep.unsqueeze(-1), 0)
         embedding = x if embedding is None else embedding
-        before = LinearDiffusionState(None, None) if state is None else state
-        after = before
+        old = new = LinearDiffusionState(None, None) if state is None else state
         parts: list[Tensor] = []
         if config.diffusion:
-            parts.append(self._diffused(x, grid, keep, before.diffusion) - x)
+            parts.append(self._diffuse(x, grid, keep, old.diffusion) - x)
             if config.causal:
-                after = after._replace(diffusion=self._following(x, keep, before.diffusion))
-        heard = self.norm(x)
+                (diffusion,) = self.diffusions
+                assert isinstance(diffusion, Diffusion)
+                new = new._replace(diffusion=diffusion.next_state(x, keep, old.diffusion))
+        y = self.norm(x)
         if self.local_update is not None:
-            parts.append(self.dropout(self.local_update(embedding, heard)))
+            parts.append(self.dropout(self.local_update(embedding, y)))
         if self.attention is not None:
-            attended, leaving = self.attention(
-                heard, causal=config.causal, keep=keep, state=before.attention
+            attended, attention = self.attention(
+                y, causal=config.causal, keep=keep, state=old.attention
             )
             parts.append(self.dropout(attended))
-            after = after._replace(attention=leaving)
+            new = new._replace(attention=attention)
         if self.input_weight is not None:
             parts.append(self.input_weight * embedding)
         change = sum(parts[1:], start=parts[0])
         if keep is not None:
             change = change.masked_fill(~keep.unsqueeze(-1), 0)
-        return change, after if config.causal else None
+        return change, new if config.causal else None
 
-    def _diffused(
+    def _diffuse(
         self, x: Hidden, grid: Grid, keep: Keep | None, state: DiffusionState | None
     ) -> Hidden:
-        """The tokens after a step of each diffusion; the prefix has no place on an axis."""
+        """Return the tokens after a step of each diffusion; prefix tokens are on no axis."""
         if not self.config.separable:
-            (along_tokens,) = self.diffusions
-            return along_tokens(x, keep=keep, state=state)
+            (diffusion,) = self.diffusions
+            return diffusion(x, keep=keep, state=state)
         if grid.tokens != x.shape[1] or len(grid.shape) != len(self.diffusions):
             raise ValueError(
                 f"x has {x.shape[1]} tokens and {grid} {grid.tokens} on {len(grid.shape)} axes, "
                 f"expected as many, on {len(self.diffusions)} axes"
             )
         h = x[:, grid.prefix :].unflatten(1, grid.shape)  # B axes D
-        seen = None if keep is None else keep[:, grid.prefix :].unflatten(1, grid.shape)
+        real = None if keep is None else keep[:, grid.prefix :].unflatten(1, grid.shape)
         for axis, diffusion in enumerate(self.diffusions, start=1):
             lines = h.movedim(axis, -2)  # B others n D
-            kept = None if seen is None else seen.movedim(axis, -1).flatten(0, -2)
+            kept = None if real is None else real.movedim(axis, -1).flatten(0, -2)
             moved = diffusion(lines.flatten(0, -3), keep=kept)
             h = moved.view(lines.shape).movedim(-2, axis)
         return torch.cat([x[:, : grid.prefix], h.flatten(1, len(grid.shape))], dim=1)
 
-    def _following(
+
+class Diffusion(nn.Module):
+    """h + dt (K h - diag(K 1) h), K_ts = phi(t - s) exp(-(t - s)^2 / 2 sigma^2).
+
+    phi = softplus(raw_past) for t > s and softplus(raw_future) for t < s. Whatever is learned,
+    MIN_SIGMA < sigma < max_sigma, and an explicit step lies between 0 and the bound of Sec. 4.4.
+    Each kernel acts on its part of the channels.
+
+    Source: LDN, arXiv:2502.12381, Sec. 3.3.
+
+    Args:
+        sigmas: Initial standard deviation of each kernel, in tokens.
+        max_sigma: Upper bound of the standard deviations; with epsilon, it sets the radius.
+        epsilon: Value at which the widest Gaussian is cut off.
+        causal: Whether a token reads only those before it.
+        scheme: As in `linear_diffusion`.
+        form: As in `linear_diffusion`.
+    """
+
+    def __init__(
+        self,
+        sigmas: Sequence[float],
+        *,
+        max_sigma: float,
+        epsilon: float,
+        causal: bool,
+        scheme: Scheme,
+        form: Form,
+    ) -> None:
+        super().__init__()
+        self.max_sigma, self.scheme, self.form = max_sigma, scheme, form
+        fractions = [sigma_fraction(sigma, max_sigma) for sigma in sigmas]
+        self.radius = gaussian_radius(max_sigma, epsilon)
+        if self.radius > MAX_RADIUS:
+            raise ValueError(
+                f"max_sigma is {max_sigma}, which makes a kernel reach {self.radius} tokens; "
+                f"expected at most {MAX_RADIUS}"
+            )
+        # The clamp keeps away from where the sigmoid is almost flat and nothing would be learned.
+        logits = torch.tensor(fractions, dtype=torch.float64).logit()
+        logits = logits.clamp(-MAX_SIGMA_LOGIT, MAX_SIGMA_LOGIT)
+        self.raw_sigma = nn.Parameter(logits.to(torch.get_default_dtype()))
+        one = math.log(math.e - 1)  # where softplus is 1
+        self.raw_past = nn.Parameter(torch.full((len(sigmas),), one))
+        self.raw_future = None if causal else nn.Parameter(torch.full((len(sigmas),), one))
+        self.raw_step = nn.Parameter(torch.zeros(len(sigmas)))  # half of the longest stable step
+
+    def forward(
+        self, x: Hidden, *, keep: Keep | None = None, state: DiffusionState | None = None
+    ) -> Hidden:
+        """Return the tokens after one step."""
+        weights = self.weights()
+        moved = linear_diffusion(
+            split_heads(x, len(weights)), weights, self.dt(weights),
+            scheme=self.scheme, keep=keep, state=state, form=self.form,
+        )  # fmt: skip
+        return moved.flatten(-2)
+
+    def next_state(
         self, x: Hidden, keep: Keep | None, state: DiffusionState | None
     ) -> DiffusionState:
-        (along_tokens,) = self.diffusions
-        assert isinstance(along_tokens, Diffusion)
-        return along_tokens.following(x, keep=keep, state=state)
+        """Return the state after these tokens, for the next call."""
+        heads = split_heads(x, len(self.raw_past))
+        return following(state, heads, keep, radius=self.radius)
+
+    def weights(self) -> DiffusionKernels:
+        """Return the current kernels, for lags t - s = -R ... R."""
+        (past,) = widened(self.raw_past)
+        future = torch.zeros_like(past)
+        if self.raw_future is not None:
+            (future,) = widened(self.raw_future)
+            future = F.softplus(future)
+        return gaussian_kernel(F.softplus(past), future, self.sigma(), self.radius)
+
+    def sigma(self) -> StepSizes:
+        """Return the current standard deviation of each Gaussian, in tokens."""
+        (logit,) = widened(self.raw_sigma)
+        return MIN_SIGMA * (self.max_sigma / MIN_SIGMA) ** torch.sigmoid(logit)
+
+    def dt(self, weights: DiffusionKernels) -> StepSizes:
+        """Return the step of each kernel.
+
+        It is a fraction of the longest stable step of the explicit scheme, and any multiple of it
+        in implicit schemes.
+        """
+        (step,) = widened(self.raw_step)
+        if self.scheme == "explicit":
+            return MAX_STEP_FRACTION * torch.sigmoid(step) * stable_step(weights)
+        return F.softplus(step) * stable_step(weights)
+
+
+def sigma_fraction(sigma: float, max_sigma: float) -> float:
+    """Return where sigma lies between its bounds, on a logarithmic scale from 0 to 1.
+
+    Raises:
+        ValueError: If it lies on a bound or beyond.
+    """
+    check_positive(max_sigma=max_sigma)
+    if not MIN_SIGMA < sigma < max_sigma:
+        raise ValueError(
+            f"sigmas contains {sigma}, expected more than {MIN_SIGMA} and less than max_sigma, "
+            f"{max_sigma}"
+        )
+    return math.log(sigma / MIN_SIGMA) / math.log(max_sigma / MIN_SIGMA)
+
+
+class LocalUpdate(nn.Module):
+    """F(x, h) = sigmoid(W_g [x; h]) * act(W_u [x; h]).
+
+    Source: LDN, arXiv:2502.12381, Sec. 3.3, which describes F only as a "gating or residual
+    module": these are the 4 D^2 weights that the parameter counts of its Table 1 leave for it.
+    """
+
+    def __init__(self, width: int, activation: ActivationName) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.proj = nn.Linear(2 * width, 2 * width, bias=False)  # gate, update
+
+    def forward(self, x: Hidden, h: Hidden) -> Hidden:
+        gate, update = self.proj(torch.cat([x, h], dim=-1)).chunk(2, dim=-1)
+        return torch.sigmoid(gate) * self.activation(update)
+
+
+class LinearAttention(nn.Module):
+    """phi(Q) (phi(K)^T V) / (phi(Q) (phi(K)^T 1)), in heads, without an output projection.
+
+    Where phi maps a query or all keys to zero, the paper's quotient is 0 / 0; here it is 0, with
+    finite gradients.
+
+    Source: LDN, arXiv:2502.12381, Sec. 3.3.
+    """
+
+    def __init__(self, width: int, num_heads: int, feature_map: FeatureMapName) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.feature_map = FEATURE_MAPS[feature_map]
+        self.in_proj = nn.Linear(width, 3 * width, bias=False)  # q, k, v
+
+    def forward(
+        self,
+        x: Hidden,
+        *,
+        causal: bool = False,
+        keep: Keep | None = None,
+        state: DecayState | None = None,
+    ) -> tuple[Hidden, DecayState | None]:
+        """Attend to all tokens, or to earlier ones; only causal calls take and return a state."""
+        q, k, v = (split_heads(y, self.num_heads) for y in self.in_proj(x).chunk(3, dim=-1))
+        o, new_state = decay_attention(
+            self.feature_map(q), self.feature_map(k), v, causal=causal, normalize="sum", keep=keep,
+            state=state, return_state=causal,
+        )  # fmt: skip
+        assert new_state is None or isinstance(new_state, DecayState)
+        return o.flatten(-2), new_state
+
+
+class LinearCrossAttention(nn.Module):
+    """`LinearAttention` to the tokens of another sequence, the memory.
+
+    Its state does not grow with the memory, which `encode_memory` reads once.
+    """
+
+    def __init__(self, width: int, num_heads: int, feature_map: FeatureMapName) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.feature_map = FEATURE_MAPS[feature_map]
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.kv_proj = nn.Linear(width, 2 * width, bias=False)
+
+    def encode_memory(self, memory: Memory, memory_mask: MemoryKeep | None = None) -> DecayState:
+        """Return phi(K)^T V and phi(K)^T 1 of the memory.
+
+        Args:
+            memory: Tokens of the other sequence.
+            memory_mask: True for real tokens.
+        """
+        k, v = (split_heads(y, self.num_heads) for y in self.kv_proj(memory).chunk(2, dim=-1))
+        with full_precision(memory):
+            k, v = widened(self.feature_map(k), v)
+            if memory_mask is not None:
+                k, v = (x.masked_fill(~memory_mask[:, :, None, None], 0) for x in (k, v))
+            return DecayState(torch.einsum("bshk,bshv->bhkv", k, v), k.sum(dim=1))
+
+    def forward(self, x: Hidden, memory: DecayState) -> Hidden:
+        """Attend to a memory that `encode_memory` returned."""
+        q = self.feature_map(split_heads(self.q_proj(x), self.num_heads))
+        with full_precision(x):
+            (wide_q,) = widened(q)
+            sums = torch.einsum("bthk,bhkv->bthv", wide_q, memory.kv)
+            weight = torch.einsum("bthk,bhk->bth", wide_q, memory.k_sum)
+            o = divided(sums, weight.unsqueeze(-1)).to(q.dtype)
+        return o.flatten(-2)

@@ -1,28 +1,39 @@
-"""LION: linear attention with any decay, in one direction or both, along one scan or several."""
+"""LION: linear attention with any decay, in one direction or both, along one scan or several.
 
-from collections.abc import Sequence
+`LINEAR_TRANSFORMERS` at the end lists the models of LION's Table 1 as configs of this mixer.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
+from onescan.layers.basic import NormName, build_norm
 from onescan.layers.decays import (
     Decay,
     DecayConfig,
-    Gates,
+    DecayOutput,
+    FixedDecayConfig,
+    GLADecayConfig,
+    HGRN2DecayConfig,
     HippoDecayConfig,
     LogDecay,
+    Mamba2DecayConfig,
+    MambaDecayConfig,
+    NoDecayConfig,
+    RWKV6DecayConfig,
     SelectiveDecayConfig,
+    XLSTMDecayConfig,
 )
-from onescan.layers.mixers.contract import Mixer
-from onescan.layers.mixers.directed import DirectedMixerConfig, turned
-from onescan.layers.norm import NormName, build_norm
-from onescan.layers.scan_order import Order, snake_orders
+from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, split_heads
+from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
+from onescan.layers.tokens import Order, snake_orders
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.numerics import (
@@ -42,26 +53,27 @@ DecayAt = Literal["auto", "source", "target"]
 
 @dataclass(frozen=True, kw_only=True)
 class LionMixerConfig(DirectedMixerConfig):
-    """LION-s; by changing fields, every linear attention with a decay."""
+    """LION-s, and with other fields every linear attention with a decay."""
 
     state_size: int | None = None
     """Make each channel a separate head with this many key channels, as in Mamba. The channels of
     each of the `num_heads` groups share queries and keys. None: heads of width / num_heads."""
     feature_map: FeatureMapName = "shifted_silu"
-    """What queries and keys pass through."""
+    """Feature map of queries and keys."""
     decay: DecayConfig = field(default_factory=SelectiveDecayConfig)
-    """How fast what was read is forgotten."""
+    """How fast the state forgets."""
     normalize: Normalize = "sum"
     """What outputs are divided by; see `decay_attention`. sum_before_mask divides by the row sum of
-    the scores before they decay, in both directions."""
+    the scores before they decay, in both directions only."""
     decay_at: DecayAt = "auto"
     """Which of two neighboring tokens provides the decay between them; see `decay_attention`."""
     scan: ScanName = "flat"
-    """Visit tokens as they lie; or, natural, in a snake along each axis in turn, and average."""
+    """Scan tokens in row-major order ("flat"), or average scans in a snake along each axis
+    ("natural")."""
     norm: NormName = "none"
     """Norm of the output, over all heads together."""
     bias: bool = True
-    """Of the projections."""
+    """Add biases to the projections."""
     form: Form = "auto"
     """How the op evaluates its sum; see `decay_attention`."""
     chunk_size: int = 64
@@ -102,11 +114,11 @@ class LionMixerConfig(DirectedMixerConfig):
 
 
 class Scan(NamedTuple):
-    """What one scan reads of the tokens.
+    """Inputs of one scan.
 
     Attributes:
-        k: keys, multiplied by their gate.
-        log_decay: of each token or each head; None does not decay.
+        k: Keys, multiplied by the decay's factor.
+        log_decay: Log of the decay of each token or each head; None disables decay.
     """
 
     k: Keys
@@ -117,7 +129,7 @@ class LionMixer(Mixer):
     """O = Norm[Scale(phi(Q) phi(K)^T * M) V], then W_o; the mask M comes from the decay.
 
     Source: LION, arXiv:2502.16249, Sec. 3.1 and 3.2; directions, App. C.15; natural scans, C.14,
-    with the average taken of masks, before the one normalization that Sec. 3.1 has.
+    where masks are averaged before the normalization of Sec. 3.1.
     """
 
     def __init__(self, config: LionMixerConfig, width: int, axes: int) -> None:
@@ -129,38 +141,38 @@ class LionMixer(Mixer):
             self.key_width, self.num_heads = config.state_size, width
         keys = config.num_heads * self.key_width
         self.feature_map = FEATURE_MAPS[config.feature_map]
-        self.to_q = nn.Linear(width, keys, bias=config.bias)
-        self.to_k = None
-        if not config.decay.gives_keys:
-            self.to_k = nn.Linear(width, keys, bias=config.bias)
-        self.to_v = nn.Linear(width, width, bias=config.bias)
+        # in_proj gives q, k and v, or q and v if the decay provides keys
+        self.in_widths = [keys] * (1 if config.decay.provides_keys else 2) + [width]
+        self.in_proj = nn.Linear(width, sum(self.in_widths), bias=config.bias)
         scans = axes if config.scan == "natural" else 1
         sizes = {"width": width, "num_heads": self.num_heads, "head_width": self.key_width}
         self.decays = nn.ModuleList(config.decay.build(**sizes) for _ in range(scans))
         self.norm = build_norm(config.norm, width)
-        self.to_out = nn.Linear(width, width, bias=config.bias)
+        self.out_proj = nn.Linear(width, width, bias=config.bias)
         self.init_weights()
 
+    @torch.no_grad()
     def init_weights(self) -> None:
+        q, *k, v = self.in_proj.weight.split(self.in_widths)
         for decay in self.decays:
             assert isinstance(decay, Decay)
-            decay.init_weights(self.to_q, self.to_k, self.to_v)
+            decay.init_weights(q, k[0] if k else None, v)
 
     def forward(
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: DecayState | None = None
     ) -> tuple[Hidden, DecayState | None]:
         self.config.check_state(state, grid)
-        q = self._keys(self.to_q(x)) * self.key_width**-0.5
-        k = None if self.to_k is None else self._keys(self.to_k(x))
-        v = rearrange(self.to_v(x), "b t (h v) -> b t h v", h=self.num_heads)
-        (v,) = widened(v)  # sums that nothing divides outgrow float16
+        q, *projected, v = self.in_proj(x).split(self.in_widths, dim=-1)
+        q = self._features(q) * self.key_width**-0.5
+        k = self._features(projected[0]) if projected else None
+        (v,) = widened(split_heads(v, self.num_heads))  # unnormalized sums may overflow float16
         scans = [_scan(k, decay(x), grid.prefix) for decay in self.decays]
         if self.config.scan == "flat":
             o, state = self._attend(q, *scans[0], v, keep, state, self.config.normalize)
         else:
             o = self._attend_naturally(q, scans, v, grid, keep)
-        o = rearrange(o, "b t h v -> b t (h v)").to(self._norm_dtype(x))
-        o = self.to_out(self.norm(o))
+        o = o.flatten(-2).to(self._norm_dtype(x))
+        o = self.out_proj(self.norm(o))
         return o if keep is None else o * keep.unsqueeze(-1), state
 
     def _norm_dtype(self, x: Hidden) -> torch.dtype:
@@ -172,10 +184,10 @@ class LionMixer(Mixer):
 
     @torch.no_grad()
     def mean_decays(self, x: Hidden, grid: Grid) -> MeanDecays:
-        """What each head keeps from one token to the next, scan by scan: 1 keeps all.
+        """Return the mean decay factor of each head, scan by scan; 1 forgets nothing.
 
-        The decay itself, where it is one per head or channel; where tokens choose it, its geometric
-        mean over all tokens of the batch but the prefix: decays are multiplied.
+        Decays that tokens choose are averaged geometrically over all tokens of the batch except the
+        prefix, since they multiply.
         """
         return torch.stack(
             [self._mean(decay(x).log_decay, x, grid.prefix) for decay in self.decays]
@@ -198,65 +210,65 @@ class LionMixer(Mixer):
         state: DecayState | None,
         normalize: Normalize,
     ) -> tuple[Values, DecayState | None]:
-        """Attend in this mixer's direction to tokens in the order in which they come."""
+        """Attend in this mixer's direction along the order of the tokens."""
         config = self.config
         if normalize == "sum_before_mask":
             q, normalize = _divided_by_row_sum(q, k, keep), "none"
         backward = config.direction == "backward"
         if backward:
-            q, k, log_decay, v, keep = map(turned, (q, k, log_decay, v, keep))
-        leaving: Any
-        o, leaving = decay_attention(
+            q, k, log_decay, v, keep = map(flipped, (q, k, log_decay, v, keep))
+        new_state: Any
+        o, new_state = decay_attention(
             q, k, v, log_decay, causal=config.direction != "both", decay_at=config.decay_at,
             normalize=normalize, keep=keep, state=state,
             form=config.form, chunk_size=config.chunk_size, return_state=config.is_causal,
         )  # fmt: skip
-        return turned(o) if backward else o, leaving
+        return flipped(o) if backward else o, new_state
 
     def _attend_naturally(
         self, q: Queries, scans: Sequence[Scan], v: Values, grid: Grid, keep: Keep | None
     ) -> Values:
-        """Attend along all scans in one call, side by side in the batch; then average."""
+        """Attend along all scans, concatenated along the batch; then average."""
         if grid.tokens != q.shape[1] or len(grid.shape) != len(scans):
             raise ValueError(
                 f"x has {q.shape[1]} tokens and {grid} {grid.tokens} on {len(grid.shape)} axes, "
                 f"expected as many, on {len(scans)} axes"
             )
         orders = snake_orders(grid, q.device)
-        weigh = self.config.normalize == "sum"
-        if weigh:  # values of 1 become the row sums
+        normalizes = self.config.normalize == "sum"
+        if normalizes:  # values of 1 become the row sums
             v = F.pad(v, (0, 1), value=1.0)
         o, _ = self._attend(
-            _visited([q] * len(scans), orders),
-            _visited([scan.k for scan in scans], orders),
-            _visited([_of_tokens(scan.log_decay, q) for scan in scans], orders),
-            _visited([v] * len(scans), orders),
-            _visited([keep] * len(scans), orders),
+            _reordered([q] * len(scans), orders),
+            _reordered([scan.k for scan in scans], orders),
+            _reordered([_per_token(scan.log_decay, q) for scan in scans], orders),
+            _reordered([v] * len(scans), orders),
+            _reordered([keep] * len(scans), orders),
             state=None,
             normalize="none",
         )
         each = zip(o.unflatten(0, (len(scans), q.shape[0])).unbind(), orders, strict=True)
         o = torch.stack([x.index_select(1, order.step) for x, order in each]).mean(dim=0)
-        if weigh:
+        if normalizes:
             o = divided(o[..., :-1], o[..., -1:])
         return o
 
-    def _keys(self, x: Hidden) -> Keys:
+    def _features(self, x: Hidden) -> Keys:
         """Apply the feature map per head or group, and repeat a group for each of its heads."""
-        x = self.feature_map(rearrange(x, "b t (g k) -> b t g k", g=self.config.num_heads))
+        x = self.feature_map(split_heads(x, self.config.num_heads))
         if self.config.state_size is None:
             return x
         return x.repeat_interleave(self.num_heads // self.config.num_heads, dim=2)
 
 
-def _scan(k: Keys | None, gates: Gates, prefix: int) -> Scan:
-    """Apply the gates. Where tokens choose, one of the prefix lets nothing be forgotten.
+def _scan(k: Keys | None, decay: DecayOutput, prefix: int) -> Scan:
+    """Apply the decay's factor to the keys; prefix tokens do not decay where tokens choose.
 
-    A fixed decay stays as it is there too, lambda^|i - j| between any two tokens.
+    A decay that is fixed per head applies to the prefix too: lambda^|i - j| between any two tokens.
     """
-    log_decay, key = gates
+    log_decay, key = decay
     if k is None:
-        assert key is not None, "a decay that gives keys gave none"
+        assert key is not None, "a decay that provides keys returned none"
         k = key
     elif key is not None:
         k = k * key
@@ -266,20 +278,85 @@ def _scan(k: Keys | None, gates: Gates, prefix: int) -> Scan:
 
 
 def _divided_by_row_sum(q: Queries, k: Keys, keep: Keep | None) -> Queries:
-    """Scale before the mask: q / sum_j q . k_j, for Y = (Scale(Q K^T) * M) V of Table 6's row 5."""
+    """Return q / sum_j q . k_j, for Y = (Scale(Q K^T) * M) V of Table 6's row 5."""
     q, k = widened(q, k)
     with full_precision(q):
         k_sum = k.sum(dim=1) if keep is None else torch.einsum("bthk,bt->bhk", k, keep.to(k.dtype))
         return divided(q, torch.einsum("bthk,bhk->bth", q, k_sum).unsqueeze(-1))
 
 
-def _of_tokens(log_decay: LogDecay | None, q: Queries) -> LogDecay | None:
+def _per_token(log_decay: LogDecay | None, q: Queries) -> LogDecay | None:
     if log_decay is None or log_decay.ndim > 1:
         return log_decay
     return log_decay.expand(q.shape[:3])
 
 
-def _visited(each: Sequence[Tensor | None], orders: Sequence[Order]) -> Any:
-    """What each scan reads, in its order, all scans one after another in the batch."""
+def _reordered(each: Sequence[Tensor | None], orders: Sequence[Order]) -> Any:
+    """Reorder the tokens of each scan, and concatenate the scans along the batch."""
     given = [(x, order) for x, order in zip(each, orders, strict=True) if x is not None]
     return torch.cat([x.index_select(1, order.token) for x, order in given]) if given else None
+
+
+RETNET = FixedDecayConfig(init="retnet", learnable=False)
+
+# The linear transformers of LION's Table 1.
+# Bidirectional; direction="forward" gives the causal recurrences of the table, which contains only
+# recurrences. Feature maps are those of the original models, except gated RFA's random features.
+# Convolutions, output gates, token shifts, RetNet's rotation, RWKV-6's bonus and Mamba's skip
+# connection D x are omitted. RWKV-6 itself reads before it decays. Unscaled outputs grow with the
+# number of tokens, hence the norm. All originals apply the decay of the reading token, "target",
+# which is the default of diagonal decays.
+LINEAR_TRANSFORMERS: Mapping[str, DirectedMixerConfig] = MappingProxyType(
+    {
+        "linear_attention": LionMixerConfig(
+            feature_map="elu_plus_one", decay=NoDecayConfig(), normalize="none", norm="rms"
+        ),
+        "linear_attention_scaled": LionMixerConfig(
+            feature_map="elu_plus_one", decay=NoDecayConfig()
+        ),
+        "retnet": LionMixerConfig(
+            feature_map="identity", decay=RETNET, normalize="none", norm="rms"
+        ),
+        "retnet_scaled": LionMixerConfig(decay=RETNET),  # a scale needs features above 0
+        "gated_rfa": LionMixerConfig(
+            feature_map="elu_plus_one",
+            decay=SelectiveDecayConfig(couple_key=True),
+            decay_at="target",
+        ),
+        "mamba2": LionMixerConfig(
+            feature_map="silu",
+            decay=Mamba2DecayConfig(),
+            normalize="none",
+            decay_at="target",
+            norm="rms",
+        ),
+        "rwkv6": LionMixerConfig(
+            feature_map="identity", decay=RWKV6DecayConfig(), normalize="none", norm="rms"
+        ),
+        "mamba": LionMixerConfig(
+            num_heads=1,
+            state_size=16,
+            feature_map="identity",
+            decay=MambaDecayConfig(),
+            normalize="none",
+            norm="rms",
+        ),
+        "gla": LionMixerConfig(
+            feature_map="identity", decay=GLADecayConfig(), normalize="none", norm="rms"
+        ),
+        "hgrn2": LionMixerConfig(
+            feature_map="silu",
+            decay=HGRN2DecayConfig(),
+            normalize="none",
+            decay_at="target",
+            norm="rms",
+        ),
+        "xlstm": LionMixerConfig(
+            feature_map="identity",
+            decay=XLSTMDecayConfig(),
+            normalize="max_one",
+            decay_at="target",
+        ),
+        "deltanet": DeltaRuleMixerConfig(),
+    }
+)

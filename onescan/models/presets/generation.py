@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
-from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import SinusoidalPositionConfig
 from onescan.models.denoiser import DenoiserConfig
 from onescan.models.presets.contract import Preset

@@ -1,6 +1,7 @@
 """Image classifiers: LightNet's, LION's and LDN's sizes, and DeiT's."""
 
 from onescan.configs import replace
+from onescan.layers.basic import MLPConfig
 from onescan.layers.decays import FixedDecayConfig, NoDecayConfig, SelectiveDecayConfig
 from onescan.layers.mixers import (
     LightNetMixerConfig,
@@ -8,7 +9,6 @@ from onescan.layers.mixers import (
     LionMixerConfig,
     SoftmaxMixerConfig,
 )
-from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import AbsolutePositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.presets.contract import Preset

@@ -1,6 +1,7 @@
 """Language models: LightNet's, LION's and LDN's sizes, and BERT's and GPT-2's."""
 
 from onescan.configs import replace
+from onescan.layers.basic import MLPConfig
 from onescan.layers.decays import FixedDecayConfig, NoDecayConfig, SelectiveDecayConfig
 from onescan.layers.mixers import (
     LightNetMixerConfig,
@@ -9,7 +10,6 @@ from onescan.layers.mixers import (
     MixerConfig,
     SoftmaxMixerConfig,
 )
-from onescan.layers.mlp import MLPConfig
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
@@ -70,7 +70,7 @@ def _bert(mixer: MixerConfig, size: str, *, has_positions: bool) -> Preset:
             depth=depth,
             mixer=replace(mixer, {"num_heads": num_heads}),
             mlp=MLPConfig(),
-            position=TokenPositionConfig(most_tokens=BERT_PLACES) if has_positions else None,
+            position=TokenPositionConfig(max_tokens=BERT_PLACES) if has_positions else None,
             segment_types=2,
             embedding_norm=True,
             norm_position="post",
@@ -100,7 +100,7 @@ LANGUAGE_PRESETS = {
     ),
     "gpt2_small": _gpt2(
         SoftmaxMixerConfig(num_heads=12, causal=True),
-        TokenPositionConfig(most_tokens=GPT2_PLACES),
+        TokenPositionConfig(max_tokens=GPT2_PLACES),
         "LION, arXiv:2502.16249, causal language modelling",
     ),
     "lightnet_mlm_base": Preset(
@@ -123,7 +123,7 @@ LANGUAGE_PRESETS = {
             depth=24,
             mixer=LinearDiffusionMixerConfig(num_heads=12, dropout=0.1),
             mlp=None,
-            position=TokenPositionConfig(most_tokens=BERT_PLACES),
+            position=TokenPositionConfig(max_tokens=BERT_PLACES),
         ),
         printed_millions=125.0,
         source="LDN, arXiv:2502.12381, Sec. 5.1, which tells no shape",

@@ -22,6 +22,8 @@ from onescan.checks import (
     check_positive,
     check_sequence_options,
     check_shapes,
+    named_state_tensors,
+    unpack_states,
 )
 from onescan.ops.backend import Backend, resolved_backend, wants_gradient
 from onescan.ops.decay_attention import chunk, full, one_scan, recurrent
@@ -34,7 +36,6 @@ from onescan.ops.decay_attention.state import (
     split,
 )
 from onescan.ops.numerics import divided, full_precision, quotient, widened
-from onescan.ops.sides import sides_of, tensors_of
 from onescan.shapes import Keep, Keys, LogDecays, Queries, Values
 
 __all__ = [
@@ -150,8 +151,8 @@ def decay_attention(
     _check(q, k, v, log_decay, causal, keep, state, chunk_size)
     check_choice("decay_at", decay_at, ["auto", "source", "target"])
     check_choice("normalize", normalize, ["none", "sum", "max_one"])
-    sides = sides_of(state, DecayState, causal=causal)
-    carried = tensors_of(sides, causal=causal)
+    sides = unpack_states(state, DecayState, causal=causal)
+    carried = named_state_tensors(sides, causal=causal)
     call = Call(
         tokens=q.shape[1],
         key_width=q.shape[3],
@@ -336,7 +337,7 @@ def _check(
     q: Any, k: Any, v: Any, log_decay: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
 ) -> None:  # Any: these are what a user passed
     check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
-    carried = tensors_of(sides_of(state, DecayState, causal=causal), causal=causal)
+    carried = named_state_tensors(unpack_states(state, DecayState, causal=causal), causal=causal)
     given = {} if log_decay is None else {"log_decay": log_decay}
     check_floating(q=q, k=k, v=v, **given, **carried)
     check_devices(q=q, k=k, v=v, keep=keep, **given, **carried)

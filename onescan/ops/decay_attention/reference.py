@@ -15,9 +15,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from onescan.checks import unpack_states
 from onescan.ops.decay_attention.state import DecayState, DecayStates
 from onescan.ops.numerics import LEAST_WEIGHT
-from onescan.ops.sides import sides_of
 from onescan.shapes import Keep, Keys, Queries, Values
 
 
@@ -39,7 +39,7 @@ def forward(
         wide = log_decay if log_decay.ndim == k.ndim else log_decay.unsqueeze(-1)
         decay = wide.exp().expand_as(k)
     seen = torch.ones(batch, tokens, dtype=torch.bool) if keep is None else keep
-    left, right = sides_of(state, DecayState, causal=causal)
+    left, right = unpack_states(state, DecayState, causal=causal)
     o, c, left = _visit(range(tokens), q, k, v, decay, seen, left, decay_at, whole=causal)
     if not causal:
         from_right = _visit(

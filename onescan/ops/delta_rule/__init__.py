@@ -1,11 +1,11 @@
-"""The delta rule (DeltaNet), causal or in both directions: the front door, and nothing else.
+"""The delta rule (DeltaNet), causal or bidirectional: arguments, states and choice of form.
 
-S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T      state, and its mirror image   (K, V)
-o_t = S_t^T q_t             causal                                                output   (V,)
-o_t = (S_t + S'_t - beta_t k_t v_t^T)^T q_t      not causal, S' from the last token to the first
+S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T    state, and its mirror image S'  (K, V)
+o_t = S_t^T q_t                                            output, causal                  (V,)
+o_t = (S_t + S'_t - beta_t k_t v_t^T)^T q_t                output, bidirectional           (V,)
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from onescan.checks import (
     can_look_at_values,
@@ -17,27 +17,44 @@ from onescan.checks import (
     check_sequence_options,
     check_shapes,
     fingerprint,
+    named_state_tensors,
+    unpack_states,
 )
-from onescan.ops.delta_rule import chunk, recurrent
-from onescan.ops.delta_rule.directions import Forward, from_both_ends, from_left
-from onescan.ops.delta_rule.state import (
-    DeltaState,
-    DeltaStates,
-    Sides,
-)
+from onescan.ops.delta_rule import forms
 from onescan.ops.numerics import full_precision, widened
-from onescan.ops.sides import sides_of, tensors_of
-from onescan.shapes import Betas, Keep, Keys, Queries, Values
+from onescan.shapes import Betas, Keep, Keys, KeyValue, Queries, Values
 
 __all__ = ["IMPLEMENTATIONS", "DeltaState", "DeltaStates", "choose", "delta_rule"]
 
 Form = Literal["auto", "chunk", "recurrent"]
+IMPLEMENTATIONS = forms.FORMS
 
-# Every form there is, from the first token to the last.
-IMPLEMENTATIONS: dict[str, Forward] = {
-    "chunk": chunk.forward,
-    "recurrent": recurrent.forward,
-}
+
+class DeltaState(NamedTuple):
+    """The state of one direction: a matrix that maps keys to values.
+
+    Attributes:
+        kv: ``[B, H, K, V]``, in float32, or float64 for float64 inputs. Zeros before any token.
+    """
+
+    kv: KeyValue
+
+
+class DeltaStates(NamedTuple):
+    """The states of both directions.
+
+    Attributes:
+        forward: As an input, the state of the tokens to the left; as an output, the state after
+            the last token. None is the empty state.
+        backward: As an input, the state of the tokens to the right; as an output, the backward
+            state before the first token. None is the empty state.
+    """
+
+    forward: DeltaState | None
+    backward: DeltaState | None
+
+
+Sides = tuple[DeltaState | None, DeltaState | None]  # DeltaStates, or a plain pair
 
 
 def delta_rule(
@@ -52,36 +69,37 @@ def delta_rule(
     form: Form = "auto",
     chunk_size: int = 64,
 ) -> tuple[Values, DeltaState | DeltaStates]:
-    """Attend to a memory in which each token overwrites what was stored under its key.
+    """Compute linear attention in which each token overwrites the value stored under its key.
 
-    Source: LION, arXiv:2502.16249, Table 1 and App. B.7. Each direction leaves out half of the
-    token's own part; the paper's half, q k v / 2, lacks beta.
+    Sources: DeltaNet, arXiv:2406.06484; both directions as in LION, arXiv:2502.16249, Table 1 and
+    App. B.7. Each direction subtracts half of the token's own output; the half printed in the
+    paper, q k v / 2, lacks beta.
 
     Args:
-        q: queries, already through their feature map.
-        k: keys, likewise; of length 1 where a token should move the memory by beta of what is
-            missing.
-        v: values.
-        beta: how much of what is stored under a key its value replaces, any finite number: 0
-            writes nothing, 1 replaces all.
-        causal: whether a token reads only itself and those before it.
-        keep: True for real tokens. The others give zero output, and the real ones come out as if
-            they were not there. None keeps all.
-        state: causal, what came before; else a pair of the states that enter from the left and
-            from the right, either of which may be None.
-        form: how the same memory is evaluated, both O(T): "chunk" in matrix products,
-            "recurrent" one token at a time.
-        chunk_size: tokens per chunk; read by the chunk form only. Many times the width of a key
-            costs digits.
+        q: Queries ``[B, T, H, K]``, after their feature map.
+        k: Keys ``[B, T, H, K]``, after their feature map. Normalize them to length 1 to make
+            beta the share of the stored value that is replaced.
+        v: Values ``[B, T, H, V]``.
+        beta: Write strength ``[B, T, H]``, any finite number: 0 writes nothing, 1 replaces the
+            stored value.
+        causal: Whether a token attends only to itself and to those before it.
+        keep: ``[B, T]``, True for real tokens. The outputs of the others are zero, and the real
+            tokens come out as if the others were not there. None keeps all.
+        state: State returned by a previous call: a `DeltaState` if causal, otherwise
+            `DeltaStates` or a pair, either of which may be None.
+        form: Algorithm, O(T) in both cases: "chunk" uses matrix products, "recurrent" visits one
+            token at a time. "auto" is "recurrent" for a single token.
+        chunk_size: Tokens per chunk; used by the chunk form only. Precision decreases if it is
+            many times the key width.
 
     Returns:
-        The outputs, in v's dtype, and the state after the last token; not causal, that and the
-        backward one, before the first.
+        The outputs ``[B, T, H, V]`` in the dtype of v, and the state: a `DeltaState` if causal,
+        otherwise `DeltaStates`.
 
     Raises:
-        ValueError: shapes, types or devices disagree, there is no such form, a state of the other
-            direction, chunk_size < 1, or, on a CPU, an argument holds NaN, or an infinity that
-            becomes one.
+        ValueError: If shapes, dtypes or devices do not match, the form is unknown, the state
+            belongs to the other direction, chunk_size is below 1 or, on a CPU, an argument holds
+            NaN or an infinity that becomes one.
 
     >>> import torch
     >>> q = k = torch.ones(1, 3, 1, 1)
@@ -94,33 +112,25 @@ def delta_rule(
     """
     _check(q, k, v, beta, causal, keep, state, chunk_size)
     implementation = IMPLEMENTATIONS[choose(form, tokens=q.shape[1])]
-    sides = sides_of(state, DeltaState, causal=causal)
+    sides = unpack_states(state, DeltaState, causal=causal)
+    incoming = [None if side is None else side.kv for side in sides[: 1 if causal else 2]]
     with full_precision(q):
-        wide_q, wide_k, wide_v, wide_beta = widened(q, k, v, beta)
+        inputs = forms.Inputs(*widened(q, k, v, beta))
         if keep is not None:
-            gone = ~keep.unsqueeze(-1)  # B T 1
-            wide_q, wide_k, wide_v = (
-                x.masked_fill(gone.unsqueeze(-1), 0) for x in (wide_q, wide_k, wide_v)
-            )
-            wide_beta = wide_beta.masked_fill(gone, 0)
-        o, outgoing = (from_left if causal else from_both_ends)(
-            implementation,
-            wide_q,
-            wide_k,
-            wide_v,
-            wide_beta,
-            sides,
-            chunk_size=chunk_size,
-        )
+            masked = ~keep[:, :, None]  # B T 1
+            wide_q, wide_k, wide_v = (x.masked_fill(masked.unsqueeze(-1), 0) for x in inputs[:3])
+            inputs = forms.Inputs(wide_q, wide_k, wide_v, inputs.beta.masked_fill(masked, 0))
+        run = forms.causal if causal else forms.bidirectional
+        o, *outgoing = run(implementation, inputs, *incoming, chunk_size=chunk_size)
     if can_look_at_values(o):
-        left = tensors_of(sides_of(outgoing, DeltaState, causal=causal), causal=causal)
-        named = {"q": q, "k": k, "v": v, "beta": beta, **tensors_of(sides, causal=causal)}
-        check_no_nan(fingerprint(o, *left.values()), **named)
-    return o.to(v.dtype), outgoing
+        named = {"q": q, "k": k, "v": v, "beta": beta, **named_state_tensors(sides, causal=causal)}
+        check_no_nan(fingerprint(o, *outgoing), **named)
+    states = [DeltaState(kv) for kv in outgoing]
+    return o.to(v.dtype), states[0] if causal else DeltaStates(*states)
 
 
 def choose(form: str, *, tokens: int) -> str:
-    """Name the implementation a call would run: the whole policy is these lines."""
+    """Return the form that a call uses."""
     if form == "auto":
         form = "recurrent" if tokens == 1 else "chunk"
     check_choice("form", form, IMPLEMENTATIONS)
@@ -129,9 +139,9 @@ def choose(form: str, *, tokens: int) -> str:
 
 def _check(
     q: Any, k: Any, v: Any, beta: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
-) -> None:  # Any: these are what a user passed
+) -> None:  # Any: the arguments are not checked yet
     check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
-    carried = tensors_of(sides_of(state, DeltaState, causal=causal), causal=causal)
+    carried = named_state_tensors(unpack_states(state, DeltaState, causal=causal), causal=causal)
     check_floating(q=q, k=k, v=v, beta=beta, **carried)
     check_devices(q=q, k=k, v=v, beta=beta, keep=keep, **carried)
     sizes = check_shapes(

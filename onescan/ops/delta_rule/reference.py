@@ -1,10 +1,11 @@
-"""The delta rule as the paper writes it, one token at a time: the definition, not the product.
+"""The delta rule as defined, token by token: the reference for the tests.
 
-Source: LION, arXiv:2502.16249, Table 1 and App. B.7, whose half of a token's own part lacks beta:
+Source: LION, arXiv:2502.16249, Table 1 and App. B.7, where the half of a token's own output that
+each direction subtracts is printed without beta:
 
     S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
-    o_t = S_t^T q_t                                               causal
-    o_t = S_t^T q_t - beta_t (q_t . k_t) v_t / 2                  not causal: added over both ends
+    o_t = S_t^T q_t                                      causal
+    o_t = S_t^T q_t - beta_t (q_t . k_t) v_t / 2         bidirectional: the sum of both directions
 """
 
 from collections.abc import Iterable
@@ -12,8 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from onescan.ops.delta_rule.state import DeltaState, DeltaStates, Sides
-from onescan.ops.sides import sides_of
+from onescan.checks import unpack_states
+from onescan.ops.delta_rule import DeltaState, DeltaStates, Sides
 from onescan.shapes import Betas, Keep, Keys, Queries, Values
 
 
@@ -30,7 +31,7 @@ def forward(
     seen = torch.ones_like(beta) if keep is None else keep.unsqueeze(-1).to(beta.dtype)
     beta = beta * seen
     tokens = range(k.shape[1])
-    left, right = sides_of(state, DeltaState, causal=causal)
+    left, right = unpack_states(state, DeltaState, causal=causal)
     o, last = _visit(tokens, q, k, v, beta, left)
     if causal:
         return o * seen.unsqueeze(-1), last

@@ -1,13 +1,15 @@
-"""One step of diffusion along a sequence (LDN): the front door, and nothing else.
+"""One step of diffusion along a sequence (LDN): arguments, state and choice of form.
 
 h'_t = h_t + dt sum_s K_ts (h_s - h_t)                        explicit
-     = (1 - dt sum_s K_ts) h_t + dt sum_s K_ts h_s            a mean of tokens, if dt is small
+     = (1 - dt sum_s K_ts) h_t + dt sum_s K_ts h_s            a weighted mean, if dt is small
 (I - dt/2 L) h' = (I + dt/2 L) h,    L = K - diag(K 1)        Crank-Nicolson
 """
 
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from onescan.checks import (
     can_look_at_values,
@@ -20,23 +22,30 @@ from onescan.checks import (
     fingerprint,
 )
 from onescan.ops.chunks import is_known
-from onescan.ops.linear_diffusion import banded, dense, fft, implicit
+from onescan.ops.linear_diffusion import forms
 from onescan.ops.linear_diffusion.kernel import (
     check_kernels,
     gaussian_kernel,
     gaussian_radius,
     stable_step,
 )
-from onescan.ops.linear_diffusion.state import DiffusionState, following
-from onescan.ops.linear_diffusion.step import Product, crank_nicolson, explicit
 from onescan.ops.numerics import full_precision, widened
-from onescan.shapes import DiffusionKernels, Giving, Keep, MemoryKeep, StepSizes, Values
+from onescan.shapes import (
+    AllTokens,
+    DiffusionKernels,
+    Keep,
+    Operators,
+    StepSizes,
+    Values,
+)
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "SOLVERS",
     "Choice",
     "DiffusionState",
     "choose",
+    "diffusion_operator",
     "following",
     "gaussian_kernel",
     "gaussian_radius",
@@ -47,20 +56,24 @@ __all__ = [
 Scheme = Literal["explicit", "crank_nicolson"]
 Form = Literal["auto", "dense", "banded", "fft"]
 
-# What multiplies by the kernel. Every form there is.
-IMPLEMENTATIONS: dict[str, Product] = {
-    "dense": dense.product,
-    "banded": banded.product,
-    "fft": fft.product,
-}
-FFT_COST = 2500  # about as many multiplications as an FFT takes the time of
-FEW_BLOCKS = 8
+IMPLEMENTATIONS = forms.PRODUCTS  # of the explicit step
+SOLVERS = forms.SOLVERS  # of Crank-Nicolson
 
-# What solves Crank-Nicolson's system.
-SOLVERS: dict[str, implicit.Solve] = {
-    "dense": implicit.dense,
-    "banded": implicit.banded,
-}
+# Measured on a CPU with benchmarks/linear_diffusion.py; no other device was measured.
+FFT_COST = 2500  # multiplications per token and channel that take as long as the FFT
+FEW_BLOCKS = 8  # blocks up to which the dense solve is faster
+
+
+class DiffusionState(NamedTuple):
+    """The tokens before a call that the kernel reads.
+
+    Attributes:
+        x: [B, R, H, V], the last R tokens before the step. Missing tokens are zeros, in front.
+        keep: [B, R], True for the real tokens among them.
+    """
+
+    x: Values
+    keep: Keep
 
 
 def linear_diffusion(
@@ -73,32 +86,33 @@ def linear_diffusion(
     state: DiffusionState | None = None,
     form: Form = "auto",
 ) -> Values:
-    """Let each token move towards the others, as the kernel weighs them: one step in time.
+    """Move each token towards the others, weighted by a kernel: one step in time.
 
-    Source: LDN, arXiv:2502.12381, Sec. 3.3; without the local update and the attention.
+    Source: LDN, arXiv:2502.12381, Sec. 3.3, without the local update and the attention.
 
     Args:
-        x: tokens, in heads that have a kernel each.
-        weights: [H, 2R+1], K_ts = weights[h, R + t - s], at least 0; that of lag 0 has no effect.
-            0 for all lags below 0 is causal.
-        dt: [H], the step in time, at least 0. Up to `stable_step(weights)` an explicit step takes
-            means of tokens: no number grows beyond the largest. Crank-Nicolson is stable at any,
-            and of n times as long a step loses about as many digits as n has.
-        scheme: "explicit"; "crank_nicolson", implicit and of second order in time.
-        keep: True for real tokens. The others give zero output, and nothing to the real ones,
-            whose row sums leave them out. None keeps all.
-        state: the tokens before x, which give and are not returned; explicit only. `following`
-            makes the next call's.
-        form: how the same sum is evaluated. "dense" is O(T^2), "banded" O(T R), "fft" O(T log T).
-            Crank-Nicolson solves a system, with keep one for each sequence: "dense" O(T^3),
-            "banded" O(T R^2).
+        x: Tokens [B, T, H, V]; each head has its own kernel.
+        weights: [H, 2R+1], K_ts = weights[h, R + t - s], at least 0. The weight of lag 0 has no
+            effect. A kernel that is zero for all negative lags is causal.
+        dt: [H], step size, at least 0. Up to `stable_step(weights)`, an explicit step computes
+            weighted means of tokens, so the largest absolute value never grows. Crank-Nicolson is
+            stable for any step; a step of n times the stable one loses as many digits as n has.
+        scheme: "explicit", or "crank_nicolson", which is implicit and second-order in time.
+        keep: [B, T], True for real tokens. The outputs of the others are zero; the real tokens
+            and their row sums ignore them. None keeps all.
+        state: The tokens before x, which are read but not returned; explicit scheme only. Use
+            `following` to compute the state of the next call.
+        form: Algorithm. Explicit: "dense" in O(T^2), "banded" in O(T R), "fft" in O(T log T).
+            Crank-Nicolson solves one linear system, or with keep one for each sequence: "dense" in
+            O(T^3), "banded" in O(T R^2).
 
     Returns:
-        The tokens after the step, in x's dtype.
+        The tokens after the step, [B, T, H, V], in the dtype of x.
 
     Raises:
-        ValueError: shapes, types or devices disagree, there is no such scheme or form, a state with
-            Crank-Nicolson, or, on a CPU, weights or dt below 0, or an argument that holds NaN.
+        ValueError: If shapes, dtypes or devices do not match, the scheme or form is unknown, a
+            state is combined with Crank-Nicolson or, on a CPU, weights or dt are negative or an
+            argument holds NaN.
 
     >>> x = torch.tensor([0.0, 0.0, 4.0, 0.0]).reshape(1, 4, 1, 1)
     >>> neighbours, dt = torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([0.25])
@@ -107,31 +121,87 @@ def linear_diffusion(
     """
     _check(x, weights, dt, scheme, keep, state)
     tokens, radius = x.shape[1], weights.shape[1] // 2
-    before = 0 if state is None else radius
-    chosen = _chosen(form, scheme, before + tokens, radius)
+    context = 0 if state is None else radius
+    chosen = _choose(form, scheme, context + tokens, radius)
     with full_precision(x):
-        giving, seen = _all_tokens(x, keep, state)
-        giving, wide_weights, wide_dt = widened(giving, weights, dt)
+        inputs, seen = _all_tokens(x, keep, state)
+        inputs, wide_weights, wide_dt = widened(inputs, weights, dt)
         lags = torch.arange(-radius, radius + 1, device=x.device)
-        share = wide_dt.unsqueeze(1) * wide_weights.masked_fill(lags == 0, 0)  # dt K, H 2R+1
+        rates = wide_dt.unsqueeze(1) * wide_weights.masked_fill(lags == 0, 0)  # dt K, H 2R+1
         if scheme == "explicit":
-            moved = explicit(IMPLEMENTATIONS[chosen], giving, share, seen, tokens)
+            y = forms.explicit(IMPLEMENTATIONS[chosen], inputs, rates, seen, tokens)
         else:
-            moved = crank_nicolson(SOLVERS[chosen], giving, share, seen)
+            y = forms.crank_nicolson(SOLVERS[chosen], inputs, rates, seen)
         if keep is not None:
-            moved = moved.masked_fill(~keep[:, :, None, None], 0)
-    if can_look_at_values(moved):
+            y = y.masked_fill(~keep[:, :, None, None], 0)
+    if can_look_at_values(y):
         named = {} if state is None else {"state.x": state.x}
-        check_no_nan(fingerprint(moved, giving), x=x, weights=weights, dt=dt, **named)
-    return moved.to(x.dtype)
+        check_no_nan(fingerprint(y, inputs), x=x, weights=weights, dt=dt, **named)
+    return y.to(x.dtype)
+
+
+def diffusion_operator(
+    weights: DiffusionKernels,
+    dt: StepSizes,
+    tokens: int,
+    *,
+    scheme: Scheme = "explicit",
+    form: Form = "auto",
+) -> Operators:
+    """Return the matrix A of a step, h' = A h: explicit, I + dt (K - diag(K 1)).
+
+    Source: LDN, arXiv:2502.12381, Sec. 4.1.
+
+    >>> A = diffusion_operator(torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([0.25]), 3)
+    >>> A.tolist()
+    [[[0.75, 0.25, 0.0], [0.25, 0.5, 0.25], [0.0, 0.25, 0.75]]]
+    """
+    one = torch.eye(tokens, dtype=weights.dtype, device=weights.device)
+    each = one[None, :, None].expand(1, -1, weights.shape[0], -1)
+    return linear_diffusion(each, weights, dt, scheme=scheme, form=form)[0].transpose(0, 1)
+
+
+def following(
+    state: DiffusionState | None, x: Values, keep: Keep | None, *, radius: int
+) -> DiffusionState:
+    """Return the state after the tokens x, given the state before them, or None at the start.
+
+    Raises:
+        ValueError: If the state has another radius, or radius is not an integer of at least 0.
+
+    >>> x = torch.arange(3.0).reshape(1, 3, 1, 1)
+    >>> following(None, x, None, radius=2).x.flatten().tolist()
+    [1.0, 2.0]
+    >>> following(None, x[:, 2:], None, radius=2).keep.tolist()
+    [[False, True]]
+    """
+    if isinstance(radius, bool) or not isinstance(radius, int) or radius < 0:
+        raise ValueError(f"radius is {radius!r}, expected an integer of at least 0")
+    if state is not None and state.x.shape[1] != radius:
+        raise ValueError(f"state has radius {state.x.shape[1]}, expected {radius}")
+    if keep is None:
+        keep = x.new_ones(x.shape[:2], dtype=torch.bool)
+    if state is None:
+        nothing = x.new_zeros(x.shape[0], radius, *x.shape[2:])
+        state = DiffusionState(nothing, keep.new_zeros(x.shape[0], radius))
+    return DiffusionState(_last(state.x, x, radius), _last(state.keep, keep, radius))
+
+
+def _last(before: Tensor, x: Tensor, radius: int) -> Tensor:
+    """Return the last R tokens of both, without keeping the others in memory."""
+    tokens = x.shape[1]
+    if not is_known(tokens):
+        return torch.cat([before, x], dim=1).narrow(1, tokens, radius)
+    new = min(tokens, radius)
+    return torch.cat([before[:, new:], x[:, tokens - new :]], dim=1)
 
 
 class Choice(NamedTuple):
-    """Which form a call runs, and why.
+    """The form that a call uses.
 
     Attributes:
-        form: as in `linear_diffusion`, never "auto".
-        why: the reason in a few words.
+        form: A form of `linear_diffusion`, never "auto".
+        why: Reason for the choice.
     """
 
     form: str
@@ -139,20 +209,18 @@ class Choice(NamedTuple):
 
 
 def choose(form: str, *, scheme: str, tokens: int, radius: int) -> Choice:
-    """Name the form a call would run: the whole policy is these lines.
+    """Return the form that a call uses, and why.
 
-    Explicit, multiplications per token and channel; those of the FFT, whose work is of another
-    kind, and how many blocks are few for an implicit step, are fitted by eye to what
-    `benchmarks/linear_diffusion.py` measures on a CPU. No other device was measured.
+    An explicit step takes the form with the fewest multiplications per token and channel.
 
     >>> choose("auto", scheme="explicit", tokens=196, radius=138)
     Choice(form='dense', why='196 multiplications a token and channel, banded 414, fft 2500')
     """
-    chosen = _chosen(form, scheme, tokens, radius)
+    chosen = _choose(form, scheme, tokens, radius)
     if form != "auto":
-        return Choice(chosen, "asked for")
+        return Choice(chosen, "requested")
     if scheme != "explicit":
-        size = implicit.block_size(radius)
+        size = forms.solve_block_size(radius)
         compared = "at most" if chosen == "dense" else "more than"
         return Choice(chosen, f"{compared} {FEW_BLOCKS} blocks of {size} tokens")
     costs = _costs(tokens, radius)
@@ -160,19 +228,19 @@ def choose(form: str, *, scheme: str, tokens: int, radius: int) -> Choice:
     return Choice(chosen, f"{costs[chosen]} multiplications a token and channel, {others}")
 
 
-def _chosen(form: str, scheme: str, tokens: int, radius: int) -> str:
-    """The form alone: to spell the reason would fix a compiler's length."""
+def _choose(form: str, scheme: str, tokens: int, radius: int) -> str:
+    """Return the form alone: formatting the reason would specialize symbolic lengths."""
     if form != "auto":
         known = IMPLEMENTATIONS if scheme == "explicit" else SOLVERS
         check_choice(f"form (scheme={scheme!r})", form, known)
         return form
-    if not is_known(tokens):  # what fits any length
+    if not is_known(tokens):  # symbolic: a form that suits any length
         return "banded" if scheme == "explicit" else "dense"
     if scheme != "explicit":
-        return "dense" if tokens <= FEW_BLOCKS * implicit.block_size(radius) else "banded"
+        return "dense" if tokens <= FEW_BLOCKS * forms.solve_block_size(radius) else "banded"
     costs = _costs(tokens, radius)
     best = "dense"
-    for other in costs:  # plain comparisons: a compiler's lengths cannot be sorted
+    for other in costs:  # comparisons: symbolic lengths cannot be sorted
         best = other if costs[other] < costs[best] else best
     return best
 
@@ -180,15 +248,15 @@ def _chosen(form: str, scheme: str, tokens: int, radius: int) -> str:
 def _costs(tokens: int, radius: int) -> dict[str, int]:
     return {
         "dense": tokens,
-        "banded": banded.block_size(radius) + 2 * radius,
+        "banded": forms.band_block_size(radius) + 2 * radius,
         "fft": FFT_COST,
     }
 
 
 def _all_tokens(
     x: Values, keep: Keep | None, state: DiffusionState | None
-) -> tuple[Giving, MemoryKeep | None]:
-    """The state's tokens and x's, zeros where masked, and which of them are real."""
+) -> tuple[AllTokens, Bool[Tensor, "B S"] | None]:
+    """Return the state's tokens and x, zero where masked, and which of them are real."""
     if state is not None:
         new = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
         x, keep = torch.cat([state.x, x], dim=1), torch.cat([state.keep, new], dim=1)
@@ -196,14 +264,14 @@ def _all_tokens(
 
 
 def _check(x: Any, weights: Any, dt: Any, scheme: Any, keep: Any, state: Any) -> None:
-    # Any: these are what a user passed
+    # Any: the arguments are not checked yet
     check_choice("scheme", scheme, get_args(Scheme))
     if not isinstance(state, DiffusionState | None):
         raise ValueError(f"state is a {type(state).__name__}, expected a DiffusionState")
     if state is not None and not isinstance(state.keep, torch.Tensor):
         raise ValueError(f"state.keep is a {type(state.keep).__name__}, expected a tensor")
     if state is not None and scheme != "explicit":
-        raise ValueError(f"a state came with scheme={scheme!r}, expected scheme='explicit'")
+        raise ValueError(f"state was given with scheme={scheme!r}, expected scheme='explicit'")
     given = {} if state is None else {"state.x": state.x, "state.keep": state.keep}
     check_floating(x=x, weights=weights, dt=dt)
     check_devices(x=x, weights=weights, dt=dt, keep=keep, **given)
@@ -229,4 +297,4 @@ def _check(x: Any, weights: Any, dt: Any, scheme: Any, keep: Any, state: Any) ->
     if can_look_at_values(dt):
         lowest = dt.detach().amin().item()
         if lowest < 0:
-            raise ValueError(f"dt reaches {lowest:.6g}, expected at least 0")
+            raise ValueError(f"dt has minimum {lowest:.6g}, expected at least 0")

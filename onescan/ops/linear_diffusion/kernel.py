@@ -1,6 +1,6 @@
-"""LDN's kernel, K_ts = phi(t - s) g(|t - s|), and the longest stable step: plain functions.
+"""The diffusion kernel: how it is made, its largest stable step, and when all tokens interact.
 
-Source: LDN, arXiv:2502.12381, Sec. 3.3 (the kernel) and 4.4 (the step).
+Source: LDN, arXiv:2502.12381, Sec. 3.3 (the kernel), 4.2 (interaction) and 4.4 (the step).
 """
 
 import math
@@ -19,21 +19,27 @@ from onescan.checks import (
 from onescan.ops.numerics import widened
 from onescan.shapes import DiffusionKernels, StepSizes
 
-LEAST_ROW_SUM = 1e-18  # of less, the square, which a gradient divides by, is 0 in float32
+MIN_ROW_SUM = 1e-18  # a gradient divides by its square, which must not be 0 in float32
 
 
 def gaussian_kernel(past: Tensor, future: Tensor, sigma: Tensor, radius: int) -> DiffusionKernels:
-    """Weights of lags t - s = -R ... R: phi is `past` above 0 and `future` below, g a Gaussian.
+    """Compute the weights of the lags t - s = -R ... R, K_ts = phi(t - s) g(|t - s|).
+
+    phi is `past` for positive lags and `future` for negative ones; g is a Gaussian. The weight of
+    lag 0 is zero. Source: LDN, arXiv:2502.12381, Sec. 3.3.
 
     Args:
-        past: [H], how much a token takes in of those before it, at least 0.
-        future: [H], of those after it; 0 is causal.
-        sigma: [H], the Gaussian's standard deviation in tokens, above 0.
-        radius: R.
+        past: [H], weight of earlier tokens, at least 0.
+        future: [H], weight of later tokens, at least 0; 0 makes the kernel causal.
+        sigma: [H], standard deviation of the Gaussian in tokens, above 0.
+        radius: Largest lag, R.
+
+    Returns:
+        Kernels [H, 2R+1].
 
     Raises:
-        ValueError: shapes, types or devices disagree, a radius that is no whole number from 0 on,
-            or, on a CPU, numbers out of their range.
+        ValueError: If shapes, dtypes or devices do not match, radius is not an integer of at least
+            0 or, on a CPU, a value is out of its range.
 
     >>> one = torch.ones(1)
     >>> gaussian_kernel(past=one, future=one / 2, sigma=one, radius=2).mul(100).round().tolist()
@@ -44,28 +50,27 @@ def gaussian_kernel(past: Tensor, future: Tensor, sigma: Tensor, radius: int) ->
     check_devices(**given)
     check_shapes(past=(past, "H"), future=(future, "H"), sigma=(sigma, "H"))
     if isinstance(radius, bool) or not isinstance(radius, int) or radius < 0:
-        raise ValueError(f"radius is {radius!r}, expected a whole number from 0 on")
+        raise ValueError(f"radius is {radius!r}, expected an integer of at least 0")
     for name, tensor in given.items():
         if can_look_at_values(tensor) and tensor.numel():
             lowest = tensor.detach().amin().item()
             if not lowest >= 0 or (name == "sigma" and lowest == 0):  # NaN fails this too
                 least = "above 0" if name == "sigma" else "at least 0"
-                raise ValueError(f"{name} reaches {lowest:.6g}, expected {least}")
+                raise ValueError(f"{name} has minimum {lowest:.6g}, expected {least}")
     lags = torch.arange(-radius, radius + 1, dtype=sigma.dtype, device=sigma.device)
     gaussian = (-0.5 * (lags / sigma.unsqueeze(-1)).square()).exp()  # H 2R+1
-    # a token takes nothing in of itself
     phi = past.unsqueeze(-1) * (lags > 0) + future.unsqueeze(-1) * (lags < 0)
     return phi * gaussian
 
 
 def gaussian_radius(sigma: float, epsilon: float) -> int:
-    """The lag beyond which a Gaussian is below epsilon: ceil(sigma sqrt(2 ln(1 / epsilon))).
+    """Return the lag beyond which a Gaussian is below epsilon: ceil(sigma sqrt(2 ln(1/epsilon))).
 
-    With a stable step, what lies beyond moves no token by more than epsilon times the distance
-    between the largest and the smallest.
+    With a stable step, cutting the kernel there changes a token by at most epsilon times the
+    range of the tokens.
 
     Raises:
-        ValueError: sigma is not above 0 and finite, or epsilon not between 0 and 1.
+        ValueError: If sigma is not positive and finite, or epsilon not between 0 and 1.
 
     >>> gaussian_radius(sigma=8.0, epsilon=1e-4)
     35
@@ -97,11 +102,11 @@ def stable_step(weights: DiffusionKernels) -> StepSizes:
     middle = weights.shape[-1] // 2
     row_sum = weights[..., :middle].sum(-1) + weights[..., middle + 1 :].sum(-1)
     rounding = (weights.shape[-1] + 2) * torch.finfo(weights.dtype).eps
-    return (1 - rounding) / row_sum.clamp(min=LEAST_ROW_SUM)
+    return (1 - rounding) / row_sum.clamp(min=MIN_ROW_SUM)
 
 
 def check_kernels(weights: Any) -> None:
-    """Raise ValueError for what is no kernels: another shape or type, or numbers below 0."""
+    """Raise ValueError if the shape or dtype is invalid or, on a CPU, a weight is negative."""
     check_floating(weights=weights)
     sizes = check_shapes(weights=(weights, "H lags"))
     if sizes["lags"] % 2 == 0:
@@ -111,4 +116,53 @@ def check_kernels(weights: Any) -> None:
     if can_look_at_values(weights) and weights.numel():
         lowest = weights.detach().amin().item()
         if lowest < 0:
-            raise ValueError(f"weights reaches {lowest:.6g}, expected at least 0")
+            raise ValueError(f"weights has minimum {lowest:.6g}, expected at least 0")
+
+
+def smallest_positive_power(operator: Tensor) -> int | None:
+    """Return the smallest L for which A^L has no zero: the depth at which all tokens interact.
+
+    Source: LDN, arXiv:2502.12381, Theorem 1, which requires a strongly connected graph. That alone
+    is not sufficient: A = [[0, 1], [1, 0]], where two tokens swap, never mixes. It is sufficient
+    if each token keeps a share of itself, as it does for any step below `stable_step`.
+
+    Args:
+        operator: Matrix A [T, T] of non-negative numbers. Do not use form="fft", which has rounding
+            errors instead of zeros.
+
+    Returns:
+        L, or None if every power of A has a zero.
+
+    Raises:
+        ValueError: If A is not square, or has a negative number.
+
+    >>> smallest_positive_power(torch.tensor([[0.0, 1.0], [1.0, 0.0]])) is None  # they swap
+    True
+    >>> smallest_positive_power(torch.tensor([[0.5, 0.5], [0.5, 0.5]]))
+    1
+    """
+    check_shapes(operator=(operator, "T T"))
+    if not (operator >= 0).all():
+        raise ValueError("operator holds numbers below 0 or NaN, expected 0 or more")
+    tokens = len(operator)
+    step = (operator > 0).double()
+    if not step.any(dim=1).all():
+        return None  # a row of zeros stays zero
+    # Wielandt: if any power of a T x T matrix is positive, the power (T - 1)^2 + 1 is. As no row is
+    # zero, all powers after the first positive one are positive, so a binary search finds it.
+    squares = [step]
+    while not squares[-1].all():
+        if 2 ** (len(squares) - 1) > (tokens - 1) ** 2 + 1:
+            return None
+        squares.append(_pattern(squares[-1], squares[-1]))
+    below, reached = 0, torch.eye(tokens, dtype=step.dtype, device=step.device)
+    for k in reversed(range(len(squares) - 1)):
+        further = _pattern(reached, squares[k])
+        if not further.all():
+            below, reached = below + 2**k, further
+    return below + 1
+
+
+def _pattern(a: Tensor, b: Tensor) -> Tensor:
+    """Return 1 where the product of two matrices of zeros and ones is not 0."""
+    return (a @ b > 0).double()

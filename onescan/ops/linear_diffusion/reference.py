@@ -1,4 +1,4 @@
-"""One step of diffusion as the paper writes it, token by token: the definition, not the product.
+"""One step of diffusion as defined, token by token: the reference for the tests.
 
 Source: LDN, arXiv:2502.12381, Sec. 3.3, without the local update and the attention:
 
@@ -11,7 +11,7 @@ with K_ts = weights[R + t - s], or 0 where t and s are more than R apart or one 
 import torch
 from torch import Tensor
 
-from onescan.ops.linear_diffusion.state import DiffusionState
+from onescan.ops.linear_diffusion import DiffusionState
 from onescan.shapes import DiffusionKernels, Keep, StepSizes, Values
 
 
@@ -36,7 +36,7 @@ def forward(
 
 
 def _step(x: Tensor, weights: Tensor, dt: Tensor, keep: Tensor, scheme: str) -> Tensor:
-    """One kernel's step of one sequence, [T, V]."""
+    """Compute the step of one sequence, [T, V], with one kernel."""
     tokens, radius = len(x), len(weights) // 2
     rows = []
     for t in range(tokens):

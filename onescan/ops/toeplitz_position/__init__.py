@@ -1,12 +1,11 @@
-"""LightNet's Toeplitz position encoding, MD-TPE: the front door, and nothing else.
+"""LightNet's Toeplitz position encoding, MD-TPE: arguments, state and choice of form.
 
 y_n = sum over axes of sum_{m <= n} t_{n-m} x_m         m and n along the axis, per channel
 t_n = sum_e weight_e exp(n log_decay_e)                 kernel   (E terms per channel and axis)
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,33 +23,26 @@ from onescan.checks import (
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
 from onescan.ops.numerics import full_precision, widened
-from onescan.ops.toeplitz_position import dense, fft, scan
-from onescan.ops.toeplitz_position.layout import channels_first, channels_last
-from onescan.ops.toeplitz_position.state import ToeplitzState
-from onescan.shapes import (
-    ChannelsFirst,
-    DirectedDecays,
-    Hidden,
-    Lines,
-    LineStates,
-    ToeplitzCoefficients,
-)
+from onescan.ops.toeplitz_position import forms
+from onescan.shapes import ChannelsFirst, Hidden, HiddenStates, LineStates, ToeplitzCoefficients
 
 __all__ = ["IMPLEMENTATIONS", "ToeplitzState", "choose", "toeplitz_position"]
 
 Form = Literal["auto", "dense", "scan", "fft"]
-Forward = Callable[
-    [Lines, DirectedDecays, DirectedDecays, LineStates | None], tuple[Lines, LineStates | None]
-]
 
-# Every form there is, along one axis.
-IMPLEMENTATIONS: dict[str, Forward] = {
-    "dense": dense.forward,
-    "scan": scan.forward,
-    "fft": fft.forward,
-}
+IMPLEMENTATIONS = forms.FORMS
+KERNELS = ("scan",)  # forms with Triton kernels, which take all axes at once
 
-KERNELS = ("scan",)  # forms that have them, along all axes at once
+
+class ToeplitzState(NamedTuple):
+    """The sum of each channel's tokens under each of its decays.
+
+    Attributes:
+        hidden: ``[B, D, E]``, sum_m exp((T-1-m) log_decay) x_m over the T tokens so far, in
+            float32, or float64 for float64 inputs. Zeros before any token.
+    """
+
+    hidden: HiddenStates
 
 
 def toeplitz_position(
@@ -64,33 +56,33 @@ def toeplitz_position(
     form: Form = "auto",
     backend: Backend = "auto",
 ) -> tuple[Hidden, ToeplitzState | None]:
-    """Mix tokens along each axis of their grid by weights that depend on distance alone.
+    """Mix tokens along each axis of their grid with weights that depend on distance only.
 
-    Source: LightNet, arXiv:2405.21022, Eq. 17. The paper's kernel is sum_e exp(n log_decay_e);
-    the weights, and decays of each channel and axis of its own, are ours, and so is the second
-    direction.
+    Source: LightNet, arXiv:2405.21022, Eq. 17. The paper's kernel is sum_e exp(n log_decay_e).
+    Extensions: weights, decays per channel and axis, and the second direction.
 
     Args:
-        x: tokens, row by row of the grid.
-        log_decay: natural logarithm of the decays, finite and at most 0; 0 never forgets.
-        weight: what each decay contributes to the kernel.
-        shape: tokens along each axis; (T,) for a sequence.
-        bidirectional: whether a token also reads those after it; `log_decay` and `weight` then
-            hold a forward half, lags from 0, and a backward half, lags from 1.
-        state: what came before, for one axis read forward; None is nothing.
-        form: how the same sum is evaluated. For N tokens along an axis "dense" is O(N^2), "scan"
-            O(N E) in chunks, "fft" O(N log N).
-        backend: "torch" runs anywhere, "triton" on a GPU: the scan alone, with gradients once;
-            "auto" is as `use_backend` says.
+        x: Tokens ``[B, T, D]``, the grid in row-major order.
+        log_decay: Log of the decay factors, finite and at most 0: ``[axes, D, E]``, or
+            ``[axes, 2, D, E]`` if bidirectional.
+        weight: Weight of each exponential, in the shape of log_decay.
+        shape: Number of tokens along each axis; ``(T,)`` for a sequence.
+        bidirectional: Whether a token also reads later ones. The axis of size 2 holds the forward
+            direction, lags from 0, and the backward direction, lags from 1.
+        state: State returned by a previous call, for one axis in one direction only.
+        form: Algorithm. For N tokens along an axis, "dense" is O(N^2), "scan" O(N E) in chunks and
+            "fft" O(N log N).
+        backend: "torch" runs anywhere; "triton" runs on a GPU, for the scan only, and supports
+            first derivatives; "auto" follows `use_backend`.
 
     Returns:
-        The mixed tokens, in x's dtype, and the state after the last one; the state is None for
-        several axes or both directions.
+        The mixed tokens ``[B, T, D]`` in the dtype of x, and the state after the last token, or
+        None for several axes or both directions.
 
     Raises:
-        ValueError: shapes disagree, there is no such form or backend, a kernel was asked for that
-            cannot run, a state that cannot be continued, or, on a CPU, a log_decay above 0, or NaN
-            in x, weight or state.
+        ValueError: If shapes, dtypes or devices do not match, the form or backend is unknown or
+            cannot run, a state cannot be continued or, on a CPU, log_decay is positive or x, weight
+            or state holds NaN.
 
     >>> x = torch.tensor([1.0, 0.0, 0.0, 4.0]).reshape(1, 4, 1)
     >>> halving = torch.full((1, 1, 1), 0.5).log()
@@ -107,30 +99,30 @@ def toeplitz_position(
             x, log_decay, weight, shape, before, bidirectional=bidirectional
         )
         return y, None if after is None else ToeplitzState(after)
-    forwards = [IMPLEMENTATIONS[choose(form, positions=n)] for n in shape]
+    chosen = [IMPLEMENTATIONS[choose(form, positions=n)] for n in shape]
     # sums stay in float32 or wider under autocast too
     with full_precision(x):
         wide_x, decay, wide_weight = widened(x, log_decay, weight)
         if not bidirectional:
             decay, wide_weight = decay.unsqueeze(1), wide_weight.unsqueeze(1)
-        hidden = _incoming(wide_x, decay, state)
-        lines = channels_first(wide_x, shape)
-        y, hidden = _along_axes(forwards, lines, decay, wide_weight, hidden)
-        y = channels_last(y)
+        hidden = _hidden_before(wide_x, decay, state)
+        lines = forms.channels_first(wide_x, shape)
+        y, hidden = _along_axes(chosen, lines, decay, wide_weight, hidden)
+        y = forms.channels_last(y)
     named = {} if state is None else {"state.hidden": state.hidden}
     check_no_nan(y, x=x, weight=weight, **named)
     return y.to(x.dtype), None if hidden is None else ToeplitzState(hidden.transpose(0, 1))
 
 
 def choose(form: str, *, positions: int) -> str:
-    """Name the form an axis of so many positions would run: the whole policy is these lines.
+    """Return the form for an axis of this length.
 
     Measured on a CPU, forward and backward, with E = 64 and 1 to 256 lines: dense is the fastest
-    up to 128 positions, scan no slower from 256 on, between them it depends on the number of
-    lines; fft is the fastest nowhere.
+    up to 128 positions and scan from 256 on; between them it depends on the number of lines. FFT is
+    never the fastest.
     """
     if form == "auto":
-        form = "dense" if is_known(positions) and positions <= 2 * scan.CHUNK else "scan"
+        form = "dense" if is_known(positions) and positions <= 2 * forms.CHUNK else "scan"
     check_choice("form", form, IMPLEMENTATIONS)
     return form
 
@@ -138,7 +130,7 @@ def choose(form: str, *, positions: int) -> str:
 def _backend(
     form: str, backend: str, x: Tensor, log_decay: Tensor, weight: Tensor, state: Any
 ) -> str:
-    """What runs the call; its kernels take any width."""
+    """Return the backend of a call; kernels support any width."""
     tensors = (x, log_decay, weight, *(() if state is None else state))
     has_kernel = form == "auto" or form in KERNELS
     resolved = resolved_backend(backend, has_kernel, *tensors, widest=None)
@@ -149,23 +141,23 @@ def _backend(
 
 
 def _along_axes(
-    forwards: list[Forward],
+    chosen: list[forms.Form],
     x: ChannelsFirst,
     log_decay: Tensor,
     weight: Tensor,
     hidden: LineStates | None,
 ) -> tuple[ChannelsFirst, LineStates | None]:
-    """The sum over axes; hidden is for the only one, or None."""
+    """Sum over axes; a hidden state is that of the only axis."""
     results = []
-    for axis, (forward, a, w) in enumerate(zip(forwards, log_decay, weight, strict=True), start=2):
+    for axis, (form, a, w) in enumerate(zip(chosen, log_decay, weight, strict=True), start=2):
         lines = x.movedim(axis, -1)
-        y, hidden = forward(lines.flatten(1, -2), a, w, hidden)
+        y, hidden = form(lines.flatten(1, -2), a, w, hidden)
         results.append(y.view(lines.shape).movedim(-1, axis))
     return sum(results[1:], start=results[0]), hidden
 
 
-def _incoming(x: Hidden, log_decay: Tensor, state: ToeplitzState | None) -> LineStates | None:
-    """The hidden state before x, channels first; None where none can be carried."""
+def _hidden_before(x: Hidden, log_decay: Tensor, state: ToeplitzState | None) -> LineStates | None:
+    """Return the hidden state before x, channels first, or None if there can be none."""
     axes, directions, channels, width = log_decay.shape
     if axes > 1 or directions > 1:
         return None
@@ -190,8 +182,8 @@ def _check(
             raise ValueError(f"state is a {type(state).__name__}, expected a ToeplitzState")
         if len(shape) > 1 or bidirectional:
             raise ValueError(
-                f"a state came with shape {shape} and bidirectional={bidirectional}; only one axis "
-                "read forward can be continued"
+                f"state was given with shape {shape} and bidirectional={bidirectional}, "
+                "expected one axis and bidirectional=False"
             )
         parts["state.hidden"] = (state.hidden, "B D E")
     carried = {name: x for name, (x, _) in parts.items()}

@@ -1,4 +1,4 @@
-"""Eq. 17 as the paper writes it, term by term: the definition, not the product.
+"""Toeplitz position encoding as defined, term by term: the reference for the tests.
 
 Source: LightNet, arXiv:2405.21022, Eq. 17, with a weight beside each decay (the paper prints
 none) and, when bidirectional, a second sum over m > n:
@@ -10,7 +10,7 @@ none) and, when bidirectional, a second sum over m > n:
 import torch
 from torch import Tensor
 
-from onescan.ops.toeplitz_position.state import ToeplitzState
+from onescan.ops.toeplitz_position import ToeplitzState
 from onescan.shapes import Hidden, ToeplitzCoefficients
 
 
@@ -44,7 +44,7 @@ def forward(
 
 
 def _sum(lines: Tensor, n: int, log_decay: Tensor, weight: Tensor) -> Tensor:
-    """y_n along the first axis of lines, `positions B ... D`."""
+    """Compute y_n along the first axis of lines, `positions B ... D`."""
     y = torch.zeros_like(lines[n])
     for m in range(len(lines) if len(weight) > 1 else n + 1):
         direction = int(m > n)

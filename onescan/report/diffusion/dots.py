@@ -8,7 +8,7 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
-from onescan.layers.diffusion import Diffusion
+from onescan.layers.mixers.linear_diffusion import Diffusion
 from onescan.ops.linear_diffusion import stable_step
 from onescan.report.chart import chart
 from onescan.report.diffusion.lines import Line, PerBlock

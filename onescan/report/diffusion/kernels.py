@@ -8,7 +8,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import MaxNLocator
 
-from onescan.layers.diffusion import Diffusion
+from onescan.layers.mixers.linear_diffusion import Diffusion
 from onescan.report.chart import chart
 from onescan.report.diffusion.curves import colors, curves
 from onescan.report.diffusion.lines import Lags, Line

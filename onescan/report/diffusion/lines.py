@@ -8,10 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import nn
 
-from onescan.layers.diffusion import Diffusion
-from onescan.layers.mixers.linear_diffusion import LinearDiffusionMixer
+from onescan.layers.mixers.linear_diffusion import Diffusion, LinearDiffusionMixer
 from onescan.models.image_classifier import ImageClassifier
-from onescan.ops.linear_diffusion.operator import diffusion_operator
+from onescan.ops.linear_diffusion import diffusion_operator
 from onescan.shapes import Operators
 
 Lags = Int[np.ndarray, " lags"]  # places back; negative ones lie ahead
@@ -44,7 +43,7 @@ class Line(NamedTuple):
     @property
     def kernels(self) -> int:
         """How many each block has."""
-        return len(self.learnt[0].past)
+        return len(self.learnt[0].raw_past)
 
     @property
     def implicit(self) -> bool:
@@ -64,7 +63,7 @@ class Line(NamedTuple):
     @property
     def heard_lags(self) -> Lags:
         """Those of places that can be heard of."""
-        return self.lags[self.lags >= 0] if self.learnt[0].future is None else self.lags
+        return self.lags[self.lags >= 0] if self.learnt[0].raw_future is None else self.lags
 
 
 def diffusion_mixers(model: nn.Module) -> list[LinearDiffusionMixer]:
@@ -139,7 +138,7 @@ def reach(line: Line) -> Reach:
 
 def nearest(line: Line) -> Int[np.ndarray, " blocks"]:
     """How many places away a token has heard of all others after each block, in all channels."""
-    sides = slice(None) if line.learnt[0].future is not None else slice(1)
+    sides = slice(None) if line.learnt[0].raw_future is not None else slice(1)
     places: Int[np.ndarray, " blocks"] = reach(line)[..., sides].min(axis=(1, 2))
     return places
 

@@ -1,0 +1,88 @@
+"""The parts of a block that treat each token on its own: norms and MLPs."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch.nn.functional as F
+from torch import nn
+
+from onescan.checks import check_choice, check_positive
+from onescan.shapes import Hidden
+
+NormName = Literal["layer", "rms", "simple_rms", "none"]
+NormPosition = Literal["pre", "post"]
+
+# below the variance of a mean over 100,000 tokens
+EPS = 1e-6
+
+
+def build_norm(name: NormName, width: int, *, affine: bool = True, eps: float = EPS) -> nn.Module:
+    """Build a LayerNorm, an RMSNorm, an RMSNorm without parameters ("simple_rms"), or an identity.
+
+    With affine=False, for conditioned norms, none has parameters.
+    """
+    check_choice("norm", name, get_args(NormName))
+    if name == "layer":
+        return nn.LayerNorm(width, eps=eps, elementwise_affine=affine)
+    if name == "none":
+        return nn.Identity()
+    return nn.RMSNorm(width, eps=eps, elementwise_affine=affine and name == "rms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """Two layers with GELU and biases, as in ViT and DeiT."""
+
+    ratio: float = 4.0
+    """Hidden width divided by model width."""
+    multiple_of: int = 1
+    """Round the hidden width up to a multiple of this."""
+
+    def build(self, *, width: int) -> nn.Module:
+        return MLP(width, self.hidden_width(width))
+
+    def hidden_width(self, width: int) -> int:
+        """Return the hidden width for a model width.
+
+        >>> MLPConfig(ratio=8 / 3).hidden_width(1024), MLPConfig(ratio=0.29).hidden_width(100)
+        (2730, 29)
+        """
+        check_positive(**{"mlp.multiple_of": self.multiple_of})
+        hidden = math.floor(width * self.ratio + 1e-6)  # 0.29 * 100 is a little under 29
+        return math.ceil(hidden / self.multiple_of) * self.multiple_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class GLUConfig(MLPConfig):
+    """A gated linear unit with SiLU and no biases, as in LightNet."""
+
+    ratio: float = 8 / 3
+
+    def build(self, *, width: int) -> nn.Module:
+        return GLU(width, self.hidden_width(width))
+
+
+class MLP(nn.Module):
+    """Compute W_2 gelu(W_1 x)."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(width, hidden)
+        self.down_proj = nn.Linear(hidden, width)
+
+    def forward(self, x: Hidden) -> Hidden:
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+
+class GLU(nn.Module):
+    """Compute W_3 (silu(W_1 x) * W_2 x)."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Hidden) -> Hidden:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

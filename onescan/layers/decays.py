@@ -1,0 +1,503 @@
+"""Decays: how fast the state of a linear attention forgets, as a function of each token.
+
+Each decay is a config, a module that computes it, and a line in `DECAYS` at the end. The modules
+are ordered from constant decays to those that tokens choose, per head and then per key channel.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from onescan.checks import check_choice, check_positive
+from onescan.ops.numerics import full_precision, widened
+from onescan.shapes import Hidden
+
+# exp(-exp(5)) is 0 in float32 already, and exp of much more would be infinite
+MAX_LOG_RATE = 5.0
+GLA_TEMPERATURE = 16
+XLSTM_INPUT_CAP = 15.0
+HIPPO_STD = 0.1  # of initial weights: LION, App. C.2
+
+LogDecay = Float[Tensor, " H"] | Float[Tensor, "B T H"] | Float[Tensor, "B T H K"]
+Weight = Float[Tensor, "_ D"]
+
+
+class DecayOutput(NamedTuple):
+    """What a decay computes from tokens.
+
+    Attributes:
+        log_decay: Log of the decay factor, as in `decay_attention`: at most 0, one per head, per
+            token and head, or per token and key channel. None disables decay.
+        key: Factor of the keys, [B, T, H, 1 or K], or the keys themselves if the decay
+            `provides_keys`. None is 1.
+    """
+
+    log_decay: LogDecay | None
+    key: Float[Tensor, "B T H _"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecayConfig(ABC):
+    """How fast the state forgets."""
+
+    provides_keys: ClassVar[bool] = False
+    """Whether the decay computes the keys, in place of the mixer's projection."""
+
+    @abstractmethod
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "Decay":
+        """Build the module for tokens of this width and heads of `head_width` key channels.
+
+        Raises:
+            ValueError: If a field is out of range.
+        """
+
+
+class Decay(nn.Module, ABC):
+    """Compute the decay of each token from the token alone, in float32 or wider.
+
+    Call projections as modules, so that LoRA, quantization and offloading work. A replaced
+    projection may return bfloat16, so convert its output to float32 before use.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+
+    @abstractmethod
+    def forward(self, x: Hidden) -> DecayOutput:
+        """Compute the decay of each token, and what multiplies or replaces its key."""
+
+    def init_weights(self, q: Weight, k: Weight | None, v: Weight) -> None:
+        """Initialize the weights that the model's default initialization does not suit.
+
+        Args:
+            q: Rows of the mixer's projection to queries, a view to be changed in place.
+            k: Those to keys; None if the decay `provides_keys`.
+            v: Those to values.
+        """
+
+    def _heads(self, x: Hidden) -> Float[Tensor, "B T H _"]:
+        return rearrange(x, "b t (h k) -> b t h k", h=self.num_heads)
+
+
+class FP32Linear(nn.Linear):
+    """Linear layer that computes in float32 or wider, even under autocast or with bfloat16 weights.
+
+    Decays are multiplied over all tokens, so rounding errors of their logits grow with the length.
+    """
+
+    def forward(self, x: Hidden) -> Float[Tensor, "B T _"]:
+        with full_precision(x):
+            x, weight = widened(x, self.weight)
+            return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
+
+
+def small_linear(width: int, out: int, *, bias: bool, std: float = 0.02) -> FP32Linear:
+    """Build a layer with small random weights, as in LION's gates, and zero bias."""
+    linear = FP32Linear(width, out, bias=bias)
+    nn.init.trunc_normal_(linear.weight, std=std)
+    if bias:
+        nn.init.zeros_(linear.bias)
+    return linear
+
+
+def _wide(x: Tensor) -> Tensor:
+    (x,) = widened(x)
+    return x
+
+
+def _rates(log_rate: Tensor) -> Tensor:
+    return log_rate.clamp(max=MAX_LOG_RATE).exp()
+
+
+def _dt_bias(num_heads: int) -> nn.Parameter:
+    """Return biases whose softplus is log-uniform between 0.001 and 0.1, as in Mamba."""
+    dt = torch.empty(num_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    return nn.Parameter(dt.expm1().log())
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoDecayConfig(DecayConfig):
+    """No decay: linear attention (LION-lit)."""
+
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "NoDecay":
+        return NoDecay(num_heads)
+
+
+class NoDecay(Decay):
+    """lambda = 1."""
+
+    def forward(self, x: Hidden) -> DecayOutput:
+        return DecayOutput(None)
+
+
+FixedInit = Literal["normal", "retnet"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedDecayConfig(DecayConfig):
+    """One decay per head, the same for every token (LION-d, RetNet)."""
+
+    init: FixedInit = "normal"
+    """Initial values: sigmoid of a normal draw (LION-d), or 1 - 2^(-5 - head) (RetNet)."""
+    learnable: bool = True
+    """Train the decay; False keeps the initial values."""
+
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "FixedDecay":
+        check_choice("decay.init", self.init, get_args(FixedInit))
+        return FixedDecay(self, num_heads)
+
+
+class FixedDecay(Decay):
+    """lambda = sigmoid(a), with one a per head.
+
+    Source: LION, arXiv:2502.16249, Sec. 3.2; RetNet, arXiv:2307.08621.
+    """
+
+    logit: Tensor
+
+    def __init__(self, config: FixedDecayConfig, num_heads: int) -> None:
+        super().__init__(num_heads)
+        logit = torch.randn(num_heads)
+        if config.init == "retnet":
+            logit = (2.0 ** (5 + torch.arange(num_heads)) - 1).log()
+        if config.learnable:
+            self.logit = nn.Parameter(logit)
+        else:
+            self.register_buffer("logit", logit)
+
+    def forward(self, x: Hidden) -> DecayOutput:
+        return DecayOutput(F.logsigmoid(_wide(self.logit)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectiveDecayConfig(DecayConfig):
+    """A decay that each token chooses (LION-s, gated RFA)."""
+
+    diagonal: bool = False
+    """One decay per key channel, instead of one per head."""
+    couple_key: bool = False
+    """Multiply the key by 1 - decay, so that inputs replace what is forgotten."""
+
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "SelectiveDecay":
+        return SelectiveDecay(self, width, num_heads, head_width)
+
+
+class SelectiveDecay(Decay):
+    """lambda = sigmoid(W x + b); coupled keys are multiplied by 1 - lambda = sigmoid(-W x - b).
+
+    Source: LION, arXiv:2502.16249, Sec. 3.2; coupled, gated RFA as in its Eq. 199.
+    """
+
+    def __init__(
+        self, config: SelectiveDecayConfig, width: int, num_heads: int, head_width: int
+    ) -> None:
+        super().__init__(num_heads)
+        self.config = config
+        self.proj = small_linear(
+            width, num_heads * (head_width if config.diagonal else 1), bias=True
+        )
+
+    def forward(self, x: Hidden) -> DecayOutput:
+        z = self._heads(_wide(self.proj(x)))
+        log_decay = F.logsigmoid(z)
+        # sigmoid(-z) keeps the digits that 1 - sigmoid(z) would lose
+        key = torch.sigmoid(-z) if self.config.couple_key else None
+        return DecayOutput(log_decay if self.config.diagonal else log_decay.squeeze(-1), key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2DecayConfig(DecayConfig):
+    """A step size that each token chooses, times a rate per head (Mamba-2)."""
+
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "Mamba2Decay":
+        return Mamba2Decay(width, num_heads)
+
+
+class Mamba2Decay(Decay):
+    """dt = softplus(W x + b), lambda = exp(-exp(log_rate) dt); dt multiplies the key.
+
+    Source: Mamba-2, arXiv:2405.21060, with its initial values: dt from 0.001 to 0.1, rates from 1
+    to 16. LION prints lambda = softplus(W x), which exceeds 1: a misprint.
+    """
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__(num_heads)
+        dt_bias = _dt_bias(num_heads)
+        self.proj = small_linear(width, num_heads, bias=False)
+        self.dt_bias = dt_bias
+        self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
+
+    def forward(self, x: Hidden) -> DecayOutput:
+        z = _wide(self.proj(x))
+        dt = F.softplus(z + self.dt_bias.to(z.dtype))  # B T H
+        return DecayOutput(-_rates(self.log_rate.to(z.dtype)) * dt, dt.unsqueeze(-1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class XLSTMDecayConfig(DecayConfig):
+    """A forget gate and an exponential input gate that each token chooses (xLSTM)."""
+
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "XLSTMDecay":
+        return XLSTMDecay(width, num_heads)
+
+
+class XLSTMDecay(Decay):
+    """lambda = sigmoid(W_f x + b_f); exp(cap(W_i x + b_i)) multiplies the key.
+
+    Source: xLSTM, arXiv:2405.04517. cap(z) = 15 tanh(z / 15), as in xLSTM 7B, arXiv:2503.13427, so
+    that the exponential cannot overflow and needs no running maximum. Biases of forget gates start
+    between 3 and 6 over the heads.
+    """
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__(num_heads)
+        self.forget_proj = small_linear(width, num_heads, bias=False)
+        self.input_proj = small_linear(width, num_heads, bias=True)
+        self.forget_bias = nn.Parameter(torch.linspace(3, 6, num_heads))
+
+    def forward(self, x: Hidden) -> DecayOutput:
+        forget, enter = widened(self.forget_proj(x), self.input_proj(x))
+        enter = XLSTM_INPUT_CAP * torch.tanh(enter / XLSTM_INPUT_CAP)
+        log_decay = F.logsigmoid(forget + self.forget_bias.to(forget.dtype))
+        return DecayOutput(log_decay, enter.exp().unsqueeze(-1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaDecayConfig(DecayConfig):
+    """Mamba's decay: an input-dependent step size per head times a rate per key channel.
+
+    For Mamba itself, make each channel a separate head with `LionMixerConfig.state_size`.
+    """
+
+    rank: int | None = None
+    """Rank of the projection to step sizes. None is width / 16, rounded up."""
+
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "MambaDecay":
+        rank = math.ceil(width / 16) if self.rank is None else self.rank
+        check_positive(**{"decay.rank": rank})
+        return MambaDecay(width, num_heads, head_width, rank)
+
+
+class MambaDecay(Decay):
+    """dt = softplus(W_2 W_1 x + b), lambda = exp(-exp(log_rate) dt); dt multiplies the key.
+
+    Source: Mamba, arXiv:2312.00752, Sec. 3.2 and Algorithm 2. As in Mamba, A is discretized by
+    zero-order hold and B by Euler's rule, rates start at 1 to N over the key channels (A = -rate),
+    and step sizes start between 0.001 and 0.1, uniform in their logarithm.
+    """
+
+    no_weight_decay = frozenset({"log_rate"})
+
+    def __init__(self, width: int, num_heads: int, head_width: int, rank: int) -> None:
+        super().__init__(num_heads)
+        self.down_proj = FP32Linear(width, rank, bias=False)
+        self.up_proj = small_linear(rank, num_heads, bias=False)
+        self.dt_bias = _dt_bias(num_heads)
+        rates = torch.arange(1, head_width + 1).log()
+        self.log_rate = nn.Parameter(rates.repeat(num_heads, 1))  # H K
+
+    def forward(self, x: Hidden) -> DecayOutput:
+        z = _wide(self.up_proj(self.down_proj(x)))
+        dt = F.softplus(z + self.dt_bias.to(z.dtype)).unsqueeze(-1)  # B T H 1
+        return DecayOutput(-_rates(self.log_rate.to(z.dtype)) * dt, dt)
+
+    def init_weights(self, q: Weight, k: Weight | None, v: Weight) -> None:
+        """Draw W_2 from a uniform distribution within rank^-0.5."""
+        bound = self.up_proj.in_features**-0.5
+        nn.init.uniform_(self.up_proj.weight, -bound, bound)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GLADecayConfig(DecayConfig):
+    """A low-rank decay per key channel that each token chooses (GLA)."""
+
+    rank: int = 16
+    """Rank of the projection to decays."""
+
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "GLADecay":
+        check_positive(**{"decay.rank": self.rank})
+        return GLADecay(width, num_heads, head_width, self.rank)
+
+
+class GLADecay(Decay):
+    """lambda = sigmoid(W_2 W_1 x + b)^(1/16).
+
+    Source: GLA, arXiv:2312.06635.
+    """
+
+    def __init__(self, width: int, num_heads: int, head_width: int, rank: int) -> None:
+        super().__init__(num_heads)
+        self.down_proj = FP32Linear(width, rank, bias=False)
+        self.up_proj = small_linear(rank, num_heads * head_width, bias=True)
+
+    def forward(self, x: Hidden) -> DecayOutput:
+        z = _wide(self.up_proj(self.down_proj(x)))
+        return DecayOutput(self._heads(F.logsigmoid(z) / GLA_TEMPERATURE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RWKV6DecayConfig(DecayConfig):
+    """A rate per key channel plus a low-rank term that each token chooses (RWKV-6)."""
+
+    rank: int = 64
+    """Rank of the projection to rates."""
+
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "RWKV6Decay":
+        check_positive(**{"decay.rank": self.rank})
+        return RWKV6Decay(width, num_heads, head_width, self.rank)
+
+
+class RWKV6Decay(Decay):
+    """lambda = exp(-exp(w + W_2 tanh(W_1 x))); w starts at -6 to -1 over a head's channels.
+
+    Source: RWKV-6, arXiv:2404.05892, without its token shift.
+    """
+
+    no_weight_decay = frozenset({"log_rate"})
+
+    def __init__(self, width: int, num_heads: int, head_width: int, rank: int) -> None:
+        super().__init__(num_heads)
+        self.down_proj = FP32Linear(width, rank, bias=False)
+        self.up_proj = small_linear(rank, num_heads * head_width, bias=False)
+        self.log_rate = nn.Parameter(torch.linspace(-6, -1, head_width).repeat(num_heads, 1))  # H K
+
+    def forward(self, x: Hidden) -> DecayOutput:
+        z = self._heads(_wide(self.up_proj(torch.tanh(self.down_proj(x)))))
+        return DecayOutput(-_rates(z + self.log_rate.to(z.dtype)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HGRN2DecayConfig(DecayConfig):
+    """A decay per key channel that each token chooses, with keys 1 - decay (HGRN-2)."""
+
+    provides_keys: ClassVar[bool] = True
+
+    lower_bound: float = 0.0
+    """Smallest decay factor, from 0 to below 1."""
+
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "HGRN2Decay":
+        if not 0 <= self.lower_bound < 1:
+            raise ValueError(
+                f"decay.lower_bound is {self.lower_bound}, expected a number from 0 to below 1"
+            )
+        return HGRN2Decay(width, num_heads, head_width, self.lower_bound)
+
+
+class HGRN2Decay(Decay):
+    """lambda = l + (1 - l) sigmoid(W x + b), k = 1 - lambda = (1 - l) sigmoid(-W x - b).
+
+    Source: HGRN-2, arXiv:2404.07904, with a lower bound l that is given, not learned.
+    """
+
+    def __init__(self, width: int, num_heads: int, head_width: int, lower_bound: float) -> None:
+        super().__init__(num_heads)
+        self.lower_bound = lower_bound
+        self.proj = small_linear(width, num_heads * head_width, bias=True)
+
+    def forward(self, x: Hidden) -> DecayOutput:
+        z = self._heads(_wide(self.proj(x)))
+        bound, key = self.lower_bound, (1 - self.lower_bound) * torch.sigmoid(-z)
+        log_decay = F.logsigmoid(z)
+        if bound > 0:
+            log_decay = math.log1p(-bound) + log_decay
+            log_decay = torch.logaddexp(torch.full_like(z, math.log(bound)), log_decay)
+        return DecayOutput(log_decay.clamp(max=0), key)  # rounding may exceed 0
+
+
+Activation = Literal["sigmoid", "softplus"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HippoDecayConfig(DecayConfig):
+    """A decay per key channel that starts as HiPPO's memory, for long sequences."""
+
+    selective: bool = True
+    """Let each token scale the exponent; False leaves it to the head and channel."""
+    activation: Activation = "sigmoid"
+    """How a token scales it: by 0 to 2, or by 0 to any number. Either is 1 where W x is 0."""
+    min_step: float = 0.001
+    """Shortest initial step dt: channel n remembers about 1 / (dt (n + 1)) tokens."""
+    max_step: float = 0.1
+    """Longest initial step."""
+
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "HippoDecay":
+        check_choice("decay.activation", self.activation, get_args(Activation))
+        check_positive(**{"decay.min_step": self.min_step, "decay.max_step": self.max_step})
+        if self.min_step > self.max_step:
+            raise ValueError(
+                f"decay.min_step is {self.min_step}, expected at most max_step={self.max_step}"
+            )
+        return HippoDecay(self, width, num_heads, head_width)
+
+
+class HippoDecay(Decay):
+    """log lambda = 2 sigmoid(W x) B, or B alone; B starts at -dt (n + 1) for channel n.
+
+    That is the diagonal of HiPPO-LegS, as in S4D-Real (arXiv:2206.11893), with log-uniform steps dt
+    per head. The parameter is log(-B), so B stays negative.
+
+    Source: LION, arXiv:2502.16249, App. C.2. The paper's lambda = exp(sigmoid(A) + B) may exceed
+    1. This one cannot, and equals HiPPO's where W x is 0. Table 6's row 7 has softplus for sigmoid.
+    """
+
+    no_weight_decay = frozenset({"log_rate"})
+
+    def __init__(
+        self, config: HippoDecayConfig, width: int, num_heads: int, head_width: int
+    ) -> None:
+        super().__init__(num_heads)
+        self.config = config
+        low, high = math.log(config.min_step), math.log(config.max_step)
+        log_dt = torch.empty(num_heads, 1).uniform_(low, high)
+        self.log_rate = nn.Parameter(log_dt + torch.arange(1, head_width + 1).log())  # H K
+        self.proj = None
+        if config.selective:
+            self.proj = small_linear(width, num_heads * head_width, bias=False, std=HIPPO_STD)
+
+    def forward(self, x: Hidden) -> DecayOutput:
+        log_decay = -_rates(_wide(self.log_rate))  # H K
+        if self.proj is None:
+            return DecayOutput(log_decay.expand(*x.shape[:2], -1, -1))
+        z = self._heads(_wide(self.proj(x)))
+        is_sigmoid = self.config.activation == "sigmoid"
+        scale = 2 * torch.sigmoid(z) if is_sigmoid else F.softplus(z) / math.log(2)
+        return DecayOutput(scale * log_decay)
+
+    @torch.no_grad()
+    def init_weights(self, q: Weight, k: Weight | None, v: Weight) -> None:
+        """Draw W, q and k with a standard deviation of 0.1, and set v by zero-order hold.
+
+        The latter is diagonal, (lambda - 1) / log lambda (Eq. 236); App. C.2's
+        Lambda^-1 (Lambda - I) would flip its sign.
+        """
+        for weight in (q, k, None if self.proj is None else self.proj.weight):
+            if weight is not None:
+                nn.init.normal_(weight, std=HIPPO_STD)
+        log_decay = -self.log_rate.exp().flatten()
+        v.copy_(torch.diag(log_decay.expm1() / log_decay))
+
+
+DECAYS: Mapping[str, type[DecayConfig]] = MappingProxyType(
+    {
+        "none": NoDecayConfig,
+        "fixed": FixedDecayConfig,
+        "selective": SelectiveDecayConfig,
+        "mamba": MambaDecayConfig,
+        "mamba2": Mamba2DecayConfig,
+        "xlstm": XLSTMDecayConfig,
+        "gla": GLADecayConfig,
+        "rwkv6": RWKV6DecayConfig,
+        "hgrn2": HGRN2DecayConfig,
+        "hippo": HippoDecayConfig,
+    }
+)

@@ -1,0 +1,240 @@
+"""Tokens of grids and texts: patches, scan orders, packed documents and pooling."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from onescan.ops.numerics import widened
+from onescan.shapes import Grid, Grids, Hidden, Keep, Pooled, Tokens
+
+Indices = Int[Tensor, " T"]
+Mix = Callable[..., Hidden]
+
+
+class Patchify(nn.Module):
+    """Cut a signal, an image or a video into patches and embed each with one linear map.
+
+    Args:
+        channels: Channels of the input.
+        patch_size: Side of a patch along each axis: (p,) for signals, (p, p) for images.
+        width: Width of a token.
+    """
+
+    def __init__(self, channels: int, patch_size: tuple[int, ...], width: int) -> None:
+        super().__init__()
+        self.channels, self.patch_size = channels, patch_size
+        self.proj = nn.Linear(channels * math.prod(patch_size), width)
+        self.pattern = "{grid} -> {tokens}".format(**_patterns(len(patch_size)))
+
+    def forward(self, x: Grids) -> tuple[Hidden, tuple[int, ...]]:
+        """Return the tokens in row-major order, and their number along each axis.
+
+        Raises:
+            ValueError: If the number of axes or channels differs from the module's, or a patch
+                does not divide a side.
+        """
+        shape = self.grid_shape(tuple(x.shape[1:]))
+        sizes = {f"p{i}": size for i, size in enumerate(self.patch_size)}
+        return self.proj(rearrange(x, self.pattern, **sizes)), shape
+
+    def grid_shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the number of patches along each axis of an input of size (channels, *sides)."""
+        channels, *sides = size
+        if len(sides) != len(self.patch_size) or channels != self.channels:
+            raise ValueError(
+                f"input has {channels} channels and {len(sides)} axes {tuple(sides)}, "
+                f"expected {self.channels} channels and {len(self.patch_size)} axes"
+            )
+        if any(side < p or side % p for side, p in zip(sides, self.patch_size, strict=True)):
+            raise ValueError(
+                f"input of size {' x '.join(map(str, sides))} cannot be cut into patches of "
+                f"{' x '.join(map(str, self.patch_size))}: each side must be a multiple"
+            )
+        return tuple(side // p for side, p in zip(sides, self.patch_size, strict=True))
+
+
+class Unpatchify(nn.Module):
+    """Map each token to a patch and reassemble the grid, the inverse of `Patchify`.
+
+    Args:
+        width: Width of a token.
+        channels: Channels of the output.
+        patch_size: Side of a patch along each axis.
+    """
+
+    def __init__(self, width: int, channels: int, patch_size: tuple[int, ...]) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = nn.Linear(width, channels * math.prod(patch_size))
+        self.pattern = "{tokens} -> {grid}".format(**_patterns(len(patch_size)))
+
+    def forward(self, x: Hidden, shape: tuple[int, ...]) -> Grids:
+        """Return the grid of tokens in row-major order; `shape` is their number along each axis."""
+        sizes = {f"n{i}": size for i, size in enumerate(shape)}
+        sizes |= {f"p{i}": size for i, size in enumerate(self.patch_size)}
+        return rearrange(self.proj(x), self.pattern, **sizes)
+
+    def init_weights(self) -> None:
+        """Set the projection to zero, so that the first outputs are zero."""
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+
+def _patterns(axes: int) -> dict[str, str]:
+    """Return einops patterns of a grid and of its patches, with axes n0, n1, ... and p0, p1, ..."""
+    sides = " ".join(f"(n{i} p{i})" for i in range(axes))
+    counts, inside = (" ".join(f"{letter}{i}" for i in range(axes)) for letter in "np")
+    return {"grid": f"b c {sides}", "tokens": f"b ({counts}) (c {inside})"}
+
+
+class Order(NamedTuple):
+    """An order of the tokens of a grid.
+
+    Attributes:
+        token: The token visited at each step.
+        step: The step at which each token is visited, the inverse permutation.
+    """
+
+    token: Indices
+    step: Indices
+
+
+def snake_orders(grid: Grid, device: torch.device) -> tuple[Order, ...]:
+    """Return one scan order for each axis, in which that axis runs fastest; the last axis first.
+
+    The direction along an axis reverses wherever a slower axis advances, so that neighbors in the
+    order are neighbors on the grid. Prefix tokens come first.
+
+    Source: LION, arXiv:2502.16249, App. C.14 and Fig. 11, for two axes.
+
+    >>> rows, columns = snake_orders(Grid((2, 3)), torch.device("cpu"))
+    >>> rows.token.tolist(), columns.token.tolist()
+    ([0, 1, 2, 5, 4, 3], [0, 3, 4, 1, 2, 5])
+    """
+    tokens = torch.arange(grid.tokens, device=device)
+    prefix, positions = tokens[: grid.prefix], tokens[grid.prefix :].reshape(grid.shape)
+    visits = (
+        torch.cat([prefix, _snake(positions.movedim(axis, -1))])
+        for axis in reversed(range(positions.ndim))
+    )
+    return tuple(
+        Order(token, torch.empty_like(token).scatter_(0, token, tokens)) for token in visits
+    )
+
+
+def _snake(positions: Tensor) -> Indices:
+    """Flatten a grid line by line, with every other line reversed."""
+    while positions.ndim > 1:
+        odd = torch.arange(positions.shape[-2], device=positions.device) % 2 == 1
+        positions = torch.where(odd.unsqueeze(-1), positions.flip(-1), positions).flatten(-2)
+    return positions
+
+
+class _Group(NamedTuple):
+    """Documents of similar length, one per row."""
+
+    positions: Int[Tensor, "texts longest"]  # in the flattened batch; padding repeats the first
+    inside: Bool[Tensor, "texts longest"]
+    is_full: bool  # all have the same length
+
+
+class Documents:
+    """The documents of a packed batch, regrouped with one document per row.
+
+    Mixers process each row on its own, so no document reads another. Documents of a group are more
+    than half as long as its longest, which bounds the padding.
+
+    >>> documents = Documents(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
+    >>> [tuple(group.positions.shape) for group in documents.groups]
+    [(3, 3), (1, 1)]
+
+    Args:
+        numbers: Number of each token's document, [B, T]; a document ends where it changes.
+    """
+
+    def __init__(self, numbers: Tokens) -> None:
+        begins = torch.ones_like(numbers, dtype=torch.bool)
+        begins[:, 1:] = numbers.diff(dim=1) != 0
+        starts = begins.flatten().nonzero()[:, 0]
+        lengths = starts.diff(append=starts.new_tensor([numbers.numel()]))
+        lengths, order = lengths.sort(descending=True, stable=True)
+        starts, self.groups = starts[order], []
+        first, counts = 0, lengths.tolist()
+        while first < len(counts):
+            last = sum(2 * count > counts[first] for count in counts)  # they are sorted
+            last = max(last, first + 1)
+            self.groups.append(_group(starts[first:last], lengths[first:last], counts[first]))
+            first = last
+        grouped = [group.positions[group.inside] for group in self.groups]
+        self._inverse = torch.cat(grouped).argsort()
+
+    def mix_per_document(
+        self, mix: Mix, x: Hidden, *, keep: Keep | None, **others: Hidden
+    ) -> Hidden:
+        """Apply `mix(x, grid, keep=keep, **others)` to each document and restore their places."""
+        mixed = []
+        for positions, inside, is_full in self.groups:
+            kept = None if is_full else inside
+            if keep is not None:
+                kept = inside & keep.flatten()[positions]
+            rows = {name: tensor.flatten(0, 1)[positions] for name, tensor in others.items()}
+            y = mix(x.flatten(0, 1)[positions], Grid((positions.shape[1],)), keep=kept, **rows)
+            mixed.append(y[inside])
+        return torch.cat(mixed).index_select(0, self._inverse).view(x.shape)
+
+
+def _group(starts: Int[Tensor, " texts"], lengths: Int[Tensor, " texts"], longest: int) -> _Group:
+    steps = torch.arange(longest, device=starts.device)
+    inside = steps < lengths[:, None]
+    positions = starts[:, None] + steps.where(inside, 0)
+    return _Group(positions, inside, bool(inside.all()))
+
+
+def mean_pool(x: Hidden, keep: Keep | None = None) -> Pooled:
+    """Return the mean of all real tokens, or zeros where there are none.
+
+    >>> x = torch.tensor([[[1.0], [3.0], [8.0]]])
+    >>> mean_pool(x).item(), mean_pool(x, torch.tensor([[True, True, False]])).item()
+    (4.0, 2.0)
+    """
+    if keep is None:
+        return x.mean(dim=1)
+    (wide,) = widened(x.masked_fill(~keep.unsqueeze(-1), 0))  # sums may overflow float16
+    mean = wide.sum(dim=1) / keep.sum(dim=1, keepdim=True).clamp(min=1)
+    return mean.to(x.dtype)
+
+
+def max_pool(x: Hidden, keep: Keep | None = None) -> Pooled:
+    """Return the maximum of each channel over all real tokens, or zeros where there are none."""
+    if keep is None:
+        return x.amax(dim=1)
+    largest = x.masked_fill(~keep.unsqueeze(-1), -torch.inf).amax(dim=1)
+    return largest.masked_fill(~keep.any(dim=1, keepdim=True), 0)
+
+
+class AttentionPool(nn.Module):
+    """Compute sum_t a_t x_t with a = softmax(x . query) over real tokens.
+
+    The learnable query starts at zero, so the first output is the mean. The output is zero where no
+    token is real.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Hidden, keep: Keep | None = None) -> Pooled:
+        if keep is not None:
+            x = x.masked_fill(~keep.unsqueeze(-1), 0)  # 0 times NaN is NaN
+        logits = x @ self.query  # B T
+        if keep is None:
+            return torch.einsum("bt,btd->bd", logits.softmax(dim=1), x)
+        # the softmax of a row that contains only -inf is NaN
+        empty = ~keep.any(dim=1, keepdim=True)
+        weights = logits.masked_fill(~(keep | empty), -torch.inf).softmax(dim=1)
+        return torch.einsum("bt,btd->bd", weights.masked_fill(empty, 0), x)

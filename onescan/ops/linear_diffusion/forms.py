@@ -1,0 +1,388 @@
+"""One step of diffusion in plain torch: explicit and implicit, each in several forms.
+
+Source: LDN, arXiv:2502.12381, Sec. 3.3. K is a Toeplitz matrix with one kernel per head, shared by
+all sequences and channels. An explicit step multiplies by K: as a dense matrix in O(T^2), as a
+band in O(T R), or by FFT in O(T log T). A Crank-Nicolson step solves a linear system.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onescan.checks import can_look_at_values
+from onescan.ops.chunks import number_of_chunks
+from onescan.ops.numerics import doubled
+from onescan.shapes import (
+    DiffusionKernel,
+    DiffusionKernels,
+    Keep,
+    LastColumns,
+    LastTokens,
+    RowSums,
+    Systems,
+    Toeplitz2d,
+    TokenColumns,
+    Values,
+)
+
+BAND_BLOCK = 64  # matrix products with fewer rows are no faster
+SOLVE_BLOCK = 32  # linear systems with fewer tokens are no faster
+
+Product = Callable[[TokenColumns, DiffusionKernel, int], LastColumns]
+Solve = Callable[[Systems, DiffusionKernel, RowSums, Tensor | None], Systems]
+
+
+# The explicit step, h' = (1 - dt K 1) h + dt K h.
+
+
+def explicit(
+    product: Product, x: Values, rates: DiffusionKernels, keep: Keep | None, rows: int
+) -> LastTokens:
+    """Compute the explicit step for the last `rows` tokens; `rates` is dt K.
+
+    Up to the stable step it is a weighted mean of tokens, Sec. 4.4.
+    """
+    row_sums = _row_sums(product, rates, keep, rows)
+    mixed, own = _products(product, x, rates, rows), x[:, -rows:]
+    if torch.compiler.is_compiling():  # the compiler cannot trace a function with a jvp
+        return torch.addcmul(mixed, 1 - row_sums, own)
+    if can_look_at_values(mixed) and not mixed.requires_grad:
+        # in place: on a CPU, memory for another result takes as long as a product
+        return mixed.addcmul_(1 - row_sums, own)
+    return _WeightedMean.apply(mixed, 1 - row_sums, own)
+
+
+def _products(product: Product, x: Values, weights: DiffusionKernels, rows: int) -> LastTokens:
+    """Multiply the tokens of each head by its kernel."""
+    heads = [
+        product(_columns(head), kernel, rows).unflatten(1, (x.shape[0], x.shape[3]))
+        for head, kernel in zip(_heads(x), weights, strict=True)
+    ]
+    together = heads[0].unsqueeze(2) if len(heads) == 1 else torch.stack(heads, dim=2)
+    return together.transpose(0, 1)
+
+
+def _heads(x: Values) -> Sequence[Tensor]:
+    """Return the tokens of each head, [B, T, V].
+
+    A single head is squeezed, because the gradient of unbind would take memory.
+    """
+    return [x.squeeze(2)] if x.shape[2] == 1 else x.unbind(2)
+
+
+def _columns(head: Tensor) -> TokenColumns:
+    """Reshape [B, T, V] to [T, B V], so that all sequences share one matrix product."""
+    return head.transpose(0, 1).flatten(1)
+
+
+def _row_sums(product: Product, weights: DiffusionKernels, keep: Keep | None, rows: int) -> Tensor:
+    """Sum K_ts over the real tokens s, for the last rows: [1 or B, rows, H, 1]."""
+    if keep is not None:
+        ones = keep.to(weights.dtype)[:, :, None, None].expand(-1, -1, weights.shape[0], 1)
+        return _products(product, ones, weights, rows)
+    radius = weights.shape[1] // 2
+    t = torch.arange(rows, device=weights.device)
+    future = F.pad(weights[:, :radius].flip(1).cumsum(1), (1, 0))  # sums over 0, 1, ... R lags
+    past = F.pad(weights[:, radius + 1 :].cumsum(1), (1, 0))
+    row_sums = past[:, t.clamp(max=radius)] + future[:, (rows - 1 - t).clamp(max=radius)]
+    return row_sums.mT[None, :, :, None]
+
+
+class _WeightedMean(torch.autograd.Function):
+    """Compute addcmul(mixed, kept, own), with a gradient of `kept` that needs less memory."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(mixed: Tensor, kept: Tensor, own: Tensor) -> Tensor:
+        return torch.addcmul(mixed, kept, own)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def jvp(ctx: Any, dmixed: Tensor, dkept: Tensor, down: Tensor) -> Tensor:
+        kept, own = ctx.saved_tensors
+        return dmixed + dkept * own + kept * down
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        kept, own = ctx.saved_tensors
+        dots = (gradient.unsqueeze(-2) @ own.unsqueeze(-1)).squeeze(-1)  # B rows H 1
+        return gradient, dots.sum_to_size(kept.shape), gradient * kept
+
+
+# Products with K. Each returns the last `rows` rows of K x.
+
+
+def dense_product(x: TokenColumns, weights: DiffusionKernel, rows: int) -> LastColumns:
+    """Multiply by K as a matrix, O(T^2)."""
+    return _matrix(weights, rows, x.shape[0]) @ x
+
+
+def _matrix(weights: DiffusionKernel, rows: int, columns: int) -> Toeplitz2d:
+    """Return the last rows of K for `columns` tokens, zero beyond the radius."""
+    radius = weights.shape[0] // 2
+    # lags from 1 - rows, of the first row and the last column, to columns - 1
+    lags = F.pad(weights, (rows - 1 - radius, columns - 1 - radius))
+    # each row begins one lag later; unfold does not accept a compiler's symbolic lengths
+    return lags.as_strided((rows, columns), (1, 1)).flip(1)
+
+
+def fft_product(x: TokenColumns, weights: DiffusionKernel, rows: int) -> LastColumns:
+    """Multiply the spectra of kernel and tokens, O(T log T) for any radius."""
+    if not x.shape[1]:
+        return x[:rows]  # FFT refuses an empty batch
+    tokens, middle = x.shape[0], weights.shape[0] // 2
+    radius = min(middle, tokens - 1)
+    lags = weights[middle - radius : middle + radius + 1]  # longer lags connect no tokens
+    period = tokens + radius  # the shortest in which no lag wraps around
+    if not torch.compiler.is_compiling():  # lengths may be symbolic there
+        period = 1 << (period - 1).bit_length()  # powers of two are fast
+    # float64: each frequency mixes all tokens, so rounding errors of large ones would hide small
+    kernel = torch.fft.rfft(doubled(lags), n=period)
+    spectrum = torch.fft.rfft(doubled(x).mT, n=period) * kernel
+    y = torch.fft.irfft(spectrum, n=period)[:, radius : radius + tokens]
+    return y[:, tokens - rows :].mT.to(x.dtype)
+
+
+def banded_product(x: TokenColumns, weights: DiffusionKernel, rows: int) -> LastColumns:
+    """Multiply block by block, O(T R): C tokens read a window that is R wider on both sides."""
+    # compilers plan gradients and memory themselves, and cannot trace a function with a jvp
+    multiply = _padded_product if torch.compiler.is_compiling() else _Banded.apply
+    y = multiply(x, weights)
+    tokens = x.shape[0]
+    return y if rows == tokens else y.narrow(0, tokens - rows, rows)
+
+
+def band_block_size(radius: int) -> int:
+    """Return C, for which windows span at most three blocks."""
+    return max(BAND_BLOCK, radius)
+
+
+class _Banded(torch.autograd.Function):
+    """Compute y = K x, with dx = K^T dy, a product with the flipped kernel, and dK = dy x^T.
+
+    Autograd would add the gradients of overlapping windows, which is several times slower.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, weights: Tensor) -> Tensor:
+        return _banded_product(x, weights)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dweights: Tensor | None) -> Tensor:
+        x, weights = ctx.saved_tensors
+        dx = torch.zeros_like(x) if dx is None else dx
+        dweights = torch.zeros_like(weights) if dweights is None else dweights
+        return _Banded.apply(dx, weights) + _Banded.apply(x, dweights)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, int | None], x: Tensor, weights: Tensor
+    ) -> tuple[Tensor, int]:
+        if in_dims[1] is None:  # more columns with the same kernel
+            columns = x.movedim(in_dims[0] or 0, 1).flatten(1)
+            return _Banded.apply(columns, weights).unflatten(1, (info.batch_size, -1)), 1
+        each = weights.unbind(in_dims[1])
+        tokens = [x] * len(each) if in_dims[0] is None else x.unbind(in_dims[0])
+        return torch.stack([_Banded.apply(*pair) for pair in zip(tokens, each, strict=True)]), 0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weights = ctx.saved_tensors
+        dx = _Banded.apply(gradient, weights.flip(0)) if ctx.needs_input_grad[0] else None
+        return dx, _correlation(gradient, x, weights) if ctx.needs_input_grad[1] else None
+
+
+def _banded_product(x: Tensor, weights: Tensor) -> Tensor:
+    """Compute K x without temporary memory, whose page faults take as long as the products."""
+    radius = len(weights) // 2
+    size = band_block_size(radius)
+    count = _unpadded_blocks(len(x), size, radius)
+    if count < 1:
+        return _padded_product(x, weights)
+    y, band, end = torch.empty_like(x), _band(weights, size), (count + 1) * size
+    middle = y[size:end].unflatten(0, (count, size))
+    windows = _unpadded_windows(x, count, size, radius)
+    torch.bmm(band.expand(count, -1, -1), windows.mT, out=middle)
+    y[:size] = band[:, radius:] @ x[: size + radius]
+    y[end:] = _padded_product(x[end - radius :], weights)[radius:]
+    return y
+
+
+def _padded_product(x: Tensor, weights: Tensor) -> Tensor:
+    radius = weights.shape[0] // 2
+    size = band_block_size(radius)
+    y = _band(weights, size).unsqueeze(0) @ _padded_windows(x, size, radius).mT
+    return y.flatten(0, 1).narrow(0, 0, x.shape[0])
+
+
+def _unpadded_blocks(tokens: int, size: int, radius: int) -> int:
+    """Count the blocks, from the second on, whose windows lie within the tokens."""
+    return (tokens - radius) // size - 1
+
+
+def _unpadded_windows(x: Tensor, count: int, size: int, radius: int) -> Tensor:
+    """Return a view of these blocks' windows, `blocks columns window`."""
+    return x[size - radius :].unfold(0, size + 2 * radius, size)[:count]
+
+
+def _padded_windows(x: Tensor, size: int, radius: int) -> Tensor:
+    """Return the windows of all blocks, `blocks columns window`, with zeros around x."""
+    length = number_of_chunks(x.shape[0], size) * size
+    x = F.pad(x, (0, 0, radius, radius + length - x.shape[0]))
+    return x.unfold(0, size + 2 * radius, size)
+
+
+def _band(weights: Tensor, size: int) -> Tensor:
+    """Return K between a block and its window, [C, C+2R]: row t, column j has lag t + R - j."""
+    window = size + weights.shape[0] - 1
+    return F.pad(weights, (size - 1, size - 1)).unfold(0, window, 1).flip(1)
+
+
+def _correlation(y: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    """Compute the gradient of the kernel: the sum of y_t x_{t-r} over tokens and columns."""
+    radius = len(weights) // 2
+    size = band_block_size(radius)
+    count = _unpadded_blocks(len(x), size, radius)
+    if count < 1:
+        return _diagonal_sums(_padded_outer_products(y, x, size, radius), radius)
+    end = (count + 1) * size
+    first = F.pad(y[:size] @ x[: size + radius].mT, (radius, 0))
+    # the last tokens also read R tokens before them, whose own rows are zero here
+    y_end = F.pad(y[end:], (0, 0, radius, 0))
+    last = _padded_outer_products(y_end, x[end - radius :], size, radius)
+    blocks = y[size:end].unflatten(0, (count, size))
+    band = torch.addbmm(first + last, blocks, _unpadded_windows(x, count, size, radius))
+    return _diagonal_sums(band, radius)
+
+
+def _padded_outer_products(y: Tensor, x: Tensor, size: int, radius: int) -> Tensor:
+    """Sum y x^T between a block and its window over all blocks, [C, C+2R]."""
+    blocks = F.pad(y, (0, 0, 0, -len(y) % size)).unflatten(0, (-1, size))
+    return (blocks @ _padded_windows(x, size, radius)).sum(0)
+
+
+def _diagonal_sums(band: Tensor, radius: int) -> Tensor:
+    """Sum over each lag r, found in column j = t + R - r of row t.
+
+    Padding each row by one column shifts row t by t, which turns diagonals into columns.
+    """
+    size = len(band)
+    diagonals = F.pad(band.flatten(), (0, size)).unflatten(0, (size, -1))
+    return diagonals.sum(0)[: 2 * radius + 1].flip(0)
+
+
+PRODUCTS: dict[str, Product] = {
+    "dense": dense_product,
+    "banded": banded_product,
+    "fft": fft_product,
+}
+
+
+# The implicit step, (I - dt/2 L) h' = (I + dt/2 L) h with L = K - diag(K 1).
+
+
+def crank_nicolson(solve: Solve, x: Values, rates: DiffusionKernels, keep: Keep | None) -> Values:
+    """Compute the implicit step as h' = 2 (I - dt/2 L)^-1 h - h; `rates` is dt K.
+
+    A step of n times the stable one loses as many digits as n has, hence float64.
+    """
+    wide_x, half = doubled(x), doubled(rates) / 2
+    row_sums = _row_sums(banded_product, half, keep, x.shape[1]).squeeze(3)
+    heads = []
+    for head, kernel, sums in zip(_heads(wide_x), half, row_sums.unbind(2), strict=True):  # B T V
+        if keep is not None:
+            heads.append(solve(head, kernel, sums, keep))
+            continue
+        solved = solve(_columns(head).unsqueeze(0), kernel, sums, None)  # one system for all
+        heads.append(solved[0].unflatten(1, (head.shape[0], head.shape[2])).transpose(0, 1))
+    return (2 * torch.stack(heads, dim=2) - wide_x).to(x.dtype)
+
+
+def dense_solve(
+    rhs: Systems, weights: DiffusionKernel, row_sums: RowSums, keep: Tensor | None
+) -> Systems:
+    """Solve (I + diag(K 1) - K) y = rhs by elimination, O(T^3).
+
+    Each diagonal entry exceeds the sum of the rest of its row, so no pivoting is needed.
+
+    Args:
+        rhs: Right-hand sides: one system for each sequence, or one for all.
+        weights: dt/2 K.
+        row_sums: Row sums of dt/2 K over real tokens.
+        keep: [systems, T], True for real tokens; None keeps all.
+    """
+    coupling = _matrix(weights, rhs.shape[1], rhs.shape[1])
+    if keep is not None:
+        coupling = coupling * (keep.unsqueeze(1) & keep.unsqueeze(2))
+    return _solve(torch.diag_embed(1 + row_sums) - coupling, rhs)
+
+
+def banded_solve(
+    rhs: Systems, weights: DiffusionKernel, row_sums: RowSums, keep: Tensor | None
+) -> Systems:
+    """Solve the system of `dense_solve` by block elimination, O(T C^2) for C >= R.
+
+    Each block is coupled to its neighbours only: y_i = z_i + G_i y_{i+1}, with z and G computed
+    from the first block to the last, and y from the last to the first.
+    """
+    systems, tokens, _ = rhs.shape
+    size = solve_block_size(weights.shape[0] // 2)
+    padding = -tokens % size
+    if padding:
+        keep = rhs.new_ones(systems, tokens, dtype=torch.bool) if keep is None else keep
+        rhs, row_sums = F.pad(rhs, (0, 0, 0, padding)), F.pad(row_sums, (0, padding))
+        keep = F.pad(keep, (0, padding))
+    pair = _matrix(weights, 2 * size, 2 * size)  # of two neighbouring blocks
+    own, after, before = pair[:size, :size], pair[:size, size:], pair[size:, :size]
+    diagonals = torch.diag_embed((1 + row_sums).unflatten(1, (-1, size))).unbind(1)
+    kept = [None] * len(diagonals) if keep is None else keep.unflatten(1, (-1, size)).unbind(1)
+    z: list[Tensor] = []
+    gain: list[Tensor] = []
+    for i, (b, diagonal) in enumerate(
+        zip(rhs.unflatten(1, (-1, size)).unbind(1), diagonals, strict=True)
+    ):
+        system = diagonal - _masked(own, kept[i], kept[i])
+        if i:
+            from_before = _masked(before, kept[i], kept[i - 1])
+            system = system - from_before @ gain[-1]
+            b = b + from_before @ z[-1]
+        to_after = _masked(after, kept[i], kept[i + 1] if i + 1 < len(kept) else kept[i])
+        solved = _solve(system, torch.cat([b, to_after.expand_as(system)], dim=-1))
+        z.append(solved[..., :-size])
+        gain.append(solved[..., -size:])
+    y = [z[-1]]
+    for each, g in zip(reversed(z[:-1]), reversed(gain[:-1]), strict=True):
+        y.append(each + g @ y[-1])
+    return torch.cat(y[::-1], dim=1)[:, :tokens]
+
+
+def solve_block_size(radius: int) -> int:
+    """Return C, for which a block is coupled to its two neighbours only."""
+    return max(SOLVE_BLOCK, radius)
+
+
+def _solve(system: Tensor, rhs: Tensor) -> Tensor:
+    return torch.linalg.solve_ex(system, rhs)[0]  # solve would wait for a GPU to report errors
+
+
+def _masked(block: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+    """Return a block of the kernel for each system, zero where a token is masked."""
+    if rows is None or columns is None:
+        return block.unsqueeze(0)
+    return block * (rows.unsqueeze(2) & columns.unsqueeze(1))
+
+
+SOLVERS: dict[str, Solve] = {"dense": dense_solve, "banded": banded_solve}

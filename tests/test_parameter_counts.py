@@ -1,0 +1,88 @@
+"""Parameters of every preset: all of them, and those with weight decay."""
+
+import pytest
+import torch
+
+from onescan.models.presets import PRESETS
+from onescan.training.optimizer import parameter_groups
+
+COUNTS = {
+    "lightnet_tiny": (6_009_832, 5_942_784),
+    "lightnet_small": (22_635_496, 22_502_400),
+    "lightnet_base": (87_737_320, 87_472_128),
+    "deit_tiny": (5_717_416, 5_647_872),
+    "deit_small": (22_050_664, 21_912_576),
+    "deit_base": (86_567_656, 86_292_480),
+    "lion_lit_tiny": (5_717_416, 5_647_872),
+    "lion_lit_small": (22_050_664, 21_912_576),
+    "lion_lit_base": (86_567_656, 86_292_480),
+    "lion_d_tiny": (5_679_628, 5_647_872),
+    "lion_d_small": (21_975_088, 21_912_576),
+    "lion_d_base": (86_416_504, 86_292_480),
+    "lion_s_tiny": (5_686_540, 5_654_784),
+    "lion_s_small": (22_002_736, 21_940_224),
+    "lion_s_base": (86_527_096, 86_403_072),
+    "lion_d_natural_tiny": (5_679_664, 5_647_872),
+    "lion_d_natural_small": (21_975_160, 21_912_576),
+    "lion_d_natural_base": (86_416_648, 86_292_480),
+    "lion_s_natural_tiny": (5_693_488, 5_661_696),
+    "lion_s_natural_small": (22_030_456, 21_967_872),
+    "lion_s_natural_base": (86_637_832, 86_513_664),
+    "ldn_base": (51_056_920, 50_903_040),
+    "ldn_large": (178_176_072, 177_971_200),
+    "ldn_huge": (369_520_488, 369_264_640),
+    "lightnet_dit_s_2": (33_532_448, 33_383_808),
+    "lightnet_dit_s_4": (33_587_840, 33_439_104),
+    "lightnet_dit_s_8": (33_809_408, 33_660_288),
+    "lightnet_dit_b_2": (131_060_768, 130_763_520),
+    "lightnet_dit_b_4": (131_171_456, 130_874_112),
+    "lightnet_dit_b_8": (131_614_208, 131_316_480),
+    "lightnet_dit_l_2": (470_050_848, 469_525_504),
+    "lightnet_dit_l_4": (470_198_400, 469_672_960),
+    "lightnet_dit_l_8": (470_788_608, 470_262_784),
+    "lightnet_dit_xl_2": (678_523_424, 677_884_032),
+    "lightnet_dit_xl_4": (678_689_408, 678_049_920),
+    "lightnet_dit_xl_8": (679_353_344, 678_713_472),
+    "dit_s_2": (32_865_056, 32_793_984),
+    "dit_s_4": (32_920_448, 32_849_280),
+    "dit_s_8": (33_142_016, 33_070_464),
+    "dit_b_2": (130_315_808, 130_173_696),
+    "dit_b_4": (130_426_496, 130_284_288),
+    "dit_b_8": (130_869_248, 130_726_656),
+    "dit_l_2": (457_840_672, 457_466_880),
+    "dit_l_4": (457_988_224, 457_614_336),
+    "dit_l_8": (458_578_432, 458_204_160),
+    "dit_xl_2": (674_834_720, 674_345_088),
+    "dit_xl_4": (675_000_704, 674_510_976),
+    "dit_xl_8": (675_664_640, 675_174_528),
+    "lightnet_lm_45m": (45_074_944, 45_000_192),
+    "lightnet_lm_150m": (147_859_200, 147_726_336),
+    "lightnet_lm_380m": (385_607_680, 385_396_736),
+    "lightnet_lm_1b": (1_018_699_776, 1_018_327_040),
+    "lightnet_lm_3b": (2_983_864_320, 2_983_260_160),
+    "lion_s_lm_124m": (123_764_112, 123_642_624),
+    "gpt2_small": (124_439_808, 123_532_032),
+    "lightnet_mlm_base": (112_167_680, 111_869_952),
+    "lion_lit_mlm_base": (109_532_730, 108_966_912),
+    "lion_lit_mlm_large": (335_223_610, 334_295_040),
+    "lion_d_mlm_base": (109_121_226, 108_966_912),
+    "lion_d_mlm_large": (334_650_554, 334_295_040),
+    "lion_s_mlm_base": (109_231_818, 109_077_504),
+    "lion_s_mlm_large": (335_043_770, 334_688_256),
+    "bert_base": (109_514_298, 108_966_912),
+    "bert_large": (335_174_458, 334_295_040),
+    "ldn_mlm_base": (123_548_826, 123_121_152),
+}
+
+
+def test_every_preset_is_counted():
+    assert set(COUNTS) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameters_and_those_with_weight_decay(name):
+    with torch.device("meta"):
+        model = PRESETS[name].config.build()
+    groups = parameter_groups(model, weight_decay=0.1)
+    decayed, exempt = (sum(p.numel() for p in group["params"]) for group in groups)
+    assert (decayed + exempt, decayed) == COUNTS[name]

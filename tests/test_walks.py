@@ -1,0 +1,28 @@
+"""How many files of the package a reader walks through to follow one call."""
+
+import pytest
+from walks import preset_walk, walk
+
+from onescan.ops import lrpe_frequencies
+
+# Files that one call may enter at most: the logits of an image, or three generated tokens.
+MAX_FILES = {
+    "lightnet_tiny": 19,
+    "lion_s_tiny": 26,
+    "ldn_base": 23,
+    "lightnet_lm_45m": 25,
+}
+
+
+@pytest.mark.parametrize("name", MAX_FILES)
+def test_a_call_enters_few_files(name):
+    entered = list(preset_walk(name).lines)
+    assert any(file.startswith("ops/") for file in entered)
+    assert len(entered) <= MAX_FILES[name], "\n".join(entered)
+
+
+def test_a_walk_counts_files_lines_and_switches():
+    lines, switches = walk(lambda: lrpe_frequencies(4, axes=2))
+    assert list(lines) == ["ops/lrpe.py", "checks.py"]
+    assert lines["checks.py"] == 2  # the loop and its condition
+    assert switches == 2  # there and back
