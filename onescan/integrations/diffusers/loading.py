@@ -16,13 +16,9 @@ from onescan.integrations.diffusers.pipeline import DenoiserModel, DenoiserPipel
 from onescan.integrations.diffusers.sampling import SCHEDULERS
 
 INDEX = "model_index.json"  # written by diffusers
-PIPELINES = ([REMOTE_MODULE, DenoiserPipeline.__name__], DenoiserPipeline.__name__)
 # classes that an index may name for each component, by (library, class name)
 COMPONENTS: dict[str, dict[tuple[str, str], Any]] = {
-    "transformer": {
-        (REMOTE_MODULE, DenoiserModel.__name__): DenoiserModel,
-        ("onescan.integrations.diffusers.model", DenoiserModel.__name__): DenoiserModel,  # 0.8
-    },
+    "transformer": {(REMOTE_MODULE, DenoiserModel.__name__): DenoiserModel},
     "scheduler": {("diffusers", kind.__name__): kind for kind in SCHEDULERS.values()},
     "vae": {("diffusers", AutoencoderKL.__name__): AutoencoderKL},
 }
@@ -70,8 +66,10 @@ def read_index(folder: Path) -> dict[str, Any]:
         saved = index["_class_name"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {in_a_line(error)}") from error
-    if saved not in PIPELINES:
-        raise ValueError(f"'{folder}' holds a {saved}, expected a {DenoiserPipeline.__name__}")
+    if saved != DenoiserPipeline.saved_fields["_class_name"]:
+        raise ValueError(
+            f"'{folder}' holds a {saved}, expected a {DenoiserPipeline.__name__} of this version"
+        )
     for name in index:
         if not name.startswith("_") and name not in (*COMPONENTS, *SETTINGS):
             raise ValueError(
