@@ -34,8 +34,7 @@ from onescan import configs
 from onescan.bench.size import model_size
 from onescan.bench.timing import Measurement, exponent, measure
 from onescan.checks import check_positive, in_a_line
-from onescan.models.denoiser import DenoiserConfig
-from onescan.models.noise import STEPS
+from onescan.models.denoiser import STEPS, DenoiserConfig
 from onescan.models.presets import preset
 from onescan.training.precision import computing
 from onescan.training.ranks import Ranks, choose_device

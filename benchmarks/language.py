@@ -19,7 +19,7 @@ import tyro
 
 from onescan import configs
 from onescan.data.text import PackedText
-from onescan.models.told import UNTOLD
+from onescan.models.causal_lm import IGNORE_INDEX
 from onescan.recipes import find_recipe
 from onescan.tasks import MaskedLanguageModelling, Task
 
@@ -106,7 +106,7 @@ def judge_unigrams(path: str) -> None:
     labels: list[int] = []
     for planned in task.test_batches():
         batch = task.augment(task.test.read(planned.examples).batch, seed=0)
-        labels += batch[2][batch[2] != UNTOLD].tolist()
+        labels += batch[2][batch[2] != IGNORE_INDEX].tolist()
     nats = -sum(math.log((counts[label] + 1) / total) for label in labels)
     print(f"{len(labels)} masked bytes; {counts.total()} to learn from")
     print(f"unigrams: {nats / len(labels):.4f} nats a byte", end=", ")

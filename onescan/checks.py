@@ -1,14 +1,15 @@
-"""Errors a user can act on: shapes with names and sizes, NaN with the argument's name."""
+"""Checks of arguments, whose error messages name the argument, its value and what is expected."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from onescan.choices import check_choice as check_choice
+from onescan.messages import unknown_choice
 
-LONGEST_MESSAGE = 300
+MAX_MESSAGE = 300  # characters
 # raised by transformers, diffusers and safetensors for damaged folders
 LOAD_ERRORS = (
     OSError,
@@ -22,27 +23,39 @@ LOAD_ERRORS = (
 
 
 def in_a_line(error: Exception) -> str:
-    r"""What another library says, without its line breaks, and not at any length.
+    r"""Return another library's error message on one line, truncated if it is long.
 
     >>> in_a_line(ValueError("no such\n  thing"))
     'no such thing'
     """
     words = " ".join(str(error).split())
-    return words if len(words) <= LONGEST_MESSAGE else f"{words[:LONGEST_MESSAGE]} ..."
+    return words if len(words) <= MAX_MESSAGE else f"{words[:MAX_MESSAGE]} ..."
+
+
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """Raise ValueError if `value` is not one of `choices`; names the closest match.
+
+    >>> check_choice("form", "chunks", ["full", "chunk"])
+    Traceback (most recent call last):
+    ValueError: form 'chunks' is unknown (perhaps you meant 'chunk'); there are: full, chunk
+    """
+    known = list(choices)
+    if value not in known:
+        raise unknown_choice(name, value, known)
 
 
 def check_shapes(**arguments: tuple[Any, str]) -> dict[str, int]:
-    """Bind the letters of each argument's pattern to its sizes, or say which one disagrees.
+    """Check that the shapes of tensors match their patterns and each other.
 
     Args:
-        arguments: name=(tensor, pattern), the pattern as in `onescan.shapes`: letters bind,
-            numbers are exact. An argument that is None is passed over.
+        arguments: name=(tensor, pattern). A pattern consists of letters, as in `onescan.shapes`,
+            that stand for the same size everywhere, and of exact numbers. None is skipped.
 
     Returns:
         The size of each letter.
 
     Raises:
-        ValueError: an argument that is no tensor, has another rank, or a size that disagrees.
+        ValueError: If an argument is not a tensor, or its shape does not match.
 
     >>> check_shapes(q=(torch.ones(2, 5), "B T"), k=(torch.ones(2, 4), "B T"))
     Traceback (most recent call last):
@@ -68,7 +81,7 @@ def check_shapes(**arguments: tuple[Any, str]) -> dict[str, int]:
 
 
 def check_positive(**numbers: int | float) -> None:
-    """Raise ValueError for a number that is not above 0 and finite.
+    """Raise ValueError if a number is not above 0 and finite.
 
     >>> check_positive(chunk_size=0)
     Traceback (most recent call last):
@@ -80,7 +93,7 @@ def check_positive(**numbers: int | float) -> None:
 
 
 def check_floating(**tensors: Any) -> None:
-    """Raise ValueError for what is no tensor, or not of a floating point type."""
+    """Raise ValueError if an argument is not a tensor with a floating point type."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}, expected a tensor")
@@ -89,7 +102,7 @@ def check_floating(**tensors: Any) -> None:
 
 
 def check_sequence_options(*, causal: Any, keep: Any, chunk_size: Any) -> None:
-    """Raise ValueError for options that ops over sequences share.
+    """Check the options that all ops over sequences share.
 
     >>> check_sequence_options(causal=True, keep=None, chunk_size=0.5)
     Traceback (most recent call last):
@@ -104,7 +117,7 @@ def check_sequence_options(*, causal: Any, keep: Any, chunk_size: Any) -> None:
 
 
 def check_token_ids(tokens: Any, vocab_size: int, *, name: str = "tokens") -> None:
-    """Raise ValueError for what is no id of a vocabulary, where values may be looked at.
+    """Raise ValueError if token ids have a wrong type or, on a CPU, are outside the vocabulary.
 
     >>> check_token_ids(torch.tensor([[3, 7]]), vocab_size=5)
     Traceback (most recent call last):
@@ -124,7 +137,7 @@ def check_token_ids(tokens: Any, vocab_size: int, *, name: str = "tokens") -> No
 
 
 def check_grid_shape(shape: Any) -> None:
-    """Raise ValueError for what is no tuple of whole numbers above 0.
+    """Raise ValueError if the shape of a grid is not a tuple of positive whole numbers.
 
     >>> check_grid_shape((3, 2.5))
     Traceback (most recent call last):
@@ -138,7 +151,7 @@ def check_grid_shape(shape: Any) -> None:
 
 
 def check_devices(**tensors: Any) -> None:
-    """Raise ValueError for what is no tensor, or on another device than the first."""
+    """Raise ValueError if an argument is not a tensor, or is on another device than the first."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor | None):
             raise ValueError(f"{name} is a {type(tensor).__name__}, expected a tensor")
@@ -150,33 +163,33 @@ def check_devices(**tensors: Any) -> None:
 
 
 def can_look_at_values(tensor: Tensor) -> bool:
-    """Whether a value may steer Python here: on a CPU, in plain eager mode.
+    """Return whether Python may read a tensor's values: on a CPU, in eager mode.
 
-    On a GPU it would wait for the device; while compiling, exporting or under vmap there is
-    no value yet.
+    Reading would wait for the device on a GPU. There are no values yet while compiling, exporting
+    or under vmap.
     """
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and is_plain(tensor)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether what it holds is numbers: neither torch.func nor a class of its own comes between."""
+    """Return whether it is a plain tensor, not wrapped by torch.func and not a subclass."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return not is_wrapped and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def fingerprint(o: Tensor, *summed: Tensor) -> Tensor:
-    """A small tensor that a NaN in any input reaches: through a column of o, or through a sum."""
+    """Return a small tensor that is NaN if o or the sum of another tensor contains NaN."""
     return sum((x.detach().sum() for x in summed), start=o[..., 0].detach().sum())
 
 
 def check_no_nan(result: Tensor, **arguments: Tensor | None) -> None:
-    """Blame the argument that put a NaN into `result`, a small tensor that they all reach.
+    """Raise an error that names the argument with NaN or infinity, if `result` contains NaN.
 
-    Looking at a small result keeps the check's cost far below the call's. It looks only where
-    `can_look_at_values` allows.
+    `result` is a small tensor that depends on all arguments, as `fingerprint` returns, which makes
+    the check cheap. It is skipped where `can_look_at_values` is False.
 
     Raises:
-        ValueError: result holds NaN, and an argument NaN or infinity; says which, and how many.
+        ValueError: If `result` contains NaN, and an argument NaN or infinity.
     """
     if not can_look_at_values(result) or not bool(torch.isnan(result.detach().sum())):
         return

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 
 from onescan import __version__, memory
-from onescan.choices import check_choice
-from onescan.terminal import printable
+from onescan.messages import printable, unknown_choice
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print(f"onescan {__version__}")
         return 0
     try:
-        check_choice("command", words[0], COMMANDS)
+        if words[0] not in COMMANDS:
+            raise unknown_choice("command", words[0], COMMANDS)
         memory.keep_freed()
         COMMANDS[words[0]](words[1:])
     except KeyboardInterrupt:
@@ -375,15 +375,15 @@ def sample(words: Words) -> None:
 
 def generate(words: Words) -> None:
     """Write on from a text, as the words come."""
-    from onescan.models.sampling import Sampling
+    from onescan.models.causal_lm import Sampling
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: LanguageModel
         prompt: str = ""
         """what is written on from; - reads it from the standard input"""
-        most: int = 200
-        """tokens to write, unless the text ends before"""
+        max_new_tokens: int = 200
+        """Maximum number of tokens to generate."""
         sampling: Annotated[Sampling, tyro.conf.arg(name="")] = dataclasses.field(
             default_factory=lambda: Sampling(temperature=0.8, top_p=0.95)
         )
@@ -393,19 +393,25 @@ def generate(words: Words) -> None:
 
     options = _parse(Options, "generate", words)
     options.sampling.check()
-    if options.most < 1 or not 0 <= options.seed < MOST_SEEDS:
+    if options.max_new_tokens < 1 or not 0 <= options.seed < MOST_SEEDS:
         raise ValueError(
-            f"most is {options.most} and seed {options.seed}, expected 1 or more, and 0 or more"
+            f"max_new_tokens is {options.max_new_tokens} and seed is {options.seed}, expected 1 or "
+            "more, and 0 or more"
         )
     model, tokenizer, device = _language_model(options.checkpoint, "CausalLM", options.device)
     import torch
 
-    from onescan.tasks.writing import write_on
+    from onescan.tasks.writing import generate_text
 
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     generator = torch.Generator(device).manual_seed(options.seed)
-    pieces = write_on(
-        model, tokenizer, prompt, options.sampling, most=options.most, generator=generator
+    pieces = generate_text(
+        model,
+        tokenizer,
+        prompt,
+        options.sampling,
+        max_new_tokens=options.max_new_tokens,
+        generator=generator,
     )
     _print(prompt + next(pieces, ""), end="", flush=True)
     for piece in pieces:
@@ -612,7 +618,8 @@ def bench(words: Words) -> None:
         _print(f"  {'forms':<10}every form of one model's mixer over image sizes")
         _print("\n".join(f"  {name:<10}{contest.summary}" for name, contest in CONTESTS.items()))
         return
-    check_choice("benchmark", words[0], ["forms", *CONTESTS])
+    if words[0] not in ("forms", *CONTESTS):
+        raise unknown_choice("benchmark", words[0], ["forms", *CONTESTS])
     if words[0] == "forms":
         _bench_forms(words[1:])
     else:
@@ -863,7 +870,7 @@ def _fine_tuned(
 
 def _what_to_train(words: Words) -> "tuple[RunConfig, str, Words]":
     """The run that is named or lies in a file, how it was given, and the words that are left."""
-    from onescan.checkpoint.config import CONFIG
+    from onescan.checkpoint.run_folder import CONFIG
     from onescan.recipes import find_recipe
     from onescan.recipes.files import import_file
     from onescan.training.folder import read_manifest

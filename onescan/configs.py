@@ -1,7 +1,7 @@
-"""Configs as plain data: nested frozen dataclasses to JSON types and back, strictly.
+"""Convert configs, which are nested frozen dataclasses, to JSON types and back, with type checks.
 
-Where a field is declared with a base class or a union, the class that it holds goes along as
-"type", and is looked up by name among the imported subclasses of what was declared.
+If a field is declared as a base class or a union, the class of its value is stored as "type", and
+looked up by name among the imported subclasses of the declared class.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from onescan.choices import hint
+from onescan.messages import hint
 
 INT64_LIMIT = 2**63  # larger integers fit no tensor and no index
 
@@ -22,37 +22,37 @@ ConfigT = TypeVar("ConfigT")
 
 
 class ModelConfig(ABC):
-    """What a network is built from: the base of every model's config."""
+    """Base class of the configs of models."""
 
     @abstractmethod
     def build(self) -> Any:
-        """Build the network, a `torch.nn.Module`."""
+        """Build the model, a `torch.nn.Module`."""
 
     @abstractmethod
     def example_inputs(self) -> tuple[Any, ...]:
-        """Make what the network's forward takes, one example of the usual size: to count or export.
+        """Return arguments for the model's forward, one example of the default size.
 
-        They are made on torch's current default device.
+        Used to count operations and to export. Tensors are on torch's default device.
         """
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Spell a config, nested ones included, in JSON types.
+    """Convert a config to JSON types.
 
     Raises:
-        ValueError: a field holds something that JSON has no type for; says which.
+        ValueError: If a field has a value that JSON cannot represent; names the field.
     """
     return _fields_to_plain(config, "")
 
 
 def from_dict(cls: type[ConfigT], data: Mapping[str, Any]) -> ConfigT:
-    """Build a config of class `cls` from what `to_dict` gave.
+    """Build a config of class `cls` from the output of `to_dict`.
 
-    Fields that are left out take their defaults; an int stands for a float, a list for a tuple.
+    Missing fields take their defaults. An int is accepted for a float, and a list for a tuple.
 
     Raises:
-        ValueError: a field is unknown or missing, a value is of another type than declared,
-            or a "type" names no imported class; says the dotted path and what was expected.
+        ValueError: If a field is unknown or missing, a value has the wrong type, or a "type" is not
+            an imported class; names the dotted path and what is expected.
     """
     try:
         config: ConfigT = _load(data, cls, "")
@@ -62,10 +62,10 @@ def from_dict(cls: type[ConfigT], data: Mapping[str, Any]) -> ConfigT:
 
 
 def replace(config: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
-    """Return `config` with fields changed by dotted name: {"mixer.num_heads": 3, "width": 64}.
+    """Return `config` with changed fields, by dotted name: {"mixer.num_heads": 3, "width": 64}.
 
     Raises:
-        ValueError: a name is unknown (says the nearest), or a value is of another type.
+        ValueError: If a name is unknown (names the closest match), or a value has the wrong type.
     """
     data = to_dict(config)
     for dotted, value in changes.items():
@@ -80,7 +80,7 @@ def replace(config: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
 
 
 def differences(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
-    """List where two configs differ: dotted path, value in `a`, value in `b`."""
+    """Return the differences of two configs: dotted path, value in `a`, value in `b`."""
     return list(_differences(a, b, ""))
 
 
@@ -105,7 +105,7 @@ def _plain(value: Any, declared: Any, path: str) -> Any:
         return [_plain(item, None, f"{path}[{i}]") for i, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"{path} is a {type(value).__name__}, which a config cannot hold")
+    raise ValueError(f"{path} is a {type(value).__name__}, which a config cannot contain")
 
 
 def _load(value: Any, declared: Any, path: str) -> Any:
@@ -117,14 +117,14 @@ def _load(value: Any, declared: Any, path: str) -> Any:
         except TypeError:  # a union has further members
             continue
     raise ValueError(
-        f"{path or 'the config'} is {reprlib.repr(value)}, expected {_spell(declared)}"
+        f"{path or 'the config'} is {reprlib.repr(value)}, expected {_type_name(declared)}"
     )
 
 
 def _load_config(data: Mapping[str, Any], declared: Any, path: str) -> Any:
     known = {cls.__name__: cls for member in _members(declared) for cls in _family(member)}
     if not known:
-        raise ValueError(f"{path} is {reprlib.repr(dict(data))}, expected {_spell(declared)}")
+        raise ValueError(f"{path} is {reprlib.repr(dict(data))}, expected {_type_name(declared)}")
     members = [cls.__name__ for cls in _members(declared) if cls in known.values()]
     name = data.get("type", members[0] if len(members) == 1 else None)
     if not isinstance(name, str) or name not in known:
@@ -136,7 +136,7 @@ def _unknown(name: Any) -> str:
     if name is None:
         return "is missing"
     return (
-        f"{name!r} is no class imported so far: import the file that defines it first "
+        f"{name!r} is not an imported class: import the file that defines it first "
         "(onescan evaluate and predict do with --import FILE.py)"
     )
 
@@ -149,7 +149,7 @@ def _load_fields(cls: Any, data: Mapping[str, Any], path: str) -> Any:
         if name in data:
             values[name] = _load(data[name], hints[name], _join(path, name))
         elif dataclasses.MISSING is field.default is field.default_factory:
-            raise ValueError(f"{_join(path, name)} is missing, expected {_spell(hints[name])}")
+            raise ValueError(f"{_join(path, name)} is missing, expected {_type_name(hints[name])}")
     return cls(**values)
 
 
@@ -193,7 +193,7 @@ def _members(declared: Any) -> tuple[Any, ...]:
 
 
 def _family(cls: Any) -> Iterator[type]:
-    """Every config class that may stand for `cls`: itself and its subclasses, if not abstract."""
+    """Yield the config classes that are instances of `cls`: itself and subclasses, if concrete."""
     if not isinstance(cls, type) or cls.__module__ == "builtins":
         return  # other libraries have dataclasses that are strings
     if dataclasses.is_dataclass(cls) and not inspect.isabstract(cls):
@@ -208,8 +208,8 @@ def _check_names(names: Iterable[str], fields: Collection[str], path: str) -> No
             raise ValueError(f"{_join(path, name)} is unknown{hint(name, fields)}")
 
 
-def _spell(declared: Any) -> str:
-    """A type as a reader would write it, without the modules' names."""
+def _type_name(declared: Any) -> str:
+    """Format a type without the names of modules."""
     if isinstance(declared, type) and not get_args(declared):
         return declared.__name__
     return re.sub(r"[A-Za-z_][\w.]*\.(?=\w)", "", str(declared))

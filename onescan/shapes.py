@@ -1,10 +1,10 @@
-"""The vocabulary of tensor shapes: every annotation in the package is spelt with these letters.
+"""Tensor types for annotations, with named dimensions that are checked at run time in tests.
 
 B  batch            T  tokens (sequence length)      D  model width
 H  heads            K  key width per head            V  value width per head
 N  chunks           C  tokens per chunk              E  hidden states per channel
 
-F is the width of a rotated key: K, or 2K where LRPE has turned x into [x cos, x sin].
+F is the width of a rotated key: K, or 2K if LRPE has rotated x into [x cos, x sin].
 """
 
 import math
@@ -22,25 +22,25 @@ Frequencies = Float[Tensor, "H K"]
 FrequencyRow = Float[Tensor, " K"]
 RotatedKeys = Float[Tensor, "B T H F"]
 Tokens = Int[Tensor, "B T"]
-Written = Int[Tensor, "B written"]
-TokenLogits = Float[Tensor, "B scored vocabulary"]  # of all T tokens, or the last
-ReadOuts = Float[Tensor, "{read_outs}*B T D"]  # of several blocks, one batch after the other
-ReadOutLogits = Float[Tensor, "_ scored vocabulary"]  # the same, or of chosen places
+GeneratedTokens = Int[Tensor, "B generated"]
+TokenLogits = Float[Tensor, "B scored vocabulary"]  # of all T tokens, or only the last
+ReadOuts = Float[Tensor, "{read_outs}*B T D"]  # outputs of several blocks, concatenated
+ReadOutLogits = Float[Tensor, "_ scored vocabulary"]  # the same, or of selected positions
 Memory = Float[Tensor, "B S D"]  # tokens of another sequence, S of them
 CachedKeys = Float[Tensor, "B H S K"]
 CachedKeep = Bool[Tensor, "B S"]
-Places = Int[Tensor, " B"]  # each sequence's number of tokens so far
-MemoryKeep = Bool[Tensor, "B S"]
+Places = Int[Tensor, " B"]  # number of tokens so far in each sequence
+MemoryMask = Bool[Tensor, "B S"]
 Pooled = Float[Tensor, "B D"]
 Keep = Bool[Tensor, "B T"]
-Chosen = Bool[Tensor, "B T"]  # places
+TokenMask = Bool[Tensor, "B T"]  # selected positions
 Betas = Float[Tensor, "B T H"]  # the delta rule's strength of each write
 
 LogNormalizer = Float[Tensor, "B H K"]
 KeyValue = Float[Tensor, "B H F V"]
 DecayedKeys = Float[Tensor, "B H K"]
 DecayedKeyValue = Float[Tensor, "B H K V"]
-LogDecays = Float[Tensor, "_ T _ _"]  # 1 or B, 1 or H, 1 or K: what is shared is there once
+LogDecays = Float[Tensor, "_ T _ _"]  # 1 or B, 1 or H, 1 or K: shared values are stored once
 
 ToeplitzCoefficients = Float[Tensor, "axes D E"] | Float[Tensor, "axes 2 D E"]
 Decays = Float[Tensor, "D E"]
@@ -67,7 +67,8 @@ RowSums = Float[Tensor, "systems T"]
 Operators = Float[Tensor, "H T T"]
 
 Images = Float[Tensor, "B channels height width"]
-Told = Float[Tensor, "B told height width"]  # of a denoiser: its images' channels, or twice those
+# of as many channels as the images, or twice as many
+DenoiserOutput = Float[Tensor, "B predicted height width"]
 Grids = Float[Tensor, "B channels *axes"]  # signals, images, video
 Logits = Float[Tensor, "B classes"]
 Labels = Int[Tensor, " B"]
@@ -75,7 +76,7 @@ Timesteps = Float[Tensor, " B"] | Int[Tensor, " B"]  # of noise, from 0 to 1000
 
 
 class Grid(NamedTuple):
-    """How tokens are laid out: `prefix` tokens without a place, then a grid in row-major order.
+    """Layout of tokens: `prefix` tokens without a position, then a grid in row-major order.
 
     >>> Grid(shape=(14, 14), prefix=1).tokens
     197
@@ -86,5 +87,5 @@ class Grid(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Prefix and grid together."""
+        """Number of tokens, prefix included."""
         return self.prefix + math.prod(self.shape)

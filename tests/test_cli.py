@@ -270,7 +270,7 @@ def test_classes_of_ones_own_are_imported_when_asked(tmp_path, monkeypatch, capf
 
     code, said = onescan("evaluate", "out/seed-0")
     assert code == 2
-    assert "'MineConfig' is no class imported so far: import the file" in said
+    assert "'MineConfig' is not an imported class: import the file" in said
     assert "--import FILE.py" in said
     for words in (["evaluate", "--import", "mine.py", "out/seed-0"], ["predict", "out/seed-0"]):
         images = ["a.png", "--import", "mine.py"] if words[0] == "predict" else []

@@ -90,11 +90,14 @@ def test_an_int_widens_to_float_and_a_list_to_tuple():
         ({"name": "t", "engine": {}}, "engine.type is missing; there are: ElectricConfig, Steam"),
         (
             {"name": "t", "engine": {"type": "StemConfig"}},
-            "engine.type 'StemConfig' is no class imported so far: import the file that defines it "
+            "engine.type 'StemConfig' is not an imported class: import the file that defines it "
             r"first \(.* --import FILE.py\); there are: ElectricConfig, SteamConfig$",
         ),
-        ({"name": "t", "engine": {"type": ["x"]}}, r"engine.type \['x'\] is no class"),
-        ({"name": "t", "engine": {"type": "TrainConfig"}}, "engine.type 'TrainConfig' is no class"),
+        ({"name": "t", "engine": {"type": ["x"]}}, r"engine.type \['x'\] is not an imported class"),
+        (
+            {"name": "t", "engine": {"type": "TrainConfig"}},
+            "engine.type 'TrainConfig' is not an imported class",
+        ),
         ({"name": "t", "engine": {"type": "SteamConfig", "bar": 1}}, r"engine.bar is .*'bars'"),
         (
             {"name": "t", "engine": {"type": "SteamConfig", "fuel": "oil"}},
@@ -111,7 +114,7 @@ def test_loading_refuses_what_does_not_fit(data, says):
 
 
 def test_saving_refuses_what_json_has_no_type_for():
-    with pytest.raises(ValueError, match=r"rack\.teeth is a set, which a config cannot hold"):
+    with pytest.raises(ValueError, match=r"rack\.teeth is a set, which a config cannot contain"):
         configs.to_dict(_unchecked(TrainConfig(name="t"), rack=_unchecked(RackConfig(), teeth={1})))
 
 

@@ -18,8 +18,7 @@ from onescan.layers.mixers import (
 )
 from onescan.layers.position import SinusoidalPosition, ToeplitzPositionConfig
 from onescan.layers.tokens import Patchify, Unpatchify
-from onescan.models.denoiser import Denoiser, DenoiserConfig
-from onescan.models.noise import NoiseConfig, SamplerConfig
+from onescan.models.denoiser import Denoiser, DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.models.presets import PRESETS, preset
 from onescan.shapes import Grid
 
@@ -263,8 +262,8 @@ def test_a_config_that_no_model_has_is_refused(changes, message):
     [
         ((noisy(3, 8, 8), T, torch.tensor([1, 6])), "labels contain 6, expected 0 to 4"),
         ((noisy(3, 8, 8), T, torch.tensor([-1, 0])), "labels contain -1"),
-        ((noisy(3, 8, 8), torch.tensor([1, 1001]), LABELS), "timesteps reach from 1 to 1001"),
-        ((noisy(3, 8, 8), torch.tensor([float("nan"), 1]), LABELS), "timesteps reach from nan"),
+        ((noisy(3, 8, 8), torch.tensor([1, 1001]), LABELS), "timesteps range from 1 to 1001"),
+        ((noisy(3, 8, 8), torch.tensor([float("nan"), 1]), LABELS), "timesteps range from nan"),
         ((noisy(3, 8, 8), T[:1], LABELS), r"timesteps has shape \(1,\), expected \(2,\)"),
         ((noisy(3, 8, 8), T, LABELS[:1]), r"labels has shape \(1,\), expected \(2,\)"),
         ((noisy(1, 8, 8), T, LABELS), "input has 1 channels"),
@@ -298,7 +297,7 @@ def test_noise_and_samplers_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"steps is 61, but ddim .* expected 50 or 100"):
         SamplerConfig(steps=61).check(noise)
     SamplerConfig(steps=61, sampler="dpm").check(noise)
-    assert (SamplerConfig().chosen(flow), SamplerConfig().chosen(noise)) == ("euler", "ddim")
+    assert (SamplerConfig().resolved(flow), SamplerConfig().resolved(noise)) == ("euler", "ddim")
 
 
 def test_a_denoiser_is_built_by_name_for_pixels_of_any_size():

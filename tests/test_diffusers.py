@@ -33,8 +33,7 @@ from onescan.integrations.diffusers import (
 from onescan.integrations.diffusers.pipeline import clip_range
 from onescan.integrations.diffusers.sampling import SCHEDULERS
 from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
-from onescan.models.denoiser import DenoiserConfig
-from onescan.models.noise import NoiseConfig, SamplerConfig
+from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 
 KINDS = {
     "lightnet": {"mixer": LightNetMixerConfig(num_heads=2)},

@@ -356,7 +356,7 @@ def test_names_of_another_spelling_pass_and_those_of_another_order_do_not(transf
     with pytest.raises(ValueError, match="'regnet' reads images of 3 channels, the data has 1"):
         found.check(GREY, NAMES)
     transformers.processor.do_normalize = False
-    with pytest.raises(ValueError, match="'regnet' reads images that are not standardized"):
+    with pytest.raises(ValueError, match="'regnet' does not standardize its images"):
         load_teacher("regnet")
 
 
@@ -410,7 +410,7 @@ def test_the_mean_of_all_tokens_leaves_the_distillation_token_to_its_head():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (NAMES[:2], "tells 3 classes apart, the data has 2"),
+        (NAMES[:2], "has 3 classes, the data has 2"),
         (("a", "b", "c"), "calls class 0 'rows', the data calls it 'a'"),
     ],
 )
@@ -430,12 +430,20 @@ def spoil(folder, name, text):
     ("spoilt", "error", "message"),
     [
         (lambda f: f / "a" / "b" / "c", FileNotFoundError, "there is no such file or folder"),
-        (lambda f: f.parent, ValueError, "without a config.json: expected a run's folder"),
-        (lambda f: spoil(f, "config.json", "{"), ValueError, "without a config.json"),
-        (lambda f: spoil(f, "config.json", "3"), ValueError, "without a config.json"),
+        (lambda f: f.parent, ValueError, "without a valid config.json: expected a run's folder"),
+        (lambda f: spoil(f, "config.json", "{"), ValueError, "without a valid config.json"),
+        (lambda f: spoil(f, "config.json", "3"), ValueError, "without a valid config.json"),
         (lambda f: spoil(f, "config.json", '{"onescan": "1"}'), ValueError, "cannot be read"),
-        (lambda f: spoil(f, "config.json", "{}") / "state", ValueError, "without a config.json"),
-        (lambda f: spoil(f, "config.json", "{}") / "lock", ValueError, "a file of no run"),
+        (
+            lambda f: spoil(f, "config.json", "{}") / "state",
+            ValueError,
+            "without a valid config.json",
+        ),
+        (
+            lambda f: spoil(f, "config.json", "{}") / "lock",
+            ValueError,
+            "a file that belongs to no run",
+        ),
         (lambda f: spoil(f, "model.safetensors", "x"), ValueError, "cannot be read"),
         (lambda f: (f / "model.safetensors").unlink() or f, FileNotFoundError, "no checkpoint"),
     ],

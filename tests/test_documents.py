@@ -117,6 +117,6 @@ def built_mixer():
 def test_what_cannot_be_packed_is_refused():
     model, tokens = causal({"mixer": built_mixer(), "position": None}), ids(2, 10)
     _, state = model(tokens)
-    with pytest.raises(ValueError, match="documents came with a state"):
+    with pytest.raises(ValueError, match="documents and state were both given"):
         model(tokens, state, documents=NUMBERS)
     assert model(tokens, documents=NUMBERS)[1] is None

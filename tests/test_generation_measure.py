@@ -39,7 +39,7 @@ from onescan.bench.generation.samples import open_samples
 from onescan.bench.generation.scores import chosen_by_lot, inception_score, precision_recall
 from onescan.bench.generation.source import Source, in_steps
 from onescan.cli import main
-from onescan.models.noise import SamplerName
+from onescan.models.denoiser import SamplerName
 from onescan.tasks.feature_distance import FeatureStatistics, frechet_distance
 
 

@@ -17,8 +17,8 @@ from tiny_run import KilledError, assert_same, raise_at, tiny_run
 import onescan
 from onescan import configs
 from onescan.data import ImageFormat, ImageSplits
+from onescan.models.denoiser import NoiseConfig, SamplerConfig
 from onescan.models.image_classifier import ImageClassifierConfig
-from onescan.models.noise import NoiseConfig, SamplerConfig
 from onescan.recipes import RECIPES, find_recipe
 from onescan.report import write_report
 from onescan.tasks import ImageClassificationConfig, ImageGenerationConfig, classify
@@ -389,7 +389,7 @@ def test_pixels_are_the_inverse_of_what_a_model_reads():
 
 
 def test_what_samplers_there_are_is_told_by_the_noise():
-    assert SamplerConfig().chosen(NoiseConfig(prediction="flow")) == "euler"
+    assert SamplerConfig().resolved(NoiseConfig(prediction="flow")) == "euler"
     assert isinstance(BarsConfig().build(), ImageSplits)
 
 

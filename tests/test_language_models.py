@@ -36,12 +36,16 @@ from onescan.layers.position import (
     ToeplitzPositionConfig,
     TokenPositionConfig,
 )
-from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.causal_lm import CausalLMConfig, Sampling
 from onescan.models.masked_lm import MaskedLMConfig
-from onescan.models.sampling import Sampling
 from onescan.models.sequence_classifier import SequenceClassifierConfig
-from onescan.models.states import flatten, map_tensors, select_rows, unflatten
-from onescan.models.token_network import TokenNetwork
+from onescan.models.token_network import (
+    TokenNetwork,
+    flatten_state,
+    map_tensors,
+    select_rows,
+    unflatten_state,
+)
 from onescan.recipes import RECIPES, find_recipe
 from onescan.shapes import Grid
 
@@ -54,7 +58,7 @@ def test_cached_and_chunked_calls_equal_one_at_every_cut(change):
         first, state = model(tokens[:, :cut])
         rest, state = model(tokens[:, cut:], state)
         torch.testing.assert_close(torch.cat([first, rest], dim=1), want, atol=1e-9, rtol=1e-9)
-        for x, y in zip(flatten(state).values(), flatten(whole).values(), strict=True):
+        for x, y in zip(flatten_state(state).values(), flatten_state(whole).values(), strict=True):
             torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
     state, parts = None, []
     for t in range(TOKENS):
@@ -102,7 +106,7 @@ def test_beams_reorder_states(change):
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name != "gpt2"])
 def test_a_state_does_not_grow_and_softmaxs_does(name):
     def sizes(model, tokens):
-        return sum(x.numel() for x in flatten(model(ids(1, tokens))[1]).values())
+        return sum(x.numel() for x in flatten_state(model(ids(1, tokens))[1]).values())
 
     assert sizes(causal(CAUSAL[name]), 3) == sizes(causal(CAUSAL[name]), 30)
     assert sizes(causal(CAUSAL["gpt2"]), 30) > 9 * sizes(causal(CAUSAL["gpt2"]), 3)
@@ -143,7 +147,7 @@ def test_a_state_survives_being_flattened(change):
     model, tokens = causal(change), ids(2, 5)
     _, state = model(tokens)
     _, like = model(ids(1, 1))
-    again = unflatten(like, flatten(state))
+    again = unflatten_state(like, flatten_state(state))
     assert type(again) is type(state)
     more = ids(2, 2)
     assert torch.equal(model(more, again)[0], model(more, state)[0])
@@ -152,15 +156,15 @@ def test_a_state_survives_being_flattened(change):
 def test_a_state_with_other_parts_is_no_state_of_this_model():
     _, one = causal(CAUSAL["lightnet"])(ids(1, 2))
     _, other = causal(CAUSAL["lion"])(ids(1, 2))
-    with pytest.raises(ValueError, match=r"blocks.0.\S+ is .*, and not so in this model's state"):
-        unflatten(one, flatten(other))
+    with pytest.raises(ValueError, match=r"blocks.0.\S+ is .*"):
+        unflatten_state(one, flatten_state(other))
 
 
 def test_trees_keep_what_is_no_tensor():
     tree = ((torch.ones(2), 3), None)
     assert map_tensors(lambda x: x + 1, tree)[0][1] == 3
-    assert unflatten(tree, flatten(tree))[0][1] == 3
-    assert unflatten(tree, flatten(tree))[1] is None
+    assert unflatten_state(tree, flatten_state(tree))[0][1] == 3
+    assert unflatten_state(tree, flatten_state(tree))[1] is None
 
 
 def test_heads_are_tied_unless_asked_otherwise():
@@ -181,7 +185,7 @@ def test_last_only_scores_the_last_token():
 @over_causal
 def test_generation_is_the_likeliest_token_again_and_again(change):
     model, tokens = causal(change), ids(2, 4)
-    written = model.generate(tokens, most=6)
+    written = model.generate(tokens, max_new_tokens=6)
     text = tokens
     for _ in range(6):
         text = torch.cat([text, model(text)[0][:, -1:].argmax(-1)], dim=1)
@@ -191,30 +195,33 @@ def test_generation_is_the_likeliest_token_again_and_again(change):
 def test_generation_goes_on_from_padding_on_the_left_as_if_there_were_none():
     model, tokens = causal(CAUSAL["lightnet"]), ids(2, 6)
     rows, keep = padded(tokens, (3, 6), "left")
-    written = model.generate(rows, most=5, keep=keep)
-    assert torch.equal(written[:1], model.generate(tokens[:1, :3], most=5))
-    assert torch.equal(written[1:], model.generate(tokens[1:], most=5))
+    written = model.generate(rows, max_new_tokens=5, keep=keep)
+    assert torch.equal(written[:1], model.generate(tokens[:1, :3], max_new_tokens=5))
+    assert torch.equal(written[1:], model.generate(tokens[1:], max_new_tokens=5))
 
 
 def test_generation_ends_and_repeats_the_end():
     model = causal(CAUSAL["lightnet"])
     tokens = ids(3, 4)
-    free = model.generate(tokens, most=8)
+    free = model.generate(tokens, max_new_tokens=8)
     end = int(free[0, 2])
-    ended = model.generate(tokens, most=8, end=end)
+    ended = model.generate(tokens, max_new_tokens=8, end=end)
     for row, want in zip(ended.tolist(), free.tolist(), strict=True):
         stop = want.index(end) if end in want else len(want)
         assert row[: stop + 1] == want[: stop + 1][: len(row)]
         assert set(row[stop + 1 :]) <= {end}
-    assert model.generate(tokens[:1], most=8, end=end).shape[1] == free[0].tolist().index(end) + 1
+    assert (
+        model.generate(tokens[:1], max_new_tokens=8, end=end).shape[1]
+        == free[0].tolist().index(end) + 1
+    )
 
 
 def test_a_stream_can_be_taken_up_where_it_was_left():
     model, tokens = causal(CAUSAL["lightnet"]), ids(1, 4)
-    whole = model.generate(tokens, most=7)
-    pairs = list(model.stream(tokens, most=3))
+    whole = model.generate(tokens, max_new_tokens=7)
+    pairs = list(model.stream(tokens, max_new_tokens=3))
     token, state = pairs[-1]
-    rest = model.generate(token.unsqueeze(1), most=4, state=state)
+    rest = model.generate(token.unsqueeze(1), max_new_tokens=4, state=state)
     assert torch.equal(torch.cat([*(t.unsqueeze(1) for t, _ in pairs), rest], dim=1), whole)
 
 
@@ -247,12 +254,12 @@ def test_sampling_draws_by_its_probabilities_and_by_its_seed():
 )
 def test_impossible_sampling_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        causal(CAUSAL["lion"]).generate(ids(1, 2), Sampling(**fields), most=1)
+        causal(CAUSAL["lion"]).generate(ids(1, 2), Sampling(**fields), max_new_tokens=1)
 
 
 def test_nothing_to_write_is_refused():
-    with pytest.raises(ValueError, match="most is 0"):
-        causal(CAUSAL["lion"]).generate(ids(1, 2), most=0)
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        causal(CAUSAL["lion"]).generate(ids(1, 2), max_new_tokens=0)
 
 
 def masked(change, **more):
@@ -303,7 +310,7 @@ def test_segments_are_told_apart_where_there_are_some():
     assert (model(tokens, segments=segments) != model(tokens)).any()
     with pytest.raises(ValueError, match="segments hold the ids 0 to 2, expected 0 to 1"):
         model(tokens, segments=2 * segments)
-    with pytest.raises(ValueError, match="segments came to a model that tells none apart"):
+    with pytest.raises(ValueError, match="segments were given, but the model has none"):
         masked(BOTH["lion"])(tokens, segments=segments)
 
 
@@ -386,13 +393,13 @@ def test_errors_name_the_argument(change, message):
 @pytest.mark.usefixtures("_unchecked_network")
 def test_a_state_of_another_model_is_refused():
     _, state = causal(CAUSAL["lightnet"])(ids(2, 5))
-    with pytest.raises(ValueError, match="state is of a model with 2 blocks, expected 3"):
+    with pytest.raises(ValueError, match="state is from a model with 2 blocks, expected 3"):
         causal(CAUSAL["lightnet"], depth=3)(ids(2, 1), state)
     model = causal(CAUSAL["lightnet"])
     network = model.network
     with pytest.raises(ValueError, match="state is a int, expected a NetworkState"):
         network(ids(2, 1), state=3)
-    with pytest.raises(ValueError, match="state is of a batch of 2, expected 1"):
+    with pytest.raises(ValueError, match="state has batch size 2, expected 1"):
         model(ids(1, 1), state)
     _, other = causal(CAUSAL["lion"])(ids(2, 5))
     mixer, x = network.blocks[0].mixer, torch.randn(2, 1, WIDTH, dtype=torch.float64)
@@ -423,7 +430,7 @@ def test_a_state_of_another_model_is_refused():
         ),
         (SequenceClassifierConfig(**SMALL, num_classes=0), "num_classes is 0"),
         (CausalLMConfig(**{**SMALL, "depth": 0}), "depth is 0"),
-        (CausalLMConfig(**SMALL, dropout=1.0), "dropout is 1.0, expected a chance"),
+        (CausalLMConfig(**SMALL, dropout=1.0), "dropout is 1.0, expected 0 or more"),
         (CausalLMConfig(**SMALL, segment_types=-1), "segment_types is -1"),
         (
             CausalLMConfig(**SMALL, position=TokenPositionConfig(max_tokens=0)),

@@ -61,7 +61,7 @@ def test_a_run_writes_on_and_fills_in(text, capsys):
     _, tokenizer = load_language_model(str(run))
     assert isinstance(tokenizer, ByteTokenizer)
     capsys.readouterr()
-    assert main(["generate", str(run), "--prompt", "The", "--most", "5"]) == 0
+    assert main(["generate", str(run), "--prompt", "The", "--max-new-tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("The")
     run = train("wikitext2_mlm_bert", text, "--overwrite")
     capsys.readouterr()

@@ -20,7 +20,7 @@ from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 from onescan.tasks import LanguageModellingConfig, MaskedLanguageModellingConfig
 
 TEXTS = ("a cat", "é!", "on the mat")
-UNTOLD = -100
+IGNORE_INDEX = -100
 
 
 def packed():
@@ -98,7 +98,7 @@ def test_a_masked_model_is_shown_no_neighbouring_text(posed):
         inside = documents == i
         logits = model(shown[inside][None])
         total += cross_entropy(logits.float()[0], labels[inside], reduction="sum")
-        count += (labels[inside] != UNTOLD).sum()
+        count += (labels[inside] != IGNORE_INDEX).sum()
     assert count > 3
     torch.testing.assert_close(loss, total / count)
 
@@ -117,7 +117,7 @@ def test_the_refined_loss_is_the_mean_over_the_last_blocks(posed, read_outs):
         logits = model(batch[0], documents=batch[1])
         losses.append(cross_entropy(logits.float().flatten(0, 1), batch[2].flatten()))
     torch.testing.assert_close(loss, sum(losses) / read_outs)
-    right = (logits.argmax(-1) == batch[2]).sum() / (batch[2] != UNTOLD).sum()
+    right = (logits.argmax(-1) == batch[2]).sum() / (batch[2] != IGNORE_INDEX).sum()
     torch.testing.assert_close(metrics["accuracy"], right)
 
 
@@ -183,7 +183,7 @@ def test_the_shares_of_masks_are_as_asked_for(posed):
     task = posed(config)
     tokens = torch.randint(256, (40, 500))
     shown, _, labels = task.augment((tokens, torch.zeros_like(tokens)), seed=1)
-    told = labels != UNTOLD
+    told = labels != IGNORE_INDEX
     assert torch.equal(labels[told], tokens[told])
     assert torch.equal(shown[~told], tokens[~told])
     assert told.float().mean() == pytest.approx(0.3, abs=0.01)
@@ -204,14 +204,16 @@ def test_neither_ends_nor_padding_are_masked(posed):
     task = posed(MaskedLanguageModellingConfig(mask_rate=1.0))
     tokens, documents = packed()
     _, _, labels = task.augment((tokens, documents), seed=0)
-    assert torch.equal(labels != UNTOLD, (documents >= 0) & (tokens != 256))
+    assert torch.equal(labels != IGNORE_INDEX, (documents >= 0) & (tokens != 256))
 
 
 def test_evaluation_has_its_own_mask_rate(posed):
     task = posed(MaskedLanguageModellingConfig(mask_rate=0.3, evaluation_mask_rate=0.15))
     tokens = torch.randint(256, (40, 500))
     batch = tokens, torch.zeros_like(tokens)
-    assert (task.augment(batch, seed=1)[2] != UNTOLD).float().mean() == pytest.approx(0.3, abs=0.01)
+    assert (task.augment(batch, seed=1)[2] != IGNORE_INDEX).float().mean() == pytest.approx(
+        0.3, abs=0.01
+    )
     rows = task.predict(Scoring(), batch)
     assert rows["tokens"].sum() / tokens.numel() == pytest.approx(0.15, abs=0.01)
 
@@ -227,7 +229,7 @@ def test_cls_and_sep_are_neither_masked_nor_scored(tmp_path):
     batch = task.test.read([example for example, _ in task.test.examples(seed=None)]).batch
     _, documents, labels = task.augment(batch, seed=0)
     special = torch.tensor([WORDS.index("[CLS]"), WORDS.index("[SEP]")])
-    assert torch.equal(labels != UNTOLD, (documents >= 0) & ~torch.isin(batch[0], special))
+    assert torch.equal(labels != IGNORE_INDEX, (documents >= 0) & ~torch.isin(batch[0], special))
     told = task.predict(Scoring(len(WORDS)), batch)
     assert told["tokens"].sum() == 9 * 9  # words
     with pytest.raises(ValueError, match=r"data\.frame_rows is True, expected False"):
@@ -239,7 +241,7 @@ def test_words_are_masked_whole(posed):
     text = b"the cat sat on the mat, and 42 dogs looked at it "
     tokens = torch.tensor([list(text) * 4] * 8)
     _, _, labels = task.augment((tokens, torch.zeros_like(tokens)), seed=2)
-    told, words = labels != UNTOLD, words_of(ByteTokenizer()).beginnings(tokens)
+    told, words = labels != IGNORE_INDEX, words_of(ByteTokenizer()).beginnings(tokens)
     inside = ~words[:, 1:]  # a word's second and further tokens
     assert inside.any()
     assert torch.equal(told[:, 1:][inside], told[:, :-1][inside])
@@ -304,8 +306,8 @@ def test_scores_of_chosen_places_are_those_of_all(read_outs):
     tokens = torch.randint(256, (3, 7))
     places = torch.rand(3, 7) < 0.5
     every = model(tokens, read_outs=read_outs)
-    some = model(tokens, read_outs=read_outs, places=places)
+    some = model(tokens, read_outs=read_outs, positions=places)
     torch.testing.assert_close(some, every[places.repeat(read_outs, 1)][None])
-    assert model(tokens, places=torch.zeros(3, 7, dtype=torch.bool)).shape == (1, 0, 258)
-    with pytest.raises(ValueError, match=r"places has shape \(3, 6\)"):
-        unwrap(MaskedLM.forward)(model, tokens, places=places[:, 1:])
+    assert model(tokens, positions=torch.zeros(3, 7, dtype=torch.bool)).shape == (1, 0, 258)
+    with pytest.raises(ValueError, match=r"positions has shape \(3, 6\)"):
+        unwrap(MaskedLM.forward)(model, tokens, positions=places[:, 1:])

@@ -18,9 +18,8 @@ from onescan.bench.lengths import measure_lengths
 from onescan.bench.long_text import open_long_text
 from onescan.cli import main
 from onescan.integrations.transformers import to_transformers
-from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.causal_lm import IGNORE_INDEX, CausalLMConfig, score_logits, token_losses
 from onescan.models.masked_lm import MaskedLMConfig
-from onescan.models.told import UNTOLD, compare, tell
 from onescan.report import write_lengths
 from onescan.report.lengths import pictures
 
@@ -32,21 +31,21 @@ TEXT = "The cat sat on the mat.\nA dog looked at it, and at the door.\n" * 60
 def test_a_text_in_pieces_is_told_as_in_one_call(change, at_once):
     model, tokens = causal(change), ids(3, 31)
     logits, _ = model(tokens)
-    whole = compare(logits[:, :-1], tokens[:, 1:])
-    told = tell(model, tokens[:, :-1], tokens[:, 1:], at_once=at_once)
+    whole = score_logits(logits[:, :-1], tokens[:, 1:])
+    told = token_losses(model, tokens[:, :-1], tokens[:, 1:], chunk_tokens=at_once)
     torch.testing.assert_close(told.losses, whole.losses)
-    assert torch.equal(told.right, whole.right)
+    assert torch.equal(told.correct, whole.correct)
 
 
 def test_what_is_not_to_be_told_counts_nothing():
     model, tokens = causal(CAUSAL["lion"]), ids(1, 6)
     labels = tokens.clone()
-    labels[:, ::2] = UNTOLD
-    told = tell(model, tokens, labels)
+    labels[:, ::2] = IGNORE_INDEX
+    told = token_losses(model, tokens, labels)
     assert (told.losses[:, ::2] == 0).all()
     assert (told.losses[:, 1::2] > 0).all()
-    assert not told.right[:, ::2].any()
-    assert tell(model, tokens[:, :0], labels[:, :0]).losses.shape == (1, 0)
+    assert not told.correct[:, ::2].any()
+    assert token_losses(model, tokens[:, :0], labels[:, :0]).losses.shape == (1, 0)
 
 
 def saved(folder, model):
@@ -81,7 +80,7 @@ def filler(name):
 @pytest.mark.parametrize("at_once", [8, 2048])
 def test_a_row_of_any_length_is_told_as_directly(tmp_path, text, name, at_once, monkeypatch):
     file, tokens = text
-    monkeypatch.setattr(lengths, "AT_ONCE", at_once)
+    monkeypatch.setattr(lengths, "CHUNK_TOKENS", at_once)
     model = writer(name)
     asked = LengthsConfig(lengths=(40, 4, 9), text=file)
     found = measure_lengths(saved(tmp_path, model), asked)
@@ -111,7 +110,7 @@ def test_masks_are_the_same_at_every_length(tmp_path, text, name):
     model = filler(name)
     opened = open_long_text(saved(tmp_path, model), text[0])
     shown, labels = opened.masked()
-    chosen = labels != UNTOLD
+    chosen = labels != IGNORE_INDEX
     assert opened.ids.tolist() == [text[1]]
     assert torch.equal(labels[chosen], opened.ids[chosen])
     assert torch.equal(shown[~chosen], opened.ids[~chosen])
@@ -190,7 +189,7 @@ def test_a_masked_run_draws_masks_as_in_training(tmp_path):
     run = train("wikitext2_mlm_lion_s", file, "--task.mask-rate", "0.4")
     opened = open_long_text(str(run), str(file))
     assert opened.masks.mask_rate == 0.4
-    told = (opened.masked()[1] != UNTOLD).float().mean().item()
+    told = (opened.masked()[1] != IGNORE_INDEX).float().mean().item()
     assert told == pytest.approx(0.4, abs=0.05)
 
 

@@ -21,7 +21,7 @@ from onescan.integrations.lm_eval import OnescanLM
 from onescan.integrations.transformers import OnescanForCausalLM, OnescanTextConfig, to_transformers
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
-from onescan.tasks.writing import write_on
+from onescan.tasks.writing import generate_text
 
 QUESTIONS = [
     {"question": "the cat sat on", "choices": ["the mat", "a dog on a mat", "a"], "gold": 2},
@@ -93,7 +93,7 @@ def test_likelihoods_are_those_of_the_whole_text(change, batch_size):
 
 def test_what_greedy_decoding_writes_is_told_so():
     model = causal(CAUSAL["lightnet"])
-    written = model.generate(torch.tensor([[5, 6]]), most=3)[0].tolist()
+    written = model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)[0].tolist()
     told = [("", ""), [5, 6], written], [("", ""), [5, 6], [*written[:2], (written[2] + 1) % 12]]
     assert [greedy for _, greedy in judged(model)._loglikelihood_tokens(told)] == [True, False]
 
@@ -144,7 +144,9 @@ def test_texts_are_written_up_to_what_ends_them(name):
     model = CausalLMConfig(**{**SMALL, "vocab_size": 300, **CAUSAL[name]}).build().eval()
     tokenizer = ByteTokenizer()
     contexts = ["The cat", "a", "the dog sat"]
-    whole = ["".join(write_on(model, tokenizer, context, most=12)) for context in contexts]
+    whole = [
+        "".join(generate_text(model, tokenizer, context, max_new_tokens=12)) for context in contexts
+    ]
     options = {"max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
     lm = OnescanLM(model, tokenizer, batch_size=2)
     asked = [(context, {**options, "until": []}) for context in contexts]

@@ -11,7 +11,7 @@ from onescan.configs import differences
 from onescan.data.long_range import PixelFormat
 from onescan.layers.decays import HippoDecayConfig, NoDecayConfig
 from onescan.layers.position import TokenPositionConfig
-from onescan.models.presets.ablations import LONG_RANGE_ABLATIONS
+from onescan.models.presets import LONG_RANGE_ABLATIONS
 from onescan.recipes import find_recipe
 from onescan.recipes.long_range import LONG_RANGE, PROBLEMS
 from onescan.training import train

@@ -219,7 +219,7 @@ def test_drop_path_grows_to_the_last_block():
         (lambda: build("lightnet_tiny", patch_size=0), r"patch_size\[0\] is 0"),
         (lambda: build("lightnet_tiny", image_size=100), "100 x 100 cannot be cut .* 16 x 16"),
         (lambda: build("lightnet_tiny", pool="sum"), "pool is 'sum', expected"),
-        (lambda: build("lightnet_tiny", drop_path=2.0), "drop_path is 2.0, expected a chance"),
+        (lambda: build("lightnet_tiny", drop_path=2.0), "drop_path is 2.0, expected 0 or more"),
         (lambda: build("lightnet_tiny", **{"position.hidden_states": 0}), "hidden_states is 0"),
         (
             lambda: unwrap(ImageClassifier.forward)(tiny().build(), torch.ones(1, 1, 8, 8).byte()),
@@ -227,7 +227,7 @@ def test_drop_path_grows_to_the_last_block():
         ),
         (
             lambda: build("lightnet_tiny", **{"mixer.causal": True}),
-            "the first token reads no patch",
+            "the class token reads no patch",
         ),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 
-from onescan.models.noise import NoiseConfig
+from onescan.models.denoiser import NoiseConfig
 from onescan.tasks.noising import Noising, make_betas
 
 CONFIGS = {

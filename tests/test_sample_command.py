@@ -17,8 +17,7 @@ from onescan.data import DigitsConfig, ImageFormat
 from onescan.data.image_grid import GAP, image_bytes, image_grid
 from onescan.data.latents import LatentFormat
 from onescan.layers.mixers import LightNetMixerConfig
-from onescan.models.denoiser import DenoiserConfig
-from onescan.models.noise import NoiseConfig, SamplerConfig
+from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.tasks.image_generation import ImageGenerationConfig
 from onescan.training import RunConfig, samples
 from onescan.training.folder import CONFIG, Manifest, write_json

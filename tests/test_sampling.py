@@ -16,8 +16,7 @@ from onescan.integrations.diffusers.sampling import (
     sample,
 )
 from onescan.layers.mixers import LightNetMixerConfig
-from onescan.models.denoiser import DenoiserConfig
-from onescan.models.noise import NoiseConfig, SamplerConfig
+from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 
 SMALL = DenoiserConfig(
     image_size=(4, 4),

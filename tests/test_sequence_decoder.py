@@ -80,7 +80,7 @@ def test_it_learns_to_write_a_sequence_backwards():
         optimizer.step()
         rate.step()
     read = ids(100, 4)
-    got = decoder.write(encoder(read), start=START, end=END, most=20)
+    got = decoder.generate(encoder(read), start=START, end=END, max_new_tokens=20)
     assert torch.equal(got, torch.cat([read.flip(1), torch.full((100, 1), END)], dim=1))
 
 
@@ -89,9 +89,9 @@ def test_two_calls_equal_one_at_every_cut(change):
     decoder = built(dataclasses.replace(CONFIG, **change))
     tokens, memory = ids(2, 7), torch.randn(2, 9, WIDTH, dtype=torch.float64)
     keep = torch.rand(2, 9) < 0.7
-    want, whole = decoder(tokens, memory, memory_keep=keep)
+    want, whole = decoder(tokens, memory, memory_mask=keep)
     for cut in range(1, 7):
-        first, state = decoder(tokens[:, :cut], memory, memory_keep=keep)
+        first, state = decoder(tokens[:, :cut], memory, memory_mask=keep)
         rest, state = decoder(tokens[:, cut:], state=state)
         torch.testing.assert_close(torch.cat([first, rest], dim=1), want)
         assert state.position == whole.position == 7
@@ -115,7 +115,7 @@ def test_masked_tokens_of_the_encoder_are_as_if_absent():
     tokens = ids(2, 4)
     want, _ = decoder(tokens, memory[:, keep])
     memory[:, ~keep] = torch.nan
-    got, _ = decoder(tokens, memory, memory_keep=keep.expand(2, -1))
+    got, _ = decoder(tokens, memory, memory_mask=keep.expand(2, -1))
     torch.testing.assert_close(got, want)
 
 
@@ -148,7 +148,7 @@ def test_what_is_written_ends_with_its_first_end_or_after_the_most():
     decoder, memory = built(), 3 * torch.randn(40, 3, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         decoder.head.bias[END] += 0.6
-    written = decoder.write(memory, start=START, end=END, most=6)
+    written = decoder.generate(memory, start=START, end=END, max_new_tokens=6)
     assert written.shape[1] <= 6
     lengths = set()
     for b in range(40):  # one at a time, and by hand
@@ -170,7 +170,7 @@ def test_all_ends_at_once_end_the_writing():
     with torch.no_grad():
         decoder.head.bias[END] += 1e6
     memory = torch.randn(3, 2, WIDTH, dtype=torch.float64)
-    assert decoder.write(memory, start=START, end=END, most=50).tolist() == [[END]] * 3
+    assert decoder.generate(memory, start=START, end=END, max_new_tokens=50).tolist() == [[END]] * 3
 
 
 def test_places_are_sines_and_cosines():
@@ -204,14 +204,14 @@ TOKENS, MEMORY = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4, WIDTH)
         ({"tokens": TOKENS - 1}, "tokens hold the ids -1 to -1, expected 0 to 7"),
         ({"tokens": None}, "tokens is a NoneType, expected a tensor"),
         ({"tokens": TOKENS.float()}, "tokens has dtype torch.float32, expected torch.int64"),
-        ({"memory": None}, "of memory and state neither came"),
-        ({"state": 3}, "of memory and state both came"),
+        ({"memory": None}, "neither of memory and state were given"),
+        ({"state": 3}, "both of memory and state were given"),
         ({"memory": None, "state": 3}, "state is a int, expected a DecoderState"),
         ({"memory": MEMORY[:1]}, r"memory has shape \(1, 4, 32\), expected 'B S 32' with B=2"),
         ({"memory": MEMORY[..., :9]}, r"memory has shape \(2, 4, 9\), expected 'B S 32'"),
         ({"memory": MEMORY.long()}, "memory has dtype torch.int64"),
-        ({"memory_keep": torch.ones(2, 5).bool()}, r"memory_keep has shape \(2, 5\)"),
-        ({"memory_keep": torch.ones(2, 4)}, "memory_keep has dtype torch.float32"),
+        ({"memory_mask": torch.ones(2, 5).bool()}, r"memory_mask has shape \(2, 5\)"),
+        ({"memory_mask": torch.ones(2, 4)}, "memory_mask has dtype torch.float32"),
     ],
 )
 def test_errors_name_the_argument(arguments, message):
@@ -223,15 +223,15 @@ def test_errors_name_the_argument(arguments, message):
 def test_a_state_of_another_decoder_is_refused():
     state = CONFIG.build()(TOKENS, MEMORY)[1]
     other = dataclasses.replace(CONFIG, depth=3).build()
-    with pytest.raises(ValueError, match="state is of 2 blocks and 2 memories, expected 3 of each"):
+    with pytest.raises(ValueError, match="state has 2 blocks and 2 memories, expected 3 of each"):
         other(TOKENS, state=state)
     other = dataclasses.replace(CONFIG, num_heads=2).build()
     with pytest.raises(ValueError, match=r"memories\[0\].kv has shape .*, expected 'B 2 16 16'"):
         other(TOKENS, state=state)
     with pytest.raises(ValueError, match=r"kv has shape \(2, .*, expected .* with B=1"):
         CONFIG.build()(TOKENS[:1], state=state)
-    with pytest.raises(ValueError, match="memory_keep came with a state"):
-        CONFIG.build()(TOKENS, state=state, memory_keep=torch.ones(2, 4).bool())
+    with pytest.raises(ValueError, match="memory_mask was given with a state"):
+        CONFIG.build()(TOKENS, state=state, memory_mask=torch.ones(2, 4).bool())
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_writing_needs_no_gradient_and_takes_small_ids():
     decoder, memory = CONFIG.build(), torch.randn(1, 2, WIDTH, requires_grad=True)
     seen = []
     decoder.head.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
-    decoder.write(memory, start=START, end=END, most=1)
+    decoder.generate(memory, start=START, end=END, max_new_tokens=1)
     assert seen == [False]  # and one token is one call
     small, _ = decoder(ids(1, 3).int(), memory)
     assert small.shape == (1, 3, VOCABULARY)
@@ -319,14 +319,14 @@ def test_writing_needs_no_gradient_and_takes_small_ids():
         ({"end": -1}, "end is -1, expected an id from 0 to 7"),
         ({"end": 1.5}, "end is 1.5, expected an id from 0 to 7"),
         ({"end": None}, "end is None, expected an id from 0 to 7"),
-        ({"most": 0}, "most is 0, expected a number above 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected a number above 0"),
     ],
 )
 def test_writing_refuses_what_is_no_id(change, message):
     decoder = CONFIG.build()
-    arguments = {"start": START, "end": END, "most": 3, **change}
+    arguments = {"start": START, "end": END, "max_new_tokens": 3, **change}
     with pytest.raises(ValueError, match=message):
-        unwrap(type(decoder).write)(decoder, MEMORY, **arguments)
+        unwrap(type(decoder).generate)(decoder, MEMORY, **arguments)
 
 
 def test_a_state_without_its_mixers_is_refused():
@@ -334,7 +334,7 @@ def test_a_state_without_its_mixers_is_refused():
     _, state = decoder(TOKENS, MEMORY)
     with pytest.raises(ValueError, match=r"state\.mixers holds None"):
         decoder(TOKENS, state=state._replace(mixers=(None, None)))
-    with pytest.raises(ValueError, match="state is of 1 blocks and 2 memories, expected 2 of each"):
+    with pytest.raises(ValueError, match="state has 1 blocks and 2 memories, expected 2 of each"):
         decoder(TOKENS, state=state._replace(mixers=state.mixers[:1]))
     with pytest.raises(ValueError, match="memory is on meta and tokens on cpu"):
         decoder(TOKENS, MEMORY.to("meta"))

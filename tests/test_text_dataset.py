@@ -798,7 +798,7 @@ def test_a_run_needs_nothing_but_its_folder(tmp_path, capsys):
         assert tokenizer.encode("the cat") == [5, 6]
         assert not model.training
     capsys.readouterr()
-    assert main(["generate", str(folder), "--prompt", "the cat", "--most", "3"]) == 0
+    assert main(["generate", str(folder), "--prompt", "the cat", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("the cat")
     assert train(run, folder).reused
 

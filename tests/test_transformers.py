@@ -146,7 +146,7 @@ def test_a_pipeline_writes_text(folder):
     options = {"max_new_tokens": 4, "do_sample": False}
     for (written,), text in zip(write(texts, batch_size=2, **options), texts, strict=True):
         ids = torch.tensor([tokenizer(text).input_ids])
-        want = tokenizer.decode(native.generate(ids, most=4)[0], skip_special_tokens=True)
+        want = tokenizer.decode(native.generate(ids, max_new_tokens=4)[0], skip_special_tokens=True)
         joined = (text + want).replace(" ", "")  # a tokenizer of words does not tell where they end
         assert written["generated_text"].replace(" ", "") == joined
 

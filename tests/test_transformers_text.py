@@ -158,7 +158,7 @@ def test_cached_and_uncached_scores_are_equal_at_every_cut(change):
 def test_generate_writes_what_the_model_itself_writes(change):
     native, tokens = causal(change), ids(2, 4)
     model = to_transformers(native)
-    want = torch.cat([tokens, native.generate(tokens, most=6)], dim=1)
+    want = torch.cat([tokens, native.generate(tokens, max_new_tokens=6)], dim=1)
     assert torch.equal(model.generate(tokens, **GREEDY), want)
     assert torch.equal(model.generate(tokens, use_cache=False, **GREEDY), want)
     assert torch.equal(model.generate(tokens, prefill_chunk_size=3, **GREEDY), want)
@@ -241,7 +241,7 @@ def test_what_a_state_cannot_do_is_refused(lightnet):
     with pytest.raises(ValueError, match="cache_implementation is 'static', expected None"):
         lightnet.generate(ids(1, 5), cache_implementation="static", **GREEDY)
     other = to_transformers(causal(CAUSAL["lightnet"], depth=3))
-    with pytest.raises(ValueError, match="state is of a model with 2 blocks, expected 3"):
+    with pytest.raises(ValueError, match="state is from a model with 2 blocks, expected 3"):
         other(ids(1, 1), past_key_values=lightnet(ids(1, 5)).past_key_values)
     encoder = AutoModel.from_config(OnescanTextConfig.from_onescan(masked(BOTH["lion"]).config))
     with pytest.raises(ValueError, match="past_key_values was given to a bidirectional model"):
@@ -419,7 +419,7 @@ def test_positions_that_begin_anew_are_texts_of_their_own(lightnet):
         assert_close(lightnet(tokens, position_ids=row).logits, want)
     plain = lightnet(tokens, position_ids=torch.arange(7)[None])
     assert_close(plain.logits, lightnet(tokens).logits)
-    with pytest.raises(ValueError, match="documents came with a state"):
+    with pytest.raises(ValueError, match="documents and state were both given"):
         lightnet(tokens, position_ids=positions, past_key_values=plain.past_key_values)
 
 

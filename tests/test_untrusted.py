@@ -335,7 +335,7 @@ def test_modules_in_a_model_folder_are_not_imported(bad, command):
     folder = bad("lm")
     edit(folder / "config.json", auto_map("AutoConfig"))
     (folder / "modeling_onescan.py").write_text("raise SystemExit")
-    words = ("generate", folder, "--prompt", "the cat", "--most", 2, "--device", "cpu")
+    words = ("generate", folder, "--prompt", "the cat", "--max-new-tokens", 2, "--device", "cpu")
     command(*words, code=0)
 
 

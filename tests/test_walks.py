@@ -7,10 +7,10 @@ from onescan.ops import lrpe_frequencies
 
 # Files that one call may enter at most: the logits of an image, or three generated tokens.
 MAX_FILES = {
-    "lightnet_tiny": 19,
-    "lion_s_tiny": 26,
-    "ldn_base": 23,
-    "lightnet_lm_45m": 25,
+    "lightnet_tiny": 18,
+    "lion_s_tiny": 23,
+    "ldn_base": 18,
+    "lightnet_lm_45m": 22,
 }
 
 

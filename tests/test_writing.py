@@ -13,10 +13,9 @@ import onescan
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 from onescan.integrations.transformers import to_transformers
-from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.causal_lm import CausalLMConfig, Sampling
 from onescan.models.masked_lm import MaskedLMConfig
-from onescan.models.sampling import Sampling
-from onescan.tasks.writing import fill_masks, write_on
+from onescan.tasks.writing import fill_masks, generate_text
 
 ODD = "naïve café — “quote” 漢字\n\tend \N{GRINNING FACE}!"
 
@@ -101,9 +100,9 @@ def test_what_is_no_letter_is_spelt():
 def test_ids_beyond_the_tokenizers_are_not_written():
     model = writer(vocab_size=700)  # of which 442 are no bytes
     sampling = Sampling(temperature=3.0)
-    written = model.stream(torch.tensor([[97]]), sampling, most=60, ids_below=258)
+    written = model.stream(torch.tensor([[97]]), sampling, max_new_tokens=60, vocab_size=258)
     assert max(int(token) for token, _ in written) < 258
-    assert len("".join(write_on(model, ByteTokenizer(), "a", sampling, most=60))) > 0
+    assert len("".join(generate_text(model, ByteTokenizer(), "a", sampling, max_new_tokens=60))) > 0
 
 
 def test_a_stream_of_words_has_spaces_between_them():
@@ -117,13 +116,13 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="token 300 is unknown to tokenizer 'bytes', which"):
         ByteTokenizer().decode([3, 300])
     with pytest.raises(ValueError, match="tokenizer 'bytes' has 258 tokens, but the model's voc"):
-        next(write_on(writer(vocab_size=200), ByteTokenizer(), "a", most=3))
+        next(generate_text(writer(vocab_size=200), ByteTokenizer(), "a", max_new_tokens=3))
 
 
 def test_writing_on_is_generating():
     model, prompt = writer(), "the cat"
-    got = "".join(write_on(model, ByteTokenizer(), prompt, most=20))
-    ids = model.generate(torch.tensor([list(prompt.encode())]), most=20, end=256)[0]
+    got = "".join(generate_text(model, ByteTokenizer(), prompt, max_new_tokens=20))
+    ids = model.generate(torch.tensor([list(prompt.encode())]), max_new_tokens=20, end=256)[0]
     assert got == ByteTokenizer().decode(ids.tolist())
 
 
@@ -135,13 +134,13 @@ def test_writing_ends_where_the_text_does():
 
     model = writer()
     model.forward = next_letter
-    assert "".join(write_on(model, ByteTokenizer(), "X", most=90)) == "YZ[\\]^_`ab"
+    assert "".join(generate_text(model, ByteTokenizer(), "X", max_new_tokens=90)) == "YZ[\\]^_`ab"
 
 
 def test_an_empty_prompt_begins_with_the_end_of_another_text():
     model = writer()
-    got = "".join(write_on(model, ByteTokenizer(), "", most=5))
-    want = model.generate(torch.tensor([[256]]), most=5, end=256)[0]
+    got = "".join(generate_text(model, ByteTokenizer(), "", max_new_tokens=5))
+    want = model.generate(torch.tensor([[256]]), max_new_tokens=5, end=256)[0]
     assert got == ByteTokenizer().decode(want.tolist())
     tokenizer = words()
     tokenizer.end = None
@@ -155,8 +154,8 @@ def test_chance_is_as_the_seed_says():
     def write(seed):
         generator = torch.Generator().manual_seed(seed)
         sampling = Sampling(temperature=1.0)
-        options = {"most": 12, "generator": generator}
-        return "".join(write_on(model, ByteTokenizer(), "the", sampling, **options))
+        options = {"max_new_tokens": 12, "generator": generator}
+        return "".join(generate_text(model, ByteTokenizer(), "the", sampling, **options))
 
     assert write(1) == write(1)
     assert len({write(seed) for seed in range(5)}) > 1
@@ -199,7 +198,7 @@ def word_writer():
 
 
 def test_generate_streams_to_the_terminal(saved, capsys):
-    words = ["generate", str(saved / "writer"), "--prompt", "the cat", "--most", "6"]
+    words = ["generate", str(saved / "writer"), "--prompt", "the cat", "--max-new-tokens", "6"]
     assert main(words) == 0
     first = capsys.readouterr().out
     assert first.startswith("the cat")
@@ -211,7 +210,7 @@ def test_generate_streams_to_the_terminal(saved, capsys):
 
 def test_generate_reads_its_prompt_from_a_pipe(saved, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin.read", lambda: "a dog", raising=False)
-    assert main(["generate", str(saved / "writer"), "--prompt", "-", "--most", "3"]) == 0
+    assert main(["generate", str(saved / "writer"), "--prompt", "-", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("a dog")
 
 
@@ -231,12 +230,14 @@ def test_mistakes_are_told_in_a_sentence(saved, capsys):
     assert "holds a MaskedLM, expected a CausalLM" in told("generate", str(saved / "filler"))
     assert "holds a CausalLM, expected a MaskedLM" in told("fill", str(saved / "writer"), "a")
     assert "text has no [MASK]" in told("fill", str(saved / "filler"), "the cat")
-    assert "most is 0" in told("generate", str(saved / "writer"), "--prompt", "a", "--most", "0")
+    assert "max_new_tokens is 0" in told(
+        "generate", str(saved / "writer"), "--prompt", "a", "--max-new-tokens", "0"
+    )
     assert "temperature is -1.0" in told(
         "generate", str(saved / "writer"), "--prompt", "a", "--temperature", "-1"
     )
     writer_words = ["generate", str(saved / "writer"), "--prompt"]
-    assert "seed -1, expected" in told(*writer_words, "a", "--seed", "-1")
+    assert "seed is -1, expected" in told(*writer_words, "a", "--seed", "-1")
     assert "prompt is no text in UTF-8, from character 1 on" in told(*writer_words, "a\udcff")
     weights = saved / "writer" / "model.safetensors"
     whole = weights.read_bytes()

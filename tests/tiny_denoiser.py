@@ -9,8 +9,7 @@ from onescan.data import DataConfig, ImageFormat, ImageSplits, ImageTensors
 from onescan.layers.basic import GLUConfig
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
-from onescan.models.denoiser import DenoiserConfig
-from onescan.models.noise import NoiseConfig, SamplerConfig
+from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.tasks import ImageGenerationConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig
 

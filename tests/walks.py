@@ -67,7 +67,7 @@ def preset_walk(name: str, **changes: Any) -> Walk:
     @torch.no_grad()
     def call() -> None:
         if hasattr(model, "generate"):
-            model.generate(torch.arange(8).unsqueeze(0), most=3)
+            model.generate(torch.arange(8).unsqueeze(0), max_new_tokens=3)
         else:
             model(torch.zeros(1, 3, *model.config.image_size))
 

@@ -76,7 +76,7 @@ class TasksConfig:
             raise ValueError(f"include_path is '{self.include_path}', which is no folder")
 
 
-Sampler = Literal["ddpm", "ddim", "dpm", "euler"]  # onescan.models.noise has what they are
+Sampler = Literal["ddpm", "ddim", "dpm", "euler"]  # onescan.models.denoiser has what they are
 AskedLabels = Literal["even", "reference"]
 
 

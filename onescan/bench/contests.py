@@ -4,8 +4,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from onescan.choices import check_choice
-
 Dtype = Literal["float32", "bfloat16", "float16"]
 AskedBackend = Literal["auto", "torch", "triton"]
 LONGEST_BUDGET_S = 50_000.0  # many budgets are waited for, in milliseconds of 32 bits
@@ -62,6 +60,8 @@ class ContestOptions(ABC):
             raise ValueError(
                 f"budget_s is {self.budget_s}, expected at most {LONGEST_BUDGET_S:.0f}"
             )
+        from onescan.checks import check_choice  # imports torch, which help does without
+
         check_choice("dtype", self.dtype, get_args(Dtype))
         check_choice("backend", self.backend, get_args(AskedBackend))
         if len(set(self.names)) < len(self.names):
@@ -112,6 +112,8 @@ class DecayOptions(OneScanOptions):
         """Raise ValueError as the base does, and for chunks."""
         super().check()
         _check_positive(chunk_size=self.chunk_size)
+        from onescan.checks import check_choice  # imports torch, which help does without
+
         check_choice("decay", self.decay, ("scalar", "diagonal"))
         check_choice("normalize", self.normalize, ("none", "sum"))
 
@@ -139,6 +141,8 @@ class CausalOptions(ContestOptions):
     def check(self) -> None:
         """Raise ValueError as the base does, and for choices."""
         super().check()
+        from onescan.checks import check_choice  # imports torch, which help does without
+
         check_choice("size", self.size, get_args(CausalSize))
         check_choice("level", self.level, ("model", "op"))
 
@@ -163,6 +167,8 @@ class DecodeOptions(ContestOptions):
     def check(self) -> None:
         """Raise ValueError as the base does, and for what decoding has not."""
         super().check()
+        from onescan.checks import check_choice  # imports torch, which help does without
+
         check_choice("size", self.size, get_args(CausalSize))
         if self.gradients:
             raise ValueError("gradients is True, expected False: a step of decoding has none")

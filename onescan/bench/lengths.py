@@ -19,9 +19,16 @@ from onescan.bench.asked import LengthsConfig
 from onescan.bench.length_scores import LeftOutLength, LengthScore, LengthScores, PlaceScore
 from onescan.bench.long_text import LongText, open_long_text
 from onescan.layers.position import TokenPositionConfig
-from onescan.models.causal_lm import CausalLM
+from onescan.models.causal_lm import (
+    CHUNK_TOKENS,
+    IGNORE_INDEX,
+    CausalLM,
+    TokenScores,
+    perplexity,
+    score_logits,
+    token_losses,
+)
 from onescan.models.masked_lm import MaskedLM
-from onescan.models.told import AT_ONCE, UNTOLD, Told, compare, perplexity, tell
 from onescan.shapes import Tokens
 from onescan.training.precision import computing
 from onescan.training.ranks import Ranks, choose_device
@@ -49,7 +56,7 @@ def measure_lengths(
     opened = open_long_text(checkpoint, asked.text, asked.tokens)
     model = opened.model.to(choose_device(device, Ranks()))
     stream, labels = _posed(opened)
-    told = int((labels != UNTOLD).sum())
+    told = int((labels != IGNORE_INDEX).sum())
     lengths, left_out = _possible(sorted(asked.lengths), len(stream), model)
     if not lengths or not told:
         reasons = "; ".join(f"not {left.length}, as {left.why}" for left in left_out)
@@ -114,10 +121,10 @@ def _score(
     nats = right = told = 0.0
     for shown, wanted in zip(_rows(stream, length), _rows(labels, length), strict=True):
         with torch.no_grad(), computing(opened.precision, device):
-            found = _tell(model, shown.to(device), wanted.to(device))
+            found = _score_tokens(model, shown.to(device), wanted.to(device))
         losses = found.losses.double().cpu()
-        nats, right = nats + losses.sum().item(), right + found.right.sum().item()
-        told += (wanted != UNTOLD).sum().item()
+        nats, right = nats + losses.sum().item(), right + found.correct.sum().item()
+        told += (wanted != IGNORE_INDEX).sum().item()
         if isinstance(model, CausalLM):
             by_place[: shown.shape[1]] += losses.sum(dim=0)
             counts[: shown.shape[1]] += len(shown)
@@ -131,21 +138,21 @@ def _score(
     )
 
 
-def _tell(model: CausalLM | MaskedLM, shown: Tokens, labels: Tokens) -> Told:
-    """Tell what there is to tell; scores of the vocabulary are held for a part of it at a time."""
+def _score_tokens(model: CausalLM | MaskedLM, shown: Tokens, labels: Tokens) -> TokenScores:
+    """Score the labels, in chunks, so that memory for logits stays bounded."""
     if isinstance(model, CausalLM):
-        return tell(model, shown, labels)
-    chosen = labels != UNTOLD
+        return token_losses(model, shown, labels)
+    chosen = labels != IGNORE_INDEX
     hidden, _ = model.network(shown)
-    parts = zip(hidden[chosen].split(AT_ONCE), labels[chosen].split(AT_ONCE), strict=True)
-    told = [compare(model.head(x.unsqueeze(0)), label.unsqueeze(0)) for x, label in parts]
-    return Told(*(torch.cat(pieces, dim=1) for pieces in zip(*told, strict=True)))
+    parts = zip(hidden[chosen].split(CHUNK_TOKENS), labels[chosen].split(CHUNK_TOKENS), strict=True)
+    told = [score_logits(model.head(x.unsqueeze(0)), label.unsqueeze(0)) for x, label in parts]
+    return TokenScores(*(torch.cat(pieces, dim=1) for pieces in zip(*told, strict=True)))
 
 
 def _rows(stream: Stream, length: int) -> Iterator[Tokens]:
     """Batches of rows; the last one is a row of what is left."""
     whole = len(stream) - len(stream) % length
-    yield from stream[:whole].view(-1, length).split(max(1, AT_ONCE // length))
+    yield from stream[:whole].view(-1, length).split(max(1, CHUNK_TOKENS // length))
     if whole < len(stream):
         yield stream[whole:].unsqueeze(0)
 

@@ -26,7 +26,7 @@ from onescan.models.causal_lm import CausalLM
 from onescan.models.image_classifier import ImageClassifier
 from onescan.models.masked_lm import MaskedLM
 from onescan.models.sequence_classifier import SequenceClassifier
-from onescan.models.states import flatten, unflatten
+from onescan.models.token_network import flatten_state, unflatten_state
 
 __all__ = [
     "ExtraInput",
@@ -73,9 +73,9 @@ def export_program(
 def export_step(model: CausalLM, *, any_length: bool = False) -> ExportedProgram:
     """Trace the step of a causal language model: (tokens, state) to (logits, state).
 
-    The state is a dict of tensors by the names of `onescan.models.states.flatten`; `initial_state`
-    returns the one before any token. Its batch size is dynamic, and so is the number of tokens that
-    softmax attention keeps.
+    The state is a dict of tensors by the names of `onescan.models.token_network.flatten_state`;
+    `initial_state` returns the one before any token. Its batch size is dynamic, and so is the
+    number of tokens that softmax attention keeps.
 
     Args:
         model: A `CausalLM` in evaluation mode.
@@ -177,8 +177,8 @@ class _Step(nn.Module):
     def forward(
         self, tokens: Tensor, state: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        logits, after = self.model(tokens, unflatten(self.like, state))
-        return logits, flatten(after)
+        logits, after = self.model(tokens, unflatten_state(self.like, state))
+        return logits, flatten_state(after)
 
 
 def _traced(model: nn.Module, program: nn.Module, example: Any, sizes: Any) -> ExportedProgram:
@@ -271,7 +271,7 @@ def _after_masked(model: CausalLM, batch: int, count: int) -> Any:
 
 
 def _masked_state(model: CausalLM, batch: int, count: int) -> dict[str, Tensor]:
-    return flatten(_after_masked(model, batch, count))
+    return flatten_state(_after_masked(model, batch, count))
 
 
 def _without_contents(x: Tensor) -> Tensor:

@@ -14,10 +14,8 @@ from tqdm import tqdm
 
 from onescan.checks import check_positive
 from onescan.layers.position import TokenPositionConfig
-from onescan.models.causal_lm import CausalLM
-from onescan.models.sampling import Sampling
-from onescan.models.states import select_rows
-from onescan.models.told import UNTOLD, compare, tell
+from onescan.models.causal_lm import IGNORE_INDEX, CausalLM, Sampling, score_logits, token_losses
+from onescan.models.token_network import select_rows
 
 NAME = "onescan"  # in lm-eval's registry
 DEFAULT_NEW_TOKENS = 256  # if a task sets no limit
@@ -132,34 +130,38 @@ class OnescanLM(TemplateLM):
         tokens, keep = self._padded([list(context) for context in contexts], left=True)
         logits, state = self.model(tokens, keep=keep, last_only=True)
         texts, real = self._padded([text for _, text in pairs])
-        labels, owners = texts.where(real, UNTOLD), owners.to(texts.device)
-        begun = compare(logits[owners], labels[:, :1])
-        going_on = tell(
+        labels, owners = texts.where(real, IGNORE_INDEX), owners.to(texts.device)
+        first = score_logits(logits[owners], labels[:, :1])
+        others = token_losses(
             self.model,
             texts[:, :-1],
             labels[:, 1:],
             select_rows(state, owners),
             keep=real[:, 1:],
         )
-        losses = torch.cat([begun.losses, going_on.losses], dim=1).sum(dim=1)
-        right = torch.cat([begun.right, going_on.right], dim=1) | ~real
+        losses = torch.cat([first.losses, others.losses], dim=1).sum(dim=1)
+        right = torch.cat([first.correct, others.correct], dim=1) | ~real
         return list(zip((-losses).tolist(), right.all(dim=1).tolist(), strict=True))
 
     def _write(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
         """Generate a batch of texts, each up to a stop string."""
-        until, most, sampling = _asked(options)
+        until, max_new_tokens, sampling = _parse_options(options)
         prompts = [self.tok_encode(context) or [self.eot_token_id] for context in contexts]
         if self.most_tokens is not None:
-            if most >= self.most_tokens:
+            if max_new_tokens >= self.most_tokens:
                 raise ValueError(
-                    f"{most} tokens are to be written, but the model has {self.most_tokens} places"
+                    f"{max_new_tokens} tokens were requested, but the model is limited to "
+                    f"{self.most_tokens} tokens"
                 )
-            prompts = [prompt[most - self.most_tokens :] for prompt in prompts]
+            prompts = [prompt[max_new_tokens - self.most_tokens :] for prompt in prompts]
         tokens, keep = self._padded(prompts, left=True)
         end, size = self.texts.end, self.texts.size
         written: list[Ids] = [[] for _ in prompts]
         going_on = set(range(len(prompts)))
-        for step, _ in self.model.stream(tokens, sampling, most=most, keep=keep, ids_below=size):
+        steps = self.model.stream(
+            tokens, sampling, max_new_tokens=max_new_tokens, keep=keep, vocab_size=size
+        )
+        for step, _ in steps:
             for row in sorted(going_on):
                 written[row].append(int(step[row]))
                 over = written[row][-1] == end or _cut(self.texts.decode(written[row]), until)[1]
@@ -229,7 +231,7 @@ def register(load: Callable[[str], tuple[nn.Module, TextTokens]]) -> None:
         model_registry.register(NAME, target=Loaded)
 
 
-def _asked(options: dict[str, Any]) -> tuple[list[str], int, Sampling]:
+def _parse_options(options: dict[str, Any]) -> tuple[list[str], int, Sampling]:
     """Return the stop strings, the maximum number of new tokens, and the sampling config.
 
     Raises:

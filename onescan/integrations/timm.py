@@ -13,11 +13,15 @@ from onescan.layers.block import Block
 from onescan.layers.position import AbsolutePosition
 from onescan.layers.tokens import max_pool, mean_pool
 from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
-from onescan.models.presets import preset
-from onescan.models.presets.images import IMAGE_PRESETS
+from onescan.models.presets import PRESETS, preset
 from onescan.shapes import Grid, Hidden, Images, Pooled
 
-NAMES = [name for name in IMAGE_PRESETS if not name.startswith("deit_")]  # timm has its own
+# timm has its own DeiT
+NAMES = [
+    name
+    for name, each in PRESETS.items()
+    if isinstance(each.config, ImageClassifierConfig) and not name.startswith("deit_")
+]
 
 default_cfgs = {
     name: {

@@ -13,7 +13,6 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -86,7 +85,7 @@ class Decay(nn.Module, ABC):
         """
 
     def _heads(self, x: Hidden) -> Float[Tensor, "B T H _"]:
-        return rearrange(x, "b t (h k) -> b t h k", h=self.num_heads)
+        return x.unflatten(-1, (self.num_heads, -1))
 
 
 class FP32Linear(nn.Linear):

@@ -1,49 +1,101 @@
-"""A text's next token, from those before it."""
+"""Causal language models: next-token scores, generation, and the loss of long texts."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from onescan.checks import check_positive
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
-from onescan.models.sampling import Sampling
 from onescan.models.token_network import NetworkState, TokenNetwork, TokenNetworkConfig
-from onescan.shapes import Keep, TokenLogits, Tokens, Written
+from onescan.shapes import GeneratedTokens, Keep, TokenLogits, Tokens
+
+IGNORE_INDEX = -100  # a label that is not scored, as in torch's cross_entropy
+CHUNK_TOKENS = 2048  # tokens of a batch whose logits are in memory at a time
+MAX_LOSS = 700  # nats; the exponential of more overflows a float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CausalLMConfig(TokenNetworkConfig):
-    """LightNet's causal language model by default; LION-s's, GPT-2's by changing fields."""
+    """LightNet's causal language model by default; LION-s's and GPT-2's by changing fields."""
 
     mixer: MixerConfig = field(
         default_factory=lambda: LightNetMixerConfig(num_heads=8, causal=True)
     )
     tie_embeddings: bool = True
-    """Score tokens by the vectors that they are embedded with."""
+    """Share the weights of the token embedding and the output layer."""
 
     def build(self) -> "CausalLM":
-        """Build the network, with fresh weights from torch's global generator.
+        """Build the network with new weights from torch's global generator.
 
         Raises:
-            ValueError: a size that is not positive, a mixer or a position that looks ahead, or what
-                the mixer, the norm and the position refuse.
+            ValueError: If a size is not positive, the mixer or the position is not causal, or they
+                or the norm reject their config.
         """
         self.check()
         if not self.mixer.is_causal:
             raise ValueError(
-                "mixer is not causal: a token would read the next, which is to be told"
+                "mixer is not causal: a token would read the next one, which it has to predict"
             )
         if isinstance(self.position, ToeplitzPositionConfig) and self.position.bidirectional:
-            raise ValueError("position.bidirectional is True, so a token would read the next")
+            raise ValueError("position.bidirectional is True, so a token would read the next one")
         return CausalLM(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to choose the next token: the most likely one, or a random one by probability."""
+
+    temperature: float = 0.0
+    """Divides the logits. 1.0 samples from the model's distribution; lower is more conservative, 0
+    always takes the most likely token."""
+    top_k: int | None = None
+    """Sample only from the k most likely tokens."""
+    top_p: float = 1.0
+    """Sample only from the smallest set of most likely tokens whose probabilities sum to at least
+    this (nucleus sampling)."""
+
+    def check(self) -> None:
+        """Raise ValueError if a number is out of range."""
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}, expected 0 or more")
+        if self.top_k is not None:
+            check_positive(top_k=self.top_k)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, expected above 0 and at most 1")
+
+    def choose(
+        self, logits: Float[Tensor, "B vocabulary"], generator: torch.Generator | None = None
+    ) -> Int[Tensor, " B"]:
+        """Choose one token for each sequence."""
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(1)
+
+    def probabilities(self, logits: Float[Tensor, "B vocabulary"]) -> Float[Tensor, "B vocabulary"]:
+        """Return each token's probability; requires a temperature above 0.
+
+        >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+        >>> Sampling(temperature=1.0, top_p=0.6).probabilities(logits).tolist()
+        [[0.625, 0.375, 0.0]]
+        """
+        shares, ids = (logits.float() / self.temperature).softmax(dim=-1).sort(-1, descending=True)
+        if self.top_k is not None:
+            shares[:, self.top_k :] = 0
+        # Drop a token if the more likely ones sum to top_p already; the first always stays.
+        shares = shares.masked_fill(shares.cumsum(-1) - shares >= self.top_p, 0)
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+        return torch.zeros_like(shares).scatter(1, ids, shares)
+
+
 class CausalLM(nn.Module):
-    """TokenNetwork -> head, which is the embedding's matrix, or one of its own.
+    """TokenNetwork -> linear output layer, which may share the embedding's weights.
 
     >>> model = CausalLMConfig(vocab_size=11, width=24, depth=1, mixer=LightNetMixerConfig(
     ...     num_heads=2, causal=True)).build().eval()
@@ -51,7 +103,7 @@ class CausalLM(nn.Module):
     >>> logits, state = model(tokens)
     >>> logits.shape
     torch.Size([2, 9, 11])
-    >>> more, state = model(torch.randint(11, (2, 1)), state=state)  # at constant cost
+    >>> more, state = model(torch.randint(11, (2, 1)), state=state)  # in constant time and memory
     >>> more.shape
     torch.Size([2, 1, 11])
     """
@@ -74,22 +126,24 @@ class CausalLM(nn.Module):
         documents: Tokens | None = None,
         last_only: bool = False,
     ) -> tuple[TokenLogits, NetworkState | None]:
-        """Score what may follow each token.
+        """Compute the logits of the token after each token.
 
         Args:
-            tokens: ids, those after the state's.
-            state: what a call before returned; None is the beginning.
-            keep: True for real tokens; padding may be on either side, but on the right only where
-                nothing is to follow, as it counts as places.
-            documents: numbers that tell apart the texts of a row, which read nothing of each other.
-            last_only: score what follows the last token alone, which spares memory.
+            tokens: Token ids; with a state, those after the ones it has read.
+            state: State returned by a previous call. ``None`` starts a new sequence.
+            keep: True for real tokens, False for padding, which may be on either side. Padding on
+                the right counts as positions, so do not continue from its state.
+            documents: Number of the document that each token belongs to, for several documents in
+                one row. Tokens read only their own document.
+            last_only: Compute only the logits after the last token, which saves memory.
 
         Returns:
-            [B, T or 1, vocabulary] logits, and the state after the last token; None of documents.
+            Logits of shape ``[B, T, vocab_size]``, or ``[B, 1, vocab_size]`` with ``last_only``,
+            and the state after the last token; ``None`` with ``documents``.
 
         Raises:
-            ValueError: shapes disagree, no tokens, a state of another model, or, on a CPU, an id
-                that is not in the vocabulary.
+            ValueError: If shapes do not match, there are no tokens, the state is of another model,
+                or, on a CPU, an id is outside the vocabulary.
         """
         x, state = self.network(tokens, keep=keep, documents=documents, state=state)
         return self.head(x[:, -1:] if last_only else x), state
@@ -100,44 +154,119 @@ class CausalLM(nn.Module):
         tokens: Tokens,
         sampling: Sampling | None = None,
         *,
-        most: int,
+        max_new_tokens: int,
         end: int | None = None,
         keep: Keep | None = None,
         state: NetworkState | None = None,
-        ids_below: int | None = None,
+        vocab_size: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[tuple[Tensor, NetworkState]]:
-        """Write on, a token at a time, at a cost that does not grow.
+        """Generate token by token, each in constant time and memory.
 
         Args:
-            tokens: what there is, at least one; padding, if any, on the left.
-            sampling: how the next is chosen; None takes the likeliest.
-            most: tokens to write.
-            end: an id that ends a sequence, after which it is repeated.
-            keep: True for real tokens.
-            state: what came before tokens.
-            ids_below: write no others; a vocabulary may be larger than its tokenizer's.
-            generator: where chance comes from; None is torch's own.
+            tokens: Prompt of at least one token; padding must be on the left.
+            sampling: How to choose the next token. ``None`` takes the most likely one.
+            max_new_tokens: Maximum number of tokens to generate.
+            end: Id of the end-of-sequence token; a sequence that has ended repeats it.
+            keep: True for real tokens, False for padding.
+            state: State after the tokens before the prompt.
+            vocab_size: Generate only ids below this, for a tokenizer that has fewer tokens than
+                the model. ``None`` allows all of the model's.
+            generator: Source of randomness. ``None`` is torch's global generator.
 
         Yields:
-            The next token of each sequence, [B], and the state before it was read.
+            The next token of each sequence, of shape ``[B]``, and the state before that token.
+
+        Raises:
+            ValueError: See `forward`; or if `max_new_tokens` or `sampling` is out of range.
         """
-        check_positive(most=most)
+        check_positive(max_new_tokens=max_new_tokens)
         sampling = Sampling() if sampling is None else sampling
         sampling.check()
         logits, state = self(tokens, state, keep=keep, last_only=True)
         ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
-        for i in range(most):
-            token = sampling.choose(logits[:, -1, :ids_below], generator)
+        for i in range(max_new_tokens):
+            token = sampling.choose(logits[:, -1, :vocab_size], generator)
             if end is not None:
                 token = token.masked_fill(ended, end)
                 ended = ended | (token == end)
             yield token, state
-            if bool(ended.all()) or i + 1 == most:
+            if bool(ended.all()) or i + 1 == max_new_tokens:
                 return
             logits, state = self(token.unsqueeze(1), state)
 
-    def generate(self, tokens: Tokens, sampling: Sampling | None = None, **options: Any) -> Written:
-        """What `stream` writes, as [B, up to most] ids; it says what the options are."""
-        written = [token for token, _ in self.stream(tokens, sampling, **options)]
-        return torch.stack(written, dim=1)
+    def generate(
+        self, tokens: Tokens, sampling: Sampling | None = None, **options: Any
+    ) -> GeneratedTokens:
+        """Return the tokens that `stream` generates, of shape ``[B, up to max_new_tokens]``.
+
+        Args:
+            tokens: Prompt of at least one token.
+            sampling: How to choose the next token.
+            options: Further arguments of `stream`.
+        """
+        generated = [token for token, _ in self.stream(tokens, sampling, **options)]
+        return torch.stack(generated, dim=1)
+
+
+class TokenScores(NamedTuple):
+    """How well a model predicts each token.
+
+    Attributes:
+        losses: Cross-entropy in nats; 0 where the label is `IGNORE_INDEX`.
+        correct: Whether the label is the most likely token.
+    """
+
+    losses: Float[Tensor, "B T"]
+    correct: Bool[Tensor, "B T"]
+
+
+@torch.no_grad()
+def token_losses(
+    model: CausalLM,
+    tokens: Tokens,
+    labels: Tokens,
+    state: NetworkState | None = None,
+    *,
+    keep: Keep | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> TokenScores:
+    """Score the label of each token, in chunks, so that memory for logits stays bounded.
+
+    The result equals that of one call, except for rounding.
+
+    Args:
+        model: Model in evaluation mode.
+        tokens: Token ids; with a state, those after the ones it has read. May be empty.
+        labels: The token that follows each token, or `IGNORE_INDEX`.
+        state: State returned by a previous call of the model.
+        keep: True for real tokens, False for padding, which must be on the right.
+        chunk_tokens: Maximum number of tokens, over all rows, whose logits are in memory.
+    """
+    step = max(1, chunk_tokens // max(1, len(tokens)))
+    empty = labels[:, :0]
+    parts = [TokenScores(empty.float(), empty.bool())]
+    for begin in range(0, tokens.shape[1], step):
+        chunk = slice(begin, begin + step)
+        real = None if keep is None else keep[:, chunk]
+        logits, state = model(tokens[:, chunk], state, keep=real)
+        parts.append(score_logits(logits, labels[:, chunk]))
+    return TokenScores(*(torch.cat(chunks, dim=1) for chunks in zip(*parts, strict=True)))
+
+
+def score_logits(logits: TokenLogits, labels: Tokens) -> TokenScores:
+    """Compute the loss and the correctness of logits for given labels."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = cross_entropy(
+        logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORE_INDEX
+    )
+    return TokenScores(losses, logits.argmax(dim=-1) == labels)
+
+
+def perplexity(loss: float) -> float:
+    """Return the exponential of a mean loss in nats, without overflow.
+
+    >>> perplexity(0.0), perplexity(9999.0) < float("inf")
+    (1.0, True)
+    """
+    return math.exp(min(loss, MAX_LOSS))

@@ -1,5 +1,6 @@
-"""A noisy image in, and what it is to be freed of out."""
+"""Denoisers for image generation, and the configs of their noise and of sampling."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -21,48 +22,52 @@ from onescan.layers.block import (
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
 from onescan.layers.tokens import Patchify, Unpatchify
-from onescan.models.noise import STEPS
-from onescan.shapes import Grid, Images, Labels, Timesteps, Told
+from onescan.shapes import DenoiserOutput, Grid, Images, Labels, Timesteps
 
 Condition = Literal["tokens", "adaln_zero"]
+Prediction = Literal["noise", "v", "flow"]
+Betas = Literal["linear", "cosine"]
+SamplerName = Literal["ddpm", "ddim", "dpm", "euler"]
+STEPS = 1000  # timesteps from the image, 0, to pure noise
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenoiserConfig(ModelConfig):
-    """LightNet's denoiser by default; DiT's and every ablation by changing fields."""
+    """LightNet's denoiser by default; DiT's and the ablations by changing fields."""
 
     image_size: tuple[int, int] = (32, 32)
-    """Usual height and width of what is denoised: an image's, or a latent's, which is 8 times
-    smaller than its image. A model takes any size that its patches divide."""
+    """Default height and width of the image, or of its latents, which are 8 times smaller. Most
+    models accept any size that patch_size divides."""
     channels: int = 4
-    """Of what is denoised: 4 for latents, 3 for colour, 1 for grey."""
+    """Channels of the image or latents: 4 for latents, 3 for color, 1 for grayscale."""
     patch_size: tuple[int, int] = (2, 2)
-    """Height and width of the square that becomes one token."""
+    """Height and width of the patch that becomes one token."""
     num_classes: int = 1000
-    """Classes that can be asked for; 0 for a model that is told none."""
+    """Number of classes; 0 for an unconditional model."""
     width: int = 384
-    """Of a token."""
+    """Features per token."""
     depth: int = 18
-    """Blocks."""
+    """Number of blocks."""
     mixer: MixerConfig = field(default_factory=LightNetMixerConfig)
-    """How tokens exchange what they know."""
+    """Layer that mixes information between tokens."""
     mlp: MLPConfig | None = field(default_factory=lambda: GLUConfig(multiple_of=128))
-    """What each token does on its own, after the mixer; None where the mixer sees to that too."""
+    """MLP after the mixer, applied to each token; None for mixers that need none."""
     position: PositionConfig | None = field(default_factory=ToeplitzPositionConfig)
-    """How tokens learn where they are, once, after the embedding; None leaves it out."""
+    """Position encoding after the embedding; None for no encoding."""
     norm: NormName = "layer"
-    """Of every block, but before mixers that normalize what they read, and before the head."""
+    """Norm of every block, except before mixers that normalize their input, and before the head."""
     condition: Condition = "tokens"
-    """How timestep and class are told: as two tokens before the patches, or in every norm."""
+    """How timestep and class enter: as two tokens before the patches, or through every norm."""
     learn_sigma: bool = True
-    """Whether the variance of a step is told too, by as many channels again."""
+    """Predict the variance of each step as well, in as many additional channels."""
     label_dropout: float = 0.1
-    """Chance that a training image's class is withheld, for guidance."""
+    """Rate at which training images lose their class, for classifier-free guidance."""
     init_std: float = 0.02
-    """Spread of the first weights of linear maps; narrow models learn faster with more."""
+    """Standard deviation of the initial weights of linear layers. Narrow models learn faster with a
+    larger one."""
 
     def check(self) -> None:
-        """Raise ValueError for sizes that no network has, or fields that do not go together."""
+        """Raise ValueError if a number is out of range, or fields contradict each other."""
         check_positive(
             channels=self.channels,
             width=self.width,
@@ -75,27 +80,27 @@ class DenoiserConfig(ModelConfig):
             raise ValueError(f"num_classes is {self.num_classes}, expected 0 or more")
 
     def build(self) -> "Denoiser":
-        """Build the network, with fresh weights from torch's global generator.
+        """Build the network with new weights from torch's global generator.
 
         Raises:
-            ValueError: what `check` refuses, patches that do not divide the image, or what the
-                mixer, the norms and the position refuse.
+            ValueError: If `check` raises it, patches do not divide the image, or the mixer, the
+                norm or the position rejects its config.
         """
         self.check()
         return Denoiser(self)
 
     def example_inputs(self) -> tuple[Images, Timesteps, Labels | None]:
-        """One empty image of the usual size, at step 0, of the first class if there are any."""
+        """Return one empty image of the default size, timestep 0 and, if conditional, class 0."""
         image = torch.zeros(1, self.channels, *self.image_size)
         label = torch.zeros(1, dtype=torch.long) if self.num_classes else None
         return image, torch.zeros(1), label
 
 
 class Denoiser(nn.Module):
-    """Patches -> position -> blocks -> patches, told a timestep and a class.
+    """Patches -> position encoding -> blocks -> patches, given a timestep and a class.
 
-    The condition enters as two tokens before the patches, which is what LightNet's printed sizes
-    demand (arXiv:2405.21022, Table 14), or in every norm, as in DiT (arXiv:2212.09748).
+    The condition enters as two tokens before the patches, which matches LightNet's printed sizes
+    (arXiv:2405.21022, Table 14), or through every norm, as in DiT (arXiv:2212.09748).
 
     >>> model = DenoiserConfig(width=48, depth=2, num_classes=10, learn_sigma=False).build()
     >>> noisy = torch.randn(2, 4, 32, 16)  # any size that 2 divides
@@ -146,42 +151,47 @@ class Denoiser(nn.Module):
 
     @property
     def out_channels(self) -> int:
-        """Those of the image, and with `learn_sigma` as many again."""
+        """Number of output channels: the image's, or twice as many with `learn_sigma`."""
         return self.config.channels * (2 if self.config.learn_sigma else 1)
 
-    def forward(self, noisy: Images, timesteps: Timesteps, labels: Labels | None = None) -> Told:
-        """What the model makes of noisy images: [B, channels, height, width], or twice as many.
-
-        With `learn_sigma` the second half of the channels tells where each variance lies between
-        its least, -1, and its greatest, 1, on a logarithmic scale (arXiv:2102.09672, Eq. 15).
+    def forward(
+        self, noisy: Images, timesteps: Timesteps, labels: Labels | None = None
+    ) -> DenoiserOutput:
+        """Predict the target that the model was trained on; see `NoiseConfig.prediction`.
 
         Args:
-            noisy: images of any size that patches divide.
-            timesteps: how far each has become noise, from 0, not at all, to 1000; not only whole.
-            labels: what each shall show: a class, or `num_classes` for none; None for none in all.
+            noisy: Noisy images of any size that `patch_size` divides.
+            timesteps: Amount of noise of each image, from 0, none, to 1000; may be fractional.
+            labels: Class of each image, or `num_classes` for no class. ``None`` is no class for
+                all.
+
+        Returns:
+            A tensor of the images' shape, or with twice the channels with `learn_sigma`. The second
+            half is the position of each variance between its lower bound, -1, and its upper bound,
+            1, on a logarithmic scale (arXiv:2102.09672, Eq. 15).
 
         Raises:
-            ValueError: another number of channels, or a side that patches do not divide; fewer or
-                more timesteps or labels than images; labels that there are not.
+            ValueError: If the number of channels differs, `patch_size` does not divide a side, the
+                number of timesteps or labels differs from that of images, or one is out of range.
         """
         self._check(noisy, timesteps, labels)
         x, shape = self.patchify(noisy)  # B T D
-        told = [self.time(timesteps, x.dtype)]
+        conditions = [self.time(timesteps, x.dtype)]
         if self.label is not None:
             if labels is None:
                 labels = torch.full_like(timesteps, self.config.num_classes, dtype=torch.long)
-            told.append(self.label(labels))
+            conditions.append(self.label(labels))
         grid = Grid(shape, prefix=self.prefix)
-        beside = {}
+        options = {}
         if self.modulation is None:
-            x = torch.cat([torch.stack(told, dim=1), x], dim=1)  # B 2+T D
+            x = torch.cat([torch.stack(conditions, dim=1), x], dim=1)  # B 2+T D
         else:
-            beside["condition"] = condition = sum(told[1:], start=told[0])  # B D
+            options["condition"] = condition = sum(conditions[1:], start=conditions[0])  # B D
         if self.position is not None:
             x, _ = self.position(x, grid)
         embedding = x
         for block in self.blocks:
-            x, _ = block(x, grid, embedding=embedding, **beside)
+            x, _ = block(x, grid, embedding=embedding, **options)
         x = self.norm(x[:, grid.prefix :])
         if self.modulation is not None:
             x = modulate(x, *self.modulation(condition))
@@ -200,4 +210,84 @@ class Denoiser(nn.Module):
         if timesteps.numel() and can_look_at_values(timesteps):
             low, high = (float(bound) for bound in torch.aminmax(timesteps))
             if not 0 <= low <= high <= STEPS:
-                raise ValueError(f"timesteps reach from {low:g} to {high:g}, expected 0 to {STEPS}")
+                raise ValueError(f"timesteps range from {low:g} to {high:g}, expected 0 to {STEPS}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseConfig:
+    """How images are noised, x_t = a_t x_0 + s_t noise, and what the model predicts.
+
+    Sources: DDPM, arXiv:2006.11239; v, arXiv:2202.00512; flow matching, arXiv:2210.02747.
+    """
+
+    prediction: Prediction = "noise"
+    """noise; v = a noise - s x_0; or flow, the velocity noise - x_0 on the straight line between
+    both, with a = 1 - t / 1000 and s = t / 1000, which has no betas."""
+    betas: Betas = "linear"
+    """Variance of the noise added at each of 1000 steps: linear, DDPM's 0.0001 to 0.02; or cosine,
+    with which a falls as a cosine (arXiv:2102.09672, Eq. 17)."""
+
+    def check(self) -> None:
+        """Raise ValueError if a name is unknown, or `betas` is set for flow matching."""
+        check_choice("noise.prediction", self.prediction, get_args(Prediction))
+        check_choice("noise.betas", self.betas, get_args(Betas))
+        if self.prediction == "flow" and self.betas != "linear":
+            raise ValueError(
+                f"noise.betas is {self.betas!r}, but noise.prediction is 'flow', which has none"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """How to sample images from a denoiser."""
+
+    sampler: SamplerName | None = None
+    """ddpm, which adds noise at every step; ddim; dpm, which is DPM-Solver++; or euler, for flow
+    matching. None is euler for flow matching and ddim otherwise."""
+    steps: int = 50
+    """Number of steps; each calls the model once, or twice with guidance."""
+    guidance: float = 1.0
+    """Scale of classifier-free guidance, which extrapolates from the unconditional to the
+    conditional prediction. 1 is the conditional prediction, without guidance."""
+
+    def check(self, noise: NoiseConfig) -> None:
+        """Raise ValueError if a number is out of range, or the sampler does not fit the noise."""
+        check_positive(steps=self.steps)
+        if self.steps > STEPS:
+            raise ValueError(f"steps is {self.steps}, expected 1 to {STEPS}")
+        if not 0 <= self.guidance < float("inf"):
+            raise ValueError(f"guidance is {self.guidance}, expected 0 or more")
+        sampler = self.resolved(noise)
+        check_choice("sampler", sampler, get_args(SamplerName))
+        if (sampler == "euler") != (noise.prediction == "flow"):
+            expected = "euler" if noise.prediction == "flow" else "ddpm, ddim or dpm"
+            raise ValueError(
+                f"sampler is {self.sampler!r}, but the model was trained with "
+                f"noise.prediction={noise.prediction!r}, expected {expected}"
+            )
+        if sampler == "ddim" and STEPS % self.steps:
+            divisors = [number for number in range(1, STEPS + 1) if STEPS % number == 0]
+            below = max(number for number in divisors if number < self.steps)
+            above = min(number for number in divisors if number > self.steps)
+            raise ValueError(
+                f"steps is {self.steps}, but ddim divides {STEPS} timesteps into equal steps, "
+                f"expected {below} or {above}, or another sampler"
+            )
+
+    def resolved(self, noise: NoiseConfig) -> SamplerName:
+        """Return the sampler's name, with the default filled in."""
+        return self.sampler or ("euler" if noise.prediction == "flow" else "ddim")
+
+
+def max_pixel(mean: Sequence[float], std: Sequence[float]) -> float:
+    """Return the largest absolute value of standardized pixels.
+
+    Args:
+        mean: Mean per channel, which is subtracted from pixels between 0 and 1.
+        std: Standard deviation per channel, by which they are divided.
+
+    >>> max_pixel(mean=(0.5,), std=(0.5,))
+    1.0
+    """
+    channels = zip(mean, std, strict=True)
+    return max(max(abs(center), abs(1 - center)) / scale for center, scale in channels)

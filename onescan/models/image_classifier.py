@@ -1,4 +1,4 @@
-"""An image in, one score per class out."""
+"""Image classifiers."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -21,40 +21,41 @@ WITH_CLASS_TOKEN = ("class_token", "mean_with_class_token")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageClassifierConfig(ModelConfig):
-    """LightNet's image classifier by default; DeiT's and every ablation by changing fields."""
+    """LightNet's image classifier by default; DeiT's and the ablations by changing fields."""
 
     image_size: tuple[int, int] = (224, 224)
-    """Usual height and width; a model takes any size that its patches divide."""
+    """Default height and width. Most models accept any size that patch_size divides."""
     channels: int = 3
-    """Of the image: 3 for colour, 1 for grey."""
+    """Channels of the image: 3 for color, 1 for grayscale."""
     patch_size: tuple[int, int] = (16, 16)
-    """Height and width of the square that becomes one token."""
+    """Height and width of the patch that becomes one token."""
     num_classes: int = 1000
-    """Scores per image."""
+    """Number of classes."""
     width: int = 192
-    """Of a token."""
+    """Features per token."""
     depth: int = 12
-    """Blocks."""
+    """Number of blocks."""
     mixer: MixerConfig = field(default_factory=LightNetMixerConfig)
-    """How tokens exchange what they know."""
+    """Layer that mixes information between tokens."""
     mlp: MLPConfig | None = field(default_factory=GLUConfig)
-    """What each token does on its own, after the mixer; None where the mixer sees to that too."""
+    """MLP after the mixer, applied to each token; None for mixers that need none."""
     position: PositionConfig | None = field(default_factory=ToeplitzPositionConfig)
-    """How tokens learn where they are, once, after the embedding; None leaves it out."""
+    """Position encoding after the embedding; None for no encoding."""
     norm: NormName = "layer"
-    """Of every block, but before mixers that normalize what they read, and before the head."""
+    """Norm of every block, except before mixers that normalize their input, and before the head."""
     pool: Pool = "class_token"
-    """What the head reads: a learnt extra token; the mean of all patches, their largest, or one
-    weighed by learnt attention; or the mean of all tokens."""
+    """Input of the head: a learned extra token; the mean or the maximum over patches; their mean
+    weighted by learned attention; or the mean of all tokens, the extra one included."""
     distillation_token: bool = False
-    """A second learnt token, with a head of its own that learns from a teacher."""
+    """Add a second learned token and a second head that learns from a teacher."""
     drop_path: float = 0.1
-    """Chance that a sample skips a branch of the last block; it grows linearly from 0."""
+    """Stochastic depth: rate at the last block; it grows linearly from 0."""
     init_std: float = 0.02
-    """Spread of the first weights of linear maps: DeiT's; narrow models learn faster with more."""
+    """Standard deviation of the initial weights of linear layers; 0.02 in DeiT. Narrow models learn
+    faster with a larger one."""
 
     def check(self) -> None:
-        """Raise ValueError for sizes that no network has, or fields that do not go together."""
+        """Raise ValueError if a number is out of range, or fields contradict each other."""
         check_positive(
             channels=self.channels,
             num_classes=self.num_classes,
@@ -64,14 +65,13 @@ class ImageClassifierConfig(ModelConfig):
             **{f"patch_size[{i}]": size for i, size in enumerate(self.patch_size)},
         )
         if not 0 <= self.drop_path < 1:
-            raise ValueError(f"drop_path is {self.drop_path}, expected a chance from 0 to below 1")
+            raise ValueError(f"drop_path is {self.drop_path}, expected 0 or more and less than 1")
         check_choice("pool", self.pool, get_args(Pool))
-        mixers = (
-            self.mixer.for_layer(i) for i in range(min(self.depth, 2))
-        )  # directions alternate
+        # Directions may alternate between blocks.
+        mixers = (self.mixer.for_layer(i) for i in range(min(self.depth, 2)))
         if self.pool == "class_token" and not any(mixer.prefix_reads_grid for mixer in mixers):
             raise ValueError(
-                "pool is 'class_token' with mixers by which the first token reads no patch; "
+                "pool is 'class_token', but with this mixer the class token reads no patch; "
                 "expected pool='mean'"
             )
         if self.distillation_token and self.pool not in WITH_CLASS_TOKEN:
@@ -81,22 +81,22 @@ class ImageClassifierConfig(ModelConfig):
             )
 
     def build(self) -> "ImageClassifier":
-        """Build the network, with fresh weights from torch's global generator.
+        """Build the network with new weights from torch's global generator.
 
         Raises:
-            ValueError: what `check` refuses, patches that do not divide the image, or what the
-                mixer, the norms and the position refuse.
+            ValueError: If `check` raises it, patches do not divide the image, or the mixer, the
+                norm or the position rejects its config.
         """
         self.check()
         return ImageClassifier(self)
 
     def example_inputs(self) -> tuple[Images]:
-        """One black image of the usual size."""
+        """Return one black image of the default size."""
         return (torch.zeros(1, self.channels, *self.image_size),)
 
 
 class ImageClassifier(nn.Module):
-    """Patches -> position -> blocks -> pool -> head, as LightNet's Fig. 3.
+    """Patches -> position encoding -> blocks -> pool -> head, as in LightNet, Fig. 3.
 
     >>> model = ImageClassifierConfig(width=48, depth=2, num_classes=10).build()
     >>> model(torch.zeros(2, 3, 224, 160)).shape  # any size that 16 divides
@@ -138,20 +138,23 @@ class ImageClassifier(nn.Module):
 
     @property
     def prefix(self) -> int:
-        """Tokens before the patches."""
+        """Number of tokens before the patches."""
         return (self.config.pool in WITH_CLASS_TOKEN) + self.config.distillation_token
 
     def forward(self, images: Images) -> Logits | tuple[Logits, Logits]:
-        """Score images of any size that patches divide; `forward_head` says when twice.
+        """Compute class logits; see `forward_head` for the return value.
+
+        Args:
+            images: Images of any size that `patch_size` divides.
 
         Raises:
-            ValueError: another number of channels, or a side that patches do not divide.
+            ValueError: If the number of channels differs, or `patch_size` does not divide a side.
         """
         check_floating(images=images)
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Images) -> Hidden:
-        """The normalized tokens after the last block: class token, distillation token, patches."""
+        """Return the normalized tokens of the last block: class, distillation, then patches."""
         x, grid = self.embed(images)
         embedding = x
         for block in self.blocks:
@@ -159,7 +162,7 @@ class ImageClassifier(nn.Module):
         return self.norm(x)
 
     def embed(self, images: Images) -> tuple[Hidden, Grid]:
-        """The tokens before the first block, and how they lie."""
+        """Return the tokens before the first block, and their grid."""
         x, shape = self.patchify(images)  # B T D
         grid = Grid(shape, prefix=self.prefix)
         for token in (self.distillation_token, self.class_token):
@@ -170,10 +173,10 @@ class ImageClassifier(nn.Module):
         return x, grid
 
     def forward_head(self, tokens: Hidden) -> Logits | tuple[Logits, Logits]:
-        """Class scores from what `forward_features` gave.
+        """Compute class logits from the tokens of `forward_features`.
 
-        With a distillation token, in training the class head's and the distillation head's; else
-        their mean, as in DeiT's code. Its paper, arXiv:2012.12877, Sec. 4, adds up their softmaxes.
+        With a distillation token, return the logits of both heads in training, and their mean
+        otherwise, as in DeiT's code. DeiT's paper, arXiv:2012.12877, Sec. 4, adds the softmaxes.
         """
         scores = self.head(self.pooled(tokens))
         if self.distillation_head is None:
@@ -182,10 +185,10 @@ class ImageClassifier(nn.Module):
         return (scores, distilled) if self.training else (scores + distilled) / 2
 
     def pooled(self, tokens: Hidden) -> Pooled:
-        """What the head reads of the tokens, without what a second head reads."""
+        """Pool tokens into the input of the class head."""
         if self.config.pool == "class_token":
             return tokens[:, 0]
-        if self.config.distillation_token:  # which has a head of its own
+        if self.config.distillation_token:  # only its own head reads it
             tokens = torch.cat([tokens[:, :1], tokens[:, 2:]], dim=1)
         if self.attention_pool is not None:
             return self.attention_pool(tokens)

@@ -1,4 +1,4 @@
-"""What stands where a token is masked, from those on both sides."""
+"""Masked language models: the token at a masked position, from those on both sides."""
 
 from dataclasses import dataclass
 
@@ -8,26 +8,26 @@ from torch import nn
 from onescan.checks import check_shapes
 from onescan.layers.basic import build_norm
 from onescan.models.token_network import TextEncoderConfig, TokenNetwork
-from onescan.shapes import Chosen, Hidden, Keep, ReadOutLogits, TokenLogits, Tokens
+from onescan.shapes import Hidden, Keep, ReadOutLogits, TokenLogits, TokenMask, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLMConfig(TextEncoderConfig):
-    """LightNet's masked language model by default; LION's, LDN's, BERT's by changing fields."""
+    """LightNet's masked language model by default; LION's, LDN's and BERT's by changing fields."""
 
     head_transform: bool = True
-    """A layer with GELU and a norm before the scores, as in BERT."""
+    """Add a linear layer with GELU and a norm before the output layer, as in BERT."""
 
     def build(self) -> "MaskedLM":
-        """Build the network, with fresh weights from torch's global generator.
+        """Build the network with new weights from torch's global generator.
 
         Raises:
-            ValueError: a size that is not positive, a mixer that looks back only, or what the
-                mixer, the norm and the position refuse.
+            ValueError: If a size is not positive, the mixer is causal, or the mixer, the norm or
+                the position rejects its config.
         """
         self.check()
         if self.mixer.is_causal:
-            raise ValueError("mixer is causal: a masked token would not be told by those after it")
+            raise ValueError("mixer is causal: a masked token would not read the tokens after it")
         return MaskedLM(self)
 
 
@@ -57,34 +57,35 @@ class MaskedLM(nn.Module):
         segments: Tokens | None = None,
         documents: Tokens | None = None,
         read_outs: int = 1,
-        places: Chosen | None = None,
+        positions: TokenMask | None = None,
     ) -> ReadOutLogits:
-        """Score what may stand at each place.
+        """Compute the logits of the token at each position.
 
         Args:
-            tokens: ids, masked ones by the id that the tokenizer has for them.
-            keep: True for real tokens, among them masked ones; padding is False.
-            segments: which segment each token is of, for models that tell them apart.
-            documents: numbers that tell apart the texts of a row, which read nothing of each other.
-            read_outs: of how many of the last blocks to return the scores, one batch after the
-                other, [read_outs * B, T, vocabulary], the last block's last.
-            places: True where to score, which spares memory: [1, read_outs * P, vocabulary] of P
-                places; None scores all.
+            tokens: Token ids; masked positions hold the tokenizer's mask id.
+            keep: True for real tokens, masked ones included; False for padding.
+            segments: Segment of each token, for models with segment embeddings.
+            documents: Number of the document that each token belongs to, for several documents in
+                one row. Tokens read only their own document.
+            read_outs: Number of last blocks to apply the head to. Their logits are concatenated
+                along the batch, ``[read_outs * B, T, vocab_size]``, the last block's last.
+            positions: True where to compute logits, which saves memory: the result is ``[1,
+                read_outs * P, vocab_size]`` for P positions. ``None`` computes all.
 
         Raises:
-            ValueError: shapes disagree, no tokens, more read-outs than blocks, or, on a CPU, an id
-                that is not in the vocabulary.
+            ValueError: If shapes do not match, there are no tokens, `read_outs` exceeds the number
+                of blocks, or, on a CPU, an id is outside the vocabulary.
         """
-        check_shapes(tokens=(tokens, "B T"), places=(places, "B T"))
+        check_shapes(tokens=(tokens, "B T"), positions=(positions, "B T"))
         options = {"segments": segments, "keep": keep, "documents": documents}
         x, _ = self.network(tokens, **options, read_outs=read_outs)
-        if places is not None:
-            x = x[places.repeat(read_outs, 1)].unsqueeze(0)
+        if positions is not None:
+            x = x[positions.repeat(read_outs, 1)].unsqueeze(0)
         return self.head(x)
 
 
 class MaskedHead(nn.Module):
-    """The scores are W' norm(gelu(W x)) + b; W' is the embedding's matrix."""
+    """W' norm(gelu(W x)) + b, where W' is the embedding matrix."""
 
     def __init__(self, config: MaskedLMConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A text in, or a pair of texts; a score per class out, or a number."""
+"""Text classifiers and regressors, for single texts and pairs."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -16,22 +16,22 @@ Pool = Literal["first", "mean", "max", "attention"]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceClassifierConfig(TextEncoderConfig):
-    """A masked language model's network, and a head that reads all of its tokens."""
+    """A masked language model's network with a pooling head."""
 
     num_classes: int = 2
-    """Scores per text; 1 for a number, which regression learns."""
+    """Number of classes; 1 for regression."""
     pool: Pool = "mean"
-    """What the head reads: the first real token, as in BERT; the mean of all real ones, their
-    largest, or one weighed by learnt attention."""
+    """Input of the head: the first real token, as in BERT; the mean or the maximum over real
+    tokens; or their mean weighted by learned attention."""
     head_transform: bool = True
-    """A layer with tanh before the scores, as in BERT."""
+    """Add a linear layer with tanh before the output layer, as in BERT."""
 
     def build(self) -> "SequenceClassifier":
-        """Build the network, with fresh weights from torch's global generator.
+        """Build the network with new weights from torch's global generator.
 
         Raises:
-            ValueError: a size that is not positive, a first token that reads no other, or what the
-                mixer, the norm and the position refuse.
+            ValueError: If a size is not positive, `pool` is "first" with a causal mixer, or the
+                mixer, the norm or the position rejects its config.
         """
         self.check()
         check_positive(num_classes=self.num_classes)
@@ -62,23 +62,24 @@ class SequenceClassifier(nn.Module):
     def forward(
         self, tokens: Tokens, keep: Keep | None = None, *, segments: Tokens | None = None
     ) -> Logits:
-        """Score each text.
+        """Compute the class logits of each text.
 
         Args:
-            tokens: ids; a pair of texts is one sequence with a token of its own between them.
-            keep: True for real tokens; padding is False, on either side.
-            segments: 0 for the first text and 1 for the second, for models that tell them apart.
+            tokens: Token ids; a pair of texts is one sequence with a separator token.
+            keep: True for real tokens, False for padding on either side.
+            segments: 0 for the first text and 1 for the second, for models with segment
+                embeddings.
 
         Raises:
-            ValueError: shapes disagree, no tokens, or, on a CPU, an id that is not in the
-                vocabulary.
+            ValueError: If shapes do not match, there are no tokens, or, on a CPU, an id is outside
+                the vocabulary.
         """
         x, _ = self.network(tokens, segments=segments, keep=keep)
         return self.head(x, keep)
 
 
 class TextHead(nn.Module):
-    """Pool -> tanh(W x) -> scores."""
+    """Pool -> tanh(W x) -> linear output layer."""
 
     def __init__(self, config: SequenceClassifierConfig) -> None:
         super().__init__()

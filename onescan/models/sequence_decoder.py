@@ -1,4 +1,4 @@
-"""A sequence in, encoded by any network; another one out, token by token."""
+"""A decoder that generates a sequence from the tokens of any encoder."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,40 +23,40 @@ from onescan.layers.mixers.linear_diffusion import LinearCrossAttention
 from onescan.layers.position import sinusoidal_positions
 from onescan.ops.decay_attention import DecayState
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
-from onescan.shapes import Grid, Hidden, Memory, MemoryKeep, TokenLogits, Tokens, Written
+from onescan.shapes import GeneratedTokens, Grid, Hidden, Memory, MemoryMask, TokenLogits, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceDecoderConfig(ModelConfig):
-    """LDN's decoding head: causal LDN layers, each followed by attention to what was encoded."""
+    """LDN's decoding head: causal LDN layers, each followed by attention to the memory."""
 
     vocab_size: int
-    """Kinds of tokens that it writes."""
+    """Number of token ids."""
     width: int = 192
-    """Of a token, of the encoder's too."""
+    """Features per token, also of the encoder."""
     depth: int = 2
-    """Blocks."""
+    """Number of layers."""
     mixer: MixerConfig = field(
         default_factory=lambda: LinearDiffusionMixerConfig(num_heads=3, causal=True)
     )
-    """How tokens hear of those before them; a causal one."""
+    """Causal layer that mixes information between tokens."""
     mlp: MLPConfig | None = None
-    """What each token does on its own, after the mixer; None where the mixer sees to that too."""
+    """MLP after the mixer, applied to each token; None for mixers that need none."""
     num_heads: int = 3
-    """Of the attention to the encoder's tokens."""
+    """Heads of the attention to the encoder's tokens."""
     feature_map: FeatureMapName = "relu"
-    """What that attention's queries and keys pass through."""
+    """Feature map of that attention's queries and keys."""
     norm: NormName = "layer"
-    """Before that attention, and before the head."""
+    """Norm before that attention, and before the output layer."""
     init_std: float = 0.02
-    """Spread of the first weights of linear maps and embeddings."""
+    """Standard deviation of the initial weights of linear layers and embeddings."""
 
     def build(self) -> "SequenceDecoder":
-        """Build the network, with fresh weights from torch's global generator.
+        """Build the network with new weights from torch's global generator.
 
         Raises:
-            ValueError: a size that is not positive, a mixer that is not causal, or what the mixer
-                and the norm refuse.
+            ValueError: If a size is not positive, the mixer is not causal, or the mixer or the norm
+                rejects its config.
         """
         check_positive(
             vocab_size=self.vocab_size,
@@ -69,21 +69,23 @@ class SequenceDecoderConfig(ModelConfig):
         if self.width % self.num_heads:
             raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}")
         if not self.mixer.is_causal:
-            raise ValueError("mixer is not causal: a token would read what is to be written")
+            raise ValueError(
+                "mixer is not causal: a token would read the next one, which it has to predict"
+            )
         return SequenceDecoder(self)
 
     def example_inputs(self) -> tuple[Tokens, Memory]:
-        """One token to go on from, and one of an encoder."""
+        """Return one token, and one token of an encoder."""
         return torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, self.width)
 
 
 class DecoderState(NamedTuple):
-    """What a decoder carries from call to call; it does not grow.
+    """State of a decoder after some tokens, of constant size.
 
     Attributes:
-        position: tokens read so far.
-        mixers: the state of each block's mixer.
-        memories: what each block has kept of the encoder's tokens.
+        position: Number of tokens read so far.
+        mixers: State of each block's mixer.
+        memories: Each layer's summary of the encoder's tokens.
     """
 
     position: int
@@ -92,7 +94,7 @@ class DecoderState(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """A causal block, then x += attention(norm(x)) to the encoder's tokens."""
+    """A causal block, then x += attention(norm(x)) over the encoder's tokens."""
 
     def __init__(self, config: SequenceDecoderConfig, index: int) -> None:
         super().__init__()
@@ -102,24 +104,24 @@ class DecoderLayer(nn.Module):
         self.attention = LinearCrossAttention(config.width, config.num_heads, config.feature_map)
 
     def forward(
-        self, x: Hidden, remembered: DecayState, *, embedding: Hidden, state: Any
+        self, x: Hidden, memory: DecayState, *, embedding: Hidden, state: Any
     ) -> tuple[Hidden, Any]:
         x, state = self.block(x, Grid((x.shape[1],)), embedding=embedding, state=state)
-        return x + self.attention(self.norm(x), remembered), state
+        return x + self.attention(self.norm(x), memory), state
 
 
 class SequenceDecoder(nn.Module):
-    """Embedding + position -> layers -> norm -> head.
+    """Embedding + position encoding -> layers -> norm -> linear output layer.
 
-    Source: LDN, arXiv:2502.12381, Sec. 3.6, which says no more than "dedicated decoding module":
-    the layers, the linear attention and the added positions are the paper's.
+    Source: LDN, arXiv:2502.12381, Sec. 3.6, which gives no details of its "dedicated decoding
+    module". The layers, the linear attention and the added position encoding are the paper's.
 
     >>> decoder = SequenceDecoderConfig(vocab_size=9, width=24).build().eval()
     >>> encoded = torch.randn(2, 50, 24)
     >>> logits, state = decoder(torch.tensor([[1, 5, 2], [1, 4, 4]]), encoded)
     >>> logits.shape
     torch.Size([2, 3, 9])
-    >>> decoder(torch.tensor([[7], [3]]), state=state)[0].shape  # goes on, at constant cost
+    >>> decoder(torch.tensor([[7], [3]]), state=state)[0].shape  # in constant time
     torch.Size([2, 1, 9])
     """
 
@@ -138,61 +140,61 @@ class SequenceDecoder(nn.Module):
         tokens: Tokens,
         memory: Memory | None = None,
         *,
-        memory_keep: MemoryKeep | None = None,
+        memory_mask: MemoryMask | None = None,
         state: DecoderState | None = None,
     ) -> tuple[TokenLogits, DecoderState]:
-        """Score what may follow each token.
+        """Compute the logits of the token after each token.
 
         Args:
-            tokens: what has been written, since the state if there is one.
-            memory: the encoder's tokens; with a state None, as it holds what is needed of them.
-            memory_keep: True for real ones among them.
-            state: what a call before returned; None is the beginning.
+            tokens: Token ids; with a state, those after the ones it has read.
+            memory: Output of the encoder. Must be ``None`` with a state, which holds a summary.
+            memory_mask: True for the encoder's real tokens, False for padding.
+            state: State returned by a previous call. ``None`` starts a new sequence.
 
         Returns:
-            The logits of the next token after each, and the state after the last.
+            Logits of shape ``[B, T, vocab_size]``, and the state after the last token.
 
         Raises:
-            ValueError: neither memory nor a state, or both; shapes disagree; or, on a CPU, an id
-                that is not in the vocabulary.
+            ValueError: If not exactly one of memory and state is given, shapes do not match, or, on
+                a CPU, an id is outside the vocabulary.
         """
-        self._check(tokens, memory, memory_keep, state)
+        self._check(tokens, memory, memory_mask, state)
         if state is None:
-            memories = tuple(self._remembered(memory, memory_keep))
+            memories = tuple(self._summaries(memory, memory_mask))
             state = DecoderState(0, (None,) * len(memories), memories)
-        last = state.position + tokens.shape[1]
-        places = torch.arange(state.position, last, device=tokens.device)
+        end = state.position + tokens.shape[1]
+        positions = torch.arange(state.position, end, device=tokens.device)
         x = self.embedding(tokens)  # B T D
-        x = embedding = x + sinusoidal_positions(places, self.config.width).to(x.dtype)
+        x = embedding = x + sinusoidal_positions(positions, self.config.width).to(x.dtype)
         mixers = []
-        for layer, mixer, remembered in zip(self.layers, state.mixers, state.memories, strict=True):
-            x, mixer = layer(x, remembered, embedding=embedding, state=mixer)
+        for layer, mixer, summary in zip(self.layers, state.mixers, state.memories, strict=True):
+            x, mixer = layer(x, summary, embedding=embedding, state=mixer)
             mixers.append(mixer)
-        return self.head(self.norm(x)), DecoderState(last, tuple(mixers), state.memories)
+        return self.head(self.norm(x)), DecoderState(end, tuple(mixers), state.memories)
 
     @torch.no_grad()
-    def write(
+    def generate(
         self,
         memory: Memory,
         *,
         start: int,
         end: int,
-        most: int,
-        memory_keep: MemoryKeep | None = None,
-    ) -> Written:
-        """Write the likeliest next token again and again, for a whole batch.
+        max_new_tokens: int,
+        memory_mask: MemoryMask | None = None,
+    ) -> GeneratedTokens:
+        """Generate sequences greedily, always taking the most likely token.
 
         Args:
-            memory: the encoder's tokens.
-            start: the id that every sequence begins with; it is not returned.
-            end: the id that ends a sequence; what follows it is filled up with it.
-            most: tokens after which all end.
-            memory_keep: True for the encoder's real tokens.
+            memory: Output of the encoder.
+            start: Id of the start-of-sequence token; it is not returned.
+            end: Id of the end-of-sequence token; a sequence that has ended repeats it.
+            max_new_tokens: Maximum number of tokens to generate.
+            memory_mask: True for the encoder's real tokens, False for padding.
 
         Returns:
-            [B, up to most], the ids, the first `end` included.
+            Token ids of shape ``[B, up to max_new_tokens]``, including the first `end`.
         """
-        check_positive(most=most)
+        check_positive(max_new_tokens=max_new_tokens)
         for name, token_id in (("start", start), ("end", end)):
             if not isinstance(token_id, int) or not 0 <= token_id < self.config.vocab_size:
                 raise ValueError(
@@ -200,67 +202,67 @@ class SequenceDecoder(nn.Module):
                 )
         token = torch.full((memory.shape[0], 1), start, device=memory.device)
         ended = torch.zeros_like(token, dtype=torch.bool)
-        written: list[Tensor] = []
+        generated: list[Tensor] = []
         state = None
-        while len(written) < most and not ended.all():
+        while len(generated) < max_new_tokens and not ended.all():
             if state is None:
-                logits, state = self(token, memory, memory_keep=memory_keep)
+                logits, state = self(token, memory, memory_mask=memory_mask)
             else:
                 logits, state = self(token, state=state)
             token = logits[:, -1:].argmax(dim=-1).masked_fill(ended, end)
-            written.append(token)
+            generated.append(token)
             ended = ended | (token == end)
-        return torch.cat(written, dim=1)
+        return torch.cat(generated, dim=1)
 
-    def _remembered(self, memory: Any, keep: MemoryKeep | None) -> Iterator[DecayState]:
+    def _summaries(self, memory: Any, mask: MemoryMask | None) -> Iterator[DecayState]:
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            yield layer.attention.encode_memory(memory, keep)
+            yield layer.attention.encode_memory(memory, mask)
 
-    def _check(self, tokens: Any, memory: Any, memory_keep: Any, state: Any) -> None:
-        # Any: these are what a user passed
+    def _check(self, tokens: Any, memory: Any, memory_mask: Any, state: Any) -> None:
+        # Any: user input
         check_token_ids(tokens, self.config.vocab_size)
         check_positive(T=check_shapes(tokens=(tokens, "B T"))["T"])
         if (memory is None) == (state is None):
             given = "neither" if state is None else "both"
             raise ValueError(
-                f"of memory and state {given} came, expected memory at the beginning, and after "
-                "it the state, which holds what is needed of it"
+                f"{given} of memory and state were given, expected memory in the first call and "
+                "the state, which contains it, in later ones"
             )
         if state is not None:
-            self._check_state(tokens, memory_keep, state)
+            self._check_state(tokens, memory_mask, state)
             return
         check_floating(memory=memory)
-        check_devices(tokens=tokens, memory=memory, memory_keep=memory_keep)
+        check_devices(tokens=tokens, memory=memory, memory_mask=memory_mask)
         check_shapes(
             tokens=(tokens, "B T"),
             memory=(memory, f"B S {self.config.width}"),
-            memory_keep=(memory_keep, "B S"),
+            memory_mask=(memory_mask, "B S"),
         )
-        if memory_keep is not None and memory_keep.dtype != torch.bool:
+        if memory_mask is not None and memory_mask.dtype != torch.bool:
             raise ValueError(
-                f"memory_keep has dtype {memory_keep.dtype}, expected torch.bool, True for real "
+                f"memory_mask has dtype {memory_mask.dtype}, expected torch.bool, True for real "
                 "tokens"
             )
 
-    def _check_state(self, tokens: Tensor, memory_keep: Any, state: Any) -> None:
+    def _check_state(self, tokens: Tensor, memory_mask: Any, state: Any) -> None:
         if not isinstance(state, DecoderState):
             raise ValueError(f"state is a {type(state).__name__}, expected a DecoderState")
-        if memory_keep is not None:
-            raise ValueError("memory_keep came with a state, expected it with memory alone")
+        if memory_mask is not None:
+            raise ValueError("memory_mask was given with a state, expected it only with memory")
         if any(mixer is None for mixer in state.mixers):
-            raise ValueError("state.mixers holds None, expected what a call before returned")
+            raise ValueError("state.mixers holds None, expected the state of a previous call")
         if not len(state.mixers) == len(state.memories) == len(self.layers):
             raise ValueError(
-                f"state is of {len(state.mixers)} blocks and {len(state.memories)} memories, "
+                f"state has {len(state.mixers)} blocks and {len(state.memories)} memories, "
                 f"expected {len(self.layers)} of each"
             )
         heads, width = self.config.num_heads, self.config.width // self.config.num_heads
-        named = {f"state.memories[{i}].kv": each.kv for i, each in enumerate(state.memories)}
-        check_shapes(
-            tokens=(tokens, "B T"),
-            **{name: (kv, f"B {heads} {width} {width}") for name, kv in named.items()},
-        )
+        pattern = f"B {heads} {width} {width}"
+        summaries = {
+            f"state.memories[{i}].kv": (each.kv, pattern) for i, each in enumerate(state.memories)
+        }
+        check_shapes(tokens=(tokens, "B T"), **summaries)
 
     def _init_weights(self, module: nn.Module) -> None:
         init_weights(module, std=self.config.init_std)

@@ -1,12 +1,13 @@
-"""What all language models share: token ids in, one vector a token out."""
+"""The network of all language models, from token ids to one vector per token, and its state."""
 
 import dataclasses
 from abc import ABC
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onescan.checks import check_devices, check_positive, check_shapes, check_token_ids
 from onescan.configs import ModelConfig
@@ -20,30 +21,29 @@ from onescan.layers.position import (
     ToeplitzPositionConfig,
 )
 from onescan.layers.tokens import Documents
-from onescan.models.states import flatten
 from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenNetworkConfig(ModelConfig, ABC):
-    """The fields that all language models share; LightNet's by default."""
+    """Fields that all language models share; LightNet's by default."""
 
     vocab_size: int = 50265
-    """Kinds of tokens."""
+    """Number of token ids."""
     width: int = 512
-    """Of a token."""
+    """Features per token."""
     depth: int = 6
-    """Blocks."""
+    """Number of blocks."""
     mixer: MixerConfig = field(default_factory=lambda: LightNetMixerConfig(num_heads=8))
-    """How tokens exchange what they know."""
+    """Layer that mixes information between tokens."""
     mlp: MLPConfig | None = field(default_factory=GLUConfig)
-    """What each token does on its own, after the mixer; None where the mixer sees to that too."""
+    """MLP after the mixer, applied to each token; None for mixers that need none."""
     position: PositionConfig | None = field(default_factory=ToeplitzPositionConfig)
-    """How tokens learn where they are, once, after the embedding; None leaves it out."""
+    """Position encoding after the embedding; None for no encoding."""
     segment_types: int = 0
-    """Kinds of segments, each with a learnt vector: 2 for pairs of sentences, as BERT has them."""
+    """Number of segment embeddings: 2 for pairs of sentences, as in BERT; 0 for none."""
     embedding_norm: bool = False
-    """Normalize what enters the first block."""
+    """Normalize the input of the first block."""
     norm: NormName = "layer"
     """Norm of every block, and after the last one if norm_position is "pre"."""
     norm_position: NormPosition = "pre"
@@ -52,12 +52,12 @@ class TokenNetworkConfig(ModelConfig, ABC):
     norm_eps: float = EPS
     """Added to the variance in every norm; 1e-12 in BERT."""
     dropout: float = 0.0
-    """Of what enters the first block and of what each branch adds, while training."""
+    """Dropout rate for the input of the first block and the output of each branch."""
     init_std: float = 0.02
-    """Spread of the first weights of linear maps and embeddings."""
+    """Standard deviation of the initial weights of linear layers and embeddings."""
 
     def check(self) -> None:
-        """Raise ValueError for a number out of range or a position encoding for grids."""
+        """Raise ValueError if a number is out of range, or the position encoding is for grids."""
         check_positive(
             vocab_size=self.vocab_size,
             width=self.width,
@@ -73,16 +73,16 @@ class TokenNetworkConfig(ModelConfig, ABC):
                 "expected TokenPositionConfig, ToeplitzPositionConfig or None"
             )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}, expected a chance from 0 to below 1")
+            raise ValueError(f"dropout is {self.dropout}, expected 0 or more and less than 1")
 
     def example_inputs(self) -> tuple[Tokens]:
-        """A sequence of 128 tokens."""
+        """Return a sequence of 128 tokens."""
         return (torch.zeros(1, 128, dtype=torch.long),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextEncoderConfig(TokenNetworkConfig, ABC):
-    """BERT's vocabulary and size, with LightNet's mixers, which read both ways."""
+    """BERT's vocabulary and size, with bidirectional LightNet mixers."""
 
     vocab_size: int = 30522
     width: int = 768
@@ -94,11 +94,11 @@ class TextEncoderConfig(TokenNetworkConfig, ABC):
 
 
 class NetworkState(NamedTuple):
-    """What a causal network carries from call to call.
+    """State of a causal network after some tokens.
 
     Attributes:
-        position: the position encoding's state; None if it has none.
-        blocks: each block's mixer's.
+        position: State of the position encoding; ``None`` if it has none.
+        blocks: State of each block's mixer.
     """
 
     position: Any
@@ -106,7 +106,7 @@ class NetworkState(NamedTuple):
 
 
 class TokenNetwork(nn.Module):
-    """Embedding -> position -> blocks -> norm; no final norm with post-norm blocks."""
+    """Embedding -> position encoding -> blocks -> norm; no final norm with post-norm blocks."""
 
     def __init__(self, config: TokenNetworkConfig) -> None:
         super().__init__()
@@ -147,17 +147,25 @@ class TokenNetwork(nn.Module):
         state: NetworkState | None = None,
         read_outs: int = 1,
     ) -> tuple[ReadOuts, NetworkState | None]:
-        """One vector a token, and the state after the last; only causal networks take one.
+        """Compute one vector per token.
 
         Args:
-            tokens: ids.
-            segments: kinds of segments, for networks that tell them apart.
-            keep: True for real tokens; padding may be on either side.
-            documents: a number for each token, another one for each of the texts that a row
-                holds one after the other; none of them reads another. There is no state then.
-            state: what a call before returned.
-            read_outs: of how many of the last blocks to return the vectors, one batch after the
-                other, [read_outs * B, T, D], the last block's last.
+            tokens: Token ids.
+            segments: Segment of each token, for networks with segment embeddings.
+            keep: True for real tokens, False for padding on either side.
+            documents: Number of the document that each token belongs to, for several documents in
+                one row. Tokens read only their own document.
+            state: State returned by a previous call of a causal network. Not with ``documents``.
+            read_outs: Number of last blocks to return. Their outputs are concatenated along the
+                batch, the last block's last.
+
+        Returns:
+            Vectors of shape ``[read_outs * B, T, D]``, and the state after the last token; ``None``
+            with ``documents``.
+
+        Raises:
+            ValueError: If shapes, dtypes or devices do not match, there are no tokens, the state is
+                of another model, or an option does not apply to this network.
         """
         check_token_ids(tokens, self.config.vocab_size)
         check_shapes(tokens=(tokens, "B T"), segments=(segments, "B T"), keep=(keep, "B T"))
@@ -176,34 +184,34 @@ class TokenNetwork(nn.Module):
         state: NetworkState | None = None,
         read_outs: int = 1,
     ) -> tuple[ReadOuts, NetworkState | None]:
-        """As `forward`, from vectors in place of embedded tokens."""
+        """Apply the network to vectors instead of token ids; see `forward` for the arguments."""
         self._check(x, segments, keep, documents, state)
         if not 1 <= read_outs <= len(self.blocks):
             raise ValueError(f"read_outs is {read_outs}, expected 1 to {len(self.blocks)} blocks")
         grid = Grid((x.shape[1],))
-        apart = None if documents is None or not len(x) else Documents(documents)
+        per_document = None if documents is None or not len(x) else Documents(documents)
         position, mixers = (None, (None,) * len(self.blocks)) if state is None else state
         if self.segment_embedding is not None:
             kinds = x.new_zeros(x.shape[:2], dtype=torch.long) if segments is None else segments
             x = x + self.segment_embedding(kinds)
-        if apart is not None:
-            x = apart.mix_per_document(self._placed, x, keep=keep)
+        if per_document is not None:
+            x = per_document.mix_per_document(self._encode_positions, x, keep=keep)
         elif self.position is not None:
             x, position = self.position(x, grid, position, keep)
         x = embedding = self.dropout(self.embedding_norm(x))
-        after: list[Any] = []
-        left: list[Hidden] = []
+        states: list[Any] = []
+        outputs: list[Hidden] = []
         for block, mixer in zip(self.blocks, mixers, strict=True):
-            options = {"embedding": embedding, "keep": keep, "documents": apart}
+            options = {"embedding": embedding, "keep": keep, "documents": per_document}
             x, mixer = block(x, grid, state=mixer, **options)
-            after.append(mixer)
-            left = [*left, x][-read_outs:]
-        x = self.norm(x if read_outs == 1 else torch.cat(left))
-        return x, None if apart is not None else NetworkState(position, tuple(after))
+            states.append(mixer)
+            outputs = [*outputs, x][-read_outs:]
+        x = self.norm(x if read_outs == 1 else torch.cat(outputs))
+        return x, None if per_document is not None else NetworkState(position, tuple(states))
 
     @property
     def device(self) -> torch.device:
-        """Device for token ids: that of the first parameter that is not offloaded.
+        """The device for token ids: that of the first parameter that is not offloaded.
 
         Offloaded parameters are on the meta device. Their hooks move inputs, so if all are
         offloaded, this is the CPU.
@@ -212,23 +220,23 @@ class TokenNetwork(nn.Module):
         return next((d for d in devices if d.type != "meta"), torch.device("cpu"))
 
     def set_embedding(self, embedding: nn.Embedding) -> None:
-        """Take the vectors of another vocabulary."""
+        """Replace the token embedding, with another vocabulary size if it has one."""
         self.embedding = embedding
         self.config = dataclasses.replace(self.config, vocab_size=embedding.num_embeddings)
 
     def init_weights(self, module: nn.Module) -> None:
-        """Set a part's first weights; for heads that are added, too."""
+        """Initialize a layer's weights; also for heads on top of this network."""
         init_weights(module, std=self.config.init_std)
 
     def _build_norm(self, *, present: bool) -> nn.Module:
         name: NormName = self.config.norm if present else "none"
         return build_norm(name, self.config.width, eps=self.config.norm_eps)
 
-    def _placed(self, x: Hidden, grid: Grid, *, keep: Keep | None) -> Hidden:
+    def _encode_positions(self, x: Hidden, grid: Grid, *, keep: Keep | None) -> Hidden:
         return x if self.position is None else self.position(x, grid, None, keep)[0]
 
     def _check(self, x: Hidden, segments: Any, keep: Any, documents: Any, state: Any) -> None:
-        # Any: these are what a user passed
+        # Any: user input
         alike = {"segments": segments, "keep": keep, "documents": documents}
         patterns = {name: (tensor, "B T") for name, tensor in alike.items()}
         sizes = check_shapes(x=(x, "B T D"), **patterns)
@@ -239,9 +247,9 @@ class TokenNetwork(nn.Module):
         if documents is not None and documents.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"documents has dtype {documents.dtype}, expected torch.int64")
         if documents is not None and state is not None:
-            raise ValueError("documents came with a state, which only the first could go on from")
+            raise ValueError("documents and state were both given, expected only one of them")
         if segments is not None and not self.config.segment_types:
-            raise ValueError("segments came to a model that tells none apart: segment_types is 0")
+            raise ValueError("segments were given, but the model has none: segment_types is 0")
         if segments is not None:
             check_token_ids(segments, self.config.segment_types, name="segments")
         if keep is not None and keep.dtype != torch.bool:
@@ -253,14 +261,92 @@ class TokenNetwork(nn.Module):
         if not isinstance(state, NetworkState):
             raise ValueError(f"state is a {type(state).__name__}, expected a NetworkState")
         if not self.config.mixer.is_causal:
-            raise ValueError("state was given to a model that reads both ways")
+            raise ValueError("state was given to a bidirectional model")
         if len(state.blocks) != len(self.blocks):
             raise ValueError(
-                f"state is of a model with {len(state.blocks)} blocks, expected {len(self.blocks)}"
+                f"state is from a model with {len(state.blocks)} blocks, expected "
+                f"{len(self.blocks)}"
             )
-        for path, part in flatten(state).items():
+        for path, part in flatten_state(state).items():
             if part.ndim and part.shape[0] != x.shape[0]:
                 raise ValueError(
-                    f"state is of a batch of {len(part)}, expected {len(x)}: {path} has shape "
+                    f"state has batch size {len(part)}, expected {len(x)}: {path} has shape "
                     f"{tuple(part.shape)}"
                 )
+
+
+# A state is a tree of nested tuples; its leaves are tensors, numbers and None.
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+    """Apply a function to each tensor of a state, and return a state of the same structure.
+
+    >>> map_tensors(lambda x: 2 * x, (torch.ones(1), None, 3))
+    (tensor([2.]), None, 3)
+    """
+    return _map_leaves(
+        lambda leaf, _: function(leaf) if isinstance(leaf, Tensor) else leaf, state, ""
+    )
+
+
+def select_rows(state: Any, rows: Tensor) -> Any:
+    """Select sequences of the batch, for example to reorder them in beam search.
+
+    Args:
+        state: State returned by a model.
+        rows: Indices into the batch; may repeat.
+    """
+    return map_tensors(lambda x: x.index_select(0, rows), state)
+
+
+def flatten_state(state: Any) -> dict[str, Tensor]:
+    """Return the tensors and numbers of a state by path, such as "blocks.0.attention.kv".
+
+    >>> flatten_state((torch.ones(1), None, (3,)))
+    {'0': tensor([1.]), '2.0': tensor(3)}
+    """
+    return {path: torch.as_tensor(leaf) for path, leaf in _leaves(state, "")}
+
+
+def unflatten_state(like: Any, flat: Mapping[str, Tensor]) -> Any:
+    """Rebuild a state from the output of `flatten_state`.
+
+    Args:
+        like: A state of the same structure.
+        flat: Tensors by path.
+
+    Raises:
+        ValueError: If the paths differ from those of `like`; names the first.
+    """
+    expected = {path for path, _ in _leaves(like, "")}
+    for path in sorted(expected ^ set(flat)):
+        found = "is missing" if path in expected else "does not exist in this model's state"
+        raise ValueError(f"{path} {found}")
+
+    def fill(leaf: Any, path: str) -> Any:
+        if leaf is None:
+            return None
+        return flat[path] if isinstance(leaf, Tensor) else type(leaf)(flat[path].item())
+
+    return _map_leaves(fill, like, "")
+
+
+def _map_leaves(function: Callable[[Any, str], Any], state: Any, path: str) -> Any:
+    if not isinstance(state, tuple):
+        return function(state, path)
+    parts = [_map_leaves(function, part, at) for at, part in _parts(state, path)]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+
+
+def _leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(state, tuple):
+        for at, part in _parts(state, path):
+            yield from _leaves(part, at)
+    elif state is not None:
+        yield path, state
+
+
+def _parts(state: tuple[Any, ...], path: str) -> Iterator[tuple[str, Any]]:
+    names = getattr(state, "_fields", range(len(state)))
+    for name, part in zip(names, state, strict=True):
+        yield f"{path}.{name}" if path else str(name), part

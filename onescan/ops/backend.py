@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from onescan.choices import check_choice
+from onescan.checks import check_choice
 from onescan.kernels.chips import WIDEST_HEAD
 
 Backend = Literal["auto", "torch", "triton"]

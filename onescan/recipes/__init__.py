@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from onescan import configs
-from onescan.choices import check_choice
+from onescan.checks import check_choice
 from onescan.layers.position import AbsolutePositionConfig
 from onescan.models.presets import ABLATIONS
 from onescan.models.token_network import TokenNetworkConfig

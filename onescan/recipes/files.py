@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from onescan.choices import check_choice
+from onescan.checks import check_choice
 from onescan.training.run import RunConfig
 
 

@@ -8,8 +8,7 @@ from onescan.data.latents import LatentsConfig
 from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
 from onescan.layers.position import SinusoidalPositionConfig, ToeplitzPositionConfig
-from onescan.models.denoiser import DenoiserConfig
-from onescan.models.noise import NoiseConfig, SamplerConfig
+from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.models.presets import preset
 from onescan.recipes.cifar10 import CLASSES
 from onescan.tasks import ImageGenerationConfig

@@ -4,7 +4,7 @@ from onescan.data import DataConfig
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
-from onescan.models.presets.language import BERT_PLACES, GPT2_PLACES
+from onescan.models.presets import BERT_MAX_TOKENS, GPT2_MAX_TOKENS
 from onescan.models.token_network import TokenNetworkConfig
 
 
@@ -22,7 +22,7 @@ def text_positions(model: TokenNetworkConfig, data: DataConfig) -> TokenPosition
     """
     at_least = 1
     if isinstance(model, MaskedLMConfig):
-        at_least = BERT_PLACES
+        at_least = BERT_MAX_TOKENS
     elif isinstance(model, CausalLMConfig):
-        at_least = GPT2_PLACES
+        at_least = GPT2_MAX_TOKENS
     return token_positions(data, at_least=at_least)

@@ -12,7 +12,7 @@ from onescan.data import ImageFormat
 from onescan.data.decode import AnyPixels
 from onescan.data.latents import LatentFormat
 from onescan.data.latents.vae import load_vae
-from onescan.models.noise import pixel_reach
+from onescan.models.denoiser import max_pixel
 from onescan.shapes import Images
 
 AT_ONCE = 8  # latents that are decoded together
@@ -42,7 +42,7 @@ class PixelCanvas(Canvas):
 
     def __init__(self, format: ImageFormat) -> None:
         self.format, self.size = format, (format.height, format.width)
-        self.clip = pixel_reach(format.mean, format.std)
+        self.clip = max_pixel(format.mean, format.std)
 
     def model_input(self, images: AnyPixels) -> Images:
         return self.format.model_input(images)

@@ -15,8 +15,7 @@ from onescan.data.image_grid import image_grid
 from onescan.data.images import unit_pixels
 from onescan.data.latents import LatentFormat, LatentSplits
 from onescan.data.subset import Spread
-from onescan.models.denoiser import DenoiserConfig
-from onescan.models.noise import NoiseConfig, SamplerConfig
+from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.shapes import Images, Labels, Timesteps
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 from onescan.tasks.canvas import Canvas, LatentCanvas, PixelCanvas

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from onescan.checks import check_positive
 from onescan.data.text import TextSplits, Tokenizer
-from onescan.models.told import UNTOLD, perplexity
+from onescan.models.causal_lm import IGNORE_INDEX, perplexity
 from onescan.shapes import Tokens
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 
@@ -50,7 +50,7 @@ class LanguageModelling(Task):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         logits, labels = self._told(model, batch)
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
-        right = (logits.argmax(-1) == labels).sum() / (labels != UNTOLD).sum()
+        right = (logits.argmax(-1) == labels).sum() / (labels != IGNORE_INDEX).sum()
         return loss, {"accuracy": right}
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
@@ -65,22 +65,22 @@ class LanguageModelling(Task):
     def _told(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tokens]:
         """Scores of each token but a row's last, and what follows it: nothing at a text's end."""
         tokens, documents = batch
-        logits, _ = model(tokens[:, :-1], documents=apart(documents[:, :-1]))
+        logits, _ = model(tokens[:, :-1], documents=per_document(documents[:, :-1]))
         goes_on = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
         self.tokenizer.check_vocabulary(logits.shape[-1])
-        return logits.float(), tokens[:, 1:].where(goes_on, UNTOLD)
+        return logits.float(), tokens[:, 1:].where(goes_on, IGNORE_INDEX)
 
 
-def apart(documents: Tokens) -> Tokens | None:
-    """The documents of a batch; None where each row is of one, which is quicker."""
+def per_document(documents: Tokens) -> Tokens | None:
+    """Return the documents of a batch; None if each row has only one, which is faster."""
     return documents if bool((documents != documents[:, :1]).any()) else None
 
 
 def scored(logits: Float[Tensor, "B T vocabulary"], labels: Tokens, tokenizer: Tokenizer) -> Rows:
     """What there is to say of each row: sums over its labels, their number and their bytes."""
-    told = labels != UNTOLD
+    told = labels != IGNORE_INDEX
     losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    ids = [row[row != UNTOLD].tolist() for row in labels]
+    ids = [row[row != IGNORE_INDEX].tolist() for row in labels]
     return {
         "losses": losses.sum(dim=1),
         "right": ((logits.argmax(-1) == labels) & told).sum(dim=1),

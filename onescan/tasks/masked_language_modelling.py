@@ -10,10 +10,10 @@ from torch.nn.functional import cross_entropy
 from onescan.checks import check_positive
 from onescan.data.text import TextSplits
 from onescan.data.text.words import words_of
-from onescan.models.told import UNTOLD
+from onescan.models.causal_lm import IGNORE_INDEX
 from onescan.shapes import Tokens
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
-from onescan.tasks.language_modelling import apart, judged, scored
+from onescan.tasks.language_modelling import judged, per_document, scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +99,16 @@ class MaskedLanguageModelling(Task):
         is_masked = chosen & (share < self.config.masked)
         is_exchanged = chosen & ~is_masked & (share < self.config.masked + self.config.exchanged)
         shown = others.where(is_exchanged, tokens).masked_fill(is_masked, self.mask)
-        return shown, documents, tokens.where(chosen, UNTOLD)
+        return shown, documents, tokens.where(chosen, IGNORE_INDEX)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         shown, documents, labels = batch
-        places, read_outs = labels != UNTOLD, self.config.read_outs
-        logits = model(shown, documents=apart(documents), read_outs=read_outs, places=places)
+        positions, read_outs = labels != IGNORE_INDEX, self.config.read_outs
+        logits = model(
+            shown, documents=per_document(documents), read_outs=read_outs, positions=positions
+        )
         self.tokenizer.check_vocabulary(logits.shape[-1])
-        logits, wanted = logits[0].float(), labels[places]
+        logits, wanted = logits[0].float(), labels[positions]
         count = max(len(wanted), 1)
         loss = cross_entropy(logits, wanted.repeat(read_outs), reduction="sum")
         right = logits[len(logits) - len(wanted) :].argmax(-1) == wanted
@@ -114,7 +116,7 @@ class MaskedLanguageModelling(Task):
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         shown, documents, labels = self.masked_for_evaluation(batch)
-        logits = model(shown, documents=apart(documents))
+        logits = model(shown, documents=per_document(documents))
         self.tokenizer.check_vocabulary(logits.shape[-1])
         return scored(logits.float(), labels, self.tokenizer)
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from onescan.models.noise import STEPS, NoiseConfig
+from onescan.models.denoiser import STEPS, NoiseConfig
 from onescan.shapes import Images, Timesteps
 
 LINEAR = (1e-4, 0.02)  # betas of the first and of the last step

@@ -1,6 +1,5 @@
-"""A trained classifier to learn from, or to be judged by: a run's, or one of transformers'."""
+"""Trained image classifiers, of runs or of transformers, for distillation and evaluation."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
-from onescan.checkpoint.config import CONFIG, read_config
-from onescan.checkpoint.weights import BEST, WEIGHTS, load_model
+from onescan.checkpoint.run_folder import CONFIG, is_run, locate, read_config
+from onescan.checkpoint.weights import load_model
 from onescan.configs import ModelConfig, from_dict
 from onescan.data import ImageFormat
 from onescan.data.image_source import HUB_NAME
@@ -22,22 +21,22 @@ EXPECTED = "expected a run's folder, its weights, or a classifier of transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """A trained classifier, and what it was trained on."""
+    """A trained classifier, with its input format and class names."""
 
     name: str
-    """As the user spells it."""
+    """Path or Hub name, as given by the user."""
     model: nn.Module
-    """In evaluation mode and without gradients: standardized images in, scores out."""
+    """Maps standardized images to logits; in evaluation mode, without gradients."""
     format: ImageFormat
     class_names: tuple[str, ...]
     field: str = "task.teacher"
-    """Where the user named it."""
+    """Config field that contains `name`, for error messages."""
     is_run: bool = True
-    """Whether it was trained on a data set as the student is, with its names of the classes."""
+    """Whether it comes from a run, so that its class names must equal the data's."""
 
     @torch.no_grad()
     def scores(self, pixels: Images) -> Logits:
-        """Score images, pixels from 0 to 1, which are stretched to the size it was trained on."""
+        """Compute logits of images with pixels from 0 to 1, resized to the training size."""
         size = (self.format.height, self.format.width)
         if pixels.shape[-2:] != size:
             pixels = interpolate(pixels, size, mode="bilinear", antialias=True)
@@ -45,32 +44,32 @@ class Teacher:
         return scores.float()
 
     def check(self, format: ImageFormat, class_names: tuple[str, ...]) -> None:
-        """Make sure that it reads a student's images and tells the same classes apart.
+        """Check that the teacher reads the student's images and has the same classes.
 
-        Others than runs may spell all names in their own way; one that is shared stands in for
-        a common spelling, and then the order has to be the same.
+        Models of transformers may spell all class names differently from the data. If any name is
+        equal, all have to be, in the same order.
 
         Raises:
-            ValueError: the channels, the number of classes, or their names differ.
+            ValueError: If the channels, the number of classes, or their names differ.
         """
         ours, theirs = len(class_names), len(self.class_names)
         if theirs != ours:
-            raise self._misfit(f"tells {theirs} classes apart, the data has {ours}")
-        one_spelling = self.is_run or not {*self.class_names}.isdisjoint(class_names)
+            raise self._mismatch(f"has {theirs} classes, the data has {ours}")
+        same_names = self.is_run or not {*self.class_names}.isdisjoint(class_names)
         for i, (its, own) in enumerate(zip(self.class_names, class_names, strict=True)):
-            if one_spelling and its != own:
-                raise self._misfit(f"calls class {i} {its!r}, the data calls it {own!r}")
+            if same_names and its != own:
+                raise self._mismatch(f"calls class {i} {its!r}, the data calls it {own!r}")
         if self.format.channels != format.channels:
             channels = f"{self.format.channels} channels, the data has {format.channels}"
-            raise self._misfit(f"reads images of {channels}")
+            raise self._mismatch(f"reads images of {channels}")
 
-    def _misfit(self, what: str) -> ValueError:
+    def _mismatch(self, what: str) -> ValueError:
         return ValueError(f"{self.field} {self.name!r} {what}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Record:
-    """What a run's config.json says of its model."""
+    """The entries of a run's config.json that using its model requires."""
 
     model: ModelConfig
     format: ImageFormat
@@ -106,15 +105,15 @@ def load_teacher(name: str, field: str = "task.teacher") -> Teacher:
 
 
 def _on_disk(name: str, field: str, path: Path) -> Teacher:
-    folder = path if path.is_dir() else path.parent
+    folder, weights = locate(path)
     try:
-        config: dict[str, Any] = dict(json.loads((folder / CONFIG).read_text()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{field} is {name!r}, without a {CONFIG}: {EXPECTED}") from error
-    if "onescan" in config:
-        return _of_run(name, field, path if path.name == BEST else folder / WEIGHTS)
+        of_run = is_run(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{field} is {name!r}, without a valid {CONFIG}: {EXPECTED}") from error
+    if of_run:
+        return _of_run(name, field, weights)
     if path != folder:
-        raise ValueError(f"{field} is {name!r}, a file of no run: {EXPECTED}")
+        raise ValueError(f"{field} is {name!r}, a file that belongs to no run: {EXPECTED}")
     return _of_transformers(name, field, str(folder))
 
 
@@ -143,8 +142,8 @@ def _of_transformers(name: str, field: str, place: str) -> Teacher:
         import onescan.integrations.transformers  # noqa: F401  # registers our classifiers
     except ImportError as error:
         raise ImportError(
-            f"{field} is {name!r}, no run but perhaps a classifier of transformers, which is "
-            "missing: pip install 'onescan[text]'"
+            f"{field} is {name!r}, which is not a run; loading it as a classifier of transformers "
+            "requires: pip install 'onescan[text]'"
         ) from error
     model = AutoModelForImageClassification.from_pretrained(
         place, use_safetensors=True, dtype=torch.float32, trust_remote_code=False
@@ -163,7 +162,7 @@ def _of_transformers(name: str, field: str, place: str) -> Teacher:
 
 def _format(teacher: str, processor: Any) -> ImageFormat:
     if not processor.do_normalize:
-        raise ValueError(f"{teacher} reads images that are not standardized")
+        raise ValueError(f"{teacher} does not standardize its images")
     size = getattr(processor, "crop_size", None) or processor.size
     height, width = (size.get(side) or size.get("shortest_edge") for side in ("height", "width"))
     return ImageFormat(
@@ -176,7 +175,7 @@ def _format(teacher: str, processor: Any) -> ImageFormat:
 
 
 class _Scores(nn.Module):
-    """Of what a model of transformers returns, the scores alone."""
+    """A model of transformers that returns only its logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

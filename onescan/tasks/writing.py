@@ -1,4 +1,4 @@
-"""What a trained language model is used for: to write on from a text, and to fill in its masks."""
+"""Use a trained language model: generate text after a prompt, and fill in masked words."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,9 +7,8 @@ import torch
 
 from onescan.checks import check_positive
 from onescan.data.text import Tokenizer
-from onescan.models.causal_lm import CausalLM
+from onescan.models.causal_lm import CausalLM, Sampling
 from onescan.models.masked_lm import MaskedLM
-from onescan.models.sampling import Sampling
 from onescan.shapes import Tokens
 
 
@@ -25,39 +24,39 @@ class Guess(NamedTuple):
     share: float
 
 
-def write_on(
+def generate_text(
     model: CausalLM,
     tokenizer: Tokenizer,
     prompt: str,
     sampling: Sampling | None = None,
     *,
-    most: int,
+    max_new_tokens: int,
     generator: torch.Generator | None = None,
 ) -> Iterator[str]:
-    """Yield what the model writes after a prompt, piece by piece, until its end.
+    """Yield the text that the model generates after a prompt, piece by piece, until its end.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: the one that it was trained with.
-        prompt: what there is; where it is empty, the model begins a text of its own.
-        sampling: how the next token is chosen; None takes the likeliest.
-        most: tokens to write.
-        generator: where chance comes from.
+        model: Model in evaluation mode.
+        tokenizer: The tokenizer that it was trained with.
+        prompt: Beginning of the text. If it is empty, the model starts a new text.
+        sampling: How to choose the next token. ``None`` takes the most likely one.
+        max_new_tokens: Maximum number of tokens to generate.
+        generator: Source of randomness. ``None`` is torch's global generator.
 
     Raises:
-        ValueError: the tokenizer is of another model, or nothing can be begun with.
+        ValueError: If the tokenizer belongs to another model, or the prompt has no tokens.
     """
     tokenizer.check_vocabulary(model.config.vocab_size)
     _check_text("prompt", prompt)
-    written = model.stream(
+    tokens = model.stream(
         _batch(tokenizer.begin(prompt), model),
         sampling,
-        most=most,
+        max_new_tokens=max_new_tokens,
         end=tokenizer.end,
-        ids_below=tokenizer.size,
+        vocab_size=tokenizer.size,
         generator=generator,
     )
-    yield from tokenizer.stream(int(token) for token, _ in written)
+    yield from tokenizer.stream(int(token) for token, _ in tokens)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A trained model back from its folder, with what using it needs."""
+"""Load a trained model from its run's folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from onescan.checkpoint.config import CONFIG
 from onescan.checkpoint.files import damaged, is_number
-from onescan.checkpoint.weights import BEST, REMEDY, WEIGHTS, load_model
+from onescan.checkpoint.run_folder import CONFIG, locate
+from onescan.checkpoint.weights import REMEDY, load_model
 from onescan.configs import ModelConfig
 from onescan.data import Format, ImageFormat
 from onescan.data.latents import LatentFormat
@@ -23,7 +23,7 @@ from onescan.models.sequence_decoder import SequenceDecoderConfig
 from onescan.training.folder import read_manifest
 from onescan.training.run import RunConfig
 
-# a config.json names its classes; those of this package are known to `load` from here
+# config.json names classes; `load` knows those of this package because they are imported here
 FORMATS: tuple[type[Format], ...] = (ImageFormat, LatentFormat, TextFormat)
 MODELS: tuple[type[ModelConfig], ...] = (
     ImageClassifierConfig,
@@ -37,17 +37,17 @@ MODELS: tuple[type[ModelConfig], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A trained model, and what using it needs."""
+    """A trained model, with its config, input format and classes."""
 
     folder: Path
     config: RunConfig
     model: nn.Module
     """On the CPU, in evaluation mode."""
     format: Format
-    """How raw input becomes the model's input."""
+    """How to convert raw input to the model's input."""
     class_names: tuple[str, ...]
     metrics: dict[str, float]
-    """Of these weights on held-out data; empty where they have not been judged yet."""
+    """Metrics of these weights on held-out data; empty if they were not evaluated."""
 
 
 def load(path: str | Path) -> Checkpoint:
@@ -65,8 +65,7 @@ def load(path: str | Path) -> Checkpoint:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no run at {path}")
-    folder = path if path.is_dir() else path.parent
-    weights = path if path.name == BEST else folder / WEIGHTS
+    folder, weights = locate(path)
     if path != folder and not (folder / CONFIG).is_file():
         raise ValueError(f"'{path}' is no file of a run: there is no {CONFIG} beside it")
     manifest = read_manifest(folder)

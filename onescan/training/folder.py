@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 from onescan import __version__, configs
-from onescan.checkpoint.config import CONFIG, read_config, write_config
 from onescan.checkpoint.files import (
     LOCK,
     PARTIAL,
@@ -38,6 +37,7 @@ from onescan.checkpoint.files import (
     write_atomically,
     writing,
 )
+from onescan.checkpoint.run_folder import CONFIG, read_config, write_config
 from onescan.checkpoint.weights import BEST, WEIGHTS, read_weights, save_weights
 from onescan.data import Format
 from onescan.data.text.format import TOKENIZER

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from onescan.checkpoint.config import CONFIG
+from onescan.checkpoint.run_folder import CONFIG
 from onescan.data.image_source import HUB_NAME
 from onescan.data.text import TextFormat, Tokenizer, load_tokenizer
 from onescan.models.causal_lm import CausalLM

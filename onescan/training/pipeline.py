@@ -8,8 +8,7 @@ from onescan.checks import check_choice
 from onescan.data import ImageFormat
 from onescan.data.latents import LatentFormat
 from onescan.data.latents.vae import load_vae
-from onescan.models.denoiser import Denoiser
-from onescan.models.noise import SamplerConfig, SamplerName
+from onescan.models.denoiser import Denoiser, SamplerConfig, SamplerName
 from onescan.tasks.image_generation import ImageGenerationConfig
 from onescan.training.checkpoint import load
 from onescan.training.folder import read_manifest

@@ -18,7 +18,7 @@ from onescan.checkpoint.files import write_atomically
 from onescan.checks import check_positive
 from onescan.data.image_grid import ImageBytes, as_image, grid_columns, grid_of_bytes, image_bytes
 from onescan.data.order import batched, derive_seed
-from onescan.models.noise import STEPS
+from onescan.models.denoiser import STEPS
 
 if TYPE_CHECKING:
     from onescan.integrations.diffusers import DenoiserPipeline

@@ -19,7 +19,7 @@ from onescan.bench.contestants.language_models import (
     their_model,
 )
 from onescan.bench.contests import DecodeOptions
-from onescan.models.states import flatten, map_tensors
+from onescan.models.token_network import flatten_state, map_tensors
 
 STEP = "a further token"
 
@@ -54,7 +54,7 @@ def _ours(name: str, size: int, token: Tensor, options: DecodeOptions) -> Trial:
     def step() -> object:
         return model(token, state)[0]
 
-    held = state_mib(tuple(flatten(state).values()))
+    held = state_mib(tuple(flatten_state(state).values()))
     return Trial(step, items=len(token), parameters=parameters(model), state_mib=held)
 
 

@@ -166,7 +166,7 @@ def _usual_sampler(pipeline: "DenoiserPipeline", manifest: Manifest | None) -> s
     if manifest is None:
         return type(pipeline.scheduler).__name__
     assert isinstance(manifest.run.task, ImageGenerationConfig)
-    return manifest.run.task.sampler.chosen(manifest.run.task.noise)
+    return manifest.run.task.sampler.resolved(manifest.run.task.noise)
 
 
 def _class_names(pipeline: "DenoiserPipeline") -> tuple[str, ...]:

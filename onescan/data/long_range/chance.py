@@ -2,7 +2,7 @@
 
 from random import Random
 
-from onescan.choices import check_choice
+from onescan.checks import check_choice
 from onescan.data.order import derive_seed
 
 SPLITS = ("train", "val", "test")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Complex, Float
 
-from onescan.choices import check_choice
+from onescan.checks import check_choice
 from onescan.data.long_range.chance import below, example_chance
 from onescan.data.long_range.curves import Canvas, Curve
 from onescan.data.long_range.scenes import MEASURES, GreyImage, Scene, draw

@@ -19,20 +19,25 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice
-from onescan.choices import hint
 from onescan.configs import from_dict, to_dict
 from onescan.integrations import REMOTE_MODULE, write_remote_module
 from onescan.integrations.diffusers.sampling import (
     Callback,
-    Prediction,
     build_scheduler,
     check_scheduler,
     sample,
 )
 from onescan.layers.block import Block
-from onescan.models.denoiser import Denoiser, DenoiserConfig
-from onescan.models.noise import NoiseConfig, SamplerConfig, SamplerName, pixel_reach
-from onescan.shapes import Images, Labels
+from onescan.messages import hint
+from onescan.models.denoiser import (
+    Denoiser,
+    DenoiserConfig,
+    NoiseConfig,
+    SamplerConfig,
+    SamplerName,
+    max_pixel,
+)
+from onescan.shapes import DenoiserOutput, Images, Labels
 
 Generators = torch.Generator | list[torch.Generator] | None
 OUTPUTS = ("pil", "np", "pt", "latent")
@@ -354,7 +359,7 @@ class _AsDenoiser(nn.Module):
         super().__init__()
         self.config, self.transformer = transformer.network.config, transformer
 
-    def forward(self, noisy: Images, timesteps: Tensor, labels: Tensor | None) -> Prediction:
+    def forward(self, noisy: Images, timesteps: Tensor, labels: Tensor | None) -> DenoiserOutput:
         return self.transformer(noisy, timesteps, labels, return_dict=False)[0]
 
 
@@ -411,7 +416,7 @@ def to_diffusers(
 
 def clip_range(pixels: dict[str, Any] | None) -> float | None:
     """Return the largest magnitude of standardized pixels; None for latents."""
-    return None if pixels is None else pixel_reach(pixels["mean"], pixels["std"])
+    return None if pixels is None else max_pixel(pixels["mean"], pixels["std"])
 
 
 def _generators(given: Generators, count: int | None) -> list[torch.Generator]:

@@ -14,18 +14,14 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
     FlowMatchEulerDiscreteScheduler,
 )
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.models.denoiser import DenoiserConfig
-from onescan.models.noise import STEPS, NoiseConfig, SamplerConfig
-from onescan.shapes import Images, Labels
+from onescan.models.denoiser import STEPS, DenoiserConfig, NoiseConfig, SamplerConfig
+from onescan.shapes import DenoiserOutput, Images, Labels
 
 Seed = int | torch.Generator
 Callback = Callable[[int], object]
-# as many channels as the images, or twice as many if variances are predicted
-Prediction = Float[Tensor, "B predicted height width"]
 
 SCHEDULERS: dict[str, type[SchedulerMixin]] = {
     "ddpm": DDPMScheduler,
@@ -67,7 +63,7 @@ def build_scheduler(
     sampler.check(noise)
     if clip is not None:
         check_positive(clip=clip)
-    chosen = sampler.chosen(noise)
+    chosen = sampler.resolved(noise)
     if chosen == "euler":
         return FlowMatchEulerDiscreteScheduler(num_train_timesteps=STEPS)
     fields = _noise_fields(noise) | {"timestep_spacing": "trailing"}
@@ -234,7 +230,7 @@ def _predict(
     *,
     guidance: float,
     dtype: torch.dtype,
-) -> Prediction:
+) -> DenoiserOutput:
     """Call the model once, with guidance on a batch of twice the size; return the dtype of x."""
     if labels is None or guidance == 1:
         return model(x.to(dtype), times, labels).to(x.dtype)
@@ -250,7 +246,7 @@ def _predict(
 
 def _step(
     scheduler: Any,
-    predicted: Prediction,
+    predicted: DenoiserOutput,
     t: Tensor,
     x: Images,
     generators: list[torch.Generator],

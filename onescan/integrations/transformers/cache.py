@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from onescan.models.states import map_tensors, select_rows
-from onescan.models.token_network import NetworkState
+from onescan.models.token_network import NetworkState, map_tensors, select_rows
 
 
 class StateLayer(CacheLayerMixin):

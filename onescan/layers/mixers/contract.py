@@ -4,11 +4,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from einops import rearrange
 from torch import Tensor, nn
 
 from onescan.checks import check_choice
-from onescan.shapes import Grid, Hidden, Keep, Keys
+from onescan.shapes import Grid, Hidden, Keep
 
 Direction = Literal["both", "forward", "backward", "alternating"]
 
@@ -96,8 +95,6 @@ class DirectedMixerConfig(MixerConfig, ABC):
 
     def check_state(self, state: Any, grid: Grid) -> None:
         """Raise ValueError for a state that a call on this grid cannot continue."""
-        if state is None:
-            return
         if not self.is_causal:
             raise ValueError("state was given to a mixer that is not causal")
         if len(grid.shape) > 1 or grid.prefix:
@@ -130,8 +127,6 @@ class Mixer(nn.Module, ABC):
 
     def check_state(self, state: Any, kind: type, *, causal: bool) -> None:
         """Raise ValueError for a state that a mixer cannot continue."""
-        if state is None:
-            return
         if not causal:
             raise ValueError("state was given to a mixer that is not causal")
         if not isinstance(state, kind):
@@ -139,11 +134,6 @@ class Mixer(nn.Module, ABC):
 
     def init_weights(self) -> None:
         """Initialize weights that the model's default does not suit; models call it last."""
-
-
-def split_heads(x: Hidden, num_heads: int) -> Keys:
-    """Split the channels of tokens into heads: [B, T, H K] to [B, T, H, K]."""
-    return rearrange(x, "b t (h k) -> b t h k", h=num_heads)
 
 
 def flipped(x: Tensor | None) -> Any:

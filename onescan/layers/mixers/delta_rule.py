@@ -9,7 +9,7 @@ from torch import nn
 
 from onescan.checks import check_choice, check_positive
 from onescan.layers.basic import NormName, build_norm
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, split_heads
+from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped
 from onescan.ops.delta_rule import DeltaState, Form, delta_rule
 from onescan.shapes import Grid, Hidden, Keep, Keys
 
@@ -58,8 +58,11 @@ class DeltaRuleMixer(Mixer):
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: DeltaState | None = None
     ) -> tuple[Hidden, DeltaState | None]:
         config, backward = self.config, self.config.direction == "backward"
-        config.check_state(state, grid)
-        q, k, v = (split_heads(y, config.num_heads) for y in self.in_proj(x).chunk(3, dim=-1))
+        if state is not None:
+            config.check_state(state, grid)
+        q, k, v = (
+            y.unflatten(-1, (config.num_heads, -1)) for y in self.in_proj(x).chunk(3, dim=-1)
+        )
         inputs = (_unit(q), _unit(k), v, torch.sigmoid(self.beta_proj(x)), keep)
         q, k, v, beta, real = map(flipped, inputs) if backward else inputs
         new_state: Any

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.basic import NormName, build_norm
-from onescan.layers.mixers.contract import Mixer, MixerConfig, split_heads
+from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
@@ -128,7 +128,8 @@ class LightNetMixer(Mixer):
         keep: Keep | None = None,
         state: LightNetState | None = None,
     ) -> tuple[Hidden, LightNetState | None]:
-        self.check_state(state, LightNetState, causal=self.config.causal)
+        if state is not None:
+            self.check_state(state, LightNetState, causal=self.config.causal)
         q, k, v, gate, *decay = self.in_proj(x).split(self.in_widths, dim=-1)
         q, k, v = (self._heads(y) for y in (q, k, v))  # B T H K
         logits = None
@@ -223,7 +224,7 @@ class LightNetMixer(Mixer):
         return self._heads(k).softmax(dim=1).mean(dim=-1).mT
 
     def _heads(self, x: Hidden) -> Keys:
-        return split_heads(x, self.config.num_heads)
+        return x.unflatten(-1, (self.config.num_heads, -1))
 
 
 def _expand(rank: int | None, width: int) -> nn.Module:

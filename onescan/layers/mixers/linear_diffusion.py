@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
 from onescan.layers.basic import NormName, build_norm
-from onescan.layers.mixers.contract import Mixer, MixerConfig, split_heads
+from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.linear_diffusion import (
@@ -35,7 +35,7 @@ from onescan.shapes import (
     Hidden,
     Keep,
     Memory,
-    MemoryKeep,
+    MemoryMask,
     StepSizes,
 )
 
@@ -208,7 +208,8 @@ class LinearDiffusionMixer(Mixer):
             embedding: The tokens before the first block; None is x.
         """
         config = self.config
-        self.check_state(state, LinearDiffusionState, causal=config.causal)
+        if state is not None:
+            self.check_state(state, LinearDiffusionState, causal=config.causal)
         if keep is not None:  # masked tokens may contain NaN
             x = x.masked_fill(~keep.unsqueeze(-1), 0)
         embedding = x if embedding is None else embedding
@@ -310,7 +311,7 @@ class Diffusion(nn.Module):
         """Return the tokens after one step."""
         weights = self.weights()
         moved = linear_diffusion(
-            split_heads(x, len(weights)), weights, self.dt(weights),
+            x.unflatten(-1, (len(weights), -1)), weights, self.dt(weights),
             scheme=self.scheme, keep=keep, state=state, form=self.form,
         )  # fmt: skip
         return moved.flatten(-2)
@@ -319,7 +320,7 @@ class Diffusion(nn.Module):
         self, x: Hidden, keep: Keep | None, state: DiffusionState | None
     ) -> DiffusionState:
         """Return the state after these tokens, for the next call."""
-        heads = split_heads(x, len(self.raw_past))
+        heads = x.unflatten(-1, (len(self.raw_past), -1))
         return following(state, heads, keep, radius=self.radius)
 
     def weights(self) -> DiffusionKernels:
@@ -404,7 +405,7 @@ class LinearAttention(nn.Module):
         state: DecayState | None = None,
     ) -> tuple[Hidden, DecayState | None]:
         """Attend to all tokens, or to earlier ones; only causal calls take and return a state."""
-        q, k, v = (split_heads(y, self.num_heads) for y in self.in_proj(x).chunk(3, dim=-1))
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in self.in_proj(x).chunk(3, dim=-1))
         o, new_state = decay_attention(
             self.feature_map(q), self.feature_map(k), v, causal=causal, normalize="sum", keep=keep,
             state=state, return_state=causal,
@@ -426,14 +427,16 @@ class LinearCrossAttention(nn.Module):
         self.q_proj = nn.Linear(width, width, bias=False)
         self.kv_proj = nn.Linear(width, 2 * width, bias=False)
 
-    def encode_memory(self, memory: Memory, memory_mask: MemoryKeep | None = None) -> DecayState:
+    def encode_memory(self, memory: Memory, memory_mask: MemoryMask | None = None) -> DecayState:
         """Return phi(K)^T V and phi(K)^T 1 of the memory.
 
         Args:
             memory: Tokens of the other sequence.
             memory_mask: True for real tokens.
         """
-        k, v = (split_heads(y, self.num_heads) for y in self.kv_proj(memory).chunk(2, dim=-1))
+        k, v = (
+            y.unflatten(-1, (self.num_heads, -1)) for y in self.kv_proj(memory).chunk(2, dim=-1)
+        )
         with full_precision(memory):
             k, v = widened(self.feature_map(k), v)
             if memory_mask is not None:
@@ -442,7 +445,7 @@ class LinearCrossAttention(nn.Module):
 
     def forward(self, x: Hidden, memory: DecayState) -> Hidden:
         """Attend to a memory that `encode_memory` returned."""
-        q = self.feature_map(split_heads(self.q_proj(x), self.num_heads))
+        q = self.feature_map(self.q_proj(x).unflatten(-1, (self.num_heads, -1)))
         with full_precision(x):
             (wide_q,) = widened(q)
             sums = torch.einsum("bthk,bhkv->bthv", wide_q, memory.kv)

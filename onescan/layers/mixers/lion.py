@@ -31,7 +31,7 @@ from onescan.layers.decays import (
     SelectiveDecayConfig,
     XLSTMDecayConfig,
 )
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, split_heads
+from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped
 from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
 from onescan.layers.tokens import Order, snake_orders
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
@@ -161,11 +161,12 @@ class LionMixer(Mixer):
     def forward(
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: DecayState | None = None
     ) -> tuple[Hidden, DecayState | None]:
-        self.config.check_state(state, grid)
+        if state is not None:
+            self.config.check_state(state, grid)
         q, *projected, v = self.in_proj(x).split(self.in_widths, dim=-1)
         q = self._features(q) * self.key_width**-0.5
         k = self._features(projected[0]) if projected else None
-        (v,) = widened(split_heads(v, self.num_heads))  # unnormalized sums may overflow float16
+        (v,) = widened(v.unflatten(-1, (self.num_heads, -1)))  # sums may overflow float16
         scans = [_scan(k, decay(x), grid.prefix) for decay in self.decays]
         if self.config.scan == "flat":
             o, state = self._attend(q, *scans[0], v, keep, state, self.config.normalize)
@@ -255,7 +256,7 @@ class LionMixer(Mixer):
 
     def _features(self, x: Hidden) -> Keys:
         """Apply the feature map per head or group, and repeat a group for each of its heads."""
-        x = self.feature_map(split_heads(x, self.config.num_heads))
+        x = self.feature_map(x.unflatten(-1, (self.config.num_heads, -1)))
         if self.config.state_size is None:
             return x
         return x.repeat_interleave(self.num_heads // self.config.num_heads, dim=2)

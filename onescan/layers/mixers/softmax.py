@@ -62,7 +62,8 @@ class SoftmaxMixer(Mixer):
     def forward(
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: SoftmaxState | None = None
     ) -> tuple[Hidden, SoftmaxState | None]:
-        self.check_state(state, SoftmaxState, causal=self.causal)
+        if state is not None:
+            self.check_state(state, SoftmaxState, causal=self.causal)
         q, k, v = rearrange(
             self.in_proj(x), "b t (three h k) -> three b h t k", three=3, h=self.num_heads
         )

@@ -9,7 +9,7 @@ from string import ascii_uppercase
 
 from torch import nn
 
-from onescan.checkpoint.config import CONFIG
+from onescan.checkpoint.run_folder import CONFIG
 from onescan.report.comparison.settings import differing, differing_machines, machine, spell
 from onescan.report.palette import SERIES, series
 from onescan.report.study import FinishedRun, read_run, settings_apart

@@ -53,7 +53,7 @@ def _caption(task: ImageGeneration, *, asks: bool) -> str:
     guidance = f", with guidance {sampler.guidance:g}" if sampler.guidance != 1 else ""
     return (
         f"{columns}None is chosen by hand. Made in {sampler.steps} steps by "
-        f"{sampler.chosen(task.config.noise)}{guidance}."
+        f"{sampler.resolved(task.config.noise)}{guidance}."
     )
 
 

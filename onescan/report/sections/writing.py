@@ -6,14 +6,12 @@ from html import escape
 import torch
 
 from onescan.data import DataSet
-from onescan.models.causal_lm import CausalLM
+from onescan.models.causal_lm import IGNORE_INDEX, CausalLM, Sampling
 from onescan.models.masked_lm import MaskedLM
-from onescan.models.sampling import Sampling
-from onescan.models.told import UNTOLD
 from onescan.report.section import Figure, Section
 from onescan.report.study import Study
 from onescan.tasks import Batch, LanguageModelling, MaskedLanguageModelling
-from onescan.tasks.writing import write_on
+from onescan.tasks.writing import generate_text
 
 TITLE = "What it writes"
 TEXTS, OPENING, WRITTEN = 3, 64, 200  # texts, tokens of what they begin with, tokens written
@@ -36,8 +34,8 @@ def _continued(task: LanguageModelling, model: CausalLM) -> tuple[Figure, ...]:
     for place, (tokens, _) in _rows(task.test):
         opening = task.tokenizer.decode(tokens[0, :OPENING].tolist())
         generator = torch.Generator().manual_seed(place)
-        pieces = write_on(
-            model, task.tokenizer, opening, SAMPLING, most=WRITTEN, generator=generator
+        pieces = generate_text(
+            model, task.tokenizer, opening, SAMPLING, max_new_tokens=WRITTEN, generator=generator
         )
         shown = f"<b>{escape(opening)}</b>{escape(''.join(pieces))}"
         caption = (
@@ -57,7 +55,7 @@ def _filled(task: MaskedLanguageModelling, model: MaskedLM) -> tuple[Figure, ...
         for token, label, guess in zip(
             shown[0].tolist(), labels[0].tolist(), best.tolist(), strict=True
         ):
-            told = label != UNTOLD
+            told = label != IGNORE_INDEX
             text = escape(task.tokenizer.decode([guess if told else token]))
             tag = "b" if guess == label else "s"
             parts.append(f"<{tag}>{text}</{tag}>" if told else text)

@@ -8,20 +8,20 @@ import torch
 from onescan import configs
 from onescan.checkpoint.weights import read_weights, save_weights
 from onescan.models.causal_lm import CausalLM
-from onescan.models.states import flatten, unflatten
+from onescan.models.token_network import flatten_state, unflatten_state
 
 
-def save_state(path: str | Path, state: Any, model: CausalLM) -> None:
+def save_generation_state(path: str | Path, state: Any, model: CausalLM) -> None:
     """Save the state that a model returned with its logits, replacing an older file atomically.
 
     Raises:
         OSError: If the file cannot be written. The older file is intact.
     """
-    tensors = {name: tensor.detach().cpu() for name, tensor in flatten(state).items()}
+    tensors = {name: tensor.detach().cpu() for name, tensor in flatten_state(state).items()}
     save_weights(Path(path), tensors, {"model": configs.to_dict(model.config)})
 
 
-def load_state(path: str | Path, model: CausalLM) -> Any:
+def load_generation_state(path: str | Path, model: CausalLM) -> Any:
     """Load a state, from which the model continues as if it had read the text itself.
 
     Raises:
@@ -45,7 +45,7 @@ def load_state(path: str | Path, model: CausalLM) -> Any:
     with torch.no_grad():  # an example of the structure to fill
         _, like = model(torch.zeros(1, 1, dtype=torch.long, device=device))
     try:
-        state = unflatten(like, {name: x.to(device) for name, x in tensors.items()})
+        state = unflatten_state(like, {name: x.to(device) for name, x in tensors.items()})
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{path} does not match the model: {error}") from error
     return state

@@ -1,6 +1,6 @@
-"""Read and write a run's config.json, and check which version of onescan wrote it.
+"""Find a run's files, and read and write its config.json.
 
-The file may be edited by hand, so a checksum mismatch is only a warning.
+config.json may be edited by hand, so a checksum mismatch is only a warning.
 """
 
 import logging
@@ -12,12 +12,39 @@ from typing import Any
 
 from onescan import __version__
 from onescan.checkpoint.files import matches, parse_json, to_json, write_atomically
+from onescan.checkpoint.weights import BEST, WEIGHTS
 
 CONFIG = "config.json"
 OLDEST = (0, 9)  # oldest version whose run folders can be read
 INDENT = 2
 
 log = logging.getLogger("onescan")
+
+
+def locate(path: Path) -> tuple[Path, Path]:
+    """Return the folder of a run and the file of the weights that a path selects.
+
+    Args:
+        path: The folder or any file in it. best.safetensors selects the weights of the best
+            evaluation, every other path those of the last checkpoint.
+    """
+    folder = path if path.is_dir() else path.parent
+    return folder, path if path.name == BEST else folder / WEIGHTS
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder has a config.json that onescan wrote.
+
+    Raises:
+        ValueError: If config.json is missing, or is not a JSON object.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {CONFIG}")
+    data = parse_json(path.read_bytes(), path, "restore it from a backup")
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return "onescan" in data
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:

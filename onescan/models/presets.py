@@ -1,0 +1,382 @@
+"""Every model size in the papers by name, with the printed parameter counts, and their ablations.
+
+A preset is a row of `_ROWS`: a family, whose config it changes, and the sizes in its paper.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from onescan.allocation import build_model
+from onescan.checks import check_choice
+from onescan.configs import ModelConfig, replace
+from onescan.layers.basic import MLPConfig
+from onescan.layers.decays import FixedDecayConfig, NoDecayConfig, SelectiveDecayConfig
+from onescan.layers.mixers import (
+    LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
+    LionMixerConfig,
+    MixerConfig,
+    SoftmaxMixerConfig,
+)
+from onescan.layers.position import (
+    AbsolutePositionConfig,
+    SinusoidalPositionConfig,
+    TokenPositionConfig,
+)
+from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.denoiser import DenoiserConfig
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.masked_lm import MaskedLMConfig
+
+BERT_MAX_TOKENS, GPT2_MAX_TOKENS = 512, 1024
+DENOISER_PATCHES = (2, 4, 8)
+# Columns of LightNet's Tables 1 and 7 with parameter counts: keys of `LIGHTNET_ABLATIONS`.
+PRINTED_ABLATIONS = (
+    "without_tpe",
+    "without_lrpe",
+    "without_decay",
+    "without_norm",
+    "full_rank_gate",
+)
+LION_NAMES = {
+    "lit": "LION-lit",
+    "d": "LION-d",
+    "s": "LION-s",
+    "d_natural": "LION-d natural, along rows and columns",
+    "s_natural": "LION-s natural, along rows and columns",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A named config, and the figures that its paper prints."""
+
+    config: ModelConfig
+    printed_millions: float | int | None
+    """Parameters in millions as printed. An int means that the paper truncates, a float that it
+    rounds; None if no count is printed."""
+    source: str
+    printed_gmacs: float | None = None
+    """Multiply-accumulates of one forward pass in billions as printed; None if not printed."""
+    printed_ablations: Mapping[str, float] = field(default_factory=dict)
+    """Parameters in millions as printed, for some keys of `ABLATIONS`."""
+
+
+class _Family(NamedTuple):
+    """The config that models of one kind share, except for sizes, and its source."""
+
+    config: ModelConfig
+    source: str
+
+
+class _Row(NamedTuple):
+    """A preset: a family with sizes, further changed fields, and printed figures."""
+
+    name: str
+    family: _Family
+    depth: int
+    width: int
+    num_heads: int
+    printed_millions: float | int | None
+    changes: Mapping[str, Any] = MappingProxyType({})
+    printed_gmacs: float | None = None
+    printed_ablations: tuple[float, ...] = ()
+
+
+_LIGHTNET = _Family(ImageClassifierConfig(), "LightNet, arXiv:2405.21022, Tables 1, 7 and 15")
+_DEIT = _Family(
+    ImageClassifierConfig(
+        mixer=SoftmaxMixerConfig(), mlp=MLPConfig(), position=AbsolutePositionConfig()
+    ),
+    "LightNet, arXiv:2405.21022, Table 1",
+)
+
+
+def _lion(mixer: LionMixerConfig) -> _Family:
+    """DeiT with another mixer and the mean of all tokens; without decay it needs positions."""
+    position = AbsolutePositionConfig() if isinstance(mixer.decay, NoDecayConfig) else None
+    return _Family(
+        ImageClassifierConfig(
+            mixer=mixer, mlp=MLPConfig(), position=position, pool="mean_with_class_token"
+        ),
+        "LION, arXiv:2502.16249, Tables 2 and 12",
+    )
+
+
+_D, _S = LionMixerConfig(decay=FixedDecayConfig()), LionMixerConfig(decay=SelectiveDecayConfig())
+_LION_LIT, _LION_D, _LION_S = _lion(LionMixerConfig(decay=NoDecayConfig())), _lion(_D), _lion(_S)
+_LION_D_NATURAL, _LION_S_NATURAL = (
+    _lion(replace(mixer, {"scan": "natural"})) for mixer in (_D, _S)
+)
+# ViT's shapes; the mixer is the whole block, without an MLP.
+_LDN = _Family(
+    ImageClassifierConfig(
+        mixer=LinearDiffusionMixerConfig(),
+        mlp=None,
+        position=AbsolutePositionConfig(),
+        pool="mean",
+        drop_path=0.0,
+    ),
+    "LDN, arXiv:2502.12381, Table 1",
+)
+# The condition enters as tokens: with adaLN-Zero in each block, no size matches the printed one.
+_LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
+_DIT = _Family(
+    DenoiserConfig(
+        mixer=SoftmaxMixerConfig(),
+        mlp=MLPConfig(),
+        position=SinusoidalPositionConfig(),
+        condition="adaln_zero",
+    ),
+    "DiT, arXiv:2212.09748, Table 4",
+)
+
+
+def _lightnet_lm(source: str) -> _Family:
+    """Norms have no parameters: only then does WikiText-103's model have 45.07 million."""
+    mixer = LightNetMixerConfig(causal=True, gate_rank=128)
+    return _Family(
+        CausalLMConfig(vocab_size=50272, mixer=mixer, norm="simple_rms"),
+        f"LightNet, arXiv:2405.21022, {source}",
+    )
+
+
+_LM_WIKITEXT, _LM_V1, _LM = map(_lightnet_lm, ("WikiText-103", "v1, Table 10", "Table 13"))
+
+
+def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
+    return _Family(
+        CausalLMConfig(vocab_size=50257, mixer=mixer, mlp=MLPConfig(), position=position),
+        "LION, arXiv:2502.16249, causal language modelling",
+    )
+
+
+_LION_LM = _gpt2(LionMixerConfig(direction="forward"), None)
+_GPT2 = _gpt2(SoftmaxMixerConfig(causal=True), TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS))
+_LIGHTNET_MLM = _Family(
+    MaskedLMConfig(vocab_size=32768), "LightNet, arXiv:2405.21022, Table 2, in the Cramming setting"
+)
+
+
+def _bert(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
+    """BERT, arXiv:1810.04805, with its vocabulary, post-norm blocks, dropout and eps.
+
+    LION replaces only the attention. It has no attention dropout, because its chunk and recurrent
+    forms do not compute attention weights.
+    """
+    return _Family(
+        MaskedLMConfig(
+            mixer=mixer,
+            mlp=MLPConfig(),
+            position=position,
+            segment_types=2,
+            embedding_norm=True,
+            norm_position="post",
+            norm_eps=1e-12,
+            dropout=0.1,
+        ),
+        "LION, arXiv:2502.16249, App. C.5",
+    )
+
+
+_BERT_POSITION = TokenPositionConfig(max_tokens=BERT_MAX_TOKENS)
+_BERT = _bert(SoftmaxMixerConfig(dropout=0.1), _BERT_POSITION)
+# App. C.5 puts a norm after LION-lit's attention; it needs positions, as it has no decay.
+_BERT_LIT = _bert(LionMixerConfig(decay=NoDecayConfig(), norm="layer"), _BERT_POSITION)
+_BERT_D, _BERT_S = _bert(_D, None), _bert(_S, None)
+_LDN_MLM = _Family(
+    MaskedLMConfig(
+        mixer=LinearDiffusionMixerConfig(dropout=0.1), mlp=None, position=_BERT_POSITION
+    ),
+    "LDN, arXiv:2502.12381, Sec. 5.1, which gives no shape",
+)
+
+# name, family, depth, width, heads, parameters in millions as printed
+_IMAGE_ROWS = (
+    _Row(
+        *("lightnet_tiny", _LIGHTNET, 12, 192, 6, 6.0),
+        printed_ablations=(6.0, 6.0, 6.0, 6.0, 6.16),
+    ),
+    _Row(
+        *("lightnet_small", _LIGHTNET, 12, 384, 16, 22.64),
+        printed_ablations=(22.54, 22.63, 22.64, 22.63, 23.82),
+    ),
+    _Row(
+        *("lightnet_base", _LIGHTNET, 12, 768, 16, 87.74),
+        printed_ablations=(87.54, 87.69, 87.74, 87.72, 93.64),
+    ),
+    _Row("deit_tiny", _DEIT, 12, 192, 3, 5.7),
+    _Row("deit_small", _DEIT, 12, 384, 6, 22.0),
+    _Row("deit_base", _DEIT, 12, 768, 12, 86.0),
+    _Row("lion_lit_tiny", _LION_LIT, 12, 192, 3, 5),
+    _Row("lion_lit_small", _LION_LIT, 12, 384, 6, 22),
+    _Row("lion_lit_base", _LION_LIT, 12, 768, 12, 86),
+    _Row("lion_d_tiny", _LION_D, 12, 192, 3, 5),
+    _Row("lion_d_small", _LION_D, 12, 384, 6, 22),
+    _Row("lion_d_base", _LION_D, 12, 768, 12, 86),
+    _Row("lion_s_tiny", _LION_S, 12, 192, 3, 5),
+    _Row("lion_s_small", _LION_S, 12, 384, 6, 22),
+    _Row("lion_s_base", _LION_S, 12, 768, 12, 86),
+    _Row("lion_d_natural_tiny", _LION_D_NATURAL, 12, 192, 3, 5),
+    _Row("lion_d_natural_small", _LION_D_NATURAL, 12, 384, 6, 22),
+    _Row("lion_d_natural_base", _LION_D_NATURAL, 12, 768, 12, 86),
+    _Row("lion_s_natural_tiny", _LION_S_NATURAL, 12, 192, 3, 5),
+    _Row("lion_s_natural_small", _LION_S_NATURAL, 12, 384, 6, 22),
+    _Row("lion_s_natural_base", _LION_S_NATURAL, 12, 768, 12, 86),
+    _Row("ldn_base", _LDN, 12, 768, 12, 52.0, printed_gmacs=10.6),
+    _Row("ldn_large", _LDN, 24, 1024, 16, 181.0, printed_gmacs=36.7),
+    _Row("ldn_huge", _LDN, 32, 1280, 16, 373.0, printed_gmacs=75.4),
+)
+# Printed for patches of 2 x 2; each size exists with every patch size, as lightnet_dit_s_2. The 33M
+# of LightNet-S and DiT-S are 33.53 and 32.96: one is truncated, the other is rounded.
+_DENOISER_ROWS = (
+    _Row("lightnet_dit_s", _LIGHTNET_DIT, 18, 384, 6, 33),
+    _Row("lightnet_dit_b", _LIGHTNET_DIT, 18, 768, 6, 131.0),
+    _Row("lightnet_dit_l", _LIGHTNET_DIT, 36, 1024, 16, 470.0),
+    _Row("lightnet_dit_xl", _LIGHTNET_DIT, 42, 1152, 16, 680.0),
+    _Row("dit_s", _DIT, 12, 384, 6, 33.0),
+    _Row("dit_b", _DIT, 12, 768, 12, 130.0),
+    _Row("dit_l", _DIT, 24, 1024, 16, 458.0),
+    _Row("dit_xl", _DIT, 28, 1152, 16, 675.0),
+)
+_LANGUAGE_ROWS = (
+    _Row(
+        *("lightnet_lm_45m", _LM_WIKITEXT, 6, 512, 8, 45.07),
+        changes={"mixer.gate_rank": 64, "vocab_size": 50265},
+    ),
+    _Row("lightnet_lm_150m", _LM_V1, 15, 768, 12, 150.0),
+    _Row("lightnet_lm_380m", _LM_V1, 26, 1024, 8, 385.0),
+    _Row("lightnet_lm_1b", _LM, 18, 2048, 16, 1000.0),
+    _Row("lightnet_lm_3b", _LM, 36, 2560, 20, 3000.0),
+    _Row("lion_s_lm_124m", _LION_LM, 12, 768, 12, 124.0),
+    _Row("gpt2_small", _GPT2, 12, 768, 12, 124.0),
+    _Row("lightnet_mlm_base", _LIGHTNET_MLM, 12, 768, 12, None),
+    _Row("lion_lit_mlm_base", _BERT_LIT, 12, 768, 12, 110.0),
+    _Row("lion_lit_mlm_large", _BERT_LIT, 24, 1024, 16, 334.0),
+    _Row("lion_d_mlm_base", _BERT_D, 12, 768, 12, 110.0),
+    _Row("lion_d_mlm_large", _BERT_D, 24, 1024, 16, 334.0),
+    _Row("lion_s_mlm_base", _BERT_S, 12, 768, 12, 110.0),
+    _Row("lion_s_mlm_large", _BERT_S, 24, 1024, 16, 334.0),
+    _Row("bert_base", _BERT, 12, 768, 12, 110.0),
+    _Row("bert_large", _BERT, 24, 1024, 16, 334.0),
+    _Row("ldn_mlm_base", _LDN_MLM, 24, 768, 12, 125.0),
+)
+_ROWS = (
+    *_IMAGE_ROWS,
+    *(
+        row._replace(name=f"{row.name}_{patch}", changes={"patch_size": (patch, patch)})
+        for row in _DENOISER_ROWS
+        for patch in DENOISER_PATCHES
+    ),
+    *_LANGUAGE_ROWS,
+)
+
+
+def _preset_of(row: _Row) -> Preset:
+    sizes = {"depth": row.depth, "width": row.width, "mixer.num_heads": row.num_heads}
+    ablations = row.printed_ablations
+    return Preset(
+        config=replace(row.family.config, {**sizes, **row.changes}),
+        printed_millions=row.printed_millions,
+        source=row.family.source,
+        printed_gmacs=row.printed_gmacs,
+        printed_ablations=dict(zip(PRINTED_ABLATIONS, ablations, strict=True)) if ablations else {},
+    )
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType({row.name: _preset_of(row) for row in _ROWS})
+
+# The tables below hold the rows of the papers' ablation tables, as changes of a config.
+# LightNet, Tables 1, 7 and 6. Either of the last two may be "no share" in Table 6: the text
+# describes independent parameters, but the 385M parameters match rank 128.
+LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "without_tpe": {"position": None},
+        "without_lrpe": {"mixer.lrpe": False},
+        "without_decay": {"mixer.decay": False},
+        "without_norm": {"mixer.norm": "none"},
+        "full_rank_gate": {"mixer.gate_rank": None},
+        "separate_decay": {"mixer.decay_logits": "offset"},
+        "independent_decay": {"mixer.decay_logits": "independent", "mixer.decay_rank": None},
+    }
+)
+# LION, Tables 13, 14 and 16, for LION-s; the last row is ours.
+LION_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "fixed_decay": {"mixer.decay": FixedDecayConfig()},
+        "diagonal_decay": {"mixer.decay.diagonal": True},
+        "without_feature_map": {"mixer.feature_map": "identity"},
+        "with_positions": {"position": AbsolutePositionConfig()},
+        "forward": {"mixer.direction": "forward"},
+        "backward": {"mixer.direction": "backward"},
+        "alternating": {"mixer.direction": "alternating"},
+        "without_positions": {"position": None},
+    }
+)
+# LDN, Table 4; the last row is ours.
+LDN_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "without_diffusion": {"mixer.diffusion": False},
+        "without_local_update": {"mixer.local_update": False},
+        "without_linear_attention": {"mixer.linear_attention": False},
+        "separable_diffusion": {"mixer.separable": True},
+    }
+)
+# LION on the Long Range Arena: the rows of Table 6, and Table 5's without HiPPO, for LION-s. Row
+# 3's decay, one for each head, is LION-s's own, as HiPPO's are per channel.
+LONG_RANGE_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "sigmoid_without_scaling": {"mixer.feature_map": "sigmoid", "mixer.normalize": "none"},
+        "relu": {"mixer.feature_map": "relu"},
+        "scalar_decay": {"mixer.decay": SelectiveDecayConfig()},
+        "without_scaling": {"mixer.normalize": "none"},
+        "scaling_before_mask": {"mixer.normalize": "sum_before_mask"},
+        "without_selectivity": {"mixer.decay.selective": False},
+        "softplus_decay": {"mixer.decay.activation": "softplus"},
+        "without_hippo": {"mixer.decay": SelectiveDecayConfig(diagonal=True)},
+    }
+)
+ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {**LIGHTNET_ABLATIONS, **LION_ABLATIONS, **LDN_ABLATIONS, **LONG_RANGE_ABLATIONS}
+)
+
+
+def preset(name: str, **changes: Any) -> ModelConfig:
+    """Return the config of a preset, with some fields changed.
+
+    Args:
+        name: A key of `PRESETS`.
+        changes: Fields and their new values. A dotted name changes a field of a nested config, as
+            in `preset("lightnet_tiny", **{"mixer.lrpe": False})`. `image_size` and `patch_size` may
+            be one number for a square.
+
+    Raises:
+        ValueError: If the name or a field is unknown (names the closest match), or a value has the
+            wrong type.
+
+    >>> preset("lightnet_tiny", num_classes=10, image_size=32, patch_size=4).num_classes
+    10
+    """
+    check_choice("model", name, PRESETS)
+    squares = {
+        key: (value, value)
+        for key, value in changes.items()
+        if key in ("image_size", "patch_size") and isinstance(value, int)
+    }
+    return replace(PRESETS[name].config, {**changes, **squares})
+
+
+def build(name: str, **changes: Any) -> nn.Module:
+    """Build the model of a preset with new weights; see `preset` for the arguments.
+
+    Raises:
+        ValueError: If `preset` raises it, or the model does not fit into memory.
+
+    >>> build("lightnet_tiny", num_classes=10, image_size=32, patch_size=4).head.out_features
+    10
+    """
+    return build_model(preset(name, **changes))
