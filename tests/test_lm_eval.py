@@ -162,7 +162,7 @@ def test_a_task_that_asks_for_what_is_not_known_is_refused():
     for options, message in [
         ({"until": ["."], "penalty": 2}, r"generation_kwargs set \['penalty'\]"),
         ({"num_beams": 4}, r"generation_kwargs set \['num_beams'\]"),
-        ({"max_gen_toks": 40}, "40 tokens are to be written, but the model has 40 places"),
+        ({"max_gen_toks": 40}, "40 tokens were requested, but the model is limited to 40 tokens"),
         ({"do_sample": True, "temperature": -1.0}, "temperature is -1.0"),
     ]:
         with pytest.raises(ValueError, match=message):
