@@ -7,8 +7,6 @@ and `onescan --help` do not import torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from onescan.integrations import register_on_import
-
 if TYPE_CHECKING:
     from onescan.checkpoint.generation_state import load_generation_state as load_generation_state
     from onescan.checkpoint.generation_state import save_generation_state as save_generation_state
@@ -61,16 +59,9 @@ _MODULES = {
     "save_generation_state": "onescan.checkpoint.generation_state",
     "train": "onescan.training.loop",
     "use_backend": "onescan.ops.backend",
-    "DenoiserModel": "onescan.integrations.diffusers.model",
-    "DenoiserPipeline": "onescan.integrations.diffusers.pipeline",
-    "to_diffusers": "onescan.integrations.diffusers.convert",
-    "to_transformers": "onescan.integrations.transformers.convert",
 }
 
 __all__ = ["__version__", *_MODULES]
-
-
-register_on_import()
 
 
 def __getattr__(name: str) -> Any:

@@ -366,10 +366,10 @@ def sample(argv: Argv) -> None:
     )
     asked.check()
     device = choose_device(options.device, Ranks())
-    from onescan.integrations.diffusers.labels import find_labels, spelt_label
+    from onescan.integrations.diffusers import find_labels, parse_label
 
     pipeline = load_pipeline(options.checkpoint, sampler=options.sampler, vae=options.vae)
-    spelt = [spelt_label(argument, pipeline.names) for argument in options.labels]
+    spelt = [parse_label(argument, pipeline.names) for argument in options.labels]
     if spelt:
         labels = find_labels(spelt, pipeline.names, num_classes=pipeline.num_classes)
         if pipeline.num_classes in labels:  # the unconditional label, not a class

@@ -1,6 +1,7 @@
 """Denoisers in diffusers: the same numbers, saved, loaded, trained, averaged, swapped."""
 
 import json
+import os
 import subprocess
 import sys
 from inspect import unwrap
@@ -10,7 +11,6 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDPMScheduler,
-    DiffusionPipeline,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     PNDMScheduler,
@@ -22,13 +22,16 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.testing import assert_close
 
-import onescan
-from onescan import DenoiserModel, DenoiserPipeline
 from onescan.data import ImageFormat
-from onescan.integrations.diffusers.labels import find_labels
+from onescan.integrations.diffusers import (
+    DenoiserModel,
+    DenoiserPipeline,
+    find_labels,
+    sample,
+    to_diffusers,
+)
 from onescan.integrations.diffusers.pipeline import clip_range
-from onescan.integrations.diffusers.sampling import draw
-from onescan.integrations.diffusers.schedulers import SCHEDULERS
+from onescan.integrations.diffusers.sampling import SCHEDULERS
 from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 
@@ -54,7 +57,7 @@ def native(kind="lightnet", **changes):
 
 
 def pipeline(model=None, **parts):
-    made = onescan.to_diffusers(native() if model is None else model, **parts)
+    made = to_diffusers(native() if model is None else model, **parts)
     made.set_progress_bar_config(disable=True)
     return made
 
@@ -88,7 +91,7 @@ def tiny_vae(**changes):
 def test_a_model_is_called_as_transformers_of_diffusers_are(kind):
     model = native(kind)
     noisy, times, labels = inputs(model)
-    converted = DenoiserModel.of(model)
+    converted = DenoiserModel.from_onescan(model)
     assert torch.equal(converted(noisy, times, labels).sample, model(noisy, times, labels))
     (told,) = converted(noisy, 7, return_dict=False)
     assert torch.equal(told, model(noisy, torch.tensor([7, 7])))
@@ -99,7 +102,7 @@ def test_a_model_is_called_as_transformers_of_diffusers_are(kind):
 @over_kinds
 def test_weights_are_shared(kind):
     model = native(kind).train()
-    converted = DenoiserModel.of(model)
+    converted = DenoiserModel.from_onescan(model)
     assert converted.to_onescan() is model
     assert converted.training
     assert {id(p) for p in converted.parameters()} == {id(p) for p in model.parameters()}
@@ -110,7 +113,9 @@ def test_weights_are_shared(kind):
 def test_a_model_comes_back_with_the_same_bits(kind, shards, tmp_path):
     model = native(kind)
     size = sum(p.numel() * 4 for p in model.parameters())
-    DenoiserModel.of(model).save_pretrained(tmp_path, max_shard_size=size // shards + 1000)
+    DenoiserModel.from_onescan(model).save_pretrained(
+        tmp_path, max_shard_size=size // shards + 1000
+    )
     assert len(list(tmp_path.glob("*.safetensors"))) >= shards
     assert not list(tmp_path.glob("*.bin"))
     loaded = DenoiserModel.from_pretrained(tmp_path)
@@ -124,7 +129,7 @@ def test_a_model_comes_back_with_the_same_bits(kind, shards, tmp_path):
 
 def test_a_model_is_loaded_in_bfloat16_but_for_angles(tmp_path):
     model = native()
-    DenoiserModel.of(model).save_pretrained(tmp_path)
+    DenoiserModel.from_onescan(model).save_pretrained(tmp_path)
     loaded = DenoiserModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
     for name, weight in loaded.to_onescan().named_parameters():
         whole = model.get_parameter(name)
@@ -141,7 +146,7 @@ def test_recomputed_gradients_are_the_same(kind):
     gradients = []
     for recompute in (False, True):
         torch.manual_seed(0)
-        model = DenoiserModel.of(native(kind))
+        model = DenoiserModel.from_onescan(native(kind))
         assert not model.is_gradient_checkpointing
         if recompute:
             model.enable_gradient_checkpointing()
@@ -158,7 +163,7 @@ def test_recomputed_gradients_are_the_same(kind):
 # EMAModel loads in a way that diffusers itself will drop
 @pytest.mark.filterwarnings("ignore:It is deprecated to pass a pretrained model name:FutureWarning")
 def test_a_step_of_training_with_diffusers_and_its_mean_of_weights(tmp_path):
-    model = DenoiserModel.of(native(learn_sigma=False, label_dropout=0.0)).train()
+    model = DenoiserModel.from_onescan(native(learn_sigma=False, label_dropout=0.0)).train()
     mean = EMAModel(
         model.parameters(), decay=0.5, model_cls=DenoiserModel, model_config=model.config
     )
@@ -195,7 +200,7 @@ def test_a_pipeline_draws_what_draw_draws():
     pipe = pipeline(model, class_names=NAMES)
     found = made_by(pipe, ["dog", 3], guidance_scale=2.0)
     options = {"size": (4, 4), "seeds": [1, 2], "labels": [1, 3], "steps": 4, "guidance": 2.0}
-    drawn = draw(model, pipe.scheduler, **options)
+    drawn = sample(model, pipe.scheduler, **options)
     assert torch.equal(found, (drawn / 2 + 0.5).clamp(0, 1))
     assert torch.equal(made_by(pipe, [1, 3], guidance_scale=2.0, output_type="latent"), drawn)
 
@@ -268,7 +273,7 @@ def test_where_chance_comes_from():
 def test_models_without_classes_make_images():
     pipe = pipeline(native(num_classes=0))
     assert pipe(None, 2, generator=seeded(1), output_type="pt").images.shape == (1, 1, 4, 4)
-    with pytest.raises(ValueError, match=r"labels \[0\] are asked for, but the model has no class"):
+    with pytest.raises(ValueError, match=r"labels \[0\] are given, but the model has no classes"):
         pipe([0])
 
 
@@ -292,7 +297,7 @@ def test_flow_matching_walks_by_euler(tmp_path):
     assert isinstance(pipe.scheduler, FlowMatchEulerDiscreteScheduler)
     found = made_by(pipe)
     pipe.save_pretrained(tmp_path)
-    again = DiffusionPipeline.from_pretrained(tmp_path)
+    again = DenoiserPipeline.from_pretrained(tmp_path)
     again.set_progress_bar_config(disable=True)
     assert again.noise == NoiseConfig(prediction="flow")
     assert torch.equal(made_by(again), found)
@@ -355,7 +360,7 @@ def test_parts_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="class_names has 2 names, expected one for each of 4"):
         pipeline(class_names=["a", "b"])
     with pytest.raises(ValueError, match="model is a Linear, expected a Denoiser"):
-        onescan.to_diffusers(nn.Linear(1, 1))
+        to_diffusers(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="output_type is 'pt', but there is no vae"):
         made_by(pipeline(native(channels=4)))
     assert made_by(pipeline(native(channels=4)), output_type="latent").shape == (2, 4, 4, 4)
@@ -366,21 +371,31 @@ def test_parts_that_do_not_fit_are_refused():
 
 ELSEWHERE = """
 import sys
-import onescan
+import torch
+from diffusers import AutoModel, DiffusionPipeline
 from safetensors.torch import save_file
 
-def images(kind):
-    pipe = kind.from_pretrained(sys.argv[1])
-    assert type(pipe).__name__ == "DenoiserPipeline"
+def images(kind, **options):
+    pipe = kind.from_pretrained(sys.argv[1], **options)
+    assert type(pipe).__module__ == "onescan.integrations.diffusers.pipeline"
     generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
     return pipe(
         ["dog", 0], 4, guidance_scale=2.0, output_type="pt", generator=generators
     ).images
 
-import torch
-from diffusers import DiffusionPipeline
-found = {"diffusers": images(DiffusionPipeline)}
-found["onescan"] = images(onescan.DenoiserPipeline)
+try:
+    DiffusionPipeline.from_pretrained(sys.argv[1])
+except ValueError as error:
+    assert "trust_remote_code=True" in str(error)
+assert "onescan" not in sys.modules
+found = {"trusted": images(DiffusionPipeline, trust_remote_code=True)}
+model = AutoModel.from_pretrained(sys.argv[1] + "/transformer", trust_remote_code=True)
+assert type(model).__name__ == "DenoiserModel"
+
+from onescan.integrations.diffusers import DenoiserPipeline
+read = len([name for name in sys.modules if "modeling_onescan" in name])
+found["imported"] = images(DenoiserPipeline)
+assert read == len([name for name in sys.modules if "modeling_onescan" in name])
 save_file(found, sys.argv[2])
 """
 
@@ -390,11 +405,12 @@ def test_another_process_makes_the_same_bits(tmp_path):
     expected = made_by(pipe, ["dog", 0], guidance_scale=2.0)
     pipe.save_pretrained(tmp_path / "pipe")
     words = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "pipe"), str(tmp_path / "images")]
-    done = subprocess.run(words, capture_output=True, text=True)
+    cache = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **cache})
     assert done.returncode == 0, done.stderr
     found = load_file(tmp_path / "images")
-    assert torch.equal(found["diffusers"], expected)
-    assert torch.equal(found["onescan"], expected)
+    assert torch.equal(found["trusted"], expected)
+    assert torch.equal(found["imported"], expected)
     assert "not expected" not in done.stderr
     assert "Expected types" not in done.stderr
 

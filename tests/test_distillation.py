@@ -326,6 +326,7 @@ def transformers(monkeypatch):
     fake.AutoModelForImageClassification = SimpleNamespace(from_pretrained=give_model)
     fake.AutoImageProcessor = SimpleNamespace(from_pretrained=lambda place, **_: processor)
     monkeypatch.setitem(sys.modules, "transformers", fake)
+    monkeypatch.setitem(sys.modules, "onescan.integrations.transformers", ModuleType("registers"))
     return fake
 
 

@@ -14,9 +14,11 @@ from onescan.integrations.export import (
     export_onnx_step,
     export_program,
     export_step,
-    first_state,
+    initial_state,
+    logaddexp,
+    logcumsumexp,
+    solve_unit_triangular,
 )
-from onescan.integrations.onnx_ops import logaddexp, logcumsumexp, solve_unit_triangular
 from onescan.layers.basic import GLUConfig, MLPConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
@@ -172,7 +174,7 @@ def test_a_causal_program_takes_any_length(change):
 @over_both
 def test_a_masked_program_takes_any_length_and_padding(name):
     model = MaskedLMConfig(**{**TEXT, **BOTH[name]}).build().eval()
-    program = export_program(model, also=("keep",)).module()
+    program = export_program(model, extra_inputs=("keep",)).module()
     for length in LENGTHS:
         tokens, keep = ids(2, length), torch.rand(2, length) < 0.8
         assert_near(program(tokens, keep), model(tokens, keep))
@@ -180,7 +182,7 @@ def test_a_masked_program_takes_any_length_and_padding(name):
 
 def test_a_classifiers_program_takes_segments():
     model = SequenceClassifierConfig(**{**TEXT, **BOTH["bert"]}, pool="first").build().eval()
-    program = export_program(model, also=("keep", "segments")).module()
+    program = export_program(model, extra_inputs=("keep", "segments")).module()
     for length in LENGTHS:
         tokens, keep = ids(2, length), torch.rand(2, length) < 0.8
         segments = torch.randint(2, (2, length))
@@ -213,7 +215,7 @@ def test_absolute_positions_have_one_size_and_any_batch():
 def test_a_step_goes_on_from_its_state(name, any_length):
     model = causal(CAUSAL[name])
     program = export_step(model, any_length=any_length).module()
-    tokens, state, parts = ids(3, 23), first_state(model, batch=3), []
+    tokens, state, parts = ids(3, 23), initial_state(model, batch=3), []
     for part in tokens.split([1, 20, 2] if any_length else 1, dim=1):
         scores, state = program(part, state)
         parts.append(scores)
@@ -240,7 +242,7 @@ def test_an_onnx_file_of_images_says_what_it_is(tmp_path, traced):
 @pytest.mark.parametrize("change", [BOTH["lion"], CAUSAL["delta"]], ids=["lion", "delta"])
 def test_an_onnx_file_of_texts_takes_any_length_and_padding(tmp_path, traced, change):
     model = SequenceClassifierConfig(**{**TEXT, **change}).build().eval()
-    export_onnx(model, tmp_path / "model.onnx", also=("keep",))
+    export_onnx(model, tmp_path / "model.onnx", extra_inputs=("keep",))
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     assert [(x.name, x.shape) for x in session.get_inputs()] == [
         ("tokens", ["batch", "length"]),
@@ -258,7 +260,7 @@ def test_an_onnx_step_needs_nothing_but_its_file(tmp_path, traced, name):
     model = causal(CAUSAL[name])
     export_onnx_step(model, tmp_path / "step.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "step.onnx")
-    first = json.loads(session.get_modelmeta().custom_metadata_map["first_state"])
+    first = json.loads(session.get_modelmeta().custom_metadata_map["initial_state"])
     state = {
         part: np.full([2 if n == "batch" else n for n in it["shape"]], it["value"], it["type"])
         for part, it in first.items()
@@ -272,7 +274,7 @@ def test_an_onnx_step_needs_nothing_but_its_file(tmp_path, traced, name):
         parts.append(torch.as_tensor(scores))
     assert_near(torch.cat(parts, dim=1), model(tokens)[0])
     (program,) = traced
-    state, parts = first_state(model, batch=2), []
+    state, parts = initial_state(model, batch=2), []
     for token in tokens.split(1, dim=1):
         scores, state = program(token, state)
         parts.append(scores)
@@ -306,11 +308,17 @@ def test_an_export_leaves_the_model_as_it_was():
     [
         (lambda: export_program(torch.nn.Linear(2, 2)), "model is a Linear, expected one of Image"),
         (lambda: export_program(causal(CAUSAL["lion"]).train()), "model is training, expected"),
-        (lambda: export_program(causal(CAUSAL["lion"]), also=("segments",)), "tells none apart"),
-        (lambda: export_program(causal(CAUSAL["lion"]), also=("mask",)), "also 'mask' is unknown"),
-        (lambda: export_program(image_classifier(), also=("keep",)), "with a model of images"),
+        (
+            lambda: export_program(causal(CAUSAL["lion"]), extra_inputs=("segments",)),
+            "has no segments",
+        ),
+        (
+            lambda: export_program(causal(CAUSAL["lion"]), extra_inputs=("mask",)),
+            "extra_inputs 'mask' is unknown",
+        ),
+        (lambda: export_program(image_classifier(), extra_inputs=("keep",)), "for an image model"),
         (lambda: export_step(image_classifier()), "ImageClassifier, expected a CausalLM"),
-        (lambda: first_state(causal(CAUSAL["lion"]), batch=0), "batch is 0, expected"),
+        (lambda: initial_state(causal(CAUSAL["lion"]), batch=0), "batch is 0, expected"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(make, message):

@@ -11,13 +11,13 @@ from test_language_runs import train
 from tiny_language_models import BOTH, CAUSAL, SMALL, causal, ids, over_causal
 from tiny_tokenizers import WORDS, word_tokenizer
 
-import onescan
 from onescan.bench import lengths
 from onescan.bench.asked import LengthsConfig
 from onescan.bench.length_scores import LengthScore, LengthScores
 from onescan.bench.lengths import measure_lengths
 from onescan.bench.long_text import open_long_text
 from onescan.cli import main
+from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLMConfig, score_logits, token_losses
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.report import write_lengths
@@ -50,7 +50,7 @@ def test_what_is_not_to_be_told_counts_nothing():
 
 def saved(folder, model):
     """A folder of transformers', with its tokenizer."""
-    onescan.to_transformers(model).save_pretrained(folder / "model")
+    to_transformers(model).save_pretrained(folder / "model")
     word_tokenizer(framed=not model.config.mixer.is_causal).save_pretrained(folder / "model")
     return str(folder / "model")
 

@@ -13,12 +13,12 @@ from test_writing import byte_level_bpe
 from tiny_language_models import BOTH, CAUSAL, SMALL, causal, over_causal
 from tiny_tokenizers import WORDS, word_tokenizer
 
-import onescan
 from onescan.bench.asked import TasksConfig
 from onescan.bench.harness import _manager_of, register
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
 from onescan.integrations.lm_eval import OnescanLM
+from onescan.integrations.transformers import OnescanForCausalLM, OnescanTextConfig, to_transformers
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.tasks.writing import generate_text
@@ -119,7 +119,7 @@ def test_a_model_with_places_reads_the_end_of_a_long_context(name):
     told = [(("", ""), context, text) for text in ([5, 6, 7], [8])]
     got = judged(model)._loglikelihood_tokens(told)
     assert_scores(got, [direct(model, context[-38:], [5, 6, 7]), direct(model, context[-40:], [8])])
-    with pytest.raises(ValueError, match="likelihood of 41 tokens, but the model has 40 places"):
+    with pytest.raises(ValueError, match="likelihood of 41 tokens, but the model is limited to 40"):
         judged(model)._loglikelihood_tokens([(("", ""), [1], [5] * 41)])
 
 
@@ -160,14 +160,14 @@ def test_texts_are_written_up_to_what_ends_them(name):
 def test_a_task_that_asks_for_what_is_not_known_is_refused():
     lm = judged(causal(CAUSAL["gpt2"]))
     for options, message in [
-        ({"until": ["."], "penalty": 2}, r"generation_kwargs ask for \['penalty'\]"),
-        ({"num_beams": 4}, "generation_kwargs ask for beams"),
+        ({"until": ["."], "penalty": 2}, r"generation_kwargs set \['penalty'\]"),
+        ({"num_beams": 4}, r"generation_kwargs set \['num_beams'\]"),
         ({"max_gen_toks": 40}, "40 tokens were requested, but the model is limited to 40 tokens"),
         ({"do_sample": True, "temperature": -1.0}, "temperature is -1.0"),
     ]:
         with pytest.raises(ValueError, match=message):
             lm.generate_until(requests(("the", options)))
-    with pytest.raises(ValueError, match="the likelihood of no text"):
+    with pytest.raises(ValueError, match="the likelihood of an empty text"):
         lm._loglikelihood_tokens([(("", ""), [1], [])])
 
 
@@ -188,7 +188,7 @@ def saved(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     torch.manual_seed(4)
     model = CausalLMConfig(**{**SMALL, "vocab_size": 12, **CAUSAL["lightnet"]}).build()
-    onescan.to_transformers(model.eval()).save_pretrained(tmp_path / "model")
+    to_transformers(model.eval()).save_pretrained(tmp_path / "model")
     words().save_pretrained(tmp_path / "model")
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "cats.json").write_text(json.dumps(QUESTIONS))
@@ -256,7 +256,7 @@ def test_likelihoods_are_those_of_lm_evals_own_model(tmp_path):
 
     torch.manual_seed(0)
     model = CausalLMConfig(**{**SMALL, "vocab_size": 300, **CAUSAL["lightnet"]}).build()
-    onescan.to_transformers(model.eval()).save_pretrained(tmp_path)
+    to_transformers(model.eval()).save_pretrained(tmp_path)
     byte_level_bpe().save_pretrained(tmp_path)
     pairs = [("the cat", " sat on the mat"), ("the cat", " naïve"), ("a", "b"), ("", "the mat")]
     ours = OnescanLM(model, PretrainedTokenizer("pairs", byte_level_bpe()))
@@ -270,12 +270,14 @@ def test_likelihoods_are_those_of_lm_evals_own_model(tmp_path):
 
 
 def test_a_saved_config_brings_no_source_along(saved):
-    onescan.integrations.transformers.OnescanTextConfig.register_for_auto_class()
+    OnescanTextConfig.register_for_auto_class()
+    OnescanForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     again = saved.folder / "again"
-    onescan.to_transformers(saved.lm).save_pretrained(again)
-    assert {path.name for path in again.glob("*.py")} == {"onescan_model.py"}
+    to_transformers(saved.lm).save_pretrained(again)
+    assert {path.name for path in again.glob("*.py")} == {"modeling_onescan.py"}
     config = json.loads((again / "config.json").read_text())
-    assert config["auto_map"] == {"AutoConfig": "onescan_model.OnescanTextConfig"}
+    assert config["auto_map"]["AutoConfig"] == "modeling_onescan.OnescanTextConfig"
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_onescan.OnescanForCausalLM"
 
 
 def test_sets_of_tasks_are_spelt_out():
@@ -322,7 +324,7 @@ def test_mistakes_are_told_in_a_sentence(saved, capsys, monkeypatch):
         "--tasks", "cats", "--workers", "2"
     )
     masked = MaskedLMConfig(**{**SMALL, "vocab_size": 12}, **BOTH["bert"]).build()
-    onescan.to_transformers(masked).save_pretrained(saved.model)
+    to_transformers(masked).save_pretrained(saved.model)
     assert "the model is a MaskedLM, expected a CausalLM" in told("--tasks", "cats", *local)
     (saved.folder / "broken").mkdir()
     (saved.folder / "broken/dogs.yaml").write_text("task: [dogs")

@@ -14,7 +14,6 @@ from tiny_language_models import BOTH, CAUSAL, SMALL, built
 from tiny_tokenizers import WORDS, word_tokenizer
 from torch import nn
 
-import onescan
 from onescan.bench import needle
 from onescan.bench.asked import NeedleConfig
 from onescan.bench.haystack import Haystack, read_haystack
@@ -22,6 +21,7 @@ from onescan.bench.hidden import hide
 from onescan.bench.needle import measure_needles
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
+from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import CausalLM, CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.token_network import NetworkState
@@ -255,7 +255,7 @@ def test_what_is_no_language_model_or_no_text_is_told(tmp_path, capsys):
     masked = MaskedLMConfig(**{**SMALL, "vocab_size": len(WORDS), **BOTH["bert"]}).build()
     causal = CausalLMConfig(**{**SMALL, "vocab_size": len(WORDS), **CAUSAL["lion"]}).build()
     for name, model in (("masked", masked), ("causal", causal)):
-        onescan.to_transformers(model).save_pretrained(tmp_path / name)
+        to_transformers(model).save_pretrained(tmp_path / name)
         word_tokenizer().save_pretrained(tmp_path / name)
     assert main(["needle", str(tmp_path / "masked")]) == 2
     assert "is a MaskedLM, expected a CausalLM" in capsys.readouterr().err

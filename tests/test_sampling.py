@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from onescan.integrations.diffusers.sampling import draw
-from onescan.integrations.diffusers.schedulers import (
+from onescan.integrations.diffusers.sampling import (
     SCHEDULERS,
-    at_the_start,
     build_scheduler,
     check_scheduler,
+    prepare_scheduler,
+    sample,
 )
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
@@ -38,12 +38,12 @@ over_all = pytest.mark.parametrize(
 )
 
 
-def scheduler(prediction="noise", betas="linear", sampler=None, *, clip=None, learnt_sigma=False):
+def scheduler(prediction="noise", betas="linear", sampler=None, *, clip=None, learn_sigma=False):
     return build_scheduler(
         NoiseConfig(prediction=prediction, betas=betas),
         SamplerConfig(sampler=sampler),
         clip=clip,
-        learnt_sigma=learnt_sigma,
+        learn_sigma=learn_sigma,
     )
 
 
@@ -101,7 +101,7 @@ def test_alphas_are_those_of_the_papers(betas, sampler):
 @over_all
 @pytest.mark.parametrize("steps", [1, 5, 50])
 def test_a_walk_begins_at_pure_noise_and_ends_at_the_image(prediction, betas, sampler, steps):
-    walk = at_the_start(scheduler(prediction, betas, sampler), steps)
+    walk = prepare_scheduler(scheduler(prediction, betas, sampler), steps)
     times = walk.timesteps.double()
     assert len(times) == steps
     first = 1000 if prediction == "flow" else 999
@@ -117,7 +117,7 @@ def test_a_walk_begins_at_pure_noise_and_ends_at_the_image(prediction, betas, sa
 @pytest.mark.parametrize("steps", [61, 103, 397, 999])
 @pytest.mark.parametrize("sampler", ["ddpm", "dpm"])
 def test_no_walk_has_a_timestep_below_zero(sampler, steps):
-    walk = at_the_start(scheduler(sampler=sampler), steps)
+    walk = prepare_scheduler(scheduler(sampler=sampler), steps)
     assert len(walk.timesteps) == steps
     assert walk.timesteps.min() >= 0
     assert len(set(walk.timesteps.tolist())) == steps
@@ -130,9 +130,9 @@ def test_no_walk_has_a_timestep_below_zero(sampler, steps):
 def test_a_known_image_is_found(prediction, betas, sampler, variance):
     image = torch.linspace(-0.9, 0.9, 64).reshape(4, 4, 4)
     oracle = Oracle(prediction, betas, image, variance=variance)
-    built = scheduler(prediction, betas, sampler, learnt_sigma=variance is not None)
+    built = scheduler(prediction, betas, sampler, learn_sigma=variance is not None)
     for steps in (1, 20):
-        found = draw(oracle, built, size=(4, 4), seeds=[3, 4], steps=steps)
+        found = sample(oracle, built, size=(4, 4), seeds=[3, 4], steps=steps)
         assert_close(found, image.expand(2, -1, -1, -1), rtol=0, atol=5e-3)
 
 
@@ -140,11 +140,11 @@ def test_a_known_image_is_found(prediction, betas, sampler, variance):
 def test_guesses_at_pixels_stay_within_the_clip(sampler):
     image = torch.full((1, 4, 4), 3.0)
     oracle = Oracle("noise", "linear", image)
-    found = draw(oracle, scheduler(sampler=sampler, clip=1.0), size=(4, 4), seeds=[1], steps=10)
+    found = sample(oracle, scheduler(sampler=sampler, clip=1.0), size=(4, 4), seeds=[1], steps=10)
     assert_close(found[0], torch.ones(1, 4, 4), rtol=0, atol=1e-3)
     if sampler != "dpm":
         wider = scheduler(sampler=sampler, clip=2.5)
-        found = draw(oracle, wider, size=(4, 4), seeds=[1], steps=10)
+        found = sample(oracle, wider, size=(4, 4), seeds=[1], steps=10)
         assert_close(found[0], torch.full((1, 4, 4), 2.5), rtol=0, atol=1e-3)
 
 
@@ -160,10 +160,10 @@ def test_walks_without_chance_follow_the_flow_to_the_data(prediction, betas, sam
     built = scheduler(prediction, betas, sampler)
     oracle = Oracle(prediction, betas, image, spread)
     start = torch.cat([noise_of(seed) for seed in range(8)])
-    a, s = shares(prediction, betas, at_the_start(built, 200).timesteps[0].item())
+    a, s = shares(prediction, betas, prepare_scheduler(built, 200).timesteps[0].item())
     exact = image + spread * (start - a * image) / (a * a * spread**2 + s * s) ** 0.5
     errors = [
-        (draw(oracle, built, size=(4, 4), seeds=range(8), steps=steps) - exact).abs().max().item()
+        (sample(oracle, built, size=(4, 4), seeds=range(8), steps=steps) - exact).abs().max().item()
         for steps in (50, 200)
     ]
     assert errors[1] < errors[0] < 0.1
@@ -178,8 +178,8 @@ def noise_of(seed):
 def test_chance_at_every_step_ends_at_the_spread_of_the_data(variance):
     image = torch.zeros(1, 16, 16)
     oracle = Oracle("noise", "linear", image, 0.5, variance=variance)
-    built = scheduler(sampler="ddpm", learnt_sigma=variance is not None)
-    found = draw(oracle, built, size=(16, 16), seeds=range(16), steps=250)
+    built = scheduler(sampler="ddpm", learn_sigma=variance is not None)
+    found = sample(oracle, built, size=(16, 16), seeds=range(16), steps=250)
     assert found.std().item() == pytest.approx(0.5, abs=0.02)
     assert found.mean().item() == pytest.approx(0, abs=0.03)
 
@@ -188,7 +188,7 @@ def test_chance_at_every_step_ends_at_the_spread_of_the_data(variance):
 def test_two_steps_are_the_equations_written_out(sampler):
     image = torch.full((1, 4, 4), 0.3)
     oracle = Oracle("noise", "linear", image, 0.5)
-    found = draw(oracle, scheduler(sampler=sampler), size=(4, 4), seeds=[5], steps=2)
+    found = sample(oracle, scheduler(sampler=sampler), size=(4, 4), seeds=[5], steps=2)
     x = noise_of(5).double()
     for t, after in ((999, 499), (499, None)):
         a, s = shares("noise", "linear", t)
@@ -209,14 +209,14 @@ def built(**changes):
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm"])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_an_image_is_its_seed_s_and_its_label_s_alone(sampler, guidance):
-    model, way = built(), scheduler(sampler=sampler, clip=1.0, learnt_sigma=True)
+    model, way = built(), scheduler(sampler=sampler, clip=1.0, learn_sigma=True)
     options = {"size": (4, 6), "steps": 4, "guidance": guidance}
-    whole = draw(model, way, seeds=[7, 8, 9], labels=[0, 1, 2], **options)
-    alone = draw(model, way, seeds=[8], labels=[1], **options)
+    whole = sample(model, way, seeds=[7, 8, 9], labels=[0, 1, 2], **options)
+    alone = sample(model, way, seeds=[8], labels=[1], **options)
     assert_close(alone[0], whole[1], rtol=1e-4, atol=1e-5)
-    swapped = draw(model, way, seeds=[9, 7], labels=[2, 0], **options)
+    swapped = sample(model, way, seeds=[9, 7], labels=[2, 0], **options)
     assert_close(swapped, whole[[2, 0]], rtol=1e-4, atol=1e-5)
-    again = draw(model, way, seeds=[7, 8, 9], labels=torch.tensor([0, 1, 2]), **options)
+    again = sample(model, way, seeds=[7, 8, 9], labels=torch.tensor([0, 1, 2]), **options)
     assert torch.equal(again, whole)
     assert not torch.allclose(whole[0], whole[1], atol=1e-2)
 
@@ -231,7 +231,7 @@ def test_the_noise_of_a_seed_has_the_same_bits_in_every_batch():
 
     oracle = Watching("noise", "linear", torch.zeros(1, 4, 4))
     for seeds in ([1, 2, 3], [3], [2, 1]):
-        draw(oracle, scheduler(), size=(4, 4), seeds=seeds, steps=1)
+        sample(oracle, scheduler(), size=(4, 4), seeds=seeds, steps=1)
     whole, alone, turned = starts
     assert torch.equal(whole, torch.cat([noise_of(seed) for seed in (1, 2, 3)]))
     assert torch.equal(whole[2:], alone)
@@ -242,9 +242,9 @@ def test_generators_go_on_from_where_they_are():
     model, way = built(), scheduler()
     seeds = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
     options = {"size": (4, 4), "steps": 2, "labels": [0, 1]}
-    first = draw(model, way, seeds=seeds, **options)
-    assert torch.equal(first, draw(model, way, seeds=[1, 2], **options))
-    assert not torch.allclose(first, draw(model, way, seeds=seeds, **options))
+    first = sample(model, way, seeds=seeds, **options)
+    assert torch.equal(first, sample(model, way, seeds=[1, 2], **options))
+    assert not torch.allclose(first, sample(model, way, seeds=seeds, **options))
 
 
 class Counting(nn.Module):
@@ -263,11 +263,11 @@ class Counting(nn.Module):
 def test_without_guidance_there_is_one_call_of_a_plain_batch():
     counting = Counting(built())
     options = {"size": (4, 4), "seeds": [1, 2], "labels": [0, 2], "steps": 4}
-    guided = draw(counting, scheduler(), guidance=1.0, **options)
+    guided = sample(counting, scheduler(), guidance=1.0, **options)
     assert counting.batches == [(2, [0, 2])] * 4
-    assert torch.equal(guided, draw(counting, scheduler(), **options))
+    assert torch.equal(guided, sample(counting, scheduler(), **options))
     x = torch.cat([noise_of(1), noise_of(2)])  # the same by hand
-    way = at_the_start(scheduler(), 4)
+    way = prepare_scheduler(scheduler(), 4)
     with torch.no_grad():
         for t in way.timesteps:
             told = counting.model(x, torch.full((2,), t.item()), torch.tensor([0, 2]))[:, :1]
@@ -278,9 +278,9 @@ def test_without_guidance_there_is_one_call_of_a_plain_batch():
 def test_guidance_goes_from_any_class_toward_the_one_in_one_batch():
     model = built(learn_sigma=True)
     counting = Counting(model.eval())
-    way = scheduler(sampler="ddpm", learnt_sigma=True)
+    way = scheduler(sampler="ddpm", learn_sigma=True)
     options = {"size": (4, 4), "steps": 2, "seeds": [1], "labels": [2]}
-    found = draw(counting, way, guidance=2.5, **options)
+    found = sample(counting, way, guidance=2.5, **options)
     assert counting.batches == [(2, [2, 3])] * 2
 
     class ByHand:
@@ -291,7 +291,7 @@ def test_guidance_goes_from_any_class_toward_the_one_in_one_batch():
             told = of_any + 2.5 * (asked - of_any)
             return torch.cat([told[:, :1], asked[:, 1:]], dim=1)  # its own variance
 
-    expected = draw(ByHand(), way, **(options | {"labels": None}))
+    expected = sample(ByHand(), way, **(options | {"labels": None}))
     assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -303,19 +303,19 @@ def test_a_guided_step_has_the_variance_of_the_label():
             variance = torch.where(labels == 3, 1.0, -1.0)[:, None, None, None]
             return torch.cat([noisy, variance.expand_as(noisy)], dim=1)
 
-    way = scheduler(sampler="ddpm", learnt_sigma=True)
+    way = scheduler(sampler="ddpm", learn_sigma=True)
     options = {"size": (4, 4), "steps": 4, "seeds": [1], "labels": [2]}
-    plain = draw(Telling(), way, **options)
-    assert_close(draw(Telling(), way, guidance=2.5, **options), plain)
-    assert not torch.allclose(draw(Telling(), way, **options | {"labels": [3]}), plain, rtol=1e-2)
+    plain = sample(Telling(), way, **options)
+    assert_close(sample(Telling(), way, guidance=2.5, **options), plain)
+    assert not torch.allclose(sample(Telling(), way, **options | {"labels": [3]}), plain, rtol=1e-2)
 
 
 def test_guidance_zero_is_of_any_class():
     model = built()
     options = {"size": (4, 4), "steps": 4, "seeds": [1]}
-    unasked = draw(model, scheduler(), **options)
-    assert_close(draw(model, scheduler(), labels=[1], guidance=0.0, **options), unasked)
-    assert torch.equal(draw(model, scheduler(), labels=[3], **options), unasked)
+    unasked = sample(model, scheduler(), **options)
+    assert_close(sample(model, scheduler(), labels=[1], guidance=0.0, **options), unasked)
+    assert torch.equal(sample(model, scheduler(), labels=[3], **options), unasked)
 
 
 def test_variances_are_read_by_ddpm_alone():
@@ -323,7 +323,7 @@ def test_variances_are_read_by_ddpm_alone():
     options = {"size": (4, 4), "seeds": [1], "steps": 10}
     for sampler in ("ddim", "dpm", "ddpm"):
         drawn = [
-            draw(oracle, scheduler(sampler=sampler, learnt_sigma=True), **options)
+            sample(oracle, scheduler(sampler=sampler, learn_sigma=True), **options)
             for oracle in (
                 Oracle("noise", "linear", torch.zeros(4, 4, 4), 0.5, variance=variance)
                 for variance in (-1.0, 1.0)
@@ -331,18 +331,18 @@ def test_variances_are_read_by_ddpm_alone():
         ]
         assert torch.equal(*drawn) == (sampler != "ddpm")
         if sampler != "ddpm":
-            assert torch.equal(drawn[0], draw(plain, scheduler(sampler=sampler), **options))
+            assert torch.equal(drawn[0], sample(plain, scheduler(sampler=sampler), **options))
 
 
 @pytest.mark.parametrize("learnt", [True, False])
 def test_a_scheduler_that_takes_another_s_place_leaves_all_channels(learnt):
     image = torch.linspace(-1, 1, 64).reshape(4, 4, 4)
     oracle = Oracle("noise", "linear", image, variance=0.0 if learnt else None)
-    config = scheduler(sampler="ddpm", learnt_sigma=learnt).config
+    config = scheduler(sampler="ddpm", learn_sigma=learnt).config
     for name in ("dpm", "ddim", "ddpm"):
         other = SCHEDULERS[name].from_config(config)
         check_scheduler(other, NoiseConfig())
-        found = draw(oracle, other, size=(4, 4), seeds=[1], steps=10)
+        found = sample(oracle, other, size=(4, 4), seeds=[1], steps=10)
         assert_close(found[0], image, rtol=0, atol=2e-3)
 
 
@@ -350,7 +350,7 @@ def test_a_scheduler_and_modes_are_left_as_they_were():
     model, way = built().train(), scheduler(sampler="dpm")
     model.blocks[0].eval()
     before = way.timesteps.clone()
-    out = draw(model, way, size=(4, 4), seeds=[1], steps=2)
+    out = sample(model, way, size=(4, 4), seeds=[1], steps=2)
     assert not out.requires_grad
     assert (model.training, model.time.training, model.blocks[0].mixer.training) == (1, 1, 0)
     assert torch.equal(way.timesteps, before)
@@ -364,13 +364,13 @@ def test_modes_come_back_after_an_error():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        draw(model, scheduler(), size=(4, 4), seeds=[1], steps=2, show=stop)
+        sample(model, scheduler(), size=(4, 4), seeds=[1], steps=2, callback=stop)
     assert model.training
 
 
 def test_each_step_is_shown():
     shown = []
-    draw(built(), scheduler(), size=(4, 4), seeds=[1], steps=5, show=shown.append)
+    sample(built(), scheduler(), size=(4, 4), seeds=[1], steps=5, callback=shown.append)
     assert shown == [1, 2, 3, 4, 5]
 
 
@@ -378,8 +378,8 @@ def test_each_step_is_shown():
 def test_other_dtypes_walk_in_no_less_than_float32(dtype):
     model = built()
     options = {"size": (4, 4), "seeds": [1, 2], "labels": [0, 1], "steps": 5, "guidance": 2.0}
-    expected = draw(model, scheduler(clip=1.0), **options)
-    found = draw(model.to(dtype), scheduler(clip=1.0), **options)
+    expected = sample(model, scheduler(clip=1.0), **options)
+    found = sample(model.to(dtype), scheduler(clip=1.0), **options)
     assert found.dtype == (torch.float32 if dtype == torch.bfloat16 else torch.float64)
     loose = 0.2 if dtype == torch.bfloat16 else 1e-4
     assert_close(found.float(), expected, rtol=0, atol=loose)
@@ -387,7 +387,7 @@ def test_other_dtypes_walk_in_no_less_than_float32(dtype):
 
 def test_models_without_classes_are_asked_for_none():
     counting = Counting(built(num_classes=0))
-    draw(counting, scheduler(), size=(4, 4), seeds=[1], steps=1)
+    sample(counting, scheduler(), size=(4, 4), seeds=[1], steps=1)
     assert counting.batches == [(1, None)]
 
 
@@ -413,28 +413,28 @@ def test_models_without_classes_are_asked_for_none():
         ({}, {"size": (0, 4)}, "size is 0 x 4, expected multiples"),
         ({}, {"steps": 0}, "steps is 0, expected 1 to 1000"),
         ({}, {"steps": 1001}, "steps is 1001, expected 1 to 1000"),
-        ({}, {"steps": 30}, "steps is 30, but DDIM goes 1000 timesteps in equal strides, expected"),
+        ({}, {"steps": 30}, "steps is 30, but DDIM takes equal strides over 1000 timesteps"),
         ({}, {"seeds": []}, "seeds is empty"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(changes, options, says):
     model = replace(SMALL, **changes).build()
     with pytest.raises(ValueError, match=says):
-        draw(model, scheduler(), **{"size": (4, 4), "seeds": [1], "steps": 2} | options)
+        sample(model, scheduler(), **{"size": (4, 4), "seeds": [1], "steps": 2} | options)
 
 
 def test_variances_that_a_model_does_not_tell_are_refused():
     told, untold = built(learn_sigma=True), built(learn_sigma=False)
     options = {"size": (4, 4), "seeds": [1], "steps": 2}
-    with pytest.raises(ValueError, match="but the model tells no variances, expected 'fixed_small"):
-        draw(untold, scheduler(sampler="ddpm", learnt_sigma=True), **options)
-    config = scheduler(sampler="ddpm", learnt_sigma=True).config
+    with pytest.raises(ValueError, match="but the model predicts no variances, expected"):
+        sample(untold, scheduler(sampler="ddpm", learn_sigma=True), **options)
+    config = scheduler(sampler="ddpm", learn_sigma=True).config
     other = SCHEDULERS["ddpm"].from_config(config, variance_type="learned")
-    with pytest.raises(ValueError, match="'learned', but the model tells a range of variances"):
-        draw(told, other, **options)
+    with pytest.raises(ValueError, match="'learned', but the model predicts a range of variances"):
+        sample(told, other, **options)
     spaced = SCHEDULERS["ddim"].from_config(config, timestep_spacing="linspace")
-    with pytest.raises(ValueError, match="timestep_spacing='linspace', by which diffusers' DDIM"):
-        draw(told, spaced, **options)
+    with pytest.raises(ValueError, match="timestep_spacing='linspace', with which DDIM"):
+        sample(told, spaced, **options)
 
 
 def test_samplers_of_another_noise_are_refused():
@@ -462,7 +462,7 @@ def test_samplers_of_another_noise_are_refused():
 
 def test_ddim_refuses_steps_that_diffusers_rounds_beyond_the_image():
     scheduler = build_scheduler(
-        NoiseConfig(), SamplerConfig(sampler="ddim"), clip=None, learnt_sigma=False
+        NoiseConfig(), SamplerConfig(sampler="ddim"), clip=None, learn_sigma=False
     )
-    with pytest.raises(ValueError, match="steps is 61, but DDIM goes 1000 timesteps"):
-        at_the_start(scheduler, 61)
+    with pytest.raises(ValueError, match="steps is 61, but DDIM takes equal strides"):
+        prepare_scheduler(scheduler, 61)

@@ -10,6 +10,7 @@ from tiny_run import press_ctrl_c_at, tiny_run
 import onescan
 from onescan.checkpoint.weights import save_weights
 from onescan.data.glue import GlueDatasetConfig
+from onescan.integrations.transformers import to_transformers
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.recipes.glue_runs import classifier
 from onescan.tasks import GlueConfig
@@ -81,7 +82,7 @@ def done_buffers(done):
 
 def test_what_transformers_saved_may_be_begun_with(folder, tmp_path):
     learnt = onescan.load(folder / "mlm").model
-    onescan.to_transformers(learnt).save_pretrained(tmp_path / "saved")
+    to_transformers(learnt).save_pretrained(tmp_path / "saved")
     model = fresh(2)
     init_from(str(tmp_path / "saved"), model)
     for name, weight in model.network.state_dict().items():

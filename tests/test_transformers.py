@@ -1,5 +1,6 @@
-"""At home in transformers: known after an import, in pipelines, trained and resumed by Trainer."""
+"""The models in transformers: registered by an import, in pipelines, trained by Trainer."""
 
+import os
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 import onescan
+from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
@@ -40,47 +42,89 @@ def classifier(name="lion", **more):
     return SequenceClassifierConfig(**{**WORD_SIZES, **BOTH[name], **more}).build()
 
 
-@pytest.mark.parametrize(
-    "imports", ["onescan, transformers", "transformers, onescan"], ids=["before", "after"]
-)
-def test_the_auto_classes_know_the_models_after_an_import(imports):
-    code = f"""
-import {imports}
+def run_python(code, **environment):
+    """Run code in a new process that has not imported onescan, offline."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+    )
+
+
+def test_importing_the_package_imports_and_registers_nothing():
+    code = "import sys; hooks = len(sys.meta_path); import onescan"
+    done = run_python(f"{code}; print(len(sys.meta_path) - hooks, *sys.modules)")
+    new_hooks, *modules = done.stdout.split()
+    assert int(new_hooks) == 0
+    assert not {"transformers", "diffusers", "timm", "torch"} & set(modules)
+
+
+def test_the_auto_classes_know_the_models_after_an_explicit_import():
+    done = run_python("""
 from transformers import AutoConfig, AutoModelForCausalLM
+try:
+    AutoConfig.for_model("onescan_text")
+except ValueError:
+    import onescan.integrations.transformers
 config = AutoConfig.for_model("onescan_text", vocab_size=9, width=16, depth=1)
 config.mixer["num_heads"] = 2
 print(type(AutoModelForCausalLM.from_config(config)).__name__)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.stdout.split() == ["OnescanForCausalLM"], run.stderr
+""")
+    assert done.stdout.split() == ["OnescanForCausalLM"], done.stderr
 
 
-def test_importing_the_package_imports_nobody_else():
-    code = "import onescan, sys; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"transformers", "timm", "torch"} & set(run.stdout.split())
-
-
-@pytest.mark.parametrize("order", ["import timm", "import onescan"])
-def test_a_broken_library_does_not_break_the_import(order, tmp_path):
-    (tmp_path / "timm" / "models").mkdir(parents=True)
-    (tmp_path / "timm" / "models" / "__init__.py").write_text("")
-    broken = "import timm.models\nraise RuntimeError('built for another torch')\n"
-    (tmp_path / "timm" / "__init__.py").write_text(broken)
-    code = f"""
+LOAD = """
 import sys
-sys.path.insert(0, {str(tmp_path)!r})
-try:
-    {order}
-    import timm
-except RuntimeError:
-    pass
-import onescan
-assert onescan.__version__
+import torch
+import transformers
+root, trust = {!r}, {!r}
+assert "onescan" not in sys.modules
+if not trust:
+    import onescan.integrations.transformers
+for auto_class in {!r}:
+    kind = getattr(transformers, auto_class)
+    model = kind.from_pretrained(root + "/" + auto_class, trust_remote_code=trust)
+    assert type(model).__module__ == "onescan.integrations.transformers.modeling"
+    inputs = torch.load(root + "/inputs.pt")[model.main_input_name]
+    print(model(inputs)[0].double().sum().item())
+assert trust == any("modeling_onescan" in name for name in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+AUTO_CLASSES = {
+    "AutoModelForCausalLM": lambda: causal_lm(),
+    "AutoModelForMaskedLM": lambda: masked_lm(),
+    "AutoModelForSequenceClassification": lambda: classifier(num_classes=3),
+    "AutoModelForImageClassification": lambda: onescan.build(
+        "lightnet_tiny", num_classes=3, image_size=4, patch_size=2, depth=1
+    ),
+}
+
+
+@pytest.mark.parametrize("trust", [True, False])
+def test_a_new_process_loads_saved_folders(trust, tmp_path):
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "pixel_values": torch.rand(1, 3, 4, 4)}
+    torch.save(inputs, tmp_path / "inputs.pt")
+    want = []
+    for auto_class, build in AUTO_CLASSES.items():
+        model = to_transformers(build().eval())
+        model.save_pretrained(tmp_path / auto_class)
+        assert [path.name for path in (tmp_path / auto_class).glob("*.py")] == [
+            "modeling_onescan.py"
+        ]
+        want.append(model(inputs[model.main_input_name]).logits.double().sum().item())
+    code = LOAD.format(str(tmp_path), trust, list(AUTO_CLASSES))
+    done = run_python(code, HF_MODULES_CACHE=str(tmp_path / "modules"))
     assert done.returncode == 0, done.stderr
-    assert "cannot register onescan models with timm" in done.stderr
+    assert [float(line) for line in done.stdout.split()] == pytest.approx(want, abs=1e-4)
+
+
+def test_untrusted_folders_are_refused_without_an_import(tmp_path):
+    to_transformers(causal_lm()).save_pretrained(tmp_path)
+    done = run_python(f"""
+from transformers import AutoModel
+AutoModel.from_pretrained({str(tmp_path)!r}, trust_remote_code=False)
+""")
+    assert "trust_remote_code=True" in done.stderr
 
 
 @pytest.fixture
@@ -88,7 +132,7 @@ def folder(tmp_path):
     """A function that saves a model with a tokenizer."""
 
     def save(native, tokenizer, **fields):
-        onescan.to_transformers(native.eval(), **fields).save_pretrained(tmp_path)
+        to_transformers(native.eval(), **fields).save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
         return str(tmp_path)
 
@@ -135,7 +179,7 @@ def test_a_pipeline_judges_texts_and_pairs(folder):
 def test_a_pipeline_names_images(tmp_path):
     native = onescan.build("lightnet_tiny", num_classes=3, image_size=16, patch_size=4, depth=1)
     names = {0: "cat", 1: "dog", 2: "mat"}
-    onescan.to_transformers(native.eval(), id2label=names).save_pretrained(tmp_path)
+    to_transformers(native.eval(), id2label=names).save_pretrained(tmp_path)
     ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     guesses = pipeline("image-classification", str(tmp_path))(Image.fromarray(pixels))
@@ -201,7 +245,7 @@ def trainer(task, folder, **more):
         "dataloader_pin_memory": False,
     }
     return Trainer(
-        model=onescan.to_transformers(native),
+        model=to_transformers(native),
         args=TrainingArguments(**{**settings, **more}),
         train_dataset=data,
         eval_dataset=data,
@@ -260,7 +304,7 @@ def test_recomputed_gradients_are_the_same(name):
     gradients = []
     for recompute in (False, True):
         torch.manual_seed(0)
-        model = onescan.to_transformers(causal_lm(name))
+        model = to_transformers(causal_lm(name))
         model._set_gradient_checkpointing(enable=recompute)
         assert all(block.recompute == recompute for block in model.network.blocks)
         tokens = torch.tensor([[5, 6, 7, 8, 5, 10]])
@@ -271,7 +315,7 @@ def test_recomputed_gradients_are_the_same(name):
 
 
 def test_users_switch_recomputing_on_and_off():
-    model = onescan.to_transformers(causal_lm())
+    model = to_transformers(causal_lm())
     stem = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     for what, recompute in (("enable", True), ("disable", False)):
         getattr(model, f"{stem}_checkpointing_{what}")()

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForImageClassification
 
 import onescan
-from onescan.integrations.transformers import OnescanImageConfig
+from onescan.integrations.transformers import OnescanImageConfig, to_transformers
 
 SMALL = {"num_classes": 5, "image_size": 16, "patch_size": 4, "depth": 2, "width": 24}
 PRESETS = {
@@ -31,7 +31,7 @@ def images(*size):
 def test_a_classifier_comes_back_with_the_same_scores(name, more, tmp_path):
     native, pixels = built(name, more), images()
     names = dict(enumerate("abcde"))
-    onescan.to_transformers(native, id2label=names).save_pretrained(tmp_path)
+    to_transformers(native, id2label=names).save_pretrained(tmp_path)
     model = AutoModelForImageClassification.from_pretrained(tmp_path)
     assert_close(model(pixels).logits, native(pixels))
     assert model.config.id2label == names
@@ -44,13 +44,13 @@ def test_a_classifier_comes_back_with_the_same_scores(name, more, tmp_path):
 def test_any_size_that_patches_divide():
     native = built(*PRESETS["lightnet"])
     pixels = images(20, 12)
-    assert_close(onescan.to_transformers(native)(pixels).logits, native(pixels))
+    assert_close(to_transformers(native)(pixels).logits, native(pixels))
 
 
 @over_presets
 def test_a_head_for_other_classes_is_fresh(name, more, tmp_path):
     native = built(name, more)
-    onescan.to_transformers(native).save_pretrained(tmp_path)
+    to_transformers(native).save_pretrained(tmp_path)
     model = AutoModelForImageClassification.from_pretrained(
         tmp_path, num_labels=7, ignore_mismatched_sizes=True
     )
@@ -70,7 +70,7 @@ def test_a_config_is_made_from_names_that_transformers_has():
 
 
 def test_the_loss_is_cross_entropy_and_reaches_all():
-    model = onescan.to_transformers(built(*PRESETS["lightnet"])).train()
+    model = to_transformers(built(*PRESETS["lightnet"])).train()
     labels = torch.tensor([1, 4])
     out = model(images(), labels=labels)
     assert_close(out.loss, cross_entropy(out.logits, labels))
@@ -80,7 +80,7 @@ def test_the_loss_is_cross_entropy_and_reaches_all():
 
 def test_both_heads_learn_where_there_are_two():
     native = onescan.build("deit_tiny", **SMALL, distillation_token=True, drop_path=0.0)
-    model, pixels = onescan.to_transformers(native.train()), images()
+    model, pixels = to_transformers(native.train()), images()
     first, second = native(pixels)
     assert_close(model(pixels).logits, (first + second) / 2)
 
@@ -90,7 +90,7 @@ def test_recomputed_gradients_are_the_same(name, more):
     gradients = []
     for recompute in (False, True):
         torch.manual_seed(0)
-        model = onescan.to_transformers(built(name, more))
+        model = to_transformers(built(name, more))
         model._set_gradient_checkpointing(enable=recompute)
         assert model.network.blocks[0].recompute == recompute
         model(torch.ones(2, 3, 16, 16), labels=torch.tensor([1, 4])).loss.backward()
@@ -101,7 +101,7 @@ def test_recomputed_gradients_are_the_same(name, more):
 
 def test_hidden_states_and_refusals():
     native = built(*PRESETS["lightnet"])
-    model = onescan.to_transformers(native)
+    model = to_transformers(native)
     states = model(images(), output_hidden_states=True).hidden_states
     assert [x.shape for x in states] == [(2, 17, 24)] * 3
     with pytest.raises(ValueError, match="output_attentions is True"):

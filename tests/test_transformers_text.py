@@ -29,9 +29,13 @@ from transformers import (
 
 import onescan
 from onescan.configs import to_dict
-from onescan.integrations.transformers import OnescanTextConfig, StateCache
-from onescan.integrations.transformers.loading import load_pretrained
-from onescan.integrations.transformers.text import CACHE
+from onescan.integrations.transformers import (
+    OnescanTextConfig,
+    StateCache,
+    load_pretrained,
+    to_transformers,
+)
+from onescan.integrations.transformers.modeling import CACHE
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 
@@ -54,14 +58,14 @@ def saved(model, folder, **options):
 
 @pytest.fixture
 def lightnet():
-    return onescan.to_transformers(causal(CAUSAL["lightnet"]))
+    return to_transformers(causal(CAUSAL["lightnet"]))
 
 
 @over_causal
 def test_a_causal_model_comes_back_with_the_same_scores(change, tmp_path):
     native, tokens = causal(change), ids(2, TOKENS)
     want, _ = native(tokens)
-    folder = saved(onescan.to_transformers(native), tmp_path)
+    folder = saved(to_transformers(native), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert_close(model(tokens).logits, want)
     assert model.lm_head.weight is model.network.embedding.weight
@@ -74,7 +78,7 @@ def test_a_causal_model_comes_back_with_the_same_scores(change, tmp_path):
 @over_both
 def test_a_masked_model_comes_back_with_the_same_scores(change, tmp_path):
     native, tokens = masked(change), ids(2, TOKENS)
-    folder = saved(onescan.to_transformers(native), tmp_path)
+    folder = saved(to_transformers(native), tmp_path)
     model = AutoModelForMaskedLM.from_pretrained(folder)
     assert_close(model(tokens).logits, native(tokens))
     assert model.lm_head.scores.weight is model.network.embedding.weight
@@ -85,7 +89,7 @@ def test_a_masked_model_comes_back_with_the_same_scores(change, tmp_path):
 def test_a_classifier_comes_back_with_the_same_scores(change, tmp_path):
     native, tokens = classifier(change), ids(2, TOKENS)
     names = {0: "bad", 1: "fair", 2: "good"}
-    folder = saved(onescan.to_transformers(native, id2label=names), tmp_path)
+    folder = saved(to_transformers(native, id2label=names), tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert_close(model(tokens).logits, native(tokens))
     assert_close(model.to_onescan()(tokens), native(tokens))
@@ -102,7 +106,7 @@ def test_a_model_in_several_files_comes_back(lightnet, tmp_path):
 
 def test_untied_heads_stay_apart(tmp_path):
     native = causal(CAUSAL["lightnet"], tie_embeddings=False)
-    model = AutoModelForCausalLM.from_pretrained(saved(onescan.to_transformers(native), tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(saved(to_transformers(native), tmp_path))
     assert model.lm_head.weight is not model.network.embedding.weight
     assert_close(model(ids(2, 5)).logits, native(ids(2, 5))[0])
 
@@ -128,17 +132,19 @@ def test_a_config_is_made_from_names_that_transformers_has():
 
 def test_what_a_config_cannot_be_is_refused():
     with pytest.raises(ValueError, match="mixer is not causal"):
-        AutoModelForCausalLM.from_config(OnescanTextConfig.of(masked(BOTH["lion"]).config))
-    untied = OnescanTextConfig.of(masked(BOTH["lion"]).config, tie_word_embeddings=False)
-    with pytest.raises(ValueError, match="tie_word_embeddings is False, but those of a MaskedLM"):
+        AutoModelForCausalLM.from_config(
+            OnescanTextConfig.from_onescan(masked(BOTH["lion"]).config)
+        )
+    untied = OnescanTextConfig.from_onescan(masked(BOTH["lion"]).config, tie_word_embeddings=False)
+    with pytest.raises(ValueError, match="tie_word_embeddings is False, but a MaskedLM"):
         AutoModelForMaskedLM.from_config(untied)
     with pytest.raises(ValueError, match="model is a Linear, expected one of CausalLM, MaskedLM,"):
-        onescan.to_transformers(torch.nn.Linear(2, 2))
+        to_transformers(torch.nn.Linear(2, 2))
 
 
 @over_causal
 def test_cached_and_uncached_scores_are_equal_at_every_cut(change):
-    model, tokens = onescan.to_transformers(causal(change)), ids(2, TOKENS)
+    model, tokens = to_transformers(causal(change)), ids(2, TOKENS)
     want = model(tokens).logits
     for cut in range(1, TOKENS):
         first = model(tokens[:, :cut])
@@ -151,7 +157,7 @@ def test_cached_and_uncached_scores_are_equal_at_every_cut(change):
 @over_causal
 def test_generate_writes_what_the_model_itself_writes(change):
     native, tokens = causal(change), ids(2, 4)
-    model = onescan.to_transformers(native)
+    model = to_transformers(native)
     want = torch.cat([tokens, native.generate(tokens, max_new_tokens=6)], dim=1)
     assert torch.equal(model.generate(tokens, **GREEDY), want)
     assert torch.equal(model.generate(tokens, use_cache=False, **GREEDY), want)
@@ -161,7 +167,7 @@ def test_generate_writes_what_the_model_itself_writes(change):
 @over_causal
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_no_score(change, side):
-    model, tokens = onescan.to_transformers(causal(change)), ids(3, TOKENS)
+    model, tokens = to_transformers(causal(change)), ids(3, TOKENS)
     rows, keep = padded(tokens, LENGTHS, side)
     together = model(rows, attention_mask=keep.long())
     for got, real, row, n in zip(together.logits, keep, tokens, LENGTHS, strict=True):
@@ -170,7 +176,7 @@ def test_padding_changes_no_score(change, side):
 
 @over_causal
 def test_texts_of_several_lengths_are_continued_together(change):
-    model, tokens = onescan.to_transformers(causal(change)), ids(3, TOKENS)
+    model, tokens = to_transformers(causal(change)), ids(3, TOKENS)
     rows, keep = padded(tokens, LENGTHS, "left")
     together = model.generate(rows, attention_mask=keep.long(), **GREEDY)[:, TOKENS:]
     for got, row, n in zip(together, tokens, LENGTHS, strict=True):
@@ -184,7 +190,7 @@ def test_texts_of_several_lengths_are_continued_together(change):
     ids=["one of three", "two of four"],
 )
 def test_beams_carry_their_own_states(change, options):
-    model, tokens = onescan.to_transformers(causal(change)), ids(2, 4)
+    model, tokens = to_transformers(causal(change)), ids(2, 4)
     got = model.generate(tokens, **GREEDY, **options)
     assert torch.equal(got, model.generate(tokens, use_cache=False, **GREEDY, **options))
     assert not torch.equal(got[:2], model.generate(tokens, **GREEDY)) or len(got) > 2
@@ -206,7 +212,7 @@ def test_sampling_is_as_the_seed_says(lightnet):
 
 @over_causal
 def test_a_conversation_goes_on_from_the_cache_that_generate_returned(change):
-    model = onescan.to_transformers(causal(change))
+    model = to_transformers(causal(change))
     first = model.generate(ids(2, 4), return_dict_in_generate=True, **GREEDY)
     assert isinstance(first.past_key_values, StateCache)
     asked = torch.cat([first.sequences, ids(2, 3, seed=8)], dim=1)
@@ -234,11 +240,11 @@ def test_what_a_state_cannot_do_is_refused(lightnet):
         lightnet(ids(1, 5), past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="cache_implementation is 'static', expected None"):
         lightnet.generate(ids(1, 5), cache_implementation="static", **GREEDY)
-    other = onescan.to_transformers(causal(CAUSAL["lightnet"], depth=3))
+    other = to_transformers(causal(CAUSAL["lightnet"], depth=3))
     with pytest.raises(ValueError, match="state is from a model with 2 blocks, expected 3"):
         other(ids(1, 1), past_key_values=lightnet(ids(1, 5)).past_key_values)
-    encoder = AutoModel.from_config(OnescanTextConfig.of(masked(BOTH["lion"]).config))
-    with pytest.raises(ValueError, match="past_key_values was given to a model that reads both"):
+    encoder = AutoModel.from_config(OnescanTextConfig.from_onescan(masked(BOTH["lion"]).config))
+    with pytest.raises(ValueError, match="past_key_values was given to a bidirectional model"):
         encoder(ids(1, 5), past_key_values=cache)
 
 
@@ -274,11 +280,11 @@ def test_hidden_states_are_those_between_the_blocks(lightnet):
 
 def test_losses_are_cross_entropies():
     tokens = ids(2, 5)
-    model = onescan.to_transformers(causal(CAUSAL["lightnet"]))
+    model = to_transformers(causal(CAUSAL["lightnet"]))
     out = model(tokens, labels=tokens)
     want = cross_entropy(out.logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
     assert_close(out.loss, want.float())
-    encoder = onescan.to_transformers(masked(BOTH["lion"]))
+    encoder = to_transformers(masked(BOTH["lion"]))
     labels = tokens.masked_fill(torch.arange(5) % 2 == 0, -100)
     out = encoder(tokens, labels=labels)
     want = cross_entropy(out.logits.reshape(-1, VOCABULARY), labels.reshape(-1))
@@ -295,7 +301,7 @@ def test_losses_are_cross_entropies():
     ids=["one class", "several classes", "numbers"],
 )
 def test_a_classifier_learns_each_kind_of_label(problem, labels):
-    model = onescan.to_transformers(classifier(BOTH["bert"]), problem_type=problem)
+    model = to_transformers(classifier(BOTH["bert"]), problem_type=problem)
     labels = labels.double() if labels.is_floating_point() else labels
     out = model(ids(2, 5), labels=labels)
     losses = {
@@ -310,7 +316,7 @@ def test_segments_count_where_a_model_tells_them_apart():
     tokens, segments = ids(2, 6), torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)
     for name, differ in (("bert", True), ("lion", False)):
         native = classifier(BOTH[name])
-        model = onescan.to_transformers(native)
+        model = to_transformers(native)
         scores = model(tokens, token_type_ids=segments).logits
         assert torch.equal(scores, model(tokens).logits) != differ
         if differ:
@@ -319,7 +325,7 @@ def test_segments_count_where_a_model_tells_them_apart():
 
 def test_a_classifier_begins_from_a_masked_model(tmp_path):
     native = masked(BOTH["lion"], init_std=0.02)
-    saved(onescan.to_transformers(native), tmp_path)
+    saved(to_transformers(native), tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=4)
     for name, weight in native.network.named_parameters():
         assert torch.equal(model.network.get_parameter(name), weight), name
@@ -344,7 +350,7 @@ def test_what_a_checkpoint_lacks_is_as_in_a_fresh_model(lightnet, tmp_path):
 @pytest.mark.parametrize("size", [20, 9], ids=["larger", "smaller"])
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
 def test_a_vocabulary_can_grow_and_shrink(size, tie_embeddings, tmp_path):
-    model = onescan.to_transformers(causal(CAUSAL["lightnet"], tie_embeddings=tie_embeddings))
+    model = to_transformers(causal(CAUSAL["lightnet"], tie_embeddings=tie_embeddings))
     tokens = ids(2, 5) % 9
     want = model(tokens).logits
     model.resize_token_embeddings(size, mean_resizing=False)
@@ -364,7 +370,7 @@ def test_a_vocabulary_can_grow_and_shrink(size, tie_embeddings, tmp_path):
 def test_a_missing_tied_weight_is_reported_and_initialized(head, tmp_path):
     is_causal = head == "lm_head.weight"
     native = causal(CAUSAL["lightnet"]) if is_causal else masked(BOTH["lion"])
-    saved(onescan.to_transformers(native), tmp_path)
+    saved(to_transformers(native), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["network.embedding.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -381,7 +387,7 @@ def test_a_missing_tied_weight_is_reported_and_initialized(head, tmp_path):
 
 @pytest.mark.parametrize("initialize", ["post_init", "init_weights"])
 def test_a_resized_untied_head_keeps_its_weights(initialize):
-    model = onescan.to_transformers(causal(CAUSAL["lightnet"], tie_embeddings=False))
+    model = to_transformers(causal(CAUSAL["lightnet"], tie_embeddings=False))
     model.resize_token_embeddings(20, mean_resizing=False)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     getattr(model, initialize)()
@@ -390,7 +396,7 @@ def test_a_resized_untied_head_keeps_its_weights(initialize):
 
 
 def test_a_masked_models_vocabulary_can_grow(tmp_path):
-    model = onescan.to_transformers(masked(BOTH["lion"]))
+    model = to_transformers(masked(BOTH["lion"]))
     want = model(ids(2, 5)).logits
     model.resize_token_embeddings(20, mean_resizing=False)
     got = model(ids(2, 5)).logits
@@ -434,7 +440,7 @@ def test_a_config_that_says_what_the_model_is_not_is_refused():
     native = causal(CAUSAL["lightnet"])
     for fields in ({"depth": 1}, {"tie_word_embeddings": False}, {"vocab_size": 70}):
         with pytest.raises(ValueError, match="but the model's is"):
-            onescan.to_transformers(native, **fields)
+            to_transformers(native, **fields)
 
 
 def test_angles_keep_their_precision(lightnet, tmp_path):
@@ -469,6 +475,6 @@ def test_bad_input_is_refused(lightnet):
         lightnet(ids(1, 5), position_ids=torch.arange(4)[None])
     with pytest.raises(ValueError, match="x is of width 5, expected 24"):
         lightnet(inputs_embeds=torch.zeros(1, 3, 5, dtype=torch.float64))
-    judge = onescan.to_transformers(classifier(BOTH["lion"]))
-    with pytest.raises(ValueError, match="position_ids begin anew within a row, of which there"):
+    judge = to_transformers(classifier(BOTH["lion"]))
+    with pytest.raises(ValueError, match="position_ids restart within a row, but there is one"):
         judge(ids(1, 4), position_ids=torch.tensor([[0, 1, 0, 1]]))

@@ -22,9 +22,9 @@ from test_transformers_text import BOTH, CAUSAL, causal, masked
 from tiny_run import press_ctrl_c_at, tiny_run
 from tiny_tokenizers import word_tokenizer
 
-import onescan
 from onescan.checkpoint.files import to_json
 from onescan.cli import main
+from onescan.integrations.transformers import to_transformers
 from onescan.training import train
 from onescan.training.pipeline import load_pipeline
 
@@ -103,7 +103,7 @@ def good(tmp_path_factory):
         train(tiny_run(), folder / "stopped" / "seed-0", progress=press_ctrl_c_at(5))
     load_pipeline(save_run(folder / "denoiser")).save_pretrained(folder / "pipeline")
     for name, model in (("lm", causal(CAUSAL["lightnet"])), ("mlm", masked(BOTH["lion"]))):
-        onescan.to_transformers(model.float()).save_pretrained(folder / name)
+        to_transformers(model.float()).save_pretrained(folder / name)
         word_tokenizer().save_pretrained(folder / name)
     return folder
 
@@ -283,7 +283,9 @@ def test_a_damaged_pipeline(attack, says, bad, command, tmp_path):
 def test_modules_in_a_pipeline_folder_are_not_imported(bad, command, tmp_path):
     folder = bad("pipeline")
     own_library(folder)
-    (folder / "None.py").write_text((folder / "scheduler" / "diffusers.py").read_text())
+    for path in (folder / "None.py", *folder.rglob("modeling_onescan.py")):
+        path.write_text((folder / "scheduler" / "diffusers.py").read_text())
+    assert (folder / "transformer" / "modeling_onescan.py").is_file()
     words = ("sample", folder, "--num-images", 1, "--steps", 2, "--device", "cpu")
     command(*words, "--out", tmp_path / "x.png", code=0)
 
@@ -332,9 +334,7 @@ def test_a_damaged_language_model(attack, bad, command):
 def test_modules_in_a_model_folder_are_not_imported(bad, command):
     folder = bad("lm")
     edit(folder / "config.json", auto_map("AutoConfig"))
-    (folder / "onescan_model.py").write_text(
-        (folder / "evil.py").read_text() if (folder / "evil.py").exists() else "raise SystemExit"
-    )
+    (folder / "modeling_onescan.py").write_text("raise SystemExit")
     words = ("generate", folder, "--prompt", "the cat", "--max-new-tokens", 2, "--device", "cpu")
     command(*words, code=0)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import onescan
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer, load_tokenizer
+from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import CausalLMConfig, Sampling
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.tasks.writing import fill_masks, generate_text
@@ -187,7 +188,7 @@ def test_what_cannot_be_filled_is_refused():
 def saved(tmp_path):
     """Folders of a model that writes and of one that fills in."""
     for name, model, framed in (("writer", word_writer(), False), ("filler", filler(), True)):
-        onescan.to_transformers(model).save_pretrained(tmp_path / name)
+        to_transformers(model).save_pretrained(tmp_path / name)
         word_tokenizer(framed=framed).save_pretrained(tmp_path / name)
     return tmp_path
 
@@ -250,7 +251,7 @@ def test_mistakes_are_told_in_a_sentence(saved, capsys):
     config.write_text(right)
     byte_level_bpe().save_pretrained(saved / "writer")
     assert "they do not belong together" in told("generate", str(saved / "writer"))
-    onescan.to_transformers(
+    to_transformers(
         onescan.build("lightnet_tiny", depth=1, width=24, **{"mixer.num_heads": 2})
     ).save_pretrained(saved / "filler")
     assert "holds OnescanForImageClassification, expected one of" in told(

@@ -1,64 +1,32 @@
-"""Other libraries know the models: transformers' Auto classes, timm and diffusers by name.
+"""Bridges to other libraries, each imported explicitly.
 
-`import onescan` imports none of them. It asks to be called when one is imported, sooner or later.
+`import onescan` imports none of them and registers nothing. Importing
+`onescan.integrations.transformers` registers the Auto classes, and importing
+`onescan.integrations.timm` the image classifiers.
 """
 
-import sys
-import warnings
-from importlib import import_module
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-# module of another library -> module and function here that is called once that one is imported
-ON_IMPORT = {
-    "transformers.models.auto.configuration_auto": ("transformers.registration", "add_configs"),
-    "transformers.models.auto.modeling_auto": ("transformers.registration", "add_models"),
-    "timm.models": ("timm", "add_models"),
-    "diffusers.pipelines.pipeline_utils": ("diffusers.registration", "add_pipeline"),
-}
+REMOTE_MODULE = "modeling_onescan"  # its file lies in saved folders, for trust_remote_code=True
 
 
-def register_on_import() -> None:
-    """Have other libraries told of the models: those imported already now, the others then."""
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
-    sys.meta_path.insert(0, _Finder())
-    for name in ON_IMPORT:
-        if name in sys.modules:
-            _tell(name)
+def write_remote_module(folder: Any, package: str, classes: Sequence[str]) -> None:
+    """Write the module that other libraries import from a folder with ``trust_remote_code=True``.
 
+    It only imports classes of the installed onescan. Our own loading never executes it.
 
-class _Finder:
-    """Finds no module itself; it has the ones that it knows followed by a call."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """What the other finders find, with the call added; None for all other modules."""
-        if name not in ON_IMPORT:
-            return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = find and find(name, path, target)
-            if spec is not None and spec.loader is not None:
-                _follow(spec.loader, name)
-                return spec
-        return None
-
-
-def _follow(loader: Any, name: str) -> None:
-    execute = loader.exec_module
-
-    def execute_and_tell(module: ModuleType) -> None:
-        execute(module)
-        _tell(name)
-
-    loader.exec_module = execute_and_tell  # of this one loader, which loads this module only
-
-
-def _tell(name: str) -> None:
-    module, function = ON_IMPORT[name]
-    try:
-        getattr(import_module(f"onescan.integrations.{module}"), function)()
-    except Exception as error:  # keep `import onescan` working
-        library = name.partition(".")[0]
-        warnings.warn(f"cannot register onescan models with {library}: {error}", stacklevel=2)
+    Args:
+        folder: Folder of a saved model, which is created if needed.
+        package: Module of onescan that has the classes.
+        classes: Names of the classes that the folder's configuration refers to.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    imported = "".join(f"    {name},\n" for name in classes)
+    exported = "".join(f'    "{name}",\n' for name in classes)
+    (path / f"{REMOTE_MODULE}.py").write_text(
+        '"""Import the classes of this folder from onescan: pip install onescan."""\n\n'
+        f"from {package} import (\n{imported})\n\n__all__ = [\n{exported}]\n"
+    )

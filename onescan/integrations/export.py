@@ -1,7 +1,7 @@
-"""Models as programs that run without onescan: torch.export's, and ONNX's in onnxruntime.
+"""Export models to torch.export programs and to ONNX files, which run without onescan.
 
-Batch and length stay free, and so do height and width of images. What chooses a form by length
-takes one that fits any: sums in chunks of fixed size, whose number is free.
+Batch and length are dynamic, and so are height and width of images. Mixers that choose a form by
+length use one that suits every length: chunks of a fixed size, whose number is dynamic.
 """
 
 import contextlib
@@ -9,11 +9,12 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -28,42 +29,44 @@ from onescan.models.sequence_classifier import SequenceClassifier
 from onescan.models.token_network import flatten_state, unflatten_state
 
 __all__ = [
-    "Also",
+    "ExtraInput",
     "export_onnx",
     "export_onnx_step",
     "export_program",
     "export_step",
-    "first_state",
+    "initial_state",
 ]
 
-Also = Literal["keep", "segments"]
+ExtraInput = Literal["keep", "segments"]
 MODELS = (ImageClassifier, MaskedLM, SequenceClassifier, CausalLM)
 
-BATCH, TOKENS, PATCHES = 2, 37, (3, 5)  # of the example that is traced
-MOST_BYTES = 2**31 - 2**24  # a protobuf file ends at 2 GiB; the graph needs some of it
+BATCH, TOKENS, PATCHES = 2, 37, (3, 5)  # of the example input for tracing
+MAX_BYTES = 2**31 - 2**24  # a protobuf file is limited to 2 GiB, some of it for the graph
 AXES = {"images": ("batch", "channels", "height", "width"), "tokens": ("batch", "length")}
-FIXED_FORMS = ("full", "recurrent")  # loops over tokens, or over halves of them
-NEXT = "next."  # what a step returns of the state goes by its name behind this
+FIXED_FORMS = ("full", "recurrent")  # their loops depend on the length
+NEXT = "next."  # prefix of the names of the state that a step returns
 
 
-def export_program(model: nn.Module, *, also: tuple[Also, ...] = ()) -> ExportedProgram:
-    """Trace a model for torch.export; its program takes and returns what the model does.
+def export_program(
+    model: nn.Module, *, extra_inputs: tuple[ExtraInput, ...] = ()
+) -> ExportedProgram:
+    """Trace a model with torch.export; the program has the model's inputs and outputs.
 
-    An image classifier takes `images`, of any batch and any size that patches divide, from two on
-    each side, or of the one size that absolute positions have. The others take `tokens`, of any
-    batch and length, and what `also` names; a causal language model returns its logits alone.
+    An image classifier takes `images` of any batch size, and of any size that patches divide into
+    at least two per side, or of the one size of absolute positions. The other models take `tokens`
+    of any batch size and length, and the extra inputs; a causal language model returns only logits.
 
     Args:
-        model: in eval mode.
-        also: further inputs of a model of texts, in this order: "keep", "segments". A causal
+        model: A classifier or language model in evaluation mode.
+        extra_inputs: Further inputs of a text model, in this order: "keep", "segments". A causal
             language model has no segments.
 
     Raises:
-        ValueError: no such model, one that trains, inputs that it does not take, or a mixer whose
-            form was chosen to be "full" or "recurrent", which fits one length.
+        ValueError: If the model is of another class or in training mode, does not take an extra
+            input, or has a mixer with the form "full" or "recurrent", which suit only one length.
     """
     _check(model)
-    names, example, sizes = _inputs_of(model, also)
+    names, example, sizes = _inputs_of(model, extra_inputs)
     return _traced(model, _Whole(model, names), example, sizes)
 
 
@@ -71,16 +74,16 @@ def export_step(model: CausalLM, *, any_length: bool = False) -> ExportedProgram
     """Trace the step of a causal language model: (tokens, state) to (logits, state).
 
     The state is a dict of tensors by the names of `onescan.models.token_network.flatten_state`;
-    `first_state`
-    makes the one before any token. Its batch is free, and so is how many tokens a softmax keeps.
+    `initial_state` returns the one before any token. Its batch size is dynamic, and so is the
+    number of tokens that softmax attention keeps.
 
     Args:
-        model: in eval mode.
-        any_length: take any number of tokens, to read a prompt at once, and not one, [B, 1].
+        model: A `CausalLM` in evaluation mode.
+        any_length: Whether to take any number of tokens, such as a prompt, instead of one, [B, 1].
 
     Raises:
-        ValueError: no causal language model, one that trains, or, with any_length, a form as in
-            `export_program`.
+        ValueError: If the model is no `CausalLM` or in training mode, or with any_length for the
+            forms that `export_program` refuses.
     """
     _check_causal(model)
     example, sizes = _step_inputs(model, any_length)
@@ -88,13 +91,13 @@ def export_step(model: CausalLM, *, any_length: bool = False) -> ExportedProgram
 
 
 @torch.no_grad()
-def first_state(model: CausalLM, batch: int = 1) -> dict[str, Tensor]:
-    """The state before any token, for the step of a program.
+def initial_state(model: CausalLM, batch: int = 1) -> dict[str, Tensor]:
+    """Return the state before any token, for the program of `export_step`.
 
-    It is what one masked token leaves behind, with zeros for what the mask hides.
+    It is the state after one masked token, with zeros in place of masked contents.
 
     Raises:
-        ValueError: no causal language model, one that trains, or a batch that is not above 0.
+        ValueError: If the model is no `CausalLM` or in training mode, or batch is not positive.
     """
     _check_causal(model)
     check_positive(batch=batch)
@@ -102,20 +105,20 @@ def first_state(model: CausalLM, batch: int = 1) -> dict[str, Tensor]:
 
 
 def export_onnx(
-    model: nn.Module, path: str | os.PathLike[str], *, also: tuple[Also, ...] = ()
+    model: nn.Module, path: str | os.PathLike[str], *, extra_inputs: tuple[ExtraInput, ...] = ()
 ) -> None:
-    """Write `export_program`'s program as an ONNX file, with the model's config in its metadata.
+    """Write the program of `export_program` to an ONNX file, with the config in its metadata.
 
-    Its output is `logits`; free sizes are called batch, length, height and width.
+    The output is `logits`; dynamic sizes are named batch, length, height and width.
 
     Raises:
-        ValueError: as `export_program`; also a diffusion by Crank-Nicolson, which solves a system,
-            or more weights than the 2 GiB that an ONNX file holds.
-        OSError: the file cannot be written.
+        ValueError: As for `export_program`; also for Crank-Nicolson diffusion, which solves a
+            linear system, and for weights beyond the 2 GiB of an ONNX file.
+        OSError: If the file cannot be written.
     """
     _check(model)
     _check_onnx(model)
-    names, example, sizes = _inputs_of(model, also)
+    names, example, sizes = _inputs_of(model, extra_inputs)
     program = _traced(model, _Whole(model, names), example, sizes)
     _write(model, program, Path(path), names, ["logits"], {})
 
@@ -123,15 +126,15 @@ def export_onnx(
 def export_onnx_step(
     model: CausalLM, path: str | os.PathLike[str], *, any_length: bool = False
 ) -> None:
-    """Write `export_step`'s program as an ONNX file.
+    """Write the program of `export_step` to an ONNX file.
 
-    Its inputs are `tokens` and the state's tensors by name; its outputs `logits` and the same
-    names behind "next.". The metadata has the model's config, and as "first_state" for each
-    tensor of the state its shape, type and the one number that it is filled with before any token.
+    The inputs are `tokens` and the tensors of the state by name; the outputs are `logits` and the
+    same names with the prefix "next.". The metadata contains the config, and in "initial_state" the
+    shape, type and constant value of each tensor of the state before any token.
 
     Raises:
-        ValueError: as `export_step` and `export_onnx`.
-        OSError: the file cannot be written.
+        ValueError: As for `export_step` and `export_onnx`.
+        OSError: If the file cannot be written.
     """
     _check_causal(model)
     _check_onnx(model)
@@ -145,13 +148,13 @@ def export_onnx_step(
             "type": str(x.dtype).removeprefix("torch."),
             "value": x.flatten()[0].item(),
         }
-        for name, x in first_state(model).items()
+        for name, x in initial_state(model).items()
     }
-    _write(model, program, Path(path), ["tokens", *state], outputs, {"first_state": first})
+    _write(model, program, Path(path), ["tokens", *state], outputs, {"initial_state": first})
 
 
 class _Whole(nn.Module):
-    """A model from named inputs to scores alone."""
+    """A model that maps named inputs to scores."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         super().__init__()
@@ -164,7 +167,7 @@ class _Whole(nn.Module):
 
 
 class _Step(nn.Module):
-    """A causal language model with its state as flat named tensors."""
+    """A causal language model with its state as a flat dict of tensors."""
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
@@ -185,38 +188,44 @@ def _traced(model: nn.Module, program: nn.Module, example: Any, sizes: Any) -> E
 
 @contextlib.contextmanager
 def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Learn nothing for a while: torch cannot differentiate a scan over a free number of chunks."""
-    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Disable gradients: torch cannot differentiate a scan over a dynamic number of chunks."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        for parameter in learnt:
+        for parameter in trained:
             parameter.requires_grad_(False)
         with torch.no_grad():
             yield
     finally:
-        for parameter in learnt:
+        for parameter in trained:
             parameter.requires_grad_(True)
 
 
-def _inputs_of(model: Any, also: tuple[Also, ...]) -> tuple[list[str], Any, Any]:
-    """The inputs' names, an example of them, and which of their sizes are free."""
+def _inputs_of(model: Any, extra_inputs: tuple[ExtraInput, ...]) -> tuple[list[str], Any, Any]:
+    """Return the names of the inputs, an example of them, and their dynamic sizes."""
     _check_form(model)
     batch = Dim("batch")
     if isinstance(model, ImageClassifier):
-        if also:
-            raise ValueError(f"also is {also!r} with a model of images, expected ()")
+        if extra_inputs:
+            raise ValueError(f"extra_inputs is {extra_inputs!r} for an image model, expected ()")
         images, sizes = _images_of(model, batch)
         return ["images"], (images,), ((sizes,),)
-    for name in also:
-        check_choice("also", name, get_args(Also))
-    if "segments" in also and not (model.config.segment_types and not isinstance(model, CausalLM)):
-        raise ValueError("also has 'segments', and the model tells none apart")
+    for name in extra_inputs:
+        check_choice("extra_inputs", name, get_args(ExtraInput))
+    if "segments" in extra_inputs and not (
+        model.config.segment_types and not isinstance(model, CausalLM)
+    ):
+        raise ValueError("extra_inputs has 'segments', but the model has no segments")
     tokens = _tokens(model, BATCH, TOKENS)
-    # of its own each: a tensor that comes twice would be traced as one input
+    # separate tensors, as one that is passed twice would be traced as one input
     keep, segments = torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens)
     examples = {"keep": keep, "segments": segments}
-    names = ["tokens", *also]
+    names = ["tokens", *extra_inputs]
     free = {0: batch, 1: Dim("length")}
-    return names, (tokens, *(examples[name] for name in also)), (tuple(free for _ in names),)
+    return (
+        names,
+        (tokens, *(examples[name] for name in extra_inputs)),
+        (tuple(free for _ in names),),
+    )
 
 
 def _images_of(model: ImageClassifier, batch: Any) -> tuple[Tensor, dict[int, Any]]:
@@ -256,7 +265,7 @@ def _tokens(model: nn.Module, batch: int, count: int) -> Tensor:
 
 @torch.no_grad()
 def _after_masked(model: CausalLM, batch: int, count: int) -> Any:
-    """The state after tokens that are none."""
+    """Return the state after masked tokens."""
     tokens = _tokens(model, batch, count)
     return model(tokens, keep=torch.zeros_like(tokens, dtype=torch.bool))[1]
 
@@ -266,12 +275,12 @@ def _masked_state(model: CausalLM, batch: int, count: int) -> dict[str, Tensor]:
 
 
 def _without_contents(x: Tensor) -> Tensor:
-    """A tensor of one number: the one that it holds, or 0 for a count, or for what a mask hides."""
+    """Return a constant tensor: the same if it is constant, or zeros for counts and contents."""
     return x if x.ndim and bool((x == x.flatten()[0]).all()) else torch.zeros_like(x)
 
 
 def _as_tensors(state: Any) -> Any:
-    """The same tree with tensors for numbers: a program that is traced knows no numbers."""
+    """Convert the numbers of a state to tensors, which a program can take as inputs."""
     if isinstance(state, tuple):
         parts = [_as_tensors(part) for part in state]
         return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
@@ -306,12 +315,10 @@ def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) ->
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError("writing ONNX needs the extra: pip install 'onescan[export]'") from error
-    from onescan.integrations.onnx_ops import with_onnx_ops
-
-    with warnings.catch_warnings():  # torch uses what it has deprecated itself
+    with warnings.catch_warnings():  # torch uses a class that it has deprecated
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         return torch.onnx.export(
-            with_onnx_ops(program),
+            _decompose(program),
             (),
             input_names=inputs,
             output_names=outputs,
@@ -321,7 +328,7 @@ def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) ->
 
 
 def _name_sizes(graph: Any) -> None:
-    """Call free sizes what they are, in place of the symbols that they have while traced."""
+    """Name the dynamic sizes, in place of the symbols of tracing."""
     names: dict[str, str] = {}
     for value in graph.inputs:
         axes = AXES.get(value.name, ("batch", *["cached"] * len(value.shape)))
@@ -336,7 +343,7 @@ def _name_sizes(graph: Any) -> None:
 
 
 def _renamed(size: str, names: Mapping[str, str]) -> str:
-    """A size with its symbols, which are words, replaced by their names."""
+    """Replace the symbols of a size, which are words, by their names."""
     return names.get(size) or re.sub(r"\b\w+\b", lambda found: names.get(found[0], found[0]), size)
 
 
@@ -358,8 +365,8 @@ def _check_form(model: Any) -> None:
     form = getattr(model.config.mixer, "form", "auto")
     if form in FIXED_FORMS:
         raise ValueError(
-            f"mixer.form is {form!r}, expected 'auto': its work is laid out for one length, and an "
-            "exported length is free"
+            f"mixer.form is {form!r}, expected 'auto': this form suits one length, and the length "
+            "of an exported model is dynamic"
         )
 
 
@@ -367,8 +374,86 @@ def _check_onnx(model: Any) -> None:
     mixer = model.config.mixer
     if isinstance(mixer, LinearDiffusionMixerConfig) and mixer.scheme != "explicit":
         raise ValueError(
-            f"mixer.scheme is {mixer.scheme!r}, expected 'explicit': ONNX solves no linear system"
+            f"mixer.scheme is {mixer.scheme!r}, expected 'explicit': ONNX has no linear solver"
         )
     size = sum(x.numel() * x.element_size() for x in model.state_dict().values())
-    if size > MOST_BYTES:
-        raise ValueError(f"model has {size} bytes, expected at most {MOST_BYTES} in an ONNX file")
+    if size > MAX_BYTES:
+        raise ValueError(f"model has {size} bytes, expected at most {MAX_BYTES} in an ONNX file")
+
+
+def _decompose(program: ExportedProgram) -> ExportedProgram:
+    """Replace operators that ONNX lacks, or that overflow or lose precision in ONNX."""
+    aten = torch.ops.aten
+    own: dict[Any, Callable[..., Tensor]] = {
+        aten.logaddexp.default: logaddexp,
+        aten.logcumsumexp.default: logcumsumexp,
+        aten.linalg_solve_triangular.default: solve_unit_triangular,
+    }
+    if not any(node.target in own for node in program.graph.nodes):
+        return program
+    return program.run_decompositions(own)
+
+
+def logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """Compute log(exp(a) + exp(b)) for finite a and b.
+
+    >>> logaddexp(torch.tensor(1e4), torch.tensor(-1e30)).item()
+    10000.0
+    """
+    return torch.maximum(a, b) + torch.log1p(torch.exp(-(a - b).abs()))
+
+
+def logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    """Compute log sum_{s <= t} exp(x_s) for finite x, doubling the span of sums in each step.
+
+    Along an axis of symbolic length, which is a short axis of chunks, it compares all pairs.
+    """
+    x = x.movedim(dim, -1)
+    if isinstance(x.shape[-1], torch.SymInt):
+        return _by_pairs(x).movedim(-1, dim)
+    span = 1
+    while span < x.shape[-1]:
+        sums = logaddexp(x[..., span:], x[..., :-span])
+        x, span = torch.cat([x[..., :span], sums], dim=-1), 2 * span
+    return x.movedim(-1, dim)
+
+
+def _by_pairs(x: Tensor) -> Tensor:
+    place = torch.arange(x.shape[-1], device=x.device)
+    later = place.unsqueeze(-1) < place
+    x = x.unsqueeze(-2).masked_fill(later, -torch.inf)
+    peak = x.amax(dim=-1, keepdim=True)
+    return ((x - peak).exp().sum(dim=-1, keepdim=True).log() + peak).squeeze(-1)
+
+
+def solve_unit_triangular(
+    a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> Tensor:
+    """Solve a x = b for unit lower triangular a, by inverting blocks of doubling size.
+
+    Raises:
+        NotImplementedError: If the system is of another kind.
+
+    >>> a, b = torch.tensor([[1.0, 0.0], [3.0, 1.0]]), torch.tensor([[2.0], [5.0]])
+    >>> solve_unit_triangular(a, b, upper=False, unitriangular=True).flatten().tolist()
+    [2.0, -1.0]
+    """
+    if upper or not left or not unitriangular:
+        raise NotImplementedError("only unit lower triangular systems are supported")
+    size = a.shape[-1]
+    whole = 1 << (size - 1).bit_length()
+    a = F.pad(a, (0, whole - size, 0, whole - size))
+    # ..., blocks, 1, 1
+    inverse = torch.ones_like(a[..., 0]).unsqueeze(-1).unsqueeze(-1)
+    while (length := inverse.shape[-1]) < whole:
+        pairs = a.unflatten(-1, (-1, 2 * length)).unflatten(-3, (-1, 2 * length))
+        own = pairs.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        between = own[..., length:, :length]
+        first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
+        corner = -(second @ between @ first)
+        lines = (
+            torch.cat([first, torch.zeros_like(first)], dim=-1),
+            torch.cat([corner, second], dim=-1),
+        )
+        inverse = torch.cat(lines, dim=-2)
+    return inverse.squeeze(-3)[..., :size, :size] @ b

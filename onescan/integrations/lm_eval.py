@@ -1,4 +1,4 @@
-"""A causal language model as one of lm-eval's, which judges it on its tasks."""
+"""A causal language model as a model of lm-eval, for evaluation on its tasks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -17,54 +17,55 @@ from onescan.layers.position import TokenPositionConfig
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLM, Sampling, score_logits, token_losses
 from onescan.models.token_network import select_rows
 
-NAME = "onescan"  # what lm-eval knows the model by
-MOST_WRITTEN = 256  # tokens, where a task does not say
-LENGTHS = ("max_gen_toks", "max_new_tokens")  # what tasks call it
+NAME = "onescan"  # in lm-eval's registry
+DEFAULT_NEW_TOKENS = 256  # if a task sets no limit
+LENGTHS = ("max_gen_toks", "max_new_tokens")  # names of the limit in tasks
 
 RequestT = TypeVar("RequestT")
 Ids = list[int]
-Score = tuple[float, bool]  # log-likelihood, and whether greedy decoding would write it
+Score = tuple[float, bool]  # log-likelihood, and whether greedy decoding gives the text
 Padded = tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]
 
 
 @runtime_checkable
 class TextTokens(Protocol):
-    """What is needed of a tokenizer."""
+    """The interface of a tokenizer."""
 
     size: int
     end: int | None
 
     def encode(self, text: str) -> Ids:
-        """The ids of a text."""
+        """Return the ids of a text."""
 
     def begin(self, prompt: str) -> Ids:
-        """The ids of a text that is to go on; where it is empty, of the token before any text."""
+        """Return the ids of a prompt; for an empty one, the token before any text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
 
 
 class OnescanLM(TemplateLM):
-    """Log-likelihoods and greedy or sampled texts, at a cost that is linear in their length.
+    """Compute log-likelihoods and generate texts, in time linear in their length.
 
-    Requests with the same context share the state after it. No context is cut, but for models that
-    have a learnt vector for each place: of theirs the end is kept.
+    Requests with the same context share the state after it. Contexts are not truncated, except for
+    models with learned position embeddings, which read the end of a context.
 
     Args:
-        model: in evaluation mode, on the device that is to compute.
-        tokenizer: the one that it was trained with.
-        batch_size: requests at once; changes the memory, and no result but of sampled texts.
+        model: A `CausalLM` in evaluation mode, on the device to use.
+        tokenizer: The tokenizer that it was trained with.
+        batch_size: Number of requests per batch. It changes the memory, and of the results only
+            sampled texts.
 
     Raises:
-        ValueError: a model of another kind, or a number that is not positive.
+        ValueError: If the model is no `CausalLM`, or batch_size is not positive.
     """
 
     def __init__(self, model: nn.Module, tokenizer: TextTokens, *, batch_size: int = 32) -> None:
         super().__init__()
         if not isinstance(model, CausalLM):
             raise ValueError(
-                f"the model is a {type(model).__name__}, expected a CausalLM: lm-eval asks how "
-                "likely a text is to go on"
+                f"the model is a {type(model).__name__}, expected a CausalLM: lm-eval needs the "
+                "likelihood of continuations"
             )
         check_positive(batch_size=batch_size)
         self.model, self.texts, self.batch_size = model, tokenizer, batch_size
@@ -74,23 +75,23 @@ class OnescanLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The id of the token before any text."""
+        """Return the id of the token before any text."""
         return self.texts.begin("")[-1]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Ids:
-        """The ids of a text, behind what the tokenizer puts before one unless told otherwise."""
+        """Return the ids of a text, by default with the special tokens that begin it."""
         plain = add_special_tokens is False or not string
         return self.texts.encode(string) if plain else self.texts.begin(string)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, all of which is read, behind the token before any."""
+        """Compute the log-likelihood of each text after the token before any text."""
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(("", ""), context, text) for row in windows for context, text in row]
         scores = iter(self._loglikelihood_tokens(flat, disable_tqdm=disable_tqdm))
         return [sum(next(scores)[0] for _ in row) for row in windows]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to a text that ends it."""
+        """Generate a text after each context, up to one of the task's stop strings."""
 
         def kind(place: int) -> tuple[str, int]:
             context, options = requests[place].args
@@ -98,7 +99,7 @@ class OnescanLM(TemplateLM):
 
         written: dict[int, str] = {}
         order = sorted(range(len(requests)), key=kind)
-        with tqdm(total=len(order), desc="writing", disable=disable_tqdm) as bar:
+        with tqdm(total=len(order), desc="generating", disable=disable_tqdm) as bar:
             for _, alike in groupby(order, key=lambda place: kind(place)[0]):
                 for places in _batches(list(alike), self.batch_size):
                     contexts = [requests[place].args[0] for place in places]
@@ -110,7 +111,7 @@ class OnescanLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, **_: Any
     ) -> list[Score]:
-        """Score continuations, the longest first, those of one context side by side."""
+        """Score continuations, those of the longest contexts first, grouped by context."""
         pairs = [self._fitted(context, text) for _, context, text in requests]
         order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), pairs[i][0]))
         scores: dict[int, Score] = {}
@@ -123,7 +124,7 @@ class OnescanLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, pairs: list[tuple[Ids, Ids]]) -> list[Score]:
-        """Read each context once, and each continuation from the state after its context."""
+        """Score a batch: read each context once, and continuations from the state after it."""
         contexts = sorted({tuple(context) for context, _ in pairs})
         owners = torch.tensor([contexts.index(tuple(context)) for context, _ in pairs])
         tokens, keep = self._padded([list(context) for context in contexts], left=True)
@@ -143,8 +144,8 @@ class OnescanLM(TemplateLM):
         return list(zip((-losses).tolist(), right.all(dim=1).tolist(), strict=True))
 
     def _write(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
-        """Write on from several texts at once, each to what ends it."""
-        until, max_new_tokens, sampling = _asked(options)
+        """Generate a batch of texts, each up to a stop string."""
+        until, max_new_tokens, sampling = _parse_options(options)
         prompts = [self.tok_encode(context) or [self.eot_token_id] for context in contexts]
         if self.most_tokens is not None:
             if max_new_tokens >= self.most_tokens:
@@ -170,32 +171,32 @@ class OnescanLM(TemplateLM):
         return [_cut(self.texts.decode(ids), until)[0] for ids in written]
 
     def _windows(self, text: str) -> list[tuple[Ids, Ids]]:
-        """Contexts and what is to be told after them: one of each, unless places run out."""
+        """Split a text into pairs of context and text: one pair, unless positions are limited."""
         ids = self.tok_encode(text, add_special_tokens=False)
         most = self.most_tokens or max(1, len(ids))
         windows = get_rolling_token_windows(ids, self.prefix_token_id, most, context_len=1)
         return [make_disjoint_window(window) for window in windows]
 
     def _fitted(self, context: Ids, text: Ids) -> tuple[Ids, Ids]:
-        """A context without its beginning, where the model has no places for that.
+        """Truncate a context on the left to the model's positions, if they are limited.
 
         Raises:
-            ValueError: there is nothing to tell, or more of it than the model has places.
+            ValueError: If the text is empty, or longer than the positions of the model.
         """
         if not text:
-            raise ValueError("a task asks for the likelihood of no text")
+            raise ValueError("a task requests the likelihood of an empty text")
         context = context or [self.eot_token_id]
         if self.most_tokens is None:
             return context, text
         if len(text) > self.most_tokens:
             raise ValueError(
-                f"a task asks for the likelihood of {len(text)} tokens, but the model has "
-                f"{self.most_tokens} places"
+                f"a task requests the likelihood of {len(text)} tokens, but the model is limited "
+                f"to {self.most_tokens} tokens"
             )
         return context[-(self.most_tokens - len(text) + 1) :], text
 
     def _padded(self, rows: list[Ids], *, left: bool = False) -> Padded:
-        """Rows of one length, and which of their tokens are real."""
+        """Pad rows to one length; return them and a mask of their real tokens."""
         longest = max(map(len, rows))
         tokens = torch.zeros(len(rows), longest, dtype=torch.long)
         keep = torch.zeros(len(rows), longest, dtype=torch.bool)
@@ -206,10 +207,10 @@ class OnescanLM(TemplateLM):
 
 
 def register(load: Callable[[str], tuple[nn.Module, TextTokens]]) -> None:
-    """Let lm-eval know the model "onescan", whose model_args are `checkpoint` and `device`.
+    """Register the model "onescan" with lm-eval; its model_args are `checkpoint` and `device`.
 
     Args:
-        load: gives a checkpoint's model and tokenizer.
+        load: Function that returns the model and the tokenizer of a checkpoint.
     """
 
     class Loaded(OnescanLM):
@@ -220,7 +221,7 @@ def register(load: Callable[[str], tuple[nn.Module, TextTokens]]) -> None:
             batch_size: int | str = 32,
             max_batch_size: int | None = None,
         ) -> None:
-            del max_batch_size  # which lm-eval hands to all models
+            del max_batch_size  # lm-eval passes it to all models
             model, tokenizer = load(checkpoint)
             if not str(batch_size).isdecimal():
                 raise ValueError(f"batch_size is {batch_size!r}, expected a whole number")
@@ -230,29 +231,30 @@ def register(load: Callable[[str], tuple[nn.Module, TextTokens]]) -> None:
         model_registry.register(NAME, target=Loaded)
 
 
-def _asked(options: dict[str, Any]) -> tuple[list[str], int, Sampling]:
-    """What ends a text, how many tokens it has at most, and how they are chosen.
+def _parse_options(options: dict[str, Any]) -> tuple[list[str], int, Sampling]:
+    """Return the stop strings, the maximum number of new tokens, and the sampling config.
 
     Raises:
-        ValueError: a task asks for what is not known, or for a number out of its range.
+        ValueError: If a task sets an unknown option, or a number out of range.
     """
     options = {name: value for name, value in options.items() if value is not None}
     until = options.pop("until", [])
     most = [options.pop(name) for name in LENGTHS if name in options]
-    chance = options.pop("do_sample", options.get("temperature", 0) > 0)
+    do_sample = options.pop("do_sample", options.get("temperature", 0) > 0)
     chosen = {
         name: options.pop(name) for name in ("temperature", "top_k", "top_p") if name in options
     }
     if options.pop("num_beams", 1) != 1 or options:
-        raise ValueError(f"a task's generation_kwargs ask for {sorted(options) or 'beams'}")
-    sampling = Sampling(**{"temperature": 1.0, **chosen} if chance else {})
+        unknown = sorted(options) or ["num_beams"]
+        raise ValueError(f"a task's generation_kwargs set {unknown}, which is not supported")
+    sampling = Sampling(**{"temperature": 1.0, **chosen} if do_sample else {})
     sampling.check()
     ends = [until] if isinstance(until, str) else list(until)
-    return [end for end in ends if end], int(most[0]) if most else MOST_WRITTEN, sampling
+    return [end for end in ends if end], int(most[0]) if most else DEFAULT_NEW_TOKENS, sampling
 
 
 def _cut(text: str, until: list[str]) -> tuple[str, bool]:
-    """A text up to the first of what ends it, and whether there is one.
+    """Truncate a text at its first stop string; return it and whether there was one.
 
     >>> _cut("a b. c", [".", "c"]), _cut("a b", ["."])
     (('a b', True), ('a b', False))

@@ -1,4 +1,4 @@
-"""timm makes the image classifiers by name, and all of its calls work on them."""
+"""The image classifiers as models of timm. Importing this module registers them by name."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+from timm.models import build_model_with_cfg, register_model
 from torch import Tensor, nn
 
 from onescan.layers.block import Block
@@ -35,7 +36,7 @@ default_cfgs = {
     }
     for name in NAMES
 }
-"""What timm prepares images by; it looks for this name in the module of what it registers."""
+"""Preprocessing of images; timm looks for this name in the module of a registered model."""
 
 FIELDS = {"img_size": "image_size", "in_chans": "channels", "drop_path_rate": "drop_path"}
 DEFAULT_POOLS = {
@@ -47,20 +48,10 @@ DEFAULT_POOLS = {
 }
 
 
-def add_models() -> None:
-    """Register the image classifiers with timm, which is imported."""
-    from timm.models import register_model
-
-    for name in NAMES:
-        register_model(_entrypoint(name))
-
-
 def _entrypoint(name: str) -> Callable[..., nn.Module]:
-    """What timm calls for the model of this name."""
+    """Return the function that timm calls to build a model."""
 
     def create(pretrained: bool = False, **options: Any) -> nn.Module:
-        from timm.models import build_model_with_cfg
-
         features = {"out_indices": 3, "feature_cls": "getter"}
         build = partial(_build, name)
         return build_model_with_cfg(build, name, pretrained, feature_cfg=features, **options)
@@ -96,7 +87,7 @@ def _build(
 
 
 class PatchEmbed(NamedTuple):
-    """What is known of an image and its patches, by timm's names."""
+    """Sizes of an image and its patches, under timm's names."""
 
     img_size: tuple[int, int]
     patch_size: tuple[int, int]
@@ -104,17 +95,17 @@ class PatchEmbed(NamedTuple):
 
     @property
     def num_patches(self) -> int:
-        """Of an image of the usual size."""
+        """Number of patches of an image of the default size."""
         return Grid(self.grid_size).tokens
 
 
 class TimmImageClassifier(ImageClassifier):
-    """An image classifier with timm's methods and attributes; its weights have the same names.
+    """An image classifier with timm's methods and attributes, and the same weights.
 
-    What the head reads, `global_pool`, may be chosen anew, as in timm: "token", "avg", "max",
-    "avgmax", "map" for learnt attention, and "" for all tokens. Means and maxima are of patches,
-    and of the class token too where `pool_include_prefix`. The config's `pool` says which of them
-    there are weights for, and what is read at first.
+    As in timm, the pooling before the head can be changed: `global_pool` is "token", "avg", "max",
+    "avgmax", "map" for attention pooling, or "" for all tokens. Means and maxima are over patches,
+    and include the class token if `pool_include_prefix` is True. The config's `pool` determines
+    the default, and which weights exist.
     """
 
     def __init__(self, config: ImageClassifierConfig, *, drop_rate: float = 0.0) -> None:
@@ -132,16 +123,16 @@ class TimmImageClassifier(ImageClassifier):
 
     @property
     def patch_embed(self) -> PatchEmbed:
-        """Sizes only; the module is `patchify`."""
+        """Sizes of images and patches; the module itself is `patchify`."""
         size, patch = self.config.image_size, self.config.patch_size
         return PatchEmbed(size, patch, self.patchify.grid_shape((self.in_chans, *size)))
 
     def forward(self, x: Images) -> Tensor:
-        """One score per class, of each token where `global_pool` is ""; features without a head."""
+        """Compute class scores, of each token if `global_pool` is ""; features without a head."""
         return self.forward_head(self.forward_features(x))
 
     def forward_head(self, x: Hidden, pre_logits: bool = False) -> Tensor:
-        """Class scores from what `forward_features` gave, or what the head would read."""
+        """Compute class scores, or with `pre_logits` the head's input, from `forward_features`."""
         x = self.head_drop(self._pooled(x))
         return x if pre_logits else self.head(x)
 
@@ -155,17 +146,18 @@ class TimmImageClassifier(ImageClassifier):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> Any:
-        """The tokens after the last block, normalized, and the patches after each chosen block.
+        """Return the normalized tokens after the last block, and the patches after some blocks.
 
         Args:
-            x: images.
-            indices: of blocks, from the end if negative; a number for the last so many; None for
-                all.
-            return_prefix_tokens: have pairs, the patches and the class token, where there is one.
-            norm: normalize these too.
-            stop_early: run no block after the last chosen one.
-            output_fmt: "NCHW" lays the patches out as an image, "NLC" in a row.
-            intermediates_only: leave out the tokens after the last block.
+            x: Images.
+            indices: Indices of blocks, from the end if negative; a number for the last blocks; None
+                for all.
+            return_prefix_tokens: Whether to return pairs of patches and class token, if there is a
+                class token.
+            norm: Whether to normalize the patches.
+            stop_early: Whether to skip the blocks after the last selected one.
+            output_fmt: "NCHW" returns patches as an image, "NLC" as a sequence.
+            intermediates_only: Whether to leave out the tokens after the last block.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt is {output_fmt!r}, expected 'NCHW' or 'NLC'")
@@ -188,7 +180,7 @@ class TimmImageClassifier(ImageClassifier):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """Remove what comes after the last chosen block; its indices, counted from the start."""
+        """Remove the blocks after the last selected one; return the indices from the start."""
         chosen = _chosen(indices, len(self.blocks))
         self.blocks = self.blocks[: max(chosen) + 1]
         if prune_norm:
@@ -198,14 +190,14 @@ class TimmImageClassifier(ImageClassifier):
         return chosen
 
     def get_classifier(self) -> nn.Module:
-        """The map from what is pooled to scores."""
+        """Return the classification head."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Put a new head in place of the old, none where num_classes is 0.
+        """Replace the head by a new one, or by none if num_classes is 0.
 
         Raises:
-            ValueError: a negative number, or a global_pool that the model has no weights for.
+            ValueError: If num_classes is negative, or the model lacks the weights of global_pool.
         """
         if num_classes < 0:
             raise ValueError(f"num_classes is {num_classes}, expected 0 or more")
@@ -225,10 +217,10 @@ class TimmImageClassifier(ImageClassifier):
         img_size: int | tuple[int, int] | None = None,
         patch_size: int | tuple[int, int] | None = None,
     ) -> None:
-        """Make another size the usual one; a table of positions is stretched to it, once.
+        """Change the default image size, and resize a table of absolute positions to it.
 
         Raises:
-            ValueError: a size that patches do not divide, or another size of patches.
+            ValueError: If patches do not divide the size, or patch_size differs from the model's.
         """
         if patch_size is not None and _pair(patch_size) != self.config.patch_size:
             expected = f"expected the model's {self.config.patch_size}"
@@ -243,23 +235,23 @@ class TimmImageClassifier(ImageClassifier):
                 table, _ = self.position(nothing, grid)
             self.position.table, self.position.grid = nn.Parameter(table[0]), grid
         self.config = replace(self.config, image_size=size)
-        self._traits = {**getattr(self, "_traits", {}), "img_size": size}  # what timm saves
+        self._traits = {**getattr(self, "_traits", {}), "img_size": size}  # saved by timm
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute what is inside blocks again for gradients, instead of keeping it."""
+        """Recompute the activations of blocks in the backward pass, or store them."""
         for module in self.modules():
             if isinstance(module, Block):
                 module.recompute = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns of parameters' names, from the image to the head."""
+        """Return patterns of parameter names, from the stem to the last block."""
         return {
             "stem": r"^(?:patchify|class_token|position)",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^(?:norm|attention_pool)", (99999,))],
         }
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that do not decay, beside norms and biases."""
+        """Return the names of parameters without weight decay, besides norms and biases."""
         return {
             f"{path}.{name}"
             for path, module in self.named_modules()
@@ -317,3 +309,7 @@ def _chosen(indices: int | Sequence[int] | None, depth: int) -> list[int]:
     if not chosen or not all(0 <= i < depth for i in chosen):
         raise ValueError(f"indices is {indices}, expected some of the {depth} blocks")
     return chosen
+
+
+for _name in NAMES:
+    register_model(_entrypoint(_name))

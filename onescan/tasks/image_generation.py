@@ -168,8 +168,7 @@ class ImageGeneration(Task):
 
     def make(self, model: nn.Module, labels: Labels | None, seeds: Seeds) -> Images:
         """Make images, one a seed: pixels from 0 to 1."""
-        from onescan.integrations.diffusers.sampling import draw  # on use: seconds
-        from onescan.integrations.diffusers.schedulers import build_scheduler
+        from onescan.integrations.diffusers import build_scheduler, sample  # slow
 
         sampler, config = self.config.sampler, model.config
         if not isinstance(config, DenoiserConfig):
@@ -178,9 +177,9 @@ class ImageGeneration(Task):
                 "Denoiser, or task.samples_per_class=0 without a classifier"
             )
         scheduler = build_scheduler(
-            self.config.noise, sampler, clip=self.canvas.clip, learnt_sigma=config.learn_sigma
+            self.config.noise, sampler, clip=self.canvas.clip, learn_sigma=config.learn_sigma
         )
-        made = draw(
+        made = sample(
             model,
             scheduler,
             size=self.canvas.size,

@@ -138,6 +138,8 @@ def _of_transformers(name: str, field: str, place: str) -> Teacher:
             AutoImageProcessor,
             AutoModelForImageClassification,
         )
+
+        import onescan.integrations.transformers  # noqa: F401  # registers our classifiers
     except ImportError as error:
         raise ImportError(
             f"{field} is {name!r}, which is not a run; loading it as a classifier of transformers "

@@ -41,7 +41,7 @@ def _of_run(name: str) -> tuple[CausalLM | MaskedLM, Tokenizer]:
 
 def _of_transformers(name: str) -> tuple[CausalLM | MaskedLM, Tokenizer]:
     tokenizer = load_tokenizer(name)
-    from onescan.integrations.transformers.loading import load_pretrained  # slow
+    from onescan.integrations.transformers import load_pretrained  # slow
 
     return load_pretrained(name), tokenizer
 

@@ -15,7 +15,7 @@ from onescan.training.folder import read_manifest
 from onescan.training.language_model import is_run
 
 if TYPE_CHECKING:
-    from onescan.integrations.diffusers.pipeline import DenoiserPipeline
+    from onescan.integrations.diffusers import DenoiserPipeline
 
 INDEX = "model_index.json"  # of a pipeline that diffusers saved
 
@@ -63,7 +63,7 @@ def usual_sampler(path: str | Path) -> SamplerConfig:
 
 
 def _of_run(path: Path, sampler: SamplerName | None, vae: str | None) -> "DenoiserPipeline":
-    from onescan.integrations.diffusers.convert import to_diffusers  # slow
+    from onescan.integrations.diffusers import to_diffusers  # slow
 
     run = load(path)
     task, model, form = run.config.task, run.model, run.format
@@ -95,9 +95,9 @@ def _of_run(path: Path, sampler: SamplerName | None, vae: str | None) -> "Denois
 
 
 def _of_diffusers(path: Path, sampler: SamplerName | None, vae: str | None) -> "DenoiserPipeline":
-    from onescan.integrations.diffusers.loading import load_saved  # slow
+    from onescan.integrations.diffusers import load_pretrained  # slow
 
-    pipeline = load_saved(path, vae=None if vae is None else load_vae(vae))
+    pipeline = load_pretrained(path, vae=None if vae is None else load_vae(vae))
     if sampler is not None:
         pipeline.use_sampler(sampler)
     return pipeline

@@ -21,7 +21,7 @@ from onescan.data.order import batched, derive_seed
 from onescan.models.denoiser import STEPS
 
 if TYPE_CHECKING:
-    from onescan.integrations.diffusers.pipeline import DenoiserPipeline
+    from onescan.integrations.diffusers import DenoiserPipeline
 
 GRID, ARRAY = ".png", ".npz"
 LONGEST_NAME = 80  # of a class, in a file's name
@@ -150,7 +150,7 @@ def _made(
                 height=height,
                 width=width,
                 output_type="pt",
-                show=lambda _: bar.update(),
+                callback=lambda _: bar.update(),
             ).images
             yield numbers[0], image_bytes(pixels)
 

@@ -41,7 +41,7 @@ def init_from(name: str, model: nn.Module) -> None:
 def _load(name: str) -> nn.Module:
     if not is_elsewhere(name):
         return load(name).model
-    from onescan.integrations.transformers.loading import load_pretrained  # slow
+    from onescan.integrations.transformers import load_pretrained  # slow
 
     return load_pretrained(name)
 

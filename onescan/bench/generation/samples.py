@@ -151,7 +151,7 @@ class _Drawn(Source):
             batch_size=stop - start,
             output_type="pt",
             return_dict=False,
-            show=_unseen,
+            callback=_unseen,
         )[0]
         return made, None if labels is None else torch.tensor(labels)
 

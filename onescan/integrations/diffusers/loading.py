@@ -11,21 +11,21 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.utils import logging
 
 from onescan.checks import LOAD_ERRORS, in_a_line
-from onescan.integrations.diffusers.model import DenoiserModel
-from onescan.integrations.diffusers.pipeline import DenoiserPipeline
-from onescan.integrations.diffusers.schedulers import SCHEDULERS
+from onescan.integrations import REMOTE_MODULE
+from onescan.integrations.diffusers.pipeline import DenoiserModel, DenoiserPipeline
+from onescan.integrations.diffusers.sampling import SCHEDULERS
 
 INDEX = "model_index.json"  # written by diffusers
 # classes that an index may name for each component, by (library, class name)
 COMPONENTS: dict[str, dict[tuple[str, str], Any]] = {
-    "transformer": {(DenoiserModel.__module__, DenoiserModel.__name__): DenoiserModel},
+    "transformer": {(REMOTE_MODULE, DenoiserModel.__name__): DenoiserModel},
     "scheduler": {("diffusers", kind.__name__): kind for kind in SCHEDULERS.values()},
     "vae": {("diffusers", AutoencoderKL.__name__): AutoencoderKL},
 }
 SETTINGS = ("noise", "pixels", "id2label")  # arguments of the pipeline that are plain data
 
 
-def load_saved(folder: Path, *, vae: Any = None) -> DenoiserPipeline:
+def load_pretrained(folder: Path, *, vae: Any = None) -> DenoiserPipeline:
     """Load a pipeline that `DenoiserPipeline.save_pretrained` wrote, on the CPU.
 
     The index is compared with a fixed list of component classes, which then load the components.
@@ -66,8 +66,10 @@ def read_index(folder: Path) -> dict[str, Any]:
         saved = index["_class_name"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {in_a_line(error)}") from error
-    if saved != DenoiserPipeline.__name__:
-        raise ValueError(f"'{folder}' holds a {saved}, expected a {DenoiserPipeline.__name__}")
+    if saved != DenoiserPipeline.saved_fields["_class_name"]:
+        raise ValueError(
+            f"'{folder}' holds a {saved}, expected a {DenoiserPipeline.__name__} of this version"
+        )
     for name in index:
         if not name.startswith("_") and name not in (*COMPONENTS, *SETTINGS):
             raise ValueError(
@@ -81,24 +83,25 @@ def _class_of(folder: Path, name: str, named: Any) -> Any:
     if named == [None, None] and name == "vae":
         return None
     allowed = COMPONENTS[name]
-    if not (isinstance(named, list) and tuple(named) in allowed):
-        expected = " or ".join(".".join(each) for each in allowed)
-        raise ValueError(f"{folder / INDEX}: {name} is {named!r}, expected {expected}")
-    return allowed[tuple(named)]
+    for (library, kind), component in allowed.items():
+        if named == [library, kind]:
+            return component
+    expected = " or ".join(".".join(each) for each in allowed)
+    raise ValueError(f"{folder / INDEX}: {name} is {named!r}, expected {expected}")
 
 
 def _load(kind: Any, folder: Path, name: str) -> Any:
     if name == "scheduler":
         return kind.from_pretrained(folder, subfolder=name, local_files_only=True)
     with _silent():
-        part, found = kind.from_pretrained(
+        part, info = kind.from_pretrained(
             folder,
             subfolder=name,
             use_safetensors=True,
             output_loading_info=True,
             local_files_only=True,
         )
-    if missing := found["missing_keys"]:
+    if missing := info["missing_keys"]:
         raise ValueError(f"{name} has {len(missing)} missing weights, such as {min(missing)}")
     return part.eval()
 

@@ -1,42 +1,175 @@
-"""A denoiser with its scheduler, and a VAE where it makes latents, as a pipeline of diffusers."""
+"""A denoiser as a model of diffusers, and as a pipeline with a scheduler and a VAE for latents."""
 
-from collections.abc import Sequence
+import json
+import operator
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, ClassVar
 
-import diffusers
 import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline, ImagePipelineOutput
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from diffusers.utils.import_utils import is_accelerate_available
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice
 from onescan.configs import from_dict, to_dict
-from onescan.integrations.diffusers.labels import find_labels
-from onescan.integrations.diffusers.model import DenoiserModel
-from onescan.integrations.diffusers.sampling import Show, draw
-from onescan.integrations.diffusers.schedulers import build_scheduler, check_scheduler
-from onescan.models.denoiser import NoiseConfig, SamplerConfig, SamplerName, max_pixel
-from onescan.shapes import DenoiserOutput, Images
+from onescan.integrations import REMOTE_MODULE, write_remote_module
+from onescan.integrations.diffusers.sampling import (
+    Callback,
+    build_scheduler,
+    check_scheduler,
+    sample,
+)
+from onescan.layers.block import Block
+from onescan.messages import hint
+from onescan.models.denoiser import (
+    Denoiser,
+    DenoiserConfig,
+    NoiseConfig,
+    SamplerConfig,
+    SamplerName,
+    max_pixel,
+)
+from onescan.shapes import DenoiserOutput, Images, Labels
 
 Generators = torch.Generator | list[torch.Generator] | None
 OUTPUTS = ("pil", "np", "pt", "latent")
-MOST_SEEDS = 2**63
-AT_ONCE = 8  # latents that are decoded together
+PIXEL_CHANNELS = (1, 3)
+MAX_SEED = 2**63 - 1
+DECODE_BATCH = 8  # latents
+MAX_NAMES = 20  # classes listed in an error message
 
 
-class DenoiserPipeline(DiffusionPipeline):
-    """Images of classes, or of none, from noise.
+class _SavedWithModule(ConfigMixin):
+    """A config in whose folder lies the module that ``trust_remote_code=True`` imports.
 
-    `DiffusionPipeline.from_pretrained` knows it once onescan is imported. The scheduler may be
-    replaced by any of DDPM, DDIM, DPMSolverMultistep and FlowMatchEulerDiscrete that fits the noise
-    which the model was trained with.
+    The saved fields refer to that module; they are replaced when a class of onescan loads the
+    folder, so that the module is not executed.
+    """
+
+    saved_fields: ClassVar[dict[str, Any]]
+    loaded_fields: ClassVar[dict[str, Any]]
+
+    def save_config(self, save_directory: Any, *rest: Any, **options: Any) -> None:
+        """Save the config and the module."""
+        classes = ("DenoiserModel", "DenoiserPipeline")
+        write_remote_module(save_directory, "onescan.integrations.diffusers", classes)
+        super().save_config(save_directory, *rest, **options)
+
+    def to_json_string(self) -> str:
+        """Return the config as it is saved."""
+        saved = json.loads(super().to_json_string()) | self.saved_fields
+        return json.dumps(saved, indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def load_config(cls, *args: Any, **options: Any) -> Any:
+        """Read a saved config."""
+        loaded = super().load_config(*args, **options)
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        for name in cls.saved_fields:
+            config.pop(name, None)
+        config.update(cls.loaded_fields)
+        return loaded
+
+
+class DenoiserModel(ModelMixin, _SavedWithModule):  # type: ignore[misc]
+    """A `Denoiser` with the interface of diffusers' transformers.
+
+    `DenoiserModel.from_onescan(native)` shares its weights, and `to_onescan()` returns it again.
+    """
+
+    _supports_gradient_checkpointing = True
+    # LRPE multiplies these angles by the position of a token, and their rounding errors with them.
+    # Without accelerate, diffusers cannot load a model that keeps modules in float32.
+    _keep_in_fp32_modules = ["theta"] if is_accelerate_available() else None  # type: ignore[assignment]
+    _no_split_modules = ["Block", "ConditionedBlock"]  # type: ignore[assignment]  # noqa: RUF012
+    saved_fields = {"auto_map": {"AutoModel": f"{REMOTE_MODULE}.DenoiserModel"}}  # noqa: RUF012
+    loaded_fields = {}  # noqa: RUF012
+
+    @register_to_config  # type: ignore[untyped-decorator]
+    def __init__(self, denoiser: dict[str, Any]) -> None:
+        """Build the network.
+
+        Args:
+            denoiser: A `DenoiserConfig` as plain data, the only content of config.json.
+
+        Raises:
+            ValueError: If a field is unknown, invalid or has the wrong type.
+        """
+        super().__init__()
+        self.network = from_dict(DenoiserConfig, denoiser).build()
+        self.gradient_checkpointing = False
+
+    @classmethod
+    def from_onescan(cls, native: Denoiser) -> "DenoiserModel":
+        """Convert a native model. Both share their weights."""
+        with torch.device("meta"):
+            model = cls(denoiser=to_dict(native.config))
+        model.network = native
+        return model.train(native.training)
+
+    def to_onescan(self) -> Denoiser:
+        """Return the native model, which this one contains."""
+        return self.network
+
+    def forward(
+        self,
+        hidden_states: Images,
+        timestep: Tensor | float | int,
+        class_labels: Labels | None = None,
+        return_dict: bool = True,
+    ) -> Transformer2DModelOutput | tuple[Tensor]:
+        """Predict what the model was trained to predict, like `Denoiser.forward`.
+
+        Args:
+            hidden_states: Noisy images [B, channels, height, width], of any size that patches
+                divide.
+            timestep: One timestep per image, or one for all.
+            class_labels: One class per image, num_classes for no class; None for no class at all.
+            return_dict: Whether to return an object instead of a tuple.
+        """
+        times = torch.as_tensor(timestep, device=hidden_states.device)
+        if times.numel() == 1:
+            times = times.reshape(1).expand(len(hidden_states))
+        predicted = self.network(hidden_states, times, class_labels)
+        return Transformer2DModelOutput(sample=predicted) if return_dict else (predicted,)
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = None
+    ) -> None:
+        """Let the blocks recompute their activations, without reentrant autograd."""
+        for module in self.modules():
+            if isinstance(module, Block):
+                module.recompute = enable
+        self.gradient_checkpointing = enable  # read by is_gradient_checkpointing
+
+
+class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
+    """Generate images from noise, of given classes or of none.
+
+    A saved folder is loaded by `DenoiserPipeline.from_pretrained(folder)`, or without importing
+    onescan by `DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)`. The scheduler
+    may be replaced by any of DDPM, DDIM, DPMSolverMultistep and FlowMatchEulerDiscrete that fits
+    the noise of training.
     """
 
     model_cpu_offload_seq = "transformer->vae"  # type: ignore[assignment]
     _optional_components = ["vae"]  # noqa: RUF012
+    saved_fields = {  # noqa: RUF012
+        "_class_name": [REMOTE_MODULE, "DenoiserPipeline"],
+        "transformer": [REMOTE_MODULE, "DenoiserModel"],
+    }
+    loaded_fields = {  # noqa: RUF012
+        "_class_name": "DenoiserPipeline",
+        "transformer": [DenoiserModel.__module__, "DenoiserModel"],
+    }
 
     transformer: DenoiserModel
     scheduler: Any
@@ -47,23 +180,23 @@ class DenoiserPipeline(DiffusionPipeline):
         transformer: DenoiserModel,
         scheduler: SchedulerMixin,
         vae: AutoencoderKL | None = None,
-        noise: dict | None = None,  # type: ignore[type-arg]  # diffusers looks at these types
+        noise: dict | None = None,  # type: ignore[type-arg]  # diffusers reads these types
         pixels: dict | None = None,  # type: ignore[type-arg]
         id2label: dict | None = None,  # type: ignore[type-arg]
     ) -> None:
-        """Put the parts together.
+        """Combine the components.
 
         Args:
-            transformer: the model.
-            scheduler: one that fits the noise.
-            vae: what decodes latents; None for a model of pixels.
-            noise: the fields of the `NoiseConfig` that the model was trained with.
-            pixels: "mean" and "std" by channel, as lists, which standardize a model's pixels; None
-                for a model of latents.
-            id2label: names of classes by their numbers.
+            transformer: The model.
+            scheduler: A scheduler that fits the noise.
+            vae: Decoder of latents; None for a model of pixels.
+            noise: Fields of the `NoiseConfig` that the model was trained with.
+            pixels: "mean" and "std" per channel, as lists, by which the model's pixels are
+                standardized; None for a model of latents.
+            id2label: Names of classes by their numbers.
 
         Raises:
-            ValueError: parts that do not fit each other.
+            ValueError: If components do not fit each other.
         """
         super().__init__()
         trained = from_dict(NoiseConfig, noise or {})
@@ -87,7 +220,7 @@ class DenoiserPipeline(DiffusionPipeline):
 
     @property
     def noise(self) -> NoiseConfig:
-        """What the model was trained with."""
+        """Noise that the model was trained with."""
         return from_dict(NoiseConfig, self.config["noise"])
 
     @property
@@ -97,26 +230,26 @@ class DenoiserPipeline(DiffusionPipeline):
 
     @property
     def num_classes(self) -> int:
-        """Classes that can be asked for; 0 for a model that is told none."""
+        """Number of classes; 0 for an unconditional model."""
         return self.transformer.network.config.num_classes
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width of images, where none are asked for."""
+        """Default height and width of images."""
         height, width = self.transformer.network.config.image_size
         return height * self._stride, width * self._stride
 
     def use_sampler(self, name: SamplerName | None) -> None:
-        """Put another scheduler in place, by the name of its sampler; None is the usual one.
+        """Replace the scheduler by that of a sampler; None is the default one.
 
         Raises:
-            ValueError: it is of another kind of noise.
+            ValueError: If it does not fit the noise of training.
         """
         self.scheduler = build_scheduler(
             self.noise,
             SamplerConfig(sampler=name),
             clip=clip_range(self.config["pixels"]),
-            learnt_sigma=self.transformer.network.config.learn_sigma,
+            learn_sigma=self.transformer.network.config.learn_sigma,
         )
 
     @torch.no_grad()
@@ -131,55 +264,56 @@ class DenoiserPipeline(DiffusionPipeline):
         output_type: str = "pil",
         return_dict: bool = True,
         batch_size: int | None = None,
-        show: Show | None = None,
+        callback: Callback | None = None,
     ) -> ImagePipelineOutput | tuple[Any]:
-        """Make images.
+        """Generate images.
 
         Args:
-            class_labels: a class for each image, by number or name; None for images of any class.
-            num_inference_steps: calls of the model.
-            guidance_scale: see `draw`; 1 is without.
-            generator: one for each image, by which an image is the same whatever is made beside it;
-                or one for all, which they draw from in turn; None is torch's global chance.
-            height: of the images in pixels; None is what the model was trained on.
-            width: the same.
+            class_labels: One class per image, by number or name; None for images of any class.
+            num_inference_steps: Number of calls of the model.
+            guidance_scale: Scale of classifier-free guidance; 1 disables it.
+            generator: One generator per image, so that an image does not depend on the others; or
+                one for all, used in turn; None uses torch's global generator.
+            height: Height of the images in pixels; None is the size of training.
+            width: Width of the images in pixels; None is the size of training.
             output_type: "pil"; "np", [B, height, width, channels] from 0 to 1; "pt", [B, channels,
-                height, width] from 0 to 1; or "latent", what the model makes.
-            return_dict: whether an object with `images` is returned, or a tuple.
-            batch_size: images where class_labels is None; None is as many as generators, or 1.
-            show: called after each step, with the number of steps done, in place of a bar.
+                height, width] from 0 to 1; or "latent", the output of the model.
+            return_dict: Whether to return an object with `images` instead of a tuple.
+            batch_size: Number of images if class_labels is None; None is the number of generators,
+                or 1.
+            callback: Called after each step with the number of steps done, instead of a progress
+                bar.
 
         Raises:
-            ValueError: a scheduler that does not fit the model's noise; a class that there is not;
-                a size that cannot be made; and what `draw` refuses.
+            ValueError: If the scheduler does not fit the noise of training, a class is unknown, the
+                size is impossible, or `sample` raises it.
         """
         check_choice("output_type", output_type, OUTPUTS)
         config = self.transformer.network.config
         if output_type != "latent" and self.vae is None and self.config["pixels"] is None:
             raise ValueError(
-                f"output_type is {output_type!r}, but there is no vae that decodes what the model "
-                "makes, expected 'latent'"
+                f"output_type is {output_type!r}, but there is no vae to decode the model's "
+                "latents, expected 'latent'"
             )
         check_scheduler(self.scheduler, self.noise)
         labels = None
         if class_labels is not None:
-            asked = class_labels.tolist() if isinstance(class_labels, Tensor) else class_labels
-            labels = find_labels(asked, self.names, num_classes=config.num_classes)
-        device = self._execution_device
-        bar: Any = nullcontext() if show else self.progress_bar(total=num_inference_steps)
+            plain = class_labels.tolist() if isinstance(class_labels, Tensor) else class_labels
+            labels = find_labels(plain, self.names, num_classes=config.num_classes)
+        bar: Any = nullcontext() if callback else self.progress_bar(total=num_inference_steps)
         with bar:
-            made = draw(
-                _Called(self.transformer),
+            sampled = sample(
+                _AsDenoiser(self.transformer),
                 self.scheduler,
                 labels=labels,
-                size=self._size(height, width),
+                size=self._model_size(height, width),
                 seeds=_generators(generator, len(labels) if labels is not None else batch_size),
                 steps=num_inference_steps,
                 guidance=float(guidance_scale),
-                device=device,
-                show=show or (lambda _: bar.update()),
+                device=self._execution_device,
+                callback=callback or (lambda _: bar.update()),
             )
-        images: Any = made if output_type == "latent" else self.decode(made)
+        images: Any = sampled if output_type == "latent" else self.decode(sampled)
         if output_type in ("np", "pil"):
             images = images.permute(0, 2, 3, 1).cpu().numpy()
         if output_type == "pil":
@@ -188,39 +322,38 @@ class DenoiserPipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     @torch.no_grad()
-    def decode(self, made: Images) -> Float[Tensor, "B _ _ _"]:
-        """Turn what the model makes into pixels from 0 to 1."""
+    def decode(self, sampled: Images) -> Float[Tensor, "B _ _ _"]:
+        """Convert the output of the model to pixels from 0 to 1."""
         if self.vae is not None:
             config = self.vae.config
-            latents = made / config.scaling_factor + (config.shift_factor or 0)
-            parts = latents.to(self.vae.dtype).split(AT_ONCE)
+            latents = sampled / config.scaling_factor + (config.shift_factor or 0)
+            parts = latents.to(self.vae.dtype).split(DECODE_BATCH)
             pixels = torch.cat([self.vae.decode(part).sample for part in parts]).float() / 2 + 0.5
         else:
-            mean, std = (made.new_tensor(self.config["pixels"][name]) for name in ("mean", "std"))
-            pixels = made * std[:, None, None] + mean[:, None, None]
+            mean, std = (sampled.new_tensor(self.config["pixels"][key]) for key in ("mean", "std"))
+            pixels = sampled * std[:, None, None] + mean[:, None, None]
         return pixels.float().clamp(0, 1)
 
     @property
     def _stride(self) -> int:
-        """Pixels along a side of one place of what is denoised."""
+        """Image pixels per pixel of the model, along each side."""
         return 1 if self.vae is None else 2 ** (len(self.vae.config.block_out_channels) - 1)
 
-    def _size(self, height: int | None, width: int | None) -> tuple[int, int]:
-        """Of what is denoised."""
+    def _model_size(self, height: int | None, width: int | None) -> tuple[int, int]:
+        """Return the size that the model samples for an image of this size."""
         usual = self.image_size
-        asked = (usual[0] if height is None else height, usual[1] if width is None else width)
-        patches = self.transformer.network.config.patch_size
-        places = [p * self._stride for p in patches]
-        if any(side < p or side % p for side, p in zip(asked, places, strict=True)):
+        size = (usual[0] if height is None else height, usual[1] if width is None else width)
+        patches = [p * self._stride for p in self.transformer.network.config.patch_size]
+        if any(side < p or side % p for side, p in zip(size, patches, strict=True)):
             raise ValueError(
-                f"height and width are {asked[0]} and {asked[1]}, expected multiples of "
-                f"{places[0]} and {places[1]}"
+                f"height and width are {size[0]} and {size[1]}, expected multiples of "
+                f"{patches[0]} and {patches[1]}"
             )
-        return asked[0] // self._stride, asked[1] // self._stride
+        return size[0] // self._stride, size[1] // self._stride
 
 
-class _Called(nn.Module):
-    """The transformer called as a `Denoiser` is, with all that diffusers has hung on it."""
+class _AsDenoiser(nn.Module):
+    """The transformer with the arguments of a `Denoiser`, and with the hooks of diffusers."""
 
     def __init__(self, transformer: DenoiserModel) -> None:
         super().__init__()
@@ -230,13 +363,64 @@ class _Called(nn.Module):
         return self.transformer(noisy, timesteps, labels, return_dict=False)[0]
 
 
+def to_diffusers(
+    model: nn.Module,
+    *,
+    noise: NoiseConfig | None = None,
+    sampler: SamplerConfig | None = None,
+    format: Any = None,
+    class_names: Sequence[str] = (),
+    vae: AutoencoderKL | None = None,
+) -> DenoiserPipeline:
+    """Convert a denoiser to a pipeline of diffusers. Both share their weights.
+
+    For a run loaded by `load`, noise is `run.config.task.noise`, and format and class_names are
+    those of the run.
+
+    Args:
+        model: A `Denoiser`.
+        noise: Noise that the model was trained with; None is that of DDPM.
+        sampler: Sampler of the pipeline's scheduler; None is the default one.
+        format: Format of the training data, which has the mean and std of pixels. None is pixels
+            from -1 to 1 for 1 or 3 channels without a vae, and otherwise latents.
+        class_names: One name per class, or none.
+        vae: Decoder of latents.
+
+    Raises:
+        ValueError: If the model is no denoiser, or the arguments do not fit each other.
+    """
+    if not isinstance(model, Denoiser):
+        raise ValueError(f"model is a {type(model).__name__}, expected a Denoiser")
+    noise, sampler = noise or NoiseConfig(), sampler or SamplerConfig()
+    if class_names and len(class_names) != model.config.num_classes:
+        raise ValueError(
+            f"class_names has {len(class_names)} names, expected one for each of "
+            f"{model.config.num_classes} classes"
+        )
+    pixels = None
+    if hasattr(format, "mean") and hasattr(format, "std"):
+        pixels = {"mean": list(format.mean), "std": list(format.std)}
+    elif format is None and vae is None and model.config.channels in PIXEL_CHANNELS:
+        pixels = {"mean": [0.5], "std": [0.5]}
+    return DenoiserPipeline(
+        transformer=DenoiserModel.from_onescan(model),
+        scheduler=build_scheduler(
+            noise, sampler, clip=clip_range(pixels), learn_sigma=model.config.learn_sigma
+        ),
+        vae=vae,
+        noise=to_dict(noise),
+        pixels=pixels,
+        id2label=dict(enumerate(class_names)),
+    )
+
+
 def clip_range(pixels: dict[str, Any] | None) -> float | None:
-    """How far from 0 standardized pixels reach; None for latents."""
+    """Return the largest magnitude of standardized pixels; None for latents."""
     return None if pixels is None else max_pixel(pixels["mean"], pixels["std"])
 
 
 def _generators(given: Generators, count: int | None) -> list[torch.Generator]:
-    """One for each image."""
+    """Return one generator per image."""
     if isinstance(given, list):
         if count not in (None, len(given)):
             raise ValueError(f"generator has {len(given)}, expected one for each of {count} images")
@@ -244,9 +428,67 @@ def _generators(given: Generators, count: int | None) -> list[torch.Generator]:
     count = 1 if count is None else count
     if given is not None:
         return [given] * count
-    seeds = torch.randint(MOST_SEEDS - 1, (count,)).tolist()
+    seeds = torch.randint(MAX_SEED, (count,)).tolist()
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
-# where DiffusionPipeline.from_pretrained looks for the class that a folder names
-setattr(diffusers, DenoiserPipeline.__name__, DenoiserPipeline)
+def find_labels(
+    labels: Sequence[int | str], names: Mapping[int, str], *, num_classes: int
+) -> list[int]:
+    """Return the numbers of classes.
+
+    Args:
+        labels: Numbers or names of classes.
+        names: Names of classes by their numbers; classes without a name are allowed.
+        num_classes: Number of classes, which is also the number that stands for no class.
+
+    Raises:
+        ValueError: If a class does not exist, or several classes have its name.
+
+    >>> find_labels([1, "cat"], {0: "cat", 1: "dog"}, num_classes=2)
+    [1, 0]
+    """
+    if isinstance(labels, str) or not isinstance(labels, Sequence):
+        raise ValueError(f"class_labels is {labels!r}, expected a list, as [{labels!r}]")
+    if not labels:
+        raise ValueError("class_labels is empty, expected a class for each image, or None")
+    if num_classes == 0:
+        raise ValueError(f"labels {list(labels)} are given, but the model has no classes")
+    return [_find_label(label, names, num_classes) for label in labels]
+
+
+def parse_label(text: str, names: Mapping[int, str]) -> int | str:
+    """Parse a label on a command line: the name of a class, or otherwise a number.
+
+    >>> parse_label("7", {0: "7"}), parse_label("1", {0: "7"})
+    ('7', 1)
+    """
+    return int(text) if text.isdecimal() and text not in names.values() else text
+
+
+def _find_label(label: Any, names: Mapping[int, str], num_classes: int) -> int:
+    if not isinstance(label, str):
+        try:
+            number = operator.index(label)
+        except TypeError as error:
+            raise ValueError(f"label {label!r} is neither a number nor a name") from error
+        if isinstance(label, bool):
+            raise ValueError(f"label {label!r} is neither a number nor a name")
+        if not 0 <= number <= num_classes:
+            raise ValueError(
+                f"label {number} is no class, expected 0 to {num_classes - 1}, or {num_classes} "
+                "for none"
+            )
+        return number
+    numbers = [number for number, name in names.items() if name == label]
+    if len(numbers) > 1:
+        raise ValueError(f"label {label!r} is the name of {numbers}, expected one of these numbers")
+    if not numbers:
+        known = list(dict.fromkeys(names.values()))
+        if len(known) > MAX_NAMES:
+            near = get_close_matches(label, known, n=3)
+            found = f"; near are: {', '.join(near)}" if near else f"; there are {len(known)} others"
+        else:
+            found = hint(label, known)
+        raise ValueError(f"label {label!r} is unknown{found}")
+    return numbers[0]

@@ -1,5 +1,7 @@
-"""From noise to images: a denoiser called step by step, as a scheduler says."""
+"""From noise to images: schedulers of diffusers that fit a denoiser, and the sampling loop."""
 
+import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -7,62 +9,198 @@ from typing import Any
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
+    FlowMatchEulerDiscreteScheduler,
+)
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor, nn
 
-from onescan.integrations.diffusers.schedulers import at_the_start
-from onescan.models.denoiser import DenoiserConfig
+from onescan.checks import check_choice, check_positive
+from onescan.models.denoiser import STEPS, DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.shapes import DenoiserOutput, Images, Labels
 
-Chance = int | torch.Generator
-Show = Callable[[int], object]
-LEARNT = ("learned", "learned_range")  # what a scheduler calls variances that a model tells
+Seed = int | torch.Generator
+Callback = Callable[[int], object]
+
+SCHEDULERS: dict[str, type[SchedulerMixin]] = {
+    "ddpm": DDPMScheduler,
+    "ddim": DDIMScheduler,
+    "dpm": DPMSolverMultistepScheduler,
+    "euler": FlowMatchEulerDiscreteScheduler,
+}
+BETAS: dict[str, dict[str, Any]] = {
+    "linear": {"beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02},
+    "cosine": {"beta_schedule": "squaredcos_cap_v2"},
+}
+PREDICTIONS = {"noise": "epsilon", "v": "v_prediction"}
+LEARNED = ("learned", "learned_range")  # variance types of a model that predicts variances
+# The last betas of the cosine schedule leave almost nothing of an image, so DPM-Solver starts where
+# log(alpha / sigma) exceeds this number, as the documentation of diffusers recommends.
+COSINE_LOG_SNR = -5.1
+
+
+def build_scheduler(
+    noise: NoiseConfig, sampler: SamplerConfig, *, clip: float | None, learn_sigma: bool
+) -> SchedulerMixin:
+    """Build the scheduler of a sampler, over the 1000 steps of training.
+
+    Timesteps use "trailing" spacing: from the last one, which is pure noise like the initial
+    sample, down to the image in equal strides. The other spacings start where some of the image
+    should be left, or end before the image.
+
+    Args:
+        noise: Noise that the model was trained with.
+        sampler: Name of the sampler; its steps and guidance are arguments of `sample`.
+        clip: Predicted images are clipped to [-clip, clip]; None for latents. DPM-Solver clips only
+            to 1, as diffusers has nothing else there, and flow matching never clips.
+        learn_sigma: Whether the model predicts variances, which only DDPM uses.
+
+    Raises:
+        ValueError: If a field is out of range, or the sampler does not fit the noise.
+    """
+    noise.check()
+    sampler.check(noise)
+    if clip is not None:
+        check_positive(clip=clip)
+    chosen = sampler.resolved(noise)
+    if chosen == "euler":
+        return FlowMatchEulerDiscreteScheduler(num_train_timesteps=STEPS)
+    fields = _noise_fields(noise) | {"timestep_spacing": "trailing"}
+    if chosen == "dpm":
+        if clip == 1:
+            fields |= {"thresholding": True, "sample_max_value": 1.0}  # the same as clipping
+        if noise.betas == "cosine":
+            fields["lambda_min_clipped"] = COSINE_LOG_SNR
+        return DPMSolverMultistepScheduler(algorithm_type="dpmsolver++", **fields)
+    fields["clip_sample"] = clip is not None
+    if clip is not None:
+        fields["clip_sample_range"] = clip
+    if chosen == "ddim":
+        return DDIMScheduler(**fields)
+    return DDPMScheduler(variance_type="learned_range" if learn_sigma else "fixed_small", **fields)
+
+
+def check_scheduler(scheduler: Any, noise: NoiseConfig) -> None:
+    """Raise ValueError if a scheduler is not supported or does not fit the noise of training."""
+    if not isinstance(scheduler, tuple(SCHEDULERS.values())):
+        known = [kind.__name__ for kind in SCHEDULERS.values()]
+        check_choice("scheduler", type(scheduler).__name__, known)
+    for name, expected in _noise_fields(noise).items():
+        value = scheduler.config.get(name)
+        if value != expected:
+            raise ValueError(
+                f"scheduler is a {type(scheduler).__name__} with {name}={value!r}, but the model "
+                f"was trained with noise.prediction={noise.prediction!r} and "
+                f"noise.betas={noise.betas!r}, expected {expected!r}"
+            )
+    is_flow = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+    if is_flow != (noise.prediction == "flow"):
+        raise ValueError(
+            f"scheduler is a {type(scheduler).__name__}, but the model was trained with "
+            f"noise.prediction={noise.prediction!r}, expected "
+            + ("one with betas" if is_flow else FlowMatchEulerDiscreteScheduler.__name__)
+        )
+
+
+def prepare_scheduler(scheduler: Any, steps: int) -> Any:
+    """Copy a scheduler, and set the timesteps of the copy.
+
+    Raises:
+        ValueError: If steps is out of range, or DDIM cannot take that many equal strides.
+    """
+    if not 1 <= steps <= STEPS:
+        raise ValueError(f"steps is {steps}, expected 1 to {STEPS}")
+    scheduler = copy.deepcopy(scheduler)
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        # equal strides from 1 to 0; the last stride of its own schedule is almost zero
+        scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist())
+        return scheduler
+    with warnings.catch_warnings():
+        # diffusers converts tensors to arrays in a way that numpy has deprecated
+        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
+        scheduler.set_timesteps(steps)
+        if isinstance(scheduler, DDIMScheduler):
+            _check_strides(scheduler, steps)
+        valid = scheduler.timesteps[scheduler.timesteps >= 0]
+        if len(valid) < len(scheduler.timesteps):  # for 61 steps and others diffusers rounds to -1
+            scheduler.set_timesteps(timesteps=valid.tolist())
+    if isinstance(scheduler, DPMSolverMultistepScheduler):
+        scheduler.register_to_config(variance_type=None)  # otherwise it reads only 3 channels
+    return scheduler
+
+
+def _noise_fields(noise: NoiseConfig) -> dict[str, Any]:
+    """Return the fields of a scheduler's config that describe the noise."""
+    fields: dict[str, Any] = {"num_train_timesteps": STEPS}
+    if noise.prediction == "flow":
+        return fields
+    return fields | BETAS[noise.betas] | {"prediction_type": PREDICTIONS[noise.prediction]}
+
+
+def _check_strides(scheduler: DDIMScheduler, steps: int) -> None:
+    """Check that DDIM, which always steps back by 1000 // steps, meets its timesteps."""
+    stride, timesteps = STEPS // steps, scheduler.timesteps
+    if bool((timesteps[:-1] - timesteps[1:] == stride).all()) and timesteps[-1] < stride:
+        return
+    spacing = scheduler.config["timestep_spacing"]
+    divisors = [number for number in range(1, STEPS + 1) if STEPS % number == 0]
+    below, above = (max(n for n in divisors if n <= steps), min(n for n in divisors if n >= steps))
+    if below == above or spacing != "trailing":
+        raise ValueError(
+            f"scheduler has timestep_spacing={spacing!r}, with which DDIM of diffusers misses its "
+            "timesteps, expected 'trailing'"
+        )
+    raise ValueError(
+        f"steps is {steps}, but DDIM takes equal strides over {STEPS} timesteps, expected {below} "
+        f"or {above}, or another sampler"
+    )
 
 
 @torch.no_grad()
-def draw(
+def sample(
     model: Any,
     scheduler: Any,
     *,
     size: tuple[int, int],
-    seeds: Sequence[Chance],
+    seeds: Sequence[Seed],
     labels: Sequence[int] | Labels | None = None,
     steps: int = 50,
     guidance: float = 1.0,
     device: torch.device | None = None,
-    show: Show | None = None,
+    callback: Callback | None = None,
 ) -> Images:
-    """Draw one image for each seed: a function of its seed and label, whatever is drawn beside it.
+    """Sample one image per seed. It depends only on its seed and label, not on the batch.
 
-    To the last bit that holds for the noise, which is drawn on the CPU for every device; what the
-    model makes of it is rounded differently in other batches.
+    The noise is drawn on the CPU for every device, and is the same to the last bit; the output of
+    the model is rounded differently in other batches.
 
     Args:
-        model: a `Denoiser`, or what is called as one is and has its config. It is applied in
-            evaluation mode, and left in the mode that it was in.
-        scheduler: one of diffusers' that fits the model's noise; it stays as it is.
-        size: height and width of what is denoised.
-        seeds: numbers, or generators, which go on from where they are.
-        labels: a class for each image, or the config's num_classes for none; None for none in all.
-        steps: calls of the model.
-        guidance: how far to go from what the model tells of any class toward what it tells of the
-            label, arXiv:2207.12598: with 1 no class is asked for what any would be, and the
-            label's own answer stands as it is.
-        device: where to; None is where the model's weights are.
-        show: called after each step with the number of steps done.
+        model: A `Denoiser`, or a callable with the same arguments and config. It is called in
+            evaluation mode, and its mode is restored afterwards.
+        scheduler: A scheduler of diffusers that fits the noise of training; it is not changed.
+        size: Height and width of the model's images.
+        seeds: Seeds, or generators, which continue from their state.
+        labels: One class per image, or num_classes for no class; None for no class at all.
+        steps: Number of calls of the model.
+        guidance: Scale of classifier-free guidance, arXiv:2207.12598. 1 disables it.
+        device: Device to sample on; None is that of the model's weights.
+        callback: Called after each step with the number of steps done.
 
     Returns:
-        Images as the model knows them: pixels standardized, or latents scaled.
+        Images as the model was trained on them: standardized pixels, or scaled latents.
 
     Raises:
-        ValueError: labels that there are not, or another number than of seeds; a size that patches
-            do not divide; a number out of range; guidance of a model that knows no image without a
-            class, or none with one; a scheduler that wants variances which the model does not tell.
+        ValueError: If a label is unknown or their number is not that of seeds; if patches do not
+            divide the size; if a number is out of range; if guidance is requested from a model
+            without classes, or trained only with classes; or if the scheduler needs variances that
+            the model does not predict.
     """
     config: DenoiserConfig = model.config
-    chosen = _checked(config, labels, count=len(seeds), guidance=guidance)
+    classes = _check_labels(config, labels, count=len(seeds), guidance=guidance)
     _check_size(config, size)
     _check_variances(config, scheduler)
-    walk = at_the_start(scheduler, steps)
+    scheduler = prepare_scheduler(scheduler, steps)
     weight = next(iter(model.parameters()), None) if isinstance(model, nn.Module) else None
     dtype = torch.float32 if weight is None else weight.dtype
     device = device or torch.device("cpu" if weight is None else weight.device)
@@ -71,19 +209,20 @@ def draw(
     noise = [torch.randn(shape, generator=each, device=each.device) for each in generators]
     x = torch.cat([each.to(device) for each in noise])
     x = x.double() if dtype == torch.float64 else x
-    if chosen is not None:
-        chosen = chosen.to(device)
+    if classes is not None:
+        classes = classes.to(device)
     with _evaluating(model):
-        for done, t in enumerate(walk.timesteps, 1):
+        for done, t in enumerate(scheduler.timesteps, 1):
             times = torch.full((len(x),), t.item(), dtype=t.dtype, device=device)
-            told = _told(model, x, times, chosen, guidance=guidance, dtype=dtype)
-            x = _step(walk, told, t, x, generators, is_last=done == len(walk.timesteps))
-            if show is not None:
-                show(done)
+            predicted = _predict(model, x, times, classes, guidance=guidance, dtype=dtype)
+            is_last = done == len(scheduler.timesteps)
+            x = _step(scheduler, predicted, t, x, generators, is_last=is_last)
+            if callback is not None:
+                callback(done)
     return x
 
 
-def _told(
+def _predict(
     model: Any,
     x: Images,
     times: Tensor,
@@ -92,73 +231,73 @@ def _told(
     guidance: float,
     dtype: torch.dtype,
 ) -> DenoiserOutput:
-    """What the model tells, in the dtype of x; with guidance all it takes is one batch of twice."""
+    """Call the model once, with guidance on a batch of twice the size; return the dtype of x."""
     if labels is None or guidance == 1:
         return model(x.to(dtype), times, labels).to(x.dtype)
     none = torch.full_like(labels, model.config.num_classes)
-    twice = model(
+    both = model(
         torch.cat([x, x]).to(dtype), torch.cat([times, times]), torch.cat([labels, none])
     ).to(x.dtype)
     channels = x.shape[1]
-    asked, of_any = twice.chunk(2)
-    told = of_any[:, :channels] + guidance * (asked - of_any)[:, :channels]
-    return torch.cat([told, asked[:, channels:]], dim=1)
+    conditional, unconditional = both.chunk(2)
+    guided = unconditional[:, :channels] + guidance * (conditional - unconditional)[:, :channels]
+    return torch.cat([guided, conditional[:, channels:]], dim=1)
 
 
 def _step(
-    walk: Any,
-    told: DenoiserOutput,
+    scheduler: Any,
+    predicted: DenoiserOutput,
     t: Tensor,
     x: Images,
     generators: list[torch.Generator],
     *,
     is_last: bool,
 ) -> Images:
-    is_ddpm = isinstance(walk, DDPMScheduler)
-    if not (is_ddpm and walk.config.variance_type in LEARNT):
-        told = told[:, : x.shape[1]]
-    beside: dict[str, Any] = {"generator": generators}
-    if isinstance(walk, DDIMScheduler):  # noise that agrees with the clipped image, as in ADM
-        beside["use_clipped_model_output"] = bool(walk.config.clip_sample)
-    result = walk.step(told, t, x, **beside)
+    is_ddpm = isinstance(scheduler, DDPMScheduler)
+    if not (is_ddpm and scheduler.config.variance_type in LEARNED):
+        predicted = predicted[:, : x.shape[1]]
+    options: dict[str, Any] = {"generator": generators}
+    if isinstance(scheduler, DDIMScheduler):  # noise that agrees with the clipped image, as in ADM
+        options["use_clipped_model_output"] = bool(scheduler.config.clip_sample)
+    result = scheduler.step(predicted, t, x, **options)
     if is_last and is_ddpm:  # diffusers adds noise even then, unless the timestep is 0
         return result.pred_original_sample
     return result.prev_sample
 
 
-def _checked(
+def _check_labels(
     config: DenoiserConfig, labels: Sequence[int] | Labels | None, *, count: int, guidance: float
 ) -> Labels | None:
-    """The labels as a tensor, where they and the guidance can be asked for."""
+    """Check labels and guidance against the model, and return the labels as a tensor."""
     if count < 1:
         raise ValueError("seeds is empty, expected one for each image")
     if not 0 <= guidance < float("inf"):
         raise ValueError(f"guidance is {guidance}, expected 0 or more")
-    knows_none = config.num_classes == 0 or config.label_dropout > 0
+    has_no_class = config.num_classes == 0 or config.label_dropout > 0
     trained = f"the model was trained with label_dropout={config.label_dropout}"
-    if guidance != 1 and (config.num_classes == 0 or not knows_none):
+    if guidance != 1 and (config.num_classes == 0 or not has_no_class):
         why = "the model has no classes" if config.num_classes == 0 else trained
         raise ValueError(f"guidance is {guidance}, but {why}, expected 1")
     if labels is None:
-        if not knows_none:
+        if not has_no_class:
             raise ValueError(f"labels is None, but {trained}, expected a class for each image")
         if guidance != 1:
             raise ValueError(f"guidance is {guidance}, but labels is None, expected 1")
         return None
-    chosen = torch.as_tensor(labels, device="cpu")
+    classes = torch.as_tensor(labels, device="cpu")
     if config.num_classes == 0:
         raise ValueError("labels are given, but the model has no classes, expected None")
-    if chosen.shape != (count,) or chosen.is_floating_point():
+    if classes.shape != (count,) or classes.is_floating_point():
         raise ValueError(
-            f"labels has shape {tuple(chosen.shape)} and dtype {chosen.dtype}, expected ({count},) "
-            "whole numbers, one for each seed"
+            f"labels has shape {tuple(classes.shape)} and dtype {classes.dtype}, expected "
+            f"({count},) integers, one for each seed"
         )
-    last = config.num_classes if knows_none else config.num_classes - 1
-    for label in chosen.tolist():
+    last = config.num_classes if has_no_class else config.num_classes - 1
+    for label in classes.tolist():
         if not 0 <= label <= last:
-            none = f", or {config.num_classes} for none" if knows_none else ""
+            none = f", or {config.num_classes} for none" if has_no_class else ""
             raise ValueError(f"labels has {label}, expected 0 to {config.num_classes - 1}{none}")
-    return chosen.long()
+    return classes.long()
 
 
 def _check_size(config: DenoiserConfig, size: tuple[int, int]) -> None:
@@ -170,31 +309,31 @@ def _check_size(config: DenoiserConfig, size: tuple[int, int]) -> None:
 
 
 def _check_variances(config: DenoiserConfig, scheduler: Any) -> None:
-    wanted = scheduler.config.get("variance_type")
-    if not isinstance(scheduler, DDPMScheduler) or wanted not in LEARNT:
+    variance_type = scheduler.config.get("variance_type")
+    if not isinstance(scheduler, DDPMScheduler) or variance_type not in LEARNED:
         return
-    if not config.learn_sigma or wanted != "learned_range":
-        tells = "a range of variances" if config.learn_sigma else "no variances"
+    if not config.learn_sigma or variance_type != "learned_range":
+        predicts = "a range of variances" if config.learn_sigma else "no variances"
         expected = "learned_range" if config.learn_sigma else "fixed_small"
         raise ValueError(
-            f"scheduler has variance_type={wanted!r}, but the model tells {tells}, expected "
-            f"{expected!r}"
+            f"scheduler has variance_type={variance_type!r}, but the model predicts {predicts}, "
+            f"expected {expected!r}"
         )
 
 
-def _generator(seed: Chance) -> torch.Generator:
+def _generator(seed: Seed) -> torch.Generator:
     return torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
 
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Put each part of a model into evaluation mode for a while."""
-    parts = model.modules() if isinstance(model, nn.Module) else ()
-    modes = {part: part.training for part in parts}
+    """Put all modules of a model into evaluation mode, and restore their modes afterwards."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    modes = {module: module.training for module in modules}
     try:
-        for part in modes:
-            part.training = False
+        for module in modes:
+            module.training = False
         yield
     finally:
-        for part, mode in modes.items():
-            part.training = mode
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,28 +1,64 @@
-"""The models as transformers' own: Auto classes, generate, pipelines, Trainer.
+"""The models as models of transformers: Auto classes, generate, pipelines, Trainer.
 
-`import onescan` is enough for the Auto classes to know them, before or after transformers.
+Importing this package registers the Auto classes.
 """
 
-from importlib import import_module
 from typing import Any
 
-_HOMES = {
-    "OnescanForCausalLM": "text",
-    "OnescanForImageClassification": "image",
-    "OnescanForMaskedLM": "text",
-    "OnescanForSequenceClassification": "text",
-    "OnescanImageConfig": "configuration",
-    "OnescanImageModel": "image",
-    "OnescanTextConfig": "configuration",
-    "OnescanTextModel": "text",
-    "StateCache": "cache",
-    "to_transformers": "convert",
+import transformers
+from transformers.models.auto import modeling_auto
+
+if int(transformers.__version__.split(".")[0]) < 5:  # noqa: PLR2004
+    raise ImportError(
+        f"onescan needs transformers 5.0 or newer, but {transformers.__version__} is installed: "
+        "pip install 'onescan[text]'"
+    )
+
+from onescan.integrations.transformers import modeling
+from onescan.integrations.transformers.cache import StateCache
+from onescan.integrations.transformers.configuration import OnescanImageConfig, OnescanTextConfig
+from onescan.integrations.transformers.convert import load_pretrained, to_transformers
+from onescan.integrations.transformers.modeling import (
+    OnescanForCausalLM,
+    OnescanForImageClassification,
+    OnescanForMaskedLM,
+    OnescanForSequenceClassification,
+    OnescanImageModel,
+    OnescanTextModel,
+)
+
+__all__ = [
+    "OnescanForCausalLM",
+    "OnescanForImageClassification",
+    "OnescanForMaskedLM",
+    "OnescanForSequenceClassification",
+    "OnescanImageConfig",
+    "OnescanImageModel",
+    "OnescanTextConfig",
+    "OnescanTextModel",
+    "StateCache",
+    "load_pretrained",
+    "to_transformers",
+]
+
+# Trainer and pipelines look up here what a model is for, and whether its labels are shifted
+TASK_NAMES: dict[str, Any] = {
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": (
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    ),
 }
 
-__all__ = [*_HOMES]
+
+def _register() -> None:
+    for config in (OnescanTextConfig, OnescanImageConfig):
+        transformers.AutoConfig.register(config.model_type, config)
+        for auto_class, name in config.auto_classes.items():
+            getattr(transformers, auto_class).register(config, getattr(modeling, name))
+            if auto_class in TASK_NAMES:
+                TASK_NAMES[auto_class][config.model_type] = name
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+_register()

@@ -1,4 +1,4 @@
-"""The state of a causal network as the cache that `generate` hands on."""
+"""The state of a causal network as a cache of transformers, for `generate`."""
 
 from typing import Any, NoReturn
 
@@ -10,7 +10,7 @@ from onescan.models.token_network import NetworkState, map_tensors, select_rows
 
 
 class StateLayer(CacheLayerMixin):
-    """All of a network's state, which stands for a text of any length."""
+    """The state of all layers of a network, which represents a text of any length."""
 
     is_compileable = False
     supports_early_init = False
@@ -18,77 +18,72 @@ class StateLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.state: NetworkState | None = None
-        self.tokens = 0
-        self.is_initialized = True  # nothing to make room for
+        self.num_tokens = 0
+        self.is_initialized = True  # nothing to allocate
 
-    def take(self, state: NetworkState, tokens: int) -> None:
-        """Hold the state after so many further tokens."""
+    def replace(self, state: NetworkState, new_tokens: int) -> None:
+        """Store the state after `new_tokens` further tokens."""
         self.state = state
-        self.tokens += tokens
+        self.num_tokens += new_tokens
 
     def get_seq_length(self, *_: Any) -> int:
-        """How many tokens it stands for, padding included."""
-        return self.tokens
+        """Return the number of tokens read so far, padding included."""
+        return self.num_tokens
 
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
-        """The length of a mask over all tokens, and where it begins."""
+        """Return the length and the offset of a mask over all tokens."""
         length = query if isinstance(query, int) else len(query)  # a number since 5.4
-        return self.tokens + length, 0
+        return self.num_tokens + length, 0
 
     def get_max_length(self) -> int:
-        """No end: -1."""
+        """Return -1: the length is unlimited."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """`get_max_length`'s name until 5.13."""
+        """Return -1; the name of `get_max_length` until 5.13."""
         return -1
 
     def reset(self) -> None:
-        """Forget all."""
-        self.state, self.tokens = None, 0
+        """Drop the state."""
+        self.state, self.num_tokens = None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these beams."""
-        self._select(beam_idx)
+        """Select the beams to continue."""
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences."""
-        self._select(indices)
+        """Select sequences of the batch."""
+        if self.state is not None:
+            self.state = select_rows(self.state, indices.to(_device(self.state)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have each sequence so many times."""
+        """Repeat each sequence of the batch."""
         self.state = map_tensors(lambda x: x.repeat_interleave(repeats, dim=0), self.state)
 
     def offload(self) -> None:
-        """Nothing: it is small, and needed at each token."""
+        """Do nothing: the state is small, and every token needs it."""
 
     def prefetch(self) -> None:
-        """Nothing, as nothing was moved away."""
+        """Do nothing, as nothing is offloaded."""
 
     def crop(self, *_: Any) -> NoReturn:
-        """Raise ValueError: a state does not tell what it was before."""
-        raise ValueError(
-            "a state cannot be cropped: tokens cannot be taken out of what sums them up"
-        )
+        """Raise ValueError: a state cannot be rolled back."""
+        raise ValueError("a state cannot be cropped: it sums up all tokens read so far")
 
     def lazy_initialization(self, *_: Any) -> None:
-        """Nothing to make room for."""
+        """Do nothing: there is nothing to allocate."""
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ValueError: there are no keys and values to add."""
         raise ValueError("a StateCache holds states, and no keys and values")
 
-    def _select(self, rows: Tensor) -> None:
-        if self.state is not None:
-            self.state = select_rows(self.state, rows.to(_device(self.state)))
-
 
 class StateCache(Cache):
-    """What a CausalLM has read; of one size, however long the text (softmax attention's grows)."""
+    """Cache of a causal model, of constant size (but softmax attention's grows with the text)."""
 
     def __init__(self) -> None:
-        self.whole = StateLayer()
-        super().__init__(layers=[self.whole])
+        self.layer = StateLayer()
+        super().__init__(layers=[self.layer])
 
 
 def _device(state: Any) -> torch.device:

@@ -1,65 +1,60 @@
-"""A model's config as transformers keeps it: the same fields, with its names for a few."""
+"""Configs of the models as transformers stores them."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedConfig
 
 from onescan.configs import ModelConfig, from_dict, to_dict
+from onescan.integrations import REMOTE_MODULE, write_remote_module
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
-# where a field has a name that all of transformers knows
+# fields that have another name in all of transformers
 RENAMED = {"tie_embeddings": "tie_word_embeddings", "num_classes": "num_labels"}
-
-INTRODUCTION = "onescan_model"  # the module beside a saved config that makes onescan known
 
 
 class _NativeFields:
-    """A flat config; mixers, MLPs and positions are nested plain data, each with its "type"."""
+    """The fields of a native config: mixers, MLPs and positions are dicts with their "type"."""
 
     attribute_map: ClassVar[dict[str, str]]
+    auto_classes: ClassVar[dict[str, str]]
+    """Class of this package for each Auto class of transformers."""
 
     def save_pretrained(self, save_directory: Any, *rest: Any, **options: Any) -> None:
-        """Save as any config, and beside it a module that imports onescan.
-
-        By it, programs that do not import onescan load the folder with trust_remote_code.
-        """
-        name = type(self).__name__
-        self.auto_map = {"AutoConfig": f"{INTRODUCTION}.{name}"}
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        module = f'from onescan.integrations.transformers import {name}\n\n__all__ = ["{name}"]\n'
-        (folder / f"{INTRODUCTION}.py").write_text(module)
+        """Save the config, and beside it the module that ``trust_remote_code=True`` imports."""
+        classes = {"AutoConfig": type(self).__name__, **self.auto_classes}
+        self.auto_map = {auto: f"{REMOTE_MODULE}.{name}" for auto, name in classes.items()}
+        package = __package__  # whose import registers the classes
+        write_remote_module(save_directory, package, sorted(classes.values()))
         super().save_pretrained(save_directory, *rest, **options)  # type: ignore[misc]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: `save_pretrained` says where the class is, and its source is not copied."""
+        """Do nothing: `save_pretrained` writes the auto_map and need not copy any source."""
 
     @classmethod
-    def of(cls, config: ModelConfig, **others: Any) -> Any:
-        """The config of a model of onescan, with fields of transformers beside it."""
+    def from_onescan(cls, config: ModelConfig, **others: Any) -> Any:
+        """Convert the config of a native model; `others` are fields of transformers' configs."""
         fields = {RENAMED.get(name, name): value for name, value in to_dict(config).items()}
         return cls(**{**fields, **others})
 
-    def native(self, kind: type[ConfigT]) -> ConfigT:
-        """What onescan builds a model from.
+    def to_onescan(self, kind: type[ConfigT]) -> ConfigT:
+        """Convert to the config of a native model, of the class `kind`.
 
         Raises:
-            ValueError: a field's value is of another type than declared, or no known class.
+            ValueError: If a field has the wrong type or names an unknown class.
         """
         names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
         return from_dict(kind, {name: getattr(self, RENAMED.get(name, name)) for name in names})
 
-    def _keep(self, defaults: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-        """Set the fields that onescan knows, checked and completed; return the others."""
-        for known, name in self.attribute_map.items():
-            if known in fields:
-                fields[name] = fields.pop(known)
+    def _set_native_fields(self, defaults: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+        """Set the fields of the native config, checked and completed; return the other fields."""
+        for alias, name in self.attribute_map.items():
+            if alias in fields:
+                fields[name] = fields.pop(alias)
         plain = to_dict(defaults)
         given = {name: _plain(fields.pop(name)) for name in plain.keys() & fields.keys() - RENAMED}
         for name, value in to_dict(from_dict(type(defaults), plain | given)).items():
@@ -69,17 +64,17 @@ class _NativeFields:
 
 
 def _plain(value: Any) -> Any:
-    """A config of onescan as plain data; all else as it is."""
+    """Return a native config as plain data, and any other value unchanged."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     return {"type": type(value).__name__} | to_dict(value)
 
 
 class OnescanTextConfig(_NativeFields, PreTrainedConfig):
-    """Of every model of text: `CausalLMConfig`'s, `MaskedLMConfig`'s, `SequenceClassifierConfig`'s.
+    """Config of the text models: `CausalLMConfig`, `MaskedLMConfig`, `SequenceClassifierConfig`.
 
-    Without fields it is `CausalLMConfig()`. `vocab_size`, `hidden_size` and `num_hidden_layers` are
-    other names of vocab_size, width and depth.
+    The defaults are those of `CausalLMConfig`. `hidden_size` and `num_hidden_layers` are aliases of
+    width and depth.
 
     >>> config = OnescanTextConfig(vocab_size=100, num_hidden_layers=2, num_labels=3)
     >>> config.depth, config.mixer["type"], config.num_labels
@@ -87,12 +82,14 @@ class OnescanTextConfig(_NativeFields, PreTrainedConfig):
     """
 
     model_type = "onescan_text"
-    attribute_map = {  # noqa: RUF012
-        "vocab_size": "vocab_size",
-        "hidden_size": "width",
-        "num_hidden_layers": "depth",
-    }
+    attribute_map = {"hidden_size": "width", "num_hidden_layers": "depth"}  # noqa: RUF012
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    auto_classes = {  # noqa: RUF012
+        "AutoModel": "OnescanTextModel",
+        "AutoModelForCausalLM": "OnescanForCausalLM",
+        "AutoModelForMaskedLM": "OnescanForMaskedLM",
+        "AutoModelForSequenceClassification": "OnescanForSequenceClassification",
+    }
 
     def __init__(
         self,
@@ -106,7 +103,7 @@ class OnescanTextConfig(_NativeFields, PreTrainedConfig):
         pad_token_id: int | None = None,
         **fields: Any,
     ) -> None:
-        others = self._keep(CausalLMConfig(), fields)
+        others = self._set_native_fields(CausalLMConfig(), fields)
         self.tie_word_embeddings = tie_word_embeddings
         self.head_transform = head_transform
         self.pool = pool
@@ -118,7 +115,7 @@ class OnescanTextConfig(_NativeFields, PreTrainedConfig):
 
 
 class OnescanImageConfig(_NativeFields, PreTrainedConfig):
-    """Of image classifiers: the fields of `ImageClassifierConfig`."""
+    """Config of image classifiers: the fields of `ImageClassifierConfig`."""
 
     model_type = "onescan_image"
     attribute_map = {  # noqa: RUF012
@@ -126,6 +123,10 @@ class OnescanImageConfig(_NativeFields, PreTrainedConfig):
         "num_hidden_layers": "depth",
         "num_channels": "channels",
     }
+    auto_classes = {  # noqa: RUF012
+        "AutoModel": "OnescanImageModel",
+        "AutoModelForImageClassification": "OnescanForImageClassification",
+    }
 
     def __init__(self, **fields: Any) -> None:
-        super().__init__(**self._keep(ImageClassifierConfig(), fields))
+        super().__init__(**self._set_native_fields(ImageClassifierConfig(), fields))

@@ -1,53 +1,103 @@
-"""A model of onescan as one of transformers, to be saved, shared and trained there."""
+"""Convert native models to models of transformers, and load saved ones as native models."""
 
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig
 
+from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.configs import differences
-from onescan.integrations.transformers.base import OnescanModel, mark_initialized
-from onescan.integrations.transformers.image import OnescanForImageClassification
-from onescan.integrations.transformers.text import (
+from onescan.integrations.transformers.configuration import OnescanTextConfig
+from onescan.integrations.transformers.modeling import (
     OnescanForCausalLM,
+    OnescanForImageClassification,
     OnescanForMaskedLM,
     OnescanForSequenceClassification,
+    OnescanModel,
+    mark_initialized,
 )
 from onescan.models.causal_lm import CausalLM
 from onescan.models.image_classifier import ImageClassifier
 from onescan.models.masked_lm import MaskedLM
 from onescan.models.sequence_classifier import SequenceClassifier
 
-KINDS: dict[type[nn.Module], type[OnescanModel]] = {
+CONVERTED: dict[type[nn.Module], type[OnescanModel]] = {
     CausalLM: OnescanForCausalLM,
     MaskedLM: OnescanForMaskedLM,
     SequenceClassifier: OnescanForSequenceClassification,
     ImageClassifier: OnescanForImageClassification,
 }
+LANGUAGE_MODELS: dict[str, Any] = {
+    kind.__name__: kind for kind in (OnescanForCausalLM, OnescanForMaskedLM)
+}
 
 
 def to_transformers(model: nn.Module, **fields: Any) -> OnescanModel:
-    """The same model as transformers has them; both share their weights.
+    """Convert a native model to a model of transformers. Both share their weights.
 
-    `to_transformers(model, eos_token_id=0).save_pretrained(folder)` makes a folder that its
-    `from_pretrained` loads wherever onescan is imported. `to_onescan()` is the way back.
+    `to_transformers(model, eos_token_id=0).save_pretrained(folder)` writes a folder for
+    `from_pretrained`. `to_onescan()` of the result returns a native model again.
 
     Args:
-        model: a language model or a classifier.
-        fields: of transformers' config, such as id2label, eos_token_id or problem_type.
+        model: A language model or a classifier.
+        fields: Fields of transformers' configs, such as id2label, eos_token_id or problem_type.
 
     Raises:
-        ValueError: transformers has no such model, or a field says what the model is not.
+        ValueError: If there is no such model in transformers, or if a field contradicts the model.
     """
-    if type(model) not in KINDS:
-        known = ", ".join(kind.__name__ for kind in KINDS)
+    if type(model) not in CONVERTED:
+        known = ", ".join(kind.__name__ for kind in CONVERTED)
         raise ValueError(f"model is a {type(model).__name__}, expected one of {known}")
-    kind: Any = KINDS[type(model)]
-    config = kind.config_class.of(model.config, dtype=next(model.parameters()).dtype, **fields)
-    for name, told, is_so in differences(config.native(type(model.config)), model.config):
-        raise ValueError(f"{name} is {told!r}, but the model's is {is_so!r}")
+    kind: Any = CONVERTED[type(model)]
+    dtype = next(model.parameters()).dtype
+    config = kind.config_class.from_onescan(model.config, dtype=dtype, **fields)
+    for name, given, actual in differences(config.to_onescan(type(model.config)), model.config):
+        raise ValueError(f"{name} is {given!r}, but the model's is {actual!r}")
     with torch.device("meta"):
         converted: OnescanModel = kind(config)
-    converted.adopt(model)
+    converted.wrap(model)
     mark_initialized(converted)
     return converted.train(model.training)
+
+
+def load_pretrained(name: str) -> CausalLM | MaskedLM:
+    """Load a saved language model as a native model, without running any code that comes with it.
+
+    Args:
+        name: Folder that `save_pretrained` wrote, or a name on the Hugging Face Hub.
+
+    Returns:
+        The model on the CPU, in evaluation mode.
+
+    Raises:
+        ValueError: If the model cannot be loaded, has another architecture or quantized weights,
+            or if weights are missing or unexpected.
+    """
+    try:
+        config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except LOAD_ERRORS as error:
+        raise _unusable(name, error) from error
+    saved = (config.architectures or ["nothing"])[0]
+    if not isinstance(config, OnescanTextConfig) or saved not in LANGUAGE_MODELS:
+        raise ValueError(f"{name!r} holds {saved}, expected one of {', '.join(LANGUAGE_MODELS)}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{name!r} has quantized weights, expected floating-point weights")
+    try:
+        model, info = LANGUAGE_MODELS[saved].from_pretrained(
+            name,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="eager",  # never load a kernel that the config names
+            output_loading_info=True,
+        )
+    except LOAD_ERRORS as error:
+        raise _unusable(name, error) from error
+    for keys, what in (("missing_keys", "missing"), ("unexpected_keys", "unexpected")):
+        if names := info[keys]:
+            raise ValueError(f"{name!r} has {len(names)} {what} weights, such as {min(names)}")
+    return model.eval().to_onescan()
+
+
+def _unusable(name: str, error: Exception) -> ValueError:
+    return ValueError(f"{name!r} holds no model that can be loaded: {in_a_line(error)}")

@@ -1,0 +1,489 @@
+"""The models as models of transformers: a common base, the text models and the image models."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    ImageClassifierOutput,
+    MaskedLMOutput,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.utils.generic import ModelOutput, can_return_tuple
+
+from onescan.checks import can_look_at_values, check_shapes
+from onescan.configs import ModelConfig
+from onescan.integrations.transformers.cache import StateCache
+from onescan.integrations.transformers.configuration import OnescanImageConfig, OnescanTextConfig
+from onescan.layers.block import Block
+from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
+from onescan.models.masked_lm import MaskedLMConfig
+from onescan.models.sequence_classifier import SequenceClassifierConfig
+from onescan.models.token_network import TokenNetwork
+
+INITIALIZED = "_is_hf_initialized"  # set by transformers on initialized tensors
+# transformers 5.24 renamed past_key_values to cache, in outputs and in arguments of `generate`.
+CACHE = "past_key_values"
+if "cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}:
+    CACHE = "cache"
+
+
+def mark_initialized(module: nn.Module) -> None:
+    """Keep `initialize_weights` from changing weights, except those on the meta device."""
+    for tensor in module.state_dict(keep_vars=True).values():
+        setattr(tensor, INITIALIZED, not tensor.is_meta)
+
+
+class OnescanModel(PreTrainedModel):
+    """Base of all models: they hold the modules of a native model."""
+
+    native_config: ClassVar[type[ModelConfig]]
+    """Config of the native model."""
+    base_model_prefix = "network"
+    supports_gradient_checkpointing = True
+    # LRPE multiplies these angles by the position of a token, and their rounding errors with them
+    _keep_in_fp32_modules_strict = ["theta"]  # noqa: RUF012
+    _no_split_modules = ["Block"]  # noqa: RUF012
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if config.dtype == torch.float64:
+            # otherwise transformers 5.0 rounds the angles to float32
+            self.dtype_plan: dict[str, Any] = {}
+        self.wrap(self.build_native())
+        mark_initialized(self)
+        self.post_init()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: the config's auto_map is complete, and no source needs to be copied."""
+
+    def build_native(self) -> Any:
+        """Build the native model that the config describes, with new weights."""
+        return self.config.to_onescan(self.native_config).build()
+
+    def wrap(self, native: Any) -> None:
+        """Use the modules of a native model, which then share their weights with this one."""
+        self.network = native
+
+    @contextmanager
+    def record_hidden_states(
+        self,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **_: Any,
+    ) -> Iterator[list[Tensor]]:
+        """Collect the input of the first block and the output of each block, if requested.
+
+        Raises:
+            ValueError: If attention matrices are requested.
+        """
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_attentions:
+            raise ValueError("output_attentions is True, but no attention matrix is ever computed")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        hidden: list[Tensor] = []
+        blocks, hooks = self._blocks(), []
+        if output_hidden_states:
+            hooks.append(blocks[0].register_forward_pre_hook(lambda _, x: hidden.append(x[0])))
+        for block in blocks if output_hidden_states else ():
+            hooks.append(block.register_forward_hook(lambda _, __, x: hidden.append(x[0])))
+        try:
+            yield hidden
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Initialize the weights that a checkpoint lacks like those of a new model."""
+        tensors = self.state_dict(keep_vars=True)
+        missing = [name for name, x in tensors.items() if not getattr(x, INITIALIZED, False)]
+        fresh = type(self)(self.config).state_dict() if missing else {}
+        for name in missing:
+            tensors[name].copy_(fresh[name])
+
+    def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
+        """Mark tied weights as initialized, but keep all missing keys.
+
+        For models outside its own package, transformers removes the missing keys of marked
+        parameters. Both names of a tied weight refer to one parameter, so if both are missing, both
+        would be removed, and the weight would never be allocated.
+        """
+        missing = set(loading_info.missing_keys)
+        super().mark_tied_weights_as_initialized(loading_info)
+        loading_info.missing_keys = missing
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
+    ) -> None:
+        """Let the blocks recompute their activations, without reentrant autograd."""
+        for i, block in enumerate(self._blocks()):
+            block.recompute = enable and i % every_n_layers == 0
+        self.gradient_checkpointing = enable  # read by is_gradient_checkpointing
+
+    def _blocks(self) -> list[Block]:
+        return [module for module in self.modules() if isinstance(module, Block)]
+
+
+class OnescanTextModel(OnescanModel):
+    """A `TokenNetwork`: one vector per token."""
+
+    config_class = OnescanTextConfig
+    native_config: ClassVar[type[ModelConfig]] = CausalLMConfig
+    network: TokenNetwork
+
+    def build_native(self) -> nn.Module:
+        config = self.config.to_onescan(CausalLMConfig)
+        config.check()
+        return TokenNetwork(config)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the token embedding."""
+        return self.network.embedding
+
+    def set_input_embeddings(self, value: Any) -> None:
+        """Set the token embedding, possibly of another vocabulary size."""
+        mark_initialized(value)
+        self.network.set_embedding(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
+        **options: Any,
+    ) -> BaseModelOutputWithPast:
+        """Compute one vector per token.
+
+        Args:
+            input_ids: Ids [B, T], without the tokens in the cache.
+            attention_mask: 1 for real tokens [B, T], optionally including the tokens in the cache.
+                Padding may be on either side.
+            token_type_ids: Segments [B, T]; ignored by models without segments.
+            position_ids: Positions [B, T]. A position that restarts within a row begins a new
+                document, which does not attend to previous ones. Other values are ignored: the
+                network counts real tokens itself.
+            inputs_embeds: Embeddings [B, T, width], instead of input_ids.
+            past_key_values: Cache returned by a previous call of a causal model.
+            cache: Name of past_key_values since transformers 5.24.
+            use_cache: Whether to return the cache. None uses the config, and False in training.
+            options: ``output_hidden_states=True`` returns the output of each block.
+
+        Raises:
+            ValueError: If shapes do not match, an id is out of range, the cache has another type or
+                several documents, or attention weights are requested.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected one of input_ids and inputs_embeds")
+        inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
+        keep = _keep(attention_mask, inputs)
+        documents = _documents(position_ids, keep, inputs)
+        cache = self._cache(past_key_values if cache is None else cache, use_cache)
+        segments = token_type_ids if self.network.config.segment_types else None
+        state = None if cache is None else cache.layer.state
+        with self.record_hidden_states(**options) as hidden:
+            read = self.network if inputs_embeds is None else self.network.read
+            x, state = read(inputs, segments=segments, keep=keep, documents=documents, state=state)
+        if cache is not None and state is not None:
+            cache.layer.replace(state, x.shape[1])
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            hidden_states=(*hidden[:-1], x) if hidden else None,  # the last one is normalized
+            **{CACHE: cache if state is not None else None},  # type: ignore[arg-type]
+        )
+
+    def _cache(self, given: Any, use_cache: bool | None) -> StateCache | None:
+        if given is not None and not isinstance(given, StateCache):
+            raise ValueError(
+                f"past_key_values is a {type(given).__name__}, expected the StateCache that the "
+                "model returned"
+            )
+        if not self.network.config.mixer.is_causal:
+            if given is not None:
+                raise ValueError("past_key_values was given to a bidirectional model")
+            return None
+        if given is None and use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return StateCache() if given is None and use_cache else given
+
+
+class _OnescanTextModelWithHead(OnescanTextModel):
+    """A text model with the head of one task; the forward of all of them."""
+
+    head_name = "lm_head"
+    output_class: type[ModelOutput]
+    returns_cache = False
+
+    def build_native(self) -> Any:
+        return OnescanModel.build_native(self)
+
+    def wrap(self, native: Any) -> None:
+        self.network = native.network
+        setattr(self, self.head_name, native.head)
+
+    def to_onescan(self) -> Any:
+        """Return the native model, which shares its weights with this one."""
+        with torch.device("meta"):
+            native = self.build_native()
+        native.network, native.head = self.network, getattr(self, self.head_name)
+        return native.train(self.training)
+
+    def score(
+        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor:
+        """Apply the head to the vectors of tokens."""
+        del attention_mask, position_ids  # used by heads that pool
+        return getattr(self, self.head_name)(x)
+
+    def compute_loss(self, logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        """Compute the loss of transformers for this task."""
+        return self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **options)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **loss_options: Any,
+    ) -> Any:
+        """Compute logits, and the loss if there are labels.
+
+        The other arguments are those of `OnescanTextModel.forward`.
+
+        ``labels`` are token ids [B, T] for language models, with -100 where there is no loss; a
+        causal model shifts them itself. For classifiers they are classes or numbers [B], or several
+        classes at once [B, num_labels], according to the config's problem_type.
+
+        ``logits_to_keep`` is the number of last tokens to compute logits for, or their positions; 0
+        selects all tokens. It is for language models only.
+
+        ``loss_options`` are options of transformers' loss functions, such as num_items_in_batch.
+        """
+        read = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values if cache is None else cache,
+            use_cache=use_cache if self.returns_cache else False,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
+        )
+        is_count = isinstance(logits_to_keep, int)
+        kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
+        logits = self.score(read.last_hidden_state[:, kept], attention_mask, position_ids)
+        loss = None if labels is None else self.compute_loss(logits, labels, **loss_options)
+        cached = {CACHE: getattr(read, CACHE)} if self.returns_cache else {}
+        return self.output_class(
+            loss=loss, logits=logits, hidden_states=read.hidden_states, **cached
+        )
+
+
+class OnescanForCausalLM(_OnescanTextModelWithHead, GenerationMixin):
+    """A `CausalLM`, which predicts the next token."""
+
+    native_config = CausalLMConfig
+    output_class = CausalLMOutputWithPast
+    returns_cache = True
+    lm_head: nn.Linear
+    _tied_weights_keys = {"lm_head.weight": "network.embedding.weight"}  # noqa: RUF012
+    _is_stateful = True  # a state cannot be rolled back, as speculative decoding would
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the map from vectors to logits."""
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        """Set the map from vectors to logits, possibly of another vocabulary size."""
+        mark_initialized(value)
+        self.lm_head = value
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
+    ) -> None:
+        """Give `generate` an empty state."""
+        kind = generation_config.cache_implementation
+        if kind is not None:
+            raise ValueError(
+                f"cache_implementation is {kind!r}, expected None: there is one kind of state"
+            )
+        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
+            model_kwargs[CACHE] = StateCache()
+
+
+class OnescanForMaskedLM(_OnescanTextModelWithHead):
+    """A `MaskedLM`, which predicts masked tokens."""
+
+    native_config = MaskedLMConfig
+    output_class = MaskedLMOutput
+    lm_head: Any
+    _tied_weights_keys = {"lm_head.scores.weight": "network.embedding.weight"}  # noqa: RUF012
+
+    def build_native(self) -> Any:
+        if not self.config.tie_word_embeddings:
+            raise ValueError("tie_word_embeddings is False, but a MaskedLM always ties them")
+        return super().build_native()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the map from vectors to logits."""
+        return self.lm_head.scores
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        """Set the map from vectors to logits, possibly of another vocabulary size."""
+        mark_initialized(value)
+        self.lm_head.scores = value
+
+
+class OnescanForSequenceClassification(_OnescanTextModelWithHead):
+    """A `SequenceClassifier`: class scores, or a number, for a text or a pair of texts."""
+
+    native_config = SequenceClassifierConfig
+    output_class = SequenceClassifierOutputWithPast
+    head_name = "classifier"
+    classifier: nn.Module
+
+    def score(
+        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor:
+        """Score the text of each row."""
+        keep = _keep(attention_mask, x)
+        if _documents(position_ids, keep, x) is not None:
+            raise ValueError("position_ids restart within a row, but there is one score per row")
+        return self.classifier(x, keep)
+
+    def compute_loss(self, logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        """Compute the loss of the config's problem_type."""
+        return self.loss_function(
+            labels=labels, pooled_logits=logits, config=self.config, **options
+        )
+
+
+def _keep(attention_mask: Any, inputs: Any) -> Tensor | None:
+    """Return the mask of the inputs, without that of the cache; None if all tokens are real."""
+    if attention_mask is None:
+        return None
+    check_shapes(attention_mask=(attention_mask, "B S"))
+    length = inputs.shape[1]
+    if len(attention_mask) != len(inputs) or attention_mask.shape[1] < length:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, expected {len(inputs)} rows "
+            f"and {length} columns, or more if it includes the tokens in the cache"
+        )
+    keep = attention_mask[:, -length:].bool() if length else attention_mask.bool()
+    return None if can_look_at_values(keep) and bool(keep.all()) else keep
+
+
+def _documents(position_ids: Tensor | None, keep: Tensor | None, inputs: Tensor) -> Tensor | None:
+    """Return the document number of each token, by position_ids; None if rows are documents."""
+    if position_ids is None:
+        return None
+    check_shapes(position_ids=(position_ids, "B T"))
+    batch, length = inputs.shape[:2]
+    if position_ids.shape not in ((batch, length), (1, length)):
+        shape = tuple(position_ids.shape)
+        raise ValueError(f"position_ids has shape {shape}, expected {(batch, length)}")
+    if length == 1:
+        return None
+    real = inputs.new_ones(batch, length, dtype=torch.bool) if keep is None else keep
+    begins = (position_ids == 0).expand(batch, -1).clone()
+    begins[:, 1:] |= (position_ids.diff(dim=1) <= 0) & real[:, :-1]
+    begins &= real & (real.cumsum(dim=1) > 1)  # the first document of a row begins in any case
+    return begins.cumsum(dim=1) if bool(begins.any()) else None
+
+
+class OnescanImageModel(OnescanModel):
+    """An `ImageClassifier` without its head: one vector per token, learned tokens first."""
+
+    config_class = OnescanImageConfig
+    native_config = ImageClassifierConfig
+    main_input_name = "pixel_values"
+    input_modalities = "image"
+    network: ImageClassifier
+
+    def to_onescan(self) -> ImageClassifier:
+        """Return the native model, which this one contains."""
+        return self.network
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutput:
+        """Compute the normalized tokens after the last block.
+
+        Args:
+            pixel_values: Images [B, channels, height, width], of any size that patches divide.
+            output_hidden_states: Whether to return the output of each block.
+            output_attentions: Must be False.
+        """
+        with self.record_hidden_states(output_hidden_states, output_attentions) as hidden:
+            x = self.network.forward_features(pixel_values)
+        return BaseModelOutput(
+            last_hidden_state=x, hidden_states=(*hidden[:-1], x) if hidden else None
+        )
+
+
+class OnescanForImageClassification(OnescanImageModel):
+    """An `ImageClassifier`: one score per class."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **loss_options: Any,
+    ) -> ImageClassifierOutput:
+        """Compute class scores; with a distillation token, the mean of both heads.
+
+        Args:
+            pixel_values: Images [B, channels, height, width], of any size that patches divide.
+            labels: Classes [B], or what the config's problem_type requires.
+            output_hidden_states: Whether to return the output of each block.
+            output_attentions: Must be False.
+            loss_options: Options of the loss of transformers.
+        """
+        with self.record_hidden_states(output_hidden_states, output_attentions) as hidden:
+            logits = self.network(pixel_values)
+        if isinstance(logits, tuple):
+            logits = (logits[0] + logits[1]) / 2
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                labels=labels, pooled_logits=logits, config=self.config, **loss_options
+            )
+        return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=tuple(hidden) or None)
