@@ -177,7 +177,7 @@ def is_plain(tensor: Tensor) -> bool:
     return not is_wrapped and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def fingerprint(o: Tensor, *summed: Tensor) -> Tensor:
+def nan_probe(o: Tensor, *summed: Tensor) -> Tensor:
     """Return a small tensor that is NaN if o or the sum of another tensor contains NaN."""
     return sum((x.detach().sum() for x in summed), start=o[..., 0].detach().sum())
 
@@ -185,7 +185,7 @@ def fingerprint(o: Tensor, *summed: Tensor) -> Tensor:
 def check_no_nan(result: Tensor, **arguments: Tensor | None) -> None:
     """Raise an error that names the argument with NaN or infinity, if `result` contains NaN.
 
-    `result` is a small tensor that depends on all arguments, as `fingerprint` returns, which makes
+    `result` is a small tensor that depends on all arguments, as `nan_probe` returns, which makes
     the check cheap. It is skipped where `can_look_at_values` is False.
 
     Raises:

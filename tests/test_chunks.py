@@ -7,7 +7,7 @@ import torch
 
 from onescan.ops import chunks
 from onescan.ops.chunks import linear_scan
-from onescan.ops.numerics import applied, quotient
+from onescan.ops.numerics import apply_function, broadcast_divide
 
 SHAPES = [(2, 3, 4, 5, 2), (1, 3, 1, 5, 2), (2, 3, 5, 1, 1), (1, 1, 11, 1, 2)]  # B H N K V
 over_directions = pytest.mark.parametrize("backward", [False, True])
@@ -150,10 +150,10 @@ def test_vmap_of_linear_scan_compiles(axes):
 def test_quotient_is_division(shape):
     """With gradients, those of gradients, forward ones, and of many at a time."""
     x, by = normal(3, 2, 4), (normal(*shape).detach().abs() + 1).requires_grad_()
-    torch.testing.assert_close(quotient(x, by), x / by)
-    assert torch.autograd.gradcheck(quotient, (x, by), check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(quotient, (x, by))
-    got = torch.func.vmap(quotient, in_dims=(0, None))(torch.stack([x, 2 * x]), by)
+    torch.testing.assert_close(broadcast_divide(x, by), x / by)
+    assert torch.autograd.gradcheck(broadcast_divide, (x, by), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(broadcast_divide, (x, by))
+    got = torch.func.vmap(broadcast_divide, in_dims=(0, None))(torch.stack([x, 2 * x]), by)
     torch.testing.assert_close(got, torch.stack([x / by, 2 * x / by]))
 
 
@@ -164,7 +164,7 @@ def test_autocast_does_not_narrow_the_gradient_of_a_quotient(by_row):
 
     def slopes(*, narrow):
         learnt = by.clone().requires_grad_()
-        y = quotient(x, learnt).square().sum()
+        y = broadcast_divide(x, learnt).square().sum()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
             return torch.autograd.grad(y, (x, learnt))
 
@@ -178,7 +178,7 @@ def test_quotient_of_what_is_owned_is_in_place_where_no_derivative_is_asked_for(
 
     def is_in_place(x, by):
         given = x.clone()
-        got = quotient(given, by, owned=True)
+        got = broadcast_divide(given, by, overwrite=True)
         torch.testing.assert_close(got, want)
         return got.data_ptr() == given.data_ptr()
 
@@ -194,7 +194,7 @@ def test_quotient_of_what_is_owned_is_in_place_where_no_derivative_is_asked_for(
 def test_quotient_of_others_is_not_in_place():
     x = normal(3, 2, 4).detach()
     before = x.clone()
-    quotient(x, torch.full((3, 2, 1), 2.0, dtype=x.dtype))
+    broadcast_divide(x, torch.full((3, 2, 1), 2.0, dtype=x.dtype))
     assert torch.equal(x, before)
 
 
@@ -227,7 +227,7 @@ def test_functions_are_applied_where_derivatives_can_be_asked_for():
         return function(*given), Doubled.calls
 
     x = torch.ones(3)
-    call = partial(applied, Doubled)
+    call = partial(apply_function, Doubled)
     got, count = calls(call, x)
     assert torch.equal(got, 2 * x)
     assert not count

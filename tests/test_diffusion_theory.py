@@ -14,10 +14,10 @@ from onescan.ops.linear_diffusion import (
     IMPLEMENTATIONS,
     SOLVERS,
     diffusion_operator,
-    following,
     gaussian_kernel,
     gaussian_radius,
     linear_diffusion,
+    next_state,
     stable_step,
 )
 from onescan.ops.linear_diffusion.kernel import smallest_positive_power
@@ -335,10 +335,10 @@ ONE = torch.ones(2)
         (lambda: stable_step(torch.ones(1, 4)), "an odd number of lags"),
         (lambda: stable_step(torch.ones(3)), r"weights has shape \(3,\), expected 'H lags'"),
         (lambda: stable_step([1.0]), "weights is a list, expected a tensor"),
-        (lambda: following(None, torch.ones(1, 2, 1, 1), None, radius=-1), "radius is -1"),
+        (lambda: next_state(None, torch.ones(1, 2, 1, 1), None, radius=-1), "radius is -1"),
         (
-            lambda: following(
-                following(None, torch.ones(1, 2, 1, 1), None, radius=2),
+            lambda: next_state(
+                next_state(None, torch.ones(1, 2, 1, 1), None, radius=2),
                 torch.ones(1, 2, 1, 1),
                 None,
                 radius=5,

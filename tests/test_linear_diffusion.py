@@ -14,8 +14,8 @@ from onescan.ops.linear_diffusion import (
     SOLVERS,
     DiffusionState,
     choose,
-    following,
     linear_diffusion,
+    next_state,
     reference,
     stable_step,
 )
@@ -140,20 +140,20 @@ def test_two_calls_equal_one_at_every_cut(form, radius):
     named = inputs(tokens, radius, causal=True, keep=True, state=True)
     weights, dt, keep = named["weights"], named["dt"], named["keep"]
     want = linear_diffusion(**named)
-    last = following(named["state"], named["x"], keep, radius=radius)
+    last = next_state(named["state"], named["x"], keep, radius=radius)
     for cut in range(1, tokens):
         parts, state = [], named["state"]
         for start, stop in ((0, cut), (cut, tokens)):
             x, seen = named["x"][:, start:stop], keep[:, start:stop]
             parts.append(linear_diffusion(x, weights, dt, keep=seen, state=state, form=form))
-            state = following(state, x, seen, radius=radius)
+            state = next_state(state, x, seen, radius=radius)
         assert_same([torch.cat(parts, dim=1), state.x], [want, last.x])
         assert torch.equal(state.keep, last.keep)
 
 
 def test_the_first_state_holds_no_token():
     named = inputs(5, 3, causal=True)
-    state = following(None, named["x"][:, :1], None, radius=3)
+    state = next_state(None, named["x"][:, :1], None, radius=3)
     assert state.keep.tolist() == [[False, False, True]] * B
     rest = dict(named, x=named["x"][:, 1:])
     got = linear_diffusion(**rest, state=state)
@@ -277,7 +277,7 @@ def test_any_length_radius_mask_and_cut(tokens, radius, cut, call, seed):
             dict(named, x=named["x"][:, part], keep=named["keep"][:, part])
             for part in (slice(cut), slice(cut, None))
         )
-        state = following(None, first["x"], first["keep"], radius=radius)
+        state = next_state(None, first["x"], first["keep"], radius=radius)
         parts = [linear_diffusion(**first, form=form)]
         if cut < tokens:
             parts.append(linear_diffusion(**last, state=state, form=form))
@@ -398,7 +398,7 @@ def test_no_sequences_give_none(scheme, form):
 @pytest.mark.parametrize("tokens", [1, 3, 1000])
 def test_a_state_holds_no_more_than_it_says(tokens):
     x = torch.randn(B, tokens, H, V)
-    state = following(following(None, x, None, radius=3), x, None, radius=3)
+    state = next_state(next_state(None, x, None, radius=3), x, None, radius=3)
     for part in state:
         assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
 

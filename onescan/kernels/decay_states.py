@@ -23,7 +23,7 @@ from onescan.kernels.common import (
 )
 
 VANISHED = tl.constexpr(-800.0)  # exp of less is 0 in every type
-LEAST_WEIGHT = tl.constexpr(1e-30)  # as in onescan.ops.numerics
+MIN_DIVISOR = tl.constexpr(1e-30)  # as in onescan.ops.numerics
 
 # How outputs are divided by their row sum.
 NORMALIZERS = {"none": 0, "sum": 1, "max_one": 2, "absolute_max_one": 3}
@@ -157,7 +157,7 @@ def passed_in_chunk(RIGHTWARD: tl.constexpr, AFTER: tl.constexpr, BLOCK_T: tl.co
 def scale_of(c, NORMALIZER: tl.constexpr):
     """Return what outputs are multiplied by, 1 / divisor(c), and the divisor's derivative."""
     if NORMALIZER == 1:
-        tiny = tl.abs(c) < LEAST_WEIGHT
+        tiny = tl.abs(c) < MIN_DIVISOR
         divisor, derivative = tl.where(tiny, 1.0, c), tl.where(tiny, 0.0, 1.0)
     else:
         size, sign = c, 1.0

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.ops.numerics import full_precision, widened
+from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.shapes import Hidden
 
 # exp(-exp(5)) is 0 in float32 already, and exp of much more would be infinite
@@ -95,8 +95,8 @@ class FP32Linear(nn.Linear):
     """
 
     def forward(self, x: Hidden) -> Float[Tensor, "B T _"]:
-        with full_precision(x):
-            x, weight = widened(x, self.weight)
+        with disable_autocast(x):
+            x, weight = to_accumulation_dtype(x, self.weight)
             return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
 
@@ -110,7 +110,7 @@ def small_linear(width: int, out: int, *, bias: bool, std: float = 0.02) -> FP32
 
 
 def _wide(x: Tensor) -> Tensor:
-    (x,) = widened(x)
+    (x,) = to_accumulation_dtype(x)
     return x
 
 
@@ -265,7 +265,7 @@ class XLSTMDecay(Decay):
         self.forget_bias = nn.Parameter(torch.linspace(3, 6, num_heads))
 
     def forward(self, x: Hidden) -> DecayOutput:
-        forget, enter = widened(self.forget_proj(x), self.input_proj(x))
+        forget, enter = to_accumulation_dtype(self.forget_proj(x), self.input_proj(x))
         enter = XLSTM_INPUT_CAP * torch.tanh(enter / XLSTM_INPUT_CAP)
         log_decay = F.logsigmoid(forget + self.forget_bias.to(forget.dtype))
         return DecayOutput(log_decay, enter.exp().unsqueeze(-1))

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_positive
-from onescan.ops.numerics import accumulation_dtype, doubled, modulo_turn
+from onescan.ops.numerics import accumulation_dtype, to_float64, wrap_angle
 from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
 from onescan.shapes import Grid, Hidden, Keep, Places
 
@@ -68,8 +68,8 @@ def sinusoidal_positions(
     >>> sinusoidal_positions(torch.tensor([0]), width=4).tolist()
     [[0.0, 0.0, 1.0, 1.0]]
     """
-    exponents = doubled(torch.arange(0, width, 2, device=positions.device)) / width
-    angles = modulo_turn(positions.unsqueeze(1) * 10_000.0**-exponents)
+    exponents = to_float64(torch.arange(0, width, 2, device=positions.device)) / width
+    angles = wrap_angle(positions.unsqueeze(1) * 10_000.0**-exponents)
     angles = angles.to(accumulation_dtype(positions.dtype))
     return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]
 

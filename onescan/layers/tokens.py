@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from onescan.ops.numerics import widened
+from onescan.ops.numerics import to_accumulation_dtype
 from onescan.shapes import Grid, Grids, Hidden, Keep, Pooled, Tokens
 
 Indices = Int[Tensor, " T"]
@@ -204,7 +204,9 @@ def mean_pool(x: Hidden, keep: Keep | None = None) -> Pooled:
     """
     if keep is None:
         return x.mean(dim=1)
-    (wide,) = widened(x.masked_fill(~keep.unsqueeze(-1), 0))  # sums may overflow float16
+    (wide,) = to_accumulation_dtype(
+        x.masked_fill(~keep.unsqueeze(-1), 0)
+    )  # sums may overflow float16
     mean = wide.sum(dim=1) / keep.sum(dim=1, keepdim=True).clamp(min=1)
     return mean.to(x.dtype)
 

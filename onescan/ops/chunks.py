@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onescan.checks import is_plain
-from onescan.ops.numerics import applied
+from onescan.ops.numerics import apply_function
 
 Step = Callable[..., Tensor]  # from the state before a chunk and its parts to the one after it
 
@@ -142,7 +142,7 @@ def linear_scan(
     if not needs_plain_functions(state, added, kept):
         if torch.compiler.is_compiling():
             return _operator(state, added, kept, backward)
-        return applied(_LinearScan, state, added, kept, backward)
+        return apply_function(_LinearScan, state, added, kept, backward)
     parts = [added]
     if kept is not None:
         parts.append(kept.expand(*kept.shape[:2], added.shape[2], *kept.shape[3:]))

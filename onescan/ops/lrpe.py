@@ -22,7 +22,7 @@ from onescan.checks import (
 )
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
-from onescan.ops.numerics import doubled, modulo_turn, widened
+from onescan.ops.numerics import to_accumulation_dtype, to_float64, wrap_angle
 from onescan.shapes import Angles, Frequencies, FrequencyRow, Keys, RotatedKeys
 
 BLOCK = 64  # positions per block of `_axis_angles`
@@ -110,7 +110,7 @@ def lrpe_angles(
     check_shapes(theta=(theta, "H K"))
     check_floating(theta=theta)
     _check_positions(shape, prefix, start)
-    (theta,) = widened(theta)
+    (theta,) = to_accumulation_dtype(theta)
     along = []  # of each axis that has features: 1 .. n .. 1 H K
     for axis, part in enumerate(theta.split(_features_per_axis(theta.shape[1], len(shape)), dim=1)):
         size = [1] * len(shape)
@@ -137,8 +137,8 @@ def _axis_angles(count: int, start: int | Int[Tensor, ""], theta: Frequencies) -
 
 def _reduced_angles(positions: Int[Tensor, " T"], theta: Frequencies) -> Angles:
     """Multiply positions by theta and reduce to [-pi, pi] in float64; rounded to theta's dtype."""
-    wide = doubled(theta)
-    return modulo_turn(positions.to(wide.dtype)[:, None, None] * wide).to(theta.dtype)
+    wide = to_float64(theta)
+    return wrap_angle(positions.to(wide.dtype)[:, None, None] * wide).to(theta.dtype)
 
 
 def lrpe_frequencies(width: int, axes: int, base: float = 10000.0) -> FrequencyRow:

@@ -15,7 +15,7 @@ from onescan.checks import is_plain
 # a masked token or a fully masked row needs no special case, and gradients stay finite.
 LOG_ZERO = -1e30
 
-LEAST_WEIGHT = 1e-30  # divisors below are replaced by 1; their square is 0 in float32
+MIN_DIVISOR = 1e-30  # divisors below are replaced by 1; their square is 0 in float32
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -27,83 +27,83 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+def to_accumulation_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Convert tensors to one common dtype for sums: float32, or float64 if any is float64."""
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
     return tuple(x.to(dtype) for x in tensors)
 
 
-def doubled(x: Tensor) -> Tensor:
+def to_float64(x: Tensor) -> Tensor:
     """Convert a tensor to float64, except on MPS, which does not support it."""
     return x if x.device.type == "mps" else x.double()
 
 
-def modulo_turn(angle: Tensor) -> Tensor:
+def wrap_angle(angle: Tensor) -> Tensor:
     """Reduce angles in radians to [-pi, pi]; the gradient is 1.
 
-    >>> modulo_turn(torch.tensor([1.0, 2 * math.pi + 0.5])).tolist()
+    >>> wrap_angle(torch.tensor([1.0, 2 * math.pi + 0.5])).tolist()
     [1.0, 0.5]
     """
     periods = (angle.detach() / (2 * math.pi)).round()
     return angle.sub(periods, alpha=2 * math.pi)
 
 
-def divided(x: Tensor, y: Tensor, *, owned: bool = False) -> Tensor:
+def safe_divide(x: Tensor, y: Tensor, *, overwrite: bool = False) -> Tensor:
     """Divide x by y, or by 1 where y is almost 0, so that gradients stay finite.
 
     Args:
         x: Dividend.
         y: Divisor, in a shape that broadcasts to that of x.
-        owned: As in `quotient`.
+        overwrite: As in `broadcast_divide`.
 
-    >>> divided(torch.tensor([6.0, 0.0]), torch.tensor([3.0, 1e-40])).tolist()
+    >>> safe_divide(torch.tensor([6.0, 0.0]), torch.tensor([3.0, 1e-40])).tolist()
     [2.0, 0.0]
     """
-    return quotient(x, torch.where(y.abs() < LEAST_WEIGHT, 1, y), owned=owned)
+    return broadcast_divide(x, torch.where(y.abs() < MIN_DIVISOR, 1, y), overwrite=overwrite)
 
 
-def quotient(x: Tensor, y: Tensor, *, owned: bool = False) -> Tensor:
+def broadcast_divide(x: Tensor, y: Tensor, *, overwrite: bool = False) -> Tensor:
     """Divide x by y, with a gradient that reads x half as often as that of ``x / y``.
 
     Args:
         x: Dividend.
         y: Divisor, in a shape that broadcasts to that of x.
-        owned: Allow overwriting x, which saves memory if no derivatives are needed.
+        overwrite: Allow overwriting x, which saves memory if no derivatives are needed.
 
-    >>> quotient(torch.tensor([6.0, 9.0]), torch.tensor([3.0])).tolist()
+    >>> broadcast_divide(torch.tensor([6.0, 9.0]), torch.tensor([3.0])).tolist()
     [2.0, 3.0]
     """
     if torch.compiler.is_compiling():
         return x / y
-    if owned and not may_be_derived(x, y):
+    if overwrite and not needs_derivatives(x, y):
         return x.div_(y)
-    return applied(_Quotient, x, y)
+    return apply_function(_BroadcastDivide, x, y)
 
 
-def inner(x: Tensor, y: Tensor) -> Tensor:
+def row_dot(x: Tensor, y: Tensor) -> Tensor:
     """Compute dot products along the last axis, which is kept, without storing the products.
 
-    >>> inner(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])).tolist()
+    >>> row_dot(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])).tolist()
     [11.0]
     """
     return (x.unsqueeze(-2) @ y.unsqueeze(-1)).squeeze(-1)
 
 
-def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """Call function.apply, or only its forward, which is faster, if no derivatives are needed.
 
-    >>> applied(_Quotient, torch.tensor([6.0, 9.0]), torch.tensor([3.0])).tolist()
+    >>> apply_function(_BroadcastDivide, torch.tensor([6.0, 9.0]), torch.tensor([3.0])).tolist()
     [2.0, 3.0]
     """
-    if may_be_derived(*(x for x in arguments if isinstance(x, Tensor))):
+    if needs_derivatives(*(x for x in arguments if isinstance(x, Tensor))):
         return function.apply(*arguments)
     return function.forward(*arguments)
 
 
-def may_be_derived(*tensors: Tensor) -> bool:
+def needs_derivatives(*tensors: Tensor) -> bool:
     """Return whether derivatives of a function of these tensors may be requested.
 
-    >>> may_be_derived(torch.ones(1)), may_be_derived(torch.ones(1, requires_grad=True))
+    >>> needs_derivatives(torch.ones(1)), needs_derivatives(torch.ones(1, requires_grad=True))
     (False, True)
     """
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -111,12 +111,12 @@ def may_be_derived(*tensors: Tensor) -> bool:
     return has_gradient or forward_ad._current_level >= 0 or not all(map(is_plain, tensors))
 
 
-def running_logsumexp(x: Tensor) -> Tensor:
+def logcumsumexp(x: Tensor) -> Tensor:
     """Compute log sum_{s <= t} exp(x_s) along the second-last axis, for finite x.
 
     Unlike torch.logcumsumexp, its gradient is fast, and its second derivatives are not NaN.
     """
-    return _RunningLogSumExp.apply(x)
+    return _LogCumSumExp.apply(x)
 
 
 def logaddexp(a: Tensor, b: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def logaddexp(a: Tensor, b: Tensor) -> Tensor:
     return _LogAddExp.apply(a, b)
 
 
-class _Quotient(torch.autograd.Function):
+class _BroadcastDivide(torch.autograd.Function):
     """Compute z = x / y, with dx = dz / y and dy = -sum x dx / y."""
 
     generate_vmap_rule = True
@@ -149,8 +149,8 @@ class _Quotient(torch.autograd.Function):
             gradient = gradient.contiguous()
         dx, dy = gradient / y, None
         if ctx.needs_input_grad[1]:
-            with full_precision(x):
-                dy = -(inner(x, dx) if is_row else (x * dx).sum_to_size(y.shape)) / y
+            with disable_autocast(x):
+                dy = -(row_dot(x, dx) if is_row else (x * dx).sum_to_size(y.shape)) / y
         return dx, dy
 
     @staticmethod
@@ -180,7 +180,7 @@ class _LogAddExp(torch.autograd.Function):
         return tuple(g.sum_to_size(s) for g, s in zip(gradients, ctx.shapes, strict=True))
 
 
-class _RunningLogSumExp(torch.autograd.Function):
+class _LogCumSumExp(torch.autograd.Function):
     """Compute z_t = log sum_{s <= t} exp(x_s), with dz_t/dx_s = exp(x_s - z_t).
 
     dx_s = exp(x_s - z_s) G_s with G_s = sum_{t >= s} dz_t exp(z_s - z_t). As z never decreases,
@@ -207,7 +207,7 @@ class _RunningLogSumExp(torch.autograd.Function):
         return (x - z).exp() * torch.stack(sums, dim=-2)
 
 
-def full_precision(x: Tensor) -> AbstractContextManager[Any]:
+def disable_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which autocast is disabled on the device of x."""
     device = x.device.type
     if not torch.amp.is_autocast_available(device):  # not on the meta device
@@ -215,7 +215,7 @@ def full_precision(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False)
 
 
-def is_autocast(x: Tensor) -> bool:
+def is_autocast_enabled(x: Tensor) -> bool:
     """Return whether autocast is enabled for the device of x."""
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -15,7 +15,7 @@ from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
-from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, running_logsumexp
+from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
 from onescan.shapes import Angles, Grid, Hidden, Keep, Keys, LogNormalizer, Queries, Values
 
 MAX_LOG_GAIN = 4.0  # within it, norm's epsilon acts as in the equations, also in float16
@@ -250,7 +250,7 @@ def _log_gain(
     if not causal:
         z = both.logsumexp(dim=2, keepdim=True)
     else:
-        z = running_logsumexp(both.flatten(-2)).view_as(both)
+        z = logcumsumexp(both.flatten(-2)).view_as(both)
         if before is not None and before[1] is not None:
             z = logaddexp(z, torch.stack([before[0], before[1]]).unsqueeze(2))
     return z[0] - z[1], z[1, :, -1]

@@ -22,13 +22,13 @@ from onescan.ops.linear_diffusion import (
     DiffusionState,
     Form,
     Scheme,
-    following,
     gaussian_kernel,
     gaussian_radius,
     linear_diffusion,
+    next_state,
     stable_step,
 )
-from onescan.ops.numerics import divided, full_precision, widened
+from onescan.ops.numerics import disable_autocast, safe_divide, to_accumulation_dtype
 from onescan.shapes import (
     DiffusionKernels,
     Grid,
@@ -321,20 +321,20 @@ class Diffusion(nn.Module):
     ) -> DiffusionState:
         """Return the state after these tokens, for the next call."""
         heads = x.unflatten(-1, (len(self.raw_past), -1))
-        return following(state, heads, keep, radius=self.radius)
+        return next_state(state, heads, keep, radius=self.radius)
 
     def weights(self) -> DiffusionKernels:
         """Return the current kernels, for lags t - s = -R ... R."""
-        (past,) = widened(self.raw_past)
+        (past,) = to_accumulation_dtype(self.raw_past)
         future = torch.zeros_like(past)
         if self.raw_future is not None:
-            (future,) = widened(self.raw_future)
+            (future,) = to_accumulation_dtype(self.raw_future)
             future = F.softplus(future)
         return gaussian_kernel(F.softplus(past), future, self.sigma(), self.radius)
 
     def sigma(self) -> StepSizes:
         """Return the current standard deviation of each Gaussian, in tokens."""
-        (logit,) = widened(self.raw_sigma)
+        (logit,) = to_accumulation_dtype(self.raw_sigma)
         return MIN_SIGMA * (self.max_sigma / MIN_SIGMA) ** torch.sigmoid(logit)
 
     def dt(self, weights: DiffusionKernels) -> StepSizes:
@@ -343,7 +343,7 @@ class Diffusion(nn.Module):
         It is a fraction of the longest stable step of the explicit scheme, and any multiple of it
         in implicit schemes.
         """
-        (step,) = widened(self.raw_step)
+        (step,) = to_accumulation_dtype(self.raw_step)
         if self.scheme == "explicit":
             return MAX_STEP_FRACTION * torch.sigmoid(step) * stable_step(weights)
         return F.softplus(step) * stable_step(weights)
@@ -437,8 +437,8 @@ class LinearCrossAttention(nn.Module):
         k, v = (
             y.unflatten(-1, (self.num_heads, -1)) for y in self.kv_proj(memory).chunk(2, dim=-1)
         )
-        with full_precision(memory):
-            k, v = widened(self.feature_map(k), v)
+        with disable_autocast(memory):
+            k, v = to_accumulation_dtype(self.feature_map(k), v)
             if memory_mask is not None:
                 k, v = (x.masked_fill(~memory_mask[:, :, None, None], 0) for x in (k, v))
             return DecayState(torch.einsum("bshk,bshv->bhkv", k, v), k.sum(dim=1))
@@ -446,9 +446,9 @@ class LinearCrossAttention(nn.Module):
     def forward(self, x: Hidden, memory: DecayState) -> Hidden:
         """Attend to a memory that `encode_memory` returned."""
         q = self.feature_map(self.q_proj(x).unflatten(-1, (self.num_heads, -1)))
-        with full_precision(x):
-            (wide_q,) = widened(q)
+        with disable_autocast(x):
+            (wide_q,) = to_accumulation_dtype(q)
             sums = torch.einsum("bthk,bhkv->bthv", wide_q, memory.kv)
             weight = torch.einsum("bthk,bhk->bth", wide_q, memory.k_sum)
-            o = divided(sums, weight.unsqueeze(-1)).to(q.dtype)
+            o = safe_divide(sums, weight.unsqueeze(-1)).to(q.dtype)
         return o.flatten(-2)

@@ -38,10 +38,10 @@ from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.numerics import (
     accumulation_dtype,
-    divided,
-    full_precision,
-    is_autocast,
-    widened,
+    disable_autocast,
+    is_autocast_enabled,
+    safe_divide,
+    to_accumulation_dtype,
 )
 from onescan.shapes import Grid, Hidden, Keep, Keys, Queries, Values
 
@@ -166,7 +166,9 @@ class LionMixer(Mixer):
         q, *projected, v = self.in_proj(x).split(self.in_widths, dim=-1)
         q = self._features(q) * self.key_width**-0.5
         k = self._features(projected[0]) if projected else None
-        (v,) = widened(v.unflatten(-1, (self.num_heads, -1)))  # sums may overflow float16
+        (v,) = to_accumulation_dtype(
+            v.unflatten(-1, (self.num_heads, -1))
+        )  # sums may overflow float16
         scans = [_scan(k, decay(x), grid.prefix) for decay in self.decays]
         if self.config.scan == "flat":
             o, state = self._attend(q, *scans[0], v, keep, state, self.config.normalize)
@@ -181,7 +183,7 @@ class LionMixer(Mixer):
         scale = getattr(self.norm, "weight", None)
         if scale is not None:
             return scale.dtype
-        return accumulation_dtype(x.dtype) if is_autocast(x) else x.dtype
+        return accumulation_dtype(x.dtype) if is_autocast_enabled(x) else x.dtype
 
     @torch.no_grad()
     def mean_decays(self, x: Hidden, grid: Grid) -> MeanDecays:
@@ -251,7 +253,7 @@ class LionMixer(Mixer):
         each = zip(o.unflatten(0, (len(scans), q.shape[0])).unbind(), orders, strict=True)
         o = torch.stack([x.index_select(1, order.step) for x, order in each]).mean(dim=0)
         if normalizes:
-            o = divided(o[..., :-1], o[..., -1:])
+            o = safe_divide(o[..., :-1], o[..., -1:])
         return o
 
     def _features(self, x: Hidden) -> Keys:
@@ -280,10 +282,10 @@ def _scan(k: Keys | None, decay: DecayOutput, prefix: int) -> Scan:
 
 def _divided_by_row_sum(q: Queries, k: Keys, keep: Keep | None) -> Queries:
     """Return q / sum_j q . k_j, for Y = (Scale(Q K^T) * M) V of Table 6's row 5."""
-    q, k = widened(q, k)
-    with full_precision(q):
+    q, k = to_accumulation_dtype(q, k)
+    with disable_autocast(q):
         k_sum = k.sum(dim=1) if keep is None else torch.einsum("bthk,bt->bhk", k, keep.to(k.dtype))
-        return divided(q, torch.einsum("bthk,bhk->bth", q, k_sum).unsqueeze(-1))
+        return safe_divide(q, torch.einsum("bthk,bhk->bth", q, k_sum).unsqueeze(-1))
 
 
 def _per_token(log_decay: LogDecay | None, q: Queries) -> LogDecay | None:

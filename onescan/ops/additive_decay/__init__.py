@@ -21,7 +21,7 @@ from onescan.checks import (
     check_positive,
     check_sequence_options,
     check_shapes,
-    fingerprint,
+    nan_probe,
 )
 from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
 from onescan.ops.additive_decay import causal as causal_chunks
@@ -42,7 +42,7 @@ from onescan.ops.backend import (
     resolved_backend,
     wants_gradient,
 )
-from onescan.ops.numerics import full_precision, widened
+from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
 __all__ = ["IMPLEMENTATIONS", "AdditiveDecayState", "additive_decay", "choose", "merge_states"]
@@ -145,18 +145,18 @@ def additive_decay(
     if choice[2] == "triton":  # kernels read any dtype and apply `keep` themselves
         state = None if state is None else canonical(state, torch.float32)
     else:
-        q, k, v = widened(q, k, v)
+        q, k, v = to_accumulation_dtype(q, k, v)
         state = None if state is None else canonical(state, v.dtype)
         if keep is not None:
             dropped, keep = ~keep[:, :, None, None], None
             k, v = k.masked_fill(dropped, -torch.inf), v.masked_fill(dropped, 0)
-    with full_precision(q):
+    with disable_autocast(q):
         inputs = AdditiveInputs(q, k, v, angles, state, keep, chunk_size)
         o, outgoing = IMPLEMENTATIONS[choice](inputs)
     if dropped is not None:
         o = o.masked_fill(dropped, 0)
     if can_look_at_values(o):
-        check_no_nan(fingerprint(o, outgoing.kv), **named)
+        check_no_nan(nan_probe(o, outgoing.kv), **named)
     return o.to(dtype), outgoing
 
 

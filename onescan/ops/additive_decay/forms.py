@@ -31,7 +31,7 @@ from onescan.ops.additive_decay.state import (
 )
 from onescan.ops.chunks import length_of_chunks, linear_scan, number_of_chunks
 from onescan.ops.lrpe import rotary_tables, rotate
-from onescan.ops.numerics import LOG_ZERO, logaddexp, running_logsumexp
+from onescan.ops.numerics import LOG_ZERO, logaddexp, logcumsumexp
 from onescan.shapes import Angles as Table  # of cosines or sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 
@@ -108,9 +108,9 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
     k = _power_of_two(k.double(), count, size, fill=-torch.inf)
 
     # 1. Log-normalizers inside each chunk, after and before each chunk, and up to each token.
-    z_inside = running_logsumexp(k.clamp(min=LOG_ZERO))
+    z_inside = logcumsumexp(k.clamp(min=LOG_ZERO))
     z_chunk = z_inside[..., -1, :]  # B H N K
-    z_after = running_logsumexp(torch.cat([z_in.unsqueeze(2), z_chunk], dim=2))
+    z_after = logcumsumexp(torch.cat([z_in.unsqueeze(2), z_chunk], dim=2))
     z_before, z_after = z_after[:, :, :-1], z_after[:, :, 1:]
     z = logaddexp(z_before.unsqueeze(-2), z_inside)
 

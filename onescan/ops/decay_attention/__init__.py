@@ -30,7 +30,7 @@ from onescan.ops.backend import Backend, resolved_backend, wants_gradient
 from onescan.ops.chunks import is_known
 from onescan.ops.decay_attention import forms
 from onescan.ops.decay_attention.forms import Directions, directed, padded
-from onescan.ops.numerics import full_precision, widened
+from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.shapes import DecayedKeys, DecayedKeyValue, Keep, Keys, LogDecays, Queries, Values
 
 __all__ = [
@@ -195,8 +195,8 @@ def decay_attention(
     if decay_at == "auto":
         decay_at = "target" if causal or call.is_diagonal else "source"
     in_kernels = choice.backend == "triton"
-    with full_precision(q):
-        wide_q, wide_k, wide_v = (q, k, v) if in_kernels else widened(q, k, v)
+    with disable_autocast(q):
+        wide_q, wide_k, wide_v = (q, k, v) if in_kernels else to_accumulation_dtype(q, k, v)
         wide_decay = _broadcast(log_decay, torch.float32 if in_kernels else wide_k.dtype, k)
         if keep is not None:
             wide_decay = wide_decay.masked_fill(~keep[:, :, None, None], 0)

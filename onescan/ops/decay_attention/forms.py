@@ -27,13 +27,20 @@ from onescan.ops.chunks import (
     needs_plain_functions,
     number_of_chunks,
 )
-from onescan.ops.numerics import LEAST_WEIGHT, applied, doubled, full_precision, inner, quotient
+from onescan.ops.numerics import (
+    MIN_DIVISOR,
+    apply_function,
+    broadcast_divide,
+    disable_autocast,
+    row_dot,
+    to_float64,
+)
 from onescan.shapes import Keys, LogDecays, Queries, Values
 
 BLOCK = 1 << 21  # scores of the samples and heads that a CPU works on at a time
 BATCH = 1 << 18  # scores that fit into a CPU's caches
 VANISHED = -800.0  # exp of less is 0 in every type
-LOG_LEAST = math.log(LEAST_WEIGHT)
+LOG_LEAST = math.log(MIN_DIVISOR)
 
 Sides = tuple[Tensor | None, Tensor | None]  # states from the left and the right, [B, H, K, V + 1]
 
@@ -138,9 +145,11 @@ def one_scan(
         ), leaves
     # terms of either sign may cancel to a row sum near 1, where rounding would show
     o = torch.einsum("bthk,bhkv->bthv", q, total[..., :-1])
-    k_sum = doubled(k).sum(dim=1) + sum(side[..., -1] for side in enters if side is not None)
-    row_sum = torch.einsum("bthk,bhk->bth", doubled(q), k_sum).to(q.dtype).unsqueeze(-1)
-    return quotient(o, _divisor(row_sum, options.normalize, causal=False)[0], owned=True), leaves
+    k_sum = to_float64(k).sum(dim=1) + sum(side[..., -1] for side in enters if side is not None)
+    row_sum = torch.einsum("bthk,bhk->bth", to_float64(q), k_sum).to(q.dtype).unsqueeze(-1)
+    return broadcast_divide(
+        o, _divisor(row_sum, options.normalize, causal=False)[0], overwrite=True
+    ), leaves
 
 
 def _divided(o: Tensor, normalize: str, *, causal: bool) -> Tensor:
@@ -148,13 +157,13 @@ def _divided(o: Tensor, normalize: str, *, causal: bool) -> Tensor:
     if normalize == "none":
         return o[..., :-1]
     o, row_sum = o.split([o.shape[-1] - 1, 1], dim=-1)  # the gradient of which is one tensor
-    return quotient(o, _divisor(row_sum, normalize, causal=causal)[0], owned=True)
+    return broadcast_divide(o, _divisor(row_sum, normalize, causal=causal)[0], overwrite=True)
 
 
 def _divisor(row_sum: Tensor, normalize: str, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Return what outputs are divided by, and its derivative with respect to the row sum."""
     if normalize == "sum":
-        is_nothing = row_sum.abs() < LEAST_WEIGHT
+        is_nothing = row_sum.abs() < MIN_DIVISOR
         return torch.where(is_nothing, 1, row_sum), (~is_nothing).to(row_sum.dtype)
     size = row_sum.abs() if causal else row_sum
     slope = row_sum.sign() if causal else torch.ones_like(row_sum)
@@ -193,7 +202,7 @@ def chunk(
     elif torch.compiler.is_compiling():
         o, _, leaves = _operator(*inputs, *rest)
     else:
-        o, _, leaves = applied(_ChunkAttention, *inputs, *rest)
+        o, _, leaves = apply_function(_ChunkAttention, *inputs, *rest)
     if o.requires_grad and options.normalize != "none":
         o = o.clone()  # the backward reads its own, so that a user may change this in place
     if not options.return_state:
@@ -304,7 +313,7 @@ def _sums(log_decay: Tensor, *, backward: bool) -> Tensor:
     In float64 a difference of two sums is exact enough to be rounded: the decay between near tokens
     is not lost beside what lies before them.
     """
-    logs = doubled(log_decay).clamp(min=VANISHED)
+    logs = to_float64(log_decay).clamp(min=VANISHED)
     sums = logs.cumsum(-2)
     return sums[..., -1:, :] - sums + logs if backward else sums
 
@@ -316,7 +325,7 @@ def _decay_factors(log_decay: Tensor, dtype: torch.dtype, *, backward: bool) -> 
 
 
 def _exp(logs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Take the exponential in a type; below float64 less than `LEAST_WEIGHT` is 0.
+    """Take the exponential in a type; below float64 less than `MIN_DIVISOR` is 0.
 
     Products with less leave the normal range of float32, and a CPU takes many times as long.
     """
@@ -461,7 +470,7 @@ def _decay_chunks(
     o, row_sum, leaves = _results(inputs, normalize, return_state)
     for where in _blocks(v, size):
         at, states_at = where
-        with full_precision(q):  # a compiled program may call this in autocast
+        with disable_autocast(q):  # a compiled program may call this in autocast
             part = inputs.block(*where)
             made = _attend(part, normalize, size, return_state, in_batches=True)
         o[at] = made[0]
@@ -561,7 +570,7 @@ def _decay_chunks_backward(
     for where in _blocks(v, size):
         at, states_at = where
         sums = row_sum if normalize == "none" else row_sum[at]
-        with full_precision(q):  # a backward may run in autocast
+        with disable_autocast(q):  # a backward may run in autocast
             slope = _slope(do[at], o[at], sums, normalize, causal=backward is None)
             dleave = dleaves[states_at] if dleaves.numel() else None
             part = inputs.block(*where)
@@ -579,7 +588,7 @@ def _slope(do: Tensor, o: Tensor, row_sum: Tensor, normalize: str, *, causal: bo
         return F.pad(do, (0, 1))
     divisor, slope = _divisor(row_sum, normalize, causal=causal)
     do = do / divisor
-    return torch.cat([do, -slope * inner(do, o)], dim=-1)
+    return torch.cat([do, -slope * row_dot(do, o)], dim=-1)
 
 
 def _block_gradients(

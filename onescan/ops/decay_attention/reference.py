@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onescan.checks import unpack_states
 from onescan.ops.decay_attention import DecayState, DecayStates
-from onescan.ops.numerics import LEAST_WEIGHT
+from onescan.ops.numerics import MIN_DIVISOR
 from onescan.shapes import Keep, Keys, Queries, Values
 
 
@@ -47,7 +47,7 @@ def forward(
         )
         o, c, right = o + from_right[0], c + from_right[1], from_right[2]
     if normalize == "sum":
-        o = o / torch.where(c.abs() < LEAST_WEIGHT, 1, c).unsqueeze(-1)
+        o = o / torch.where(c.abs() < MIN_DIVISOR, 1, c).unsqueeze(-1)
     elif normalize == "max_one":
         o = o / (c.abs() if causal else c).clamp(min=1).unsqueeze(-1)
     return o * seen[:, :, None, None], left if causal else DecayStates(left, right)

@@ -16,12 +16,12 @@ from onescan.checks import (
     check_positive,
     check_sequence_options,
     check_shapes,
-    fingerprint,
     named_state_tensors,
+    nan_probe,
     unpack_states,
 )
 from onescan.ops.delta_rule import forms
-from onescan.ops.numerics import full_precision, widened
+from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.shapes import Betas, Keep, Keys, KeyValue, Queries, Values
 
 __all__ = ["IMPLEMENTATIONS", "DeltaState", "DeltaStates", "choose", "delta_rule"]
@@ -114,8 +114,8 @@ def delta_rule(
     implementation = IMPLEMENTATIONS[choose(form, tokens=q.shape[1])]
     sides = unpack_states(state, DeltaState, causal=causal)
     incoming = [None if side is None else side.kv for side in sides[: 1 if causal else 2]]
-    with full_precision(q):
-        inputs = forms.Inputs(*widened(q, k, v, beta))
+    with disable_autocast(q):
+        inputs = forms.Inputs(*to_accumulation_dtype(q, k, v, beta))
         if keep is not None:
             masked = ~keep[:, :, None]  # B T 1
             wide_q, wide_k, wide_v = (x.masked_fill(masked.unsqueeze(-1), 0) for x in inputs[:3])
@@ -124,7 +124,7 @@ def delta_rule(
         o, *outgoing = run(implementation, inputs, *incoming, chunk_size=chunk_size)
     if can_look_at_values(o):
         named = {"q": q, "k": k, "v": v, "beta": beta, **named_state_tensors(sides, causal=causal)}
-        check_no_nan(fingerprint(o, *outgoing), **named)
+        check_no_nan(nan_probe(o, *outgoing), **named)
     states = [DeltaState(kv) for kv in outgoing]
     return o.to(v.dtype), states[0] if causal else DeltaStates(*states)
 

@@ -19,7 +19,7 @@ from onescan.checks import (
     check_no_nan,
     check_positive,
     check_shapes,
-    fingerprint,
+    nan_probe,
 )
 from onescan.ops.chunks import is_known
 from onescan.ops.linear_diffusion import forms
@@ -29,7 +29,7 @@ from onescan.ops.linear_diffusion.kernel import (
     gaussian_radius,
     stable_step,
 )
-from onescan.ops.numerics import full_precision, widened
+from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.shapes import (
     AllTokens,
     DiffusionKernels,
@@ -101,7 +101,7 @@ def linear_diffusion(
         keep: [B, T], True for real tokens. The outputs of the others are zero; the real tokens
             and their row sums ignore them. None keeps all.
         state: The tokens before x, which are read but not returned; explicit scheme only. Use
-            `following` to compute the state of the next call.
+            `next_state` to compute the state of the next call.
         form: Algorithm. Explicit: "dense" in O(T^2), "banded" in O(T R), "fft" in O(T log T).
             Crank-Nicolson solves one linear system, or with keep one for each sequence: "dense" in
             O(T^3), "banded" in O(T R^2).
@@ -123,9 +123,9 @@ def linear_diffusion(
     tokens, radius = x.shape[1], weights.shape[1] // 2
     context = 0 if state is None else radius
     chosen = _choose(form, scheme, context + tokens, radius)
-    with full_precision(x):
+    with disable_autocast(x):
         inputs, seen = _all_tokens(x, keep, state)
-        inputs, wide_weights, wide_dt = widened(inputs, weights, dt)
+        inputs, wide_weights, wide_dt = to_accumulation_dtype(inputs, weights, dt)
         lags = torch.arange(-radius, radius + 1, device=x.device)
         rates = wide_dt.unsqueeze(1) * wide_weights.masked_fill(lags == 0, 0)  # dt K, H 2R+1
         if scheme == "explicit":
@@ -136,7 +136,7 @@ def linear_diffusion(
             y = y.masked_fill(~keep[:, :, None, None], 0)
     if can_look_at_values(y):
         named = {} if state is None else {"state.x": state.x}
-        check_no_nan(fingerprint(y, inputs), x=x, weights=weights, dt=dt, **named)
+        check_no_nan(nan_probe(y, inputs), x=x, weights=weights, dt=dt, **named)
     return y.to(x.dtype)
 
 
@@ -161,7 +161,7 @@ def diffusion_operator(
     return linear_diffusion(each, weights, dt, scheme=scheme, form=form)[0].transpose(0, 1)
 
 
-def following(
+def next_state(
     state: DiffusionState | None, x: Values, keep: Keep | None, *, radius: int
 ) -> DiffusionState:
     """Return the state after the tokens x, given the state before them, or None at the start.
@@ -170,9 +170,9 @@ def following(
         ValueError: If the state has another radius, or radius is not an integer of at least 0.
 
     >>> x = torch.arange(3.0).reshape(1, 3, 1, 1)
-    >>> following(None, x, None, radius=2).x.flatten().tolist()
+    >>> next_state(None, x, None, radius=2).x.flatten().tolist()
     [1.0, 2.0]
-    >>> following(None, x[:, 2:], None, radius=2).keep.tolist()
+    >>> next_state(None, x[:, 2:], None, radius=2).keep.tolist()
     [[False, True]]
     """
     if isinstance(radius, bool) or not isinstance(radius, int) or radius < 0:

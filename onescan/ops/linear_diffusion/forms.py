@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onescan.checks import can_look_at_values
 from onescan.ops.chunks import number_of_chunks
-from onescan.ops.numerics import doubled
+from onescan.ops.numerics import to_float64
 from onescan.shapes import (
     DiffusionKernel,
     DiffusionKernels,
@@ -145,8 +145,8 @@ def fft_product(x: TokenColumns, weights: DiffusionKernel, rows: int) -> LastCol
     if not torch.compiler.is_compiling():  # lengths may be symbolic there
         period = 1 << (period - 1).bit_length()  # powers of two are fast
     # float64: each frequency mixes all tokens, so rounding errors of large ones would hide small
-    kernel = torch.fft.rfft(doubled(lags), n=period)
-    spectrum = torch.fft.rfft(doubled(x).mT, n=period) * kernel
+    kernel = torch.fft.rfft(to_float64(lags), n=period)
+    spectrum = torch.fft.rfft(to_float64(x).mT, n=period) * kernel
     y = torch.fft.irfft(spectrum, n=period)[:, radius : radius + tokens]
     return y[:, tokens - rows :].mT.to(x.dtype)
 
@@ -299,7 +299,7 @@ def crank_nicolson(solve: Solve, x: Values, rates: DiffusionKernels, keep: Keep 
 
     A step of n times the stable one loses as many digits as n has, hence float64.
     """
-    wide_x, half = doubled(x), doubled(rates) / 2
+    wide_x, half = to_float64(x), to_float64(rates) / 2
     row_sums = _row_sums(banded_product, half, keep, x.shape[1]).squeeze(3)
     heads = []
     for head, kernel, sums in zip(_heads(wide_x), half, row_sums.unbind(2), strict=True):  # B T V

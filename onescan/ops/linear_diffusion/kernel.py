@@ -16,7 +16,7 @@ from onescan.checks import (
     check_positive,
     check_shapes,
 )
-from onescan.ops.numerics import widened
+from onescan.ops.numerics import to_accumulation_dtype
 from onescan.shapes import DiffusionKernels, StepSizes
 
 MIN_ROW_SUM = 1e-18  # a gradient divides by its square, which must not be 0 in float32
@@ -98,7 +98,7 @@ def stable_step(weights: DiffusionKernels) -> StepSizes:
         ValueError: If the shape or dtype is invalid or, on a CPU, a number is negative.
     """
     check_kernels(weights)
-    (weights,) = widened(weights)
+    (weights,) = to_accumulation_dtype(weights)
     middle = weights.shape[-1] // 2
     row_sum = weights[..., :middle].sum(-1) + weights[..., middle + 1 :].sum(-1)
     rounding = (weights.shape[-1] + 2) * torch.finfo(weights.dtype).eps

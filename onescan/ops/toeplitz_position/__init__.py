@@ -22,7 +22,7 @@ from onescan.checks import (
 )
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
-from onescan.ops.numerics import full_precision, widened
+from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.ops.toeplitz_position import forms
 from onescan.shapes import ChannelsFirst, Hidden, HiddenStates, LineStates, ToeplitzCoefficients
 
@@ -99,8 +99,8 @@ def toeplitz_position(
         return y, None if after is None else ToeplitzState(after)
     chosen = [IMPLEMENTATIONS[choose(form, positions=n)] for n in shape]
     # sums stay in float32 or wider under autocast too
-    with full_precision(x):
-        wide_x, decay, wide_weight = widened(x, log_decay, weight)
+    with disable_autocast(x):
+        wide_x, decay, wide_weight = to_accumulation_dtype(x, log_decay, weight)
         if not bidirectional:
             decay, wide_weight = decay.unsqueeze(1), wide_weight.unsqueeze(1)
         hidden = _hidden_before(wide_x, decay, state)
