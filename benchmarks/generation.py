@@ -76,7 +76,7 @@ def train_classifier(options: Options) -> RunResult:
         run = configs.replace(
             run,
             {f"model.{name}": value for name, value in SMALL_CLASSIFIER.items()}
-            | {"training.epochs": options.classifier_epochs, "task.augment.operations": 0}
+            | {"training.epochs": options.classifier_epochs, "task.augment.num_ops": 0}
             | {"training.learning_rate": 2e-3},
         )
     result = train(run, options.out / "classifier" / "seed-0", progress=True)
@@ -90,7 +90,7 @@ def contestant(name: str, options: Options, judge: RunResult) -> RunConfig:
         "data.path": options.path,
         "task.classifier": str(judge.folder),
         "task.evaluation_images": options.images,
-        "task.sampler.guidance": options.guidance,
+        "task.sampler.guidance_scale": options.guidance,
         "task.sampler.steps": options.sampler_steps,
     }
     if not options.full:

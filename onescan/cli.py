@@ -1,6 +1,6 @@
-"""The command line: a function for each command; COMMANDS lists them.
+"""The command line: one function per command, listed in COMMANDS.
 
-Heavy modules are imported by the command that needs them, so that help answers at once.
+Each command imports the heavy modules that it needs, so that help appears at once.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from onescan import __version__, memory
+from onescan import __version__
 from onescan.messages import printable, unknown_choice
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ MOST_SEEDS = 2**63  # of torch's generators
 HELP = ("-h", "--help")
 
 OptionsT = TypeVar("OptionsT")
-Words = list[str]
+Argv = list[str]
 Imports = Annotated[
     tuple[Path, ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="import", metavar="FILE.py")
 ]
@@ -50,33 +50,32 @@ LanguageModel = Annotated[
     tyro.conf.Positional,
     tyro.conf.arg(
         metavar="CHECKPOINT",
-        help="a run's folder, or best.safetensors in it; or a folder that transformers' "
-        "save_pretrained wrote, or a name on the hub",
+        help="Run folder, its best.safetensors, or a folder or hub name of a transformers model.",
     ),
 ]
-Device = Annotated[str, tyro.conf.arg(help="cpu, cuda, ...; auto is a GPU where there is one")]
+Device = Annotated[
+    str, tyro.conf.arg(help="Device: cpu, cuda, ...; auto uses a GPU if there is one.")
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; what went wrong is said in a sentence, with an exit code above 0."""
-    memory.ask_for_huge_pages()
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    with_traceback = "--traceback" in words
-    words = [word for word in words if word != "--traceback"]
-    if not words or words[0] in HELP:
+    """Run one command and return its exit code; errors are printed in one line."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    with_traceback = "--traceback" in argv
+    argv = [argument for argument in argv if argument != "--traceback"]
+    if not argv or argv[0] in HELP:
         _print(_overview())
-        return 0 if words else MISTAKE
-    if words[0] == "--version":
+        return 0 if argv else MISTAKE
+    if argv[0] == "--version":
         _print(f"onescan {__version__}")
         return 0
     try:
-        if words[0] not in COMMANDS:
-            raise unknown_choice("command", words[0], COMMANDS)
-        memory.keep_freed()
-        COMMANDS[words[0]](words[1:])
+        if argv[0] not in COMMANDS:
+            raise unknown_choice("command", argv[0], COMMANDS)
+        COMMANDS[argv[0]](argv[1:])
     except KeyboardInterrupt:
-        return _interrupted(words)
-    except BrokenPipeError:  # the reader, as in `| head`, has seen enough
+        return _interrupted(argv)
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, ArithmeticError, OSError, ImportError) as error:
@@ -87,20 +86,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_mistake = isinstance(error, ValueError | FileNotFoundError)
         return _fail(f"error: {error}", MISTAKE if is_mistake else FAILURE)
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11's, in a class's making
-            return _interrupted(words)
+        if isinstance(
+            error.__cause__, KeyboardInterrupt
+        ):  # raised by Python 3.11 while a class is created
+            return _interrupted(argv)
         if not with_traceback and _is_out_of_memory(error):
             return _fail(f"error: not enough memory: {error}", MISTAKE)
-        if with_traceback or "by peer" not in str(error):  # how a lost connection is told
+        if with_traceback or "by peer" not in str(error):  # a lost connection to another process
             raise
-        return _fail("error: another process ended, and says why", FAILURE)
+        return _fail("error: another process failed; see its message", FAILURE)
     return 0
 
 
-def train(words: Words) -> None:
-    """Train a recipe, or go on with a run that was stopped; write a report."""
-    if not words or words[0] in HELP:
-        _print("usage: onescan train RECIPE [OPTIONS]; onescan train RECIPE --help lists them")
+def train(argv: Argv) -> None:
+    """Train a recipe, or resume an interrupted run, and write a report."""
+    if not argv or argv[0] in HELP:
+        _print("usage: onescan train RECIPE [OPTIONS]; onescan train RECIPE --help shows options")
         _print("       onescan train --config FILE [--import FILE.py] [OPTIONS] repeats a run")
         recipes([])
         return
@@ -109,23 +110,23 @@ def train(words: Words) -> None:
     from onescan.training import train as train_run
     from onescan.training.run import RunConfig
 
-    recipe, given, words = _what_to_train(words)
+    recipe, given, argv = _what_to_train(argv)
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         run: Annotated[RunConfig, tyro.conf.arg(name="")]
         out: Annotated[str, tyro.conf.arg(metavar="PATH")] = str(Path("runs") / recipe.name)
-        """folder for the runs, one below it per seed, and the report"""
+        """Folder for the report and one run per seed."""
         seeds: tuple[int, ...] = ()
-        """train once with each of these; where there are none, with training.seed alone"""
+        """Random seeds; trains one run per seed. By default training.seed alone."""
         overwrite: bool = False
-        """remove the runs that the folder holds, and start anew"""
+        """Delete existing runs in the folder and start from scratch."""
 
-    options = _parse(Options, f"train {given}", words, default=Options(run=recipe))
+    options = _parse(Options, f"train {given}", argv, default=Options(run=recipe))
     if not options.out:
-        raise ValueError("out is '', expected a folder for the runs")
+        raise ValueError("out is empty, expected a folder for the runs")
     if len(set(options.seeds)) < len(options.seeds):
-        raise ValueError(f"seeds is {options.seeds}, expected each seed once")
+        raise ValueError(f"seeds is {options.seeds}, expected no duplicates")
     seeds, out = options.seeds or (options.run.training.seed,), Path(options.out)
     trainings = [dataclasses.replace(options.run.training, seed=seed) for seed in seeds]
     runs = [dataclasses.replace(options.run, training=training) for training in trainings]
@@ -142,30 +143,33 @@ def train(words: Words) -> None:
         _print(f"report: {write_report(results, out / 'report.html')}")
 
 
-def evaluate(words: Words) -> None:
-    """Judge a trained model: on held-out data, over lengths, on lm-eval's tasks, or by images."""
+def evaluate(argv: Argv) -> None:
+    """Evaluate a model on test data, context lengths, lm-eval tasks or generated images."""
     from onescan.bench.asked import LengthsConfig, SamplesConfig, TasksConfig
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-        """a run's folder, as in runs/digits/seed-0, or best.safetensors in it; for lengths and
-        tasks also a folder that transformers' save_pretrained wrote, or a name on the hub; for
-        samples one that diffusers' did, or images that were made: a .npz file or a folder"""
+        """Run folder, such as runs/digits/seed-0, or its best.safetensors. With --lengths and
+        --tasks also a folder or hub name of a transformers model; with --samples also a diffusers
+        pipeline, or images in an .npz file or a folder."""
         device: Device = "auto"
         workers: int | None = None
-        """processes that read data; without it, as many as the data is worth"""
+        """Data loading processes; by default a number that suits the data."""
+        batch_size: int | None = None
+        """Requests (--tasks) or images (--samples) per batch; affects memory, and results only by
+        rounding. By default 32 requests or 64 images."""
         imports: Imports = ()
-        """a Python file of yours to run first, for the classes in it"""
+        """Python file to run first, because it defines classes of the run."""
         lengths: Annotated[LengthsConfig, tyro.conf.arg(name="")]
         tasks: Annotated[TasksConfig, tyro.conf.arg(name="")]
         samples: Annotated[SamplesConfig, tyro.conf.arg(name="")]
         out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-        """of tasks, a JSON file for the results; of lengths and samples, a folder for the
-        measurements and the page, bench/lengths/CHECKPOINT or bench/generation/CHECKPOINT without
-        it"""
+        """With --tasks, JSON file for the results. With --lengths or --samples, folder for the
+        results and the report; by default bench/lengths/CHECKPOINT or
+        bench/generation/CHECKPOINT."""
 
-    options = _parse(Options, "evaluate", words)
+    options = _parse(Options, "evaluate", argv)
     chosen = _way_to_judge(options)
     from onescan.recipes.files import import_file
 
@@ -191,7 +195,7 @@ def _evaluate_run(options: Any) -> None:
     for name, value in evaluation.metrics.items():
         _print(f"{name:<{widest}}  {value:.4f}")
     if evaluation.left_out:
-        _print(f"{evaluation.left_out} {task.unit} could not be read and are left out")
+        _print(f"skipped {evaluation.left_out} unreadable {task.unit}")
 
 
 def _evaluate_lengths(options: Any) -> None:
@@ -208,7 +212,7 @@ def _evaluate_lengths(options: Any) -> None:
     write_json(out / "lengths.json", dataclasses.asdict(scores))
     _print(lengths_table(scores))
     for left in scores.left_out:
-        _print(f"not measured: {left.length}, as {left.why}")
+        _print(f"skipped length {left.length}: {left.why}")
     _print(f"report: {write_lengths(scores, out / 'report.html')}")
 
 
@@ -217,8 +221,9 @@ def _evaluate_tasks(options: Any) -> None:
     from onescan.training.folder import write_json
 
     if options.out is not None and options.out.suffix != ".json":
-        raise ValueError(f"out is '{options.out}', expected a name that ends in .json")
-    scores = judge_by_tasks(str(options.checkpoint), options.tasks, device=options.device)
+        raise ValueError(f"out is '{options.out}', expected a file name ending in .json")
+    config = _with_batch_size(options.tasks, options.batch_size)
+    scores = judge_by_tasks(str(options.checkpoint), config, device=options.device)
     _print("\n".join(scores.tables))
     if options.out is not None:
         write_json(options.out, scores.data)
@@ -233,27 +238,28 @@ def _evaluate_samples(options: Any) -> None:
 
     out = options.out or Path("bench", "generation", short_name(options.checkpoint))
     check_report_path(out / "report.html")
+    config = _with_batch_size(options.samples, options.batch_size)
     scores = measure_generation(
-        options.checkpoint, options.samples, out, device=options.device, progress=True
+        options.checkpoint, config, out, device=options.device, progress=True
     )
     write_json(out / "generation.json", dataclasses.asdict(scores))
     _print(generation_table(scores))
     _print(f"report: {write_generation(scores, out)}")
 
 
-def compare(words: Words) -> None:
-    """Set finished runs side by side: a table here, and a page with curves."""
+def compare(argv: Argv) -> None:
+    """Compare finished runs in a table and an HTML report."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")]
-        """runs, as in runs/digits/seed-0, or folders of several seeds, as in runs/digits"""
+        """Runs, such as runs/digits/seed-0, or folders of several seeds, such as runs/digits."""
         out: Path = Path("compare.html")
-        """where to write the page"""
+        """HTML file for the report."""
         imports: Imports = ()
-        """a Python file of yours to run first, for the classes in it"""
+        """Python file to run first, because it defines classes of the run."""
 
-    options = _parse(Options, "compare", words)
+    options = _parse(Options, "compare", argv)
     from onescan.recipes.files import import_file
     from onescan.report import comparison_table, write_comparison
 
@@ -264,25 +270,25 @@ def compare(words: Words) -> None:
     _print(f"page: {page}")
 
 
-def predict(words: Words) -> None:
-    """Say what image files show."""
+def predict(argv: Argv) -> None:
+    """Classify image files."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-        """a run's folder, as in runs/digits/seed-0"""
+        """Run folder, such as runs/digits/seed-0."""
         images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
-        """image files of any size: PNG, JPEG, WebP, GIF, BMP, TIFF or PPM"""
-        top: int = 3
-        """classes to name per image"""
+        """Image files of any size: PNG, JPEG, WebP, GIF, BMP, TIFF or PPM."""
+        top_k: int = 3
+        """Number of classes to print per image."""
         imports: Imports = ()
-        """a Python file of yours to run first, for the classes in it"""
+        """Python file to run first, because it defines classes of the run."""
 
-    options = _parse(Options, "predict", words)
+    options = _parse(Options, "predict", argv)
     if not options.images:
-        raise ValueError("predict needs at least one image file")
-    if options.top < 1:
-        raise ValueError(f"top is {options.top}, expected 1 or more classes")
+        raise ValueError("images is empty, expected at least one image file")
+    if options.top_k < 1:
+        raise ValueError(f"top_k is {options.top_k}, expected at least 1")
     from onescan.tasks.image_classification import classify
 
     checkpoint = _load(options.checkpoint, options.imports)
@@ -293,7 +299,7 @@ def predict(words: Words) -> None:
             f"{probabilities.shape[1]}, one for each class of the model"
         )
     for path, row in zip(options.images, probabilities, strict=True):
-        shares, classes = row.topk(min(options.top, len(row)))
+        shares, classes = row.topk(min(options.top_k, len(row)))
         guesses = zip(classes.tolist(), shares.tolist(), strict=True)
         named = (
             f"{printable(checkpoint.class_names[index])} {share:.1%}" for index, share in guesses
@@ -301,45 +307,46 @@ def predict(words: Words) -> None:
         _print(f"{printable(path)}: {', '.join(named)}")
 
 
-def sample(words: Words) -> None:
-    """Make images: one grid of them, a file for each, or an array for evaluators."""
+def sample(argv: Argv) -> None:
+    """Generate images with a trained denoiser."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-        """a run's folder, or best.safetensors in it; or a folder that DenoiserPipeline's
-        save_pretrained wrote"""
-        label: tuple[str, ...] = ()
-        """classes, by name or number; without them, all in turn"""
-        count: int = 16
-        """images of each label; without labels, images"""
+        """Run folder, its best.safetensors, or a folder saved by
+        DenoiserPipeline.save_pretrained."""
+        labels: tuple[str, ...] = ()
+        """Classes to generate, by name or number; by default cycles through all."""
+        num_images: int = 16
+        """Images per class given by --labels; without --labels, images in total."""
         steps: int | None = None
-        """calls of the model for each image; without it, the run's own, or 50"""
-        guidance: float | None = None
-        """how far to go toward the class, 1 is without guidance; without it, the run's own, or 1"""
+        """Denoising steps per image; by default the run's, or 50."""
+        guidance_scale: float | None = None
+        """Scale of classifier-free guidance, 1 disables it; by default the run's, or 1."""
         sampler: str | None = None
-        """ddpm, ddim, dpm or euler; without it, the run's own"""
+        """ddpm, ddim, dpm or euler; by default the run's."""
         seed: int = 0
-        """what chance comes from: image i is the same however many are made, and in what batches"""
+        """Random seed. Image i depends only on the seed and i, not on the number of images or the
+        batch size."""
         size: tuple[int, int] | None = None
-        """height and width; without it, that of training"""
-        batch: int = 64
-        """images at once; changes the memory, and of the images no more than rounding"""
+        """Height and width of the images; by default the training size."""
+        batch_size: int = 64
+        """Images per batch; affects memory, and results only by rounding."""
         out: Annotated[str, tyro.conf.arg(metavar="PATH")] = "samples.png"
-        """x.png is one grid, x.npz an array of bytes, and a folder gets one PNG each"""
+        """NAME.png writes one grid, NAME.npz one uint8 array, and a folder one PNG per image."""
         vae: str | None = None
-        """a folder or a hub name of the VAE of latents, where it has moved since they were made"""
+        """Folder or hub name of the VAE, if it has moved since the latents were encoded."""
         device: Device = "auto"
         imports: Imports = ()
-        """a Python file of yours to run first, for the classes in it"""
+        """Python file to run first, because it defines classes of the run."""
 
-    options = _parse(Options, "sample", words)
+    options = _parse(Options, "sample", argv)
     from onescan.recipes.files import import_file
     from onescan.training.ranks import Ranks, choose_device
     from onescan.training.samples import SampleConfig, check_out, write_samples
 
     if not options.out:
-        raise ValueError("out is '', expected a file's or a folder's name")
+        raise ValueError("out is empty, expected a file or folder name")
     out = Path(options.out)
     check_out(out)
     for file in options.imports:
@@ -348,24 +355,26 @@ def sample(words: Words) -> None:
 
     usual = usual_sampler(options.checkpoint)
     asked = SampleConfig(
-        count=options.count,
+        num_images=options.num_images,
         steps=usual.steps if options.steps is None else options.steps,
-        guidance=usual.guidance if options.guidance is None else options.guidance,
+        guidance_scale=(
+            usual.guidance_scale if options.guidance_scale is None else options.guidance_scale
+        ),
         seed=options.seed,
         size=options.size,
-        batch_size=options.batch,
+        batch_size=options.batch_size,
     )
     asked.check()
     device = choose_device(options.device, Ranks())
     from onescan.integrations.diffusers import find_labels, parse_label
 
     pipeline = load_pipeline(options.checkpoint, sampler=options.sampler, vae=options.vae)
-    spelt = [parse_label(word, pipeline.names) for word in options.label]
+    spelt = [parse_label(argument, pipeline.names) for argument in options.labels]
     if spelt:
         labels = find_labels(spelt, pipeline.names, num_classes=pipeline.num_classes)
-        if pipeline.num_classes in labels:  # which stands for none, and is mistyped here
+        if pipeline.num_classes in labels:  # the unconditional label, not a class
             raise ValueError(
-                f"label {pipeline.num_classes} is no class, expected 0 to "
+                f"label {pipeline.num_classes} is out of range, expected 0 to "
                 f"{pipeline.num_classes - 1}"
             )
         asked = dataclasses.replace(asked, labels=tuple(labels))
@@ -373,25 +382,25 @@ def sample(words: Words) -> None:
     _print(f"{out}: {made} image{'s' if made > 1 else ''}")
 
 
-def generate(words: Words) -> None:
-    """Write on from a text, as the words come."""
+def generate(argv: Argv) -> None:
+    """Generate text with a causal language model."""
     from onescan.models.causal_lm import Sampling
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: LanguageModel
         prompt: str = ""
-        """what is written on from; - reads it from the standard input"""
+        """Text to continue; - reads standard input."""
         max_new_tokens: int = 200
         """Maximum number of tokens to generate."""
         sampling: Annotated[Sampling, tyro.conf.arg(name="")] = dataclasses.field(
             default_factory=lambda: Sampling(temperature=0.8, top_p=0.95)
         )
         seed: int = 0
-        """what chance comes from"""
+        """Random seed."""
         device: Device = "auto"
 
-    options = _parse(Options, "generate", words)
+    options = _parse(Options, "generate", argv)
     options.sampling.check()
     if options.max_new_tokens < 1 or not 0 <= options.seed < MOST_SEEDS:
         raise ValueError(
@@ -419,28 +428,28 @@ def generate(words: Words) -> None:
     _print()
 
 
-def fill(words: Words) -> None:
-    """Say what may stand where a text has masks."""
+def fill(argv: Argv) -> None:
+    """Predict the masked tokens of a text."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: LanguageModel
         text: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
-        """with masks as the tokenizer spells them, mostly [MASK] or <mask>"""
-        top: int = 5
-        """guesses for each mask"""
+        """Text with mask tokens as the tokenizer writes them, usually [MASK] or <mask>."""
+        top_k: int = 5
+        """Number of predictions per mask."""
         device: Device = "auto"
 
-    options = _parse(Options, "fill", words)
+    options = _parse(Options, "fill", argv)
     model, tokenizer, _ = _language_model(options.checkpoint, "MaskedLM", options.device)
     from onescan.tasks.writing import fill_masks
 
-    for guesses in fill_masks(model, tokenizer, options.text, top=options.top):
+    for guesses in fill_masks(model, tokenizer, options.text, top=options.top_k):
         _print(", ".join(f"{printable(guess.text)} {guess.share:.1%}" for guess in guesses))
 
 
-def glue(words: Words) -> None:
-    """Fine-tune a masked language model on tasks of GLUE; a table and a page over seeds."""
+def glue(argv: Argv) -> None:
+    """Fine-tune a masked language model on GLUE and write a report."""
     from onescan.recipes.glue_runs import GlueStudy, check_runs, plan_glue
 
     @dataclass(frozen=True, kw_only=True)
@@ -450,11 +459,11 @@ def glue(words: Words) -> None:
             default_factory=GlueStudy
         )
         out: Annotated[Path, tyro.conf.arg(metavar="PATH")] = Path("runs") / "glue"
-        """folder for the runs, as in runs/glue/cola/seed-0, the summary and the page"""
+        """Folder for the report and the runs, such as runs/glue/cola/seed-0."""
         overwrite: bool = False
-        """remove the runs that the folder holds, and start anew"""
+        """Delete existing runs in the folder and start from scratch."""
 
-    options = _parse(Options, "glue", words)
+    options = _parse(Options, "glue", argv)
     from onescan.report import check_report_path, glue_table, read_glue, write_glue, write_report
     from onescan.training import joined
 
@@ -466,7 +475,7 @@ def glue(words: Words) -> None:
     with joined(study.machine.device) as ranks:
         say = _print if ranks.is_first else _silent
         if "mnli" not in tasks and runs[0].task == "mnli":
-            say("mnli is learnt first, as others begin with its weights, unless --no-from-mnli")
+            say("training on mnli first, to initialize other tasks; --no-from-mnli disables this")
         check_runs(runs, overwrite=options.overwrite)
         results = _fine_tuned(runs, say, overwrite=options.overwrite)
     if ranks.is_first:
@@ -478,8 +487,8 @@ def glue(words: Words) -> None:
         _print(f"{glue_table(outcome)}\nreport: {page}")
 
 
-def needle(words: Words) -> None:
-    """Hide a fact at each depth of long texts, and see whether a language model recalls it."""
+def needle(argv: Argv) -> None:
+    """Run the needle-in-a-haystack evaluation of a causal language model."""
     from onescan.bench.asked import NeedleConfig
 
     @dataclass(frozen=True, kw_only=True)
@@ -489,12 +498,12 @@ def needle(words: Words) -> None:
             default_factory=NeedleConfig
         )
         haystack: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-        """a text file to hide it in; without it, the text that a run was judged on"""
+        """Text file to hide the needle in; by default the run's test text."""
         out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-        """folder for needle.json and the page; without it, bench/needle/CHECKPOINT"""
+        """Folder for needle.json and the report; by default bench/needle/CHECKPOINT."""
         device: Device = "auto"
 
-    options = _parse(Options, "needle", words)
+    options = _parse(Options, "needle", argv)
     model, tokenizer, _ = _language_model(options.checkpoint, "CausalLM", options.device)
     from onescan.bench.haystack import held_out_haystack, read_haystack
     from onescan.bench.names import short_name
@@ -511,43 +520,43 @@ def needle(words: Words) -> None:
     _print(f"{needle_table(grid)}\nreport: {write_needles(grid, out / 'report.html')}")
 
 
-def tokenizer(words: Words) -> None:
-    """Train a byte-level BPE on text of any kind, and say how well it does on held-out text."""
-    from onescan.data.text.documents import Documents
+def tokenizer(argv: Argv) -> None:
+    """Train a byte-level BPE tokenizer and measure its compression."""
+    from onescan.data.text.documents import SampleBy
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
-        """a file or a folder of text or tables, or a name on the hub"""
+        """File or folder of text or tables, or hub dataset."""
         out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
-        """where to write it, for data.tokenizer, and for transformers' AutoTokenizer"""
-        size: int = 8192
-        """tokens at most; 258 are bytes and specials"""
-        column: str = "text"
-        """where the text of a table or an object is"""
-        documents: Documents = "file"
-        """what one document of plain text is; line breaks are no part of a line"""
+        """Output folder, to be used as data.tokenizer or with transformers' AutoTokenizer."""
+        vocab_size: int = 8192
+        """Maximum vocabulary size, including 256 bytes and 2 special tokens."""
+        text_column: str = "text"
+        """Column of the text, in tables and JSON objects."""
+        sample_by: SampleBy = "file"
+        """What counts as one document of plain text. Lines do not include their line breaks."""
         name: str | None = None
-        """which of a hub data set's configurations"""
+        """Configuration of a hub dataset."""
         split: str = "train"
-        """what to learn from"""
+        """Split to train on."""
 
-    options = _parse(Options, "tokenizer", words)
+    options = _parse(Options, "tokenizer", argv)
     from onescan.data.text.byte_pairs import check_empty, train_byte_pairs
     from onescan.data.text.source import Wanted, find_source, read_texts
 
     check_empty(options.out)
-    wanted = Wanted(column=options.column, documents=options.documents, name=options.name)
+    wanted = Wanted(column=options.text_column, sample_by=options.sample_by, name=options.name)
     source = find_source(options.path, wanted, field="path")
-    trained = train_byte_pairs(read_texts(source, options.split), options.size)
+    trained = train_byte_pairs(read_texts(source, options.split), options.vocab_size)
     trained.tokenizer.save(options.out)
     where = "held-out text" if trained.is_held_out else "the text that it was trained on"
     _print(f"{options.out}: {trained.tokenizer.size} tokens, ", end="")
     _print(f"{trained.bytes_per_token:.2f} bytes per token of {where}")
 
 
-def encode(words: Words) -> None:
-    """Encode a data set of images by a VAE, once, for denoisers that learn from its latents."""
+def encode(argv: Argv) -> None:
+    """Encode an image dataset to VAE latents for training denoisers."""
     from onescan.data import ImageDatasetConfig
     from onescan.training.encode import EncodeConfig
     from onescan.training.encode import encode as encode_images
@@ -555,31 +564,33 @@ def encode(words: Words) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
-        """a folder of a folder for each class, parquet files, or a name on the hub"""
+        """Folder with one subfolder per class, parquet files, or hub dataset."""
         out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
-        """where the latents go, for data.path of a run; begun ones are gone on with"""
+        """Output folder, to be used as data.path of a run. Resumes if it holds a part of the
+        latents."""
         asked: Annotated[EncodeConfig, tyro.conf.arg(name="")]
         image_size: int = 256
-        """height and width of the images, cut out of the middle"""
+        """Height and width of the images, cropped from the center."""
         name: str | None = None
-        """which of a hub data set's configurations"""
+        """Configuration of a hub dataset."""
         train_split: str = "train"
-        """what is learnt from"""
+        """Training split."""
         test_split: str | None = None
-        """what is judged on; without it, validation or test, or else a part of train_split"""
+        """Test split; by default validation or test, or else a part of train_split."""
         test_fraction: float = 0.1
-        """part of every class that is held out where there is no test split"""
+        """Fraction of each class held out if there is no test split."""
         image_column: str | None = None
-        """where the images are; without it, the only column of images"""
+        """Column of the images; by default the only image column."""
         label_column: str | None = None
-        """where the classes are; without it, the only column of classes, or label"""
+        """Column of the labels; by default the only column of class labels, or the one named
+        label."""
         on_error: Literal["raise", "skip"] = "raise"
-        """whether an unreadable image ends the encoding, or is left out"""
+        """On an unreadable image, stop (raise) or skip it (skip)."""
         workers: int | None = None
-        """processes that read images; without it, one a core"""
+        """Data loading processes; by default one per core."""
         device: Device = "auto"
 
-    options = _parse(Options, "encode", words)
+    options = _parse(Options, "encode", argv)
     data = ImageDatasetConfig(
         path=options.path,
         name=options.name,
@@ -603,30 +614,28 @@ def encode(words: Words) -> None:
     )
     form, shards = notes.format, notes.shards
     train, test = (sum(sizes) for sizes in (shards.train, shards.test)) if shards else (0, 0)
-    _print(f"{options.out}: {train:,} images to learn from and {test:,} held out, ", end="")
+    _print(f"{options.out}: {train:,} training and {test:,} test images, ", end="")
     _print(f"as latents of {form.channels} x {form.height} x {form.width}")
 
 
-def bench(words: Words) -> None:
-    """Measure time and memory over sizes: of a model's forms, or of ours beside others'."""
+def bench(argv: Argv) -> None:
+    """Benchmark time and memory against other implementations, or between forms."""
     from onescan.bench.contests import CONTESTS
 
-    if not words or words[0] in HELP:
-        _print(
-            "usage: onescan bench BENCHMARK [OPTIONS]; onescan bench BENCHMARK --help lists them\n"
-        )
-        _print(f"  {'forms':<10}every form of one model's mixer over image sizes")
+    if not argv or argv[0] in HELP:
+        _print("usage: onescan bench BENCHMARK [OPTIONS]; bench BENCHMARK --help shows options\n")
+        _print(f"  {'forms':<10}forms of one model's mixer over image sizes")
         _print("\n".join(f"  {name:<10}{contest.summary}" for name, contest in CONTESTS.items()))
         return
-    if words[0] not in ("forms", *CONTESTS):
-        raise unknown_choice("benchmark", words[0], ["forms", *CONTESTS])
-    if words[0] == "forms":
-        _bench_forms(words[1:])
+    if argv[0] not in ("forms", *CONTESTS):
+        raise unknown_choice("benchmark", argv[0], ["forms", *CONTESTS])
+    if argv[0] == "forms":
+        _bench_forms(argv[1:])
     else:
-        _bench_contest(words[0], words[1:])
+        _bench_contest(argv[0], argv[1:])
 
 
-def _bench_forms(words: Words) -> None:
+def _bench_forms(argv: Argv) -> None:
     from onescan.bench.forms import FormsConfig, measure_forms
     from onescan.models.presets import preset
     from onescan.report import check_report_path, write_forms
@@ -634,40 +643,40 @@ def _bench_forms(words: Words) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         preset: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET")]
-        """a model with several forms, as in lion_d_base; onescan models lists all"""
+        """Model with several forms, such as lion_d_base; see onescan models."""
         forms: Annotated[FormsConfig, tyro.conf.arg(name="")]
         out: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-        """folder for the measurements and the page; without it, bench/PRESET"""
+        """Folder for the results and the report; by default bench/PRESET."""
 
-    options = _parse(Options, "bench forms", words)
+    options = _parse(Options, "bench forms", argv)
     model = preset(options.preset)
     out = _bench_folder(str(Path("bench", options.preset)) if options.out is None else options.out)
     check_report_path(out / "report.html")
     costs = measure_forms(options.preset, model, options.forms, out, progress=True)
     for left in costs.left_out:
-        _print(f"not measured: {left.variant.name} from {left.size} pixels on, as {left.why}")
+        _print(f"skipped {left.variant.name} at {left.size} pixels and above: {left.why}")
     _print(f"report: {write_forms(costs, out / 'report.html')}")
 
 
 def _bench_folder(out: str) -> Path:
     if not out:
-        raise ValueError("out is '', expected a folder for the measurements")
+        raise ValueError("out is empty, expected a folder for the results")
     return Path(out)
 
 
-def _bench_contest(name: str, words: Words) -> None:
+def _bench_contest(name: str, argv: Argv) -> None:
     from onescan.bench.contests import CONTESTS
 
     contest, folder = CONTESTS[name], Path("bench", name)
     where = tyro.conf.arg(
-        metavar="PATH", help=f"folder for the measurements and the page; without it, {folder}"
+        metavar="PATH", help=f"Folder for the results and the report; by default {folder}."
     )
     fields: list[Any] = [
         ("asked", Annotated[contest.options, tyro.conf.arg(name="")]),
         ("out", Annotated[str, where], str(folder)),
     ]
     kind = dataclasses.make_dataclass("Options", fields, frozen=True, kw_only=True)
-    options: Any = _parse(kind, f"bench {name}", words, about=contest.summary)
+    options: Any = _parse(kind, f"bench {name}", argv, about=contest.summary)
     from onescan.bench.contest.run import run_contest
     from onescan.report import check_report_path, contest_table, write_contest
     from onescan.report.contest.figures import absent
@@ -683,20 +692,20 @@ def _bench_contest(name: str, words: Words) -> None:
     results = run_contest(name, options.asked, out, progress=True, after=write)
     if not results.has_outcomes:
         first = absent(results, contest)[0]
-        raise ValueError(f"nothing could be measured, as {out / name}.json says: {first}; ...")
+        raise ValueError(f"no measurement succeeded, see {out / name}.json: {first}; ...")
     _print(contest_table(results, contest))
     _print(f"report: {write_contest(results, contest, page)}")
 
 
-def models(words: Words) -> None:
-    """List the presets: parameters and multiply-accumulates, counted and as printed."""
+def models(argv: Argv) -> None:
+    """List the presets with their parameters and GMACs, computed and as published."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         ablations: bool = False
-        """the rows of the papers' ablation tables too"""
+        """Also list the ablations of the papers."""
 
-    options = _parse(Options, "models", words)
+    options = _parse(Options, "models", argv)
     from onescan.bench.size import model_size
     from onescan.models.presets import ABLATIONS, PRESETS, preset
 
@@ -710,12 +719,12 @@ def models(words: Words) -> None:
             _print(_size_row(f"  {row}", size, printed))
 
 
-def recipes(words: Words) -> None:
-    """List the recipes: complete runs by name."""
-    if set(words) & set(HELP):
+def recipes(argv: Argv) -> None:
+    """List the recipes."""
+    if set(argv) & set(HELP):
         _print("usage: onescan recipes")
-    elif words:
-        raise ValueError(f"recipes takes no words, got {' '.join(words)!r}")
+    elif argv:
+        raise ValueError(f"recipes takes no arguments, got {' '.join(argv)!r}")
     from onescan.recipes import RECIPES, summary
 
     widest = max(map(len, RECIPES))
@@ -723,23 +732,22 @@ def recipes(words: Words) -> None:
         _print(f"{name:<{widest}}  {summary(recipe)}")
 
 
-def show(words: Words) -> None:
-    """Show a recipe's config, every field of it."""
-    if not words or set(words) & set(HELP):
+def show(argv: Argv) -> None:
+    """Print the config of a recipe."""
+    if not argv or set(argv) & set(HELP):
         _print("usage: onescan show RECIPE")
         recipes([])
         return
-    if words[1:]:
-        raise ValueError(f"show takes one recipe, got {' '.join(words)!r}")
+    if argv[1:]:
+        raise ValueError(f"show takes one recipe, got {' '.join(argv)!r}")
     from onescan.recipes import find_recipe
 
-    recipe = find_recipe(words[0])
+    recipe = find_recipe(argv[0])
     _print(inspect.getdoc(recipe))
     _print("\n".join(_fields(recipe(), indent="")))
 
 
-# Every command there is.
-COMMANDS: dict[str, Callable[[Words], None]] = {
+COMMANDS: dict[str, Callable[[Argv], None]] = {
     "train": train,
     "evaluate": evaluate,
     "compare": compare,
@@ -765,19 +773,19 @@ def _overview() -> str:
         lines.append(f"  {name:<10}{(inspect.getdoc(command) or '').partition(chr(10))[0]}")
     lines += [
         "",
-        "onescan COMMAND --help says more. --version prints the version; --traceback shows",
+        "Run onescan COMMAND --help for options. --version prints the version; --traceback",
     ]
-    return "\n".join([*lines, "where an error arose."])
+    return "\n".join([*lines, "prints the traceback of an error."])
 
 
-def _interrupted(words: Words) -> int:
-    goes_on = (
-        "; the same command goes on from what was saved"
-        if words[0] in ("train", "glue", "needle", "encode", "bench")
-        or any(word.startswith("--samples") for word in words)
+def _interrupted(argv: Argv) -> int:
+    resumes = (
+        "; run the same command again to resume"
+        if argv[0] in ("train", "glue", "needle", "encode", "bench")
+        or any(argument.startswith("--samples") for argument in argv)
         else ""
     )
-    return _fail(f"interrupted{goes_on}", INTERRUPTED)
+    return _fail(f"interrupted{resumes}", INTERRUPTED)
 
 
 def _fail(message: str, code: int) -> int:
@@ -797,7 +805,7 @@ def _print(text: object = "", *, end: str = "\n", flush: bool = False) -> None:
 def _parse(
     options: type[OptionsT],
     command: str,
-    words: Words,
+    argv: Argv,
     default: OptionsT | None = None,
     about: str | None = None,
 ) -> OptionsT:
@@ -805,31 +813,37 @@ def _parse(
         options,
         prog=f"onescan {command}",
         description=about or inspect.getdoc(COMMANDS[command.partition(" ")[0]]),
-        args=words,
+        args=argv,
         config=(tyro.conf.AvoidSubcommands,),
         default=tyro.MISSING_NONPROP if default is None else default,
     )
 
 
 def _way_to_judge(options: Any) -> Callable[[Any], None]:
-    """What `evaluate` is to do; options of what is not asked for are refused."""
+    """Choose the kind of evaluation, and reject options of the other kinds."""
     from onescan.configs import differences
 
     ways = {"lengths": _evaluate_lengths, "tasks": _evaluate_tasks, "samples": _evaluate_samples}
     given = [name for name in ways if getattr(getattr(options, name), name) not in (None, (), "")]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are given, expected one of them")
+        raise ValueError(f"{' and '.join(given)} exclude each other, expected one of them")
     for name in [name for name in ways if name not in given]:
         config = getattr(options, name)
         for field, value, _ in differences(config, type(config)()):
-            raise ValueError(f"{field} is {str(value)!r}, but no {name} are given")
+            raise ValueError(f"{field} is {str(value)!r}, but requires --{name}")
     if given and options.workers is not None:
-        raise ValueError(f"workers is {options.workers}, but {given[0]} are read by one process")
+        raise ValueError(f"workers is {options.workers}, but is not supported with --{given[0]}")
     if not given and options.out is not None:
-        raise ValueError(
-            f"out is '{options.out}', but neither lengths nor tasks nor samples are given"
-        )
+        raise ValueError(f"out is '{options.out}', but requires --lengths, --tasks or --samples")
+    if options.batch_size is not None and given not in (["tasks"], ["samples"]):
+        raise ValueError(f"batch_size is {options.batch_size}, but requires --tasks or --samples")
     return ways[given[0]] if given else _evaluate_run
+
+
+def _with_batch_size(config: OptionsT, batch_size: int | None) -> OptionsT:
+    """Override the default batch size of a config."""
+    changes: Any = {} if batch_size is None else {"batch_size": batch_size}
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
 def _load(path: Path, imports: Sequence[Path]) -> "Checkpoint":
@@ -842,53 +856,53 @@ def _load(path: Path, imports: Sequence[Path]) -> "Checkpoint":
 
 
 def _language_model(name: str, kind: str, device: str) -> "tuple[Any, Tokenizer, torch.device]":
-    """A model of this class on its device, with its tokenizer."""
+    """Load a language model of the given class on its device, with its tokenizer."""
     from onescan.training.language_model import load_language_model
     from onescan.training.ranks import Ranks, choose_device
 
     chosen = choose_device(device, Ranks())
     model, tokenizer = load_language_model(name)
     if type(model).__name__ != kind:
-        raise ValueError(f"{name!r} holds a {type(model).__name__}, expected a {kind}")
+        raise ValueError(f"checkpoint {name!r} is a {type(model).__name__}, expected a {kind}")
     return model.to(chosen), tokenizer, chosen
 
 
 def _fine_tuned(
     runs: "Sequence[GlueRun]", say: Callable[[str], object], *, overwrite: bool
 ) -> "dict[GlueTask, list[RunResult]]":
-    """The results of each task, one a seed."""
+    """Train all runs and return the results of each task, one per seed."""
     from onescan.training import train as train_run
 
     results: dict[GlueTask, list[RunResult]] = {}
     for task, seed, config, folder in runs:
-        say(f"{task}, seed {seed}, in {folder}, begins with {config.start}")
+        say(f"{task}, seed {seed}, in {folder}, initialized from {config.init_from}")
         result = train_run(config, folder, overwrite=overwrite, progress=True)
         say(_results([result]))
         results.setdefault(task, []).append(result)
     return results
 
 
-def _what_to_train(words: Words) -> "tuple[RunConfig, str, Words]":
-    """The run that is named or lies in a file, how it was given, and the words that are left."""
+def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Argv]":
+    """Return the run to train, the words that name it, and the remaining arguments."""
     from onescan.checkpoint.run_folder import CONFIG
     from onescan.recipes import find_recipe
     from onescan.recipes.files import import_file
     from onescan.training.folder import read_manifest
 
-    if words[0] != "--config":
-        return find_recipe(words[0])(), words[0], words[1:]
-    file = Path(words[1] if words[1:] else "")
+    if argv[0] != "--config":
+        return find_recipe(argv[0])(), argv[0], argv[1:]
+    file = Path(argv[1] if argv[1:] else "")
     folder = file if file.is_dir() else file.parent
-    if not (words[1:] and (folder / CONFIG).is_file() and file in (folder, folder / CONFIG)):
-        raise ValueError(f"--config is '{file}', expected a run's {CONFIG}, or the run's folder")
-    while words[2:3] == ["--import"] and words[3:]:
-        import_file(words[3])
-        words = [*words[:2], *words[4:]]
-    return read_manifest(folder).run, f"--config {file}", words[2:]
+    if not (argv[1:] and (folder / CONFIG).is_file() and file in (folder, folder / CONFIG)):
+        raise ValueError(f"--config is '{file}', expected a run's {CONFIG} or folder")
+    while argv[2:3] == ["--import"] and argv[3:]:
+        import_file(argv[3])
+        argv = [*argv[:2], *argv[4:]]
+    return read_manifest(folder).run, f"--config {file}", argv[2:]
 
 
 def _is_told_by_another(error: Exception) -> bool:
-    """Whether it is the first of several processes that failed, and says so itself."""
+    """Whether another process failed first and reports the error itself."""
     notes = getattr(error, "__notes__", ())
     if not notes:  # and nothing slow is imported for it
         return False
@@ -897,19 +911,19 @@ def _is_told_by_another(error: Exception) -> bool:
     return TOLD in notes
 
 
-def _silent(*_words: object) -> None:
-    """What processes other than the first say."""
+def _silent(*_values: object) -> None:
+    """Print nothing, in all processes but the first."""
 
 
 def _results(results: "Sequence[RunResult]") -> str:
-    """A line per seed, and the mean and spread over them."""
+    """Format one line per seed, and the mean and standard deviation over seeds."""
     from onescan.training.records import read_metrics, waiting_share
 
     lines = []
     for result in results:
         shown = ", ".join(f"test {name} {value:.4f}" for name, value in result.metrics.items())
-        shown += f", waited for data {waiting_share(read_metrics(result.folder)):.1%} of the time"
-        note = " (finished before; --overwrite trains anew)" if result.reused else ""
+        shown += f", data loading {waiting_share(read_metrics(result.folder)):.1%} of the time"
+        note = " (already finished; --overwrite trains again)" if result.reused else ""
         lines.append(f"{result.folder}: {shown}{note}")
     if len(results) > 1:
         for name in results[0].metrics:
@@ -925,7 +939,7 @@ def _size_row(
     printed_millions: float | int | None,
     printed_gmacs: float | None = None,
 ) -> str:
-    """A line of the table of models: what is counted beside what is printed."""
+    """Format a row of the table of models: computed beside published numbers."""
     printed = difference = ""
     if printed_millions is not None:
         printed, difference = (

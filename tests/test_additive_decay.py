@@ -13,12 +13,12 @@ from onescan.ops.additive_decay import (
     IMPLEMENTATIONS,
     AdditiveDecayState,
     additive_decay,
-    by_sample,
     choose,
-    level,
+    forms,
     merge_states,
     reference,
 )
+from onescan.ops.additive_decay import causal as causal_chunks
 
 B, H, K, V = 2, 3, 4, 5
 FEW = (2, 1, 2, 1)  # where every number is changed in turn
@@ -26,7 +26,7 @@ FORMS = [(causal, form) for causal, form, backend in IMPLEMENTATIONS if backend 
 CAUSAL = [form for causal, form in FORMS if causal]
 over_forms = pytest.mark.parametrize(
     ("causal", "form"),
-    [*FORMS, (True, "climbing"), (False, "by_sample")],
+    [*FORMS, (True, "tiles"), (True, "halving"), (False, "by_sample")],
     ids=lambda x: str(x),
     indirect=["form"],
 )
@@ -34,15 +34,20 @@ over_forms = pytest.mark.parametrize(
 
 @pytest.fixture
 def form(request, monkeypatch):
-    """A form by name; "climbing" is the chunk form as it is where logits climb far, "by_sample" the
-    one scan as it is where samples are large, in stretches of three tokens.
+    """Return a form by name.
+
+    "tiles" is the chunk form in tiles of one chunk, "halving" the chunk form as transforms see it,
+    and "by_sample" one scan as it is for large samples, in tiles of three tokens.
     """
-    if request.param == "climbing":
-        monkeypatch.setattr(level, "weigh", lambda k, state: None)
+    if request.param == "tiles":
+        monkeypatch.setattr(causal_chunks, "TILE", 1)
+        return "chunk"
+    if request.param == "halving":
+        monkeypatch.setattr(causal_chunks, "is_transformed", lambda *tensors: True)
         return "chunk"
     if request.param == "by_sample":
-        monkeypatch.setattr(by_sample, "LARGE", 0)
-        monkeypatch.setattr(by_sample, "STRETCH", 3 * H * K)
+        monkeypatch.setattr(forms, "LARGE", 0)
+        monkeypatch.setattr(forms, "TILE", 3 * H * K)
         return "one_scan"
     return request.param
 
@@ -271,7 +276,7 @@ def test_a_state_of_minus_infinity_is_empty(causal, form, climb):
 @pytest.mark.parametrize("form", CAUSAL)
 def test_a_token_without_weight_reads_the_state_before_a_climb(form):
     one = torch.ones(1, 2, 1, 1)
-    k = torch.tensor([-torch.inf, level.MOST_CLIMB + 5]).reshape(1, 2, 1, 1)
+    k = torch.tensor([-torch.inf, 45.0]).reshape(1, 2, 1, 1)
     seen = AdditiveDecayState(torch.zeros(1, 1, 1).double(), torch.full((1, 1, 1, 1), 2.0))
     o, _ = additive_decay(one, k, 5 * one, state=seen, causal=True, form=form)
     torch.testing.assert_close(o.flatten(), torch.tensor([2.0, 5.0]))
@@ -302,7 +307,7 @@ def test_extreme_logits(causal, form, dtype, kind):
         k += 1000 * rise[:, None]
     elif kind == "climbs a little":
         k *= 0.1
-        k += (level.MOST_CLIMB - 1) * rise[:, None]
+        k += 39 * rise[:, None]
     elif kind == "falls":
         k -= 1000 * rise[:, None]
     elif kind == "huge":
@@ -340,11 +345,43 @@ def test_ten_thousand_tokens_of_extreme_logits_stay_exact_in_float32():
     exact, state = reference.forward(q.double(), k.double(), v.double(), causal=True)
     both = torch.einsum("bthk,bhkv->bthv", q.double(), state.kv)
     for causal, want in ((True, exact), (False, both)):
-        errors = [  # one by one: the steepest logits choose the algorithm of a batch
+        errors = [
             (additive_decay(*x, causal=causal)[0] - y).abs().max() / y.abs().max()
             for *x, y in zip(*(x.split(1) for x in (q, k, v, want)), strict=True)
         ]
         assert max(errors) <= 2e-6
+
+
+STEPS = torch.arange(150, dtype=torch.float64)
+HOSTILE = {
+    "17 a token": 17 * STEPS,
+    "19 a token": 19 * STEPS,
+    "down 30 a token": -30 * STEPS,
+    "17 a block": 17 * (STEPS // 8),
+    "90 a chunk": 90 * (STEPS // 64),
+    "steep in each chunk": 20 * (STEPS % 64),
+    "alternating": 1e4 * (-1) ** STEPS,
+    "constant": 1e4 * torch.ones_like(STEPS),
+    "spike": torch.where(STEPS == 100, 1e4, 0.0),
+    "empty start": torch.where(STEPS < 70, -torch.inf, STEPS),
+    "from end to end": torch.linspace(-1e4, 1e4, len(STEPS), dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("form", ["chunk", "tiles"], indirect=True)
+def test_hostile_logits_are_exact_in_float32(form, kind):
+    named = inputs(
+        len(STEPS), dtype=torch.float32, keep=kind == "17 a token", state=True, scale=0.5
+    )
+    named["k"][:, :, 0] = 0  # without noise
+    named["k"] += HOSTILE[kind][:, None, None].float()
+    exact = {n: x if n in ("keep", "state") else x.double() for n, x in named.items()}
+    exact["state"] = AdditiveDecayState(*(x.double() for x in named["state"]))
+    want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=True), exact)
+    got = outputs_and_gradients(lambda **n: additive_decay(**n, causal=True, form=form), named)
+    for x, y in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        assert (x.double() - y).abs().max() <= 3e-5 * y.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("climb", [30, 300])
@@ -356,25 +393,10 @@ def test_the_gradient_of_a_climb_is_the_definitions(climb):
     assert_same(got[1], want[1])
 
 
-def test_how_far_logits_may_climb_under_one_reference():
-    k = torch.zeros(1, 3, 2, 1)
-    k[0, :, 1, 0] = torch.tensor([0.0, 1.0, level.MOST_CLIMB - 0.1])
-    assert level.weigh(k, None) is not None
-    k[0, 2, 1, 0] += 0.2
-    assert level.weigh(k, None) is None
-    for log_seen, is_level in ((-2.0, False), (2.0, True)):  # the state's weight counts too
-        log_normalizer = torch.full((1, 2, 1), log_seen).double()
-        seen = AdditiveDecayState(log_normalizer, torch.zeros(1, 2, 1, 1))
-        later = torch.tensor([-9.0, level.MOST_CLIMB]).reshape(1, 2, 1, 1).expand(1, 2, 2, 1)
-        assert (level.weigh(later, seen) is not None) == is_level
-    k[0, :2, 1] = -torch.inf  # tokens that read nothing climb from nowhere
-    assert level.weigh(k, None) is not None
-
-
-def test_second_derivatives_of_a_climb_are_finite_in_float32():
+@pytest.mark.parametrize("climb", [38, 68])
+def test_second_derivatives_of_a_climb_are_finite_in_float32(climb):
     q, k, v = (inputs(5, dtype=torch.float32)[name] for name in "qkv")
-    k = (k * 0.1 + torch.linspace(0, level.MOST_CLIMB - 2, 5)[:, None, None]).requires_grad_()
-    assert level.weigh(k, None) is not None
+    k = (k * 0.1 + torch.linspace(0, climb, 5)[:, None, None]).requires_grad_()
     (first,) = torch.autograd.grad(
         additive_decay(q, k, v, causal=True)[0].sin().sum(), k, create_graph=True
     )

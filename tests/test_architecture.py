@@ -24,7 +24,7 @@ EVERYWHERE = SOURCES | {
 
 # From the ground up; a floor imports itself and those before it.
 FLOORS = [
-    {"messages", "memory", "shapes", "checks", "configs", "allocation"},
+    {"messages", "shapes", "checks", "configs", "allocation"},
     {"kernels"},
     {"ops"},
     {"layers"},
@@ -173,9 +173,6 @@ EXCEPTIONS = {
     "kernels/chips.py": "limits that plain torch reads; the kernels themselves need Triton",
     "layers/__init__.py": "a docstring",
     "models/__init__.py": "a docstring",
-    "ops/additive_decay/all_at_once.py": "one form",
-    "ops/additive_decay/chunk.py": "one form",
-    "ops/additive_decay/recurrent.py": "one form",
     "ops/decay_attention/full.py": "one form",
 }
 

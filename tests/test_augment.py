@@ -11,8 +11,8 @@ from onescan.data.augment import AffineConfig, DeitAugmentConfig, MixConfig
 from onescan.data.augment.affine import affine_matrices
 from onescan.data.augment.rand_augment import RandAugment, operation_table
 
-OFF = {"pad": 0, "flip": 0.0, "operations": 0, "color_jitter": 0.0, "erasing": 0.0}
-EVERYTHING = DeitAugmentConfig(pad=2, color_jitter=0.3, erasing=0.5)
+OFF = {"pad": 0, "flip": 0.0, "num_ops": 0, "color_jitter": 0.0, "random_erasing": 0.0}
+EVERYTHING = DeitAugmentConfig(pad=2, color_jitter=0.3, random_erasing=0.5)
 
 
 def only(**on):
@@ -61,7 +61,7 @@ def test_any_size_and_type_is_kept_and_stays_within_0_to_1(config, shape, channe
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [AffineConfig(), replace(EVERYTHING, erasing=0.0)])
+@pytest.mark.parametrize("config", [AffineConfig(), replace(EVERYTHING, random_erasing=0.0)])
 def test_a_gpu_draws_what_a_cpu_draws_but_for_the_noise(config):
     images, state = some_images(32, 3, 16, 16), torch.cuda.get_rng_state()
     got = config.build()(images.cuda(), 5)
@@ -74,14 +74,17 @@ def test_a_gpu_draws_what_a_cpu_draws_but_for_the_noise(config):
     ("config", "says"),
     [
         (AffineConfig(degrees=-1.0), r"task\.augment\.degrees is -1.0, expected 0 or more"),
-        (AffineConfig(shift=math.nan), r"task\.augment\.shift is nan"),
-        (AffineConfig(shift=math.inf), r"task\.augment\.shift is inf"),
+        (AffineConfig(translate=math.nan), r"task\.augment\.translate is nan"),
+        (AffineConfig(translate=math.inf), r"task\.augment\.translate is inf"),
         (AffineConfig(scale=1.0), r"task\.augment\.scale is 1.0, expected less than 1"),
         (AffineConfig(fill=2.0), r"task\.augment\.fill is 2.0, expected 0 to 1"),
-        (DeitAugmentConfig(erasing=1.5), r"task\.augment\.erasing is 1.5, expected 0 to 1"),
+        (
+            DeitAugmentConfig(random_erasing=1.5),
+            r"task\.augment\.random_erasing is 1.5, expected 0 to 1",
+        ),
         (DeitAugmentConfig(flip=-0.1), r"task\.augment\.flip is -0.1, expected 0 to 1"),
         (DeitAugmentConfig(pad=-1), r"task\.augment\.pad is -1, expected 0 or more"),
-        (DeitAugmentConfig(operations=-1), r"task\.augment\.operations is -1"),
+        (DeitAugmentConfig(num_ops=-1), r"task\.augment\.num_ops is -1"),
         (DeitAugmentConfig(magnitude=11.0), r"task\.augment\.magnitude is 11.0, expected 0 to 10"),
         (DeitAugmentConfig(magnitude_std=math.nan), r"task\.augment\.magnitude_std is nan"),
         (DeitAugmentConfig(color_jitter=2.0), r"task\.augment\.color_jitter is 2.0"),
@@ -102,14 +105,14 @@ def test_what_is_out_of_range_is_refused(config, says):
 
 def test_no_range_changes_nothing():
     images = some_images(3, 2, 7, 5)
-    still = AffineConfig(degrees=0.0, shift=0.0, scale=0.0).build()
+    still = AffineConfig(degrees=0.0, translate=0.0, scale=0.0).build()
     torch.testing.assert_close(still(images, 0), images)
 
 
 def test_what_comes_in_is_the_fill():
     white = torch.ones(20, 1, 8, 8)
-    assert AffineConfig(shift=0.9, fill=0.25).build()(white, 0).min() == 0.25
-    torch.testing.assert_close(AffineConfig(shift=0.9, fill=1.0).build()(white, 0), white)
+    assert AffineConfig(translate=0.9, fill=0.25).build()(white, 0).min() == 0.25
+    torch.testing.assert_close(AffineConfig(translate=0.9, fill=1.0).build()(white, 0), white)
 
 
 def matrices(**changes):
@@ -177,7 +180,7 @@ def test_jitter_changes_within_its_range():
 
 def test_a_rectangle_is_erased_as_often_and_as_large_as_promised():
     images = torch.full((3000, 3, 32, 32), -1.0)  # noise is never -1
-    erased = only(erasing=0.25)(images, 0) != -1.0
+    erased = only(random_erasing=0.25)(images, 0) != -1.0
     assert torch.equal(erased.any(dim=1), erased.all(dim=1))
     share = erased[:, 0].float().mean(dim=(1, 2))
     touched = share > 0
@@ -188,7 +191,7 @@ def test_a_rectangle_is_erased_as_often_and_as_large_as_promised():
 
 
 def test_erased_pixels_are_noise_of_their_own():
-    noise = only(erasing=1.0)(torch.full((300, 3, 16, 16), -1.0), 0)
+    noise = only(random_erasing=1.0)(torch.full((300, 3, 16, 16), -1.0), 0)
     noise = noise[noise != -1.0]
     assert noise.mean().item() == pytest.approx(0.5, abs=0.01)
     assert noise.std().item() == pytest.approx(0.24, abs=0.01)  # 0.25, cut at 0 and 1
@@ -294,7 +297,7 @@ def test_grey_has_no_colour_to_change():
 def test_an_image_is_left_alone_as_often_as_the_coins_say():
     images = some_images(1, 3, 8, 8).repeat(3000, 1, 1, 1)
     for operations in (1, 3):
-        same = (only(operations=operations)(images, 0) == images).all(dim=(1, 2, 3))
+        same = (only(num_ops=operations)(images, 0) == images).all(dim=(1, 2, 3))
         assert same.float().mean().item() == pytest.approx(0.5**operations, abs=0.037)
 
 

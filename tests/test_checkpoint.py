@@ -162,7 +162,7 @@ def test_sigkill_at_ten_random_moments_loses_nothing(tmp_path):
     """Readers, a running mean and repeated images too; some kills hit while a state is written."""
     run = configs.replace(
         tiny_run(epochs=15, checkpoint_every=0.25, ema_decay=0.9),
-        {"machine.workers": 1, "task.repeats": 2},
+        {"machine.workers": 1, "task.augment_repeats": 2},
     )
     whole = train(run, tmp_path / "whole")
     chance, fork, folder = random.Random(0), multiprocessing.get_context("fork"), tmp_path / "run"
@@ -285,7 +285,7 @@ def test_what_cannot_be_trained_overwrites_nothing(tmp_path, monkeypatch):
     result = train(tiny_run(steps=2), tmp_path)
     for change, says in {
         "model.num_classes": (4, "is model.num_classes right"),
-        "machine.accumulate": (3, "expected a multiple of 3"),
+        "machine.gradient_accumulation_steps": (3, "expected a multiple of 3"),
         "machine.device": ("meta", "machine.device is 'meta', expected auto"),
     }.items():
         other = configs.replace(tiny_run(steps=3), {change: says[0]})

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from onescan.ops import chunks
-from onescan.ops.chunks import carried, in_turns
-from onescan.ops.decay_attention.pieces import cut, joined, places
+from onescan.ops.chunks import linear_scan
 from onescan.ops.numerics import applied, quotient
 
 SHAPES = [(2, 3, 4, 5, 2), (1, 3, 1, 5, 2), (2, 3, 5, 1, 1), (1, 1, 11, 1, 2)]  # B H N K V
@@ -39,11 +38,7 @@ def one_by_one(state, own, kept, *, backward):
 @over_directions
 @pytest.mark.parametrize("kept", ["none", "one", "key"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("many", [1, chunks.MANY])
-def test_carried_is_the_definition(shape, kept, backward, many, monkeypatch):
-    """Chunk by chunk and, of many, in stretches side by side: all are many here, or none."""
-    monkeypatch.setattr(chunks, "MANY", many)
-    monkeypatch.setattr(chunks, "FEWEST", 2)
+def test_linear_scan_is_the_definition(shape, kept, backward):
     given = inputs(shape, kept)
     learnt = [x for x in given if x is not None]
     weights = normal(*given[1].shape), normal(*given[0].shape)
@@ -53,18 +48,18 @@ def test_carried_is_the_definition(shape, kept, backward, many, monkeypatch):
         loss = sum((x * w).sum() for x, w in zip(made, weights, strict=True))
         return *made, *torch.autograd.grad(loss, learnt)
 
-    for got, want in zip(results(carried), results(one_by_one), strict=True):
+    for got, want in zip(results(linear_scan), results(one_by_one), strict=True):
         torch.testing.assert_close(got, want)
 
 
 @over_directions
 @pytest.mark.parametrize("kept", ["none", "one", "key"])
-def test_gradients_of_carried_have_gradients_and_go_forward(kept, backward):
+def test_gradients_of_linear_scan_have_gradients_and_go_forward(kept, backward):
     given = inputs((1, 2, 3, 2, 2), kept)
     learnt = tuple(x for x in given if x is not None)
 
     def call(*tensors):
-        return carried(*tensors, *given[len(tensors) :], backward=backward)
+        return linear_scan(*tensors, *given[len(tensors) :], backward=backward)
 
     assert torch.autograd.gradcheck(call, learnt, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(call, learnt)
@@ -74,23 +69,23 @@ def test_gradients_of_carried_have_gradients_and_go_forward(kept, backward):
 @pytest.mark.parametrize(
     ("kept", "axes"), [("none", (0, 3)), ("one", (1, 5, 0)), ("key", (2, 0, 4))]
 )
-def test_vmap_of_carried_along_any_axis(kept, axes, backward):
+def test_vmap_of_linear_scan_along_any_axis(kept, axes, backward):
     several = [inputs((2, 1, 3, 2, 2), kept) for _ in range(3)]
-    want = [carried(*each, backward=backward) for each in several]
+    want = [linear_scan(*each, backward=backward) for each in several]
     stacked = [
         torch.stack(x, dim=a) for x, a in zip(zip(*several, strict=True), axes, strict=False)
     ]
-    call = partial(carried, backward=backward)
+    call = partial(linear_scan, backward=backward)
     got = torch.func.vmap(call, in_dims=axes)(*stacked)
     for x, y in zip(got, zip(*want, strict=True), strict=True):
         torch.testing.assert_close(x, torch.stack(y))
 
 
-def test_vmap_of_carried_over_states_alone():
+def test_vmap_of_linear_scan_over_states_alone():
     state, own, kept = inputs((2, 1, 3, 2, 2), "key")
     states = torch.stack([state, 2 * state])
-    got = torch.func.vmap(carried, in_dims=(0, None, None))(states, own, kept)
-    want = [carried(x, own, kept) for x in states]
+    got = torch.func.vmap(linear_scan, in_dims=(0, None, None))(states, own, kept)
+    want = [linear_scan(x, own, kept) for x in states]
     for x, y in zip(got, zip(*want, strict=True), strict=True):
         torch.testing.assert_close(x, torch.stack(y))
 
@@ -99,14 +94,14 @@ def test_vmap_of_carried_over_states_alone():
 @over_directions
 def test_what_compiled_programs_call_is_an_operator_of_torch(kept, backward):
     given = inputs((2, 1, 3, 2, 2), kept)
-    torch.library.opcheck(chunks._one_step, (*given, backward))
+    torch.library.opcheck(chunks._operator, (*given, backward))
 
 
 @pytest.mark.compile
 @over_directions
 @pytest.mark.parametrize("kept", ["none", "one", "key"])
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_carried_compiles_to_as_much_for_any_number_of_chunks(kept, backward, dynamic):
+def test_linear_scan_compiles_to_as_much_for_any_number_of_chunks(kept, backward, dynamic):
     torch.compiler.reset()
     lengths = []
 
@@ -115,7 +110,7 @@ def test_carried_compiles_to_as_much_for_any_number_of_chunks(kept, backward, dy
         return graph.forward
 
     def call(*given):
-        return carried(*given, backward=backward)
+        return linear_scan(*given, backward=backward)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=noted)
     exact = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -139,118 +134,16 @@ def test_carried_compiles_to_as_much_for_any_number_of_chunks(kept, backward, dy
 
 @pytest.mark.compile
 @pytest.mark.parametrize("axes", [(0, 3, 0), (None, 1, None)])
-def test_vmap_of_carried_compiles(axes):
+def test_vmap_of_linear_scan_compiles(axes):
     torch.compiler.reset()
     several = [inputs((2, 1, 3, 2, 2), "key") for _ in range(2)]
     stacked = [
         several[0][i] if a is None else torch.stack(x, dim=a)
         for i, (x, a) in enumerate(zip(zip(*several, strict=True), axes, strict=True))
     ]
-    call = torch.func.vmap(carried, in_dims=axes)
+    call = torch.func.vmap(linear_scan, in_dims=axes)
     got = torch.compile(call, fullgraph=True, backend="aot_eager")(*stacked)
     torch.testing.assert_close(got, call(*stacked))
-
-
-def test_how_many_chunks_are_visited_in_stretches(monkeypatch):
-    lengths, visit = [], chunks._visit_into
-
-    def counted(before, *given, axis, backward):
-        lengths.append(before.shape[axis])
-        visit(before, *given, axis=axis, backward=backward)
-
-    monkeypatch.setattr(chunks, "_visit_into", counted)
-    monkeypatch.setattr(chunks, "STEP", 100)
-
-    def visited(count, numbers):
-        lengths.clear()
-        carried(torch.zeros(1, 1, numbers), torch.ones(1, 1, count, numbers))
-        return lengths
-
-    assert visited(63, 20) == [63]
-    assert visited(66, 13) == [66]
-    assert visited(68, 12) == [8, 8, 4]  # of a stretch, stretches, and chunks over
-    assert visited(200, 10) == [20, 10, 0]
-    assert visited(200, 1) == [14, 14, 4]
-
-
-@over_directions
-@pytest.mark.parametrize("kept", ["one", "key"])
-@pytest.mark.parametrize("count", [1, 4, 11])
-@pytest.mark.parametrize("many", [1, chunks.MANY])
-def test_a_room_carries_in_place(count, kept, backward, many, monkeypatch):
-    """Chunk by chunk, and in stretches side by side."""
-    monkeypatch.setattr(chunks, "MANY", many)
-    monkeypatch.setattr(chunks, "FEWEST", 2)
-    state, own, kept = (x.detach() for x in inputs((2, 3, count, 5, 2), kept))
-    room = chunks.Room(own, own.shape[3:], backward=backward)
-    room.own.copy_(own)
-    got = room.carry(state, kept)
-    before, last = one_by_one(state, own, kept, backward=backward)
-    torch.testing.assert_close(room.before, before)
-    torch.testing.assert_close(got, last)
-    kept_last = got.clone()
-    room.before.zero_()  # and what left is not in there
-    assert torch.equal(got, kept_last)
-
-
-@over_directions
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("each", [1e-20, -1e-3])
-def test_stretches_keep_what_steps_keep(each, backward, dtype, monkeypatch):
-    """Also of what is large where little of it is kept, and of any sign."""
-    monkeypatch.setattr(chunks, "MANY", 1)
-    own = torch.zeros(1, 1, 80, 1, 1, dtype=dtype)
-    kept = torch.ones_like(own)
-    kept[:, :, 11], kept[:, :, 14] = each, 1e-14
-    kept[:, :, ::40] = 0.5
-    state = torch.full((1, 1, 1, 1), 1e34, dtype=dtype)
-    room = chunks.Room(own, own.shape[3:], backward=backward)
-    room.own.copy_(own)
-    got = room.carry(state, kept)
-    before, last = one_by_one(state, own, kept, backward=backward)
-    torch.testing.assert_close(room.before, before)
-    torch.testing.assert_close(got, last)
-    assert last != 0
-
-
-def test_chunks_are_taken_in_turns(monkeypatch):
-    monkeypatch.setattr(chunks, "TURN", 40)
-    x, y = torch.randn(2, 3, 4, 5, 2), torch.randn(2, 3, 4, 1)
-    shapes = []
-
-    def function(x, y, out=(None, None)):
-        """Writes the first result, and lets the second be copied."""
-        shapes.append(x.shape[:3])
-        return torch.mul(x, y.unsqueeze(-1), out=out[0]), y.sum(-1)
-
-    like = [x, y[..., 0].double()]
-    for got, want in zip(in_turns(function, x, y, like=like), function(x, y), strict=True):
-        assert torch.equal(got, want.to(got))
-    assert got.dtype == torch.float64
-    assert shapes == [(1, 1, 4)] * 6 + [(2, 3, 4)]
-    shapes.clear()
-    in_turns(function, x[:, :, :, :1], y[:, :, :, :1], like=[x[:, :, :, :1], y[..., 0]])
-    in_turns(function, x, y[:1], like=like)  # which all samples share
-    assert shapes == [(1, 1, 12)] * 2 + [(2, 3, 4)]
-
-
-def test_turns_are_short_enough_for_results_too(monkeypatch):
-    monkeypatch.setattr(chunks, "TURN", 40)
-    counts = []
-
-    def function(x, out=()):
-        counts.append(x.shape[2])
-        return (x.unsqueeze(-1).expand(*x.shape, 5),)
-
-    (got,) = in_turns(function, torch.arange(24.0).view(2, 3, 4), into=[torch.empty(2, 3, 4, 5)])
-    assert torch.equal(got, torch.arange(24.0).view(2, 3, 4, 1).expand(2, 3, 4, 5))
-    assert counts == [8, 8, 8]
-
-
-def test_no_chunks_in_turns():
-    nothing = torch.ones(0, 3, 4, 5)
-    (got,) = in_turns(lambda x, out: (x + 1,), nothing, like=[nothing])
-    assert got.shape == (0, 3, 4, 5)
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 4), (1, 2, 1)])
@@ -303,38 +196,6 @@ def test_quotient_of_others_is_not_in_place():
     before = x.clone()
     quotient(x, torch.full((3, 2, 1), 2.0, dtype=x.dtype))
     assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize("at_once", [(1, 1), (2, 1), (1, 2), (3, 2), (5, 3)])
-def test_pieces_cover_all_once(at_once):
-    x = torch.arange(5 * 2 * 3 * 2.0).reshape(5, 2, 3, 2)
-    where = places(5, 3, *at_once)
-    assert torch.equal(joined(cut(x, 2, where), x.shape, 2, where), x)
-    touched = torch.zeros(5, 3)
-    for (start, stop), (first, last) in where:
-        touched[start:stop, first:last] += 1
-    assert (touched == 1).all()
-
-
-@pytest.mark.parametrize("shape", [(3, 2, 5, 1), (1, 2, 5, 1), (3, 2, 1, 1), (1, 2, 1, 1)])
-def test_pieces_have_gradients_and_those_have_too(shape):
-    """Also of what samples or heads share."""
-    where = places(3, 5, 2, 2)
-
-    def call(x):
-        parts = cut(x, 2, where)
-        wide = [part.expand(x1 - x0, 2, h1 - h0, 1).sin() for part, ((x0, x1), (h0, h1)) in
-                zip(parts, where, strict=True)]  # fmt: skip
-        return joined(wide, (3, 2, 5, 1), 2, where)
-
-    x = normal(*shape)
-    torch.testing.assert_close(call(x), x.expand(3, 2, 5, 1).sin())
-    assert torch.autograd.gradcheck(call, x)
-    assert torch.autograd.gradgradcheck(call, x)
-
-
-def test_nothing_is_cut_from_nothing():
-    assert cut(None, 2, places(2, 2, 1, 1)) == [None] * 4
 
 
 class Doubled(torch.autograd.Function):

@@ -95,7 +95,7 @@ def test_training_leaves_runs_and_a_report(runs, capsys):
     shown = capsys.readouterr().out
     assert "test accuracy" in shown
     assert "over 2 seeds" in shown
-    assert "finished before" in shown
+    assert "already finished" in shown
     assert str(runs / "report.html") in shown
 
 
@@ -146,9 +146,7 @@ def test_a_run_is_repeated_from_its_config(runs, tmp_path, capsys):
 @pytest.mark.parametrize("words", [[], ["nowhere"], ["report.html"]])
 def test_what_is_no_config(words, runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
-    fails(
-        capsys, ["train", "--config", *words], "expected a run's config.json, or the run's folder"
-    )
+    fails(capsys, ["train", "--config", *words], "expected a run's config.json or folder")
 
 
 @pytest.mark.usefixtures("_no_page")
@@ -169,7 +167,7 @@ def test_predict_names_classes(runs, tmp_path, capsys):
     paths = [tmp_path / "grey.png", tmp_path / "colour.jpg"]
     Image.new("L", (8, 8), 255).save(paths[0])
     Image.new("RGB", (40, 30), "red").save(paths[1])
-    assert main(["predict", str(runs / "seed-0"), *map(str, paths), "--top", "2"]) == 0
+    assert main(["predict", str(runs / "seed-0"), *map(str, paths), "--top-k", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(": ")[0] for line in lines] == [str(path) for path in paths]
     assert all(line.count("%") == 2 for line in lines)
@@ -297,8 +295,8 @@ def test_a_report_of_others_is_refused_before_training(kind, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--out", ""], "out is '', expected a folder"),
-        (["--seeds", "1", "1"], "seeds is (1, 1), expected each seed once"),
+        (["--out", ""], "out is empty"),
+        (["--seeds", "1", "1"], "seeds is (1, 1), expected no duplicates"),
         (["--seeds", "0", "-1"], "training.seed is -1"),
     ],
 )
@@ -318,7 +316,7 @@ def test_seeds_without_any_is_the_seed_of_the_recipe(tmp_path):
     ("words", "message"),
     [
         (["show", "digits", "foo"], "show takes one recipe, got 'digits foo"),
-        (["recipes", "foo"], "recipes takes no words, got 'foo'"),
+        (["recipes", "foo"], "recipes takes no arguments, got 'foo'"),
         (["trian"], "command 'trian' is unknown (perhaps you meant 'train')"),
         (["train", "digit"], "recipe 'digit' is unknown (perhaps you meant 'digits')"),
         (["train", "digits/without_tp"], "perhaps you meant 'without_tpe'"),
@@ -364,7 +362,7 @@ def test_what_is_no_checkpoint_or_image(runs, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
         fails(capsys, ["predict", run, path], f"{path} is not an image file")
-    fails(capsys, ["predict", run, text, "--top", "0"], "top is 0")
+    fails(capsys, ["predict", run, text, "--top-k", "0"], "top_k is 0")
 
 
 def test_a_checkpoint_of_another_model_is_refused(runs, tmp_path, capsys):

@@ -110,7 +110,7 @@ def test_seeds_on_different_machines_are_one_group(runs, tmp_path):
 
 def test_a_seed_on_two_machines_is_two_rows(runs, tmp_path):
     def cut(config):
-        config["run"]["machine"]["accumulate"] = 4
+        config["run"]["machine"]["gradient_accumulation_steps"] = 4
 
     def spread_out(config):
         config["environments"][0]["processes"] = 2
@@ -120,13 +120,16 @@ def test_a_seed_on_two_machines_is_two_rows(runs, tmp_path):
     two = copied(one, tmp_path / "two", spread_out)
     groups = read_groups([runs[0], parts, two])
     assert [group.name for group in groups] == [
-        "tiny (machine.accumulate 1, processes 1)",
-        "tiny (machine.accumulate 4, processes 1)",
-        "tiny (machine.accumulate 1, processes 2)",
+        "tiny (machine.gradient_accumulation_steps 1, processes 1)",
+        "tiny (machine.gradient_accumulation_steps 4, processes 1)",
+        "tiny (machine.gradient_accumulation_steps 1, processes 2)",
     ]
     assert [[run.seed for run in group.runs] for group in groups] == [[0, 1], [0], [0]]
     settings = Page(render_comparison(groups)).cells[-1]
-    assert settings[1:] == [["machine.accumulate", "1", "4", "1"], ["processes", "1", "1", "2"]]
+    assert settings[1:] == [
+        ["machine.gradient_accumulation_steps", "1", "4", "1"],
+        ["processes", "1", "1", "2"],
+    ]
     with pytest.raises(ValueError, match="seed 0, with equal settings on equal machines"):
         read_groups([runs[0], parts, copied(parts, tmp_path / "again", lambda _: None)])
 
@@ -158,7 +161,7 @@ def test_different_data_is_said(runs, tmp_path):
 def test_how_data_is_read_makes_no_different_data():
     data = ImageDatasetConfig(path="pets")
     streamed = dataclasses.replace(data, streaming=True, on_error="skip", train_crop=None)
-    cropped = dataclasses.replace(data, train_crop=RandomCropConfig(area=(0.5, 1.0)))
+    cropped = dataclasses.replace(data, train_crop=RandomCropConfig(scale=(0.5, 1.0)))
     recipes = [dataclasses.replace(tiny_run(), data=each) for each in (data, streamed, cropped)]
     assert caution(recipes) == ""
     held_out = dataclasses.replace(data, split_seed=1)

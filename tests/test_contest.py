@@ -152,7 +152,7 @@ def test_a_contestant_whose_process_was_killed_is_not_tried_at_larger_sizes(said
 
 def test_what_takes_longer_than_its_budget_is_not_tried_at_larger_sizes(said, tmp_path):
     FakeRival.times["third"] = lambda size, turn: 600.0 * size
-    results = race(tmp_path, tokens=(1, 2, 3), budget_s=1.0, gradients=False)
+    results = race(tmp_path, tokens=(1, 2, 3), time_limit_s=1.0, gradients=False)
     assert list(results.of("third", "forward")) == [1, 2]
     (missing,) = results.heat("forward", 3).missing
     assert missing.why == "left out, as at 2 a call took 1.2 s"
@@ -194,11 +194,11 @@ def test_an_interrupted_benchmark_goes_on_where_it_was(said, tmp_path):
 
 def test_the_file_holds_everything(said, tmp_path):
     FakeRival.times["second"] = TrialError("gone")
-    results = race(tmp_path, batch=3)
+    results = race(tmp_path, batch_size=3)
     held = json.loads((tmp_path / "fakes.json").read_text())
     assert configs.from_dict(Results, held) == results
     assert held["machine"]["torch"] == torch.__version__
-    assert held["options"]["batch"] == 3
+    assert held["options"]["batch_size"] == 3
     assert held["heats"][0]["missing"][0]["why"] == "gone"
     assert held["heats"][0]["outcomes"][0]["rounds_ms"] == [1.0, 1.0, 1.0]
 
@@ -206,10 +206,13 @@ def test_the_file_holds_everything(said, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": 2}, r"measured with options\.batch 4, and not 2: choose another folder"),
+        (
+            {"batch_size": 2},
+            r"measured with options\.batch_size 4, and not 2: choose another folder",
+        ),
         ({"rounds": 4}, r"with options\.rounds 3, and not 4"),
         ({"dtype": "bfloat16"}, r"with options\.dtype 'float32', and not 'bfloat16'"),
-        ({"names": ("second", "first")}, r"fakes.json holds what was measured with names"),
+        ({"candidates": ("second", "first")}, r"fakes.json holds what was measured with names"),
         ({"threads": 77}, r"with options\.threads None, and not 77"),
     ],
 )
@@ -250,17 +253,17 @@ def test_a_damaged_file_says_so(said, tmp_path, text):
         ({"tokens": ()}, r"tokens is \(\), expected at least one, and each once"),
         ({"tokens": (4, 4)}, r"tokens is \(4, 4\), expected at least one, and each once"),
         ({"tokens": (4, 0)}, "tokens has 0, expected numbers above 0"),
-        ({"batch": 0}, "batch is 0, expected a number above 0"),
+        ({"batch_size": 0}, "batch_size is 0, expected a number above 0"),
         ({"rounds": 0}, "rounds is 0"),
-        ({"batch": 2**31}, "batch is 2147483648, expected at most 2147483647"),
+        ({"batch_size": 2**31}, "batch_size is 2147483648, expected at most 2147483647"),
         ({"threads": 2**31}, "threads is 2147483648, expected at most 2147483647"),
         ({"tokens": (1, 2**31)}, "tokens has 2147483648, expected at most 2147483647"),
         ({"seconds": -1.0}, "seconds is -1.0, expected 0 or more"),
-        ({"budget_s": float("nan")}, "budget_s is nan"),
-        ({"budget_s": 1e5}, "budget_s is 100000.0, expected at most 50000"),
+        ({"time_limit_s": float("nan")}, "time_limit_s is nan"),
+        ({"time_limit_s": 1e5}, "time_limit_s is 100000.0, expected at most 50000"),
         ({"threads": 0}, "threads is 0"),
-        ({"names": ("first", "first")}, "expected each once"),
-        ({"names": ("frist",)}, r"name 'frist' is unknown \(perhaps you meant 'first'\)"),
+        ({"candidates": ("first", "first")}, "expected each once"),
+        ({"candidates": ("frist",)}, r"name 'frist' is unknown \(perhaps you meant 'first'\)"),
         ({"dtype": "float64"}, "dtype 'float64' is unknown"),
         ({"backend": "cuda"}, "backend 'cuda' is unknown"),
         ({"device": "gpu"}, "^device is 'gpu', expected auto, cpu, cuda"),
@@ -276,17 +279,21 @@ def test_refusals_come_before_the_first_measurement(said, tmp_path, changes, mes
 @pytest.mark.parametrize(
     ("benchmark", "changes", "message"),
     [
-        ("one-scan", {"heads": 0}, "heads is 0"),
-        ("one-scan", {"width": 2**31}, "width is 2147483648, expected at most"),
+        ("one-scan", {"num_heads": 0}, "num_heads is 0"),
+        ("one-scan", {"head_dim": 2**31}, "head_dim is 2147483648, expected at most"),
         ("decay", {"chunk_size": 0}, "chunk_size is 0"),
         ("decay", {"decay": "fixed"}, "decay 'fixed' is unknown"),
         ("decay", {"normalize": "max_one"}, "normalize 'max_one' is unknown"),
-        ("causal", {"size": "2b"}, "size '2b' is unknown"),
+        ("causal", {"model_size": "2b"}, "model_size '2b' is unknown"),
         ("causal", {"level": "layer"}, "level 'layer' is unknown"),
         ("decode", {"gradients": True}, "gradients is True, expected False"),
         ("models", {"presets": ()}, r"presets is \(\), expected at least one"),
         ("models", {"presets": ("gpt2_small",)}, "preset 'gpt2_small' is unknown"),
-        ("models", {"size": (30,)}, "size has 30, expected a multiple of the patches' 16 x 16"),
+        (
+            "models",
+            {"image_size": (30,)},
+            "image_size has 30, expected a multiple of .*16 x 16",
+        ),
     ],
 )
 def test_each_benchmark_refuses_what_it_cannot_do(said, tmp_path, benchmark, changes, message):

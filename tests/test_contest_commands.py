@@ -14,7 +14,7 @@ from onescan.bench.contests import CONTESTS
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["--rounds", "1", "--seconds", "0", "--device", "cpu"]
-SMALL = ["--batch", "1", "--heads", "2", "--width", "8"]
+SMALL = ["--batch-size", "1", "--num-heads", "2", "--head-dim", "8"]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def measured(held):
 
 
 def test_one_scan(tmp_path, capsys):
-    words = ["one-scan", *SMALL, "--tokens", "16", "--names", "one_scan", "softmax"]
+    words = ["one-scan", *SMALL, "--tokens", "16", "--candidates", "one_scan", "softmax"]
     held, shown = bench(tmp_path, capsys, *words)
     names = ["one_scan", "softmax"]
     assert measured(held) == [("forward", 16, names), ("forward + backward", 16, names)]
@@ -47,13 +47,22 @@ def test_one_scan(tmp_path, capsys):
     assert "softmax, forward, 16" in shown.err
     again, _ = bench(tmp_path, capsys, *words)
     assert again == held
-    assert cli.main(["bench", *words, *QUICK, "--out", str(tmp_path), "--width", "4"]) == 2
-    assert "measured with options.width 8, and not 4" in capsys.readouterr().err
+    assert cli.main(["bench", *words, *QUICK, "--out", str(tmp_path), "--head-dim", "4"]) == 2
+    assert "measured with options.head_dim 8, and not 4" in capsys.readouterr().err
 
 
 def test_decay(tmp_path, capsys):
     names = ["auto", "full", "fla_two_calls"]
-    words = [*SMALL, "--tokens", "16", "--names", *names, "--no-gradients", "--decay", "diagonal"]
+    words = [
+        *SMALL,
+        "--tokens",
+        "16",
+        "--candidates",
+        *names,
+        "--no-gradients",
+        "--decay",
+        "diagonal",
+    ]
     held, shown = bench(tmp_path, capsys, "decay", *words)
     assert measured(held) == [("forward", 16, names[:2])]
     (missing,) = held["heats"][0]["missing"]
@@ -63,7 +72,7 @@ def test_decay(tmp_path, capsys):
 
 def test_causal(tmp_path, capsys):
     names = ["lightnet", "softmax"]
-    held, shown = bench(tmp_path, capsys, "causal", "--tokens", "16", "--names", *names)
+    held, shown = bench(tmp_path, capsys, "causal", "--tokens", "16", "--candidates", *names)
     assert measured(held) == [("training", 16, names)]
     first = held["heats"][0]["outcomes"][0]
     assert first["per_second"] == pytest.approx(16_000 / first["time_ms"]["median"])
@@ -72,14 +81,14 @@ def test_causal(tmp_path, capsys):
 
 
 def test_decode(tmp_path, capsys):
-    words = ["--tokens", "16", "--size", "small", "--names", "lightnet", "softmax"]
+    words = ["--tokens", "16", "--model-size", "small", "--candidates", "lightnet", "softmax"]
     held, _ = bench(tmp_path, capsys, "decode", *words)
     lightnet, softmax = held["heats"][0]["outcomes"]
     assert lightnet["state_mib"] > softmax["state_mib"] > 0
 
 
 def test_models(tmp_path, capsys):
-    words = ["--size", "32", "--batch", "1", "--no-gradients"]
+    words = ["--image-size", "32", "--batch-size", "1", "--no-gradients"]
     held, shown = bench(tmp_path, capsys, "models", *words, "--presets", "deit_tiny", "lion_s_tiny")
     assert measured(held) == [("inference", 32, ["deit_tiny", "lion_s_tiny"])]
     assert "images/s" in shown.out
@@ -94,8 +103,16 @@ def test_without_words_the_benchmarks_are_listed(capsys):
 
 
 COMMON = (
-    *("--batch", "--dtype", "--device", "--backend", "--no-gradients", "--rounds", "--seconds"),
-    *("--threads", "--names", "--budget-s", "--out"),
+    *(
+        "--batch-size",
+        "--dtype",
+        "--device",
+        "--backend",
+        "--no-gradients",
+        "--rounds",
+        "--seconds",
+    ),
+    *("--threads", "--candidates", "--time-limit-s", "--out"),
 )
 HELP = """
 import sys
@@ -112,7 +129,7 @@ def test_help_lists_the_options_and_waits_for_no_torch(name):
     command = [sys.executable, "-c", HELP, name]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    size = "--size" if name == "models" else "--tokens"
+    size = "--image-size" if name == "models" else "--tokens"
     for option in (size, *COMMON):
         assert f"{option} " in done.stdout or f"{option}," in done.stdout, option
 
@@ -121,7 +138,7 @@ def test_help_lists_the_options_and_waits_for_no_torch(name):
     ("words", "message"),
     [
         (["one-scna"], "benchmark 'one-scna' is unknown (perhaps you meant 'one-scan')"),
-        (["one-scan", "--names", "two"], "name 'two' is unknown"),
+        (["one-scan", "--candidates", "two"], "name 'two' is unknown"),
         (["one-scan", "--tokens", "0"], "tokens has 0, expected numbers above 0"),
         (["one-scan", "--device", "gpu"], "error: device is 'gpu'"),
         (["models", "--presets", "deit"], "preset 'deit' is unknown"),
@@ -143,14 +160,14 @@ def test_a_page_that_is_not_ours_is_not_replaced(tmp_path, capsys):
 @pytest.mark.parametrize("words", [["one-scan"], ["forms", "lion_d_tiny"]])
 def test_a_folder_without_a_name_is_refused(words, capsys):
     assert cli.main(["bench", *words, "--out", ""]) == 2
-    assert "out is '', expected a folder" in capsys.readouterr().err
+    assert "out is empty" in capsys.readouterr().err
 
 
 def test_where_nothing_could_be_measured_there_is_no_page(tmp_path, capsys):
-    words = ["decay", *SMALL, "--tokens", "16", "--names", "fla_two_calls", "--no-gradients"]
+    words = ["decay", *SMALL, "--tokens", "16", "--candidates", "fla_two_calls", "--no-gradients"]
     assert cli.main(["bench", *words, *QUICK, "--out", str(tmp_path)]) == 2
     shown = capsys.readouterr()
-    assert "error: nothing could be measured" in shown.err
+    assert "error: no measurement succeeded" in shown.err
     assert "fla_two_calls, forward, at 16: flash-linear-attention needs a GPU" in shown.err
     assert [path.name for path in tmp_path.iterdir()] == ["decay.json"]
     held = json.loads((tmp_path / "decay.json").read_text())
@@ -172,4 +189,4 @@ def test_an_interruption_says_that_the_command_goes_on(tmp_path, capsys, monkeyp
 
     monkeypatch.setattr(run, "run_contest", interrupted)
     assert cli.main(["bench", "decode", "--out", str(tmp_path)]) == 130
-    assert "the same command goes on from what was saved" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err

@@ -33,7 +33,7 @@ from onescan.ops.decay_attention import decay_attention
 
 B, T, H, K = 2, 10, 3, 4
 FLOAT = 4  # bytes
-OPS = {"batch": B, "heads": H, "width": K, "tokens": (T,)}
+OPS = {"batch_size": B, "num_heads": H, "head_dim": K, "tokens": (T,)}
 
 
 def called(module, name, options, work=FORWARD, size=T, prepare="prepare"):
@@ -70,7 +70,7 @@ def test_ops_are_compiled_if_so_asked(module, name, options, prepare, monkeypatc
         return op
 
     monkeypatch.setattr(torch, "compile", watched)
-    asked = options(batch=B, tokens=(T,))
+    asked = options(batch_size=B, tokens=(T,))
     for work in (FORWARD, BOTH_WAYS):
         called(module, name, asked, work, prepare=prepare)
     assert not compiled
@@ -82,10 +82,10 @@ def test_ops_are_compiled_if_so_asked(module, name, options, prepare, monkeypatc
 @pytest.mark.parametrize(
     ("module", "name", "options", "work"),
     [
-        (causal, "lightnet", CausalOptions(size="small"), TRAINING),
-        (causal, "softmax", CausalOptions(size="small"), INFERENCE),
-        (decode, "softmax", DecodeOptions(size="small"), decode.STEP),
-        (images, "lion_s_tiny", ModelsOptions(batch=1, size=(32,)), INFERENCE),
+        (causal, "lightnet", CausalOptions(model_size="small"), TRAINING),
+        (causal, "softmax", CausalOptions(model_size="small"), INFERENCE),
+        (decode, "softmax", DecodeOptions(model_size="small"), decode.STEP),
+        (images, "lion_s_tiny", ModelsOptions(batch_size=1, image_size=(32,)), INFERENCE),
     ],
 )
 def test_models_are_compiled_if_so_asked(module, name, options, work, monkeypatch):
@@ -192,8 +192,8 @@ def test_what_is_not_installed_is_named_as_it_is_installed():
     ("module", "name", "options"),
     [
         (causal, "lightnet", CausalOptions(device="cpu", backend="triton")),
-        (decode, "lightnet", DecodeOptions(device="cpu", backend="triton", size="small")),
-        (images, "lion_s_tiny", ModelsOptions(device="cpu", backend="triton", size=(32,))),
+        (decode, "lightnet", DecodeOptions(device="cpu", backend="triton", model_size="small")),
+        (images, "lion_s_tiny", ModelsOptions(device="cpu", backend="triton", image_size=(32,))),
     ],
 )
 def test_models_are_not_run_on_torch_where_kernels_are_asked_for(
@@ -205,7 +205,7 @@ def test_models_are_not_run_on_torch_where_kernels_are_asked_for(
 
 
 def test_products_with_later_tokens_are_not_counted():
-    options = CausalOptions(size="small", tokens=(T,))
+    options = CausalOptions(model_size="small", tokens=(T,))
     one, all_ = (causal.prepare("softmax", INFERENCE, size, options).macs for size in (1, T))
     pairs, width, depth = T * (T + 1) // 2, 256, 4
     each = 2 * width * depth
@@ -213,7 +213,7 @@ def test_products_with_later_tokens_are_not_counted():
 
 
 def test_what_a_model_learns_does_not_depend_on_the_other_sizes():
-    alone, among = (CausalOptions(size="small", tokens=tokens) for tokens in ((T,), (T, 512)))
+    alone, among = (CausalOptions(model_size="small", tokens=tokens) for tokens in ((T,), (T, 512)))
     counts = [causal.prepare("softmax", INFERENCE, T, o).parameters for o in (alone, among)]
     assert counts[0] == counts[1]
 
@@ -225,7 +225,7 @@ def test_their_kernels_are_not_asked_to_run_on_a_cpu():
 
 @pytest.mark.parametrize("name", [*causal.OUR_OPS, "softmax"])
 def test_causal_ops_do_not_read_ahead(name):
-    options = CausalOptions(level="op", size="small", batch=1)
+    options = CausalOptions(level="op", model_size="small", batch_size=1)
     trial = causal.prepare_op(name, FORWARD, T, options)
     assert trial.call().shape == (1, T, 4, 64)
     longer = called(causal, name, options, size=T, prepare="prepare_op")
@@ -254,7 +254,7 @@ def test_the_largest_is_of_the_papers_size():
 
 @pytest.mark.parametrize("name", ["lightnet", "lion_s", "softmax"])
 def test_training_a_language_model_takes_the_gradient_of_each_weight(name):
-    options = CausalOptions(size="small", tokens=(T,), batch=2)
+    options = CausalOptions(model_size="small", tokens=(T,), batch_size=2)
     trial = causal.prepare(name, TRAINING, T, options)
     gradients = trial.call()
     assert sum(g.numel() for g in gradients) == trial.parameters
@@ -290,7 +290,7 @@ def test_weights_are_drawn_on_the_device_and_are_of_the_type(monkeypatch):
 
 
 def test_a_cache_is_as_long_as_what_was_read_and_a_state_is_not():
-    options = DecodeOptions(size="small", batch=2)
+    options = DecodeOptions(model_size="small", batch_size=2)
     width, depth = 256, 4
     for tokens in (10, 30):
         cache = decode.prepare("softmax", decode.STEP, tokens, options)
@@ -313,7 +313,7 @@ def test_states_of_any_make_are_weighed():
 
 @pytest.mark.parametrize("name", ["lightnet_tiny", "deit_tiny", "lion_s_tiny"])
 def test_image_models_take_their_batch(name):
-    options = ModelsOptions(batch=2, presets=(name,), size=(32,))
+    options = ModelsOptions(batch_size=2, presets=(name,), image_size=(32,))
     trial = images.prepare(name, INFERENCE, 32, options)
     assert trial.call().shape == (2, 1000)
     assert trial.macs == 2 * model_size(preset(name, image_size=32)).macs

@@ -29,7 +29,7 @@ def log(tmp_path_factory):
 def results(log):
     asked = FakeOptions(
         tokens=SIZES, log=str(log), known=NAMES, gradients=False, rounds=2, seconds=0.0,
-        budget_s=0.1,
+        time_limit_s=0.1,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rival.multiprocessing, "get_context", fork_from_one)
@@ -95,7 +95,7 @@ def test_the_yardsticks_are_measured_in_every_heat(results):
 
 
 def test_the_next_turn_waits_for_threads_that_go_on_after_a_call(log):
-    with Rival("spinning", 1, prepare, FakeOptions(log=str(log), budget_s=1.0)) as one:
+    with Rival("spinning", 1, prepare, FakeOptions(log=str(log), time_limit_s=1.0)) as one:
         one.prepare("forward")
 
         def waited():
@@ -107,7 +107,7 @@ def test_the_next_turn_waits_for_threads_that_go_on_after_a_call(log):
 
 
 def test_a_contestant_that_is_left_is_ended(log):
-    with Rival("good", 1, prepare, FakeOptions(log=str(log), budget_s=1.0)) as one:
+    with Rival("good", 1, prepare, FakeOptions(log=str(log), time_limit_s=1.0)) as one:
         one.arrive()
         process = one._process
         assert process.is_alive()
@@ -117,7 +117,7 @@ def test_a_contestant_that_is_left_is_ended(log):
 
 
 def test_an_interrupt_of_all_processes_leaves_a_contestant_silent(log, capfd):
-    with Rival("good", 1, prepare, FakeOptions(log=str(log), budget_s=1.0)) as one:
+    with Rival("good", 1, prepare, FakeOptions(log=str(log), time_limit_s=1.0)) as one:
         for wait_s in (0.0, 0.05, 0.5):
             time.sleep(wait_s)  # its Python has begun, or imports
             os.kill(one._process.pid, signal.SIGINT)
@@ -129,7 +129,7 @@ def test_an_interrupt_of_all_processes_leaves_a_contestant_silent(log, capfd):
 
 
 def test_a_contestant_that_nobody_asks_any_longer_ends_in_silence(log, capfd):
-    with Rival("good", 1, prepare, FakeOptions(log=str(log), budget_s=1.0)) as one:
+    with Rival("good", 1, prepare, FakeOptions(log=str(log), time_limit_s=1.0)) as one:
         one.arrive()
         one._pipe.send(("prepare", "forward"))  # and nobody reads the answer
         one._pipe.close()

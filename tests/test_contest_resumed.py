@@ -83,10 +83,10 @@ def test_who_is_refused_is_not_tried_again(said, tmp_path):
 
 def test_what_was_left_out_for_the_budget_stays_so(said, tmp_path):
     FakeRival.times["third"] = lambda size, turn: 6000.0
-    before = race(tmp_path, budget_s=1.0)
+    before = race(tmp_path, time_limit_s=1.0)
     FakeRival.times.clear()
     said.clear()
-    assert race(tmp_path, budget_s=1.0) == before
+    assert race(tmp_path, time_limit_s=1.0) == before
     assert not said
 
 

@@ -99,7 +99,7 @@ def test_a_pass_shorter_than_promised_is_refused():
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_batches_go_on_from_any_step_over_the_ends_of_epochs(repeats):
-    task = ImageClassificationConfig(repeats=repeats).build(DigitsConfig().build())
+    task = ImageClassificationConfig(augment_repeats=repeats).build(DigitsConfig().build())
     whole = list(itertools.islice(task.batches(step=0, batch_size=400, seed=5), 8))
     assert task.steps_per_epoch(400) == 3  # of 1437, so 237 are left over
     for step in range(8):

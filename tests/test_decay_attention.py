@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_map
 
 from onescan.bench.timing import measure
-from onescan.ops import chunks
 from onescan.ops.decay_attention import (
     IMPLEMENTATIONS,
     Call,
     DecayState,
     DecayStates,
     choose,
-    chunk,
     decay_attention,
+    forms,
     reference,
 )
 
@@ -820,20 +819,15 @@ def test_without_decay_one_sum_is_chosen():
     assert (choice.form, choice.why) == ("chunk", "one sum serves all tokens")
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("at_once", [(2, 3), (1, 3), (1, 2), (1, 1)])
+@pytest.mark.parametrize("block", [1, 40, 100, 400])
 @over_directions
 @over_decays
-def test_samples_and_heads_in_groups_give_what_all_at_once_give(
-    causal, decay, at_once, keeps, monkeypatch
-):
-    """On a CPU so many are taken at once as caches hold, or as memory is used again."""
+def test_blocks_of_samples_and_heads_give_what_all_at_once_give(causal, decay, block, monkeypatch):
     named = inputs(9, causal=causal, decay=decay, state=True, batch=5)
-    call = partial(decay_attention, causal=causal, chunk_size=4, form="chunk")
-    want = outputs_and_gradients(call, named) if keeps else call(**named)
-    monkeypatch.setattr(chunk, "_at_once", lambda q, v, size: at_once)
-    with torch.set_grad_enabled(keeps):
-        got = outputs_and_gradients(call, named) if keeps else call(**named)
+    call = partial(decay_attention, causal=causal, chunk_size=4, form="chunk", normalize="max_one")
+    want = outputs_and_gradients(call, named)
+    monkeypatch.setattr(forms, "BLOCK", block)
+    got = outputs_and_gradients(call, named)
     for found, expected in zip(flat(got), flat(want), strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -841,9 +835,9 @@ def test_samples_and_heads_in_groups_give_what_all_at_once_give(
 @over_directions
 @pytest.mark.parametrize("normalize", ["none", "sum", "max_one"])
 @pytest.mark.parametrize("form", ["full", "chunk", "recurrent"])
-@pytest.mark.parametrize("turn", [20, chunks.TURN])
-def test_outputs_and_states_may_be_changed_in_place(causal, normalize, form, turn, monkeypatch):
-    monkeypatch.setattr(chunks, "TURN", turn)
+@pytest.mark.parametrize("batch", [20, forms.BATCH])
+def test_outputs_and_states_may_be_changed_in_place(causal, normalize, form, batch, monkeypatch):
+    monkeypatch.setattr(forms, "BATCH", batch)
     named = inputs(5, causal=causal, decay="scalar", state=True)
     named["k"].requires_grad_()
     call = partial(decay_attention, causal=causal, normalize=normalize, form=form, chunk_size=2)
@@ -859,23 +853,21 @@ def test_outputs_and_states_may_be_changed_in_place(causal, normalize, form, tur
 
 @over_directions
 @over_decays
-def test_chunks_in_turns_give_what_all_at_once_give(causal, decay, monkeypatch):
+def test_batches_of_chunks_give_what_all_at_once_give(causal, decay, monkeypatch):
     """On a CPU so many chunks are taken at a time as caches hold."""
     named = inputs(9, causal=causal, decay=decay, state=True)
     call = partial(decay_attention, causal=causal, chunk_size=2, form="chunk")
     want = outputs_and_gradients(call, named)
-    monkeypatch.setattr(chunks, "TURN", 20)
+    monkeypatch.setattr(forms, "BATCH", 20)
     for x, y in zip(outputs_and_gradients(call, named), want, strict=True):
         assert_same(x, y)
 
 
-@pytest.mark.parametrize(
-    ("at_once", "turn"), [((1, 1), chunks.TURN), ((2, 2), chunks.TURN), ((2, 3), 20)]
-)
+@pytest.mark.parametrize(("block", "batch"), [(1, forms.BATCH), (30, 20)])
 @over_decays
-def test_gradients_in_groups_and_turns_have_gradients(decay, at_once, turn, monkeypatch):
-    monkeypatch.setattr(chunks, "TURN", turn)
-    monkeypatch.setattr(chunk, "_at_once", lambda q, v, size: at_once)
+def test_gradients_in_blocks_and_batches_have_gradients(decay, block, batch, monkeypatch):
+    monkeypatch.setattr(forms, "BLOCK", block)
+    monkeypatch.setattr(forms, "BATCH", batch)
     named = inputs(3, causal=False, decay=decay, state=False, batch=2)
     named = {name: x.detach().requires_grad_() for name, x in named.items() if x is not None}
 
@@ -893,17 +885,17 @@ def flat(results):
     return [results] if isinstance(results, torch.Tensor) else [x for r in results for x in flat(r)]
 
 
-def test_how_many_are_taken_at_once(monkeypatch):
-    q, v = torch.ones(4, 10, 3, 2), torch.ones(4, 10, 3, 8)
-    monkeypatch.setattr(chunk, "CACHED", 500)
-    monkeypatch.setattr(chunk, "KEPT", 1000)
-    at_once = unwrap(chunk._at_once)
-    with torch.no_grad():
-        assert at_once(q, v, 4) == (2, 3)  # of 240 numbers each
-        assert at_once(q, v, 20) == (1, 3)
-        assert at_once(q, v, 60) == (1, 1)
-    assert at_once(q, v, 4) == (4, 3)
-    assert at_once(q, v, 40) == (1, 2)
+def test_blocks_cover_all_once_and_hold_no_more_than_they_may(monkeypatch):
+    v = torch.zeros(4, 10, 3, 8)
+    for most, size, count in ((500, 4, 2), (500, 20, 8), (500, 60, 12), (1, 4, 12), (960, 4, 1)):
+        monkeypatch.setattr(forms, "BLOCK", most)
+        blocks = list(forms._blocks(v, size))
+        assert len(blocks) == count
+        touched = torch.zeros(4, 10, 3)
+        for at, (samples, heads) in blocks:
+            touched[at] += 1
+            assert at == (samples, slice(None), heads)
+        assert (touched == 1).all()
 
 
 def test_a_masked_token_may_hold_any_decay():

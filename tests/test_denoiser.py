@@ -291,7 +291,12 @@ def test_noise_and_samplers_that_do_not_fit_are_refused():
         SamplerConfig(sampler="ddim").check(flow)
     with pytest.raises(ValueError, match=r"sampler is 'euler', but .*'noise', expected ddpm"):
         SamplerConfig(sampler="euler").check(noise)
-    for changes in ({"steps": 0}, {"steps": 1001}, {"guidance": -1.0}, {"guidance": float("nan")}):
+    for changes in (
+        {"steps": 0},
+        {"steps": 1001},
+        {"guidance_scale": -1.0},
+        {"guidance_scale": float("nan")},
+    ):
         with pytest.raises(ValueError, match=f"{next(iter(changes))} is "):
             SamplerConfig(**changes).check(noise)
     with pytest.raises(ValueError, match=r"steps is 61, but ddim .* expected 50 or 100"):

@@ -72,7 +72,7 @@ def test_a_models_images_come_of_seed_and_place_alone(classifier, denoiser):
 
 
 def test_classes_may_follow_the_reference(classifier, denoiser):
-    asked = asking(classifier, labels="reference")
+    asked = asking(classifier, class_distribution="reference")
     samples = open_samples(denoiser, asked, open_features(classifier, CPU), CPU)
     source = samples.at(1.0, (1, 0, 3))
     labels = [source._label(i) for i in range(2000)]
@@ -103,7 +103,7 @@ def plainly(images, real, features):
 
 
 def test_a_run_is_measured_as_plainly(tmp_path, classifier, denoiser):
-    asked = asking(classifier, guidance=(2.0, 1.0))
+    asked = asking(classifier, guidance_scale=(2.0, 1.0))
     found = measure_generation(denoiser, asked, tmp_path / "out", device="cpu")
     assert [score.guidance for score in found.scores] == [1.0, 2.0]
     features = open_features(classifier, CPU)
@@ -127,14 +127,14 @@ def test_a_run_is_measured_as_plainly(tmp_path, classifier, denoiser):
     right = (told == BarsConfig().build().train.labels).double().mean().item()
     assert found.real.as_labelled == pytest.approx(right)
     assert found.distance_name == "Frechet distance in features of runs/judge"
-    assert (found.sampler, found.steps, found.labels, found.seed) == ("ddim", 2, "even", 0)
+    assert (found.sampler, found.steps, found.labels, found.seed) == ("ddim", 2, "uniform", 0)
 
 
 def test_samples_in_a_file_have_the_scores_of_the_run(tmp_path, classifier, denoiser):
-    asked = asking(classifier, samples=12, guidance=(1.5,))
+    asked = asking(classifier, samples=12, guidance_scale=(1.5,))
     out = tmp_path / "x.npz"
-    words = ["--count", "12", "--steps", "2", "--guidance", "1.5"]
-    assert main(["sample", str(denoiser), *words, "--batch", "6", "--out", str(out)]) == 0
+    words = ["--num-images", "12", "--steps", "2", "--guidance-scale", "1.5"]
+    assert main(["sample", str(denoiser), *words, "--batch-size", "6", "--out", str(out)]) == 0
     ran = measure_generation(denoiser, asked, tmp_path / "a", device="cpu").scores[0]
     pictures = tmp_path / "reference"
     write_pngs(pictures, BarsConfig().build().train.images.expand(-1, 3, -1, -1))
@@ -180,7 +180,7 @@ class StoppedError(BaseException):
 def test_a_killed_measurement_goes_on_to_the_same_bits(
     tmp_path, classifier, denoiser, monkeypatch, batches
 ):
-    asked = asking(classifier, guidance=(1.0, 3.0))
+    asked = asking(classifier, guidance_scale=(1.0, 3.0))
     whole = run_once(denoiser, asked, tmp_path / "whole")
     monkeypatch.setattr(gathering, "SAVE_EVERY_S", 0.0)
     add, done = gathering.RowFile.add, []
@@ -203,7 +203,7 @@ def test_a_killed_measurement_goes_on_to_the_same_bits(
 
 
 def test_ctrl_c_saves_and_ends(tmp_path, classifier, denoiser, monkeypatch):
-    asked = asking(classifier, guidance=(1.0,))
+    asked = asking(classifier, guidance_scale=(1.0,))
     whole = run_once(denoiser, asked, tmp_path / "whole")
     add = gathering.RowFile.add
 
@@ -221,13 +221,13 @@ def test_ctrl_c_saves_and_ends(tmp_path, classifier, denoiser, monkeypatch):
 
 
 def test_what_is_measured_is_not_measured_again(tmp_path, classifier, denoiser, monkeypatch):
-    asked = asking(classifier, guidance=(1.0,))
+    asked = asking(classifier, guidance_scale=(1.0,))
     first = run_once(denoiser, asked, tmp_path / "out")
     monkeypatch.setattr(Source, "images", None)
     monkeypatch.setattr("onescan.bench.generation.samples._Drawn.images", None)
     assert run_once(denoiser, asked, tmp_path / "out") == first
     with pytest.raises(TypeError):
-        run_once(denoiser, replace(asked, guidance=(1.0, 2.0)), tmp_path / "out")
+        run_once(denoiser, replace(asked, guidance_scale=(1.0, 2.0)), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -237,18 +237,21 @@ def test_what_is_measured_is_not_measured_again(tmp_path, classifier, denoiser, 
         ({"samples": 21}, "samples is 20 there and 21 here"),
         ({"steps": 3}, "steps is 2 there and 3 here"),
         ({"sampler": "dpm"}, "sampler is 'ddim' there and 'dpm' here"),
-        ({"labels": "reference"}, "labels is 'even' there and 'reference' here"),
+        (
+            {"class_distribution": "reference"},
+            "class_distribution is 'uniform' there and 'reference' here",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_another_measurement_in_the_folder_is_refused(
     tmp_path, classifier, denoiser, change, message
 ):
-    asked = asking(classifier, guidance=(1.0,))
+    asked = asking(classifier, guidance_scale=(1.0,))
     run_once(denoiser, asked, tmp_path / "out")
     before = sorted(tmp_path.glob("out/**/*"))
     with pytest.raises(ValueError, match=message):
-        run_once(denoiser, replace(asked, guidance=(4.0,), **change), tmp_path / "out")
+        run_once(denoiser, replace(asked, guidance_scale=(4.0,), **change), tmp_path / "out")
     assert sorted(tmp_path.glob("out/**/*")) == before
 
 
@@ -262,7 +265,7 @@ def test_other_weights_in_the_folder_are_refused(tmp_path, classifier, denoiser)
 
 @pytest.mark.parametrize("file", ["state.safetensors", "features.bin"])
 def test_damaged_results_are_not_gone_on_with(tmp_path, classifier, denoiser, file):
-    asked = asking(classifier, guidance=(1.0,))
+    asked = asking(classifier, guidance_scale=(1.0,))
     run_once(denoiser, asked, tmp_path / "out")
     path = tmp_path / "out" / "guidance-1" / file
     path.write_bytes(path.read_bytes()[:-5])
@@ -271,7 +274,7 @@ def test_damaged_results_are_not_gone_on_with(tmp_path, classifier, denoiser, fi
 
 
 def test_features_that_changed_on_the_disk_are_noticed(tmp_path, classifier, denoiser):
-    asked = asking(classifier, guidance=(1.0,))
+    asked = asking(classifier, guidance_scale=(1.0,))
     run_once(denoiser, asked, tmp_path / "out")
     path = tmp_path / "out" / "guidance-1" / "features.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
@@ -280,7 +283,7 @@ def test_features_that_changed_on_the_disk_are_noticed(tmp_path, classifier, den
 
 
 def test_features_are_kept_of_as_many_images_as_are_compared(tmp_path, classifier, denoiser):
-    asked = asking(classifier, guidance=(1.0,), compared=7)
+    asked = asking(classifier, guidance_scale=(1.0,), precision_recall_samples=7)
     run_once(denoiser, asked, tmp_path / "out")
     known = open_gathered(tmp_path / "out" / "guidance-1", total=20, num_classes=3)
     assert known.rows.open().shape == (7, 8)
@@ -359,11 +362,11 @@ def test_statistics_without_images_leave_precision_out(tmp_path, cache):
     [
         ({"samples": 9}, "samples is 9, expected 10 at least"),
         ({"features": ""}, "features is '', expected a classifier's run"),
-        ({"guidance": (1.0, 1.0)}, "expected each scale once"),
-        ({"guidance": (-1.0,)}, "guidance has -1.0, expected 0 or more"),
-        ({"batch": 0}, "batch is 0"),
+        ({"guidance_scale": (1.0, 1.0)}, "expected each scale once"),
+        ({"guidance_scale": (-1.0,)}, "guidance_scale has -1.0, expected 0 or more"),
+        ({"batch_size": 0}, "batch_size is 0"),
         ({"steps": 0}, "steps is 0"),
-        ({"compared": 3}, "compared is 3, expected 4 at least"),
+        ({"precision_recall_samples": 3}, "precision_recall_samples is 3, expected at least 4"),
         ({"reference": ""}, "reference is ''"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -378,7 +381,13 @@ def test_the_samplers_that_can_be_asked_for_are_those_there_are():
 
 
 @pytest.mark.parametrize(
-    "change", [{"guidance": (2.0,)}, {"sampler": "ddim"}, {"seed": 1}, {"labels": "reference"}]
+    "change",
+    [
+        {"guidance_scale": (2.0,)},
+        {"sampler": "ddim"},
+        {"seed": 1},
+        {"class_distribution": "reference"},
+    ],
 )
 def test_images_that_are_there_are_not_made_otherwise(tmp_path, classifier, change):
     folder = write_pngs(tmp_path / "x", images_of(12))
@@ -409,7 +418,7 @@ def test_confusions_of_many_classes_are_not_written_out(classes, rows):
 def test_classes_of_another_reference_cannot_be_followed(tmp_path, classifier, denoiser):
     write_pngs(tmp_path / "x" / "cat", images_of(6))
     write_pngs(tmp_path / "x" / "dog", images_of(6, seed=1))
-    asked = asking(classifier, labels="reference", reference=str(tmp_path / "x"))
+    asked = asking(classifier, class_distribution="reference", reference=str(tmp_path / "x"))
     with pytest.raises(ValueError, match="the model has 3 classes and the reference 2"):
         run_once(denoiser, asked, tmp_path / "out")
 
@@ -436,7 +445,9 @@ def test_a_saved_pipeline_is_measured_as_its_run(tmp_path, classifier, denoiser)
 
     load_pipeline(denoiser).save_pretrained(tmp_path / "pipe")
     pictures = write_pngs(tmp_path / "x", images_of(12))
-    asked = asking(classifier, samples=12, sampler="ddim", guidance=(1.0,), reference=str(pictures))
+    asked = asking(
+        classifier, samples=12, sampler="ddim", guidance_scale=(1.0,), reference=str(pictures)
+    )
     ran, loaded = (
         run_once(path, asked, tmp_path / path.name / "out")
         for path in (denoiser, tmp_path / "pipe")
@@ -452,7 +463,7 @@ def test_a_saved_pipeline_is_measured_as_its_run(tmp_path, classifier, denoiser)
 def test_the_command_writes_numbers_and_a_page(tmp_path, classifier, denoiser, capsys):
     out = tmp_path / "out"
     words = ["evaluate", str(denoiser), "--samples", "20", "--features", str(classifier)]
-    words += ["--guidance", "1", "2", "--steps", "2", "--batch", "8", "--out", str(out)]
+    words += ["--guidance-scale", "1", "2", "--steps", "2", "--batch-size", "8", "--out", str(out)]
     assert main([*words, "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert "Frechet distance in features of runs/judge, 20 images" in printed
@@ -467,10 +478,13 @@ def test_the_command_writes_numbers_and_a_page(tmp_path, classifier, denoiser, c
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--samples", "20", "--lengths", "8"], "lengths and samples are given"),
-        (["--guidance", "2"], "guidance is '(2.0,)', but no samples are given"),
+        (["--samples", "20", "--lengths", "8"], "lengths and samples exclude each other"),
+        (["--guidance-scale", "2"], "guidance_scale is '(2.0,)', but requires --samples"),
         (["--samples", "20"], "features is ''"),
-        (["--samples", "20", "--workers", "2"], "workers is 2, but samples are read by one"),
+        (
+            ["--samples", "20", "--workers", "2"],
+            "workers is 2, but is not supported with --samples",
+        ),
     ],
     ids=["two", "none", "features", "workers"],
 )
@@ -498,4 +512,4 @@ def test_help_of_the_command_is_light():
         cwd=Path(__file__).parents[1],
     )
     assert run.returncode == 0, run.stderr
-    assert "--guidance" in run.stdout
+    assert "--guidance-scale" in run.stdout

@@ -52,7 +52,7 @@ def outcome(*scores, **changes):
         "real": RealScore(name="train, Bars", count=24, class_score=2.75, as_labelled=0.9375),
         "sampler": "dpm",
         "steps": 50,
-        "labels": "even",
+        "labels": "uniform",
         "seed": 3,
         "class_names": NAMES,
         "onescan": "1.2.3",

@@ -206,7 +206,9 @@ def test_tables_are_learnt_and_summed_up(trained, folder):
 
 
 def test_some_tasks_begin_with_the_weights_of_mnli(trained, folder):
-    starts = {task: read_manifest(trained / task / "seed-1").run.start for task in ("cola", "stsb")}
+    starts = {
+        task: read_manifest(trained / task / "seed-1").run.init_from for task in ("cola", "stsb")
+    }
     assert starts == {"cola": str(folder / "mlm"), "stsb": str(trained / "mnli/seed-1")}
     sizes = {
         task: onescan.load(trained / task / "seed-0").model.config for task in ("mnli", "stsb")
@@ -228,8 +230,8 @@ def test_a_model_that_tells_no_segments_apart_learns_pairs(folder, tmp_path):
 def test_what_is_finished_is_not_trained_again(trained, folder, capsys):
     assert main(command(folder, "--tasks", "stsb", "cola", *SEEDS)) == 0
     out = capsys.readouterr().out
-    assert out.count("finished before") == 6
-    assert "mnli is learnt first" in out
+    assert out.count("already finished") == 6
+    assert "training on mnli first" in out
     lines = out[out.index("task  ") :].splitlines()
     assert lines[0].split() == ["task", "measure", "value", "score"]
     assert [line.split()[0] for line in lines[1:5]] == ["CoLA", "STS-B", "spearman", "average"]
@@ -273,7 +275,7 @@ def test_without_mnli_all_begin_with_the_checkpoint(folder, tmp_path, capsys):
     assert "--no-from-mnli" in seen.out
     assert main([*words, "--no-from-mnli", "--epochs", "1", "--recipe", "hydra"]) == 0
     run = read_manifest(tmp_path / "out/rte/seed-0").run
-    assert run.start == str(folder / "mlm")
+    assert run.init_from == str(folder / "mlm")
     assert run.training.decoupled_weight_decay is False
     assert run.training.weight_decay == GLUE["hydra"].training("rte").weight_decay
     assert not (tmp_path / "out/mnli").exists()

@@ -511,8 +511,11 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
         ({"test_crop": 1.5}, "data.test_crop is 1.5, expected above 0 and at most 1"),
         ({"train_examples": 3}, "data.train_examples is for streams"),
         ({"shuffle_block": 0}, "data.shuffle_block is 0"),
-        ({"train_crop": RandomCropConfig(area=(0.5, 1.5))}, "data.train_crop.area is .* at most 1"),
-        ({"train_crop": RandomCropConfig(aspect=(2.0, 1.0))}, "data.train_crop.aspect is"),
+        (
+            {"train_crop": RandomCropConfig(scale=(0.5, 1.5))},
+            "data.train_crop.scale is .* at most 1",
+        ),
+        ({"train_crop": RandomCropConfig(ratio=(2.0, 1.0))}, "data.train_crop.ratio is"),
         ({"test_fraction": 1.0}, "data.test_fraction is 1.0, expected between 0 and 1"),
     ],
 )
@@ -527,10 +530,10 @@ def test_a_crop_out_of_range_is_refused_before_anything_is_opened(tmp_path, monk
     config = ImageDatasetConfig(
         path=cifar_like(tmp_path),
         streaming=streaming,
-        train_crop=RandomCropConfig(area=(0.5, 1.5)),
+        train_crop=RandomCropConfig(scale=(0.5, 1.5)),
     )
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("it was opened"))
-    with pytest.raises(ValueError, match=r"data\.train_crop\.area is .* at most 1"):
+    with pytest.raises(ValueError, match=r"data\.train_crop\.scale is .* at most 1"):
         config.build()
 
 

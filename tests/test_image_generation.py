@@ -55,7 +55,7 @@ def one_image():
 
 
 def task_of(**changes):
-    config = configs.replace(ImageGenerationConfig(pictures=0), changes)
+    config = configs.replace(ImageGenerationConfig(samples_per_class=0), changes)
     return config.build(BarsConfig().build())
 
 
@@ -217,11 +217,11 @@ def test_a_run_that_was_killed_goes_on_to_the_same_pictures(tmp_path):
 
 def test_pictures_of_an_overwritten_run_are_removed(tmp_path):
     train(denoiser_run(), tmp_path / "run")
-    run = denoiser_run(**{"training.epochs": 1, "task.pictures": 0})
+    run = denoiser_run(**{"training.epochs": 1, "task.samples_per_class": 0})
     train(run, tmp_path / "run", overwrite=True)
     assert read_pictures(tmp_path / "run") == {}
     page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
-    assert "task.pictures is 0" in page
+    assert "task.samples_per_class is 0" in page
 
 
 def test_tensorboard_gets_the_pictures(tmp_path):
@@ -302,7 +302,7 @@ def test_two_processes_train_one_denoiser_split_or_copied(tmp_path):
     [
         ({"noise.prediction": "flow", "sampler.sampler": "ddim"}, "sampler is 'ddim'"),
         ({"sampler.steps": 0}, "steps is 0"),
-        ({"pictures": -1}, "task.pictures is -1"),
+        ({"samples_per_class": -1}, "task.samples_per_class is -1"),
         ({"evaluation_images": 0}, "task.evaluation_images is 0"),
         ({"evaluation_batch_size": 0}, "task.evaluation_batch_size is 0"),
     ],
@@ -347,12 +347,12 @@ def next_batch(task):
             "model.learn_sigma is True, but task.noise.prediction is 'flow'",
         ),
         (
-            {"model.num_classes": 0, "task.sampler.guidance": 2.0},
-            "task.sampler.guidance is 2.0, but model.num_classes is 0",
+            {"model.num_classes": 0, "task.sampler.guidance_scale": 2.0},
+            "task.sampler.guidance_scale is 2.0, but model.num_classes is 0",
         ),
         (
-            {"model.label_dropout": 0.0, "task.sampler.guidance": 2.0},
-            "task.sampler.guidance is 2.0, but model.label_dropout is 0",
+            {"model.label_dropout": 0.0, "task.sampler.guidance_scale": 2.0},
+            "task.sampler.guidance_scale is 2.0, but model.label_dropout is 0",
         ),
     ],
     ids=["classes", "variances", "no-classes", "no-dropout"],

@@ -65,7 +65,7 @@ def test_a_run_writes_on_and_fills_in(text, capsys):
     assert capsys.readouterr().out.startswith("The")
     run = train("wikitext2_mlm_bert", text, "--overwrite")
     capsys.readouterr()
-    assert main(["fill", str(run), "The c[MASK]t", "--top", "2"]) == 0
+    assert main(["fill", str(run), "The c[MASK]t", "--top-k", "2"]) == 0
     assert capsys.readouterr().out.count("%") == 2
 
 
@@ -108,7 +108,7 @@ def test_a_papers_recipe_is_of_its_models_size(name):
         model = run.model.build()
     assert sum(p.numel() for p in model.parameters()) > 4e7
     is_masked = isinstance(run.task, MaskedLanguageModellingConfig)
-    assert run.data.frame_rows is is_masked
+    assert run.data.add_special_tokens is is_masked
     if name.startswith("c4"):
         assert (run.task.mask_rate, run.task.evaluation_mask_rate) == (0.3, 0.15)
         assert run.model.norm_position == "post"

@@ -106,7 +106,7 @@ def test_a_masked_model_is_shown_no_neighbouring_text(posed):
 @pytest.mark.parametrize("read_outs", [1, 2, 3])
 def test_the_refined_loss_is_the_mean_over_the_last_blocks(posed, read_outs):
     """The network cut short after each of them, under the same norm and head."""
-    task = posed(MaskedLanguageModellingConfig(mask_rate=0.5, read_outs=read_outs))
+    task = posed(MaskedLanguageModellingConfig(mask_rate=0.5, supervised_blocks=read_outs))
     sizes = {**SMALL, "vocab_size": 258, **BOTH["lightnet"], "depth": 3}
     model = MaskedLMConfig(**sizes).build().double()
     batch = task.augment(packed(), seed=4)
@@ -122,11 +122,13 @@ def test_the_refined_loss_is_the_mean_over_the_last_blocks(posed, read_outs):
 
 
 def test_more_read_outs_than_blocks_are_refused(posed):
-    task, model = posed(MaskedLanguageModellingConfig(read_outs=9)), filler()
+    task, model = posed(MaskedLanguageModellingConfig(supervised_blocks=9)), filler()
     with pytest.raises(ValueError, match="read_outs is 9, expected 1 to 2 blocks"):
         task.loss(model, task.augment(packed(), seed=4))
-    with pytest.raises(ValueError, match=r"task\.read_outs is 0, expected a number above 0"):
-        posed(MaskedLanguageModellingConfig(read_outs=0))
+    with pytest.raises(
+        ValueError, match=r"task\.supervised_blocks is 0, expected a number above 0"
+    ):
+        posed(MaskedLanguageModellingConfig(supervised_blocks=0))
 
 
 class Scoring(torch.nn.Module):
@@ -179,7 +181,9 @@ def test_a_text_of_one_token_has_nothing_to_tell(posed):
 
 
 def test_the_shares_of_masks_are_as_asked_for(posed):
-    config = MaskedLanguageModellingConfig(mask_rate=0.3, masked=0.6, exchanged=0.3)
+    config = MaskedLanguageModellingConfig(
+        mask_rate=0.3, mask_replace_prob=0.6, random_replace_prob=0.3
+    )
     task = posed(config)
     tokens = torch.randint(256, (40, 500))
     shown, _, labels = task.augment((tokens, torch.zeros_like(tokens)), seed=1)
@@ -222,8 +226,8 @@ def test_cls_and_sep_are_neither_masked_nor_scored(tmp_path):
     word_tokenizer(framed=True).save_pretrained(tmp_path / "words")
     (tmp_path / "text.txt").write_text("the cat sat on a mat\na dog sat\n" * 9)
     data = TextDatasetConfig(
-        path=str(tmp_path / "text.txt"), test_path=str(tmp_path / "text.txt"), documents="line",
-        tokenizer=str(tmp_path / "words"), length=7, frame_rows=True,
+        path=str(tmp_path / "text.txt"), test_path=str(tmp_path / "text.txt"), sample_by="line",
+        tokenizer=str(tmp_path / "words"), length=7, add_special_tokens=True,
     ).build()  # fmt: skip
     task = MaskedLanguageModellingConfig(mask_rate=1.0).build(data)
     batch = task.test.read([example for example, _ in task.test.examples(seed=None)]).batch
@@ -232,12 +236,12 @@ def test_cls_and_sep_are_neither_masked_nor_scored(tmp_path):
     assert torch.equal(labels != IGNORE_INDEX, (documents >= 0) & ~torch.isin(batch[0], special))
     told = task.predict(Scoring(len(WORDS)), batch)
     assert told["tokens"].sum() == 9 * 9  # words
-    with pytest.raises(ValueError, match=r"data\.frame_rows is True, expected False"):
+    with pytest.raises(ValueError, match=r"data\.add_special_tokens is True, expected False"):
         LanguageModellingConfig().build(data)
 
 
 def test_words_are_masked_whole(posed):
-    task = posed(MaskedLanguageModellingConfig(mask_rate=0.5, whole_words=True))
+    task = posed(MaskedLanguageModellingConfig(mask_rate=0.5, whole_word_mask=True))
     text = b"the cat sat on the mat, and 42 dogs looked at it "
     tokens = torch.tensor([list(text) * 4] * 8)
     _, _, labels = task.augment((tokens, torch.zeros_like(tokens)), seed=2)
@@ -284,7 +288,10 @@ def test_words_of_every_kind_of_tokenizer():
     [
         ({"mask_rate": 0.0}, r"task\.mask_rate is 0\.0, expected above 0 and at most 1"),
         ({"evaluation_mask_rate": 2.0}, r"task\.evaluation_mask_rate is 2\.0, expected above 0"),
-        ({"masked": 0.9, "exchanged": 0.2}, r"task\.masked is 0\.9 and task\.exchanged 0\.2"),
+        (
+            {"mask_replace_prob": 0.9, "random_replace_prob": 0.2},
+            r"task\.mask_replace_prob is 0\.9 and task\.random_replace_prob is 0\.2",
+        ),
         ({"evaluation_batch_size": 0}, r"task\.evaluation_batch_size is 0"),
     ],
 )

@@ -45,7 +45,7 @@ def latents(tmp_path_factory):
                 file = root / "images" / split / name / f"{place}.png"
                 Image.fromarray(pixels.numpy()).save(file)
     data = ImageDatasetConfig(path=str(root / "images"), image_size=(SIZE, SIZE))
-    encode(data, EncodeConfig(vae=save_vae(root / "vae"), batch=8), root / "latents")
+    encode(data, EncodeConfig(vae=save_vae(root / "vae"), batch_size=8), root / "latents")
     return root / "latents"
 
 
@@ -92,13 +92,13 @@ def test_a_missing_vae_is_told_before_the_first_update(latents, tmp_path):
     with pytest.raises(ValueError, match="vae is 'no/vae/here'"):
         train(run, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
-    result = train(configs.replace(run, {"task.pictures": 0}), tmp_path / "run")
+    result = train(configs.replace(run, {"task.samples_per_class": 0}), tmp_path / "run")
     assert read_pictures(result.folder) == {}
 
 
 @pytest.mark.parametrize("name", ["augment", "classifier"])
 def test_latents_are_no_images_to_change_or_to_classify(name, latents):
-    value = DeitAugmentConfig(operations=0, erasing=0.0) if name == "augment" else "runs/x"
-    config = dataclasses.replace(ImageGenerationConfig(pictures=0), **{name: value})
+    value = DeitAugmentConfig(num_ops=0, random_erasing=0.0) if name == "augment" else "runs/x"
+    config = dataclasses.replace(ImageGenerationConfig(samples_per_class=0), **{name: value})
     with pytest.raises(ValueError, match=f"task.{name} is given, but the data are latents"):
         config.build(LatentsConfig(path=str(latents)).build())

@@ -90,7 +90,9 @@ def source(path, **changes):
 
 def encoded(images, vae, out, *, on_error="raise", **changes):
     """Encode in shards of 4, 2 images at once."""
-    asked = EncodeConfig(**{"vae": vae, "shard_size": 4, "batch": 2, "dtype": "float32"} | changes)
+    asked = EncodeConfig(
+        **{"vae": vae, "shard_size": 4, "batch_size": 2, "dtype": "float32"} | changes
+    )
     return encode(source(images, on_error=on_error), asked, out, device="cpu", workers=0)
 
 
@@ -197,7 +199,7 @@ def test_means_and_one_side_can_be_asked_for(images, vae, whole):
     examples = [Example(4, seed) for seed in range(20)]
     of_both = LatentsConfig(path=str(whole), sample=False).build().train.read(examples).batch[0]
     assert len({latent.sum().item() for latent in of_both}) == 2
-    of_one = LatentsConfig(path=str(whole), sample=False, mirror=False).build().train
+    of_one = LatentsConfig(path=str(whole), sample=False, flip=False).build().train
     mean = of_one.format.scaled(directly(images, vae, "train")[0][4:5])
     torch.testing.assert_close(of_one.read(examples).batch[0], mean.expand(20, -1, -1, -1))
 
@@ -295,7 +297,7 @@ def test_another_encoding_is_refused_with_what_differs(images, vae, whole, tmp_p
     ):
         with pytest.raises(ValueError, match=told):
             encoded(images, **{"vae": vae, "out": whole} | changes)
-    asked = EncodeConfig(vae=vae, shard_size=4, batch=2, dtype="float32")
+    asked = EncodeConfig(vae=vae, shard_size=4, batch_size=2, dtype="float32")
     for fields, told in (
         ({"image_size": (10, 10)}, r"format.height is 4 there and 5 here"),
         ({"test_crop": None}, r"encoded.source.test_crop is 1.0 there and None here"),
@@ -372,7 +374,7 @@ def test_vaes_that_do_not_fit_are_told(images, vae, tmp_path):
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["shard_size", "batch"])
+@pytest.mark.parametrize("name", ["shard_size", "batch_size"])
 def test_numbers_out_of_range_are_told(name, images, vae, tmp_path):
     with pytest.raises(ValueError, match=f"{name} is 0, expected a number above 0"):
         encoded(images, vae, tmp_path / "out", **{name: 0})
@@ -461,8 +463,8 @@ def test_mirror_images_that_were_not_encoded_are_refused(images, vae, tmp_path):
     splits = LatentsConfig(path=str(tmp_path), vae="elsewhere").build()
     assert splits.format.vae == "elsewhere"
     assert splits.train.read([Example(0, 1)]).batch[0].shape == (1, 4, 4, 4)
-    with pytest.raises(ValueError, match=r"data.mirror is on, but"):
-        LatentsConfig(path=str(tmp_path), mirror=True).build()
+    with pytest.raises(ValueError, match=r"data.flip is on, but"):
+        LatentsConfig(path=str(tmp_path), flip=True).build()
 
 
 def test_a_run_says_in_its_config_what_it_read(whole):
@@ -479,10 +481,10 @@ def command(images, vae, out, *words):
 
 
 def test_the_command_encodes(images, vae, whole, tmp_path, capsys):
-    words = command(images, vae, tmp_path / "out", "--batch", "2", "--shard-size", "4")
+    words = command(images, vae, tmp_path / "out", "--batch-size", "2", "--shard-size", "4")
     assert main(words) == 0
     assert capsys.readouterr().out == (
-        f"{tmp_path / 'out'}: 10 images to learn from and 4 held out, as latents of 4 x 4 x 4\n"
+        f"{tmp_path / 'out'}: 10 training and 4 test images, as latents of 4 x 4 x 4\n"
     )
     shards = {name: content for name, content in files(whole).items() if name != "latents.json"}
     assert files(tmp_path / "out").items() >= shards.items()

@@ -139,7 +139,7 @@ def test_a_number_of_tokens_is_of_the_first_ones(tmp_path, text):
     opened = open_long_text(saved(tmp_path, writer("lion")), text[0], most=25)
     assert opened.ids.tolist() == [text[1][:25]]
     found = measure_lengths(
-        opened_at(tmp_path), LengthsConfig(lengths=(5,), text=text[0], tokens=25)
+        opened_at(tmp_path), LengthsConfig(lengths=(5,), text=text[0], max_tokens=25)
     )
     assert (found.tokens, found.told) == (25, 24)
 
@@ -176,7 +176,7 @@ def test_a_runs_own_text_is_its_held_out_part(tmp_path, capsys, monkeypatch):
     assert shown[0].split() == ["length", "loss", "perplexity", "accuracy"]
     assert shown[1].startswith("      32")
     assert shown[1].endswith("as in training")
-    assert shown[3].startswith("not measured: 9999, as there are ")
+    assert shown[3].startswith("skipped length 9999: there are ")
     folder = tmp_path / "bench" / "lengths" / "run" / "seed-0"
     held = json.loads((folder / "lengths.json").read_text())
     assert [score["length"] for score in held["scores"]] == [32, 128]
@@ -203,13 +203,13 @@ def test_mistakes_are_told_in_a_sentence(tmp_path, text, capsys):
     assert "tells no held-out text, expected text to be given" in told("--lengths", "8")
     assert "lengths is 0, expected a number above 0" in told("--lengths", "0", "--text", text[0])
     assert "expected at least one, and each once" in told("--lengths", "8", "8", "--text", text[0])
-    assert "tokens is 0" in told("--lengths", "8", "--text", text[0], "--tokens", "0")
+    assert "max_tokens is 0" in told("--lengths", "8", "--text", text[0], "--max-tokens", "0")
     assert "text is 'no/such/text': there is no such" in told(
         "--lengths", "8", "--text", "no/such/text"
     )
-    assert "lengths and tasks are given" in told("--lengths", "8", "--tasks", "piqa")
-    assert f"text is {text[0]!r}, but no lengths are given" in told("--text", text[0])
-    assert "out is 'x', but neither lengths nor tasks nor samples are given" in told("--out", "x")
+    assert "lengths and tasks exclude each other" in told("--lengths", "8", "--tasks", "piqa")
+    assert f"text is {text[0]!r}, but requires --lengths" in told("--text", text[0])
+    assert "out is 'x', but requires --lengths, --tasks or --samples" in told("--out", "x")
     (tmp_path / "report.html").write_text("mine")
     words = ["--lengths", "8", "--text", text[0], "--out", str(tmp_path)]
     assert "was not written by onescan" in told(*words)

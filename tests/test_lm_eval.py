@@ -315,12 +315,12 @@ def test_mistakes_are_told_in_a_sentence(saved, capsys, monkeypatch):
         "--tasks", "cats", "--include-path", "nowhere"
     )
     assert "limit is 0" in told("--tasks", "cats", "--limit", "0")
-    assert "shots is -1" in told("--tasks", "cats", "--shots", "-1")
-    assert "out is 'x.txt', expected a name that ends in .json" in told(
+    assert "num_fewshot is -1" in told("--tasks", "cats", "--num-fewshot", "-1")
+    assert "out is 'x.txt', expected a file name ending in .json" in told(
         "--tasks", "cats", "--out", "x.txt"
     )
-    assert "limit is '3', but no tasks are given" in told("--limit", "3")
-    assert "workers is 2, but tasks are read by one process" in told(
+    assert "limit is '3', but requires --tasks" in told("--limit", "3")
+    assert "workers is 2, but is not supported with --tasks" in told(
         "--tasks", "cats", "--workers", "2"
     )
     masked = MaskedLMConfig(**{**SMALL, "vocab_size": 12}, **BOTH["bert"]).build()

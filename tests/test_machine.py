@@ -47,13 +47,13 @@ def losses(folder):
 
 def test_parts_of_a_batch_add_up_to_it(tmp_path):
     whole = train(short_run(), tmp_path / "whole").folder
-    parts = train(short_run(accumulate=4), tmp_path / "parts").folder
+    parts = train(short_run(gradient_accumulation_steps=4), tmp_path / "parts").folder
     torch.testing.assert_close(losses(parts), losses(whole), atol=1e-5, rtol=0)
     norms = [[line["gradient_norm"] for line in read_metrics(f)[:-1]] for f in (parts, whole)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("machine", [{"recompute": True}, {"workers": 2}])
+@pytest.mark.parametrize("machine", [{"gradient_checkpointing": True}, {"workers": 2}])
 def test_memory_and_readers_do_not_touch_a_bit(tmp_path, machine):
     whole = train(short_run(drop_path=0.5), tmp_path / "whole")
     assert_same(train(short_run(drop_path=0.5, **machine), tmp_path / "other"), whole)
@@ -92,18 +92,18 @@ def test_blocks_are_computed_again_only_when_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(LightNetMixer, "forward", counting)
     for recompute, times in ((False, 1), (True, 2)):
         calls.clear()
-        train(short_run(recompute=recompute), tmp_path / str(recompute))
+        train(short_run(gradient_checkpointing=recompute), tmp_path / str(recompute))
         assert sum(calls) == times * 6 * 2  # updates, blocks
 
 
 def test_what_cannot_be_cut_evenly_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"training\.batch_size is 32, expected a multiple of 5: "):
-        train(short_run(accumulate=5), tmp_path)
+        train(short_run(gradient_accumulation_steps=5), tmp_path)
 
 
 def test_recomputing_needs_blocks(tmp_path):
-    run = configs.replace(tiny_run(), {"machine.recompute": True})
-    with pytest.raises(ValueError, match=r"machine\.recompute is True, but the model has no blo"):
+    run = configs.replace(tiny_run(), {"machine.gradient_checkpointing": True})
+    with pytest.raises(ValueError, match=r"machine\.gradient_checkpointing is True"):
         train(run, tmp_path)
 
 
@@ -166,7 +166,7 @@ def test_only_what_is_better_is_best():
     told = []
     for step, score in enumerate([0.5, 0.5, 0.4, 0.6], start=1):
         state.step = step
-        told.append((state.judge(score), state.stale, state.judged))
+        told.append((state.judge(score), state.evaluations_without_improvement, state.judged))
     assert told == [(True, 0, 1), (False, 1, 2), (False, 2, 3), (True, 0, 4)]
 
 

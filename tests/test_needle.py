@@ -30,7 +30,7 @@ from onescan.report import heat_map, needle_table, write_needles
 TOKENIZER = ByteTokenizer()
 LINES = "".join(f"Line {i}: all the hay that there is, and more of it.\n" for i in range(80))
 HAY = Haystack("lines", TOKENIZER.encode_many([LINES])[0])
-ASKED = NeedleConfig(lengths=(200, 400), depths=(1.0, 0.0, 0.5), trials=3, piece=64)
+ASKED = NeedleConfig(lengths=(200, 400), depths=(1.0, 0.0, 0.5), trials=3, prefill_chunk_size=64)
 BYTES = {**SMALL, "vocab_size": TOKENIZER.size}
 
 
@@ -95,7 +95,7 @@ def test_pieces_and_shared_states_are_one_call_over_the_whole_text(kind, tmp_pat
     if hasattr(position, "max_tokens"):
         position = replace(position, max_tokens=200)
     model = built(CausalLMConfig(**{**BYTES, **CAUSAL[kind], "position": position}))
-    grid = measured(tmp_path, model, lengths=(150,), trials=2, piece=17)
+    grid = measured(tmp_path, model, lengths=(150,), trials=2, prefill_chunk_size=17)
     for outcome in grid.outcomes:
         asked = grid.asked
         hidden, hay = hide(TOKENIZER, HAY, asked, length=150, trial=outcome.trial)
@@ -258,7 +258,7 @@ def test_what_is_no_language_model_or_no_text_is_told(tmp_path, capsys):
         to_transformers(model).save_pretrained(tmp_path / name)
         word_tokenizer().save_pretrained(tmp_path / name)
     assert main(["needle", str(tmp_path / "masked")]) == 2
-    assert "holds a MaskedLM, expected a CausalLM" in capsys.readouterr().err
+    assert "is a MaskedLM, expected a CausalLM" in capsys.readouterr().err
     assert main(["needle", str(tmp_path / "causal")]) == 2
     assert "haystack is to be given, as there is no other text" in capsys.readouterr().err
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xfa")

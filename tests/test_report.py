@@ -496,7 +496,7 @@ def test_every_machine_a_run_was_on_is_named(folders, tmp_path):
 
 def test_runs_on_different_machines_are_seeds_of_one_recipe(folders, tmp_path):
     def elsewhere(run):
-        return run | {"machine": run["machine"] | {"workers": 3, "accumulate": 2}}
+        return run | {"machine": run["machine"] | {"workers": 3, "gradient_accumulation_steps": 2}}
 
     first, second = folders(seeds=(0, 1))
     second = edited(second, tmp_path / "run", run=elsewhere)
@@ -642,7 +642,7 @@ def test_kernels_are_what_the_layer_does_to_an_impulse(bidirectional):
     [
         {},
         {"training.epochs": 3, "model.mixer.lrpe": False, "training.steps": 7},
-        {"model.patch_size": (4, 4), "training.clip_norm": None, "model.pool": "mean"},
+        {"model.patch_size": (4, 4), "training.max_grad_norm": None, "model.pool": "mean"},
     ],
 )
 @pytest.mark.parametrize("recipe", ["digits", "digits/without_norm"])

@@ -16,7 +16,7 @@ from onescan.recipes.glue_runs import classifier
 from onescan.tasks import GlueConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig, train
 from onescan.training.folder import CONFIG, read_manifest
-from onescan.training.start import begin_with
+from onescan.training.start import init_from
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def fine_tuning(folder, task, classes, start, **training):
         model=classifier(TINY_MLM, classes, "mean"),
         data=GlueDatasetConfig(task=task, path=str(folder / "glue"), length=32),
         task=GlueConfig(),
-        start=None if start is None else str(start),
+        init_from=None if start is None else str(start),
         training=TrainingConfig(**{"steps": 2, "batch_size": 4} | training),
         machine=MachineConfig(trackers=()),
     )
@@ -47,7 +47,7 @@ def fresh(classes):
 
 def test_a_networks_weights_are_taken_and_the_head_is_fresh(folder):
     model, untouched = fresh(2), fresh(2)
-    begin_with(str(folder / "mlm"), model)
+    init_from(str(folder / "mlm"), model)
     learnt = onescan.load(folder / "mlm").model
     assert "head.transform.weight" in learnt.state_dict()  # of the same shape, and of another head
     for name, weight in model.state_dict().items():
@@ -58,7 +58,7 @@ def test_a_networks_weights_are_taken_and_the_head_is_fresh(folder):
 def test_of_a_head_of_the_same_kind_what_fits_is_taken(folder, tmp_path):
     run = train(fine_tuning(folder, "mnli", 3, folder / "mlm"), tmp_path / "mnli")
     model, untouched = fresh(2), fresh(2)
-    begin_with(str(run.folder), model)
+    init_from(str(run.folder), model)
     learnt = onescan.load(run.folder).model.state_dict()
     for name, weight in model.state_dict().items():
         source = untouched.state_dict() if name.startswith("head.scores.") else learnt
@@ -71,7 +71,7 @@ def test_the_best_weights_may_be_begun_with(tmp_path):
     save_weights(done.folder / "other", best | dict(done_buffers(done)), {})
     (done.folder / "other").replace(done.folder / "best.safetensors")
     model = tiny_run().model.build()
-    begin_with(str(done.folder / "best.safetensors"), model)
+    init_from(str(done.folder / "best.safetensors"), model)
     for name, weight in model.named_parameters():
         assert torch.equal(weight, best[name]), name
 
@@ -84,7 +84,7 @@ def test_what_transformers_saved_may_be_begun_with(folder, tmp_path):
     learnt = onescan.load(folder / "mlm").model
     to_transformers(learnt).save_pretrained(tmp_path / "saved")
     model = fresh(2)
-    begin_with(str(tmp_path / "saved"), model)
+    init_from(str(tmp_path / "saved"), model)
     for name, weight in model.network.state_dict().items():
         assert torch.equal(weight, learnt.network.state_dict()[name]), name
 
@@ -98,7 +98,7 @@ def test_a_run_begins_with_the_weights_and_draws_the_same_chance(folder, tmp_pat
     torch.testing.assert_close(
         weights["network.embedding.weight"], learnt["network.embedding.weight"]
     )
-    plain = train(dataclasses.replace(begun, start=None), tmp_path / "plain")
+    plain = train(dataclasses.replace(begun, init_from=None), tmp_path / "plain")
     heads = (onescan.load(each.folder).model.head.scores.weight for each in (result, plain))
     torch.testing.assert_close(*heads, atol=1e-6, rtol=0)
 
@@ -132,20 +132,20 @@ def test_going_on_needs_the_weights_no_more(folder, tmp_path):
 def test_weights_of_another_model_are_refused(changes, says, folder):
     config = dataclasses.replace(classifier(TINY_MLM, 2, "mean"), **changes)
     assert isinstance(config, SequenceClassifierConfig)
-    with pytest.raises(ValueError, match=rf"start is .*mlm', whose weights .*{says}"):
-        begin_with(str(folder / "mlm"), config.build())
+    with pytest.raises(ValueError, match=rf"init_from is .*mlm', whose weights .*{says}"):
+        init_from(str(folder / "mlm"), config.build())
 
 
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds no run: it has no config\.json"):
-        begin_with(str(tmp_path), fresh(2))
+        init_from(str(tmp_path), fresh(2))
 
 
 def test_a_run_of_before_has_no_start(tmp_path):
     result = train(tiny_run(steps=1), tmp_path / "run")
     config = result.folder / CONFIG
     lines = config.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if '"start"' not in line and '"decoupled_' not in line]
+    kept = [line for line in lines if '"init_from"' not in line and '"decoupled_' not in line]
     assert len(kept) == len(lines) - 2
     config.write_text("".join(kept))
     assert read_manifest(result.folder).run == tiny_run(steps=1)

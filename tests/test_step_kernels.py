@@ -16,7 +16,8 @@ from kernel_device import (
     over_seeds,
 )
 
-from onescan.ops.additive_decay import AdditiveDecayState, recurrent, reference
+from onescan.ops.additive_decay import AdditiveDecayState, forms, reference
+from onescan.ops.additive_decay.state import AdditiveInputs
 
 pytest.importorskip("triton")
 triton_recurrent = pytest.importorskip("onescan.ops.additive_decay.triton_recurrent")
@@ -66,7 +67,8 @@ def plain(named):
     if keep is not None:
         gone = ~keep[:, :, None, None]
         wide_k, wide_v = wide_k.masked_fill(gone, -torch.inf), wide_v.masked_fill(gone, 0)
-    o, after = recurrent.forward(wide_q, wide_k, wide_v, angles, state, chunk_size=64)
+    inputs = AdditiveInputs(wide_q, wide_k, wide_v, angles, state, None, 64)
+    o, after = forms.recurrent(inputs)
     return (o if keep is None else o.masked_fill(gone, 0)).to(v.dtype), after
 
 

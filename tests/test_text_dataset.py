@@ -72,7 +72,7 @@ def objects(texts, column="text"):
 
 
 def build(path, **options):
-    fields = {"path": str(path), "length": 8, "documents": "line", **options}
+    fields = {"path": str(path), "length": 8, "sample_by": "line", **options}
     return TextDatasetConfig(**fields).build()
 
 
@@ -282,7 +282,7 @@ def test_every_kind_of_file_gives_its_documents(tmp_path, kind):
 )
 def test_what_one_document_is(tmp_path, documents, count):
     (tmp_path / "a.txt").write_text("\na\nb\n\n \nc\n\n\nd\ne")
-    data = build(tmp_path / "a.txt", documents=documents, test_path=str(tmp_path / "a.txt")).train
+    data = build(tmp_path / "a.txt", sample_by=documents, test_path=str(tmp_path / "a.txt")).train
     wanted = {
         "file": ["\na\nb\n\n \nc\n\n\nd\ne"],
         "paragraph": ["a\nb", "c", "d\ne"],
@@ -322,7 +322,7 @@ def test_the_last_documents_are_held_out(tmp_path):
 
 def test_of_one_document_the_last_tokens_are_held_out(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 50 + "y" * 9)
-    splits = build(tmp_path / "a.txt", documents="file", length=10)
+    splits = build(tmp_path / "a.txt", sample_by="file", length=10)
     learnt = [token for tokens, _ in rows(splits.train, seed=0) for token in tokens]
     assert sorted(learnt)[:54] == [120] * 50 + [121] * 4
     (held,) = rows(splits.test, seed=None)
@@ -374,7 +374,7 @@ def test_a_tokenizer_without_an_end(tmp_path):
 def test_a_long_text_is_encoded_as_if_in_one(monkeypatch, tmp_path):
     text = "".join(f"the {'cat    ' * (i % 7)}\n{' sat' * (i % 3)}\n\n on\n" for i in range(200))
     path = write(tmp_path / "a.txt", text)
-    assert main(["tokenizer", path, "--out", str(tmp_path / "pairs"), "--size", "300"]) == 0
+    assert main(["tokenizer", path, "--out", str(tmp_path / "pairs"), "--vocab-size", "300"]) == 0
     for tokenizer in (ByteTokenizer(), load_tokenizer(str(tmp_path / "pairs"))):
         want = [*tokenizer.encode(text), tokenizer.end]
         for size in (1, 10, 10**6):
@@ -438,7 +438,7 @@ def test_in_a_file_read_whole_the_line_is_told(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"a\nb\n\n c \xff\n")
     for documents, line in (("file", 4), ("paragraph", 4)):
         with pytest.raises(ValueError, match=rf"a\.txt, line {line}: this is not UTF-8"):
-            build(tmp_path / "a.txt", documents=documents)
+            build(tmp_path / "a.txt", sample_by=documents)
 
 
 @pytest.mark.parametrize(
@@ -541,7 +541,7 @@ def test_what_has_changed_is_made_anew(tmp_path, calls):
     calls.clear()
     build(path)
     assert calls == []
-    build(path, documents="file")
+    build(path, sample_by="file")
     assert calls == ["an\nother\n"]
 
 
@@ -776,7 +776,7 @@ def text_run(root, tokenizer, size, steps=2):
     mixer = LightNetMixerConfig(num_heads=2, causal=True)
     model = CausalLMConfig(vocab_size=size, width=24, depth=1, mixer=mixer)
     path = write(root / "a.txt", *["the cat sat", "a dog sat on the mat"] * 20)
-    data = TextDatasetConfig(path=path, tokenizer=tokenizer, length=8, documents="line")
+    data = TextDatasetConfig(path=path, tokenizer=tokenizer, length=8, sample_by="line")
     training = TrainingConfig(batch_size=4, steps=steps)
     machine = MachineConfig(trackers=())
     return RunConfig(
@@ -884,7 +884,7 @@ LINES = ["the cat sat on a mat", "dog", "a dog sat", "the mat on the mat on the 
 def framed(tmp_path, lines, **options):
     word_tokenizer(framed=True).save_pretrained(tmp_path / "words")
     path = write(tmp_path / "a.txt", *lines)
-    return build(path, tokenizer=str(tmp_path / "words"), frame_rows=True, **options)
+    return build(path, tokenizer=str(tmp_path / "words"), add_special_tokens=True, **options)
 
 
 def parts(data, length, **options):
@@ -935,12 +935,14 @@ def test_framed_rows_resume_exactly(tmp_path, streaming):
         assert torch.equal(got, want[start:])
 
 
-def test_frame_rows_needs_a_tokenizer_with_cls_and_sep(tmp_path):
+def test_special_tokens_need_a_tokenizer_with_cls_and_sep(tmp_path):
     path = write(tmp_path / "a.txt", "one", "two")
-    with pytest.raises(ValueError, match=r"data\.frame_rows is True, but data\.tokenizer 'bytes'"):
-        build(path, frame_rows=True)
-    with pytest.raises(ValueError, match=r"data\.length is 2, expected above 2 with data\.fr"):
-        build(path, frame_rows=True, length=2)
+    with pytest.raises(
+        ValueError, match=r"data\.add_special_tokens is True, but data\.tokenizer 'bytes'"
+    ):
+        build(path, add_special_tokens=True)
+    with pytest.raises(ValueError, match=r"data\.length is 2, expected above 2"):
+        build(path, add_special_tokens=True, length=2)
 
 
 def test_test_rows_limits_framed_text(tmp_path):

@@ -40,7 +40,7 @@ def text(tmp_path_factory):
 
 
 def made(path, out, *words):
-    return main(["tokenizer", str(path), "--out", str(out), "--size", "300", *words])
+    return main(["tokenizer", str(path), "--out", str(out), "--vocab-size", "300", *words])
 
 
 def test_a_tokenizer_is_trained_saved_and_measured(text, tmp_path, capsys):
@@ -87,8 +87,8 @@ def test_the_same_text_gives_the_same_tokenizer(text, tmp_path):
 def test_any_kind_of_text_will_do(text, tmp_path, capsys):
     lines = text.read_text().splitlines()
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": x}) + "\n" for x in lines))
-    made(tmp_path / "a.jsonl", tmp_path / "objects", "--column", "body")
-    made(text, tmp_path / "lines", "--documents", "line")
+    made(tmp_path / "a.jsonl", tmp_path / "objects", "--text-column", "body")
+    made(text, tmp_path / "lines", "--sample-by", "line")
     made(text, tmp_path / "whole")
     objects, of_lines, whole = (
         (tmp_path / name / "tokenizer.json").read_bytes() for name in ("objects", "lines", "whole")
@@ -116,8 +116,8 @@ def test_mistakes_are_told_in_a_sentence(text, tmp_path, capsys):
         assert made(path, out, *words) == 2
         return capsys.readouterr().err
 
-    assert f"size is 257, expected at least {SMALLEST}" in told(
-        text, tmp_path / "a", "--size", "257"
+    assert f"vocab_size is 257, expected at least {SMALLEST}" in told(
+        text, tmp_path / "a", "--vocab-size", "257"
     )
     (tmp_path / "empty.txt").write_text(" \n")
     assert "there is no text to train a tokenizer on" in told(
@@ -135,7 +135,7 @@ def test_mistakes_are_told_in_a_sentence(text, tmp_path, capsys):
 
 
 def test_the_smallest_is_bytes(text, tmp_path):
-    assert made(text, tmp_path / "out", "--size", str(SMALLEST)) == 0
+    assert made(text, tmp_path / "out", "--vocab-size", str(SMALLEST)) == 0
     tokenizer = load_tokenizer(str(tmp_path / "out"))
     assert tokenizer.size == SMALLEST
     assert len(tokenizer.encode(ODD)) == len(ODD.encode())

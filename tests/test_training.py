@@ -74,7 +74,7 @@ def test_steps_stand_in_for_epochs(tmp_path):
 
 def test_gradients_are_clipped(tmp_path):
     free, clipped = (
-        read_metrics(train(tiny_run(steps=2, clip_norm=norm), tmp_path / str(norm)).folder)
+        read_metrics(train(tiny_run(steps=2, max_grad_norm=norm), tmp_path / str(norm)).folder)
         for norm in (None, 1e-9)  # far below AdamW's eps, so that the weights hardly move
     )
     assert clipped[0]["gradient_norm"] == free[0]["gradient_norm"] > 0.1  # before clipping
@@ -157,21 +157,21 @@ def test_an_epoch_visits_every_image_once():
 
 @pytest.mark.parametrize("step", [1, 4, 5, 9])
 def test_batches_from_any_step_on_are_those_of_the_whole(step):
-    task = tiny_task(repeats=3)
+    task = tiny_task(augment_repeats=3)
     whole = list(islice(task.batches(step=0, batch_size=8, seed=3), 12))
     assert list(islice(task.batches(step=step, batch_size=8, seed=3), 12 - step)) == whole[step:]
     assert len({example.seed for batch in whole for example in batch.examples}) == 96
 
 
 def test_repeated_augmentation_shows_each_image_so_many_times_in_a_row():
-    task = tiny_task(repeats=3)
+    task = tiny_task(augment_repeats=3)
     seen = [e.source for b in islice(task.batches(step=0, batch_size=6, seed=0), 5) for e in b[0]]
     assert seen[::3] == seen[1::3] == seen[2::3]
     assert len(set(seen)) == 10
 
 
 @pytest.mark.parametrize(
-    "task", [{"label_smoothing": 1.0}, {"evaluation_batch_size": 0}, {"repeats": 0}]
+    "task", [{"label_smoothing": 1.0}, {"evaluation_batch_size": 0}, {"augment_repeats": 0}]
 )
 def test_the_task_refuses_impossible_numbers(task):
     with pytest.raises(ValueError, match=rf"task\.{next(iter(task))} is "):
@@ -182,13 +182,13 @@ def test_the_task_refuses_impossible_numbers(task):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
-    run = tiny_run(learning_rate=1e38, clip_norm=None, warmup=6.0)
+    run = tiny_run(learning_rate=1e38, max_grad_norm=None, warmup=6.0)
     with pytest.raises(FloatingPointError) as caught:
         train(run, tmp_path)
     says = str(caught.value)
     assert "at step" in says
     assert "try a smaller training.learning_rate (now 1e+38)" in says
-    assert "training.clip_norm (now None)" in says
+    assert "training.max_grad_norm (now None)" in says
 
 
 def test_weights_that_are_not_finite_stop_the_run(tmp_path):
@@ -269,8 +269,8 @@ def test_an_unknown_device_is_refused(tmp_path, device):
         ("betas", (0.9, 1.0)),
         ("eps", 0.0),
         ("warmup", -0.1),
-        ("final_fraction", 1.1),
-        ("clip_norm", 0.0),
+        ("final_lr_ratio", 1.1),
+        ("max_grad_norm", 0.0),
         ("seed", -1),
         ("evaluate_every", 0.0),
         ("checkpoint_every", math.nan),
@@ -292,7 +292,7 @@ def test_training_refuses_unknown_names(name):
         config.__post_init__()
 
 
-@pytest.mark.parametrize(("name", "value"), [("accumulate", 0), ("workers", -1)])
+@pytest.mark.parametrize(("name", "value"), [("gradient_accumulation_steps", 0), ("workers", -1)])
 def test_machines_refuse_impossible_numbers(name, value):
     with pytest.raises(ValueError, match=rf"machine\.{name} is "):
         MachineConfig(**{name: value})
@@ -328,7 +328,7 @@ def test_matrices_decay_and_the_rest_does_not():
 )
 def test_the_learning_rate_rises_then_falls(steps, warmup, schedule, final):
     config = TrainingConfig(
-        learning_rate=2.0, warmup=warmup, schedule=schedule, final_fraction=final
+        learning_rate=2.0, warmup=warmup, schedule=schedule, final_lr_ratio=final
     )
     rates = [learning_rate(step, steps, config) for step in range(steps)]
     assert all(0 <= rate <= 2.0 for rate in rates)
@@ -340,7 +340,7 @@ def test_the_learning_rate_rises_then_falls(steps, warmup, schedule, final):
 
 @pytest.mark.parametrize(("schedule", "half"), [("cosine", 1.1), ("linear", 1.1), ("constant", 2)])
 def test_schedules_have_their_shapes(schedule, half):
-    config = TrainingConfig(learning_rate=2.0, warmup=0.0, schedule=schedule, final_fraction=0.1)
+    config = TrainingConfig(learning_rate=2.0, warmup=0.0, schedule=schedule, final_lr_ratio=0.1)
     assert learning_rate(0, 100, config) == 2.0
     assert learning_rate(50, 100, config) == pytest.approx(half)
     assert learning_rate(100, 100, config) == pytest.approx(2.0 if schedule == "constant" else 0.2)

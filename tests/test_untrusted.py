@@ -276,7 +276,7 @@ PIPELINES = {
 def test_a_damaged_pipeline(attack, says, bad, command, tmp_path):
     folder = bad("pipeline")
     attack(folder)
-    words = ("sample", folder, "--count", 1, "--steps", 2, "--device", "cpu")
+    words = ("sample", folder, "--num-images", 1, "--steps", 2, "--device", "cpu")
     assert says in command(*words, "--out", tmp_path / "x.png")
 
 
@@ -286,7 +286,7 @@ def test_modules_in_a_pipeline_folder_are_not_imported(bad, command, tmp_path):
     for path in (folder / "None.py", *folder.rglob("modeling_onescan.py")):
         path.write_text((folder / "scheduler" / "diffusers.py").read_text())
     assert (folder / "transformer" / "modeling_onescan.py").is_file()
-    words = ("sample", folder, "--count", 1, "--steps", 2, "--device", "cpu")
+    words = ("sample", folder, "--num-images", 1, "--steps", 2, "--device", "cpu")
     command(*words, "--out", tmp_path / "x.png", code=0)
 
 
@@ -420,4 +420,4 @@ HUGE = {"width": 10**6, "depth": 10**9, "image_size": [8, 10**18]}
 def test_a_config_of_a_huge_model(field, bad, command, tmp_path):
     folder = bad("denoiser")
     edit(folder / "config.json", lambda d: model_of(d).update({field: HUGE[field]}))
-    command("sample", folder, "--count", 1, "--steps", 2, "--out", tmp_path / "x.png")
+    command("sample", folder, "--num-images", 1, "--steps", 2, "--out", tmp_path / "x.png")

@@ -216,7 +216,7 @@ def test_generate_reads_its_prompt_from_a_pipe(saved, capsys, monkeypatch):
 
 def test_fill_prints_a_line_a_mask(saved, capsys):
     text = "the [MASK] sat on [MASK]"
-    assert main(["fill", str(saved / "filler"), text, "--top", "2"]) == 0
+    assert main(["fill", str(saved / "filler"), text, "--top-k", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all(re.fullmatch(r"\S* ?\d+\.\d%, \S* ?\d+\.\d%", line) for line in lines), lines
@@ -227,8 +227,8 @@ def test_mistakes_are_told_in_a_sentence(saved, capsys):
         assert main(list(words)) == 2
         return capsys.readouterr().err
 
-    assert "holds a MaskedLM, expected a CausalLM" in told("generate", str(saved / "filler"))
-    assert "holds a CausalLM, expected a MaskedLM" in told("fill", str(saved / "writer"), "a")
+    assert "is a MaskedLM, expected a CausalLM" in told("generate", str(saved / "filler"))
+    assert "is a CausalLM, expected a MaskedLM" in told("fill", str(saved / "writer"), "a")
     assert "text has no [MASK]" in told("fill", str(saved / "filler"), "the cat")
     assert "max_new_tokens is 0" in told(
         "generate", str(saved / "writer"), "--prompt", "a", "--max-new-tokens", "0"

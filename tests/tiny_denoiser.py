@@ -56,7 +56,7 @@ def denoiser_run(**changes):
         task=ImageGenerationConfig(
             noise=NoiseConfig(prediction="v"),
             sampler=SamplerConfig(steps=5),
-            pictures=2,
+            samples_per_class=2,
             evaluation_batch_size=10,
         ),
         training=TrainingConfig(

@@ -59,7 +59,7 @@ def saved_denoiser(folder):
 
 
 def asking(classifier, **changes):
-    defaults = {"samples": 20, "features": str(classifier), "steps": 2, "batch": 6}
+    defaults = {"samples": 20, "features": str(classifier), "steps": 2, "batch_size": 6}
     return SamplesConfig(**defaults | changes)
 
 

@@ -12,7 +12,7 @@ def main(folder):
     with joined() as ranks:
         assert ranks.size == 2
         for name, shard in (("ddp", False), ("fsdp", True)):
-            run = denoiser_run(**{"training.epochs": 1, "machine.shard": shard})
+            run = denoiser_run(**{"training.epochs": 1, "machine.fsdp": shard})
             train(run, Path(folder) / name)
 
 

@@ -75,7 +75,7 @@ def lean_run():
     """No running mean, and evaluations that are never a new best after the first."""
     ImageClassification.score = lambda *_: 0.0
     changes = {"training.ema_decay": None, "training.evaluate_every": 0.1}
-    return configs.replace(lightnet_run(shard=True, workers=1), changes)
+    return configs.replace(lightnet_run(fsdp=True, workers=1), changes)
 
 
 def dies_once(folder):
@@ -90,7 +90,7 @@ def dies_once(folder):
 
 MACHINES = {
     "ddp": {"workers": 1},
-    "fsdp": {"shard": True, "accumulate": 2},
+    "fsdp": {"fsdp": True, "gradient_accumulation_steps": 2},
 }
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What a model can be asked, as options of a command."""
+"""Options of the evaluation commands."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from tyro.conf import Fixed, Suppress
 
 LEAST_SAMPLES = 10  # as the Inception Score is of ten parts
 LEAST_COMPARED = 4  # as the third nearest neighbour is looked for
@@ -21,14 +23,14 @@ SETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class LengthsConfig:
-    """What is measured over lengths."""
+    """Options of `evaluate --lengths`."""
 
     lengths: tuple[int, ...] = ()
-    """tokens of a row, several; they may be many times those of training"""
+    """Context lengths to evaluate, in tokens; they may exceed the training length."""
     text: str | None = None
-    """a file or a folder, or a name on the hub; without it, the run's own held-out text"""
-    tokens: int | None = None
-    """of the text, the first ones; without it, all"""
+    """Text file, folder or hub dataset; by default the run's test text."""
+    max_tokens: int | None = None
+    """Number of tokens to use from the start of the text; by default all."""
 
     def check(self) -> None:
         """Raise ValueError for a length or a number of tokens out of range."""
@@ -38,24 +40,25 @@ class LengthsConfig:
             raise ValueError(f"lengths is {self.lengths}, expected at least one, and each once")
         for length in self.lengths:
             check_positive(lengths=length)
-        if self.tokens is not None:
-            check_positive(tokens=self.tokens)
+        if self.max_tokens is not None:
+            check_positive(max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TasksConfig:
-    """What a language model is asked."""
+    """Options of `evaluate --tasks`."""
 
     tasks: str = ""
-    """names of lm-eval's tasks, a,b,c; commonsense is the six of LightNet's Table 9"""
+    """Names of lm-eval tasks, separated by commas; commonsense stands for the six tasks of
+    LightNet's Table 9."""
     include_path: Path | None = None
-    """a folder with tasks of your own, as lm-eval's YAML files"""
+    """Folder with your own tasks as lm-eval YAML files."""
     limit: int | None = None
-    """examples of each task, the first ones; without it, all"""
-    shots: int | None = None
-    """solved examples before each question; without it, as the task says"""
-    batch_size: int = 32
-    """requests at once; changes the memory, and no result but of sampled texts"""
+    """Number of examples per task; by default all."""
+    num_fewshot: int | None = None
+    """Number of few-shot examples; by default as the task defines."""
+    batch_size: Annotated[int, Fixed, Suppress] = 32
+    """Requests per batch; affects memory, and results only of sampled texts."""
 
     @property
     def names(self) -> list[str]:
@@ -70,42 +73,42 @@ class TasksConfig:
         check_positive(batch_size=self.batch_size)
         if self.limit is not None:
             check_positive(limit=self.limit)
-        if self.shots is not None and self.shots < 0:
-            raise ValueError(f"shots is {self.shots}, expected 0 or more")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise ValueError(f"num_fewshot is {self.num_fewshot}, expected 0 or more")
         if self.include_path is not None and not self.include_path.is_dir():
             raise ValueError(f"include_path is '{self.include_path}', which is no folder")
 
 
 Sampler = Literal["ddpm", "ddim", "dpm", "euler"]  # onescan.models.denoiser has what they are
-AskedLabels = Literal["even", "reference"]
+ClassDistribution = Literal["uniform", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesConfig:
-    """How images are made and judged."""
+    """Options of `evaluate --samples`."""
 
     samples: int | None = None
-    """images to make, or to read where they are made already; FID-50K is of 50000"""
+    """Number of images to generate, or to read if they are given; FID-50K uses 50000."""
     features: str = ""
-    """what compares images: a run of ours that is a classifier; or a file of TorchScript, such as
-    NVIDIA's inception-2015-12-05.pt, for FID"""
-    guidance: tuple[float, ...] = ()
-    """scales of classifier-free guidance, measured one after the other; without it, the run's"""
+    """Feature extractor: a run folder of a trained classifier, or a TorchScript file such as
+    NVIDIA's inception-2015-12-05.pt, for FID."""
+    guidance_scale: tuple[float, ...] = ()
+    """Scales of classifier-free guidance to evaluate; by default the run's."""
     sampler: Sampler | None = None
-    """without it, the run's"""
+    """Sampler; by default the run's."""
     steps: int | None = None
-    """calls of the model for each image; without it, the run's"""
+    """Denoising steps per image; by default the run's."""
     reference: str = "train"
-    """real images to compare with: train or test, of the run's data; or a folder, a parquet file,
-    a name on the hub, or a .npz file of images or statistics as evaluators read them"""
-    labels: AskedLabels = "even"
-    """classes to ask for: each equally often, or as often as in the reference"""
-    compared: int = 10000
-    """images of each side whose neighbourhoods precision and recall compare, drawn by lot"""
-    batch: int = 64
-    """images at once; changes the memory, and the result by rounding alone"""
+    """Real images to compare with: train or test for the run's data; a folder, parquet file or hub
+    dataset; or an .npz file of images or statistics."""
+    class_distribution: ClassDistribution = "uniform"
+    """Classes of the generated images: uniform, or distributed as in the reference."""
+    precision_recall_samples: int = 10000
+    """Number of images, drawn at random from each side, for precision and recall."""
+    batch_size: Annotated[int, Fixed, Suppress] = 64
+    """Images per batch; affects memory, and results only by rounding."""
     seed: int = 0
-    """what images are made from, each from a seed of its own"""
+    """Random seed; each image has its own seed derived from it."""
 
     def check(self) -> None:
         """Raise ValueError for what is missing, or out of range."""
@@ -115,38 +118,41 @@ class SamplesConfig:
             raise ValueError(f"samples is {self.samples}, expected {LEAST_SAMPLES} at least")
         if not self.features:
             raise ValueError("features is '', expected a classifier's run, or a file for FID")
-        if len(set(self.guidance)) < len(self.guidance):
-            raise ValueError(f"guidance is {self.guidance}, expected each scale once")
-        for scale in self.guidance:
+        if len(set(self.guidance_scale)) < len(self.guidance_scale):
+            raise ValueError(f"guidance_scale is {self.guidance_scale}, expected each scale once")
+        for scale in self.guidance_scale:
             if not 0 <= scale < float("inf"):
-                raise ValueError(f"guidance has {scale}, expected 0 or more")
-        check_choice("labels", self.labels, get_args(AskedLabels))
-        check_positive(batch=self.batch)
+                raise ValueError(f"guidance_scale has {scale}, expected 0 or more")
+        check_choice("class_distribution", self.class_distribution, get_args(ClassDistribution))
+        check_positive(batch_size=self.batch_size)
         if self.steps is not None:
             check_positive(steps=self.steps)
-        if self.compared < LEAST_COMPARED:
-            raise ValueError(f"compared is {self.compared}, expected {LEAST_COMPARED} at least")
+        if self.precision_recall_samples < LEAST_COMPARED:
+            raise ValueError(
+                f"precision_recall_samples is {self.precision_recall_samples}, expected at least "
+                f"{LEAST_COMPARED}"
+            )
         if not self.reference:
             raise ValueError("reference is '', expected train, test or a path")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleConfig:
-    """What is hidden, where, and how often."""
+    """Options of the needle-in-a-haystack evaluation."""
 
     lengths: tuple[int, ...] = (1024, 2048, 4096)
-    """Tokens of a whole text: haystack, needle, question and answer."""
+    """Total context lengths in tokens, including needle, question and answer."""
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Where the needle is: 0 is before the haystack, 1 after it."""
+    """Positions of the needle: 0 is the start of the haystack, 1 the end."""
     trials: int = 4
-    """Needles for each length, each in a haystack of its own, the same at all depths."""
+    """Needles per length, each in a different part of the haystack; the same at all depths."""
     needle: str = "The magic number of {name} is {number}."
-    """What is hidden, on a line of its own."""
+    """Sentence to hide, on a line of its own."""
     question: str = "The magic number of {name} is"
-    """What stands at the end, on a new line; the number is to follow."""
+    """Prompt at the end, on a new line, to be completed with the number."""
     digits: int = 4
-    """Of a number."""
-    piece: int = 1024
-    """Tokens read at once; changes the memory, and the result by rounding alone."""
+    """Digits of the number."""
+    prefill_chunk_size: int = 1024
+    """Tokens processed at once; affects memory, and results only by rounding."""
     seed: int = 0
-    """What names, numbers and haystacks are drawn from."""
+    """Random seed of names, numbers and haystack positions."""

@@ -1,4 +1,4 @@
-"""Benchmarks that set ours beside others', and their options, in a module without torch."""
+"""Benchmarks against other implementations and their options. Does not import torch."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -6,37 +6,37 @@ from typing import Literal, get_args
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 AskedBackend = Literal["auto", "torch", "triton"]
-LONGEST_BUDGET_S = 50_000.0  # many budgets are waited for, in milliseconds of 32 bits
+LONGEST_TIME_LIMIT_S = 50_000.0  # many budgets are waited for, in milliseconds of 32 bits
 MOST = 2**31 - 1  # what counts in 32 bits, as in kernels and in torch's threads
 CausalSize = Literal["small", "45m", "150m", "380m", "1.45b"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContestOptions(ABC):
-    """What is measured, in all benchmarks of contestants."""
+    """Options common to all benchmarks."""
 
-    batch: int = 4
-    """sequences of a call"""
+    batch_size: int = 4
+    """Sequences per call."""
     dtype: Dtype = "float32"
-    """of inputs and weights"""
+    """Data type of inputs and weights."""
     device: str = "auto"
-    """cpu, cuda, ...; auto is a GPU where there is one"""
+    """Device: cpu, cuda, ...; auto uses a GPU if there is one."""
     backend: AskedBackend = "auto"
-    """what runs our ops"""
+    """Backend of onescan's ops."""
     compile: bool = False
-    """every contestant as torch.compile makes it, anew for each size"""
+    """Compile every candidate with torch.compile, separately for each size."""
     gradients: bool = True
-    """measure forward and backward too"""
+    """Also measure forward and backward."""
     rounds: int = 5
-    """at least so many; in a round each contestant has a turn"""
+    """Minimum number of rounds; each round times every candidate once."""
     seconds: float = 2.0
-    """rounds go on for at least so long"""
-    budget_s: float = 60.0
-    """what takes longer than this in a call is not tried at larger sizes"""
+    """Minimum total time of the rounds, in seconds."""
+    time_limit_s: float = 60.0
+    """Skip larger sizes for a candidate whose call takes longer than this, in seconds."""
     threads: int | None = None
-    """of a contestant on a CPU; without it, as many as torch takes"""
-    names: tuple[str, ...] = ()
-    """contestants, of which the first is what the others are compared to; without it, all"""
+    """CPU threads per candidate; by default torch's own number."""
+    candidates: tuple[str, ...] = ()
+    """Candidates to measure; ratios are relative to the first. By default all."""
 
     @property
     @abstractmethod
@@ -50,22 +50,22 @@ class ContestOptions(ABC):
 
     def check(self) -> None:
         """Raise ValueError for a number out of its range, or a name twice."""
-        for name in ("batch", "rounds", "budget_s", "threads"):
+        for name in ("batch_size", "rounds", "time_limit_s", "threads"):
             number = getattr(self, name)
             if number is not None and not 0 < number < float("inf"):
                 raise ValueError(f"{name} is {number}, expected a number above 0")
         if not 0 <= self.seconds < float("inf"):
             raise ValueError(f"seconds is {self.seconds}, expected 0 or more")
-        if self.budget_s > LONGEST_BUDGET_S:
+        if self.time_limit_s > LONGEST_TIME_LIMIT_S:
             raise ValueError(
-                f"budget_s is {self.budget_s}, expected at most {LONGEST_BUDGET_S:.0f}"
+                f"time_limit_s is {self.time_limit_s}, expected at most {LONGEST_TIME_LIMIT_S:.0f}"
             )
         from onescan.checks import check_choice  # imports torch, which help does without
 
         check_choice("dtype", self.dtype, get_args(Dtype))
         check_choice("backend", self.backend, get_args(AskedBackend))
-        if len(set(self.names)) < len(self.names):
-            raise ValueError(f"names is {self.names}, expected each once")
+        if len(set(self.candidates)) < len(self.candidates):
+            raise ValueError(f"candidates is {self.candidates}, expected each once")
         if not self.sizes or len(set(self.sizes)) < len(self.sizes):
             raise ValueError(f"{self.axis} is {self.sizes}, expected at least one, and each once")
         for size in self.sizes:
@@ -73,19 +73,19 @@ class ContestOptions(ABC):
                 raise ValueError(f"{self.axis} has {size}, expected numbers above 0")
             if size > MOST:
                 raise ValueError(f"{self.axis} has {size}, expected at most {MOST}")
-        _check_most(batch=self.batch, rounds=self.rounds, threads=self.threads or 1)
+        _check_most(batch_size=self.batch_size, rounds=self.rounds, threads=self.threads or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneScanOptions(ContestOptions):
-    """One scan of all tokens, and what else lets each read all others."""
+    """One additive scan over all tokens, compared with other bidirectional attention."""
 
     tokens: tuple[int, ...] = (256, 1024, 4096, 16384)
-    """of a sequence"""
-    heads: int = 6
-    """of a token"""
-    width: int = 64
-    """of a head"""
+    """Sequence lengths."""
+    num_heads: int = 6
+    """Number of heads."""
+    head_dim: int = 64
+    """Width of a head."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -94,19 +94,19 @@ class OneScanOptions(ContestOptions):
     def check(self) -> None:
         """Raise ValueError as the base does, and for widths."""
         super().check()
-        _check_positive(heads=self.heads, width=self.width)
+        _check_positive(num_heads=self.num_heads, head_dim=self.head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecayOptions(OneScanOptions):
-    """Decay in both directions, chosen by each token."""
+    """Bidirectional attention with decay that depends on the token."""
 
     decay: Literal["scalar", "diagonal"] = "scalar"
-    """one for each head, or one for each of its key channels"""
+    """One decay per head (scalar), or one per key channel (diagonal)."""
     normalize: Literal["none", "sum"] = "sum"
-    """what ours divide by, as in LION; flash-linear-attention does not divide"""
+    """How onescan normalizes; LION divides by the sum, flash-linear-attention does not divide."""
     chunk_size: int = 64
-    """tokens of a chunk of ours"""
+    """Tokens per chunk of onescan's chunk form."""
 
     def check(self) -> None:
         """Raise ValueError as the base does, and for chunks."""
@@ -120,19 +120,20 @@ class DecayOptions(OneScanOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CausalOptions(ContestOptions):
-    """Whole causal language models that learn from random tokens, or their ops alone."""
+    """Causal language models trained on random tokens, or their ops alone."""
 
     tokens: tuple[int, ...] = (512, 1024, 2048, 4096)
-    """of a sequence"""
-    batch: int = 1
-    """sequences of a call"""
+    """Sequence lengths."""
+    batch_size: int = 1
+    """Sequences per call."""
     gradients: bool = True
-    """of models measure training, and without it inference; of ops, forward and backward too"""
-    size: CausalSize = "small"
-    """of the models: width and depth, the same for all but Mamba-2, which has twice as many blocks
-    as they have no MLP"""
+    """For models, measure training instead of inference; for ops, also measure forward and
+    backward."""
+    model_size: CausalSize = "small"
+    """Width and depth of the models, equal for all but Mamba-2, which has twice as many blocks
+    because they have no MLP."""
     level: Literal["model", "op"] = "model"
-    """whole models, or what mixes their tokens, alone"""
+    """Whole models, or only their token-mixing ops."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -143,22 +144,22 @@ class CausalOptions(ContestOptions):
         super().check()
         from onescan.checks import check_choice  # imports torch, which help does without
 
-        check_choice("size", self.size, get_args(CausalSize))
+        check_choice("model_size", self.model_size, get_args(CausalSize))
         check_choice("level", self.level, ("model", "op"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(ContestOptions):
-    """One further token of a causal language model, after so many; without gradients always."""
+    """One decoding step of a causal language model after a context; never with gradients."""
 
     tokens: tuple[int, ...] = (1_000, 10_000, 100_000)
-    """that were read or written before"""
-    batch: int = 1
-    """sequences of a call"""
+    """Context lengths."""
+    batch_size: int = 1
+    """Sequences per call."""
     gradients: bool = False
-    """must stay so: a step of decoding has none"""
-    size: CausalSize = "45m"
-    """of the models"""
+    """Must be False: decoding has no gradients."""
+    model_size: CausalSize = "45m"
+    """Width and depth of the models."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -169,21 +170,21 @@ class DecodeOptions(ContestOptions):
         super().check()
         from onescan.checks import check_choice  # imports torch, which help does without
 
-        check_choice("size", self.size, get_args(CausalSize))
+        check_choice("model_size", self.model_size, get_args(CausalSize))
         if self.gradients:
             raise ValueError("gradients is True, expected False: a step of decoding has none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsOptions(ContestOptions):
-    """Image classifiers: inference, and training where gradients are asked for."""
+    """Image classifiers: inference and, with gradients, training."""
 
-    size: tuple[int, ...] = (224,)
-    """sides of the square images, in pixels"""
-    batch: int = 8
-    """images of a call"""
+    image_size: tuple[int, ...] = (224,)
+    """Sides of the square images, in pixels."""
+    batch_size: int = 8
+    """Images per call."""
     gradients: bool = True
-    """measure training too"""
+    """Also measure training."""
     presets: tuple[str, ...] = (
         "lightnet_tiny",
         "lion_lit_tiny",
@@ -192,15 +193,16 @@ class ModelsOptions(ContestOptions):
         "deit_tiny",
         "timm/deit_tiny",
     )
-    """models of `onescan models`; timm/deit_tiny, timm/deit_small and timm/deit_base are timm's"""
+    """Models listed by `onescan models`; timm/deit_tiny, timm/deit_small and timm/deit_base are
+    timm's."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self.size
+        return self.image_size
 
     @property
     def axis(self) -> str:
-        return "size"
+        return "image_size"
 
     def check(self) -> None:
         """Raise ValueError as the base does, and for presets."""
@@ -211,7 +213,7 @@ class ModelsOptions(ContestOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """A benchmark: what its page says of it, and where its contestants are."""
+    """A benchmark: the texts of its report, and the module of its candidates."""
 
     title: str
     summary: str
@@ -234,19 +236,19 @@ class Contest:
 CONTESTS = {
     "one-scan": Contest(
         title="One scan",
-        summary="one scan, two causal scans and softmax attention over lengths",
-        lead="Every token reads all others: by one sum for all of them, by two causal scans, and "
-        "by softmax attention. Source: LightNet, arXiv:2405.21022, Fig. 2.",
+        summary="additive attention by one scan and two causal scans, and softmax attention",
+        lead="Bidirectional attention: one scan, two causal scans, and softmax attention. "
+        "Source: LightNet, arXiv:2405.21022, Fig. 2.",
         options=OneScanOptions,
         module="onescan.bench.contestants.one_scan",
         axis="tokens",
         items="",
     ),
     "decay": Contest(
-        title="Decay in both directions",
-        summary="bidirectional decayed attention, softmax attention, and causal kernels twice",
-        lead="Every token reads all others, less of those far away, as it chooses itself. "
-        "Source: LION, arXiv:2502.16249.",
+        title="Bidirectional decay",
+        summary="bidirectional attention with decay, softmax attention, and two causal kernels",
+        lead="Bidirectional attention whose weights decay with distance, at a rate that depends on "
+        "the tokens. Source: LION, arXiv:2502.16249.",
         options=DecayOptions,
         module="onescan.bench.contestants.decay",
         axis="tokens",
@@ -254,8 +256,8 @@ CONTESTS = {
     ),
     "causal": Contest(
         title="Causal language models",
-        summary="speed of causal language models in training, or of their ops alone",
-        lead="Whole language models of equal width and depth, on random tokens. "
+        summary="training speed of causal language models, or speed of their ops",
+        lead="Causal language models of equal width and depth, on random tokens. "
         "Source: LightNet, arXiv:2405.21022, Table 4.",
         options=CausalOptions,
         module="onescan.bench.contestants.causal",
@@ -264,20 +266,20 @@ CONTESTS = {
     ),
     "decode": Contest(
         title="Decoding",
-        summary="time and memory of a further token after so many",
-        lead="What one more token costs after so many: a state of fixed size beside a cache that "
-        "grows.",
+        summary="time and memory per decoded token, over context lengths",
+        lead="Cost of one more token after a context: a state of constant size compared with a "
+        "growing cache.",
         options=DecodeOptions,
         module="onescan.bench.contestants.decode",
-        axis="tokens before",
+        axis="context length",
         items="tokens",
         at="after {} tokens",
-        power_of="the number of tokens before",
+        power_of="the context length",
     ),
     "models": Contest(
         title="Image classifiers",
-        summary="images per second of image classifiers, training and inference",
-        lead="Whole image classifiers, with random weights and images.",
+        summary="training and inference speed of image classifiers",
+        lead="Image classifiers with random weights, on random images.",
         options=ModelsOptions,
         module="onescan.bench.contestants.images",
         axis="side of the image, pixels",

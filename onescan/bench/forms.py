@@ -25,20 +25,20 @@ CHUNK = "chunk"  # the form that has a chunk size
 
 @dataclass(frozen=True, kw_only=True)
 class FormsConfig:
-    """What is measured."""
+    """Options of the benchmark of a model's forms."""
 
-    sizes: tuple[int, ...] = (224, 320, 448, 640, 896, 1248)
+    image_sizes: tuple[int, ...] = (224, 320, 448, 640, 896, 1248)
     """Sides of the square images, in pixels."""
     forms: tuple[str, ...] = ()
-    """What the mixer's field `form` is set to; without any, all that the model can run in."""
+    """Forms of the mixer to measure; by default all that the model supports."""
     chunk_sizes: tuple[int, ...] = (16, 64, 256)
     """Tokens per chunk; the chunk form is measured with each."""
     batch_size: int = 1
-    """Images per forward."""
-    budget_s: float = 60.0
-    """A form is not measured on images larger than one whose forward takes longer than this."""
+    """Images per call."""
+    time_limit_s: float = 60.0
+    """Skip larger images for a form whose forward pass takes longer than this, in seconds."""
     device: str = "auto"
-    """cpu, cuda, ...; auto is a GPU where there is one."""
+    """Device: cpu, cuda, ...; auto uses a GPU if there is one."""
 
 
 def measure_forms(
@@ -66,7 +66,7 @@ def measure_forms(
     fresh = FormCosts(name=name, model=model, batch_size=asked.batch_size, machine=machine)
     known = going_on(folder / FORMS, fresh)
     write_json(folder / FORMS, configs.to_dict(known))  # or it fails before the first measurement
-    plan = [(variant, size) for variant in _variants(asked) for size in sorted(asked.sizes)]
+    plan = [(variant, size) for variant in _variants(asked) for size in sorted(asked.image_sizes)]
     with tqdm(total=len(plan), unit=" forwards", disable=not progress) as bar:
         for variant, size in plan:
             bar.set_description(f"{variant.name}, {size} pixels")
@@ -90,7 +90,7 @@ def _with_one(known: FormCosts, variant: Variant, size: int, asked: FormsConfig)
     costs = known.of(variant)
     if any(cost.size == size for cost in costs):
         return known
-    slow = [c for c in costs if c.size < size and c.median_ms > 1000 * asked.budget_s]
+    slow = [c for c in costs if c.size < size and c.median_ms > 1000 * asked.time_limit_s]
     if slow:
         took = f"at {slow[0].size} one took {slow[0].median_ms / 1000:.3g} s"
         return _without(known, LeftOut(variant=variant, size=size, why=took))
@@ -134,20 +134,22 @@ def _check(name: str, model: ModelConfig, asked: FormsConfig) -> FormsConfig:
     """What is asked for, spelt out."""
     if not isinstance(model, ImageClassifierConfig) or not hasattr(model.mixer, "form"):
         raise ValueError(f"{name} has no forms, expected an image classifier whose mixer has some")
-    check_positive(batch_size=asked.batch_size, budget_s=asked.budget_s)
+    check_positive(batch_size=asked.batch_size, time_limit_s=asked.time_limit_s)
     known = get_args(get_type_hints(type(model.mixer))["form"])[1:]  # the first is "auto"
     for form in asked.forms:
         check_choice("form", form, known)
     if not asked.forms:
         asked = replace(asked, forms=tuple(form for form in known if _runs(model, form)))
-    for argument in ("sizes", "forms", "chunk_sizes"):
+    for argument in ("image_sizes", "forms", "chunk_sizes"):
         values = getattr(asked, argument)
         if not values or len(set(values)) < len(values):
             raise ValueError(f"{argument} is {values}, expected at least one, and each once")
-    for size in asked.sizes:
+    for size in asked.image_sizes:
         if size < 1 or any(size % side for side in model.patch_size):
             patch = " x ".join(map(str, model.patch_size))
-            raise ValueError(f"sizes has {size}, expected a multiple of the patches' {patch}")
+            raise ValueError(
+                f"image_sizes has {size}, expected a multiple of the patch size {patch}"
+            )
     for variant in _variants(asked):
         _try(model, variant)
     return asked

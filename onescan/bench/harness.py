@@ -54,7 +54,7 @@ def judge_by_tasks(checkpoint: str, asked: TasksConfig, *, device: str = "auto")
     found = lm_eval.simple_evaluate(
         model=judged,
         tasks=asked.names,
-        num_fewshot=asked.shots,
+        num_fewshot=asked.num_fewshot,
         limit=asked.limit,
         task_manager=manager,
         log_samples=False,
@@ -65,7 +65,7 @@ def judge_by_tasks(checkpoint: str, asked: TasksConfig, *, device: str = "auto")
         data={
             "checkpoint": short_name(checkpoint),
             "limit": asked.limit,
-            "shots": asked.shots,
+            "num_fewshot": asked.num_fewshot,
             "onescan": __version__,
             "lm_eval": lm_eval.__version__,
             **{name: _plain(found[name]) for name in KEPT if name in found},

@@ -53,7 +53,7 @@ def measure_lengths(
             on; says why.
     """
     asked.check()
-    opened = open_long_text(checkpoint, asked.text, asked.tokens)
+    opened = open_long_text(checkpoint, asked.text, asked.max_tokens)
     model = opened.model.to(choose_device(device, Ranks()))
     stream, labels = _posed(opened)
     told = int((labels != IGNORE_INDEX).sum())

@@ -117,7 +117,7 @@ def _read(
     wanted = data.wanted(streaming=False) if data else Wanted()
     source = find_source(text, wanted, field="text")
     split = source.held_out("train") or next(iter(source.splits))
-    frame = tokenizer.frame if data and data.frame_rows else None
+    frame = tokenizer.frame if data and data.add_special_tokens else None
     reader = CorpusReader(tokenizer=tokenizer, on_error="raise", keeps=False, frame=frame)
     ids = reader.read(source.open(split), text, split, most=most).tokens
     if not len(ids):

@@ -76,7 +76,7 @@ def measure_needles(
     )
     known = going_on(folder / NEEDLE, fresh)
     write_json(folder / NEEDLE, configs.to_dict(known))  # or it fails before the first needle
-    reader = Reader(model, tokenizer.size, asked.piece)
+    reader = Reader(model, tokenizer.size, asked.prefill_chunk_size)
     plan = [(length, trial) for length in sorted(asked.lengths) for trial in range(asked.trials)]
     with tqdm(total=len(plan), unit=" needles", disable=not progress) as bar:
         for length, trial in plan:
@@ -142,7 +142,9 @@ def _outcomes(
 
 def _check(model: CausalLM, tokenizer: Tokenizer, haystack: Haystack, asked: NeedleConfig) -> None:
     tokenizer.check_vocabulary(model.config.vocab_size)
-    check_positive(trials=asked.trials, digits=asked.digits, piece=asked.piece)
+    check_positive(
+        trials=asked.trials, digits=asked.digits, prefill_chunk_size=asked.prefill_chunk_size
+    )
     for argument in ("lengths", "depths"):
         values = getattr(asked, argument)
         if not values or len(set(values)) < len(values):

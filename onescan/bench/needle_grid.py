@@ -100,7 +100,7 @@ def going_on(path: Path, fresh: NeedleGrid) -> NeedleGrid:
 
 def _fixed(grid: NeedleGrid) -> NeedleGrid:
     """What may not change from call to call."""
-    asked = dataclasses.replace(grid.asked, lengths=(), trials=1, piece=1)
+    asked = dataclasses.replace(grid.asked, lengths=(), trials=1, prefill_chunk_size=1)
     return dataclasses.replace(grid, asked=asked, outcomes=())
 
 

@@ -1,5 +1,6 @@
 """Time and memory of one function, each measured in a process of its own."""
 
+import ctypes
 import math
 import multiprocessing
 import os
@@ -12,8 +13,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-
-from onescan import memory
 
 BUDGET_S = 1.0  # at least this long, and at least MIN_RUNS runs, unless one run takes longer
 MIN_RUNS = 3
@@ -68,7 +67,6 @@ def exponent(lengths: Sequence[int], times: Sequence[float]) -> float:
 
 
 def _measure_here(sender, prepare, arguments) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
-    memory.keep_freed()
     call = prepare(*arguments)
     before = held_mib()  # and forget the peak that importing had
     start = perf_counter()
@@ -130,7 +128,7 @@ def hand_back(share: float = 0.0) -> bool:
     before = resident_mib()
     if before < share * total_mib():
         return False
-    memory.hand_back_freed()
+    release_memory()
     return resident_mib() < before - NEW_MIB
 
 
@@ -153,7 +151,7 @@ def held_mib() -> float:
         return torch.cuda.memory_allocated() / 2**20
     if not LINUX:
         return peak_mib()
-    memory.hand_back_freed()  # what was kept would hide as much of a call's own
+    release_memory()  # memory kept by the allocator would hide a call's own
     Path("/proc/self/clear_refs").write_text("5")
     return resident_mib()
 
@@ -166,6 +164,13 @@ def peak_mib() -> float:
         return _proc_status_mib("VmHWM")
     unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def release_memory() -> None:
+    """Return freed memory to the system, if the C library is glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if LINUX else None
+    if trim is not None:
+        trim(0)
 
 
 def _proc_status_mib(name: str) -> float:

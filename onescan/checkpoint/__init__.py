@@ -1,1 +1,1 @@
-"""Files of a run folder: atomic writes, weights with checksums, and config.json."""
+"""Files of a run folder: atomic writes, weights with checksums, config.json, generation states."""

@@ -25,12 +25,12 @@ def centre_box(width: int, height: int, *, aspect: float, part: float) -> Box:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomCropConfig:
-    """A random part of each training image, resized to the model's size."""
+    """Random resized crop of training images."""
 
-    area: tuple[float, float] = (0.08, 1.0)
-    """Smallest and largest part of the image's area."""
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)
-    """Narrowest and widest width over height."""
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Smallest and largest area of the crop, as a fraction of the image's area."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Smallest and largest aspect ratio (width over height) of the crop."""
 
     def build(self) -> "RandomCrop":
         """Prepare.
@@ -38,12 +38,12 @@ class RandomCropConfig:
         Raises:
             ValueError: a range is not one, or asks for more than the image.
         """
-        for name, highest in (("area", 1.0), ("aspect", math.inf)):
+        for name, highest in (("scale", 1.0), ("ratio", math.inf)):
             low, high = getattr(self, name)
             if not (0 < low <= high <= highest and high < math.inf):
                 raise ValueError(
                     f"data.train_crop.{name} is {(low, high)}, expected two numbers, "
-                    f"above 0{' and at most 1' if name == 'area' else ''}, the smaller first"
+                    f"above 0{' and at most 1' if name == 'scale' else ''}, the smaller first"
                 )
         return RandomCrop(self)
 
@@ -59,9 +59,9 @@ class RandomCrop:
 
     def __call__(self, width: int, height: int, seed: int) -> Box:
         random = Random(seed)
-        narrowest, widest = self.config.aspect
+        narrowest, widest = self.config.ratio
         for _ in range(ATTEMPTS):
-            area = random.uniform(*self.config.area) * width * height
+            area = random.uniform(*self.config.scale) * width * height
             aspect = math.exp(random.uniform(math.log(narrowest), math.log(widest)))
             wide, tall = math.sqrt(area * aspect), math.sqrt(area / aspect)
             if wide <= width and tall <= height:

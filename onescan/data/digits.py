@@ -8,21 +8,21 @@ from einops import rearrange
 from onescan.checks import check_positive
 from onescan.data.base import DataConfig
 from onescan.data.images import ImageFormat, ImageSplits, ImageTensors
-from onescan.data.split import hold_out
+from onescan.data.split import stratified_split
 
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsConfig(DataConfig):
-    """Scikit-learn's handwritten digits."""
+    """Handwritten digits of scikit-learn."""
 
     test_fraction: float = 0.2
-    """Part of every class that is held out, above 0 and below 1."""
+    """Fraction of each class held out for testing, between 0 and 1."""
     split_seed: int = 0
-    """Which part is held out."""
+    """Random seed of the train-test split."""
     mean: float = 0.305
     """Mean brightness, subtracted; 0 is black, 1 is white."""
     std: float = 0.376
-    """Spread of the brightness, divided by."""
+    """Standard deviation of the brightness, divided by."""
 
     def build(self) -> ImageSplits:
         """Read and split the images.
@@ -38,7 +38,7 @@ class DigitsConfig(DataConfig):
         format = ImageFormat(channels=1, height=8, width=8, mean=(self.mean,), std=(self.std,))
         pixels = rearrange(torch.from_numpy(digits.images).float() / 16, "n h w -> n 1 h w")
         labels = torch.from_numpy(digits.target).long()
-        train, test = hold_out(labels, fraction=self.test_fraction, seed=self.split_seed)
+        train, test = stratified_split(labels, fraction=self.test_fraction, seed=self.split_seed)
         return ImageSplits(
             train=ImageTensors(images=pixels[train], labels=labels[train]),
             test=ImageTensors(images=pixels[test], labels=labels[test]),

@@ -16,64 +16,67 @@ from onescan.data.image_reader import EncodedImage, ImageReader, OnError
 from onescan.data.image_source import Chosen, ImageSource, find_source
 from onescan.data.image_stream import ImageStream
 from onescan.data.images import ImageFormat, ImageSet, ImageSplits
-from onescan.data.split import hold_out
+from onescan.data.split import stratified_split
 from onescan.shapes import Labels
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDatasetConfig(DataConfig):
-    """Labelled images: a folder of a folder for each class, parquet files, or a name on the hub.
+    """Labelled images: a folder with one subfolder per class, parquet files, or a hub dataset.
 
-    Images are FOLDER/CLASS/IMAGE or, where a folder is called train, validation, valid, val or
-    test, FOLDER/SPLIT/CLASS/IMAGE; in a class, they may be in folders again. Links are followed,
-    and names that begin with a dot or two underscores are passed over. Parquet files are sorted
-    into splits by their names and their folders'.
+    Images are FOLDER/CLASS/IMAGE or, if a folder is called train, validation, valid, val or test,
+    FOLDER/SPLIT/CLASS/IMAGE. The folder of a class may contain subfolders. Links are followed;
+    names that start with a dot or two underscores are ignored. Parquet files are assigned to splits
+    by their own and their folders' names.
 
-    Parquet files are copied once into the cache of the datasets library, to look up any row in; a
-    stream reads them where they are.
+    Parquet files are copied once into the cache of the datasets library for random access; with
+    `streaming`, they are read in place.
     """
 
     path: str
-    """A folder or a parquet file on disk, or a name on the Hugging Face hub."""
+    """Folder, parquet file, or name of a dataset on the Hugging Face hub."""
     name: str | None = None
-    """Which of a hub data set's configurations."""
+    """Configuration of a hub dataset."""
     train_split: str = "train"
-    """What to learn from."""
+    """Split to train on."""
     test_split: str | None = None
-    """What to be judged on; None is validation or test, or else a part held out of train_split."""
+    """Split to evaluate on; None uses validation or test, or else holds out a part of
+    train_split."""
     test_fraction: float = 0.1
-    """Part of every class that is held out where there is no test split."""
+    """Fraction of each class held out if there is no test split."""
     split_seed: int = 0
-    """Which part is held out."""
+    """Random seed of the train-test split."""
     image_column: str | None = None
-    """Where the images are; None is the only column of images."""
+    """Column of the images; None uses the only image column."""
     label_column: str | None = None
-    """Where the classes are; None is the only column of classes, or the one called label."""
+    """Column of the labels; None uses the only column of class labels, or the one named label."""
     class_names: tuple[str, ...] = ()
-    """What the classes are called, in order, where the data does not tell."""
+    """Names of the classes in order, if the data does not define them."""
     image_size: tuple[int, int] = (224, 224)
-    """Height and width that the model sees."""
+    """Height and width of the model's input, in pixels."""
     channels: Literal[1, 3] = 3
-    """1 for grey, 3 for colour."""
+    """1 for grayscale, 3 for colour."""
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    """Mean of each channel, subtracted; 0 is black, 1 is full."""
+    """Mean of each channel, subtracted; pixel values are 0 to 1."""
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
-    """Spread of each channel, divided by."""
+    """Standard deviation of each channel, divided by."""
     train_crop: RandomCropConfig | None = field(default_factory=RandomCropConfig)
-    """Random part of a training image; None reads it as a test image."""
+    """Random resized crop of training images; None treats them like test images."""
     test_crop: float | None = 0.875
-    """Part of the shorter side that a test image's middle keeps; None stretches all of it."""
+    """Center crop of test images, as a fraction of the shorter side; None resizes the whole
+    image."""
     on_error: OnError = "raise"
-    """Whether an unreadable image ends the run, or is skipped and counted."""
+    """On an unreadable image, end the run (raise), or skip and count it (skip)."""
     streaming: bool = False
-    """Read in stored order, shuffled in blocks: for what is too large to copy and look up.
+    """Read images in stored order, shuffled in blocks, for data too large to copy and access at
+    random.
 
-    Each of several processes reads the bytes of every image, and decodes its own part of a batch.
+    With several processes, each reads the bytes of every image and decodes its own part of a batch.
     """
     train_examples: int | None = None
-    """Images in a pass over a stream, which may have more; None asks the data."""
+    """Images per epoch of a stream, which may hold more; None takes the number from the data."""
     shuffle_block: int = 1024
-    """Neighbours in a stream that are shuffled with each other; they are held in memory."""
+    """Consecutive images of a stream that are shuffled together, held in memory."""
 
     def build(self) -> ImageSplits:
         """Find the data, and read its labels.
@@ -177,7 +180,7 @@ def _look_up(config: ImageDatasetConfig, source: ImageSource, chosen: Chosen) ->
         for role, table in tables.items()
     }
     if "test" not in sets:
-        places = hold_out(
+        places = stratified_split(
             sets["train"].labels, fraction=config.test_fraction, seed=config.split_seed
         )
         learnt, held = (replace(sets["train"], places=part) for part in places)

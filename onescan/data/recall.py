@@ -49,24 +49,25 @@ class RecallFormat(Format):
 
 @dataclass(frozen=True, kw_only=True)
 class RecallConfig(DataConfig):
-    """Multi-query associative recall, drawn as it is read."""
+    """Multi-query associative recall, generated on the fly."""
 
     keys: int = 32
-    """Kinds of keys."""
+    """Number of distinct keys."""
     values: int = 32
-    """Kinds of values."""
+    """Number of distinct values."""
     length: int = 64
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     pairs: tuple[int, ...] = (1, 2, 4, 8)
-    """Pairs of a sequence to learn from: each of these numbers in turn. Few are a way in."""
+    """Key-value pairs per training sequence; cycles through these numbers. Including small numbers
+    makes training easier."""
     test_pairs: tuple[int, ...] = (4, 8, 16)
-    """The same for sequences to be judged on."""
+    """Key-value pairs per test sequence; cycles through these numbers."""
     train_examples: int = 64_000
-    """How many sequences are drawn to learn from."""
+    """Number of training sequences."""
     test_examples: int = 1_536
-    """How many are drawn to be judged on."""
+    """Number of test sequences."""
     seed: int = 0
-    """What all sequences are drawn from."""
+    """Random seed of all sequences."""
 
     @property
     def max_tokens(self) -> int:

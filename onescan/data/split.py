@@ -12,8 +12,8 @@ Learnt = Int[Tensor, " learnt"]
 Held = Int[Tensor, " held"]
 
 
-def hold_out(labels: Labels, *, fraction: float, seed: int) -> tuple[Learnt, Held]:
-    """Split places 0, 1, ... into those to learn from and those held out.
+def stratified_split(labels: Labels, *, fraction: float, seed: int) -> tuple[Learnt, Held]:
+    """Split the indices of labels into a training and a test part of every class.
 
     Raises:
         ValueError: fraction is not between 0 and 1, or leaves too few images on a side for every

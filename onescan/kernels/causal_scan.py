@@ -42,7 +42,7 @@ from onescan.kernels.common import (
     width_at_once,
 )
 
-LEAST_MASS = tl.constexpr(4e-18)  # exp(-40), as onescan.ops.additive_decay.level has it
+LEAST_MASS = tl.constexpr(4e-18)  # exp(-40)
 SHORTEST_CHUNK = 16  # tokens, a side of the smallest matrix product
 
 

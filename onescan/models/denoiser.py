@@ -246,7 +246,7 @@ class SamplerConfig:
     matching. None is euler for flow matching and ddim otherwise."""
     steps: int = 50
     """Number of steps; each calls the model once, or twice with guidance."""
-    guidance: float = 1.0
+    guidance_scale: float = 1.0
     """Scale of classifier-free guidance, which extrapolates from the unconditional to the
     conditional prediction. 1 is the conditional prediction, without guidance."""
 
@@ -255,8 +255,8 @@ class SamplerConfig:
         check_positive(steps=self.steps)
         if self.steps > STEPS:
             raise ValueError(f"steps is {self.steps}, expected 1 to {STEPS}")
-        if not 0 <= self.guidance < float("inf"):
-            raise ValueError(f"guidance is {self.guidance}, expected 0 or more")
+        if not 0 <= self.guidance_scale < float("inf"):
+            raise ValueError(f"guidance_scale is {self.guidance_scale}, expected 0 or more")
         sampler = self.resolved(noise)
         check_choice("sampler", sampler, get_args(SamplerName))
         if (sampler == "euler") != (noise.prediction == "flow"):

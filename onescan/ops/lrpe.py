@@ -1,9 +1,9 @@
-"""MD-LRPE: position as an angle per feature, in any number of axes.
+"""MD-LRPE: one rotation angle per feature encodes positions along any number of axes.
 
 angle_n,j = n_s theta_j                     s the axis that feature j belongs to    (K,)
 R_n(x)    = [x cos(angle_n), x sin(angle_n)]                                        (2K,)
 
-so that R_n(q) . R_m(k) = sum_j q_j k_j cos((n_s - m_s) theta_j) depends on differences alone.
+so that R_n(q) . R_m(k) = sum_j q_j k_j cos((n_s - m_s) theta_j) depends only on relative positions.
 """
 
 from typing import Any
@@ -34,14 +34,14 @@ def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
     Source: LightNet, arXiv:2405.21022, App. A.2 and App. B.
 
     Args:
-        x: queries or keys, after their feature map.
-        angles: from `lrpe_angles`; sines and cosines are taken in its dtype.
-        backend: "torch" runs anywhere, "triton" on a GPU, in float32, and has gradients once;
-            "auto" is as `use_backend` says.
+        x: Queries or keys, after their feature map.
+        angles: Angles from `lrpe_angles`. Their sines and cosines are computed in their dtype.
+        backend: "torch" runs on any device. "triton" runs on a GPU, computes in float32 and has
+            first derivatives only. "auto" chooses; see `use_backend`.
 
     Raises:
-        ValueError: shapes disagree, a tensor that is not floating point, there is no such backend,
-            or a kernel was asked for that cannot run.
+        ValueError: If shapes or devices do not match, a dtype is not floating point, the backend
+            is unknown, or "triton" cannot run on these inputs.
 
     >>> x = torch.tensor([3.0]).reshape(1, 1, 1, 1)
     >>> lrpe(x, torch.zeros(1, 1, 1)).flatten().tolist()
@@ -54,8 +54,21 @@ def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
         from onescan.ops import triton_lrpe
 
         return triton_lrpe.forward(x, angles)
-    turn = torch.stack([angles.cos(), angles.sin()], dim=-2)  # T H 2 K
-    return (x.unsqueeze(-2) * turn).flatten(-2).to(x.dtype)
+    return rotate(x, *rotary_tables(angles, angles.dtype)).to(x.dtype)
+
+
+def rotary_tables(
+    angles: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return cosines and sines of the angles, computed in their dtype; None without angles."""
+    return (None, None) if angles is None else (angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Return [x cos, x sin]; x itself without tables."""
+    if cos is None or sin is None:
+        return x
+    return (x.unsqueeze(-2) * torch.stack([cos, sin], dim=-2)).flatten(-2)
 
 
 def lrpe_angles(
@@ -65,21 +78,22 @@ def lrpe_angles(
     prefix: int = 0,
     start: int | Int[Tensor, ""] = 0,
 ) -> Angles:
-    """Compute the angle of each token of a grid, row by row, modulo a full turn.
+    """Compute the angle of each token of a grid in row-major order, modulo 2 pi.
 
-    Source: LightNet, arXiv:2405.21022, Eq. 20 and App. B. As in App. B, and against the indices
-    printed in Eq. 20, feature j belongs to axis j // ceil(K / axes): the last axes may get fewer.
+    Source: LightNet, arXiv:2405.21022, Eq. 20 and App. B. Feature j belongs to axis
+    j // ceil(K / axes), as in App. B and unlike the indices printed in Eq. 20. The last axes may
+    get fewer features.
 
     Angles are computed and reduced in float64, then rounded: for theta up to 1, the error of
     float32 angles is below 1e-6 up to position 1e9. MPS has no float64, so the error grows with the
     position there.
 
     Args:
-        shape: tokens along each axis.
-        theta: radians per step along the feature's axis.
-        prefix: tokens before the grid, such as a class token; their angle is 0.
-        start: position of the first token, to continue a sequence; one axis only. May be an
-            integer tensor, for export; its value is not checked.
+        shape: Number of tokens along each axis.
+        theta: Radians per step along the feature's axis.
+        prefix: Number of tokens before the grid, such as a class token. Their angle is 0.
+        start: Position of the first token, to continue a sequence with one axis. May be an integer
+            tensor, for export; its value is not checked.
 
     Returns:
         Angles in [-2 pi, 2 pi], in float32, or float64 for float64 theta. Their gradient with
@@ -108,7 +122,7 @@ def lrpe_angles(
 
 
 def _axis_angles(count: int, start: int | Int[Tensor, ""], theta: Frequencies) -> Angles:
-    """Compute the angles of `count` positions from `start` on, modulo a full turn.
+    """Compute the angles of `count` positions from `start` on, modulo 2 pi.
 
     The angle of position start + 64 i + j is the sum of those of start + 64 i and j, which saves
     float64 operations on long axes.
@@ -128,10 +142,10 @@ def _reduced_angles(positions: Int[Tensor, " T"], theta: Frequencies) -> Angles:
 
 
 def lrpe_frequencies(width: int, axes: int, base: float = 10000.0) -> FrequencyRow:
-    """Initial theta of one head: base^(-2j/K), j counted from 0 again for each axis.
+    """Return the initial theta of one head: base^(-2j/K), with j restarting at 0 for each axis.
 
-    Source: LightNet, arXiv:2405.21022, Eq. 20; the restart is that of App. B, where all axes share
-    their frequencies. Without it the last axes hardly turn at all.
+    Source: LightNet, arXiv:2405.21022, Eq. 20. All axes share their frequencies as in App. B.
+    Otherwise the angles of the last axes would hardly change.
 
     >>> lrpe_frequencies(4, axes=2).tolist()
     [1.0, 0.009999999776482582, 1.0, 0.009999999776482582]
@@ -152,6 +166,6 @@ def _check_positions(shape: Any, prefix: int, start: Any) -> None:  # Any: a use
         raise ValueError(f"prefix is {prefix} and start {start}, expected numbers from 0")
     if (is_tensor or start) and (prefix or len(shape) > 1):
         raise ValueError(
-            f"start is {start} with prefix={prefix} and shape={shape}, expected a start with one "
-            "axis and no prefix: only a sequence can be continued"
+            f"start is {start} with prefix={prefix} and shape={shape}, expected start only with "
+            "one axis and no prefix"
         )

@@ -1,4 +1,4 @@
-"""CIFAR-10: a small LightNet, LIONs and a DeiT of its size, and an LDN and its ViT, each alike."""
+"""CIFAR-10: LightNet, LION and DeiT of equal size, and LDN and ViT of equal size."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,17 +27,19 @@ MODEL = ImageClassifierConfig(image_size=(32, 32), patch_size=(4, 4), num_classe
 TASK = ImageClassificationConfig(label_smoothing=0.1, augment=DeitAugmentConfig(pad=4))
 # LDN, arXiv:2502.12381: added positions (Sec. 3.2), a mean over tokens (3.6), crops and flips (5.1)
 LDN = replace(MODEL, width=256, position=AbsolutePositionConfig(), pool="mean", drop_path=0.0)
-LDN_TASK = ImageClassificationConfig(augment=DeitAugmentConfig(pad=4, operations=0, erasing=0.0))
-RATIO = 13 / 3  # of an MLP's hidden width, for as many parameters as LightNet has
+LDN_TASK = ImageClassificationConfig(
+    augment=DeitAugmentConfig(pad=4, num_ops=0, random_erasing=0.0)
+)
+RATIO = 13 / 3  # MLP ratio that gives as many parameters as LightNet
 
 
 def cifar10_lightnet() -> RunConfig:
-    """LightNet of 2.9 million parameters on CIFAR-10, 8 x 8 patches of 4 x 4 pixels.
+    """LightNet, 2.9 million parameters, on CIFAR-10, 8 x 8 patches of 4 x 4 pixels.
 
     onescan train cifar10_lightnet --data.path FOLDER
 
-    FOLDER holds the data as parquet files; without it, it comes from the hub. Its 50 epochs have
-    not been run yet.
+    FOLDER contains the data as parquet files; by default it is loaded from the hub. The 50 epochs
+    have not been run yet.
     """
     mixer = LightNetMixerConfig(num_heads=6)
     position = ToeplitzPositionConfig(hidden_states=32, bidirectional=True)
@@ -45,11 +47,11 @@ def cifar10_lightnet() -> RunConfig:
 
 
 def cifar10_deit() -> RunConfig:
-    """DeiT of the same size, by a wider MLP: softmax attention, absolute positions, CIFAR-10.
+    """DeiT of the same size (wider MLP) on CIFAR-10: softmax attention, absolute positions.
 
     onescan train cifar10_deit --data.path FOLDER
 
-    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
+    Trained like cifar10_lightnet. The 50 epochs have not been run yet.
     """
     mixer, mlp = SoftmaxMixerConfig(num_heads=3), MLPConfig(ratio=RATIO)
     model = replace(MODEL, mixer=mixer, mlp=mlp, position=AbsolutePositionConfig())
@@ -57,30 +59,30 @@ def cifar10_deit() -> RunConfig:
 
 
 def cifar10_ldn() -> RunConfig:
-    """LDN of 2.8 million parameters on CIFAR-10, 8 x 8 patches of 4 x 4 pixels.
+    """LDN, 2.8 million parameters, on CIFAR-10, 8 x 8 patches of 4 x 4 pixels.
 
     onescan train cifar10_ldn --data.path FOLDER
 
-    Its rows without_diffusion, without_local_update and without_linear_attention are the paper's
-    Table 4, of which it tells neither sizes nor epochs. Its 50 epochs have not been run yet.
+    The ablations without_diffusion, without_local_update and without_linear_attention are those of
+    the paper's Table 4, which states neither sizes nor epochs. The 50 epochs have not been run yet.
     """
     model = replace(LDN, mixer=LinearDiffusionMixerConfig(num_heads=4), mlp=None)
     return _cifar10("cifar10_ldn", model, LDN_TASK)
 
 
 def cifar10_vit() -> RunConfig:
-    """ViT of the same size, by a narrower MLP, and in all else alike: softmax attention, CIFAR-10.
+    """ViT of the same size (narrower MLP) on CIFAR-10, otherwise equal: softmax attention.
 
     onescan train cifar10_vit --data.path FOLDER
 
-    Trained as cifar10_ldn is. Its 50 epochs have not been run yet.
+    Trained like cifar10_ldn. The 50 epochs have not been run yet.
     """
     mixer, mlp = SoftmaxMixerConfig(num_heads=4), MLPConfig(ratio=1.5)
     return _cifar10("cifar10_vit", replace(LDN, mixer=mixer, mlp=mlp), LDN_TASK)
 
 
 def _cifar10_lion(kind: str, name: str) -> Callable[[], RunConfig]:
-    """LION-T's blocks, six of them, with the DeiT's wider MLP."""
+    """Return a recipe with six blocks of LION-T and the wider MLP of the DeiT."""
 
     def recipe() -> RunConfig:
         model = preset(
@@ -88,11 +90,11 @@ def _cifar10_lion(kind: str, name: str) -> Callable[[], RunConfig]:
         )
         return _cifar10(f"cifar10_lion_{kind}", configs.replace(model, {"mlp.ratio": RATIO}))
 
-    recipe.__doc__ = f"""{name}, of the same size, on CIFAR-10.
+    recipe.__doc__ = f"""{name} of the same size on CIFAR-10.
 
     onescan train cifar10_lion_{kind} --data.path FOLDER
 
-    Trained as cifar10_lightnet is. Its 50 epochs have not been run yet.
+    Trained like cifar10_lightnet. The 50 epochs have not been run yet.
     """
     return recipe
 

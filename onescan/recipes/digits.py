@@ -1,4 +1,4 @@
-"""Handwritten digits: small enough to train while you read this."""
+"""Handwritten digits: trains within minutes on a CPU."""
 
 from onescan.data import DigitsConfig
 from onescan.layers.mixers import LightNetMixerConfig

@@ -1,4 +1,4 @@
-"""Image generation: digits, CIFAR-10, and the papers' denoisers of ImageNet's latents."""
+"""Image generation: digits, CIFAR-10, and the papers' denoisers of ImageNet latents."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,10 +14,10 @@ from onescan.recipes.cifar10 import CLASSES
 from onescan.tasks import ImageGenerationConfig
 from onescan.training import RunConfig, TrainingConfig
 
-HALF = 0.5  # mean and spread by which pixels from 0 to 1 become -1 to 1
+HALF = 0.5  # mean and standard deviation that map pixels from [0, 1] to [-1, 1]
 FLOW = NoiseConfig(prediction="flow")
 
-# equal in parameters to a percent: LightNet's 12 blocks, and 9 of DiT's, which are larger
+# 12 blocks of LightNet and 9 larger ones of DiT: equal numbers of parameters within 1%
 CIFAR10_LIGHTNET = DenoiserConfig(
     channels=3,
     num_classes=10,
@@ -36,8 +36,8 @@ CIFAR10_DIT = replace(
     position=SinusoidalPositionConfig(),
     condition="adaln_zero",
 )
-# LightNet, arXiv:2405.21022, Table 12, column IG: 80 epochs are 400,000 updates. Of warm-up,
-# schedule and clipping it has none; the mean of the weights is DiT's.
+# LightNet, arXiv:2405.21022, Table 12, column IG: 80 epochs are 400,000 steps, without
+# warm-up, schedule or clipping. EMA as in DiT.
 LIGHTNET = TrainingConfig(
     steps=400_000,
     batch_size=256,
@@ -46,29 +46,29 @@ LIGHTNET = TrainingConfig(
     weight_decay=0.0,
     warmup=0.0,
     schedule="constant",
-    clip_norm=None,
+    max_grad_norm=None,
     ema_decay=0.9999,
     precision="bfloat16",
     evaluate_every=10.0,
 )
-# DiT, arXiv:2212.09748, Sec. 4, for as many updates as LightNet
+# DiT, arXiv:2212.09748, Sec. 4, with as many steps as LightNet
 DIT = replace(LIGHTNET, betas=(0.9, 0.999))
 
 
 def digits_denoiser() -> RunConfig:
-    """LightNet that draws handwritten digits of 8 x 8 pixels, the one that is asked for.
+    """LightNet denoiser that generates handwritten digits of a requested class, 8 x 8 pixels.
 
     onescan train digits_denoiser
-    onescan sample runs/digits_denoiser/seed-0 --label 3 --guidance 2 --out three.png
+    onescan sample runs/digits_denoiser/seed-0 --labels 3 --guidance-scale 2 --out three.png
 
-    With --task.classifier runs/digits/seed-0, of onescan train digits, that classifier judges what
-    it draws at every evaluation.
+    With --task.classifier runs/digits/seed-0, trained by onescan train digits, the classifier
+    scores generated digits at every evaluation.
     """
     return RunConfig(
         name="digits_denoiser",
         data=DigitsConfig(mean=HALF, std=HALF),
         task=ImageGenerationConfig(
-            noise=FLOW, sampler=SamplerConfig(steps=50, guidance=2.0), evaluation_images=360
+            noise=FLOW, sampler=SamplerConfig(steps=50, guidance_scale=2.0), evaluation_images=360
         ),
         model=DenoiserConfig(
             image_size=(8, 8),
@@ -93,23 +93,23 @@ def digits_denoiser() -> RunConfig:
 
 
 def cifar10_denoiser_lightnet() -> RunConfig:
-    """LightNet of 10.8 million parameters that paints CIFAR-10, 16 x 16 patches of 2 x 2 pixels.
+    """LightNet denoiser, 10.8 million parameters, on CIFAR-10, 16 x 16 patches of 2 x 2 pixels.
 
     onescan train cifar10_denoiser_lightnet --data.path FOLDER --task.classifier runs/NAME/seed-0
 
-    FOLDER holds the data as parquet files; without it, it comes from the hub. The classifier, of
-    any run on CIFAR-10, measures how far what is painted is from what was held out. Its 400 epochs
-    have not been run yet.
+    FOLDER contains the data as parquet files; by default it is loaded from the hub. The classifier,
+    from any run on CIFAR-10, measures the distance of generated images from test images. The 400
+    epochs have not been run yet.
     """
     return _cifar10("cifar10_denoiser_lightnet", CIFAR10_LIGHTNET)
 
 
 def cifar10_denoiser_dit() -> RunConfig:
-    """DiT of the same size that paints CIFAR-10: softmax attention, and adaLN-Zero.
+    """DiT denoiser of the same size on CIFAR-10: softmax attention and adaLN-Zero.
 
     onescan train cifar10_denoiser_dit --data.path FOLDER --task.classifier runs/NAME/seed-0
 
-    Trained as cifar10_denoiser_lightnet is. Its 400 epochs have not been run yet.
+    Trained like cifar10_denoiser_lightnet. The 400 epochs have not been run yet.
     """
     return _cifar10("cifar10_denoiser_dit", CIFAR10_DIT)
 
@@ -129,8 +129,8 @@ def _cifar10(name: str, model: DenoiserConfig) -> RunConfig:
         ),
         task=ImageGenerationConfig(
             noise=FLOW,
-            augment=DeitAugmentConfig(operations=0, erasing=0.0),  # flips alone
-            sampler=SamplerConfig(steps=50, guidance=1.5),
+            augment=DeitAugmentConfig(num_ops=0, random_erasing=0.0),  # flips only
+            sampler=SamplerConfig(steps=50, guidance_scale=1.5),
         ),
         training=TrainingConfig(
             epochs=400,
@@ -146,7 +146,7 @@ def _cifar10(name: str, model: DenoiserConfig) -> RunConfig:
 
 
 def _imagenet(name: str, model: str, training: TrainingConfig) -> Callable[[], RunConfig]:
-    """ImageNet-1k at 256 x 256 as the latents of a VAE, 32 x 32 numbers in 4 channels."""
+    """Return a recipe on VAE latents of ImageNet-1k at 256 x 256: 4 channels of 32 x 32."""
 
     def recipe() -> RunConfig:
         return RunConfig(
@@ -157,7 +157,7 @@ def _imagenet(name: str, model: str, training: TrainingConfig) -> Callable[[], R
             training=training,
         )
 
-    recipe.__doc__ = f"""{name} on ImageNet-1k's latents, as in the paper; not run yet.
+    recipe.__doc__ = f"""{name} denoiser on ImageNet-1k latents, as in the paper; not run yet.
 
     onescan encode FOLDER --vae stabilityai/sd-vae-ft-ema --out imagenet-latents
     torchrun --nproc-per-node 8 -m onescan train imagenet_{model} --data.path imagenet-latents

@@ -53,8 +53,8 @@ class GlueRecipe:
             eps=1e-6,
             warmup=0.06,
             schedule="linear",
-            final_fraction=0.0,
-            clip_norm=None,
+            final_lr_ratio=0.0,
+            max_grad_norm=None,
         )
 
 

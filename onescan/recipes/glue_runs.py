@@ -23,33 +23,33 @@ MNLI: GlueTask = "mnli"
 
 @dataclass(frozen=True, kw_only=True)
 class GlueStudy:
-    """What is fine-tuned, and how; a recipe's number that is given here holds for every task."""
+    """GLUE tasks to fine-tune on. Values given here override the recipe for every task."""
 
     recipe: str = "modified"
-    """A row of LION's Table 8: bert24, m2_base, m2_large, hydra or modified."""
+    """Row of LION's Table 8: bert24, m2_base, m2_large, hydra or modified."""
     tasks: tuple[str, ...] = ORDER
-    """With commas or spaces between them."""
+    """Tasks, separated by commas or spaces."""
     seeds: tuple[int, ...] = (0,)
-    """Each task is learnt once with each."""
+    """Random seeds; each task is trained once per seed."""
     path: str = HUB
-    """GLUE's unpacked archive, with a folder for each task; a task's own folder; or a hub name."""
+    """The unpacked GLUE archive, a folder of one task, or a name on the Hugging Face hub."""
     on_error: OnError = "raise"
-    """Whether a line of a table that cannot be read ends the run, or is skipped and told."""
+    """On an unreadable line of a table, end the run (raise), or skip and report it (skip)."""
     from_mnli: bool = True
-    """Begin RTE, MRPC and STS-B with the weights that learnt MNLI, which is learnt first."""
+    """Fine-tune RTE, MRPC and STS-B from the MNLI model, which is trained first."""
     pool: Pool = "first"
-    """Input of the head: the first token, [CLS], as in BERT, or a mean, maximum or attention pool
-    of all tokens."""
+    """Input of the classification head: the first token ([CLS], as in BERT), or the mean, maximum
+    or attention pool over all tokens."""
     length: int | None = None
-    """Tokens of a sequence."""
+    """Maximum tokens per sequence."""
     epochs: int | None = None
     """Passes over the training data."""
     batch_size: int | None = None
-    """Examples per update."""
+    """Examples per optimizer step."""
     learning_rate: float | None = None
-    """After the warm-up."""
+    """Peak learning rate."""
     precision: Precision | None = None
-    """Of the matrix products."""
+    """Precision of matrix products."""
     machine: MachineConfig = field(default_factory=MachineConfig)
 
     def chosen(self) -> tuple[GlueTask, ...]:
@@ -142,7 +142,7 @@ class _Maker:
             model=classifier(self.model, len(PROBLEMS[task].class_names) or 1, self.study.pool),
             data=data,
             task=GlueConfig(segments=self.model.segment_types > 0),
-            start=self._start(task, seed),
+            init_from=self._start(task, seed),
             training=self._training(task, seed),
             machine=self.study.machine,
         )

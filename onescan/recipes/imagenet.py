@@ -1,7 +1,7 @@
 """ImageNet-1k: the papers' classification experiments, LightNet's, LION's, LDN's and DeiT's.
 
-In the commands FOLDER holds train/CLASS/*.JPEG and val/CLASS/*.JPEG, or parquet files of the two
-splits; without it, the data comes from the hub. None of these runs has been made yet.
+In the commands, FOLDER contains train/CLASS/*.JPEG and val/CLASS/*.JPEG, or parquet files of both
+splits; by default, the data is loaded from the hub. These recipes have not been run yet.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ from onescan.models.presets import LION_NAMES, preset
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import RunConfig, TrainingConfig
 
-# LightNet, arXiv:2405.21022, Table 12, column IM; the paper's base model decays its weights twice
-# as much. Of the learning rate's end it says nothing: 1e-5 is DeiT's.
+# LightNet, arXiv:2405.21022, Table 12, column IM; the paper's base model uses twice the
+# weight decay. The paper does not state the final learning rate: 1e-5 is DeiT's.
 LIGHTNET = TrainingConfig(
     epochs=300,
     batch_size=2048,
@@ -21,8 +21,8 @@ LIGHTNET = TrainingConfig(
     betas=(0.9, 0.98),
     weight_decay=0.05,
     warmup=20 / 300,
-    final_fraction=0.02,
-    clip_norm=5.0,
+    final_lr_ratio=0.02,
+    max_grad_norm=5.0,
     precision="bfloat16",
 )
 # DeiT, arXiv:2012.12877, Table 9: 5e-4 for 512 images is 1e-3 for 1024.
@@ -32,19 +32,19 @@ DEIT = TrainingConfig(
     learning_rate=1e-3,
     weight_decay=0.05,
     warmup=5 / 300,
-    final_fraction=0.01,
-    clip_norm=None,
+    final_lr_ratio=0.01,
+    max_grad_norm=None,
     precision="bfloat16",
 )
 
 
-# LION, arXiv:2502.16249, App. C.11: the recipe of ViT, by code adapted from DeiT's, which averages
-# the weights like this; batches of 1024 images.
+# LION, arXiv:2502.16249, App. C.11: the recipe of ViT, with code adapted from DeiT's, which uses
+# this EMA; batches of 1024 images.
 LION = dataclasses.replace(DEIT, ema_decay=0.99996)
 
 
-# LDN, arXiv:2502.12381, Sec. 5.1: "standard", by Adam with a cosine. DeiT's stands in for what it
-# does not tell: batches of 1024 images, with weights decayed, for 300 epochs.
+# LDN, arXiv:2502.12381, Sec. 5.1: "standard", Adam with a cosine schedule. Settings that
+# it does not state are DeiT's: batches of 1024 images, weight decay, 300 epochs.
 LDN = DEIT
 
 
@@ -125,7 +125,7 @@ def _imagenet(model: str, training: TrainingConfig) -> RunConfig:
         model=preset(model),
         data=ImageDatasetConfig(path="ILSVRC/imagenet-1k"),
         task=ImageClassificationConfig(
-            label_smoothing=0.1, augment=DeitAugmentConfig(), mix=MixConfig(), repeats=3
+            label_smoothing=0.1, augment=DeitAugmentConfig(), mix=MixConfig(), augment_repeats=3
         ),
         training=training,
     )

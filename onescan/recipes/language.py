@@ -1,4 +1,4 @@
-"""Language models: the papers' pre-training, and small twins that learn on two cores."""
+"""Language models: the papers' pre-training, and small versions that train on two CPU cores."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,11 +27,11 @@ NOT_RUN = "It has not been run yet."
 
 
 def wikitext103_lightnet() -> RunConfig:
-    """LightNet of 45 million parameters on WikiText-103, as LightNet's Table 12.
+    """LightNet, 45 million parameters, on WikiText-103, as in LightNet's Table 12.
 
     onescan train wikitext103_lightnet
 
-    The optimizer is AdamW for the paper's Adam with weight decay. It has not been run yet.
+    The optimizer is AdamW instead of the paper's Adam with weight decay. It has not been run yet.
     """
     return RunConfig(
         name="wikitext103_lightnet",
@@ -50,13 +50,13 @@ def wikitext103_lightnet() -> RunConfig:
             weight_decay=0.1,
             warmup=4000.0,
             schedule="inverse_sqrt",
-            clip_norm=None,
+            max_grad_norm=None,
         ),
     )
 
 
 def _pile(size: str, rows: int, steps: int) -> Recipe:
-    """Rows a batch are the paper's over all of its GPUs; 300 billion tokens, or 10 for 380M."""
+    """Return a recipe with the paper's total batch size; 300 billion tokens, or 10 for 380M."""
 
     def recipe() -> RunConfig:
         return RunConfig(
@@ -77,24 +77,24 @@ def _pile(size: str, rows: int, steps: int) -> Recipe:
                 learning_rate=3e-4,
                 weight_decay=0.1,
                 warmup=0.01,
-                final_fraction=0.1,
+                final_lr_ratio=0.1,
                 evaluate_every=0.05,
                 checkpoint_every=0.01,
                 precision="bfloat16",
             ),
         )
 
-    recipe.__doc__ = f"""LightNet of {size} parameters on the Pile, as LightNet's Table 13.
+    recipe.__doc__ = f"""LightNet, {size.upper()} parameters, on the Pile, as in its Table 13.
 
     onescan train pile_lightnet_{size}
 
-    Schedule, warm-up and weight decay are ours, as the paper tells none. {NOT_RUN}
+    The paper does not state schedule, warm-up and weight decay; they are our choice. {NOT_RUN}
     """
     return recipe
 
 
 def _openwebtext(name: str, title: str) -> Recipe:
-    """GPT-2's setting, by nanoGPT's defaults: half a million tokens an update, 600,000 of them."""
+    """Return a recipe with nanoGPT's defaults: 600,000 steps of half a million tokens."""
 
     def recipe() -> RunConfig:
         return RunConfig(
@@ -114,14 +114,14 @@ def _openwebtext(name: str, title: str) -> Recipe:
                 weight_decay=0.1,
                 betas=(0.9, 0.95),
                 warmup=2000.0,
-                final_fraction=0.1,
+                final_lr_ratio=0.1,
                 evaluate_every=0.01,
                 checkpoint_every=0.01,
                 precision="bfloat16",
             ),
         )
 
-    recipe.__doc__ = f"""{title} of 124 million parameters on OpenWebText, as LION's App. C.
+    recipe.__doc__ = f"""{title}, 124 million parameters, on OpenWebText, as in LION's App. C.
 
     onescan train openwebtext_{name}
 
@@ -131,12 +131,13 @@ def _openwebtext(name: str, title: str) -> Recipe:
 
 
 def cramming_lightnet() -> RunConfig:
-    """LightNet's masked language model in the Cramming setting, on the Pile.
+    """LightNet as a masked language model on the Pile, in the Cramming setting.
 
     onescan train cramming_lightnet
 
-    Batches of 8192 rows of 128 tokens at 1e-3, from LightNet's Sec. 5; a day on one GPU is taken as
-    32,000 updates, with Cramming's share of masks, arXiv:2212.14034. It has not been run yet.
+    Batches of 8192 sequences of 128 tokens and a learning rate of 1e-3, from LightNet's Sec. 5. One
+    day on one GPU is taken as 32,000 steps. The mask rate is Cramming's, arXiv:2212.14034. It has
+    not been run yet.
     """
     rows, steps = 8192, 32_000
     return RunConfig(
@@ -146,7 +147,7 @@ def cramming_lightnet() -> RunConfig:
             path="monology/pile-uncopyrighted",
             tokenizer=BERT,
             length=128,
-            frame_rows=True,
+            add_special_tokens=True,
             streaming=True,
             train_rows=rows * steps,
             test_rows=8192,
@@ -160,7 +161,7 @@ def cramming_lightnet() -> RunConfig:
             betas=(0.9, 0.98),
             eps=1e-12,
             schedule="linear",
-            clip_norm=0.5,
+            max_grad_norm=0.5,
             evaluate_every=0.05,
             checkpoint_every=0.02,
             precision="bfloat16",
@@ -169,7 +170,7 @@ def cramming_lightnet() -> RunConfig:
 
 
 def _c4(kind: str, size: str, title: str) -> Recipe:
-    """LION's App. C.5: 70,000 updates of 4096 rows of 128 tokens."""
+    """Return a recipe of LION's App. C.5: 70,000 steps of 4096 sequences of 128 tokens."""
 
     def recipe() -> RunConfig:
         rows, steps = 4096, 70_000
@@ -181,7 +182,7 @@ def _c4(kind: str, size: str, title: str) -> Recipe:
                 name="en",
                 tokenizer=BERT,
                 length=128,
-                frame_rows=True,
+                add_special_tokens=True,
                 streaming=True,
                 train_rows=rows * steps,
                 test_rows=8192,
@@ -199,14 +200,14 @@ def _c4(kind: str, size: str, title: str) -> Recipe:
                 eps=1e-6,
                 warmup=0.06,
                 schedule="linear",
-                final_fraction=0.02,
+                final_lr_ratio=0.02,
                 evaluate_every=0.05,
                 checkpoint_every=0.02,
                 precision="bfloat16",
             ),
         )
 
-    recipe.__doc__ = f"""{title}, {size}, masked language modelling on C4, as LION's App. C.
+    recipe.__doc__ = f"""{title}, {size}, masked language modelling on C4, as in LION's App. C.
 
     onescan train c4_{kind}_{size}
 
@@ -217,13 +218,13 @@ def _c4(kind: str, size: str, title: str) -> Recipe:
 
 
 def wikipedia_ldn() -> RunConfig:
-    """LDN of 124 million parameters, its masked tokens refined from block to block, on Wikipedia.
+    """LDN, 124 million parameters, on Wikipedia, with masked tokens refined from block to block.
 
     onescan train wikipedia_ldn
 
-    A million updates of 256 rows, as LDN's Sec. 5.1, but without BookCorpus, which is not to be had
-    any more. That the last 4 blocks are read out, the schedule and the rest are ours, as the paper
-    does not tell them. It has not been run yet.
+    One million steps of 256 sequences, as in LDN's Sec. 5.1, but without BookCorpus, which is no
+    longer available. The loss on the last 4 blocks, the schedule and the other settings are our
+    choice, because the paper does not state them. It has not been run yet.
     """
     return RunConfig(
         name="wikipedia_ldn",
@@ -234,9 +235,9 @@ def wikipedia_ldn() -> RunConfig:
             test_fraction=0.001,
             tokenizer=BERT,
             length=128,
-            frame_rows=True,
+            add_special_tokens=True,
         ),
-        task=MaskedLanguageModellingConfig(read_outs=4, evaluation_batch_size=256),
+        task=MaskedLanguageModellingConfig(supervised_blocks=4, evaluation_batch_size=256),
         training=TrainingConfig(
             steps=1_000_000,
             batch_size=256,
@@ -251,9 +252,9 @@ def wikipedia_ldn() -> RunConfig:
     )
 
 
-# The small twins: bytes, one to two million parameters each.
+# The small versions: bytes, one to two million parameters each.
 SMALL_WIDTH, SMALL_DEPTH, BYTES = 128, 4, 258
-SMALL_SPREAD = 0.08  # of first weights: about 1 / sqrt(width), where large models have 0.02
+SMALL_SPREAD = 0.08  # of initial weights: about 1 / sqrt(width); large models use 0.02
 LIGHTNET = LightNetMixerConfig(num_heads=4, gate_rank=32)
 POSITION = ToeplitzPositionConfig(hidden_states=16)
 SMALL_LM = CausalLMConfig(
@@ -272,12 +273,12 @@ SMALL_MLM = MaskedLMConfig(
     position=replace(POSITION, bidirectional=True),
     init_std=SMALL_SPREAD,
 )
-SMALL_MASKS = MaskedLanguageModellingConfig(whole_words=True)
+SMALL_MASKS = MaskedLanguageModellingConfig(whole_word_mask=True)
 SOFTMAX: dict[str, Any] = {"mlp": MLPConfig(), "position": TokenPositionConfig(max_tokens=1024)}
 
 
 def shakespeare_lightnet() -> RunConfig:
-    """LightNet of 0.9 million parameters writes like Shakespeare, byte by byte.
+    """LightNet, 0.9 million parameters, on Shakespeare, byte by byte.
 
     onescan train shakespeare_lightnet --data.path FILE
     """
@@ -285,7 +286,7 @@ def shakespeare_lightnet() -> RunConfig:
 
 
 def shakespeare_lion_s() -> RunConfig:
-    """LION-s, causal, of the same size, trained alike.
+    """Causal LION-s of the same size on Shakespeare.
 
     onescan train shakespeare_lion_s --data.path FILE
     """
@@ -295,7 +296,7 @@ def shakespeare_lion_s() -> RunConfig:
 
 
 def shakespeare_gpt2() -> RunConfig:
-    """GPT-2 of the same size, softmax attention, trained alike.
+    """GPT-2 of the same size on Shakespeare: softmax attention.
 
     onescan train shakespeare_gpt2 --data.path FILE
     """
@@ -305,7 +306,7 @@ def shakespeare_gpt2() -> RunConfig:
 
 
 def wikitext2_mlm_lightnet() -> RunConfig:
-    """LightNet of 0.9 million parameters fills in masked bytes of WikiText-2, in whole words.
+    """LightNet, 0.9 million parameters, predicts masked words of WikiText-2, byte by byte.
 
     onescan train wikitext2_mlm_lightnet --data.path FILE
     """
@@ -313,7 +314,7 @@ def wikitext2_mlm_lightnet() -> RunConfig:
 
 
 def wikitext2_mlm_lion_s() -> RunConfig:
-    """LION-s, both ways, of the same size, trained alike.
+    """Bidirectional LION-s of the same size on masked WikiText-2.
 
     onescan train wikitext2_mlm_lion_s --data.path FILE
     """
@@ -323,18 +324,18 @@ def wikitext2_mlm_lion_s() -> RunConfig:
 
 
 def wikitext2_mlm_ldn() -> RunConfig:
-    """LDN of the same size, its masked bytes refined from block to block.
+    """LDN of the same size on masked WikiText-2, refined from block to block.
 
     onescan train wikitext2_mlm_ldn --data.path FILE
     """
     mixer = LinearDiffusionMixerConfig(num_heads=4)
     changes: dict[str, Any] = {"mixer": mixer, "mlp": None, "depth": 2 * SMALL_DEPTH}
     model = replace(SMALL_MLM, **{**SOFTMAX, **changes})
-    return _small("wikitext2_mlm_ldn", model, replace(SMALL_MASKS, read_outs=SMALL_DEPTH))
+    return _small("wikitext2_mlm_ldn", model, replace(SMALL_MASKS, supervised_blocks=SMALL_DEPTH))
 
 
 def wikitext2_mlm_bert() -> RunConfig:
-    """BERT of the same size, softmax attention, trained alike.
+    """BERT of the same size on masked WikiText-2: softmax attention.
 
     onescan train wikitext2_mlm_bert --data.path FILE
     """
@@ -364,7 +365,7 @@ LANGUAGE: dict[str, Recipe] = {
     "pile_lightnet_380m": _pile("380m", rows=256, steps=19_000),
     "pile_lightnet_1b": _pile("1b", rows=160, steps=915_000),
     "pile_lightnet_3b": _pile("3b", rows=1728, steps=85_000),
-    "openwebtext_lion_s": _openwebtext("lion_s", "LION-s, causal,"),
+    "openwebtext_lion_s": _openwebtext("lion_s", "Causal LION-s"),
     "openwebtext_gpt2": _openwebtext("gpt2", "GPT-2"),
     "cramming_lightnet": cramming_lightnet,
     "wikipedia_ldn": wikipedia_ldn,

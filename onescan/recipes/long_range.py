@@ -35,27 +35,27 @@ DECAYS: dict[str, DecayConfig] = {
 }
 NAMES = {
     "lit": "LION-lit",
-    "d": "LION-d with HiPPO's start",
-    "s": "LION-s with HiPPO's start",
+    "d": "LION-d with HiPPO initialization",
+    "s": "LION-s with HiPPO initialization",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One of the arena's data sets, and what is trained on it."""
+    """A data set of the arena and the settings of its runs."""
 
     title: str
     data: DataConfig
     model: SequenceClassifierConfig
-    """Without a mixer's decay, and without positions."""
+    """Model without decay and positions, which `_long_range` adds."""
     training: TrainingConfig
     machine: MachineConfig = field(default_factory=MachineConfig)
     flags: str = ""
-    """Of the command, that say where the data is."""
+    """Flags of the command that set the path of the data."""
     all_have_places: bool = False
-    """Whether LION-d and LION-s have places too."""
+    """Whether LION-d and LION-s also have absolute positions."""
     shortest_step: float = 0.001
-    """HiPPO's: the longer the sequences, the longer its memory."""
+    """Minimum step of HiPPO: longer sequences need longer memory."""
 
 
 def _model(
@@ -83,17 +83,17 @@ def _training(
         weight_decay=weight_decay,
         learning_rate=5e-4,
         warmup=warmup_epochs / epochs,
-        final_fraction=0.0,
+        final_lr_ratio=0.0,
     )
 
 
 LISTOPS = Problem(
-    title="the Long Range Arena's ListOps, up to 1,999 tokens",
+    title="ListOps of the Long Range Arena, up to 1,999 tokens",
     data=ListOpsDataConfig(),
     model=_model(width=128, depth=8, vocab_size=16, num_classes=10),
     training=_training(epochs=40, batch_size=50, weight_decay=0.04),
 )
-# Small enough for 2 CPU cores. All three have places, so that they differ in their decay alone.
+# Small enough for 2 CPU cores. All three have positions, so they differ only in their decay.
 LISTOPS_SMALL = Problem(
     title="ListOps of 15 to 37 tokens",
     data=ListOpsDataConfig(
@@ -118,34 +118,34 @@ LISTOPS_SMALL = Problem(
     all_have_places=True,
 )
 PIXELS = Problem(
-    title="CIFAR-10 in grey, 1,024 pixels one by one",
+    title="grayscale CIFAR-10 as 1,024 pixels",
     data=PixelImageConfig(path="uoft-cs/cifar10", class_names=CLASSES),
     model=_model(width=512, depth=6, vocab_size=256, num_classes=10, dropout=0.1),
     training=_training(epochs=250, batch_size=50, weight_decay=0.07),
     flags=" --data.path FOLDER",
 )
 PATHFINDER = Problem(
-    title="Pathfinder, 1,024 pixels one by one",
+    title="Pathfinder as 1,024 pixels",
     data=PathfinderDataConfig(),
     model=_model(width=192, depth=6, vocab_size=256, num_classes=2, dropout=0.05),
     training=_training(epochs=200, batch_size=64, weight_decay=0.03),
 )
 PATHX = Problem(
-    title="Path-X, 16,384 pixels one by one",
+    title="Path-X as 16,384 pixels",
     data=PathfinderDataConfig(images=PathfinderConfig(side=128)),
     model=_model(width=128, depth=6, vocab_size=256, num_classes=2),
     training=_training(epochs=75, batch_size=32, weight_decay=0.06),
     shortest_step=0.0001,
 )
 IMDB = Problem(
-    title="IMDB's reviews, up to 4,096 bytes",
+    title="IMDB reviews of up to 4,096 bytes",
     data=ByteTextConfig(path="stanfordnlp/imdb"),
     model=_model(width=256, depth=6, vocab_size=257, num_classes=2, dropout=0.1),
     training=_training(epochs=35, batch_size=50, weight_decay=0.07, warmup_epochs=0),
     flags=" --data.path FOLDER",
 )
 AAN = Problem(
-    title="AAN's pairs of papers, up to 4,000 bytes each",
+    title="AAN pairs of papers of up to 4,000 bytes each",
     data=RetrievalConfig(path="lra_release/tsv_data"),
     model=replace(_model(width=128, depth=6, vocab_size=257, num_classes=2), segment_types=2),
     training=_training(epochs=20, batch_size=32, weight_decay=0.05),
@@ -181,7 +181,7 @@ def _long_range(problem: str, kind: str) -> Callable[[], RunConfig]:
             machine=posed.machine,
         )
 
-    recipe.__doc__ = f"""{NAMES[kind]}, on {posed.title}.
+    recipe.__doc__ = f"""{NAMES[kind]} on {posed.title}.
 
     onescan train {name}{posed.flags}
     """

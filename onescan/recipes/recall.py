@@ -1,7 +1,7 @@
 """Associative recall with three mixers, small enough for 2 CPU cores.
 
-Widths, budgets and MD-TPE, which lets a value know the key before it, are the same for all: they
-differ in their mixers alone.
+Width, training and MD-TPE, which gives each value access to the key before it, are the same for
+all; the models differ only in their mixer.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ TRAINING = TrainingConfig(
 )
 MIXERS: dict[str, tuple[str, MixerConfig]] = {
     "lightnet": ("LightNet", LightNetMixerConfig(num_heads=2, gate_rank=16, causal=True)),
-    "lion_s": ("LION-s, causal,", LionMixerConfig(num_heads=2, direction="forward")),
+    "lion_s": ("Causal LION-s", LionMixerConfig(num_heads=2, direction="forward")),
     "softmax": ("Softmax attention", SoftmaxMixerConfig(num_heads=2, causal=True)),
 }
 
@@ -55,7 +55,7 @@ def _recall(kind: str) -> Callable[[], RunConfig]:
             machine=MachineConfig(workers=0),
         )
 
-    recipe.__doc__ = f"""{title} learns to recall the values of 1 to 8 keys.
+    recipe.__doc__ = f"""{title} on associative recall of 1 to 8 key-value pairs.
 
     onescan train {name}
     """

@@ -18,7 +18,7 @@ from onescan.training.folder import MACHINE, Manifest, read_manifest, read_resul
 from onescan.training.records import METRICS, Split, read_metrics
 from onescan.training.run import RunConfig, RunResult
 
-SEED, START = "training.seed", "start"
+SEED, INIT_FROM = "training.seed", "init_from"
 SHOWN_DIFFERENCES = 3
 
 Column = Float[np.ndarray, " _"]
@@ -136,7 +136,7 @@ def settings_apart(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:
 
     That each began with the run of its own seed is no difference.
     """
-    ignored = {SEED, START} if _start(a) == _start(b) else {SEED}
+    ignored = {SEED, INIT_FROM} if _init_from(a) == _init_from(b) else {SEED}
     return [
         (path, x, y)
         for path, x, y in configs.differences(a, b)
@@ -166,6 +166,6 @@ def check_seeds(runs: Sequence[FinishedRun]) -> None:
             raise ValueError(f"{folders} hold the same run, seed {a.seed}: expected distinct seeds")
 
 
-def _start(run: RunConfig) -> str | None:
+def _init_from(run: RunConfig) -> str | None:
     """Where the weights are that a run began with, its own seed left open."""
-    return run.start and run.start.replace(f"seed-{run.training.seed}", "seed-*")
+    return run.init_from and run.init_from.replace(f"seed-{run.training.seed}", "seed-*")

@@ -31,14 +31,14 @@ Kind = Literal["hard", "soft"]
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
-    """How a model learns from a teacher, by default as in DeiT."""
+    """Distillation from a teacher, by default as in DeiT."""
 
     kind: Kind = "hard"
-    """What it learns: hard, the class the teacher finds likeliest; soft, all its probabilities."""
+    """hard learns the teacher's most likely class, soft its probabilities."""
     weight: float = 0.5
-    """The teacher's part in the loss, above 0 and at most 1."""
+    """Weight of the distillation loss, above 0 and at most 1."""
     temperature: float = 3.0
-    """What both sides' scores are divided by to be compared; read by the soft kind only."""
+    """Temperature that divides the logits of student and teacher; soft distillation only."""
 
     def build(self, teacher: str, data: ImageSplits) -> "Distillation":
         """Prepare to learn from the teacher of that name; the first loss loads it.

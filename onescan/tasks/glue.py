@@ -20,12 +20,13 @@ LOSS = "loss"
 
 @dataclass(frozen=True, kw_only=True)
 class GlueConfig(TaskConfig):
-    """Classes by cross-entropy; STS-B's scores by least squares."""
+    """GLUE fine-tuning: cross-entropy for classes, squared error for the scores of STS-B."""
 
     segments: bool = True
-    """Tell the model which of two texts a token is of; not where its segment_types are 0."""
+    """Pass segment ids (token types) that distinguish the two texts of a pair, if the model has
+    segment_types."""
     evaluation_batch_size: int = 64
-    """Sequences at once when evaluating; changes the memory, not the result."""
+    """Sequences per evaluation batch; affects memory, not results."""
 
     def build(self, data: GlueSplits) -> "Glue":
         """Pose the task that the data is of.

@@ -35,19 +35,19 @@ class ImageClassificationConfig(TaskConfig):
     """Image classification."""
 
     label_smoothing: float = 0.0
-    """Part of every label that is spread over all classes, below 1."""
+    """Label smoothing: share of each label spread over all classes, below 1."""
     augment: AugmentConfig | None = field(default_factory=AffineConfig)
-    """Random changes of the training images."""
+    """Augmentation of training images."""
     mix: MixConfig | None = None
-    """Training images made of two, and their labels with them."""
-    repeats: int = 1
-    """Repeated augmentation: each image comes so often in a row, changed anew each time."""
+    """MixUp and CutMix of training images."""
+    augment_repeats: int = 1
+    """Repeated augmentation: differently augmented copies of each image in a batch."""
     teacher: str | None = None
-    """A trained classifier to learn from too: a run's folder, or a name transformers knows."""
+    """Trained classifier to distill from: a run's folder, or a name that transformers can load."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
-    """How the teacher is learnt from."""
+    """Distillation settings."""
     evaluation_batch_size: int = 256
-    """Images at once when evaluating; changes the memory, not the result."""
+    """Images per evaluation batch; affects memory, not results."""
 
     def build(self, data: ImageSplits) -> "ImageClassification":
         """Pose the problem on these images.
@@ -60,7 +60,7 @@ class ImageClassificationConfig(TaskConfig):
             raise ValueError(
                 f"task.label_smoothing is {self.label_smoothing}, expected 0 to below 1"
             )
-        for name in ("repeats", "evaluation_batch_size"):
+        for name in ("augment_repeats", "evaluation_batch_size"):
             check_positive(**{f"task.{name}": getattr(self, name)})
         if self.teacher is None and self.distillation != DistillationConfig():
             raise ValueError("task.distillation is set, but task.teacher is None, expected one")
@@ -78,7 +78,7 @@ class ImageClassification(Task):
         self.format: ImageFormat = data.format
         self.class_names = data.class_names
         self.test_batch_size = config.evaluation_batch_size
-        self.repeats = config.repeats
+        self.repeats = config.augment_repeats
         self.augmentation = config.augment and config.augment.build()
         self.mixing = config.mix and config.mix.build()
         self.distillation = (

@@ -31,22 +31,23 @@ Seeds = list[int]
 
 @dataclass(frozen=True, kw_only=True)
 class ImageGenerationConfig(TaskConfig):
-    """Image generation, for a `Denoiser`."""
+    """Image generation with a `Denoiser`."""
 
     noise: NoiseConfig = field(default_factory=NoiseConfig)
-    """What is mixed with an image, and what the model tells of it."""
+    """Noise schedule and prediction target."""
     augment: AugmentConfig | None = None
-    """Random changes of the training images; not of latents."""
+    """Augmentation of training images; not available for latents."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    """How images are made when the model is judged."""
-    pictures: int = 8
-    """Images of each class in the picture of an evaluation, of at most 10 classes; 0 for none."""
+    """Sampler settings for evaluation."""
+    samples_per_class: int = 8
+    """Images per class, for at most 10 classes, in the sample grid of an evaluation; 0 disables
+    it."""
     classifier: str | None = None
-    """A trained classifier that judges the images which the model makes: a run's folder."""
+    """Run folder of a trained classifier that scores the generated images."""
     evaluation_images: int = 1024
-    """Held-out images to be judged on at most, and with a classifier as many that are made."""
+    """Maximum number of test images per evaluation and, with a classifier, of generated images."""
     evaluation_batch_size: int = 256
-    """Images at once when evaluating; changes the memory, not the result."""
+    """Images per evaluation batch; affects memory, not results."""
 
     def build(self, data: ImageSplits | LatentSplits) -> "ImageGeneration":
         """Pose the problem on these images.
@@ -60,9 +61,11 @@ class ImageGenerationConfig(TaskConfig):
         self.sampler.check(self.noise)
         for name in ("evaluation_images", "evaluation_batch_size"):
             check_positive(**{f"task.{name}": getattr(self, name)})
-        if self.pictures < 0:
-            raise ValueError(f"task.pictures is {self.pictures}, expected 0 or more")
-        if self.pictures or self.classifier is not None:
+        if self.samples_per_class < 0:
+            raise ValueError(
+                f"task.samples_per_class is {self.samples_per_class}, expected 0 or more"
+            )
+        if self.samples_per_class or self.classifier is not None:
             import onescan.integrations.diffusers  # noqa: F401  # or say now that it is missing
         if isinstance(data.format, LatentFormat):
             for name in ("augment", "classifier"):
@@ -148,7 +151,7 @@ class ImageGeneration(Task):
         return -metrics.get("feature_distance", metrics["loss"])
 
     def picture(self, model: nn.Module) -> Image | None:
-        each = self.config.pictures
+        each = self.config.samples_per_class
         if not each:
             return None
         shown = self.shown_classes()
@@ -171,7 +174,7 @@ class ImageGeneration(Task):
         if not isinstance(config, DenoiserConfig):
             raise ValueError(
                 f"the model is a {type(model).__name__}, by which no images are made: expected a "
-                "Denoiser, or task.pictures=0 without a classifier"
+                "Denoiser, or task.samples_per_class=0 without a classifier"
             )
         scheduler = build_scheduler(
             self.config.noise, sampler, clip=self.canvas.clip, learn_sigma=config.learn_sigma
@@ -183,14 +186,14 @@ class ImageGeneration(Task):
             seeds=seeds,
             labels=labels if config.num_classes else None,
             steps=sampler.steps,
-            guidance=sampler.guidance,
+            guidance=sampler.guidance_scale,
         )
         return self.canvas.pixels(made)
 
     def _open_judges(self) -> None:
         """Load what the first evaluation needs, so that what is missing is told before it."""
         _ = self.judge_images
-        if self.config.pictures and isinstance(self.canvas, LatentCanvas):
+        if self.config.samples_per_class and isinstance(self.canvas, LatentCanvas):
             _ = self.canvas.vae
 
     def _told(
@@ -223,13 +226,13 @@ class ImageGeneration(Task):
                 f"model.num_classes is {config.num_classes}, but the data has {classes} classes, "
                 "expected as many, or 0"
             )
-        guidance = self.config.sampler.guidance
-        draws = self.config.pictures > 0 or self.judge_images is not None
+        guidance = self.config.sampler.guidance_scale
+        draws = self.config.samples_per_class > 0 or self.judge_images is not None
         for name in ("num_classes", "label_dropout"):
             if draws and guidance != 1 and not getattr(config, name):
                 raise ValueError(
-                    f"task.sampler.guidance is {guidance}, but model.{name} is 0, by which there "
-                    "is nothing to compare with; expected 1"
+                    f"task.sampler.guidance_scale is {guidance}, but model.{name} is 0, so the "
+                    "model has no unconditional prediction; expected 1"
                 )
 
     def _judged(self, model: nn.Module, batch: Batch, seeds: Seeds) -> Rows:

@@ -17,21 +17,21 @@ from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfi
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModellingConfig(TaskConfig):
-    """Language modelling, for a `CausalLM`."""
+    """Causal language modelling with a `CausalLM`."""
 
     evaluation_batch_size: int = 32
-    """Rows at once when evaluating; changes the memory, not the result."""
+    """Sequences per evaluation batch; affects memory, not results."""
 
     def build(self, data: TextSplits) -> "LanguageModelling":
         """Build the task for a text data set.
 
         Raises:
-            ValueError: If a number is not positive, or ``data.frame_rows`` is set.
+            ValueError: If a number is not positive, or ``data.add_special_tokens`` is set.
         """
         if data.is_framed:
             raise ValueError(
-                "data.frame_rows is True, expected False: a causal model would learn to predict "
-                "[SEP] in the middle of documents"
+                "data.add_special_tokens is True, expected False: a causal model would learn to "
+                "predict [SEP] in the middle of documents"
             )
         check_positive(**{"task.evaluation_batch_size": self.evaluation_batch_size})
         return LanguageModelling(self, data)

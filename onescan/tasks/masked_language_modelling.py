@@ -18,23 +18,24 @@ from onescan.tasks.language_modelling import judged, per_document, scored
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLanguageModellingConfig(TaskConfig):
-    """Masked language modelling, for a `MaskedLM`."""
+    """Masked language modelling with a `MaskedLM`."""
 
     mask_rate: float = 0.15
     """Fraction of tokens, or of words, to predict in training."""
     evaluation_mask_rate: float | None = None
     """Fraction to predict in evaluation; None uses mask_rate."""
-    whole_words: bool = False
-    """Choose words, all of their tokens at once."""
-    masked: float = 0.8
-    """Share of these that the model is shown as masks."""
-    exchanged: float = 0.1
-    """Share of these that it is shown as other tokens; it is shown the rest as they are."""
-    read_outs: int = 1
-    """Of how many of the last blocks each is to tell them; the loss is the mean. More than 1 is
-    LDN's objective, arXiv:2502.12381, which refines tokens from block to block."""
+    whole_word_mask: bool = False
+    """Choose whole words, with all their tokens, instead of single tokens."""
+    mask_replace_prob: float = 0.8
+    """Probability that a token to predict is replaced by the mask token."""
+    random_replace_prob: float = 0.1
+    """Probability that a token to predict is replaced by a random token. Otherwise it is
+    unchanged."""
+    supervised_blocks: int = 1
+    """Number of final blocks whose outputs predict the masked tokens; the loss is their mean. More
+    than 1 is LDN's objective, arXiv:2502.12381, which refines tokens from block to block."""
     evaluation_batch_size: int = 32
-    """Rows at once when evaluating; changes the memory, not the result."""
+    """Sequences per evaluation batch; affects memory, not results."""
 
     def build(self, data: TextSplits) -> "MaskedLanguageModelling":
         """Build the task for a text data set.
@@ -42,16 +43,19 @@ class MaskedLanguageModellingConfig(TaskConfig):
         Raises:
             ValueError: If a number is out of range, or the tokenizer has no mask token.
         """
-        for name in ("evaluation_batch_size", "read_outs"):
+        for name in ("evaluation_batch_size", "supervised_blocks"):
             check_positive(**{f"task.{name}": getattr(self, name)})
         for name in ("mask_rate", "evaluation_mask_rate"):
             rate = getattr(self, name)
             if rate is not None and not 0 < rate <= 1:
                 raise ValueError(f"task.{name} is {rate}, expected above 0 and at most 1")
-        if min(self.masked, self.exchanged) < 0 or self.masked + self.exchanged > 1:
+        if (
+            min(self.mask_replace_prob, self.random_replace_prob) < 0
+            or self.mask_replace_prob + self.random_replace_prob > 1
+        ):
             raise ValueError(
-                f"task.masked is {self.masked} and task.exchanged {self.exchanged}, expected "
-                "shares that are at most 1 together"
+                f"task.mask_replace_prob is {self.mask_replace_prob} and task.random_replace_prob "
+                f"is {self.random_replace_prob}, expected two probabilities of at most 1 in sum"
             )
         if data.tokenizer.mask is None:
             raise ValueError(f"data.tokenizer {data.tokenizer.name!r} has no mask")
@@ -73,7 +77,7 @@ class MaskedLanguageModelling(Task):
         assert self.tokenizer.mask is not None
         self.mask: int = self.tokenizer.mask
         self.test_batch_size = config.evaluation_batch_size
-        self.words = words_of(self.tokenizer) if config.whole_words else None
+        self.words = words_of(self.tokenizer) if config.whole_word_mask else None
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         """Mask tokens for training.
@@ -96,14 +100,18 @@ class MaskedLanguageModelling(Task):
         others = torch.randint(
             self.tokenizer.size, tokens.shape, generator=generator, device=tokens.device
         )
-        is_masked = chosen & (share < self.config.masked)
-        is_exchanged = chosen & ~is_masked & (share < self.config.masked + self.config.exchanged)
+        is_masked = chosen & (share < self.config.mask_replace_prob)
+        is_exchanged = (
+            chosen
+            & ~is_masked
+            & (share < self.config.mask_replace_prob + self.config.random_replace_prob)
+        )
         shown = others.where(is_exchanged, tokens).masked_fill(is_masked, self.mask)
         return shown, documents, tokens.where(chosen, IGNORE_INDEX)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         shown, documents, labels = batch
-        positions, read_outs = labels != IGNORE_INDEX, self.config.read_outs
+        positions, read_outs = labels != IGNORE_INDEX, self.config.supervised_blocks
         logits = model(
             shown, documents=per_document(documents), read_outs=read_outs, positions=positions
         )

@@ -14,10 +14,10 @@ from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfi
 
 @dataclass(frozen=True, kw_only=True)
 class RecallTaskConfig(TaskConfig):
-    """Associative recall, for a `CausalLM`."""
+    """Associative recall with a `CausalLM`."""
 
     evaluation_batch_size: int = 256
-    """Sequences at once when evaluating; changes the memory, not the result."""
+    """Sequences per evaluation batch; affects memory, not results."""
 
     def build(self, data: RecallSplits) -> "Recall":
         """Pose it on sequences of pairs and queries.

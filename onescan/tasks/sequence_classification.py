@@ -17,12 +17,12 @@ Numbers = Float[Tensor, " B"]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceClassificationConfig(TaskConfig):
-    """Classification of token sequences; where data has no classes, regression."""
+    """Sequence classification, or regression if the data has no classes."""
 
     label_smoothing: float = 0.0
-    """Part of every label that is spread over all classes, below 1."""
+    """Label smoothing: share of each label spread over all classes, below 1."""
     evaluation_batch_size: int = 64
-    """Sequences at once when evaluating; changes the memory, not the result."""
+    """Sequences per evaluation batch; affects memory, not results."""
 
     def build(self, data: SequenceSplits) -> "SequenceClassification":
         """Pose the problem on these sequences.

@@ -52,26 +52,26 @@ from onescan.training.vae import Encoder, digest, latent_format
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeConfig:
-    """How images are encoded."""
+    """How images are encoded to latents."""
 
     vae: str
-    """A folder or a name on the hub of diffusers' AutoencoderKL."""
+    """Folder or hub name of a diffusers AutoencoderKL."""
     flip: bool = True
-    """Encode the mirror images of training images too."""
+    """Also encode the horizontally flipped training images."""
     dtype: LatentDtype = "float16"
-    """Of the latents on disk."""
+    """Data type of the latents on disk."""
     precision: Precision = "float32"
-    """Of the VAE's matrix products."""
+    """Precision of the VAE's matrix products."""
     shard_size: int = 4096
-    """Images in a file, but for a split's last."""
-    batch: int = 32
-    """Images at once; changes the memory, and of the result no more than rounding."""
+    """Images per file."""
+    batch_size: int = 32
+    """Images per batch; affects memory, and results only by rounding."""
 
     def check(self) -> None:
         """Raise ValueError for a field out of range."""
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("precision", self.precision, get_args(Precision))
-        check_positive(shard_size=self.shard_size, batch=self.batch)
+        check_positive(shard_size=self.shard_size, batch_size=self.batch_size)
 
 
 def encode(
@@ -203,7 +203,7 @@ class _Work:
         """Yield a shard's examples; batches end with their shard, so each is encoded alike."""
         first, size = shard * self.asked.shard_size, self.asked.shard_size
         examples = (e for e, _ in self.images.examples(seed=None, start=first))
-        yield from batched(islice(examples, size), self.asked.batch)
+        yield from batched(islice(examples, size), self.asked.batch_size)
 
     def encode(self, encoder: Encoder, workers: int, bar: "tqdm[Any]") -> None:
         """Write the shards that are missing."""

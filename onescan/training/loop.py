@@ -48,7 +48,7 @@ from onescan.training.ranks import Ranks, choose_device, joined
 from onescan.training.records import Records, Split
 from onescan.training.run import MachineConfig, RunConfig, RunResult, TrainingConfig
 from onescan.training.schedule import Plan, learning_rate
-from onescan.training.start import begin_with
+from onescan.training.start import init_from
 from onescan.training.state import TrainingState, last_state, restore_state, save_state
 from onescan.training.trackers import check_installed
 
@@ -93,8 +93,8 @@ def train(
         build_on_meta(run.model)  # raises if it does not fit into memory
         torch.manual_seed(derive_seed(settings.seed, "model"))
         model = build_unchecked(run.model)
-        if run.start and (gives_way or not ranks.first(lambda: last_state(folder))):
-            begin_with(run.start, model)
+        if run.init_from and (gives_way or not ranks.first(lambda: last_state(folder))):
+            init_from(run.init_from, model)
         model = model.to(device)
         if gives_way:
             _try_out(model, task, settings, device)
@@ -186,7 +186,7 @@ class Loop:
         """Whether the plan is carried out, or patience has run out."""
         patience = self.settings.patience
         return self.state.step >= self.plan.steps or (
-            patience is not None and self.state.stale >= patience
+            patience is not None and self.state.evaluations_without_improvement >= patience
         )
 
     def stop_if_asked(self) -> None:
@@ -240,7 +240,7 @@ class Loop:
 
     def backward(self, batch: Batch) -> dict[str, Tensor]:
         """Add up the gradient over the parts of a batch; return its metrics, the loss first."""
-        parts = self.machine.accumulate
+        parts = self.machine.gradient_accumulation_steps
         cut = [tensor.chunk(parts) for tensor in batch]
         sums: dict[str, Tensor] = {}
         for i, part in enumerate(zip(*cut, strict=True)):
@@ -268,7 +268,7 @@ class Loop:
         if self.state.scale:
             for gradient in [p.grad for p in parameters if p.grad is not None]:
                 local(gradient).mul_(1 / self.state.scale.scale)
-        return whole(clip_grad_norm_(parameters, self.settings.clip_norm or math.inf))
+        return whole(clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf))
 
     def check_gradient(self, loss: float, norm: float) -> None:
         """Raise FloatingPointError for a loss or a gradient that training cannot recover from.
@@ -366,7 +366,7 @@ class Loop:
         return FloatingPointError(
             f"{what} at step {self.state.step}; {saved}; try a smaller "
             f"training.learning_rate (now {self.settings.learning_rate}) or "
-            f"training.clip_norm (now {self.settings.clip_norm})"
+            f"training.max_grad_norm (now {self.settings.max_grad_norm})"
         )
 
 
@@ -376,11 +376,12 @@ def share_of_batch(settings: TrainingConfig, machine: MachineConfig, ranks: Rank
     Raises:
         ValueError: a batch cannot be cut into equal parts.
     """
-    parts = ranks.size * machine.accumulate
+    parts = ranks.size * machine.gradient_accumulation_steps
     if settings.batch_size % parts:
         raise ValueError(
             f"training.batch_size is {settings.batch_size}, expected a multiple of {parts}: "
-            f"{ranks.size} processes times machine.accumulate {machine.accumulate}"
+            f"{ranks.size} processes times machine.gradient_accumulation_steps "
+            f"{machine.gradient_accumulation_steps}"
         )
     share = settings.batch_size // ranks.size
     return slice(ranks.rank * share, (ranks.rank + 1) * share)

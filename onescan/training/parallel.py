@@ -19,19 +19,21 @@ def prepare(
     """Return what training calls; the names of the model's own weights stay as they are.
 
     Raises:
-        ValueError: `recompute` of a model without blocks.
+        ValueError: If `machine.gradient_checkpointing` is set and the model has no blocks.
     """
     blocks = [module for module in model.modules() if isinstance(module, Block)]
-    if machine.recompute and not blocks:
-        raise ValueError("machine.recompute is True, but the model has no blocks to compute again")
+    if machine.gradient_checkpointing and not blocks:
+        raise ValueError(
+            "machine.gradient_checkpointing is True, but the model has no blocks to compute again"
+        )
     for block in blocks:
-        block.recompute = machine.recompute
+        block.recompute = machine.gradient_checkpointing
     parts: list[nn.Module] = [*blocks] or [model]
     for part in parts if machine.compile else ():
         part.compile()
     if ranks.size == 1:
         return model
-    if not machine.shard:
+    if not machine.fsdp:
         own = [device] if device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=own, gradient_as_bucket_view=True)
     return _sharded(model, blocks, device)

@@ -1,4 +1,4 @@
-"""What a run is: the config a recipe returns, and what comes out of it."""
+"""The config of a run and its result."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,58 +18,64 @@ TrackerName = Literal["tensorboard", "trackio", "wandb"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How a model is trained, whatever it is and whatever it learns."""
+    """Training settings that do not depend on the model or the task."""
 
     epochs: int = 60
     """Passes over the training data."""
     steps: int | None = None
-    """Updates of the weights; where given, it stands in for epochs."""
+    """Number of optimizer steps; overrides epochs."""
     batch_size: int = 64
-    """Examples per update, over all processes."""
+    """Examples per optimizer step, summed over all processes."""
     precision: Precision = "float32"
-    """Of the matrix products; weights, sums and the loss stay in float32."""
+    """Precision of matrix products (mixed precision). Weights, reductions and the loss stay in
+    float32."""
     learning_rate: float = 1e-3
-    """Learning rate after the warm-up."""
+    """Peak learning rate, reached after the warm-up."""
     weight_decay: float = 0.05
-    """Decay of matrices; norms, biases and the like have none."""
+    """Weight decay of matrices. Norms, biases and other vectors are not decayed."""
     decoupled_weight_decay: bool = False
-    """Decay by weight_decay at the highest learning rate, whatever that is, and by less as it is
-    lower, as MosaicML's DecoupledAdamW; else by the learning rate times weight_decay, as torch's.
-    """
+    """Multiply weight_decay by the schedule alone, not by the learning rate, as MosaicML's
+    DecoupledAdamW does. By default the decay per step is learning rate times weight_decay, as in
+    torch.optim.AdamW."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """How much AdamW's two running means keep at every step."""
+    """AdamW's decay rates of the running means of the gradient and its square."""
     eps: float = 1e-8
-    """AdamW's guard against division by zero"""
+    """Term that AdamW adds to the denominator for numerical stability."""
     warmup: float = 0.05
-    """Rise of the learning rate: below 1 a part of all steps, from 1 on a number of steps."""
+    """Length of the linear warm-up: a fraction of all steps if below 1, otherwise a number of
+    steps."""
     schedule: Schedule = "cosine"
-    """How the learning rate falls after the warm-up; inverse_sqrt as one over the root of steps."""
-    final_fraction: float = 0.01
-    """Learning rate at the end, as a part of the highest; inverse_sqrt has its own."""
-    clip_norm: float | None = 1.0
-    """Longest gradient; a longer one is shortened to it."""
+    """Learning rate schedule after the warm-up. inverse_sqrt decays with one over the square root
+    of the step."""
+    final_lr_ratio: float = 0.01
+    """Final learning rate as a fraction of the peak. Not used by inverse_sqrt."""
+    max_grad_norm: float | None = 1.0
+    """Gradient norm above which gradients are clipped; None disables clipping."""
     ema_decay: float | None = None
-    """What a running mean of the weights keeps at every step; the mean is judged and saved."""
+    """Decay rate of an exponential moving average (EMA) of the weights, which is then evaluated and
+    saved in their place; None disables it."""
     seed: int = 0
-    """What all chance comes from: first weights, order, augmentation, dropped paths."""
+    """Random seed for initial weights, data order, augmentation and dropped paths."""
     evaluate_every: float = 1.0
-    """Epochs between evaluations; the end of the run is always evaluated."""
+    """Epochs between evaluations. The end of the run is always evaluated."""
     checkpoint_every: float = 1.0
-    """Epochs between checkpoints: what a killed run loses at most; the end is always saved."""
+    """Epochs between checkpoints, which limits how much a killed run loses. The end of the run is
+    always saved."""
     patience: int | None = None
-    """Evaluations without a new best after which the run ends early; None trains to the end."""
+    """Early stopping: evaluations without improvement after which the run ends; None disables
+    it."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number that no run can have."""
         sizes = ["epochs", "steps", "batch_size", "evaluate_every", "checkpoint_every", "patience"]
-        for name in [*sizes, "learning_rate", "eps", "clip_norm"]:
+        for name in [*sizes, "learning_rate", "eps", "max_grad_norm"]:
             if getattr(self, name) is not None:
                 check_positive(**{f"training.{name}": getattr(self, name)})
         for name in ("weight_decay", "warmup", "seed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"training.{name} is {getattr(self, name)}, expected 0 or more")
-        if not 0 <= self.final_fraction <= 1:
-            raise ValueError(f"training.final_fraction is {self.final_fraction}, expected 0 to 1")
+        if not 0 <= self.final_lr_ratio <= 1:
+            raise ValueError(f"training.final_lr_ratio is {self.final_lr_ratio}, expected 0 to 1")
         check_choice("training.precision", self.precision, get_args(Precision))
         check_choice("training.schedule", self.schedule, get_args(Schedule))
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -80,31 +86,34 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
-    """On what a run is carried out: it may change when a run goes on, and its numbers stay.
+    """Hardware settings, which may change when a run is resumed without changing its results.
 
-    To the last bit on one CPU, whatever the readers and `recompute`; to rounding for the rest, and
-    apart from dropped paths and augmentation, of which each process and each part that a batch is
-    cut into draws its own.
+    On one CPU, results are bit-identical for any `workers` and `gradient_checkpointing`. The other
+    settings change them by rounding only, except that dropped paths and augmentation are drawn
+    separately in each process and each gradient accumulation step.
     """
 
     device: str = "auto"
-    """Where to train: cpu, cuda, cuda:1, ...; auto is a GPU where there is one."""
+    """Device to train on: cpu, cuda, cuda:1, ...; auto uses a GPU if there is one."""
     workers: int | None = None
-    """Processes that read data, for each that trains; None is as many as the data is worth."""
-    accumulate: int = 1
-    """Parts that a batch is cut into, one after the other, for less memory."""
-    recompute: bool = False
-    """Forget what is inside each block and compute it again for the gradient, for less memory."""
+    """Data loading processes per training process; None chooses a number that suits the data."""
+    gradient_accumulation_steps: int = 1
+    """Number of parts that each batch is split into, processed one after the other to save
+    memory."""
+    gradient_checkpointing: bool = False
+    """Recompute the activations of each block in the backward pass instead of storing them, to save
+    memory."""
     compile: bool = False
     """Compile each block with torch.compile."""
-    shard: bool = False
-    """Over several processes, split weights and moments between them (FSDP2); else copy (DDP)."""
+    fsdp: bool = False
+    """With several processes, shard weights, gradients and optimizer state (FSDP2) instead of
+    replicating them (DDP)."""
     trackers: tuple[TrackerName, ...] | None = None
-    """Who else gets the metrics; None is tensorboard where it is installed."""
+    """Experiment trackers that receive the metrics; None uses tensorboard if it is installed."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number that no machine can have."""
-        check_positive(**{"machine.accumulate": self.accumulate})
+        check_positive(**{"machine.gradient_accumulation_steps": self.gradient_accumulation_steps})
         for name in self.trackers or ():
             check_choice("machine.trackers", name, get_args(TrackerName))
         if self.workers is not None and not 0 <= self.workers <= MOST_WORKERS:
@@ -113,16 +122,16 @@ class MachineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A complete run: equal configs on equal machines give equal numbers."""
+    """Config of a complete run. Equal configs on equal machines give equal results."""
 
     name: str
-    """What the run is called."""
+    """Name of the run, used as its folder below runs/."""
     model: ModelConfig
     data: DataConfig
     task: TaskConfig
-    start: str | None = None
-    """Weights to begin with, where the model has the same parts: a run's folder, or
-    best.safetensors in it, or what transformers saved; None draws fresh ones."""
+    init_from: str | None = None
+    """Pre-trained weights to start from: a run's folder, its best.safetensors, or a model saved by
+    transformers. All weights but the head must match. None initializes randomly."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
@@ -135,15 +144,15 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a finished run left in its folder."""
+    """Result of a finished run."""
 
     folder: Path
     evaluation: Evaluation
-    """The last one."""
+    """The last evaluation."""
     steps: int
-    """Updates of the weights."""
+    """Number of optimizer steps."""
     reused: bool = False
-    """Whether the run had been finished before, so that nothing was trained now."""
+    """Whether the run had finished before, so that nothing was trained now."""
 
     @property
     def metrics(self) -> dict[str, float]:

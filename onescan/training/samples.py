@@ -30,30 +30,30 @@ UNFIT = r"[^\w.-]+"  # for a file's name
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """What is made."""
+    """What images to generate."""
 
     labels: tuple[int, ...] = ()
-    """Classes by number, each image's in turn; none are all that there are."""
-    count: int = 16
-    """Images of each label; where there are none, images."""
+    """Class numbers to generate; empty cycles through all classes."""
+    num_images: int = 16
+    """Images per label, or images in total if labels is empty."""
     steps: int = 50
-    """Calls of the model for each image, or pairs of calls with guidance."""
-    guidance: float = 1.0
-    """How far to go toward the class; 1 is without guidance."""
+    """Denoising steps per image."""
+    guidance_scale: float = 1.0
+    """Scale of classifier-free guidance; 1 disables it."""
     seed: int = 0
-    """What all chance comes from."""
+    """Random seed."""
     size: tuple[int, int] | None = None
-    """Height and width; None is what the model was trained on."""
+    """Height and width of the images; None uses the training size."""
     batch_size: int = 64
-    """Images at once; changes the memory, and of the result no more than rounding."""
+    """Images per batch; affects memory, and results only by rounding."""
 
     def check(self) -> None:
         """Raise ValueError for a number out of range."""
-        check_positive(count=self.count, batch=self.batch_size)
+        check_positive(num_images=self.num_images, batch_size=self.batch_size)
         if not 1 <= self.steps <= STEPS:
             raise ValueError(f"steps is {self.steps}, expected 1 to {STEPS}")
-        if not 0 <= self.guidance < math.inf:
-            raise ValueError(f"guidance is {self.guidance}, expected 0 or more")
+        if not 0 <= self.guidance_scale < math.inf:
+            raise ValueError(f"guidance_scale is {self.guidance_scale}, expected 0 or more")
         if self.size is not None and min(self.size) < 1:
             raise ValueError(f"size is {self.size}, expected a height and a width above 0")
         if self.seed < 0:
@@ -110,7 +110,7 @@ def write_samples(
     check_out(out)
     asked.check()
     labels = list(asked.labels) or list(range(pipeline.num_classes))  # in turn
-    count = asked.count * max(1, len(asked.labels))
+    count = asked.num_images * max(1, len(asked.labels))
     batches = _made(pipeline, asked, labels, count, progress=progress)
     if not out.suffix:
         for first, images in batches:
@@ -145,7 +145,7 @@ def _made(
             pixels = pipeline(
                 class_labels=[labels[i % len(labels)] for i in numbers] if labels else None,
                 num_inference_steps=asked.steps,
-                guidance_scale=asked.guidance,
+                guidance_scale=asked.guidance_scale,
                 generator=[_generator(asked.seed, i) for i in numbers],
                 height=height,
                 width=width,

@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 def learning_rate(step: int, steps: int, config: TrainingConfig) -> float:
     """Return the learning rate of update `step`, counted from 0, out of `steps`.
 
-    >>> config = TrainingConfig(learning_rate=8.0, warmup=4.0, final_fraction=0.5)
+    >>> config = TrainingConfig(learning_rate=8.0, warmup=4.0, final_lr_ratio=0.5)
     >>> [learning_rate(step, 8, config) for step in (0, 1, 2, 3, 4, 6)]
     [2.0, 4.0, 6.0, 8.0, 8.0, 6.0]
     """
@@ -47,5 +47,5 @@ def learning_rate(step: int, steps: int, config: TrainingConfig) -> float:
         return config.learning_rate * math.sqrt(max(warmup, 1) / (step + 1))
     done = (step - warmup) / max(steps - warmup, 1)
     left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
-    share = config.final_fraction + (1 - config.final_fraction) * left[config.schedule]
+    share = config.final_lr_ratio + (1 - config.final_lr_ratio) * left[config.schedule]
     return config.learning_rate * share

@@ -11,7 +11,7 @@ HEAD = "head."  # how the names of weights begin that are one problem's own
 SHOWN = 3  # weights that do not fit
 
 
-def begin_with(name: str, model: nn.Module) -> None:
+def init_from(name: str, model: nn.Module) -> None:
     """Fill a fresh model with another's weights.
 
     All but the head has to fit. The head stays fresh, unless the other one is of the same kind: of
@@ -69,7 +69,7 @@ def _check_fit(name: str, there: Mapping[str, Tensor], here: Mapping[str, Tensor
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" * (len(wrong) > SHOWN)
         raise ValueError(
-            f"start is {name!r}, whose weights are of another model: "
+            f"init_from is {name!r}, whose weights are of another model: "
             f"{', '.join(wrong[:SHOWN])}{more}"
         )
 

@@ -61,7 +61,7 @@ class TrainingState:
     """Position of the next batch in the data, for data without random access."""
     best: float = -math.inf
     """Score of the best evaluation."""
-    stale: int = 0
+    evaluations_without_improvement: int = 0
     """Evaluations since the best one."""
     judged: int = 0
     """Step of the last evaluation."""
@@ -70,7 +70,9 @@ class TrainingState:
         """Record the score of an evaluation, and return whether it is the best so far."""
         score = -math.inf if math.isnan(score) else score
         is_best = score > self.best or self.best == -math.inf
-        self.best, self.stale = (score, 0) if is_best else (self.best, self.stale + 1)
+        self.best, self.evaluations_without_improvement = (
+            (score, 0) if is_best else (self.best, self.evaluations_without_improvement + 1)
+        )
         self.judged = self.step
         return is_best
 
@@ -83,7 +85,7 @@ class TrainingState:
         return {
             "step": self.step,
             "best": None if self.best == -math.inf else self.best,  # JSON has no infinity
-            "evaluations_without_improvement": self.stale,
+            "evaluations_without_improvement": self.evaluations_without_improvement,
             "evaluated_step": self.judged,
             "data_state": self.bookmark,
             "loss_scale": self.scale and [self.scale.scale, self.scale.good],
@@ -96,7 +98,7 @@ class TrainingState:
             KeyError, TypeError, ValueError, OverflowError: If a value is missing or invalid.
         """
         self.step = int(numbers["step"])
-        self.stale = int(numbers["evaluations_without_improvement"])
+        self.evaluations_without_improvement = int(numbers["evaluations_without_improvement"])
         self.judged = int(numbers["evaluated_step"])
         self.best = -math.inf if numbers["best"] is None else float(numbers["best"])
         self.bookmark = numbers["data_state"] and dict(numbers["data_state"])

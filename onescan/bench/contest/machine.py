@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from onescan import __version__, memory
+from onescan import __version__
 from onescan.bench.contest.outcome import Machine
 from onescan.bench.contest.trial import Trial
 from onescan.bench.contests import ContestOptions
@@ -20,6 +20,15 @@ YARDSTICKS = "yardsticks"
 CPU_COPY, GPU_COPY = 2**26, 2**29  # bytes, beyond what processors keep at hand
 CPU_SIDE, GPU_SIDE = 1024, 8192  # of the square matrices that are multiplied
 CPUINFO = Path("/proc/cpuinfo")
+ALLOCATOR = (  # read by torch, glibc and the dynamic linker
+    "THP_MEM_ALLOC_ENABLE",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "GLIBC_TUNABLES",
+    "LD_PRELOAD",
+)
 
 
 def device_of(options: ContestOptions) -> torch.device:
@@ -43,8 +52,7 @@ def find_machine(options: ContestOptions) -> Machine:
         cores=os.cpu_count() or 1,
         threads=options.threads or torch.get_num_threads(),
         memory_mib=_memory_mib(device),
-        huge_pages=device.type == "cpu" and memory.has_huge_pages(),
-        keeps_freed=device.type == "cpu" and memory.can_keep_freed(),
+        allocator=_allocator() if device.type == "cpu" else "",
         platform=platform.platform(),
         python=platform.python_version(),
         onescan=__version__,
@@ -53,6 +61,11 @@ def find_machine(options: ContestOptions) -> Machine:
         fla=_version("flash-linear-attention"),
         timm=_version("timm"),
     )
+
+
+def _allocator() -> str:
+    """Return the environment variables that are set and affect how memory is allocated."""
+    return " ".join(f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ)
 
 
 def prepare_yardstick(name: str, work: str, size: int, options: ContestOptions) -> Trial:

@@ -96,10 +96,8 @@ class Machine:
     threads: int
     memory_mib: float
     """Of the device."""
-    huge_pages: bool = False
-    """Whether large tensors on a CPU lie in pages of 2 MiB."""
-    keeps_freed: bool = False
-    """Whether a CPU's processes keep what is freed for the next tensor."""
+    allocator: str = ""
+    """Environment variables that affect how memory is allocated on a CPU."""
     platform: str
     python: str
     onescan: str

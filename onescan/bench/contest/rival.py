@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from onescan import memory
 from onescan.bench.contest.trial import Prepare, RefusalError, Trial
 from onescan.bench.contests import ContestOptions
 from onescan.bench.timing import hand_back, held_mib, peak_mib, settle, wait
@@ -72,7 +71,7 @@ class Rival:
 
     def __init__(self, name: str, size: int, prepare: Prepare, options: ContestOptions) -> None:
         self.name = name
-        self.timeout_s = LONGEST * options.budget_s
+        self.timeout_s = LONGEST * options.time_limit_s
         context = multiprocessing.get_context("spawn")
         self._pipe, over_there = context.Pipe()
         server = _Server(name, size, prepare, options)
@@ -209,7 +208,6 @@ class _Server:
             torch.set_num_threads(self.options.threads)
         choose_device(self.options.device, Ranks())  # torch's current one, then
         torch.manual_seed(0)
-        memory.keep_freed()
         # processes that compile would go on beside what is measured
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         with use_backend(self.options.backend):
@@ -230,7 +228,7 @@ class _Server:
         trial, once_ms = self.trials[work]
         with use_backend(self.options.backend):
             if work not in self.settled:
-                settle(trial.call, once_ms, SETTLING * self.options.budget_s)
+                settle(trial.call, once_ms, SETTLING * self.options.time_limit_s)
             if once_ms < AWAKE_MS:
                 trial.call()
             taken = statistics.median(_timed(trial.call, once_ms))

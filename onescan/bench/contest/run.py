@@ -87,7 +87,7 @@ def run_contest(
     options.check()
     contest = CONTESTS[benchmark] if contest is None else contest
     field: Field = importlib.import_module(contest.module).contestants(options)
-    field = field._replace(names=_chosen(options.names, field.names))
+    field = field._replace(names=_chosen(options.candidates, field.names))
     machine = find_machine(options)
     fresh = Results(benchmark=benchmark, names=field.names, options=options, machine=machine)
     path = folder / f"{benchmark}.json"
@@ -181,7 +181,7 @@ def _left_out(results: Results, name: str, work: str, size: int) -> Missing | No
                 return replace(out, why=why)
     known = {s: outcome for s, outcome in results.of(name, work).items() if s < size}
     for at, outcome in known.items():
-        if outcome.time_ms.median > 1000 * results.options.budget_s:
+        if outcome.time_ms.median > 1000 * results.options.time_limit_s:
             took = _seconds(outcome.time_ms.median)
             why = f"{LEFT_OUT}, as at {at} a call took {took}"
             return Missing(name=name, why=why, is_last=True)

@@ -51,15 +51,15 @@ def prepare(name: str, work: str, size: int, options: CausalOptions) -> Trial:
     is_theirs, macs = name in FLA, 0
     build: Callable[[], nn.Module]
     if is_theirs:
-        build = partial(their_model, name, options.size, options)
+        build = partial(their_model, name, options.model_size, options)
     else:
-        config = our_config(name, options.size, max_tokens=size)
+        config = our_config(name, options.model_size, max_tokens=size)
         check_backend(config.mixer, options)
         build = config.build
-        macs = options.batch * _macs(config, size)
+        macs = options.batch_size * _macs(config, size)
     model = placed(build, options).train(work == TRAINING)
-    vocabulary = SHAPES[options.size].vocab_size
-    tokens = torch.randint(vocabulary, (options.batch, size), device=device_of(options))
+    vocabulary = SHAPES[options.model_size].vocab_size
+    tokens = torch.randint(vocabulary, (options.batch_size, size), device=device_of(options))
     loss_of = _their_loss if is_theirs else _our_loss
     if work == TRAINING:
         macs *= TIMES_IN_TRAINING
@@ -79,9 +79,9 @@ def _macs(config: CausalLMConfig, size: int) -> int:
 
 def prepare_op(name: str, work: str, size: int, options: CausalOptions) -> Trial:
     """Noise through an op, with the heads of a model of that size."""
-    shape = SHAPES[options.size]
+    shape = SHAPES[options.model_size]
     width = shape.width // shape.num_heads
-    q, k, v = (noise(options, options.batch, size, shape.num_heads, width) for _ in range(3))
+    q, k, v = (noise(options, options.batch_size, size, shape.num_heads, width) for _ in range(3))
     inputs = [q, k, v]
     if name in ("decay_attention", "fla_chunk_simple_gla"):
         inputs.append(logsigmoid(noise(options, *v.shape[:-1]) + LOGIT))

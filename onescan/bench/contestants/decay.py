@@ -23,7 +23,7 @@ def contestants(options: DecayOptions) -> Field:
 
 def prepare(name: str, work: str, size: int, options: DecayOptions) -> Trial:
     """Noise through an op; softmax has no decay to read."""
-    shape = (options.batch, size, options.heads, options.width)
+    shape = (options.batch_size, size, options.num_heads, options.head_dim)
     q, k, v = (noise(options, *shape) for _ in range(3))
     q, k = q.sigmoid(), k.sigmoid()
     if name == SOFTMAX:

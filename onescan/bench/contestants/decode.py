@@ -35,14 +35,14 @@ def prepare(name: str, work: str, size: int, options: DecodeOptions) -> Trial:
     A linear state is the same size after one token as after any number, so that of one stands for
     all; the softmax twin's cache is noise, of the size that it has after so many.
     """
-    token = torch.zeros(options.batch, 1, dtype=torch.long, device=device_of(options))
+    token = torch.zeros(options.batch_size, 1, dtype=torch.long, device=device_of(options))
     return _theirs(name, token, options) if name in FLA else _ours(name, size, token, options)
 
 
 @torch.no_grad()
 def _ours(name: str, size: int, token: Tensor, options: DecodeOptions) -> Trial:
     # one place, as more rows would be counted as weights
-    config = our_config(name, options.size, max_tokens=1)
+    config = our_config(name, options.model_size, max_tokens=1)
     check_backend(config.mixer, options)
     model = placed(config.build, options).eval()
     _, state = model(token)
@@ -60,7 +60,7 @@ def _ours(name: str, size: int, token: Tensor, options: DecodeOptions) -> Trial:
 
 @torch.no_grad()
 def _theirs(name: str, token: Tensor, options: DecodeOptions) -> Trial:
-    model = placed(partial(their_model, name, options.size, options), options).eval()
+    model = placed(partial(their_model, name, options.model_size, options), options).eval()
     cache = model(input_ids=token, use_cache=True).past_key_values
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ def contestants(options: ModelsOptions) -> Field:
     for name in options.presets:
         check_choice("preset", name, [*OURS, *TIMM])
     for name in options.presets:
-        for size in options.size if name in OURS else ():
+        for size in options.image_size if name in OURS else ():
             _check_size(name, size)
     works = (INFERENCE, TRAINING) if options.gradients else (INFERENCE,)
     return Field(options.presets, works, prepare)
@@ -48,10 +48,10 @@ def prepare(name: str, work: str, size: int, options: ModelsOptions) -> Trial:
         assert isinstance(config, ImageClassifierConfig)
         check_backend(config.mixer, options)
         build = config.build
-        macs = options.batch * count_macs(config, torch.zeros(1, 3, size, size))
+        macs = options.batch_size * count_macs(config, torch.zeros(1, 3, size, size))
     model = placed(build, options).train(work == TRAINING)
-    images = noise(options, options.batch, 3, size, size)
-    known = {"items": options.batch, "parameters": parameters(model)}
+    images = noise(options, options.batch_size, 3, size, size)
+    known = {"items": options.batch_size, "parameters": parameters(model)}
     if work == INFERENCE:
         return Trial(_inference(model, images), macs=macs, **known)
     return Trial(_training(model, images), macs=TIMES_IN_TRAINING * macs, **known)
@@ -94,4 +94,6 @@ def _check_size(name: str, size: int) -> None:
     assert isinstance(config, ImageClassifierConfig)
     if any(size % side for side in config.patch_size):
         patch = " x ".join(map(str, config.patch_size))
-        raise ValueError(f"size has {size}, expected a multiple of the patches' {patch} of {name}")
+        raise ValueError(
+            f"image_size has {size}, expected a multiple of {name}'s patch size {patch}"
+        )

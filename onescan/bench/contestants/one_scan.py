@@ -47,7 +47,7 @@ def contestants(options: OneScanOptions) -> Field:
 
 def prepare(name: str, work: str, size: int, options: OneScanOptions) -> Trial:
     """Noise through an op."""
-    shape = (options.batch, size, options.heads, options.width)
+    shape = (options.batch_size, size, options.num_heads, options.head_dim)
     inputs = [noise(options, *shape) for _ in range(3)]
     op = softmax if name == SOFTMAX else partial(OURS[name], backend=options.backend)
     return trial(op, inputs, work, options)

@@ -36,10 +36,10 @@ class Plan:
     """What another model, or other images, have another of."""
     features: str
     """The same of the features."""
-    compared: int
+    precision_recall_samples: int
     sampler: str | None
     steps: int | None
-    labels: str | None
+    class_distribution: str | None
     seed: int | None
     frequencies: tuple[int, ...]
     """Of classes, where those of the reference are followed."""
@@ -78,15 +78,17 @@ def measure_generation(
     features = open_features(asked.features, chosen)
     samples = open_samples(path, asked, features, chosen)
     with locked(out):
-        if asked.labels == "even":  # to know before real images are looked at, which may take long
+        if (
+            asked.class_distribution == "uniform"
+        ):  # to know before real images are looked at, which may take long
             _claim(out, _plan(asked, samples, features, ()))
         reference = open_reference(
             asked.reference,
             samples.data,
             features,
             size=samples.size,
-            rows=asked.compared,
-            batch=asked.batch,
+            rows=asked.precision_recall_samples,
+            batch=asked.batch_size,
             device=chosen,
             progress=progress,
         )
@@ -99,7 +101,7 @@ def measure_generation(
                 features,
                 plan,
                 out / folder_name(guidance),
-                batch=asked.batch,
+                batch=asked.batch_size,
                 device=chosen,
                 progress=progress,
             )
@@ -118,7 +120,7 @@ def measure_generation(
         real=reference.real,
         sampler=samples.sampler,
         steps=samples.steps,
-        labels=plan.labels,
+        labels=plan.class_distribution,
         seed=plan.seed,
         class_names=samples.class_names,
         onescan=__version__,
@@ -161,7 +163,7 @@ def _check_fit(
 
 def _frequencies(asked: SamplesConfig, samples: Samples, reference: Reference) -> tuple[int, ...]:
     """Of classes in the reference, where labels follow it; else none."""
-    if asked.labels != "reference":
+    if asked.class_distribution != "reference":
         return ()
     known = reference.frequencies
     if known is None or len(known) != len(samples.class_names) or not samples.class_names:
@@ -182,10 +184,10 @@ def _plan(
         samples=asked.samples,
         images=samples.stamp,
         features=features.fingerprint,
-        compared=min(asked.compared, asked.samples),
+        precision_recall_samples=min(asked.precision_recall_samples, asked.samples),
         sampler=samples.sampler,
         steps=samples.steps,
-        labels=asked.labels if is_made and samples.class_names else None,
+        class_distribution=asked.class_distribution if is_made and samples.class_names else None,
         seed=asked.seed if is_made else None,
         frequencies=frequencies,
     )
@@ -238,7 +240,7 @@ def _gathered(
             features,
             folder,
             known,
-            rows=plan.compared,
+            rows=plan.precision_recall_samples,
             batch=batch,
             device=device,
             show=bar.update,

@@ -76,7 +76,7 @@ def open_samples(
     if path.suffix != NPZ and (is_run(path) or (path / INDEX).is_file()):
         return DenoiserSamples(path, asked, device)
     usual = SamplesConfig()
-    for field in ("guidance", "sampler", "steps", "labels", "seed"):
+    for field in ("guidance_scale", "sampler", "steps", "class_distribution", "seed"):
         if (value := getattr(asked, field)) != getattr(usual, field):
             raise ValueError(f"{field} is {value!r}, but the images of {path} are there already")
     if path.is_dir():
@@ -113,7 +113,7 @@ class DenoiserSamples(Samples):
         self.device, self.asked = device, asked
         self.name, self.size = short_name(path), self.pipeline.image_size
         self.class_names = _class_names(self.pipeline)
-        self.guidances = tuple(sorted(asked.guidance)) or (usual.guidance,)
+        self.guidances = tuple(sorted(asked.guidance_scale)) or (usual.guidance_scale,)
         if not self.class_names and set(self.guidances) == {1.0}:
             self.guidances = (None,)  # no class can be asked for
         self.sampler = asked.sampler or _usual_sampler(self.pipeline, manifest)

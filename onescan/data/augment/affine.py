@@ -21,16 +21,16 @@ PerImage = Float[Tensor, " B"]
 
 @dataclass(frozen=True, kw_only=True)
 class AffineConfig(AugmentConfig):
-    """How far a training image may be turned, moved and zoomed."""
+    """Random rotation, translation and scaling of training images."""
 
     degrees: float = 10.0
-    """Largest rotation, either way."""
-    shift: float = 0.1
-    """Largest shift along each axis, either way, as a part of the side."""
+    """Largest rotation in either direction, in degrees."""
+    translate: float = 0.1
+    """Largest translation along each axis, as a fraction of the side."""
     scale: float = 0.1
-    """Largest zoom: 0.1 stands for 0.9 to 1.1 times."""
+    """Largest change of scale: 0.1 scales by 0.9 to 1.1."""
     fill: float = 0.0
-    """Brightness of what comes in from outside the image: 0 black, 1 white."""
+    """Brightness outside the image: 0 is black, 1 is white."""
 
     def build(self) -> "RandomAffine":
         """Prepare.
@@ -38,7 +38,9 @@ class AffineConfig(AugmentConfig):
         Raises:
             ValueError: a range is negative or not finite, scale not below 1, or fill above 1.
         """
-        check_ranges("task.augment", self, degrees=math.inf, shift=math.inf, scale=math.inf, fill=1)
+        check_ranges(
+            "task.augment", self, degrees=math.inf, translate=math.inf, scale=math.inf, fill=1
+        )
         if self.scale >= 1:
             raise ValueError(f"task.augment.scale is {self.scale}, expected less than 1")
         return RandomAffine(self)
@@ -56,8 +58,8 @@ class RandomAffine:
         matrices = affine_matrices(
             angle=torch.deg2rad(self.config.degrees * angle),
             zoom=1 + self.config.scale * zoom,
-            shift_x=self.config.shift * shift_x,
-            shift_y=self.config.shift * shift_y,
+            shift_x=self.config.translate * shift_x,
+            shift_y=self.config.translate * shift_y,
             aspect=images.shape[-1] / images.shape[-2],
         )
         # float32 throughout: places in bfloat16 would be off by pixels

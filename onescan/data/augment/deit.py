@@ -21,22 +21,23 @@ NOISE_MEAN, NOISE_STD = 0.5, 0.25  # about those of photographs; DeiT's noise is
 
 @dataclass(frozen=True, kw_only=True)
 class DeitAugmentConfig(AugmentConfig):
-    """The random changes of DeiT; each is left out where its first number is 0."""
+    """DeiT's augmentation. A value of 0 disables the respective step."""
 
     pad: int = 0
-    """Pixels of black put around an image before a random crop of its old size; often 4 of 32."""
+    """Padding in pixels before a random crop to the original size; CIFAR images commonly use 4."""
     flip: float = 0.5
-    """Chance of a flip from left to right."""
-    operations: int = 2
-    """RandAugment: operations drawn for each image, each of them carried out half the time."""
+    """Probability of a horizontal flip."""
+    num_ops: int = 2
+    """RandAugment: operations drawn for each image, each applied with probability 1/2."""
     magnitude: float = 9.0
-    """RandAugment: mean strength of an operation, 0 to 10."""
+    """RandAugment: mean magnitude of an operation, 0 to 10."""
     magnitude_std: float = 0.5
-    """RandAugment: spread of the strength, which stays within 0 to 10."""
+    """RandAugment: standard deviation of the magnitude, which stays within 0 to 10."""
     color_jitter: float = 0.0
-    """Largest change of brightness, contrast, saturation; DeiT has 0.3 in place of RandAugment."""
-    erasing: float = 0.25
-    """Chance that a rectangle of 2 to 33 percent of the image becomes noise."""
+    """Largest change of brightness, contrast and saturation; DeiT uses 0.3 in place of
+    RandAugment."""
+    random_erasing: float = 0.25
+    """Probability of replacing a rectangle of 2 to 33 percent of the image by noise."""
 
     def build(self) -> "DeitAugment":
         """Prepare.
@@ -50,11 +51,11 @@ class DeitAugmentConfig(AugmentConfig):
             self,
             pad=math.inf,
             flip=1,
-            operations=math.inf,
+            num_ops=math.inf,
             magnitude=10,
             magnitude_std=math.inf,
             color_jitter=1,
-            erasing=1,
+            random_erasing=1,
         )
         try:
             import kornia  # noqa: F401 - to learn whether it is there
@@ -98,12 +99,12 @@ def _steps(config: DeitAugmentConfig) -> Iterator[Callable[[Images], Images]]:
         yield lambda images: _shift(images, config.pad)
     if config.flip:
         yield RandomHorizontalFlip(p=config.flip)
-    if config.operations:
-        yield RandAugment(config.operations, config.magnitude, config.magnitude_std)
+    if config.num_ops:
+        yield RandAugment(config.num_ops, config.magnitude, config.magnitude_std)
     if config.color_jitter:
         yield ColorJitter(*[config.color_jitter] * 3)
-    if config.erasing:
-        yield lambda images: _erase(images, config.erasing)
+    if config.random_erasing:
+        yield lambda images: _erase(images, config.random_erasing)
 
 
 def _shift(images: Images, pad: int) -> Images:

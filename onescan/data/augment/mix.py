@@ -22,16 +22,16 @@ Mix = Callable[[Images, Shares, int], tuple[Images, Shares]]
 
 @dataclass(frozen=True, kw_only=True)
 class MixConfig:
-    """How images and their labels are mixed, by default as for DeiT."""
+    """MixUp and CutMix, by default as in DeiT."""
 
     mixup_alpha: float = 0.8
-    """Both parameters of the Beta distribution of MixUp's shares; 0 turns MixUp off."""
+    """MixUp's alpha: both parameters of the Beta distribution; 0 disables MixUp."""
     cutmix_alpha: float = 1.0
-    """Both parameters of the Beta distribution of CutMix's shares; 0 turns CutMix off."""
+    """CutMix's alpha: both parameters of the Beta distribution; 0 disables CutMix."""
     probability: float = 1.0
-    """Chance that a batch is mixed at all."""
+    """Probability of mixing a batch."""
     switch_probability: float = 0.5
-    """Chance that a mixed batch is CutMix's, where both are on."""
+    """Probability of choosing CutMix over MixUp if both are enabled."""
 
     def build(self) -> Mix:
         """Prepare.

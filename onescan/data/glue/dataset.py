@@ -53,19 +53,19 @@ class GlueSplits(SequenceSplits):
 
 @dataclass(frozen=True, kw_only=True)
 class GlueDatasetConfig(DataConfig):
-    """One of GLUE's tasks; its published test labels being secret, it is judged on dev."""
+    """A GLUE task, evaluated on its dev set because the test labels are not public."""
 
     task: GlueTask
-    """Which one."""
+    """Name of the task."""
     path: str = HUB
-    """The unpacked archive, with a folder for each task; a task's own folder; or a hub name."""
+    """The unpacked GLUE archive, a folder of one task, or a name on the Hugging Face hub."""
     tokenizer: str = BYTES
-    """Bytes, or a tokenizer's folder, tokenizer.json or name on the Hugging Face hub."""
+    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face hub."""
     length: int = 128
-    """Tokens of a sequence; of longer texts the last ones are left out, of the longer text first.
-    """
+    """Maximum tokens per sequence. Longer inputs are truncated at the end, the longer text of a
+    pair first."""
     on_error: OnError = "raise"
-    """Whether a line of a table that cannot be read ends the run, or is skipped and told."""
+    """On an unreadable line of a table, end the run (raise), or skip and report it (skip)."""
 
     @property
     def max_tokens(self) -> int:

@@ -30,22 +30,22 @@ Latent = Float[Tensor, "channels height width"]
 
 @dataclass(frozen=True, kw_only=True)
 class LatentsConfig(DataConfig):
-    """Latents that `onescan encode` has written."""
+    """Latents written by `onescan encode`."""
 
     path: str
-    """The folder that they were written to."""
+    """Folder of the latents."""
     sample: bool = True
-    """Draw each training latent from what the VAE says of its image; off, read the mean."""
-    mirror: bool | None = None
-    """Show half of the training images mirrored; None does where they were encoded so too."""
+    """Sample each training latent from the VAE's posterior; otherwise use its mean."""
+    flip: bool | None = None
+    """Randomly flip training images; None does so if flipped images were encoded."""
     vae: str | None = None
-    """The VAE that decodes, where it has moved since; None is where it was when encoding."""
+    """VAE to decode with, if it has moved since encoding; None uses the recorded one."""
 
     def build(self) -> "LatentSplits":
         """Open the latents; they are read when a batch needs them.
 
         Raises:
-            ValueError: there are none, not all are there, a file is missing or damaged, or mirror
+            ValueError: there are none, not all are there, a file is missing or damaged, or flip
                 images are asked for and were not encoded.
         """
         folder = Path(self.path).expanduser()
@@ -57,9 +57,9 @@ class LatentsConfig(DataConfig):
                 f"data.path is {self.path!r}, which is not encoded to its end: the same "
                 "onescan encode goes on with it"
             )
-        if self.mirror and not notes.flip:
+        if self.flip and not notes.flip:
             raise ValueError(
-                f"data.mirror is on, but {self.path} was encoded without mirror images, "
+                f"data.flip is on, but {self.path} was encoded without mirror images, "
                 "expected None or off"
             )
         form = notes.format if self.vae is None else replace(notes.format, vae=self.vae)
@@ -67,7 +67,7 @@ class LatentsConfig(DataConfig):
             shards=_open(folder, "train", notes, notes.shards.train),
             format=form,
             sample=self.sample,
-            mirror=notes.flip if self.mirror is None else self.mirror,
+            mirror=notes.flip if self.flip is None else self.flip,
         )
         test = replace(train, shards=_open(folder, "test", notes, notes.shards.test), mirror=False)
         return LatentSplits(train=train, test=test, class_names=notes.class_names, format=form)

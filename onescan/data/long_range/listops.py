@@ -26,18 +26,18 @@ OWNERS = ("train", *SPLITS)  # of each quarter of all expressions
 
 @dataclass(frozen=True, kw_only=True)
 class ListOpsConfig:
-    """How large the expressions are; as in the Long Range Arena if nothing is said."""
+    """Size of ListOps expressions, by default as in the Long Range Arena."""
 
     min_length: int = 501
-    """Fewest tokens of an expression. The arena's are longer than 500."""
+    """Minimum tokens of an expression. The arena's are longer than 500."""
     max_length: int = 1999
-    """Most tokens of an expression. The arena's are shorter than 2000."""
+    """Maximum tokens of an expression. The arena's are shorter than 2000."""
     max_depth: int = 10
-    """Levels of the tree, the root's and the digits' included."""
+    """Maximum depth of the tree, including the root and the digits."""
     max_args: int = 10
-    """Most arguments of an operator."""
+    """Maximum arguments of an operator."""
     seed: int = 0
-    """What all examples are drawn from."""
+    """Random seed of all examples."""
 
 
 class ListOps:

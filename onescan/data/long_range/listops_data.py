@@ -38,21 +38,21 @@ class ListOpsFormat(SequenceFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class ListOpsDataConfig(DataConfig):
-    """ListOps of the Long Range Arena, or of other sizes: expressions, and what they are worth.
+    """ListOps of the Long Range Arena or of other sizes: expressions and their values.
 
-    An expression is never cut, as it would be worth another digit.
+    Expressions are never truncated, because truncation would change their value.
     """
 
     path: str | None = None
-    """A folder with basic_train.tsv and basic_test.tsv as published; None draws expressions."""
+    """Folder with the published basic_train.tsv and basic_test.tsv; None generates expressions."""
     expressions: ListOpsConfig = field(default_factory=ListOpsConfig)
-    """What is drawn."""
+    """Size of generated expressions."""
     train_examples: int = LRA_COUNTS["train"]
-    """How many are drawn to learn from."""
+    """Number of generated training examples."""
     test_examples: int = LRA_COUNTS["test"]
-    """How many are drawn to be judged on."""
+    """Number of generated test examples."""
     test_split: HeldOut = "test"
-    """What to be judged on; val to choose settings by."""
+    """Split to evaluate on: test, or val for model selection."""
 
     @property
     def max_tokens(self) -> int:

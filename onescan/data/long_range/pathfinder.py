@@ -46,14 +46,14 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PathfinderConfig:
-    """Which of the arena's sets the images are like; Path-X is side 128."""
+    """Variant of Pathfinder in the Long Range Arena; Path-X is side 128."""
 
     side: int = 32
-    """Of the image, in pixels: 32, 64, 128 or 256."""
+    """Side of the image, in pixels: 32, 64, 128 or 256."""
     contour_length: int = 14
-    """Dashes of a long curve: 6, 9 or 14. Distracting curves have a third of it."""
+    """Dashes of a long curve: 6, 9 or 14. Distractor curves have a third of it."""
     seed: int = 0
-    """What all examples are drawn from."""
+    """Random seed of all examples."""
 
 
 class Pathfinder:

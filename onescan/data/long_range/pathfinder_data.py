@@ -22,22 +22,26 @@ TENTHS = {"train": (0, 8), "val": (8, 9), "test": (9, 10)}  # of a published fol
 
 @dataclass(frozen=True, kw_only=True)
 class PathfinderDataConfig(DataConfig):
-    """Pathfinder of the Long Range Arena: pixels row by row; are two discs joined by a curve?"""
+    """Pathfinder of the Long Range Arena: are two discs connected by a curve?
+
+    The model reads the image's pixels row by row.
+    """
 
     path: str | None = None
-    """A published folder, as pathfinder32/curv_contour_length_14; None draws images.
+    """Folder of the published data, such as pathfinder32/curv_contour_length_14; None generates
+    images.
 
-    Eight tenths of it are learnt from, a tenth is val and a tenth test, by a shuffle that
-    images.seed decides.
+    It is shuffled with images.seed and split into 80% train, 10% val and 10% test.
     """
     images: PathfinderConfig = field(default_factory=PathfinderConfig)
-    """What is drawn; side 128 makes Path-X. With a path, side has to be that of its images."""
+    """Variant of generated images; side 128 is Path-X. With path, side must match the images
+    there."""
     train_examples: int = LRA_COUNTS["train"]
-    """How many are drawn to learn from."""
+    """Number of generated training examples."""
     test_examples: int = LRA_COUNTS["test"]
-    """How many are drawn to be judged on."""
+    """Number of generated test examples."""
     test_split: HeldOut = "test"
-    """What to be judged on; val to choose settings by."""
+    """Split to evaluate on: test, or val for model selection."""
 
     @property
     def max_tokens(self) -> int:

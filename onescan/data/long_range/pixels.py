@@ -51,33 +51,34 @@ class PixelFormat(SequenceFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class PixelImageConfig(DataConfig):
-    """Labelled images as sequences of grey levels: whatever `ImageDatasetConfig` reads.
+    """Labelled images as sequences of grey levels, from the same sources as `ImageDatasetConfig`.
 
-    The Long Range Arena's are CIFAR-10's, of 1024 tokens.
+    The Long Range Arena uses CIFAR-10, with sequences of 1024 tokens.
     """
 
     path: str
-    """A folder or a parquet file on disk, or a name on the Hugging Face hub."""
+    """Folder, parquet file, or name of a dataset on the Hugging Face hub."""
     name: str | None = None
-    """Which of a hub data set's configurations."""
+    """Configuration of a hub dataset."""
     train_split: str = "train"
-    """What to learn from."""
+    """Split to train on."""
     test_split: str | None = None
-    """What to be judged on; None is validation or test, or else a part held out of train_split."""
+    """Split to evaluate on; None uses validation or test, or else holds out a part of
+    train_split."""
     test_fraction: float = 0.1
-    """Part of every class that is held out where there is no test split."""
+    """Fraction of each class held out if there is no test split."""
     split_seed: int = 0
-    """Which part is held out."""
+    """Random seed of the train-test split."""
     image_column: str | None = None
-    """Where the images are; None is the only column of images."""
+    """Column of the images; None uses the only image column."""
     label_column: str | None = None
-    """Where the classes are; None is the only column of classes, or the one called label."""
+    """Column of the labels; None uses the only column of class labels, or the one named label."""
     class_names: tuple[str, ...] = ()
-    """What the classes are called, in order, where the data does not tell."""
+    """Names of the classes in order, if the data does not define them."""
     image_size: tuple[int, int] = (32, 32)
-    """Height and width that images are stretched to."""
+    """Height and width that images are resized to, in pixels."""
     on_error: OnError = "raise"
-    """Whether an unreadable image ends the run, or is skipped and counted."""
+    """On an unreadable image, end the run (raise), or skip and count it (skip)."""
 
     @property
     def max_tokens(self) -> int:

@@ -21,19 +21,21 @@ CLASS_NAMES = ("unrelated", "related")
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalConfig(DataConfig):
-    """AAN of the Long Range Arena: new_aan_pairs.{train,eval,test}.tsv as published.
+    """AAN document matching of the Long Range Arena, from its published tables.
 
-    A line is a label, two numbers of documents and the documents, with tabs between them. The two
-    are read as one sequence with a separator between them, and segments that tell them apart. (The
-    arena's models read each by itself and compare what they made of them.)
+    The tables are new_aan_pairs.{train,eval,test}.tsv.
+
+    Each line holds a label, two document numbers and the two documents, separated by tabs. Both
+    documents are read as one sequence with a separator between them and segment ids. (The arena's
+    models encode each document separately and compare the results.)
     """
 
     path: str
-    """The folder of the tables."""
+    """Folder of the tables."""
     max_length: int = 4000
-    """Most bytes of a document; what is longer is cut at the end."""
+    """Maximum bytes of a document; longer ones are truncated."""
     test_split: HeldOut = "test"
-    """What to be judged on; eval to choose settings by."""
+    """Split to evaluate on: test, or eval for model selection."""
 
     @property
     def max_tokens(self) -> int:

@@ -93,27 +93,27 @@ class TextRows(Texts):
 
 @dataclass(frozen=True, kw_only=True)
 class ByteTextConfig(DataConfig):
-    """Labelled texts, byte by byte; the Long Range Arena's are IMDB's reviews.
+    """Labelled texts, byte by byte, such as the IMDB reviews of the Long Range Arena.
 
-    Read are FOLDER/SPLIT/CLASS/TEXT.txt, as IMDB's own folder has them, whose reviews without
-    labels, `unsup`, are passed over; FOLDER/SPLIT.tsv, whose first line names the columns; parquet
-    files with the splits in their names; and a name on the hub.
+    Reads FOLDER/SPLIT/CLASS/TEXT.txt, as in the IMDB archive, whose unlabelled reviews, `unsup`,
+    are ignored; FOLDER/SPLIT.tsv with column names in the first line; parquet files with splits in
+    their names; and datasets on the Hugging Face hub.
     """
 
     path: str
-    """A folder, or a name on the Hugging Face hub."""
+    """Folder, or name of a dataset on the Hugging Face hub."""
     max_length: int = 4096
-    """Most bytes of a text; what is longer is cut at the end."""
+    """Maximum bytes of a text; longer ones are truncated."""
     train_split: str = "train"
-    """What to learn from."""
+    """Split to train on."""
     test_split: str | None = None
-    """What to be judged on; None is validation or test."""
+    """Split to evaluate on; None uses validation or test."""
     text_column: str = "text"
-    """Where the texts are, in tables."""
+    """Column of the texts, in tables."""
     label_column: str = "label"
-    """Where the classes are, in tables."""
+    """Column of the labels, in tables."""
     class_names: tuple[str, ...] = ()
-    """What the classes are called, in order, where the data does not tell."""
+    """Names of the classes in order, if the data does not define them."""
 
     @property
     def max_tokens(self) -> int:

@@ -33,25 +33,26 @@ class BytePairs:
     is_held_out: bool
 
 
-def train_byte_pairs(texts: Iterable[str], size: int) -> BytePairs:
+def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> BytePairs:
     """Train a tokenizer with the specials <end>, also for padding, and [MASK].
 
     Every tenth piece of some thousand characters is held out. The same texts give the same again.
 
     Args:
         texts: to learn from.
-        size: tokens at most, specials and bytes among them; little text gives fewer.
+        vocab_size: tokens at most, specials and bytes among them; little text gives fewer.
 
     Raises:
-        ValueError: size is too small, or nothing is written in the texts.
+        ValueError: vocab_size is too small, or nothing is written in the texts.
         ImportError: transformers is not installed.
     """
-    if size < SMALLEST:
+    if vocab_size < SMALLEST:
         raise ValueError(
-            f"size is {size}, expected at least {SMALLEST}: the 256 bytes, {END} and {MASK}"
+            f"vocab_size is {vocab_size}, expected at least {SMALLEST}: the 256 bytes, {END} and "
+            f"{MASK}"
         )
     split = _HeldOut(piece for text in texts for piece in pieces(text, PIECE))
-    trained = _train(split, size)
+    trained = _train(split, vocab_size)
     if not split.count:
         raise ValueError("there is no text to train a tokenizer on")
     tokenizer = PretrainedTokenizer("trained", trained)
@@ -93,7 +94,7 @@ class _HeldOut:
                 yield piece
 
 
-def _train(texts: Iterable[str], size: int) -> Any:
+def _train(texts: Iterable[str], vocab_size: int) -> Any:
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast
@@ -107,7 +108,7 @@ def _train(texts: Iterable[str], size: int) -> Any:
     # a word's token has the space before it, so a mask that stands for a word takes it too
     mask = AddedToken(MASK, lstrip=True, special=True)
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
+        vocab_size=vocab_size,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=[AddedToken(END, special=True), mask],
         show_progress=False,

@@ -8,7 +8,7 @@ from onescan.data.base import DataConfig, DataSet
 from onescan.data.image_reader import OnError
 from onescan.data.text.corpus import Corpus
 from onescan.data.text.corpus_reader import CorpusReader, LongDocuments
-from onescan.data.text.documents import Documents
+from onescan.data.text.documents import SampleBy
 from onescan.data.text.format import TextFormat
 from onescan.data.text.packed import PackedText
 from onescan.data.text.rows import padding_id, text_length
@@ -32,58 +32,62 @@ class TextSplits:
 
 @dataclass(frozen=True, kw_only=True)
 class TextDatasetConfig(DataConfig):
-    """Text: a file or a folder of files, or a name on the hub, tokenized and packed into rows.
+    """Text from files or the Hugging Face hub, tokenized and packed into sequences.
 
-    Files are parquet, .jsonl, .json, .csv or .tsv; all others are plain text, in UTF-8. Any but
-    parquet may be packed, as .gz. Of a folder, the files of the first of these kinds are taken, in
-    the order of their names; where one or its folder is called train, as in wiki.train.txt, they
-    are sorted into splits by their names. A folder of the datasets library is opened as one.
+    Files may be parquet, .jsonl, .json, .csv or .tsv; all others are read as plain text in UTF-8.
+    All but parquet may be compressed as .gz. In a folder, the files of the first of these types
+    that occurs are read in the order of their names. If a file or its folder is called train, as in
+    wiki.train.txt, files are assigned to splits by name. A folder saved by the datasets library is
+    read as such.
 
-    What is tokenized is kept in $ONESCAN_CACHE, or ~/.cache/onescan, and made anew when the text or
-    the tokenizer has changed. Documents in which nothing is written are passed over.
+    Tokenized text is cached in $ONESCAN_CACHE, or ~/.cache/onescan, and tokenized again when the
+    text or the tokenizer changes. Empty documents are skipped.
     """
 
     path: str
-    """A file or a folder on disk, or a name on the Hugging Face hub."""
+    """File, folder, or name of a dataset on the Hugging Face hub."""
     name: str | None = None
-    """Which of a hub data set's configurations."""
+    """Configuration of a hub dataset."""
     train_split: str = "train"
-    """What to learn from."""
+    """Split to train on."""
     test_split: str | None = None
-    """What to be judged on; None is validation or test, or else a part held out of train_split."""
+    """Split to evaluate on; None uses validation or test, or else holds out a part of
+    train_split."""
     test_path: str | None = None
-    """Where the text to be judged on is, if it is elsewhere."""
+    """Path of the test text, if it differs from path."""
     test_fraction: float = 0.1
-    """Part that is held out where there is no test split: the last documents, or of one document
-    the last tokens."""
+    """Fraction held out if there is no test split: the last documents, or the last tokens of a
+    single document."""
     text_column: str = "text"
-    """Where the text of a table or an object is."""
-    documents: Documents = "file"
-    """What one document of plain text is; a paragraph ends at an empty line."""
+    """Column of the text, in tables and JSON objects."""
+    sample_by: SampleBy = "file"
+    """What counts as one document of plain text: a file, a paragraph (ended by an empty line) or a
+    line."""
     tokenizer: str = BYTES
-    """Bytes, or a tokenizer's folder, tokenizer.json or name on the Hugging Face hub."""
+    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face hub."""
     length: int = 256
-    """Tokens of a row."""
-    frame_rows: bool = False
-    """Add [CLS] before and [SEP] after each document, as in BERT's fine-tuning. A document that is
-    split across rows gets them around each part. For masked language models only."""
+    """Tokens per sequence."""
+    add_special_tokens: bool = False
+    """Add [CLS] before and [SEP] after each document, as in BERT fine-tuning. A document split
+    across sequences gets them around each part. For masked language models only."""
     long_documents: LongDocuments = "continue"
-    """Whether a document longer than a row goes on in the next, or ends the run."""
+    """If a document is longer than a sequence, continue it in the next one (continue) or end the
+    run (raise)."""
     on_error: OnError = "raise"
-    """Whether a document that cannot be read ends the run, or is skipped and counted."""
+    """On an unreadable document, end the run (raise), or skip and count it (skip)."""
     cache: bool = True
-    """Keep on disk what is tokenized, unless it is little text."""
+    """Cache tokenized text on disk, unless it is small."""
     streaming: bool = False
-    """Tokenize as training goes, shuffled in blocks: for what is too large to keep.
+    """Tokenize during training, shuffled in blocks, for text too large to store.
 
-    Each of several processes tokenizes all of it. What the model is judged on is not streamed.
+    With several processes, each tokenizes all of it. The test text is not streamed.
     """
     train_rows: int | None = None
-    """Rows in a pass over a stream, which begins anew where it ends."""
+    """Sequences per epoch of a stream, which restarts when it ends."""
     test_rows: int | None = None
-    """Rows at most to be judged on, the first ones; None is all."""
+    """Maximum number of test sequences; None uses all."""
     shuffle_block: int = 1024
-    """Neighbours in a stream that are shuffled with each other; they are held in memory."""
+    """Consecutive sequences of a stream that are shuffled together, held in memory."""
 
     @property
     def max_tokens(self) -> int:
@@ -96,14 +100,14 @@ class TextDatasetConfig(DataConfig):
             ImportError: If the datasets library or transformers is required and not installed.
             ValueError: If a field is out of range; the text is missing or empty, cannot be read or
                 streamed, or lacks a split or column; or there is no such tokenizer, or it has no
-                [CLS] and [SEP] with frame_rows.
+                [CLS] and [SEP] with add_special_tokens.
         """
         self._check()
         tokenizer = load_tokenizer(self.tokenizer)
-        if self.frame_rows and tokenizer.frame is None:
+        if self.add_special_tokens and tokenizer.frame is None:
             raise ValueError(
-                f"data.frame_rows is True, but data.tokenizer {self.tokenizer!r} has no [CLS] and "
-                "[SEP] tokens"
+                f"data.add_special_tokens is True, but data.tokenizer {self.tokenizer!r} has "
+                "no [CLS] and [SEP] tokens"
             )
         opened = _Opened(self, tokenizer)
         train, test = opened.stream() if self.streaming else opened.look_up()
@@ -112,14 +116,14 @@ class TextDatasetConfig(DataConfig):
             test=test,
             tokenizer=tokenizer,
             format=TextFormat.of(tokenizer),
-            is_framed=self.frame_rows,
+            is_framed=self.add_special_tokens,
         )
 
     def wanted(self, *, streaming: bool) -> Wanted:
         """Say what is looked for."""
         return Wanted(
             column=self.text_column,
-            documents=self.documents,
+            sample_by=self.sample_by,
             name=self.name,
             streaming=streaming,
         )
@@ -127,9 +131,9 @@ class TextDatasetConfig(DataConfig):
     def _check(self) -> None:
         check_positive(**{"data.length": self.length, "data.shuffle_block": self.shuffle_block})
         room = len(Frame._fields)
-        if self.frame_rows and self.length <= room:
+        if self.add_special_tokens and self.length <= room:
             raise ValueError(
-                f"data.length is {self.length}, expected above {room} with data.frame_rows"
+                f"data.length is {self.length}, expected above {room} with data.add_special_tokens"
             )
         for name in ("train_rows", "test_rows"):
             if getattr(self, name) is not None:
@@ -151,7 +155,7 @@ class _Opened:
 
     def __init__(self, config: TextDatasetConfig, tokenizer: Tokenizer) -> None:
         self.config, self.tokenizer = config, tokenizer
-        self.frame = tokenizer.frame if config.frame_rows else None
+        self.frame = tokenizer.frame if config.add_special_tokens else None
         self.source = find_source(config.path, config.wanted(streaming=config.streaming))
         self.source.check_split("data.train_split", config.train_split)
         self.reader = CorpusReader(
@@ -226,7 +230,7 @@ class _Opened:
             config.name or "",
             split,
             config.text_column,
-            config.documents,
+            config.sample_by,
             most=most,
         )
         if not len(corpus.tokens):

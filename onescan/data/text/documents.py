@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 from onescan.data.image_parquet import first_line
 
-Documents = Literal["file", "line", "paragraph"]
+SampleBy = Literal["file", "line", "paragraph"]
 Mark = dict[str, Any]  # JSON types: how far a file has been read
 Read = Iterator[tuple["Document", Mark]]
-Reader = Callable[[Path, Mark, str, Documents], Read]
+Reader = Callable[[Path, Mark, str, SampleBy], Read]
 
 ROWS = 256  # of a table, read at once
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -73,7 +73,7 @@ class Lines:
         return {"offset": self.offset, "line": self.number}
 
 
-def read_documents(path: Path, mark: Mark, column: str, documents: Documents) -> Read:
+def read_documents(path: Path, mark: Mark, column: str, sample_by: SampleBy) -> Read:
     """Yield the documents of a file, each with a mark of the place after it.
 
     What cannot be read comes as a document with a fault.
@@ -82,14 +82,14 @@ def read_documents(path: Path, mark: Mark, column: str, documents: Documents) ->
         path: of the file; what it holds is told by its name.
         mark: where to begin; {} is the beginning.
         column: where the text of a table or an object is.
-        documents: what one document of a file of plain text is.
+        sample_by: what one document of a file of plain text is.
 
     Raises:
         ValueError: the file is no table, or has no such column.
         OSError: it cannot be read.
     """
     try:
-        yield from READERS.get(file_kind(path), _read_plain)(path, mark, column, documents)
+        yield from READERS.get(file_kind(path), _read_plain)(path, mark, column, sample_by)
     except (EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is damaged: {first_line(error)}") from error
 
@@ -112,13 +112,13 @@ def check_text(text: Any, column: str) -> str:
     return f"the column {column!r} holds {found}, expected text"
 
 
-def _read_plain(path: Path, mark: Mark, _column: str, documents: Documents) -> Read:
+def _read_plain(path: Path, mark: Mark, _column: str, sample_by: SampleBy) -> Read:
     with _open(path) as file:
         lines = Lines(file, mark)
-        if documents == "line":
+        if sample_by == "line":
             for line in lines:
                 yield _decode(line.rstrip(b"\r\n"), path, lines.number), lines.mark
-        elif documents == "paragraph":
+        elif sample_by == "paragraph":
             yield from _read_paragraphs(lines, path)
         elif whole := b"".join(lines):
             yield _decode(whole, path, 1, place=str(path)), lines.mark
@@ -140,7 +140,7 @@ def _read_paragraphs(lines: Lines, path: Path) -> Read:
         yield _decode(b"".join(block).rstrip(b"\r\n"), path, first), lines.mark
 
 
-def _read_json_lines(path: Path, mark: Mark, column: str, _documents: Documents) -> Read:
+def _read_json_lines(path: Path, mark: Mark, column: str, _sample_by: SampleBy) -> Read:
     with _open(path) as file:
         lines = Lines(file, mark)
         for line in lines:
@@ -148,11 +148,11 @@ def _read_json_lines(path: Path, mark: Mark, column: str, _documents: Documents)
                 yield _parse_line(line, f"{path}, line {lines.number}", column), lines.mark
 
 
-def _read_json(path: Path, mark: Mark, column: str, documents: Documents) -> Read:
+def _read_json(path: Path, mark: Mark, column: str, sample_by: SampleBy) -> Read:
     """Read one list of objects, or an object a line."""
     with _open(path) as file:
         if not file.read(64).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
-            yield from _read_json_lines(path, mark, column, documents)
+            yield from _read_json_lines(path, mark, column, sample_by)
             return
         file.seek(0)
         try:
@@ -169,7 +169,7 @@ def _read_json(path: Path, mark: Mark, column: str, documents: Documents) -> Rea
         yield _of_object(rows[number], f"{path}, row {number}", column), {"row": number + 1}
 
 
-def _read_csv(path: Path, mark: Mark, column: str, _documents: Documents) -> Read:
+def _read_csv(path: Path, mark: Mark, column: str, _sample_by: SampleBy) -> Read:
     """Read a table with a header; a field in quotes may hold line breaks."""
     csv.field_size_limit(2**31 - 1)  # of all tables in this process; a document may be long
     dialect = csv.excel_tab if file_kind(path) == ".tsv" else csv.excel
@@ -199,7 +199,7 @@ def _of_row(row: list[str], header: list[str], column: str, place: str) -> Docum
     return Document(row[header.index(column)], place)
 
 
-def _read_parquet(path: Path, mark: Mark, column: str, _documents: Documents) -> Read:
+def _read_parquet(path: Path, mark: Mark, column: str, _sample_by: SampleBy) -> Read:
     try:
         from pyarrow import parquet
     except ImportError as error:

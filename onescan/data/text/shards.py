@@ -9,9 +9,9 @@ from typing import Any
 from onescan.data.image_parquet import UNREADABLE, first_line
 from onescan.data.text.documents import (
     Document,
-    Documents,
     Mark,
     Read,
+    SampleBy,
     check_text,
     read_documents,
 )
@@ -49,15 +49,15 @@ class FileShard(Shard):
     Attributes:
         path: where it is.
         column: where the text of a table or an object is.
-        documents: what one document of plain text is.
+        sample_by: what one document of plain text is.
     """
 
     path: Path
     column: str
-    documents: Documents
+    sample_by: SampleBy
 
     def read(self, mark: Mark) -> Read:
-        return read_documents(self.path, mark, self.column, self.documents)
+        return read_documents(self.path, mark, self.column, self.sample_by)
 
     @property
     def stamp(self) -> list[int | str]:

@@ -10,7 +10,7 @@ from typing import Any
 from onescan.data.image_folder import HELD_OUT, SPLITS, walk
 from onescan.data.image_parquet import first_line
 from onescan.data.image_source import HUB_NAME, quiet
-from onescan.data.text.documents import READERS, Documents, file_kind, missing_column
+from onescan.data.text.documents import READERS, SampleBy, file_kind, missing_column
 from onescan.data.text.shards import FileShard, RowsShard, Shard, StreamShard, read_all
 
 SAVED = ("dataset_dict.json", "dataset_info.json")  # of the datasets library's `save_to_disk`
@@ -62,13 +62,13 @@ class Wanted:
 
     Attributes:
         column: where the text of a table or an object is.
-        documents: what one document of plain text is.
+        sample_by: what one document of plain text is.
         name: which of a hub data set's configurations.
         streaming: whether what is on the hub is read as it comes.
     """
 
     column: str = "text"
-    documents: Documents = "file"
+    sample_by: SampleBy = "file"
     name: str | None = None
     streaming: bool = False
 
@@ -133,7 +133,7 @@ def import_datasets() -> ModuleType:
 
 
 def _opens_files(paths: Sequence[Path], wanted: Wanted) -> Open:
-    return lambda: [FileShard(path, wanted.column, wanted.documents) for path in paths]
+    return lambda: [FileShard(path, wanted.column, wanted.sample_by) for path in paths]
 
 
 def _split_files(folder: Path, field: str) -> dict[str, list[Path]]:

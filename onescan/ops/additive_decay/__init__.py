@@ -1,8 +1,8 @@
-"""Additive decay, LightNet's attention: the front door, and nothing else.
+"""Additive decay, the attention of LightNet: argument checks and the choice of an implementation.
 
 z_t  = log sum_{s <= t} exp(k_s)                                      normalizer (K,)
 KV_t = sum_{s <= t} R_s(exp(k_s - z_t)) v_s^T                         state      (F, V)
-o_t  = KV_t^T R_t(q_t)        causal; KV_T where it is not            output     (V,)
+o_t  = KV_t^T R_t(q_t)        causal; KV_T if not causal              output     (V,)
 
 with R_t(x) = [x cos(a_t), x sin(a_t)] and F = 2K under LRPE, R_t(x) = x and F = K without.
 """
@@ -24,9 +24,11 @@ from onescan.checks import (
     fingerprint,
 )
 from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
-from onescan.ops.additive_decay import chunk, full, one_scan, recurrent
+from onescan.ops.additive_decay import causal as causal_chunks
+from onescan.ops.additive_decay import forms
 from onescan.ops.additive_decay.state import (
     AdditiveDecayState,
+    AdditiveInputs,
     canonical,
     check_state_type,
     merge_states,
@@ -40,34 +42,34 @@ from onescan.shapes import Angles, Keep, Keys, Queries, Values
 __all__ = ["IMPLEMENTATIONS", "AdditiveDecayState", "additive_decay", "choose", "merge_states"]
 
 Form = Literal["auto", "one_scan", "full", "chunk", "recurrent"]
-Forward = Callable[..., tuple[Values, AdditiveDecayState]]
+Forward = Callable[[AdditiveInputs], tuple[Values, AdditiveDecayState]]
 
 
-def _one_scan_kernels(*tensors: Any, **options: Any) -> tuple[Values, AdditiveDecayState]:
-    from onescan.ops.additive_decay import triton_one_scan  # Triton, which few calls need
+def _one_scan_kernels(x: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
+    from onescan.ops.additive_decay import triton_one_scan  # imports Triton
 
-    return triton_one_scan.forward(*tensors, **options)
+    return triton_one_scan.forward(*x[:5], keep=x.keep, chunk_size=x.chunk_size)
 
 
-def _chunk_kernels(*tensors: Any, **options: Any) -> tuple[Values, AdditiveDecayState]:
+def _chunk_kernels(x: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     from onescan.ops.additive_decay import triton_chunk
 
-    return triton_chunk.forward(*tensors, **options)
+    return triton_chunk.forward(*x[:5], keep=x.keep, chunk_size=x.chunk_size)
 
 
-def _recurrent_kernels(*tensors: Any, **options: Any) -> tuple[Values, AdditiveDecayState]:
+def _recurrent_kernels(x: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     from onescan.ops.additive_decay import triton_recurrent
 
-    return triton_recurrent.forward(*tensors, **options)
+    return triton_recurrent.forward(*x[:5], keep=x.keep, chunk_size=x.chunk_size)
 
 
-# (causal, form, backend): every implementation there is. A missing one is an error.
+# All implementations by (causal, form, backend).
 IMPLEMENTATIONS: dict[tuple[bool, str, str], Forward] = {
-    (False, "one_scan", "torch"): one_scan.forward,
-    (False, "full", "torch"): full.forward,
-    (True, "chunk", "torch"): chunk.forward,
-    (True, "full", "torch"): full.causal_forward,
-    (True, "recurrent", "torch"): recurrent.forward,
+    (False, "one_scan", "torch"): forms.one_scan,
+    (False, "full", "torch"): forms.full,
+    (True, "chunk", "torch"): causal_chunks.forward,
+    (True, "full", "torch"): forms.causal_full,
+    (True, "recurrent", "torch"): forms.recurrent,
     (False, "one_scan", "triton"): _one_scan_kernels,
     (True, "chunk", "triton"): _chunk_kernels,
     (True, "recurrent", "triton"): _recurrent_kernels,
@@ -87,58 +89,75 @@ def additive_decay(
     backend: Backend = "auto",
     chunk_size: int = 64,
 ) -> tuple[Values, AdditiveDecayState]:
-    """Attend to the mean of all values, weighted per channel by the exponentials of the keys.
+    """Compute linear attention with additive decay: per key channel, a softmax over the tokens.
 
-    Source: LightNet, arXiv:2405.21022, Eq. 13 (causal), Eq. 14 (not causal); LRPE inside as in
-    App. A.2: the decay comes from the keys before rotation and is shared by both halves.
+    Inputs have the layout ``[B, T, H, K]``, unlike torch's ``scaled_dot_product_attention``.
+    Logits may have any size up to about 1e4.
+
+    Source: LightNet, arXiv:2405.21022, Eq. 13 (causal) and Eq. 14 (not causal). LRPE acts inside as
+    in App. A.2: the decay comes from the keys before rotation and both halves share it.
 
     Args:
-        q: queries, already through their feature map (SiLU in the paper).
-        k: key logits, raw; -inf gives a token no weight.
-        v: values.
-        angles: LRPE's angles, from `lrpe_angles`; None leaves position out.
-        causal: whether a token reads only itself and those before it.
-        keep: True for real tokens. The others give zero output, and the real ones come out as if
-            they were not there. None keeps all.
-        state: what came before (causal), or the tokens that live elsewhere (not causal: another
-            device's part of the sequence, the context of cross-attention). None is nothing.
-        form: how the same sum is evaluated. Not causal: "one_scan" is O(T), "full" O(T^2).
-            Causal: "chunk" is O(T), "full" O(T^2), "recurrent" one token at a time.
-        backend: "torch" runs anywhere; "triton" is kernels for a GPU, of "one_scan", "chunk"
-            and, without gradients, "recurrent", for heads of up to 128 channels and types of up
-            to 32 bits. Their gradients have none. "auto" is as `use_backend` says.
-        chunk_size: tokens per chunk; read by the chunk form only, and by its kernels as the power
-            of two below, 16 to 64.
+        q: Queries after their feature map (SiLU in the paper), [B, T, H, K].
+        k: Key logits, [B, T, H, K]. A token with logit -inf has no weight.
+        v: Values, [B, T, H, V].
+        angles: LRPE angles from `lrpe_angles`, [T, H, K]. None leaves out position.
+        causal: Whether each token reads only itself and earlier tokens.
+        keep: True for real tokens, [B, T]. Other tokens have zero output and do not change the
+            output of real ones. None keeps all tokens.
+        state: State of earlier tokens (causal), or of tokens elsewhere (not causal): another
+            device's part of the sequence, or the context of cross-attention.
+        form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
+            O(T^2). Causal: "chunk" is O(T), "full" is O(T^2), "recurrent" visits one token at a
+            time. "auto" chooses the fastest.
+        backend: "torch" runs on any device. "triton" runs kernels on a GPU, for "one_scan", "chunk"
+            and, without gradients, "recurrent", with heads of up to 128 channels and dtypes of up
+            to 32 bits; it has first derivatives only. "auto" chooses; see `use_backend`.
+        chunk_size: Largest number of tokens per chunk, for the form "chunk" only. Rounded down to a
+            multiple of 8 from 8 to 64, and by kernels to a power of two from 16 to 64.
 
     Returns:
-        The outputs, in v's dtype, and the state of all tokens, the incoming state's included.
+        The outputs in the dtype of v, and the state of all tokens including the incoming state.
 
     Raises:
-        ValueError: shapes, types or devices disagree, there is no such form or backend,
-            chunk_size < 1, or, on a CPU, an argument holds NaN, or a +inf that becomes one.
+        ValueError: If shapes, dtypes or devices do not match, the form or backend does not exist,
+            chunk_size is below 1, or, on a CPU, an argument holds NaN or an infinity that causes
+            NaN.
 
     >>> q = k = torch.zeros(1, 3, 1, 1)
     >>> v = torch.tensor([3.0, 5.0, 10.0]).reshape(1, 3, 1, 1)
-    >>> additive_decay(q + 1, k, v)[0].flatten().tolist()  # equal keys: the mean
+    >>> additive_decay(q + 1, k, v)[0].flatten().tolist()  # mean, since all keys are equal
     [6.0, 6.0, 6.0]
-    >>> additive_decay(q + 1, k, v, causal=True)[0].flatten().round(decimals=3).tolist()  # so far
+    >>> additive_decay(q + 1, k, v, causal=True)[0].flatten().round(decimals=3).tolist()
     [3.0, 4.0, 6.0]
     """
     _check(q, k, v, angles, causal, keep, state, chunk_size)
+    named = {"q": q, "k": k, "v": v, "angles": angles, **tensors_of("state", state)}
+    dtype = v.dtype
     choice = choose(form, backend, q, k, v, angles, *(state or ()), causal=causal)
-    run = _by_kernels if choice[2] == "triton" else _by_torch
+    dropped = None
+    if choice[2] == "triton":  # kernels read any dtype and apply `keep` themselves
+        state = None if state is None else canonical(state, torch.float32)
+    else:
+        q, k, v = widened(q, k, v)
+        state = None if state is None else canonical(state, v.dtype)
+        if keep is not None:
+            dropped, keep = ~keep[:, :, None, None], None
+            k, v = k.masked_fill(dropped, -torch.inf), v.masked_fill(dropped, 0)
     with full_precision(q):
-        o, outgoing = run(IMPLEMENTATIONS[choice], q, k, v, angles, keep, state, chunk_size)
+        inputs = AdditiveInputs(q, k, v, angles, state, keep, chunk_size)
+        o, outgoing = IMPLEMENTATIONS[choice](inputs)
+    if dropped is not None:
+        o = o.masked_fill(dropped, 0)
     if can_look_at_values(o):
-        named = {"q": q, "k": k, "v": v, "angles": angles, **tensors_of("state", state)}
         check_no_nan(fingerprint(o, outgoing.kv), **named)
-    return o.to(v.dtype), outgoing
+    return o.to(dtype), outgoing
 
 
 def choose(
     form: Form, backend: Backend, q: Queries, k: Keys, v: Values, *others: Any, causal: bool
 ) -> tuple[bool, str, str]:
-    """Name the implementation a call would run: the whole policy is these lines."""
+    """Return the key in IMPLEMENTATIONS of the implementation that a call runs."""
     chosen: str = form
     if form == "auto":
         chosen = ("recurrent" if q.shape[1] == 1 else "chunk") if causal else "one_scan"
@@ -149,46 +168,11 @@ def choose(
     runs_on = resolved_backend(backend, has_kernel, q, k, v, widest=widest)
     is_step = form == "auto" and (chosen, runs_on) == ("recurrent", "triton")
     if is_step and wants_gradient(q, k, v, *others):
-        chosen = "chunk"  # the other kernel has no gradients
+        chosen = "chunk"  # the kernel for single tokens has no gradients
     direction = "causal" if causal else "not causal"
     known = [f"{f}/{b}" for is_causal, f, b in IMPLEMENTATIONS if is_causal == causal]
     check_choice(f"form/backend ({direction})", f"{chosen}/{runs_on}", known)
     return causal, chosen, runs_on
-
-
-def _by_torch(
-    forward: Forward,
-    q: Queries,
-    k: Keys,
-    v: Values,
-    angles: Angles | None,
-    keep: Keep | None,
-    state: AdditiveDecayState | None,
-    chunk_size: int,
-) -> tuple[Values, AdditiveDecayState]:
-    """A form that sums what it is given, in one wide type and without tokens to leave out."""
-    q, k, v = widened(q, k, v)
-    if keep is not None:
-        k = k.masked_fill(~keep[:, :, None, None], -torch.inf)
-        v = v.masked_fill(~keep[:, :, None, None], 0)
-    incoming = None if state is None else canonical(state, v.dtype)
-    o, outgoing = forward(q, k, v, angles, incoming, chunk_size=chunk_size)
-    return o if keep is None else o.masked_fill(~keep[:, :, None, None], 0), outgoing
-
-
-def _by_kernels(
-    forward: Forward,
-    q: Queries,
-    k: Keys,
-    v: Values,
-    angles: Angles | None,
-    keep: Keep | None,
-    state: AdditiveDecayState | None,
-    chunk_size: int,
-) -> tuple[Values, AdditiveDecayState]:
-    """A form that widens and leaves out tokens itself."""
-    incoming = None if state is None else canonical(state, torch.float32)
-    return forward(q, k, v, angles, incoming, keep=keep, chunk_size=chunk_size)
 
 
 def _check(
@@ -197,10 +181,10 @@ def _check(
     check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
     if state is not None:
         check_state_type("state", state)
-    carried = tensors_of("state", state)
+    incoming = tensors_of("state", state)
     given = {} if angles is None else {"angles": angles}
-    check_floating(q=q, k=k, v=v, **given, **carried)
-    check_devices(q=q, k=k, v=v, keep=keep, **given, **carried)
+    check_floating(q=q, k=k, v=v, **given, **incoming)
+    check_devices(q=q, k=k, v=v, keep=keep, **given, **incoming)
     features = k.shape[-1] * (1 if angles is None else 2)
     patterns = {"log_normalizer": "B H K", "kv": f"B H {features} V"}
     sizes = check_shapes(
@@ -209,6 +193,6 @@ def _check(
         v=(v, "B T H V"),
         angles=(angles, "T H K"),
         keep=(keep, "B T"),
-        **{name: (x, patterns[name.removeprefix("state.")]) for name, x in carried.items()},
+        **{name: (x, patterns[name.removeprefix("state.")]) for name, x in incoming.items()},
     )
     check_positive(**{letter: sizes[letter] for letter in "THKV"})

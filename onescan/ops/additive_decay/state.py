@@ -1,4 +1,4 @@
-"""All that additive decay remembers of the tokens it has seen: a log-normalizer and a matrix.
+"""State of additive decay: a log-normalizer and a matrix, for any number of tokens.
 
 log_normalizer = log sum_s exp(k_s)                     (K,)    per key channel
 kv             = sum_s exp(k_s - log_normalizer) v_s^T  (F, V)  already divided by the normalizer
@@ -11,31 +11,47 @@ from torch import Tensor
 
 from onescan.checks import check_devices, check_floating, check_no_nan, check_shapes
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp
-from onescan.shapes import KeyValue, LogNormalizer
+from onescan.shapes import Angles, Keep, Keys, KeyValue, LogNormalizer, Queries, Values
 
 
 class AdditiveDecayState(NamedTuple):
-    """The weighted mean of all values seen, per key channel, and the logarithm of the weights' sum.
+    """Weighted mean of all values seen, per key channel, and the log of the sum of the weights.
 
     Attributes:
-        log_normalizer: log of the sum of exp(k) over tokens, float64: next to a logit of 1e4
-            float32 has steps of 1e-3. No tokens at all is -inf or `LOG_ZERO`.
-        kv: the mean of v weighted by exp(k), [B, H, K, V], or [B, H, 2K, V] under LRPE (cosine
-            half, then sine half); float32, or float64 for float64 inputs.
+        log_normalizer: Log of the sum of exp(k) over tokens, float64: next to a logit of 1e4
+            float32 has steps of 1e-3. -inf or `LOG_ZERO` if there were no tokens.
+        kv: Mean of v weighted by exp(k), [B, H, K, V], or [B, H, 2K, V] with LRPE (cosine half,
+            then sine half). float32, or float64 for float64 inputs.
     """
 
     log_normalizer: LogNormalizer
     kv: KeyValue
 
 
-def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayState:
-    """The state of both sets of tokens together, in whatever order and place they were seen.
+class AdditiveInputs(NamedTuple):
+    """Checked inputs of a call, as every form takes them; see `additive_decay` for the fields.
 
-    The merge is associative and commutative, so a sequence split over devices costs one small
+    Forms in plain torch get them in one dtype, float32 or float64, and with `keep` already applied
+    to k and v.
+    """
+
+    q: Queries
+    k: Keys
+    v: Values
+    angles: Angles | None
+    state: AdditiveDecayState | None
+    keep: Keep | None
+    chunk_size: int
+
+
+def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayState:
+    """Return the state of the tokens of both states together.
+
+    The merge is associative and commutative: a sequence that is split over devices needs one small
     all-reduce.
 
     Raises:
-        ValueError: the states' shapes differ, or, on a CPU, one holds NaN.
+        ValueError: If the shapes of the states differ, or, on a CPU, if one holds NaN.
 
     >>> import torch
     >>> one = AdditiveDecayState(torch.zeros(1, 1, 1), torch.full((1, 1, 1, 1), 2.0))
@@ -52,7 +68,7 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
         **{name: (x, "B H F V" if name.endswith("kv") else "B H K") for name, x in named.items()}
     )
     if sizes["F"] not in (sizes["K"], 2 * sizes["K"]):
-        raise ValueError(f"F is {sizes['F']}, expected K={sizes['K']} or 2K, of keys under LRPE")
+        raise ValueError(f"F is {sizes['F']}, expected K={sizes['K']} or 2K with LRPE")
     dtype = torch.promote_types(accumulation_dtype(a.kv.dtype), b.kv.dtype)
     together = merged(canonical(a, dtype), canonical(b, dtype))
     check_no_nan(together.kv.detach().sum(), **named)
@@ -60,18 +76,18 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
 
 
 def check_state_type(name: str, state: Any) -> None:
-    """Raise ValueError for what is no state: a plain tuple has no names to check."""
+    """Raise ValueError if this is not a state: a plain tuple has no names to check."""
     if not isinstance(state, AdditiveDecayState):
         raise ValueError(f"{name} is a {type(state).__name__}, expected an AdditiveDecayState")
 
 
 def tensors_of(name: str, state: AdditiveDecayState | None) -> dict[str, Tensor]:
-    """A state's tensors by the names that messages give them: state.kv."""
+    """Return the tensors of a state by the names used in errors, such as state.kv."""
     return {} if state is None else {f"{name}.{part}": x for part, x in state._asdict().items()}
 
 
 def merged(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayState:
-    """`merge_states` of two canonical states, unchecked."""
+    """Merge two canonical states, without checks."""
     z = logaddexp(a.log_normalizer, b.log_normalizer)
     return AdditiveDecayState(
         z,
@@ -81,21 +97,29 @@ def merged(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayState:
 
 
 def canonical(state: AdditiveDecayState, dtype: torch.dtype) -> AdditiveDecayState:
-    """The state with a float64, finite log-normalizer and a kv of this dtype."""
+    """Return the state with a finite float64 log-normalizer and kv in this dtype."""
     return AdditiveDecayState(state.log_normalizer.double().clamp(min=LOG_ZERO), state.kv.to(dtype))
 
 
+def empty_state(k: Keys, v: Values, angles: Angles | None) -> AdditiveDecayState:
+    """Return the canonical state of no tokens."""
+    batch, _, heads, width = k.shape
+    features = width if angles is None else 2 * width
+    z = k.new_full((batch, heads, width), LOG_ZERO, dtype=torch.float64)
+    return AdditiveDecayState(z, k.new_zeros(batch, heads, features, v.shape[-1]))
+
+
 def share(part: Tensor, whole: Tensor, like: Tensor) -> Tensor:
-    """exp(part - whole): which share of the whole sum the part holds, in `like`'s dtype."""
+    """Return exp(part - whole), the part's share of the whole sum, in the dtype of `like`."""
     return (part - whole).to(like.dtype).exp()
 
 
 def per_key(x: Tensor, k: Tensor) -> Tensor:
-    """Sums over values and over both halves, [B, H, F, V] to [B, H, K], for keys k [.., K]."""
+    """Sum over values and over both halves: [B, H, F, V] to [B, H, K], for keys k [.., K]."""
     return x.sum(-1).unflatten(-1, (-1, k.shape[-1])).sum(-2)
 
 
 def per_feature(weight: Tensor, kv: Tensor) -> Tensor:
-    """A weight per key channel, [.., K], made to scale kv, [.., F, V]: both halves share it."""
+    """Repeat a weight per key channel, [.., K], for both halves of kv, [.., F, V]: [.., F, 1]."""
     halves = kv.shape[-2] // weight.shape[-1]
     return (weight if halves == 1 else torch.cat([weight, weight], dim=-1)).unsqueeze(-1)

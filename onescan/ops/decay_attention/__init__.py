@@ -1,13 +1,14 @@
-"""Decayed linear attention, causal or in both directions: the front door, and nothing else.
+"""Decayed linear attention, causal or in both directions: the front door, its state and its forms.
 
-S_t = diag(exp(a_t)) S_{t-1} + k_t v_t^T     state, and its mirror image from the right    (K, V)
-o_t = S_t^T q_t                              output; both directions added, own part once  (V,)
+    S_t = diag(exp(a_t)) S_{t-1} + k_t v_t^T     state of one direction                (K, V)
+    o_t = S_t^T q_t                              sum of both directions, own part once  (V,)
 
-as attention:   O = (Q K^T * M) V,   M_ij = exp(sum of a between j and i)
+    as attention:   O = (Q K^T * M) V,   M_ij = exp(sum of a between j and i)
+
+Source: LION, arXiv:2502.16249.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,17 +27,11 @@ from onescan.checks import (
     unpack_states,
 )
 from onescan.ops.backend import Backend, resolved_backend, wants_gradient
-from onescan.ops.decay_attention import chunk, full, one_scan, recurrent
-from onescan.ops.decay_attention.choice import Call, cheapest, cheapest_kernel
-from onescan.ops.decay_attention.directions import Directions, Divide, Matrices, directed
-from onescan.ops.decay_attention.state import (
-    DecayState,
-    DecayStates,
-    joined,
-    split,
-)
-from onescan.ops.numerics import divided, full_precision, quotient, widened
-from onescan.shapes import Keep, Keys, LogDecays, Queries, Values
+from onescan.ops.chunks import is_known
+from onescan.ops.decay_attention import forms
+from onescan.ops.decay_attention.forms import Directions, directed, padded
+from onescan.ops.numerics import full_precision, widened
+from onescan.shapes import DecayedKeys, DecayedKeyValue, Keep, Keys, LogDecays, Queries, Values
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -48,11 +43,38 @@ __all__ = [
     "decay_attention",
 ]
 
+PATTERNS = {1: "H", 3: "B T H", 4: "B T H K"}  # of log_decay, by rank
+
+
+class DecayState(NamedTuple):
+    """The decayed sums of all keys and values on one side.
+
+    Attributes:
+        kv: Sum of decay k v^T, [B, H, K, V]; float32, or float64 for float64 inputs.
+        k_sum: Sum of decay k, [B, H, K], from which `normalize` computes row sums.
+    """
+
+    kv: DecayedKeyValue
+    k_sum: DecayedKeys
+
+
+class DecayStates(NamedTuple):
+    """The states of a bidirectional call, one per direction.
+
+    Attributes:
+        forward: Passed in, the state of the tokens to the left; returned, the state after the last
+            token.
+        backward: Passed in, the state of the tokens to the right; returned, the state before the
+            first token.
+    """
+
+    forward: DecayState | None
+    backward: DecayState | None
+
+
 Form = Literal["auto", "full", "chunk", "recurrent"]
 Sides = tuple[DecayState | None, DecayState | None]
 State = DecayState | DecayStates | Sides
-
-PATTERNS = {1: "H", 3: "B T H", 4: "B T H K"}  # of log_decay, by rank
 
 
 def _chunks_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
@@ -67,17 +89,17 @@ def _steps_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
     return forward(*arguments, **options)
 
 
-# (kind, form, backend): every implementation there is. A missing one is an error.
+# (kind, form, backend): all implementations. A missing one is an error.
 IMPLEMENTATIONS: dict[tuple[str, str, str], Callable[..., Any]] = {
-    ("causal", "chunk", "torch"): chunk.forward,
-    ("causal", "full", "torch"): full.forward,
-    ("causal", "recurrent", "torch"): recurrent.forward,
-    ("both", "chunk", "torch"): chunk.forward,
-    ("both", "full", "torch"): full.forward,
-    ("both", "recurrent", "torch"): recurrent.forward,
-    ("both, no decay", "chunk", "torch"): one_scan.forward,
-    ("both, no decay", "full", "torch"): full.forward,
-    ("both, no decay", "recurrent", "torch"): recurrent.forward,
+    ("causal", "chunk", "torch"): forms.chunk,
+    ("causal", "full", "torch"): forms.full,
+    ("causal", "recurrent", "torch"): forms.recurrent,
+    ("both", "chunk", "torch"): forms.chunk,
+    ("both", "full", "torch"): forms.full,
+    ("both", "recurrent", "torch"): forms.recurrent,
+    ("both, no decay", "chunk", "torch"): forms.one_scan,
+    ("both, no decay", "full", "torch"): forms.full,
+    ("both, no decay", "recurrent", "torch"): forms.recurrent,
     ("causal", "chunk", "triton"): _chunks_in_triton,
     ("causal", "recurrent", "triton"): _steps_in_triton,
     ("both", "chunk", "triton"): _chunks_in_triton,
@@ -100,45 +122,49 @@ def decay_attention(
     chunk_size: int = 64,
     return_state: bool = True,
 ) -> tuple[Values, State | None]:
-    """Attend to the past, or to both sides, less to what decay lies in between.
+    """Compute linear attention with decay, causal or bidirectional, in linear time.
+
+    The layout is that of flash-linear-attention, [B, T, H, .], not the [B, H, T, .] of
+    `torch.nn.functional.scaled_dot_product_attention`.
 
     Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 14, Eq. 79, Theorem B.1 (diagonal decay).
 
     Args:
-        q: queries, already through their feature map.
-        k: keys, likewise.
-        v: values.
-        log_decay: logarithm of what a state keeps from one token to the next, at most 0; -inf
-            forgets all. None does not decay; [H] is fixed; [B, T, H] selective; [B, T, H, K]
-            diagonal, one for each key channel. Where it is not, "full" and "chunk" in torch forget
-            what decayed to less than 1e-30, but in float64.
-        causal: whether a token reads only itself and those before it.
-        decay_at: which of two neighboring tokens provides the decay between them: "source", the
+        q: Queries after their feature map, [B, T, H, K].
+        k: Keys after their feature map, [B, T, H, K].
+        v: Values, [B, T, H, V].
+        log_decay: Log of the factor that a state keeps from one token to the next, at most 0; -inf
+            resets the state. Shape [H] is fixed decay, [B, T, H] selective and [B, T, H, K]
+            diagonal, one per key channel. None disables decay. In PyTorch the full and the chunk
+            form treat products of decays below 1e-30 as 0, except in float64.
+        causal: Whether a token reads only itself and earlier tokens.
+        decay_at: Which of two neighboring tokens provides the decay between them: "source", the
             first one visited (Eq. 14), or "target", the second (Eq. 5, Theorem B.1). "auto" is
             "target" if causal or if the decay is diagonal, otherwise "source".
-        normalize: what outputs are divided by: "none"; "sum", the row sum after decay; "max_one",
-            max(row sum, 1), of its absolute value where causal (xLSTM). A row sum closer to 0 than
+        normalize: What outputs are divided by: "none"; "sum", the row sum after decay; "max_one",
+            max(row sum, 1), for causal calls of its absolute value (xLSTM). A row sum of less than
             1e-30 counts as 1.
-        keep: True for real tokens. The others give zero output, and the real ones come out as if
-            they were not there: they neither add nor decay. None keeps all.
-        state: causal, what came before; else the states that enter from the left and from the
-            right, either of which may be None.
-        form: how the same sum is evaluated: "full" is attention, O(T^2); "chunk" O(T);
-            "recurrent" one token at a time. "auto" is the cheapest; `choose` tells which, and why.
-        backend: "torch" runs anywhere; "triton" needs a GPU, takes the forms "chunk" and, causal,
-            "recurrent", and float32 or narrower. Its chunks have a length of
-            their own, its steps no gradient, and its gradients no gradient themselves.
-        chunk_size: tokens per chunk; read by the chunk form only.
-        return_state: False saves what only the state needs, and returns None in its place.
+        keep: True for real tokens, [B, T]. The others give zero output and neither add to states
+            nor decay them. None keeps all.
+        state: Causal, the state that a previous call returned; bidirectional, the states of the
+            tokens to the left and to the right, either of which may be None.
+        form: "full" is attention between all pairs of tokens, O(T^2); "chunk" is O(T);
+            "recurrent" visits one token at a time. "auto" takes the cheapest; see `choose`.
+        backend: "torch" runs on any device. "triton" needs a GPU and float32 or narrower, and has
+            the forms "chunk", whose chunks have a length of their own and whose gradients cannot be
+            differentiated, and, causal, "recurrent", which has no gradient.
+        chunk_size: Tokens per chunk, in the chunk form; rounded up to a power of two for diagonal
+            decay.
+        return_state: If False, return None in place of the state and save what only it needs.
 
     Returns:
-        The outputs, in v's dtype, and the state after the last token; not causal, that and the
-        backward one, before the first. Under "source" a state has decayed by its last token.
+        The outputs, in v's dtype, and the state after the last token; bidirectional, the states
+        of both directions. Under "source" a state has decayed by its last token.
 
     Raises:
-        ValueError: shapes, types or devices disagree, there is no such form or backend, a state
-            of the other direction, chunk_size < 1, or, on a CPU, a log_decay above 0 or an
-            argument that holds NaN.
+        ValueError: If shapes, dtypes or devices do not match, if the form or backend does not
+            exist, if the state belongs to the other direction, if chunk_size < 1, or, on a CPU, if
+            log_decay is positive or an argument holds NaN.
 
     >>> q = k = torch.ones(1, 3, 1, 1)
     >>> v = torch.tensor([8.0, 4.0, 2.0]).reshape(1, 3, 1, 1)
@@ -210,20 +236,32 @@ def _run_torch(
     chunk_size: int,
     return_state: bool,
 ) -> tuple[Values, DecayStates | None]:
-    """Outputs, and what leaves after a last decay, `ends`, where there is one."""
+    """Return outputs, and states after a last decay, `ends`, if there is one."""
     if keep is not None:
         q, k, v = (x.masked_fill(~keep[:, :, None, None], 0) for x in (q, k, v))
-    o, leaving = IMPLEMENTATIONS[choice[:3]](
+    o, leaves = IMPLEMENTATIONS[choice[:3]](
         q,
         k,
         v,
         decays,
-        Matrices(*(joined(side, v.dtype) for side in sides)),
-        chunk_size=chunk_size,
-        return_state=return_state,
-        divide=_divide(normalize, causal=choice.kind == "causal"),
+        tuple(_joined(side, v.dtype) for side in sides),
+        forms.Options(normalize, chunk_size, return_state),
     )
-    return o, DecayStates(*map(split, leaving, ends)) if return_state else None
+    return o, DecayStates(*map(_split, leaves, ends)) if return_state else None
+
+
+def _joined(state: DecayState | None, dtype: torch.dtype) -> Tensor | None:
+    """Return both parts as one matrix, [B, H, K, V + 1]."""
+    if state is None:
+        return None
+    return torch.cat([state.kv.to(dtype), state.k_sum.to(dtype).unsqueeze(-1)], dim=-1)
+
+
+def _split(matrix: Tensor | None, log_decay: Tensor | None) -> DecayState | None:
+    """Return the parts of such a matrix, after a last decay if there is one."""
+    if matrix is None:
+        return None
+    return _after(DecayState(matrix[..., :-1], matrix[..., -1]), log_decay)
 
 
 def _run_kernels(
@@ -240,7 +278,7 @@ def _run_kernels(
     chunk_size: int,
     return_state: bool,
 ) -> tuple[Values, DecayStates | None]:
-    """The same where kernels mask, divide and know their own length of chunks."""
+    """Return the same from kernels, which mask, divide and choose their chunks themselves."""
     absolute = normalize == "max_one" and choice.kind == "causal"
     o, leaving = IMPLEMENTATIONS[choice[:3]](
         q,
@@ -255,7 +293,7 @@ def _run_kernels(
 
 
 def _after(state: DecayState | None, log_decay: Tensor | None) -> DecayState | None:
-    """A state after one more decay, [., H or 1, K or 1], if there is one."""
+    """Return a state after one more decay, [., H or 1, K or 1], if there is one."""
     if state is None or log_decay is None:
         return state
     decay = log_decay.exp()
@@ -263,13 +301,13 @@ def _after(state: DecayState | None, log_decay: Tensor | None) -> DecayState | N
 
 
 class Choice(NamedTuple):
-    """Which implementation a call runs, and why.
+    """The implementation that a call runs, and why.
 
     Attributes:
         kind: "causal", "both" directions, or "both, no decay".
-        form: as in `decay_attention`, never "auto".
-        backend: likewise.
-        why: the reason in a few words.
+        form: As in `decay_attention`, never "auto".
+        backend: As in `decay_attention`, never "auto".
+        why: The reason in a few words.
     """
 
     kind: str
@@ -278,8 +316,30 @@ class Choice(NamedTuple):
     why: str
 
 
+class Call(NamedTuple):
+    """What the choice of a form depends on.
+
+    Attributes:
+        tokens: T.
+        key_width: K.
+        value_width: V.
+        directions: D, 1 if causal, otherwise 2.
+        chunk_size: C.
+        is_diagonal: Whether each key channel has a decay of its own.
+        is_learning: Whether a gradient is needed.
+    """
+
+    tokens: int
+    key_width: int
+    value_width: int
+    directions: int
+    chunk_size: int
+    is_diagonal: bool
+    is_learning: bool = False
+
+
 def choose(form: Form, backend: Backend, *, causal: bool, decays: bool, call: Call) -> Choice:
-    """Name the implementation a call would run: the whole policy is these lines and `cheapest`."""
+    """Return the implementation that a call runs; `cheapest` decides what "auto" is."""
     kind = _kind_of(causal=causal, decays=decays)
     chosen: str = form
     why = "asked for"
@@ -294,12 +354,58 @@ def choose(form: Form, backend: Backend, *, causal: bool, decays: bool, call: Ca
     return Choice(kind, chosen, backend, why)
 
 
+def cheapest(call: Call) -> tuple[str, str]:
+    """Return the form with the fewest multiplications per token and head, and why.
+
+        full:   T (K + V)                  scores with all tokens, and their values
+        chunk:  C (K + V) + (3 + D) K V    the same within the chunk, and D states
+
+    where T and C are padded if decays are diagonal. Of the K V multiplications 2 are products with
+    a state and the rest what else a state costs, fitted to the lengths at which both forms took
+    equal time on a CPU, forward, for selective decay, K = V = 32, 64 and 128, C = 64.
+
+    >>> image = Call(
+    ...     tokens=197,
+    ...     key_width=64,
+    ...     value_width=64,
+    ...     directions=2,
+    ...     chunk_size=64,
+    ...     is_diagonal=False,
+    ... )
+    >>> cheapest(image)
+    ('full', '25216 multiplications a token and head, 28672 in chunks')
+    >>> cheapest(image._replace(tokens=512))
+    ('chunk', '28672 multiplications a token and head, 65536 in full')
+    """
+    if not is_known(call.tokens):
+        return "chunk", "fits any length"
+    if call.tokens == 1:
+        return "recurrent", "one token"
+    all_tokens, chunk_tokens = (
+        padded(tokens) if call.is_diagonal else tokens
+        for tokens in (call.tokens, min(call.chunk_size, call.tokens))
+    )
+    states = (3 + call.directions) * call.key_width * call.value_width
+    full = all_tokens * (call.key_width + call.value_width)
+    chunk = chunk_tokens * (call.key_width + call.value_width) + states
+    if full <= chunk:
+        return "full", f"{full} multiplications a token and head, {chunk} in chunks"
+    return "chunk", f"{chunk} multiplications a token and head, {full} in full"
+
+
+def cheapest_kernel(call: Call) -> tuple[str, str]:
+    """Return the same among kernels, which have no full form, and no gradient in the recurrent."""
+    if is_known(call.tokens) and call.tokens == 1 and call.directions == 1 and not call.is_learning:
+        return "recurrent", "one token"
+    return "chunk", "one launch fits any length"
+
+
 def _kind_of(*, causal: bool, decays: bool) -> str:
     return "causal" if causal else "both" if decays else "both, no decay"
 
 
 def _has_kernel(form: str, *, causal: bool, decays: bool, call: Call) -> bool:
-    """Whether a form, or of "auto" one of them, has a kernel with all that is wanted of it."""
+    """Return whether the form that a call runs has a kernel, with a gradient if that is needed."""
     kind = _kind_of(causal=causal, decays=decays)
     if form == "auto":
         form, _ = cheapest_kernel(call)
@@ -308,7 +414,7 @@ def _has_kernel(form: str, *, causal: bool, decays: bool, call: Call) -> bool:
 
 
 def _broadcast(log_decay: Tensor | None, dtype: torch.dtype, k: Keys) -> LogDecays:
-    """One log-decay for every token: [1 or B, T, 1 or H, 1 or K]."""
+    """Return log-decays [1 or B, T, 1 or H, 1 or K]."""
     tokens = k.shape[1]
     if log_decay is None:
         return k.new_zeros(1, tokens, 1, 1, dtype=dtype)
@@ -316,21 +422,6 @@ def _broadcast(log_decay: Tensor | None, dtype: torch.dtype, k: Keys) -> LogDeca
     if PATTERNS[wide.ndim] == "H":
         return wide[:, None].expand(1, tokens, -1, 1)
     return wide if PATTERNS[wide.ndim] == "B T H K" else wide.unsqueeze(-1)
-
-
-def _divide(normalize: str, *, causal: bool) -> Divide | None:
-    """How outputs are divided by their row sums, if they are."""
-    ways: dict[str, Divide | None] = {
-        "none": None,
-        "sum": Divide(partial(divided, owned=True)),
-        "max_one": Divide(partial(_divided_by_one, absolute=causal), cancels=True),
-    }
-    return ways[normalize]
-
-
-def _divided_by_one(o: Tensor, row_sum: Tensor, *, absolute: bool) -> Tensor:
-    """Divide by the row sum, or its absolute value, where that is more than 1."""
-    return quotient(o, (row_sum.abs() if absolute else row_sum).clamp(min=1), owned=True)
 
 
 def _check(
@@ -357,7 +448,7 @@ def _check(
 
 
 def _check_decay(log_decay: Tensor) -> None:
-    """Raise ValueError for NaN, or a state that would grow, where values may be looked at."""
+    """Raise ValueError for NaN or positive values, where values may be looked at."""
     if not can_look_at_values(log_decay) or not log_decay.numel():
         return
     highest = log_decay.detach().amax().item()

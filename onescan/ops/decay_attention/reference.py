@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onescan.checks import unpack_states
-from onescan.ops.decay_attention.state import DecayState, DecayStates
+from onescan.ops.decay_attention import DecayState, DecayStates
 from onescan.ops.numerics import LEAST_WEIGHT
 from onescan.shapes import Keep, Keys, Queries, Values
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from onescan.kernels import decay_diagonal, decay_scalar
-from onescan.ops.decay_attention.directions import Directions
-from onescan.ops.decay_attention.state import DecayState
+from onescan.ops.decay_attention import DecayState
+from onescan.ops.decay_attention.forms import Directions
 from onescan.ops.launch import chip_of, data_type, launch, name_of
 from onescan.shapes import Keep, Keys, Queries, Values
 

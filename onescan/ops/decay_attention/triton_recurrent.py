@@ -11,8 +11,8 @@ from torch import Tensor
 from onescan.kernels import decay_step as kernels
 from onescan.kernels.decay_scalar import NORMALIZERS
 from onescan.ops.backend import wants_gradient
-from onescan.ops.decay_attention.directions import Directions
-from onescan.ops.decay_attention.state import DecayState
+from onescan.ops.decay_attention import DecayState
+from onescan.ops.decay_attention.forms import Directions
 from onescan.ops.launch import data_type, launch
 from onescan.shapes import Keep, Keys, Queries, Values
 

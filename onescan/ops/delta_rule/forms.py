@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from onescan.ops.chunks import length_of_chunks, number_of_chunks, passed_on
+from onescan.ops.chunks import chunk_scan, length_of_chunks, number_of_chunks
 from onescan.shapes import Betas, Keys, KeyValue, Queries, Values
 
 
@@ -67,7 +67,7 @@ def chunk(inputs: Inputs, kv: KeyValue, *, chunk_size: int) -> tuple[Values, Key
     # 2. How each chunk updates a state, and the state before each chunk.
     transition = torch.eye(width, dtype=k.dtype, device=k.device) - k.mT @ w  # B H N K K
     added = k.mT @ u  # B H N K V
-    before, kv = passed_on(lambda kv, kept, new: kept @ kv + new, kv, transition, added)
+    before, kv = chunk_scan(lambda kv, kept, new: kept @ kv + new, kv, transition, added)
 
     # 3. Each token reads the state before its chunk and what its chunk has written so far.
     o = q @ before + (q @ k.mT).tril() @ (u - w @ before)

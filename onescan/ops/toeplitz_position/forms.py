@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onescan.ops.chunks import carried, is_known, number_of_chunks
+from onescan.ops.chunks import is_known, linear_scan, number_of_chunks
 from onescan.shapes import (
     ChannelsFirst,
     Decays,
@@ -117,7 +117,7 @@ def _states_before(
     """
     count = added.shape[2]
     if not is_known(count):
-        return carried(first, added, log_decay.exp()[:, None, None], backward=backward)[0]
+        return linear_scan(first, added, log_decay.exp()[:, None, None], backward=backward)[0]
     if count == 1:
         return first.unsqueeze(2)
     if count % 2:

@@ -136,9 +136,8 @@ def machine_facts(results: Results) -> list[tuple[str, str]]:
 
 
 def _memory(machine: Machine) -> str:
-    in_pages = ", in huge pages" if machine.huge_pages else ""
-    kept = ", kept when freed" if machine.keeps_freed else ""
-    return f"{mib(machine.memory_mib)}{in_pages}{kept}"
+    allocator = f", with {machine.allocator}" if machine.allocator else ""
+    return f"{mib(machine.memory_mib)}{allocator}"
 
 
 def spelt_options(results: Results) -> str:
@@ -150,7 +149,7 @@ def spelt_options(results: Results) -> str:
     return ", ".join(
         f"{name.replace('_', ' ')} {_spelt_value(value)}"
         for name, value in asked.items()
-        if name != "names"
+        if name != "candidates"
     )
 
 

@@ -98,7 +98,9 @@ def _facts(scores: GenerationScores) -> str:
     if scores.sampler is not None and scores.steps is not None:
         facts.append(("Sampler", f"{scores.sampler}, {plural(scores.steps, 'step')}"))
     if scores.labels is not None:
-        asked = "each equally often" if scores.labels == "even" else "as often as in the real ones"
+        asked = (
+            "each equally often" if scores.labels == "uniform" else "as often as in the real ones"
+        )
         facts.append(("Classes", f"{len(scores.class_names):,}, {asked}"))
     if scores.seed is not None:
         facts.append(("Seed", str(scores.seed)))

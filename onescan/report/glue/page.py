@@ -75,7 +75,7 @@ def _setting(outcome: GlueOutcome, task: GlueTask) -> list[str]:
     manifest = outcome.runs[task][0].manifest
     training = manifest.run.training
     return [
-        str(manifest.run.start),
+        str(manifest.run.init_from),
         f"{manifest.examples:,}",
         f"{training.learning_rate:g}",
         f"{training.weight_decay:g}",

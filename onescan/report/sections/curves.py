@@ -166,7 +166,7 @@ def _smoothing(study: Study) -> str:
 
 
 def _clip(study: Study) -> float | None:
-    return study.config.training.clip_norm
+    return study.config.training.max_grad_norm
 
 
 def _clipping(study: Study) -> str:

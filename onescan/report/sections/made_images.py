@@ -25,7 +25,7 @@ def section(study: Study) -> Section:
     assert isinstance(task, ImageGeneration)
     pictures = read_pictures(run.result.folder)
     if not pictures:
-        return Section(TITLE, lead="Not shown: task.pictures is 0.")
+        return Section(TITLE, lead="Not shown: task.samples_per_class is 0.")
     steps = list(pictures)
     figures = [
         Figure(
@@ -50,7 +50,7 @@ def _caption(task: ImageGeneration, *, asks: bool) -> str:
     sampler = task.config.sampler
     names = ", ".join(task.class_names[place] for place in task.shown_classes())
     columns = f"A column for each class: {names}. " if asks else ""
-    guidance = f", with guidance {sampler.guidance:g}" if sampler.guidance != 1 else ""
+    guidance = f", with guidance {sampler.guidance_scale:g}" if sampler.guidance_scale != 1 else ""
     return (
         f"{columns}None is chosen by hand. Made in {sampler.steps} steps by "
         f"{sampler.resolved(task.config.noise)}{guidance}."

@@ -1,0 +1,431 @@
+"""Causal additive decay in chunks: linear time, for key logits of any size.
+
+Eq. 13 unrolled is a causal sum over tokens, divided by a running normalizer:
+
+    o_t = R_t(q_t / n_t)^T sum_{s <= t} R_s(exp(k_s)) v_s^T,    n_t = sum_{s <= t} exp(k_s)
+
+exp(k_s) overflows, so every weight is taken under a reference that rises with the logits. The
+weight exp(k_s - k_t') that token t gives to token s is then a product of a factor of s and a factor
+of t, and the sum over s is a matrix product. A chunk has up to 8 blocks of 8 tokens:
+
+- Tokens of one block have the running maximum m_t as their reference, and f_t with
+  f_t / f_{t-1} = exp(m_t - m_{t-1}) converts between two of them.
+- Blocks of one chunk have references r_j, upper bounds of the log-normalizer before block j, and
+  g_j with g_j / g_{j-1} = exp(r_j - r_{j-1}).
+- Chunks pass on a state under the log-normalizer of all earlier tokens.
+
+Steps of f and g are at most exp(CLIMB), so that f and g stay within float32. Where logits climb by
+more, earlier tokens keep a weight of exp(-CLIMB), less than float32 resolves next to 1. This makes
+the form exact for any logits, without a branch on values and without float64 copies of q, k or v.
+
+References are constants. They cancel from the result, so no gradient flows through them.
+
+Source: LightNet, arXiv:2405.21022, Eq. 13 and App. A.2.
+"""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onescan.ops.additive_decay.forms import (
+    differentiable_gradients,
+    is_transformed,
+    recursive_halving,
+)
+from onescan.ops.additive_decay.state import (
+    AdditiveDecayState,
+    AdditiveInputs,
+    empty_state,
+    per_feature,
+    per_key,
+)
+from onescan.ops.backend import wants_gradient
+from onescan.ops.chunks import linear_scan, number_of_chunks
+from onescan.ops.numerics import LOG_ZERO
+from onescan.shapes import Values
+
+BLOCK = 8  # tokens of a block
+MOST_BLOCKS = 8  # of a chunk: eight steps of exp(CLIMB), half of them below 1, fit in float32
+# Largest step of a reference, of blocks and of tokens. The mass under the reference of a token is
+# up to 9, hence the larger step.
+CLIMB = {torch.float32: (17.0, 19.0), torch.float64: (40.0, 42.0)}
+TILE = 1 << 20  # elements of k that a CPU scans at a time: intermediate results stay in its caches
+LEAST_EXPONENT = -87.0  # exp is many times slower where its result is subnormal
+
+
+def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
+    """Compute causal additive decay in chunks."""
+    q, k, v, angles, state, _, chunk_size = inputs
+    if state is None:
+        state = empty_state(k, v, angles)
+    tensors = (q, k, v, angles, *state)
+    if not torch.compiler.is_compiling() and is_transformed(*tensors):
+        return recursive_halving(inputs)
+    blocks = min(max(chunk_size // BLOCK, 1), MOST_BLOCKS)
+    if wants_gradient(*tensors) and not torch.compiler.is_exporting():
+        o, *after = _CausalScan.apply(*tensors, blocks)
+    else:
+        o, *after = _scan_tiles(*tensors, blocks)[0]
+    return o, AdditiveDecayState(*after)
+
+
+class _Factors(NamedTuple):
+    """What the backward needs of the forward; F is 2K under LRPE, otherwise K.
+
+    Attributes:
+        v: Values, [B, H, N, C, V].
+        table: Cosines and sines, [H, N, C, 2, K]; None without LRPE.
+        p: q_t / n_t under the references of tokens, [B, H, N, C, K].
+        reciprocal: 1 / n_t under the same, [B, H, N, J, 8, K].
+        w_token: Weights of keys under the references of tokens, [B, H, N, C, K].
+        w_block: The same under the references of blocks.
+        to_block: Factor from the reference of a block's first token to that of the block,
+            [B, H, N, J, K], times f.
+        to_chunk: 1 / g_j, [B, H, N, J, K]. Apply it after `to_block` to p and before it to
+            gradients of p: other products may underflow.
+        enter: g_0, [B, H, N, K], which converts the state before a chunk.
+        leave: 1 / g_J, likewise for the state after it.
+        kept: Factor of the state from chunk to chunk, [B, H, N, K].
+        mass_in: Normalizer before the first chunk under its reference, [B, H, K].
+        mass_out: Normalizer after the last chunk, likewise.
+        kv_in: Incoming state, [B, H, F, V].
+        kv_out: Outgoing state, likewise.
+        kv: States before each chunk under g_0, [B, H, N, F, V].
+        scores: Weights of values, [B, H, N, C, C].
+    """
+
+    v: Tensor
+    table: Tensor | None
+    p: Tensor
+    reciprocal: Tensor
+    w_token: Tensor
+    w_block: Tensor
+    to_block: Tensor
+    to_chunk: Tensor
+    enter: Tensor
+    leave: Tensor
+    kept: Tensor
+    mass_in: Tensor
+    mass_out: Tensor
+    kv_in: Tensor
+    kv_out: Tensor
+    kv: Tensor
+    scores: Tensor
+
+
+def _scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: Tensor | None,
+    z_in: Tensor,
+    kv_in: Tensor,
+    blocks: int,
+) -> tuple[tuple[Tensor, Tensor, Tensor], _Factors]:
+    """Return the outputs, the outgoing log-normalizer and state, and what the backward needs."""
+    tokens, size = k.shape[1], blocks * BLOCK
+    chunks = number_of_chunks(tokens, size)
+    block_climb, token_climb = CLIMB[k.dtype]
+    q, v = _to_chunks(q, chunks, size), _to_chunks(v, chunks, size)  # B H N C .
+    k = _to_chunks(k, chunks, size, fill=-torch.inf).unflatten(3, (blocks, BLOCK))  # B H N J 8 K
+    table = None
+    if angles is not None:
+        angles = _to_chunks(angles.unsqueeze(0), chunks, size).squeeze(0)
+        table = torch.stack([angles.cos(), angles.sin()], dim=-2).to(k.dtype)  # H N C 2 K
+
+    # 1. Masses of blocks under their peaks, and log-normalizers between chunks.
+    peak = k.amax(-2).clamp_(min=LOG_ZERO)  # B H N J K
+    weight = _exp_(k - peak.unsqueeze(-2))
+    mass = weight.sum(-2)
+    top = peak.amax(-2)
+    own = (mass * _exp_(peak - top.unsqueeze(-2))).sum(-2).double().log() + top.double()
+    z = torch.cat([z_in.unsqueeze(2), own.clamp_(min=LOG_ZERO)], 2).logcumsumexp(2)  # B H N+1 K
+    boundary = z.to(k.dtype)
+    # Rounded to float32, LOG_ZERO is another number: without tokens the mass is 1.
+    chunk_mass = torch.where(z > LOG_ZERO, z - boundary, 0).exp().to(k.dtype)
+    before, after = boundary[:, :, :-1], boundary[:, :, 1:]
+    kept = _exp_(before - after)
+
+    # 2. Factors of blocks: earlier tokens of a chunk are 8 j and the state, a mass of 1.
+    references, top = [before], before
+    for j in range(1, blocks):
+        top = torch.maximum(top, peak.select(-2, j - 1))
+        references.append(top + math.log(1 + j * BLOCK))
+    reference = torch.stack([*references, after], 3)  # B H N J+1 K
+    climb = reference.diff(dim=-2).clamp_(max=block_climb)
+    g = torch.cat([climb.sum(-2, keepdim=True).mul_(-0.5), climb], -2).exp_().cumprod(-2)
+    enter, leave = g.select(-2, 0), g.select(-2, -1).reciprocal()
+    to_chunk = g.narrow(-2, 0, blocks).reciprocal()
+    reference, scale = (
+        reference[..., :-1, :],
+        _exp_(peak - reference[..., 1:, :]).mul_(g[..., 1:, :]),
+    )
+    mass = mass * scale
+    mass = torch.cat([(chunk_mass[:, :, :-1] * enter).unsqueeze(-2), mass[..., :-1, :]], -2)
+    mass = mass.cumsum(-2)
+    w_block = weight.mul_(scale.unsqueeze(-2)).flatten(3, 4)
+
+    # 3. Factors of tokens.
+    first = torch.maximum(reference, k.select(-2, 0))
+    w_token, normalizer = torch.empty_like(k), torch.empty_like(k)
+    top, total = first, torch.zeros_like(first)
+    for i in range(BLOCK):
+        key = k.select(-2, i)
+        higher = torch.maximum(top, key)
+        step = (higher - top).clamp_(max=token_climb)
+        w_token.select(-2, i).copy_(key - higher)
+        normalizer.select(-2, i).copy_(step)
+        total += step
+        top = higher
+    _exp_(w_token)
+    normalizer.exp_()
+    f = total.mul_(-0.5).exp_()
+    to_block = _exp_(reference - first).mul_(f)
+    running = (mass * to_chunk).mul_(to_block)
+    for i in range(BLOCK):
+        f = f * normalizer.select(-2, i)
+        key = w_token.select(-2, i).mul_(f)
+        running = running + key
+        normalizer.select(-2, i).copy_(running)
+    reciprocal = normalizer.reciprocal_()
+    p = q.view_as(k) * reciprocal
+    p_block = (p * to_block.unsqueeze(-2)).mul_(to_chunk.unsqueeze(-2)).flatten(3, 4)
+    p, w_token = p.flatten(3, 4), w_token.flatten(3, 4)
+
+    # 4. Products.
+    p_far, w_far = _rotate(p_block, table), _rotate(w_block, table)
+    scores = _scores(p_far @ w_far.mT, _rotate(p, table), _rotate(w_token, table))
+    added = w_far.mT @ v
+    added.mul_(per_feature(leave, added))
+    kv, last = linear_scan(
+        kv_in * per_feature(chunk_mass[:, :, 0], kv_in), added, per_feature(kept, added)
+    )
+    kv = kv * per_feature(enter, kv)
+    o = scores @ v
+    _add_product_(o, p_far, kv)
+    mass_in, mass_out = chunk_mass[:, :, 0], chunk_mass[:, :, -1]
+    kv_out = last / per_feature(mass_out, last)
+    return (_to_tokens(o, tokens), z[:, :, -1], kv_out), _Factors(
+        v, table, p, reciprocal, w_token, w_block, to_block, to_chunk,
+        enter, leave, kept, mass_in, mass_out, kv_in, kv_out, kv, scores,
+    )  # fmt: skip
+
+
+def _scan_gradients(
+    saved: _Factors, do: Tensor, dz: Tensor, dkv: Tensor, *, of_angles: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """Return gradients of q, k, v, angles, z_in and kv_in.
+
+    The gradient of n_t is -h_t with h_t = q_t dq_t / n_t per channel. A key's logit gets its sum
+    over the tokens that read the key, times the key's weight.
+    """
+    (v, table, p, reciprocal, w_token, w_block, to_block, to_chunk,
+     enter, leave, kept, mass_in, mass_out, kv_in, kv_out, kv, scores) = saved  # fmt: skip
+    tokens, blocks = do.shape[1], to_chunk.shape[3]
+    in_blocks = reciprocal.shape
+    do = _to_chunks(do, v.shape[2], v.shape[3])
+    p_token = _rotate(p, table)
+    p_far = _scaled(p_token, to_block, to_chunk)
+    w_far = _rotate(w_block, table)
+    dv = scores.mT @ do
+    dscores = do @ v.mT
+    near = _diagonal(dscores, blocks).tril()
+    _mask_blocks_(dscores)
+
+    # 1. Queries.
+    dp = dscores @ w_far
+    _add_product_(dp, do, kv.mT)
+    dp = _scaled(dp, to_chunk, to_block)
+    _add_product_(_in_blocks(dp), near, _in_blocks(_rotate(w_token, table)))
+    dq = _rotate_back(dp, table)
+    dq = dq.view(in_blocks).mul_(reciprocal)
+
+    # 2. Normalizers, and states, from the last chunk to the first.
+    h = p.view(in_blocks) * dq
+    later = torch.empty_like(h)  # sums of h over this and later tokens of a block
+    running = torch.zeros_like(to_block)
+    for i in reversed(range(BLOCK)):
+        running = running + h.select(-2, i)
+        later.select(-2, i).copy_(running)
+    of_blocks = (running * to_block).mul_(to_chunk).flip(-2).cumsum(-2).flip(-2)
+    # The gradient of the last normalizer, since z = log(mass) + constant and kv = sum / mass.
+    dkv = dkv / per_feature(mass_out, dkv)
+    y = per_key(kv_out * dkv, mass_out) - (dz / mass_out).to(dkv.dtype)
+    y, y_in = linear_scan(y, of_blocks.select(-2, 0) * enter, kept, backward=True)
+    x = F.pad(of_blocks[..., 1:, :], (0, 0, 0, 1)) + (leave * y).unsqueeze(-2)
+    added = p_far.mT @ do
+    added.mul_(per_feature(enter, added))
+    dkv, dkv_in = linear_scan(dkv, added, per_feature(kept, added), backward=True)
+    dkv = dkv * per_feature(leave, dkv)
+    dz_in = mass_in * (per_key(kv_in * dkv_in, mass_in) - y_in)
+    dkv_in = dkv_in * per_feature(mass_in, dkv_in)
+
+    # 3. Keys and values.
+    dw_far = dscores.mT @ p_far
+    _add_product_(dw_far, v, dkv.mT)
+    dw_token = (near.mT @ _in_blocks(p_token)).view_as(dw_far)
+    _add_product_(dv, w_far, dkv)
+    dangles = None
+    if of_angles and table is not None:
+        both = dp.unflatten(-1, (2, -1)) * p.unsqueeze(-2)
+        for slope, weight in ((dw_far, w_block), (dw_token, w_token)):
+            both.addcmul_(slope.unflatten(-1, (2, -1)), weight.unsqueeze(-2))
+        cos, sin = table.unbind(-2)
+        of_cos, of_sin = both.sum(0).unbind(-2)
+        dangles = _to_tokens((of_sin * cos - of_cos * sin).unsqueeze(0), tokens).squeeze(0)
+    dk = _rotate_back(dw_far, table).view(in_blocks).sub_(x.unsqueeze(-2))
+    dk.mul_(w_block.view(in_blocks))
+    dw = _rotate_back(dw_token, table).view(in_blocks).sub_(later)
+    dk.addcmul_(dw, w_token.view(in_blocks))
+    dq, dk, dv = (_to_tokens(g.reshape(*v.shape[:4], -1), tokens) for g in (dq, dk, dv))
+    return dq, dk, dv, dangles, dz_in, dkv_in
+
+
+class _CausalScan(torch.autograd.Function):
+    """The form with a gradient that keeps references out of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        outputs, tiles = _scan_tiles(*inputs)
+        ctx.blocks = inputs[-1]
+        ctx.save_for_backward(*inputs[:-1], *itertools.chain(*tiles))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dz: Tensor, dkv: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, angles, z_in, kv_in, *rest = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            inputs = (q, k, v, angles, z_in, kv_in)
+            return *differentiable_gradients(_plain, inputs, (do, dz, dkv)), None
+        tiles = [
+            _Factors(*part) for part in zip(*[iter(rest)] * len(_Factors._fields), strict=True)
+        ]
+        lengths = _tile_lengths(k, ctx.blocks)
+        parts = []
+        for saved, slope in zip(tiles[::-1], do.split(lengths, dim=1)[::-1], strict=True):
+            *made, dz, dkv = _scan_gradients(
+                saved, slope, dz, dkv, of_angles=ctx.needs_input_grad[3]
+            )
+            parts.append(made)
+        *slopes, of_angles = zip(*parts[::-1], strict=True)
+        dq, dk, dv = (torch.cat(x, dim=1) for x in slopes)
+        dangles = None if of_angles[0] is None else torch.cat(of_angles)
+        return dq, dk, dv, dangles, dz.to(z_in.dtype), dkv, None
+
+
+def _scan_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: Tensor | None,
+    z: Tensor,
+    kv: Tensor,
+    blocks: int,
+) -> tuple[tuple[Tensor, Tensor, Tensor], list[_Factors]]:
+    """Scan one tile after another, so that what a tile needs stays in the caches of a CPU."""
+    lengths = _tile_lengths(k, blocks)
+    if len(lengths) == 1:
+        outputs, saved = _scan(q, k, v, angles, z, kv, blocks)
+        return outputs, [saved]
+    o, tiles, start = torch.empty_like(v), [], 0
+    for length in lengths:
+        at = slice(start, start + length)
+        turn = None if angles is None else angles[at]
+        (o[:, at], z, kv), saved = _scan(q[:, at], k[:, at], v[:, at], turn, z, kv, blocks)
+        tiles.append(saved)
+        start += length
+    return (o, z, kv), tiles
+
+
+def _tile_lengths(k: Tensor, blocks: int) -> list[int]:
+    """Return the number of tokens of each tile; one tile in compiled and exported programs."""
+    if torch.compiler.is_compiling() or k.device.type != "cpu":
+        return [k.shape[1]]
+    size = blocks * BLOCK
+    length = max(1, TILE // max(1, k[:, :size].numel())) * size
+    whole, rest = divmod(k.shape[1], length)
+    return [length] * whole + [rest] * (rest > 0)
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, z_in: Tensor, kv_in: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the same outputs by plain operations, whose gradients have gradients."""
+    state = AdditiveDecayState(z_in, kv_in)
+    size = BLOCK * MOST_BLOCKS
+    o, state = recursive_halving(AdditiveInputs(q, k, v, angles, state, None, size))
+    return o, *state
+
+
+def _to_chunks(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:
+    """Cut [B, T, H, X] into chunks [B, H, N, C, X]; the last one is padded."""
+    x = x.transpose(1, 2)
+    missing = count * size - x.shape[2]
+    if not isinstance(missing, int) or missing:
+        x = F.pad(x, (0, 0, 0, missing), value=fill)
+    return x.contiguous().unflatten(2, (count, size))
+
+
+def _to_tokens(x: Tensor, tokens: int) -> Tensor:
+    """Put chunks [B, H, N, C, X] together to [B, T, H, X]."""
+    return x.flatten(2, 3).narrow(2, 0, tokens).transpose(1, 2)
+
+
+def _exp_(x: Tensor) -> Tensor:
+    """Take exp in place, 0 where it is nearly subnormal."""
+    x = x.clamp_(min=LEAST_EXPONENT).exp_()
+    return F.threshold(x, 2 * math.exp(LEAST_EXPONENT), 0.0, inplace=True)
+
+
+def _rotate(x: Tensor, table: Tensor | None) -> Tensor:
+    """Return [x cos, x sin], or x itself without LRPE."""
+    return x if table is None else (x.unsqueeze(-2) * table).flatten(-2)
+
+
+def _rotate_back(x: Tensor, table: Tensor | None) -> Tensor:
+    """Apply the transpose of `_rotate`."""
+    if table is None:
+        return x
+    cos, sin = table.unbind(-2)
+    of_cos, of_sin = x.chunk(2, -1)
+    return (of_cos * cos).addcmul_(of_sin, sin)
+
+
+def _scaled(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Multiply [B, H, N, C, F] by two factors of blocks, [B, H, N, J, K], one after the other."""
+    blocks, width = first.shape[-2:]
+    halves = x.view(*x.shape[:3], blocks, BLOCK, -1, width)
+    return (halves * first[..., None, None, :]).mul_(second[..., None, None, :]).view_as(x)
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    return x.unflatten(3, (-1, BLOCK))
+
+
+def _add_product_(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add x @ y to contiguous matrices in place."""
+    out.view(-1, *out.shape[-2:]).baddbmm_(x.flatten(0, -3), y.flatten(0, -3))
+
+
+def _scores(far: Tensor, p: Tensor, w: Tensor) -> Tensor:
+    """Combine scores between blocks with those inside of blocks."""
+    _mask_blocks_(far)
+    near = (_in_blocks(p) @ _in_blocks(w).mT).tril_()
+    _diagonal(far, near.shape[3]).copy_(near)
+    return far
+
+
+def _mask_blocks_(scores: Tensor) -> None:
+    """Clear scores [.., C, C] unless the key's block is before the query's."""
+    block = torch.arange(scores.shape[-1], device=scores.device) // BLOCK
+    scores.masked_fill_(block.unsqueeze(1) <= block, 0)
+
+
+def _diagonal(scores: Tensor, blocks: int) -> Tensor:
+    """View the scores inside of blocks, [B, H, N, J, 8, 8]."""
+    cut = scores.view(*scores.shape[:3], blocks, BLOCK, blocks, BLOCK)
+    return cut.diagonal(dim1=3, dim2=5).permute(0, 1, 2, 5, 3, 4)

@@ -1,0 +1,359 @@
+"""Additive decay in plain torch: one scan, full attention and the recurrence.
+
+Not causal (Eq. 14), one scan over all tokens gives the context that every token reads:
+
+    O = R(Q) [R(softmax(K))^T V]        softmax over tokens, per channel
+
+`causal.py` has the chunk form of the causal sum (Eq. 13). Transforms and second derivatives of that
+form use `recursive_halving`, which is slower and made of plain operations.
+
+Source: LightNet, arXiv:2405.21022, Eq. 13, Eq. 14 and App. A.2.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from onescan.checks import can_look_at_values, is_plain
+from onescan.ops.additive_decay.state import (
+    AdditiveDecayState,
+    AdditiveInputs,
+    empty_state,
+    merged,
+    per_feature,
+    per_key,
+    share,
+)
+from onescan.ops.chunks import length_of_chunks, linear_scan, number_of_chunks
+from onescan.ops.lrpe import rotary_tables, rotate
+from onescan.ops.numerics import LOG_ZERO, logaddexp, running_logsumexp
+from onescan.shapes import Angles as Table  # of cosines or sines
+from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
+
+# Chosen on a CPU:
+LARGE = 1 << 15  # elements of a sample; for smaller ones a loop over samples is slower
+TILE = 1 << 20  # elements of k or q in a tile, so that a tile stays in the caches
+
+
+def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
+    """Sum over all tokens, then let every token read the sum: O(T)."""
+    q, k, v, angles, state, *_ = inputs
+    tables = rotary_tables(angles, k.dtype)
+    context = _context(k, v, tables, state)
+    read_out = _ReadOut.apply if is_profitable(q, context.kv, *tables) else _read_out
+    return read_out(q, context.kv, *tables), context
+
+
+def full(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
+    """Let every query meet every key: O(T^2)."""
+    q, k, v, angles, state, *_ = inputs
+    tables = rotary_tables(angles, k.dtype)
+    context = _context(k, v, tables, state)
+    z = context.log_normalizer.unsqueeze(1)  # B 1 H K
+    q, weight = rotate(q, *tables), rotate(share(k.double(), z, k), *tables)
+    o = torch.einsum("bthf,bshf,bshv->bthv", q, weight, v)
+    if state is not None:
+        before = per_feature(share(state.log_normalizer, context.log_normalizer, q), state.kv)
+        o = o + torch.einsum("bthf,bhfv->bthv", q, state.kv * before)
+    return o, context
+
+
+def causal_full(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
+    """Let every query meet every earlier key: O(T^2)."""
+    return recursive_halving(inputs._replace(chunk_size=inputs.k.shape[1]))
+
+
+def recurrent(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
+    """Visit one token at a time: constant memory, for decoding."""
+    q, k, v, angles, state, *_ = inputs
+    tables = rotary_tables(angles, k.dtype)
+    log_k = k.double().clamp(min=LOG_ZERO)
+    # The state of a single token is its value, under the normalizer exp(k).
+    unit = rotate((k > -torch.inf).to(k.dtype), *tables)
+    outputs = []
+    parts = (rotate(q, *tables).unsqueeze(-2), log_k, unit.unsqueeze(-1), v.unsqueeze(-2))
+    for query, log_key, key, value in zip(*(x.unbind(1) for x in parts), strict=True):
+        token = AdditiveDecayState(log_key, key * value)
+        state = token if state is None else merged(state, token)
+        outputs.append((query @ state.kv).squeeze(-2))
+    assert state is not None
+    return torch.stack(outputs, dim=1), state
+
+
+def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
+    """Compute the causal sum of each chunk by halves, and carry a state between chunks.
+
+    A query in the right half of a block reads a key in the left half with the weight
+
+        exp(k_s - z_t) = exp(k_s - z_m) exp(z_m - z_t),     m the last token of the left half,
+
+    where no exponent is above 0. The halves are halved again, down to single tokens. Normalizers
+    are float64 and only their differences become float32: next to a logit of 1e4 float32 has steps
+    of 1e-3.
+    """
+    q, k, v, angles, state, _, chunk_size = inputs
+    tokens = k.shape[1]
+    size = length_of_chunks(chunk_size, tokens)
+    count = number_of_chunks(tokens, size)
+    z_in, kv_in = empty_state(k, v, angles) if state is None else state
+    tables = rotary_tables(angles, k.dtype)
+    cut = [_power_of_two(x.unsqueeze(0), count, size).squeeze(0) for x in tables if x is not None]
+    cos, sin = cut or (None, None)  # H N C K
+    q, v = _power_of_two(q, count, size), _power_of_two(v, count, size)  # B H N C .
+    k = _power_of_two(k.double(), count, size, fill=-torch.inf)
+
+    # 1. Log-normalizers inside each chunk, after and before each chunk, and up to each token.
+    z_inside = running_logsumexp(k.clamp(min=LOG_ZERO))
+    z_chunk = z_inside[..., -1, :]  # B H N K
+    z_after = running_logsumexp(torch.cat([z_in.unsqueeze(2), z_chunk], dim=2))
+    z_before, z_after = z_after[:, :, :-1], z_after[:, :, 1:]
+    z = logaddexp(z_before.unsqueeze(-2), z_inside)
+
+    # 2. States before each chunk.
+    kv_chunk = rotate(share(k, z_chunk.unsqueeze(-2), q), cos, sin).mT @ v  # B H N F V
+    kv_chunk = kv_chunk * per_feature(share(z_chunk, z_after, q), kv_chunk)
+    decay = per_feature(share(z_before, z_after, q), kv_chunk)  # B H N F 1
+    kv_before, kv = linear_scan(kv_in, kv_chunk, decay)
+    o = rotate(q * share(z_before.unsqueeze(-2), z, q), cos, sin) @ kv_before
+
+    # 3. Tokens of the same chunk: first the token itself, then pairs of halves.
+    o = o + (q * share(k, z, q)).sum(-1, keepdim=True) * v
+    half = 1
+    while half < q.shape[-2]:
+        (_, q_right), (k_left, _), (z_left, z_right), (v_left, _) = (
+            x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, z, v)
+        )
+        middle = z_left[..., -1:, :]
+        left, right = share(k_left, middle, q), q_right * share(middle, z_right, q)
+        if cos is not None and sin is not None:
+            halves = (x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (cos, sin))
+            of_left, of_right = zip(*halves, strict=True)
+            left, right = rotate(left, *of_left), rotate(right, *of_right)
+        crossing = (right @ left.mT) @ v_left
+        o = o + F.pad(crossing, (0, 0, half, 0)).flatten(-3, -2)
+        half *= 2
+    o = rearrange(o[..., :size, :], "b h n c v -> b (n c) h v").narrow(1, 0, tokens)
+    return o, AdditiveDecayState(z_after[:, :, -1], kv)
+
+
+def _power_of_two(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:
+    """Cut [B, T, H, X] into chunks of `size` tokens, each padded to a power of two."""
+    x = F.pad(x, (0, 0, 0, 0, 0, count * size - x.shape[1]), value=fill)
+    x = rearrange(x, "b (n c) h x -> b h n c x", n=count, c=size)
+    return F.pad(x, (0, 0, 0, (1 << (size - 1).bit_length()) - size), value=fill).contiguous()
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Return whether torch.func or forward-mode derivatives look at these tensors."""
+    return forward_ad._current_level >= 0 or not all(is_plain(x) for x in tensors if x is not None)
+
+
+def differentiable_gradients(
+    function: Callable[..., tuple[Tensor, ...]],
+    inputs: tuple[Tensor | None, ...],
+    gradients: tuple[Tensor, ...],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a function of plain operations, which have gradients themselves."""
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    pairs = zip(function(*inputs), gradients, strict=True)
+    outputs, given = zip(*[(x, slope) for x, slope in pairs if x.requires_grad], strict=True)
+    found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True))
+    return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
+
+
+# One scan, first for all samples together: any device, compilers and any derivative.
+
+
+def _context(
+    k: Keys, v: Values, tables: tuple[Table | None, Table | None], state: AdditiveDecayState | None
+) -> AdditiveDecayState:
+    """Return the state of these tokens and of what the incoming state holds."""
+    summarize = _Summary.apply if is_profitable(k, v, *tables) else _summary
+    own = AdditiveDecayState(*summarize(k, v, *tables))
+    return own if state is None else merged(state, own)
+
+
+def _summary(
+    k: Keys, v: Values, cos: Table | None, sin: Table | None
+) -> tuple[LogNormalizer, KeyValue]:
+    """Return the log-normalizer and kv of these tokens alone."""
+    # The result does not depend on the maximum, so no gradient flows through it.
+    peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO)  # B H K
+    weight = (k - peak.unsqueeze(1)).exp_()
+    total = weight.sum(dim=1)  # B H K
+    total = torch.where(total > 0, total, 1)  # all logits are -inf: the mean of nothing is 0
+    kv = torch.einsum("bthf,bthv->bhfv", rotate(weight, cos, sin), v)
+    return peak.double() + total.double().log(), kv / per_feature(total, kv)
+
+
+def _read_out(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> Values:
+    """Return kv^T R(q)."""
+    return torch.einsum("bthf,bhfv->bthv", rotate(q, cos, sin), kv)
+
+
+# One scan for each sample, tile after tile: on a CPU it is faster and needs less memory. Products
+# read the layout that projections give, [T, H, K]. Nothing of the size of q, k or v is allocated
+# but outputs and gradients, or saved for the backward but the inputs. For a sample with
+# w_t = exp(k_t - z), G the gradient of kv, dz that of z, and <.,.> a sum over values and over both
+# halves:
+#
+#     kv  = sum_t R_t(w_t) v_t^T      dv_t = G^T R_t(w_t),  dk_t = w_t (R_t^T(G v_t) - <kv, G> + dz)
+#     o_t = kv^T R_t(q_t)             dq_t = R_t^T(kv do_t),  dkv = sum_t R_t(q_t) do_t^T
+
+Tables = tuple[Tensor, ...]  # cosines and sines, [T, H, K]; empty without LRPE
+
+
+def is_profitable(*inputs: Tensor | None) -> bool:
+    """Return whether samples of the first are large, and nothing but plain gradients is needed."""
+    given = [x for x in inputs if x is not None]
+    if forward_ad._current_level >= 0 or not all(can_look_at_values(x) for x in given):
+        return False  # before a comparison fixes a length that is a symbol
+    return given[0][:1].numel() >= LARGE
+
+
+class _ReadOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, kv, cos, sin)
+        tables = () if cos is None or sin is None else (cos, sin)
+        o, workspace = q.new_empty(*q.shape[:3], kv.shape[-1]), _workspace(q)
+        for at in _tiles(q):
+            _read(q[at], kv[at[0]], _select(tables, at), o[at], workspace)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, cos, sin = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return differentiable_gradients(lambda *x: (_read_out(*x),), (q, kv, cos, sin), (do,))
+        tables = () if cos is None else (cos, sin)
+        dtables = _zeros(tables, ctx.needs_input_grad[2:])
+        dq, dkv, workspace = torch.empty_like(q), torch.zeros_like(kv), _workspace(q)
+        for at in _tiles(q):
+            here, dhere = _select(tables, at), _select(dtables, at)
+            _read_gradient(do[at], kv[at[0]], q[at], here, dhere, dq[at], workspace)
+            _add_products_(dkv[at[0]], q[at], do[at], here, workspace)
+        return dq, dkv, *(dtables or (None, None))
+
+
+class _Summary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[LogNormalizer, KeyValue]:
+        tables = () if cos is None or sin is None else (cos, sin)
+        batch, _, heads, width = k.shape
+        peak = k.amax(dim=1).clamp(min=LOG_ZERO)
+        total = torch.zeros_like(peak)
+        kv = k.new_zeros(batch, heads, width * (len(tables) or 1), v.shape[-1])
+        weights, workspace = _workspace(k), _workspace(k)
+        for at in _tiles(k):
+            w = torch.sub(k[at], peak[at[0]], out=weights[: len(k[at])]).exp_()
+            total[at[0]] += w.sum(dim=0)
+            _add_products_(kv[at[0]], w, v[at], _select(tables, at), workspace)
+        total = torch.where(total > 0, total, 1)
+        kv /= per_feature(total, kv)
+        ctx.save_for_backward(k, v, cos, sin, peak, total, kv)
+        return peak.double() + total.double().log(), kv
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor, dkv: Tensor) -> tuple[Tensor | None, ...]:
+        k, v, cos, sin, peak, total, kv = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return differentiable_gradients(_summary, (k, v, cos, sin), (dz, dkv))
+        tables = () if cos is None else (cos, sin)
+        dtables = _zeros(tables, ctx.needs_input_grad[2:])
+        offset = per_key(kv * dkv, k) - dz.to(k.dtype)
+        scale = total.reciprocal()
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        weights, workspace = _workspace(k), _workspace(k)
+        for at in _tiles(k):
+            sample, here, dhere = at[0], _select(tables, at), _select(dtables, at)
+            w = torch.sub(k[at], peak[sample], out=weights[: len(k[at])]).exp_()
+            w.mul_(scale[sample])
+            _read_gradient(v[at], dkv[sample], w, here, dhere, dk[at], workspace)
+            dk[at].sub_(offset[sample]).mul_(w)
+            _read(w, dkv[sample], here, dv[at], workspace)
+        return dk, dv, *(dtables or (None, None))
+
+
+def _tiles(x: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield the sample and the tokens of each tile of x, [B, T, H, K]."""
+    length = _tile_length(x)
+    for sample in range(len(x)):
+        for start in range(0, x.shape[1], length):
+            yield sample, slice(start, min(start + length, x.shape[1]))
+
+
+def _tile_length(x: Tensor) -> int:
+    """Return the number of tokens of a tile."""
+    return min(x.shape[1], max(1, TILE // x[0, 0].numel()))
+
+
+def _workspace(x: Tensor) -> Tensor:
+    """Allocate memory for intermediate results of the size of a tile of x."""
+    return x.new_empty(_tile_length(x), *x.shape[2:])
+
+
+def _select(tables: Tables, at: tuple[int, slice]) -> Tables:
+    """Return the rows of a tile: all samples have the same angles."""
+    return tuple(x[at[1]] for x in tables)
+
+
+def _zeros(tables: Tables, wanted: tuple[bool, ...]) -> Tables:
+    """Allocate the gradients of cosines and sines, if any are wanted."""
+    return tuple(torch.zeros_like(x) for x in tables) if any(wanted) else ()
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """View [T, H, X] as the matrices of heads, [H, T, X]."""
+    return x.transpose(0, 1)
+
+
+def _add_products_(out: Tensor, x: Tensor, y: Tensor, tables: Tables, workspace: Tensor) -> None:
+    """Add sum_t R_t(x_t) y_t^T of a tile to out, [H, F, V]."""
+    if not tables:
+        out.baddbmm_(_by_head(x).mT, _by_head(y))
+    for factor, half in zip(tables, out.split(x.shape[-1], dim=-2), strict=False):
+        rotated = torch.mul(x, factor, out=workspace[: len(x)])
+        half.baddbmm_(_by_head(rotated).mT, _by_head(y))
+
+
+def _read(x: Tensor, kv: Tensor, tables: Tables, out: Tensor, workspace: Tensor) -> None:
+    """Write kv^T R_t(x_t) of a tile into out, [T, H, V]."""
+    if not tables:
+        torch.bmm(_by_head(x), kv, out=_by_head(out))
+        return
+    of_cos, of_sin = kv.split(x.shape[-1], dim=-2)
+    workspace = workspace[: len(x)]
+    torch.mul(x, tables[0], out=workspace)
+    torch.bmm(_by_head(workspace), of_cos, out=_by_head(out))
+    torch.mul(x, tables[1], out=workspace)
+    _by_head(out).baddbmm_(_by_head(workspace), of_sin)
+
+
+def _read_gradient(
+    y: Tensor,
+    kv: Tensor,
+    x: Tensor,
+    tables: Tables,
+    dtables: Tables,
+    out: Tensor,
+    workspace: Tensor,
+) -> None:
+    """Write R_t^T(kv y_t) of a tile into out, [T, H, K], and add gradients of the tables."""
+    if not tables:
+        torch.bmm(_by_head(y), kv.mT, out=_by_head(out))
+        return
+    of_cos, of_sin = kv.split(x.shape[-1], dim=-2)
+    workspace = workspace[: len(x)]
+    torch.bmm(_by_head(y), of_cos.mT, out=_by_head(out))
+    torch.bmm(_by_head(y), of_sin.mT, out=_by_head(workspace))
+    for total, half in zip(dtables, (out, workspace), strict=False):
+        total.addcmul_(x, half)
+    out.mul_(tables[0]).addcmul_(workspace, tables[1])

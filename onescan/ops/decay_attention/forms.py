@@ -1,0 +1,765 @@
+"""Decayed linear attention in plain PyTorch: full, in chunks, token by token, and without decay.
+
+    S_t = diag(exp(a_t)) S_{t-1} + k_t v_t^T     state of one direction     (K, V)
+    o_t = sum over directions of S_t^T q_t       the token's own part counts once
+
+A last column of ones in the values makes the row sum, which outputs are divided by, one more
+output, and the sum of keys one more column of the state.
+
+Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 14, Theorem B.1 (diagonal decay), Sec. 3.4 (chunks).
+States that are carried from chunk to chunk in both directions are not in the paper, whose chunks
+(Eq. 81) meet every other chunk.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onescan.ops.chunks import (
+    is_known,
+    length_of_chunks,
+    linear_scan,
+    needs_plain_functions,
+    number_of_chunks,
+)
+from onescan.ops.numerics import LEAST_WEIGHT, applied, doubled, full_precision, inner, quotient
+from onescan.shapes import Keys, LogDecays, Queries, Values
+
+BLOCK = 1 << 21  # scores of the samples and heads that a CPU works on at a time
+BATCH = 1 << 18  # scores that fit into a CPU's caches
+VANISHED = -800.0  # exp of less is 0 in every type
+LOG_LEAST = math.log(LEAST_WEIGHT)
+
+Sides = tuple[Tensor | None, Tensor | None]  # states from the left and the right, [B, H, K, V + 1]
+
+
+class Directions(NamedTuple):
+    """Log-decays as the recurrences apply them.
+
+        forward:   S_t = exp(forward_t) S_{t-1} + k_t v_t^T,   o_t reads S_t
+        backward:  S_t = exp(backward_t) S_{t+1} + k_t v_t^T,  o_t reads exp(backward_t) S_{t+1}
+
+    Attributes:
+        forward: from the left.
+        backward: from the right; None is causal.
+    """
+
+    forward: LogDecays
+    backward: LogDecays | None
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether each key channel has a decay of its own."""
+        return self.forward.shape[-1] > 1
+
+
+def directed(
+    log_decay: LogDecays, decay_at: Literal["source", "target"], *, causal: bool
+) -> Directions:
+    """Shift each token's decay to where the recurrences apply it.
+
+    "target" applies a token's own decay (Eq. 5), "source" the decay of the token visited before
+    (Eq. 14).
+    """
+    if decay_at == "target":
+        return Directions(log_decay, None if causal else log_decay)
+    forward = F.pad(log_decay, (0, 0, 0, 0, 1, -1))
+    return Directions(forward, None if causal else F.pad(log_decay, (0, 0, 0, 0, -1, 1)))
+
+
+class Options(NamedTuple):
+    """What every form takes beside tensors; as in `decay_attention`.
+
+    A form returns the outputs, divided if so, and the states that leave to the right and to the
+    left.
+    """
+
+    normalize: str
+    chunk_size: int
+    return_state: bool
+
+
+def full(
+    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
+) -> tuple[Values, Sides]:
+    """Compute attention between all pairs of tokens, O(T^2): one chunk holds the whole sequence."""
+    return chunk(q, k, v, decays, enters, options._replace(chunk_size=k.shape[1]))
+
+
+def recurrent(
+    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
+) -> tuple[Values, Sides]:
+    """Visit one token at a time (Eq. 5, Theorem B.2): constant memory beside the outputs."""
+    v = F.pad(v, (0, 1), value=1.0)
+    outputs: list[Tensor] = []
+    leaves: list[Tensor | None] = [None, None]
+    for backward, (log_decay, state) in enumerate(zip(decays, enters, strict=True)):
+        if log_decay is None:
+            continue
+        if state is None:
+            state = v.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1])
+        o, leaves[backward] = _visit(q, k, v, log_decay, state, backward=bool(backward))
+        outputs.append(o)
+    o = sum(outputs[1:], start=outputs[0])
+    return _divided(o, options.normalize, causal=len(outputs) == 1), (leaves[0], leaves[1])
+
+
+def _visit(
+    q: Queries, k: Keys, v: Values, log_decay: LogDecays, kv: Tensor, *, backward: bool
+) -> tuple[Values, Tensor]:
+    """Visit all tokens in one direction. Backward, a token does not read its own part."""
+    rows, columns = (x.unsqueeze(-2) for x in (q, v))
+    parts = (x.unbind(1) for x in (rows, k.unsqueeze(-1), columns, log_decay.exp().unsqueeze(-1)))
+    order = -1 if backward else 1
+    outputs = []
+    for query, key, value, decay in list(zip(*parts, strict=True))[::order]:
+        decayed = decay * kv
+        kv = decayed + key * value
+        outputs.append(query @ (decayed if backward else kv))  # B H 1 V
+    return torch.cat(outputs[::order], dim=-2).transpose(1, 2), kv
+
+
+def one_scan(
+    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
+) -> tuple[Values, Sides]:
+    """Compute Q (K^T V) without decay, in both directions at once (LION-lit, Eq. 181 to 183)."""
+    own = torch.einsum("bthk,bthv->bhkv", k, F.pad(v, (0, 1), value=1.0))
+    left, right = (0 if side is None else side for side in enters)
+    total = own + left + right
+    leaves = own + left, own + right
+    if options.normalize != "max_one":
+        return _divided(
+            torch.einsum("bthk,bhkv->bthv", q, total), options.normalize, causal=False
+        ), leaves
+    # terms of either sign may cancel to a row sum near 1, where rounding would show
+    o = torch.einsum("bthk,bhkv->bthv", q, total[..., :-1])
+    k_sum = doubled(k).sum(dim=1) + sum(side[..., -1] for side in enters if side is not None)
+    row_sum = torch.einsum("bthk,bhk->bth", doubled(q), k_sum).to(q.dtype).unsqueeze(-1)
+    return quotient(o, _divisor(row_sum, options.normalize, causal=False)[0], owned=True), leaves
+
+
+def _divided(o: Tensor, normalize: str, *, causal: bool) -> Tensor:
+    """Divide outputs by what their last column, the row sum, makes of `normalize`."""
+    if normalize == "none":
+        return o[..., :-1]
+    o, row_sum = o.split([o.shape[-1] - 1, 1], dim=-1)  # the gradient of which is one tensor
+    return quotient(o, _divisor(row_sum, normalize, causal=causal)[0], owned=True)
+
+
+def _divisor(row_sum: Tensor, normalize: str, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return what outputs are divided by, and its derivative with respect to the row sum."""
+    if normalize == "sum":
+        is_nothing = row_sum.abs() < LEAST_WEIGHT
+        return torch.where(is_nothing, 1, row_sum), (~is_nothing).to(row_sum.dtype)
+    size = row_sum.abs() if causal else row_sum
+    slope = row_sum.sign() if causal else torch.ones_like(row_sum)
+    return size.clamp(min=1), slope * (size >= 1)
+
+
+def chunk(
+    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
+) -> tuple[Values, Sides]:
+    """Compute attention within chunks of C tokens, and carry one state a direction between them.
+
+        o_i = sum_j W_ij v_j + sum over directions d of S_d^T (enter_di q_i)
+        W_ij = q_i . k_j exp(sum of forward over j < l <= i)      below the diagonal and on it
+        W_ij = q_i . k_j exp(sum of backward over i <= l < j)     above it; 0 where causal
+        S_d' = through_d S_d + sum_j (leave_dj k_j) v_j^T         from chunk to chunk
+
+    O(T) in both directions. In the code states are [V + 1, K]: on a CPU a product with one column
+    more than its vectors hold is slow, and one with a row more is not. So the row sum, which is
+    the last column of the outputs, is computed apart from them.
+    """
+    size = length_of_chunks(options.chunk_size, k.shape[1])
+    if decays.is_diagonal:
+        size = padded(size)
+    heads = k.shape[0], -1, k.shape[2], -1
+    forward = decays.forward.expand(heads)
+    backward = None if decays.backward is None else decays.backward.expand(heads)
+    state = None
+    if enters != (None, None):
+        nothing = v.new_zeros(k.shape[0], k.shape[2], v.shape[-1] + 1, k.shape[-1])
+        sides = enters[:1] if backward is None else enters
+        state = torch.stack([nothing if x is None else x.mT for x in sides], dim=2)
+    inputs = _Inputs(q, k, v, forward, backward, state)
+    rest = options.normalize, size, options.return_state
+    if needs_plain_functions(*inputs):
+        o, _, leaves = _attend(inputs, *rest)
+    elif torch.compiler.is_compiling():
+        o, _, leaves = _operator(*inputs, *rest)
+    else:
+        o, _, leaves = applied(_ChunkAttention, *inputs, *rest)
+    if o.requires_grad and options.normalize != "none":
+        o = o.clone()  # the backward reads its own, so that a user may change this in place
+    if not options.return_state:
+        return o, (None, None)
+    return o, (leaves[:, :, 0].mT, None if backward is None else leaves[:, :, 1].mT)
+
+
+def padded(tokens: int) -> int:
+    """Return how many tokens a chunk holds whose decays are diagonal: a power of two.
+
+    >>> padded(64), padded(197)
+    (64, 256)
+    """
+    return 1 << (tokens - 1).bit_length()
+
+
+class _Inputs(NamedTuple):
+    """What the chunk form depends on.
+
+    Attributes:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        forward: Log-decays from the left, [B, T, H, 1 or K].
+        backward: Log-decays from the right; None is causal.
+        enters: The state of each direction, [B, H, D, V + 1, K]; None is zeros.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    forward: Tensor
+    backward: Tensor | None
+    enters: Tensor | None
+
+    def block(self, at: Any, states_at: Any) -> "_Inputs":
+        """Return some samples and heads."""
+        q, k, v, forward = (x[at] for x in self[:4])
+        backward = None if self.backward is None else self.backward[at]
+        enters = None if self.enters is None else self.enters[states_at]
+        return _Inputs(q, k, v, forward, backward, enters)
+
+    def chunks(self, size: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return q, k, v with ones, and each direction's log-decays in chunks [B, H, N, C, .]."""
+        count = number_of_chunks(self.k.shape[1], size)
+        q, k, v = (_chunks(x, count, size) for x in self[:3])
+        logs = [_chunks(x, count, size) for x in self[3:5] if x is not None]
+        return q.contiguous(), k.contiguous(), F.pad(v, (0, 1), value=1.0), logs
+
+
+def _attend(
+    inputs: _Inputs, normalize: str, size: int, return_state: bool, *, in_batches: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the chunk form by differentiable functions.
+
+    Args:
+        inputs: All of a call, or a block of it.
+        normalize: As in `decay_attention`.
+        size: Tokens per chunk.
+        return_state: Whether the states that leave are wanted.
+        in_batches: Whether some chunks are taken at a time.
+
+    Returns:
+        The outputs; the row sums [B, T, H, 1], nothing where they are not wanted; and the states
+        that leave, likewise.
+    """
+    tokens = inputs.v.shape[1]
+    q, k, v, logs = inputs.chunks(size)
+    befores, leaves = _states(k, v, logs, inputs.enters, wanted=return_state)
+    read = partial(_in_batches, _read) if in_batches else _read
+    o, row_sum = read([q, k, v], logs, befores)
+    if normalize == "none":
+        return _tokens(o, tokens), o.new_empty(0), leaves
+    o = o / _divisor(row_sum, normalize, causal=inputs.backward is None)[0]
+    return _tokens(o, tokens), _tokens(row_sum, tokens), leaves
+
+
+def _chunks(x: Tensor, count: int, size: int) -> Tensor:
+    """Cut [B, T, H, X] into chunks [B, H, N, C, X]; the last one is filled up with zeros."""
+    x, missing = x.transpose(1, 2), count * size - x.shape[1]
+    if not is_known(missing) or missing:
+        x = F.pad(x, (0, 0, 0, missing))
+    return x.unflatten(2, (count, size))
+
+
+def _tokens(x: Tensor, tokens: int) -> Tensor:
+    """Put chunks [B, H, N, C, X] together: [B, T, H, X]."""
+    return x.flatten(2, 3).transpose(1, 2).narrow(1, 0, tokens)
+
+
+class _Factors(NamedTuple):
+    """How much one direction keeps within a chunk, [..., C or 1, X].
+
+    Attributes:
+        enter: of the state that enters, at each token.
+        leave: of each token, where the state leaves.
+        through: of the state that enters, where it leaves.
+    """
+
+    enter: Tensor
+    leave: Tensor
+    through: Tensor
+
+
+def _sums(log_decay: Tensor, *, backward: bool) -> Tensor:
+    """Add up log-decays [..., C, X] from where a direction enters a chunk to each token.
+
+    In float64 a difference of two sums is exact enough to be rounded: the decay between near tokens
+    is not lost beside what lies before them.
+    """
+    logs = doubled(log_decay).clamp(min=VANISHED)
+    sums = logs.cumsum(-2)
+    return sums[..., -1:, :] - sums + logs if backward else sums
+
+
+def _decay_factors(log_decay: Tensor, dtype: torch.dtype, *, backward: bool) -> _Factors:
+    sums = _sums(log_decay, backward=backward)
+    end = sums[..., :1, :] if backward else sums[..., -1:, :]
+    return _Factors(_exp(sums, dtype), _exp(end - sums, dtype), _exp(end, dtype))
+
+
+def _exp(logs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Take the exponential in a type; below float64 less than `LEAST_WEIGHT` is 0.
+
+    Products with less leave the normal range of float32, and a CPU takes many times as long.
+    """
+    logs = logs.to(dtype)
+    if dtype != torch.float64:
+        logs = F.threshold(logs, LOG_LEAST, -torch.inf)
+    return logs.exp()
+
+
+def _states(
+    k: Tensor,
+    v: Tensor,
+    logs: Sequence[Tensor],
+    enters: Tensor | None,
+    *,
+    wanted: bool = True,
+    of_gradients: bool = False,
+) -> tuple[list[Tensor], Tensor]:
+    """Return the states before each chunk, a direction each, and the states that leave.
+
+    Args:
+        k: Keys, [B, H, N, C, K]; of gradients, queries.
+        v: Values and ones, [B, H, N, C, V + 1]; of gradients, those of outputs and row sums.
+        logs: Log-decays of each direction.
+        enters: The state of each direction, [B, H, D, V + 1, K]; None is zeros.
+        wanted: Whether the states that leave are.
+        of_gradients: Whether states are gradients, which run from the last chunk visited to the
+            first.
+
+    Returns:
+        [B, H, N, V + 1, K] of each direction, or none if there is one chunk which no state enters;
+        and [B, H, D, V + 1, K], nothing where it is not wanted and not needed.
+    """
+    is_read = enters is not None or not is_known(k.shape[2]) or k.shape[2] > 1
+    if not is_read and not wanted:
+        return [], v.new_empty(0)
+    befores, leaves = [], []
+    for d, log_decay in enumerate(logs):
+        enter, leave, through = _decay_factors(log_decay, k.dtype, backward=bool(d))
+        added = v.mT @ (k * (enter if of_gradients else leave))
+        state = added.new_zeros(added[:, :, 0].shape) if enters is None else enters[:, :, d]
+        before, last = linear_scan(state, added, through, backward=bool(d) != of_gradients)
+        befores.append(before)
+        leaves.append(last)
+    return befores if is_read else [], torch.stack(leaves, dim=2) if wanted else v.new_empty(0)
+
+
+def _read(
+    tokens: Sequence[Tensor], logs: Sequence[Tensor], befores: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and row sums of chunks: attention within, and what is read from states."""
+    q, k, v = tokens
+    weights, *_ = _scores(q, k, logs)
+    o, row_sum = weights @ v[..., :-1], weights.sum(-1, keepdim=True)
+    for d, before in enumerate(befores):
+        reads = q * _decay_factors(logs[d], q.dtype, backward=bool(d)).enter
+        o = o + reads @ before[..., :-1, :].mT
+        row_sum = row_sum + (before[..., -1:, :] @ reads.mT).mT
+    return o, row_sum
+
+
+def _scores(q: Tensor, k: Tensor, logs: Sequence[Tensor]) -> tuple[Tensor, Any]:
+    """Return scores after decay, [..., C, C], and the decay factors that gradients need."""
+    sums = [_sums(x, backward=bool(d)) for d, x in enumerate(logs)]
+    if logs[0].shape[-1] == 1:
+        decays = _scalar_decays(sums, q.dtype)
+        return q @ k.mT * decays, decays
+    levels = [list(_levels(x, q.dtype, backward=bool(d))) for d, x in enumerate(sums)]
+    return _diagonal_scores(q, k, levels), levels
+
+
+def _scalar_decays(sums: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return exp(sum_i - sum_j), [..., C, C], of the direction in which i reads j."""
+    below, *above = (x - x.mT for x in sums)
+    size = below.shape[-1]
+    is_below = torch.ones(size, size, dtype=torch.bool, device=below.device).tril()
+    other = above[0] if above else below.new_full((), -torch.inf)
+    return _exp(torch.where(is_below, below, other), dtype)
+
+
+# Where each key channel has a decay of its own, the decay is no factor of the score. Chunks are
+# split in halves, and these again: where a query in the half that a direction visits second meets
+# a key in the first, the decay is that of the key up to the boundary m between the halves times
+# that from there to the query. Both are at most 1, so that nothing overflows.
+#
+#     W_ij = sum_c q_ic exp(sum_ic - sum_mc) k_jc exp(sum_mc - sum_jc)
+
+
+def _levels(sums: Tensor, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the factors of queries and keys, [..., S, L, K], for halves of 1, 2, 4, ... tokens."""
+    length = 1
+    while length < sums.shape[-2]:
+        first, second = _halves(sums, length, backward=backward)
+        boundary = first[..., :1, :] if backward else first[..., -1:, :]
+        yield _exp(second - boundary, dtype), _exp(boundary - first, dtype)
+        length *= 2
+
+
+def _halves(x: Tensor, length: int, *, backward: bool) -> tuple[Tensor, Tensor]:
+    """Return the halves visited first and second of all tiles of two halves, [..., S, L, X]."""
+    left, right = x.unflatten(-2, (-1, 2, length)).unbind(-3)
+    return (right, left) if backward else (left, right)
+
+
+def _diagonal_scores(
+    q: Tensor, k: Tensor, levels: Sequence[Sequence[tuple[Tensor, Tensor]]]
+) -> Tensor:
+    """Put the scores together, from tiles of one token to one of the whole chunk."""
+    whole = (q * k).sum(-1)[..., None, None]  # [..., S, L, L]
+    for each in zip(*levels, strict=True):
+        length = whole.shape[-1]
+        blocks = []
+        for d, (enter, leave) in enumerate(each):
+            _, queries = _halves(q, length, backward=bool(d))
+            keys, _ = _halves(k, length, backward=bool(d))
+            blocks.append((queries * enter) @ (keys * leave).mT)
+        lower, upper = [*blocks, torch.zeros_like(blocks[0])][:2]
+        first, second = whole.unflatten(-3, (-1, 2)).unbind(-3)
+        rows = torch.cat([first, upper], dim=-1), torch.cat([lower, second], dim=-1)
+        whole = torch.cat(rows, dim=-2)
+    return whole.squeeze(-3)
+
+
+# Except in calls that `needs_plain_functions` names the chunk form has a backward of its own, which
+# computes scores and states again. On a CPU it works on a block of samples and heads at a time, in
+# memory that is used again, and within a block on a batch of chunks at a time, which caches hold.
+
+
+def _decay_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forward: Tensor,
+    backward: Tensor | None,
+    enters: Tensor | None,
+    normalize: str,
+    size: int,
+    return_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_attend` does."""
+    inputs = _Inputs(q, k, v, forward, backward, enters)
+    o, row_sum, leaves = _results(inputs, normalize, return_state)
+    for where in _blocks(v, size):
+        at, states_at = where
+        with full_precision(q):  # a compiled program may call this in autocast
+            part = inputs.block(*where)
+            made = _attend(part, normalize, size, return_state, in_batches=True)
+        o[at] = made[0]
+        if normalize != "none":
+            row_sum[at] = made[1]
+        if return_state:
+            leaves[states_at] = made[2]
+    return o, row_sum, leaves
+
+
+def _results(inputs: _Inputs, normalize: str, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for outputs, row sums and states."""
+    v = inputs.v
+    batch, tokens, heads, width = v.shape
+    sums = (batch, tokens, heads, 1) if normalize != "none" else (0,)
+    directions = 1 if inputs.backward is None else 2
+    state = (batch, heads, directions, width + 1, inputs.k.shape[-1]) if return_state else (0,)
+    return v.new_empty(v.shape), v.new_empty(sums), v.new_empty(state)
+
+
+def _blocks(v: Tensor, size: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield the indices of each block in [B, T, H, .] and in [B, H, .].
+
+    A block is some heads of one sample, or all heads of some samples. Other devices than a CPU
+    take all at once.
+    """
+    batch, tokens, heads, width = v.shape
+    fit = max(1, BLOCK // (tokens * max(size, width)))
+    if v.device.type != "cpu":
+        fit = max(1, batch * heads)
+    samples, some = max(1, fit // heads), min(heads, fit)
+    for b in range(0, batch, samples):
+        for h in range(0, heads, some):
+            where = slice(b, b + samples), slice(h, h + some)
+            yield (where[0], slice(None), where[1]), where
+
+
+def _in_batches(
+    function: Callable[..., Sequence[Tensor]], *groups: Sequence[Tensor]
+) -> list[Tensor]:
+    """Apply a function to groups of tensors of chunks, [B, H, N, C, .], some chunks at a time."""
+    first = groups[0][0]
+    size, width = first.shape[-2:]
+    count = max(1, BATCH // (size * max(size, width)))
+    if first.device.type != "cpu":
+        count = max(1, first.shape[:3].numel())
+    split = [[x.flatten(0, 2).split(count) for x in group] for group in groups]
+    parts = [function(*([x[i] for x in group] for group in split)) for i in range(len(split[0][0]))]
+    whole = parts[0] if len(parts) == 1 else [torch.cat(x) for x in zip(*parts, strict=True)]
+    return [x.unflatten(0, first.shape[:3]) for x in whole]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.normalize, ctx.size, ctx.return_state = inputs
+    o, row_sum, _ = output
+    ctx.save_for_backward(*tensors, None if ctx.normalize == "none" else o, row_sum)
+
+
+def _differentiate(ctx: Any, *slopes: Any, of_operator: bool = False) -> tuple[Tensor | None, ...]:
+    do, _, dleaves = slopes
+    *inputs, o, row_sum = ctx.saved_tensors
+    if torch.is_grad_enabled():  # gradients of gradients are those of the plain form
+        given: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
+        learnt = [x for x in given if x is not None and x.requires_grad]
+        o, _, leaves = _attend(_Inputs(*given), ctx.normalize, ctx.size, ctx.return_state)
+        made, dmade = ([o, leaves], [do, dleaves]) if ctx.return_state else ([o], [do])
+        found = torch.autograd.grad(made, learnt, dmade, create_graph=True, materialize_grads=True)
+        rest = iter(found)
+        gradients = [None if x is None or not x.requires_grad else next(rest) for x in given]
+    else:
+        differentiate: Any = _backward_operator if of_operator else _decay_chunks_backward
+        with_decays = any(ctx.needs_input_grad[3:5])
+        options = ctx.normalize, ctx.size, with_decays
+        results = differentiate(do, dleaves, *inputs, do if o is None else o, row_sum, *options)
+        gradients = [None if x is None else g for x, g in zip(inputs, results, strict=True)]
+    return *gradients, None, None, None
+
+
+def _decay_chunks_backward(
+    do: Tensor,
+    dleaves: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forward: Tensor,
+    backward: Tensor | None,
+    enters: Tensor | None,
+    o: Tensor,
+    row_sum: Tensor,
+    normalize: str,
+    size: int,
+    with_decays: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, both log-decays and the states that enter."""
+    inputs = _Inputs(q, k, v, forward, backward, enters)
+    whole = _gradients_like(*inputs)
+    for where in _blocks(v, size):
+        at, states_at = where
+        sums = row_sum if normalize == "none" else row_sum[at]
+        with full_precision(q):  # a backward may run in autocast
+            slope = _slope(do[at], o[at], sums, normalize, causal=backward is None)
+            dleave = dleaves[states_at] if dleaves.numel() else None
+            part = inputs.block(*where)
+            made, denters = _block_gradients(slope, dleave, part, size, with_decays)
+        for place, gradient in zip(whole, made, strict=False):
+            place[at] = _tokens(gradient, v.shape[1])
+        if enters is not None:
+            whole[-1][states_at] = denters
+    return whole
+
+
+def _slope(do: Tensor, o: Tensor, row_sum: Tensor, normalize: str, *, causal: bool) -> Tensor:
+    """Return the gradient of outputs and row sums before the division, [B, T, H, V + 1]."""
+    if normalize == "none":
+        return F.pad(do, (0, 1))
+    divisor, slope = _divisor(row_sum, normalize, causal=causal)
+    do = do / divisor
+    return torch.cat([do, -slope * inner(do, o)], dim=-1)
+
+
+def _block_gradients(
+    slope: Tensor, dleaves: Tensor | None, inputs: _Inputs, size: int, with_decays: bool
+) -> tuple[list[Tensor], Tensor]:
+    """Return the gradients of q, k, v and log-decays in chunks, and of the states that enter."""
+    enters = inputs.enters
+    q, k, v, logs = inputs.chunks(size)
+    slope = _chunks(slope, q.shape[2], size).contiguous()
+    befores, _ = _states(k, v, logs, enters, wanted=False)
+    downs, denters = _states(q, slope, logs, dleaves, wanted=enters is not None, of_gradients=True)
+    of_chunks = partial(_chunk_gradients, with_decays=with_decays)
+    return _in_batches(of_chunks, [slope, q, k, v], logs, befores, downs), denters
+
+
+def _gradients_like(*inputs: Any) -> Any:
+    q = inputs[0]
+    return tuple(q.new_empty(0 if x is None else x.shape) for x in inputs)
+
+
+def _chunk_gradients(
+    tokens: Sequence[Tensor],
+    logs: Sequence[Tensor],
+    befores: Sequence[Tensor],
+    downs: Sequence[Tensor],
+    *,
+    with_decays: bool,
+) -> list[Tensor]:
+    """Return the gradients of q, k, v and of each direction's log-decays in chunks [M, C, .].
+
+    Args:
+        tokens: The gradient of outputs and row sums, q, k, and v with ones.
+        logs: Log-decays of each direction.
+        befores: The states before each chunk, [M, V + 1, K]; or none, which are zeros.
+        downs: The gradients of the states after each chunk, likewise.
+        with_decays: Whether gradients of scalar log-decays are wanted.
+    """
+    do, q, k, v = tokens
+    is_scalar = logs[0].shape[-1] == 1
+    weights, decays = _scores(q, k, logs)
+    dweights = torch.bmm(do, v.mT)
+    dv = torch.bmm(weights.mT, do[..., :-1])
+    if is_scalar:
+        dscores = decays.mul_(dweights)
+        dq, dk = torch.bmm(dscores, k), torch.bmm(dscores.mT, q)
+    else:
+        itself = dweights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        dq, dk = itself * k, itself * q
+
+    # of the exponents of each direction's factors
+    exponents = [
+        [torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x[:, :1])] for x in logs
+    ]
+    for d, log_decay in enumerate(logs):
+        enter, leave, through = _decay_factors(log_decay, q.dtype, backward=bool(d))
+        if befores:
+            reads = torch.bmm(do, befores[d]).mul_(enter)
+            dq += reads
+            exponents[d][0] = _by_channel(reads.mul_(q), is_scalar)
+        if downs:
+            dv.baddbmm_(k * leave, downs[d][:, :-1].mT)
+            writes = torch.bmm(v, downs[d]).mul_(leave)
+            dk += writes
+            exponents[d][1] = _by_channel(writes.mul_(k), is_scalar)
+        if befores and downs:
+            kept = (befores[d] * downs[d]).sum(1, keepdim=True).mul_(through)
+            exponents[d][2] = _by_channel(kept, is_scalar)
+
+    if is_scalar:
+        if not with_decays:
+            return [dq, dk, dv]
+        pairs = dweights.mul_(weights)
+        dlogs = [
+            _scalar_decay_gradient(pairs, *x, backward=bool(d)) for d, x in enumerate(exponents)
+        ]
+    else:
+        dlogs = [
+            _diagonal_gradient(dweights, q, k, dq, dk, levels, *x, backward=bool(d))
+            for d, (levels, x) in enumerate(zip(decays, exponents, strict=True))
+        ]
+    return [dq, dk, dv, *dlogs]
+
+
+def _by_channel(x: Tensor, is_scalar: bool) -> Tensor:
+    return x.sum(-1, keepdim=True) if is_scalar else x
+
+
+def _scalar_decay_gradient(
+    pairs: Tensor, enter: Tensor, leave: Tensor, through: Tensor, *, backward: bool
+) -> Tensor:
+    """Return the gradient of log-decays, [M, C, 1]: the sum over the exponents that each is in.
+
+    A decay of the forward direction is in those of pairs j < l <= i, in those of states that enter
+    before l <= i, and of tokens j < l that leave. It is summed up as such, and not as a difference
+    of larger sums.
+
+    Args:
+        pairs: The gradient of the exponent of each score, [M, C, C].
+        enter: That of the factor of the state that enters, at each token, [M, C, 1].
+        leave: That of each token, where the state leaves.
+        through: That of the state that enters, where it leaves, [M, 1, 1].
+        backward: Whether the direction is.
+    """
+    if backward:
+        crossing = pairs.cumsum(1).triu_(1).sum(2).unsqueeze(-1)
+        return crossing + enter.cumsum(1) + F.pad(_suffix_sum(leave), (0, 0, -1, 1)) + through
+    crossing = pairs.cumsum(2).tril_(-1).sum(1).unsqueeze(-1)
+    return F.pad(crossing + leave.cumsum(1), (0, 0, 1, -1)) + _suffix_sum(enter) + through
+
+
+def _suffix_sum(x: Tensor) -> Tensor:
+    return x.flip(1).cumsum(1).flip(1)
+
+
+def _diagonal_gradient(
+    dweights: Tensor,
+    q: Tensor,
+    k: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    levels: Sequence[tuple[Tensor, Tensor]],
+    of_enter: Tensor,
+    of_leave: Tensor,
+    of_through: Tensor,
+    *,
+    backward: bool,
+) -> Tensor:
+    """Add what the scores of one direction make of dq and dk, and return that of its log-decays.
+
+    From the whole chunk down to tiles of one token: what enters a tile has passed its first half
+    when it reaches the second, and what leaves its first half passes the second.
+    """
+    of_through = of_through.unsqueeze(1)  # M S 1 K
+    for enter, leave in reversed(levels):
+        length = enter.shape[-2]
+        (_, queries), (keys, _), (_, dqueries), (dkeys, _), (_, entered), (left, _) = (
+            _halves(x, length, backward=backward) for x in (q, k, dq, dk, of_enter, of_leave)
+        )
+        first, second = (of_through + x.sum(-2, keepdim=True) for x in (entered, left))
+        of_halves = (second, first) if backward else (first, second)
+        of_through = torch.stack(of_halves, dim=2).flatten(1, 2)
+        dblock = _beside(dweights, length, backward=backward)
+        drows = (dblock @ (keys * leave)).mul_(enter)
+        dcolumns = (dblock.mT @ (queries * enter)).mul_(leave)
+        dqueries += drows
+        dkeys += dcolumns
+        entered.addcmul_(drows, queries)
+        left.addcmul_(dcolumns, keys)
+    return of_enter + of_through.squeeze(2)
+
+
+def _beside(x: Tensor, length: int, *, backward: bool) -> Tensor:
+    """Return the blocks of [M, C, C] where second halves meet first ones, a view [M, S, L, L]."""
+    tiles = x.unflatten(2, (-1, 2, length)).unflatten(1, (-1, 2, length))
+    blocks = tiles[:, :, int(not backward), :, :, int(backward)]
+    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+
+
+class _ChunkAttention(torch.autograd.Function):
+    forward = staticmethod(_decay_chunks)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_differentiate)
+
+
+# Compiled programs call operators. Eager calls do not, as the first of them would import sympy.
+_operator = torch.library.custom_op(
+    "onescan::decay_attention_chunks", _decay_chunks, mutates_args=()
+)
+_backward_operator = torch.library.custom_op(
+    "onescan::decay_attention_chunks_backward", _decay_chunks_backward, mutates_args=()
+)
+_operator.register_autograd(partial(_differentiate, of_operator=True), setup_context=_save)
+
+
+@_operator.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    normalize, _, return_state = arguments[6:]
+    return _results(_Inputs(*arguments[:6]), normalize, return_state)
+
+
+@_backward_operator.register_fake
+def _(do: Tensor, dleaves: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _gradients_like(*rest[:6])
