@@ -7,15 +7,16 @@ from onescan.ops import lrpe_frequencies
 
 # Files that one call may enter at most: the logits of an image, or three generated tokens.
 MAX_FILES = {
-    "lightnet_tiny": 18,
-    "lion_s_tiny": 23,
-    "ldn_base": 18,
-    "lightnet_lm_45m": 22,
+    "lightnet_tiny": 16,
+    "lion_s_tiny": 13,
+    "ldn_base": 14,
+    "lightnet_lm_45m": 18,
 }
 
 
 @pytest.mark.parametrize("name", MAX_FILES)
-def test_a_call_enters_few_files(name):
+def test_a_call_enters_few_files(name, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the tests of kernels set it
     entered = list(preset_walk(name).lines)
     assert any(file.startswith("ops/") for file in entered)
     assert len(entered) <= MAX_FILES[name], "\n".join(entered)

@@ -157,16 +157,16 @@ class OnescanLM(TemplateLM):
         tokens, keep = self._padded(prompts, left=True)
         end, size = self.texts.end, self.texts.size
         written: list[Ids] = [[] for _ in prompts]
-        going_on = set(range(len(prompts)))
+        unfinished = set(range(len(prompts)))
         steps = self.model.stream(
             tokens, sampling, max_new_tokens=max_new_tokens, keep=keep, vocab_size=size
         )
         for step, _ in steps:
-            for row in sorted(going_on):
+            for row in sorted(unfinished):
                 written[row].append(int(step[row]))
                 over = written[row][-1] == end or _cut(self.texts.decode(written[row]), until)[1]
-                going_on -= {row} if over else set()
-            if not going_on:
+                unfinished -= {row} if over else set()
+            if not unfinished:
                 break
         return [_cut(self.texts.decode(ids), until)[0] for ids in written]
 

@@ -241,16 +241,16 @@ def query_gradients(
         there = (t < tokens)[:, None] & (c < K)[None, :]
         tl.store(dq + rows * K + c[None, :], acc, mask=there)
     # what enters reaches a token through its own decay, and those of all visited before it
-    passing = exponential(forward_end) * inner_product(
+    of_state = exponential(forward_end) * inner_product(
         before, before_sum, after, after_sum, left, K, V, BLOCK_K, BLOCK_V
     )
-    change = tl.cumsum(from_left, 0, reverse=True) + passing
+    change = tl.cumsum(from_left, 0, reverse=True) + of_state
     tl.store(ddecays + line, change, mask=t < tokens)
     if ABOVE:
-        passing = exponential(backward_end) * inner_product(
+        of_state = exponential(backward_end) * inner_product(
             before, before_sum, after, after_sum, right, K, V, BLOCK_K, BLOCK_V
         )
-        change = tl.cumsum(from_right, 0) + passing
+        change = tl.cumsum(from_right, 0) + of_state
         tl.store(ddecays + across * tokens + line, change, mask=t < tokens)
 
 

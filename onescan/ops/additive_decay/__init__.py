@@ -38,6 +38,7 @@ from onescan.ops.backend import (
     Backend,
     chip_of,
     data_type,
+    is_interpreted,
     name_of,
     resolved_backend,
     wants_gradient,
@@ -169,7 +170,7 @@ def choose(
         chosen = ("recurrent" if q.shape[1] == 1 else "chunk") if causal else "one_scan"
     has_kernel = (causal, chosen, "triton") in IMPLEMENTATIONS
     widest = WIDEST_HEAD
-    if causal:
+    if causal and (q.device.type == "cuda" or is_interpreted()):  # elsewhere no kernel runs
         widest = widest_causal_head(name_of(data_type(q, k, v)), chip_of(q.device))
     runs_on = resolved_backend(backend, has_kernel, q, k, v, widest=widest)
     is_step = form == "auto" and (chosen, runs_on) == ("recurrent", "triton")

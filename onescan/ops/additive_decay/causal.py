@@ -334,8 +334,8 @@ def _scan_tiles(
     o, tiles, start = torch.empty_like(v), [], 0
     for length in lengths:
         at = slice(start, start + length)
-        turn = None if angles is None else angles[at]
-        (o[:, at], z, kv), saved = _scan(q[:, at], k[:, at], v[:, at], turn, z, kv, blocks)
+        tile_angles = None if angles is None else angles[at]
+        (o[:, at], z, kv), saved = _scan(q[:, at], k[:, at], v[:, at], tile_angles, z, kv, blocks)
         tiles.append(saved)
         start += length
     return (o, z, kv), tiles
