@@ -52,7 +52,8 @@ def build_on_meta(config: ModelConfig, *, max_tensors: int | None = None) -> nn.
         The model, or ``None`` if it cannot be built on the meta device.
 
     Raises:
-        ValueError: If it has more tensors, or does not fit into memory.
+        ValueError: If it has more tensors, or does not fit into memory, or the size of a tensor in
+            bytes exceeds 64 bits.
     """
     limit = MAX_TENSORS if max_tensors is None else max_tensors
     count = size = 0
@@ -77,8 +78,10 @@ def build_on_meta(config: ModelConfig, *, max_tensors: int | None = None) -> nn.
     try:
         with torch.device("meta"):
             model: nn.Module = config.build()
-    except (RuntimeError, OverflowError, TypeError):  # for example, code that reads values
-        return None
+    except (RuntimeError, OverflowError, TypeError) as error:
+        if "overflow" in str(error).lower():  # of the size of one tensor
+            raise ValueError(f"the model cannot be built: {_first_line(error)}") from error
+        return None  # for example, because code reads values
     finally:
         for hook in hooks:
             hook.remove()

@@ -282,6 +282,15 @@ def test_a_token_without_weight_reads_the_state_before_a_climb(form):
     torch.testing.assert_close(o.flatten(), torch.tensor([2.0, 5.0]))
 
 
+@pytest.mark.parametrize("run", [additive_decay, reference.forward])
+def test_leading_tokens_without_weight_give_zero(run):
+    k = torch.tensor([-torch.inf, -torch.inf, 0.0]).double().reshape(1, 3, 1, 1)
+    one = torch.ones_like(k)
+    o, state = run(one, k, 5 * one, causal=True)
+    assert o.flatten().tolist() == [0, 0, 5]
+    assert state.kv.item() == 5
+
+
 @pytest.mark.parametrize(("causal", "form"), FORMS)
 def test_a_batch_may_be_empty(causal, form):
     x = torch.zeros(0, 5, H, K)

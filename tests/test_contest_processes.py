@@ -161,7 +161,7 @@ def test_more_than_a_share_of_memory_is_handed_back_and_taken_without_a_clock(
 ):
     kept, clocked = [], []
     monkeypatch.setattr(timing, "resident_mib", lambda: 100.0 + 50.0 * len(kept))
-    monkeypatch.setattr(timing.memory, "hand_back_freed", kept.clear)
+    monkeypatch.setattr(timing, "release_memory", kept.clear)
     monkeypatch.setattr(rival, "_timed", lambda call, once_ms: [clocked.append(len(calls)) or 1.0])
     calls = []
     server = rival._Server("one", 1, prepare, FakeOptions(log="", known=()))

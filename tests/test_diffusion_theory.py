@@ -348,7 +348,7 @@ ONE = torch.ones(2)
     ],
 )
 def test_kernels_and_steps_refuse_what_they_are_not_made_of(call, message):
-    hooks = ("gaussian_kernel", "gaussian_radius", "stable_step", "following")
+    hooks = ("gaussian_kernel", "gaussian_radius", "stable_step", "next_state")
     bare = {name: unwrap(globals()[name]) for name in hooks}
     with patch.dict(globals(), bare), pytest.raises(ValueError, match=message):
         call()

@@ -47,7 +47,7 @@ SMALL = [name for name in LANGUAGE if name.startswith(("shakespeare", "wikitext2
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_twin_trains_and_is_told_of(name, text, capsys):
-    run = train(name, text, *(["--task.read-outs", "1"] if name.endswith("ldn") else []))
+    run = train(name, text, *(["--task.supervised-blocks", "1"] if name.endswith("ldn") else []))
     assert "test loss" in capsys.readouterr().out
     page = (run.parent / "report.html").read_text()
     assert "What it writes" in page
@@ -74,7 +74,7 @@ def test_a_run_keeps_its_tokenizer(text, tmp_path, capsys):
     run = train(
         "shakespeare_lion_s",
         text,
-        *("--data.tokenizer", str(tmp_path / "pairs"), "--model.vocabulary-size", "300"),
+        *("--data.tokenizer", str(tmp_path / "pairs"), "--model.vocab-size", "300"),
     )
     for file in (tmp_path / "pairs").iterdir():
         file.unlink()

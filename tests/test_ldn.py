@@ -365,7 +365,7 @@ def test_impossible_fields_are_refused(fields, message):
 )
 def test_a_class_token_that_reads_no_patch_is_refused(mixer):
     config = small(mixer=LinearDiffusionMixerConfig(num_heads=2, **mixer), pool="class_token")
-    with pytest.raises(ValueError, match="the first token reads no patch"):
+    with pytest.raises(ValueError, match="class token reads no patch"):
         config.build()
     dataclasses.replace(config, pool="mean").build()
 

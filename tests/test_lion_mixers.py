@@ -406,7 +406,7 @@ def test_alternating_blocks_read_forward_first():
     assert directions == ["forward", "backward", "forward"]
     assert config.mixer.for_layer(1) == LionMixerConfig(num_heads=3, direction="backward")
     assert LionMixerConfig().for_layer(1) == LionMixerConfig()
-    with pytest.raises(ValueError, match="the first token reads no patch"):
+    with pytest.raises(ValueError, match="class token reads no patch"):
         dataclasses.replace(config, depth=1).build()
 
 
@@ -414,7 +414,7 @@ def test_alternating_blocks_read_forward_first():
 def test_a_class_token_before_what_only_looks_back_is_refused(scan):
     mixer = LionMixerConfig(num_heads=3, direction="forward", scan=scan)
     config = ImageClassifierConfig(width=24, depth=1, mixer=mixer)
-    with pytest.raises(ValueError, match="the first token reads no patch"):
+    with pytest.raises(ValueError, match="class token reads no patch"):
         config.build()
     dataclasses.replace(config, pool="mean_with_class_token").build()
     dataclasses.replace(config, mixer=dataclasses.replace(mixer, direction="backward")).build()

@@ -18,7 +18,7 @@ P is the cumulative log-decay of one direction: M_ij = exp(P_i - P_j) from the l
 exp(P_j - P_i) from the right; enter and leave are exp(P) or exp(end - P). It is summed in float64
 and kept as two float32, as a difference of float32 sums would lose the decay between two tokens.
 
-Source: LION, arXiv:2502.16249, Sec. 3.4; states carried in both directions are not in the paper.
+Source: LION, arXiv:2502.16249, Sec. 3.3; states carried in both directions are not in the paper.
 """
 
 import triton.language as tl

@@ -15,6 +15,7 @@ from onescan.ops.linear_diffusion import (
     DiffusionState,
     gaussian_kernel,
     linear_diffusion,
+    next_state,
     stable_step,
 )
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
@@ -37,6 +38,7 @@ __all__ = [
     "lrpe_angles",
     "lrpe_frequencies",
     "merge_states",
+    "next_state",
     "stable_step",
     "toeplitz_position",
     "use_backend",

@@ -33,7 +33,7 @@ _preferred = "auto"
 
 @contextmanager
 def use_backend(backend: Backend) -> Iterator[None]:
-    """Set what "auto" means, in all ops and therefore in whole models.
+    """Set what "auto" means inside a `with` block, in all ops and therefore in whole models.
 
     With "triton", every call that kernels can run uses them, also on a GPU that is not in
     `VALIDATED_GPUS`; all other calls run in torch. This holds for the process, not one thread.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onescan.ops.additive_decay.state import AdditiveDecayState
+from onescan.ops.numerics import LOG_ZERO
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
 
@@ -52,9 +53,10 @@ def _step(
     z: Tensor, kv: Tensor, k: Tensor, v: Tensor, angle: Tensor | None, seen: Tensor
 ) -> tuple[Tensor, Tensor]:
     new_z = torch.logaddexp(z, k)
-    decay = torch.cat([(z - new_z).exp()] * (1 if angle is None else 2), dim=-1)
+    base = new_z.clamp(min=LOG_ZERO)  # of -inf alone, exp(-inf - -inf) would be NaN, not 0
+    decay = torch.cat([(z - base).exp()] * (1 if angle is None else 2), dim=-1)
     new_kv = decay.unsqueeze(-1) * kv
-    new_kv = new_kv + _rotate((k - new_z).exp(), angle).unsqueeze(-1) * v.unsqueeze(-2)
+    new_kv = new_kv + _rotate((k - base).exp(), angle).unsqueeze(-1) * v.unsqueeze(-2)
     return (
         torch.where(seen[:, None, None], new_z, z),
         torch.where(seen[:, None, None, None], new_kv, kv),

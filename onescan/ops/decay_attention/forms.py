@@ -6,7 +6,7 @@
 A last column of ones in the values makes the row sum, which outputs are divided by, one more
 output, and the sum of keys one more column of the state.
 
-Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 14, Theorem B.1 (diagonal decay), Sec. 3.4 (chunks).
+Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 14, Theorem B.1 (diagonal decay), Sec. 3.3 (chunks).
 States that are carried from chunk to chunk in both directions are not in the paper, whose chunks
 (Eq. 81) meet every other chunk.
 """

@@ -5,7 +5,7 @@
 - `recurrent` (causal, without gradients; `decay_states.step`): all tokens of a call in one kernel,
   for decoding.
 
-Source: LION, arXiv:2502.16249, Eq. 5 and Sec. 3.4; states carried in both directions are not in
+Source: LION, arXiv:2502.16249, Eq. 5 and Sec. 3.3; states carried in both directions are not in
 the paper.
 """
 

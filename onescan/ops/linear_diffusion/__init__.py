@@ -46,10 +46,10 @@ __all__ = [
     "DiffusionState",
     "choose",
     "diffusion_operator",
-    "following",
     "gaussian_kernel",
     "gaussian_radius",
     "linear_diffusion",
+    "next_state",
     "stable_step",
 ]
 
