@@ -38,8 +38,8 @@ from onescan.ops.numerics import (
 )
 from onescan.shapes import Keys, LogDecays, Queries, Values
 
-BLOCK = 1 << 21  # scores of the samples and heads that a CPU works on at a time
-BATCH = 1 << 18  # scores that fit into a CPU's caches
+BLOCK = 1 << 20  # scores of the samples and heads that a CPU works on at a time
+BATCH = 1 << 17  # scores that fit into a CPU's caches
 VANISHED = -800.0  # exp of less is 0 in every type
 LOG_LEAST = math.log(MIN_DIVISOR)
 
@@ -449,9 +449,9 @@ def _diagonal_scores(
     return whole.squeeze(-3)
 
 
-# Unless a call `needs_plain_functions`, the chunk form has its own backward, which recomputes scores
-# but not states. On a CPU, both passes process one block of samples and heads at a time, to reuse
-# memory, and within a block one batch of chunks at a time, which fits in the caches.
+# Other calls than those that `needs_plain_functions` have their own backward, which computes scores
+# again but not states. On a CPU, both passes process one block of samples and heads at a time, to
+# reuse memory, and within a block one batch of chunks at a time, which fits in the caches.
 
 
 def _decay_chunks(
