@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onescan.ops.backend import wants_gradient
 from onescan.ops.chunks import (
     is_known,
     length_of_chunks,
@@ -37,8 +38,8 @@ from onescan.ops.numerics import (
 )
 from onescan.shapes import Keys, LogDecays, Queries, Values
 
-BLOCK = 1 << 21  # scores of the samples and heads that a CPU works on at a time
-BATCH = 1 << 18  # scores that fit into a CPU's caches
+BLOCK = 1 << 20  # scores of the samples and heads that a CPU works on at a time
+BATCH = 1 << 17  # scores that fit into a CPU's caches
 VANISHED = -800.0  # exp of less is 0 in every type
 LOG_LEAST = math.log(MIN_DIVISOR)
 
@@ -198,11 +199,10 @@ def chunk(
     inputs = _Inputs(q, k, v, forward, backward, state)
     rest = options.normalize, size, options.return_state
     if needs_plain_functions(*inputs):
-        o, _, leaves = _attend(inputs, *rest)
-    elif torch.compiler.is_compiling():
-        o, _, leaves = _operator(*inputs, *rest)
+        o, _, leaves, _ = _attend(inputs, *rest)
     else:
-        o, _, leaves = apply_function(_ChunkAttention, *inputs, *rest)
+        run = _operator if torch.compiler.is_compiling() else _run_eagerly
+        o, _, leaves, _ = run(*inputs, *rest, wants_gradient(*inputs))
     if o.requires_grad and options.normalize != "none":
         o = o.clone()  # the backward reads its own, so that a user may change this in place
     if not options.return_state:
@@ -255,7 +255,7 @@ class _Inputs(NamedTuple):
 
 def _attend(
     inputs: _Inputs, normalize: str, size: int, return_state: bool, *, in_batches: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Compute the chunk form by differentiable functions.
 
     Args:
@@ -266,8 +266,8 @@ def _attend(
         in_batches: Whether some chunks are taken at a time.
 
     Returns:
-        The outputs; the row sums [B, T, H, 1], nothing where they are not wanted; and the states
-        that leave, likewise.
+        The outputs; the row sums [B, T, H, 1], empty with normalize="none"; the states that leave,
+        empty without return_state; and the states before each chunk, as `_states` does.
     """
     tokens = inputs.v.shape[1]
     q, k, v, logs = inputs.chunks(size)
@@ -275,9 +275,9 @@ def _attend(
     read = partial(_in_batches, _read) if in_batches else _read
     o, row_sum = read([q, k, v], logs, befores)
     if normalize == "none":
-        return _tokens(o, tokens), o.new_empty(0), leaves
+        return _tokens(o, tokens), o.new_empty(0), leaves, befores
     o = o / _divisor(row_sum, normalize, causal=inputs.backward is None)[0]
-    return _tokens(o, tokens), _tokens(row_sum, tokens), leaves
+    return _tokens(o, tokens), _tokens(row_sum, tokens), leaves, befores
 
 
 def _chunks(x: Tensor, count: int, size: int) -> Tensor:
@@ -449,9 +449,9 @@ def _diagonal_scores(
     return whole.squeeze(-3)
 
 
-# Except in calls that `needs_plain_functions` names the chunk form has a backward of its own, which
-# computes scores and states again. On a CPU it works on a block of samples and heads at a time, in
-# memory that is used again, and within a block on a batch of chunks at a time, which caches hold.
+# Other calls than those that `needs_plain_functions` have their own backward, which computes scores
+# again but not states. On a CPU, both passes process one block of samples and heads at a time, to
+# reuse memory, and within a block one batch of chunks at a time, which fits in the caches.
 
 
 def _decay_chunks(
@@ -464,10 +464,11 @@ def _decay_chunks(
     normalize: str,
     size: int,
     return_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_attend` does."""
+    saves_states: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `_attend` does, with the states before chunks in one tensor if they are saved."""
     inputs = _Inputs(q, k, v, forward, backward, enters)
-    o, row_sum, leaves = _results(inputs, normalize, return_state)
+    o, row_sum, leaves, states = _results(inputs, normalize, size, return_state, saves_states)
     for where in _blocks(v, size):
         at, states_at = where
         with disable_autocast(q):  # a compiled program may call this in autocast
@@ -478,17 +479,26 @@ def _decay_chunks(
             row_sum[at] = made[1]
         if return_state:
             leaves[states_at] = made[2]
-    return o, row_sum, leaves
+        if states.numel():
+            for place, before in zip(states, made[3], strict=True):
+                place[states_at] = before
+    return o, row_sum, leaves, states
 
 
-def _results(inputs: _Inputs, normalize: str, return_state: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for outputs, row sums and states."""
+def _results(
+    inputs: _Inputs, normalize: str, size: int, return_state: bool, saves_states: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return memory for outputs, row sums, the states that leave and those before chunks."""
     v = inputs.v
     batch, tokens, heads, width = v.shape
     sums = (batch, tokens, heads, 1) if normalize != "none" else (0,)
     directions = 1 if inputs.backward is None else 2
-    state = (batch, heads, directions, width + 1, inputs.k.shape[-1]) if return_state else (0,)
-    return v.new_empty(v.shape), v.new_empty(sums), v.new_empty(state)
+    state = (width + 1, inputs.k.shape[-1])
+    leaves = (batch, heads, directions, *state) if return_state else (0,)
+    chunks = -(-tokens // size)
+    is_read = saves_states and (chunks > 1 or inputs.enters is not None)
+    states = (directions, batch, heads, chunks, *state) if is_read else (0,)
+    return v.new_empty(v.shape), v.new_empty(sums), v.new_empty(leaves), v.new_empty(states)
 
 
 def _blocks(v: Tensor, size: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -524,19 +534,21 @@ def _in_batches(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.normalize, ctx.size, ctx.return_state = inputs
-    o, row_sum, _ = output
-    ctx.save_for_backward(*tensors, None if ctx.normalize == "none" else o, row_sum)
+    *tensors, ctx.normalize, ctx.size, ctx.return_state, _ = inputs
+    o, row_sum, _, states = output
+    ctx.save_for_backward(*tensors, None if ctx.normalize == "none" else o, row_sum, states)
+    ctx.set_materialize_grads(False)  # zeros for the states before chunks would be as large
 
 
 def _differentiate(ctx: Any, *slopes: Any, of_operator: bool = False) -> tuple[Tensor | None, ...]:
-    do, _, dleaves = slopes
-    *inputs, o, row_sum = ctx.saved_tensors
+    do, _, dleaves, _ = slopes
+    *inputs, o, row_sum, states = ctx.saved_tensors
+    do = torch.zeros_like(inputs[2]) if do is None else do
     if torch.is_grad_enabled():  # gradients of gradients are those of the plain form
         given: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
         learnt = [x for x in given if x is not None and x.requires_grad]
-        o, _, leaves = _attend(_Inputs(*given), ctx.normalize, ctx.size, ctx.return_state)
-        made, dmade = ([o, leaves], [do, dleaves]) if ctx.return_state else ([o], [do])
+        o, _, leaves, _ = _attend(_Inputs(*given), ctx.normalize, ctx.size, ctx.return_state)
+        made, dmade = ([o], [do]) if dleaves is None else ([o, leaves], [do, dleaves])
         found = torch.autograd.grad(made, learnt, dmade, create_graph=True, materialize_grads=True)
         rest = iter(found)
         gradients = [None if x is None or not x.requires_grad else next(rest) for x in given]
@@ -544,9 +556,11 @@ def _differentiate(ctx: Any, *slopes: Any, of_operator: bool = False) -> tuple[T
         differentiate: Any = _backward_operator if of_operator else _decay_chunks_backward
         with_decays = any(ctx.needs_input_grad[3:5])
         options = ctx.normalize, ctx.size, with_decays
-        results = differentiate(do, dleaves, *inputs, do if o is None else o, row_sum, *options)
+        dleaves = do.new_empty(0) if dleaves is None else dleaves
+        o = do if o is None else o
+        results = differentiate(do, dleaves, *inputs, o, row_sum, states, *options)
         gradients = [None if x is None else g for x, g in zip(inputs, results, strict=True)]
-    return *gradients, None, None, None
+    return *gradients, None, None, None, None
 
 
 def _decay_chunks_backward(
@@ -560,6 +574,7 @@ def _decay_chunks_backward(
     enters: Tensor | None,
     o: Tensor,
     row_sum: Tensor,
+    states: Tensor,
     normalize: str,
     size: int,
     with_decays: bool,
@@ -574,7 +589,8 @@ def _decay_chunks_backward(
             slope = _slope(do[at], o[at], sums, normalize, causal=backward is None)
             dleave = dleaves[states_at] if dleaves.numel() else None
             part = inputs.block(*where)
-            made, denters = _block_gradients(slope, dleave, part, size, with_decays)
+            befores = [x[states_at] for x in states] if states.numel() else []
+            made, denters = _block_gradients(slope, dleave, part, befores, size, with_decays)
         for place, gradient in zip(whole, made, strict=False):
             place[at] = _tokens(gradient, v.shape[1])
         if enters is not None:
@@ -592,14 +608,18 @@ def _slope(do: Tensor, o: Tensor, row_sum: Tensor, normalize: str, *, causal: bo
 
 
 def _block_gradients(
-    slope: Tensor, dleaves: Tensor | None, inputs: _Inputs, size: int, with_decays: bool
+    slope: Tensor,
+    dleaves: Tensor | None,
+    inputs: _Inputs,
+    befores: Sequence[Tensor],
+    size: int,
+    with_decays: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """Return the gradients of q, k, v and log-decays in chunks, and of the states that enter."""
-    enters = inputs.enters
     q, k, v, logs = inputs.chunks(size)
     slope = _chunks(slope, q.shape[2], size).contiguous()
-    befores, _ = _states(k, v, logs, enters, wanted=False)
-    downs, denters = _states(q, slope, logs, dleaves, wanted=enters is not None, of_gradients=True)
+    wanted = inputs.enters is not None
+    downs, denters = _states(q, slope, logs, dleaves, wanted=wanted, of_gradients=True)
     of_chunks = partial(_chunk_gradients, with_decays=with_decays)
     return _in_batches(of_chunks, [slope, q, k, v], logs, befores, downs), denters
 
@@ -753,6 +773,10 @@ class _ChunkAttention(torch.autograd.Function):
     backward = staticmethod(_differentiate)
 
 
+def _run_eagerly(*arguments: Any) -> tuple[Tensor, ...]:
+    return apply_function(_ChunkAttention, *arguments)
+
+
 # Compiled programs call operators. Eager calls do not, as the first of them would import sympy.
 _operator = torch.library.custom_op(
     "onescan::decay_attention_chunks", _decay_chunks, mutates_args=()
@@ -765,8 +789,7 @@ _operator.register_autograd(partial(_differentiate, of_operator=True), setup_con
 
 @_operator.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    normalize, _, return_state = arguments[6:]
-    return _results(_Inputs(*arguments[:6]), normalize, return_state)
+    return _results(_Inputs(*arguments[:6]), *arguments[6:])
 
 
 @_backward_operator.register_fake
