@@ -81,7 +81,7 @@ def _split_chunks(x: Tensor, count: int, size: int) -> Tensor:
 
 
 def recurrent(inputs: Inputs, kv: KeyValue, *, chunk_size: int) -> tuple[Values, KeyValue]:
-    """Compute the recurrence token by token, in constant memory beside the outputs.
+    """Compute the recurrence token by token, in constant memory besides the outputs.
 
     (I - beta k k^T) S + beta k v^T = S + k (beta (v^T - k^T S)): a token writes the difference
     between its value and what is stored under its key.

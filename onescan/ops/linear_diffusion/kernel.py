@@ -1,4 +1,4 @@
-"""The diffusion kernel: how it is made, its largest stable step, and when all tokens interact.
+"""The diffusion kernel: its weights, its largest stable step, and when all tokens interact.
 
 Source: LDN, arXiv:2502.12381, Sec. 3.3 (the kernel), 4.2 (interaction) and 4.4 (the step).
 """
@@ -124,7 +124,7 @@ def smallest_positive_power(operator: Tensor) -> int | None:
 
     Source: LDN, arXiv:2502.12381, Theorem 1, which requires a strongly connected graph. That alone
     is not sufficient: A = [[0, 1], [1, 0]], where two tokens swap, never mixes. It is sufficient
-    if each token keeps a share of itself, as it does for any step below `stable_step`.
+    if each token keeps a fraction of itself, as it does for any step below `stable_step`.
 
     Args:
         operator: Matrix A [T, T] of non-negative numbers. Do not use form="fft", which has rounding

@@ -113,7 +113,7 @@ def toeplitz_position(
 
 
 def choose(form: str, *, positions: int) -> str:
-    """Return the form for an axis of this length.
+    """Return the form to use for an axis of this length.
 
     Measured on a CPU, forward and backward, with E = 64 and 1 to 256 lines: dense is the fastest
     up to 128 positions and scan from 256 on; between them it depends on the number of lines. FFT is
@@ -145,7 +145,7 @@ def _along_axes(
     weight: Tensor,
     hidden: LineStates | None,
 ) -> tuple[ChannelsFirst, LineStates | None]:
-    """Sum over axes; a hidden state is that of the only axis."""
+    """Sum over axes. A hidden state is given for a single axis only."""
     results = []
     for axis, (form, a, w) in enumerate(zip(chosen, log_decay, weight, strict=True), start=2):
         lines = x.movedim(axis, -1)
