@@ -344,7 +344,7 @@ def choose(form: Form, backend: Backend, *, causal: bool, decays: bool, call: Ca
     """Return the implementation that a call runs; `cheapest` resolves "auto"."""
     kind = _kind_of(causal=causal, decays=decays)
     chosen: str = form
-    why = "asked for"
+    why = "requested"
     if form == "auto" and kind == "both, no decay":
         chosen, why = "chunk", "one sum serves all tokens"
     elif form == "auto":
@@ -376,9 +376,9 @@ def cheapest(call: Call) -> tuple[str, str]:
     ...     is_diagonal=False,
     ... )
     >>> cheapest(image)
-    ('full', '25216 multiplications a token and head, 28672 in chunks')
+    ('full', '25216 multiplications per token and head, 28672 in chunks')
     >>> cheapest(image._replace(tokens=512))
-    ('chunk', '28672 multiplications a token and head, 65536 in full')
+    ('chunk', '28672 multiplications per token and head, 65536 in full')
     """
     if not is_known(call.tokens):
         return "chunk", "fits any length"
@@ -392,8 +392,8 @@ def cheapest(call: Call) -> tuple[str, str]:
     full = all_tokens * (call.key_width + call.value_width)
     chunk = chunk_tokens * (call.key_width + call.value_width) + states
     if full <= chunk:
-        return "full", f"{full} multiplications a token and head, {chunk} in chunks"
-    return "chunk", f"{chunk} multiplications a token and head, {full} in full"
+        return "full", f"{full} multiplications per token and head, {chunk} in chunks"
+    return "chunk", f"{chunk} multiplications per token and head, {full} in full"
 
 
 def cheapest_kernel(call: Call) -> tuple[str, str]:

@@ -214,7 +214,7 @@ def choose(form: str, *, scheme: str, tokens: int, radius: int) -> Choice:
     An explicit step takes the form with the fewest multiplications per token and channel.
 
     >>> choose("auto", scheme="explicit", tokens=196, radius=138)
-    Choice(form='dense', why='196 multiplications a token and channel, banded 414, fft 2500')
+    Choice(form='dense', why='196 multiplications per token and channel, banded 414, fft 2500')
     """
     chosen = _choose(form, scheme, tokens, radius)
     if form != "auto":
@@ -225,7 +225,7 @@ def choose(form: str, *, scheme: str, tokens: int, radius: int) -> Choice:
         return Choice(chosen, f"{compared} {FEW_BLOCKS} blocks of {size} tokens")
     costs = _costs(tokens, radius)
     others = ", ".join(f"{name} {cost}" for name, cost in costs.items() if name != chosen)
-    return Choice(chosen, f"{costs[chosen]} multiplications a token and channel, {others}")
+    return Choice(chosen, f"{costs[chosen]} multiplications per token and channel, {others}")
 
 
 def _choose(form: str, scheme: str, tokens: int, radius: int) -> str:
