@@ -46,7 +46,7 @@ class DecayOutput(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DecayConfig(ABC):
-    """How fast the state forgets."""
+    """Base class of the configs of decays."""
 
     provides_keys: ClassVar[bool] = False
     """Whether the decay computes the keys, in place of the mixer's projection."""
