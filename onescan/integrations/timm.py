@@ -87,7 +87,7 @@ def _build(
 
 
 class PatchEmbed(NamedTuple):
-    """Sizes of an image and its patches, under timm's names."""
+    """Sizes of an image and its patches, with timm's names."""
 
     img_size: tuple[int, int]
     patch_size: tuple[int, int]

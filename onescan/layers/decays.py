@@ -61,7 +61,7 @@ class DecayConfig(ABC):
 
 
 class Decay(nn.Module, ABC):
-    """Compute the decay of each token from the token alone, in float32 or wider.
+    """Compute the decay of each token, from that token only, in float32 or wider.
 
     Call projections as modules, so that LoRA, quantization and offloading work. A replaced
     projection may return bfloat16, so convert its output to float32 before use.
@@ -291,8 +291,8 @@ class MambaDecay(Decay):
     """dt = softplus(W_2 W_1 x + b), lambda = exp(-exp(log_rate) dt); dt multiplies the key.
 
     Source: Mamba, arXiv:2312.00752, Sec. 3.2 and Algorithm 2. As in Mamba, A is discretized by
-    zero-order hold and B by Euler's rule, rates start at 1 to N over the key channels (A = -rate),
-    and step sizes start between 0.001 and 0.1, uniform in their logarithm.
+    zero-order hold and B by Euler's rule. Rates are initialized from 1 to N over the key channels
+    (A = -rate), and step sizes between 0.001 and 0.1, uniformly in their logarithm.
     """
 
     no_weight_decay = frozenset({"log_rate"})

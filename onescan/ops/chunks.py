@@ -19,7 +19,7 @@ Step = Callable[..., Tensor]  # from the state before a chunk and its parts to t
 
 
 def is_known(length: Any) -> bool:
-    """Return whether a length is a number rather than a symbol, as it is during export.
+    """Return whether a length is a number, and not a symbol as during export.
 
     >>> is_known(3)
     True

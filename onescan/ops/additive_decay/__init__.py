@@ -185,7 +185,7 @@ def choose(
 
 def _check(
     q: Any, k: Any, v: Any, angles: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
-) -> None:  # Any: these are what a user passed
+) -> None:  # Any: the arguments are not checked yet
     check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
     if state is not None:
         check_state_type("state", state)

@@ -181,7 +181,7 @@ def _context(
 def _summary(
     k: Keys, v: Values, cos: Table | None, sin: Table | None
 ) -> tuple[LogNormalizer, KeyValue]:
-    """Return the log-normalizer and kv of these tokens alone."""
+    """Return the log-normalizer and kv of these tokens only."""
     # The result does not depend on the maximum, so no gradient flows through it.
     peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO)  # B H K
     weight = (k - peak.unsqueeze(1)).exp_()

@@ -429,7 +429,7 @@ def _broadcast(log_decay: Tensor | None, dtype: torch.dtype, k: Keys) -> LogDeca
 
 def _check(
     q: Any, k: Any, v: Any, log_decay: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
-) -> None:  # Any: these are what a user passed
+) -> None:  # Any: the arguments are not checked yet
     check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
     carried = named_state_tensors(unpack_states(state, DecayState, causal=causal), causal=causal)
     given = {} if log_decay is None else {"log_decay": log_decay}

@@ -229,7 +229,7 @@ def choose(form: str, *, scheme: str, tokens: int, radius: int) -> Choice:
 
 
 def _choose(form: str, scheme: str, tokens: int, radius: int) -> str:
-    """Return the form alone: formatting the reason would specialize symbolic lengths."""
+    """Return only the form, because formatting the reason would specialize symbolic lengths."""
     if form != "auto":
         known = IMPLEMENTATIONS if scheme == "explicit" else SOLVERS
         check_choice(f"form (scheme={scheme!r})", form, known)

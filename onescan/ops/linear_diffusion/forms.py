@@ -144,7 +144,7 @@ def fft_product(x: TokenColumns, weights: DiffusionKernel, rows: int) -> LastCol
     period = tokens + radius  # the shortest in which no lag wraps around
     if not torch.compiler.is_compiling():  # lengths may be symbolic there
         period = 1 << (period - 1).bit_length()  # powers of two are fast
-    # float64: each frequency mixes all tokens, so rounding errors of large ones would hide small
+    # float64: each frequency mixes all tokens, so rounding errors of large tokens affect small ones
     kernel = torch.fft.rfft(to_float64(lags), n=period)
     spectrum = torch.fft.rfft(to_float64(x).mT, n=period) * kernel
     y = torch.fft.irfft(spectrum, n=period)[:, radius : radius + tokens]

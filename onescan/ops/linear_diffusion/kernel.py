@@ -54,7 +54,7 @@ def gaussian_kernel(past: Tensor, future: Tensor, sigma: Tensor, radius: int) ->
     for name, tensor in given.items():
         if can_look_at_values(tensor) and tensor.numel():
             lowest = tensor.detach().amin().item()
-            if not lowest >= 0 or (name == "sigma" and lowest == 0):  # NaN fails this too
+            if not lowest >= 0 or (name == "sigma" and lowest == 0):  # also rejects NaN
                 least = "above 0" if name == "sigma" else "at least 0"
                 raise ValueError(f"{name} has minimum {lowest:.6g}, expected {least}")
     lags = torch.arange(-radius, radius + 1, dtype=sigma.dtype, device=sigma.device)

@@ -35,7 +35,7 @@ KERNELS = ("scan",)  # forms with Triton kernels, which take all axes at once
 
 
 class ToeplitzState(NamedTuple):
-    """The sum of each channel's tokens under each of its decays.
+    """Decayed sums of the tokens of each channel, one for each of its decays.
 
     Attributes:
         hidden: ``[B, D, E]``, sum_m exp((T-1-m) log_decay) x_m over the T tokens so far, in
@@ -195,7 +195,7 @@ def _check(
         raise ValueError(f"shape is {shape}, expected sizes whose product is T={sizes['T']}")
     if can_look_at_values(log_decay):
         low, high = torch.aminmax(log_decay.detach())
-        if not (-math.inf < low and high <= 0):  # NaN fails this too
+        if not (-math.inf < low and high <= 0):  # also rejects NaN
             raise ValueError(
                 f"log_decay spans {low} to {high}, expected finite values of at most 0"
             )

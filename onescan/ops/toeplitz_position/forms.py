@@ -63,8 +63,9 @@ def fft(
     # from 2 N on no lag wraps around; powers of two are fast
     period = 1 << (2 * length - 1).bit_length()
     t = torch.fft.rfft(_kernel(log_decay, weight, length).double(), n=period).unsqueeze(1)
-    # float64: each frequency mixes all tokens, so rounding errors of large ones would hide small;
-    # flat, because compiled gradients read the strides of more axes wrongly (pytorch issue 106623)
+    # float64: each frequency mixes all tokens, so rounding errors of large tokens affect small
+    # ones; flat, because compiled gradients read the strides of more axes wrongly (pytorch issue
+    # 106623)
     lines = x if x.shape[1] else F.pad(x, (0, 0, 0, 1))  # MKL does not accept an empty batch
     spectrum = torch.fft.rfft(lines.double().flatten(0, 1), n=period).unflatten(0, lines.shape[:2])
     y = torch.fft.irfft(spectrum * t, n=period)[:, : x.shape[1], length - 1 : 2 * length - 1]
@@ -110,7 +111,7 @@ def scan(
 def _states_before(
     added: Tensor, log_decay: Decays, first: LineStates, *, backward: bool
 ) -> Tensor:
-    """Compute the state before each chunk from what each chunk adds, `D lines chunks E`.
+    """Compute the state before each chunk from the contribution of each chunk, `D lines chunks E`.
 
     Chunks are combined in pairs, recursively: work is linear in their number, and rounding errors
     grow with its logarithm.
