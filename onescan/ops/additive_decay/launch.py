@@ -66,7 +66,7 @@ def recurrent(
     """
     if wants_gradient(q, k, v, angles, *(state or ())):
         raise ValueError(
-            "form/backend is 'recurrent/triton', which has no gradients, but an input requires one: "
+            "form/backend is 'recurrent/triton', which has no gradients, and an input needs one: "
             "expected form 'chunk', or torch.no_grad()"
         )
     q, k, v, keep, z_in, kv_in = _contiguous(q, k, v, keep, state)
