@@ -1,4 +1,4 @@
-"""Draw the picture of README.md from a run that `make demo` has trained.
+"""Draw the figure in README.md from a run trained by `make demo`.
 
 python docs/pictures.py runs/digits/seed-0 [PICTURE.png]
 """
@@ -13,18 +13,18 @@ from onescan.data import Example
 from onescan.report.lightnet import key_shares
 
 PICTURE = Path(__file__).parent / "images" / "key_importance.png"
-BLOCK = 1  # counted from 0: the second, where heads have begun to differ
+BLOCK = 1  # the second block, the first one whose heads differ clearly
 
 
 def key_importance(run: Path) -> Figure:
-    """One held-out digit of each class, and under it what every head of one block looks at."""
+    """Draw one test digit of each class, and below it the key importance in each head."""
     checkpoint = onescan.load(run)
     test = checkpoint.config.data.build().test
     chosen = [Example(int((test.labels == label).int().argmax())) for label in range(10)]
     pixels, _ = test.read(chosen).batch
     images = checkpoint.format.model_input(pixels)
     shares = key_shares(checkpoint.model, images)[BLOCK][:, :, 1:]  # without the class token
-    times = shares * (shares.shape[-1] + 1)  # of the uniform share
+    times = shares * (shares.shape[-1] + 1)  # relative to uniform weights
     heads = shares.shape[1]
     figure = Figure(figsize=(10, 1.04 * (1 + heads)), layout="constrained", dpi=100)
     axes = figure.subplots(1 + heads, 10)
@@ -45,10 +45,10 @@ def key_importance(run: Path) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the picture of README.md from a run.")
-    parser.add_argument("run", type=Path, help="a digits run's folder: runs/digits/seed-0")
+    parser = argparse.ArgumentParser(description="Draw the figure in README.md from a run.")
+    parser.add_argument("run", type=Path, help="folder of a digits run, such as runs/digits/seed-0")
     parser.add_argument(
-        "picture", type=Path, nargs="?", default=PICTURE, help="written anew; default: README's"
+        "picture", type=Path, nargs="?", default=PICTURE, help="output file (default: README's)"
     )
     arguments = parser.parse_args()
     key_importance(arguments.run).savefig(arguments.picture)

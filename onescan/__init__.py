@@ -1,4 +1,4 @@
-"""Sequence models with linear cost, in any number of dimensions, causal and bidirectional.
+"""Linear-attention models for data of any number of dimensions, causal and bidirectional.
 
 The functional ops are in `onescan.ops`. Names are imported on first use, so that `import onescan`
 and `onescan --help` do not import torch.

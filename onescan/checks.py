@@ -1,4 +1,4 @@
-"""Checks of arguments, whose error messages name the argument, its value and what is expected."""
+"""Argument checks. Error messages name the argument, its value and the expected value."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -48,8 +48,8 @@ def check_shapes(**arguments: tuple[Any, str]) -> dict[str, int]:
     """Check that the shapes of tensors match their patterns and each other.
 
     Args:
-        arguments: name=(tensor, pattern). A pattern consists of letters, as in `onescan.shapes`,
-            that stand for the same size everywhere, and of exact numbers. None is skipped.
+        arguments: name=(tensor, pattern). A pattern consists of letters as in `onescan.shapes`,
+            which represent the same size in all patterns, and of numbers. None is skipped.
 
     Returns:
         The size of each letter.
@@ -88,7 +88,7 @@ def check_positive(**numbers: int | float) -> None:
     ValueError: chunk_size is 0, expected a number above 0
     """
     for name, number in numbers.items():
-        if not 0 < number < float("inf"):  # NaN fails this too
+        if not 0 < number < float("inf"):  # also true for NaN
             raise ValueError(f"{name} is {number}, expected a number above 0")
 
 
@@ -102,7 +102,7 @@ def check_floating(**tensors: Any) -> None:
 
 
 def check_sequence_options(*, causal: Any, keep: Any, chunk_size: Any) -> None:
-    """Check the options that all ops over sequences share.
+    """Check the options shared by all ops over sequences.
 
     >>> check_sequence_options(causal=True, keep=None, chunk_size=0.5)
     Traceback (most recent call last):
@@ -117,7 +117,7 @@ def check_sequence_options(*, causal: Any, keep: Any, chunk_size: Any) -> None:
 
 
 def check_token_ids(tokens: Any, vocab_size: int, *, name: str = "tokens") -> None:
-    """Raise ValueError if token ids have a wrong type or, on a CPU, are outside the vocabulary.
+    """Raise ValueError if token ids have the wrong type or, on a CPU, are outside the vocabulary.
 
     >>> check_token_ids(torch.tensor([[3, 7]]), vocab_size=5)
     Traceback (most recent call last):
@@ -143,7 +143,7 @@ def check_grid_shape(shape: Any) -> None:
     Traceback (most recent call last):
     ValueError: shape is (3, 2.5), expected one positive whole number per axis
     """
-    whole = (int, torch.SymInt)  # SymInt while a model is exported
+    whole = (int, torch.SymInt)  # SymInt during export
     if not (
         isinstance(shape, tuple) and shape and all(isinstance(n, whole) and n > 0 for n in shape)
     ):
@@ -165,14 +165,14 @@ def check_devices(**tensors: Any) -> None:
 def can_look_at_values(tensor: Tensor) -> bool:
     """Return whether Python may read a tensor's values: on a CPU, in eager mode.
 
-    Reading would wait for the device on a GPU. There are no values yet while compiling, exporting
-    or under vmap.
+    On a GPU, reading would synchronize with the device. During compilation and export, and under
+    vmap, there are no values yet.
     """
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and is_plain(tensor)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether it is a plain tensor, not wrapped by torch.func and not a subclass."""
+    """Return whether this is a plain tensor, neither wrapped by torch.func nor a subclass."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return not is_wrapped and type(tensor) in (Tensor, torch.nn.Parameter)
 
@@ -185,11 +185,11 @@ def nan_probe(o: Tensor, *summed: Tensor) -> Tensor:
 def check_no_nan(result: Tensor, **arguments: Tensor | None) -> None:
     """Raise an error that names the argument with NaN or infinity, if `result` contains NaN.
 
-    `result` is a small tensor that depends on all arguments, as `nan_probe` returns, which makes
-    the check cheap. It is skipped where `can_look_at_values` is False.
+    The check is cheap, because `result` is a small tensor that depends on all arguments, such as
+    the output of `nan_probe`. It is skipped if `can_look_at_values` returns False.
 
     Raises:
-        ValueError: If `result` contains NaN, and an argument NaN or infinity.
+        ValueError: If `result` contains NaN, and an argument contains NaN or infinity.
     """
     if not can_look_at_values(result) or not bool(torch.isnan(result.detach().sum())):
         return
@@ -204,13 +204,13 @@ def unpack_states(state: Any, kind: type, *, causal: bool) -> tuple[Any, Any]:
     """Return the forward and the backward state of a call, each a `kind` or None.
 
     Args:
-        state: What the caller passed: a `kind` if causal, otherwise a pair; or None.
-        kind: State class of one direction, such as DecayState. The pair's class is named
-            DecayStates.
-        causal: Whether there is no backward state.
+        state: The state passed by the caller: a `kind` if causal, otherwise a pair; or None.
+        kind: State class of one direction, such as DecayState. The class of the pair has the same
+            name with an s, such as DecayStates.
+        causal: Whether there is only a forward state.
 
     Raises:
-        ValueError: If state is of the other direction or of another type.
+        ValueError: If state is for the other value of `causal`, or has another type.
     """
     pair = (state, None) if causal else (None, None) if state is None else state
     if isinstance(pair, tuple) and [isinstance(x, kind | None) for x in pair] == [True, True]:
@@ -224,7 +224,7 @@ def unpack_states(state: Any, kind: type, *, causal: bool) -> tuple[Any, Any]:
 
 
 def named_state_tensors(states: tuple[Any, Any], *, causal: bool) -> dict[str, Tensor]:
-    """Return the tensors of `unpack_states`'s result, named as in messages: state.forward.kv."""
+    """Return the tensors of the states by the names used in errors, such as state.forward.kv."""
     return {
         f"state.{field}" if causal else f"state.{direction}.{field}": tensor
         for direction, state in zip(("forward", "backward"), states, strict=True)

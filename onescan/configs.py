@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from onescan.messages import hint
 
-INT64_LIMIT = 2**63  # larger integers fit no tensor and no index
+INT64_LIMIT = 2**63  # larger integers cannot be stored in tensors or used as indices
 
 ConfigT = TypeVar("ConfigT")
 
@@ -114,7 +114,7 @@ def _load(value: Any, declared: Any, path: str) -> Any:
     for member in _members(declared):
         try:
             return _convert(value, member, path)
-        except TypeError:  # a union has further members
+        except TypeError:  # try the other members of a union
             continue
     raise ValueError(
         f"{path or 'the config'} is {reprlib.repr(value)}, expected {_type_name(declared)}"
@@ -179,7 +179,7 @@ def _differences(a: Any, b: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     if not (dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b)):
         if a != b:
             yield path, a, b
-    elif type(a).__name__ != type(b).__name__:  # by name, as a class may be defined anew
+    elif type(a).__name__ != type(b).__name__:  # by name, because a class may have been redefined
         yield _join(path, "type"), type(a).__name__, type(b).__name__
     else:
         for name in {field.name: None for each in (a, b) for field in dataclasses.fields(each)}:
@@ -195,7 +195,7 @@ def _members(declared: Any) -> tuple[Any, ...]:
 def _family(cls: Any) -> Iterator[type]:
     """Yield the config classes that are instances of `cls`: itself and subclasses, if concrete."""
     if not isinstance(cls, type) or cls.__module__ == "builtins":
-        return  # other libraries have dataclasses that are strings
+        return  # some libraries define dataclasses that are strings
     if dataclasses.is_dataclass(cls) and not inspect.isabstract(cls):
         yield cls
     for subclass in type.__subclasses__(cls):

@@ -1,6 +1,6 @@
-"""Text of error messages: hints about unknown names, and untrusted text made safe to print.
+"""Text of error messages: hints about unknown names, and escaping of untrusted text.
 
-This module does not import torch, so that the command line can answer without it.
+This module does not import torch, so that the command line can use it without the delay.
 """
 
 import unicodedata
@@ -21,7 +21,7 @@ def unknown_choice(name: str, value: object, choices: Iterable[object]) -> Value
 
 
 def hint(value: object, choices: Iterable[object]) -> str:
-    """Return the end of a message about an unknown name: the closest match, and all choices."""
+    """Return the end of a message about an unknown name: the closest match and all choices."""
     known = [str(choice) for choice in choices]
     near = get_close_matches(str(value), known, n=1)
     closest = f" (perhaps you meant {near[0]!r})" if near else ""

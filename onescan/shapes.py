@@ -4,7 +4,7 @@ B  batch            T  tokens (sequence length)      D  model width
 H  heads            K  key width per head            V  value width per head
 N  chunks           C  tokens per chunk              E  hidden states per channel
 
-F is the width of a rotated key: K, or 2K if LRPE has rotated x into [x cos, x sin].
+F is the width of a rotated key: 2K with LRPE, which maps x to [x cos, x sin], otherwise K.
 """
 
 import math
@@ -23,10 +23,10 @@ FrequencyRow = Float[Tensor, " K"]
 RotatedKeys = Float[Tensor, "B T H F"]
 Tokens = Int[Tensor, "B T"]
 GeneratedTokens = Int[Tensor, "B generated"]
-TokenLogits = Float[Tensor, "B scored vocabulary"]  # of all T tokens, or only the last
+TokenLogits = Float[Tensor, "B scored vocabulary"]  # for all T tokens, or only the last
 ReadOuts = Float[Tensor, "{read_outs}*B T D"]  # outputs of several blocks, concatenated
-ReadOutLogits = Float[Tensor, "_ scored vocabulary"]  # the same, or of selected positions
-Memory = Float[Tensor, "B S D"]  # tokens of another sequence, S of them
+ReadOutLogits = Float[Tensor, "_ scored vocabulary"]  # the same, or for selected positions
+Memory = Float[Tensor, "B S D"]  # S tokens of another sequence
 CachedKeys = Float[Tensor, "B H S K"]
 CachedKeep = Bool[Tensor, "B S"]
 Places = Int[Tensor, " B"]  # number of tokens so far in each sequence
@@ -34,7 +34,7 @@ MemoryMask = Bool[Tensor, "B S"]
 Pooled = Float[Tensor, "B D"]
 Keep = Bool[Tensor, "B T"]
 TokenMask = Bool[Tensor, "B T"]  # selected positions
-Betas = Float[Tensor, "B T H"]  # the delta rule's strength of each write
+Betas = Float[Tensor, "B T H"]  # write strengths of the delta rule
 
 LogNormalizer = Float[Tensor, "B H K"]
 KeyValue = Float[Tensor, "B H F V"]
@@ -58,21 +58,21 @@ DiffusionKernels = Float[Tensor, "H lags"]  # 2R+1 lags: K_ts = weights[R + t - 
 DiffusionKernel = Float[Tensor, " lags"]
 StepSizes = Float[Tensor, " H"]
 TokenColumns = Float[Tensor, "T _"]  # all sequences and channels side by side
-AllTokens = Float[Tensor, "B S H V"]  # those of a state and those of a call, S in all
+AllTokens = Float[Tensor, "B S H V"]  # tokens of a state and of a call, S in total
 LastTokens = Float[Tensor, "B rows H V"]
-LastColumns = Float[Tensor, "rows _"]  # of the last tokens
+LastColumns = Float[Tensor, "rows _"]  # columns of the last tokens
 Toeplitz2d = Float[Tensor, "rows columns"]
-Systems = Float[Tensor, "systems T _"]  # 1 for all sequences, or one for each
+Systems = Float[Tensor, "systems T _"]  # one for all sequences, or one for each
 RowSums = Float[Tensor, "systems T"]
 Operators = Float[Tensor, "H T T"]
 
 Images = Float[Tensor, "B channels height width"]
-# of as many channels as the images, or twice as many
+# with as many channels as the images, or twice as many
 DenoiserOutput = Float[Tensor, "B predicted height width"]
 Grids = Float[Tensor, "B channels *axes"]  # signals, images, video
 Logits = Float[Tensor, "B classes"]
 Labels = Int[Tensor, " B"]
-Timesteps = Float[Tensor, " B"] | Int[Tensor, " B"]  # of noise, from 0 to 1000
+Timesteps = Float[Tensor, " B"] | Int[Tensor, " B"]  # noise levels, from 0 to 1000
 
 
 class Grid(NamedTuple):

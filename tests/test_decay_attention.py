@@ -811,7 +811,7 @@ def test_the_cheapest_form_is_chosen(change, form):
     call = call_of(9, causal=False)._replace(**change)
     choice = choose("auto", "auto", causal=call.directions == 1, decays=True, call=call)
     assert choice.form == form
-    assert "one token" in choice.why or "multiplications a token and head" in choice.why
+    assert "one token" in choice.why or "multiplications per token and head" in choice.why
 
 
 def test_without_decay_one_sum_is_chosen():

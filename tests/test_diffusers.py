@@ -330,7 +330,7 @@ def test_a_scheduler_of_another_noise_is_refused(noise, scheduler, says):
     [
         ({"class_labels": ["cta"]}, r"label 'cta' is unknown \(perhaps you meant 'cat'\); there"),
         ({"class_labels": ["crane"]}, r"label 'crane' is the name of \[2, 3\], expected one of"),
-        ({"class_labels": [5]}, "label 5 is no class, expected 0 to 3, or 4 for none"),
+        ({"class_labels": [5]}, "label 5 is not a class, expected 0 to 3, or 4 for none"),
         ({"class_labels": [0], "height": 5}, "height and width are 5 and 4, expected multiples of"),
         ({"class_labels": [0], "output_type": "jpg"}, "output_type 'jpg' is unknown"),
         (
@@ -348,14 +348,14 @@ def test_what_cannot_be_made_is_refused(options, says):
 def test_names_among_very_many_are_not_all_listed():
     pipe = pipeline(native(num_classes=30), class_names=[f"class {i}" for i in range(30)])
     with pytest.raises(
-        ValueError, match=r"label 'class' is unknown; near are: class \d, class \d"
+        ValueError, match=r"label 'class' is unknown; similar: class \d, class \d"
     ) as e:
         pipe(["class"])
     assert str(e.value).count("class ") == 3
 
 
 def test_parts_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="vae makes latents of 4 channels, but the model has 1"):
+    with pytest.raises(ValueError, match="vae has latents of 4 channels, but the model has 1"):
         pipeline(vae=tiny_vae())
     with pytest.raises(ValueError, match="class_names has 2 names, expected one for each of 4"):
         pipeline(class_names=["a", "b"])

@@ -36,7 +36,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             write(partial)
             finish(path)
         except OSError:
-            remove(partial)  # free the space, as the disk may be full
+            remove(partial)  # free the space, because the disk may be full
             raise
 
 
@@ -90,7 +90,7 @@ def remove_from(folder: Path, names: re.Pattern[str], *, but: Path | None = None
 
 
 def check_regular(path: Path, *, folder: bool = False) -> None:
-    """Check that a path that a run is about to write is missing, or a regular file or folder.
+    """Check that a path to be written either does not exist, or is a regular file or folder.
 
     Raises:
         ValueError: If it is a symbolic link, or a file instead of a folder or vice versa.
@@ -109,7 +109,7 @@ def partial_of(path: Path) -> Path:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raise errors of the file system as one line that names the folder.
+    """Raise errors of the file system again, as one line that names the folder.
 
     Raises:
         OSError: With the folder and the cause.
@@ -165,9 +165,9 @@ def damaged(place: Path | str, found: object, remedy: str) -> ValueError:
     """Return the error for a damaged file.
 
     Args:
-        place: The file, or the line of it.
-        found: Cause, as an exception, or the content that was found instead.
-        remedy: What the user can do.
+        place: The file, or a line of it.
+        found: The cause, as an exception, or the content that was found instead.
+        remedy: What the user can do about it.
     """
     what = found if isinstance(found, Exception) else f"it holds {reprlib.repr(found)}"
     return ValueError(f"{place} is damaged ({what}): {remedy}")
@@ -178,7 +178,7 @@ def parse_json(text: bytes, place: Path | str, remedy: str) -> Any:
 
     Args:
         text: Content of the file, or of one line of it.
-        place: Where it was read from, for the error message.
+        place: Source of the content, for the error message.
         remedy: What the user can do, for the error message.
 
     Raises:
@@ -191,7 +191,7 @@ def parse_json(text: bytes, place: Path | str, remedy: str) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether what JSON gave is a number that a float can hold.
+    """Return whether a value parsed from JSON is a number that a float can represent.
 
     >>> is_number(0.5), is_number(10**400), is_number("1")
     (True, False, False)
@@ -224,7 +224,7 @@ def from_json(text: bytes, place: Path | str, remedy: str, *, indent: int | None
 
 
 def matches(data: dict[str, Any], text: bytes, *, indent: int | None = None) -> bool:
-    """Return whether `text` is what `to_json` wrote; removes the checksum from `data`."""
+    """Return whether `text` equals the output of `to_json`; removes the checksum from `data`."""
     if data.pop(CHECKSUM, None) is None:
         return False
     try:
@@ -239,13 +239,13 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def check_digests(folder: Path, files: Mapping[str, Any], remedy: str, *, but: str) -> None:
-    """Check that a folder holds exactly the listed files, unchanged.
+    """Check that a folder contains exactly the listed files, unchanged.
 
     Args:
         folder: The folder.
         files: Digests by file name, from `digests`.
         remedy: What the error message recommends.
-        but: Name of the file that holds the list.
+        but: Name of the file that contains the list.
 
     Raises:
         ValueError: If a file is missing, changed or not listed; names the file.
@@ -261,7 +261,7 @@ def check_digests(folder: Path, files: Mapping[str, Any], remedy: str, *, but: s
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether `path` is a regular file, not a symbolic link."""
+    """Return whether `path` is a regular file, not a symbolic link."""
     return path.is_file() and not path.is_symlink()
 
 

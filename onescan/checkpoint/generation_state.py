@@ -15,14 +15,14 @@ def save_generation_state(path: str | Path, state: Any, model: CausalLM) -> None
     """Save the state that a model returned with its logits, replacing an older file atomically.
 
     Raises:
-        OSError: If the file cannot be written. The older file is intact.
+        OSError: If the file cannot be written. An older file is not changed.
     """
     tensors = {name: tensor.detach().cpu() for name, tensor in flatten_state(state).items()}
     save_weights(Path(path), tensors, {"model": configs.to_dict(model.config)})
 
 
 def load_generation_state(path: str | Path, model: CausalLM) -> Any:
-    """Load a state, from which the model continues as if it had read the text itself.
+    """Load a state, to continue a text without reading it again.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -42,7 +42,7 @@ def load_generation_state(path: str | Path, model: CausalLM) -> Any:
             "the model"
         )
     device = model.network.device
-    with torch.no_grad():  # an example of the structure to fill
+    with torch.no_grad():  # compute a state with the same structure
         _, like = model(torch.zeros(1, 1, dtype=torch.long, device=device))
     try:
         state = unflatten_state(like, {name: x.to(device) for name, x in tensors.items()})

@@ -1,4 +1,4 @@
-"""Find a run's files, and read and write its config.json.
+"""Find the files of a run, and read and write its config.json.
 
 config.json may be edited by hand, so a checksum mismatch is only a warning.
 """
@@ -15,7 +15,7 @@ from onescan.checkpoint.files import matches, parse_json, to_json, write_atomica
 from onescan.checkpoint.weights import BEST, WEIGHTS
 
 CONFIG = "config.json"
-OLDEST = (0, 9)  # oldest version whose run folders can be read
+OLDEST = (0, 9)  # oldest version of onescan whose run folders can be read
 INDENT = 2
 
 log = logging.getLogger("onescan")
@@ -25,15 +25,15 @@ def locate(path: Path) -> tuple[Path, Path]:
     """Return the folder of a run and the file of the weights that a path selects.
 
     Args:
-        path: The folder or any file in it. best.safetensors selects the weights of the best
-            evaluation, every other path those of the last checkpoint.
+        path: The folder, or any file in it. best.safetensors selects the weights of the best
+            evaluation, and any other path the weights of the last checkpoint.
     """
     folder = path if path.is_dir() else path.parent
     return folder, path if path.name == BEST else folder / WEIGHTS
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder has a config.json that onescan wrote.
+    """Return whether a folder has a config.json written by onescan.
 
     Raises:
         ValueError: If config.json is missing, or is not a JSON object.
@@ -96,6 +96,6 @@ def _parts(version: str) -> tuple[int, int]:
 
 @cache
 def _warn(path: Path, content: bytes) -> None:
-    """Warn once per content of the file."""
+    """Warn about a checksum mismatch, once for each content of the file."""
     del content
     log.warning("%s has changed since it was written (checksum mismatch)", path)

@@ -42,11 +42,11 @@ class TensorSize(NamedTuple):
 def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     """Copy the full weights to the CPU.
 
-    With sharded weights, every process must call this; those with keep=False get an empty dict.
+    If weights are sharded, every process must call this. With keep=False, the result is empty.
     """
     whole = {}
     for name, tensor in distinct(model).items():
-        gather = getattr(tensor, "full_tensor", None)  # of DTensor, which is slow to import
+        gather = getattr(tensor, "full_tensor", None)  # avoids importing DTensor, which is slow
         tensor = gather() if gather else tensor
         if keep:
             whole[name] = tensor.detach().to("cpu", copy=True)
@@ -57,7 +57,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], notes: Mapping[str, 
     """Write weights and notes to a safetensors file, replacing an older file atomically.
 
     Raises:
-        OSError: If the file cannot be written. The older file is intact.
+        OSError: If the file cannot be written. An older file is not changed.
     """
 
     def write(partial: Path) -> None:
@@ -121,7 +121,7 @@ def load_model(path: Path, config: ModelConfig) -> tuple[nn.Module, dict[str, An
         )
     stored = _sizes_in(path)
     try:
-        empty = build_on_meta(config, max_tensors=2 * len(stored) + 100)  # tied ones count twice
+        empty = build_on_meta(config, max_tensors=2 * len(stored) + 100)  # tied tensors count twice
     except ValueError as error:
         raise ValueError(f"{path} does not match the model: {error}") from error
     if empty is not None:
@@ -204,7 +204,7 @@ def _checked_notes(path: Path) -> dict[str, Any]:
 
 
 def _digest(file: IO[bytes]) -> tuple[int, str, str]:
-    """Return the offset of the digest in the file, the stored digest, and the expected one."""
+    """Return the offset of the digest in the file, the stored digest, and the computed one."""
     size = file.read(8)
     length = int.from_bytes(size, "little")
     header = file.read(length) if length <= MAX_HEADER else b""

@@ -1,15 +1,15 @@
-"""Bridges to other libraries, each imported explicitly.
+"""Integrations with other libraries, each of which is imported explicitly.
 
 `import onescan` imports none of them and registers nothing. Importing
 `onescan.integrations.transformers` registers the Auto classes, and importing
-`onescan.integrations.timm` the image classifiers.
+`onescan.integrations.timm` registers the image classifiers.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-REMOTE_MODULE = "modeling_onescan"  # its file lies in saved folders, for trust_remote_code=True
+REMOTE_MODULE = "modeling_onescan"  # module in saved folders, for trust_remote_code=True
 
 
 def write_remote_module(folder: Any, package: str, classes: Sequence[str]) -> None:
@@ -18,9 +18,9 @@ def write_remote_module(folder: Any, package: str, classes: Sequence[str]) -> No
     It only imports classes of the installed onescan. Our own loading never executes it.
 
     Args:
-        folder: Folder of a saved model, which is created if needed.
-        package: Module of onescan that has the classes.
-        classes: Names of the classes that the folder's configuration refers to.
+        folder: Folder of a saved model; created if needed.
+        package: Module of onescan that contains the classes.
+        classes: Names of the classes to which the folder's configuration refers.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Export models to torch.export programs and to ONNX files, which run without onescan.
 
-Batch and length are dynamic, and so are height and width of images. Mixers that choose a form by
-length use one that suits every length: chunks of a fixed size, whose number is dynamic.
+Batch size and length are dynamic, and so are height and width of images. Mixers that choose a form
+by length use one that works for every length: chunks of a fixed size, whose number is dynamic.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ __all__ = [
 ExtraInput = Literal["keep", "segments"]
 MODELS = (ImageClassifier, MaskedLM, SequenceClassifier, CausalLM)
 
-BATCH, TOKENS, PATCHES = 2, 37, (3, 5)  # of the example input for tracing
-MAX_BYTES = 2**31 - 2**24  # a protobuf file is limited to 2 GiB, some of it for the graph
+BATCH, TOKENS, PATCHES = 2, 37, (3, 5)  # sizes of the example input for tracing
+MAX_BYTES = 2**31 - 2**24  # a protobuf file is limited to 2 GiB, including the graph
 AXES = {"images": ("batch", "channels", "height", "width"), "tokens": ("batch", "length")}
 FIXED_FORMS = ("full", "recurrent")  # their loops depend on the length
-NEXT = "next."  # prefix of the names of the state that a step returns
+NEXT = "next."  # name prefix of the state returned by a step
 
 
 def export_program(
@@ -52,18 +52,19 @@ def export_program(
 ) -> ExportedProgram:
     """Trace a model with torch.export; the program has the model's inputs and outputs.
 
-    An image classifier takes `images` of any batch size, and of any size that patches divide into
-    at least two per side, or of the one size of absolute positions. The other models take `tokens`
-    of any batch size and length, and the extra inputs; a causal language model returns only logits.
+    An image classifier takes `images` of any batch size, and of any size that is divisible into at
+    least two patches per side; with absolute positions, only of the default size. Other models take
+    `tokens` of any batch size and length, and the extra inputs. A causal language model returns
+    only logits.
 
     Args:
         model: A classifier or language model in evaluation mode.
-        extra_inputs: Further inputs of a text model, in this order: "keep", "segments". A causal
+        extra_inputs: Additional inputs of a text model, in this order: "keep", "segments". A causal
             language model has no segments.
 
     Raises:
-        ValueError: If the model is of another class or in training mode, does not take an extra
-            input, or has a mixer with the form "full" or "recurrent", which suit only one length.
+        ValueError: If the model has another class or is in training mode, does not take an extra
+            input, or has a mixer with the form "full" or "recurrent", which fix the length.
     """
     _check(model)
     names, example, sizes = _inputs_of(model, extra_inputs)
@@ -71,19 +72,19 @@ def export_program(
 
 
 def export_step(model: CausalLM, *, any_length: bool = False) -> ExportedProgram:
-    """Trace the step of a causal language model: (tokens, state) to (logits, state).
+    """Trace one step of a causal language model, from (tokens, state) to (logits, state).
 
-    The state is a dict of tensors by the names of `onescan.models.token_network.flatten_state`;
-    `initial_state` returns the one before any token. Its batch size is dynamic, and so is the
-    number of tokens that softmax attention keeps.
+    The state is a dict of tensors with the names of `onescan.models.token_network.flatten_state`;
+    `initial_state` returns the state before the first token. Its batch size is dynamic, and so is
+    the number of tokens in the cache of softmax attention.
 
     Args:
         model: A `CausalLM` in evaluation mode.
         any_length: Whether to take any number of tokens, such as a prompt, instead of one, [B, 1].
 
     Raises:
-        ValueError: If the model is no `CausalLM` or in training mode, or with any_length for the
-            forms that `export_program` refuses.
+        ValueError: If the model is not a `CausalLM` or is in training mode, or, with any_length,
+            has a form that `export_program` rejects.
     """
     _check_causal(model)
     example, sizes = _step_inputs(model, any_length)
@@ -92,12 +93,13 @@ def export_step(model: CausalLM, *, any_length: bool = False) -> ExportedProgram
 
 @torch.no_grad()
 def initial_state(model: CausalLM, batch: int = 1) -> dict[str, Tensor]:
-    """Return the state before any token, for the program of `export_step`.
+    """Return the state before the first token, for the program of `export_step`.
 
-    It is the state after one masked token, with zeros in place of masked contents.
+    It is computed as the state after one masked token, with zeros in place of masked contents.
 
     Raises:
-        ValueError: If the model is no `CausalLM` or in training mode, or batch is not positive.
+        ValueError: If the model is not a `CausalLM` or is in training mode, or batch is not
+            positive.
     """
     _check_causal(model)
     check_positive(batch=batch)
@@ -113,7 +115,7 @@ def export_onnx(
 
     Raises:
         ValueError: As for `export_program`; also for Crank-Nicolson diffusion, which solves a
-            linear system, and for weights beyond the 2 GiB of an ONNX file.
+            linear system, and for weights that exceed the 2 GiB of an ONNX file.
         OSError: If the file cannot be written.
     """
     _check(model)
@@ -128,9 +130,9 @@ def export_onnx_step(
 ) -> None:
     """Write the program of `export_step` to an ONNX file.
 
-    The inputs are `tokens` and the tensors of the state by name; the outputs are `logits` and the
-    same names with the prefix "next.". The metadata contains the config, and in "initial_state" the
-    shape, type and constant value of each tensor of the state before any token.
+    The inputs are `tokens` and the named tensors of the state. The outputs are `logits` and the
+    same names with the prefix "next.". The metadata contains the config and, in "initial_state",
+    the shape, type and constant value of each tensor of the state before the first token.
 
     Raises:
         ValueError: As for `export_step` and `export_onnx`.
@@ -154,7 +156,7 @@ def export_onnx_step(
 
 
 class _Whole(nn.Module):
-    """A model that maps named inputs to scores."""
+    """A model that maps named inputs to logits."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         super().__init__()
@@ -216,7 +218,7 @@ def _inputs_of(model: Any, extra_inputs: tuple[ExtraInput, ...]) -> tuple[list[s
     ):
         raise ValueError("extra_inputs has 'segments', but the model has no segments")
     tokens = _tokens(model, BATCH, TOKENS)
-    # separate tensors, as one that is passed twice would be traced as one input
+    # separate tensors, because a tensor passed twice would be traced as a single input
     keep, segments = torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens)
     examples = {"keep": keep, "segments": segments}
     names = ["tokens", *extra_inputs]
@@ -275,12 +277,12 @@ def _masked_state(model: CausalLM, batch: int, count: int) -> dict[str, Tensor]:
 
 
 def _without_contents(x: Tensor) -> Tensor:
-    """Return a constant tensor: the same if it is constant, or zeros for counts and contents."""
+    """Return x if it is constant, otherwise zeros, for counts and contents."""
     return x if x.ndim and bool((x == x.flatten()[0]).all()) else torch.zeros_like(x)
 
 
 def _as_tensors(state: Any) -> Any:
-    """Convert the numbers of a state to tensors, which a program can take as inputs."""
+    """Convert the numbers in a state to tensors, so that a program can take them as inputs."""
     if isinstance(state, tuple):
         parts = [_as_tensors(part) for part in state]
         return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
@@ -315,7 +317,7 @@ def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) ->
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError("writing ONNX needs the extra: pip install 'onescan[export]'") from error
-    with warnings.catch_warnings():  # torch uses a class that it has deprecated
+    with warnings.catch_warnings():  # torch uses a class that it has deprecated itself
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         return torch.onnx.export(
             _decompose(program),
@@ -328,7 +330,7 @@ def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) ->
 
 
 def _name_sizes(graph: Any) -> None:
-    """Name the dynamic sizes, in place of the symbols of tracing."""
+    """Replace the symbols of dynamic sizes from tracing by their names."""
     names: dict[str, str] = {}
     for value in graph.inputs:
         axes = AXES.get(value.name, ("batch", *["cached"] * len(value.shape)))
@@ -343,7 +345,7 @@ def _name_sizes(graph: Any) -> None:
 
 
 def _renamed(size: str, names: Mapping[str, str]) -> str:
-    """Replace the symbols of a size, which are words, by their names."""
+    """Replace the symbols in the expression of a size by their names."""
     return names.get(size) or re.sub(r"\b\w+\b", lambda found: names.get(found[0], found[0]), size)
 
 
@@ -365,8 +367,8 @@ def _check_form(model: Any) -> None:
     form = getattr(model.config.mixer, "form", "auto")
     if form in FIXED_FORMS:
         raise ValueError(
-            f"mixer.form is {form!r}, expected 'auto': this form suits one length, and the length "
-            "of an exported model is dynamic"
+            f"mixer.form is {form!r}, expected 'auto': this form needs a fixed length, but the "
+            "length of an exported model is dynamic"
         )
 
 
@@ -404,9 +406,9 @@ def logaddexp(a: Tensor, b: Tensor) -> Tensor:
 
 
 def logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    """Compute log sum_{s <= t} exp(x_s) for finite x, doubling the span of sums in each step.
+    """Compute log sum_{s <= t} exp(x_s) for finite x, doubling the length of sums in each step.
 
-    Along an axis of symbolic length, which is a short axis of chunks, it compares all pairs.
+    Along an axis of symbolic length, which is a short axis of chunks, all pairs are computed.
     """
     x = x.movedim(dim, -1)
     if isinstance(x.shape[-1], torch.SymInt):

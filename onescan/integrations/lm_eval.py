@@ -1,4 +1,4 @@
-"""A causal language model as a model of lm-eval, for evaluation on its tasks."""
+"""Wrap a causal language model as a model of lm-eval, to evaluate it on lm-eval's tasks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -23,13 +23,13 @@ LENGTHS = ("max_gen_toks", "max_new_tokens")  # names of the limit in tasks
 
 RequestT = TypeVar("RequestT")
 Ids = list[int]
-Score = tuple[float, bool]  # log-likelihood, and whether greedy decoding gives the text
+Score = tuple[float, bool]  # log-likelihood, and whether greedy decoding generates the text
 Padded = tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]
 
 
 @runtime_checkable
 class TextTokens(Protocol):
-    """The interface of a tokenizer."""
+    """Interface of a tokenizer."""
 
     size: int
     end: int | None
@@ -38,7 +38,7 @@ class TextTokens(Protocol):
         """Return the ids of a text."""
 
     def begin(self, prompt: str) -> Ids:
-        """Return the ids of a prompt; for an empty one, the token before any text."""
+        """Return the ids of a prompt; for an empty prompt, the beginning-of-text token."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
@@ -48,16 +48,16 @@ class OnescanLM(TemplateLM):
     """Compute log-likelihoods and generate texts, in time linear in their length.
 
     Requests with the same context share the state after it. Contexts are not truncated, except for
-    models with learned position embeddings, which read the end of a context.
+    models with learned position embeddings, which read only the end of long contexts.
 
     Args:
         model: A `CausalLM` in evaluation mode, on the device to use.
-        tokenizer: The tokenizer that it was trained with.
-        batch_size: Number of requests per batch. It changes the memory, and of the results only
-            sampled texts.
+        tokenizer: The tokenizer with which it was trained.
+        batch_size: Number of requests per batch. It affects memory use, and sampled texts but no
+            other results.
 
     Raises:
-        ValueError: If the model is no `CausalLM`, or batch_size is not positive.
+        ValueError: If the model is not a `CausalLM`, or batch_size is not positive.
     """
 
     def __init__(self, model: nn.Module, tokenizer: TextTokens, *, batch_size: int = 32) -> None:
@@ -75,16 +75,16 @@ class OnescanLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Return the id of the token before any text."""
+        """Return the id of the beginning-of-text token."""
         return self.texts.begin("")[-1]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Ids:
-        """Return the ids of a text, by default with the special tokens that begin it."""
+        """Return the ids of a text, by default with the special tokens at its beginning."""
         plain = add_special_tokens is False or not string
         return self.texts.encode(string) if plain else self.texts.begin(string)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Compute the log-likelihood of each text after the token before any text."""
+        """Compute the log-likelihood of each text after the beginning-of-text token."""
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(("", ""), context, text) for row in windows for context, text in row]
         scores = iter(self._loglikelihood_tokens(flat, disable_tqdm=disable_tqdm))
@@ -111,7 +111,7 @@ class OnescanLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, **_: Any
     ) -> list[Score]:
-        """Score continuations, those of the longest contexts first, grouped by context."""
+        """Score continuations, grouped by context, from the longest contexts to the shortest."""
         pairs = [self._fitted(context, text) for _, context, text in requests]
         order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), pairs[i][0]))
         scores: dict[int, Score] = {}
@@ -124,7 +124,7 @@ class OnescanLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, pairs: list[tuple[Ids, Ids]]) -> list[Score]:
-        """Score a batch: read each context once, and continuations from the state after it."""
+        """Score a batch: read each context once, and its continuations from the state after it."""
         contexts = sorted({tuple(context) for context, _ in pairs})
         owners = torch.tensor([contexts.index(tuple(context)) for context, _ in pairs])
         tokens, keep = self._padded([list(context) for context in contexts], left=True)
@@ -171,17 +171,17 @@ class OnescanLM(TemplateLM):
         return [_cut(self.texts.decode(ids), until)[0] for ids in written]
 
     def _windows(self, text: str) -> list[tuple[Ids, Ids]]:
-        """Split a text into pairs of context and text: one pair, unless positions are limited."""
+        """Split a text into pairs of context and text; one pair unless positions are limited."""
         ids = self.tok_encode(text, add_special_tokens=False)
         most = self.most_tokens or max(1, len(ids))
         windows = get_rolling_token_windows(ids, self.prefix_token_id, most, context_len=1)
         return [make_disjoint_window(window) for window in windows]
 
     def _fitted(self, context: Ids, text: Ids) -> tuple[Ids, Ids]:
-        """Truncate a context on the left to the model's positions, if they are limited.
+        """Truncate a context on the left to the model's number of positions, if that is limited.
 
         Raises:
-            ValueError: If the text is empty, or longer than the positions of the model.
+            ValueError: If the text is empty, or longer than the number of positions.
         """
         if not text:
             raise ValueError("a task requests the likelihood of an empty text")
@@ -196,7 +196,7 @@ class OnescanLM(TemplateLM):
         return context[-(self.most_tokens - len(text) + 1) :], text
 
     def _padded(self, rows: list[Ids], *, left: bool = False) -> Padded:
-        """Pad rows to one length; return them and a mask of their real tokens."""
+        """Pad rows to the same length; return them and a mask of their real tokens."""
         longest = max(map(len, rows))
         tokens = torch.zeros(len(rows), longest, dtype=torch.long)
         keep = torch.zeros(len(rows), longest, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The image classifiers as models of timm. Importing this module registers them by name."""
+"""Image classifiers as models of timm. Importing this module registers them by name."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -87,7 +87,7 @@ def _build(
 
 
 class PatchEmbed(NamedTuple):
-    """Sizes of an image and its patches, under timm's names."""
+    """Sizes of an image and its patches, with timm's names."""
 
     img_size: tuple[int, int]
     patch_size: tuple[int, int]
@@ -100,12 +100,12 @@ class PatchEmbed(NamedTuple):
 
 
 class TimmImageClassifier(ImageClassifier):
-    """An image classifier with timm's methods and attributes, and the same weights.
+    """An image classifier with the methods and attributes of timm's models, and the same weights.
 
     As in timm, the pooling before the head can be changed: `global_pool` is "token", "avg", "max",
-    "avgmax", "map" for attention pooling, or "" for all tokens. Means and maxima are over patches,
-    and include the class token if `pool_include_prefix` is True. The config's `pool` determines
-    the default, and which weights exist.
+    "avgmax", "map" for attention pooling, or "" for all tokens. Means and maxima are computed over
+    patches, and over the class token too if `pool_include_prefix` is True. The config's `pool`
+    determines the default, and which weights exist.
     """
 
     def __init__(self, config: ImageClassifierConfig, *, drop_rate: float = 0.0) -> None:
@@ -128,11 +128,11 @@ class TimmImageClassifier(ImageClassifier):
         return PatchEmbed(size, patch, self.patchify.grid_shape((self.in_chans, *size)))
 
     def forward(self, x: Images) -> Tensor:
-        """Compute class scores, of each token if `global_pool` is ""; features without a head."""
+        """Compute class logits, per token if `global_pool` is "", or features without a head."""
         return self.forward_head(self.forward_features(x))
 
     def forward_head(self, x: Hidden, pre_logits: bool = False) -> Tensor:
-        """Compute class scores, or with `pre_logits` the head's input, from `forward_features`."""
+        """Compute class logits from `forward_features`; with `pre_logits`, the head's input."""
         x = self.head_drop(self._pooled(x))
         return x if pre_logits else self.head(x)
 
@@ -150,8 +150,8 @@ class TimmImageClassifier(ImageClassifier):
 
         Args:
             x: Images.
-            indices: Indices of blocks, from the end if negative; a number for the last blocks; None
-                for all.
+            indices: Indices of blocks, from the end if negative; or the number of last blocks; or
+                None for all.
             return_prefix_tokens: Whether to return pairs of patches and class token, if there is a
                 class token.
             norm: Whether to normalize the patches.
@@ -194,7 +194,7 @@ class TimmImageClassifier(ImageClassifier):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one, or by none if num_classes is 0.
+        """Replace the head by a new one, or remove it if num_classes is 0.
 
         Raises:
             ValueError: If num_classes is negative, or the model lacks the weights of global_pool.
@@ -244,7 +244,7 @@ class TimmImageClassifier(ImageClassifier):
                 module.recompute = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return patterns of parameter names, from the stem to the last block."""
+        """Return patterns that group parameter names, from the stem to the last block."""
         return {
             "stem": r"^(?:patchify|class_token|position)",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^(?:norm|attention_pool)", (99999,))],

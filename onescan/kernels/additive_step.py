@@ -3,8 +3,8 @@
     z_t  = log(exp(z_{t-1}) + exp(k_t))
     KV_t = exp(z_{t-1} - z_t) KV_{t-1} + R_t(exp(k_t - z_t)) v_t^T,   o_t = KV_t^T R_t(q_t)
 
-A program has some values of one head of one sample, and keeps its state in registers from the first
-token to the last. z is float64: near 1e4, float32 has steps of 1e-3.
+Each program processes a block of values of one head of one sample, and keeps its state in registers
+from the first token to the last. z is float64, because float32 has a spacing of 1e-3 near 1e4.
 
 Source: LightNet, arXiv:2405.21022, Eq. 13 and App. A.2.
 """
@@ -32,7 +32,7 @@ EXAMPLES = (
 
 
 def step_blocks(case: Case) -> Blocks:
-    """Return all keys by few values of a head, so that one sample keeps many programs busy."""
+    """Return blocks of all keys and few values, so that a single sample has many programs."""
     values = 32 if case.key_width <= 64 else 16
     return Blocks(1, power_of_two(case.key_width), values, warps=4, stages=1)
 
@@ -55,8 +55,8 @@ def step(
     here, there = c < K, e < V
     width: tl.constexpr = K * V * (2 if LRPE else 1)
     log_z = tl.full([BLOCK_K], LOG_ZERO, tl.float64)
-    cos_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # of cosines, where there is LRPE
-    sin_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # of sines
+    cos_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # kv for cosines; the only one without LRPE
+    sin_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # kv for sines
     if HAS_KV_IN:
         log_z = tl.load(z_in + head_of_all * K + c, mask=here, other=0)
         cos_half, sin_half = load_halves(kv_in + head_of_all * width, c, e, K, V, LRPE)
@@ -68,7 +68,7 @@ def step(
         queries = tl.load(q + row * K + c, mask=here & live, other=0).to(tl.float32)
         logits = tl.load(k + row * K + c, mask=here & live, other=float("-inf")).to(tl.float64)
         values = tl.load(v + row * V + e, mask=there & live, other=0).to(tl.float32)
-        weighs = logits != float("-inf")  # NaN weighs, and is seen
+        weighs = logits != float("-inf")  # also true for NaN, which then shows in the outputs
         logits = tl.where(logits < LOG_ZERO, LOG_ZERO, logits)
         highest = tl.where(log_z < logits, logits, log_z)
         together = highest + tl.log(tl.exp(log_z - highest) + tl.exp(logits - highest))

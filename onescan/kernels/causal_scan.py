@@ -1,23 +1,24 @@
-"""Causal additive decay in chunks: matrix products inside, a state carried from chunk to chunk.
+"""Causal additive decay in chunks: matrix products within, a state carried between them.
 
-With n_t = sum_{s <= t} exp(k_s), every normalizer relative to a reference r of its chunk, the
-largest logit up to its end, so that no gate is needed inside it:
+The normalizer is n_t = sum_{s <= t} exp(k_s). Within a chunk, normalizers are relative to the same
+reference r, the largest logit up to the end of the chunk, so that no decay is needed:
 
     w_s = exp(k_s - r),  p_t = q_t / n_t
     o_t = sum_{s <= t} <R(p_t), R(w_s)> v_s + (n_c / n_t) KV_c^T R(q_t)        read_chunks
 
-with n_c and KV_c of the state before the chunk (carry_forward). Backwards, with H_c the gradient of
-the state after a chunk and D_c that of its log-normalizer, both through later tokens:
+with the normalizer n_c and the state KV_c before the chunk (carry_forward). In the backward pass,
+with H_c the gradient of the state after a chunk and D_c the gradient of its log-normalizer, both
+through later tokens:
 
     dq_t = R^T of the factor of R(q_t) above                                   query_gradients
-    dz_t = -q_t dq_t                                                           of log n_t
+    dz_t = -q_t dq_t                                                           for log n_t
     H_{c-1} = (n_{c-1} / n_c) H_c + sum_t R(q_t n_{c-1} / n_t) do_t^T          carry_backward
     D_{c-1} = (n_{c-1} / n_c) D_c + sum_t dz_t n_{c-1} / n_t
     dk_s = (exp(k_s) / n_t) dz_t summed over t >= s, plus R^T of R(w_s)'s      key_gradients
     dv_s = the transpose of o_t as a function of v_s, of do                    read_chunks
 
-If logits rise by more than 40 inside a chunk, 1 / n_t leaves float32's range. Such a chunk gives
-each token a maximum of its own, row by row, which is slower and as exact.
+If logits rise by more than 40 within a chunk, 1 / n_t exceeds the range of float32. In such a
+chunk, each token has its own reference, computed row by row, which is slower and equally exact.
 
 Source: LightNet, arXiv:2405.21022, Eq. 13 and App. A.2.
 """
@@ -42,7 +43,7 @@ from onescan.kernels.common import (
 )
 
 LEAST_MASS = tl.constexpr(4e-18)  # exp(-40)
-SHORTEST_CHUNK = 16  # tokens, a side of the smallest matrix product
+SHORTEST_CHUNK = 16  # tokens, the smallest size of a matrix product
 
 EXAMPLES = (
     Example(64, 64, lrpe=True, flags={"HAS_DANGLES": True}),
@@ -58,8 +59,8 @@ def fits(case: Case) -> bool:
 
 
 def chunk_length(case: Case) -> int:
-    """Return the largest power of two that was allowed for and whose scores fit the registers."""
-    if case.data == "fp32":  # multiplied in pieces, which stay in registers too
+    """Return the largest power of two up to `chunk_size` whose scores fit in registers."""
+    if case.data == "fp32":  # its tf32 parts need registers too
         longest = SHORTEST_CHUNK
     else:
         longest = 64 if case.data == "bf16" and reads_operands_from_shared(case.chip) else 32
@@ -67,7 +68,7 @@ def chunk_length(case: Case) -> int:
 
 
 def carry_blocks(case: Case) -> Blocks:
-    """Return the blocks of kernels that carry a state, BLOCK_K x BLOCK_V for each half."""
+    """Return the blocks of kernels that carry a state, with BLOCK_K x BLOCK_V for each half."""
     values = power_of_two(case.value_width)
     size = 4096 if case.data == "bf16" and reads_operands_from_shared(case.chip) else 2048
     keys = min(power_of_two(case.key_width), max(16, size // values))
@@ -75,7 +76,7 @@ def carry_blocks(case: Case) -> Blocks:
 
 
 def chunk_blocks(case: Case) -> Blocks:
-    """Return the blocks of kernels whose programs have one chunk each."""
+    """Return the blocks of kernels that process one chunk per program."""
     values, chunk = power_of_two(case.value_width), chunk_length(case)
     wide = case.data == "bf16" and reads_operands_from_shared(case.chip)
     keys = min(power_of_two(case.key_width), 32 if wide else 16)
@@ -95,9 +96,9 @@ def carry_forward(
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state before each chunk, and the one after the last.
+    """Compute the state before each chunk, and the state after the last one.
 
-    The former is before [B, N, H, F, V], its normalizer reference and mass, [B, N + 1, H, K].
+    before: [B, N, H, F, V]. Its normalizer is given by reference and mass, [B, N + 1, H, K].
     """
     of_head = tl.program_id(0).to(tl.int64)
     sample, head = of_head // H, of_head % H
@@ -158,9 +159,9 @@ def carry_forward(
 def chunk_of(
     keep, tokens, chunks, H: tl.constexpr, HAS_KEEP: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Return a program's head, first token, valid tokens, and where they and their state lie.
+    """Return a program's head, first token, valid tokens, and the offsets of its data.
 
-    `row` counts tokens and heads, [B, T, H], `normalizer` [B, N + 1, H] and `state` [B, N, H].
+    `row` is an index into [B, T, H], `normalizer` into [B, N + 1, H] and `state` into [B, N, H].
     """
     program = tl.program_id(0).to(tl.int64)
     chunk, head, sample = program % chunks, program // chunks % H, program // chunks // H
@@ -175,10 +176,10 @@ def chunk_of(
 def load_logits(
     k, reference, mass, here, inside, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Load logits of a tile [C, K], the normalizer of the state before, and those of all tokens.
+    """Load the logits of a tile [C, K], and the normalizers of the incoming state and all tokens.
 
-    A token's normalizer is exp(peak) total. Logits are steep where they climb too far for all
-    tokens to share one peak. The state's normalizer is exp(r_in) n_in.
+    The normalizer of a token is exp(peak) * total, and that of the state is exp(r_in) * n_in.
+    Logits are `steep` if they rise too much for all tokens to share one peak.
     """
     logits = tl.load(k, mask=here, other=float("-inf")).to(tl.float32)
     r_in = tl.load(reference, mask=inside, other=LOG_ZERO)
@@ -205,7 +206,7 @@ def load_logits(
 
 @jit
 def state_share(peak, total, r_in, n_in):
-    """Compute the incoming state's share of each token's normalizer, n_c / n_t: at most 1."""
+    """Compute the state's fraction of each token's normalizer, n_c / n_t, which is at most 1."""
     return n_in[None, :] * tl.exp(r_in[None, :] - peak) / total
 
 
@@ -230,7 +231,7 @@ def scores_of(
     LRPE: tl.constexpr, CHUNK: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute what a block of channels adds to the scores of a chunk, [C, C], without a mask."""
+    """Compute the contribution of a block of channels to the scores [C, C], before masking."""
     if steep:
         scores = tl.zeros([CHUNK, CHUNK], tl.float32)
         token = tl.arange(0, CHUNK)[:, None]
@@ -256,7 +257,7 @@ def pair_products(
     CHUNK: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute x_t . y_s of all tokens of a chunk, [C, C]; x and y are [T, H, V]."""
+    """Compute x_t . y_s for all pairs of tokens of a chunk, [C, C]; x and y are [T, H, V]."""
     acc = tl.zeros([CHUNK, CHUNK], tl.float32)
     for left in range(0, V, BLOCK_W):
         e = left + tl.arange(0, BLOCK_W)
@@ -269,7 +270,7 @@ def pair_products(
 
 @jit
 def weights_after(logits, reference, mass, mask):
-    """Compute each token's weight in the state after its chunk, whose normalizer is given."""
+    """Compute each token's weight in the state after its chunk, given its normalizer."""
     r_out = tl.load(reference, mask=mask, other=LOG_ZERO)
     n_out = tl.load(mass, mask=mask, other=1)
     return tl.exp(logits - r_out[None, :]) * (1 / tl.where(n_out > 0, n_out, 1.0))[None, :]
@@ -287,8 +288,8 @@ def read_chunks(
 ):  # fmt: skip
     """Compute the outputs of one chunk from its own tokens and the state before it.
 
-    TRANSPOSED: compute gradients of values instead. dO is in v's place, the gradient of the state
-    after the chunk in that of `before`, and dV in o's.
+    TRANSPOSED: compute gradients of values instead. Pass dO as v, the gradient of the state after
+    the chunk as before, and dV as o.
     """
     head, start, valid, row, normalizer, state = chunk_of(keep, tokens, chunks, H, HAS_KEEP, CHUNK)
     r, e = tl.arange(0, CHUNK)[:, None], tl.arange(0, BLOCK_V)
@@ -343,7 +344,7 @@ def query_gradients(
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the queries of one chunk, and of angles through queries."""
+    """Compute the gradients of the queries of one chunk, and of the angles through queries."""
     head, start, valid, row, normalizer, state = chunk_of(keep, tokens, chunks, H, HAS_KEEP, CHUNK)
     r = tl.arange(0, CHUNK)[:, None]
     half: tl.constexpr = K * V
@@ -401,10 +402,10 @@ def carry_backward(
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of the state after each chunk, and of the one before the first.
+    """Compute the gradients of the state after each chunk, and of the state before the first one.
 
-    The former is after [B, N, H, F, V], and dmass [B, N, H, K] that of its log-normalizer. `dz_out`
-    is the gradient of the last log-normalizer through the outgoing state.
+    after: gradients of states, [B, N, H, F, V]; dmass: gradients of their log-normalizers,
+    [B, N, H, K]; dz_out: gradient of the last log-normalizer through the outgoing state.
     """
     of_head = tl.program_id(0).to(tl.int64)
     sample, head = of_head // H, of_head % H
@@ -460,14 +461,14 @@ def key_gradients(
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the keys of one chunk, and add to those of the angles."""
+    """Compute the gradients of the keys of one chunk, and add to the gradients of the angles."""
     head, start, valid, row, normalizer, state = chunk_of(keep, tokens, chunks, H, HAS_KEEP, CHUNK)
     r = tl.arange(0, CHUNK)[:, None]
     half: tl.constexpr = K * V
     reference, mass = reference + normalizer * K, mass + normalizer * K
     after += state * (half * (2 if LRPE else 1))
     dmass += state * K
-    earlier = r <= tl.arange(0, CHUNK)[None, :]  # keys down, queries across
+    earlier = r <= tl.arange(0, CHUNK)[None, :]  # rows are keys, columns are queries
     dscores = pair_products(v, do, row, r, valid, H, V, CHUNK, BLOCK_W, OPERAND, PRECISION)
     dscores = tl.where(earlier, dscores, 0.0)
     for first in range(0, K, BLOCK_K):
@@ -481,11 +482,11 @@ def key_gradients(
         cos, sin = queries, queries
         if LRPE:
             cos, sin = load_rotary(rotary, start, r, head, c, tokens, H, K)
-        # of the normalizers of the chunk's tokens
+        # gradients of the log-normalizers of the chunk's tokens
         dz = -queries * tl.load(dq + at, mask=here, other=0).to(tl.float32)
         if steep:
-            dlogits = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # of log w, through scores
-            dangle = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # of the angle
+            dlogits = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # gradient of log w through scores
+            dangle = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # gradient of the angle
             for t in range(CHUNK):
                 w = weights_of(t, logits, peak, total, CHUNK)
                 chosen = tl.arange(0, CHUNK)[None, :] == t
@@ -508,7 +509,7 @@ def key_gradients(
             else:
                 dlogits = product(dscores, p, OPERAND, PRECISION)
             dlogits = w * (dlogits + tl.cumsum(dz / total, 0, reverse=True))
-        # what later chunks read
+        # contributions through the state that later chunks read
         w = weights_after(logits, reference + H * K + c, mass + H * K + c, c < K)
         of_cos = rows_by_keys(
             v, row, after, r, c, valid, H, K, V, CHUNK, BLOCK_K, BLOCK_W, OPERAND, PRECISION

@@ -1,10 +1,10 @@
-"""Properties of chips that kernels depend on; imports no Triton, so that any module can use it."""
+"""Hardware properties that kernels depend on. Does not import Triton, so any module can use it."""
 
 WIDEST_HEAD = 128  # channels of a key or value that fit a program's registers
 
 
 def reads_operands_from_shared(chip: str) -> bool:
-    """Return whether matrix units read operands from shared memory; others read registers.
+    """Return whether matrix units read operands from shared memory rather than registers.
 
     >>> reads_operands_from_shared("sm_90"), reads_operands_from_shared("sm_80")
     (True, False)
@@ -13,6 +13,6 @@ def reads_operands_from_shared(chip: str) -> bool:
 
 
 def widest_causal_head(data: str, chip: str) -> int:
-    """Return the widest head whose causal gradients fit: fp32 keeps all its pieces in registers."""
+    """Return the widest head whose causal gradients fit in registers; fp32 needs the most."""
     few = data == "fp32" and chip.startswith("sm_") and not reads_operands_from_shared(chip)
     return WIDEST_HEAD // 2 if few else WIDEST_HEAD

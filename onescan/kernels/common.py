@@ -1,12 +1,13 @@
 """Declare kernels, and multiply matrices in the precision of the data.
 
-A kernel is a function under `@kernel(blocks)`. Everything else that a compiler needs follows from
-the names of its parameters, so that a launch and `make check-kernels` compile the same program:
+A kernel is a function decorated with `@kernel(blocks)`. Everything else that the compiler needs is
+derived from the names of its parameters, so that a launch and `make check-kernels` compile the same
+program:
 
-- Lower case: a pointer or a length. Its type is `type_of` its name; lengths are not specialized on.
+- Lower case: a pointer or a length. Its type is `type_of(name)`; lengths are not specialized.
 - HAS_X: whether the optional pointer `x` is given.
-- Other capitals: what `CONSTANTS` derives from the `Case` and the kernel's `Blocks`, or else a flag
-  that the caller passes.
+- Other upper case: a constant that `CONSTANTS` derives from the `Case` and the kernel's `Blocks`,
+  or else a flag that the caller passes.
 """
 
 import inspect
@@ -19,7 +20,7 @@ import triton.language as tl
 
 LOG_ZERO = tl.constexpr(-1e30)  # as in onescan.ops.numerics
 
-# What differs from call to call: a kernel is not compiled again for another value.
+# Arguments that differ from call to call. Kernels are not recompiled for other values.
 LENGTHS = ("batch", "tokens", "split", "parts", "chunks", "lines", "length", "groups", "stride")
 
 # Types of pointers by name; all others are float32.
@@ -29,17 +30,17 @@ OTHERS = {"keep": "i1", "z_in": "fp64", "z": "fp64"}
 
 
 class Case(NamedTuple):
-    """What kernels are compiled for.
+    """Compile-time parameters of kernels.
 
     Attributes:
-        data: Type of the inputs, "bf16", "fp16" or "fp32".
+        data: Dtype of the inputs, "bf16", "fp16" or "fp32".
         chip: Architecture, such as "sm_90" or "gfx942".
         heads: Number of heads.
-        key_width: Channels of a key; exponentials of a Toeplitz kernel.
-        value_width: Channels of a value; channels of a Toeplitz kernel.
+        key_width: Channels per key; for Toeplitz kernels, the number of exponentials.
+        value_width: Channels per value; for Toeplitz kernels, the number of channels.
         lrpe: Whether queries and keys are rotated.
-        diagonal: Whether there is a decay per key channel, rather than one per head.
-        chunk_size: Most tokens per chunk of a causal scan.
+        diagonal: Whether there is one decay per key channel, rather than one per head.
+        chunk_size: Maximum number of tokens per chunk of a causal scan.
     """
 
     data: str
@@ -53,14 +54,14 @@ class Case(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What one program of a kernel holds.
+    """Block sizes of one program of a kernel.
 
     Attributes:
-        tokens: Tokens of a tile.
-        keys: Key channels at once.
-        values: Value channels at once.
-        warps: Warps of 32 threads, 64 on AMD.
-        stages: Tiles that are loaded ahead.
+        tokens: Tokens per tile.
+        keys: Key channels per tile.
+        values: Value channels per tile.
+        warps: Number of warps, of 32 threads, or 64 on AMD.
+        stages: Number of pipeline stages, for loading tiles ahead.
     """
 
     tokens: int
@@ -106,12 +107,12 @@ class Kernel:
     """A kernel, and how it is compiled.
 
     Attributes:
-        code: What `triton.jit` returned.
+        code: The function returned by `triton.jit`.
         blocks: Function of a `Case` that returns its `Blocks`.
-        variants: Flags that `make check-kernels` compiles it with, and types (in lower case) of
-            pointers where they differ from those of their names.
+        variants: Sets of flags with which `make check-kernels` compiles it. Entries in lower case
+            override the types of pointers.
         arguments: Names of pointers and lengths, in order.
-        constants: Names in capitals.
+        constants: Names of compile-time constants.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class Kernel:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the kernel's constants and its compiler options.
 
-        NVIDIA's assembler spills a little rather than use a few registers more, so it is allowed
-        to use all of them.
+        On NVIDIA GPUs, the maximum number of registers is set to the hardware limit, because the
+        assembler otherwise spills rather than use a few more registers.
         """
         blocks = self.blocks(case)
         constants = {
@@ -153,14 +154,14 @@ class Kernel:
 def kernel(
     blocks: Callable[[Case], Blocks], *variants: dict[str, Any]
 ) -> Callable[[Callable[..., Any]], Kernel]:
-    """Declare a kernel. See the module's docstring for how its parameters are named."""
+    """Declare a kernel. See the module docstring for the naming of its parameters."""
     return lambda function: Kernel(function, blocks, variants or ({},))
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Declare a function of device code.
+    """Declare a device function.
 
-    The function is unwrapped, as Triton reads the source and not a type checker's wrapper.
+    The function is unwrapped, because Triton compiles its source, not a type checker's wrapper.
     """
     inner = inspect.unwrap(function)
     lengths = [name for name in inspect.signature(inner).parameters if name in LENGTHS]
@@ -242,11 +243,12 @@ def power_of_two(width: int, least: int = 16) -> int:
 
 
 def multiplication(data: str, chip: str) -> tuple[Any, str]:
-    """Return the type in which matrices are multiplied, and the precision.
+    """Return the dtype and the input precision of matrix products.
 
-    fp16 multiplies as tf32, which has as many digits: sums over tokens, gradients and weights
-    relative to a running maximum leave fp16's range. Operands are rounded to it first. fp32 takes
-    three products of tf32 where a chip's matrix unit has no float32, which is as exact.
+    fp16 operands are multiplied in tf32, which has the same precision and a larger range, because
+    sums over tokens, gradients and weights relative to a running maximum exceed the range of fp16.
+    They are rounded to tf32 first. fp32 uses three tf32 products on chips whose matrix units do not
+    support float32, which is equally accurate.
     """
     exact = "tf32x3" if chip.startswith("sm_") else "ieee"
     return {
@@ -257,13 +259,13 @@ def multiplication(data: str, chip: str) -> tuple[Any, str]:
 
 
 def width_at_once(values: int, data: str) -> int:
-    """Return the value channels summed at once: fp32 is multiplied in pieces, all in registers."""
+    """Return how many value channels to sum at once; fp32 needs more registers, for tf32 parts."""
     return min(values, 32 if values <= 64 else 16) if data == "fp32" else values
 
 
 @jit
 def nearest_tf32(x):
-    """Round to tf32; matrix units would truncate."""
+    """Round to tf32, because matrix units would truncate."""
     bits = x.to(tl.int32, bitcast=True) + 0x1000
     return (bits & -0x2000).to(tl.float32, bitcast=True)
 
@@ -278,7 +280,7 @@ def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @jit
 def valid_tokens(keep, sample, t, tokens, HAS_KEEP: tl.constexpr):
-    """Return which tokens of a tile exist and are kept."""
+    """Return which tokens of a tile exist and are real."""
     valid = t < tokens
     if HAS_KEEP:
         valid &= tl.load(keep + sample * tokens + t, mask=valid, other=0) != 0
@@ -287,7 +289,7 @@ def valid_tokens(keep, sample, t, tokens, HAS_KEEP: tl.constexpr):
 
 @jit
 def load_rotary(rotary, first, r, head, c, tokens, H: tl.constexpr, K: tl.constexpr):
-    """Load cosines and sines of the tokens first + r, [R, 1], from a table [T, H, 2, K]."""
+    """Load cosines and sines for the tokens first + r, [R, 1], from a table [T, H, 2, K]."""
     place = rotary + (first * H + head) * (2 * K) + r * (2 * H * K) + c[None, :]
     there = (first + r < tokens) & (c < K)[None, :]
     cos = tl.load(place, mask=there, other=0).to(tl.float32)
@@ -296,7 +298,7 @@ def load_rotary(rotary, first, r, head, c, tokens, H: tl.constexpr, K: tl.conste
 
 @jit
 def load_halves(kv, c, e, K: tl.constexpr, V: tl.constexpr, LRPE: tl.constexpr):
-    """Load a block of a kv, [F, V], of cosines and of sines; without LRPE both are the same."""
+    """Load a block of kv [F, V], cosine half and sine half; without LRPE both are the same."""
     place = kv + (c[:, None] * V + e[None, :])
     inside = (c < K)[:, None] & (e < V)[None, :]
     cos_half = tl.load(place, mask=inside, other=0)
@@ -310,7 +312,7 @@ def load_halves(kv, c, e, K: tl.constexpr, V: tl.constexpr, LRPE: tl.constexpr):
 def store_halves(
     kv, c, e, cos_half, sin_half, K: tl.constexpr, V: tl.constexpr, LRPE: tl.constexpr
 ):  # fmt: skip
-    """Store a block of a kv, [F, V]."""
+    """Store a block of kv [F, V]."""
     place = kv + (c[:, None] * V + e[None, :])
     inside = (c < K)[:, None] & (e < V)[None, :]
     tl.store(place, cos_half, mask=inside)
@@ -325,7 +327,7 @@ def rows_by_keys(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute x_t . m_c, [R, C], of a tile of x [T, H, V] and rows m_c of a matrix [K, V].
+    """Compute x_t . m_c, [R, C], for a tile of x [T, H, V] and the rows m_c of a matrix [K, V].
 
     Value channels are summed BLOCK_W at a time.
     """

@@ -1,14 +1,14 @@
-"""Decayed attention in chunks, one decay per key channel, both directions at once.
+"""Linear attention with one decay per key channel, in chunks, both directions at once.
 
-The mask of scores in `decay_scalar` is replaced by factors of queries and keys, per channel. Two
-tokens of a chunk are first separated at one level, into two halves of a block of 2, 4, ... tokens.
-The key's factor is the decay from the key to the middle of the block, the query's factor that from
-the middle to the query; both are at most 1:
+The mask of scores in `decay_scalar` is replaced by factors of queries and keys, per channel. Any
+two tokens of a chunk are in different halves of the same block of 2, 4, ... tokens at exactly one
+level. The factor of the key is the decay from the key to the middle of the block, and the factor of
+the query is the decay from the middle to the query. Both are at most 1:
 
     score_ij = sum_c q_ic exp(middle to i) k_jc exp(j to middle)
 
-Sums of decays are products with a matrix of ones and zeros, so they take no differences and lose
-no digits; the transposed matrix takes gradients back to decays.
+Sums of decays are computed as products with a 0/1 matrix, without differences, so they do not lose
+precision. The transposed matrix maps gradients back to decays.
 
 Source: LION, arXiv:2502.16249, Theorem B.1.
 """
@@ -34,9 +34,9 @@ EXAMPLES = examples(diagonal=True)
 
 
 def read_blocks(case: Case) -> Blocks:
-    """Return the blocks of outputs: all values at once where registers suffice.
+    """Return the blocks of outputs: all values at once if registers suffice.
 
-    Factors of keys are costly to compute.
+    The factors of keys are expensive and would otherwise be computed for each block of values.
     """
     values = power_of_two(case.value_width)
     values = min(values, 64) if case.data == "fp32" else values
@@ -44,7 +44,7 @@ def read_blocks(case: Case) -> Blocks:
 
 
 def gradient_blocks(case: Case) -> Blocks:
-    """Return the blocks of gradients: few channels, as those of queries and keys are held too."""
+    """Return the blocks of gradients: few channels, because gradients stay in registers too."""
     return state_blocks(case)._replace(keys=16, warps=8 if case.chip.startswith("sm_") else 4)
 
 
@@ -53,7 +53,7 @@ def chunk_sums(
     decays, begin, rows, t, tokens, first, H: tl.constexpr, K: tl.constexpr,
     RIGHTWARD: tl.constexpr, AFTER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums of `passed_in_chunk` without its mask, which would stay in registers."""
+    """Compute the sums of `passed_in_chunk` without its mask, which would occupy registers."""
     x = tl.arange(0, BLOCK_T)
     there = t < tokens
     if AFTER:
@@ -66,9 +66,9 @@ def chunk_sums(
 
 @jit
 def passed_in_level(level, RIGHTWARD: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return which decays at y lie between x and the middle of its block, as ones [x, y].
+    """Return a 0/1 matrix [x, y] that marks the decays y between x and the middle of its block.
 
-    Queries are in the half that is visited second, keys in the other.
+    Queries are in the half that is visited second, keys in the half visited first.
     """
     x, y = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_T)[None, :]
     second = ((x >> level) & 1) == (1 if RIGHTWARD else 0)
@@ -119,7 +119,7 @@ def read(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute some values of outputs and the row sums, as `decay_scalar.read` does."""
+    """Compute a block of values of the outputs, and the row sums, as in `decay_scalar.read`."""
     head, sample, chunk, t, valid, begin = chunk_of(keep, batch, tokens, H, HAS_KEEP, BLOCK_T)
     start = tl.program_id(1) * BLOCK_V
     lower: tl.constexpr = 1 if TRANSPOSED else 0
@@ -190,7 +190,7 @@ def inner_products(
     x, x_sum, y, y_sum, row, first, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute <x, y> for each key channel of two states with their sums of keys."""
+    """Compute <x, y> for each key channel of two states, including their sums of keys."""
     f = first + tl.arange(0, BLOCK_K)
     z = tl.load(x_sum + row * K + f, mask=f < K, other=0)
     acc = z * tl.load(y_sum + row * K + f, mask=f < K, other=0)
@@ -210,7 +210,7 @@ def state_gradients(
 ):  # fmt: skip
     """Compute the gradients of queries, keys and decays through the states of one direction.
 
-    own: decays; leaving: their sums after each token; q, k: tiles.
+    own: log-decays; leaving: their sums after each token; q, k: tiles.
     """
     one = tl.full([BLOCK_T], 1.0, tl.float32)
     through = tl.exp(tl.sum(own, 0))
@@ -225,7 +225,8 @@ def state_gradients(
         v, after, after_sum, one, one, line, rows, valid, first, K, V, True,
         BLOCK_T, BLOCK_K, BLOCK_V, OPERAND, PRECISION,
     )  # fmt: skip
-    # a decay is passed before it by what enters, and by what leaves the tokens before its own
+    # each decay applies to reads of the incoming state at its own and later tokens, and to earlier
+    # tokens in the outgoing state
     change = tl.cumsum(dq * q, 0, reverse=RIGHTWARD) + through[None, :]
     leaves = passed_in_chunk(not RIGHTWARD, True, BLOCK_T)
     return dq, dk, change + sums_of(leaves, dk * k, EXACT)
@@ -241,7 +242,7 @@ def gradients(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of some keys of a chunk's queries, keys and log-decays.
+    """Compute the gradients of a chunk's queries, keys and log-decays for a block of key channels.
 
     before: the states before each chunk; after: the gradients of the states after each chunk.
     ddecays: [D, B, T, H, K].

@@ -1,22 +1,23 @@
-"""Decayed attention in chunks, one decay per head and token, both directions at once.
+"""Linear attention with one decay per head and token, in chunks, both directions at once.
 
     S_n = the state before chunk n, of each direction                 decay_states.states
     O   = ((Q K^T) * M) V + enter_f (Q S_f) + enter_b (Q S_b)         read, then / row sum
 
-and backwards, with dS the gradient of the state after a chunk and D = dO V^T + dc:
+In the backward pass, with dS the gradient of the state after a chunk and D = dO V^T + dc:
 
-    dS_n likewise, from the last chunk visited to the first           decay_states.states
+    dS_n, carried in the opposite direction                           decay_states.states
     dV = ((Q K^T) * M)^T dO + leave_f (K dS_f) + leave_b (K dS_b)     read, TRANSPOSED
     dQ = (D * M) K + enter_f (dO S_f^T) + enter_b (dO S_b^T)          query_gradients
     dK = (D * M)^T Q + leave_f (V dS_f^T) + leave_b (V dS_b^T)        key_gradients
 
-A decay is a factor of every M_ij, enter_i, leave_j and of the whole chunk's decay whose tokens it
-lies between. Its gradient sums over those alone, without a difference, and is exactly 0 if there
-are none.
+The gradient of a log-decay is the sum of the gradients of all exponents that contain it: those of
+M_ij, enter_i, leave_j and of the decay of the whole chunk. It is computed as this sum, not as a
+difference of larger sums, and is exactly 0 if no exponent contains the log-decay.
 
-P is the cumulative log-decay of one direction: M_ij = exp(P_i - P_j) from the left and
-exp(P_j - P_i) from the right; enter and leave are exp(P) or exp(end - P). It is summed in float64
-and kept as two float32, as a difference of float32 sums would lose the decay between two tokens.
+P is the cumulative log-decay of one direction: M_ij is exp(P_i - P_j) in the forward and
+exp(P_j - P_i) in the backward direction; enter and leave are exp(P) or exp(end - P). P is summed in
+float64 and stored as two float32 numbers, because a difference of float32 sums would lose the decay
+between two tokens.
 
 Source: LION, arXiv:2502.16249, Sec. 3.3; states carried in both directions are not in the paper.
 """
@@ -43,7 +44,7 @@ read_blocks = state_blocks
 
 
 def gradient_blocks(case: Case) -> Blocks:
-    """Return the blocks of gradients: more threads or fewer channels, as they hold more tiles."""
+    """Return the blocks of gradients, which hold more tiles: more threads or fewer channels."""
     blocks = state_blocks(case)
     if not case.chip.startswith("sm_"):
         return blocks
@@ -55,7 +56,7 @@ def gradient_blocks(case: Case) -> Blocks:
 
 @jit
 def difference(x, y):
-    """Compute x_i - y_j of float64 sums, [i, j], in float32 without loss by cancellation."""
+    """Compute x_i - y_j of float64 sums, [i, j], in float32 without cancellation errors."""
     x_high, y_high = x.to(tl.float32), y.to(tl.float32)
     x_low, y_low = (x - x_high).to(tl.float32), (y - y_high).to(tl.float32)
     return (x_high[:, None] - y_high[None, :]) + (x_low[:, None] - y_low[None, :])
@@ -80,7 +81,7 @@ def read_state(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute some values of q S."""
+    """Compute a block of values of q S."""
     acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     for first in range(0, K, BLOCK_K):
         queries = load_tile(q, rows, valid, first, K, BLOCK_K)
@@ -105,13 +106,13 @@ def read(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of a chunk, and its row sums c [B, T, H] if they divide the outputs.
+    """Compute the outputs of a chunk and, with normalization, its row sums c [B, T, H].
 
-    TRANSPOSED: compute gradients of values instead. Keys are in q's place, queries in k's, dO in
-    v's and gradients of states in those of states; what was above the diagonal is below it.
+    TRANSPOSED: compute gradients of values instead. Pass keys as q, queries as k, dO as v, and
+    gradients of states as states. The triangles above and below the diagonal are swapped.
     """
     head, sample, chunk, t, valid, begin = chunk_of(keep, batch, tokens, H, HAS_KEEP, BLOCK_T)
-    lower: tl.constexpr = 1 if TRANSPOSED else 0  # direction of what is below the diagonal
+    lower: tl.constexpr = 1 if TRANSPOSED else 0  # direction of the scores below the diagonal
     q, k, v, o = q + begin * K, k + begin * K, v + begin * V, o + begin * V
     line = tl.arange(0, BLOCK_T) * H
     rows = line[:, None]
@@ -123,7 +124,7 @@ def read(
     above = above if TRANSPOSED else above - own
     near = exponential(below)
     far = exponential(end - above)
-    # lines of states, [D, B, H, N]
+    # indices of states, [D, B, H, N]
     below_line = ((lower * batch + sample) * H + head) * chunks + chunk
     above_line = (((1 - lower) * batch + sample) * H + head) * chunks + chunk
     weights = scores_of(q, k, rows, valid, K, BLOCK_T, BLOCK_K, OPERAND, PRECISION)
@@ -168,7 +169,7 @@ def inner_product(
     x, x_sum, y, y_sum, row, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute <x, y> of two states with their sums of keys."""
+    """Compute <x, y> for two states, including their sums of keys."""
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_K], tl.float32)
     for first in range(0, K, BLOCK_K):
@@ -240,7 +241,7 @@ def query_gradients(
         c = first + tl.arange(0, BLOCK_K)
         there = (t < tokens)[:, None] & (c < K)[None, :]
         tl.store(dq + rows * K + c[None, :], acc, mask=there)
-    # what enters reaches a token through its own decay, and those of all visited before it
+    # the incoming state reaches a token through its own decay and all decays visited before it
     of_state = exponential(forward_end) * inner_product(
         before, before_sum, after, after_sum, left, K, V, BLOCK_K, BLOCK_V
     )
@@ -264,7 +265,7 @@ def key_gradients(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a chunk's keys, and add the rest to those of log-decays."""
+    """Compute the gradients of a chunk's keys, and add their part of the log-decay gradients."""
     head, sample, chunk, t, valid, begin = chunk_of(keep, batch, tokens, H, HAS_KEEP, BLOCK_T)
     q, k, dk = q + begin * K, k + begin * K, dk + begin * K
     v, do, ddecays = v + begin * V, do + begin * V, ddecays + begin
@@ -277,7 +278,7 @@ def key_gradients(
     own, backward, _ = cumulative_decay(decays, ABOVE * batch + sample, t, tokens, head, H)
     backward -= own
     near, far = exponential(backward), exponential(forward_end - forward)
-    # rows are keys: what the left gives is above the diagonal
+    # rows are keys, so the scores of the forward direction are above the diagonal
     dscores = scores_of(v, do, rows, valid, V, BLOCK_T, BLOCK_V, OPERAND, PRECISION)
     if HAS_SCALE:
         dscores *= tl.load(scale + begin + line, mask=valid, other=0)[None, :]
@@ -286,7 +287,7 @@ def key_gradients(
     met = dscores * scores_of(k, q, rows, valid, K, BLOCK_T, BLOCK_K, OPERAND, PRECISION)
     j = tl.arange(0, BLOCK_T)[:, None]
     i = tl.arange(0, BLOCK_T)[None, :]
-    # a decay lies between every key before it and all queries from its own on
+    # a decay applies between each key before it and each query at its own token or later
     crossing = product(tl.where(j < i, met, 0.0), tl.where(j >= i, 1.0, 0.0), OPERAND, PRECISION)
     to_right = tl.sum(tl.where(j < i, crossing, 0.0), 0)
     if ABOVE:

@@ -1,10 +1,10 @@
-"""States of decayed attention, of one decay per head or per key channel.
+"""States of linear attention with one decay per head or per key channel.
 
     S_t = exp(a_t) S_{t-1} + k_t v_t^T,   z_t = exp(a_t) z_{t-1} + k_t
-    o_t = S_t^T q_t, divided by its row sum z_t . q_t                 step: token by token
+    o_t = S_t^T q_t, normalized by the row sum z_t . q_t              step: token by token
     S_n = the state before chunk n, of each direction                 states: chunk by chunk
 
-`decay_scalar` and `decay_diagonal` read the states of chunks, and have their gradients.
+`decay_scalar` and `decay_diagonal` read the states between chunks and compute gradients.
 
 Source: LION, arXiv:2502.16249, Eq. 5; states carried in both directions are not in the paper.
 """
@@ -22,15 +22,15 @@ from onescan.kernels.common import (
     valid_tokens,
 )
 
-VANISHED = tl.constexpr(-800.0)  # exp of less is 0 in every type
+VANISHED = tl.constexpr(-800.0)  # exp of anything smaller is 0 in every dtype
 MIN_DIVISOR = tl.constexpr(1e-30)  # as in onescan.ops.numerics
 
-# How outputs are divided by their row sum.
+# How outputs are normalized by their row sum.
 NORMALIZERS = {"none": 0, "sum": 1, "max_one": 2, "absolute_max_one": 3}
 
 
 def examples(*, diagonal: bool) -> tuple[Example, ...]:
-    """Return what `make check-kernels` compiles, for one kind of decay."""
+    """Return the cases that `make check-kernels` compiles for one kind of decay."""
     given = {"HAS_KEEP": True, "HAS_KV_IN": True, "HAS_SCALE": True}
     return (
         Example(64, 64, diagonal=diagonal),
@@ -43,8 +43,8 @@ EXAMPLES = examples(diagonal=False) + examples(diagonal=True)
 
 
 def state_blocks(case: Case) -> Blocks:
-    """Return the blocks of states: scores of a tile, and two sums beside them, fit registers."""
-    widest = 64 if case.data == "bf16" and not case.diagonal else 32  # others multiply as 32 bits
+    """Return the blocks of `states`: the scores of a tile and two sums must fit in registers."""
+    widest = 64 if case.data == "bf16" and not case.diagonal else 32  # others multiply in 32 bits
     keys, values = (min(power_of_two(x), widest) for x in (case.key_width, case.value_width))
     return Blocks(widest, keys, values, warps=4, stages=1 if case.diagonal else 2)
 
@@ -55,7 +55,7 @@ def scale_blocks(case: Case) -> Blocks:
 
 
 def step_blocks(case: Case) -> Blocks:
-    """Return few values: one token has few programs, whose states stay in registers."""
+    """Return the blocks of `step`: few values per program, to get enough programs when decoding."""
     keys = power_of_two(case.key_width)
     values = min(power_of_two(case.value_width), max(16, 2048 // keys))
     return Blocks(1, keys, values, warps=4, stages=1)
@@ -72,7 +72,7 @@ def position(program, batch, H: tl.constexpr):
 def chunk_of(
     keep, batch, tokens, H: tl.constexpr, HAS_KEEP: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
-    """Return a program's head, sample and chunk, its tokens, which are valid, and its first row."""
+    """Return a program's head, sample, chunk, tokens, validity of tokens, and first row."""
     head, sample, chunk = position(tl.program_id(0), batch, H)
     t = chunk * BLOCK_T + tl.arange(0, BLOCK_T)
     valid = valid_tokens(keep, sample, t, tokens, HAS_KEEP)
@@ -81,7 +81,7 @@ def chunk_of(
 
 @jit
 def load_tile(x, rows, valid, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load some channels of a tile's tokens, 0 for invalid ones; x begins at the tile."""
+    """Load a block of channels of a tile, 0 for invalid tokens; x points to the tile."""
     c = first + tl.arange(0, BLOCK)
     return tl.load(
         x + rows * WIDTH + c[None, :], mask=valid[:, None] & (c < WIDTH)[None, :], other=0
@@ -93,7 +93,7 @@ def load_state(
     x, row, first, start, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Load some keys and values of a state."""
+    """Load a block of keys and values of a state."""
     c = first + tl.arange(0, BLOCK_K)
     e = start + tl.arange(0, BLOCK_V)
     inside = (c < K)[:, None] & (e < V)[None, :]
@@ -116,7 +116,7 @@ def scores_of(
 
 @jit
 def cumulative_decay(decays, row, t, tokens, head, H: tl.constexpr):
-    """Return each token's log-decay, their sums up to it and the sum of all, in float64."""
+    """Return the log-decay of each token, the cumulative sums and the total, in float64."""
     own = tl.load(decays + (row * tokens + t) * H + head, mask=t < tokens, other=0).to(tl.float64)
     own = tl.where(own < VANISHED, VANISHED, own)
     return own, tl.cumsum(own, 0), tl.sum(own, 0)
@@ -124,28 +124,28 @@ def cumulative_decay(decays, row, t, tokens, head, H: tl.constexpr):
 
 @jit
 def exponential(x):
-    """Compute exp(x), 0 < exp(x) <= 1, of a float64 in float32."""
+    """Compute exp(x) of a float64 x <= 0 in float32."""
     return tl.exp(x.to(tl.float32))
 
 
 @jit
 def load_decays(decays, begin, rows, there, first, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Load log-decays of some channels of a tile, bounded so that their sums stay finite."""
+    """Load log-decays of a block of channels, clamped so that their sums stay finite."""
     own = load_tile(decays + begin * K, rows, there, first, K, BLOCK)
     return tl.where(own < VANISHED, VANISHED, own)
 
 
 @jit
 def sums_of(ones, x, EXACT: tl.constexpr):
-    """Sum the rows of x where a mask is one, without rounding them."""
+    """Sum the rows of x where a 0/1 mask is 1, without rounding x."""
     return tl.dot(ones, x, input_precision=EXACT, out_dtype=tl.float32)
 
 
 @jit
 def passed_in_chunk(RIGHTWARD: tl.constexpr, AFTER: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return which decays at y lie between the start of a chunk and x, as ones [x, y].
+    """Return a 0/1 matrix [x, y] that marks the decays y between the start of the chunk and x.
 
-    AFTER: those between x and the end of the chunk.
+    AFTER: mark the decays between x and the end of the chunk instead.
     """
     x, y = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_T)[None, :]
     if RIGHTWARD:
@@ -155,7 +155,7 @@ def passed_in_chunk(RIGHTWARD: tl.constexpr, AFTER: tl.constexpr, BLOCK_T: tl.co
 
 @jit
 def scale_of(c, NORMALIZER: tl.constexpr):
-    """Return what outputs are multiplied by, 1 / divisor(c), and the divisor's derivative."""
+    """Return the reciprocal of the divisor for a row sum c, and the divisor's derivative."""
     if NORMALIZER == 1:
         tiny = tl.abs(c) < MIN_DIVISOR
         divisor, derivative = tl.where(tiny, 1.0, c), tl.where(tiny, 0.0, 1.0)
@@ -163,7 +163,7 @@ def scale_of(c, NORMALIZER: tl.constexpr):
         size, sign = c, 1.0
         if NORMALIZER > 2:
             size, sign = tl.abs(c), tl.where(c < 0, -1.0, 1.0)
-        # as torch.clamp has it: NaN stays, and 1 itself has a derivative
+        # like torch.clamp: NaN is kept, and the derivative at 1 is not 0
         divisor, derivative = tl.where(size < 1, 1.0, size), tl.where(size < 1, 0.0, sign)
     return 1 / divisor, derivative
 
@@ -179,12 +179,12 @@ def states(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state before each chunk, each direction in a program of its own.
+    """Compute the state before each chunk, with separate programs for each direction.
 
-    before, before_sum: [D, B, H, N, K, V] and without V; kv_out, sum_out likewise without N.
-    decays: [D, B, T, H], or [D, B, T, H, K] where they are DIAGONAL.
+    before: [D, B, H, N, K, V]; before_sum: [D, B, H, N, K]; kv_out: [D, B, H, K, V]; sum_out:
+    [D, B, H, K]. decays: [D, B, T, H], or [D, B, T, H, K] if DIAGONAL.
     GRADIENT: compute gradients of states instead, with q and dO in place of k and v, visiting
-    chunks in the other order.
+    chunks in the opposite order.
     """
     line = tl.program_id(0).to(tl.int64)
     head, sample, direction = position(tl.program_id(0), batch, H)
@@ -193,14 +193,14 @@ def states(
     e = start + tl.arange(0, BLOCK_V)
     inside = (c < K)[:, None] & (e < V)[None, :]
     place = c[:, None] * V + e[None, :]
-    alone = (c < K) & (start == 0)  # of the programs that share these keys, one writes their sum
+    alone = (c < K) & (start == 0)  # only one of the programs that share these keys stores the sum
     rightward = (direction == 0) != GRADIENT
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_K], tl.float32)
     if HAS_KV_IN:
         acc += tl.load(kv_in + line * (K * V) + place, mask=inside, other=0)
         total += tl.load(sum_in + line * K + c, mask=c < K, other=0)
-    if DIAGONAL:  # states take what leaves a token, gradients what reaches it
+    if DIAGONAL:  # states need the decays after each token, gradients the decays up to it
         passed = tl.where(
             direction == 0,
             passed_in_chunk(True, not GRADIENT, BLOCK_T),
@@ -256,7 +256,7 @@ def step(
     HAS_KV_IN: tl.constexpr, HAS_KEEP: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of all tokens, and the state and the sum of keys after the last."""
+    """Compute the outputs of all tokens, and the state and sum of keys after the last token."""
     program = tl.program_id(0)
     head, sample, line = program % H, (program // H).to(tl.int64), program.to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
@@ -304,7 +304,7 @@ def scales(
     V: tl.constexpr, NORMALIZER: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute what outputs were multiplied by, and gradients of row sums, of lines [B T H]."""
+    """Compute the reciprocal divisors of outputs and gradients of row sums, for lines [B T H]."""
     line = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_V)
     there = (line < lines)[:, None] & (e < V)[None, :]
@@ -324,7 +324,7 @@ def state_gradient(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute some keys of scale v S^T + dc z^T, where z is the state's sum of keys."""
+    """Compute a block of keys of scale v S^T + dc z^T, where z is the state's sum of keys."""
     acc = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     for start in range(0, V, BLOCK_V):
         values = load_tile(v, rows, valid, start, V, BLOCK_V)

@@ -3,10 +3,10 @@
     y_bt = [x_bt cos(a_t), x_bt sin(a_t)]                      rotate
     dx_bt = dc cos(a_t) + ds sin(a_t),   [dc, ds] = dy_bt      rotate_back
     da_t = sum_b x_bt (ds cos(a_t) - dc sin(a_t))
-    [cos(a_t), sin(a_t)], for kernels that rotate inside       tabulate
+    [cos(a_t), sin(a_t)], for kernels that apply the rotation  tabulate
 
-Angles [T, H, K] are divided into blocks of 512 numbers, whatever K is. A program has one block of
-one part of the samples: angles are read once if there are few samples, and x and y always once.
+Angles [T, H, K] are divided into blocks of 512 numbers, for any K. Each program processes one block
+for one part of the samples. x and y are read or written once, and so are angles if samples are few.
 
 Source: LightNet, arXiv:2405.21022, App. A.2 and App. B.
 """
@@ -22,16 +22,16 @@ RADIANS = tl.constexpr(1.5707963267948966)
 
 
 def blocks_of(case: Case) -> Blocks:
-    """Return the angles of a program: 512, whatever the width of a head."""
+    """Return blocks of 512 angles per program, for any head width."""
     return Blocks(tokens=1, keys=512, values=1, warps=4, stages=1)
 
 
 @jit
 def cosine_and_sine(angle):
-    """Compute both of angles in radians in float32, up to 1e9, with float32's rounding.
+    """Compute cosines and sines of float32 angles up to 1e9 radians, with float32 accuracy.
 
-    The compiler's own functions keep a table in memory for large angles. Here right angles are
-    subtracted in float64, and what is left, at most pi / 4, goes into Taylor series.
+    The compiler's own functions use a table in memory for large angles. Here multiples of pi / 2
+    are subtracted in float64, and Taylor series are evaluated at the remainder, at most pi / 4.
     """
     quarters = angle.to(tl.float64) * QUARTERS
     whole = tl.floor(quarters + 0.5)
@@ -41,7 +41,7 @@ def cosine_and_sine(angle):
     sin = x + x * odd
     even = 1 / 24 + s * (-1 / 720 + s * (1 / 40320 + s * (-1 / 3628800)))
     cos = 1 - (0.5 * s - s * s * even)
-    quarter = whole - 4 * tl.floor(whole * 0.25)  # a float, as NaN is no whole number
+    quarter = whole - 4 * tl.floor(whole * 0.25)  # a float, because NaN cannot be an integer
     from_cos = (quarter == 0) | (quarter == 2)
     first, second = tl.where(from_cos, cos, sin), tl.where(from_cos, sin, cos)
     cos_falls, sin_falls = (quarter == 1) | (quarter == 2), quarter >= 2
@@ -91,7 +91,7 @@ def rotate_back(
     batch, length, parts,
     K: tl.constexpr, HAS_DANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write dx, and what the samples of one part add to dangles, [parts, T, H, K]."""
+    """Write dx, and the contribution of one part of the samples to dangles, [parts, T, H, K]."""
     program = tl.program_id(0).to(tl.int64)
     part = program % parts
     i = program // parts * BLOCK + tl.arange(0, BLOCK)

@@ -1,16 +1,16 @@
-"""Additive decay that is not causal: one pass over keys and values, one over queries.
+"""Non-causal additive decay: one pass over keys and values, and one over queries.
 
     KV = sum_t R_t(exp(k_t) / n) v_t^T,   n = sum_t exp(k_t)       summarize, merge
     o_t = KV^T R_t(q_t)                                            read_out
 
-and backwards, with G = dKV the gradient of KV and <.,.> a sum over values and both halves:
+In the backward pass, with G = dKV the gradient of KV and <.,.> a sum over values and both halves:
 
     dq_t = R_t^T(KV do_t),   G = sum_t R_t(q_t) do_t^T             spread
     w_t = exp(k_t) / n,      dv_t = G^T R_t(w_t)                   collect
     dk_t = w_t (R_t^T(G v_t) - <KV, G> + dz)
 
-where R_t(x) = [x cos, x sin] and R_t^T([x, y]) = x cos + y sin. Tokens are summed in parts, each
-relative to its own maximum, and merged as in `merge_states`.
+Here R_t(x) = [x cos, x sin] and R_t^T([x, y]) = x cos + y sin. Tokens are summed in parts, each
+relative to its own maximum, and the parts are merged as in `merge_states`.
 
 Source: LightNet, arXiv:2405.21022, Eq. 14 and App. A.2.
 """
@@ -56,9 +56,9 @@ def sum_blocks(case: Case) -> Blocks:
 
 
 def read_blocks(case: Case) -> Blocks:
-    """Return the blocks of `read_out`: all keys at once where kv fits in memory beside the tiles.
+    """Return the blocks of `read_out`: all keys at once if kv fits in shared memory with the tiles.
 
-    A kv takes as many bytes as 128 tokens of a head of 64 and, under LRPE, twice as many.
+    With K = V = 64, kv is as large as 128 tokens; with LRPE, it is twice as large.
     """
     blocks = _tile_blocks(case)
     held = _kv_bytes(case)
@@ -69,7 +69,7 @@ def read_blocks(case: Case) -> Blocks:
 
 
 def collect_blocks(case: Case) -> Blocks:
-    """Return the blocks of `collect`, which needs more memory beside kv."""
+    """Return the blocks of `collect`, which needs more memory in addition to kv."""
     blocks = _tile_blocks(case)
     held = _kv_bytes(case)
     if case.data != "bf16" or not reads_operands_from_shared(case.chip) or held > 2**14:
@@ -78,16 +78,16 @@ def collect_blocks(case: Case) -> Blocks:
 
 
 def _tile_blocks(case: Case) -> Blocks:
-    """Return the blocks of kernels that visit tiles of tokens, several at once."""
+    """Return the blocks of kernels that visit tiles of tokens."""
     data, values = case.data, power_of_two(case.value_width)
     keys = min(power_of_two(case.key_width), 32 if data == "bf16" else 16)
-    few = values <= 64 or case.chip.startswith("gfx")  # whose warps have 64 threads
+    few = values <= 64 or case.chip.startswith("gfx")  # AMD warps have 64 threads
     tokens = 32 if data == "bf16" or (values <= 64 and data == "fp16") else 16
     return Blocks(tokens, keys, values, warps=4 if few else 8, stages=2)
 
 
 def _kv_bytes(case: Case) -> int:
-    """Return the bytes of kv as it is multiplied."""
+    """Return the size of kv in bytes, in the dtype of products."""
     numbers = power_of_two(case.key_width) * power_of_two(case.value_width)
     return numbers * (2 if case.lrpe else 1) * (2 if case.data == "bf16" else 4)
 
@@ -102,9 +102,9 @@ def summarize(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum the tokens of one part, weighted relative to the largest of their own logits.
+    """Sum the tokens of one part, with weights relative to the largest logit of the part.
 
-    Their weights sum to exp(peak) mass, [P, B, H, K]; sums are [P, B, H, F, V].
+    The sum of weights is exp(peak) * mass, [P, B, H, K]; sums are [P, B, H, F, V].
     """
     program = tl.program_id(0).to(tl.int64)
     sample, head, part = program % batch, program // batch % H, program // batch // H
@@ -114,8 +114,8 @@ def summarize(
     here, there = (c < K)[None, :], (e < V)[None, :]
     m = tl.full([BLOCK_K], float("-inf"), tl.float32)
     n = tl.zeros([BLOCK_K], tl.float32)
-    cos_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # of cosines, where there is LRPE
-    sin_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # of sines
+    cos_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # kv for cosines; the only one without LRPE
+    sin_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # kv for sines
     stop = tl.minimum((part + 1) * split, tokens)
     for start in range(part * split, stop, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
@@ -152,9 +152,9 @@ def merge(
     F: tl.constexpr, HAS_KV_IN: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Merge all parts and the incoming state under one normalizer, z in float64.
+    """Merge all parts and the incoming state, with one log-normalizer z in float64.
 
-    z = reference + log(total), each as rounded to float32, which is what `collect` reads.
+    z = reference + log(total), with both numbers rounded to float32, as `collect` reads them.
     """
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -181,7 +181,7 @@ def merge(
         acc = acc * before[:, None] + own * now[:, None]
         m, n = higher, n * before + own_n * now
     weighs = n > 0
-    # what is left of a logit in float64 goes into the total: float32 has the reference exactly
+    # round the reference to float32, and move its rounding error into the total
     finite = tl.where(weighs, m, LOG_ZERO)
     rounded = finite.to(tl.float32)
     rest = tl.exp((finite - rounded.to(tl.float64)).to(tl.float32))
@@ -211,7 +211,7 @@ def read_out(
     r = tl.arange(0, BLOCK_T)[:, None]
     half: tl.constexpr = K * V
     kv_rounded += (sample * H + head) * (half * (2 if LRPE else 1))
-    if HOLDS:  # kv, from tile to tile
+    if HOLDS:  # keep kv in registers from tile to tile
         cos_half, sin_half = load_halves(kv_rounded, tl.arange(0, BLOCK_K), e, K, V, LRPE)
     for start in range(part * split, tl.minimum((part + 1) * split, tokens), BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
@@ -229,7 +229,7 @@ def read_out(
                 acc += product(queries * sin, sin_half, OPERAND, PRECISION)
                 queries *= cos
             acc += product(queries, cos_half, OPERAND, PRECISION)
-        # a token that is not kept has no queries, so its output is 0
+        # queries of masked tokens are loaded as 0, so their outputs are 0
         place = o + row * V + r * (H * V) + e[None, :]
         tl.store(place, acc, mask=(t < tokens)[:, None] & (e < V)[None, :])
 
@@ -244,7 +244,7 @@ def spread(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients of queries, and what one part adds to that of kv: sums [P, B, H, F, V]."""
+    """Compute gradients of queries, and the sum of one part for that of kv, [P, B, H, F, V]."""
     program = tl.program_id(0).to(tl.int64)
     sample, head, part = program % batch, program // batch % H, program // batch // H
     c = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -253,7 +253,7 @@ def spread(
     r = tl.arange(0, BLOCK_T)[:, None]
     width: tl.constexpr = half * (2 if LRPE else 1)
     kv_rounded += (sample * H + head) * width
-    HOLDS: tl.constexpr = BLOCK_W == BLOCK_V  # kv, from tile to tile
+    HOLDS: tl.constexpr = BLOCK_W == BLOCK_V  # keep kv in registers from tile to tile
     if HOLDS:
         kv_cos, kv_sin = load_halves(kv_rounded, c, e, K, V, LRPE)
         kv_cos, kv_sin = tl.trans(kv_cos), tl.trans(kv_sin)
@@ -309,9 +309,9 @@ def collect(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients of keys and values of the tokens of one part, and add to those of angles.
+    """Compute the gradients of keys and values of one part, and add to the gradients of angles.
 
-    A part is one tile, unless dkv stays in registers from tile to tile.
+    A part is a single tile, unless dkv stays in registers from tile to tile.
     """
     program = tl.program_id(0).to(tl.int64)
     sample, head, part = program % batch, program // batch % H, program // batch // H
@@ -321,7 +321,7 @@ def collect(
     reference += of_head * K
     total += of_head * K
     offset += of_head * K
-    if HOLDS:  # dkv, from tile to tile
+    if HOLDS:  # keep dkv in registers from tile to tile
         held = load_halves(dkv_rounded, tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), K, V, LRPE)
         for start in range(part * split, tl.minimum((part + 1) * split, tokens), BLOCK_T):
             collect_tile(
@@ -348,9 +348,10 @@ def collect_tile(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients for the tokens from `start` on; `held` are the halves of dkv, if held.
+    """Compute the gradients of the tile that begins at `start`.
 
-    Otherwise keys come first, then values: registers do not hold both.
+    If HOLDS, `held` contains the halves of dkv. Otherwise gradients of keys are computed before
+    gradients of values, because registers cannot hold both.
     """
     half: tl.constexpr = K * V
     t = start + tl.arange(0, BLOCK_T)
@@ -425,7 +426,7 @@ def collect_tile(
 
 @jit
 def weights_of(place, valid, reference, total, c, K: tl.constexpr):
-    """Compute exp(k) / n of a tile; `reference` and `total` are n's, of one head."""
+    """Compute exp(k) / n of a tile; `reference` and `total` represent the n of one head."""
     logits = tl.load(place, mask=valid & (c < K)[None, :], other=float("-inf")).to(tl.float32)
     m = tl.load(reference + c, mask=c < K, other=0)
     n = tl.load(total + c, mask=c < K, other=1)

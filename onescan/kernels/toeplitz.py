@@ -3,25 +3,24 @@
     h_t = lambda h_{t-1} + x_t,   y_t = sum_e weight_e h_t,e             lags from 0
     c_t = lambda h_{t-1},   y_t = sum_e weight_e c_t,e,   h_t = c_t + x_t        lags from 1
 
-and, for the gradient of log_decay, each lag's contribution times the lag:
+For the gradient of log_decay, each term is multiplied by its lag:
 
     k_t = lambda (k_{t-1} + h_{t-1}) = sum_m (t - m) lambda^(t-m) x_m
     dweight = sum_t dy_t h_t,   dlog_decay = weight sum_t dy_t k_t
 
-dx is the same sum of dy, read from the other end.
+dx is the same sum over dy, in the opposite direction.
 
-A recurrence takes 2 E multiplications per number, and so does a matrix form: the matrix of each
-channel within a chunk is different, so matrix units would need x transposed, and the states of
-chunks take E multiplications to write and E to read. Here x is read in place, [B, T, D], and only
-registers lie between it and y.
+The recurrence takes 2 E multiplications per number. A form with matrix products would take as many,
+E to write the states of chunks and E to read them. As each channel has its own matrix, it would
+also need x transposed. The recurrence reads x in place, [B, T, D], and stores only y.
 
-A line is what lies along the axis: a sequence, or a row or column of a grid. A strip is a part of
-a line: the parts of a long line are read in parallel, each from the sums before it. A program is
-one warp with few channels, whose sums over E stay within a thread or two. It visits several strips
-and reads decays and weights once for all of them.
+A line is a sequence along the axis: the whole sequence, or a row or column of a grid. A strip is a
+part of a line. The parts of a long line are processed in parallel, each starting from the sums
+before it. A program is one warp with few channels, whose sums over E stay within one or two
+threads. It visits several strips, and loads decays and weights once for all of them.
 
-lambda is rounded, and lambda^n is n times as wrong: the rounding is corrected every `REFRESH`
-tokens.
+lambda is rounded, and the relative error of lambda^n is n times as large, so the rounding error is
+corrected every `REFRESH` tokens.
 
 Source: LightNet, arXiv:2405.21022, Eq. 17.
 """
@@ -30,7 +29,7 @@ import triton.language as tl
 
 from onescan.kernels.common import Blocks, Case, Example, jit, kernel, power_of_two
 
-REFRESH = 4  # tokens, the tile of these kernels
+REFRESH = 4  # tokens; the tile size of these kernels
 
 EXAMPLES = (
     Example(64, 768, flags={"HAS_ENTERING": True, "HAS_H_IN": True, "HAS_LAST": True}),
@@ -40,23 +39,23 @@ EXAMPLES = (
 
 
 def scan_blocks(case: Case) -> Blocks:
-    """Return one warp with 16 channels, and 32 numbers of each thread and table."""
+    """Return the blocks of scans: one warp, 16 channels, and 32 numbers per thread and table."""
     return Blocks(REFRESH, min(power_of_two(case.key_width, 4), 64), 16, warps=1, stages=1)
 
 
 def gradient_blocks(case: Case) -> Blocks:
-    """Return half as many exponentials: 16 numbers of each thread and six tables."""
+    """Return the blocks of gradients: 16 numbers per thread for each of six tables."""
     return Blocks(REFRESH, min(power_of_two(case.key_width, 4), 32), 16, warps=1, stages=1)
 
 
 def carry_blocks(case: Case) -> Blocks:
-    """Return the numbers of a program that carries states from part to part."""
+    """Return the blocks of the kernel that carries states from part to part."""
     return Blocks(1, 256, 1, warps=4, stages=1)
 
 
 @jit
 def decays_of(log_decay, place, there, REFRESH: tl.constexpr):
-    """Return lambda, and `REFRESH` times its rounding error relative to it."""
+    """Return lambda, and `REFRESH` times its relative rounding error."""
     exact = tl.exp(tl.load(log_decay + place, mask=there, other=float("-inf")).to(tl.float64))
     decay = exact.to(tl.float32)
     rest = (exact - decay.to(tl.float64)).to(tl.float32) / tl.maximum(decay, 1e-30)
@@ -65,14 +64,14 @@ def decays_of(log_decay, place, there, REFRESH: tl.constexpr):
 
 @jit
 def tile_of(c, e, D: tl.constexpr, E: tl.constexpr):
-    """Return which channels exist, and the offsets and mask [E, D] of a tile of a table [D, E]."""
+    """Return a mask of channels, and the offsets and mask [E, D] of a tile of a table [D, E]."""
     there = (e < E)[:, None] & (c < D)[None, :]
     return c < D, c[None, :] * E + e[:, None], there
 
 
 @jit
 def row_of(line, step, length, stride, BACKWARD: tl.constexpr):
-    """Return where in [B T] a step along a line is."""
+    """Return the index into [B T] of a step along a line."""
     place = length - 1 - step if BACKWARD else step
     return line // stride * (length * stride) + line % stride + place * stride
 
@@ -86,7 +85,7 @@ def leave(
     WEIGHED: tl.constexpr, DERIVATIVE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Compute sums h and k of each part but the last, [1 + DERIVATIVE, parts, lines, D, E]."""
+    """Compute the sums h and k over all but the last part, [1 + DERIVATIVE, parts, lines, D, E]."""
     program = tl.program_id(0).to(tl.int64)
     blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     across: tl.constexpr = blocks * ((E + BLOCK_E - 1) // BLOCK_E)
@@ -104,7 +103,7 @@ def leave(
         at = row_of(line, first, length, stride, BACKWARD) * D + c
         x_now = tl.load(x + at, mask=here, other=0)
         for step in range(first, first + split):
-            at += ahead  # there is another part, so another token
+            at += ahead  # always valid, because another part follows
             x_next = tl.load(x + at, mask=here, other=0)
             if DERIVATIVE:
                 k = decay * (k + h)
@@ -130,9 +129,9 @@ def carry(
     D: tl.constexpr, E: tl.constexpr,
     HAS_H_IN: tl.constexpr, WEIGHED: tl.constexpr, DERIVATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Replace each part's own sums by those that enter it from all parts before it and the state.
+    """Replace the sums over each part by the sums over the state and all parts before it.
 
-    Where sums are WEIGHED, the state belongs to the first token, and not to the one before it.
+    If WEIGHED, the incoming state is aligned with the first token, not with the token before it.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     width: tl.constexpr = D * E
@@ -171,8 +170,8 @@ def outputs(
 ):  # fmt: skip
     """Compute the sum y, added to `partial`, and the sums after the last token, [lines, D, E].
 
-    Entering sums are h, [parts, lines, D, E]. WEIGHED has weights inside the sums, and entering
-    sums belong to the first token: h_0 = state + weight x_0, y_t = sum_e h_t,e.
+    entering: the sums h before each part, [parts, lines, D, E]. WEIGHED: the weights are inside the
+    sums, and entering is aligned with the first token: h_0 = state + weight x_0, y_t = sum_e h_t,e.
     """
     program = tl.program_id(0).to(tl.int64)
     blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
@@ -226,10 +225,11 @@ def coefficients(
     HAS_ENTERING: tl.constexpr, HAS_DLAST: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Compute what the strips of one group add to the gradients of both tables, [groups, D, E].
+    """Compute the gradients of both tables, summed over one group of strips, [groups, D, E].
 
-    Entering sums are [1 + DERIVATIVE, parts, lines, D, E]: h, and k, which is 0 without DERIVATIVE.
-    dlast is the gradient of the sums after the last token.
+    entering: the sums h, and with DERIVATIVE also k, before each part,
+    [1 + DERIVATIVE, parts, lines, D, E]; k is 0 without DERIVATIVE. dlast: gradient of the sums
+    after the last token.
     """
     program = tl.program_id(0).to(tl.int64)
     blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
@@ -240,7 +240,7 @@ def coefficients(
     decay, rest = decays_of(log_decay, place, there, REFRESH)
     ahead = (-stride if BACKWARD else stride) * D
     of_weight = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
-    of_age = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)  # but for the weight
+    of_age = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)  # to be multiplied by the weight
     of_state = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     group = program // across
     for strip in range(group, lines * parts, groups):

@@ -1,4 +1,4 @@
-"""The parts of a block that treat each token on its own: norms and MLPs."""
+"""The parts of a block that process each token separately: norms and MLPs."""
 
 import math
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from onescan.shapes import Hidden
 NormName = Literal["layer", "rms", "simple_rms", "none"]
 NormPosition = Literal["pre", "post"]
 
-# below the variance of a mean over 100,000 tokens
+# smaller than the variance of a mean over 100,000 tokens
 EPS = 1e-6
 
 
 def build_norm(name: NormName, width: int, *, affine: bool = True, eps: float = EPS) -> nn.Module:
     """Build a LayerNorm, an RMSNorm, an RMSNorm without parameters ("simple_rms"), or an identity.
 
-    With affine=False, for conditioned norms, none has parameters.
+    With affine=False, for conditioned norms, no norm has parameters.
     """
     check_choice("norm", name, get_args(NormName))
     if name == "layer":
@@ -49,7 +49,7 @@ class MLPConfig:
         (2730, 29)
         """
         check_positive(**{"mlp.multiple_of": self.multiple_of})
-        hidden = math.floor(width * self.ratio + 1e-6)  # 0.29 * 100 is a little under 29
+        hidden = math.floor(width * self.ratio + 1e-6)  # 0.29 * 100 is slightly less than 29
         return math.ceil(hidden / self.multiple_of) * self.multiple_of
 
 

@@ -1,4 +1,4 @@
-"""The residual blocks of all models, with or without a condition, and their first weights."""
+"""The residual blocks of all models, with or without conditioning, and weight initialization."""
 
 from typing import Any, get_args
 
@@ -15,14 +15,14 @@ from onescan.layers.position import sinusoidal_positions
 from onescan.layers.tokens import Documents
 from onescan.shapes import Grid, Hidden, Keep, Labels, Pooled, Timesteps
 
-FREQUENCIES = 256  # of a timestep, as in DiT
+FREQUENCIES = 256  # channels of the sinusoidal timestep embedding, as in DiT
 
 
 def init_weights(module: nn.Module, *, std: float) -> None:
-    """Initialize a linear map or an embedding as in DeiT; mixers then set their own.
+    """Initialize a linear layer or an embedding as in DeiT, or call a mixer's own `init_weights`.
 
-    Weights are drawn from a normal distribution truncated at two standard deviations, biases are
-    zero. For `nn.Module.apply`, which visits a mixer after its linear maps.
+    Weights are drawn from a normal distribution truncated at two standard deviations, and biases
+    are zero. Intended for `nn.Module.apply`, which visits a mixer after its linear layers.
     """
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
@@ -38,9 +38,9 @@ class Block(nn.Module):
     Pre-norm: x = x + mixer(norm(x)); x = x + mlp(norm(x)). Post-norm, as in the Transformer and
     BERT: x = norm(x + mixer(x)); x = norm(x + mlp(x)).
 
-    Mixers that normalize their input get no norm and support only pre-norm. Without an MLP, the
-    block consists of the mixer. The output of a bounded mixer is never scaled up: it applies its
-    own dropout, and drop path scales it down in evaluation instead.
+    Mixers that normalize their input have no norm in front and support only pre-norm. Without an
+    MLP, the block consists of the mixer only. The output of a bounded mixer is never scaled up: the
+    mixer applies its own dropout, and drop path scales its output down in evaluation instead.
     """
 
     recompute: bool = False
@@ -93,10 +93,10 @@ class Block(nn.Module):
         documents: Documents | None = None,
         state: Any = None,
     ) -> tuple[Hidden, Any]:
-        """Return the tokens after the block, and its mixer's state; see `Mixer.forward`.
+        """Return the tokens after the block and the state of its mixer; see `Mixer.forward`.
 
-        `embedding`, the tokens before the first block, is for mixers that read it. `documents` are
-        mixed separately and have no state.
+        `embedding` contains the tokens before the first block, for mixers that read them.
+        `documents` are mixed separately and have no state.
         """
         options = {"embedding": embedding, "keep": keep, "documents": documents, "state": state}
         if self.recompute and torch.is_grad_enabled():
@@ -170,10 +170,10 @@ class ConditionedBlock(Block):
 
 
 class DropPath(nn.Module):
-    """In training, drop the whole branch of a sample with probability `rate` and scale up the rest.
+    """In training, drop the branch of a sample with probability `rate`, and scale up the others.
 
-    Source: stochastic depth, arXiv:1603.09382, which instead scales all down in evaluation, Eq. 5;
-    so does this module without `scale_up`.
+    Source: stochastic depth, arXiv:1603.09382, Eq. 5, which scales all branches down in evaluation
+    instead, as does this module with scale_up=False.
     """
 
     def __init__(self, rate: float, *, scale_up: bool = True) -> None:
@@ -211,9 +211,9 @@ class TimestepEmbedding(nn.Module):
 
 
 class LabelEmbedding(nn.Module):
-    """Embed class labels; the last row of the table stands for no class.
+    """Embed class labels; the last row of the table represents no class.
 
-    In training, a label is replaced by no class with probability `dropout`, as classifier-free
+    In training, a label is replaced by "no class" with probability `dropout`, as classifier-free
     guidance requires. Source: arXiv:2207.12598, Sec. 3.2.
     """
 
@@ -226,7 +226,7 @@ class LabelEmbedding(nn.Module):
         self.table = nn.Embedding(num_classes + 1, width)
 
     def forward(self, labels: Labels) -> Pooled:
-        """Embed labels from 0 to `num_classes`, which stands for no class.
+        """Embed labels from 0 to `num_classes`, where the latter represents no class.
 
         Raises:
             ValueError: If a label is out of range. Checked on CPU only.
@@ -245,7 +245,7 @@ class LabelEmbedding(nn.Module):
 
 
 class Modulation(nn.Module):
-    """Compute shifts, scales and gates of tokens from a condition (adaLN-Zero); all start at zero.
+    """Compute shifts, scales and gates from a condition (adaLN-Zero); all are initially zero.
 
     Source: DiT, arXiv:2212.09748, Sec. 3.2.
     """
@@ -260,11 +260,11 @@ class Modulation(nn.Module):
         return self.proj(F.silu(condition)).unsqueeze(1).chunk(self.parts, dim=-1)
 
     def init_weights(self) -> None:
-        """Set the projection to zero, so that a block starts as the identity."""
+        """Initialize the projection to zero, so that each block is initially the identity."""
         nn.init.zeros_(self.proj.weight)
         nn.init.zeros_(self.proj.bias)
 
 
 def modulate(x: Hidden, shift: Float[Tensor, "B 1 D"], scale: Float[Tensor, "B 1 D"]) -> Hidden:
-    """Return x * (1 + scale) + shift, in place of a norm's own weight and bias."""
+    """Return x * (1 + scale) + shift, which replaces a norm's own weight and bias."""
     return x * (1 + scale) + shift

@@ -1,7 +1,7 @@
-"""Decays: how fast the state of a linear attention forgets, as a function of each token.
+"""Decays of linear attention: how fast the state forgets, as a function of each token.
 
-Each decay is a config, a module that computes it, and a line in `DECAYS` at the end. The modules
-are ordered from constant decays to those that tokens choose, per head and then per key channel.
+Each decay has a config, a module that computes it, and an entry in `DECAYS` at the end. Constant
+decays come first, then input-dependent decays per head, then decays per key channel.
 """
 
 import math
@@ -20,24 +20,24 @@ from onescan.checks import check_choice, check_positive
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.shapes import Hidden
 
-# exp(-exp(5)) is 0 in float32 already, and exp of much more would be infinite
+# exp(-exp(5)) is already 0 in float32, and exp of a much larger number would be infinite
 MAX_LOG_RATE = 5.0
 GLA_TEMPERATURE = 16
 XLSTM_INPUT_CAP = 15.0
-HIPPO_STD = 0.1  # of initial weights: LION, App. C.2
+HIPPO_STD = 0.1  # standard deviation of initial weights; LION, App. C.2
 
 LogDecay = Float[Tensor, " H"] | Float[Tensor, "B T H"] | Float[Tensor, "B T H K"]
 Weight = Float[Tensor, "_ D"]
 
 
 class DecayOutput(NamedTuple):
-    """What a decay computes from tokens.
+    """Output of a decay module.
 
     Attributes:
         log_decay: Log of the decay factor, as in `decay_attention`: at most 0, one per head, per
             token and head, or per token and key channel. None disables decay.
         key: Factor of the keys, [B, T, H, 1 or K], or the keys themselves if the decay
-            `provides_keys`. None is 1.
+            `provides_keys`. None for a factor of 1.
     """
 
     log_decay: LogDecay | None
@@ -46,7 +46,7 @@ class DecayOutput(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DecayConfig(ABC):
-    """How fast the state forgets."""
+    """Base class of the configs of decays."""
 
     provides_keys: ClassVar[bool] = False
     """Whether the decay computes the keys, in place of the mixer's projection."""
@@ -61,7 +61,7 @@ class DecayConfig(ABC):
 
 
 class Decay(nn.Module, ABC):
-    """Compute the decay of each token from the token alone, in float32 or wider.
+    """Compute the decay of each token, from that token only, in float32 or wider.
 
     Call projections as modules, so that LoRA, quantization and offloading work. A replaced
     projection may return bfloat16, so convert its output to float32 before use.
@@ -73,15 +73,15 @@ class Decay(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Hidden) -> DecayOutput:
-        """Compute the decay of each token, and what multiplies or replaces its key."""
+        """Compute the decay of each token, and a factor or replacement of its key."""
 
     def init_weights(self, q: Weight, k: Weight | None, v: Weight) -> None:
-        """Initialize the weights that the model's default initialization does not suit.
+        """Initialize weights for which the model's default initialization is unsuitable.
 
         Args:
-            q: Rows of the mixer's projection to queries, a view to be changed in place.
-            k: Those to keys; None if the decay `provides_keys`.
-            v: Those to values.
+            q: Rows of the mixer's projection that compute queries, a view to modify in place.
+            k: Rows that compute keys; None if the decay `provides_keys`.
+            v: Rows that compute values.
         """
 
     def _heads(self, x: Hidden) -> Float[Tensor, "B T H _"]:
@@ -91,7 +91,7 @@ class Decay(nn.Module, ABC):
 class FP32Linear(nn.Linear):
     """Linear layer that computes in float32 or wider, even under autocast or with bfloat16 weights.
 
-    Decays are multiplied over all tokens, so rounding errors of their logits grow with the length.
+    Decays are multiplied over all tokens, so rounding errors in their logits grow with the length.
     """
 
     def forward(self, x: Hidden) -> Float[Tensor, "B T _"]:
@@ -180,12 +180,12 @@ class FixedDecay(Decay):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveDecayConfig(DecayConfig):
-    """A decay that each token chooses (LION-s, gated RFA)."""
+    """An input-dependent decay (LION-s, gated RFA)."""
 
     diagonal: bool = False
     """One decay per key channel, instead of one per head."""
     couple_key: bool = False
-    """Multiply the key by 1 - decay, so that inputs replace what is forgotten."""
+    """Multiply the key by 1 - decay, so that new inputs replace forgotten ones."""
 
     def build(self, *, width: int, num_heads: int, head_width: int) -> "SelectiveDecay":
         return SelectiveDecay(self, width, num_heads, head_width)
@@ -194,7 +194,7 @@ class SelectiveDecayConfig(DecayConfig):
 class SelectiveDecay(Decay):
     """lambda = sigmoid(W x + b); coupled keys are multiplied by 1 - lambda = sigmoid(-W x - b).
 
-    Source: LION, arXiv:2502.16249, Sec. 3.2; coupled, gated RFA as in its Eq. 199.
+    Source: LION, arXiv:2502.16249, Sec. 3.2; with coupled keys, gated RFA as in its Eq. 199.
     """
 
     def __init__(
@@ -209,14 +209,14 @@ class SelectiveDecay(Decay):
     def forward(self, x: Hidden) -> DecayOutput:
         z = self._heads(_wide(self.proj(x)))
         log_decay = F.logsigmoid(z)
-        # sigmoid(-z) keeps the digits that 1 - sigmoid(z) would lose
+        # sigmoid(-z) is more accurate than 1 - sigmoid(z)
         key = torch.sigmoid(-z) if self.config.couple_key else None
         return DecayOutput(log_decay if self.config.diagonal else log_decay.squeeze(-1), key)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2DecayConfig(DecayConfig):
-    """A step size that each token chooses, times a rate per head (Mamba-2)."""
+    """An input-dependent step size times a rate per head (Mamba-2)."""
 
     def build(self, *, width: int, num_heads: int, head_width: int) -> "Mamba2Decay":
         return Mamba2Decay(width, num_heads)
@@ -226,7 +226,7 @@ class Mamba2Decay(Decay):
     """dt = softplus(W x + b), lambda = exp(-exp(log_rate) dt); dt multiplies the key.
 
     Source: Mamba-2, arXiv:2405.21060, with its initial values: dt from 0.001 to 0.1, rates from 1
-    to 16. LION prints lambda = softplus(W x), which exceeds 1: a misprint.
+    to 16. LION prints lambda = softplus(W x), which is a misprint, as it exceeds 1.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -244,7 +244,7 @@ class Mamba2Decay(Decay):
 
 @dataclass(frozen=True, kw_only=True)
 class XLSTMDecayConfig(DecayConfig):
-    """A forget gate and an exponential input gate that each token chooses (xLSTM)."""
+    """An input-dependent forget gate and exponential input gate (xLSTM)."""
 
     def build(self, *, width: int, num_heads: int, head_width: int) -> "XLSTMDecay":
         return XLSTMDecay(width, num_heads)
@@ -254,8 +254,8 @@ class XLSTMDecay(Decay):
     """lambda = sigmoid(W_f x + b_f); exp(cap(W_i x + b_i)) multiplies the key.
 
     Source: xLSTM, arXiv:2405.04517. cap(z) = 15 tanh(z / 15), as in xLSTM 7B, arXiv:2503.13427, so
-    that the exponential cannot overflow and needs no running maximum. Biases of forget gates start
-    between 3 and 6 over the heads.
+    that the exponential cannot overflow and needs no running maximum. The biases of forget gates
+    are initialized from 3 to 6 over the heads.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -279,7 +279,7 @@ class MambaDecayConfig(DecayConfig):
     """
 
     rank: int | None = None
-    """Rank of the projection to step sizes. None is width / 16, rounded up."""
+    """Rank of the projection to step sizes. None for width / 16, rounded up."""
 
     def build(self, *, width: int, num_heads: int, head_width: int) -> "MambaDecay":
         rank = math.ceil(width / 16) if self.rank is None else self.rank
@@ -291,8 +291,8 @@ class MambaDecay(Decay):
     """dt = softplus(W_2 W_1 x + b), lambda = exp(-exp(log_rate) dt); dt multiplies the key.
 
     Source: Mamba, arXiv:2312.00752, Sec. 3.2 and Algorithm 2. As in Mamba, A is discretized by
-    zero-order hold and B by Euler's rule, rates start at 1 to N over the key channels (A = -rate),
-    and step sizes start between 0.001 and 0.1, uniform in their logarithm.
+    zero-order hold and B by Euler's rule. Rates are initialized from 1 to N over the key channels
+    (A = -rate), and step sizes between 0.001 and 0.1, uniformly in their logarithm.
     """
 
     no_weight_decay = frozenset({"log_rate"})
@@ -318,7 +318,7 @@ class MambaDecay(Decay):
 
 @dataclass(frozen=True, kw_only=True)
 class GLADecayConfig(DecayConfig):
-    """A low-rank decay per key channel that each token chooses (GLA)."""
+    """An input-dependent decay per key channel, with a low-rank projection (GLA)."""
 
     rank: int = 16
     """Rank of the projection to decays."""
@@ -346,7 +346,7 @@ class GLADecay(Decay):
 
 @dataclass(frozen=True, kw_only=True)
 class RWKV6DecayConfig(DecayConfig):
-    """A rate per key channel plus a low-rank term that each token chooses (RWKV-6)."""
+    """A rate per key channel plus an input-dependent low-rank term (RWKV-6)."""
 
     rank: int = 64
     """Rank of the projection to rates."""
@@ -357,7 +357,7 @@ class RWKV6DecayConfig(DecayConfig):
 
 
 class RWKV6Decay(Decay):
-    """lambda = exp(-exp(w + W_2 tanh(W_1 x))); w starts at -6 to -1 over a head's channels.
+    """lambda = exp(-exp(w + W_2 tanh(W_1 x))); w is initialized from -6 to -1 over the channels.
 
     Source: RWKV-6, arXiv:2404.05892, without its token shift.
     """
@@ -377,7 +377,7 @@ class RWKV6Decay(Decay):
 
 @dataclass(frozen=True, kw_only=True)
 class HGRN2DecayConfig(DecayConfig):
-    """A decay per key channel that each token chooses, with keys 1 - decay (HGRN-2)."""
+    """An input-dependent decay per key channel, with keys 1 - decay (HGRN-2)."""
 
     provides_keys: ClassVar[bool] = True
 
@@ -395,7 +395,7 @@ class HGRN2DecayConfig(DecayConfig):
 class HGRN2Decay(Decay):
     """lambda = l + (1 - l) sigmoid(W x + b), k = 1 - lambda = (1 - l) sigmoid(-W x - b).
 
-    Source: HGRN-2, arXiv:2404.07904, with a lower bound l that is given, not learned.
+    Source: HGRN-2, arXiv:2404.07904, with a constant instead of a learned lower bound l.
     """
 
     def __init__(self, width: int, num_heads: int, head_width: int, lower_bound: float) -> None:
@@ -418,12 +418,12 @@ Activation = Literal["sigmoid", "softplus"]
 
 @dataclass(frozen=True, kw_only=True)
 class HippoDecayConfig(DecayConfig):
-    """A decay per key channel that starts as HiPPO's memory, for long sequences."""
+    """A decay per key channel with HiPPO initialization, for long sequences."""
 
     selective: bool = True
-    """Let each token scale the exponent; False leaves it to the head and channel."""
+    """Scale the exponent by an input-dependent factor; False makes the decay constant."""
     activation: Activation = "sigmoid"
-    """How a token scales it: by 0 to 2, or by 0 to any number. Either is 1 where W x is 0."""
+    """Range of the factor: 0 to 2 (sigmoid) or 0 to infinity (softplus). Both are 1 if W x is 0."""
     min_step: float = 0.001
     """Shortest initial step dt: channel n remembers about 1 / (dt (n + 1)) tokens."""
     max_step: float = 0.1
@@ -442,11 +442,12 @@ class HippoDecayConfig(DecayConfig):
 class HippoDecay(Decay):
     """log lambda = 2 sigmoid(W x) B, or B alone; B starts at -dt (n + 1) for channel n.
 
-    That is the diagonal of HiPPO-LegS, as in S4D-Real (arXiv:2206.11893), with log-uniform steps dt
+    This is the diagonal of HiPPO-LegS, as in S4D-Real (arXiv:2206.11893), with log-uniform steps dt
     per head. The parameter is log(-B), so B stays negative.
 
-    Source: LION, arXiv:2502.16249, App. C.2. The paper's lambda = exp(sigmoid(A) + B) may exceed
-    1. This one cannot, and equals HiPPO's where W x is 0. Table 6's row 7 has softplus for sigmoid.
+    Source: LION, arXiv:2502.16249, App. C.2. The paper's lambda = exp(sigmoid(A) + B) may exceed 1.
+    This version cannot, and it equals HiPPO's if W x is 0. Row 7 of Table 6 uses softplus instead
+    of sigmoid.
     """
 
     no_weight_decay = frozenset({"log_rate"})
@@ -476,8 +477,8 @@ class HippoDecay(Decay):
     def init_weights(self, q: Weight, k: Weight | None, v: Weight) -> None:
         """Draw W, q and k with a standard deviation of 0.1, and set v by zero-order hold.
 
-        The latter is diagonal, (lambda - 1) / log lambda (Eq. 236); App. C.2's
-        Lambda^-1 (Lambda - I) would flip its sign.
+        The initial v is the diagonal matrix (lambda - 1) / log lambda (Eq. 236). The
+        Lambda^-1 (Lambda - I) of App. C.2 has the opposite sign.
         """
         for weight in (q, k, None if self.proj is None else self.proj.weight):
             if weight is not None:

@@ -1,4 +1,4 @@
-"""Position encodings, added once, directly after the embedding."""
+"""Position encodings, applied once, directly after the embedding."""
 
 import math
 from abc import ABC, abstractmethod
@@ -32,12 +32,12 @@ class PositionConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ToeplitzPositionConfig(PositionConfig):
-    """MD-TPE: a learned decaying kernel along each axis, summed over axes. Any grid size."""
+    """MD-TPE: a learned decaying kernel along each axis, summed over axes, for any grid size."""
 
     hidden_states: int = 64
     """Number of exponentials per channel, axis and direction."""
     bidirectional: bool = False
-    """Read both ways along each axis; the paper's Eq. 17 reads only earlier positions."""
+    """Read both directions along each axis; the paper's Eq. 17 reads only earlier positions."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         check_positive(**{"position.hidden_states": self.hidden_states})
@@ -46,7 +46,7 @@ class ToeplitzPositionConfig(PositionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AbsolutePositionConfig(PositionConfig):
-    """A learned vector per position, as in ViT; interpolated for other grid sizes."""
+    """A learned vector per position, as in ViT, interpolated for other grid sizes."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         return AbsolutePosition(width, grid)
@@ -57,8 +57,8 @@ def sinusoidal_positions(
 ) -> Float[Tensor, "T D"]:
     """Compute the sine and cosine of n / 10000^(2i / D), i = 0 ... D/2 - 1.
 
-    Angles are computed and reduced in float64, so far positions stay exact; except on MPS, which
-    has no float64.
+    Angles are computed and reduced in float64, so they are accurate for large positions, except on
+    MPS, which does not support float64.
 
     Source: Transformer, arXiv:1706.03762, Sec. 3.5, but all sines come before all cosines.
 
@@ -76,7 +76,7 @@ def sinusoidal_positions(
 
 @dataclass(frozen=True, kw_only=True)
 class SinusoidalPositionConfig(PositionConfig):
-    """Sines and cosines of the position along each axis, as in DiT; for any grid size."""
+    """Sines and cosines of the position along each axis, as in DiT, for any grid size."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         return SinusoidalPosition(width, len(grid.shape))
@@ -87,7 +87,7 @@ class TokenPositionConfig(PositionConfig):
     """A learned vector per position of a text, as in GPT-2 and BERT; masked tokens have none."""
 
     max_tokens: int = 1024
-    """Number of positions; no sequence may be longer."""
+    """Number of positions, which is the maximum sequence length."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         check_positive(**{"position.max_tokens": self.max_tokens})
@@ -97,9 +97,9 @@ class TokenPositionConfig(PositionConfig):
 class ToeplitzPosition(nn.Module):
     """MD-TPE: y = sum over axes of a Toeplitz product along that axis; prefix tokens are unchanged.
 
-    Source: LightNet, arXiv:2405.21022, Eq. 17, with a weight beside each decay:
-    t_n = sum_e weight_e exp(-n exp(log_rate_e)), per channel and axis. Half-lives
-    start between half a token and the axis' length, and outputs have the scale of x.
+    Source: LightNet, arXiv:2405.21022, Eq. 17, with a weight for each decay:
+    t_n = sum_e weight_e exp(-n exp(log_rate_e)), per channel and axis. Half-lives are initialized
+    between half a token and the length of the axis. Initial outputs have the scale of x.
     """
 
     no_weight_decay = frozenset({"log_rate", "weight"})
@@ -124,7 +124,7 @@ class ToeplitzPosition(nn.Module):
 
     @property
     def log_decay(self) -> Tensor:
-        """-exp(log_rate), which is at most 0 whatever is learned."""
+        """-exp(log_rate), which is always at most 0."""
         return -self.log_rate.exp()
 
     def forward(
@@ -176,9 +176,9 @@ class AbsolutePosition(nn.Module):
 
 
 class SinusoidalPosition(nn.Module):
-    """Add sines and cosines, with equal channels for each axis; prefix tokens are unchanged.
+    """Add sines and cosines, with the same number of channels per axis, except to prefix tokens.
 
-    Source: DiT, arXiv:2212.09748, which takes them from ViT.
+    Source: DiT, arXiv:2212.09748, which adopts them from ViT.
     """
 
     def __init__(self, width: int, axes: int) -> None:
@@ -218,7 +218,7 @@ class TokenPosition(nn.Module):
         self, x: Hidden, grid: Grid, state: Places | None = None, keep: Keep | None = None
     ) -> tuple[Hidden, Places]:
         real = x.new_ones(x.shape[:2], dtype=torch.long) if keep is None else keep.long()
-        count = real.cumsum(dim=1)  # of tokens up to each
+        count = real.cumsum(dim=1)  # number of tokens so far
         if state is not None:
             count = count + state.unsqueeze(1)
         if can_look_at_values(count) and count.numel() and count.max() > len(self.table):

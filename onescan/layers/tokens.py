@@ -17,7 +17,7 @@ Mix = Callable[..., Hidden]
 
 
 class Patchify(nn.Module):
-    """Cut a signal, an image or a video into patches and embed each with one linear map.
+    """Split a signal, an image or a video into patches and embed each with a linear map.
 
     Args:
         channels: Channels of the input.
@@ -35,8 +35,8 @@ class Patchify(nn.Module):
         """Return the tokens in row-major order, and their number along each axis.
 
         Raises:
-            ValueError: If the number of axes or channels differs from the module's, or a patch
-                does not divide a side.
+            ValueError: If the number of axes or channels differs from the module's, or the patch
+                size does not divide a side.
         """
         shape = self.grid_shape(tuple(x.shape[1:]))
         sizes = {f"p{i}": size for i, size in enumerate(self.patch_size)}
@@ -59,7 +59,7 @@ class Patchify(nn.Module):
 
 
 class Unpatchify(nn.Module):
-    """Map each token to a patch and reassemble the grid, the inverse of `Patchify`.
+    """Map each token to a patch and reassemble the grid; the inverse of `Patchify`.
 
     Args:
         width: Width of a token.
@@ -74,13 +74,13 @@ class Unpatchify(nn.Module):
         self.pattern = "{tokens} -> {grid}".format(**_patterns(len(patch_size)))
 
     def forward(self, x: Hidden, shape: tuple[int, ...]) -> Grids:
-        """Return the grid of tokens in row-major order; `shape` is their number along each axis."""
+        """Return the grid, given tokens in row-major order and their number along each axis."""
         sizes = {f"n{i}": size for i, size in enumerate(shape)}
         sizes |= {f"p{i}": size for i, size in enumerate(self.patch_size)}
         return rearrange(self.proj(x), self.pattern, **sizes)
 
     def init_weights(self) -> None:
-        """Set the projection to zero, so that the first outputs are zero."""
+        """Initialize the projection to zero, so that initial outputs are zero."""
         nn.init.zeros_(self.proj.weight)
         nn.init.zeros_(self.proj.bias)
 
@@ -105,9 +105,9 @@ class Order(NamedTuple):
 
 
 def snake_orders(grid: Grid, device: torch.device) -> tuple[Order, ...]:
-    """Return one scan order for each axis, in which that axis runs fastest; the last axis first.
+    """Return one scan order per axis, in which that axis varies fastest, from the last axis on.
 
-    The direction along an axis reverses wherever a slower axis advances, so that neighbors in the
+    The direction along an axis reverses whenever a slower axis advances, so that neighbors in the
     order are neighbors on the grid. Prefix tokens come first.
 
     Source: LION, arXiv:2502.16249, App. C.14 and Fig. 11, for two axes.
@@ -146,15 +146,15 @@ class _Group(NamedTuple):
 class Documents:
     """The documents of a packed batch, regrouped with one document per row.
 
-    Mixers process each row on its own, so no document reads another. Documents of a group are more
-    than half as long as its longest, which bounds the padding.
+    Mixers process each row separately, so no document reads another. All documents of a group are
+    more than half as long as its longest, which limits padding.
 
     >>> documents = Documents(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
     >>> [tuple(group.positions.shape) for group in documents.groups]
     [(3, 3), (1, 1)]
 
     Args:
-        numbers: Number of each token's document, [B, T]; a document ends where it changes.
+        numbers: Document number of each token, [B, T]. A document ends where the number changes.
     """
 
     def __init__(self, numbers: Tokens) -> None:
@@ -166,7 +166,7 @@ class Documents:
         starts, self.groups = starts[order], []
         first, counts = 0, lengths.tolist()
         while first < len(counts):
-            last = sum(2 * count > counts[first] for count in counts)  # they are sorted
+            last = sum(2 * count > counts[first] for count in counts)  # counts are sorted
             last = max(last, first + 1)
             self.groups.append(_group(starts[first:last], lengths[first:last], counts[first]))
             first = last
@@ -176,7 +176,7 @@ class Documents:
     def mix_per_document(
         self, mix: Mix, x: Hidden, *, keep: Keep | None, **others: Hidden
     ) -> Hidden:
-        """Apply `mix(x, grid, keep=keep, **others)` to each document and restore their places."""
+        """Apply `mix(x, grid, keep=keep, **others)` to each document, and undo the regrouping."""
         mixed = []
         for positions, inside, is_full in self.groups:
             kept = None if is_full else inside
@@ -196,7 +196,7 @@ def _group(starts: Int[Tensor, " texts"], lengths: Int[Tensor, " texts"], longes
 
 
 def mean_pool(x: Hidden, keep: Keep | None = None) -> Pooled:
-    """Return the mean of all real tokens, or zeros where there are none.
+    """Return the mean of all real tokens, or zeros if there are none.
 
     >>> x = torch.tensor([[[1.0], [3.0], [8.0]]])
     >>> mean_pool(x).item(), mean_pool(x, torch.tensor([[True, True, False]])).item()
@@ -212,7 +212,7 @@ def mean_pool(x: Hidden, keep: Keep | None = None) -> Pooled:
 
 
 def max_pool(x: Hidden, keep: Keep | None = None) -> Pooled:
-    """Return the maximum of each channel over all real tokens, or zeros where there are none."""
+    """Return the maximum of each channel over all real tokens, or zeros if there are none."""
     if keep is None:
         return x.amax(dim=1)
     largest = x.masked_fill(~keep.unsqueeze(-1), -torch.inf).amax(dim=1)
@@ -222,8 +222,8 @@ def max_pool(x: Hidden, keep: Keep | None = None) -> Pooled:
 class AttentionPool(nn.Module):
     """Compute sum_t a_t x_t with a = softmax(x . query) over real tokens.
 
-    The learnable query starts at zero, so the first output is the mean. The output is zero where no
-    token is real.
+    The learnable query is initialized to zero, so the initial output is the mean. The output is
+    zero for sequences without real tokens.
     """
 
     def __init__(self, width: int) -> None:

@@ -1,1 +1,1 @@
-"""Whole networks, and the presets that name every size in the papers."""
+"""Complete networks, and presets for every model size in the papers."""

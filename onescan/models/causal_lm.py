@@ -1,4 +1,4 @@
-"""Causal language models: next-token scores, generation, and the loss of long texts."""
+"""Causal language models: next-token logits, generation, and the loss on long texts."""
 
 import math
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.token_network import NetworkState, TokenNetwork, TokenNetworkConfig
 from onescan.shapes import GeneratedTokens, Keep, TokenLogits, Tokens
 
-IGNORE_INDEX = -100  # a label that is not scored, as in torch's cross_entropy
+IGNORE_INDEX = -100  # label of tokens without a loss, as in torch's cross_entropy
 CHUNK_TOKENS = 2048  # tokens of a batch whose logits are in memory at a time
-MAX_LOSS = 700  # nats; the exponential of more overflows a float
+MAX_LOSS = 700  # nats; the exponential of a larger number overflows a float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CausalLMConfig(TokenNetworkConfig):
-    """LightNet's causal language model by default; LION-s's and GPT-2's by changing fields."""
+    """Config of causal language models: LightNet by default; LION-s, GPT-2 by changing fields."""
 
     mixer: MixerConfig = field(
         default_factory=lambda: LightNetMixerConfig(num_heads=8, causal=True)
@@ -35,8 +35,8 @@ class CausalLMConfig(TokenNetworkConfig):
         """Build the network with new weights from torch's global generator.
 
         Raises:
-            ValueError: If a size is not positive, the mixer or the position is not causal, or they
-                or the norm reject their config.
+            ValueError: If a size is not positive, the mixer or the position is not causal, or the
+                mixer, the norm or the position rejects its config.
         """
         self.check()
         if not self.mixer.is_causal:
@@ -50,7 +50,7 @@ class CausalLMConfig(TokenNetworkConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose the next token: the most likely one, or a random one by probability."""
+    """How to choose the next token: greedily, or by sampling."""
 
     temperature: float = 0.0
     """Divides the logits. 1.0 samples from the model's distribution; lower is more conservative, 0
@@ -88,7 +88,7 @@ class Sampling:
         shares, ids = (logits.float() / self.temperature).softmax(dim=-1).sort(-1, descending=True)
         if self.top_k is not None:
             shares[:, self.top_k :] = 0
-        # Drop a token if the more likely ones sum to top_p already; the first always stays.
+        # Drop a token if the more likely ones already sum to top_p; the first is always kept.
         shares = shares.masked_fill(shares.cumsum(-1) - shares >= self.top_p, 0)
         shares = shares / shares.sum(dim=-1, keepdim=True)
         return torch.zeros_like(shares).scatter(1, ids, shares)
@@ -129,10 +129,10 @@ class CausalLM(nn.Module):
         """Compute the logits of the token after each token.
 
         Args:
-            tokens: Token ids; with a state, those after the ones it has read.
+            tokens: Token ids; with a state, the tokens after those already read.
             state: State returned by a previous call. ``None`` starts a new sequence.
             keep: True for real tokens, False for padding, which may be on either side. Padding on
-                the right counts as positions, so do not continue from its state.
+                the right also occupies positions, so do not continue from a state after it.
             documents: Number of the document that each token belongs to, for several documents in
                 one row. Tokens read only their own document.
             last_only: Compute only the logits after the last token, which saves memory.
@@ -161,7 +161,7 @@ class CausalLM(nn.Module):
         vocab_size: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[tuple[Tensor, NetworkState]]:
-        """Generate token by token, each in constant time and memory.
+        """Generate token by token, in constant time and memory per token.
 
         Args:
             tokens: Prompt of at least one token; padding must be on the left.
@@ -170,8 +170,8 @@ class CausalLM(nn.Module):
             end: Id of the end-of-sequence token; a sequence that has ended repeats it.
             keep: True for real tokens, False for padding.
             state: State after the tokens before the prompt.
-            vocab_size: Generate only ids below this, for a tokenizer that has fewer tokens than
-                the model. ``None`` allows all of the model's.
+            vocab_size: Generate only ids below this number, for a tokenizer with fewer tokens than
+                the model. ``None`` allows all ids.
             generator: Source of randomness. ``None`` is torch's global generator.
 
         Yields:
@@ -237,7 +237,7 @@ def token_losses(
 
     Args:
         model: Model in evaluation mode.
-        tokens: Token ids; with a state, those after the ones it has read. May be empty.
+        tokens: Token ids; with a state, the tokens after those already read. May be empty.
         labels: The token that follows each token, or `IGNORE_INDEX`.
         state: State returned by a previous call of the model.
         keep: True for real tokens, False for padding, which must be on the right.
@@ -255,7 +255,7 @@ def token_losses(
 
 
 def score_logits(logits: TokenLogits, labels: Tokens) -> TokenScores:
-    """Compute the loss and the correctness of logits for given labels."""
+    """Compute the loss and correctness of logits for given labels."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = cross_entropy(
         logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORE_INDEX

@@ -1,4 +1,4 @@
-"""Denoisers for image generation, and the configs of their noise and of sampling."""
+"""Denoisers for image generation, and the configs of noise and sampling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,12 +28,12 @@ Condition = Literal["tokens", "adaln_zero"]
 Prediction = Literal["noise", "v", "flow"]
 Betas = Literal["linear", "cosine"]
 SamplerName = Literal["ddpm", "ddim", "dpm", "euler"]
-STEPS = 1000  # timesteps from the image, 0, to pure noise
+STEPS = 1000  # timesteps, from the image (0) to pure noise
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenoiserConfig(ModelConfig):
-    """LightNet's denoiser by default; DiT's and the ablations by changing fields."""
+    """Config of denoisers: LightNet by default; DiT and the ablations by changing fields."""
 
     image_size: tuple[int, int] = (32, 32)
     """Default height and width of the image, or of its latents, which are 8 times smaller. Most
@@ -57,14 +57,14 @@ class DenoiserConfig(ModelConfig):
     norm: NormName = "layer"
     """Norm of every block, except before mixers that normalize their input, and before the head."""
     condition: Condition = "tokens"
-    """How timestep and class enter: as two tokens before the patches, or through every norm."""
+    """How to condition on timestep and class: two tokens before the patches, or every norm."""
     learn_sigma: bool = True
-    """Predict the variance of each step as well, in as many additional channels."""
+    """Also predict the variance of each step, which doubles the number of output channels."""
     label_dropout: float = 0.1
-    """Rate at which training images lose their class, for classifier-free guidance."""
+    """Probability of dropping the class in training, for classifier-free guidance."""
     init_std: float = 0.02
     """Standard deviation of the initial weights of linear layers. Narrow models learn faster with a
-    larger one."""
+    larger value."""
 
     def check(self) -> None:
         """Raise ValueError if a number is out of range, or fields contradict each other."""
@@ -99,8 +99,8 @@ class DenoiserConfig(ModelConfig):
 class Denoiser(nn.Module):
     """Patches -> position encoding -> blocks -> patches, given a timestep and a class.
 
-    The condition enters as two tokens before the patches, which matches LightNet's printed sizes
-    (arXiv:2405.21022, Table 14), or through every norm, as in DiT (arXiv:2212.09748).
+    The condition is added as two tokens before the patches, which matches LightNet's published
+    sizes (arXiv:2405.21022, Table 14), or modulates every norm, as in DiT (arXiv:2212.09748).
 
     >>> model = DenoiserConfig(width=48, depth=2, num_classes=10, learn_sigma=False).build()
     >>> noisy = torch.randn(2, 4, 32, 16)  # any size that 2 divides
@@ -161,14 +161,14 @@ class Denoiser(nn.Module):
 
         Args:
             noisy: Noisy images of any size that `patch_size` divides.
-            timesteps: Amount of noise of each image, from 0, none, to 1000; may be fractional.
-            labels: Class of each image, or `num_classes` for no class. ``None`` is no class for
-                all.
+            timesteps: Noise level of each image, from 0 (no noise) to 1000; may be fractional.
+            labels: Class of each image, or `num_classes` for no class. ``None`` means no class for
+                all images.
 
         Returns:
             A tensor of the images' shape, or with twice the channels with `learn_sigma`. The second
-            half is the position of each variance between its lower bound, -1, and its upper bound,
-            1, on a logarithmic scale (arXiv:2102.09672, Eq. 15).
+            half is the position of each variance on a logarithmic scale, from -1 at its lower bound
+            to 1 at its upper bound (arXiv:2102.09672, Eq. 15).
 
         Raises:
             ValueError: If the number of channels differs, `patch_size` does not divide a side, the
@@ -215,17 +215,17 @@ class Denoiser(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseConfig:
-    """How images are noised, x_t = a_t x_0 + s_t noise, and what the model predicts.
+    """How noise is added to images, x_t = a_t x_0 + s_t noise, and what the model predicts.
 
     Sources: DDPM, arXiv:2006.11239; v, arXiv:2202.00512; flow matching, arXiv:2210.02747.
     """
 
     prediction: Prediction = "noise"
-    """noise; v = a noise - s x_0; or flow, the velocity noise - x_0 on the straight line between
-    both, with a = 1 - t / 1000 and s = t / 1000, which has no betas."""
+    """Prediction target: noise; v = a noise - s x_0; or flow, the velocity noise - x_0 along the
+    straight line between image and noise, with a = 1 - t / 1000 and s = t / 1000, without betas."""
     betas: Betas = "linear"
-    """Variance of the noise added at each of 1000 steps: linear, DDPM's 0.0001 to 0.02; or cosine,
-    with which a falls as a cosine (arXiv:2102.09672, Eq. 17)."""
+    """Schedule of the variance of the noise added at each of 1000 steps: linear, from 0.0001 to
+    0.02 as in DDPM; or cosine, with which a decreases as a cosine (arXiv:2102.09672, Eq. 17)."""
 
     def check(self) -> None:
         """Raise ValueError if a name is unknown, or `betas` is set for flow matching."""
@@ -247,8 +247,8 @@ class SamplerConfig:
     steps: int = 50
     """Number of steps; each calls the model once, or twice with guidance."""
     guidance_scale: float = 1.0
-    """Scale of classifier-free guidance, which extrapolates from the unconditional to the
-    conditional prediction. 1 is the conditional prediction, without guidance."""
+    """Scale of classifier-free guidance, which extrapolates from the unconditional prediction to
+    the conditional one. 1 uses the conditional prediction, without guidance."""
 
     def check(self, noise: NoiseConfig) -> None:
         """Raise ValueError if a number is out of range, or the sampler does not fit the noise."""

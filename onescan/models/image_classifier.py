@@ -21,7 +21,7 @@ WITH_CLASS_TOKEN = ("class_token", "mean_with_class_token")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageClassifierConfig(ModelConfig):
-    """LightNet's image classifier by default; DeiT's and the ablations by changing fields."""
+    """Config of image classifiers: LightNet by default; DeiT and ablations by changing fields."""
 
     image_size: tuple[int, int] = (224, 224)
     """Default height and width. Most models accept any size that patch_size divides."""
@@ -49,10 +49,10 @@ class ImageClassifierConfig(ModelConfig):
     distillation_token: bool = False
     """Add a second learned token and a second head that learns from a teacher."""
     drop_path: float = 0.1
-    """Stochastic depth: rate at the last block; it grows linearly from 0."""
+    """Stochastic depth: drop rate of the last block; it increases linearly from 0."""
     init_std: float = 0.02
     """Standard deviation of the initial weights of linear layers; 0.02 in DeiT. Narrow models learn
-    faster with a larger one."""
+    faster with a larger value."""
 
     def check(self) -> None:
         """Raise ValueError if a number is out of range, or fields contradict each other."""
@@ -176,7 +176,8 @@ class ImageClassifier(nn.Module):
         """Compute class logits from the tokens of `forward_features`.
 
         With a distillation token, return the logits of both heads in training, and their mean
-        otherwise, as in DeiT's code. DeiT's paper, arXiv:2012.12877, Sec. 4, adds the softmaxes.
+        otherwise, as in DeiT's code. DeiT's paper, arXiv:2012.12877, Sec. 4, adds the softmax
+        outputs instead.
         """
         scores = self.head(self.pooled(tokens))
         if self.distillation_head is None:
@@ -188,7 +189,7 @@ class ImageClassifier(nn.Module):
         """Pool tokens into the input of the class head."""
         if self.config.pool == "class_token":
             return tokens[:, 0]
-        if self.config.distillation_token:  # only its own head reads it
+        if self.config.distillation_token:  # only the distillation head reads this token
             tokens = torch.cat([tokens[:, :1], tokens[:, 2:]], dim=1)
         if self.attention_pool is not None:
             return self.attention_pool(tokens)

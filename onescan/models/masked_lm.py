@@ -1,4 +1,4 @@
-"""Masked language models: the token at a masked position, from those on both sides."""
+"""Masked language models, which predict masked tokens from the tokens on both sides."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from onescan.shapes import Hidden, Keep, ReadOutLogits, TokenLogits, TokenMask, 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLMConfig(TextEncoderConfig):
-    """LightNet's masked language model by default; LION's, LDN's and BERT's by changing fields."""
+    """Config of masked language models: LightNet by default; LION, LDN, BERT by changing fields."""
 
     head_transform: bool = True
     """Add a linear layer with GELU and a norm before the output layer, as in BERT."""
@@ -59,7 +59,7 @@ class MaskedLM(nn.Module):
         read_outs: int = 1,
         positions: TokenMask | None = None,
     ) -> ReadOutLogits:
-        """Compute the logits of the token at each position.
+        """Compute the logits of the tokens at each position.
 
         Args:
             tokens: Token ids; masked positions hold the tokenizer's mask id.
@@ -68,9 +68,9 @@ class MaskedLM(nn.Module):
             documents: Number of the document that each token belongs to, for several documents in
                 one row. Tokens read only their own document.
             read_outs: Number of last blocks to apply the head to. Their logits are concatenated
-                along the batch, ``[read_outs * B, T, vocab_size]``, the last block's last.
-            positions: True where to compute logits, which saves memory: the result is ``[1,
-                read_outs * P, vocab_size]`` for P positions. ``None`` computes all.
+                along the batch, ``[read_outs * B, T, vocab_size]``, in the order of the blocks.
+            positions: True for positions whose logits to compute, which saves memory. The result
+                has shape ``[1, read_outs * P, vocab_size]`` for P positions. ``None`` selects all.
 
         Raises:
             ValueError: If shapes do not match, there are no tokens, `read_outs` exceeds the number

@@ -1,6 +1,6 @@
-"""Every model size in the papers by name, with the printed parameter counts, and their ablations.
+"""Presets for every model size in the papers, with published parameter counts, and ablations.
 
-A preset is a row of `_ROWS`: a family, whose config it changes, and the sizes in its paper.
+A preset is a row of `_ROWS`: a family, whose config it changes, and the sizes given in its paper.
 """
 
 from collections.abc import Mapping
@@ -53,28 +53,28 @@ LION_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A named config, and the figures that its paper prints."""
+    """A named config, and the figures published in its paper."""
 
     config: ModelConfig
     printed_millions: float | int | None
-    """Parameters in millions as printed. An int means that the paper truncates, a float that it
-    rounds; None if no count is printed."""
+    """Published number of parameters in millions. An int means that the paper truncates it, a float
+    that the paper rounds it; None if no count is published."""
     source: str
     printed_gmacs: float | None = None
-    """Multiply-accumulates of one forward pass in billions as printed; None if not printed."""
+    """Published multiply-accumulates of one forward pass in billions; None if not published."""
     printed_ablations: Mapping[str, float] = field(default_factory=dict)
-    """Parameters in millions as printed, for some keys of `ABLATIONS`."""
+    """Published number of parameters in millions, for some keys of `ABLATIONS`."""
 
 
 class _Family(NamedTuple):
-    """The config that models of one kind share, except for sizes, and its source."""
+    """The config shared by models of one kind, except for sizes, and its source."""
 
     config: ModelConfig
     source: str
 
 
 class _Row(NamedTuple):
-    """A preset: a family with sizes, further changed fields, and printed figures."""
+    """A preset: a family with sizes, other changed fields, and published figures."""
 
     name: str
     family: _Family
@@ -97,7 +97,7 @@ _DEIT = _Family(
 
 
 def _lion(mixer: LionMixerConfig) -> _Family:
-    """DeiT with another mixer and the mean of all tokens; without decay it needs positions."""
+    """DeiT with another mixer, pooled by the mean of all tokens; with positions if no decay."""
     position = AbsolutePositionConfig() if isinstance(mixer.decay, NoDecayConfig) else None
     return _Family(
         ImageClassifierConfig(
@@ -112,7 +112,7 @@ _LION_LIT, _LION_D, _LION_S = _lion(LionMixerConfig(decay=NoDecayConfig())), _li
 _LION_D_NATURAL, _LION_S_NATURAL = (
     _lion(replace(mixer, {"scan": "natural"})) for mixer in (_D, _S)
 )
-# ViT's shapes; the mixer is the whole block, without an MLP.
+# The shapes are ViT's. Each block consists of the mixer only, without an MLP.
 _LDN = _Family(
     ImageClassifierConfig(
         mixer=LinearDiffusionMixerConfig(),
@@ -123,7 +123,7 @@ _LDN = _Family(
     ),
     "LDN, arXiv:2502.12381, Table 1",
 )
-# The condition enters as tokens: with adaLN-Zero in each block, no size matches the printed one.
+# The condition is added as tokens. With adaLN-Zero in each block, no published size matches.
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
 _DIT = _Family(
     DenoiserConfig(
@@ -137,7 +137,7 @@ _DIT = _Family(
 
 
 def _lightnet_lm(source: str) -> _Family:
-    """Norms have no parameters: only then does WikiText-103's model have 45.07 million."""
+    """Norms have no parameters; otherwise WikiText-103's model would not have 45.07 million."""
     mixer = LightNetMixerConfig(causal=True, gate_rank=128)
     return _Family(
         CausalLMConfig(vocab_size=50272, mixer=mixer, norm="simple_rms"),
@@ -163,7 +163,7 @@ _LIGHTNET_MLM = _Family(
 
 
 def _bert(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
-    """BERT, arXiv:1810.04805, with its vocabulary, post-norm blocks, dropout and eps.
+    """BERT (arXiv:1810.04805), with its vocabulary, post-norm blocks, dropout and eps.
 
     LION replaces only the attention. It has no attention dropout, because its chunk and recurrent
     forms do not compute attention weights.
@@ -185,7 +185,7 @@ def _bert(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 
 _BERT_POSITION = TokenPositionConfig(max_tokens=BERT_MAX_TOKENS)
 _BERT = _bert(SoftmaxMixerConfig(dropout=0.1), _BERT_POSITION)
-# App. C.5 puts a norm after LION-lit's attention; it needs positions, as it has no decay.
+# App. C.5 adds a norm after LION-lit's attention. LION-lit needs positions, as it has no decay.
 _BERT_LIT = _bert(LionMixerConfig(decay=NoDecayConfig(), norm="layer"), _BERT_POSITION)
 _BERT_D, _BERT_S = _bert(_D, None), _bert(_S, None)
 _LDN_MLM = _Family(
@@ -195,7 +195,7 @@ _LDN_MLM = _Family(
     "LDN, arXiv:2502.12381, Sec. 5.1, which gives no shape",
 )
 
-# name, family, depth, width, heads, parameters in millions as printed
+# name, family, depth, width, heads, published parameters in millions
 _IMAGE_ROWS = (
     _Row(
         *("lightnet_tiny", _LIGHTNET, 12, 192, 6, 6.0),
@@ -231,8 +231,9 @@ _IMAGE_ROWS = (
     _Row("ldn_large", _LDN, 24, 1024, 16, 181.0, printed_gmacs=36.7),
     _Row("ldn_huge", _LDN, 32, 1280, 16, 373.0, printed_gmacs=75.4),
 )
-# Printed for patches of 2 x 2; each size exists with every patch size, as lightnet_dit_s_2. The 33M
-# of LightNet-S and DiT-S are 33.53 and 32.96: one is truncated, the other is rounded.
+# Parameter counts are for patches of 2 x 2. Each size is available with every patch size, such as
+# lightnet_dit_s_2. The published 33M of LightNet-S and DiT-S are 33.53, truncated, and 32.96,
+# rounded.
 _DENOISER_ROWS = (
     _Row("lightnet_dit_s", _LIGHTNET_DIT, 18, 384, 6, 33),
     _Row("lightnet_dit_b", _LIGHTNET_DIT, 18, 768, 6, 131.0),
@@ -290,8 +291,8 @@ def _preset_of(row: _Row) -> Preset:
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({row.name: _preset_of(row) for row in _ROWS})
 
-# The tables below hold the rows of the papers' ablation tables, as changes of a config.
-# LightNet, Tables 1, 7 and 6. Either of the last two may be "no share" in Table 6: the text
+# The mappings below contain the rows of the papers' ablation tables, as changes of a config.
+# LightNet, Tables 1, 7 and 6. Each of the last two may be the "no share" of Table 6: the text
 # describes independent parameters, but the 385M parameters match rank 128.
 LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -326,8 +327,8 @@ LDN_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "separable_diffusion": {"mixer.separable": True},
     }
 )
-# LION on the Long Range Arena: the rows of Table 6, and Table 5's without HiPPO, for LION-s. Row
-# 3's decay, one for each head, is LION-s's own, as HiPPO's are per channel.
+# LION on the Long Range Arena: the rows of Table 6, and the rows of Table 5 without HiPPO, for
+# LION-s. Row 3 has one decay per head, which is LION-s's own decay, as HiPPO's is per channel.
 LONG_RANGE_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "sigmoid_without_scaling": {"mixer.feature_map": "sigmoid", "mixer.normalize": "none"},

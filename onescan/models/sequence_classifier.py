@@ -16,7 +16,7 @@ Pool = Literal["first", "mean", "max", "attention"]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceClassifierConfig(TextEncoderConfig):
-    """A masked language model's network with a pooling head."""
+    """Config of text classifiers: the network of a masked language model with a pooling head."""
 
     num_classes: int = 2
     """Number of classes; 1 for regression."""
@@ -38,7 +38,7 @@ class SequenceClassifierConfig(TextEncoderConfig):
         check_choice("pool", self.pool, get_args(Pool))
         if self.pool == "first" and self.mixer.is_causal:
             raise ValueError(
-                "pool is 'first' with a causal mixer, so the first token reads no other; expected "
+                "pool is 'first', but with a causal mixer the first token reads no other; expected "
                 "'mean', 'max' or 'attention'"
             )
         return SequenceClassifier(self)

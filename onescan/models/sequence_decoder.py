@@ -28,12 +28,12 @@ from onescan.shapes import GeneratedTokens, Grid, Hidden, Memory, MemoryMask, To
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceDecoderConfig(ModelConfig):
-    """LDN's decoding head: causal LDN layers, each followed by attention to the memory."""
+    """Config of LDN's decoder: causal LDN layers, each followed by cross-attention to a memory."""
 
     vocab_size: int
     """Number of token ids."""
     width: int = 192
-    """Features per token, also of the encoder."""
+    """Features per token, of the decoder and the encoder."""
     depth: int = 2
     """Number of layers."""
     mixer: MixerConfig = field(
@@ -43,11 +43,11 @@ class SequenceDecoderConfig(ModelConfig):
     mlp: MLPConfig | None = None
     """MLP after the mixer, applied to each token; None for mixers that need none."""
     num_heads: int = 3
-    """Heads of the attention to the encoder's tokens."""
+    """Number of heads of the cross-attention to the encoder's tokens."""
     feature_map: FeatureMapName = "relu"
-    """Feature map of that attention's queries and keys."""
+    """Feature map of the queries and keys of the cross-attention."""
     norm: NormName = "layer"
-    """Norm before that attention, and before the output layer."""
+    """Norm before the cross-attention, and before the output layer."""
     init_std: float = 0.02
     """Standard deviation of the initial weights of linear layers and embeddings."""
 
@@ -94,7 +94,7 @@ class DecoderState(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """A causal block, then x += attention(norm(x)) over the encoder's tokens."""
+    """A causal block, then x += attention(norm(x)) to the encoder's tokens."""
 
     def __init__(self, config: SequenceDecoderConfig, index: int) -> None:
         super().__init__()
@@ -113,8 +113,8 @@ class DecoderLayer(nn.Module):
 class SequenceDecoder(nn.Module):
     """Embedding + position encoding -> layers -> norm -> linear output layer.
 
-    Source: LDN, arXiv:2502.12381, Sec. 3.6, which gives no details of its "dedicated decoding
-    module". The layers, the linear attention and the added position encoding are the paper's.
+    Source: LDN, arXiv:2502.12381, Sec. 3.6, which does not describe its "dedicated decoding module"
+    in detail. The layers, the linear attention and the added position encoding are the paper's.
 
     >>> decoder = SequenceDecoderConfig(vocab_size=9, width=24).build().eval()
     >>> encoded = torch.randn(2, 50, 24)
@@ -146,8 +146,8 @@ class SequenceDecoder(nn.Module):
         """Compute the logits of the token after each token.
 
         Args:
-            tokens: Token ids; with a state, those after the ones it has read.
-            memory: Output of the encoder. Must be ``None`` with a state, which holds a summary.
+            tokens: Token ids; with a state, the tokens after those already read.
+            memory: Output of the encoder. Must be ``None`` with a state, which contains a summary.
             memory_mask: True for the encoder's real tokens, False for padding.
             state: State returned by a previous call. ``None`` starts a new sequence.
 
@@ -182,7 +182,7 @@ class SequenceDecoder(nn.Module):
         max_new_tokens: int,
         memory_mask: MemoryMask | None = None,
     ) -> GeneratedTokens:
-        """Generate sequences greedily, always taking the most likely token.
+        """Generate sequences greedily, always choosing the most likely token.
 
         Args:
             memory: Output of the encoder.

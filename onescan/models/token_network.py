@@ -1,4 +1,4 @@
-"""The network of all language models, from token ids to one vector per token, and its state."""
+"""The network of all language models, which maps token ids to vectors, and its state."""
 
 import dataclasses
 from abc import ABC
@@ -26,7 +26,7 @@ from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class TokenNetworkConfig(ModelConfig, ABC):
-    """Fields that all language models share; LightNet's by default."""
+    """Config fields shared by all language models; LightNet by default."""
 
     vocab_size: int = 50265
     """Number of token ids."""
@@ -50,7 +50,7 @@ class TokenNetworkConfig(ModelConfig, ABC):
     """"pre" normalizes the input of each branch and the output of the network; "post" normalizes
     each residual sum instead, as in BERT."""
     norm_eps: float = EPS
-    """Added to the variance in every norm; 1e-12 in BERT."""
+    """Epsilon added to the variance in every norm; 1e-12 in BERT."""
     dropout: float = 0.0
     """Dropout rate for the input of the first block and the output of each branch."""
     init_std: float = 0.02
@@ -156,8 +156,8 @@ class TokenNetwork(nn.Module):
             documents: Number of the document that each token belongs to, for several documents in
                 one row. Tokens read only their own document.
             state: State returned by a previous call of a causal network. Not with ``documents``.
-            read_outs: Number of last blocks to return. Their outputs are concatenated along the
-                batch, the last block's last.
+            read_outs: Number of last blocks whose outputs to return, concatenated along the batch
+                in the order of the blocks.
 
         Returns:
             Vectors of shape ``[read_outs * B, T, D]``, and the state after the last token; ``None``
@@ -211,16 +211,16 @@ class TokenNetwork(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device for token ids: that of the first parameter that is not offloaded.
+        """The device for token ids: the device of the first parameter that is not offloaded.
 
-        Offloaded parameters are on the meta device. Their hooks move inputs, so if all are
-        offloaded, this is the CPU.
+        Offloaded parameters are on the meta device. If all parameters are offloaded, this is the
+        CPU, because their hooks move inputs.
         """
         devices = (parameter.device for parameter in self.parameters())
         return next((d for d in devices if d.type != "meta"), torch.device("cpu"))
 
     def set_embedding(self, embedding: nn.Embedding) -> None:
-        """Replace the token embedding, with another vocabulary size if it has one."""
+        """Replace the token embedding, possibly changing the vocabulary size."""
         self.embedding = embedding
         self.config = dataclasses.replace(self.config, vocab_size=embedding.num_embeddings)
 
@@ -290,7 +290,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
 
 
 def select_rows(state: Any, rows: Tensor) -> Any:
-    """Select sequences of the batch, for example to reorder them in beam search.
+    """Select sequences of a batch, for example to reorder them in beam search.
 
     Args:
         state: State returned by a model.

@@ -1,7 +1,7 @@
-"""Choose what runs an op, and launch kernels.
+"""Choose the backend of an op, and launch kernels.
 
-An op runs in plain torch on any device, or in Triton kernels on a GPU. Kernels are not tuned at run
-time: lengths change from call to call, and no call should wait for another length to be tried.
+An op runs in plain torch on any device, or in Triton kernels on a GPU. Kernels are not autotuned,
+because lengths change from call to call, and tuning would delay the first call of each length.
 """
 
 import os
@@ -24,8 +24,8 @@ Backend = Literal["auto", "torch", "triton"]
 
 BACKENDS = ("auto", "torch", "triton")
 
-# GPUs, by torch.cuda.get_device_name, on which `make gpu` has passed. On others "auto" means torch:
-# compilers have turned correct kernels into wrong ones on single chips before.
+# GPUs, by torch.cuda.get_device_name, on which `make gpu` has passed. On others "auto" means torch,
+# because compilers have miscompiled correct kernels on individual chips before.
 VALIDATED_GPUS: frozenset[str] = frozenset()
 
 _preferred = "auto"
@@ -35,9 +35,9 @@ _preferred = "auto"
 def use_backend(backend: Backend) -> Iterator[None]:
     """Set what "auto" means inside a `with` block, in all ops and therefore in whole models.
 
-    With "triton", every call that kernels can run uses them, also on a GPU that is not in
-    `VALIDATED_GPUS`; all other calls run in torch. This holds for the process, not one thread.
-    If activations are recomputed in the backward pass, it must run inside the context too.
+    With "triton", every call that kernels support uses them, even on a GPU that is not in
+    `VALIDATED_GPUS`; all other calls run in torch. The setting applies to the whole process, not
+    to one thread. With activation checkpointing, the backward pass must run inside the context too.
 
     Raises:
         ValueError: If the backend is unknown.
@@ -56,7 +56,7 @@ def use_backend(backend: Backend) -> Iterator[None]:
 
 
 def preferred_backend() -> str:
-    """Return what "auto" means at present; "auto" itself outside of `use_backend`."""
+    """Return the current meaning of "auto"; "auto" itself outside of `use_backend`."""
     return _preferred
 
 
@@ -69,7 +69,7 @@ def resolved_backend(
         backend: The requested backend.
         has_kernel: Whether the form in question has a kernel.
         tensors: Inputs of the call.
-        widest: Most channels of their last axis; None for any number.
+        widest: Maximum size of their last axis; None for no limit.
 
     Raises:
         ValueError: If the backend is unknown, or "triton" is requested and cannot run.
@@ -93,14 +93,14 @@ def why_no_kernel(*tensors: Tensor | None, widest: int | None = WIDEST_HEAD) -> 
     if find_spec("triton") is None:
         return "triton is not installed: pip install 'onescan[gpu]'"
     if _is_transformed(given):
-        return "kernels have gradients alone: no torch.func, and no derivatives forward"
+        return "kernels support neither torch.func nor forward-mode derivatives"
     for x in given:
         if is_interpreted() and x.dtype is torch.bfloat16:
-            return "interpreted kernels take float32 or float16, and got torch.bfloat16"
+            return "interpreted kernels take float32 or float16, but got torch.bfloat16"
         if x.device.type != "cuda" and not is_interpreted():
             return f"tensors are on {x.device}, expected a GPU"
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"kernels take float32, bfloat16 or float16, and got {x.dtype}"
+            return f"kernels take float32, bfloat16 or float16, but got {x.dtype}"
         if widest is not None and x.shape[-1] > widest:
             return f"a head has {x.shape[-1]} channels, expected at most {widest}"
     return None
@@ -112,7 +112,7 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton interprets kernels on any device: TRITON_INTERPRET=1, for tests."""
+    """Return whether Triton interprets kernels, on any device (TRITON_INTERPRET=1, for tests)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -135,7 +135,7 @@ def _is_validated(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def data_type(*tensors: Tensor) -> torch.dtype:
-    """Return the type in which kernels read several tensors: the widest of theirs."""
+    """Return the dtype in which kernels read several tensors: the widest of their dtypes."""
     dtype = tensors[0].dtype
     for x in tensors[1:]:
         dtype = torch.promote_types(dtype, x.dtype)
@@ -143,7 +143,7 @@ def data_type(*tensors: Tensor) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the kernels' name of a type, or torch's name if kernels do not take it.
+    """Return the name of a dtype in kernels, or torch's name if kernels do not support it.
 
     >>> name_of(torch.bfloat16), name_of(torch.float64)
     ('bf16', 'torch.float64')
@@ -153,12 +153,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def operand_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which kernels multiply (`onescan.kernels.common.multiplication`)."""
+    """Return the dtype in which kernels multiply (`onescan.kernels.common.multiplication`)."""
     return torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
 
 
 def as_multiplied(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round a float32 matrix as kernels do before they multiply it with data of a type."""
+    """Round a float32 matrix as kernels do before multiplying it with data of this dtype."""
     if dtype is torch.bfloat16:
         return x.to(dtype)
     if dtype is torch.float16:  # as onescan.kernels.common.nearest_tf32
@@ -170,7 +170,7 @@ def chip_of(device: torch.device) -> str:
     """Return a device's architecture, "sm_90" or "gfx942"; "sm_90" for interpreted kernels."""
     if device.type != "cuda":
         return "sm_90"
-    properties = torch.cuda.get_device_properties(device)  # which torch.compile can trace
+    properties = torch.cuda.get_device_properties(device)  # torch.compile can trace this
     if torch.version.hip:
         return properties.gcnArchName.partition(":")[0]
     return f"sm_{properties.major}{properties.minor}"
@@ -184,7 +184,7 @@ def programs_wanted(device: torch.device) -> int:
 
 
 def case_of(k: Tensor, v: Tensor, **options: Any) -> "Case":
-    """Return what kernels are compiled for, for keys [B, T, H, K] and values [B, T, H, V]."""
+    """Return the compile-time parameters for keys [B, T, H, K] and values [B, T, H, V]."""
     from onescan.kernels.common import Case
 
     heads, key_width = k.shape[2:]
@@ -198,10 +198,10 @@ def launch(
 
     Args:
         kernel: The kernel.
-        case: What it is compiled for.
+        case: Its compile-time parameters.
         grid: Number of programs along each axis.
         arguments: Pointers and lengths in the kernel's order. None for an optional pointer sets
-            its HAS_ flag to False, and another tensor takes its place, which is not read.
+            its HAS_ flag to False, and another tensor is passed in its place, which is not read.
         flags: Constants that neither the case nor the arguments determine.
     """
     for name, x in zip(kernel.arguments, arguments, strict=True):

@@ -1,7 +1,7 @@
-"""Chunks of a sequence: how long they are, and the scan that carries a state from one to the next.
+"""Split sequences into chunks, and carry a state from one chunk to the next.
 
-While a model is exported its lengths are symbols. Then the number of chunks is unknown, and a loop
-over chunks becomes PyTorch's scan operator, which the exported program runs.
+During export, lengths are symbolic and the number of chunks is unknown, so the loop over chunks is
+replaced by PyTorch's scan operator.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from torch.autograd import forward_ad
 from onescan.checks import is_plain
 from onescan.ops.numerics import apply_function
 
-Step = Callable[..., Tensor]  # from the state before a chunk and its parts to the one after it
+Step = Callable[..., Tensor]  # from the state before a chunk and its parts to the state after it
 
 
 def is_known(length: Any) -> bool:
-    """Return whether a length is a number: while a model is exported it is a symbol.
+    """Return whether a length is a number, and not a symbol as during export.
 
     >>> is_known(3)
     True
@@ -28,7 +28,7 @@ def is_known(length: Any) -> bool:
 
 
 def length_of_chunks(chunk_size: int, tokens: int) -> int:
-    """Return the tokens per chunk: at most those of the sequence, where its length is known.
+    """Return the number of tokens per chunk, at most the sequence length if that is known.
 
     >>> length_of_chunks(64, 9)
     9
@@ -37,10 +37,10 @@ def length_of_chunks(chunk_size: int, tokens: int) -> int:
 
 
 def number_of_chunks(tokens: int, size: int) -> int:
-    """Return how many chunks hold all tokens.
+    """Return the number of chunks that cover all tokens.
 
-    For a length that is a symbol the number is a new symbol: PyTorch would want to know more about
-    one derived from the length, such as whether there is more than one chunk.
+    For a symbolic length, the number is a new symbol. If it were an expression of the length,
+    PyTorch would add guards to the program, such as whether there is more than one chunk.
 
     >>> number_of_chunks(9, 4)
     3
@@ -55,16 +55,16 @@ def number_of_chunks(tokens: int, size: int) -> int:
 
 
 def needs_plain_functions(*tensors: Tensor | None) -> bool:
-    """Return whether a call must consist of PyTorch's own differentiable functions.
+    """Return whether a call may only use PyTorch's own differentiable functions.
 
-    True for exports, forward derivatives, torch.func transforms and tensor subclasses. Other calls
-    may use operators that have a backward of their own.
+    True for export, forward-mode derivatives, torch.func transforms and tensor subclasses. Other
+    calls may use operators with a custom backward.
 
     >>> needs_plain_functions(torch.ones(2))
     False
     """
     functorch = torch._C._functorch
-    # isinstance, as a compiler cannot compare an interpreter with None
+    # isinstance, because torch.compile cannot compare an interpreter with None
     is_transformed = isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter)
     if torch.compiler.is_exporting() or is_transformed:
         return True
@@ -79,13 +79,14 @@ def chunk_scan(
     """Carry a state from chunk to chunk.
 
     Args:
-        step: Takes the state and one chunk's parts, and returns the state after it.
-        state: The state that enters the first chunk visited, [B, H, ...].
-        parts: What the steps read, [B, H, N, ...].
-        backward: Whether the last chunk is visited first.
+        step: Function of the state before a chunk and the chunk's parts that returns the state
+            after it.
+        state: State before the first chunk visited, [B, H, ...].
+        parts: Inputs of the steps, [B, H, N, ...].
+        backward: Whether to visit the chunks from last to first.
 
     Returns:
-        The state before each chunk, [B, H, N, ...], and the one after the last chunk visited.
+        The state before each chunk, [B, H, N, ...], and the state after the last chunk visited.
 
     >>> added = torch.tensor([1.0, 2.0, 3.0]).reshape(1, 1, 3)
     >>> before, last = chunk_scan(torch.add, torch.zeros(1, 1), added)
@@ -114,7 +115,7 @@ def _scan_operator(
     def visit(state: Tensor, *each: Tensor) -> list[Tensor]:
         return [step(state, *each), state.clone()]
 
-    # the operator wants a state that lies in memory as what a step makes of it
+    # the operator requires an initial state with the same strides as the output of a step
     last, before = scan_op(visit, [state.contiguous()], chunks, ())
     return (before.flip(0) if backward else before).movedim(0, 2), last
 
@@ -125,11 +126,11 @@ def linear_scan(
     """Carry a state from chunk to chunk by S_n = kept_n S_{n-1} + added_n.
 
     Args:
-        state: The state that enters the first chunk visited, [B, H, ...].
-        added: What each chunk adds, [B, H, N, ...].
-        kept: What each chunk keeps of a state, with as many axes as `added`, each of its size or
-            1; None keeps all.
-        backward: Whether the last chunk is visited first.
+        state: State before the first chunk visited, [B, H, ...].
+        added: Contribution of each chunk to the state, [B, H, N, ...].
+        kept: Factor of the state at each chunk, in a shape that broadcasts to that of `added` and
+            has as many axes. None for 1.
+        backward: Whether to visit the chunks from last to first.
 
     Returns:
         As `chunk_scan`.
@@ -187,7 +188,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(
     ctx: Any, *gradients: Any, scan: Callable[..., Any] = linear_scan
 ) -> tuple[Tensor | None, ...]:
-    """Scan gradients the other way: G_n = kept_n G_{n+1} + dbefore_n."""
+    """Scan gradients in the opposite direction: G_n = kept_n G_{n+1} + dbefore_n."""
     dbefore, dlast = gradients
     before, kept = ctx.saved_tensors
     dadded, dstate = scan(dlast, dbefore, kept, backward=not ctx.backward_scan)
@@ -204,7 +205,7 @@ class _LinearScan(torch.autograd.Function):
 
 
 # Compiled programs call an operator, so that they do not grow with the number of chunks. Eager
-# calls do not, as the first of them would import sympy.
+# calls do not, because the first call imports sympy.
 _operator = torch.library.custom_op("onescan::linear_scan", _linear_scan, mutates_args=())
 _operator.register_fake(_results)
 _operator.register_autograd(partial(_differentiate, scan=_operator), setup_context=_save)

@@ -15,7 +15,7 @@ from onescan.shapes import Angles, Keys, RotatedKeys
 
 
 def forward(x: Keys, angles: Angles) -> RotatedKeys:
-    """Rotate x; gradients are not differentiable again."""
+    """Rotate x, with first derivatives only."""
     return _rotate(x.contiguous(), angles.float().contiguous())
 
 
@@ -78,7 +78,7 @@ _rotate.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _case(angles: Tensor) -> tuple[Case, int]:
-    """Return what kernels are compiled for, and the number of blocks of angles."""
+    """Return the compile-time parameters and the number of blocks of angles."""
     case = Case(name_of(angles.dtype), chip_of(angles.device), key_width=angles.shape[-1])
     return case, max(1, -(-angles.numel() // kernels.blocks_of(case).keys))
 

@@ -15,7 +15,7 @@ from onescan.checks import is_plain
 # a masked token or a fully masked row needs no special case, and gradients stay finite.
 LOG_ZERO = -1e30
 
-MIN_DIVISOR = 1e-30  # divisors below are replaced by 1; their square is 0 in float32
+MIN_DIVISOR = 1e-30  # smaller divisors are replaced by 1, because their square is 0 in float32
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -183,8 +183,9 @@ class _LogAddExp(torch.autograd.Function):
 class _LogCumSumExp(torch.autograd.Function):
     """Compute z_t = log sum_{s <= t} exp(x_s), with dz_t/dx_s = exp(x_s - z_t).
 
-    dx_s = exp(x_s - z_s) G_s with G_s = sum_{t >= s} dz_t exp(z_s - z_t). As z never decreases,
-    G_s = dz_s + exp(z_s - z_{s+1}) G_{s+1}, from the last token to the first, does not overflow.
+    dx_s = exp(x_s - z_s) G_s with G_s = sum_{t >= s} dz_t exp(z_s - z_t). G is computed from the
+    last token to the first as G_s = dz_s + exp(z_s - z_{s+1}) G_{s+1}, which cannot overflow
+    because z never decreases.
     """
 
     generate_vmap_rule = True

@@ -1,4 +1,4 @@
-"""Denoisers as models and pipelines of diffusers: sampling, schedulers, saving and loading."""
+"""Denoisers as diffusers models and pipelines: sampling, schedulers, saving and loading."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Load a saved pipeline without importing modules that its folder names or contains."""
+"""Load a saved pipeline without importing any modules that its folder names or contains."""
 
 import json
 import logging as levels
@@ -16,7 +16,7 @@ from onescan.integrations.diffusers.pipeline import DenoiserModel, DenoiserPipel
 from onescan.integrations.diffusers.sampling import SCHEDULERS
 
 INDEX = "model_index.json"  # written by diffusers
-# classes that an index may name for each component, by (library, class name)
+# classes that model_index.json may name for each component, by (library, class name)
 COMPONENTS: dict[str, dict[tuple[str, str], Any]] = {
     "transformer": {(REMOTE_MODULE, DenoiserModel.__name__): DenoiserModel},
     "scheduler": {("diffusers", kind.__name__): kind for kind in SCHEDULERS.values()},
@@ -26,18 +26,19 @@ SETTINGS = ("noise", "pixels", "id2label")  # arguments of the pipeline that are
 
 
 def load_pretrained(folder: Path, *, vae: Any = None) -> DenoiserPipeline:
-    """Load a pipeline that `DenoiserPipeline.save_pretrained` wrote, on the CPU.
+    """Load a pipeline written by `DenoiserPipeline.save_pretrained` on the CPU.
 
-    The index is compared with a fixed list of component classes, which then load the components.
-    `DiffusionPipeline.from_pretrained` would import modules that the folder names or contains.
+    The classes named in model_index.json are compared with a fixed list, and these classes load the
+    components. `DiffusionPipeline.from_pretrained` would import modules that the folder names or
+    contains.
 
     Args:
         folder: Folder of the pipeline.
-        vae: Decoder to use in place of the saved one.
+        vae: Decoder to use instead of the saved one.
 
     Raises:
-        ValueError: If the index is damaged, names another pipeline or an unknown component or
-            class, or if a component cannot be loaded.
+        ValueError: If model_index.json is damaged, or names another pipeline or an unknown
+            component or class, or if a component cannot be loaded.
     """
     index = read_index(folder)
     kinds = {name: _class_of(folder, name, index[name]) for name in COMPONENTS if name in index}

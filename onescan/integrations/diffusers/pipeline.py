@@ -1,4 +1,4 @@
-"""A denoiser as a model of diffusers, and as a pipeline with a scheduler and a VAE for latents."""
+"""A denoiser as a diffusers model, and as a pipeline with a scheduler and a VAE for latents."""
 
 import json
 import operator
@@ -48,10 +48,10 @@ MAX_NAMES = 20  # classes listed in an error message
 
 
 class _SavedWithModule(ConfigMixin):
-    """A config in whose folder lies the module that ``trust_remote_code=True`` imports.
+    """A config that is saved together with the module that ``trust_remote_code=True`` imports.
 
-    The saved fields refer to that module; they are replaced when a class of onescan loads the
-    folder, so that the module is not executed.
+    The saved fields refer to that module. When a class of onescan loads the folder, it replaces
+    them, so that the module is not executed.
     """
 
     saved_fields: ClassVar[dict[str, Any]]
@@ -64,7 +64,7 @@ class _SavedWithModule(ConfigMixin):
         super().save_config(save_directory, *rest, **options)
 
     def to_json_string(self) -> str:
-        """Return the config as it is saved."""
+        """Return the config in its saved form."""
         saved = json.loads(super().to_json_string()) | self.saved_fields
         return json.dumps(saved, indent=2, sort_keys=True) + "\n"
 
@@ -82,12 +82,13 @@ class _SavedWithModule(ConfigMixin):
 class DenoiserModel(ModelMixin, _SavedWithModule):  # type: ignore[misc]
     """A `Denoiser` with the interface of diffusers' transformers.
 
-    `DenoiserModel.from_onescan(native)` shares its weights, and `to_onescan()` returns it again.
+    `DenoiserModel.from_onescan(native)` shares the weights of a native model, and `to_onescan()`
+    returns the native model.
     """
 
     _supports_gradient_checkpointing = True
-    # LRPE multiplies these angles by the position of a token, and their rounding errors with them.
-    # Without accelerate, diffusers cannot load a model that keeps modules in float32.
+    # LRPE multiplies these angles and their rounding errors by the position of a token. Without
+    # accelerate, diffusers cannot load a model that keeps modules in float32.
     _keep_in_fp32_modules = ["theta"] if is_accelerate_available() else None  # type: ignore[assignment]
     _no_split_modules = ["Block", "ConditionedBlock"]  # type: ignore[assignment]  # noqa: RUF012
     saved_fields = {"auto_map": {"AutoModel": f"{REMOTE_MODULE}.DenoiserModel"}}  # noqa: RUF012
@@ -98,7 +99,7 @@ class DenoiserModel(ModelMixin, _SavedWithModule):  # type: ignore[misc]
         """Build the network.
 
         Args:
-            denoiser: A `DenoiserConfig` as plain data, the only content of config.json.
+            denoiser: A `DenoiserConfig` as plain data, which is the only content of config.json.
 
         Raises:
             ValueError: If a field is unknown, invalid or has the wrong type.
@@ -116,7 +117,7 @@ class DenoiserModel(ModelMixin, _SavedWithModule):  # type: ignore[misc]
         return model.train(native.training)
 
     def to_onescan(self) -> Denoiser:
-        """Return the native model, which this one contains."""
+        """Return the native model contained in this one."""
         return self.network
 
     def forward(
@@ -126,13 +127,14 @@ class DenoiserModel(ModelMixin, _SavedWithModule):  # type: ignore[misc]
         class_labels: Labels | None = None,
         return_dict: bool = True,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
-        """Predict what the model was trained to predict, like `Denoiser.forward`.
+        """Predict the target that the model was trained on, as in `Denoiser.forward`.
 
         Args:
             hidden_states: Noisy images [B, channels, height, width], of any size that patches
                 divide.
-            timestep: One timestep per image, or one for all.
-            class_labels: One class per image, num_classes for no class; None for no class at all.
+            timestep: One timestep per image, or one for all images.
+            class_labels: One class per image, or num_classes for no class. None means no class for
+                all images.
             return_dict: Whether to return an object instead of a tuple.
         """
         times = torch.as_tensor(timestep, device=hidden_states.device)
@@ -144,7 +146,7 @@ class DenoiserModel(ModelMixin, _SavedWithModule):  # type: ignore[misc]
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None
     ) -> None:
-        """Let the blocks recompute their activations, without reentrant autograd."""
+        """Make the blocks recompute their activations, without reentrant autograd."""
         for module in self.modules():
             if isinstance(module, Block):
                 module.recompute = enable
@@ -152,12 +154,12 @@ class DenoiserModel(ModelMixin, _SavedWithModule):  # type: ignore[misc]
 
 
 class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
-    """Generate images from noise, of given classes or of none.
+    """Generate images from noise, conditioned on a class or unconditionally.
 
-    A saved folder is loaded by `DenoiserPipeline.from_pretrained(folder)`, or without importing
-    onescan by `DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)`. The scheduler
-    may be replaced by any of DDPM, DDIM, DPMSolverMultistep and FlowMatchEulerDiscrete that fits
-    the noise of training.
+    Load a saved folder with `DenoiserPipeline.from_pretrained(folder)`, or without importing
+    onescan with `DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)`. The scheduler
+    can be replaced by a DDPM, DDIM, DPMSolverMultistep or FlowMatchEulerDiscrete scheduler that
+    matches the noise used in training.
     """
 
     model_cpu_offload_seq = "transformer->vae"  # type: ignore[assignment]
@@ -190,13 +192,13 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
             transformer: The model.
             scheduler: A scheduler that fits the noise.
             vae: Decoder of latents; None for a model of pixels.
-            noise: Fields of the `NoiseConfig` that the model was trained with.
-            pixels: "mean" and "std" per channel, as lists, by which the model's pixels are
-                standardized; None for a model of latents.
+            noise: Fields of the `NoiseConfig` with which the model was trained.
+            pixels: "mean" and "std" per channel, as lists, with which pixels are standardized; None
+                for a model of latents.
             id2label: Names of classes by their numbers.
 
         Raises:
-            ValueError: If components do not fit each other.
+            ValueError: If components do not match each other.
         """
         super().__init__()
         trained = from_dict(NoiseConfig, noise or {})
@@ -205,7 +207,7 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
         channels = transformer.network.config.channels
         if vae is not None and vae.config["latent_channels"] != channels:
             raise ValueError(
-                f"vae makes latents of {vae.config['latent_channels']} channels, but the model has "
+                f"vae has latents of {vae.config['latent_channels']} channels, but the model has "
                 f"{channels}"
             )
         if vae is not None and pixels is not None:
@@ -214,13 +216,13 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
         self.register_to_config(
             noise=to_dict(trained),
             pixels=pixels,
-            # JSON has no numbers as keys
+            # JSON does not support numbers as keys
             id2label={str(number): name for number, name in (id2label or {}).items()},
         )
 
     @property
     def noise(self) -> NoiseConfig:
-        """Noise that the model was trained with."""
+        """Noise config with which the model was trained."""
         return from_dict(NoiseConfig, self.config["noise"])
 
     @property
@@ -240,10 +242,10 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
         return height * self._stride, width * self._stride
 
     def use_sampler(self, name: SamplerName | None) -> None:
-        """Replace the scheduler by that of a sampler; None is the default one.
+        """Replace the scheduler by that of a sampler; None selects the default sampler.
 
         Raises:
-            ValueError: If it does not fit the noise of training.
+            ValueError: If the sampler does not match the noise used in training.
         """
         self.scheduler = build_scheduler(
             self.noise,
@@ -270,23 +272,23 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
 
         Args:
             class_labels: One class per image, by number or name; None for images of any class.
-            num_inference_steps: Number of calls of the model.
+            num_inference_steps: Number of sampling steps.
             guidance_scale: Scale of classifier-free guidance; 1 disables it.
             generator: One generator per image, so that an image does not depend on the others; or
-                one for all, used in turn; None uses torch's global generator.
-            height: Height of the images in pixels; None is the size of training.
-            width: Width of the images in pixels; None is the size of training.
+                one for all images, used sequentially; None for torch's global generator.
+            height: Height of the images in pixels; None for the size used in training.
+            width: Width of the images in pixels; None for the size used in training.
             output_type: "pil"; "np", [B, height, width, channels] from 0 to 1; "pt", [B, channels,
                 height, width] from 0 to 1; or "latent", the output of the model.
             return_dict: Whether to return an object with `images` instead of a tuple.
-            batch_size: Number of images if class_labels is None; None is the number of generators,
-                or 1.
-            callback: Called after each step with the number of steps done, instead of a progress
-                bar.
+            batch_size: Number of images if class_labels is None. None uses the number of
+                generators, or 1.
+            callback: Called after each step with the number of completed steps; replaces the
+                progress bar.
 
         Raises:
-            ValueError: If the scheduler does not fit the noise of training, a class is unknown, the
-                size is impossible, or `sample` raises it.
+            ValueError: If the scheduler does not match the noise used in training, a class is
+                unknown, the size is not possible, or `sample` raises it.
         """
         check_choice("output_type", output_type, OUTPUTS)
         config = self.transformer.network.config
@@ -336,11 +338,11 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
 
     @property
     def _stride(self) -> int:
-        """Image pixels per pixel of the model, along each side."""
+        """Number of image pixels per model pixel, along each side."""
         return 1 if self.vae is None else 2 ** (len(self.vae.config.block_out_channels) - 1)
 
     def _model_size(self, height: int | None, width: int | None) -> tuple[int, int]:
-        """Return the size that the model samples for an image of this size."""
+        """Return the size of the model's sample for an image of this size."""
         usual = self.image_size
         size = (usual[0] if height is None else height, usual[1] if width is None else width)
         patches = [p * self._stride for p in self.transformer.network.config.patch_size]
@@ -353,7 +355,7 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
 
 
 class _AsDenoiser(nn.Module):
-    """The transformer with the arguments of a `Denoiser`, and with the hooks of diffusers."""
+    """Wraps the transformer to take the arguments of a `Denoiser`, keeping diffusers' hooks."""
 
     def __init__(self, transformer: DenoiserModel) -> None:
         super().__init__()
@@ -374,20 +376,20 @@ def to_diffusers(
 ) -> DenoiserPipeline:
     """Convert a denoiser to a pipeline of diffusers. Both share their weights.
 
-    For a run loaded by `load`, noise is `run.config.task.noise`, and format and class_names are
-    those of the run.
+    For a run loaded by `load`, pass `run.config.task.noise` as noise, and format and class_names
+    of the run.
 
     Args:
         model: A `Denoiser`.
-        noise: Noise that the model was trained with; None is that of DDPM.
-        sampler: Sampler of the pipeline's scheduler; None is the default one.
-        format: Format of the training data, which has the mean and std of pixels. None is pixels
-            from -1 to 1 for 1 or 3 channels without a vae, and otherwise latents.
+        noise: Noise config with which the model was trained; None for that of DDPM.
+        sampler: Sampler of the pipeline's scheduler; None for the default sampler.
+        format: Format of the training data, with the mean and std of pixels. None means pixels from
+            -1 to 1 for 1 or 3 channels without a vae, and otherwise latents.
         class_names: One name per class, or none.
         vae: Decoder of latents.
 
     Raises:
-        ValueError: If the model is no denoiser, or the arguments do not fit each other.
+        ValueError: If the model is not a denoiser, or arguments do not match each other.
     """
     if not isinstance(model, Denoiser):
         raise ValueError(f"model is a {type(model).__name__}, expected a Denoiser")
@@ -415,7 +417,7 @@ def to_diffusers(
 
 
 def clip_range(pixels: dict[str, Any] | None) -> float | None:
-    """Return the largest magnitude of standardized pixels; None for latents."""
+    """Return the largest absolute value of standardized pixels; None for latents."""
     return None if pixels is None else max_pixel(pixels["mean"], pixels["std"])
 
 
@@ -440,10 +442,10 @@ def find_labels(
     Args:
         labels: Numbers or names of classes.
         names: Names of classes by their numbers; classes without a name are allowed.
-        num_classes: Number of classes, which is also the number that stands for no class.
+        num_classes: Number of classes, which is also the label for no class.
 
     Raises:
-        ValueError: If a class does not exist, or several classes have its name.
+        ValueError: If a class does not exist, or several classes have the same name.
 
     >>> find_labels([1, "cat"], {0: "cat", 1: "dog"}, num_classes=2)
     [1, 0]
@@ -476,7 +478,7 @@ def _find_label(label: Any, names: Mapping[int, str], num_classes: int) -> int:
             raise ValueError(f"label {label!r} is neither a number nor a name")
         if not 0 <= number <= num_classes:
             raise ValueError(
-                f"label {number} is no class, expected 0 to {num_classes - 1}, or {num_classes} "
+                f"label {number} is not a class, expected 0 to {num_classes - 1}, or {num_classes} "
                 "for none"
             )
         return number
@@ -487,7 +489,7 @@ def _find_label(label: Any, names: Mapping[int, str], num_classes: int) -> int:
         known = list(dict.fromkeys(names.values()))
         if len(known) > MAX_NAMES:
             near = get_close_matches(label, known, n=3)
-            found = f"; near are: {', '.join(near)}" if near else f"; there are {len(known)} others"
+            found = f"; similar: {', '.join(near)}" if near else f"; there are {len(known)} others"
         else:
             found = hint(label, known)
         raise ValueError(f"label {label!r} is unknown{found}")

@@ -1,4 +1,4 @@
-"""From noise to images: schedulers of diffusers that fit a denoiser, and the sampling loop."""
+"""Sample images from noise: diffusers schedulers that match a denoiser, and the sampling loop."""
 
 import copy
 import warnings
@@ -35,8 +35,8 @@ BETAS: dict[str, dict[str, Any]] = {
 }
 PREDICTIONS = {"noise": "epsilon", "v": "v_prediction"}
 LEARNED = ("learned", "learned_range")  # variance types of a model that predicts variances
-# The last betas of the cosine schedule leave almost nothing of an image, so DPM-Solver starts where
-# log(alpha / sigma) exceeds this number, as the documentation of diffusers recommends.
+# With the last betas of the cosine schedule, almost nothing of an image is left, so DPM-Solver
+# starts where log(alpha / sigma) exceeds this number, as the documentation of diffusers recommends.
 COSINE_LOG_SNR = -5.1
 
 
@@ -45,19 +45,19 @@ def build_scheduler(
 ) -> SchedulerMixin:
     """Build the scheduler of a sampler, over the 1000 steps of training.
 
-    Timesteps use "trailing" spacing: from the last one, which is pure noise like the initial
-    sample, down to the image in equal strides. The other spacings start where some of the image
-    should be left, or end before the image.
+    Timesteps use "trailing" spacing: from the last timestep, which is pure noise like the initial
+    sample, down to the image in equal strides. The other spacings start at a timestep with some
+    image content, or end before the image.
 
     Args:
-        noise: Noise that the model was trained with.
+        noise: Noise config with which the model was trained.
         sampler: Name of the sampler; its steps and guidance are arguments of `sample`.
-        clip: Predicted images are clipped to [-clip, clip]; None for latents. DPM-Solver clips only
-            to 1, as diffusers has nothing else there, and flow matching never clips.
+        clip: Predicted images are clipped to [-clip, clip]; None for latents. DPM-Solver supports
+            only a clip of 1, because of diffusers, and flow matching never clips.
         learn_sigma: Whether the model predicts variances, which only DDPM uses.
 
     Raises:
-        ValueError: If a field is out of range, or the sampler does not fit the noise.
+        ValueError: If a field is out of range, or the sampler does not match the noise.
     """
     noise.check()
     sampler.check(noise)
@@ -82,7 +82,7 @@ def build_scheduler(
 
 
 def check_scheduler(scheduler: Any, noise: NoiseConfig) -> None:
-    """Raise ValueError if a scheduler is not supported or does not fit the noise of training."""
+    """Raise ValueError if a scheduler is unsupported, or does not match the noise of training."""
     if not isinstance(scheduler, tuple(SCHEDULERS.values())):
         known = [kind.__name__ for kind in SCHEDULERS.values()]
         check_choice("scheduler", type(scheduler).__name__, known)
@@ -113,17 +113,17 @@ def prepare_scheduler(scheduler: Any, steps: int) -> Any:
         raise ValueError(f"steps is {steps}, expected 1 to {STEPS}")
     scheduler = copy.deepcopy(scheduler)
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        # equal strides from 1 to 0; the last stride of its own schedule is almost zero
+        # equal strides from 1 to 0; the last stride of the scheduler's own schedule is almost zero
         scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist())
         return scheduler
     with warnings.catch_warnings():
-        # diffusers converts tensors to arrays in a way that numpy has deprecated
+        # diffusers converts tensors to arrays in a way that is deprecated in numpy
         warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
         scheduler.set_timesteps(steps)
         if isinstance(scheduler, DDIMScheduler):
             _check_strides(scheduler, steps)
         valid = scheduler.timesteps[scheduler.timesteps >= 0]
-        if len(valid) < len(scheduler.timesteps):  # for 61 steps and others diffusers rounds to -1
+        if len(valid) < len(scheduler.timesteps):  # e.g. for 61 steps, diffusers rounds one to -1
             scheduler.set_timesteps(timesteps=valid.tolist())
     if isinstance(scheduler, DPMSolverMultistepScheduler):
         scheduler.register_to_config(variance_type=None)  # otherwise it reads only 3 channels
@@ -131,7 +131,7 @@ def prepare_scheduler(scheduler: Any, steps: int) -> Any:
 
 
 def _noise_fields(noise: NoiseConfig) -> dict[str, Any]:
-    """Return the fields of a scheduler's config that describe the noise."""
+    """Return the fields of a scheduler's config that define the noise."""
     fields: dict[str, Any] = {"num_train_timesteps": STEPS}
     if noise.prediction == "flow":
         return fields
@@ -139,7 +139,7 @@ def _noise_fields(noise: NoiseConfig) -> dict[str, Any]:
 
 
 def _check_strides(scheduler: DDIMScheduler, steps: int) -> None:
-    """Check that DDIM, which always steps back by 1000 // steps, meets its timesteps."""
+    """Check that DDIM, which always steps back by 1000 // steps, reaches its timesteps."""
     stride, timesteps = STEPS // steps, scheduler.timesteps
     if bool((timesteps[:-1] - timesteps[1:] == stride).all()) and timesteps[-1] < stride:
         return
@@ -170,31 +170,31 @@ def sample(
     device: torch.device | None = None,
     callback: Callback | None = None,
 ) -> Images:
-    """Sample one image per seed. It depends only on its seed and label, not on the batch.
+    """Sample one image per seed. Each image depends only on its seed and label, not on the batch.
 
-    The noise is drawn on the CPU for every device, and is the same to the last bit; the output of
-    the model is rounded differently in other batches.
+    Noise is always drawn on the CPU, so it is bit-identical on every device and in every batch. The
+    output of the model may be rounded differently in other batches.
 
     Args:
         model: A `Denoiser`, or a callable with the same arguments and config. It is called in
             evaluation mode, and its mode is restored afterwards.
-        scheduler: A scheduler of diffusers that fits the noise of training; it is not changed.
+        scheduler: A diffusers scheduler that matches the noise used in training; not modified.
         size: Height and width of the model's images.
         seeds: Seeds, or generators, which continue from their state.
-        labels: One class per image, or num_classes for no class; None for no class at all.
-        steps: Number of calls of the model.
+        labels: One class per image, or num_classes for no class. None means no class for all.
+        steps: Number of sampling steps.
         guidance: Scale of classifier-free guidance, arXiv:2207.12598. 1 disables it.
-        device: Device to sample on; None is that of the model's weights.
-        callback: Called after each step with the number of steps done.
+        device: Device to sample on; None for the device of the model's weights.
+        callback: Called after each step with the number of completed steps.
 
     Returns:
         Images as the model was trained on them: standardized pixels, or scaled latents.
 
     Raises:
-        ValueError: If a label is unknown or their number is not that of seeds; if patches do not
-            divide the size; if a number is out of range; if guidance is requested from a model
-            without classes, or trained only with classes; or if the scheduler needs variances that
-            the model does not predict.
+        ValueError: If a label is unknown, or the number of labels differs from that of seeds; if
+            patches do not divide the size; if a number is out of range; if guidance is requested
+            from a model without classes, or trained only with classes; or if the scheduler needs
+            variances that the model does not predict.
     """
     config: DenoiserConfig = model.config
     classes = _check_labels(config, labels, count=len(seeds), guidance=guidance)
@@ -231,7 +231,7 @@ def _predict(
     guidance: float,
     dtype: torch.dtype,
 ) -> DenoiserOutput:
-    """Call the model once, with guidance on a batch of twice the size; return the dtype of x."""
+    """Call the model once, on a doubled batch for guidance; return the output in x's dtype."""
     if labels is None or guidance == 1:
         return model(x.to(dtype), times, labels).to(x.dtype)
     none = torch.full_like(labels, model.config.num_classes)
@@ -257,10 +257,10 @@ def _step(
     if not (is_ddpm and scheduler.config.variance_type in LEARNED):
         predicted = predicted[:, : x.shape[1]]
     options: dict[str, Any] = {"generator": generators}
-    if isinstance(scheduler, DDIMScheduler):  # noise that agrees with the clipped image, as in ADM
+    if isinstance(scheduler, DDIMScheduler):  # recompute noise from the clipped image, as in ADM
         options["use_clipped_model_output"] = bool(scheduler.config.clip_sample)
     result = scheduler.step(predicted, t, x, **options)
-    if is_last and is_ddpm:  # diffusers adds noise even then, unless the timestep is 0
+    if is_last and is_ddpm:  # diffusers adds noise even here, unless the timestep is 0
         return result.pred_original_sample
     return result.prev_sample
 

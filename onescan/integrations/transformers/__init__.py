@@ -1,4 +1,4 @@
-"""The models as models of transformers: Auto classes, generate, pipelines, Trainer.
+"""Models with the interface of transformers: Auto classes, generate, pipelines, Trainer.
 
 Importing this package registers the Auto classes.
 """
@@ -41,7 +41,7 @@ __all__ = [
     "to_transformers",
 ]
 
-# Trainer and pipelines look up here what a model is for, and whether its labels are shifted
+# Trainer and pipelines look up the task of a model here, and whether its labels are shifted
 TASK_NAMES: dict[str, Any] = {
     "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "AutoModelForImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,

@@ -10,7 +10,7 @@ from onescan.models.token_network import NetworkState, map_tensors, select_rows
 
 
 class StateLayer(CacheLayerMixin):
-    """The state of all layers of a network, which represents a text of any length."""
+    """State of all layers of a network, after a text of any length."""
 
     is_compileable = False
     supports_early_init = False
@@ -61,25 +61,25 @@ class StateLayer(CacheLayerMixin):
         self.state = map_tensors(lambda x: x.repeat_interleave(repeats, dim=0), self.state)
 
     def offload(self) -> None:
-        """Do nothing: the state is small, and every token needs it."""
+        """Do nothing, because the state is small and needed for every token."""
 
     def prefetch(self) -> None:
-        """Do nothing, as nothing is offloaded."""
+        """Do nothing, because the state is never offloaded."""
 
     def crop(self, *_: Any) -> NoReturn:
         """Raise ValueError: a state cannot be rolled back."""
-        raise ValueError("a state cannot be cropped: it sums up all tokens read so far")
+        raise ValueError("a state cannot be cropped: it summarizes all tokens read so far")
 
     def lazy_initialization(self, *_: Any) -> None:
         """Do nothing: there is nothing to allocate."""
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ValueError: there are no keys and values to add."""
-        raise ValueError("a StateCache holds states, and no keys and values")
+        raise ValueError("a StateCache holds states, not keys and values")
 
 
 class StateCache(Cache):
-    """Cache of a causal model, of constant size (but softmax attention's grows with the text)."""
+    """Cache of a causal model, of constant size, except that softmax attention's cache grows."""
 
     def __init__(self) -> None:
         self.layer = StateLayer()

@@ -1,4 +1,4 @@
-"""Configs of the models as transformers stores them."""
+"""Configs of the models in the format of transformers."""
 
 import dataclasses
 from typing import Any, ClassVar, TypeVar
@@ -12,7 +12,7 @@ from onescan.models.image_classifier import ImageClassifierConfig
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
-# fields that have another name in all of transformers
+# fields whose name differs in transformers
 RENAMED = {"tie_embeddings": "tie_word_embeddings", "num_classes": "num_labels"}
 
 
@@ -24,16 +24,16 @@ class _NativeFields:
     """Class of this package for each Auto class of transformers."""
 
     def save_pretrained(self, save_directory: Any, *rest: Any, **options: Any) -> None:
-        """Save the config, and beside it the module that ``trust_remote_code=True`` imports."""
+        """Save the config, and the module that ``trust_remote_code=True`` imports."""
         classes = {"AutoConfig": type(self).__name__, **self.auto_classes}
         self.auto_map = {auto: f"{REMOTE_MODULE}.{name}" for auto, name in classes.items()}
-        package = __package__  # whose import registers the classes
+        package = __package__  # importing it registers the classes
         write_remote_module(save_directory, package, sorted(classes.values()))
         super().save_pretrained(save_directory, *rest, **options)  # type: ignore[misc]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: `save_pretrained` writes the auto_map and need not copy any source."""
+        """Do nothing, because `save_pretrained` writes the auto_map without copying source code."""
 
     @classmethod
     def from_onescan(cls, config: ModelConfig, **others: Any) -> Any:
@@ -51,7 +51,7 @@ class _NativeFields:
         return from_dict(kind, {name: getattr(self, RENAMED.get(name, name)) for name in names})
 
     def _set_native_fields(self, defaults: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-        """Set the fields of the native config, checked and completed; return the other fields."""
+        """Validate, complete and set the fields of the native config; return the other fields."""
         for alias, name in self.attribute_map.items():
             if alias in fields:
                 fields[name] = fields.pop(alias)

@@ -44,7 +44,7 @@ def to_transformers(model: nn.Module, **fields: Any) -> OnescanModel:
         fields: Fields of transformers' configs, such as id2label, eos_token_id or problem_type.
 
     Raises:
-        ValueError: If there is no such model in transformers, or if a field contradicts the model.
+        ValueError: If the class of the model is not supported, or a field contradicts the model.
     """
     if type(model) not in CONVERTED:
         known = ", ".join(kind.__name__ for kind in CONVERTED)
@@ -62,10 +62,10 @@ def to_transformers(model: nn.Module, **fields: Any) -> OnescanModel:
 
 
 def load_pretrained(name: str) -> CausalLM | MaskedLM:
-    """Load a saved language model as a native model, without running any code that comes with it.
+    """Load a saved language model as a native model, without executing code from its folder.
 
     Args:
-        name: Folder that `save_pretrained` wrote, or a name on the Hugging Face Hub.
+        name: Folder written by `save_pretrained`, or a name on the Hugging Face Hub.
 
     Returns:
         The model on the CPU, in evaluation mode.

@@ -1,4 +1,4 @@
-"""The models as models of transformers: a common base, the text models and the image models."""
+"""Models with the interface of transformers: a common base class, text models and image models."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -38,19 +38,19 @@ if "cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPas
 
 
 def mark_initialized(module: nn.Module) -> None:
-    """Keep `initialize_weights` from changing weights, except those on the meta device."""
+    """Prevent `initialize_weights` from changing weights, except those on the meta device."""
     for tensor in module.state_dict(keep_vars=True).values():
         setattr(tensor, INITIALIZED, not tensor.is_meta)
 
 
 class OnescanModel(PreTrainedModel):
-    """Base of all models: they hold the modules of a native model."""
+    """Base class of all models, which contain the modules of a native model."""
 
     native_config: ClassVar[type[ModelConfig]]
     """Config of the native model."""
     base_model_prefix = "network"
     supports_gradient_checkpointing = True
-    # LRPE multiplies these angles by the position of a token, and their rounding errors with them
+    # LRPE multiplies these angles and their rounding errors by the position of a token
     _keep_in_fp32_modules_strict = ["theta"]  # noqa: RUF012
     _no_split_modules = ["Block"]  # noqa: RUF012
 
@@ -65,14 +65,14 @@ class OnescanModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing: the config's auto_map is complete, and no source needs to be copied."""
+        """Do nothing, because the auto_map is complete without copying source code."""
 
     def build_native(self) -> Any:
         """Build the native model that the config describes, with new weights."""
         return self.config.to_onescan(self.native_config).build()
 
     def wrap(self, native: Any) -> None:
-        """Use the modules of a native model, which then share their weights with this one."""
+        """Use the modules of a native model, sharing its weights."""
         self.network = native
 
     @contextmanager
@@ -107,7 +107,7 @@ class OnescanModel(PreTrainedModel):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Initialize the weights that a checkpoint lacks like those of a new model."""
+        """Initialize weights that are missing in a checkpoint as in a new model."""
         tensors = self.state_dict(keep_vars=True)
         missing = [name for name, x in tensors.items() if not getattr(x, INITIALIZED, False)]
         fresh = type(self)(self.config).state_dict() if missing else {}
@@ -117,9 +117,9 @@ class OnescanModel(PreTrainedModel):
     def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
         """Mark tied weights as initialized, but keep all missing keys.
 
-        For models outside its own package, transformers removes the missing keys of marked
-        parameters. Both names of a tied weight refer to one parameter, so if both are missing, both
-        would be removed, and the weight would never be allocated.
+        For models outside of its own package, transformers removes the keys of marked parameters
+        from the missing keys. Both names of a tied weight refer to the same parameter, so if both
+        are missing, both would be removed, and the weight would never be allocated.
         """
         missing = set(loading_info.missing_keys)
         super().mark_tied_weights_as_initialized(loading_info)
@@ -128,7 +128,7 @@ class OnescanModel(PreTrainedModel):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
     ) -> None:
-        """Let the blocks recompute their activations, without reentrant autograd."""
+        """Make the blocks recompute their activations, without reentrant autograd."""
         for i, block in enumerate(self._blocks()):
             block.recompute = enable and i % every_n_layers == 0
         self.gradient_checkpointing = enable  # read by is_gradient_checkpointing
@@ -178,18 +178,18 @@ class OnescanTextModel(OnescanModel):
             attention_mask: 1 for real tokens [B, T], optionally including the tokens in the cache.
                 Padding may be on either side.
             token_type_ids: Segments [B, T]; ignored by models without segments.
-            position_ids: Positions [B, T]. A position that restarts within a row begins a new
-                document, which does not attend to previous ones. Other values are ignored: the
-                network counts real tokens itself.
+            position_ids: Positions [B, T]. If positions restart within a row, a new document
+                begins, which does not attend to previous ones. Values are otherwise ignored,
+                because the network counts real tokens itself.
             inputs_embeds: Embeddings [B, T, width], instead of input_ids.
             past_key_values: Cache returned by a previous call of a causal model.
             cache: Name of past_key_values since transformers 5.24.
-            use_cache: Whether to return the cache. None uses the config, and False in training.
+            use_cache: Whether to return the cache. None uses the config, or False in training.
             options: ``output_hidden_states=True`` returns the output of each block.
 
         Raises:
             ValueError: If shapes do not match, an id is out of range, the cache has another type or
-                several documents, or attention weights are requested.
+                is combined with several documents, or attention weights are requested.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected one of input_ids and inputs_embeds")
@@ -226,7 +226,7 @@ class OnescanTextModel(OnescanModel):
 
 
 class _OnescanTextModelWithHead(OnescanTextModel):
-    """A text model with the head of one task; the forward of all of them."""
+    """Base class of text models with a head."""
 
     head_name = "lm_head"
     output_class: type[ModelOutput]
@@ -240,7 +240,7 @@ class _OnescanTextModelWithHead(OnescanTextModel):
         setattr(self, self.head_name, native.head)
 
     def to_onescan(self) -> Any:
-        """Return the native model, which shares its weights with this one."""
+        """Return the native model. Both share their weights."""
         with torch.device("meta"):
             native = self.build_native()
         native.network, native.head = self.network, getattr(self, self.head_name)
@@ -254,7 +254,7 @@ class _OnescanTextModelWithHead(OnescanTextModel):
         return getattr(self, self.head_name)(x)
 
     def compute_loss(self, logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """Compute the loss of transformers for this task."""
+        """Compute the loss that transformers defines for this task."""
         return self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **options)
 
     @can_return_tuple
@@ -278,12 +278,12 @@ class _OnescanTextModelWithHead(OnescanTextModel):
 
         The other arguments are those of `OnescanTextModel.forward`.
 
-        ``labels`` are token ids [B, T] for language models, with -100 where there is no loss; a
-        causal model shifts them itself. For classifiers they are classes or numbers [B], or several
-        classes at once [B, num_labels], according to the config's problem_type.
+        ``labels`` are token ids [B, T] for language models, with -100 for tokens without a loss; a
+        causal model shifts them itself. For classifiers, they are classes or numbers [B], or
+        multiple classes [B, num_labels], according to the config's problem_type.
 
-        ``logits_to_keep`` is the number of last tokens to compute logits for, or their positions; 0
-        selects all tokens. It is for language models only.
+        ``logits_to_keep`` is the number of last tokens for which to compute logits, or their
+        positions; 0 selects all tokens. For language models only.
 
         ``loss_options`` are options of transformers' loss functions, such as num_items_in_batch.
         """
@@ -331,7 +331,7 @@ class OnescanForCausalLM(_OnescanTextModelWithHead, GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
     ) -> None:
-        """Give `generate` an empty state."""
+        """Provide `generate` with an empty state."""
         kind = generation_config.cache_implementation
         if kind is not None:
             raise ValueError(
@@ -365,7 +365,7 @@ class OnescanForMaskedLM(_OnescanTextModelWithHead):
 
 
 class OnescanForSequenceClassification(_OnescanTextModelWithHead):
-    """A `SequenceClassifier`: class scores, or a number, for a text or a pair of texts."""
+    """A `SequenceClassifier`: class logits, or a number, for a text or a pair of texts."""
 
     native_config = SequenceClassifierConfig
     output_class = SequenceClassifierOutputWithPast
@@ -375,7 +375,7 @@ class OnescanForSequenceClassification(_OnescanTextModelWithHead):
     def score(
         self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> Tensor:
-        """Score the text of each row."""
+        """Compute the logits of the text in each row."""
         keep = _keep(attention_mask, x)
         if _documents(position_ids, keep, x) is not None:
             raise ValueError("position_ids restart within a row, but there is one score per row")
@@ -389,7 +389,7 @@ class OnescanForSequenceClassification(_OnescanTextModelWithHead):
 
 
 def _keep(attention_mask: Any, inputs: Any) -> Tensor | None:
-    """Return the mask of the inputs, without that of the cache; None if all tokens are real."""
+    """Return the part of the mask for the inputs, without the cache; None if all are real."""
     if attention_mask is None:
         return None
     check_shapes(attention_mask=(attention_mask, "B S"))
@@ -404,7 +404,7 @@ def _keep(attention_mask: Any, inputs: Any) -> Tensor | None:
 
 
 def _documents(position_ids: Tensor | None, keep: Tensor | None, inputs: Tensor) -> Tensor | None:
-    """Return the document number of each token, by position_ids; None if rows are documents."""
+    """Return the document number of each token from position_ids; None for one document per row."""
     if position_ids is None:
         return None
     check_shapes(position_ids=(position_ids, "B T"))
@@ -431,7 +431,7 @@ class OnescanImageModel(OnescanModel):
     network: ImageClassifier
 
     def to_onescan(self) -> ImageClassifier:
-        """Return the native model, which this one contains."""
+        """Return the native model contained in this one."""
         return self.network
 
     @can_return_tuple
@@ -457,7 +457,7 @@ class OnescanImageModel(OnescanModel):
 
 
 class OnescanForImageClassification(OnescanImageModel):
-    """An `ImageClassifier`: one score per class."""
+    """An `ImageClassifier`: one logit per class."""
 
     @can_return_tuple
     def forward(
@@ -468,14 +468,14 @@ class OnescanForImageClassification(OnescanImageModel):
         output_attentions: bool | None = None,
         **loss_options: Any,
     ) -> ImageClassifierOutput:
-        """Compute class scores; with a distillation token, the mean of both heads.
+        """Compute class logits; with a distillation token, the mean of both heads.
 
         Args:
             pixel_values: Images [B, channels, height, width], of any size that patches divide.
-            labels: Classes [B], or what the config's problem_type requires.
+            labels: Classes [B], or labels in the form that the config's problem_type requires.
             output_hidden_states: Whether to return the output of each block.
             output_attentions: Must be False.
-            loss_options: Options of the loss of transformers.
+            loss_options: Options of transformers' loss functions.
         """
         with self.record_hidden_states(output_hidden_states, output_attentions) as hidden:
             logits = self.network(pixel_values)

@@ -1,4 +1,4 @@
-"""The interface of mixers, which lets a block hold any of them."""
+"""The interface of mixers, which makes them interchangeable in a block."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ Direction = Literal["both", "forward", "backward", "alternating"]
 
 @dataclass(frozen=True, kw_only=True)
 class MixerConfig(ABC):
-    """How tokens exchange information."""
+    """Config of the layer that mixes information between tokens."""
 
     num_heads: int = 6
     """Number of heads; must divide the width."""
@@ -24,43 +24,43 @@ class MixerConfig(ABC):
         """Build the module for tokens of this width on a grid with this number of axes.
 
         Raises:
-            ValueError: If fields do not go with each other, or with width or axes.
+            ValueError: If fields are incompatible with each other, or with width or axes.
         """
 
     def for_layer(self, index: int) -> "MixerConfig":
-        """Return the config of a model's block `index`, counted from 0; often the same for all."""
+        """Return the config for block `index` of a model, counted from 0; by default the same."""
         return self
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token reads only itself and those before it."""
+        """Whether each token reads only itself and earlier tokens."""
         return False
 
     @property
     def prefix_reads_grid(self) -> bool:
-        """Whether prefix tokens, such as a class token, read any other."""
+        """Whether prefix tokens, such as a class token, read any other tokens."""
         return not self.is_causal
 
     @property
     def normalizes_input(self) -> bool:
-        """Whether the mixer normalizes its input itself, so that its block has no norm for it."""
+        """Whether the mixer normalizes its input itself, so that its block needs no norm for it."""
         return False
 
     @property
     def reads_embedding(self) -> bool:
-        """Whether its forward takes `embedding`, the tokens before the first block."""
+        """Whether the mixer's forward takes `embedding`, the tokens before the first block."""
         return False
 
     @property
     def output_is_bounded(self) -> bool:
-        """Whether adding its output keeps tokens within bounds, which scaling it up would break."""
+        """Whether adding the mixer's output keeps tokens bounded, unless it is scaled up."""
         return False
 
     def head_width(self, width: int) -> int:
         """Return the width of one head.
 
         Raises:
-            ValueError: If heads do not divide the width.
+            ValueError: If the number of heads does not divide the width.
         """
         if self.num_heads < 1 or width % self.num_heads:
             raise ValueError(f"width {width} is not a multiple of num_heads {self.num_heads}")
@@ -69,11 +69,12 @@ class MixerConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DirectedMixerConfig(MixerConfig, ABC):
-    """A mixer that reads in one direction or in both."""
+    """Config of a mixer that reads tokens in one direction or in both."""
 
     direction: Direction = "both"
-    """Which tokens to read: all, those before ("forward") or those after ("backward");
-    "alternating" blocks read forward and backward in turn, forward first."""
+    """Tokens to read: all ("both"), earlier tokens ("forward") or later tokens ("backward").
+    "alternating" switches between forward and backward from block to block, beginning with forward.
+    """
 
     @property
     def is_causal(self) -> bool:
@@ -85,7 +86,7 @@ class DirectedMixerConfig(MixerConfig, ABC):
         return replace(self, direction="backward" if index % 2 else "forward")
 
     def check_direction(self) -> None:
-        """Raise ValueError for a direction that a single mixer does not have."""
+        """Raise ValueError for a direction that does not apply to a single mixer."""
         check_choice("direction", self.direction, get_args(Direction))
         if self.direction == "alternating":
             raise ValueError(
@@ -102,11 +103,11 @@ class DirectedMixerConfig(MixerConfig, ABC):
 
 
 class Mixer(nn.Module, ABC):
-    """Exchange information between tokens.
+    """Layer that mixes information between tokens.
 
-    What several projections read is projected once, by `in_proj`, and split: one large matrix
-    product is faster than several small ones. Call it as a module, so that LoRA, quantization,
-    offloading and autocast apply.
+    Projections of the same input are computed by a single linear layer, `in_proj`, and split,
+    because one large matrix product is faster than several small ones. Call it as a module, so that
+    LoRA, quantization, offloading and autocast apply.
     """
 
     @abstractmethod
@@ -116,13 +117,13 @@ class Mixer(nn.Module, ABC):
         """Mix the tokens.
 
         Args:
-            x: Tokens, normalized unless the mixer's config says that it `normalizes_input`.
-            grid: How the tokens are laid out. Later calls of a causal mixer continue the first.
-            keep: True for real tokens. The others give zero output and are not read.
-            state: State returned by a previous call, causal mixers only; None at the beginning.
+            x: Tokens, already normalized unless the mixer `normalizes_input`.
+            grid: Layout of the tokens. Later calls of a causal mixer continue the first one.
+            keep: True for real tokens. Other tokens have zero output and are not read.
+            state: State returned by a previous call, for causal mixers only. None at the beginning.
 
         Returns:
-            The mixed tokens, and the state after the last (None if there is none).
+            The mixed tokens, and the state after the last token (None if there is none).
         """
 
     def check_state(self, state: Any, kind: type, *, causal: bool) -> None:
@@ -133,9 +134,9 @@ class Mixer(nn.Module, ABC):
             raise ValueError(f"state is a {type(state).__name__}, expected a {kind.__name__}")
 
     def init_weights(self) -> None:
-        """Initialize weights that the model's default does not suit; models call it last."""
+        """Initialize weights for which the model's default is unsuitable; models call this last."""
 
 
 def flipped(x: Tensor | None) -> Any:
-    """Reverse the order of tokens; return None, and what is per head, [H], unchanged."""
+    """Reverse the order of tokens; None and tensors per head, [H], are returned unchanged."""
     return x if x is None or x.ndim == 1 else x.flip(1)

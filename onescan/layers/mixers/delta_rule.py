@@ -1,4 +1,4 @@
-"""DeltaNet: each token overwrites what was stored under its key, in one direction or both."""
+"""DeltaNet: each token overwrites the value stored under its key, in one direction or both."""
 
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -13,21 +13,21 @@ from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped
 from onescan.ops.delta_rule import DeltaState, Form, delta_rule
 from onescan.shapes import Grid, Hidden, Keep, Keys
 
-# Vectors shorter than this count as zero: the queries and keys of a blank patch have length 0,
-# where normalizing them would make gradients explode.
+# Vectors shorter than this are treated as zero. The queries and keys of a blank patch have length
+# 0, so gradients of their normalization would explode.
 EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRuleMixerConfig(DirectedMixerConfig):
-    """DeltaNet: a memory in which each token overwrites what was stored under its key."""
+    """DeltaNet: a memory in which each token overwrites the value stored under its key."""
 
     norm: NormName = "rms"
-    """Norm of the output, over all heads together."""
+    """Norm of the output, computed over all heads together."""
     bias: bool = False
     """Add biases to the projections."""
     form: Form = "auto"
-    """How the op evaluates its memory; see `delta_rule`."""
+    """Algorithm of the op; see `delta_rule`."""
     chunk_size: int = 64
     """Tokens per chunk of the chunk form."""
 
@@ -35,7 +35,7 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
         self.check_direction()
         check_choice("form", self.form, get_args(Form))
         check_positive(chunk_size=self.chunk_size)
-        self.head_width(width)  # raises if heads do not divide the width
+        self.head_width(width)  # raises if num_heads does not divide the width
         return DeltaRuleMixer(self, width)
 
 

@@ -1,4 +1,4 @@
-"""LightNet attention (LNA): additive decay behind projections, a norm and a low-rank gate."""
+"""LightNet attention (LNA): additive decay with projections, a norm and a low-rank gate."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
 from onescan.shapes import Angles, Grid, Hidden, Keep, Keys, LogNormalizer, Queries, Values
 
-MAX_LOG_GAIN = 4.0  # within it, norm's epsilon acts as in the equations, also in float16
+MAX_LOG_GAIN = 4.0  # up to this gain, the norm's epsilon has the intended effect, even in float16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class LightNetMixerConfig(MixerConfig):
     """LightNet attention; each ablation of the paper is one field."""
 
     causal: bool = False
-    """Read only earlier tokens (Eq. 13), instead of all (Eq. 14)."""
+    """Read only earlier tokens (Eq. 13) instead of all tokens (Eq. 14)."""
     lrpe: bool = True
     """Rotate queries and keys by their position (MD-LRPE)."""
     decay: bool = True
@@ -38,11 +38,11 @@ class LightNetMixerConfig(MixerConfig):
     """Rank of the separate projection; None is full rank. The 385M parameters of Table 6 match
     rank 128: full rank would add 27M to the 379M of "shared"."""
     norm: NormName = "layer"
-    """Norm of the output, over all heads together, before the gate."""
+    """Norm of the output, before the gate, computed over all heads together."""
     gate_rank: int | None = 64
     """Rank of the output gate; None is full rank."""
     form: Form = "auto"
-    """How the op evaluates its sum; see `additive_decay`."""
+    """Algorithm of the op; see `additive_decay`."""
     chunk_size: int = 64
     """Tokens per chunk of the causal form."""
 
@@ -73,7 +73,7 @@ class LightNetState(NamedTuple):
     """State of the causal mixer.
 
     Attributes:
-        attention: State of the op; a `DecayState` without decay.
+        attention: State of the op; a `DecayState` if decay=False.
         log_decay_normalizer: Log-normalizer of separate decay logits, float64; None for "shared".
         position: Number of tokens seen; an integer tensor in exported programs.
     """
@@ -86,17 +86,17 @@ class LightNetState(NamedTuple):
 class LightNetMixer(Mixer):
     """Additive-decay attention: O = Norm[phi(Q) (f(K)^T V)] * sigmoid(U), then W_o.
 
-    With separate decay logits d, s_t in Eq. 13 and 14 is a sum over d instead of k:
+    With separate decay logits d, the s_t of Eq. 13 and 14 is a sum over d instead of k:
 
         KV_t = diag(s_{t-1} / s_t) KV_{t-1} + R_t(exp(k_t) / s_t) v_t^T,   s_t = sum_{r<=t} exp(d_r)
 
-    This equals the shared form with each query channel multiplied by g_t = sum exp(k_r) / s_t.
-    This gain is unbounded, but up to its epsilon the norm cancels any factor common to the channels
-    of a token. Where the largest channel of g_t leaves exp(-4) to exp(4), g_t is therefore scaled
-    to that range, and outputs can neither overflow nor vanish. Only norm="none" undoes the scaling
-    afterwards, and may overflow.
+    This equals the shared form with each query channel multiplied by g_t = sum exp(k_r) / s_t. This
+    gain is unbounded, but apart from its epsilon, the norm is invariant to any factor common to the
+    channels of a token. If the largest channel of g_t is outside of exp(-4) to exp(4), g_t is
+    therefore scaled into that range, so that outputs can neither overflow nor vanish. With
+    norm="none", the scaling is undone afterwards, and outputs may overflow.
 
-    Source: LightNet, arXiv:2405.21022, Eq. 13 to 15. The paper does not print W_o, but its
+    Source: LightNet, arXiv:2405.21022, Eq. 13 to 15. The paper does not mention W_o, but its
     parameter counts imply it.
     """
 
@@ -105,8 +105,8 @@ class LightNetMixer(Mixer):
     def __init__(self, config: LightNetMixerConfig, width: int, axes: int) -> None:
         super().__init__()
         self.config = config
-        # in_proj gives q, k, v, then the low-rank inputs of gate_proj and decay_proj. At full rank
-        # it gives the gate and the decay logits themselves.
+        # in_proj computes q, k, v, and the low-rank inputs of gate_proj and decay_proj, or at full
+        # rank the gate and the decay logits themselves.
         self.in_widths = [width] * 3 + [config.gate_rank or width]
         if config.decay_logits != "shared":
             self.in_widths.append(config.decay_rank or width)
@@ -189,7 +189,7 @@ class LightNetMixer(Mixer):
         keep: Keep | None,
         state: Any,
     ) -> tuple[Values, Any]:
-        """Compute the paper's "w/o Decay", Sec. 6.3, with SiLU in place of the softmax."""
+        """Compute the paper's "w/o Decay", Sec. 6.3, with SiLU instead of the softmax."""
         config, k = self.config, F.silu(k)
         form: Any = config.form
         if angles is not None:
@@ -228,7 +228,7 @@ class LightNetMixer(Mixer):
 
 
 def _expand(rank: int | None, width: int) -> nn.Module:
-    """Build the second map of a low-rank projection; there is none at full rank, None."""
+    """Build the second layer of a low-rank projection, an identity for full rank (None)."""
     return nn.Identity() if rank is None else nn.Linear(rank, width, bias=False)
 
 
@@ -263,7 +263,8 @@ def _scaled(o: Values, log_scale: Tensor) -> Values:
         ValueError: If a product exceeds the range of its dtype. Checked on CPU only.
     """
     wide = o.to(accumulation_dtype(o.dtype))
-    # Multiply by the square root twice: exp(log_scale) may overflow where the product does not.
+    # Multiply by the square root twice, because exp(log_scale) may overflow even if the product
+    # does not.
     limit = math.log(torch.finfo(wide.dtype).max)
     root = (log_scale / 2).clamp(max=limit).to(wide.dtype).exp()
     scaled = (wide * root * root).to(o.dtype)

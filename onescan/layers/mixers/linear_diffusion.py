@@ -1,7 +1,7 @@
 """LDN: diffusion along a sequence, a gated local update and linear attention, summed.
 
-Source: LDN, arXiv:2502.12381. From top to bottom: the mixer's config, state and sum, then its parts
-(Sec. 3.3), and the attention to another sequence of its decoder (Sec. 3.6).
+Source: LDN, arXiv:2502.12381. This file contains the mixer's config, state and module, then its
+parts (Sec. 3.3), and the cross-attention of its decoder (Sec. 3.6).
 """
 
 import math
@@ -39,11 +39,11 @@ from onescan.shapes import (
     StepSizes,
 )
 
-MIN_SIGMA = 0.25  # a neighbor's weight is exp(-8): less would be no diffusion at all
-# Fraction of the longest stable step. The rest stays with the token: two tokens that swap would
+MIN_SIGMA = 0.25  # the weight of a neighbor is exp(-8); a smaller sigma would disable diffusion
+# Fraction of the longest stable step. The token keeps the rest, because two tokens that swap would
 # never mix.
 MAX_STEP_FRACTION = 0.999
-MAX_RADIUS = 1 << 20  # more tokens than any sequence has
+MAX_RADIUS = 1 << 20  # longer than any sequence
 MAX_SIGMA_LOGIT = 5.0
 
 ActivationName = Literal["gelu", "silu", "tanh"]
@@ -56,28 +56,28 @@ ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LinearDiffusionMixerConfig(MixerConfig):
-    """LDN's layer; its local update replaces an MLP, so models need no other."""
+    """LDN's layer. Its local update replaces the MLP, so models do not need one."""
 
     diffusion: bool = True
     """Diffuse between neighboring tokens (the first part)."""
     local_update: bool = True
-    """Update each token on its own, gated (the second part)."""
+    """Update each token separately, with a gate (the second part)."""
     linear_attention: bool = True
     """Attend to all tokens (the third part)."""
     causal: bool = False
     """Read only earlier tokens."""
     separable: bool = False
-    """Diffuse along each axis of the grid in turn, instead of along row-major order as in the
+    """Diffuse along one axis of the grid after another, instead of in row-major order as in the
     paper."""
     kernels: int = 1
-    """Number of diffusion kernels, each for an equal part of the channels; 1 in the paper."""
+    """Number of diffusion kernels, each for an equal share of the channels; 1 in the paper."""
     sigmas: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
-    """Initial standard deviations, in tokens, that kernels take in turn; each block starts one
-    later."""
+    """Initial standard deviations in tokens, assigned to kernels cyclically. The cycle is shifted
+    by one in each block."""
     max_sigma: float = 32.0
     """Upper bound of the learned standard deviations."""
     epsilon: float = 1e-4
-    """Kernels end where their widest Gaussian falls below this."""
+    """Kernels are cut off where their widest Gaussian falls below this value."""
     scheme: Scheme = "explicit"
     """Time-stepping scheme; see `linear_diffusion`."""
     feature_map: FeatureMapName = "relu"
@@ -85,13 +85,13 @@ class LinearDiffusionMixerConfig(MixerConfig):
     activation: ActivationName = "gelu"
     """Activation of the local update."""
     norm: NormName = "none"
-    """Norm of the input of the second and third parts; diffusion is never normalized."""
+    """Norm of the input of the second and third parts; the input of diffusion is not normalized."""
     input_residual: bool = False
-    """Add the embedding in every block, with a learned weight that starts at 0."""
+    """Add the embedding in every block, with a learned weight that is initially 0."""
     dropout: float = 0.0
     """Dropout probability of the second and third parts."""
     form: Form = "auto"
-    """How the op evaluates its sum; see `linear_diffusion`."""
+    """Algorithm of the op; see `linear_diffusion`."""
 
     @property
     def is_causal(self) -> bool:
@@ -119,7 +119,7 @@ class LinearDiffusionMixerConfig(MixerConfig):
         return replace(self, sigmas=self.sigmas[first:] + self.sigmas[:first])
 
     def build(self, *, width: int, axes: int) -> "LinearDiffusionMixer":
-        self.head_width(width)  # raises if heads do not divide the width
+        self.head_width(width)  # raises if num_heads does not divide the width
         check_positive(kernels=self.kernels)
         if width % self.kernels:
             raise ValueError(f"width {width} is not a multiple of kernels {self.kernels}")
@@ -145,7 +145,7 @@ class LinearDiffusionMixerConfig(MixerConfig):
 
 
 class LinearDiffusionState(NamedTuple):
-    """State of the causal mixer; its size does not grow.
+    """State of the causal mixer, of constant size.
 
     Attributes:
         diffusion: The last tokens; None without diffusion.
@@ -157,10 +157,10 @@ class LinearDiffusionState(NamedTuple):
 
 
 class LinearDiffusionMixer(Mixer):
-    """dt (K h - diag(K 1) h) + F(x, h) + A_lin(h): what a block adds to its tokens h.
+    """dt (K h - diag(K 1) h) + F(x, h) + A_lin(h), which a block adds to its tokens h.
 
-    x is the embedding, the tokens before the first block. Steps along several axes are not in the
-    paper.
+    x is the embedding, the tokens before the first block. Diffusion along several axes is not in
+    the paper.
 
     Source: LDN, arXiv:2502.12381, Sec. 3.3.
     """
@@ -202,10 +202,10 @@ class LinearDiffusionMixer(Mixer):
 
         Args:
             x: Tokens, not normalized.
-            grid: How the tokens are laid out.
+            grid: Layout of the tokens.
             keep: True for real tokens.
-            state: State returned by a previous call, causal only.
-            embedding: The tokens before the first block; None is x.
+            state: State returned by a previous call, for causal mixers only.
+            embedding: The tokens before the first block. None uses x.
         """
         config = self.config
         if state is not None:
@@ -240,7 +240,10 @@ class LinearDiffusionMixer(Mixer):
     def _diffuse(
         self, x: Hidden, grid: Grid, keep: Keep | None, state: DiffusionState | None
     ) -> Hidden:
-        """Return the tokens after a step of each diffusion; prefix tokens are on no axis."""
+        """Return the tokens after one step of each diffusion.
+
+        If `separable`, prefix tokens are unchanged.
+        """
         if not self.config.separable:
             (diffusion,) = self.diffusions
             return diffusion(x, keep=keep, state=state)
@@ -262,9 +265,9 @@ class LinearDiffusionMixer(Mixer):
 class Diffusion(nn.Module):
     """h + dt (K h - diag(K 1) h), K_ts = phi(t - s) exp(-(t - s)^2 / 2 sigma^2).
 
-    phi = softplus(raw_past) for t > s and softplus(raw_future) for t < s. Whatever is learned,
-    MIN_SIGMA < sigma < max_sigma, and an explicit step lies between 0 and the bound of Sec. 4.4.
-    Each kernel acts on its part of the channels.
+    phi = softplus(raw_past) for t > s and softplus(raw_future) for t < s. The parametrization
+    guarantees MIN_SIGMA < sigma < max_sigma, and explicit steps between 0 and the bound of Sec.
+    4.4. Each kernel is applied to its share of the channels.
 
     Source: LDN, arXiv:2502.12381, Sec. 3.3.
 
@@ -272,7 +275,7 @@ class Diffusion(nn.Module):
         sigmas: Initial standard deviation of each kernel, in tokens.
         max_sigma: Upper bound of the standard deviations; with epsilon, it sets the radius.
         epsilon: Value at which the widest Gaussian is cut off.
-        causal: Whether a token reads only those before it.
+        causal: Whether each token reads only earlier tokens.
         scheme: As in `linear_diffusion`.
         form: As in `linear_diffusion`.
     """
@@ -296,14 +299,16 @@ class Diffusion(nn.Module):
                 f"max_sigma is {max_sigma}, which makes a kernel reach {self.radius} tokens; "
                 f"expected at most {MAX_RADIUS}"
             )
-        # The clamp keeps away from where the sigmoid is almost flat and nothing would be learned.
+        # Clamp, because the gradient of the sigmoid vanishes for large logits.
         logits = torch.tensor(fractions, dtype=torch.float64).logit()
         logits = logits.clamp(-MAX_SIGMA_LOGIT, MAX_SIGMA_LOGIT)
         self.raw_sigma = nn.Parameter(logits.to(torch.get_default_dtype()))
         one = math.log(math.e - 1)  # where softplus is 1
         self.raw_past = nn.Parameter(torch.full((len(sigmas),), one))
         self.raw_future = None if causal else nn.Parameter(torch.full((len(sigmas),), one))
-        self.raw_step = nn.Parameter(torch.zeros(len(sigmas)))  # half of the longest stable step
+        self.raw_step = nn.Parameter(
+            torch.zeros(len(sigmas))
+        )  # initially half of the longest stable step
 
     def forward(
         self, x: Hidden, *, keep: Keep | None = None, state: DiffusionState | None = None
@@ -340,8 +345,8 @@ class Diffusion(nn.Module):
     def dt(self, weights: DiffusionKernels) -> StepSizes:
         """Return the step of each kernel.
 
-        It is a fraction of the longest stable step of the explicit scheme, and any multiple of it
-        in implicit schemes.
+        In the explicit scheme, it is a fraction of the longest stable step. In implicit schemes, it
+        can be any multiple of that step.
         """
         (step,) = to_accumulation_dtype(self.raw_step)
         if self.scheme == "explicit":
@@ -350,10 +355,10 @@ class Diffusion(nn.Module):
 
 
 def sigma_fraction(sigma: float, max_sigma: float) -> float:
-    """Return where sigma lies between its bounds, on a logarithmic scale from 0 to 1.
+    """Return the position of sigma between its bounds, on a logarithmic scale from 0 to 1.
 
     Raises:
-        ValueError: If it lies on a bound or beyond.
+        ValueError: If sigma is not strictly between its bounds.
     """
     check_positive(max_sigma=max_sigma)
     if not MIN_SIGMA < sigma < max_sigma:
@@ -368,7 +373,7 @@ class LocalUpdate(nn.Module):
     """F(x, h) = sigmoid(W_g [x; h]) * act(W_u [x; h]).
 
     Source: LDN, arXiv:2502.12381, Sec. 3.3, which describes F only as a "gating or residual
-    module": these are the 4 D^2 weights that the parameter counts of its Table 1 leave for it.
+    module". The 4 D^2 weights used here match the parameter counts of its Table 1.
     """
 
     def __init__(self, width: int, activation: ActivationName) -> None:
@@ -382,9 +387,9 @@ class LocalUpdate(nn.Module):
 
 
 class LinearAttention(nn.Module):
-    """phi(Q) (phi(K)^T V) / (phi(Q) (phi(K)^T 1)), in heads, without an output projection.
+    """phi(Q) (phi(K)^T V) / (phi(Q) (phi(K)^T 1)), multi-head, without an output projection.
 
-    Where phi maps a query or all keys to zero, the paper's quotient is 0 / 0; here it is 0, with
+    If phi maps a query or all keys to zero, the paper's quotient is 0 / 0. Here it is 0, with
     finite gradients.
 
     Source: LDN, arXiv:2502.12381, Sec. 3.3.
@@ -404,7 +409,7 @@ class LinearAttention(nn.Module):
         keep: Keep | None = None,
         state: DecayState | None = None,
     ) -> tuple[Hidden, DecayState | None]:
-        """Attend to all tokens, or to earlier ones; only causal calls take and return a state."""
+        """Attend to all tokens, or only to earlier ones if causal, with a state."""
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in self.in_proj(x).chunk(3, dim=-1))
         o, new_state = decay_attention(
             self.feature_map(q), self.feature_map(k), v, causal=causal, normalize="sum", keep=keep,
@@ -415,9 +420,9 @@ class LinearAttention(nn.Module):
 
 
 class LinearCrossAttention(nn.Module):
-    """`LinearAttention` to the tokens of another sequence, the memory.
+    """Linear cross-attention to the tokens of another sequence, the memory; see `LinearAttention`.
 
-    Its state does not grow with the memory, which `encode_memory` reads once.
+    `encode_memory` reads the memory once and returns a state of constant size.
     """
 
     def __init__(self, width: int, num_heads: int, feature_map: FeatureMapName) -> None:
@@ -444,7 +449,7 @@ class LinearCrossAttention(nn.Module):
             return DecayState(torch.einsum("bshk,bshv->bhkv", k, v), k.sum(dim=1))
 
     def forward(self, x: Hidden, memory: DecayState) -> Hidden:
-        """Attend to a memory that `encode_memory` returned."""
+        """Attend to a memory encoded by `encode_memory`."""
         q = self.feature_map(self.q_proj(x).unflatten(-1, (self.num_heads, -1)))
         with disable_autocast(x):
             (wide_q,) = to_accumulation_dtype(q)

@@ -1,4 +1,4 @@
-"""LION: linear attention with any decay, in one direction or both, along one scan or several.
+"""LION: linear attention with any decay, in one or both directions, along one or several scans.
 
 `LINEAR_TRANSFORMERS` at the end lists the models of LION's Table 1 as configs of this mixer.
 """
@@ -53,29 +53,29 @@ DecayAt = Literal["auto", "source", "target"]
 
 @dataclass(frozen=True, kw_only=True)
 class LionMixerConfig(DirectedMixerConfig):
-    """LION-s, and with other fields every linear attention with a decay."""
+    """LION-s by default; other linear attentions with decay by changing fields."""
 
     state_size: int | None = None
     """Make each channel a separate head with this many key channels, as in Mamba. The channels of
-    each of the `num_heads` groups share queries and keys. None: heads of width / num_heads."""
+    each of the `num_heads` groups share queries and keys. None for heads of width / num_heads."""
     feature_map: FeatureMapName = "shifted_silu"
     """Feature map of queries and keys."""
     decay: DecayConfig = field(default_factory=SelectiveDecayConfig)
-    """How fast the state forgets."""
+    """Decay of the state."""
     normalize: Normalize = "sum"
-    """What outputs are divided by; see `decay_attention`. sum_before_mask divides by the row sum of
-    the scores before they decay, in both directions only."""
+    """Divisor of the outputs; see `decay_attention`. "sum_before_mask" divides by the row sum of
+    the scores before decay; it requires direction="both"."""
     decay_at: DecayAt = "auto"
     """Which of two neighboring tokens provides the decay between them; see `decay_attention`."""
     scan: ScanName = "flat"
-    """Scan tokens in row-major order ("flat"), or average scans in a snake along each axis
+    """Scan tokens in row-major order ("flat"), or average one snake scan along each axis
     ("natural")."""
     norm: NormName = "none"
-    """Norm of the output, over all heads together."""
+    """Norm of the output, computed over all heads together."""
     bias: bool = True
     """Add biases to the projections."""
     form: Form = "auto"
-    """How the op evaluates its sum; see `decay_attention`."""
+    """Algorithm of the op; see `decay_attention`."""
     chunk_size: int = 64
     """Tokens per chunk of the chunk form."""
 
@@ -126,7 +126,7 @@ class Scan(NamedTuple):
 
 
 class LionMixer(Mixer):
-    """O = Norm[Scale(phi(Q) phi(K)^T * M) V], then W_o; the mask M comes from the decay.
+    """O = Norm[Scale(phi(Q) phi(K)^T * M) V], then W_o; the mask M is computed from the decay.
 
     Source: LION, arXiv:2502.16249, Sec. 3.1 and 3.2; directions, App. C.15; natural scans, C.14,
     where masks are averaged before the normalization of Sec. 3.1.
@@ -141,7 +141,7 @@ class LionMixer(Mixer):
             self.key_width, self.num_heads = config.state_size, width
         keys = config.num_heads * self.key_width
         self.feature_map = FEATURE_MAPS[config.feature_map]
-        # in_proj gives q, k and v, or q and v if the decay provides keys
+        # in_proj computes q, k and v, or q and v if the decay provides keys
         self.in_widths = [keys] * (1 if config.decay.provides_keys else 2) + [width]
         self.in_proj = nn.Linear(width, sum(self.in_widths), bias=config.bias)
         scans = axes if config.scan == "natural" else 1
@@ -179,7 +179,7 @@ class LionMixer(Mixer):
         return o if keep is None else o * keep.unsqueeze(-1), state
 
     def _norm_dtype(self, x: Hidden) -> torch.dtype:
-        """Return the dtype of the norm's input: as wide as its parameters and autocast allow."""
+        """Return the dtype of the norm's input: the widest that its weights and autocast allow."""
         scale = getattr(self.norm, "weight", None)
         if scale is not None:
             return scale.dtype
@@ -187,10 +187,10 @@ class LionMixer(Mixer):
 
     @torch.no_grad()
     def mean_decays(self, x: Hidden, grid: Grid) -> MeanDecays:
-        """Return the mean decay factor of each head, scan by scan; 1 forgets nothing.
+        """Return the mean decay factor of each head for each scan; 1 means no decay.
 
-        Decays that tokens choose are averaged geometrically over all tokens of the batch except the
-        prefix, since they multiply.
+        Input-dependent decays are multiplied along the sequence, so they are averaged geometrically
+        over all tokens of the batch except the prefix.
         """
         return torch.stack(
             [self._mean(decay(x).log_decay, x, grid.prefix) for decay in self.decays]
@@ -231,7 +231,7 @@ class LionMixer(Mixer):
     def _attend_naturally(
         self, q: Queries, scans: Sequence[Scan], v: Values, grid: Grid, keep: Keep | None
     ) -> Values:
-        """Attend along all scans, concatenated along the batch; then average."""
+        """Attend along all scans, concatenated along the batch, and average the outputs."""
         if grid.tokens != q.shape[1] or len(grid.shape) != len(scans):
             raise ValueError(
                 f"x has {q.shape[1]} tokens and {grid} {grid.tokens} on {len(grid.shape)} axes, "
@@ -239,7 +239,7 @@ class LionMixer(Mixer):
             )
         orders = snake_orders(grid, q.device)
         normalizes = self.config.normalize == "sum"
-        if normalizes:  # values of 1 become the row sums
+        if normalizes:  # outputs for values of 1 are the row sums
             v = F.pad(v, (0, 1), value=1.0)
         o, _ = self._attend(
             _reordered([q] * len(scans), orders),
@@ -265,9 +265,9 @@ class LionMixer(Mixer):
 
 
 def _scan(k: Keys | None, decay: DecayOutput, prefix: int) -> Scan:
-    """Apply the decay's factor to the keys; prefix tokens do not decay where tokens choose.
+    """Apply the decay's factor to the keys; input-dependent decays are disabled for the prefix.
 
-    A decay that is fixed per head applies to the prefix too: lambda^|i - j| between any two tokens.
+    A fixed decay per head also applies to the prefix: lambda^|i - j| between any two tokens.
     """
     log_decay, key = decay
     if k is None:
@@ -303,12 +303,12 @@ def _reordered(each: Sequence[Tensor | None], orders: Sequence[Order]) -> Any:
 RETNET = FixedDecayConfig(init="retnet", learnable=False)
 
 # The linear transformers of LION's Table 1.
-# Bidirectional; direction="forward" gives the causal recurrences of the table, which contains only
-# recurrences. Feature maps are those of the original models, except gated RFA's random features.
-# Convolutions, output gates, token shifts, RetNet's rotation, RWKV-6's bonus and Mamba's skip
-# connection D x are omitted. RWKV-6 itself reads before it decays. Unscaled outputs grow with the
-# number of tokens, hence the norm. All originals apply the decay of the reading token, "target",
-# which is the default of diagonal decays.
+# They are bidirectional; direction="forward" gives the causal recurrences, which are the only ones
+# in the table. Feature maps are those of the original models, except for the random features of
+# gated RFA. Convolutions, output gates, token shifts, RetNet's rotation, RWKV-6's bonus and Mamba's
+# skip connection D x are omitted. The original RWKV-6 reads the state before decaying it. Outputs
+# without scaling grow with the number of tokens, hence the norm. All original models apply the
+# decay of the reading token ("target"), which is the default for diagonal decays.
 LINEAR_TRANSFORMERS: Mapping[str, DirectedMixerConfig] = MappingProxyType(
     {
         "linear_attention": LionMixerConfig(
@@ -320,7 +320,7 @@ LINEAR_TRANSFORMERS: Mapping[str, DirectedMixerConfig] = MappingProxyType(
         "retnet": LionMixerConfig(
             feature_map="identity", decay=RETNET, normalize="none", norm="rms"
         ),
-        "retnet_scaled": LionMixerConfig(decay=RETNET),  # a scale needs features above 0
+        "retnet_scaled": LionMixerConfig(decay=RETNET),  # scaling requires positive features
         "gated_rfa": LionMixerConfig(
             feature_map="elu_plus_one",
             decay=SelectiveDecayConfig(couple_key=True),

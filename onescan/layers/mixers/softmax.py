@@ -1,4 +1,4 @@
-"""Softmax attention, the baseline: ViT's and BERT's, and GPT-2's with its cache."""
+"""Softmax attention, the baseline, as in ViT and BERT, or with a cache as in GPT-2."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,14 +26,14 @@ class SoftmaxMixerConfig(MixerConfig):
         return self.causal
 
     def build(self, *, width: int, axes: int) -> "SoftmaxMixer":
-        self.head_width(width)  # raises if heads do not divide the width
+        self.head_width(width)  # raises if num_heads does not divide the width
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"mixer.dropout is {self.dropout}, expected from 0 to below 1")
+            raise ValueError(f"mixer.dropout is {self.dropout}, expected 0 or more and less than 1")
         return SoftmaxMixer(width, self.num_heads, causal=self.causal, dropout=self.dropout)
 
 
 class SoftmaxState(NamedTuple):
-    """Cache of the keys and values of all S tokens so far, which linear attention does not need.
+    """Cache of the keys and values of all S tokens so far. Linear attention does not need it.
 
     Attributes:
         k: [B, H, S, K].
@@ -84,9 +84,9 @@ class SoftmaxMixer(Mixer):
         return o, SoftmaxState(k, v, real) if self.causal and real is not None else None
 
     def _mask(self, real: Tensor | None, rows: int) -> Tensor | None:
-        """Return which tokens the last `rows` read, [B, 1, rows, S].
+        """Return a mask of the tokens that the last `rows` tokens read, [B, 1, rows, S].
 
-        A masked token reads itself, so that no row is empty.
+        Masked tokens read themselves, so that no row is empty.
         """
         if real is None:
             return None

@@ -101,27 +101,28 @@ def additive_decay(
     Inputs have the layout ``[B, T, H, K]``, unlike torch's ``scaled_dot_product_attention``.
     Logits may have any size up to about 1e4.
 
-    Source: LightNet, arXiv:2405.21022, Eq. 13 (causal) and Eq. 14 (not causal). LRPE acts inside as
-    in App. A.2: the decay comes from the keys before rotation and both halves share it.
+    Source: LightNet, arXiv:2405.21022, Eq. 13 (causal) and Eq. 14 (not causal). LRPE is applied as
+    in App. A.2: the decay is computed from the keys before rotation and shared by both halves.
 
     Args:
         q: Queries after their feature map (SiLU in the paper), [B, T, H, K].
         k: Key logits, [B, T, H, K]. A token with logit -inf has no weight.
         v: Values, [B, T, H, V].
-        angles: LRPE angles from `lrpe_angles`, [T, H, K]. None leaves out position.
+        angles: LRPE angles from `lrpe_angles`, [T, H, K]. None disables position encoding.
         causal: Whether each token reads only itself and earlier tokens.
         keep: True for real tokens, [B, T]. Other tokens have zero output and do not change the
             output of real ones. None keeps all tokens.
-        state: State of earlier tokens (causal), or of tokens elsewhere (not causal): another
-            device's part of the sequence, or the context of cross-attention.
+        state: State of earlier tokens (causal), or of additional tokens (not causal), such as
+            another device's part of the sequence or the context of cross-attention.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
             O(T^2). Causal: "chunk" is O(T), "full" is O(T^2), "recurrent" visits one token at a
             time. "auto" chooses the fastest.
-        backend: "torch" runs on any device. "triton" runs kernels on a GPU, for "one_scan", "chunk"
-            and, without gradients, "recurrent", with heads of up to 128 channels and dtypes of up
-            to 32 bits; it has first derivatives only. "auto" chooses; see `use_backend`.
-        chunk_size: Largest number of tokens per chunk, for the form "chunk" only. Rounded down to a
-            multiple of 8 from 8 to 64, and by kernels to a power of two from 16 to 64.
+        backend: "torch" runs on any device. "triton" runs kernels on a GPU. It implements
+            "one_scan", "chunk" and, without gradients, "recurrent", for heads of up to 128 channels
+            and dtypes of up to 32 bits, with first derivatives only. "auto" chooses; see
+            `use_backend`.
+        chunk_size: Maximum number of tokens per chunk, for the form "chunk" only. Rounded down to a
+            multiple of 8 between 8 and 64, or, in kernels, to a power of two between 16 and 64.
 
     Returns:
         The outputs in the dtype of v, and the state of all tokens including the incoming state.
@@ -170,7 +171,7 @@ def choose(
         chosen = ("recurrent" if q.shape[1] == 1 else "chunk") if causal else "one_scan"
     has_kernel = (causal, chosen, "triton") in IMPLEMENTATIONS
     widest = WIDEST_HEAD
-    if causal and (q.device.type == "cuda" or is_interpreted()):  # elsewhere no kernel runs
+    if causal and (q.device.type == "cuda" or is_interpreted()):  # kernels only run there
         widest = widest_causal_head(name_of(data_type(q, k, v)), chip_of(q.device))
     runs_on = resolved_backend(backend, has_kernel, q, k, v, widest=widest)
     is_step = form == "auto" and (chosen, runs_on) == ("recurrent", "triton")
@@ -184,7 +185,7 @@ def choose(
 
 def _check(
     q: Any, k: Any, v: Any, angles: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
-) -> None:  # Any: these are what a user passed
+) -> None:  # Any: the arguments are not checked yet
     check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
     if state is not None:
         check_state_type("state", state)

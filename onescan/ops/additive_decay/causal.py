@@ -1,22 +1,23 @@
 """Causal additive decay in chunks: linear time, for key logits of any size.
 
-Eq. 13 unrolled is a causal sum over tokens, divided by a running normalizer:
+Unrolled, Eq. 13 is a causal sum over tokens, divided by a running normalizer:
 
     o_t = R_t(q_t / n_t)^T sum_{s <= t} R_s(exp(k_s)) v_s^T,    n_t = sum_{s <= t} exp(k_s)
 
-exp(k_s) overflows, so every weight is taken under a reference that rises with the logits. The
-weight exp(k_s - k_t') that token t gives to token s is then a product of a factor of s and a factor
-of t, and the sum over s is a matrix product. A chunk has up to 8 blocks of 8 tokens:
+exp(k_s) may overflow, so each weight is computed relative to a reference that rises with the
+logits. The weight of token s for token t is then a product of a factor of s and a factor of t, and
+the sum over s is a matrix product. A chunk has up to 8 blocks of 8 tokens:
 
-- Tokens of one block have the running maximum m_t as their reference, and f_t with
-  f_t / f_{t-1} = exp(m_t - m_{t-1}) converts between two of them.
-- Blocks of one chunk have references r_j, upper bounds of the log-normalizer before block j, and
-  g_j with g_j / g_{j-1} = exp(r_j - r_{j-1}).
-- Chunks pass on a state under the log-normalizer of all earlier tokens.
+- Within a block, the reference of token t is the running maximum m_t. The factors f_t with
+  f_t / f_{t-1} = exp(m_t - m_{t-1}) convert between references of tokens.
+- Within a chunk, the reference r_j of block j is an upper bound of the log-normalizer before the
+  block. The factors g_j with g_j / g_{j-1} = exp(r_j - r_{j-1}) convert between blocks.
+- The state passed between chunks is relative to the log-normalizer of all earlier tokens.
 
-Steps of f and g are at most exp(CLIMB), so that f and g stay within float32. Where logits climb by
-more, earlier tokens keep a weight of exp(-CLIMB), less than float32 resolves next to 1. This makes
-the form exact for any logits, without a branch on values and without float64 copies of q, k or v.
+The ratios f_t / f_{t-1} and g_j / g_{j-1} are clamped to exp(CLIMB), so that f and g stay within
+the range of float32. Where logits rise by more, earlier tokens keep a relative weight of
+exp(-CLIMB), which is below the resolution of float32 near 1. The form is therefore exact for any
+logits, without branches on values and without float64 copies of q, k or v.
 
 References are constants. They cancel from the result, so no gradient flows through them.
 
@@ -48,13 +49,13 @@ from onescan.ops.chunks import linear_scan, number_of_chunks
 from onescan.ops.numerics import LOG_ZERO
 from onescan.shapes import Values
 
-BLOCK = 8  # tokens of a block
-MOST_BLOCKS = 8  # of a chunk: eight steps of exp(CLIMB), half of them below 1, fit in float32
-# Largest step of a reference, of blocks and of tokens. The mass under the reference of a token is
-# up to 9, hence the larger step.
+BLOCK = 8  # tokens per block
+MOST_BLOCKS = 8  # per chunk: eight steps of exp(CLIMB), half of them below 1, fit in float32
+# Largest step between references of blocks and of tokens. The mass relative to the reference of a
+# token is up to 9, hence the larger step.
 CLIMB = {torch.float32: (17.0, 19.0), torch.float64: (40.0, 42.0)}
-TILE = 1 << 20  # elements of k that a CPU scans at a time: intermediate results stay in its caches
-LEAST_EXPONENT = -87.0  # exp is many times slower where its result is subnormal
+TILE = 1 << 20  # elements of k that a CPU scans at a time, so that intermediates fit its caches
+LEAST_EXPONENT = -87.0  # exp is many times slower if its result is subnormal
 
 
 def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
@@ -74,27 +75,27 @@ def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 
 
 class _Factors(NamedTuple):
-    """What the backward needs of the forward; F is 2K under LRPE, otherwise K.
+    """Results of the forward that the backward needs. F is 2K with LRPE, otherwise K.
 
     Attributes:
         v: Values, [B, H, N, C, V].
         table: Cosines and sines, [H, N, C, 2, K]; None without LRPE.
-        p: q_t / n_t under the references of tokens, [B, H, N, C, K].
-        reciprocal: 1 / n_t under the same, [B, H, N, J, 8, K].
-        w_token: Weights of keys under the references of tokens, [B, H, N, C, K].
-        w_block: The same under the references of blocks.
+        p: q_t / n_t relative to the references of tokens, [B, H, N, C, K].
+        reciprocal: 1 / n_t relative to the same references, [B, H, N, J, 8, K].
+        w_token: Weights of keys relative to the references of tokens, [B, H, N, C, K].
+        w_block: Weights of keys relative to the references of blocks, [B, H, N, C, K].
         to_block: Factor from the reference of a block's first token to that of the block,
             [B, H, N, J, K], times f.
-        to_chunk: 1 / g_j, [B, H, N, J, K]. Apply it after `to_block` to p and before it to
-            gradients of p: other products may underflow.
+        to_chunk: 1 / g_j, [B, H, N, J, K]. Multiply p by `to_block` first and by `to_chunk` second,
+            and gradients of p in the opposite order. Other orders may underflow.
         enter: g_0, [B, H, N, K], which converts the state before a chunk.
-        leave: 1 / g_J, likewise for the state after it.
+        leave: 1 / g_J, [B, H, N, K], which converts the state after a chunk.
         kept: Factor of the state from chunk to chunk, [B, H, N, K].
-        mass_in: Normalizer before the first chunk under its reference, [B, H, K].
-        mass_out: Normalizer after the last chunk, likewise.
+        mass_in: Normalizer before the first chunk, relative to its reference, [B, H, K].
+        mass_out: Normalizer after the last chunk, relative to its reference, [B, H, K].
         kv_in: Incoming state, [B, H, F, V].
-        kv_out: Outgoing state, likewise.
-        kv: States before each chunk under g_0, [B, H, N, F, V].
+        kv_out: Outgoing state, [B, H, F, V].
+        kv: States before each chunk, times g_0, [B, H, N, F, V].
         scores: Weights of values, [B, H, N, C, C].
     """
 
@@ -126,7 +127,7 @@ def _scan(
     kv_in: Tensor,
     blocks: int,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], _Factors]:
-    """Return the outputs, the outgoing log-normalizer and state, and what the backward needs."""
+    """Return the outputs, the outgoing log-normalizer and state, and data for the backward."""
     tokens, size = k.shape[1], blocks * BLOCK
     chunks = number_of_chunks(tokens, size)
     block_climb, token_climb = CLIMB[k.dtype]
@@ -137,7 +138,7 @@ def _scan(
         angles = _to_chunks(angles.unsqueeze(0), chunks, size).squeeze(0)
         table = torch.stack([angles.cos(), angles.sin()], dim=-2).to(k.dtype)  # H N C 2 K
 
-    # 1. Masses of blocks under their peaks, and log-normalizers between chunks.
+    # 1. Masses of blocks relative to their maxima, and log-normalizers between chunks.
     peak = k.amax(-2).clamp_(min=LOG_ZERO)  # B H N J K
     weight = _exp_(k - peak.unsqueeze(-2))
     mass = weight.sum(-2)
@@ -145,12 +146,12 @@ def _scan(
     own = (mass * _exp_(peak - top.unsqueeze(-2))).sum(-2).double().log() + top.double()
     z = torch.cat([z_in.unsqueeze(2), own.clamp_(min=LOG_ZERO)], 2).logcumsumexp(2)  # B H N+1 K
     boundary = z.to(k.dtype)
-    # Rounded to float32, LOG_ZERO is another number: without tokens the mass is 1.
+    # LOG_ZERO changes when rounded to float32. Without tokens, set the mass to 1.
     chunk_mass = torch.where(z > LOG_ZERO, z - boundary, 0).exp().to(k.dtype)
     before, after = boundary[:, :, :-1], boundary[:, :, 1:]
     kept = _exp_(before - after)
 
-    # 2. Factors of blocks: earlier tokens of a chunk are 8 j and the state, a mass of 1.
+    # 2. Factors of blocks. Before block j there are 8 j tokens, and the state with a mass of 1.
     references, top = [before], before
     for j in range(1, blocks):
         top = torch.maximum(top, peak.select(-2, j - 1))
@@ -220,8 +221,8 @@ def _scan_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Return gradients of q, k, v, angles, z_in and kv_in.
 
-    The gradient of n_t is -h_t with h_t = q_t dq_t / n_t per channel. A key's logit gets its sum
-    over the tokens that read the key, times the key's weight.
+    The gradient of n_t is -h_t with h_t = q_t dq_t / n_t per channel. The logit of a key receives
+    the sum of -h_t over the tokens that read the key, times the weight of the key.
     """
     (v, table, p, reciprocal, w_token, w_block, to_block, to_chunk,
      enter, leave, kept, mass_in, mass_out, kv_in, kv_out, kv, scores) = saved  # fmt: skip
@@ -286,7 +287,7 @@ def _scan_gradients(
 
 
 class _CausalScan(torch.autograd.Function):
-    """The form with a gradient that keeps references out of the graph."""
+    """Chunk form with a custom gradient in which references are constants."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -326,7 +327,7 @@ def _scan_tiles(
     kv: Tensor,
     blocks: int,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], list[_Factors]]:
-    """Scan one tile after another, so that what a tile needs stays in the caches of a CPU."""
+    """Scan one tile after another, so that the data of a tile fits the caches of a CPU."""
     lengths = _tile_lengths(k, blocks)
     if len(lengths) == 1:
         outputs, saved = _scan(q, k, v, angles, z, kv, blocks)
@@ -342,7 +343,7 @@ def _scan_tiles(
 
 
 def _tile_lengths(k: Tensor, blocks: int) -> list[int]:
-    """Return the number of tokens of each tile; one tile in compiled and exported programs."""
+    """Return the number of tokens per tile; compiled and exported programs use a single tile."""
     if torch.compiler.is_compiling() or k.device.type != "cpu":
         return [k.shape[1]]
     size = blocks * BLOCK
@@ -354,7 +355,7 @@ def _tile_lengths(k: Tensor, blocks: int) -> list[int]:
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, z_in: Tensor, kv_in: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the same outputs by plain operations, whose gradients have gradients."""
+    """Compute the same outputs with plain operations, which can be differentiated twice."""
     state = AdditiveDecayState(z_in, kv_in)
     size = BLOCK * MOST_BLOCKS
     o, state = recursive_halving(AdditiveInputs(q, k, v, angles, state, None, size))
@@ -362,7 +363,7 @@ def _plain(
 
 
 def _to_chunks(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:
-    """Cut [B, T, H, X] into chunks [B, H, N, C, X]; the last one is padded."""
+    """Split [B, T, H, X] into chunks [B, H, N, C, X]; the last one is padded."""
     x = x.transpose(1, 2)
     missing = count * size - x.shape[2]
     if not isinstance(missing, int) or missing:
@@ -371,12 +372,12 @@ def _to_chunks(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor
 
 
 def _to_tokens(x: Tensor, tokens: int) -> Tensor:
-    """Put chunks [B, H, N, C, X] together to [B, T, H, X]."""
+    """Join chunks [B, H, N, C, X] to [B, T, H, X]."""
     return x.flatten(2, 3).narrow(2, 0, tokens).transpose(1, 2)
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """Take exp in place, 0 where it is nearly subnormal."""
+    """Compute exp in place, with 0 where the result would be nearly subnormal."""
     x = x.clamp_(min=LEAST_EXPONENT).exp_()
     return F.threshold(x, 2 * math.exp(LEAST_EXPONENT), 0.0, inplace=True)
 
@@ -412,7 +413,7 @@ def _add_product_(out: Tensor, x: Tensor, y: Tensor) -> None:
 
 
 def _scores(far: Tensor, p: Tensor, w: Tensor) -> Tensor:
-    """Combine scores between blocks with those inside of blocks."""
+    """Combine the scores between blocks with the scores within blocks."""
     _mask_blocks_(far)
     near = (_in_blocks(p) @ _in_blocks(w).mT).tril_()
     _diagonal(far, near.shape[3]).copy_(near)
@@ -420,12 +421,12 @@ def _scores(far: Tensor, p: Tensor, w: Tensor) -> Tensor:
 
 
 def _mask_blocks_(scores: Tensor) -> None:
-    """Clear scores [.., C, C] unless the key's block is before the query's."""
+    """Zero scores [.., C, C] unless the key's block is before the query's block."""
     block = torch.arange(scores.shape[-1], device=scores.device) // BLOCK
     scores.masked_fill_(block.unsqueeze(1) <= block, 0)
 
 
 def _diagonal(scores: Tensor, blocks: int) -> Tensor:
-    """View the scores inside of blocks, [B, H, N, J, 8, 8]."""
+    """View the scores within blocks, [B, H, N, J, 8, 8]."""
     cut = scores.view(*scores.shape[:3], blocks, BLOCK, blocks, BLOCK)
     return cut.diagonal(dim1=3, dim2=5).permute(0, 1, 2, 5, 3, 4)

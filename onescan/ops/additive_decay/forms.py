@@ -1,11 +1,11 @@
 """Additive decay in plain torch: one scan, full attention and the recurrence.
 
-Not causal (Eq. 14), one scan over all tokens gives the context that every token reads:
+If not causal (Eq. 14), one scan over all tokens computes the context that every token reads:
 
     O = R(Q) [R(softmax(K))^T V]        softmax over tokens, per channel
 
-`causal.py` has the chunk form of the causal sum (Eq. 13). Transforms and second derivatives of that
-form use `recursive_halving`, which is slower and made of plain operations.
+`causal.py` implements the chunk form of the causal sum (Eq. 13). Its transforms and second
+derivatives use `recursive_halving`, which is slower and consists of plain operations.
 
 Source: LightNet, arXiv:2405.21022, Eq. 13, Eq. 14 and App. A.2.
 """
@@ -35,13 +35,13 @@ from onescan.ops.numerics import LOG_ZERO, logaddexp, logcumsumexp
 from onescan.shapes import Angles as Table  # of cosines or sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 
-# Chosen on a CPU:
-LARGE = 1 << 15  # elements of a sample; for smaller ones a loop over samples is slower
-TILE = 1 << 20  # elements of k or q in a tile, so that a tile stays in the caches
+# Tuned on a CPU:
+LARGE = 1 << 15  # elements per sample; for smaller samples, a loop over samples is slower
+TILE = 1 << 20  # elements of k or q per tile, so that a tile fits the caches
 
 
 def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
-    """Sum over all tokens, then let every token read the sum: O(T)."""
+    """Sum over all tokens, then read the sum with every query: O(T)."""
     q, k, v, angles, state, *_ = inputs
     tables = rotary_tables(angles, k.dtype)
     context = _context(k, v, tables, state)
@@ -50,7 +50,7 @@ def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 
 
 def full(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
-    """Let every query meet every key: O(T^2)."""
+    """Compute attention between all pairs of tokens: O(T^2)."""
     q, k, v, angles, state, *_ = inputs
     tables = rotary_tables(angles, k.dtype)
     context = _context(k, v, tables, state)
@@ -64,7 +64,7 @@ def full(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 
 
 def causal_full(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
-    """Let every query meet every earlier key: O(T^2)."""
+    """Compute causal attention between all pairs of tokens: O(T^2)."""
     return recursive_halving(inputs._replace(chunk_size=inputs.k.shape[1]))
 
 
@@ -73,7 +73,7 @@ def recurrent(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     q, k, v, angles, state, *_ = inputs
     tables = rotary_tables(angles, k.dtype)
     log_k = k.double().clamp(min=LOG_ZERO)
-    # The state of a single token is its value, under the normalizer exp(k).
+    # The state of a single token is its value, with the normalizer exp(k).
     unit = rotate((k > -torch.inf).to(k.dtype), *tables)
     outputs = []
     parts = (rotate(q, *tables).unsqueeze(-2), log_k, unit.unsqueeze(-1), v.unsqueeze(-2))
@@ -86,15 +86,15 @@ def recurrent(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 
 
 def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
-    """Compute the causal sum of each chunk by halves, and carry a state between chunks.
+    """Compute the causal sum of each chunk by recursive halving, and carry a state between chunks.
 
     A query in the right half of a block reads a key in the left half with the weight
 
         exp(k_s - z_t) = exp(k_s - z_m) exp(z_m - z_t),     m the last token of the left half,
 
-    where no exponent is above 0. The halves are halved again, down to single tokens. Normalizers
-    are float64 and only their differences become float32: next to a logit of 1e4 float32 has steps
-    of 1e-3.
+    where no exponent is above 0. The halves are split again, down to single tokens. Normalizers are
+    float64 and only their differences are converted to float32, because float32 has a spacing of
+    1e-3 near a logit of 1e4.
     """
     q, k, v, angles, state, _, chunk_size = inputs
     tokens = k.shape[1]
@@ -107,7 +107,7 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
     q, v = _power_of_two(q, count, size), _power_of_two(v, count, size)  # B H N C .
     k = _power_of_two(k.double(), count, size, fill=-torch.inf)
 
-    # 1. Log-normalizers inside each chunk, after and before each chunk, and up to each token.
+    # 1. Log-normalizers within each chunk, before and after each chunk, and up to each token.
     z_inside = logcumsumexp(k.clamp(min=LOG_ZERO))
     z_chunk = z_inside[..., -1, :]  # B H N K
     z_after = logcumsumexp(torch.cat([z_in.unsqueeze(2), z_chunk], dim=2))
@@ -121,7 +121,7 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
     kv_before, kv = linear_scan(kv_in, kv_chunk, decay)
     o = rotate(q * share(z_before.unsqueeze(-2), z, q), cos, sin) @ kv_before
 
-    # 3. Tokens of the same chunk: first the token itself, then pairs of halves.
+    # 3. Within each chunk: first the token itself, then pairs of halves.
     o = o + (q * share(k, z, q)).sum(-1, keepdim=True) * v
     half = 1
     while half < q.shape[-2]:
@@ -142,14 +142,14 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
 
 
 def _power_of_two(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:
-    """Cut [B, T, H, X] into chunks of `size` tokens, each padded to a power of two."""
+    """Split [B, T, H, X] into chunks of `size` tokens, each padded to a power of two."""
     x = F.pad(x, (0, 0, 0, 0, 0, count * size - x.shape[1]), value=fill)
     x = rearrange(x, "b (n c) h x -> b h n c x", n=count, c=size)
     return F.pad(x, (0, 0, 0, (1 << (size - 1).bit_length()) - size), value=fill).contiguous()
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
-    """Return whether torch.func or forward-mode derivatives look at these tensors."""
+    """Return whether torch.func or forward-mode derivatives are applied to these tensors."""
     return forward_ad._current_level >= 0 or not all(is_plain(x) for x in tensors if x is not None)
 
 
@@ -158,7 +158,7 @@ def differentiable_gradients(
     inputs: tuple[Tensor | None, ...],
     gradients: tuple[Tensor, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a function of plain operations, which have gradients themselves."""
+    """Return gradients of a function of plain operations; they are differentiable themselves."""
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     pairs = zip(function(*inputs), gradients, strict=True)
     outputs, given = zip(*[(x, slope) for x, slope in pairs if x.requires_grad], strict=True)
@@ -166,13 +166,13 @@ def differentiable_gradients(
     return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
 
 
-# One scan, first for all samples together: any device, compilers and any derivative.
+# One scan for all samples together: works on any device, when compiled, and with any derivative.
 
 
 def _context(
     k: Keys, v: Values, tables: tuple[Table | None, Table | None], state: AdditiveDecayState | None
 ) -> AdditiveDecayState:
-    """Return the state of these tokens and of what the incoming state holds."""
+    """Return the state of these tokens, merged with the incoming state."""
     summarize = _Summary.apply if is_profitable(k, v, *tables) else _summary
     own = AdditiveDecayState(*summarize(k, v, *tables))
     return own if state is None else merged(state, own)
@@ -181,12 +181,12 @@ def _context(
 def _summary(
     k: Keys, v: Values, cos: Table | None, sin: Table | None
 ) -> tuple[LogNormalizer, KeyValue]:
-    """Return the log-normalizer and kv of these tokens alone."""
+    """Return the log-normalizer and kv of these tokens only."""
     # The result does not depend on the maximum, so no gradient flows through it.
     peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO)  # B H K
     weight = (k - peak.unsqueeze(1)).exp_()
     total = weight.sum(dim=1)  # B H K
-    total = torch.where(total > 0, total, 1)  # all logits are -inf: the mean of nothing is 0
+    total = torch.where(total > 0, total, 1)  # if all logits are -inf, the mean is 0
     kv = torch.einsum("bthf,bthv->bhfv", rotate(weight, cos, sin), v)
     return peak.double() + total.double().log(), kv / per_feature(total, kv)
 
@@ -196,11 +196,10 @@ def _read_out(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) ->
     return torch.einsum("bthf,bhfv->bthv", rotate(q, cos, sin), kv)
 
 
-# One scan for each sample, tile after tile: on a CPU it is faster and needs less memory. Products
-# read the layout that projections give, [T, H, K]. Nothing of the size of q, k or v is allocated
-# but outputs and gradients, or saved for the backward but the inputs. For a sample with
-# w_t = exp(k_t - z), G the gradient of kv, dz that of z, and <.,.> a sum over values and over both
-# halves:
+# One scan per sample, tile by tile: faster on a CPU, and needs less memory. Products read the
+# layout of projections, [T, H, K]. The only allocations of the size of q, k or v are outputs and
+# gradients, and only inputs are saved for the backward. For a sample with w_t = exp(k_t - z), G the
+# gradient of kv, dz the gradient of z, and <.,.> a sum over values and over both halves:
 #
 #     kv  = sum_t R_t(w_t) v_t^T      dv_t = G^T R_t(w_t),  dk_t = w_t (R_t^T(G v_t) - <kv, G> + dz)
 #     o_t = kv^T R_t(q_t)             dq_t = R_t^T(kv do_t),  dkv = sum_t R_t(q_t) do_t^T
@@ -209,10 +208,10 @@ Tables = tuple[Tensor, ...]  # cosines and sines, [T, H, K]; empty without LRPE
 
 
 def is_profitable(*inputs: Tensor | None) -> bool:
-    """Return whether samples of the first are large, and nothing but plain gradients is needed."""
+    """Return whether the first input has large samples and at most plain gradients are needed."""
     given = [x for x in inputs if x is not None]
     if forward_ad._current_level >= 0 or not all(can_look_at_values(x) for x in given):
-        return False  # before a comparison fixes a length that is a symbol
+        return False  # return early, because the comparison would specialize a symbolic length
     return given[0][:1].numel() >= LARGE
 
 
@@ -296,12 +295,12 @@ def _tile_length(x: Tensor) -> int:
 
 
 def _workspace(x: Tensor) -> Tensor:
-    """Allocate memory for intermediate results of the size of a tile of x."""
+    """Allocate memory for intermediate results, as large as a tile of x."""
     return x.new_empty(_tile_length(x), *x.shape[2:])
 
 
 def _select(tables: Tables, at: tuple[int, slice]) -> Tables:
-    """Return the rows of a tile: all samples have the same angles."""
+    """Select the rows of a tile; all samples have the same angles."""
     return tuple(x[at[1]] for x in tables)
 
 
@@ -311,12 +310,12 @@ def _zeros(tables: Tables, wanted: tuple[bool, ...]) -> Tables:
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """View [T, H, X] as the matrices of heads, [H, T, X]."""
+    """View [T, H, X] as one matrix per head, [H, T, X]."""
     return x.transpose(0, 1)
 
 
 def _add_products_(out: Tensor, x: Tensor, y: Tensor, tables: Tables, workspace: Tensor) -> None:
-    """Add sum_t R_t(x_t) y_t^T of a tile to out, [H, F, V]."""
+    """Add sum_t R_t(x_t) y_t^T over a tile to out, [H, F, V]."""
     if not tables:
         out.baddbmm_(_by_head(x).mT, _by_head(y))
     for factor, half in zip(tables, out.split(x.shape[-1], dim=-2), strict=False):
@@ -325,7 +324,7 @@ def _add_products_(out: Tensor, x: Tensor, y: Tensor, tables: Tables, workspace:
 
 
 def _read(x: Tensor, kv: Tensor, tables: Tables, out: Tensor, workspace: Tensor) -> None:
-    """Write kv^T R_t(x_t) of a tile into out, [T, H, V]."""
+    """Write kv^T R_t(x_t) for a tile to out, [T, H, V]."""
     if not tables:
         torch.bmm(_by_head(x), kv, out=_by_head(out))
         return
@@ -346,7 +345,7 @@ def _read_gradient(
     out: Tensor,
     workspace: Tensor,
 ) -> None:
-    """Write R_t^T(kv y_t) of a tile into out, [T, H, K], and add gradients of the tables."""
+    """Write R_t^T(kv y_t) for a tile to out, [T, H, K], and add gradients of the tables."""
     if not tables:
         torch.bmm(_by_head(y), kv.mT, out=_by_head(out))
         return

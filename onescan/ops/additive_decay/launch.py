@@ -1,12 +1,12 @@
 """Launch the kernels of additive decay, forward and backward.
 
-- `one_scan` (not causal; `onescan.kernels.one_scan`): keys and values are read once, queries once,
-  and outputs written once. Sums over tokens are taken in as many parts as keep the device busy,
+- `one_scan` (not causal; `onescan.kernels.one_scan`): keys, values and queries are read once, and
+  outputs are written once. Sums over tokens are split into enough parts to keep the device busy,
   then merged with the incoming state.
 - `chunk` (causal; `onescan.kernels.causal_scan`): states are carried from chunk to chunk first,
   then all chunks are read at once. The backward pass recomputes the states instead of storing them.
-- `recurrent` (causal, without gradients; `onescan.kernels.additive_step`): a few tokens in one
-  kernel, for decoding.
+- `recurrent` (causal, without gradients; `onescan.kernels.additive_step`): one kernel processes all
+  tokens of a call, for decoding.
 
 Source: LightNet, arXiv:2405.21022, Eq. 13, Eq. 14 and App. A.2.
 """
@@ -32,7 +32,7 @@ from onescan.ops.backend import (
 from onescan.ops.lrpe_launch import rotary_table
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
-LEAST_SPLIT = 256  # tokens; a part's sums are as many bytes as 128 tokens of a head of 64
+LEAST_SPLIT = 256  # tokens; the sums of a part take as much memory as 128 tokens with K = V = 64
 
 
 def one_scan(
@@ -66,7 +66,7 @@ def recurrent(
     """
     if wants_gradient(q, k, v, angles, *(state or ())):
         raise ValueError(
-            "form/backend is 'recurrent/triton', which has no gradients, and an input wants one: "
+            "form/backend is 'recurrent/triton', which has no gradients, and an input needs one: "
             "expected form 'chunk', or torch.no_grad()"
         )
     q, k, v, keep, z_in, kv_in = _contiguous(q, k, v, keep, state)
@@ -79,7 +79,7 @@ def recurrent(
 def _contiguous(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, state: AdditiveDecayState | None
 ) -> tuple[Any, ...]:
-    """Return q, k and v in one type, keep, and the state's tensors, all contiguous."""
+    """Return q, k and v in one dtype, keep, and the state's tensors, all contiguous."""
     dtype = data_type(q, k, v)
     q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
     others = (keep, *(state or (None, None)))
@@ -100,13 +100,13 @@ def _new_outputs(
 def _new_gradients(
     q: Tensor, k: Tensor, v: Tensor, wants_dangles: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Allocate the gradients of q, k, v and, of each sample, of angles."""
+    """Allocate the gradients of q, k, v and, for each sample, of angles."""
     dangles = torch.empty_like(k, dtype=torch.float32) if wants_dangles else None
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dangles
 
 
 def _summed(dangles: Tensor | None, k: Tensor) -> Tensor:
-    """Sum the gradients of angles over samples; an operator has to return a tensor."""
+    """Sum the gradients of angles over samples. Without gradients, return an empty tensor."""
     return k.new_empty((), dtype=torch.float32) if dangles is None else dangles.sum(0)
 
 
@@ -115,7 +115,7 @@ def _one_scan(
     q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None,
     z_in: Tensor | None, kv_in: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return o, z, kv, and z as `scale`: a reference and what is summed relative to it."""
+    """Return o, z, kv, and z split into a reference and a sum relative to it, called `scale`."""
     batch, tokens, heads, key_width = k.shape
     case = case_of(k, v, lrpe=angles is not None)
     o, z, kv = _new_outputs(k, v, angles)
@@ -151,7 +151,7 @@ def _one_scan_backward(
     do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None,
     keep: Tensor | None, kv: Tensor, scale: Tensor, wants_dangles: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v and angles, that of kv as a whole, and <kv, dkv> - dz."""
+    """Return the gradients of q, k, v and angles, the total gradient of kv, and <kv, dkv> - dz."""
     batch, tokens, heads, _ = k.shape
     case = case_of(k, v, lrpe=angles is not None)
     dq, dk, dv, dangles = _new_gradients(q, k, v, wants_dangles)
@@ -163,7 +163,7 @@ def _one_scan_backward(
         q, do, rotary, keep, as_multiplied(kv, k.dtype), dq, dangles, sums, batch, tokens, split,
     )  # fmt: skip
     whole = sums.sum(0) + dkv.contiguous()
-    rounded = as_multiplied(whole, k.dtype)  # so that what all values share cancels
+    rounded = as_multiplied(whole, k.dtype)  # so that components common to all values cancel
     offset = (per_key(kv * rounded, k) - dz).float()
     split, parts = _tiles(k, case, scan.collect_blocks(case))
     launch(
@@ -217,7 +217,7 @@ def _split(k: Tensor, blocks: Blocks) -> tuple[int, int, int]:
 
 
 def _tiles(k: Tensor, case: Case, blocks: Blocks) -> tuple[int, int]:
-    """Return tokens per part and parts, for kernels with one tile per part unless kv is held."""
+    """Return the tokens per part and the number of parts: one tile per part unless kv is held."""
     if blocks.holds(case):
         return _split(k, blocks)[:2]
     return blocks.tokens, -(-k.shape[1] // blocks.tokens)
@@ -227,11 +227,11 @@ class _Chunks(NamedTuple):
     """How a causal call is divided into chunks, and the states between them.
 
     Attributes:
-        case: What kernels are compiled for.
+        case: Compile-time parameters of the kernels.
         rotary: Cosines and sines, [T, H, 2, K].
         number: Number of chunks.
-        carry_grid: Programs of kernels that carry a state.
-        reference: With `mass`, the normalizers before each chunk, [B, N + 1, H, K].
+        carry_grid: Grid of the kernels that carry a state.
+        reference: Together with `mass`, the normalizers before each chunk, [B, N + 1, H, K].
         mass: See `reference`.
         before: States before each chunk, [B, N, H, F, V].
     """
@@ -249,7 +249,7 @@ def _carry(
     k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None, z_in: Tensor | None,
     kv_in: Tensor | None, z: Tensor, kv: Tensor, chunk_size: int,
 ) -> _Chunks:  # fmt: skip
-    """Compute the states before each chunk, and write the one after the last to z and kv."""
+    """Compute the states before each chunk, and write the state after the last one to z and kv."""
     batch, tokens, heads, key_width = k.shape
     case = case_of(k, v, lrpe=angles is not None, chunk_size=chunk_size)
     blocks = causal_scan.carry_blocks(case)

@@ -2,13 +2,13 @@
 
 Source: LightNet, arXiv:2405.21022, Eq. 13 and Eq. 14, with LRPE inside as in App. A.2:
 
-    s_t  = s_{t-1} + exp(k_t)                      kept as z_t = log s_t
+    s_t  = s_{t-1} + exp(k_t)                      stored as z_t = log s_t
     f_t  = s_{t-1} / s_t                           the decay, equal to 1 - exp(k_t) / s_t
     KV_t = diag(f_t) KV_{t-1} + R_t(exp(k_t) / s_t) v_t^T
     o_t  = KV_t^T R_t(q_t)                         causal
     o_t  = KV_T^T R_t(q_t)                         not causal: all tokens read the last state
 
-where R_t(x) = [x cos(a_t), x sin(a_t)] and f_t acts on both halves alike.
+where R_t(x) = [x cos(a_t), x sin(a_t)] and f_t multiplies both halves.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""State of additive decay: a log-normalizer and a matrix, for any number of tokens.
+"""State of additive decay: a log-normalizer and a matrix that summarize any number of tokens.
 
 log_normalizer = log sum_s exp(k_s)                     (K,)    per key channel
 kv             = sum_s exp(k_s - log_normalizer) v_s^T  (F, V)  already divided by the normalizer
@@ -18,8 +18,8 @@ class AdditiveDecayState(NamedTuple):
     """Weighted mean of all values seen, per key channel, and the log of the sum of the weights.
 
     Attributes:
-        log_normalizer: Log of the sum of exp(k) over tokens, float64: next to a logit of 1e4
-            float32 has steps of 1e-3. -inf or `LOG_ZERO` if there were no tokens.
+        log_normalizer: Log of the sum of exp(k) over tokens, in float64, because float32 has a
+            spacing of 1e-3 near a logit of 1e4. -inf or `LOG_ZERO` if there were no tokens.
         kv: Mean of v weighted by exp(k), [B, H, K, V], or [B, H, 2K, V] with LRPE (cosine half,
             then sine half). float32, or float64 for float64 inputs.
     """
@@ -29,9 +29,9 @@ class AdditiveDecayState(NamedTuple):
 
 
 class AdditiveInputs(NamedTuple):
-    """Checked inputs of a call, as every form takes them; see `additive_decay` for the fields.
+    """Validated inputs of every form; see `additive_decay` for the fields.
 
-    Forms in plain torch get them in one dtype, float32 or float64, and with `keep` already applied
+    Forms in plain torch receive them in one dtype, float32 or float64, with `keep` already applied
     to k and v.
     """
 
@@ -45,10 +45,10 @@ class AdditiveInputs(NamedTuple):
 
 
 def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayState:
-    """Return the state of the tokens of both states together.
+    """Merge two states into the state of all their tokens.
 
-    The merge is associative and commutative: a sequence that is split over devices needs one small
-    all-reduce.
+    The merge is associative and commutative, so a sequence that is split over devices needs one
+    small all-reduce.
 
     Raises:
         ValueError: If the shapes of the states differ, or, on a CPU, if one holds NaN.
@@ -76,7 +76,7 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
 
 
 def check_state_type(name: str, state: Any) -> None:
-    """Raise ValueError if this is not a state: a plain tuple has no names to check."""
+    """Raise ValueError if this is not a state. Plain tuples are rejected, as they have no names."""
     if not isinstance(state, AdditiveDecayState):
         raise ValueError(f"{name} is a {type(state).__name__}, expected an AdditiveDecayState")
 
@@ -110,7 +110,7 @@ def empty_state(k: Keys, v: Values, angles: Angles | None) -> AdditiveDecayState
 
 
 def share(part: Tensor, whole: Tensor, like: Tensor) -> Tensor:
-    """Return exp(part - whole), the part's share of the whole sum, in the dtype of `like`."""
+    """Return exp(part - whole), the fraction of the whole sum, in the dtype of `like`."""
     return (part - whole).to(like.dtype).exp()
 
 

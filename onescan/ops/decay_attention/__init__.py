@@ -1,7 +1,7 @@
-"""Decayed linear attention, causal or in both directions: the front door, its state and its forms.
+"""Linear attention with decay, causal or bidirectional: argument checks, state, choice of form.
 
-    S_t = diag(exp(a_t)) S_{t-1} + k_t v_t^T     state of one direction                (K, V)
-    o_t = S_t^T q_t                              sum of both directions, own part once  (V,)
+    S_t = diag(exp(a_t)) S_{t-1} + k_t v_t^T     state of one direction                      (K, V)
+    o_t = S_t^T q_t                              summed over directions, own token counted once (V,)
 
     as attention:   O = (Q K^T * M) V,   M_ij = exp(sum of a between j and i)
 
@@ -47,11 +47,11 @@ PATTERNS = {1: "H", 3: "B T H", 4: "B T H K"}  # of log_decay, by rank
 
 
 class DecayState(NamedTuple):
-    """The decayed sums of all keys and values on one side.
+    """Decayed sums over all keys and values on one side of a token.
 
     Attributes:
-        kv: Sum of decay k v^T, [B, H, K, V]; float32, or float64 for float64 inputs.
-        k_sum: Sum of decay k, [B, H, K], from which `normalize` computes row sums.
+        kv: Sum of decay * k v^T, [B, H, K, V]; float32, or float64 for float64 inputs.
+        k_sum: Sum of decay * k, [B, H, K], used to compute the row sums for `normalize`.
     """
 
     kv: DecayedKeyValue
@@ -62,10 +62,10 @@ class DecayStates(NamedTuple):
     """The states of a bidirectional call, one per direction.
 
     Attributes:
-        forward: Passed in, the state of the tokens to the left; returned, the state after the last
-            token.
-        backward: Passed in, the state of the tokens to the right; returned, the state before the
-            first token.
+        forward: As an input, the state of the tokens to the left. As an output, the state after
+            the last token.
+        backward: As an input, the state of the tokens to the right. As an output, the state before
+            the first token.
     """
 
     forward: DecayState | None
@@ -89,7 +89,7 @@ def _steps_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
     return recurrent(*arguments, **options)
 
 
-# (kind, form, backend): all implementations. A missing one is an error.
+# All implementations by (kind, form, backend). Requesting a missing one is an error.
 IMPLEMENTATIONS: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("causal", "chunk", "torch"): forms.chunk,
     ("causal", "full", "torch"): forms.full,
@@ -124,7 +124,7 @@ def decay_attention(
 ) -> tuple[Values, State | None]:
     """Compute linear attention with decay, causal or bidirectional, in linear time.
 
-    The layout is that of flash-linear-attention, [B, T, H, .], not the [B, H, T, .] of
+    Inputs have the layout [B, T, H, .], as in flash-linear-attention, and not [B, H, T, .] as in
     `torch.nn.functional.scaled_dot_product_attention`.
 
     Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 14, Eq. 79, Theorem B.1 (diagonal decay).
@@ -133,37 +133,39 @@ def decay_attention(
         q: Queries after their feature map, [B, T, H, K].
         k: Keys after their feature map, [B, T, H, K].
         v: Values, [B, T, H, V].
-        log_decay: Log of the factor that a state keeps from one token to the next, at most 0; -inf
-            resets the state. Shape [H] is fixed decay, [B, T, H] selective and [B, T, H, K]
-            diagonal, one per key channel. None disables decay. In PyTorch the full and the chunk
-            form treat products of decays below 1e-30 as 0, except in float64.
-        causal: Whether a token reads only itself and earlier tokens.
+        log_decay: Log of the factor by which the state is multiplied from one token to the next, at
+            most 0; -inf resets the state. Shape [H] for a fixed decay per head, [B, T, H] for a
+            selective decay per token, or [B, T, H, K] for a diagonal decay, one per key channel.
+            None disables decay. In PyTorch, the full and chunk forms treat products of decays below
+            1e-30 as 0, except in float64.
+        causal: Whether each token reads only itself and earlier tokens.
         decay_at: Which of two neighboring tokens provides the decay between them: "source", the
-            first one visited (Eq. 14), or "target", the second (Eq. 5, Theorem B.1). "auto" is
-            "target" if causal or if the decay is diagonal, otherwise "source".
-        normalize: What outputs are divided by: "none"; "sum", the row sum after decay; "max_one",
-            max(row sum, 1), for causal calls of its absolute value (xLSTM). A row sum of less than
-            1e-30 counts as 1.
-        keep: True for real tokens, [B, T]. The others give zero output and neither add to states
-            nor decay them. None keeps all.
-        state: Causal, the state that a previous call returned; bidirectional, the states of the
-            tokens to the left and to the right, either of which may be None.
-        form: "full" is attention between all pairs of tokens, O(T^2); "chunk" is O(T);
-            "recurrent" visits one token at a time. "auto" takes the cheapest; see `choose`.
-        backend: "torch" runs on any device. "triton" needs a GPU and float32 or narrower, and has
-            the forms "chunk", whose chunks have a length of their own and whose gradients cannot be
-            differentiated, and, causal, "recurrent", which has no gradient.
-        chunk_size: Tokens per chunk, in the chunk form; rounded up to a power of two for diagonal
-            decay.
-        return_state: If False, return None in place of the state and save what only it needs.
+            first one visited (Eq. 14), or "target", the second one (Eq. 5, Theorem B.1). "auto" is
+            "target" if the call is causal or the decay is diagonal, otherwise "source".
+        normalize: Divisor of the outputs: "none"; "sum", the row sum after decay; or "max_one",
+            max(row sum, 1), with the absolute value of the row sum in causal calls (xLSTM). With
+            "sum", a row sum below 1e-30 in absolute value is replaced by 1.
+        keep: True for real tokens, [B, T]. Other tokens have zero output and neither update nor
+            decay the state. None keeps all tokens.
+        state: For causal calls, the state returned by a previous call. For bidirectional calls, the
+            states of the tokens to the left and to the right, either of which may be None.
+        form: Algorithm. "full" computes attention between all pairs of tokens, O(T^2); "chunk" is
+            O(T); "recurrent" visits one token at a time. "auto" chooses the cheapest; see `choose`.
+        backend: "torch" runs on any device. "triton" requires a GPU and dtypes of at most 32 bits.
+            It implements "chunk", which ignores `chunk_size` and has first derivatives only, and,
+            for causal calls, "recurrent", which has no gradients.
+        chunk_size: Number of tokens per chunk for the chunk form; rounded up to a power of two for
+            diagonal decay.
+        return_state: If False, return None instead of the state and skip the work for it.
 
     Returns:
-        The outputs, in v's dtype, and the state after the last token; bidirectional, the states
-        of both directions. Under "source" a state has decayed by its last token.
+        The outputs in the dtype of v, and the state after the last token; for bidirectional calls,
+        the states of both directions. With decay_at="source", the decay of the last token visited
+        is already applied to a returned state.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not match, if the form or backend does not
-            exist, if the state belongs to the other direction, if chunk_size < 1, or, on a CPU, if
+        ValueError: If shapes, dtypes or devices do not match, the form or backend does not exist,
+            the state is for the other value of `causal`, chunk_size is below 1, or, on a CPU,
             log_decay is positive or an argument holds NaN.
 
     >>> q = k = torch.ones(1, 3, 1, 1)
@@ -236,7 +238,7 @@ def _run_torch(
     chunk_size: int,
     return_state: bool,
 ) -> tuple[Values, DecayStates | None]:
-    """Return outputs, and states after a last decay, `ends`, if there is one."""
+    """Return the outputs, and the states after the final decays `ends`, if given."""
     if keep is not None:
         q, k, v = (x.masked_fill(~keep[:, :, None, None], 0) for x in (q, k, v))
     o, leaves = IMPLEMENTATIONS[choice[:3]](
@@ -251,14 +253,14 @@ def _run_torch(
 
 
 def _joined(state: DecayState | None, dtype: torch.dtype) -> Tensor | None:
-    """Return both parts as one matrix, [B, H, K, V + 1]."""
+    """Concatenate both parts of a state into one matrix, [B, H, K, V + 1]."""
     if state is None:
         return None
     return torch.cat([state.kv.to(dtype), state.k_sum.to(dtype).unsqueeze(-1)], dim=-1)
 
 
 def _split(matrix: Tensor | None, log_decay: Tensor | None) -> DecayState | None:
-    """Return the parts of such a matrix, after a last decay if there is one."""
+    """Split such a matrix into a state, and apply a final decay if given."""
     if matrix is None:
         return None
     return _after(DecayState(matrix[..., :-1], matrix[..., -1]), log_decay)
@@ -278,7 +280,7 @@ def _run_kernels(
     chunk_size: int,
     return_state: bool,
 ) -> tuple[Values, DecayStates | None]:
-    """Return the same from kernels, which mask, divide and choose their chunks themselves."""
+    """Do the same with kernels, which apply `keep`, normalize and choose their own chunk length."""
     absolute = normalize == "max_one" and choice.kind == "causal"
     o, leaving = IMPLEMENTATIONS[choice[:3]](
         q,
@@ -293,7 +295,7 @@ def _run_kernels(
 
 
 def _after(state: DecayState | None, log_decay: Tensor | None) -> DecayState | None:
-    """Return a state after one more decay, [., H or 1, K or 1], if there is one."""
+    """Apply one more decay, [., H or 1, K or 1], to a state, if given."""
     if state is None or log_decay is None:
         return state
     decay = log_decay.exp()
@@ -304,10 +306,10 @@ class Choice(NamedTuple):
     """The implementation that a call runs, and why.
 
     Attributes:
-        kind: "causal", "both" directions, or "both, no decay".
+        kind: "causal", "both" (bidirectional), or "both, no decay".
         form: As in `decay_attention`, never "auto".
         backend: As in `decay_attention`, never "auto".
-        why: The reason in a few words.
+        why: Short explanation of the choice.
     """
 
     kind: str
@@ -317,16 +319,16 @@ class Choice(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What the choice of a form depends on.
+    """Properties of a call on which the choice of the form depends.
 
     Attributes:
-        tokens: T.
-        key_width: K.
-        value_width: V.
-        directions: D, 1 if causal, otherwise 2.
-        chunk_size: C.
-        is_diagonal: Whether each key channel has a decay of its own.
-        is_learning: Whether a gradient is needed.
+        tokens: Number of tokens T.
+        key_width: Key channels per head, K.
+        value_width: Value channels per head, V.
+        directions: Number of directions D: 1 if causal, otherwise 2.
+        chunk_size: Tokens per chunk, C.
+        is_diagonal: Whether each key channel has its own decay.
+        is_learning: Whether gradients are needed.
     """
 
     tokens: int
@@ -339,10 +341,10 @@ class Call(NamedTuple):
 
 
 def choose(form: Form, backend: Backend, *, causal: bool, decays: bool, call: Call) -> Choice:
-    """Return the implementation that a call runs; `cheapest` decides what "auto" is."""
+    """Return the implementation that a call runs; `cheapest` resolves "auto"."""
     kind = _kind_of(causal=causal, decays=decays)
     chosen: str = form
-    why = "asked for"
+    why = "requested"
     if form == "auto" and kind == "both, no decay":
         chosen, why = "chunk", "one sum serves all tokens"
     elif form == "auto":
@@ -357,12 +359,13 @@ def choose(form: Form, backend: Backend, *, causal: bool, decays: bool, call: Ca
 def cheapest(call: Call) -> tuple[str, str]:
     """Return the form with the fewest multiplications per token and head, and why.
 
-        full:   T (K + V)                  scores with all tokens, and their values
-        chunk:  C (K + V) + (3 + D) K V    the same within the chunk, and D states
+        full:   T (K + V)                  attention to all tokens
+        chunk:  C (K + V) + (3 + D) K V    attention within the chunk, and D states
 
-    where T and C are padded if decays are diagonal. Of the K V multiplications 2 are products with
-    a state and the rest what else a state costs, fitted to the lengths at which both forms took
-    equal time on a CPU, forward, for selective decay, K = V = 32, 64 and 128, C = 64.
+    where T and C are padded if the decay is diagonal. Two of the K V terms are products with a
+    state. The others account for the remaining cost of states. They were fitted to the lengths at
+    which the forward pass of both forms took equal time on a CPU, for selective decay,
+    K = V = 32, 64 and 128, and C = 64.
 
     >>> image = Call(
     ...     tokens=197,
@@ -373,9 +376,9 @@ def cheapest(call: Call) -> tuple[str, str]:
     ...     is_diagonal=False,
     ... )
     >>> cheapest(image)
-    ('full', '25216 multiplications a token and head, 28672 in chunks')
+    ('full', '25216 multiplications per token and head, 28672 in chunks')
     >>> cheapest(image._replace(tokens=512))
-    ('chunk', '28672 multiplications a token and head, 65536 in full')
+    ('chunk', '28672 multiplications per token and head, 65536 in full')
     """
     if not is_known(call.tokens):
         return "chunk", "fits any length"
@@ -389,12 +392,12 @@ def cheapest(call: Call) -> tuple[str, str]:
     full = all_tokens * (call.key_width + call.value_width)
     chunk = chunk_tokens * (call.key_width + call.value_width) + states
     if full <= chunk:
-        return "full", f"{full} multiplications a token and head, {chunk} in chunks"
-    return "chunk", f"{chunk} multiplications a token and head, {full} in full"
+        return "full", f"{full} multiplications per token and head, {chunk} in chunks"
+    return "chunk", f"{chunk} multiplications per token and head, {full} in full"
 
 
 def cheapest_kernel(call: Call) -> tuple[str, str]:
-    """Return the same among kernels, which have no full form, and no gradient in the recurrent."""
+    """Choose among kernels, which have no full form, and no gradients in the recurrent form."""
     if is_known(call.tokens) and call.tokens == 1 and call.directions == 1 and not call.is_learning:
         return "recurrent", "one token"
     return "chunk", "one launch fits any length"
@@ -405,7 +408,7 @@ def _kind_of(*, causal: bool, decays: bool) -> str:
 
 
 def _has_kernel(form: str, *, causal: bool, decays: bool, call: Call) -> bool:
-    """Return whether the form that a call runs has a kernel, with a gradient if that is needed."""
+    """Return whether the form that a call runs has a kernel, with gradients if they are needed."""
     kind = _kind_of(causal=causal, decays=decays)
     if form == "auto":
         form, _ = cheapest_kernel(call)
@@ -414,7 +417,7 @@ def _has_kernel(form: str, *, causal: bool, decays: bool, call: Call) -> bool:
 
 
 def _broadcast(log_decay: Tensor | None, dtype: torch.dtype, k: Keys) -> LogDecays:
-    """Return log-decays [1 or B, T, 1 or H, 1 or K]."""
+    """Reshape log-decays to [1 or B, T, 1 or H, 1 or K]."""
     tokens = k.shape[1]
     if log_decay is None:
         return k.new_zeros(1, tokens, 1, 1, dtype=dtype)
@@ -426,7 +429,7 @@ def _broadcast(log_decay: Tensor | None, dtype: torch.dtype, k: Keys) -> LogDeca
 
 def _check(
     q: Any, k: Any, v: Any, log_decay: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
-) -> None:  # Any: these are what a user passed
+) -> None:  # Any: the arguments are not checked yet
     check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
     carried = named_state_tensors(unpack_states(state, DecayState, causal=causal), causal=causal)
     given = {} if log_decay is None else {"log_decay": log_decay}
@@ -448,7 +451,7 @@ def _check(
 
 
 def _check_decay(log_decay: Tensor) -> None:
-    """Raise ValueError for NaN or positive values, where values may be looked at."""
+    """Raise ValueError for NaN or positive values, if the values can be read."""
     if not can_look_at_values(log_decay) or not log_decay.numel():
         return
     highest = log_decay.detach().amax().item()

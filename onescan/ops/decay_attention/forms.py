@@ -1,14 +1,14 @@
-"""Decayed linear attention in plain PyTorch: full, in chunks, token by token, and without decay.
+"""Linear attention with decay in plain PyTorch: full, chunk, recurrent, and without decay.
 
     S_t = diag(exp(a_t)) S_{t-1} + k_t v_t^T     state of one direction     (K, V)
-    o_t = sum over directions of S_t^T q_t       the token's own part counts once
+    o_t = sum over directions of S_t^T q_t       the token itself is counted once
 
-A last column of ones in the values makes the row sum, which outputs are divided by, one more
-output, and the sum of keys one more column of the state.
+A column of ones is appended to the values. The extra output column is then the row sum, which is
+needed for normalization, and the extra column of the state is the sum of keys.
 
 Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 14, Theorem B.1 (diagonal decay), Sec. 3.3 (chunks).
-States that are carried from chunk to chunk in both directions are not in the paper, whose chunks
-(Eq. 81) meet every other chunk.
+Carrying states from chunk to chunk in both directions is not in the paper, where each chunk attends
+to all others (Eq. 81).
 """
 
 import math
@@ -40,7 +40,7 @@ from onescan.shapes import Keys, LogDecays, Queries, Values
 
 BLOCK = 1 << 20  # scores of the samples and heads that a CPU works on at a time
 BATCH = 1 << 17  # scores that fit into a CPU's caches
-VANISHED = -800.0  # exp of less is 0 in every type
+VANISHED = -800.0  # exp of anything smaller is 0 in every dtype
 LOG_LEAST = math.log(MIN_DIVISOR)
 
 Sides = tuple[Tensor | None, Tensor | None]  # states from the left and the right, [B, H, K, V + 1]
@@ -53,8 +53,8 @@ class Directions(NamedTuple):
         backward:  S_t = exp(backward_t) S_{t+1} + k_t v_t^T,  o_t reads exp(backward_t) S_{t+1}
 
     Attributes:
-        forward: from the left.
-        backward: from the right; None is causal.
+        forward: Log-decays of the forward direction.
+        backward: Log-decays of the backward direction; None for causal calls.
     """
 
     forward: LogDecays
@@ -62,17 +62,17 @@ class Directions(NamedTuple):
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether each key channel has a decay of its own."""
+        """Whether each key channel has its own decay."""
         return self.forward.shape[-1] > 1
 
 
 def directed(
     log_decay: LogDecays, decay_at: Literal["source", "target"], *, causal: bool
 ) -> Directions:
-    """Shift each token's decay to where the recurrences apply it.
+    """Shift the decays to the tokens at which the recurrences apply them.
 
-    "target" applies a token's own decay (Eq. 5), "source" the decay of the token visited before
-    (Eq. 14).
+    At each token, "target" applies its own decay (Eq. 5) and "source" the decay of the token
+    visited before it (Eq. 14).
     """
     if decay_at == "target":
         return Directions(log_decay, None if causal else log_decay)
@@ -81,10 +81,10 @@ def directed(
 
 
 class Options(NamedTuple):
-    """What every form takes beside tensors; as in `decay_attention`.
+    """Options of every form, as in `decay_attention`.
 
-    A form returns the outputs, divided if so, and the states that leave to the right and to the
-    left.
+    Each form returns the normalized outputs and the outgoing states of the forward and the
+    backward direction.
     """
 
     normalize: str
@@ -95,14 +95,14 @@ class Options(NamedTuple):
 def full(
     q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
 ) -> tuple[Values, Sides]:
-    """Compute attention between all pairs of tokens, O(T^2): one chunk holds the whole sequence."""
+    """Compute attention between all pairs of tokens, O(T^2), as a single chunk."""
     return chunk(q, k, v, decays, enters, options._replace(chunk_size=k.shape[1]))
 
 
 def recurrent(
     q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
 ) -> tuple[Values, Sides]:
-    """Visit one token at a time (Eq. 5, Theorem B.2): constant memory beside the outputs."""
+    """Visit one token at a time (Eq. 5, Theorem B.2), in constant memory besides the outputs."""
     v = F.pad(v, (0, 1), value=1.0)
     outputs: list[Tensor] = []
     leaves: list[Tensor | None] = [None, None]
@@ -120,7 +120,7 @@ def recurrent(
 def _visit(
     q: Queries, k: Keys, v: Values, log_decay: LogDecays, kv: Tensor, *, backward: bool
 ) -> tuple[Values, Tensor]:
-    """Visit all tokens in one direction. Backward, a token does not read its own part."""
+    """Visit all tokens in one direction. Backward, each token reads the state without itself."""
     rows, columns = (x.unsqueeze(-2) for x in (q, v))
     parts = (x.unbind(1) for x in (rows, k.unsqueeze(-1), columns, log_decay.exp().unsqueeze(-1)))
     order = -1 if backward else 1
@@ -144,7 +144,7 @@ def one_scan(
         return _divided(
             torch.einsum("bthk,bhkv->bthv", q, total), options.normalize, causal=False
         ), leaves
-    # terms of either sign may cancel to a row sum near 1, where rounding would show
+    # float64, because terms of opposite sign may cancel to a row sum near 1
     o = torch.einsum("bthk,bhkv->bthv", q, total[..., :-1])
     k_sum = to_float64(k).sum(dim=1) + sum(side[..., -1] for side in enters if side is not None)
     row_sum = torch.einsum("bthk,bhk->bth", to_float64(q), k_sum).to(q.dtype).unsqueeze(-1)
@@ -154,18 +154,18 @@ def one_scan(
 
 
 def _divided(o: Tensor, normalize: str, *, causal: bool) -> Tensor:
-    """Divide outputs by what their last column, the row sum, makes of `normalize`."""
+    """Normalize the outputs by their last column, which is the row sum."""
     if normalize == "none":
         return o[..., :-1]
-    o, row_sum = o.split([o.shape[-1] - 1, 1], dim=-1)  # the gradient of which is one tensor
+    o, row_sum = o.split([o.shape[-1] - 1, 1], dim=-1)  # the gradient of a split is one tensor
     return broadcast_divide(o, _divisor(row_sum, normalize, causal=causal)[0], overwrite=True)
 
 
 def _divisor(row_sum: Tensor, normalize: str, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return what outputs are divided by, and its derivative with respect to the row sum."""
+    """Return the divisor of the outputs and its derivative with respect to the row sum."""
     if normalize == "sum":
-        is_nothing = row_sum.abs() < MIN_DIVISOR
-        return torch.where(is_nothing, 1, row_sum), (~is_nothing).to(row_sum.dtype)
+        is_zero = row_sum.abs() < MIN_DIVISOR
+        return torch.where(is_zero, 1, row_sum), (~is_zero).to(row_sum.dtype)
     size = row_sum.abs() if causal else row_sum
     slope = row_sum.sign() if causal else torch.ones_like(row_sum)
     return size.clamp(min=1), slope * (size >= 1)
@@ -174,16 +174,16 @@ def _divisor(row_sum: Tensor, normalize: str, *, causal: bool) -> tuple[Tensor, 
 def chunk(
     q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
 ) -> tuple[Values, Sides]:
-    """Compute attention within chunks of C tokens, and carry one state a direction between them.
+    """Compute attention within chunks of C tokens, and carry a state per direction between them.
 
         o_i = sum_j W_ij v_j + sum over directions d of S_d^T (enter_di q_i)
-        W_ij = q_i . k_j exp(sum of forward over j < l <= i)      below the diagonal and on it
-        W_ij = q_i . k_j exp(sum of backward over i <= l < j)     above it; 0 where causal
+        W_ij = q_i . k_j exp(sum of forward over j < l <= i)      for j <= i
+        W_ij = q_i . k_j exp(sum of backward over i <= l < j)     for j > i; 0 if causal
         S_d' = through_d S_d + sum_j (leave_dj k_j) v_j^T         from chunk to chunk
 
-    O(T) in both directions. In the code states are [V + 1, K]: on a CPU a product with one column
-    more than its vectors hold is slow, and one with a row more is not. So the row sum, which is
-    the last column of the outputs, is computed apart from them.
+    Both directions together are O(T). The code stores states transposed, as [V + 1, K]: on a CPU,
+    an extra column beyond a multiple of the vector width makes a product slow, and an extra row
+    does not. For the same reason row sums are computed separately from the outputs.
     """
     size = length_of_chunks(options.chunk_size, k.shape[1])
     if decays.is_diagonal:
@@ -193,9 +193,9 @@ def chunk(
     backward = None if decays.backward is None else decays.backward.expand(heads)
     state = None
     if enters != (None, None):
-        nothing = v.new_zeros(k.shape[0], k.shape[2], v.shape[-1] + 1, k.shape[-1])
+        empty = v.new_zeros(k.shape[0], k.shape[2], v.shape[-1] + 1, k.shape[-1])
         sides = enters[:1] if backward is None else enters
-        state = torch.stack([nothing if x is None else x.mT for x in sides], dim=2)
+        state = torch.stack([empty if x is None else x.mT for x in sides], dim=2)
     inputs = _Inputs(q, k, v, forward, backward, state)
     rest = options.normalize, size, options.return_state
     if needs_plain_functions(*inputs):
@@ -204,14 +204,14 @@ def chunk(
         run = _operator if torch.compiler.is_compiling() else _run_eagerly
         o, _, leaves, _ = run(*inputs, *rest, wants_gradient(*inputs))
     if o.requires_grad and options.normalize != "none":
-        o = o.clone()  # the backward reads its own, so that a user may change this in place
+        o = o.clone()  # the backward reads o, and a caller may modify the returned copy in place
     if not options.return_state:
         return o, (None, None)
     return o, (leaves[:, :, 0].mT, None if backward is None else leaves[:, :, 1].mT)
 
 
 def padded(tokens: int) -> int:
-    """Return how many tokens a chunk holds whose decays are diagonal: a power of two.
+    """Round the number of tokens up to a power of two, as chunks with diagonal decay require.
 
     >>> padded(64), padded(197)
     (64, 256)
@@ -220,15 +220,15 @@ def padded(tokens: int) -> int:
 
 
 class _Inputs(NamedTuple):
-    """What the chunk form depends on.
+    """Tensor inputs of the chunk form.
 
     Attributes:
         q: Queries.
         k: Keys.
         v: Values.
-        forward: Log-decays from the left, [B, T, H, 1 or K].
-        backward: Log-decays from the right; None is causal.
-        enters: The state of each direction, [B, H, D, V + 1, K]; None is zeros.
+        forward: Log-decays of the forward direction, [B, T, H, 1 or K].
+        backward: Log-decays of the backward direction; None for causal calls.
+        enters: Incoming state of each direction, [B, H, D, V + 1, K]; None for zeros.
     """
 
     q: Tensor
@@ -239,14 +239,14 @@ class _Inputs(NamedTuple):
     enters: Tensor | None
 
     def block(self, at: Any, states_at: Any) -> "_Inputs":
-        """Return some samples and heads."""
+        """Select a block of samples and heads."""
         q, k, v, forward = (x[at] for x in self[:4])
         backward = None if self.backward is None else self.backward[at]
         enters = None if self.enters is None else self.enters[states_at]
         return _Inputs(q, k, v, forward, backward, enters)
 
     def chunks(self, size: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return q, k, v with ones, and each direction's log-decays in chunks [B, H, N, C, .]."""
+        """Split q, k, v with appended ones, and all log-decays into chunks [B, H, N, C, .]."""
         count = number_of_chunks(self.k.shape[1], size)
         q, k, v = (_chunks(x, count, size) for x in self[:3])
         logs = [_chunks(x, count, size) for x in self[3:5] if x is not None]
@@ -256,18 +256,18 @@ class _Inputs(NamedTuple):
 def _attend(
     inputs: _Inputs, normalize: str, size: int, return_state: bool, *, in_batches: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Compute the chunk form by differentiable functions.
+    """Compute the chunk form with differentiable functions.
 
     Args:
-        inputs: All of a call, or a block of it.
+        inputs: The inputs of a call, or a block of them.
         normalize: As in `decay_attention`.
         size: Tokens per chunk.
-        return_state: Whether the states that leave are wanted.
-        in_batches: Whether some chunks are taken at a time.
+        return_state: Whether to return the outgoing states.
+        in_batches: Whether to process chunks in batches that fit a CPU's caches.
 
     Returns:
-        The outputs; the row sums [B, T, H, 1], empty with normalize="none"; the states that leave,
-        empty without return_state; and the states before each chunk, as `_states` does.
+        The outputs, the row sums [B, T, H, 1] (empty without normalization), the outgoing states
+        (empty if not requested), and the states before each chunk, as `_states` returns them.
     """
     tokens = inputs.v.shape[1]
     q, k, v, logs = inputs.chunks(size)
@@ -281,7 +281,7 @@ def _attend(
 
 
 def _chunks(x: Tensor, count: int, size: int) -> Tensor:
-    """Cut [B, T, H, X] into chunks [B, H, N, C, X]; the last one is filled up with zeros."""
+    """Split [B, T, H, X] into chunks [B, H, N, C, X]; the last one is padded with zeros."""
     x, missing = x.transpose(1, 2), count * size - x.shape[1]
     if not is_known(missing) or missing:
         x = F.pad(x, (0, 0, 0, missing))
@@ -289,17 +289,17 @@ def _chunks(x: Tensor, count: int, size: int) -> Tensor:
 
 
 def _tokens(x: Tensor, tokens: int) -> Tensor:
-    """Put chunks [B, H, N, C, X] together: [B, T, H, X]."""
+    """Join chunks [B, H, N, C, X] to [B, T, H, X]."""
     return x.flatten(2, 3).transpose(1, 2).narrow(1, 0, tokens)
 
 
 class _Factors(NamedTuple):
-    """How much one direction keeps within a chunk, [..., C or 1, X].
+    """Decay factors of one direction within a chunk, [..., C or 1, X].
 
     Attributes:
-        enter: of the state that enters, at each token.
-        leave: of each token, where the state leaves.
-        through: of the state that enters, where it leaves.
+        enter: From the incoming state to each token.
+        leave: From each token to the outgoing state.
+        through: From the incoming to the outgoing state.
     """
 
     enter: Tensor
@@ -308,10 +308,10 @@ class _Factors(NamedTuple):
 
 
 def _sums(log_decay: Tensor, *, backward: bool) -> Tensor:
-    """Add up log-decays [..., C, X] from where a direction enters a chunk to each token.
+    """Compute cumulative log-decays [..., C, X], starting where the direction enters the chunk.
 
-    In float64 a difference of two sums is exact enough to be rounded: the decay between near tokens
-    is not lost beside what lies before them.
+    The sums are float64, so that differences of two sums, the decays between nearby tokens, stay
+    accurate when the sums are large.
     """
     logs = to_float64(log_decay).clamp(min=VANISHED)
     sums = logs.cumsum(-2)
@@ -325,9 +325,9 @@ def _decay_factors(log_decay: Tensor, dtype: torch.dtype, *, backward: bool) -> 
 
 
 def _exp(logs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Take the exponential in a type; below float64 less than `MIN_DIVISOR` is 0.
+    """Compute the exponential in a dtype. Except in float64, results below `MIN_DIVISOR` become 0.
 
-    Products with less leave the normal range of float32, and a CPU takes many times as long.
+    Products with smaller factors can be subnormal in float32, which is many times slower on a CPU.
     """
     logs = logs.to(dtype)
     if dtype != torch.float64:
@@ -344,20 +344,22 @@ def _states(
     wanted: bool = True,
     of_gradients: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the states before each chunk, a direction each, and the states that leave.
+    """Compute the states before each chunk, for each direction, and the outgoing states.
 
     Args:
-        k: Keys, [B, H, N, C, K]; of gradients, queries.
-        v: Values and ones, [B, H, N, C, V + 1]; of gradients, those of outputs and row sums.
+        k: Keys, [B, H, N, C, K]; queries if `of_gradients`.
+        v: Values with appended ones, [B, H, N, C, V + 1]; gradients of outputs and row sums if
+            `of_gradients`.
         logs: Log-decays of each direction.
-        enters: The state of each direction, [B, H, D, V + 1, K]; None is zeros.
-        wanted: Whether the states that leave are.
-        of_gradients: Whether states are gradients, which run from the last chunk visited to the
-            first.
+        enters: Incoming state of each direction, [B, H, D, V + 1, K]; None for zeros.
+        wanted: Whether to return the outgoing states.
+        of_gradients: Whether to compute the gradients of states, which are carried in the opposite
+            direction.
 
     Returns:
-        [B, H, N, V + 1, K] of each direction, or none if there is one chunk which no state enters;
-        and [B, H, D, V + 1, K], nothing where it is not wanted and not needed.
+        For each direction, the states [B, H, N, V + 1, K] before each chunk, or an empty list if
+        there is only one chunk and no incoming state; and the outgoing states [B, H, D, V + 1, K],
+        empty if not `wanted`.
     """
     is_read = enters is not None or not is_known(k.shape[2]) or k.shape[2] > 1
     if not is_read and not wanted:
@@ -376,7 +378,7 @@ def _states(
 def _read(
     tokens: Sequence[Tensor], logs: Sequence[Tensor], befores: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs and row sums of chunks: attention within, and what is read from states."""
+    """Compute the outputs and row sums of chunks from attention within them and from states."""
     q, k, v = tokens
     weights, *_ = _scores(q, k, logs)
     o, row_sum = weights @ v[..., :-1], weights.sum(-1, keepdim=True)
@@ -388,7 +390,7 @@ def _read(
 
 
 def _scores(q: Tensor, k: Tensor, logs: Sequence[Tensor]) -> tuple[Tensor, Any]:
-    """Return scores after decay, [..., C, C], and the decay factors that gradients need."""
+    """Return the scores after decay, [..., C, C], and the decay factors needed for gradients."""
     sums = [_sums(x, backward=bool(d)) for d, x in enumerate(logs)]
     if logs[0].shape[-1] == 1:
         decays = _scalar_decays(sums, q.dtype)
@@ -398,7 +400,7 @@ def _scores(q: Tensor, k: Tensor, logs: Sequence[Tensor]) -> tuple[Tensor, Any]:
 
 
 def _scalar_decays(sums: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return exp(sum_i - sum_j), [..., C, C], of the direction in which i reads j."""
+    """Return exp(sum_i - sum_j), [..., C, C], for the direction in which i reads j."""
     below, *above = (x - x.mT for x in sums)
     size = below.shape[-1]
     is_below = torch.ones(size, size, dtype=torch.bool, device=below.device).tril()
@@ -406,16 +408,16 @@ def _scalar_decays(sums: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return _exp(torch.where(is_below, below, other), dtype)
 
 
-# Where each key channel has a decay of its own, the decay is no factor of the score. Chunks are
-# split in halves, and these again: where a query in the half that a direction visits second meets
-# a key in the first, the decay is that of the key up to the boundary m between the halves times
-# that from there to the query. Both are at most 1, so that nothing overflows.
+# If each key channel has its own decay, scores cannot be multiplied by the decay afterwards. Chunks
+# are split into halves recursively. Between a query in the half visited second and a key in the
+# half visited first, the decay is the decay from the key to the boundary m between the halves,
+# times the decay from the boundary to the query. Both factors are at most 1 and cannot overflow.
 #
 #     W_ij = sum_c q_ic exp(sum_ic - sum_mc) k_jc exp(sum_mc - sum_jc)
 
 
 def _levels(sums: Tensor, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the factors of queries and keys, [..., S, L, K], for halves of 1, 2, 4, ... tokens."""
+    """Yield the decays of queries and keys, [..., S, L, K], for halves of 1, 2, 4, ... tokens."""
     length = 1
     while length < sums.shape[-2]:
         first, second = _halves(sums, length, backward=backward)
@@ -425,7 +427,7 @@ def _levels(sums: Tensor, dtype: torch.dtype, *, backward: bool) -> Iterator[tup
 
 
 def _halves(x: Tensor, length: int, *, backward: bool) -> tuple[Tensor, Tensor]:
-    """Return the halves visited first and second of all tiles of two halves, [..., S, L, X]."""
+    """Split tiles into the halves visited first and second, [..., S, L, X] each."""
     left, right = x.unflatten(-2, (-1, 2, length)).unbind(-3)
     return (right, left) if backward else (left, right)
 
@@ -433,7 +435,7 @@ def _halves(x: Tensor, length: int, *, backward: bool) -> tuple[Tensor, Tensor]:
 def _diagonal_scores(
     q: Tensor, k: Tensor, levels: Sequence[Sequence[tuple[Tensor, Tensor]]]
 ) -> Tensor:
-    """Put the scores together, from tiles of one token to one of the whole chunk."""
+    """Assemble the scores, from tiles of one token up to the whole chunk."""
     whole = (q * k).sum(-1)[..., None, None]  # [..., S, L, L]
     for each in zip(*levels, strict=True):
         length = whole.shape[-1]
@@ -449,9 +451,9 @@ def _diagonal_scores(
     return whole.squeeze(-3)
 
 
-# Other calls than those that `needs_plain_functions` have their own backward, which computes scores
-# again but not states. On a CPU, both passes process one block of samples and heads at a time, to
-# reuse memory, and within a block one batch of chunks at a time, which fits in the caches.
+# The chunk form has its own backward, which recomputes scores but not states, unless
+# `needs_plain_functions` returns True. On a CPU it processes one block of samples and heads at a
+# time, so that memory is reused, and within a block one batch of chunks that fits the caches.
 
 
 def _decay_chunks(
@@ -466,12 +468,12 @@ def _decay_chunks(
     return_state: bool,
     saves_states: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `_attend` does, with the states before chunks in one tensor if they are saved."""
+    """Compute the same as `_attend`, block by block; the states before chunks are one tensor."""
     inputs = _Inputs(q, k, v, forward, backward, enters)
     o, row_sum, leaves, states = _results(inputs, normalize, size, return_state, saves_states)
     for where in _blocks(v, size):
         at, states_at = where
-        with disable_autocast(q):  # a compiled program may call this in autocast
+        with disable_autocast(q):  # a compiled program may call this under autocast
             part = inputs.block(*where)
             made = _attend(part, normalize, size, return_state, in_batches=True)
         o[at] = made[0]
@@ -488,7 +490,7 @@ def _decay_chunks(
 def _results(
     inputs: _Inputs, normalize: str, size: int, return_state: bool, saves_states: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return memory for outputs, row sums, the states that leave and those before chunks."""
+    """Allocate outputs, row sums, outgoing states and the states before chunks."""
     v = inputs.v
     batch, tokens, heads, width = v.shape
     sums = (batch, tokens, heads, 1) if normalize != "none" else (0,)
@@ -504,8 +506,8 @@ def _results(
 def _blocks(v: Tensor, size: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Yield the indices of each block in [B, T, H, .] and in [B, H, .].
 
-    A block is some heads of one sample, or all heads of some samples. Other devices than a CPU
-    take all at once.
+    A block contains some heads of one sample, or all heads of some samples. On devices other than
+    a CPU, there is a single block.
     """
     batch, tokens, heads, width = v.shape
     fit = max(1, BLOCK // (tokens * max(size, width)))
@@ -521,7 +523,7 @@ def _blocks(v: Tensor, size: int) -> Iterator[tuple[tuple[slice, ...], tuple[sli
 def _in_batches(
     function: Callable[..., Sequence[Tensor]], *groups: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Apply a function to groups of tensors of chunks, [B, H, N, C, .], some chunks at a time."""
+    """Apply a function to groups of tensors [B, H, N, C, .], one batch of chunks at a time."""
     first = groups[0][0]
     size, width = first.shape[-2:]
     count = max(1, BATCH // (size * max(size, width)))
@@ -544,7 +546,7 @@ def _differentiate(ctx: Any, *slopes: Any, of_operator: bool = False) -> tuple[T
     do, _, dleaves, _ = slopes
     *inputs, o, row_sum, states = ctx.saved_tensors
     do = torch.zeros_like(inputs[2]) if do is None else do
-    if torch.is_grad_enabled():  # gradients of gradients are those of the plain form
+    if torch.is_grad_enabled():  # second derivatives come from the plain functions
         given: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
         learnt = [x for x in given if x is not None and x.requires_grad]
         o, _, leaves, _ = _attend(_Inputs(*given), ctx.normalize, ctx.size, ctx.return_state)
@@ -579,13 +581,13 @@ def _decay_chunks_backward(
     size: int,
     with_decays: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, both log-decays and the states that enter."""
+    """Return the gradients of q, k, v, both log-decays and the incoming states."""
     inputs = _Inputs(q, k, v, forward, backward, enters)
     whole = _gradients_like(*inputs)
     for where in _blocks(v, size):
         at, states_at = where
         sums = row_sum if normalize == "none" else row_sum[at]
-        with disable_autocast(q):  # a backward may run in autocast
+        with disable_autocast(q):  # a backward may run under autocast
             slope = _slope(do[at], o[at], sums, normalize, causal=backward is None)
             dleave = dleaves[states_at] if dleaves.numel() else None
             part = inputs.block(*where)
@@ -599,7 +601,7 @@ def _decay_chunks_backward(
 
 
 def _slope(do: Tensor, o: Tensor, row_sum: Tensor, normalize: str, *, causal: bool) -> Tensor:
-    """Return the gradient of outputs and row sums before the division, [B, T, H, V + 1]."""
+    """Return the gradient of outputs and row sums before normalization, [B, T, H, V + 1]."""
     if normalize == "none":
         return F.pad(do, (0, 1))
     divisor, slope = _divisor(row_sum, normalize, causal=causal)
@@ -640,11 +642,11 @@ def _chunk_gradients(
     """Return the gradients of q, k, v and of each direction's log-decays in chunks [M, C, .].
 
     Args:
-        tokens: The gradient of outputs and row sums, q, k, and v with ones.
+        tokens: Gradient of outputs and row sums, q, k, and v with appended ones.
         logs: Log-decays of each direction.
-        befores: The states before each chunk, [M, V + 1, K]; or none, which are zeros.
-        downs: The gradients of the states after each chunk, likewise.
-        with_decays: Whether gradients of scalar log-decays are wanted.
+        befores: States before each chunk, [M, V + 1, K], for each direction; empty for zeros.
+        downs: Gradients of the states after each chunk, in the same layout.
+        with_decays: Whether to compute the gradients of scalar log-decays.
     """
     do, q, k, v = tokens
     is_scalar = logs[0].shape[-1] == 1
@@ -658,7 +660,7 @@ def _chunk_gradients(
         itself = dweights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         dq, dk = itself * k, itself * q
 
-    # of the exponents of each direction's factors
+    # gradients of the exponents of each direction's decay factors: enter, leave, through
     exponents = [
         [torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x[:, :1])] for x in logs
     ]
@@ -699,18 +701,19 @@ def _by_channel(x: Tensor, is_scalar: bool) -> Tensor:
 def _scalar_decay_gradient(
     pairs: Tensor, enter: Tensor, leave: Tensor, through: Tensor, *, backward: bool
 ) -> Tensor:
-    """Return the gradient of log-decays, [M, C, 1]: the sum over the exponents that each is in.
+    """Return the gradient of scalar log-decays, [M, C, 1].
 
-    A decay of the forward direction is in those of pairs j < l <= i, in those of states that enter
-    before l <= i, and of tokens j < l that leave. It is summed up as such, and not as a difference
-    of larger sums.
+    Each log-decay receives the sum of the gradients of all exponents that contain it. In the
+    forward direction, log-decay l is contained in the exponents of scores with j < l <= i, of the
+    incoming state at tokens i >= l, and of tokens j < l in the outgoing state. These terms are
+    summed directly, because a difference of cumulative sums would lose precision.
 
     Args:
-        pairs: The gradient of the exponent of each score, [M, C, C].
-        enter: That of the factor of the state that enters, at each token, [M, C, 1].
-        leave: That of each token, where the state leaves.
-        through: That of the state that enters, where it leaves, [M, 1, 1].
-        backward: Whether the direction is.
+        pairs: Gradient of the exponent of each score, [M, C, C].
+        enter: Gradient of the exponents of the factors `enter`, [M, C, 1].
+        leave: Gradient of the exponents of the factors `leave`, [M, C, 1].
+        through: Gradient of the exponent of the factor `through`, [M, 1, 1].
+        backward: Whether this is the backward direction.
     """
     if backward:
         crossing = pairs.cumsum(1).triu_(1).sum(2).unsqueeze(-1)
@@ -736,10 +739,11 @@ def _diagonal_gradient(
     *,
     backward: bool,
 ) -> Tensor:
-    """Add what the scores of one direction make of dq and dk, and return that of its log-decays.
+    """Add one direction's gradients to dq and dk, and return the gradient of its log-decays.
 
-    From the whole chunk down to tiles of one token: what enters a tile has passed its first half
-    when it reaches the second, and what leaves its first half passes the second.
+    Tiles are visited from the whole chunk down to single tokens. A state that enters a tile passes
+    through the first half to reach the second, and tokens of the first half pass through the second
+    half to leave the tile.
     """
     of_through = of_through.unsqueeze(1)  # M S 1 K
     for enter, leave in reversed(levels):
@@ -761,7 +765,7 @@ def _diagonal_gradient(
 
 
 def _beside(x: Tensor, length: int, *, backward: bool) -> Tensor:
-    """Return the blocks of [M, C, C] where second halves meet first ones, a view [M, S, L, L]."""
+    """View the blocks of [M, C, C] between second and first halves of tiles, [M, S, L, L]."""
     tiles = x.unflatten(2, (-1, 2, length)).unflatten(1, (-1, 2, length))
     blocks = tiles[:, :, int(not backward), :, :, int(backward)]
     return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)

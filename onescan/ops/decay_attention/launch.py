@@ -1,9 +1,10 @@
-"""Launch the kernels of decayed attention.
+"""Launch the kernels of linear attention with decay.
 
-- `chunk` (`onescan.kernels.decay_states` and `decay_scalar` or `decay_diagonal`): scores of a chunk
-  are computed once, for both directions. The backward pass recomputes the states between chunks.
-- `recurrent` (causal, without gradients; `decay_states.step`): all tokens of a call in one kernel,
-  for decoding.
+- `chunk` (`onescan.kernels.decay_states` and `decay_scalar` or `decay_diagonal`): the scores of a
+  chunk are computed once for both directions. The backward pass recomputes the states between
+  chunks.
+- `recurrent` (causal, without gradients; `decay_states.step`): one kernel processes all tokens of a
+  call, for decoding.
 
 Source: LION, arXiv:2502.16249, Eq. 5 and Sec. 3.3; states carried in both directions are not in
 the paper.
@@ -29,7 +30,7 @@ def chunk(
     q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, *, keep: Keep | None,
     normalizer: str,
 ) -> tuple[Values, Sides]:  # fmt: skip
-    """Compute outputs, divided by their row sums as `normalizer` says, and the outgoing states."""
+    """Compute the outputs, normalized according to `normalizer`, and the outgoing states."""
     q, k, v, keep = _contiguous(q, k, v, keep)
     given = [x for x in decays if x is not None]
     logs = torch.stack([_per_token(x, k) for x in given])
@@ -43,7 +44,7 @@ def recurrent(
     q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, *, keep: Keep | None,
     normalizer: str,
 ) -> tuple[Values, Sides]:  # fmt: skip
-    """Compute outputs, divided by their row sums, and the outgoing state, token by token.
+    """Compute the normalized outputs and the outgoing state, token by token.
 
     Raises:
         ValueError: If a gradient is required.
@@ -60,14 +61,14 @@ def recurrent(
 
 
 def _contiguous(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Any, ...]:
-    """Return q, k and v in one type, and keep, all contiguous."""
+    """Return q, k and v in one dtype, and keep, all contiguous."""
     dtype = data_type(q, k, v)
     q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
     return q, k, v, None if keep is None else keep.contiguous()
 
 
 def _per_token(log_decay: Tensor, k: Tensor) -> Tensor:
-    """Expand a log-decay to each token and head, and to key channels where they differ."""
+    """Expand a log-decay to all tokens and heads, and to all key channels if it is diagonal."""
     log_decay, is_diagonal = log_decay.float(), log_decay.shape[-1] > 1
     return log_decay.expand(k.shape) if is_diagonal else log_decay.squeeze(-1).expand(k.shape[:3])
 
@@ -75,12 +76,12 @@ def _per_token(log_decay: Tensor, k: Tensor) -> Tensor:
 def _stacked(
     enters: Sides, k: Tensor, v: Tensor, directions: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Stack both sides' states, [D, B, H, K, V] and [D, B, H, K]; None if there are none."""
+    """Stack the states of both sides, [D, B, H, K, V] and [D, B, H, K]; None if there are none."""
     sides = enters[:directions]
     if all(side is None for side in sides):
         return None, None
-    nothing = k.new_zeros(k.shape[0], *k.shape[2:], dtype=torch.float32)
-    empty = DecayState(nothing.unsqueeze(-1).expand(*nothing.shape, v.shape[-1]), nothing)
+    zeros = k.new_zeros(k.shape[0], *k.shape[2:], dtype=torch.float32)
+    empty = DecayState(zeros.unsqueeze(-1).expand(*zeros.shape, v.shape[-1]), zeros)
     parts = [empty if side is None else side for side in sides]
     kv, k_sum = (torch.stack([x.float() for x in part]) for part in zip(*parts, strict=True))
     return kv, k_sum
@@ -91,7 +92,7 @@ def _decay_chunks(
     q: Tensor, k: Tensor, v: Tensor, decays: Tensor, keep: Tensor | None, kv_in: Tensor | None,
     sum_in: Tensor | None, normalizer: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return outputs, their row sums (empty without division) and the outgoing states."""
+    """Return the outputs, their row sums (empty without normalization) and the outgoing states."""
     o, c, kv, k_sum = _new_outputs(k, v, decays, normalizer)
     before, before_sum = _states(k, v, None, None, decays, keep, kv_in, sum_in, kv, k_sum)
     _read(q, k, v, None, decays, keep, before, before_sum, o, c, normalizer=normalizer)
@@ -110,8 +111,8 @@ def _new_outputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate outputs, row sums and outgoing states.
 
-    Outputs are wide if a row sum divides them: its gradient is a small difference of what they
-    hold.
+    Normalized outputs are float32, because the gradient of the row sum is a small difference of
+    values computed from them.
     """
     divides = normalizer != "none"
     o = torch.empty_like(v, dtype=torch.float32 if divides else v.dtype)
@@ -153,7 +154,7 @@ def _decay_chunks_backward(
         of_queries = (dq, ddecays)
         kernel = kernels.query_gradients
         launch(kernel, case, (lines,), *given, *before, *after, *of_queries, *lengths, ABOVE=both)
-        of_keys = (dk, ddecays)  # added to what the other kernel has written
+        of_keys = (dk, ddecays)  # added to the output of the first kernel
         launch(
             kernels.key_gradients, case, (lines,), *given, *after, *of_keys, *lengths, ABOVE=both
         )
@@ -192,7 +193,7 @@ def _decay_step(
     q: Tensor, k: Tensor, v: Tensor, decays: Tensor, keep: Tensor | None, kv_in: Tensor | None,
     sum_in: Tensor | None, normalizer: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return outputs and the outgoing state; decays are [B, T, H] or [B, T, H, K]."""
+    """Return the outputs and the outgoing state; decays are [B, T, H] or [B, T, H, K]."""
     batch, tokens, heads, _ = k.shape
     case = case_of(k, v, diagonal=decays.ndim == k.ndim)
     o, kv, k_sum = _new_step(k, v)
@@ -217,7 +218,7 @@ def _new_step(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _case(k: Tensor, v: Tensor, decays: Tensor) -> Case:
-    """Return what kernels are compiled for; decays are [D, B, T, H] or [D, B, T, H, K]."""
+    """Return the compile-time parameters; decays are [D, B, T, H] or [D, B, T, H, K]."""
     return case_of(k, v, diagonal=decays.ndim > k.ndim)
 
 
@@ -248,7 +249,7 @@ def _read(
     before: Tensor, before_sum: Tensor, o: Tensor, c: Tensor | None, *, normalizer: str,
     transposed: bool = False,
 ) -> None:  # fmt: skip
-    """Write outputs and row sums or, transposed, gradients of values."""
+    """Write outputs and row sums, or gradients of values if `transposed`."""
     batch, tokens, heads, _ = k.shape
     case = _case(k, v, decays)
     kernels: Any = decay_diagonal if case.diagonal else decay_scalar
@@ -268,7 +269,7 @@ def _read(
 def _scales(
     o: Tensor, do: Tensor, c: Tensor, normalizer: str
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return what outputs were multiplied by, and the gradients of row sums, both [B, T, H]."""
+    """Return the reciprocal divisors of outputs and the gradients of row sums, both [B, T, H]."""
     if normalizer == "none":
         return None, None
     scale, dc = torch.empty_like(c), torch.empty_like(c)

@@ -1,13 +1,13 @@
-"""Decayed attention as the paper writes it, one token at a time: the definition, not the product.
+"""Reference implementation of decay attention: the equations of the paper, token by token.
 
 Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 79, Theorem B.1, with the indices of Eq. 14 for
-"source" and of Eq. 5 for "target". Both directions visit the tokens, one from each end:
+"source" and of Eq. 5 for "target". Each direction visits all tokens, starting from its own end:
 
     target:  S = diag(exp(a_t)) S + k_t v_t^T          o = S^T q_t
     source:  S = S + k_t v_t^T                         o = S^T q_t,   then S = diag(exp(a_t)) S
 
-z is S with 1 in v's place. Not causal, the outputs of both directions are added, each without half
-of the token's own part k_t v_t^T q_t, which both hold.
+z is S with v replaced by 1. If not causal, the outputs of both directions are added. Both contain
+the token's own contribution k_t v_t^T q_t, so half of it is subtracted from each.
 """
 
 from collections.abc import Iterable

@@ -77,14 +77,14 @@ def delta_rule(
 
     Args:
         q: Queries ``[B, T, H, K]``, after their feature map.
-        k: Keys ``[B, T, H, K]``, after their feature map. Normalize them to length 1 to make
-            beta the share of the stored value that is replaced.
+        k: Keys ``[B, T, H, K]``, after their feature map. Normalize them to length 1 so that
+            beta is the fraction of the stored value that is replaced.
         v: Values ``[B, T, H, V]``.
         beta: Write strength ``[B, T, H]``, any finite number: 0 writes nothing, 1 replaces the
             stored value.
         causal: Whether a token attends only to itself and to those before it.
-        keep: ``[B, T]``, True for real tokens. The outputs of the others are zero, and the real
-            tokens come out as if the others were not there. None keeps all.
+        keep: ``[B, T]``, True for real tokens. The outputs of other tokens are zero, and they do
+            not affect the real tokens. None keeps all.
         state: State returned by a previous call: a `DeltaState` if causal, otherwise
             `DeltaStates` or a pair, either of which may be None.
         form: Algorithm, O(T) in both cases: "chunk" uses matrix products, "recurrent" visits one
@@ -98,8 +98,8 @@ def delta_rule(
 
     Raises:
         ValueError: If shapes, dtypes or devices do not match, the form is unknown, the state
-            belongs to the other direction, chunk_size is below 1 or, on a CPU, an argument holds
-            NaN or an infinity that becomes one.
+            is for the other value of `causal`, chunk_size is below 1 or, on a CPU, an argument
+            holds NaN or an infinity that causes NaN.
 
     >>> import torch
     >>> q = k = torch.ones(1, 3, 1, 1)

@@ -41,8 +41,8 @@ Form = Callable[..., tuple[Values, KeyValue]]
 def chunk(inputs: Inputs, kv: KeyValue, *, chunk_size: int) -> tuple[Values, KeyValue]:
     """Compute the recurrence with matrix products inside chunks, in O(T).
 
-    In a chunk with incoming state S, token t writes n_t = beta_t (v_t - S^T k_t - what tokens s < t
-    of the chunk store under its key), which is linear in S:
+    In a chunk with incoming state S, token t writes n_t = beta_t (v_t - S^T k_t - the value that
+    tokens s < t of the chunk stored under its key), which is linear in S:
 
         (I + A) [W, U] = diag(beta) [K, V]      A = strictly lower part of diag(beta) K K^T
         N  = U - W S                            the values that the tokens write, one row each
@@ -58,8 +58,8 @@ def chunk(inputs: Inputs, kv: KeyValue, *, chunk_size: int) -> tuple[Values, Key
     q, k, v = (_split_chunks(x, count, size) for x in inputs[:3])  # B H N C .
     beta = _split_chunks(inputs.beta.unsqueeze(-1), count, size)
 
-    # 1. What each token writes, as a function of the incoming state. The solver reads only the
-    # strictly lower triangle of I + A.
+    # 1. The value that each token writes, as a function of the incoming state. The solver reads
+    # only the strictly lower triangle of I + A.
     w, u = torch.linalg.solve_triangular(
         beta * k @ k.mT, beta * torch.cat([k, v], dim=-1), upper=False, unitriangular=True
     ).split([width, v.shape[-1]], dim=-1)
@@ -69,7 +69,7 @@ def chunk(inputs: Inputs, kv: KeyValue, *, chunk_size: int) -> tuple[Values, Key
     added = k.mT @ u  # B H N K V
     before, kv = chunk_scan(lambda kv, kept, new: kept @ kv + new, kv, transition, added)
 
-    # 3. Each token reads the state before its chunk and what its chunk has written so far.
+    # 3. Each token reads the state before its chunk and the values written in its chunk so far.
     o = q @ before + (q @ k.mT).tril() @ (u - w @ before)
     return rearrange(o, "b h n c v -> b (n c) h v").narrow(1, 0, tokens), kv
 
@@ -81,10 +81,10 @@ def _split_chunks(x: Tensor, count: int, size: int) -> Tensor:
 
 
 def recurrent(inputs: Inputs, kv: KeyValue, *, chunk_size: int) -> tuple[Values, KeyValue]:
-    """Compute the recurrence token by token, in constant memory beside the outputs.
+    """Compute the recurrence token by token, in constant memory besides the outputs.
 
     (I - beta k k^T) S + beta k v^T = S + k (beta (v^T - k^T S)): a token writes the difference
-    between its value and what is stored under its key.
+    between its value and the value stored under its key.
     """
     q, k, v, beta = inputs
     outputs = []

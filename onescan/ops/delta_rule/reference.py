@@ -1,7 +1,7 @@
 """The delta rule as defined, token by token: the reference for the tests.
 
-Source: LION, arXiv:2502.16249, Table 1 and App. B.7, where the half of a token's own output that
-each direction subtracts is printed without beta:
+Source: LION, arXiv:2502.16249, Table 1 and App. B.7. In App. B.7, the half of a token's own output
+that each direction subtracts is printed without beta; it is included here:
 
     S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
     o_t = S_t^T q_t                                      causal

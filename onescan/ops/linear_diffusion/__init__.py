@@ -96,12 +96,12 @@ def linear_diffusion(
             effect. A kernel that is zero for all negative lags is causal.
         dt: [H], step size, at least 0. Up to `stable_step(weights)`, an explicit step computes
             weighted means of tokens, so the largest absolute value never grows. Crank-Nicolson is
-            stable for any step; a step of n times the stable one loses as many digits as n has.
+            stable for any step, but a step of n times the stable one loses about log10(n) digits.
         scheme: "explicit", or "crank_nicolson", which is implicit and second-order in time.
         keep: [B, T], True for real tokens. The outputs of the others are zero; the real tokens
             and their row sums ignore them. None keeps all.
-        state: The tokens before x, which are read but not returned; explicit scheme only. Use
-            `next_state` to compute the state of the next call.
+        state: The tokens before x, which are read but not returned; for the explicit scheme only.
+            Use `next_state` to compute the state for the next call.
         form: Algorithm. Explicit: "dense" in O(T^2), "banded" in O(T R), "fft" in O(T log T).
             Crank-Nicolson solves one linear system, or with keep one for each sequence: "dense" in
             O(T^3), "banded" in O(T R^2).
@@ -182,13 +182,13 @@ def next_state(
     if keep is None:
         keep = x.new_ones(x.shape[:2], dtype=torch.bool)
     if state is None:
-        nothing = x.new_zeros(x.shape[0], radius, *x.shape[2:])
-        state = DiffusionState(nothing, keep.new_zeros(x.shape[0], radius))
+        zeros = x.new_zeros(x.shape[0], radius, *x.shape[2:])
+        state = DiffusionState(zeros, keep.new_zeros(x.shape[0], radius))
     return DiffusionState(_last(state.x, x, radius), _last(state.keep, keep, radius))
 
 
 def _last(before: Tensor, x: Tensor, radius: int) -> Tensor:
-    """Return the last R tokens of both, without keeping the others in memory."""
+    """Return the last R tokens of both tensors, without keeping the others in memory."""
     tokens = x.shape[1]
     if not is_known(tokens):
         return torch.cat([before, x], dim=1).narrow(1, tokens, radius)
@@ -214,7 +214,7 @@ def choose(form: str, *, scheme: str, tokens: int, radius: int) -> Choice:
     An explicit step takes the form with the fewest multiplications per token and channel.
 
     >>> choose("auto", scheme="explicit", tokens=196, radius=138)
-    Choice(form='dense', why='196 multiplications a token and channel, banded 414, fft 2500')
+    Choice(form='dense', why='196 multiplications per token and channel, banded 414, fft 2500')
     """
     chosen = _choose(form, scheme, tokens, radius)
     if form != "auto":
@@ -225,11 +225,11 @@ def choose(form: str, *, scheme: str, tokens: int, radius: int) -> Choice:
         return Choice(chosen, f"{compared} {FEW_BLOCKS} blocks of {size} tokens")
     costs = _costs(tokens, radius)
     others = ", ".join(f"{name} {cost}" for name, cost in costs.items() if name != chosen)
-    return Choice(chosen, f"{costs[chosen]} multiplications a token and channel, {others}")
+    return Choice(chosen, f"{costs[chosen]} multiplications per token and channel, {others}")
 
 
 def _choose(form: str, scheme: str, tokens: int, radius: int) -> str:
-    """Return the form alone: formatting the reason would specialize symbolic lengths."""
+    """Return only the form, because formatting the reason would specialize symbolic lengths."""
     if form != "auto":
         known = IMPLEMENTATIONS if scheme == "explicit" else SOLVERS
         check_choice(f"form (scheme={scheme!r})", form, known)

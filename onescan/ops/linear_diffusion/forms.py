@@ -50,7 +50,7 @@ def explicit(
     if torch.compiler.is_compiling():  # the compiler cannot trace a function with a jvp
         return torch.addcmul(mixed, 1 - row_sums, own)
     if can_look_at_values(mixed) and not mixed.requires_grad:
-        # in place: on a CPU, memory for another result takes as long as a product
+        # in place, because on a CPU allocating another result takes as long as a product
         return mixed.addcmul_(1 - row_sums, own)
     return _WeightedMean.apply(mixed, 1 - row_sums, own)
 
@@ -130,21 +130,21 @@ def _matrix(weights: DiffusionKernel, rows: int, columns: int) -> Toeplitz2d:
     radius = weights.shape[0] // 2
     # lags from 1 - rows, of the first row and the last column, to columns - 1
     lags = F.pad(weights, (rows - 1 - radius, columns - 1 - radius))
-    # each row begins one lag later; unfold does not accept a compiler's symbolic lengths
+    # each row begins one lag later; unfold does not accept symbolic lengths
     return lags.as_strided((rows, columns), (1, 1)).flip(1)
 
 
 def fft_product(x: TokenColumns, weights: DiffusionKernel, rows: int) -> LastColumns:
     """Multiply the spectra of kernel and tokens, O(T log T) for any radius."""
     if not x.shape[1]:
-        return x[:rows]  # FFT refuses an empty batch
+        return x[:rows]  # the FFT does not accept an empty batch
     tokens, middle = x.shape[0], weights.shape[0] // 2
     radius = min(middle, tokens - 1)
     lags = weights[middle - radius : middle + radius + 1]  # longer lags connect no tokens
     period = tokens + radius  # the shortest in which no lag wraps around
     if not torch.compiler.is_compiling():  # lengths may be symbolic there
         period = 1 << (period - 1).bit_length()  # powers of two are fast
-    # float64: each frequency mixes all tokens, so rounding errors of large ones would hide small
+    # float64: each frequency mixes all tokens, so rounding errors of large tokens affect small ones
     kernel = torch.fft.rfft(to_float64(lags), n=period)
     spectrum = torch.fft.rfft(to_float64(x).mT, n=period) * kernel
     y = torch.fft.irfft(spectrum, n=period)[:, radius : radius + tokens]
@@ -161,7 +161,7 @@ def banded_product(x: TokenColumns, weights: DiffusionKernel, rows: int) -> Last
 
 
 def band_block_size(radius: int) -> int:
-    """Return C, for which windows span at most three blocks."""
+    """Return C, the block size for which windows span at most three blocks."""
     return max(BAND_BLOCK, radius)
 
 
@@ -206,7 +206,7 @@ class _Banded(torch.autograd.Function):
 
 
 def _banded_product(x: Tensor, weights: Tensor) -> Tensor:
-    """Compute K x without temporary memory, whose page faults take as long as the products."""
+    """Compute K x without temporary memory, because page faults take as long as the products."""
     radius = len(weights) // 2
     size = band_block_size(radius)
     count = _unpadded_blocks(len(x), size, radius)
@@ -297,7 +297,7 @@ PRODUCTS: dict[str, Product] = {
 def crank_nicolson(solve: Solve, x: Values, rates: DiffusionKernels, keep: Keep | None) -> Values:
     """Compute the implicit step as h' = 2 (I - dt/2 L)^-1 h - h; `rates` is dt K.
 
-    A step of n times the stable one loses as many digits as n has, hence float64.
+    A step of n times the stable one loses about log10(n) digits, hence float64.
     """
     wide_x, half = to_float64(x), to_float64(rates) / 2
     row_sums = _row_sums(banded_product, half, keep, x.shape[1]).squeeze(3)
@@ -370,12 +370,12 @@ def banded_solve(
 
 
 def solve_block_size(radius: int) -> int:
-    """Return C, for which a block is coupled to its two neighbours only."""
+    """Return C, the block size for which a block is coupled only to its two neighbours."""
     return max(SOLVE_BLOCK, radius)
 
 
 def _solve(system: Tensor, rhs: Tensor) -> Tensor:
-    return torch.linalg.solve_ex(system, rhs)[0]  # solve would wait for a GPU to report errors
+    return torch.linalg.solve_ex(system, rhs)[0]  # solve would synchronize with the GPU
 
 
 def _masked(block: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The diffusion kernel: how it is made, its largest stable step, and when all tokens interact.
+"""The diffusion kernel: its weights, its largest stable step, and when all tokens interact.
 
 Source: LDN, arXiv:2502.12381, Sec. 3.3 (the kernel), 4.2 (interaction) and 4.4 (the step).
 """
@@ -54,7 +54,7 @@ def gaussian_kernel(past: Tensor, future: Tensor, sigma: Tensor, radius: int) ->
     for name, tensor in given.items():
         if can_look_at_values(tensor) and tensor.numel():
             lowest = tensor.detach().amin().item()
-            if not lowest >= 0 or (name == "sigma" and lowest == 0):  # NaN fails this too
+            if not lowest >= 0 or (name == "sigma" and lowest == 0):  # also rejects NaN
                 least = "above 0" if name == "sigma" else "at least 0"
                 raise ValueError(f"{name} has minimum {lowest:.6g}, expected {least}")
     lags = torch.arange(-radius, radius + 1, dtype=sigma.dtype, device=sigma.device)
@@ -124,7 +124,7 @@ def smallest_positive_power(operator: Tensor) -> int | None:
 
     Source: LDN, arXiv:2502.12381, Theorem 1, which requires a strongly connected graph. That alone
     is not sufficient: A = [[0, 1], [1, 0]], where two tokens swap, never mixes. It is sufficient
-    if each token keeps a share of itself, as it does for any step below `stable_step`.
+    if each token keeps a fraction of itself, as it does for any step below `stable_step`.
 
     Args:
         operator: Matrix A [T, T] of non-negative numbers. Do not use form="fft", which has rounding

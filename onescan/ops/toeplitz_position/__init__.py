@@ -35,7 +35,7 @@ KERNELS = ("scan",)  # forms with Triton kernels, which take all axes at once
 
 
 class ToeplitzState(NamedTuple):
-    """The sum of each channel's tokens under each of its decays.
+    """Decayed sums of the tokens of each channel, one for each of its decays.
 
     Attributes:
         hidden: ``[B, D, E]``, sum_m exp((T-1-m) log_decay) x_m over the T tokens so far, in
@@ -113,7 +113,7 @@ def toeplitz_position(
 
 
 def choose(form: str, *, positions: int) -> str:
-    """Return the form for an axis of this length.
+    """Return the form to use for an axis of this length.
 
     Measured on a CPU, forward and backward, with E = 64 and 1 to 256 lines: dense is the fastest
     up to 128 positions and scan from 256 on; between them it depends on the number of lines. FFT is
@@ -145,7 +145,7 @@ def _along_axes(
     weight: Tensor,
     hidden: LineStates | None,
 ) -> tuple[ChannelsFirst, LineStates | None]:
-    """Sum over axes; a hidden state is that of the only axis."""
+    """Sum over axes. A hidden state is given for a single axis only."""
     results = []
     for axis, (form, a, w) in enumerate(zip(chosen, log_decay, weight, strict=True), start=2):
         lines = x.movedim(axis, -1)
@@ -195,7 +195,7 @@ def _check(
         raise ValueError(f"shape is {shape}, expected sizes whose product is T={sizes['T']}")
     if can_look_at_values(log_decay):
         low, high = torch.aminmax(log_decay.detach())
-        if not (-math.inf < low and high <= 0):  # NaN fails this too
+        if not (-math.inf < low and high <= 0):  # also rejects NaN
             raise ValueError(
                 f"log_decay spans {low} to {high}, expected finite values of at most 0"
             )

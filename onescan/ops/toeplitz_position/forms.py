@@ -63,9 +63,10 @@ def fft(
     # from 2 N on no lag wraps around; powers of two are fast
     period = 1 << (2 * length - 1).bit_length()
     t = torch.fft.rfft(_kernel(log_decay, weight, length).double(), n=period).unsqueeze(1)
-    # float64: each frequency mixes all tokens, so rounding errors of large ones would hide small;
-    # flat, because compiled gradients read the strides of more axes wrongly (pytorch issue 106623)
-    lines = x if x.shape[1] else F.pad(x, (0, 0, 0, 1))  # MKL refuses an empty batch
+    # float64: each frequency mixes all tokens, so rounding errors of large tokens affect small
+    # ones; flat, because compiled gradients read the strides of more axes wrongly (pytorch issue
+    # 106623)
+    lines = x if x.shape[1] else F.pad(x, (0, 0, 0, 1))  # MKL does not accept an empty batch
     spectrum = torch.fft.rfft(lines.double().flatten(0, 1), n=period).unflatten(0, lines.shape[:2])
     y = torch.fft.irfft(spectrum * t, n=period)[:, : x.shape[1], length - 1 : 2 * length - 1]
     return _with_state(y.to(x.dtype), x, log_decay, weight, hidden)
@@ -79,7 +80,7 @@ def scan(
     *,
     chunk_size: int = CHUNK,
 ) -> tuple[Lines, LineStates | None]:
-    """Multiply by a Toeplitz matrix inside chunks and pass on E sums between them, in O(N E)."""
+    """Multiply by a Toeplitz matrix within chunks and carry E sums between them, in O(N E)."""
     channels, lines, length = x.shape
     if is_known(length) and length <= chunk_size:
         return dense(x, log_decay, weight, hidden)
@@ -110,7 +111,7 @@ def scan(
 def _states_before(
     added: Tensor, log_decay: Decays, first: LineStates, *, backward: bool
 ) -> Tensor:
-    """Compute the state before each chunk from what each chunk adds, `D lines chunks E`.
+    """Compute the state before each chunk from the contribution of each chunk, `D lines chunks E`.
 
     Chunks are combined in pairs, recursively: work is linear in their number, and rounding errors
     grow with its logarithm.
@@ -198,7 +199,10 @@ def _with_state(
 def _advance(
     hidden: LineStates, x: Lines, log_decay: Decays, length: int | None = None
 ) -> LineStates:
-    """Return the state after x, given the one before; x may begin with zeros beyond `length`."""
+    """Return the state after the last `length` tokens of x, given the state before them.
+
+    Other tokens of x must be zero.
+    """
     positions = x.shape[-1]
     length = positions if length is None else length
     coarse, fine = _power_tables(log_decay, positions)

@@ -1,7 +1,8 @@
-"""Launch the kernels of MD-TPE's scan over all axes of [B, T, D] as it lies in memory.
+"""Launch the kernels of MD-TPE's scan along all axes of [B, T, D], without transposing it.
 
-Each axis, direction and block of E is a pass that adds to those before it, in float32. A pass takes
-three kernels where an axis is long and lines are few, else one (`onescan.kernels.toeplitz`).
+Each axis, direction and block of E is a pass that adds to the previous ones, in float32. A pass
+launches three kernels if the axis is long and has few lines, otherwise one
+(`onescan.kernels.toeplitz`).
 
 Source: LightNet, arXiv:2405.21022, Eq. 17.
 """
@@ -19,17 +20,17 @@ from onescan.kernels.common import Blocks, Case
 from onescan.ops.backend import chip_of, launch, name_of, programs_wanted
 from onescan.shapes import Hidden, HiddenStates, ToeplitzCoefficients
 
-LEAST_SPLIT = 256  # tokens; a part leaves E numbers for each channel
-WARPS = 4  # programs per program of other kernels, which have as many warps
+LEAST_SPLIT = 256  # tokens; a part adds E numbers per channel
+WARPS = 4  # other kernels have 4 warps per program, these kernels have 1
 
 
 def scan(
     x: Hidden, log_decay: ToeplitzCoefficients, weight: ToeplitzCoefficients,
     shape: tuple[int, ...], hidden: HiddenStates | None, *, bidirectional: bool,
 ) -> tuple[Hidden, HiddenStates | None]:  # fmt: skip
-    """Compute the sum over axes and, of one axis read forward, the state after the last token.
+    """Compute the sum over axes and, for a single forward axis, the state after the last token.
 
-    Gradients are not differentiable again.
+    Has first derivatives only.
     """
     tables = (table.float() for table in (log_decay, weight))
     log_decay, weight = (x if bidirectional else x.unsqueeze(1) for x in tables)
@@ -43,7 +44,7 @@ def scan(
 def _toeplitz(
     x: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None, shape: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs and, of one axis read forward, the sums after the last token, [B, D, E]."""
+    """Return outputs and, for a single forward axis, the sums after the last token, [B, D, E]."""
     return _passes(x, log_decay, weight, hidden, shape)
 
 
@@ -100,10 +101,10 @@ class _Line(NamedTuple):
 
     Attributes:
         axis: Index of the axis.
-        direction: 0 from the first token on, 1 from the last.
+        direction: 0 for forward, 1 for backward.
         lines: Number of lines.
-        length: Tokens of a line.
-        stride: Tokens from one token of a line to the next.
+        length: Number of tokens per line.
+        stride: Distance between neighboring tokens of a line.
     """
 
     axis: int
@@ -113,12 +114,12 @@ class _Line(NamedTuple):
     stride: int
 
     def sizes(self, split: "_Split") -> tuple[int, ...]:
-        """Return the lengths that kernels take, in order."""
+        """Return the length arguments of kernels, in order."""
         return self.lines, self.length, split.tokens, split.parts, split.groups, self.stride
 
 
 class _Split(NamedTuple):
-    """Tokens per part, parts per line, and groups that the parts of all lines are divided into."""
+    """Tokens per part, parts per line, and number of groups of the parts of all lines."""
 
     tokens: int
     parts: int
@@ -145,7 +146,10 @@ def _passes(
     x: Tensor, log_decay: Tensor, weight: Tensor, state: Tensor | None, shape: Sequence[int], *,
     mirrored: bool = False, weighed: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the sum over axes and directions, mirrored for the gradient of x, and last sums."""
+    """Return the sum over axes and directions, reversed if `mirrored`, and the last sums.
+
+    The gradient of x is the mirrored sum of the gradient of y.
+    """
     y, last = torch.empty_like(x), _new_last(x, log_decay)
     width = log_decay.shape[3]
     case = _case(x, log_decay)
@@ -176,7 +180,7 @@ def _entering(
     line: _Line, split: _Split, x: Tensor, tables: tuple[Tensor, Tensor], state: Tensor | None, *,
     derivative: bool, **flags: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Return what enters each part, [1 + derivative, parts, lines, D, E]; the state of one part."""
+    """Return the sums before each part, [1 + derivative, parts, lines, D, E], or `state`."""
     if split.parts == 1:
         return state
     case = _case(x, tables[0])
@@ -195,7 +199,7 @@ def _coefficients(
     line: _Line, x: Tensor, dy: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None,
     dlast: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of one axis and direction's log_decay and weight, [groups, D, E]."""
+    """Return the gradients of log_decay and weight for one axis and direction, [groups, D, E]."""
     tables = log_decay[line.axis, line.direction], weight[line.axis, line.direction]
     case = _case(x, tables[0])
     across = _tiles(case, kernels.gradient_blocks)
@@ -215,7 +219,7 @@ def _coefficients(
 
 
 def _case(x: Tensor, log_decay: Tensor) -> Case:
-    """Return what kernels are compiled for; the last axes of log_decay are D and E."""
+    """Return the compile-time parameters; the last axes of log_decay are D and E."""
     channels, width = log_decay.shape[-2:]
     return Case(name_of(x.dtype), chip_of(x.device), key_width=width, value_width=channels)
 
@@ -227,12 +231,12 @@ def _tiles(case: Case, blocks_of: Callable[[Case], Blocks]) -> int:
 
 
 def _split(line: _Line, across: int, device: torch.device) -> _Split:
-    """Divide lines into parts where they are too few for the device.
+    """Divide lines into parts if there are too few lines to occupy the device.
 
     Args:
         line: The lines.
         across: Programs per part.
-        device: Where they run.
+        device: Device of the kernels.
     """
     wanted = -(-WARPS * programs_wanted(device) // across)
     parts = -(-wanted // max(line.lines, 1))

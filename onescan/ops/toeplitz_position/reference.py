@@ -1,7 +1,7 @@
 """Toeplitz position encoding as defined, term by term: the reference for the tests.
 
-Source: LightNet, arXiv:2405.21022, Eq. 17, with a weight beside each decay (the paper prints
-none) and, when bidirectional, a second sum over m > n:
+Source: LightNet, arXiv:2405.21022, Eq. 17, with a weight for each decay (the paper prints none)
+and, if bidirectional, a second sum over m > n:
 
     y_n = sum_{m <= n} sum_e weight_0e exp((n - m) log_decay_0e) x_m
         + sum_{m > n}  sum_e weight_1e exp((m - n) log_decay_1e) x_m        summed over the axes
