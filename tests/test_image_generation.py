@@ -162,7 +162,7 @@ def test_a_denoiser_learns_to_make_what_is_asked_for(learnt):
     tests = [line for line in read_metrics(learnt.folder) if line["split"] == "test"]
     assert tests[-1]["loss"] < tests[0]["loss"]
     assert learnt.metrics["label_accuracy"] >= 0.9
-    assert tests[-1]["feature_distance"] < 0.2 * evaluate_fresh(learnt).metrics["feature_distance"]
+    assert tests[-1]["feature_distance"] < 0.3 * evaluate_fresh(learnt).metrics["feature_distance"]
 
 
 def evaluate_fresh(learnt):
