@@ -53,7 +53,9 @@ def _step(
     z: Tensor, kv: Tensor, k: Tensor, v: Tensor, angle: Tensor | None, seen: Tensor
 ) -> tuple[Tensor, Tensor]:
     new_z = torch.logaddexp(z, k)
-    base = new_z.clamp(min=LOG_ZERO)  # of -inf alone, exp(-inf - -inf) would be NaN, not 0
+    base = new_z.clamp(
+        min=max(LOG_ZERO, torch.finfo(new_z.dtype).min)
+    )  # of -inf alone, exp(-inf - -inf) would be NaN, not 0
     decay = torch.cat([(z - base).exp()] * (1 if angle is None else 2), dim=-1)
     new_kv = decay.unsqueeze(-1) * kv
     new_kv = new_kv + _rotate((k - base).exp(), angle).unsqueeze(-1) * v.unsqueeze(-2)
