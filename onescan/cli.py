@@ -86,9 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_mistake = isinstance(error, ValueError | FileNotFoundError)
         return _fail(f"error: {error}", MISTAKE if is_mistake else FAILURE)
     except (RuntimeError, MemoryError) as error:
-        if isinstance(
-            error.__cause__, KeyboardInterrupt
-        ):  # raised by Python 3.11 while a class is created
+        # Python 3.11 raises this for an interrupt while it creates a class.
+        if isinstance(error.__cause__, KeyboardInterrupt):
             return _interrupted(argv)
         if not with_traceback and _is_out_of_memory(error):
             return _fail(f"error: not enough memory: {error}", MISTAKE)
@@ -369,9 +368,9 @@ def sample(argv: Argv) -> None:
     from onescan.integrations.diffusers import find_labels, parse_label
 
     pipeline = load_pipeline(options.checkpoint, sampler=options.sampler, vae=options.vae)
-    spelt = [parse_label(argument, pipeline.names) for argument in options.labels]
-    if spelt:
-        labels = find_labels(spelt, pipeline.names, num_classes=pipeline.num_classes)
+    parsed = [parse_label(argument, pipeline.names) for argument in options.labels]
+    if parsed:
+        labels = find_labels(parsed, pipeline.names, num_classes=pipeline.num_classes)
         if pipeline.num_classes in labels:  # the unconditional label, not a class
             raise ValueError(
                 f"label {pipeline.num_classes} is out of range, expected 0 to "

@@ -204,9 +204,8 @@ def mean_pool(x: Hidden, keep: Keep | None = None) -> Pooled:
     """
     if keep is None:
         return x.mean(dim=1)
-    (wide,) = to_accumulation_dtype(
-        x.masked_fill(~keep.unsqueeze(-1), 0)
-    )  # sums may overflow float16
+    # Sums may overflow float16.
+    (wide,) = to_accumulation_dtype(x.masked_fill(~keep.unsqueeze(-1), 0))
     mean = wide.sum(dim=1) / keep.sum(dim=1, keepdim=True).clamp(min=1)
     return mean.to(x.dtype)
 

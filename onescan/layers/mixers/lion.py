@@ -166,9 +166,8 @@ class LionMixer(Mixer):
         q, *projected, v = self.in_proj(x).split(self.in_widths, dim=-1)
         q = self._features(q) * self.key_width**-0.5
         k = self._features(projected[0]) if projected else None
-        (v,) = to_accumulation_dtype(
-            v.unflatten(-1, (self.num_heads, -1))
-        )  # sums may overflow float16
+        # Sums may overflow float16.
+        (v,) = to_accumulation_dtype(v.unflatten(-1, (self.num_heads, -1)))
         scans = [_scan(k, decay(x), grid.prefix) for decay in self.decays]
         if self.config.scan == "flat":
             o, state = self._attend(q, *scans[0], v, keep, state, self.config.normalize)

@@ -272,12 +272,11 @@ def _attend(
     tokens = inputs.v.shape[1]
     q, k, v, logs = inputs.chunks(size)
     befores, leaves = _states(k, v, logs, inputs.enters, wanted=return_state)
-    read = partial(_in_batches, _read) if in_batches else _read
-    o, row_sum = read([q, k, v], logs, befores)
-    if normalize == "none":
-        return _tokens(o, tokens), o.new_empty(0), leaves, befores
-    o = o / _divisor(row_sum, normalize, causal=inputs.backward is None)[0]
-    return _tokens(o, tokens), _tokens(row_sum, tokens), leaves, befores
+    read = partial(_read, normalize=normalize, causal=inputs.backward is None)
+    if in_batches:
+        read = partial(_in_batches, read)
+    o, *row_sums = (_tokens(x, tokens) for x in read([q, k, v], logs, befores))
+    return o, row_sums[0] if row_sums else o.new_empty(0), leaves, befores
 
 
 def _chunks(x: Tensor, count: int, size: int) -> Tensor:
@@ -376,17 +375,32 @@ def _states(
 
 
 def _read(
-    tokens: Sequence[Tensor], logs: Sequence[Tensor], befores: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Compute the outputs and row sums of chunks from attention within them and from states."""
+    tokens: Sequence[Tensor],
+    logs: Sequence[Tensor],
+    befores: Sequence[Tensor],
+    *,
+    normalize: str,
+    causal: bool,
+) -> list[Tensor]:
+    """Compute outputs of chunks, from attention within them and from states, and their row sums.
+
+    There are no row sums without normalization.
+    """
     q, k, v = tokens
     weights, *_ = _scores(q, k, logs)
-    o, row_sum = weights @ v[..., :-1], weights.sum(-1, keepdim=True)
-    for d, before in enumerate(befores):
-        reads = q * _decay_factors(logs[d], q.dtype, backward=bool(d)).enter
-        o = o + reads @ before[..., :-1, :].mT
-        row_sum = row_sum + (before[..., -1:, :] @ reads.mT).mT
-    return o, row_sum
+    reads = [
+        q * _decay_factors(log_decay, q.dtype, backward=bool(d)).enter
+        for d, log_decay in enumerate(logs[: len(befores)])
+    ]
+    o = weights @ v[..., :-1]
+    for read, before in zip(reads, befores, strict=True):
+        o = o + read @ before[..., :-1, :].mT
+    if normalize == "none":
+        return [o]
+    row_sum = weights.sum(-1, keepdim=True)
+    for read, before in zip(reads, befores, strict=True):
+        row_sum = row_sum + (before[..., -1:, :] @ read.mT).mT
+    return [o / _divisor(row_sum, normalize, causal=causal)[0], row_sum]
 
 
 def _scores(q: Tensor, k: Tensor, logs: Sequence[Tensor]) -> tuple[Tensor, Any]:
