@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types compile gpu check-kernels bench format \
+.PHONY: help setup demo test test-slow check lint types compile gpu check-kernels bench format \
 	known-python new-venv new-kernels-venv
 
 PYTHON ?= python3
@@ -20,7 +20,10 @@ demo: $(INSTALLED)  ## train on handwritten digits with three seeds
 	$(BIN)/onescan train digits --seeds 0 1 2
 
 test: $(INSTALLED)  ## tests and doctests, with shapes checked in every call
-	$(BIN)/python -m pytest -m "not compile and not gpu" -n auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest -m "not compile and not gpu and not slow" -n auto --maxprocesses 8 --dist worksteal
+
+test-slow: $(INSTALLED)  ## tests that take minutes: killed runs, several processes, kernels
+	$(BIN)/python -m pytest -m "slow and not compile and not gpu" -n auto --maxprocesses 8 --dist worksteal tests
 
 check: lint types test compile  ## everything a pull request must pass, on a CPU
 

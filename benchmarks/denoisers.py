@@ -31,11 +31,11 @@ from torch import nn
 from tqdm import tqdm
 
 from onescan import configs
-from onescan.bench.size import model_size
 from onescan.bench.timing import Measurement, exponent, measure
 from onescan.checks import check_positive, in_a_line
 from onescan.models.denoiser import STEPS, DenoiserConfig
 from onescan.models.presets import preset
+from onescan.models.size import model_size
 from onescan.training.precision import computing
 from onescan.training.ranks import Ranks, choose_device
 from onescan.training.run import Precision

@@ -16,7 +16,7 @@ from typing import Literal
 import tyro
 
 from onescan import configs
-from onescan.bench.size import model_size
+from onescan.models.size import model_size
 from onescan.recipes import find_recipe
 from onescan.training import RunConfig, train
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import torch
 
     from onescan.bench.contest.outcome import Results
-    from onescan.bench.size import Size
     from onescan.data.glue import GlueTask
     from onescan.data.text import Tokenizer
+    from onescan.models.size import Size
     from onescan.recipes.glue_runs import GlueRun
     from onescan.training.checkpoint import Checkpoint
     from onescan.training.run import RunConfig, RunResult
@@ -144,7 +144,7 @@ def train(argv: Argv) -> None:
 
 def evaluate(argv: Argv) -> None:
     """Evaluate a model on test data, context lengths, lm-eval tasks or generated images."""
-    from onescan.bench.asked import LengthsConfig, SamplesConfig, TasksConfig
+    from onescan.evaluation.asked import LengthsConfig, SamplesConfig, TasksConfig
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -198,8 +198,8 @@ def _evaluate_run(options: Any) -> None:
 
 
 def _evaluate_lengths(options: Any) -> None:
-    from onescan.bench.lengths import measure_lengths
-    from onescan.bench.names import short_name
+    from onescan.evaluation.lengths import measure_lengths
+    from onescan.evaluation.names import short_name
     from onescan.report import check_report_path, lengths_table, write_lengths
     from onescan.training.folder import write_json
 
@@ -216,7 +216,7 @@ def _evaluate_lengths(options: Any) -> None:
 
 
 def _evaluate_tasks(options: Any) -> None:
-    from onescan.bench.harness import judge_by_tasks
+    from onescan.evaluation.harness import judge_by_tasks
     from onescan.training.folder import write_json
 
     if options.out is not None and options.out.suffix != ".json":
@@ -230,8 +230,8 @@ def _evaluate_tasks(options: Any) -> None:
 
 
 def _evaluate_samples(options: Any) -> None:
-    from onescan.bench.generation.measure import measure_generation
-    from onescan.bench.names import short_name
+    from onescan.evaluation.generation.measure import measure_generation
+    from onescan.evaluation.names import short_name
     from onescan.report import check_report_path, generation_table, write_generation
     from onescan.training.folder import write_json
 
@@ -488,7 +488,7 @@ def glue(argv: Argv) -> None:
 
 def needle(argv: Argv) -> None:
     """Run the needle-in-a-haystack evaluation of a causal language model."""
-    from onescan.bench.asked import NeedleConfig
+    from onescan.evaluation.asked import NeedleConfig
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -504,9 +504,9 @@ def needle(argv: Argv) -> None:
 
     options = _parse(Options, "needle", argv)
     model, tokenizer, _ = _language_model(options.checkpoint, "CausalLM", options.device)
-    from onescan.bench.haystack import held_out_haystack, read_haystack
-    from onescan.bench.names import short_name
-    from onescan.bench.needle import measure_needles
+    from onescan.evaluation.haystack import held_out_haystack, read_haystack
+    from onescan.evaluation.names import short_name
+    from onescan.evaluation.needle import measure_needles
     from onescan.report import check_report_path, needle_table, write_needles
 
     name, file = short_name(options.checkpoint), options.haystack
@@ -705,8 +705,8 @@ def models(argv: Argv) -> None:
         """Also list the ablations of the papers."""
 
     options = _parse(Options, "models", argv)
-    from onescan.bench.size import model_size
     from onescan.models.presets import ABLATIONS, PRESETS, preset
+    from onescan.models.size import model_size
 
     in_the_paper = f"{'in the paper':>13}{'difference':>12}"
     _print(f"{'':<21}{'parameters':>13}{in_the_paper}{'GMACs':>8}{in_the_paper}")

@@ -35,6 +35,7 @@ FLOORS = [
     {"tasks"},
     {"training"},
     {"recipes"},
+    {"evaluation"},
     {"bench", "report"},
     {"cli", "__main__"},
 ]

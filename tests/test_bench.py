@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from onescan.bench import timing
-from onescan.bench.size import model_size
 from onescan.bench.timing import exponent, measure
+from onescan.models.size import model_size
 
 ROOT = Path(__file__).parents[1]
 MIB = 2**20

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 from tiny_run import assert_same
 
-from onescan.bench.size import model_size
 from onescan.cli import COMMANDS, main
 from onescan.configs import differences
 from onescan.models.presets import LDN_ABLATIONS, LIGHTNET_ABLATIONS, PRESETS, preset
+from onescan.models.size import model_size
 from onescan.recipes import RECIPES, find_recipe
 from onescan.training.folder import read_result
 

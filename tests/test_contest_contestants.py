@@ -27,8 +27,8 @@ from onescan.bench.contests import (
     ModelsOptions,
     OneScanOptions,
 )
-from onescan.bench.size import model_size
 from onescan.models.presets import preset
+from onescan.models.size import model_size
 from onescan.ops.decay_attention import decay_attention
 
 B, T, H, K = 2, 10, 3, 4

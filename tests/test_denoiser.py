@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import onescan
-from onescan.bench.size import model_size
 from onescan.layers.basic import GLUConfig
 from onescan.layers.block import FREQUENCIES, LabelEmbedding, TimestepEmbedding
 from onescan.layers.mixers import (
@@ -20,6 +19,7 @@ from onescan.layers.position import SinusoidalPosition, ToeplitzPositionConfig
 from onescan.layers.tokens import Patchify, Unpatchify
 from onescan.models.denoiser import Denoiser, DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.models.presets import PRESETS, preset
+from onescan.models.size import model_size
 from onescan.shapes import Grid
 
 MIXERS = {

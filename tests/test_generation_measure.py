@@ -29,16 +29,16 @@ from tiny_generation import (
     write_pngs,
 )
 
-from onescan.bench import asked as asked_module
-from onescan.bench.asked import SamplesConfig
-from onescan.bench.generation import gathering, measure
-from onescan.bench.generation.features import open_features
-from onescan.bench.generation.gathering import gather, open_gathered
-from onescan.bench.generation.measure import folder_name, measure_generation
-from onescan.bench.generation.samples import open_samples
-from onescan.bench.generation.scores import chosen_by_lot, inception_score, precision_recall
-from onescan.bench.generation.source import Source, in_steps
 from onescan.cli import main
+from onescan.evaluation import asked as asked_module
+from onescan.evaluation.asked import SamplesConfig
+from onescan.evaluation.generation import gathering, measure
+from onescan.evaluation.generation.features import open_features
+from onescan.evaluation.generation.gathering import gather, open_gathered
+from onescan.evaluation.generation.measure import folder_name, measure_generation
+from onescan.evaluation.generation.samples import open_samples
+from onescan.evaluation.generation.scores import chosen_by_lot, inception_score, precision_recall
+from onescan.evaluation.generation.source import Source, in_steps
 from onescan.models.denoiser import SamplerName
 from onescan.tasks.feature_distance import FeatureStatistics, frechet_distance
 
@@ -224,7 +224,7 @@ def test_what_is_measured_is_not_measured_again(tmp_path, classifier, denoiser, 
     asked = asking(classifier, guidance_scale=(1.0,))
     first = run_once(denoiser, asked, tmp_path / "out")
     monkeypatch.setattr(Source, "images", None)
-    monkeypatch.setattr("onescan.bench.generation.samples._Drawn.images", None)
+    monkeypatch.setattr("onescan.evaluation.generation.samples._Drawn.images", None)
     assert run_once(denoiser, asked, tmp_path / "out") == first
     with pytest.raises(TypeError):
         run_once(denoiser, replace(asked, guidance_scale=(1.0, 2.0)), tmp_path / "out")

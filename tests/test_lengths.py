@@ -11,12 +11,12 @@ from test_language_runs import train
 from tiny_language_models import BOTH, CAUSAL, SMALL, causal, ids, over_causal
 from tiny_tokenizers import WORDS, word_tokenizer
 
-from onescan.bench import lengths
-from onescan.bench.asked import LengthsConfig
-from onescan.bench.length_scores import LengthScore, LengthScores
-from onescan.bench.lengths import measure_lengths
-from onescan.bench.long_text import open_long_text
 from onescan.cli import main
+from onescan.evaluation import lengths
+from onescan.evaluation.asked import LengthsConfig
+from onescan.evaluation.length_scores import LengthScore, LengthScores
+from onescan.evaluation.lengths import measure_lengths
+from onescan.evaluation.long_text import open_long_text
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLMConfig, score_logits, token_losses
 from onescan.models.masked_lm import MaskedLMConfig

@@ -13,10 +13,10 @@ from test_writing import byte_level_bpe
 from tiny_language_models import BOTH, CAUSAL, SMALL, causal, over_causal
 from tiny_tokenizers import WORDS, word_tokenizer
 
-from onescan.bench.asked import TasksConfig
-from onescan.bench.harness import _manager_of, register
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
+from onescan.evaluation.asked import TasksConfig
+from onescan.evaluation.harness import _manager_of, register
 from onescan.integrations.lm_eval import OnescanLM
 from onescan.integrations.transformers import OnescanForCausalLM, OnescanTextConfig, to_transformers
 from onescan.models.causal_lm import CausalLMConfig

@@ -5,7 +5,6 @@ from inspect import unwrap
 import pytest
 import torch
 
-from onescan.bench.size import model_size
 from onescan.configs import replace
 from onescan.layers.mixers import (
     LightNetMixerConfig,
@@ -22,6 +21,7 @@ from onescan.models.presets import (
     build,
     preset,
 )
+from onescan.models.size import model_size
 
 SIZES = ("tiny", "small", "base")
 # Counted by hand from the paper's equations, layer by layer.

@@ -14,13 +14,13 @@ from tiny_language_models import BOTH, CAUSAL, SMALL, built
 from tiny_tokenizers import WORDS, word_tokenizer
 from torch import nn
 
-from onescan.bench import needle
-from onescan.bench.asked import NeedleConfig
-from onescan.bench.haystack import Haystack, read_haystack
-from onescan.bench.hidden import hide
-from onescan.bench.needle import measure_needles
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
+from onescan.evaluation import needle
+from onescan.evaluation.asked import NeedleConfig
+from onescan.evaluation.haystack import Haystack, read_haystack
+from onescan.evaluation.hidden import hide
+from onescan.evaluation.needle import measure_needles
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import CausalLM, CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig

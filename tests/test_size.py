@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from onescan.bench.size import _macs, model_size
 from onescan.models.presets import preset
+from onescan.models.size import _macs, model_size
 
 SMALL = {
     "images": preset("lion_s_natural_tiny", depth=3),

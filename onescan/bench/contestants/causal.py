@@ -26,9 +26,9 @@ from onescan.bench.contestants.language_models import (
 from onescan.bench.contestants.one_scan import angles_of
 from onescan.bench.contestants.ops import noise, softmax, theirs, trial, works
 from onescan.bench.contests import CausalOptions
-from onescan.bench.size import count_macs
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.size import count_macs
 from onescan.ops.additive_decay import additive_decay
 from onescan.ops.decay_attention import decay_attention
 

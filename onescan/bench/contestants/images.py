@@ -11,10 +11,10 @@ from onescan.bench.contest.trial import INFERENCE, TRAINING, Field, Trial
 from onescan.bench.contestants.language_models import check_backend, parameters, placed
 from onescan.bench.contestants.ops import imported, noise
 from onescan.bench.contests import ModelsOptions
-from onescan.bench.size import count_macs
 from onescan.checks import check_choice
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.presets import PRESETS, preset
+from onescan.models.size import count_macs
 
 CLASSES = 1000
 TIMES_IN_TRAINING = 3  # a backward has two products for each of the forward's

@@ -5,9 +5,9 @@ from html import escape
 
 import torch
 
-from onescan.bench.generation.outcome import GenerationScores
-from onescan.bench.generation.tally import Shown, class_by_class
 from onescan.data.images import unit_pixels
+from onescan.evaluation.generation.outcome import GenerationScores
+from onescan.evaluation.generation.tally import Shown, class_by_class
 from onescan.report.generation.words import best
 from onescan.report.pictures import Pixels, picture, to_bytes
 from onescan.report.section import Figure, Section

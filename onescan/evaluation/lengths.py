@@ -15,9 +15,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from onescan import __version__
-from onescan.bench.asked import LengthsConfig
-from onescan.bench.length_scores import LeftOutLength, LengthScore, LengthScores, PlaceScore
-from onescan.bench.long_text import LongText, open_long_text
+from onescan.evaluation.asked import LengthsConfig
+from onescan.evaluation.length_scores import LeftOutLength, LengthScore, LengthScores, PlaceScore
+from onescan.evaluation.long_text import LongText, open_long_text
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.causal_lm import (
     CHUNK_TOKENS,

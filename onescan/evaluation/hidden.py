@@ -3,10 +3,10 @@
 from random import Random
 from typing import NamedTuple
 
-from onescan.bench.asked import NeedleConfig
-from onescan.bench.haystack import Haystack
 from onescan.data import derive_seed
 from onescan.data.text import Tokenizer
+from onescan.evaluation.asked import NeedleConfig
+from onescan.evaluation.haystack import Haystack
 
 NAME, NUMBER = "{name}", "{number}"
 NAMES = (

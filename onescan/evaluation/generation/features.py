@@ -16,11 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onescan import configs
-from onescan.bench.names import short_name
 from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.checks import in_a_line
 from onescan.data import ImageFormat
 from onescan.data.decode import to_bytes
+from onescan.evaluation.names import short_name
 from onescan.models.image_classifier import ImageClassifier
 from onescan.shapes import Images
 from onescan.tasks.classifier_features import fitted, look

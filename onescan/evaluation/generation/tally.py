@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from onescan.bench.generation.features import FeatureBatch
-from onescan.bench.generation.scores import InceptionScore
 from onescan.data.decode import to_bytes
+from onescan.evaluation.generation.features import FeatureBatch
+from onescan.evaluation.generation.scores import InceptionScore
 from onescan.shapes import Images, Labels
 from onescan.tasks.feature_distance import FeatureStatistics
 

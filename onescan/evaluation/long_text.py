@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from onescan.bench.held_out import held_out_tokens
-from onescan.bench.names import short_name
 from onescan.data.text import PackedText, TextDatasetConfig, TextFormat, TextSplits, Tokenizer
 from onescan.data.text.corpus import Corpus
 from onescan.data.text.corpus_reader import CorpusReader
 from onescan.data.text.rows import padding_id
 from onescan.data.text.source import Wanted, find_source
+from onescan.evaluation.held_out import held_out_tokens
+from onescan.evaluation.names import short_name
 from onescan.models.causal_lm import CausalLM
 from onescan.models.masked_lm import MaskedLM
 from onescan.shapes import Tokens

@@ -5,8 +5,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from onescan import __version__
-from onescan.bench.asked import SETS, TasksConfig
-from onescan.bench.names import short_name
+from onescan.evaluation.asked import SETS, TasksConfig
+from onescan.evaluation.names import short_name
 from onescan.training.language_model import load_language_model
 from onescan.training.ranks import Ranks, choose_device
 

@@ -7,17 +7,17 @@ import torch
 from tqdm import tqdm
 
 from onescan import __version__, configs
-from onescan.bench.asked import SamplesConfig
-from onescan.bench.generation.features import Features, open_features, same_classes
-from onescan.bench.generation.gathering import STATE, Gathered, gather, open_gathered
-from onescan.bench.generation.outcome import MOST_CONFUSED, GenerationScore, GenerationScores
-from onescan.bench.generation.reference import Reference, open_reference
-from onescan.bench.generation.samples import Samples, open_samples
-from onescan.bench.generation.scores import NEAREST, precision_recall
-from onescan.bench.generation.source import Source
-from onescan.bench.generation.tally import Confusion, class_by_class
 from onescan.checkpoint.files import damaged, locked, parse_json, write_atomically
 from onescan.data.images import unit_pixels
+from onescan.evaluation.asked import SamplesConfig
+from onescan.evaluation.generation.features import Features, open_features, same_classes
+from onescan.evaluation.generation.gathering import STATE, Gathered, gather, open_gathered
+from onescan.evaluation.generation.outcome import MOST_CONFUSED, GenerationScore, GenerationScores
+from onescan.evaluation.generation.reference import Reference, open_reference
+from onescan.evaluation.generation.samples import Samples, open_samples
+from onescan.evaluation.generation.scores import NEAREST, precision_recall
+from onescan.evaluation.generation.source import Source
+from onescan.evaluation.generation.tally import Confusion, class_by_class
 from onescan.tasks.feature_distance import frechet_distance
 from onescan.training.folder import write_json
 from onescan.training.ranks import Ranks, choose_device

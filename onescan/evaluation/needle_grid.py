@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Float
 
 from onescan import configs
-from onescan.bench.asked import NeedleConfig
 from onescan.checkpoint.files import damaged, parse_json
+from onescan.evaluation.asked import NeedleConfig
 
 ANEW = "remove it to measure anew, or choose another folder"
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from onescan import __version__, configs
-from onescan.bench.asked import NeedleConfig
-from onescan.bench.haystack import Haystack
-from onescan.bench.hidden import NAME, NUMBER, Hidden, draw, hide
-from onescan.bench.needle_grid import NeedleGrid, Outcome, going_on
 from onescan.checks import check_positive
 from onescan.data.text import Tokenizer
+from onescan.evaluation.asked import NeedleConfig
+from onescan.evaluation.haystack import Haystack
+from onescan.evaluation.hidden import NAME, NUMBER, Hidden, draw, hide
+from onescan.evaluation.needle_grid import NeedleGrid, Outcome, going_on
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.causal_lm import CausalLM
 from onescan.models.token_network import NetworkState

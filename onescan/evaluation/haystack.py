@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from onescan.bench.held_out import held_out_tokens
-from onescan.bench.names import short_name
 from onescan.data.text import Tokenizer
 from onescan.data.text.tokenizer import Ids
+from onescan.evaluation.held_out import held_out_tokens
+from onescan.evaluation.names import short_name
 from onescan.training.folder import read_manifest
 
 

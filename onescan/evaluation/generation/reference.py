@@ -10,17 +10,17 @@ import torch
 from tqdm import tqdm
 
 from onescan import configs
-from onescan.bench.generation.features import Features, same_classes
-from onescan.bench.generation.folders import DataSource, data_at
-from onescan.bench.generation.gathering import ROWS, STATE, Gathered, gather, open_gathered
-from onescan.bench.generation.npz import NpzSource, npz_names, read_npz
-from onescan.bench.generation.outcome import RealScore
-from onescan.bench.generation.scores import Points
-from onescan.bench.generation.source import Source
-from onescan.bench.generation.stamp import digest, stamp
 from onescan.checkpoint.files import locked, remove
 from onescan.data import DataConfig, ImageSplits
 from onescan.data.text.cache import cache_folder
+from onescan.evaluation.generation.features import Features, same_classes
+from onescan.evaluation.generation.folders import DataSource, data_at
+from onescan.evaluation.generation.gathering import ROWS, STATE, Gathered, gather, open_gathered
+from onescan.evaluation.generation.npz import NpzSource, npz_names, read_npz
+from onescan.evaluation.generation.outcome import RealScore
+from onescan.evaluation.generation.scores import Points
+from onescan.evaluation.generation.source import Source
+from onescan.evaluation.generation.stamp import digest, stamp
 from onescan.tasks.feature_distance import Gaussian
 
 VERSION = 2  # of what is kept

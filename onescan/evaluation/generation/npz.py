@@ -11,10 +11,10 @@ import torch
 from einops import rearrange
 from numpy.typing import NDArray
 
-from onescan.bench.generation.source import Source
-from onescan.bench.generation.stamp import stamp
 from onescan.checks import in_a_line
 from onescan.data.images import unit_pixels
+from onescan.evaluation.generation.source import Source
+from onescan.evaluation.generation.stamp import stamp
 from onescan.shapes import Images, Labels
 
 DAMAGE = (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error)  # what is then raised

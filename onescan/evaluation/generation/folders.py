@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from onescan.bench.generation.source import Source
-from onescan.bench.generation.stamp import digest, stamp
 from onescan.checks import in_a_line
 from onescan.data import DataSet, Example, ImageDataset, ImageFormat
 from onescan.data.crop import centre_box
@@ -20,6 +18,8 @@ from onescan.data.image_folder import walk
 from onescan.data.image_reader import ImageReader
 from onescan.data.image_source import find_source
 from onescan.data.images import unit_pixels
+from onescan.evaluation.generation.source import Source
+from onescan.evaluation.generation.stamp import digest, stamp
 from onescan.shapes import Images, Labels
 
 READERS = 8  # threads

@@ -16,12 +16,12 @@ from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
 
-from onescan.bench.generation.features import Features
-from onescan.bench.generation.scores import Points, chosen_by_lot
-from onescan.bench.generation.source import Source, in_steps
-from onescan.bench.generation.tally import Shown, Tally
 from onescan.checkpoint.files import damaged, writing
 from onescan.checkpoint.weights import read_weights, save_weights
+from onescan.evaluation.generation.features import Features
+from onescan.evaluation.generation.scores import Points, chosen_by_lot
+from onescan.evaluation.generation.source import Source, in_steps
+from onescan.evaluation.generation.tally import Shown, Tally
 from onescan.training.interrupts import Interrupts
 
 STATE, ROWS = "state.safetensors", "features.bin"

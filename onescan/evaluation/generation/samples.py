@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from onescan import configs
-from onescan.bench.asked import SamplesConfig
-from onescan.bench.generation.features import Features, fingerprint
-from onescan.bench.generation.folders import FolderSource
-from onescan.bench.generation.npz import NpzSource
-from onescan.bench.generation.source import Source
-from onescan.bench.generation.stamp import digest
-from onescan.bench.names import short_name
 from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.data import DataConfig, derive_seed
+from onescan.evaluation.asked import SamplesConfig
+from onescan.evaluation.generation.features import Features, fingerprint
+from onescan.evaluation.generation.folders import FolderSource
+from onescan.evaluation.generation.npz import NpzSource
+from onescan.evaluation.generation.source import Source
+from onescan.evaluation.generation.stamp import digest
+from onescan.evaluation.names import short_name
 from onescan.shapes import Images, Labels
 from onescan.tasks import ImageGenerationConfig
 from onescan.training.folder import Manifest, read_manifest

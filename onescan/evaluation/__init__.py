@@ -1,0 +1,1 @@
+"""Evaluation of trained models: context lengths, needles, lm-eval tasks, generated images."""
