@@ -6,18 +6,15 @@ import pytest
 import torch
 from html_page import Page, assert_loads_nothing, table
 
+from onescan.checkpoint.weights import save_weights
 from onescan.evaluation.generation import (
-    Gathered,
     GenerationScore,
     GenerationScores,
     RealScore,
-    RowFile,
     Shown,
-    Tally,
 )
 from onescan.report import generation_table, write_generation
 from onescan.report.generation.page import render_generation
-from onescan.tasks.feature_distance import FeatureStatistics
 
 NAMES = ("cat", "a <dog>", "$hip")
 
@@ -232,10 +229,8 @@ def test_classes_that_were_never_asked_for_have_no_bar():
 def kept(folder, images):
     """What gathering leaves of some images."""
     folder.mkdir(parents=True)
-    tally = Tally(2, 3)
-    tally.place, tally.first = 2, images
-    tally.pooled = FeatureStatistics.empty(2)
-    Gathered(tally, RowFile(folder / "features.bin", 0, 2, 0)).save(folder)
+    count = torch.tensor(len(images.images))
+    save_weights(folder / "state.safetensors", {"pooled.count": count, **images._asdict()}, {})
 
 
 def test_the_page_finds_what_was_kept_of_the_images(tmp_path):
