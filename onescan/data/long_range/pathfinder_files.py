@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onescan.data.decode import DAMAGE, open_image
+from onescan.data.images import DAMAGE, open_image
 from onescan.data.long_range.scenes import GreyImage
 
 READ = 4  # cells of a line: folder, name, number, label

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from onescan.checks import check_positive
-from onescan.data.base import DataConfig
-from onescan.data.image_columns import FEW, Classes, find_classes
-from onescan.data.image_folder import HELD_OUT, SPLITS, walk
-from onescan.data.image_parquet import parquet_splits
-from onescan.data.image_source import Chosen, ImageSource, find_source
+from onescan.data.base import HELD_OUT, SPLITS, DataConfig
+from onescan.data.image_dataset import MIN_CLASSES, Classes, find_classes
 from onescan.data.long_range.byte_format import ByteFormat
 from onescan.data.long_range.lines import LineTable
 from onescan.data.sequences import LabelledSequence, SequenceSet, SequenceSplits
+from onescan.data.sources import Chosen, DatasetSource, find_source, parquet_splits, walk
 from onescan.shapes import Labels
 
 TABLE, TEXT = ".tsv", ".txt"
@@ -156,7 +154,7 @@ class ByteTextConfig(DataConfig):
         return {role: TextRows(rows, chosen[role], self) for role, rows in opened.items()}
 
     def _choose(self, files: dict[str, list[str]]) -> Chosen:
-        source = ImageSource(path=self.path, builder="text", files=files, splits=tuple(files))
+        source = DatasetSource(path=self.path, builder="text", files=files, splits=tuple(files))
         return self._held_out(source.choose(self.train_split, self.test_split))
 
     def _held_out(self, chosen: Chosen) -> Chosen:
@@ -171,7 +169,7 @@ class ByteTextConfig(DataConfig):
         if train.feature is not None:
             return find_classes(self.path, train.feature, self.class_names, train.labels)
         names = self.class_names or tuple(sorted(set(train.labels)))
-        if len(names) < FEW:
+        if len(names) < MIN_CLASSES:
             raise ValueError(
                 f"data.path is {self.path!r}, where the texts are of {len(names)} classes, "
                 "expected two or more"
