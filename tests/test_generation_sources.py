@@ -25,7 +25,7 @@ from tiny_generation import (
     write_pngs,
 )
 
-from onescan.data.decode import to_bytes
+from onescan.data.images import to_bytes
 from onescan.evaluation.generation.features import fitted, open_features
 from onescan.evaluation.generation.folders import FolderSource, data_at
 from onescan.evaluation.generation.npz import NpzSource

@@ -9,11 +9,16 @@ from onescan.data.augment import (
     MixConfig,
 )
 from onescan.data.base import DataConfig, DataSet, DataState, Example, Format, LoadedBatch
-from onescan.data.crop import RandomCropConfig
-from onescan.data.digits import DigitsConfig
-from onescan.data.image_dataset import ImageDataset, ImageDatasetConfig
-from onescan.data.image_stream import ImageStream
-from onescan.data.images import ImageFormat, ImageSet, ImageSplits, ImageTensors, read_image
+from onescan.data.image_dataset import ImageDataset, ImageDatasetConfig, ImageStream
+from onescan.data.images import (
+    DigitsConfig,
+    ImageFormat,
+    ImageSet,
+    ImageSplits,
+    ImageTensors,
+    RandomCropConfig,
+    read_image,
+)
 from onescan.data.long_range import (
     ByteTextConfig,
     ListOpsDataConfig,

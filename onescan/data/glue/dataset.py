@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import get_args
 
 from onescan.checks import check_choice
-from onescan.data.base import DataConfig
+from onescan.data.base import DataConfig, OnError
 from onescan.data.glue.hub import read_hub
 from onescan.data.glue.pairs import PairEncoder, PairFormat
 from onescan.data.glue.problems import PROBLEMS, GlueProblem, GlueTask
 from onescan.data.glue.rows import GlueRow
 from onescan.data.glue.tables import ENDING, TRAIN, find_folder, read_table
-from onescan.data.image_reader import OnError
-from onescan.data.image_source import HUB_NAME
 from onescan.data.sequences import LabelledSequence, SequenceSet, SequenceSplits
+from onescan.data.sources import HUB_NAME
 from onescan.data.text import TextFormat, load_tokenizer
 from onescan.data.text.tokenizer import BYTES
 

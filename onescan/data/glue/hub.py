@@ -4,8 +4,7 @@ from typing import Any
 
 from onescan.data.glue.problems import GlueProblem, GlueTask
 from onescan.data.glue.rows import GlueRow, check_label, check_texts
-from onescan.data.image_parquet import first_line
-from onescan.data.image_source import quiet
+from onescan.data.sources import first_line, quiet
 from onescan.data.text.source import import_datasets
 
 LABEL = "label"

@@ -3,9 +3,9 @@
 import logging
 from pathlib import Path
 
+from onescan.data.base import OnError
 from onescan.data.glue.problems import GlueProblem, GlueTask
 from onescan.data.glue.rows import GlueRow, check_texts, read_label
-from onescan.data.image_reader import OnError
 
 TAB, NEWLINE, MARK = "\t", "\r\n", "\ufeff"  # of byte order, which may begin a file
 TRAIN, ENDING = "train", ".tsv"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from onescan.checks import check_choice, check_positive
 from onescan.data.base import DataConfig
-from onescan.data.decode import DAMAGE, open_image
+from onescan.data.images import DAMAGE, open_image
 from onescan.data.long_range.curves import MEASURES, Curve, FreeSpace, GreyImage, Scene, draw
 from onescan.data.long_range.pixels import PixelFormat
 from onescan.data.long_range.rng import example_rng, random_below

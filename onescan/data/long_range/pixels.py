@@ -10,11 +10,9 @@ from einops import rearrange
 from jaxtyping import UInt8
 
 from onescan.checks import check_positive
-from onescan.data.base import DataConfig, DataState, Example, LoadedBatch
-from onescan.data.decode import to_bytes
+from onescan.data.base import DataConfig, DataState, Example, LoadedBatch, OnError
 from onescan.data.image_dataset import ImageDatasetConfig
-from onescan.data.image_reader import OnError
-from onescan.data.images import ImageSet
+from onescan.data.images import ImageSet, to_bytes
 from onescan.data.sequences import (
     Ids,
     LabelledSequence,

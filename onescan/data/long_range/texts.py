@@ -10,10 +10,7 @@ import torch
 
 from onescan.checks import check_choice, check_positive
 from onescan.data.base import HELD_OUT, SPLITS, DataConfig
-from onescan.data.image_columns import FEW, Classes, find_classes
-from onescan.data.image_folder import walk
-from onescan.data.image_parquet import parquet_splits
-from onescan.data.image_source import Chosen, ImageSource, find_source
+from onescan.data.image_dataset import MIN_CLASSES, Classes, find_classes
 from onescan.data.sequences import (
     Ids,
     LabelledSequence,
@@ -21,6 +18,7 @@ from onescan.data.sequences import (
     SequenceSet,
     SequenceSplits,
 )
+from onescan.data.sources import Chosen, DatasetSource, find_source, parquet_splits, walk
 from onescan.shapes import Labels
 
 SEPARATOR = 256  # between the texts of a pair
@@ -216,7 +214,7 @@ class ByteTextConfig(DataConfig):
         return {role: self._from_rows(rows, chosen[role]) for role, rows in opened.items()}
 
     def _choose(self, files: dict[str, list[str]]) -> Chosen:
-        source = ImageSource(path=self.path, builder="text", files=files, splits=tuple(files))
+        source = DatasetSource(path=self.path, builder="text", files=files, splits=tuple(files))
         return self._check_test(source.choose(self.train_split, self.test_split))
 
     def _check_test(self, chosen: Chosen) -> Chosen:
@@ -231,7 +229,7 @@ class ByteTextConfig(DataConfig):
         if train.feature is not None:
             return find_classes(self.path, train.feature, self.class_names, train.labels)
         names = self.class_names or tuple(sorted(set(train.labels)))
-        if len(names) < FEW:
+        if len(names) < MIN_CLASSES:
             raise ValueError(
                 f"data.path is {self.path!r}, whose texts have {len(names)} classes, expected two "
                 "or more"

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from onescan.data.image_reader import OnError
+from onescan.data.base import OnError
 from onescan.data.order import batched
 from onescan.data.text.cache import Entry, keep, open_kept
 from onescan.data.text.corpus import Corpus

@@ -4,8 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from onescan.checks import check_positive
-from onescan.data.base import DataConfig, DataSet
-from onescan.data.image_reader import OnError
+from onescan.data.base import DataConfig, DataSet, OnError
 from onescan.data.text.corpus import Corpus
 from onescan.data.text.corpus_reader import CorpusReader, LongDocuments
 from onescan.data.text.documents import SampleBy

@@ -8,7 +8,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from onescan.data.image_parquet import first_line
+from onescan.data.sources import first_line
 
 SampleBy = Literal["file", "line", "paragraph"]
 Mark = dict[str, Any]  # JSON types: how far a file has been read

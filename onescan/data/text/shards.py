@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onescan.data.image_parquet import UNREADABLE, first_line
+from onescan.data.sources import UNREADABLE, first_line
 from onescan.data.text.documents import (
     Document,
     Mark,

@@ -7,9 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from onescan.data.image_folder import HELD_OUT, SPLITS, walk
-from onescan.data.image_parquet import first_line
-from onescan.data.image_source import HUB_NAME, quiet
+from onescan.data.base import HELD_OUT, SPLITS
+from onescan.data.sources import HUB_NAME, first_line, quiet, walk
 from onescan.data.text.documents import READERS, SampleBy, file_kind, missing_column
 from onescan.data.text.shards import FileShard, RowsShard, Shard, StreamShard, read_all
 

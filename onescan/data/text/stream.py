@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from onescan.data.base import DataSet, DataState, Example, LoadedBatch, check_data_state
-from onescan.data.image_reader import OnError
+from onescan.data.base import DataSet, DataState, Example, LoadedBatch, OnError, check_data_state
 from onescan.data.order import derive_seed, epoch_order
 from onescan.data.text.corpus_reader import LongDocuments, refuse_long
 from onescan.data.text.documents import Document, Mark
