@@ -16,10 +16,12 @@ from onescan.data import (
     DigitsConfig,
     ImageFormat,
     ImageTensors,
-    images as decode,
     derive_seed,
     epoch_order,
     read_image,
+)
+from onescan.data import (
+    images as decode,
 )
 from onescan.tasks import ImageClassificationConfig
 
