@@ -118,7 +118,7 @@ def _read(
     split = source.held_out("train") or next(iter(source.splits))
     frame = tokenizer.frame if data and data.add_special_tokens else None
     reader = CorpusReader(tokenizer=tokenizer, on_error="raise", cache=False, frame=frame)
-    ids = reader.read(source.open(split), text, split, most=most).tokens
+    ids = reader.read(source.open(split), text, split, max_tokens=most).tokens
     if not len(ids):
         raise ValueError(f"text is {text!r}, where {split} holds no text")
     return np.asarray(ids)

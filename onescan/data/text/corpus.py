@@ -139,7 +139,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
         yield batch
 
 
-def progress_bar(description: str) -> tqdm:
+def progress_bar(description: str) -> "tqdm[Any]":
     """Return a progress bar over characters that appears only for slow work."""
     return tqdm(
         desc=description,
