@@ -15,10 +15,9 @@ from tqdm import tqdm
 from onescan import __version__
 from onescan.data import DataConfig
 from onescan.data.text import PackedText, TextDatasetConfig, TextFormat, TextSplits, Tokenizer
-from onescan.data.text.corpus import Corpus
-from onescan.data.text.corpus_reader import CorpusReader
-from onescan.data.text.rows import padding_id
-from onescan.data.text.source import Wanted, find_source
+from onescan.data.text.corpus import Corpus, CorpusReader
+from onescan.data.text.packing import padding_id
+from onescan.data.text.source import Query, find_source
 from onescan.data.text.tokenizer import Ids
 from onescan.evaluation.config import LengthsConfig, short_name
 from onescan.layers.position import TokenPositionConfig
@@ -204,12 +203,12 @@ def _read(
     text: str, data: TextDatasetConfig | None, tokenizer: Tokenizer, most: int | None
 ) -> np.ndarray:
     """Tokenize a text in the way of the run's, its held-out part where there is one."""
-    wanted = data.wanted(streaming=False) if data else Wanted()
-    source = find_source(text, wanted, field="text")
+    query = data.query() if data else Query()
+    source = find_source(text, query, field="text")
     split = source.held_out("train") or next(iter(source.splits))
     frame = tokenizer.frame if data and data.add_special_tokens else None
-    reader = CorpusReader(tokenizer=tokenizer, on_error="raise", keeps=False, frame=frame)
-    ids = reader.read(source.open(split), text, split, most=most).tokens
+    reader = CorpusReader(tokenizer=tokenizer, on_error="raise", cache=False, frame=frame)
+    ids = reader.read(source.open(split), text, split, max_tokens=most).tokens
     if not len(ids):
         raise ValueError(f"text is {text!r}, where {split} holds no text")
     return np.asarray(ids)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onescan.data.decode import open_image
+from onescan.data.images import open_image
 from onescan.models.denoiser import Denoiser
 from onescan.report.section import Figure, Section
 from onescan.report.study import Study
