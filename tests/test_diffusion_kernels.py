@@ -18,8 +18,8 @@ from onescan.report.chart import chart
 from onescan.report.diffusion import dots, kernels, reached
 from onescan.report.diffusion.lines import blocks_to_hear_all, diffusing_lines, influence
 from onescan.report.page import render_page
+from onescan.report.runs import read_run_group
 from onescan.report.sections import diffusion_kernels
-from onescan.report.study import read_study
 from onescan.shapes import Grid
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import train
@@ -62,7 +62,7 @@ def study(tmp_path_factory):
         task=ImageClassificationConfig(augment=None),
     )
     train(run, folder)
-    return read_study([folder])
+    return read_run_group([folder])
 
 
 def of(study, model):

@@ -17,8 +17,8 @@ from onescan.layers.decays import (
 from onescan.layers.mixers import LightNetMixerConfig, LionMixerConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.report.page import render_page
+from onescan.report.runs import read_run_group
 from onescan.report.sections import learnt_decays
-from onescan.report.study import read_study
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import train
 
@@ -47,7 +47,7 @@ def study(tmp_path_factory):
         tiny_run(epochs=1), model=LION, task=ImageClassificationConfig(augment=None)
     )
     train(run, folder)
-    return read_study([folder])
+    return read_run_group([folder])
 
 
 def of(study, model):

@@ -34,6 +34,7 @@ from onescan.report.command import repeat_command
 from onescan.report.lightnet import key_shares
 from onescan.report.page import render_page
 from onescan.report.pictures import held_out_pixels
+from onescan.report.runs import read_run_group
 from onescan.report.sections import (
     class_accuracy,
     confusion,
@@ -46,7 +47,6 @@ from onescan.report.sections import (
     predictions,
     speed,
 )
-from onescan.report.study import read_study
 from onescan.report.words import large, percent
 from onescan.shapes import Grid
 from onescan.tasks import Evaluation, ImageClassificationConfig
@@ -181,7 +181,7 @@ def html_of(written):
 
 
 def page_of(runs):
-    return Page(render_page(read_study(runs)))
+    return Page(render_page(read_run_group(runs)))
 
 
 # The file
@@ -252,7 +252,7 @@ def test_only_a_page_of_ours_is_replaced(folders, written, tmp_path):
 
 
 def test_smoothed_labels_are_said_beside_the_training_loss(folders, html_of):
-    study = read_study(folders())
+    study = read_run_group(folders())
     assert "smoothed" not in html_of()
     run = study.runs[0]
     task = ImageClassificationConfig(augment=None, label_smoothing=0.1)
@@ -267,7 +267,7 @@ def test_equal_runs_give_equal_pages_whatever_the_users_style(folders, html_of):
     torch.manual_seed(2)
     with matplotlib.rc_context({"axes.facecolor": "black", "xtick.labelsize": 30}):
         settings = dict(matplotlib.rcParams)
-        assert render_page(read_study(folders())) == before
+        assert render_page(read_run_group(folders())) == before
         assert dict(matplotlib.rcParams) == settings
 
 
@@ -295,7 +295,7 @@ def test_time_throughput_and_parameters(folders, html_of):
     (folder,) = folders()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["seconds"] for line in lines if line["split"] == "train"]
-    study = read_study([folder])
+    study = read_run_group([folder])
     assert study.runs[0].seconds == pytest.approx(sum(seconds))
     assert study.runs[0].throughput == pytest.approx(16 / statistics.median(seconds))
     text = Page(html_of()).text
@@ -305,7 +305,7 @@ def test_time_throughput_and_parameters(folders, html_of):
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
 def test_confusion_matrix_counts_every_seed(folders, html_of, seeds):
-    study = read_study(folders(seeds=seeds))
+    study = read_run_group(folders(seeds=seeds))
     arrays = [run.result.evaluation.arrays for run in study.runs]
     wanted = sum(
         confusion_matrix(a["labels"], a["predictions"], labels=range(len(HOSTILE))) for a in arrays
@@ -346,11 +346,11 @@ def test_mistakes_come_first_and_with_their_probability(folders):
 def test_a_perfect_and_a_hopeless_model_have_pages(folders):
     (folder,) = folders()
     labels = PatternsConfig().build().test.labels
-    perfect = render_page(read_study([answered(folder, labels)]))
+    perfect = render_page(read_run_group([answered(folder, labels)]))
     assert "<strong>100%</strong>" in perfect
     assert "<h3>Right answers</h3>" in perfect
     assert not re.search("<h3>.*mistake", perfect)
-    hopeless = render_page(read_study([answered(folder, (labels + 1) % len(HOSTILE))]))
+    hopeless = render_page(read_run_group([answered(folder, (labels + 1) % len(HOSTILE))]))
     assert "<strong>0.00%</strong>" in hopeless
     assert "<h3>40 mistakes</h3>" in hopeless
     assert "<h3>Right answers</h3>" not in hopeless
@@ -370,7 +370,7 @@ def test_shown_pixels_are_the_images(html_of):
 def test_many_classes_are_listed_by_confusion(folders):
     names = tuple(f"class {i}" for i in range(35))
     (folder,) = folders(model(num_classes=35), class_names=names, test_examples=60)
-    study = read_study([folder])
+    study = read_run_group([folder])
     arrays = study.runs[0].result.evaluation.arrays
     wanted = confusion_matrix(arrays["labels"], arrays["predictions"], labels=range(35))
     rows = table(Page(render_page(study)), "shown")[1:]
@@ -389,7 +389,7 @@ def test_a_long_run_s_curve_is_thinned_to_its_end():
 
 
 def test_accuracy_class_by_class_of_many(folders, html_of):
-    study = read_study(folders(**MANY))
+    study = read_run_group(folders(**MANY))
     arrays = study.runs[0].result.evaluation.arrays
     counts = confusion_matrix(arrays["labels"], arrays["predictions"], labels=range(120))
     shown = counts.sum(axis=1)
@@ -418,7 +418,7 @@ def test_many_classes_have_top_5_accuracy(folders, html_of):
 @pytest.mark.parametrize(("share", "evaluations"), [(0.0, 1), (0.7, 2), (1.0, 1)])
 def test_an_accuracy_that_stays_the_same_is_drawn(folders, monkeypatch, share, evaluations):
     limits = limits_drawn(monkeypatch)
-    study = read_study(folders())
+    study = read_run_group(folders())
     run = study.runs[0]
     tests = [line | {"accuracy": share} for line in run.records if line["split"] == "test"]
     records = [line for line in run.records if line["split"] == "train"] + tests[-evaluations:]
@@ -443,7 +443,7 @@ def test_an_axis_of_shares_has_two_ends(images, share):
 
 def recorded(folder, **numbers):
     """The study of a run, if these had been recorded at every update."""
-    study = read_study([folder])
+    study = read_run_group([folder])
     run = study.runs[0]
     lines = [line | (numbers if line["split"] == "train" else {}) for line in run.records]
     return dataclasses.replace(study, runs=(dataclasses.replace(run, records=lines),))
@@ -500,9 +500,9 @@ def test_runs_on_different_machines_are_seeds_of_one_recipe(folders, tmp_path):
 
     first, second = folders(seeds=(0, 1))
     second = edited(second, tmp_path / "run", run=elsewhere)
-    assert len(read_study([first, second]).runs) == 2
+    assert len(read_run_group([first, second]).runs) == 2
     with pytest.raises(ValueError, match="the same run, seed 0"):
-        read_study([first, edited(first, tmp_path / "again", run=elsewhere)])
+        read_run_group([first, edited(first, tmp_path / "again", run=elsewhere)])
 
 
 # The held-out images
@@ -522,7 +522,7 @@ class Stream(ImageTensors):
 
 
 def test_a_stream_is_walked_no_further_than_needed(folders):
-    study = read_study(folders())
+    study = read_run_group(folders())
     data, places = study.task.test, torch.tensor([7, 2, 11])
     images = (data.images * 255).round().byte()
     study.task.test = Stream(images=images, labels=data.labels)
@@ -532,7 +532,7 @@ def test_a_stream_is_walked_no_further_than_needed(folders):
 
 
 def test_fewer_held_out_images_than_judged_are_refused(folders):
-    study = read_study(folders())
+    study = read_run_group(folders())
     data = study.task.test
     study.task.test = ImageTensors(images=data.images[:10], labels=data.labels[:10])
     with pytest.raises(ValueError, match="held-out images have changed"):
@@ -540,7 +540,7 @@ def test_fewer_held_out_images_than_judged_are_refused(folders):
 
 
 def test_rows_that_tell_no_images_show_none(folders):
-    study = read_study(folders())
+    study = read_run_group(folders())
     data = study.task.test
     study.task.test = ImageTensors(
         images=torch.cat([data.images, data.images[:2]]),
@@ -556,7 +556,7 @@ def test_rows_that_tell_no_images_show_none(folders):
 
 
 def test_key_shares_are_the_softmax_of_keys(folders):
-    study = read_study(folders())
+    study = read_run_group(folders())
     data = PatternsConfig().build()
     images = data.format.model_input(data.test.images[:5])
     shares = key_shares(study.model, images)
@@ -582,7 +582,7 @@ def test_shown_shares_sum_to_one(folders, monkeypatch, kind):
     monkeypatch.setattr(
         key_importance, "tiles", lambda rows, **words: drawn.append(rows) or tiles(rows, **words)
     )
-    study = read_study(folders(MODELS[kind]))
+    study = read_run_group(folders(MODELS[kind]))
     html = key_importance.section(study).figures[0].html
     tokens = 8 + study.model.prefix
     assert [[row.name for row in rows] for rows in drawn] == [
@@ -599,7 +599,7 @@ def test_shown_shares_sum_to_one(folders, monkeypatch, kind):
 
 
 def test_examples_show_their_class(folders):
-    study = read_study(folders())
+    study = read_run_group(folders())
     looks = key_importance._examples(study, study.model)
     data, format = PatternsConfig().build().test, PatternsConfig().build().format
     for look, name in zip(looks, HOSTILE, strict=True):
@@ -647,7 +647,7 @@ def test_kernels_are_what_the_layer_does_to_an_impulse(bidirectional):
 )
 @pytest.mark.parametrize("recipe", ["digits", "digits/without_norm"])
 def test_the_command_repeats_the_runs(folders, tmp_path, monkeypatch, recipe, changes):
-    study = read_study(folders(seeds=(2, 0)))
+    study = read_run_group(folders(seeds=(2, 0)))
     wanted = configs.replace(find_recipe(recipe)(), changes)
     study = with_config(study, wanted)
     started = []
@@ -678,7 +678,7 @@ def with_config(study, config):
 
 
 def test_no_command_is_better_than_a_wrong_one(folders):
-    study = read_study(folders())
+    study = read_run_group(folders())
     assert repeat_command(study) is None
     digits = RECIPES["digits"]()
     for other in (SoftmaxMixerConfig(num_heads=4), None):
@@ -730,7 +730,7 @@ def test_a_task_without_sections_is_refused(folders):
     class OtherConfig(ImageClassificationConfig):
         pass
 
-    study = read_study(folders())
+    study = read_run_group(folders())
     other = dataclasses.replace(study.config, task=OtherConfig())
     with pytest.raises(ValueError, match="no report for task OtherConfig; there are: Image"):
         render_page(with_config(study, other))

@@ -5,10 +5,10 @@ from typing import Any
 
 from onescan.models.presets import ABLATIONS
 from onescan.recipes import RECIPES, find_recipe
-from onescan.report.study import Study, settings_apart
+from onescan.report.runs import RunGroup, settings_apart
 
 
-def repeat_command(study: Study) -> list[str] | None:
+def repeat_command(study: RunGroup) -> list[str] | None:
     """Spell the command, quoted for a shell.
 
     None where the runs are no recipe's, or are made of other parts than the recipe's.

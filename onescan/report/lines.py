@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
 from onescan.report.chart import chart, label_ends
-from onescan.report.study import Column
+from onescan.report.runs import Column
 
 MOST_POINTS = 600
 WINDOWS = 40  # the smoothing window is this part of a run

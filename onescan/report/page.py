@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from onescan.report.runs import RunGroup, read_run_group
 from onescan.report.sections import PAGES
-from onescan.report.study import Study, read_study
 from onescan.report.summary import summary
 from onescan.report.template import check_report_path, fill, save
 from onescan.training.run import RunResult
@@ -28,10 +28,10 @@ def write_report(runs: Sequence[Path | RunResult], path: Path) -> Path:
         OSError: the page cannot be written; one that was there is intact.
     """
     check_report_path(path)
-    return save(render_page(read_study(runs)), path)
+    return save(render_page(read_run_group(runs)), path)
 
 
-def render_page(study: Study) -> str:
+def render_page(study: RunGroup) -> str:
     """Spell the page in HTML.
 
     Raises:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onescan.data import DataSet, Example
 from onescan.data.images import unit_pixels
-from onescan.report.study import Study
+from onescan.report.runs import RunGroup
 from onescan.shapes import Images, Labels
 from onescan.tasks import ImageClassification
 
@@ -24,7 +24,7 @@ COARSE = 48  # images with shorter sides are enlarged as crisp squares
 Pixels = UInt8[np.ndarray, "height width rgb"]
 
 
-def held_out_labels(study: Study) -> Labels:
+def held_out_labels(study: RunGroup) -> Labels:
     """The true classes of the held-out images, in the order of the evaluations' rows.
 
     Raises:
@@ -36,7 +36,7 @@ def held_out_labels(study: Study) -> Labels:
     return labels[0]
 
 
-def left_out(study: Study) -> str:
+def left_out(study: RunGroup) -> str:
     """Say so where some held-out images could not be read, so that rows tell no places.
 
     Empty where all could.
@@ -47,7 +47,7 @@ def left_out(study: Study) -> str:
     return f"Only {rows:,} of {images:,} held-out images could be read, so none can be told by row."
 
 
-def held_out_pixels(study: Study, places: Int[Tensor, " B"]) -> Images:
+def held_out_pixels(study: RunGroup, places: Int[Tensor, " B"]) -> Images:
     """Read some of the held-out images: pixels from 0 to 1.
 
     Raises:

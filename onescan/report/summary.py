@@ -5,12 +5,12 @@ from html import escape
 
 from onescan.report.cards import big_numbers
 from onescan.report.command import repeat_command
-from onescan.report.study import Study
+from onescan.report.runs import RunGroup
 from onescan.report.words import TIMES, duration, large, metric_name, metric_value
 from onescan.training.folder import Environment
 
 
-def summary(study: Study) -> str:
+def summary(study: RunGroup) -> str:
     """Big numbers, one line per seed, and what it takes to do it again."""
     return f'{_big_numbers(study)}\n<div class="facts">\n{_seeds(study)}\n{_facts(study)}\n</div>'
 
@@ -20,7 +20,7 @@ def spread(values: list[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def _big_numbers(study: Study) -> str:
+def _big_numbers(study: RunGroup) -> str:
     seeds, unit = len(study.runs), study.task.unit
     name = next(iter(study.runs[0].result.metrics))  # a task names its most telling metric first
     values = study.metric(name)
@@ -45,7 +45,7 @@ def _big_numbers(study: Study) -> str:
     return big_numbers(cards)
 
 
-def _seeds(study: Study) -> str:
+def _seeds(study: RunGroup) -> str:
     names = list(study.runs[0].result.metrics)
     heads = [
         "seed",
@@ -62,7 +62,7 @@ def _seeds(study: Study) -> str:
     return f'<div class="scroll"><table class="seeds">{body}</table></div>'
 
 
-def _facts(study: Study) -> str:
+def _facts(study: RunGroup) -> str:
     manifest = study.runs[0].manifest
     first, *later = manifest.environments
     facts = [
@@ -89,12 +89,12 @@ def _versions(place: Environment) -> str:
     return f"onescan {place.onescan}, torch {place.torch}, Python {place.python}"
 
 
-def _again(study: Study) -> str:
+def _again(study: RunGroup) -> str:
     command = repeat_command(study)
     if command is None:
         return "every setting is in each run's config.json"
     return f"<code>{' '.join(f'<span>{escape(word)}</span>' for word in command)}</code>"
 
 
-def _parameters(study: Study) -> int:
+def _parameters(study: RunGroup) -> int:
     return sum(parameter.numel() for parameter in study.model.parameters())

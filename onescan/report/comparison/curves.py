@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 
 from onescan.report.comparison.groups import Group
 from onescan.report.lines import LEAST, Line, line_chart, smoothed, thinned
+from onescan.report.runs import Column, FinishedRun
 from onescan.report.scales import log_scale, share_scale
 from onescan.report.section import Figure, Section
-from onescan.report.study import Column, FinishedRun
 from onescan.report.words import ACCURACY, HOUR, MINUTE, metric_name, metric_value
 
 FEW = 3  # of a unit of time; below that a smaller one is better

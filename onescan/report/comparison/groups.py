@@ -12,7 +12,7 @@ from torch import nn
 from onescan.checkpoint.run_folder import CONFIG
 from onescan.report.comparison.settings import differing, differing_machines, machine, spell
 from onescan.report.palette import SERIES, series
-from onescan.report.study import FinishedRun, read_run, settings_apart
+from onescan.report.runs import FinishedRun, read_run, settings_apart
 from onescan.training.checkpoint import load
 from onescan.training.run import RunConfig
 

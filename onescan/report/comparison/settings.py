@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
-from onescan.report.study import FinishedRun, settings_apart
+from onescan.report.runs import FinishedRun, settings_apart
 from onescan.training.folder import MACHINE
 from onescan.training.run import RunConfig
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from onescan.data.glue import PROBLEMS, GlueTask
-from onescan.report.study import FinishedRun, check_seeds, read_run
+from onescan.report.runs import FinishedRun, check_seeds, read_run
 from onescan.report.summary import spread
 from onescan.tasks.glue import LOSS, glue_score
 from onescan.training.run import RunResult

@@ -9,8 +9,8 @@ from onescan.report.chart import chart
 from onescan.report.glue.outcome import GlueOutcome
 from onescan.report.lines import Line, line_chart
 from onescan.report.palette import BLUE, series
+from onescan.report.runs import Column, FinishedRun
 from onescan.report.section import Figure, Section
-from onescan.report.study import Column, FinishedRun
 from onescan.tasks.glue import glue_score
 
 ROW = 24  # CSS pixels

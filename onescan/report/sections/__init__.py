@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from onescan.report.runs import RunGroup
 from onescan.report.section import Section
 from onescan.report.sections import (
     confusion,
@@ -26,7 +27,6 @@ from onescan.report.sections import (
     text_lead,
     writing,
 )
-from onescan.report.study import Study
 from onescan.tasks import (
     GlueConfig,
     ImageClassificationConfig,
@@ -47,8 +47,8 @@ class Page(NamedTuple):
         sections: each looks at the runs and returns a part of the page.
     """
 
-    lead: Callable[[Study], str]
-    sections: tuple[Callable[[Study], Section], ...]
+    lead: Callable[[RunGroup], str]
+    sections: tuple[Callable[[RunGroup], Section], ...]
 
 
 TEXT = Page(text_lead.lead, (curves.section, speed.section, writing.section))

@@ -7,8 +7,8 @@ from matplotlib.figure import Figure as Drawing
 from onescan.report.chart import chart
 from onescan.report.palette import BLUE, INK, MUTED
 from onescan.report.pictures import held_out_labels
+from onescan.report.runs import RunGroup
 from onescan.report.section import Figure
-from onescan.report.study import Study
 from onescan.report.words import label, percent
 
 MOST_BARS = 30  # beyond that the hardest and the easiest are shown, and all as one line
@@ -19,7 +19,7 @@ Accuracies = Float[np.ndarray, "seeds classes"]
 Order = Int[np.ndarray, " some"]  # classes, as their places among all
 
 
-def class_accuracy(study: Study) -> tuple[Figure, ...]:
+def class_accuracy(study: RunGroup) -> tuple[Figure, ...]:
     """Accuracy class by class, the lowest first; classes that no image shows are left out."""
     accuracies = accuracy_by_class(study)
     known = np.flatnonzero(np.isfinite(accuracies[0]))
@@ -54,7 +54,7 @@ def class_accuracy(study: Study) -> tuple[Figure, ...]:
     )
 
 
-def accuracy_by_class(study: Study) -> Accuracies:
+def accuracy_by_class(study: RunGroup) -> Accuracies:
     """Share of each class' images that are told, run by run; NaN where there are none."""
     labels, classes = held_out_labels(study).numpy(), len(study.class_names)
     shown = np.bincount(labels, minlength=classes)
@@ -63,7 +63,9 @@ def accuracy_by_class(study: Study) -> Accuracies:
     return np.where(shown > 0, right / np.maximum(shown, 1), np.nan)
 
 
-def _dots(study: Study, accuracies: Accuracies, classes: Order, title: str, which: str) -> Figure:
+def _dots(
+    study: RunGroup, accuracies: Accuracies, classes: Order, title: str, which: str
+) -> Figure:
     mean = accuracies.mean(axis=0)
     names = study.class_names
 

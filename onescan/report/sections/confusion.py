@@ -8,9 +8,9 @@ from jaxtyping import Int
 
 from onescan.report.palette import BLUE, VERMILION, tint
 from onescan.report.pictures import held_out_labels
+from onescan.report.runs import RunGroup
 from onescan.report.section import Figure, Section
 from onescan.report.sections.class_accuracy import class_accuracy
-from onescan.report.study import Study
 from onescan.report.words import TIMES, percent, plural
 
 MOST_CLASSES = 30  # in a matrix; beyond that the most frequent confusions are listed
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
     times: int
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """What is confused, all seeds together, and the accuracy of each class."""
     images = held_out_labels(study).numel()
     over = f"{plural(len(study.runs), 'seed')} {TIMES} {plural(images, 'test image')}"
@@ -38,7 +38,7 @@ def section(study: Study) -> Section:
     return Section("What is taken for what", (confusions, *class_accuracy(study)))
 
 
-def most_confused(study: Study) -> list[Pair]:
+def most_confused(study: RunGroup) -> list[Pair]:
     """Every pair of classes that was ever confused, the most frequent first."""
     labels, classes = held_out_labels(study), len(study.class_names)
     predictions = study.array("predictions")  # seeds images
@@ -49,7 +49,7 @@ def most_confused(study: Study) -> list[Pair]:
     return [Pair(cell // classes, cell % classes, count) for cell, count in pairs]
 
 
-def _matrix(study: Study, over: str) -> Figure:
+def _matrix(study: RunGroup, over: str) -> Figure:
     names, labels = study.class_names, held_out_labels(study)
     counts = np.zeros((len(names), len(names)), dtype=int)
     for pair in most_confused(study):
@@ -88,7 +88,7 @@ def _cell(count: int, most: int, *, right: bool) -> str:
     return f'<td style="background:{tint(VERMILION, strength)};color:{ink}">{count}</td>'
 
 
-def _pairs(study: Study, over: str) -> Figure:
+def _pairs(study: RunGroup, over: str) -> Figure:
     names, found = study.class_names, most_confused(study)
     images = held_out_labels(study).bincount(minlength=len(names)) * len(study.runs)
     rows = ["<tr><th>shown</th><th>said</th><th>times</th><th>of the class</th></tr>"]

@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 
 from onescan.report.lines import LEAST, Line, line_chart, smoothed, thinned
 from onescan.report.palette import BLUE, series
+from onescan.report.runs import FinishedRun, RunGroup
 from onescan.report.scales import from_zero, log_scale, share_scale
 from onescan.report.section import Figure, Section
-from onescan.report.study import FinishedRun, Study
 from onescan.report.words import metric_name, percent, significant
 from onescan.tasks import (
     GlueConfig,
@@ -73,7 +73,7 @@ WORDINGS: dict[type[TaskConfig], Wording] = {
 }
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """Training loss, what held-out examples say, and what the optimizer did."""
     words = WORDINGS.get(type(study.config.task), SEQUENCES)
     metrics, is_glue = study.runs[0].result.metrics, isinstance(study.config.task, GlueConfig)
@@ -115,7 +115,7 @@ def section(study: Study) -> Section:
     )
 
 
-def _accuracy(study: Study, words: Wording) -> Figure:
+def _accuracy(study: RunGroup, words: Wording) -> Figure:
     return Figure(
         "Test accuracy",
         _share(study, "accuracy"),
@@ -124,7 +124,7 @@ def _accuracy(study: Study, words: Wording) -> Figure:
     )
 
 
-def _bits_per_byte(study: Study) -> Figure:
+def _bits_per_byte(study: RunGroup) -> Figure:
     return Figure(
         "Test bits per byte",
         _test(study, BITS),
@@ -133,11 +133,11 @@ def _bits_per_byte(study: Study) -> Figure:
     )
 
 
-def _label_accuracy(study: Study, words: Wording) -> Figure:
+def _label_accuracy(study: RunGroup, words: Wording) -> Figure:
     return Figure("Labelled as asked", _share(study, AS_ASKED), f"Share of the {words.right}.")
 
 
-def _feature_distance(study: Study) -> Figure:
+def _feature_distance(study: RunGroup) -> Figure:
     return Figure(
         "Feature distance",
         _test(study, DISTANCE),
@@ -147,7 +147,7 @@ def _feature_distance(study: Study) -> Figure:
     )
 
 
-def _top5_accuracy(study: Study) -> Figure:
+def _top5_accuracy(study: RunGroup) -> Figure:
     return Figure(
         "Test top-5 accuracy",
         _share(study, TOP5),
@@ -155,7 +155,7 @@ def _top5_accuracy(study: Study) -> Figure:
     )
 
 
-def _smoothing(study: Study) -> str:
+def _smoothing(study: RunGroup) -> str:
     smoothing = getattr(study.config.task, "label_smoothing", 0.0)
     if not smoothing:
         return ""
@@ -165,16 +165,16 @@ def _smoothing(study: Study) -> str:
     )
 
 
-def _clip(study: Study) -> float | None:
+def _clip(study: RunGroup) -> float | None:
     return study.config.training.max_grad_norm
 
 
-def _clipping(study: Study) -> str:
+def _clipping(study: RunGroup) -> str:
     clip = _clip(study)
     return f" Dashed: what is longer than {clip:g} is shortened to it." if clip else ""
 
 
-def _batches(study: Study, name: str, what: str, *, limit: float | None = None) -> str:
+def _batches(study: RunGroup, name: str, what: str, *, limit: float | None = None) -> str:
     """A number of every training batch, and its running mean."""
 
     def line(run: FinishedRun, color: str) -> Line:
@@ -192,7 +192,7 @@ def _batches(study: Study, name: str, what: str, *, limit: float | None = None) 
     return line_chart(_seeds(study, line), x="epoch", y=what, finish=finish)
 
 
-def _share(study: Study, name: str) -> str:
+def _share(study: RunGroup, name: str) -> str:
     def line(run: FinishedRun, color: str) -> Line:
         y = run.column("test", name)
         end = f"seed {run.seed}: {percent(y[-1])}"
@@ -209,7 +209,7 @@ def _share(study: Study, name: str) -> str:
     return line_chart(lines, x="epoch", y=f"test {metric_name(name)}", finish=finish)
 
 
-def _test(study: Study, name: str) -> str:
+def _test(study: RunGroup, name: str) -> str:
     def line(run: FinishedRun, color: str) -> Line:
         y = np.maximum(run.column("test", name), LEAST)
         return Line(f"seed {run.seed}: {y[-1]:.3f}", color, run.column("test", "epoch"), y)
@@ -218,7 +218,7 @@ def _test(study: Study, name: str) -> str:
     return line_chart(lines, x="epoch", y=f"test {metric_name(name)}", finish=log_scale)
 
 
-def _learning_rate(study: Study) -> str:
+def _learning_rate(study: RunGroup) -> str:
     """Of the longest run: all follow the same plan."""
     run = max(study.runs, key=lambda run: run.result.steps)
     places = thinned(len(run.column("train", "step")))
@@ -231,5 +231,5 @@ def _learning_rate(study: Study) -> str:
     return line_chart([line], x="epoch", y="learning rate", finish=finish)
 
 
-def _seeds(study: Study, line: Callable[[FinishedRun, str], Line]) -> list[Line]:
+def _seeds(study: RunGroup, line: Callable[[FinishedRun, str], Line]) -> list[Line]:
     return [line(run, series(i)) for i, run in enumerate(study.runs)]

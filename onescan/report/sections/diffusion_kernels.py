@@ -14,15 +14,15 @@ from onescan.report.diffusion.lines import (
     nearest,
 )
 from onescan.report.diffusion.reached import reached_figures
+from onescan.report.runs import RunGroup
 from onescan.report.section import Section
-from onescan.report.study import Study
 from onescan.report.words import TIMES, percent, plural
 
 TITLE = "How far diffusion reaches"
 
 
 @torch.no_grad()
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """Each block's kernels, and what they make of a token in the middle, block after block."""
     model, mixers = study.model, diffusion_mixers(study.model)
     if not mixers or not isinstance(model, ImageClassifier):

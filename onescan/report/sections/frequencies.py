@@ -11,15 +11,15 @@ from onescan.ops.lrpe import lrpe_frequencies
 from onescan.report.chart import chart
 from onescan.report.lightnet import lightnet_mixers
 from onescan.report.palette import DEPTH, VERMILION
+from onescan.report.runs import RunGroup
 from onescan.report.section import Figure, Section
-from onescan.report.study import Study
 from onescan.report.words import TIMES, plural
 
 TITLE = "How keys turn with position"
 DIRECTIONS = ("Along columns", "Along rows")
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """Learnt against initial frequencies of MD-LRPE, axis by axis."""
     mixers = [mixer for mixer in lightnet_mixers(study.model) if mixer.config.lrpe]
     if not mixers or not isinstance(study.model, ImageClassifier | Denoiser):

@@ -3,7 +3,7 @@
 import math
 
 from onescan.models.denoiser import Denoiser
-from onescan.report.study import Study
+from onescan.report.runs import RunGroup
 from onescan.report.words import TIMES, plural
 from onescan.tasks import ImageGeneration
 
@@ -14,7 +14,7 @@ TOLD = {
 }
 
 
-def lead(study: Study) -> str:
+def lead(study: RunGroup) -> str:
     """Say what was trained on what, for a reader who has never heard of it."""
     task, model = study.task, study.model
     assert isinstance(task, ImageGeneration)

@@ -2,8 +2,8 @@
 
 from onescan.report.lines import Line, line_chart
 from onescan.report.palette import series
+from onescan.report.runs import RunGroup
 from onescan.report.section import Figure, Section
-from onescan.report.study import Study
 from onescan.report.words import metric_name, metric_value
 from onescan.tasks.glue import LOSS
 
@@ -18,18 +18,18 @@ MEANINGS = {
 }
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """A chart of each measure."""
     names = [name for name in study.runs[0].result.metrics if name != LOSS]
     return Section("What the benchmark asks", tuple(_figure(study, name) for name in names))
 
 
-def _figure(study: Study, name: str) -> Figure:
+def _figure(study: RunGroup, name: str) -> Figure:
     meaning = next(text for end, text in MEANINGS.items() if name.endswith(end))
     return Figure(f"Test {metric_name(name)}", _curves(study, name), meaning)
 
 
-def _curves(study: Study, name: str) -> str:
+def _curves(study: RunGroup, name: str) -> str:
     lines = []
     for place, run in enumerate(study.runs):
         y = run.column("test", name)

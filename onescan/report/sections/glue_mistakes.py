@@ -2,8 +2,8 @@
 
 from html import escape
 
+from onescan.report.runs import RunGroup
 from onescan.report.section import Figure, Section
-from onescan.report.study import Study
 from onescan.report.words import percent
 from onescan.tasks import Glue
 
@@ -12,7 +12,7 @@ LONGEST = 300  # characters of one
 SEPARATOR = " \N{EM DASH} "  # between two texts
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """The texts of the highest loss, of the first run."""
     title = "Where it errs most"
     losses = study.array("losses")[0]
@@ -31,7 +31,7 @@ def section(study: Study) -> Section:
     return Section(title, (figure,))
 
 
-def _cells(study: Study, place: int) -> str:
+def _cells(study: RunGroup, place: int) -> str:
     assert isinstance(study.task, Glue)
     texts = SEPARATOR.join(_short(text) for text in study.task.texts(place))
     label, said = (study.array(name)[0, place].item() for name in ("labels", "predictions"))

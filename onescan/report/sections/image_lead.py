@@ -4,12 +4,12 @@ import math
 
 from onescan.models.image_classifier import ImageClassifier
 from onescan.report.pictures import held_out_labels
-from onescan.report.study import Study
+from onescan.report.runs import RunGroup
 from onescan.report.words import TIMES, plural
 from onescan.tasks import ImageClassification
 
 
-def lead(study: Study) -> str:
+def lead(study: RunGroup) -> str:
     """Say what was trained on what, for a reader who has never heard of it."""
     task, model = study.task, study.model
     assert isinstance(task, ImageClassification)

@@ -10,8 +10,8 @@ from torch import Tensor
 from onescan.models.image_classifier import ImageClassifier
 from onescan.report.lightnet import Shares, key_shares, lightnet_mixers
 from onescan.report.pictures import held_out_labels, held_out_pixels, left_out, to_bytes
+from onescan.report.runs import RunGroup
 from onescan.report.section import Figure, Section
-from onescan.report.study import Study
 from onescan.report.tiles import Picture, Row, tiles, tiles_width
 from onescan.report.words import percent, plural
 from onescan.shapes import Images
@@ -24,7 +24,7 @@ SHRUNK = 0.8  # tiles may become smaller than they are drawn, so that blocks sta
 MOST_AVERAGED, AT_ONCE = 100, 20  # images
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """Shares over one image of each class in three blocks, and on average in every block."""
     model, mixers = study.model, lightnet_mixers(study.model)
     if not mixers or not isinstance(model, ImageClassifier):
@@ -40,7 +40,7 @@ def section(study: Study) -> Section:
     return Section(TITLE, (_by_image(study, model), _by_block(study, model)), lead)
 
 
-def _by_image(study: Study, model: ImageClassifier) -> Figure:
+def _by_image(study: RunGroup, model: ImageClassifier) -> Figure:
     looks, depth = _examples(study, model), len(model.blocks)
     blocks = sorted({0, depth // 2, depth - 1})
     panels, width = "", 0.0
@@ -64,7 +64,7 @@ def _by_image(study: Study, model: ImageClassifier) -> Figure:
     )
 
 
-def _by_block(study: Study, model: ImageClassifier) -> Figure:
+def _by_block(study: RunGroup, model: ImageClassifier) -> Figure:
     look, depth = _average(study, model), len(model.blocks)
     blocks = _spread(depth, MOST_BLOCKS)
     rows = [_row(model, look, f"block {block + 1}", block) for block in blocks]
@@ -91,7 +91,7 @@ class Look(NamedTuple):
     shares: list[Float[Tensor, "H T"]]
 
 
-def _examples(study: Study, model: ImageClassifier) -> list[Look]:
+def _examples(study: RunGroup, model: ImageClassifier) -> list[Look]:
     """One image of each class, or of some: the first that the model knows, if it knows any."""
     labels, predictions = held_out_labels(study), study.array("predictions")[0]
     known = (labels == predictions).int()
@@ -106,7 +106,7 @@ def _examples(study: Study, model: ImageClassifier) -> list[Look]:
     ]
 
 
-def _average(study: Study, model: ImageClassifier) -> Look:
+def _average(study: RunGroup, model: ImageClassifier) -> Look:
     """Over images at even distances, as a data set may be in the order of its classes; on white."""
     places = _spread(len(held_out_labels(study)), MOST_AVERAGED)
     pixels = held_out_pixels(study, torch.tensor(places))
@@ -115,7 +115,7 @@ def _average(study: Study, model: ImageClassifier) -> Look:
     return Look("mean", torch.ones_like(_shown(pixels[:1])[0]), means)
 
 
-def _averaged(study: Study) -> int:
+def _averaged(study: RunGroup) -> int:
     return min(len(held_out_labels(study)), MOST_AVERAGED)
 
 
@@ -128,7 +128,7 @@ def _spread(count: int, most: int) -> list[int]:
     return torch.linspace(0, count - 1, min(count, most)).round().int().tolist()
 
 
-def _shares(study: Study, model: ImageClassifier, pixels: Images) -> list[Shares]:
+def _shares(study: RunGroup, model: ImageClassifier, pixels: Images) -> list[Shares]:
     assert isinstance(study.task, ImageClassification)
     return key_shares(model, study.task.format.model_input(pixels))
 

@@ -16,9 +16,9 @@ from onescan.models.image_classifier import ImageClassifier
 from onescan.report.chart import chart
 from onescan.report.palette import BLUE, MUTED
 from onescan.report.pictures import held_out_labels, held_out_pixels, left_out
+from onescan.report.runs import RunGroup
 from onescan.report.scales import log_scale
 from onescan.report.section import Figure, Section
-from onescan.report.study import Study
 from onescan.report.words import plural
 from onescan.shapes import Images
 from onescan.tasks import ImageClassification
@@ -37,7 +37,7 @@ WIDE, HALF = 784, 560  # CSS pixels: two of the page's columns; half of all thre
 HalfLives = Float[np.ndarray, "blocks H channels"]  # in tokens
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """The half-life of what each head of each block has read, scan by scan."""
     model, mixers = study.model, lion_mixers(study.model)
     if not mixers or not isinstance(model, ImageClassifier):
@@ -92,7 +92,7 @@ def half_lives(decays: tuple[Tensor, ...]) -> HalfLives:
     return lives if lives.ndim > 2 else lives[..., None]  # noqa: PLR2004
 
 
-def _images(study: Study) -> Images:
+def _images(study: RunGroup) -> Images:
     """Test images at even distances, as a data set may be in the order of its classes."""
     assert isinstance(study.task, ImageClassification)
     last = len(held_out_labels(study)) - 1

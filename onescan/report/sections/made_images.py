@@ -9,8 +9,8 @@ import numpy as np
 
 from onescan.data.decode import open_image
 from onescan.models.denoiser import Denoiser
+from onescan.report.runs import RunGroup
 from onescan.report.section import Figure, Section
-from onescan.report.study import Study
 from onescan.tasks import ImageGeneration
 from onescan.training.records import read_pictures
 
@@ -19,7 +19,7 @@ EARLIER = 6  # pictures before the last
 LARGE, SMALL = 1280, 448  # pixels of a picture's longer side
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """The first run's pictures: of the last evaluation, and of some before it."""
     task, model, run = study.task, study.model, study.runs[0]
     assert isinstance(task, ImageGeneration)

@@ -5,15 +5,15 @@ from matplotlib.axes import Axes
 
 from onescan.report.lines import LEAST, Line, line_chart
 from onescan.report.palette import series
+from onescan.report.runs import FinishedRun, RunGroup
 from onescan.report.scales import log_scale
 from onescan.report.section import Figure, Section
-from onescan.report.study import FinishedRun, Study
 from onescan.tasks import ImageGeneration
 
 BINS = 20
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """The error of the last evaluation over timesteps."""
     assert isinstance(study.task, ImageGeneration)
     figure = Figure(

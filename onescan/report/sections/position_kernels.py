@@ -14,8 +14,8 @@ from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
 from onescan.report.chart import chart, label_ends
 from onescan.report.palette import BLUE, DIVERGING, INK, MUTED
+from onescan.report.runs import RunGroup
 from onescan.report.section import Figure, Section
-from onescan.report.study import Study
 from onescan.shapes import Grid
 
 TITLE = "What the position kernels learnt"
@@ -40,7 +40,7 @@ Kernels = Float[np.ndarray, "channels _"]  # each axis has its own number of lag
 Lags = Int[np.ndarray, " _"]  # patches back; negative ones lie ahead
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """Kernel against lag for each axis, and all channels at a glance."""
     model = study.model
     if not isinstance(model, ImageClassifier | Denoiser) or not isinstance(

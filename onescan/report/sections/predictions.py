@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from onescan.report.pictures import held_out_labels, held_out_pixels, left_out, picture, to_bytes
+from onescan.report.runs import RunGroup
 from onescan.report.section import Figure, Section
-from onescan.report.study import Study
 from onescan.report.words import ARROW, percent, plural
 
 MOST_MISTAKES = 60
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
     wrong: int
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """Mistakes and a sample of the rest."""
     if why := left_out(study):
         return Section("Test images", lead=why)
@@ -56,7 +56,7 @@ def _worst_first(
     return (times + sure).argsort(descending=True, stable=True)[: int((times > 0).sum())].tolist()
 
 
-def _mistakes(study: Study, wrong: list[int]) -> Figure:
+def _mistakes(study: RunGroup, wrong: list[int]) -> Figure:
     shown = [_answer(study, image) for image in wrong[:MOST_MISTAKES]]
     seeds = len(study.runs)
     which = "All" if len(shown) == len(wrong) else f"The first {len(shown)} of"
@@ -72,7 +72,7 @@ def _mistakes(study: Study, wrong: list[int]) -> Figure:
     )
 
 
-def _right_answers(study: Study, right: list[int]) -> Figure:
+def _right_answers(study: RunGroup, right: list[int]) -> Figure:
     every = -(-len(right) // MOST_RIGHT)
     which = f"One in {every:,} of" if every > 1 else "All"
     who = "all seeds get" if len(study.runs) > 1 else "the model gets"
@@ -85,7 +85,7 @@ def _right_answers(study: Study, right: list[int]) -> Figure:
     )
 
 
-def _answer(study: Study, image: int) -> Answer:
+def _answer(study: RunGroup, image: int) -> Answer:
     arrays = [run.result.evaluation.arrays for run in study.runs]
     truth = int(arrays[0]["labels"][image])
     said = [int(array["predictions"][image]) for array in arrays]
@@ -99,7 +99,7 @@ def _answer(study: Study, image: int) -> Answer:
     return Answer(image, truth, chosen, float(torch.stack(shares).mean()), errors.total())
 
 
-def _gallery(study: Study, answers: list[Answer]) -> str:
+def _gallery(study: RunGroup, answers: list[Answer]) -> str:
     pixels = held_out_pixels(study, torch.tensor([answer.image for answer in answers]))
     cards = [
         _card(study, answer, picture(image, alt=_alt(study, answer)))
@@ -108,7 +108,7 @@ def _gallery(study: Study, answers: list[Answer]) -> str:
     return f'<ul class="gallery">{"".join(cards)}</ul>'
 
 
-def _card(study: Study, answer: Answer, image: str) -> str:
+def _card(study: RunGroup, answer: Answer, image: str) -> str:
     truth, said = (escape(study.class_names[i]) for i in (answer.truth, answer.said))
     words = f"{truth} &rarr; <b>{said}</b>" if answer.wrong else f"<b>{truth}</b>"
     share = percent(answer.share, 0 if answer.wrong else 1)
@@ -118,6 +118,6 @@ def _card(study: Study, answer: Answer, image: str) -> str:
     return f'<li class="{kind}">{image}<div>{words}</div><small>{errs}{share}</small></li>'
 
 
-def _alt(study: Study, answer: Answer) -> str:
+def _alt(study: RunGroup, answer: Answer) -> str:
     truth, said = (study.class_names[i] for i in (answer.truth, answer.said))
     return f"Test image {answer.image}, which shows {truth}, predicted as {said}"

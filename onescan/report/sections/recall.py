@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from onescan.report.heat_map import SHARES, Axis, heat_map
+from onescan.report.runs import RunGroup
 from onescan.report.section import Figure, Section
-from onescan.report.study import Study
 from onescan.report.words import percent, plural
 from onescan.tasks import Recall
 
@@ -17,7 +17,7 @@ Distances = Int[np.ndarray, "sequences T"]
 Right = Bool[np.ndarray, "sequences T"]
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """A grid, of all seeds together."""
     distances = study.array("distances").flatten(0, 1).numpy()
     right = study.array("right").flatten(0, 1).numpy()
@@ -48,7 +48,7 @@ def section(study: Study) -> Section:
     return Section("What it recalls", (Figure("Accuracy over pairs", drawn, caption, columns=2),))
 
 
-def _told(study: Study) -> str:
+def _told(study: RunGroup) -> str:
     metrics = study.runs[0].result.metrics
     return ", ".join(f"{name} {value:.0%}" for name, value in metrics.items() if name != "loss")
 

@@ -1,11 +1,11 @@
 """A model that recalls, in a few sentences."""
 
 from onescan.models.causal_lm import CausalLM
-from onescan.report.study import Study
+from onescan.report.runs import RunGroup
 from onescan.report.words import plural
 
 
-def lead(study: Study) -> str:
+def lead(study: RunGroup) -> str:
     """Say what was trained on what, for a reader who has never heard of it."""
     task, model = study.task, study.model
     told = (

@@ -7,16 +7,16 @@ import numpy as np
 
 from onescan.report.lines import Line, line_chart, smoothed, thinned
 from onescan.report.palette import series
+from onescan.report.runs import Column, FinishedRun, RunGroup
 from onescan.report.scales import from_zero
 from onescan.report.section import Figure, Section
-from onescan.report.study import Column, FinishedRun, Study
 from onescan.report.words import GIB, duration, large, memory, percent
 
 LEAST_SHARE = 0.1  # the axis of waiting reaches so far, or nothing would look like much
 CPU = "cpu"  # as an environment names it
 
 
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """Images per second, share of time spent waiting, memory."""
     unit = study.task.unit
     several = max(place.processes for place in study.runs[0].manifest.environments) > 1
@@ -26,7 +26,7 @@ def section(study: Study) -> Section:
     )
 
 
-def _speed(study: Study, unit: str) -> Figure:
+def _speed(study: RunGroup, unit: str) -> Figure:
     def speed(run: FinishedRun) -> Column:
         return run.manifest.run.training.batch_size / run.column("train", "seconds")
 
@@ -43,7 +43,7 @@ def _speed(study: Study, unit: str) -> Figure:
     )
 
 
-def _waiting(study: Study) -> Figure:
+def _waiting(study: RunGroup) -> Figure:
     def waiting(run: FinishedRun) -> Column:
         return run.column("train", "waiting_seconds") / run.column("train", "seconds")
 
@@ -60,7 +60,7 @@ def _waiting(study: Study) -> Figure:
     )
 
 
-def _memory(study: Study) -> tuple[Figure, ...]:
+def _memory(study: RunGroup) -> tuple[Figure, ...]:
     most = max(run.memory_mib for run in study.runs)
     if math.isnan(most):  # a system that does not tell
         return ()
@@ -84,7 +84,7 @@ def _memory(study: Study) -> tuple[Figure, ...]:
 
 
 def _over_epochs(
-    study: Study,
+    study: RunGroup,
     values: Callable[[FinishedRun], Column],
     what: str,
     *,

@@ -3,7 +3,7 @@
 from onescan.models.causal_lm import CausalLM
 from onescan.models.masked_lm import MaskedLM
 from onescan.models.sequence_classifier import SequenceClassifier
-from onescan.report.study import Study
+from onescan.report.runs import RunGroup
 from onescan.report.words import plural
 
 KINDS = {
@@ -13,7 +13,7 @@ KINDS = {
 }
 
 
-def lead(study: Study) -> str:
+def lead(study: RunGroup) -> str:
     """Say what was trained on what, for a reader who has never heard of it."""
     task, model = study.task, study.model
     data = (

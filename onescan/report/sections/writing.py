@@ -8,8 +8,8 @@ import torch
 from onescan.data import DataSet
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLM, Sampling
 from onescan.models.masked_lm import MaskedLM
+from onescan.report.runs import RunGroup
 from onescan.report.section import Figure, Section
-from onescan.report.study import Study
 from onescan.tasks import Batch, LanguageModelling, MaskedLanguageModelling
 from onescan.tasks.writing import generate_text
 
@@ -19,7 +19,7 @@ SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 
 
 @torch.no_grad()
-def section(study: Study) -> Section:
+def section(study: RunGroup) -> Section:
     """A few texts of the first run's model, as chance has them."""
     task, model = study.task, study.model
     if isinstance(task, LanguageModelling) and isinstance(model, CausalLM):

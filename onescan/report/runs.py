@@ -68,7 +68,7 @@ class FinishedRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class RunGroup:
     """Runs that differ in nothing but the seed, and what they ran on."""
 
     runs: tuple[FinishedRun, ...]
@@ -98,7 +98,7 @@ class Study:
         return torch.stack([run.result.evaluation.arrays[name] for run in self.runs])
 
 
-def read_study(runs: Sequence[Path | RunResult]) -> Study:
+def read_run_group(runs: Sequence[Path | RunResult]) -> RunGroup:
     """Read finished runs of one recipe.
 
     Raises:
@@ -110,7 +110,7 @@ def read_study(runs: Sequence[Path | RunResult]) -> Study:
     finished = tuple(read_run(run) for run in runs)
     check_seeds(finished)
     first = finished[0].manifest.run
-    return Study(
+    return RunGroup(
         runs=finished,
         task=first.task.build(first.data.build()),
         model=load(finished[0].result.folder).model,
