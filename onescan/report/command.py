@@ -5,7 +5,7 @@ from typing import Any
 
 from onescan.models.presets import ABLATIONS
 from onescan.recipes import RECIPES, find_recipe
-from onescan.report.runs import RunGroup, settings_apart
+from onescan.report.runs import RunGroup, config_differences
 
 
 def repeat_command(study: RunGroup) -> list[str] | None:
@@ -18,7 +18,7 @@ def repeat_command(study: RunGroup) -> list[str] | None:
     if base not in RECIPES or row not in ("", *ABLATIONS):
         return None
     words = ["onescan", "train", name, "--seeds", *(str(run.seed) for run in study.runs)]
-    for path, old, new in settings_apart(find_recipe(name)(), study.config):
+    for path, old, new in config_differences(find_recipe(name)(), study.config):
         if path.endswith("type") or not (_is_plain(old) and _is_plain(new)):
             return None
         words += _flag(path, new)

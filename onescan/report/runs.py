@@ -1,10 +1,11 @@
-"""Finished runs of one recipe, read from their folders."""
+"""Finished runs, read from their folders."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ Column = Float[np.ndarray, " _"]
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """One run: what it was asked for, what it recorded, what came out."""
+    """One run: its config, its recorded metrics and its result."""
 
     manifest: Manifest
     result: RunResult
@@ -34,32 +35,32 @@ class FinishedRun:
 
     @property
     def seed(self) -> int:
-        """What the run's chance came from."""
+        """Random seed."""
         return self.manifest.run.training.seed
 
     @property
     def seconds(self) -> float:
-        """Time spent on updates; evaluations and checkpoints are not in it."""
+        """Time spent on training steps, without evaluations and checkpoints."""
         return float(self.column("train", "seconds").sum())
 
     @property
     def throughput(self) -> float:
-        """Examples per second of the median update: the first ones warm up."""
+        """Examples per second at the median step, since the first steps are slower."""
         seconds = float(np.median(self.column("train", "seconds")))
         return self.manifest.run.training.batch_size / seconds
 
     @property
     def waiting(self) -> float:
-        """The part of that time that was spent waiting for data."""
+        """Share of the training time that was spent waiting for data."""
         return float(self.column("train", "waiting_seconds").sum()) / self.seconds
 
     @property
     def memory_mib(self) -> float:
-        """The most that was in use, of a CPU's or of a GPU's memory."""
+        """Peak memory of the GPU, or of the CPU where there is no GPU."""
         return float(self.column("train", "memory_mib").max())
 
     def column(self, split: Split, name: str) -> Column:
-        """A recorded number, in the order of steps."""
+        """Return all values of a recorded metric, in the order of steps."""
         lines = [line for line in self.records if line["split"] == split]
         if not lines or not all(name in line for line in lines):
             path = self.result.folder / METRICS
@@ -69,41 +70,66 @@ class FinishedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class RunGroup:
-    """Runs that differ in nothing but the seed, and what they ran on."""
+    """Runs of one recipe with different seeds."""
 
     runs: tuple[FinishedRun, ...]
     task: Task
     model: nn.Module
-    """Of the first run, on the CPU, in evaluation mode."""
+    """Model of the first run, on the CPU and in evaluation mode."""
 
     @property
     def config(self) -> RunConfig:
-        """What the runs have in common."""
+        """Config of the first run; the others differ from it only in their seed and machine."""
         return self.runs[0].manifest.run
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """What the model's scores stand for."""
+        """Names of the model's classes."""
         return self.runs[0].manifest.class_names
 
     def metric(self, name: str) -> list[float]:
-        """The last evaluation's number, run by run."""
+        """Return a metric of the final evaluation of each run."""
         for run in self.runs:
             if name not in run.result.metrics:
                 raise ValueError(f"{run.result.folder}: the result has no metric {name!r}")
         return [run.result.metrics[name] for run in self.runs]
 
     def array(self, name: str) -> torch.Tensor:
-        """The last evaluation's array, all runs stacked."""
+        """Return an array of the final evaluation, stacked over runs."""
         return torch.stack([run.result.evaluation.arrays[name] for run in self.runs])
+
+
+class MeanStd(NamedTuple):
+    """Mean and standard deviation of a number over seeds."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean over seeds."""
+        return statistics.mean(self.values)
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation; None for one seed."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    def format(self, digits: int = 3, *, scale: int = 1) -> str:
+        """Format both numbers.
+
+        >>> MeanStd((0.5, 0.7)).format(1, scale=100), MeanStd((0.5,)).format()
+        ('60.0 ± 14.1', '0.500')
+        """
+        about = "" if self.std is None else f" \u00b1 {scale * self.std:.{digits}f}"
+        return f"{scale * self.mean:.{digits}f}{about}"
 
 
 def read_run_group(runs: Sequence[Path | RunResult]) -> RunGroup:
     """Read finished runs of one recipe.
 
     Raises:
-        ValueError: there are none, one is not finished, or two differ in more or in less than
-            their seed.
+        ValueError: If `runs` is empty, a run is not finished, or the runs are not different seeds
+            of one recipe.
     """
     if not runs:
         raise ValueError("runs is empty, expected at least one finished run")
@@ -121,7 +147,7 @@ def read_run(run: Path | RunResult) -> FinishedRun:
     """Read one finished run.
 
     Raises:
-        ValueError: the folder holds none, or one that is not finished.
+        ValueError: If the folder holds no run, or one that is not finished.
     """
     folder = run.folder if isinstance(run, RunResult) else run
     manifest = read_manifest(folder)
@@ -131,10 +157,10 @@ def read_run(run: Path | RunResult) -> FinishedRun:
     return FinishedRun(manifest=manifest, result=result, records=read_metrics(folder))
 
 
-def settings_apart(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:
-    """List where two recipes differ: dotted path, value in `a`, value in `b`.
+def config_differences(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:
+    """List the settings in which two recipes differ: dotted path, value in `a`, value in `b`.
 
-    That each began with the run of its own seed is no difference.
+    Seeds and machine settings are ignored, as are initial weights from runs of the same seed.
     """
     ignored = {SEED, INIT_FROM} if _init_from(a) == _init_from(b) else {SEED}
     return [
@@ -145,16 +171,16 @@ def settings_apart(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:
 
 
 def check_seeds(runs: Sequence[FinishedRun]) -> None:
-    """Raise ValueError unless runs are different seeds of one recipe.
+    """Check that runs are different seeds of one recipe.
 
     Raises:
-        ValueError: two differ in more than their seed, or not in their seed.
+        ValueError: If two runs differ in more than their seed, or have the same seed.
     """
     for a, b in combinations(runs, 2):
         folders = f"{a.result.folder} and {b.result.folder}"
         found = [
             f"{path} ({x!r} and {y!r})"
-            for path, x, y in settings_apart(a.manifest.run, b.manifest.run)
+            for path, x, y in config_differences(a.manifest.run, b.manifest.run)
         ]
         if found:
             more = f" and {len(found) - SHOWN_DIFFERENCES} more" * (len(found) > SHOWN_DIFFERENCES)
@@ -167,5 +193,5 @@ def check_seeds(runs: Sequence[FinishedRun]) -> None:
 
 
 def _init_from(run: RunConfig) -> str | None:
-    """Where the weights are that a run began with, its own seed left open."""
+    """Return the folder of the initial weights, with the run's own seed replaced by a star."""
     return run.init_from and run.init_from.replace(f"seed-{run.training.seed}", "seed-*")
