@@ -27,7 +27,16 @@ from onescan.report.format import (
     plural,
 )
 from onescan.report.page import Figure, Section, check_report_path, fragment, render
-from onescan.report.plots import SERIES, SMALLEST, Line, css_color, line_chart, series, smoothed, thinned
+from onescan.report.plots import (
+    SERIES,
+    SMALLEST,
+    Line,
+    css_color,
+    line_chart,
+    series,
+    smoothed,
+    thinned,
+)
 from onescan.report.runs import FinishedRun, MeanStd, config_differences, read_run
 from onescan.report.runs import Column as Values
 from onescan.training.checkpoint import load

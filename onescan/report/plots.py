@@ -162,6 +162,7 @@ def line_chart(
     log_x: bool = False,
     at_least: float = 0.0,
     threshold: float | None = None,
+    mark_x: float | None = None,
     dots: bool = False,
 ) -> Markup:
     """Draw curves, with their names where they end.
@@ -178,6 +179,7 @@ def line_chart(
             line.
         at_least: Least upper end of a "zero" axis.
         threshold: Height of a dashed line.
+        mark_x: Position of a dashed vertical line.
         dots: Whether points are marked; single points always are.
     """
 
@@ -196,6 +198,8 @@ def line_chart(
             drawn.set(clip_on=False, zorder=3)  # fully visible at the edges, too
         if threshold is not None:
             axes.axhline(threshold, color=MUTED, linestyle=DASHED, linewidth=0.8)
+        if mark_x is not None:
+            axes.axvline(mark_x, color=MUTED, linestyle=DASHED, linewidth=0.8)
         x_note = _scale_x(axes, lines, log=log_x)
         if format_x:
             axes.xaxis.set_major_formatter(lambda value, _: format_x(value))
@@ -337,6 +341,15 @@ def _apart(heights: Sequence[float], gap: float) -> list[float]:
 def series(index: int) -> str:
     """Return the color of one of several similar things."""
     return SERIES[index % len(SERIES)]
+
+
+def css_color(color: str) -> str:
+    """Return the CSS variable that stands for a color, which follows light and dark mode.
+
+    >>> css_color(series(0))
+    'var(--blue)'
+    """
+    return next(f"var(--{name})" for name, (light, _) in COLORS.items() if light == color)
 
 
 def thinned(count: int) -> Int[np.ndarray, " points"]:
