@@ -1,10 +1,12 @@
 """Scores of generated images: a table for the terminal, and a page."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jaxtyping import Int
 from markupsafe import Markup
 
 from onescan.data.images import unit_pixels
@@ -14,6 +16,7 @@ from onescan.report.pictures import to_bytes
 from onescan.report.plots import (
     Line,
     Picture,
+    cell_classes,
     dot_chart,
     line_chart,
     percent_tick,
@@ -30,6 +33,8 @@ SHARES = ("precision", "recall", "as_asked")
 CLASS_ACCURACY = "class accuracy"
 MAX_OTHERS = 30  # images shown of guidance scales other than the best
 MAX_OF_CLASS = 10
+MAX_COLUMNS = 10  # of images
+SHORT_NAME = 4  # letters that fit above a column of the confusion matrix
 MAX_BARS, ENDS = 30, 15  # with more classes, show only both ends
 
 LEAD = (
@@ -301,7 +306,31 @@ def _images(
 def _image_grid(
     pictures: Sequence[Picture], labels: Sequence[int], class_names: Sequence[str]
 ) -> Markup:
-    """Return a column for each class, or all images in rows if there are no or many classes."""
+    """Arrange images in a column for each class, in plain rows without classes, or by name."""
+    classes = sorted(set(labels))
+    if classes == [-1]:
+        rows = [pictures[i : i + MAX_COLUMNS] for i in range(0, len(pictures), MAX_COLUMNS)]
+        return fragment("image_grid", rows, [], "Generated image")
+    names = {k: class_names[k] if k < len(class_names) else str(k) for k in classes}
+    of_class = {
+        k: [p for p, own in zip(pictures, labels, strict=True) if own == k] for k in classes
+    }
+    if len(classes) <= MAX_COLUMNS:
+        columns = [of_class[k][:MAX_OF_CLASS] for k in classes]
+        rows = list(zip_longest(*columns))
+        return fragment("image_grid", rows, list(names.values()), "Generated image")
+    answers = [
+        {
+            "image": each,
+            "alt": f"Generated image of {names[k]}",
+            "truth": names[k],
+            "prediction": "",
+            "note": "",
+        }
+        for k in classes
+        for each in of_class[k]
+    ]
+    return fragment("gallery", answers)
 
 
 # Classes
@@ -337,3 +366,32 @@ def _classes(scores: "GenerationScores") -> list[Section]:
     if real is not None:
         lead += f" It classifies {percent(real)} of real images correctly."
     return [Section("Requested and predicted classes", figures, lead)]
+
+
+def _confusion(names: Sequence[str], counts: Int[np.ndarray, "requested predicted"]) -> Figure:
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    cells = [
+        [
+            (_percent(share), float(share), cell_classes(float(share), warm=row != column))
+            for column, share in enumerate(row_shares)
+        ]
+        for row, row_shares in enumerate(shares)
+    ]
+    long_names = "upright" if max(map(len, names)) > SHORT_NAME else ""
+    table = fragment("cells", cells, names, names, "requested \\ predicted", long_names)
+    caption = (
+        "Rows: requested class; columns: predicted class, in percent of the row. Blue cells are "
+        "correct; darker orange cells are more frequent confusions."
+    )
+    return Figure("Confusion matrix", table, caption, columns=2)
+
+
+def _percent(share: float) -> str:
+    """Format a share in whole percents; only 0 becomes 0, and only 1 becomes 100.
+
+    >>> _percent(0.0), _percent(0.004), _percent(0.996), _percent(1.0)
+    ('0', '<1', '99', '100')
+    """
+    if 0 < share < 0.005:  # noqa: PLR2004 - would be rounded to 0
+        return "<1"
+    return str(min(round(100 * share), 99) if share < 1 else 100)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from onescan.report.sections import PAGES
 from onescan.report.runs import RunGroup, read_run_group
+from onescan.report.sections import PAGES
 from onescan.report.summary import summary
 from onescan.report.template import check_report_path, fill, save
 from onescan.training.run import RunResult
