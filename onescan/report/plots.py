@@ -200,7 +200,7 @@ def line_chart(
             axes.axhline(threshold, color=MUTED, linestyle=DASHED, linewidth=0.8)
         if mark_x is not None:
             axes.axvline(mark_x, color=MUTED, linestyle=DASHED, linewidth=0.8)
-        x_note = _scale_x(axes, lines, log=log_x)
+        x_note = _scale_x(axes, lines, mark_x, log=log_x)
         if format_x:
             axes.xaxis.set_major_formatter(lambda value, _: format_x(value))
         values = np.concatenate([part for line in lines for part in _parts(line)])
@@ -217,14 +217,16 @@ def _parts(line: Line) -> list[Column]:
     return [line.y, *([] if line.raw is None else [line.raw]), *(line.band or ())]
 
 
-def _scale_x(axes: Axes, lines: Sequence[Line], *, log: bool) -> str:
+def _scale_x(axes: Axes, lines: Sequence[Line], mark_x: float | None, *, log: bool) -> str:
     """Set the scale and limits of the horizontal axis, and return a note for its label."""
     points = lines[0].x
     if log and len(points) > 1:
         axes.set_xscale("log")
-        ticks = points[:: -(-len(points) // MAX_LABELS)]
+        ticks = points[::-1][:: -(-len(points) // MAX_LABELS)]
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.xaxis.set_minor_locator(NullLocator())
+        shown = [*points, mark_x or points[0]]
+        axes.set_xlim(0.85 * min(shown), max(shown))
         return " (log scale)"
     first, last = min(line.x[0] for line in lines), max(line.x[-1] for line in lines)
     axes.set_xlim(min(first, 0), last or 1)
