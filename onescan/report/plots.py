@@ -66,6 +66,7 @@ DASHED = (0, (3, 2))
 
 MAX_POINTS = 600  # of a curve
 MAX_LABELS = 8  # lines beyond that have no labels
+NEAR_EDGE = 0.85  # labels of lines that end beyond this part of the width are in the margin
 WINDOWS = 40  # the running mean spans this fraction of a run
 SMALLEST = 1e-6  # substitute for 0 on a logarithmic axis
 NARROW_RANGE = 3  # values within this factor get a linear axis
@@ -300,7 +301,7 @@ def label_ends(
 ) -> None:
     """Write the name of each line at its end, and move names apart that are close.
 
-    Lines that reach the right edge are labelled in the margin, shorter ones where they stop.
+    Lines that almost reach the right edge are labelled in the margin, shorter ones where they stop.
 
     Args:
         axes: With its final limits.
@@ -309,21 +310,23 @@ def label_ends(
     """
     to_axes = axes.transScale + axes.transLimits
     placed = [(*to_axes.transform((x, y)), name, color) for x, y, name, color in ends]
-    margin = sorted((end for end in placed if end[0] > 0.97), key=lambda end: end[1])  # noqa: PLR2004
+    margin = sorted((end for end in placed if end[0] > NEAR_EDGE), key=lambda end: end[1])
     for height, (_, _, name, color) in zip(
         _apart([end[1] for end in margin], gap), margin, strict=True
     ):
         axes.text(1.03, height, name, color=color, transform=axes.transAxes, va="center")
     for x, y, name, color in placed:
-        if x <= 0.97:  # noqa: PLR2004
+        if x <= NEAR_EDGE:
             axes.annotate(
                 name,
                 (x, y),
                 xycoords="axes fraction",
                 xytext=(0, 5),
                 textcoords="offset points",
-                ha="center" if x < 0.8 else "right",  # noqa: PLR2004
+                ha="center",
                 color=color,
+                zorder=4,
+                bbox={"facecolor": SURFACE, "edgecolor": "none", "alpha": 0.8, "pad": 1},
             )
 
 
