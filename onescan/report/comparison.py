@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -37,8 +36,8 @@ from onescan.report.plots import (
     smoothed,
     thinned,
 )
-from onescan.report.runs import FinishedRun, MeanStd, config_differences, read_run
 from onescan.report.runs import Column as Values
+from onescan.report.runs import FinishedRun, MeanStd, config_differences, read_run
 from onescan.training.checkpoint import load
 from onescan.training.folder import MACHINE
 from onescan.training.records import Split
