@@ -350,9 +350,9 @@ class Column(NamedTuple):
     def format(self, row: Row) -> str:
         """Format the mean over seeds, and the standard deviation of metrics."""
         number = MeanStd(tuple(self.values(row)))
-        has_std = self.is_metric and number.std is not None
-        about = f" \u00b1 {self.text(number.std)}" if has_std else ""
-        return f"{self.text(number.mean)}{about}"
+        if not self.is_metric or number.std is None:
+            return self.text(number.mean)
+        return f"{self.text(number.mean)} \u00b1 {self.text(number.std)}"
 
     def leader(self, rows: Sequence[Row]) -> Row | None:
         """Return the best row, unless its lead is within the noise or too small to matter."""

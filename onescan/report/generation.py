@@ -1,19 +1,23 @@
 """Scores of generated images: a table for the terminal, and a page."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from jaxtyping import Int
 from markupsafe import Markup
 
+from onescan.data.image_grid import image_grid
 from onescan.data.images import unit_pixels
 from onescan.report.format import percent, plural, significant
 from onescan.report.page import Card, Figure, Section, check_report_path, fragment, render
-from onescan.report.pictures import to_bytes
 from onescan.report.plots import (
     Line,
     Picture,
+    cell_classes,
     dot_chart,
     line_chart,
     percent_tick,
@@ -24,12 +28,17 @@ from onescan.report.plots import (
 if TYPE_CHECKING:
     from onescan.evaluation.generation.outcome import GenerationScore, GenerationScores
     from onescan.evaluation.generation.tally import Shown
+    from onescan.shapes import Images
 
 PAGE = "report.html"
 SHARES = ("precision", "recall", "as_asked")
 CLASS_ACCURACY = "class accuracy"
 MAX_OTHERS = 30  # images shown of guidance scales other than the best
 MAX_OF_CLASS = 10
+MAX_COLUMNS = 10  # of images
+LONGEST_SIDE = 1280  # pixels of a grid of images
+DENSE = 14  # classes beyond which the confusion matrix is set smaller
+SHORT_NAME = 4  # letters that fit above a column of the confusion matrix
 MAX_BARS, ENDS = 30, 15  # with more classes, show only both ends
 
 LEAD = (
@@ -288,20 +297,46 @@ def _images(
         if shown is None or not len(shown.images):
             continue
         count = len(shown.images) if score is best else MAX_OTHERS
-        pixels, labels = to_bytes(unit_pixels(shown.images[:count])), shown.labels[:count].tolist()
-        title = f"The first {plural(len(labels), 'image')}{_at(score)}"
+        labels = shown.labels[:count].tolist()
+        grid = _image_grid(unit_pixels(shown.images[:count]), labels, scores.class_names)
         caption = "Unselected samples" + ", by requested class" * (max(labels) >= 0) + "."
         if score is not best:
             caption += " They start from the same noise as those above."
-        grid = _image_grid([picture(each) for each in pixels], labels, scores.class_names)
+        title = f"The first {plural(len(labels), 'image')}{_at(score)}"
         figures.append(Figure(title, grid, caption, columns=3))
     return [Section("Images", figures)] if figures else []
 
 
-def _image_grid(
-    pictures: Sequence[Picture], labels: Sequence[int], class_names: Sequence[str]
-) -> Markup:
-    """Return a column for each class, or all images in rows if there are no or many classes."""
+def _image_grid(images: "Images", labels: Sequence[int], class_names: Sequence[str]) -> Markup:
+    """Arrange images in a column for each class; many classes are named below each image."""
+    classes = sorted(set(labels))
+    names = {k: class_names[k] if 0 <= k < len(class_names) else str(k) for k in classes}
+    rows_of = {k: [i for i, label in enumerate(labels) if label == k] for k in classes}
+    if classes == [-1]:
+        return fragment("image_grid", _picture(images, MAX_COLUMNS), [], "Generated images")
+    if len(classes) <= MAX_COLUMNS:
+        blank = torch.ones_like(images[0])
+        table = zip_longest(*(rows_of[k][:MAX_OF_CLASS] for k in classes))
+        cells = [blank if i is None else images[i] for row in table for i in row]
+        headings = list(names.values())
+        alt = "Generated images, one column per class"
+        return fragment("image_grid", _picture(torch.stack(cells), len(classes)), headings, alt)
+    answers = [
+        {
+            "image": _picture(images[i : i + 1], columns=1),
+            "alt": f"Generated image of {names[k]}",
+            "truth": names[k],
+            "prediction": "",
+            "note": "",
+        }
+        for k in classes
+        for i in rows_of[k]
+    ]
+    return fragment("gallery", answers)
+
+
+def _picture(images: "Images", columns: int) -> Picture:
+    return picture(np.asarray(image_grid(images, columns).convert("RGB")), LONGEST_SIDE)
 
 
 # Classes
@@ -337,3 +372,32 @@ def _classes(scores: "GenerationScores") -> list[Section]:
     if real is not None:
         lead += f" It classifies {percent(real)} of real images correctly."
     return [Section("Requested and predicted classes", figures, lead)]
+
+
+def _confusion(names: Sequence[str], counts: Int[np.ndarray, "requested predicted"]) -> Figure:
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    cells = [
+        [
+            (_percent(share), float(share), cell_classes(float(share), warm=row != column))
+            for column, share in enumerate(row_shares)
+        ]
+        for row, row_shares in enumerate(shares)
+    ]
+    kind = "upright " * (max(map(len, names)) > SHORT_NAME) + "dense" * (len(names) > DENSE)
+    table = fragment("cells", cells, names, names, "requested \\ predicted", kind=kind)
+    caption = (
+        "Rows: requested class; columns: predicted class, in percent of the row. Blue cells are "
+        "correct; darker orange cells are more frequent confusions."
+    )
+    return Figure("Confusion matrix", table, caption, columns=2 if len(names) <= DENSE else 3)
+
+
+def _percent(share: float) -> str:
+    """Format a share in whole percents; only 0 becomes 0, and only 1 becomes 100.
+
+    >>> _percent(0.0), _percent(0.004), _percent(0.996), _percent(1.0)
+    ('0', '<1', '99', '100')
+    """
+    if 0 < share < 0.005:  # noqa: PLR2004 - would be rounded to 0
+        return "<1"
+    return str(min(round(100 * share), 99) if share < 1 else 100)

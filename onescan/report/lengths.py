@@ -21,7 +21,6 @@ MASKED = (
     "How well the model predicts masked tokens of a text that is cut into rows of several lengths. "
     "The rest of a row is all the context it has."
 )
-LOSS = "nats per token"
 METRICS = ("loss", "perplexity", "accuracy")
 
 
@@ -78,7 +77,8 @@ def _cards(scores: "LengthScores") -> list[Card]:
     """Return the main metric at the training length and at the longest one."""
     name = "perplexity" if scores.is_causal else "accuracy"
     trained = [each for each in scores.scores if each.length == scores.trained_length]
-    shown = [("as in training", each) for each in trained] + [("the longest", scores.scores[-1])]
+    longest = "the longest" if len(scores.scores) > 1 else "the only length"
+    shown = [("as in training", each) for each in trained] + [(longest, scores.scores[-1])]
     return [
         Card(
             metric_value(name, getattr(score, name)),
@@ -103,35 +103,35 @@ def _facts(scores: "LengthScores") -> list[tuple[str, str]]:
 
 
 def _curves(scores: "LengthScores") -> Section:
+    """Return the metrics over lengths, if there are several, and the loss by position."""
     lengths = [score.length for score in scores.scores]
     trained = " The dashed line marks the row length in training." * bool(scores.trained_length)
-    if not scores.is_causal:
-        accuracy = _curve(scores, lengths, [each.accuracy for each in scores.scores], "accuracy")
-        loss = _curve(scores, lengths, [each.loss for each in scores.scores], LOSS)
-        figures = [
-            Figure("Accuracy", accuracy, f"Share of masked tokens predicted correctly.{trained}"),
-            Figure("Loss", loss, f"Loss of the masked tokens; lower is better.{trained}"),
-        ]
-        return Section("Over lengths", figures)
-    perplexity = _curve(scores, lengths, [each.perplexity for each in scores.scores], "perplexity")
-    places = loss_by_position(scores)
-    by_position = _curve(
-        scores,
-        [place.end for place in places],
-        [place.loss for place in places],
-        LOSS,
-        x="tokens of context",
-    )
-    caption = (
-        "Loss by the number of tokens read before in the row: each dot covers all positions after "
-        "the previous dot. Each comes from the shortest rows that reach it, because there are more "
-        "of those. Where rows are few, the curve also depends on the text at these positions."
-    )
+    captions = {
+        "accuracy": f"Share of masked tokens predicted correctly.{trained}",
+        "loss": f"Of the masked tokens, in nats per token; lower is better.{trained}",
+    }
+    if scores.is_causal:
+        captions = {"perplexity": f"Over all tokens of the rows; lower is better.{trained}"}
     figures = [
-        Figure("Perplexity", perplexity, f"Over all tokens of the rows; lower is better.{trained}"),
-        Figure("Loss by position in the row", by_position, caption + trained),
+        Figure(
+            name.capitalize(),
+            _curve(scores, lengths, [getattr(score, name) for score in scores.scores], name),
+            caption,
+        )
+        for name, caption in captions.items()
+        if len(lengths) > 1
     ]
-    return Section("Over lengths", figures)
+    if scores.is_causal:
+        places = loss_by_position(scores)
+        ends, losses = [place.end for place in places], [place.loss for place in places]
+        curve = _curve(scores, ends, losses, "loss", x="tokens of context")
+        caption = (
+            "In nats per token. Each dot covers the positions after the previous dot, taken from "
+            "the shortest rows that reach them, because there are more of those. Where rows are "
+            "few, the loss also depends on the text at these positions."
+        )
+        figures.append(Figure("Loss by position in the row", curve, caption + trained))
+    return Section("Over lengths", figures, "Only one length was evaluated." * (len(lengths) == 1))
 
 
 def _curve(
@@ -157,7 +157,9 @@ def _numbers(scores: "LengthScores") -> Section:
         rows.append([f"{score.length:,}", *cells])
     table = fragment("table", rows, "numbers lined")
     caption = "Lengths are in tokens, the loss is in nats per token. Perplexity is its exponential."
-    left_out = [f"Not evaluated: {left.length}, because {left.why}." for left in scores.left_out]
+    left_out = [
+        f"Not evaluated: {left.length:,} tokens, because {left.why}." for left in scores.left_out
+    ]
     return Section(
         "Numbers", [Figure("All lengths", table, caption, columns=3)], " ".join(left_out)
     )

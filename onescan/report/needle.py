@@ -25,6 +25,7 @@ GAIN = (
     "means no recall. It shows recall even in models that never give the whole number, but part of "
     "the gain may come from having seen any number."
 )
+NARROW = 4  # more lengths do not fit beside each other in one column of the page
 FULL_COLOR = 1.0  # nats; in grids of smaller gains, all cells stay pale
 
 
@@ -69,7 +70,11 @@ def write_needles(grid: "NeedleGrid", path: Path) -> Path:
         diverging=True,
         high=float(np.nanmax(np.abs(gain), initial=FULL_COLOR)),
     )
-    figures = [Figure("Found", found, FOUND), Figure("Gain in log-probability", gained, GAIN)]
+    columns = 1 if len(grid.lengths) <= NARROW else 3
+    figures = [
+        Figure("Found", found, FOUND, columns),
+        Figure("Gain in log-probability", gained, GAIN, columns),
+    ]
     return render(
         "scores.html",
         path,
@@ -92,9 +97,7 @@ def _cards(grid: "NeedleGrid") -> list[Card]:
     accuracy, gain, longest = grid.accuracy(), grid.gain(), grid.lengths[-1]
     return [
         Card(percent(float(accuracy.mean())), "found", f"of {len(grid.outcomes):,} needles"),
-        Card(
-            f"{gain.mean():+.2f}", "nats gained", "in the log-probability of a number, on average"
-        ),
+        Card(f"{gain.mean():+.2f}", "nats gained", "mean gain in log-probability"),
         Card(
             percent(float(accuracy[:, -1].mean())),
             "found",

@@ -67,6 +67,7 @@ DASHED = (0, (3, 2))
 
 MAX_POINTS = 600  # of a curve
 MAX_LABELS = 8  # lines beyond that have no labels
+NEAR_EDGE = 0.85  # labels of lines that end beyond this part of the width are in the margin
 WINDOWS = 40  # the running mean spans this fraction of a run
 SMALLEST = 1e-6  # substitute for 0 on a logarithmic axis
 NARROW_RANGE = 3  # values within this factor get a linear axis
@@ -201,7 +202,7 @@ def line_chart(
             axes.axhline(threshold, color=MUTED, linestyle=DASHED, linewidth=0.8)
         if mark_x is not None:
             axes.axvline(mark_x, color=MUTED, linestyle=DASHED, linewidth=0.8)
-        x_note = _scale_x(axes, lines, log=log_x)
+        x_note = _scale_x(axes, lines, mark_x, log=log_x)
         if format_x:
             axes.xaxis.set_major_formatter(lambda value, _: format_x(value))
         values = np.concatenate([part for line in lines for part in _parts(line)])
@@ -218,14 +219,16 @@ def _parts(line: Line) -> list[Column]:
     return [line.y, *([] if line.raw is None else [line.raw]), *(line.band or ())]
 
 
-def _scale_x(axes: Axes, lines: Sequence[Line], *, log: bool) -> str:
+def _scale_x(axes: Axes, lines: Sequence[Line], mark_x: float | None, *, log: bool) -> str:
     """Set the scale and limits of the horizontal axis, and return a note for its label."""
     points = lines[0].x
     if log and len(points) > 1:
         axes.set_xscale("log")
-        ticks = points[:: -(-len(points) // MAX_LABELS)]
+        ticks = points[::-1][:: -(-len(points) // MAX_LABELS)]
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.xaxis.set_minor_locator(NullLocator())
+        shown = [*points, mark_x or points[0]]
+        axes.set_xlim(0.85 * min(shown), max(shown))
         return " (log scale)"
     first, last = min(line.x[0] for line in lines), max(line.x[-1] for line in lines)
     axes.set_xlim(min(first, 0), last or 1)
@@ -299,7 +302,7 @@ def label_ends(
 ) -> None:
     """Write the name of each line at its end, and move names apart that are close.
 
-    Lines that reach the right edge are labelled in the margin, shorter ones where they stop.
+    Lines that almost reach the right edge are labelled in the margin, shorter ones where they stop.
 
     Args:
         axes: With its final limits.
@@ -308,21 +311,23 @@ def label_ends(
     """
     to_axes = axes.transScale + axes.transLimits
     placed = [(*to_axes.transform((x, y)), name, color) for x, y, name, color in ends]
-    margin = sorted((end for end in placed if end[0] > 0.97), key=lambda end: end[1])  # noqa: PLR2004
+    margin = sorted((end for end in placed if end[0] > NEAR_EDGE), key=lambda end: end[1])
     for height, (_, _, name, color) in zip(
         _apart([end[1] for end in margin], gap), margin, strict=True
     ):
         axes.text(1.03, height, name, color=color, transform=axes.transAxes, va="center")
     for x, y, name, color in placed:
-        if x <= 0.97:  # noqa: PLR2004
+        if x <= NEAR_EDGE:
             axes.annotate(
                 name,
                 (x, y),
                 xycoords="axes fraction",
                 xytext=(0, 5),
                 textcoords="offset points",
-                ha="center" if x < 0.8 else "right",  # noqa: PLR2004
+                ha="center",
                 color=color,
+                zorder=4,
+                bbox={"facecolor": SURFACE, "edgecolor": "none", "alpha": 0.8, "pad": 1},
             )
 
 
