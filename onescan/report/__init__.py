@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onescan.report.comparison import comparison_table as comparison_table
     from onescan.report.comparison import write_comparison as write_comparison
-    from onescan.report.contest import contest_table as contest_table
-    from onescan.report.contest import write_contest as write_contest
-    from onescan.report.forms import write_forms as write_forms
     from onescan.report.generation import generation_table as generation_table
     from onescan.report.generation import write_generation as write_generation
     from onescan.report.glue import glue_table as glue_table
@@ -27,15 +24,12 @@ if TYPE_CHECKING:
 _MODULES = {
     "check_report_path": "page",
     "comparison_table": "comparison",
-    "contest_table": "contest",
     "generation_table": "generation",
     "glue_table": "glue",
     "lengths_table": "lengths",
     "needle_table": "needle",
     "read_glue": "glue",
     "write_comparison": "comparison",
-    "write_contest": "contest",
-    "write_forms": "forms",
     "write_generation": "generation",
     "write_glue": "glue",
     "write_lengths": "lengths",

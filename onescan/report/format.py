@@ -86,10 +86,12 @@ def duration(seconds: int | float) -> str:
 def plural(count: int, noun: str) -> str:
     """Format a count together with its noun.
 
-    >>> plural(1, "seed"), plural(1437, "image")
-    ('1 seed', '1,437 images')
+    >>> plural(1, "seed"), plural(1437, "image"), plural(2, "class")
+    ('1 seed', '1,437 images', '2 classes')
     """
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    if count == 1:
+        return f"{count:,} {noun}"
+    return f"{count:,} {noun}es" if noun.endswith(("s", "ch")) else f"{count:,} {noun}s"
 
 
 def label(name: str) -> str:

@@ -29,6 +29,7 @@ from onescan.report.page import COLORS, fragment
 INK, MUTED, GRID, SURFACE, *_ = [light for light, _ in COLORS.values()]
 SERIES = [light for light, _ in list(COLORS.values())[4:]]
 BLUE, VERMILION = SERIES[:2]
+COOL, WARM = np.array([(0.1, 0.52, 0.78), (0.89, 0.44, 0.08)])  # of pixels, in both modes
 WIDTH, HEIGHT = 374, 270  # CSS pixels of a chart in one of the page's three columns
 WIDE = 1120  # CSS pixels of all three columns
 PIXELS_PER_INCH = 96  # of CSS pixels
@@ -455,15 +456,12 @@ def heat_map(
     limit = high or float(np.nanmax(np.abs(cells), initial=0)) or 1.0
     table = [[_cell(value, limit, format, diverging=diverging) for value in row] for row in cells]
     ends = (-limit, limit) if diverging else (0.0, limit)
-    legend = {
-        "low": format(ends[0]),
-        "high": format(ends[1]),
-        "colors": f"var(--{'blue' if diverging else 'surface'})"
-        + ", var(--surface), var(--vermilion)" * diverging
-        + ", var(--blue)" * (not diverging),
-    }
+    colors = "var(--blue), var(--surface), var(--vermilion)"
+    if not diverging:
+        colors = "var(--surface), var(--blue)"
     corner = f"{rows.title} \\ {columns.title}"
-    return fragment("cells", table, rows.names, columns.names, corner, legend=legend)
+    cells_table = fragment("cells", table, rows.names, columns.names, corner)
+    return cells_table + fragment("legend", format(ends[0]), format(ends[1]), colors)
 
 
 def _cell(
@@ -500,11 +498,11 @@ class Picture(NamedTuple):
 def picture(
     pixels: UInt8[np.ndarray, "height width channels"], longest: int = LONGEST_SIDE
 ) -> Picture:
-    """Encode an image; large ones are shrunk and compressed as JPEG."""
+    """Encode an image as PNG, or shrink a larger one and encode it as JPEG."""
     image = Image.fromarray(pixels)
     image.thumbnail((longest, longest))
     coarse = max(image.size) < COARSE
-    kind = "png" if coarse or image.mode == "RGBA" else "jpeg"
+    kind = "png" if image.size == (pixels.shape[1], pixels.shape[0]) else "jpeg"
     file = io.BytesIO()
     image.save(file, format=kind, optimize=True)
     return Picture(f"data:image/{kind};base64,{b64encode(file.getvalue()).decode()}", coarse)
@@ -512,5 +510,5 @@ def picture(
 
 def diverging(values: Float[np.ndarray, "*axes"]) -> Float[np.ndarray, "*axes rgba"]:
     """Color values: -1 is blue, 0 transparent and 1 orange, visible in light and dark mode."""
-    colors = np.where(values[..., None] < 0, (0.1, 0.52, 0.78), (0.89, 0.44, 0.08))
+    colors = np.where(values[..., None] < 0, COOL, WARM)
     return np.concatenate([colors, np.abs(values).clip(0, 1)[..., None]], axis=-1)
