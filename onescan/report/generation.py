@@ -202,7 +202,10 @@ def _numbers(scores: "GenerationScores") -> Section:
         best = scores.scores.index(best_score(scores))
         rows[best] = [Markup('<b class="best">{}</b>').format(cell) for cell in rows[best]]
     table = fragment("table", [["guidance", *columns.values()], *rows], "numbers lined")
-    names = scores.short_names
+    names = {
+        field: name if scores.is_inception else name.capitalize()
+        for field, name in scores.short_names.items()
+    }
     sentences = {
         "distance": f"{names['distance']}: distance of the features, taken as normal "
         "distributions; lower is better, and it is 0 for the real images themselves.",
@@ -215,7 +218,7 @@ def _numbers(scores: "GenerationScores") -> Section:
     }
     caption = " ".join(sentence for field, sentence in sentences.items() if field in columns)
     lead = f"{INCEPTION if scores.is_inception else OWN} {SINGULAR * scores.is_singular}".strip()
-    return Section("Scores", [Figure("All guidance scales", table, caption, columns=3)], lead)
+    return Section("Scores", [Figure("All scores", table, caption, columns=3)], lead)
 
 
 # Curves over guidance
@@ -276,6 +279,7 @@ def _curve(scores: "GenerationScores", fields: Sequence[str], y: str) -> Markup:
     return line_chart(
         lines,
         x="guidance",
+        format_x=significant,
         y=y,
         scale="zero" if are_shares else "linear",
         format=percent_tick if are_shares else significant,
