@@ -6,12 +6,17 @@ import pytest
 import torch
 from html_page import Page, assert_loads_nothing, table
 
-from onescan.evaluation.asked import NeedleConfig
-from onescan.evaluation.generation.gathering import Gathered, RowFile
-from onescan.evaluation.generation.outcome import GenerationScore, GenerationScores, RealScore
-from onescan.evaluation.generation.tally import Shown, Tally
-from onescan.evaluation.length_scores import LeftOutLength, LengthScore, LengthScores, PlaceScore
-from onescan.evaluation.needle_grid import NeedleGrid, Outcome
+from onescan.checkpoint.weights import save_weights
+from onescan.evaluation.config import NeedleConfig
+from onescan.evaluation.generation import (
+    STATE,
+    GenerationScore,
+    GenerationScores,
+    RealScore,
+    Shown,
+)
+from onescan.evaluation.lengths import LeftOutLength, LengthScore, LengthScores, PlaceScore
+from onescan.evaluation.needle import NeedleGrid, Outcome
 from onescan.report import (
     generation_table,
     lengths_table,
@@ -21,7 +26,6 @@ from onescan.report import (
     write_needles,
 )
 from onescan.report.lengths import loss_by_position
-from onescan.tasks.feature_distance import FeatureStatistics
 
 NAMES = ("cat", "a <dog>", "$hip")
 
@@ -88,12 +92,10 @@ def shown(count=12, channels=1, classes=3):
 
 
 def kept(folder, images):
-    """Write the state that an evaluation leaves of its first images."""
+    """Write what an evaluation keeps of its first images."""
     folder.mkdir(parents=True, exist_ok=True)
-    tally = Tally(2, 3)
-    tally.place, tally.first = 2, images
-    tally.pooled = FeatureStatistics.empty(2)
-    Gathered(tally, RowFile(folder / "features.bin", 0, 2, 0)).save(folder)
+    count = torch.tensor(len(images.labels))
+    save_weights(folder / STATE, {"pooled.count": count, **images._asdict()}, {})
 
 
 def generation_page(scores, out, images=None):

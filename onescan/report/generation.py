@@ -26,8 +26,7 @@ from onescan.report.plots import (
 )
 
 if TYPE_CHECKING:
-    from onescan.evaluation.generation.outcome import GenerationScore, GenerationScores
-    from onescan.evaluation.generation.tally import Shown
+    from onescan.evaluation.generation import GenerationScore, GenerationScores, Shown
     from onescan.shapes import Images
 
 PAGE = "report.html"
@@ -88,7 +87,7 @@ def write_generation(scores: "GenerationScores", out: Path) -> Path:
         ValueError: If another file exists at the page's path, or kept images are damaged.
         OSError: If the page cannot be written. An existing page stays intact.
     """
-    from onescan.evaluation.generation.gathering import first_images
+    from onescan.evaluation.generation import first_images
 
     check_report_path(out / PAGE)
     images = {score.guidance: first_images(out / score.folder) for score in scores.scores}
