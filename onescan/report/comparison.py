@@ -373,7 +373,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
     steps = {run.result.steps for row in rows for run in row.runs}
     return [
         *(_metric_column(name) for name in rows[0].runs[0].result.metrics),
-        Column("parameters", lambda row: [row.parameters], large),
+        Column("parameters", lambda row: [float(row.parameters)], large),
         Column("examples/s", _of_runs(lambda run: run.throughput), large, "higher"),
         Column(
             "training",

@@ -62,10 +62,12 @@ def metric_name(name: str) -> str:
 def metric_value(name: str, value: float) -> str:
     """Format the value of a metric.
 
-    >>> metric_value("accuracy", 0.5), metric_value("loss", 0.5)
-    ('50.00%', '0.500')
+    >>> metric_value("accuracy", 0.5), metric_value("loss", 0.5), metric_value("loss", 0.00021)
+    ('50.00%', '0.500', '0.0002')
     """
-    return percent(value, 2) if name.endswith(ACCURACY) else f"{value:.3f}"
+    if name.endswith(ACCURACY):
+        return percent(value, 2)
+    return f"{value:.1g}" if 0 < abs(value) < 0.0005 else f"{value:.3f}"  # noqa: PLR2004
 
 
 def duration(seconds: int | float) -> str:
