@@ -84,8 +84,8 @@ def to_svg(
     draw: Callable[[Figure], object],
     *,
     description: str,
-    width: float = WIDTH,
-    height: float = HEIGHT,
+    width: int | float = WIDTH,
+    height: int | float = HEIGHT,
 ) -> Markup:
     """Draw a figure, and return it as an inline `<svg>`.
 
@@ -110,7 +110,7 @@ def to_svg(
     return _inline(file.getvalue(), description, width)
 
 
-def _inline(svg: str, description: str, width: float) -> Markup:
+def _inline(svg: str, description: str, width: int | float) -> Markup:
     """Turn matplotlib's SVG file into an element of a page."""
     box = re.search(r'viewBox="[^"]*"', svg)
     assert box
@@ -162,9 +162,9 @@ def line_chart(
     format: Callable[[float], str] = significant,
     format_x: Callable[[float], str] | None = None,
     log_x: bool = False,
-    at_least: float = 0.0,
-    threshold: float | None = None,
-    mark_x: float | None = None,
+    at_least: int | float = 0.0,
+    threshold: int | float | None = None,
+    mark_x: int | float | None = None,
     dots: bool = False,
 ) -> Markup:
     """Draw curves, with their names where they end.
@@ -219,7 +219,7 @@ def _parts(line: Line) -> list[Column]:
     return [line.y, *([] if line.raw is None else [line.raw]), *(line.band or ())]
 
 
-def _scale_x(axes: Axes, lines: Sequence[Line], mark_x: float | None, *, log: bool) -> str:
+def _scale_x(axes: Axes, lines: Sequence[Line], mark_x: int | float | None, *, log: bool) -> str:
     """Set the scale and limits of the horizontal axis, and return a note for its label."""
     points = lines[0].x
     if log and len(points) > 1:
@@ -236,7 +236,7 @@ def _scale_x(axes: Axes, lines: Sequence[Line], mark_x: float | None, *, log: bo
 
 
 def _scale_y(
-    axes: Axes, values: Column, scale: Scale, format: Callable[[float], str], at_least: float
+    axes: Axes, values: Column, scale: Scale, format: Callable[[float], str], at_least: int | float
 ) -> str:
     """Set the scale of the vertical axis, and return a note for its label."""
     if scale == "log":
@@ -391,7 +391,7 @@ def dot_chart(
     x: str,
     format: Callable[[float], str] = percent,
     format_x: Callable[[float], str] = percent_tick,
-    end: float = 1.0,
+    end: int | float = 1.0,
 ) -> Markup:
     """Draw a row for each name, with a small dot for each seed and a large dot for their mean.
 
@@ -441,7 +441,7 @@ def heat_map(
     columns: Axis,
     format: Callable[[float], str],
     diverging: bool = False,
-    high: float | None = None,
+    high: int | float | None = None,
 ) -> Markup:
     """Return a table with one shaded cell for each number; NaN cells stay empty.
 
