@@ -432,8 +432,8 @@ def _bands(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(lags[0], lags[-1] or 1)
         end = float(lags[-1])
-        ends = [(end, median[-1], "learned", BLUE), (end, before[-1], "initial", INK)]
-        label_ends(axes, ends)
+        last, first = float(median[-1]), float(before[-1])
+        label_ends(axes, [(end, last, "learned", BLUE), (end, first, "initial", INK)])
 
     description = (
         f"Line chart of the kernels {DIRECTIONS[axis][0].lower()}: the median weight is "
