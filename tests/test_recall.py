@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from html_page import Page
+from onescan.report.sections.recall import section
 from tiny_run import KilledError, assert_same, raise_at
 from torch import nn
 from torch.nn.functional import one_hot
@@ -18,7 +19,6 @@ from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.recipes.recall import RECALL
 from onescan.report.runs import read_run_group
-from onescan.report.sections.recall import section
 from onescan.tasks import RecallTaskConfig
 from onescan.training import evaluate, train
 

@@ -372,14 +372,11 @@ def _width_figure(lines: Sequence[DiffusionLine]) -> Figure:
     widths = [(width(line.learned), width(line.initial)) for line in lines]
     limits = float(np.min(widths)) / 1.3, float(np.max(widths)) * 1.3
 
-    def finish(axes: Axes, unit: str) -> None:
+    def finish(axes: Axes) -> None:
         axes.set_ylim(limits)
-        axes.set_ylabel(f"sigma, {unit}" + log_scale(axes))
+        axes.set_ylabel(f"sigma, {lines[0].nouns}" + log_scale(axes))
 
-    charts = [
-        _dots(*each, "kernel widths", lambda axes, line=line: finish(axes, line.nouns))
-        for line, each in zip(lines, widths, strict=True)
-    ]
+    charts = [_dots(*each, "kernel widths", finish) for each in widths]
     return Figure(
         "Kernel width",
         _panels(lines, charts),
@@ -434,8 +431,8 @@ def _dots(
             for i in range(kernels):
                 color = series(i)
                 axes.vlines(x[:, i], initial[:, i], learned[:, i], color=color, alpha=0.4, lw=1)
-                ring = {"markerfacecolor": SURFACE, "markeredgewidth": 0.8, "alpha": 0.7}
-                axes.plot(x[:, i], initial[:, i], "o", color=color, markersize=3.5, **ring)
+                (ring,) = axes.plot(x[:, i], initial[:, i], "o", color=color, markersize=3.5)
+                ring.set(markerfacecolor=SURFACE, markeredgewidth=0.8, alpha=0.7)
                 axes.plot(x[:, i], learned[:, i], "o", color=color, markersize=3.5)
         _count_blocks(axes.xaxis)
         axes.grid(visible=False, axis="x")

@@ -273,13 +273,13 @@ def _mistakes(group: RunGroup, rows: list[int]) -> Figure:
     shown, seeds = rows[:MISTAKES], len(group.runs)
     which = "All" if len(shown) == len(rows) else f"The first {len(shown)} of"
     who = "at least one seed" if seeds > 1 else "the model"
-    several = f"the number of the {seeds} seeds that are wrong, and " if seeds > 1 else ""
+    several = f", the number of the {seeds} seeds that are wrong" * (seeds > 1)
     return Figure(
         plural(len(rows), "mistake"),
         _gallery(group, shown),
         f"{which} {plural(len(rows), 'image')} that {who} misclassifies: true class {ARROW} "
-        f"prediction, {several}the predicted probability. The most consistent and most confident "
-        "mistakes come first.",
+        f"prediction{several}, and the predicted probability. The most consistent and most "
+        "confident mistakes come first.",
         columns=3,
     )
 
@@ -382,4 +382,4 @@ def _error_line(run: FinishedRun, color: str) -> Line:
     counts = np.bincount(bins, minlength=NOISE_BINS)
     means = np.bincount(bins, errors, minlength=NOISE_BINS)[counts > 0] / counts[counts > 0]
     x = (np.flatnonzero(counts) + 0.5) * 1000 / NOISE_BINS
-    return Line(f"seed {run.seed}: {errors.mean():.3f}", color, x, np.maximum(means, SMALLEST))
+    return Line(f"seed {run.seed}, mean {errors.mean():.3f}", color, x, np.maximum(means, SMALLEST))

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
@@ -33,9 +34,11 @@ from onescan.report.page import Figure, Section, fragment
 from onescan.report.plots import (
     BLUE,
     DASHED,
+    GRID,
     INK,
     MUTED,
     VERMILION,
+    WIDTH,
     diverging,
     label_ends,
     log_scale,
@@ -196,7 +199,7 @@ def _mean_figure(group: RunGroup, model: ImageClassifier) -> Figure:
         "Rows are blocks, columns are heads, in the same colors: the mean over "
         f"{plural(len(chosen), 'test image')} shows preferences for places that do not depend on "
         f"the image.{_omitted(len(blocks), depth, 'block')}{_heads_omitted(model)}",
-        columns=2,
+        columns=1 if tiles_width(rows) < 1.1 * WIDTH else 2,
     )
 
 
@@ -284,6 +287,8 @@ def tiles(
             for x, image in enumerate(images):
                 left = x * (1 + GAP)
                 axes.imshow(image, extent=(left, left + 1, bottom, i * step))
+                corner, size = (left, i * step), (1, height / width)
+                axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor=GRID, linewidth=0.6))
             for x, number in enumerate([] if row.numbers is None else row.numbers.tolist()):
                 center = (x + with_images) * (1 + GAP) + 0.5
                 axes.text(
@@ -427,8 +432,8 @@ def _bands(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(lags[0], lags[-1] or 1)
         end = float(lags[-1])
-        ends = [(end, median[-1], "learned", BLUE), (end, before[-1], "initial", INK)]
-        label_ends(axes, ends)
+        last, first = float(median[-1]), float(before[-1])
+        label_ends(axes, [(end, last, "learned", BLUE), (end, first, "initial", INK)])
 
     description = (
         f"Line chart of the kernels {DIRECTIONS[axis][0].lower()}: the median weight is "

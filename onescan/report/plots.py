@@ -122,8 +122,7 @@ def _inline(svg: str, description: str, width: int | float) -> Markup:
         body = body.replace(light, f"var(--{name})")
     opening = (
         f'<svg class="chart" role="img" aria-label="{escape(description)}" {box[0]} '
-        f'style="max-width:{width:.0f}px;--natural:{width:.0f}px" '
-        'xmlns:xlink="http://www.w3.org/1999/xlink">'
+        f'style="max-width:{width:.0f}px;--natural:{width:.0f}px">'
     )
     return Markup(opening + body)  # matplotlib escapes text
 

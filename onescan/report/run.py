@@ -308,11 +308,7 @@ def training(group: RunGroup) -> Section:
     ) * bool(smoothing)
     clip = group.config.training.max_grad_norm
     clipped = f" Norms above the dashed line, {clip:g}, are clipped." if clip else ""
-    measured = [
-        _metric_figure(group, name)
-        for name in metrics
-        if name != "loss" and not name.endswith("_pairs_accuracy")  # in the section on recall
-    ]
+    measured = [_metric_figure(group, name) for name in metrics if _meaning(name)]
     longest = max(group.runs, key=lambda run: run.result.steps)
     rates = longest.column("train", "learning_rate")
     shown = thinned(len(rates))
@@ -347,8 +343,14 @@ def training(group: RunGroup) -> Section:
     )
 
 
+def _meaning(name: str) -> str:
+    """The caption of a metric's figure; empty for metrics that other figures show."""
+    if name.endswith("_pairs_accuracy"):  # in the section on recall
+        return ""
+    return next((text for end, text in MEANINGS.items() if name.endswith(end)), "")
+
+
 def _metric_figure(group: RunGroup, name: str) -> Figure:
-    meaning = next(text for end, text in MEANINGS.items() if name.endswith(end))
     right = RIGHT.get(type(group.config.task), "held-out sequences that are classified correctly")
     scale: Scale = "linear"
     if name.endswith(ACCURACY):
@@ -356,7 +358,7 @@ def _metric_figure(group: RunGroup, name: str) -> Figure:
     elif name in ("bits_per_byte", "feature_distance"):
         scale = "log"
     title = f"Test {metric_name(name)}"
-    return Figure(title, _evaluations(group, name, scale), meaning.format(right=right))
+    return Figure(title, _evaluations(group, name, scale), _meaning(name).format(right=right))
 
 
 def _per_batch(group: RunGroup) -> str:
