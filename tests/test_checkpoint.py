@@ -39,7 +39,7 @@ from onescan.data import Format, read_image
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.presets import PRESETS
-from onescan.report.study import read_study
+from onescan.report.runs import read_run_group
 from onescan.tasks import ImageClassification, classify
 from onescan.training import (
     evaluate,
@@ -555,7 +555,7 @@ def test_no_flipped_bit_is_read_silently(tmp_path, caplog):
 
 
 def read_all(folder):
-    read_study([folder])
+    read_run_group([folder])
     load(folder / "best.safetensors")
     train(tiny_run(steps=2), folder)
 
@@ -754,7 +754,7 @@ def test_removing_a_link_leaves_what_it_points_to(tmp_path):
 def test_a_damaged_result_is_refused_by_name(whole, tmp_path, content):
     folder = copy(whole.folder, tmp_path)
     (folder / "result.json").write_bytes(content)
-    for use in (lambda folder: train(tiny_run(), folder), lambda folder: read_study([folder])):
+    for use in (lambda folder: train(tiny_run(), folder), lambda folder: read_run_group([folder])):
         with pytest.raises(ValueError, match=r"result\.json is damaged \(.*: remove it and start"):
             use(folder)
     assert load(folder).metrics == whole.metrics
@@ -778,7 +778,7 @@ def test_damaged_metrics_are_refused_by_name(whole, tmp_path, content):
     (folder / "metrics.jsonl").write_bytes(content)
     says = r"metrics\.jsonl, line 1 is damaged \(.*: remove the file to continue"
     with pytest.raises(ValueError, match=says):
-        read_study([folder])
+        read_run_group([folder])
     (folder / "result.json").unlink()
     with pytest.raises(ValueError, match=says):
         train(tiny_run(), folder)
@@ -797,7 +797,7 @@ def test_a_metric_that_is_no_number_is_refused_whatever_the_checksum(whole, tmp_
         path.write_text(files.to_json({"steps": 12, "metrics": metrics}))
     else:
         path.write_text(files.to_json({"step": 1, "epoch": 0.1, "split": "train", **metrics}))
-    use = load if name == "model.safetensors" else lambda folder: read_study([folder])
+    use = load if name == "model.safetensors" else lambda folder: read_run_group([folder])
     with pytest.raises(ValueError, match=f"{name}.* is damaged"):
         use(folder)
 
@@ -806,10 +806,10 @@ def test_metrics_that_lack_a_number_are_refused_by_name(whole, tmp_path):
     folder = copy(whole.folder, tmp_path)
     (folder / "metrics.jsonl").write_bytes(b"")
     with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: it lacks 'seconds' of train"):
-        read_study([folder]).runs[0].column("train", "seconds")
+        read_run_group([folder]).runs[0].column("train", "seconds")
     (folder / "result.json").write_text(files.to_json({"steps": 12, "metrics": {"loss": 1.0}}))
     with pytest.raises(ValueError, match="run: the result has no metric 'accuracy'"):
-        read_study([folder]).metric("accuracy")
+        read_run_group([folder]).metric("accuracy")
 
 
 @pytest.mark.parametrize(
@@ -887,7 +887,7 @@ def test_deeply_nested_json_is_refused(whole, tmp_path, name, depth):
     text = json.dumps(content).replace("[1]", "[" * depth + "]" * depth)
     (folder / name).write_text(text + "\n")
     with pytest.raises(ValueError, match=rf"{name}.*(is damaged|run is)"):
-        read_study([folder])
+        read_run_group([folder])
 
 
 def test_the_environment_is_recorded(whole):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from html_page import Page
+from onescan.report.sections.recall import section
 from tiny_run import KilledError, assert_same, raise_at
 from torch import nn
 from torch.nn.functional import one_hot
@@ -17,8 +18,7 @@ from onescan.data import Example, RecallConfig
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.recipes.recall import RECALL
-from onescan.report.sections.recall import section
-from onescan.report.study import read_study
+from onescan.report.runs import read_run_group
 from onescan.tasks import RecallTaskConfig
 from onescan.training import evaluate, train
 
@@ -241,7 +241,7 @@ def test_the_grid_has_the_share_of_each_number_of_pairs_and_distance(tmp_path, m
         for row in arrays["distances"].tolist():
             there = [(distance, distance % (2 + seed) == 1) for distance in row if distance]
             asked[str(len(there))] += there
-    assert "2 seeds" in section(read_study(results)).figures[0].caption
+    assert "2 seeds" in section(read_run_group(results)).figures[0].caption
     assert drawn["down"].names == ["2", "4"]
     assert drawn["along"].names == ["1-3", "4-6", "7-9", "10-12", "13-15", "16-18", "19-21"]
     for cells, number in zip(drawn["cells"], drawn["down"].names, strict=True):
