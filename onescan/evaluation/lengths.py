@@ -244,7 +244,10 @@ def read_tokens(
 
 
 def inputs_and_labels(
-    model: CausalLM | MaskedLM, tokenizer: Tokenizer, ids: Stream, run: RunConfig | None
+    model: CausalLM | MaskedLM,
+    tokenizer: Tokenizer,
+    ids: Int[Tensor, " _"],
+    run: RunConfig | None,
 ) -> tuple[Stream, Stream]:
     """Return the tokens to read and those to predict: the next tokens, or masked ones.
 
