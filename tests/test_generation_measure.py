@@ -86,7 +86,7 @@ def test_classes_may_have_the_frequencies_of_the_reference(tmp_path, classifier,
 def test_kept_features_are_of_all_classes_also_if_classes_take_turns(tmp_path, classifier):
     features = open_features(classifier, CPU)
     source = Images(5000)
-    order = Accumulator(source, 5000, features, 1000, tmp_path, {}).order
+    order = Accumulator(source, 5000, features, 1000, tmp_path).order
     for classes in (10, 25):
         counts = (torch.arange(5000) % classes)[order < 1000].bincount(minlength=classes)
         assert counts.sum() == 1000
@@ -292,7 +292,7 @@ def test_a_folder_with_other_settings_is_rejected(tmp_path, classifier, denoiser
     measure(denoiser, config, tmp_path / "out")
     before = sorted(tmp_path.glob("out/**/*"))
     ((name, value),) = change.items()
-    with pytest.raises(ValueError, match=rf"guidance-1 holds images with {name} .*{value!r}"):
+    with pytest.raises(ValueError, match=rf"out holds images with {name} .*{value!r}"):
         measure(denoiser, replace(config, guidance_scale=(4.0,), **change), tmp_path / "out")
     assert sorted(tmp_path.glob("out/**/*")) == before
 
@@ -304,13 +304,14 @@ def test_a_folder_of_other_weights_is_rejected(tmp_path, classifier, denoiser):
         measure(denoiser, samples_config(classifier), tmp_path / "out")
 
 
-@pytest.mark.parametrize("change", [lambda x: x[:-5], lambda x: x[:-1] + b"\x01"])
-def test_a_damaged_state_is_rejected(tmp_path, classifier, denoiser, change):
+@pytest.mark.parametrize("file", ["guidance-1/state.safetensors", "plan.json"])
+@pytest.mark.parametrize("change", [lambda x: x[:-5], lambda x: b"\x01" + x[1:]])
+def test_damaged_files_are_rejected(tmp_path, classifier, denoiser, file, change):
     config = samples_config(classifier, guidance_scale=(1.0,))
     measure(denoiser, config, tmp_path / "out")
-    path = tmp_path / "out" / "guidance-1" / "state.safetensors"
+    path = tmp_path / "out" / file
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ValueError, match=r"state\.safetensors is damaged.*remove"):
+    with pytest.raises(ValueError, match=f"{file} is damaged.*remove"):
         measure(denoiser, config, tmp_path / "out")
 
 
@@ -400,7 +401,7 @@ class Images(Source):
 
 def test_images_that_are_not_finite_are_rejected(tmp_path, classifier):
     source = Images(10, torch.nan)
-    accumulator = Accumulator(source, 10, open_features(classifier, CPU), 10, tmp_path, {})
+    accumulator = Accumulator(source, 10, open_features(classifier, CPU), 10, tmp_path)
     with pytest.raises(ValueError, match="constant: images 0 to 5 have NaN"):
         accumulator.read(source, batch_size=5, name="", progress=False)
 

@@ -15,8 +15,8 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from onescan import __version__, configs
-from onescan.checkpoint.files import damaged, locked, remove, write_atomically
-from onescan.checkpoint.weights import read_notes, read_weights
+from onescan.checkpoint.files import damaged, locked, parse_json, remove, write_atomically
+from onescan.checkpoint.weights import read_weights
 from onescan.data import DataConfig, ImageSplits
 from onescan.data.image_grid import image_grid
 from onescan.data.images import unit_pixels
@@ -45,11 +45,12 @@ from onescan.evaluation.images import (
     read_npz,
 )
 from onescan.tasks.feature_distance import Gaussian, frechet_distance
+from onescan.training.folder import write_json
 from onescan.training.ranks import Ranks, choose_device
 
 FID_50K = 50_000
 MOST_CONFUSED = 20  # classes of a confusion matrix in the results
-GRID = "samples.png"
+SETTINGS, GRID = "plan.json", "samples.png"
 CACHE_VERSION = 3
 COLUMNS = 10  # of the grid
 
@@ -311,11 +312,11 @@ def _summarize(
     folder = reference_cache() / key
     with locked(folder):
         try:
-            found = Accumulator(source, total, features, rows, folder, {})
+            found = Accumulator(source, total, features, rows, folder)
         except ValueError as error:
             log.warning("%s; it is computed again", error)
             remove(folder / STATE)
-            found = Accumulator(source, total, features, rows, folder, {})
+            found = Accumulator(source, total, features, rows, folder)
         found.read(source, batch_size=config.batch_size, name="real images", progress=progress)
     has_classes = _has_same_classes(source, features)
     return Reference(
@@ -397,9 +398,7 @@ def measure_generation(
         }
         _check_settings(out, settings)
         accumulators = {
-            scale: Accumulator(
-                samples, config.samples, features, rows, out / folder_name(scale), settings
-            )
+            scale: Accumulator(samples, config.samples, features, rows, out / folder_name(scale))
             for scale in (denoiser.guidance_scales if denoiser else (None,))
         }
         if reference is None:  # after the settings were compared, because it may take long
@@ -475,16 +474,24 @@ def _score(
 
 
 def _check_settings(out: Path, settings: dict[str, Any]) -> None:
-    """Raise ValueError if images in the folder were generated or evaluated with other settings."""
-    for path in sorted(out.glob(f"*/{STATE}")):
-        saved = read_notes(path, remedy(path.parent)).get("settings")
-        for name, value in settings.items():
-            there = saved.get(name) if isinstance(saved, dict) else None
-            if there != value:
-                raise ValueError(
-                    f"{path.parent} holds images with {name} {there!r}, expected {value!r}: choose "
-                    "another folder"
-                )
+    """Save the settings in a new folder, or compare them with those of the images that it has.
+
+    Raises:
+        ValueError: If a setting differs, or the file is damaged or missing.
+    """
+    path = out / SETTINGS
+    if not any(out.glob(f"*/{STATE}")):
+        write_json(path, settings)
+        return
+    saved = parse_json(path.read_bytes(), path, remedy(out)) if path.exists() else None
+    if not isinstance(saved, dict):
+        raise damaged(path, saved, remedy(out))
+    for name, value in settings.items():
+        if (there := saved.get(name)) != value:
+            raise ValueError(
+                f"{out} holds images with {name} {there!r}, expected {value!r}: choose another "
+                "folder"
+            )
 
 
 def _check_classes(frequencies: tuple[int, ...], samples: Source) -> tuple[int, ...]:
