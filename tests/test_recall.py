@@ -234,20 +234,20 @@ def test_the_grid_has_the_share_of_each_number_of_pairs_and_distance(tmp_path, m
         lambda cells, **words: drawn.update(words, cells=cells) or "<img>",
     )
     results = [train(tiny(**{"training.seed": seed}), tmp_path / str(seed)) for seed in (0, 1)]
-    asked = {"2": [], "4": []}  # by pairs: how far each query is, and whether it is right
+    queries = {"2": [], "4": []}  # by pairs: how far each query is, and whether it is right
     for seed, result in enumerate(results):
         arrays = result.evaluation.arrays
         arrays["right"] = arrays["distances"] % (2 + seed) == 1
         for row in arrays["distances"].tolist():
             there = [(distance, distance % (2 + seed) == 1) for distance in row if distance]
-            asked[str(len(there))] += there
+            queries[str(len(there))] += there
     assert "2 seeds" in section(read_study(results)).figures[0].caption
     assert drawn["down"].names == ["2", "4"]
     assert drawn["along"].names == ["1-3", "4-6", "7-9", "10-12", "13-15", "16-18", "19-21"]
     for cells, number in zip(drawn["cells"], drawn["down"].names, strict=True):
         for cell, columns in zip(cells, drawn["along"].names, strict=True):
             first, last = map(int, columns.split("-"))
-            near = [right for distance, right in asked[number] if first <= distance <= last]
+            near = [right for distance, right in queries[number] if first <= distance <= last]
             assert cell == pytest.approx(np.mean(near) if near else np.nan, nan_ok=True)
 
 

@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from multiprocessing import get_context
 
@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from tiny_run import assert_same, press_ctrl_c_at, tiny_run
 from tiny_tokenizers import WORDS, word_tokenizer
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 from onescan.checkpoint.files import to_json
 from onescan.cli import main
@@ -35,7 +33,7 @@ from onescan.data.text import (
 from onescan.data.text.corpus import Corpus, encode_documents
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.causal_lm import CausalLM, CausalLMConfig
-from onescan.tasks import Evaluation, Task, TaskConfig
+from onescan.tasks import LanguageModellingConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig, load, train
 from onescan.training.language_model import load_language_model
 
@@ -118,7 +116,7 @@ def cut(stream, length, padding):
 
 
 @pytest.mark.parametrize("length", [1, 4, 8, 200])
-def test_rows_in_the_stored_order_are_those_of_a_slow_packing(tmp_path, length):
+def test_rows_in_the_stored_order_equal_a_slow_packing(tmp_path, length):
     path = write(tmp_path / "a.txt", *TEXTS)
     splits = build(path, length=length, test_path=path)
     for data in (splits.train, splits.test):
@@ -141,7 +139,7 @@ def numbered(lengths, row):
     seed=st.integers(0, 2**40),
     epoch=st.integers(0, 5),
 )
-def test_rows_of_an_epoch_are_those_of_a_slow_packing(lengths, row, seed, epoch):
+def test_rows_of_an_epoch_equal_a_slow_packing(lengths, row, seed, epoch):
     data, total = numbered(lengths, row), sum(lengths)
     ends = np.cumsum(lengths)
     documents = [
@@ -163,7 +161,7 @@ def test_rows_of_an_epoch_are_those_of_a_slow_packing(lengths, row, seed, epoch)
     row=st.integers(1, 14),
     seed=st.integers(0, 2**40),
 )
-def test_an_epoch_has_every_token_once_and_documents_apart(lengths, row, seed):
+def test_an_epoch_contains_every_token_once_and_numbers_documents(lengths, row, seed):
     data = numbered(lengths, row)
     owner = np.repeat(np.arange(len(lengths)), lengths)
     seen = []
@@ -205,8 +203,8 @@ def test_resuming_gives_the_rest_of_the_epoch():
 
 def batches(path, share, **options):
     """Ids that one of two processes reads of the first batches."""
-    plan = Next(build(path, **options)).batches(step=0, batch_size=4, seed=5)
-    task = Next(build(path, **options))
+    task = LanguageModellingConfig().build(build(path, **options))
+    plan = task.batches(step=0, batch_size=4, seed=5)
     planned = islice(plan, task.steps_per_epoch(4))
     return [task.train.read(group.examples[share]).batch[0].tolist() for group in planned]
 
@@ -270,7 +268,7 @@ over_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @over_kinds
-def test_every_kind_of_file_gives_its_documents(tmp_path, kind):
+def test_every_kind_of_source(tmp_path, kind):
     path = KINDS[kind](tmp_path, TEXTS)
     data = build(path, test_path=str(path)).train
     assert texts_of(data) == TEXTS
@@ -321,7 +319,7 @@ def test_the_last_documents_are_held_out(tmp_path):
     assert rows(splits.test, seed=None) == packed(texts[15:], 8)[:2]
 
 
-def test_of_one_document_the_last_tokens_are_held_out(tmp_path):
+def test_the_last_tokens_of_a_single_document_are_held_out(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 50 + "y" * 9)
     splits = build(tmp_path / "a.txt", sample_by="file", length=10)
     learnt = [token for tokens, _ in rows(splits.train, seed=0) for token in tokens]
@@ -332,27 +330,27 @@ def test_of_one_document_the_last_tokens_are_held_out(tmp_path):
 
 def hub(monkeypatch, texts, *, splits=("train", "validation")):
     data = datasets.Dataset.from_dict({"body": texts})
-    asked = []
+    calls = []
 
     def load_dataset(path, name, *, split, streaming):
-        asked.append((path, name, split, streaming))
+        calls.append((path, name, split, streaming))
         return data.to_iterable_dataset(num_shards=3) if streaming else data
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: list(splits))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return asked
+    return calls
 
 
-def test_a_hub_data_set(monkeypatch):
-    asked = hub(monkeypatch, TEXTS)
+def test_a_hub_dataset(monkeypatch):
+    calls = hub(monkeypatch, TEXTS)
     splits = build("some/thing", name="plain", text_column="body")
-    assert asked == [("some/thing", "plain", s, False) for s in ("train", "validation")]
+    assert calls == [("some/thing", "plain", s, False) for s in ("train", "validation")]
     assert rows(splits.train, seed=None) == packed(TEXTS, 8)
     with pytest.raises(ValueError, match="there is no column 'text', expected one of: body"):
         build("some/thing")
 
 
-def test_a_tokenizer_of_words(tmp_path):
+def test_a_pretrained_tokenizer(tmp_path):
     word_tokenizer(framed=True).save_pretrained(tmp_path / "words")
     path = write(tmp_path / "a.txt", "the cat sat", "a dog on")
     splits = build(path, tokenizer=str(tmp_path / "words"), test_path=path)
@@ -372,7 +370,7 @@ def test_a_tokenizer_without_an_end(tmp_path):
     ]
 
 
-def test_a_long_text_is_encoded_as_if_in_one(monkeypatch, tmp_path):
+def test_splitting_long_texts_does_not_change_ids(monkeypatch, tmp_path):
     text = "".join(f"the {'cat    ' * (i % 7)}\n{' sat' * (i % 3)}\n\n on\n" for i in range(200))
     path = write(tmp_path / "a.txt", text)
     assert main(["tokenizer", path, "--out", str(tmp_path / "pairs"), "--vocab-size", "300"]) == 0
@@ -492,7 +490,7 @@ def test_a_damaged_column_of_parquet(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [{}, {"streaming": True, "train_rows": 5}])
-def test_long_documents_may_be_refused(tmp_path, streaming):
+def test_long_documents_may_be_rejected(tmp_path, streaming):
     path, good = write(tmp_path / "a.txt", *TEXTS), write(tmp_path / "b.txt", "a")
     options = {"long_documents": "raise", "test_path": good, **streaming}
     with pytest.raises(ValueError, match=r"a\.txt, line 7: .* 30 tokens, .* 29; .*data\.length"):
@@ -614,7 +612,7 @@ def streamed(path, root, **options):
 
 @over_kinds
 @pytest.mark.parametrize("seed", [None, 4])
-def test_a_stream_goes_on_where_it_stopped(tmp_path, monkeypatch, kind, seed):
+def test_a_stream_resumes_exactly(tmp_path, monkeypatch, kind, seed):
     monkeypatch.setattr("onescan.data.text.source.ROWS", 1)
     monkeypatch.setattr("onescan.data.text.source.GROUP", 3)
     path = KINDS[kind](tmp_path, TEXTS)
@@ -640,7 +638,7 @@ def shape(examples):
     ]
 
 
-def test_a_hub_stream_goes_on_where_it_stopped(monkeypatch, tmp_path):
+def test_a_hub_stream_resumes_exactly(monkeypatch, tmp_path):
     hub(monkeypatch, [f"text {i}" for i in range(20)])
     monkeypatch.setattr("onescan.data.text.source.GROUP", 3)
     data = streamed("some/thing", tmp_path, text_column="body", length=5, train_rows=70)
@@ -679,7 +677,7 @@ def test_a_damaged_data_state_of_a_hub_stream_is_rejected(monkeypatch, tmp_path)
             list(data.examples(seed=2, start=1, data_state=damaged))
 
 
-def test_every_round_has_every_document_in_another_order(tmp_path):
+def test_every_round_contains_all_documents_in_another_order(tmp_path):
     texts = [f"{i:03}" for i in range(50)]
     for i in range(5):
         write(tmp_path / "lines" / f"{i}.txt", *texts[10 * i : 10 * i + 10])
@@ -694,7 +692,7 @@ def test_every_round_has_every_document_in_another_order(tmp_path):
     assert len(set(files[:7])) <= 2  # neighbours come together
 
 
-def test_every_block_has_an_order_of_its_own(tmp_path):
+def test_blocks_are_shuffled_independently(tmp_path):
     path = write(tmp_path / "a.txt", *(f"{i:03}" for i in range(40)))
     data = streamed(path, tmp_path, length=4, train_rows=80, shuffle_block=10)
     order = [int(bytes(tokens[:3])) for tokens, _ in rows(data, seed=0)]
@@ -703,7 +701,7 @@ def test_every_block_has_an_order_of_its_own(tmp_path):
     assert all(sorted(block) == list(range(10)) for block in blocks)
 
 
-def test_a_stream_reads_nothing_of_before_its_block(tmp_path, monkeypatch):
+def test_a_resumed_stream_encodes_only_its_block(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", *(f"text {i}" for i in range(200)))
     data = streamed(path, tmp_path, train_rows=150, shuffle_block=5)
     every = list(data.examples(seed=0))
@@ -717,7 +715,7 @@ def test_a_stream_reads_nothing_of_before_its_block(tmp_path, monkeypatch):
     assert 0 < len(made) <= 10
 
 
-def test_examples_of_a_stream_are_repeated_in_a_row(tmp_path):
+def test_repeated_examples_of_a_stream(tmp_path):
     data = streamed(write(tmp_path / "a.txt", *TEXTS), tmp_path)
     once, every = shape(data.examples(seed=0)), list(data.examples(seed=0, repeats=3))
     assert [parts for parts, _, _ in shape(every)] == [
@@ -749,36 +747,7 @@ def test_a_stream_without_text_ends(tmp_path, lines):
         whole(streamed(path, tmp_path, on_error="skip"), seed=0)
 
 
-# In a run's folder
-
-
-class Next(Task):
-    """Rows of a text, which a model learns to tell the next token of."""
-
-    unit = "rows"
-
-    def __init__(self, data):
-        self.train, self.test, self.format = data.train, data.test, data.format
-
-    def loss(self, model: nn.Module, batch):
-        tokens, _ = batch
-        logits, _ = model(tokens)
-        return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), {}
-
-    def predict(self, model, batch):
-        return {"losses": self.loss(model, batch)[0].expand(len(batch[0]))}
-
-    def judge(self, rows):
-        return Evaluation(metrics={"loss": rows["losses"].mean().item()}, arrays=rows)
-
-    def score(self, metrics):
-        return -metrics["loss"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NextConfig(TaskConfig):
-    def build(self, data):
-        return Next(data)
+# Runs
 
 
 def text_run(root, tokenizer, size, steps=2):
@@ -789,11 +758,16 @@ def text_run(root, tokenizer, size, steps=2):
     training = TrainingConfig(batch_size=4, steps=steps)
     machine = MachineConfig(trackers=())
     return RunConfig(
-        name="text", task=NextConfig(), data=data, model=model, training=training, machine=machine
+        name="text",
+        task=LanguageModellingConfig(),
+        data=data,
+        model=model,
+        training=training,
+        machine=machine,
     )
 
 
-def test_a_run_needs_nothing_but_its_folder(tmp_path, capsys):
+def test_a_run_is_self_contained(tmp_path, capsys):
     words = tmp_path / "words"
     word_tokenizer().save_pretrained(words)
     run = text_run(tmp_path, str(words), len(WORDS))
@@ -813,7 +787,7 @@ def test_a_run_needs_nothing_but_its_folder(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "found"),
     [
         (lambda f: flip(f / "tokenizer_config.json"), r"tokenizer_config\.json is damaged"),
         (lambda f: flip(f / "tokenizer.json"), r"tokenizer\.json is damaged"),
@@ -827,10 +801,10 @@ def test_a_run_needs_nothing_but_its_folder(tmp_path, capsys):
         (lambda f: (f / "vocab.txt").touch(), r"vocab\.txt is not in its list of"),
     ],
 )
-def test_a_damaged_tokenizer_of_a_run_is_refused(text_folder, tmp_path, damage, says):
+def test_a_damaged_tokenizer_of_a_run_is_rejected(text_folder, tmp_path, damage, found):
     folder = shutil.copytree(text_folder, tmp_path / "run")
     damage(folder / "tokenizer")
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=found):
         load_language_model(str(folder))
 
 
@@ -847,7 +821,7 @@ def flip(path):
     path.write_bytes(data)
 
 
-def test_a_run_that_gives_way_takes_its_tokenizer_with_it(tmp_path):
+def test_replacing_a_run_removes_its_tokenizer(tmp_path):
     word_tokenizer().save_pretrained(tmp_path / "words")
     folder = train(text_run(tmp_path, str(tmp_path / "words"), len(WORDS)), tmp_path / "run").folder
     assert (folder / "tokenizer").is_dir()
@@ -857,7 +831,7 @@ def test_a_run_that_gives_way_takes_its_tokenizer_with_it(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [{}, {"streaming": True, "train_rows": 40}])
-def test_a_run_that_stopped_goes_on_with_the_same_rows(tmp_path, streaming):
+def test_an_interrupted_run_resumes_exactly(tmp_path, streaming):
     run = text_run(tmp_path, "bytes", 258, steps=6)
     good = write(tmp_path / "good.txt", "good")
     run = replace(run, data=replace(run.data, test_path=good, shuffle_block=4, **streaming))
@@ -867,13 +841,13 @@ def test_a_run_that_stopped_goes_on_with_the_same_rows(tmp_path, streaming):
     assert_same(train(run, tmp_path / "cut"), undisturbed)
 
 
-def test_a_run_of_something_else_is_no_language_model(tmp_path):
+def test_a_run_of_another_model_is_rejected(tmp_path):
     folder = train(tiny_run(steps=1), tmp_path / "run").folder
-    with pytest.raises(ValueError, match=r"holds a model of class .*, expected CausalLM or Masked"):
+    with pytest.raises(ValueError, match=r"expected CausalLM or Masked"):
         load_language_model(str(folder))
 
 
-def test_a_run_with_another_tokenizer_is_refused_its_folder(tmp_path):
+def test_a_run_does_not_resume_with_another_tokenizer(tmp_path):
     words = tmp_path / "words"
     word_tokenizer().save_pretrained(words)
     run = text_run(tmp_path, str(words), len(WORDS), steps=9)
@@ -915,7 +889,9 @@ def parts(data, length, **options):
 @pytest.mark.parametrize("length", [3, 5, 8, 60])
 @pytest.mark.parametrize("streaming", [{}, {"streaming": True, "train_rows": 99}])
 @pytest.mark.parametrize("lines", [LINES, [LINES[3]]])
-def test_every_part_of_a_document_is_framed_and_no_word_is_lost(tmp_path, lines, length, streaming):
+def test_every_part_of_a_document_is_framed_and_no_token_is_lost(
+    tmp_path, lines, length, streaming
+):
     test = {"test_path": write(tmp_path / "b.txt", *lines)} if streaming or len(lines) > 1 else {}
     splits = framed(tmp_path, lines, length=length, **test, **streaming)
     words = [WORDS.index(word) for line in lines for word in line.split()]
