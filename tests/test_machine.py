@@ -26,9 +26,8 @@ from onescan.data import Example, ImageSplits, ImageTensors, Loaded
 from onescan.layers.mixers.lightnet import LightNetMixer
 from onescan.tasks import ImageClassification, Planned
 from onescan.training import evaluate, load, loader, loop, read_metrics, train
-from onescan.training.ema import WeightMean
-from onescan.training.loader import Loader
-from onescan.training.precision import LossScale
+from onescan.training.data import Loader
+from onescan.training.optim import LossScale, WeightMean
 from onescan.training.state import TrainingState
 
 

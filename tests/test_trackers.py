@@ -18,15 +18,14 @@ from tiny_run import STEPS, tiny_run
 
 from onescan import configs
 from onescan.training import memory, read_metrics, train
-from onescan.training.memory import memory_mib
-from onescan.training.run import MachineConfig
-from onescan.training.trackers import IDENTITY, Tracker, Trackers, open_trackers
+from onescan.training.config import MachineConfig
+from onescan.training.logging import IDENTITY, Tracker, Trackers, memory_mib, open_trackers
 
 CHILD = """
 import os, signal, sys
 from pathlib import Path
 from tiny_run import tiny_run
-from onescan.training.trackers import open_trackers
+from onescan.training.logging import open_trackers
 """
 
 
