@@ -9,8 +9,8 @@ from time import perf_counter
 
 from torch.utils.data import DataLoader, Dataset
 
-from onescan.data import Bookmark, DataSet, Example, Loaded
-from onescan.tasks import Batch, Planned
+from onescan.data import DataSet, DataState, Example, LoadedBatch
+from onescan.tasks import Batch, BatchPlan
 from onescan.training.config import MachineConfig, TrainingConfig
 from onescan.training.distributed import Ranks
 
@@ -23,7 +23,7 @@ log = logging.getLogger("onescan")
 class Loader:
     """An iterator over batches, read in the order of a plan."""
 
-    data_state: Bookmark | None = None
+    data_state: DataState | None = None
     """Position of the batch after the last one."""
     waiting_s = 0.0
     """Seconds spent waiting for the last batch."""
@@ -31,10 +31,10 @@ class Loader:
     """Unreadable examples of the last batch."""
 
     def __init__(
-        self, data: DataSet, plan: Iterator[Planned], *, workers: int, pin: bool = False
+        self, data: DataSet, plan: Iterator[BatchPlan], *, workers: int, pin: bool = False
     ) -> None:
         self._warned: set[str] = set()
-        self._data_states: deque[Bookmark | None] = deque()
+        self._data_states: deque[DataState | None] = deque()
         loader = DataLoader(
             _Reader(data),
             sampler=_Order(plan, self._data_states),
@@ -44,7 +44,7 @@ class Loader:
             pin_memory=pin,
             worker_init_fn=_ignore_signals,
         )
-        self._batches: Iterator[Loaded | Exception] = iter(loader)
+        self._batches: Iterator[LoadedBatch | Exception] = iter(loader)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -117,13 +117,13 @@ def share_of_batch(settings: TrainingConfig, machine: MachineConfig, ranks: Rank
     return slice(ranks.rank * share, (ranks.rank + 1) * share)
 
 
-class _Reader(Dataset[Loaded | Exception]):
+class _Reader(Dataset[LoadedBatch | Exception]):
     """Reads in the worker; returns errors, because torch would wrap a raised one in a traceback."""
 
     def __init__(self, data: DataSet) -> None:
         self.data = data
 
-    def __getitem__(self, examples: list[Example]) -> Loaded | Exception:
+    def __getitem__(self, examples: list[Example]) -> LoadedBatch | Exception:
         try:
             return self.data.read(examples)
         except (ValueError, OSError) as error:
@@ -133,7 +133,7 @@ class _Reader(Dataset[Loaded | Exception]):
 class _Order:
     """A sampler that follows the plan, and keeps the data state of each batch read ahead."""
 
-    def __init__(self, plan: Iterator[Planned], data_states: deque[Bookmark | None]) -> None:
+    def __init__(self, plan: Iterator[BatchPlan], data_states: deque[DataState | None]) -> None:
         self.plan = plan
         self.data_states = data_states
 
@@ -143,7 +143,7 @@ class _Order:
             yield examples
 
 
-def _unchanged(loaded: Loaded | Exception) -> Loaded | Exception:
+def _unchanged(loaded: LoadedBatch | Exception) -> LoadedBatch | Exception:
     return loaded
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from tqdm import tqdm
 
 from onescan.data import batched
-from onescan.tasks import Batch, Evaluation, Planned, Rows, Task
+from onescan.tasks import Batch, BatchPlan, Evaluation, Rows, Task
 from onescan.training.config import Precision
 from onescan.training.data import Loader
 from onescan.training.distributed import Ranks
@@ -44,7 +44,7 @@ def evaluate(
     ranks = ranks or Ranks()
     sizes: list[int] = []  # examples of each batch, of all processes
 
-    def own_batches() -> Iterator[Planned]:
+    def own_batches() -> Iterator[BatchPlan]:
         for group in batched(task.test_batches(), ranks.size):
             sizes.extend(len(batch.examples) for batch in group)
             # in the last round, processes without a batch of their own repeat one

@@ -219,7 +219,8 @@ def open_trackers(
         OSError: If a tracker does not start; says why.
     """
     if names is None:
-        names = ("tensorboard",) if find_spec("tensorboard") and find_spec("accelerate") else ()
+        is_there = find_spec("tensorboard") and find_spec("accelerate")
+        names = ("tensorboard",) if is_there else ()
     check_installed(names)
     with ExitStack() as on_error:
         trackers = Trackers()

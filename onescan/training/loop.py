@@ -27,7 +27,7 @@ from onescan.checkpoint.weights import (
     whole_weights,
 )
 from onescan.data import derive_seed
-from onescan.tasks import Batch, Evaluation, Metrics, Planned, Task
+from onescan.tasks import Batch, BatchPlan, Evaluation, Metrics, Task
 from onescan.training.config import MachineConfig, RunConfig, RunResult, TrainingConfig
 from onescan.training.data import Loader, choose_workers, share_of_batch
 from onescan.training.distributed import (
@@ -226,9 +226,9 @@ class Loop:
             step=self.state.step,
             batch_size=self.settings.batch_size,
             seed=self.settings.seed,
-            bookmark=self.state.data_state,
+            data_state=self.state.data_state,
         )
-        own = (Planned(examples[self.share], data_state) for examples, data_state in plan)
+        own = (BatchPlan(examples[self.share], data_state) for examples, data_state in plan)
         workers = choose_workers(self.machine.workers, self.task.train)
         return Loader(self.task.train, own, workers=workers, pin=self.device.type == "cuda")
 

@@ -34,7 +34,7 @@ from onescan.checkpoint.files import (
     writing,
 )
 from onescan.checkpoint.weights import TensorSize, check_sizes, distinct, sizes_of
-from onescan.data import Bookmark
+from onescan.data import DataState
 from onescan.training.distributed import Ranks
 from onescan.training.optim import EMA
 
@@ -57,7 +57,7 @@ class TrainingState:
     scaler: GradScaler | None = None
     step: int = 0
     """Optimizer steps so far."""
-    data_state: Bookmark | None = None
+    data_state: DataState | None = None
     """Position of the next batch in the data, for data without random access."""
     best: float = -math.inf
     """Score of the best evaluation."""
