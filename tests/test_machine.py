@@ -27,7 +27,7 @@ from onescan.layers.mixers.lightnet import LightNetMixer
 from onescan.tasks import BatchPlan, ImageClassification
 from onescan.training import evaluate, load, loader, loop, read_metrics, train
 from onescan.training.data import Loader
-from onescan.training.optim import LossScale, WeightMean
+from onescan.training.optim import LossScale, EMA
 from onescan.training.state import TrainingState
 
 
@@ -121,7 +121,7 @@ def test_the_running_mean_is_the_sum_it_says():
     model = torch.nn.BatchNorm1d(1)
     weights = [0.0, 3.0, -2.0, 5.0]
     model.weight.data.fill_(weights[0])
-    mean, want = WeightMean(model, 0.3), weights[0]
+    mean, want = EMA(model, 0.3), weights[0]
     for step, weight in enumerate(weights[1:], start=1):
         model.weight.data.fill_(weight)
         model.num_batches_tracked.fill_(step)
@@ -130,7 +130,7 @@ def test_the_running_mean_is_the_sum_it_says():
         want = keep * want + (1 - keep) * weight
     assert mean.tensors["weight"].item() == pytest.approx(want)
     assert mean.tensors["num_batches_tracked"] == 3
-    with mean.worn_by(model):
+    with mean.swapped_into(model):
         assert model.weight.item() == pytest.approx(want)
     assert model.weight.item() == 5.0
 
@@ -286,7 +286,7 @@ def test_unreadable_examples_are_counted_and_told_a_few_times(tmp_path, caplog, 
 
 
 def test_only_a_few_unreadable_examples_are_told(monkeypatch, caplog):
-    monkeypatch.setattr(loader, "MOST_TOLD", 3)
+    monkeypatch.setattr(data, "MAX_WARNINGS", 3)
     torn = TornConfig().build().train
     planned = iter([BatchPlan([Example(place) for place in range(33)], None)])
     with caplog.at_level(logging.WARNING, "onescan"):

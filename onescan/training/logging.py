@@ -218,16 +218,15 @@ def open_trackers(
         ImportError: If a tracker is not installed; says how to install it.
         OSError: If a tracker does not start; says why.
     """
-    if names is None:
-        is_there = find_spec("tensorboard") and find_spec("accelerate")
-        names = ("tensorboard",) if is_there else ()
+    if names is None and find_spec("tensorboard") and find_spec("accelerate"):
+        names = ("tensorboard",)
     check_installed(names)
     with ExitStack() as on_error:
         trackers = Trackers()
         on_error.callback(trackers.close)
-        for name in names:
+        for name in names or ():
             try:
-                trackers.open[name] = OPENERS[name](folder, run, step)
+                trackers.open[name] = _open_tracker(name, folder, run, step)
             except ImportError:
                 raise
             except Exception as error:  # each tracker has its own types
@@ -247,57 +246,33 @@ def check_installed(names: tuple[TrackerName, ...] | None) -> None:
                 )
 
 
-def _open_tensorboard(folder: Path, run: RunConfig, step: int) -> tuple[Any, int]:
-    from accelerate.tracking import TensorBoardTracker
+def _open_tracker(name: TrackerName, folder: Path, run: RunConfig, step: int) -> tuple[Any, int]:
+    """Start a tracker, and return it with the first step that it accepts."""
+    from accelerate import PartialState, tracking
 
-    path = folder / TENSORBOARD
-    if step == 0:
-        remove_from(path, EVENTS)
-    is_new = not path.exists()
-    tracker = _start(TensorBoardTracker(TENSORBOARD, str(folder), purge_step=step + 1))
-    if is_new:
-        text = json.dumps(configs.to_dict(run), indent=2)
-        tracker.log({"config": f"```\n{text}\n```"}, step=step)
-    return tracker, 0
-
-
-def _open_trackio(folder: Path, run: RunConfig, step: int) -> tuple[Any, int]:
-    from accelerate.tracking import TrackioTracker
-
-    name = f"{_title(run)}/{_tracker_id(folder, step)}"  # trackio has no other identifier
-    tracker = _start(
-        TrackioTracker(PROJECT, name=name, config=configs.to_dict(run), resume="allow")
-    )
-    return tracker, tracker.tracker._next_step  # there is no public name
-
-
-def _open_wandb(folder: Path, run: RunConfig, step: int) -> tuple[Any, int]:
-    from accelerate.tracking import WandBTracker
-
-    tracker = _start(
-        WandBTracker(
-            PROJECT,
-            name=_title(run),
-            id=_tracker_id(folder, step),
-            dir=str(folder),
-            config=configs.to_dict(run),
-            resume="allow",
-        )
-    )
-    return tracker, tracker.tracker.starting_step
-
-
-def _start(tracker: Any) -> Any:
-    from accelerate import PartialState
-
-    PartialState()  # the logger of accelerate's trackers needs it
+    PartialState()  # which the logger of accelerate.tracking needs
+    config, title = configs.to_dict(run), f"{run.name}/seed-{run.training.seed}"
+    is_new = step == 0 or not (folder / TENSORBOARD).exists()
+    tracker: Any
+    if name == "tensorboard":
+        if step == 0:
+            remove_from(folder / TENSORBOARD, EVENTS)
+        tracker = tracking.TensorBoardTracker(TENSORBOARD, str(folder), purge_step=step + 1)
+    elif name == "trackio":
+        known_as = f"{title}/{_tracker_id(folder, step)}"  # trackio has no other identifier
+        tracker = tracking.TrackioTracker(PROJECT, name=known_as, config=config, resume="allow")
+    else:
+        known_as = _tracker_id(folder, step)
+        settings = {"name": title, "id": known_as, "dir": str(folder), "resume": "allow"}
+        tracker = tracking.WandBTracker(PROJECT, config=config, **settings)
     tracker.main_process_only = False  # only rank 0 opens trackers
     tracker.start()
-    return tracker
-
-
-def _title(run: RunConfig) -> str:
-    return f"{run.name}/seed-{run.training.seed}"
+    if name == "tensorboard":
+        if is_new:
+            tracker.log({"config": f"```\n{json.dumps(config, indent=2)}\n```"}, step=step)
+        return tracker, 0
+    run_of = tracker.tracker  # trackio has no public name for the step
+    return tracker, run_of._next_step if name == "trackio" else run_of.starting_step
 
 
 def _tracker_id(folder: Path, step: int) -> str:
@@ -311,11 +286,6 @@ def _tracker_id(folder: Path, step: int) -> str:
     return found.decode()
 
 
-OPENERS: dict[TrackerName, Callable[[Path, RunConfig, int], tuple[Any, int]]] = {
-    "tensorboard": _open_tensorboard,
-    "trackio": _open_trackio,
-    "wandb": _open_wandb,
-}
 INSTALL = {"tensorboard": "pip install 'onescan[log]'", "accelerate": "pip install 'onescan[log]'"}
 
 
@@ -368,6 +338,7 @@ def display(progress: bool | Show, start: Progress) -> Iterator[Display]:
         unit=f" {start.unit}",
         mininterval=interval_s,
         maxinterval=interval_s,
+        delay=1e-6,  # not drawn before the summary is written
     ) as bar:
 
         def show(now: Progress) -> None:

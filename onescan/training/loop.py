@@ -385,18 +385,17 @@ class Loop:
         parameters = sum(parameter.numel() for parameter in self.state.model.parameters())
         parts, on_gpu = self.machine.gradient_accumulation_steps, self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if on_gpu else self.device.type
-        split = (
-            f" ({ranks.size} processes, {parts} accumulation steps, {len(batch[0]) // parts} each)"
-        )
+        split = f", {ranks.size} processes" * (ranks.size > 1)
+        split += f", {parts} accumulation steps" * (parts > 1)
         resumed = f", resuming after step {self.state.step:,}" if self.state.step else ""
-        epochs = plan.steps / plan.steps_per_epoch
+        epochs = round(plan.steps / plan.steps_per_epoch, 2)
         return (
             f"model: {type(self.state.model).__name__}, {parameters:,} parameters\n"
             f"data: {len(task.train):,} training and {len(task.test):,} test {task.unit}, "
             f"input shape {[*batch[0].shape[1:]]}\n"
             f"device: {device}, {settings.precision}\n"
-            f"batch size: {settings.batch_size}{split if ranks.size * parts > 1 else ''}\n"
-            f"steps: {plan.steps:,} ({epochs:.4g} epochs of {plan.steps_per_epoch:,}){resumed}"
+            f"batch size: {settings.batch_size}{split}\n"
+            f"steps: {plan.steps:,} ({epochs:,} epochs of {plan.steps_per_epoch:,}){resumed}"
         )
 
     def count_time(self, seconds: float, waiting: float) -> None:
