@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from onescan.checks import check_choice
 from onescan.data import ImageFormat
-from onescan.data.latents import LatentFormat
-from onescan.data.latents.vae import load_vae
+from onescan.data.latents import LatentFormat, load_vae
 from onescan.models.denoiser import Denoiser, SamplerConfig, SamplerName
 from onescan.tasks.image_generation import ImageGenerationConfig
 from onescan.training.folder import read_manifest
