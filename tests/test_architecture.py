@@ -295,6 +295,15 @@ CHECKED = (
     "checkpoint",
     "checks.py",
     "configs.py",
+    "data/arrays.py",
+    "data/augment.py",
+    "data/base.py",
+    "data/glue.py",
+    "data/image_dataset.py",
+    "data/images.py",
+    "data/latents.py",
+    "data/order.py",
+    "data/sources.py",
     "integrations",
     "kernels",
     "layers",
@@ -303,6 +312,7 @@ CHECKED = (
     "ops",
     "shapes.py",
     "tasks/teacher.py",
+    "training/encode.py",
 )
 
 

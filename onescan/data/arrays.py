@@ -4,6 +4,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import SEEK_CUR
 from pathlib import Path
 from tokenize import TokenError
 from typing import BinaryIO, Literal
@@ -337,4 +338,6 @@ def _map(file: Path, stream: BinaryIO) -> Array:
     if dtype.hasobject:
         raise ValueError("it holds Python objects, expected numbers")
     order: Literal["F", "C"] = "F" if fortran_order else "C"
-    return np.memmap(file, dtype, mode="r", offset=stream.tell(), shape=shape, order=order)
+    return np.memmap(
+        file, dtype, mode="r", offset=stream.seek(0, SEEK_CUR), shape=shape, order=order
+    )
