@@ -63,7 +63,7 @@ class CurvePair(NamedTuple):
     curves: tuple[Curve, Curve]
     anchor: complex
     joined: complex  # the other tip of the same curve
-    apart: complex  # a tip of the other curve
+    separate: complex  # a tip of the other curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class Pathfinder:
         return Scene(
             side=self.config.side,
             curves=(*pair.curves, *self._short_curves(space, rng)),
-            discs=(pair.anchor, pair.joined if label else pair.apart),
+            discs=(pair.anchor, pair.joined if label else pair.separate),
             label=label,
         )
 
@@ -157,26 +157,26 @@ class Pathfinder:
                     curves=(cuts[one][here], cuts[1 - one][there]),
                     anchor=complex(tips[one][end, here]),
                     joined=complex(tips[one][1 - end, here]),
-                    apart=complex(tips[1 - one][far, there]),
+                    separate=complex(tips[1 - one][far, there]),
                 )
         return pair
 
-    def _mismatch(self, anchor: Tips, joined: Tips, apart: Tips) -> Mismatch:
+    def _mismatch(self, anchor: Tips, joined: Tips, separate: Tips) -> Mismatch:
         """Compare two tips by their distances from a third tip and from the image's center.
 
         Args:
             anchor: The third tip, for each cut of one curve.
             joined: The other tip of the same cut.
-            apart: A tip of the other curve, for each of its cuts.
+            separate: A tip of the other curve, for each of its cuts.
 
         Returns:
             Pixels, for each cut of one curve and each of the other; infinite where discs would be
             too close.
         """
         center = complex(self.config.side, self.config.side) / 2
-        near, far = abs(joined - anchor)[:, None], abs(apart - anchor[:, None])
+        near, far = abs(joined - anchor)[:, None], abs(separate - anchor[:, None])
         difference = np.maximum(
-            abs(near - far), abs(abs(joined - center)[:, None] - abs(apart - center))
+            abs(near - far), abs(abs(joined - center)[:, None] - abs(separate - center))
         )
         min_distance = 2 * self.measures.radius + self.measures.style.clearance
         return np.where(np.minimum(near, far) < min_distance, np.inf, difference)

@@ -83,16 +83,17 @@ class LineTable:
         self.path = path
         self.header_lines = 0 if columns else 1
         with path.open("rb") as file:
-            self.columns = columns or self._parse_header(file.readline())
-            starts = [file.tell()]
-            for line in iter(file.readline, b""):
+            header = b"" if columns else file.readline()
+            self.columns = columns or self._parse_header(header)
+            starts = [len(header)]
+            for line in file:
                 cells = line.count(b"\t") + 1
                 if cells != len(self.columns):
                     raise ValueError(
                         f"{self.place(len(starts) - 1)}: {cells} cells between tabs, expected "
                         f"{len(self.columns)}: {', '.join(self.columns)}"
                     )
-                starts.append(file.tell())
+                starts.append(starts[-1] + len(line))
         self.starts = np.array(starts[:-1], dtype=np.int64)
         if not len(self.starts):
             raise ValueError(f"{path} holds no rows")
