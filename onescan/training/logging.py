@@ -338,7 +338,6 @@ def display(progress: bool | Show, start: Progress) -> Iterator[Display]:
         unit=f" {start.unit}",
         mininterval=interval_s,
         maxinterval=interval_s,
-        delay=1e-6,  # not drawn before the summary is written
     ) as bar:
 
         def show(now: Progress) -> None:
