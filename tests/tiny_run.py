@@ -1,4 +1,4 @@
-"""A run of a fraction of a second, with chance in every part of it, for tests of the loop."""
+"""A run of a fraction of a second, with randomness in every part, for tests of training."""
 
 import signal
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class TinyModel(nn.Module):
         self.embed = nn.Linear(config.pixels, config.width)
         self.inner = nn.Linear(config.width, config.width)
         self.outer = self.inner if config.tied else nn.Linear(config.width, config.width)
-        self.norm = nn.BatchNorm1d(config.width, momentum=0.5)  # a state that is no parameter
-        self.drop = nn.Dropout(0.2)  # chance from torch's global generator
+        self.norm = nn.BatchNorm1d(config.width, momentum=0.5)  # has buffers
+        self.drop = nn.Dropout(0.2)  # draws from torch's global generator
         self.spare = nn.Parameter(torch.ones(2, 2))  # no gradient reaches it
         self.head = nn.Linear(config.width, config.num_classes)
 
@@ -77,11 +77,11 @@ def tiny_run(**training):
 
 
 class KilledError(BaseException):
-    """Stands in for SIGKILL: nothing in the library handles it."""
+    """A substitute for SIGKILL, which nothing in the package handles."""
 
 
 def assert_same(result, whole):
-    """Equal to the last bit: weights, evaluation, and every recorded number but the timing."""
+    """Check that weights, evaluation and all metrics but the timing are bit-identical."""
     assert result.metrics == whole.metrics
     for name, array in whole.evaluation.arrays.items():
         assert torch.equal(result.evaluation.arrays[name], array)
