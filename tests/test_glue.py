@@ -14,8 +14,8 @@ import onescan
 from onescan.cli import main
 from onescan.data.glue import PROBLEMS, GlueDatasetConfig
 from onescan.recipes.glue import BATCH_SIZES, FROM_MNLI, GLUE, ORDER
-from onescan.recipes.glue_runs import classifier
-from onescan.recipes.language import LANGUAGE
+from onescan.recipes.glue import classifier
+from onescan.recipes.language import RECIPES as LANGUAGE
 from onescan.tasks import GlueConfig
 from onescan.tasks.glue_metrics import measure
 from onescan.training import TrainingConfig, evaluate
