@@ -117,9 +117,9 @@ def test_every_block_has_an_order_of_its_own(tmp_path):
 
 
 def rest_of(images, cut, passed, **options):
-    """What comes after a cut, with the bookmark as a file keeps it."""
-    bookmark = json.loads(json.dumps(passed[-1][1]))
-    return whole_pass(images, start=cut, bookmark=bookmark, **options)
+    """What comes after a cut, with the data_state as a file keeps it."""
+    data_state = json.loads(json.dumps(passed[-1][1]))
+    return whole_pass(images, start=cut, data_state=data_state, **options)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def rest_of(images, cut, passed, **options):
 )
 def test_a_damaged_bookmark_is_refused(folder, change):
     images = opened(folder, shuffle_block=8).train
-    bookmark = whole_pass(images, seed=0)[12][1]
-    with pytest.raises(ValueError, match=r"bookmark is .*, expected|cannot be read"):
-        whole_pass(images, seed=0, start=13, bookmark={**bookmark, **change})
+    data_state = whole_pass(images, seed=0)[12][1]
+    with pytest.raises(ValueError, match=r"data_state is .*, expected|cannot be read"):
+        whole_pass(images, seed=0, start=13, data_state={**data_state, **change})
 
 
 def examples_of(passed):
@@ -247,7 +247,7 @@ def test_a_stream_from_a_hub(monkeypatch):
     assert splits.class_names == CLASSES
     whole = whole_pass(splits.train, seed=0)
     assert sorted(brightness(splits.train, [e for e, _ in whole])) == list(range(10))
-    rest = whole_pass(splits.train, seed=0, start=6, bookmark=whole[5][1])
+    rest = whole_pass(splits.train, seed=0, start=6, data_state=whole[5][1])
     assert rest == whole[6:]
     assert whole[0][0].source.name.startswith("row ")
     assert "shard" in whole[0][0].source.name

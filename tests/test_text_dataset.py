@@ -617,8 +617,8 @@ def test_a_stream_goes_on_where_it_stopped(tmp_path, monkeypatch, kind, seed):
     shown = shape(every)
     assert len(every) == (40 if seed else len(packed(TEXTS, 5)))
     for start in range(1, len(every)):
-        bookmark = json.loads(json.dumps(every[start - 1][1]))
-        rest = list(data.examples(seed=seed, epoch=1, start=start, bookmark=bookmark))
+        data_state = json.loads(json.dumps(every[start - 1][1]))
+        rest = list(data.examples(seed=seed, epoch=1, start=start, data_state=data_state))
         assert shape(rest) == shown[start:]
         assert [after for _, after in rest] == [after for _, after in every[start:]]
     assert shape(data.examples(seed=seed, epoch=1, start=17)) == shown[17:]
@@ -637,8 +637,8 @@ def test_a_hub_stream_goes_on_where_it_stopped(monkeypatch, tmp_path):
     data = streamed("some/thing", tmp_path, text_column="body", length=5, train_rows=70)
     every = list(data.examples(seed=2))
     for start in range(1, 70, 3):
-        bookmark = json.loads(json.dumps(every[start - 1][1]))
-        rest = list(data.examples(seed=2, start=start, bookmark=bookmark))
+        data_state = json.loads(json.dumps(every[start - 1][1]))
+        rest = list(data.examples(seed=2, start=start, data_state=data_state))
         assert shape(rest) == shape(every)[start:]
 
 
@@ -648,26 +648,26 @@ HOSTILE = (None, -1, True, 1.5, "x", [], {"evil": 1}, 10**30)
 @over_kinds
 def test_a_damaged_bookmark_of_a_stream_is_refused(tmp_path, kind):
     data = streamed(KINDS[kind](tmp_path, TEXTS), tmp_path)
-    _, bookmark = next(data.examples(seed=4))
-    changed = [{**bookmark, name: value} for name in bookmark for value in HOSTILE]
+    _, data_state = next(data.examples(seed=4))
+    changed = [{**data_state, name: value} for name in data_state for value in HOSTILE]
     changed += [
-        {**bookmark, "mark": {**bookmark["mark"], name: value}}
+        {**data_state, "mark": {**data_state["mark"], name: value}}
         for name in ("row", "offset", "line")
         for value in HOSTILE
     ]
-    for damaged in [*changed, {"row": 0}, {**bookmark, "evil": 1}]:
-        with pytest.raises(ValueError, match=r"bookmark is .*, expected"):
-            list(data.examples(seed=4, start=1, bookmark=damaged))
+    for damaged in [*changed, {"row": 0}, {**data_state, "evil": 1}]:
+        with pytest.raises(ValueError, match=r"data_state is .*, expected"):
+            list(data.examples(seed=4, start=1, data_state=damaged))
 
 
 def test_a_damaged_bookmark_of_a_hub_stream_is_refused(monkeypatch, tmp_path):
     hub(monkeypatch, [f"text {i}" for i in range(20)])
     data = streamed("some/thing", tmp_path, text_column="body", length=5, train_rows=70)
-    _, bookmark = next(data.examples(seed=2))
+    _, data_state = next(data.examples(seed=2))
     for state in (3, [], {"evil": 1}):
-        damaged = {**bookmark, "mark": {"row": 1, "group": 0, "state": state}}
-        with pytest.raises(ValueError, match=r"bookmark is .*, expected|cannot be read"):
-            list(data.examples(seed=2, start=1, bookmark=damaged))
+        damaged = {**data_state, "mark": {"row": 1, "group": 0, "state": state}}
+        with pytest.raises(ValueError, match=r"data_state is .*, expected|cannot be read"):
+            list(data.examples(seed=2, start=1, data_state=damaged))
 
 
 def test_every_round_has_every_document_in_another_order(tmp_path):
@@ -703,7 +703,7 @@ def test_a_stream_reads_nothing_of_before_its_block(tmp_path, monkeypatch):
     monkeypatch.setattr(
         ByteTokenizer, "encode_many", lambda self, texts: made.extend(texts) or encode(self, texts)
     )
-    example, _ = next(data.examples(seed=0, start=120, bookmark=every[119][1]))
+    example, _ = next(data.examples(seed=0, start=120, data_state=every[119][1]))
     assert example.seed == every[120][0].seed
     assert 0 < len(made) <= 10
 
@@ -716,8 +716,8 @@ def test_examples_of_a_stream_are_repeated_in_a_row(tmp_path):
     ]
     assert len({example.seed for example, _ in every}) == 12
     for start in (1, 4, 6):
-        bookmark = every[start - 1][1]
-        rest = data.examples(seed=0, repeats=3, start=start, bookmark=bookmark)
+        data_state = every[start - 1][1]
+        rest = data.examples(seed=0, repeats=3, start=start, data_state=data_state)
         assert shape(rest) == shape(every)[start:]
 
 
@@ -729,7 +729,7 @@ def test_what_a_stream_leaves_out_is_told_with_its_row(tmp_path):
     assert len(data.read([e for e, _ in every]).failures) >= 6
     assert all("line " in said for said in data.read([e for e, _ in every]).failures)
     for start in range(1, 9):
-        rest = data.examples(seed=0, start=start, bookmark=every[start - 1][1])
+        rest = data.examples(seed=0, start=start, data_state=every[start - 1][1])
         assert shape(rest) == shape(every)[start:]
 
 
@@ -930,7 +930,7 @@ def test_framed_rows_resume_exactly(tmp_path, streaming):
     every = list(data.examples(seed=3))
     want = data.read([example for example, _ in every]).batch[0]
     for start in range(1, len(every)):
-        rest = data.examples(seed=3, start=start, bookmark=every[start - 1][1])
+        rest = data.examples(seed=3, start=start, data_state=every[start - 1][1])
         got = data.read([example for example, _ in rest]).batch[0]
         assert torch.equal(got, want[start:])
 

@@ -8,7 +8,7 @@ from onescan.data.augment import (
     Mix,
     MixConfig,
 )
-from onescan.data.base import Bookmark, DataConfig, DataSet, Example, Format, Loaded
+from onescan.data.base import DataConfig, DataSet, DataState, Example, Format, LoadedBatch
 from onescan.data.crop import RandomCropConfig
 from onescan.data.digits import DigitsConfig
 from onescan.data.image_dataset import ImageDataset, ImageDatasetConfig
@@ -35,10 +35,10 @@ __all__ = [
     "AffineConfig",
     "Augment",
     "AugmentConfig",
-    "Bookmark",
     "ByteTextConfig",
     "DataConfig",
     "DataSet",
+    "DataState",
     "DeitAugmentConfig",
     "DigitsConfig",
     "Example",
@@ -52,7 +52,7 @@ __all__ = [
     "ImageTensors",
     "LabelledSequence",
     "ListOpsDataConfig",
-    "Loaded",
+    "LoadedBatch",
     "Mix",
     "MixConfig",
     "PathfinderDataConfig",

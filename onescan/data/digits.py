@@ -6,9 +6,8 @@ import torch
 from einops import rearrange
 
 from onescan.checks import check_positive
-from onescan.data.base import DataConfig
+from onescan.data.base import DataConfig, stratified_split
 from onescan.data.images import ImageFormat, ImageSplits, ImageTensors
-from onescan.data.split import stratified_split
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from onescan.checks import check_positive
-from onescan.data.base import DataConfig, Example, Loaded
+from onescan.data.base import DataConfig, Example, LoadedBatch, stratified_split
 from onescan.data.crop import RandomCropConfig
 from onescan.data.image_columns import ColumnNames, ImageTable, find_classes, image_table
 from onescan.data.image_reader import EncodedImage, ImageReader, OnError
 from onescan.data.image_source import Chosen, ImageSource, find_source
 from onescan.data.image_stream import ImageStream
 from onescan.data.images import ImageFormat, ImageSet, ImageSplits
-from onescan.data.split import stratified_split
 from onescan.shapes import Labels
 
 
@@ -152,7 +151,7 @@ class ImageDataset(ImageSet):
     def __len__(self) -> int:
         return len(self.places)
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
         rows = [int(self.places[example.source]) for example in examples]
         images = [
             EncodedImage.of(image, int(self.labels[row]), f"row {row} of {self.split}")

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from onescan.data.base import Loaded
+from onescan.data.base import LoadedBatch
 from onescan.data.crop import RandomCrop
 from onescan.data.decode import to_bytes
 from onescan.data.images import ImageFormat
@@ -47,7 +47,7 @@ class ImageReader:
     crop: RandomCrop | None
     on_error: OnError
 
-    def read(self, images: Sequence[EncodedImage], seeds: Sequence[int | None]) -> Loaded:
+    def read(self, images: Sequence[EncodedImage], seeds: Sequence[int | None]) -> LoadedBatch:
         """Read a batch: pixels as bytes, and labels.
 
         Where unreadable images are skipped, the next readable one of the batch stands in, so that a
@@ -73,7 +73,9 @@ class ImageReader:
             if place in pixels or seed is not None
         ]
         labels = torch.tensor([images[place].label for place in shown])
-        return Loaded((torch.stack([pixels[place] for place in shown]), labels), tuple(failures))
+        return LoadedBatch(
+            (torch.stack([pixels[place] for place in shown]), labels), tuple(failures)
+        )
 
     def _decode(
         self, image: EncodedImage, seed: int | None

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onescan.data.base import Bookmark, Example, Loaded, check_bookmark
+from onescan.data.base import DataState, Example, LoadedBatch, check_data_state
 from onescan.data.image_columns import Classes, ImageTable
 from onescan.data.image_parquet import UNREADABLE, first_line
 from onescan.data.image_reader import EncodedImage, ImageReader
 from onescan.data.images import ImageSet
-from onescan.data.order import derive_seed, epoch_order
+from onescan.data.order import Block, BlockStart, Mark, derive_seed, read_blocks
 
-BEGINNING: Bookmark = {"block": 0, "turn": 0, "row": 0, "state": None}
+FIRST: DataState = {"block": 0, "turn": 0, "row": 0, "state": None}
 GROUP = 64  # rows asked for at once: one by one, the datasets library takes much longer
 
 
@@ -20,9 +20,9 @@ GROUP = 64  # rows asked for at once: one by one, the datasets library takes muc
 class ImageStream(ImageSet):
     """Rows of a stream of the datasets library, shuffled shard by shard and in blocks.
 
-    A bookmark tells where the current block begins: which block of the pass it is, which turn of
-    the shards, how many of its rows came before, and what the datasets library knows of the place
-    where their last group began.
+    A DataState describes where the current block begins: `block` is its number, `turn` its shard's
+    position in the shuffled order, `row` its first row in that shard, and `state` the position of
+    the datasets library before the group of rows that the previous row is in.
 
     Attributes:
         table: the stream, with images undecoded.
@@ -47,7 +47,7 @@ class ImageStream(ImageSet):
     def __len__(self) -> int:
         return self.count
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
         return self.reader.read(
             [example.source for example in examples], [example.seed for example in examples]
         )
@@ -59,54 +59,55 @@ class ImageStream(ImageSet):
         epoch: int = 0,
         start: int = 0,
         repeats: int = 1,
-        bookmark: Bookmark | None = None,
-    ) -> Iterator[tuple[Example, Bookmark | None]]:
-        here, count = bookmark or BEGINNING, None if seed is None else self.count
-        check_bookmark(here, BEGINNING)
-        turn = here["block"] * self.block * repeats
-        for block, after in self._blocks(here, seed, epoch):
-            order = _order(len(block), seed, "block", here["block"], epoch=epoch)
-            end = turn + len(block) * repeats
-            stop = end if count is None else min(end, count)
-            for now in range(max(turn, start), stop):
-                chance = None if seed is None else derive_seed(seed, "example", epoch, now)
-                image = block[order[(now - turn) // repeats]]
-                yield Example(image, chance), after if now + 1 == end else here
-            here, turn = after, end
-            if turn == count or stop < end:
+        data_state: DataState | None = None,
+    ) -> Iterator[tuple[Example, DataState | None]]:
+        first, limit = data_state or FIRST, None if seed is None else self.count
+        check_data_state(first, FIRST)
+        blocks = read_blocks(
+            self._read_shard,
+            shards=self.table.rows.num_shards,
+            size=self.block,
+            start=_start(first),
+            seed=seed,
+            epoch=epoch,
+        )
+        begin = first["block"] * self.block * repeats
+        for block in blocks:
+            end = begin + len(block.items) * repeats
+            for index in range(max(begin, start), end if limit is None else min(end, limit)):
+                example_seed = None if seed is None else derive_seed(seed, "example", epoch, index)
+                image = block.items[(index - begin) // repeats]
+                yield Example(image, example_seed), _state(block, is_last=index + 1 == end)
+            begin = end
+            if limit is not None and end >= limit:
                 return
-        if count is not None and turn < count:
+        if limit is not None and begin < limit:
             raise ValueError(
-                f"the stream {self.split} ended after {turn // repeats} images, expected "
-                f"{math.ceil(count / repeats)}: is data.train_examples right?"
+                f"the stream {self.split} ended after {begin // repeats} images, expected "
+                f"{math.ceil(limit / repeats)}: is data.train_examples right?"
             )
 
-    def _blocks(
-        self, here: Bookmark, seed: int | None, epoch: int
-    ) -> Iterator[tuple[list[EncodedImage], Bookmark]]:
-        """Yield blocks in the order that they are read in, each with the place after it."""
-        rows, number, block = self.table.rows, here["block"], []
-        first, state = here["row"], here["state"]
-        order = _order(rows.num_shards, seed, "shards", epoch=epoch)
-        for turn in range(here["turn"], len(order)):
-            shard = rows.shard(num_shards=len(order), index=order[turn])
-            name = self._shard_name(order[turn])
-            for row, example, before in _read(shard, name, first, state):
-                block.append(self._encoded(example, f"row {row} of {name}"))
-                if len(block) == self.block:
-                    number += 1
-                    yield block, {"block": number, "turn": turn, "row": row + 1, "state": before}
-                    block = []
-            first, state = 0, None
-        if block:
-            yield block, {"block": number + 1, "turn": len(order), "row": 0, "state": None}
+    def _read_shard(self, index: int, mark: Mark) -> Iterator[tuple[EncodedImage, Mark]]:
+        rows = self.table.rows
+        name = self.files[index] if self.files else f"shard {index} of {self.split}"
+        shard = rows.shard(num_shards=rows.num_shards, index=index)
+        for row, example, state in _read(shard, name, mark.get("row", 0), mark.get("state")):
+            yield self._encoded(example, f"row {row} of {name}"), {"row": row + 1, "state": state}
 
     def _encoded(self, example: dict[str, Any], row: str) -> EncodedImage:
         label = self.classes.place(example[self.table.label], row)
         return EncodedImage.of(example[self.table.image], label, row)
 
-    def _shard_name(self, index: int) -> str:
-        return self.files[index] if self.files else f"shard {index} of {self.split}"
+
+def _start(state: DataState) -> BlockStart:
+    mark = {"row": state["row"], "state": state["state"]}
+    return BlockStart(state["block"], state["turn"], mark)
+
+
+def _state(block: Block[EncodedImage], *, is_last: bool) -> DataState:
+    """The state after an example of a block: the next block's start, or this one's."""
+    start = block.end if is_last else block.start
+    return {**FIRST, "block": start.block, "turn": start.shard, **start.mark}
 
 
 def _read(shard: Any, name: str, first: int, state: Any) -> Iterator[tuple[int, Any, Any]]:
@@ -122,9 +123,3 @@ def _read(shard: Any, name: str, first: int, state: Any) -> Iterator[tuple[int, 
             begin, state = end, shard.state_dict()
     except UNREADABLE as error:
         raise ValueError(f"{name} cannot be read: {first_line(error)}") from error
-
-
-def _order(count: int, seed: int | None, *purpose: int | str, epoch: int) -> list[int]:
-    if seed is None:
-        return list(range(count))
-    return epoch_order(count, seed=derive_seed(seed, *purpose), epoch=epoch).tolist()

@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from onescan.data.base import DataSet, Example, Format, Loaded
+from onescan.data.base import DataSet, Example, Format, LoadedBatch
 from onescan.data.crop import Box, Crop, centre_box
 from onescan.data.decode import AnyPixels, Pixels, decode
 from onescan.shapes import Labels
@@ -101,9 +101,9 @@ class ImageTensors(ImageSet):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
         places = torch.tensor([example.source for example in examples])
-        return Loaded((self.images[places], self.labels[places]))
+        return LoadedBatch((self.images[places], self.labels[places]))
 
 
 @dataclass(frozen=True, kw_only=True)

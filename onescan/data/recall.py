@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from onescan.checks import check_positive
-from onescan.data.base import DataConfig, DataSet, Example, Format, Loaded
+from onescan.data.base import DataConfig, DataSet, Example, Format, LoadedBatch
 from onescan.data.long_range.chance import below, check_whole, example_chance
 
 BLANK = 0
@@ -121,9 +121,9 @@ class RecallSet(DataSet):
     def __len__(self) -> int:
         return self.count
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
         rows = [self.sequence(example.source) for example in examples]
-        return Loaded(tuple(torch.tensor(part) for part in zip(*rows, strict=True)))
+        return LoadedBatch(tuple(torch.tensor(part) for part in zip(*rows, strict=True)))
 
     def sequence(self, place: int) -> RecallSequence:
         """Draw one sequence: a function of the config, the split and the place alone."""

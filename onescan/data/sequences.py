@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Integer
 from torch import Tensor
 
-from onescan.data.base import DataSet, Example, Format, Loaded
+from onescan.data.base import DataSet, Example, Format, LoadedBatch
 
 Ids = Integer[np.ndarray, " T"]
 
@@ -66,8 +66,8 @@ class SequenceSet(DataSet):
             ValueError: it cannot be read; says where it is.
         """
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
-        return Loaded(padded([self.example(example.source) for example in examples]))
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
+        return LoadedBatch(padded([self.example(example.source) for example in examples]))
 
 
 @dataclass(frozen=True, kw_only=True)

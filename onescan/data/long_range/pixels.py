@@ -11,7 +11,7 @@ from einops import rearrange
 from jaxtyping import UInt8
 
 from onescan.checks import check_positive
-from onescan.data.base import Bookmark, DataConfig, Example, Loaded
+from onescan.data.base import DataConfig, DataState, Example, LoadedBatch
 from onescan.data.decode import to_bytes
 from onescan.data.image_dataset import ImageDatasetConfig
 from onescan.data.image_reader import OnError
@@ -129,17 +129,17 @@ class PixelSequences(SequenceSet):
         epoch: int = 0,
         start: int = 0,
         repeats: int = 1,
-        bookmark: Bookmark | None = None,
-    ) -> Iterator[tuple[Example, Bookmark | None]]:
+        data_state: DataState | None = None,
+    ) -> Iterator[tuple[Example, DataState | None]]:
         return self.images.examples(
-            seed=seed, epoch=epoch, start=start, repeats=repeats, bookmark=bookmark
+            seed=seed, epoch=epoch, start=start, repeats=repeats, data_state=data_state
         )
 
     def example(self, place: int) -> LabelledSequence:
         tokens, _, labels = self.read([Example(place)]).batch
         return LabelledSequence(tokens[0].numpy().astype(np.uint8), int(labels))
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
         (images, labels), failures = self.images.read(examples)
         tokens = rearrange(to_bytes(images), "b 1 height width -> b (height width)").long()
-        return Loaded((tokens, torch.ones_like(tokens, dtype=torch.bool), labels), failures)
+        return LoadedBatch((tokens, torch.ones_like(tokens, dtype=torch.bool), labels), failures)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from onescan.data.base import Bookmark, DataSet, Example, Loaded
+from onescan.data.base import DataSet, DataState, Example, LoadedBatch
 from onescan.data.order import derive_seed, epoch_order
 from onescan.data.text.corpus import Corpus
 from onescan.data.text.rows import stack_rows, text_length
@@ -40,12 +40,12 @@ class PackedText(DataSet):
     def __len__(self) -> int:
         return -(-len(self.corpus.tokens) // text_length(self.length, self.frame))
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
         rows = [
             [self.corpus.tokens[begin:end] for begin, end in example.source] for example in examples
         ]
         batch = stack_rows(rows, length=self.length, padding=self.padding, frame=self.frame)
-        return Loaded(batch)
+        return LoadedBatch(batch)
 
     def examples(
         self,
@@ -54,9 +54,9 @@ class PackedText(DataSet):
         epoch: int = 0,
         start: int = 0,
         repeats: int = 1,
-        bookmark: Bookmark | None = None,
-    ) -> Iterator[tuple[Example, Bookmark | None]]:
-        del bookmark  # every row's place can be looked up
+        data_state: DataState | None = None,
+    ) -> Iterator[tuple[Example, DataState | None]]:
+        del data_state  # every row's place can be looked up
         circle = _Circle.of(self.corpus, seed, epoch)
         size = text_length(self.length, self.frame)
         rows = range(len(self)) if seed is None else _order(len(self), seed, "rows", epoch)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from onescan.data.base import Bookmark, DataSet, Example, Loaded, check_bookmark
+from onescan.data.base import DataSet, DataState, Example, LoadedBatch, check_data_state
 from onescan.data.image_reader import OnError
 from onescan.data.order import derive_seed, epoch_order
 from onescan.data.text.corpus_reader import LongDocuments, refuse_long
@@ -15,8 +15,8 @@ from onescan.data.text.rows import padding_id, stack_rows, text_length
 from onescan.data.text.shards import Shard
 from onescan.data.text.tokenizer import Frame, Ids, Tokenizer
 
-BLOCK: Bookmark = {"block": 0, "turn": 0, "mark": {}, "document": 0, "token": 0}  # a round's first
-BEGINNING: Bookmark = {"row": 0, "round": 0, **BLOCK}
+BLOCK: DataState = {"block": 0, "turn": 0, "mark": {}, "document": 0, "token": 0}  # a round's first
+BEGINNING: DataState = {"row": 0, "round": 0, **BLOCK}
 MARK: Mark = {"row": 0, "offset": 0, "line": 0, "group": 0, "state": None}  # some of it, by shard
 
 
@@ -39,7 +39,7 @@ class TextStream(DataSet):
     When all shards have been read, they are read again in another order, so a pass may have any
     number of rows; in the stored order it ends where they do, and its last row is filled up.
 
-    A bookmark tells how many rows of the pass came before, which round of the shards it is, which
+    A data_state tells how many rows of the pass came before, which round of the shards it is, which
     of its blocks is being read, where that begins (the turn of its shard, and the shard's mark),
     and how far it has been read: which document is in hand, and how many tokens of that are gone.
 
@@ -66,11 +66,11 @@ class TextStream(DataSet):
     def __len__(self) -> int:
         return self.count
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
         rows = [example.source.parts for example in examples]
         padding = padding_id(self.tokenizer)
         batch = stack_rows(rows, length=self.length, padding=padding, frame=self.frame)
-        return Loaded(batch, tuple(said for e in examples for said in e.source.failures))
+        return LoadedBatch(batch, tuple(said for e in examples for said in e.source.failures))
 
     def examples(
         self,
@@ -79,11 +79,11 @@ class TextStream(DataSet):
         epoch: int = 0,
         start: int = 0,
         repeats: int = 1,
-        bookmark: Bookmark | None = None,
-    ) -> Iterator[tuple[Example, Bookmark | None]]:
-        here, most = bookmark or BEGINNING, None if seed is None else self.count
-        check_bookmark(here, BEGINNING)
-        check_bookmark({**MARK, **here["mark"]}, MARK)
+        data_state: DataState | None = None,
+    ) -> Iterator[tuple[Example, DataState | None]]:
+        here, most = data_state or BEGINNING, None if seed is None else self.count
+        check_data_state(here, BEGINNING)
+        check_data_state({**MARK, **here["mark"]}, MARK)
         for row, after in self._rows(here, seed, epoch):
             first = here["row"] * repeats
             end = first + repeats
@@ -95,8 +95,8 @@ class TextStream(DataSet):
             here = after
 
     def _rows(
-        self, here: Bookmark, seed: int | None, epoch: int
-    ) -> Iterator[tuple[StreamedRow, Bookmark]]:
+        self, here: DataState, seed: int | None, epoch: int
+    ) -> Iterator[tuple[StreamedRow, DataState]]:
         """Yield rows from a place on, each with the place after it."""
         parts: list[Ids] = []
         failures: list[str] = []
@@ -118,8 +118,8 @@ class TextStream(DataSet):
             yield StreamedRow(tuple(parts), tuple(failures)), end
 
     def _encoded(
-        self, here: Bookmark, seed: int | None, epoch: int
-    ) -> Iterator[tuple[Ids, Bookmark, list[str]]]:
+        self, here: DataState, seed: int | None, epoch: int
+    ) -> Iterator[tuple[Ids, DataState, list[str]]]:
         """Yield the ids of documents, each with its spot, and the failures before it."""
         failures: list[str] = []
         for block, spot in self._blocks(here, seed, epoch):
@@ -143,8 +143,8 @@ class TextStream(DataSet):
                 yield ids, {**spot, "document": place, "token": token}, failed
 
     def _blocks(
-        self, here: Bookmark, seed: int | None, epoch: int
-    ) -> Iterator[tuple[list[Document], Bookmark]]:
+        self, here: DataState, seed: int | None, epoch: int
+    ) -> Iterator[tuple[list[Document], DataState]]:
         """Yield blocks of documents, each with where it begins and how far it has been read."""
         fresh = {"document": 0, "token": 0}
         for number in count(here["round"]) if seed is not None else [0]:
@@ -163,7 +163,7 @@ class TextStream(DataSet):
                 raise ValueError("there is no text in what is streamed")
 
     def _documents(
-        self, spot: Bookmark, seed: int | None, epoch: int
+        self, spot: DataState, seed: int | None, epoch: int
     ) -> Iterator[tuple[Document, int, Mark]]:
         """Yield a round's documents, each with the turn of its shard and the mark after it."""
         order = _order(len(self.shards), seed, "shards", spot["round"], epoch=epoch)
