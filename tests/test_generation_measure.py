@@ -441,7 +441,7 @@ def test_a_model_without_classes_is_asked_for_none(tmp_path, classifier):
 
 
 def test_a_saved_pipeline_is_measured_as_its_run(tmp_path, classifier, denoiser):
-    from onescan.training.pipeline import load_pipeline
+    from onescan.training.sampling import load_pipeline
 
     load_pipeline(denoiser).save_pretrained(tmp_path / "pipe")
     pictures = write_pngs(tmp_path / "x", images_of(12))

@@ -16,7 +16,7 @@ from onescan.report import write_report
 from onescan.tasks import ImageGenerationConfig
 from onescan.training import train
 from onescan.training.encode import EncodeConfig, encode
-from onescan.training.pipeline import load_pipeline
+from onescan.training.sampling import load_pipeline
 from onescan.training.records import read_pictures
 
 

@@ -23,8 +23,8 @@ from onescan.shapes import Images, Labels
 from onescan.tasks import ImageGenerationConfig
 from onescan.training.folder import Manifest, read_manifest
 from onescan.training.language_model import is_run
-from onescan.training.pipeline import INDEX, load_pipeline, usual_sampler
-from onescan.training.samples import sample_seed
+from onescan.training.sampling import INDEX, load_pipeline, default_sampler
+from onescan.training.sampling import sample_seed
 
 if TYPE_CHECKING:
     from onescan.integrations.diffusers import DenoiserPipeline
@@ -108,7 +108,7 @@ class DenoiserSamples(Samples):
 
     def __init__(self, path: Path, asked: SamplesConfig, device: torch.device) -> None:
         manifest = read_manifest(path if path.is_dir() else path.parent) if is_run(path) else None
-        usual = usual_sampler(path)
+        usual = default_sampler(path)
         self.pipeline = load_pipeline(path, sampler=asked.sampler).to(device)
         self.device, self.asked = device, asked
         self.name, self.size = short_name(path), self.pipeline.image_size
@@ -116,7 +116,7 @@ class DenoiserSamples(Samples):
         self.guidances = tuple(sorted(asked.guidance_scale)) or (usual.guidance_scale,)
         if not self.class_names and set(self.guidances) == {1.0}:
             self.guidances = (None,)  # no class can be asked for
-        self.sampler = asked.sampler or _usual_sampler(self.pipeline, manifest)
+        self.sampler = asked.sampler or _default_sampler(self.pipeline, manifest)
         self.steps: int = asked.steps or usual.steps
         self.data = manifest.run.data if manifest else None
         self.stamp = _stamp(path, manifest)
@@ -162,7 +162,7 @@ class _Drawn(Source):
         return next(k for k, end in enumerate(self.ends) if chance * self.ends[-1] < end)
 
 
-def _usual_sampler(pipeline: "DenoiserPipeline", manifest: Manifest | None) -> str:
+def _default_sampler(pipeline: "DenoiserPipeline", manifest: Manifest | None) -> str:
     if manifest is None:
         return type(pipeline.scheduler).__name__
     assert isinstance(manifest.run.task, ImageGenerationConfig)
