@@ -113,10 +113,10 @@ def show(argv: Argv) -> None:
         return
     if argv[1:]:
         raise ValueError(f"show takes one recipe, got {' '.join(argv)!r}")
-    from onescan.recipes import description, find_recipe
+    from onescan.recipes import find_recipe
 
     recipe = find_recipe(argv[0])
-    echo(description(recipe))
+    echo(recipe.description)
     echo("\n".join(_fields(recipe(), indent="")))
 
 

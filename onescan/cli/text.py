@@ -42,7 +42,7 @@ def generate(argv: Argv) -> None:
         raise ValueError(f"seed is {options.seed}, expected 0 or more, below 2**63")
     from onescan.models.causal_lm import Sampling
 
-    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     sampling.check()
     model, tokenizer, device = load_language_model(options.checkpoint, "CausalLM", options.device)
     import torch

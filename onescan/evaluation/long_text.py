@@ -17,7 +17,7 @@ from onescan.models.causal_lm import CausalLM
 from onescan.models.masked_lm import MaskedLM
 from onescan.shapes import Tokens
 from onescan.tasks import Batch
-from onescan.tasks.masked_language_modelling import MaskedLanguageModellingConfig
+from onescan.tasks.language_modelling import MaskedLanguageModellingConfig
 from onescan.training.folder import read_manifest
 from onescan.training.language_model import is_run, load_language_model
 from onescan.training.run import Precision, RunConfig

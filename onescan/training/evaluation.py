@@ -61,7 +61,7 @@ def evaluate(
         raise ValueError("there are no held-out examples to judge the model on")
     rows = {name: torch.cat([part[name] for part in ordered]) for name in ordered[0]}
     left_out = sum(planned) - len(next(iter(rows.values())))
-    evaluation = ranks.first(lambda: task.judge(rows))  # one answer, to the last bit
+    evaluation = ranks.first(lambda: task.evaluate(rows))  # one answer, to the last bit
     return dataclasses.replace(evaluation, left_out=left_out)
 
 

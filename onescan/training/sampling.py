@@ -80,9 +80,7 @@ def default_sampler(path: str | Path) -> SamplerConfig:
     return task.sampler
 
 
-def _load_from_run(
-    path: Path, sampler: SamplerName | None, vae: str | None
-) -> "DenoiserPipeline":
+def _load_from_run(path: Path, sampler: SamplerName | None, vae: str | None) -> "DenoiserPipeline":
     from onescan.integrations.diffusers import to_diffusers  # slow
 
     run = load(path)

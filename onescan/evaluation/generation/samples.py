@@ -23,8 +23,7 @@ from onescan.shapes import Images, Labels
 from onescan.tasks import ImageGenerationConfig
 from onescan.training.folder import Manifest, read_manifest
 from onescan.training.language_model import is_run
-from onescan.training.sampling import INDEX, load_pipeline, default_sampler
-from onescan.training.sampling import sample_seed
+from onescan.training.sampling import INDEX, default_sampler, load_pipeline, sample_seed
 
 if TYPE_CHECKING:
     from onescan.integrations.diffusers import DenoiserPipeline
