@@ -1,4 +1,4 @@
-"""Image generation: train a denoiser, by DDPM, v-prediction or flow matching, and sample from it."""
+"""Image generation: train a denoiser by DDPM, v-prediction or flow matching, and sample from it."""
 
 import zlib
 from abc import ABC, abstractmethod
