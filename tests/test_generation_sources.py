@@ -32,8 +32,8 @@ from onescan.evaluation.generation.npz import NpzSource
 from onescan.evaluation.generation.reference import open_reference, reference_cache
 from onescan.tasks import ImageClassificationConfig
 from onescan.tasks.feature_distance import frechet_distance
-from onescan.training.checkpoint import load
-from onescan.training.run import RunConfig
+from onescan.training.config import RunConfig
+from onescan.training.loading import load
 
 
 @pytest.fixture

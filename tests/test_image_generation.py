@@ -26,7 +26,7 @@ from onescan.tasks.classifier_features import SampleJudge
 from onescan.tasks.noising import Noising
 from onescan.training import read_metrics, train
 from onescan.training.evaluation import evaluate
-from onescan.training.records import read_pictures
+from onescan.training.logging import read_pictures
 from onescan.training.sampling import load_pipeline
 
 PREDICTIONS = ("noise", "v", "flow")

@@ -16,7 +16,7 @@ from onescan.report import write_report
 from onescan.tasks import ImageGenerationConfig
 from onescan.training import train
 from onescan.training.encode import EncodeConfig, encode
-from onescan.training.records import read_pictures
+from onescan.training.logging import read_pictures
 from onescan.training.sampling import load_pipeline
 
 

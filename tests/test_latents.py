@@ -25,8 +25,8 @@ from onescan.data.latents import LatentFormat, LatentsConfig
 from onescan.data.latents.shards import LABELS, MEAN, MIRRORED_MEAN, MIRRORED_STD, STD
 from onescan.data.latents.vae import load_vae
 from onescan.tasks import BatchPlan
+from onescan.training.data import Loader
 from onescan.training.encode import EncodeConfig, encode
-from onescan.training.loader import Loader
 from onescan.training.vae import Encoder
 
 diffusers = pytest.importorskip("diffusers")

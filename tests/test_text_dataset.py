@@ -36,7 +36,7 @@ from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.causal_lm import CausalLM, CausalLMConfig
 from onescan.tasks import Evaluation, Task, TaskConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig, load, train
-from onescan.training.language_model import load_language_model
+from onescan.training.loading import load_language_model
 
 END = ByteTokenizer.end
 TEXTS = ["one", "two and more", "drei", "four, four", "fünf", "6", "seven is long enough for rows"]

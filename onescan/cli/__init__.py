@@ -120,6 +120,6 @@ def _is_reported_elsewhere(error: Exception) -> bool:
     notes = getattr(error, "__notes__", ())
     if not notes:  # skips a slow import
         return False
-    from onescan.training.ranks import TOLD
+    from onescan.training.distributed import RAISED_BY_FIRST
 
-    return TOLD in notes
+    return RAISED_BY_FIRST in notes

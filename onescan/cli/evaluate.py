@@ -80,10 +80,10 @@ def _kind_of_evaluation(options: Any) -> Callable[[Any], None]:
 
 
 def _evaluate_run(options: Any) -> None:
-    from onescan.training.checkpoint import load
+    from onescan.training.loading import load
     from onescan.training.evaluation import evaluate as evaluate_model
-    from onescan.training.loader import choose_workers
-    from onescan.training.ranks import Ranks, choose_device
+    from onescan.training.data import choose_workers
+    from onescan.training.distributed import Ranks, choose_device
 
     checkpoint = load(options.checkpoint)
     run, device = checkpoint.config, choose_device(options.device, Ranks())

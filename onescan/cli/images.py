@@ -38,7 +38,7 @@ def predict(argv: Argv) -> None:
     if options.top_k < 1:
         raise ValueError(f"top_k is {options.top_k}, expected at least 1")
     from onescan.tasks.image_classification import classify
-    from onescan.training.checkpoint import load
+    from onescan.training.loading import load
 
     import_files(options.imports)
     checkpoint = load(options.checkpoint)
@@ -91,7 +91,7 @@ def sample(argv: Argv) -> None:
         imports: Imports = ()
 
     options = parse(Options, sample, argv)
-    from onescan.training.ranks import Ranks, choose_device
+    from onescan.training.distributed import Ranks, choose_device
     from onescan.training.sampling import (
         SampleConfig,
         check_out,

@@ -14,7 +14,7 @@ from onescan.cli.options import HELP, HELP_ALL, Argv, LanguageModel, echo, parse
 if TYPE_CHECKING:
     from onescan.data.glue import GlueTask
     from onescan.recipes.glue import GlueRun
-    from onescan.training.run import RunConfig, RunResult
+    from onescan.training.config import RunConfig, RunResult
 
 # options that `onescan train RECIPE --help` shows
 COMMON = (
@@ -46,7 +46,7 @@ def train(argv: Argv) -> None:
     from onescan.report import check_report_path, write_report
     from onescan.training import joined
     from onescan.training import train as train_run
-    from onescan.training.run import RunConfig
+    from onescan.training.config import RunConfig
 
     recipe, given, argv = _what_to_train(argv)
 
@@ -105,7 +105,7 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Argv]":
 
 def _results(results: "Sequence[RunResult]") -> str:
     """Format one line per seed, and the mean and standard deviation over seeds."""
-    from onescan.training.records import read_metrics, waiting_share
+    from onescan.training.logging import read_metrics, waiting_share
 
     lines = []
     for result in results:

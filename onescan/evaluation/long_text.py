@@ -18,9 +18,9 @@ from onescan.models.masked_lm import MaskedLM
 from onescan.shapes import Tokens
 from onescan.tasks import Batch
 from onescan.tasks.language_modelling import MaskedLanguageModellingConfig
+from onescan.training.config import Precision, RunConfig
 from onescan.training.folder import read_manifest
-from onescan.training.language_model import is_run, load_language_model
-from onescan.training.run import Precision, RunConfig
+from onescan.training.loading import is_run, load_language_model
 
 HELD_OUT = "the run's held-out text"
 

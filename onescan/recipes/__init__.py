@@ -13,7 +13,7 @@ from onescan.layers.position import AbsolutePositionConfig, TokenPositionConfig
 from onescan.models.presets import ABLATIONS, BERT_MAX_TOKENS, GPT2_MAX_TOKENS
 from onescan.models.token_network import TokenNetworkConfig
 from onescan.recipes.files import function_in
-from onescan.training.run import RunConfig
+from onescan.training.config import RunConfig
 
 # file of this folder -> kind of its recipes
 KINDS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from onescan.checks import check_choice
-from onescan.training.run import RunConfig
+from onescan.training.config import RunConfig
 
 
 def import_file(file: str | Path) -> ModuleType:

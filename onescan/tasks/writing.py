@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from onescan.checks import check_positive
+from onescan.checks import check_whole
 from onescan.data.text import Tokenizer
 from onescan.models.causal_lm import CausalLM, Sampling
 from onescan.models.masked_lm import MaskedLM
@@ -69,7 +69,7 @@ def fill_masks(
     Raises:
         ValueError: If the tokenizer belongs to another model, or the text has no mask.
     """
-    check_positive(top_k=top_k)
+    check_whole(1, top_k=top_k)
     tokenizer.check_vocabulary(model.config.vocab_size)
     if tokenizer.mask is None:
         raise ValueError(f"tokenizer {tokenizer.name!r} has no mask")

@@ -42,11 +42,11 @@ from onescan.data.latents.shards import (
 )
 from onescan.data.latents.vae import load_vae
 from onescan.tasks import BatchPlan
+from onescan.training.config import Precision
+from onescan.training.data import Loader, choose_workers
+from onescan.training.distributed import Ranks, choose_device
 from onescan.training.folder import write_json
 from onescan.training.latents_folder import alone, check_folder, claim, identity
-from onescan.training.loader import Loader, choose_workers
-from onescan.training.ranks import Ranks, choose_device
-from onescan.training.run import Precision
 from onescan.training.vae import Encoder, digest, latent_format
 
 

@@ -11,8 +11,8 @@ from onescan.data import ImageFormat
 from onescan.data.decode import AnyPixels
 from onescan.data.images import unit_pixels
 from onescan.data.latents import LatentFormat
-from onescan.training.precision import computing
-from onescan.training.run import Precision
+from onescan.training.config import Precision
+from onescan.training.optim import autocast
 
 
 def latent_format(vae: Any, name: str, images: ImageFormat) -> LatentFormat:
@@ -67,7 +67,7 @@ class Encoder:
             ValueError: what comes out is not finite.
         """
         pixels = 2 * unit_pixels(images.to(self.device, non_blocking=True)) - 1
-        with computing(self.precision, self.device):
+        with autocast(self.precision, self.device):
             posterior = self.vae.encode(pixels).latent_dist
         mean, std = posterior.mean.float(), (posterior.logvar.float() / 2).exp()
         if not (mean.isfinite().all() and std.isfinite().all()):
