@@ -145,8 +145,8 @@ def import_files(files: Sequence[Path]) -> None:
 
 def load_language_model(name: str, kind: str, device: str) -> "tuple[Any, Tokenizer, torch.device]":
     """Load a language model of the given class on its device, with its tokenizer."""
-    from onescan.training.loading import load_language_model as load
     from onescan.training.distributed import Ranks, choose_device
+    from onescan.training.loading import load_language_model as load
 
     chosen = choose_device(device, Ranks())
     model, tokenizer = load(name)

@@ -21,9 +21,9 @@ from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 from onescan.models.sequence_classifier import Pool, SequenceClassifierConfig
 from onescan.tasks import GlueConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig
+from onescan.training.config import Precision
 from onescan.training.folder import check_run_dir
 from onescan.training.loading import load_language_model
-from onescan.training.config import Precision
 
 ORDER: tuple[GlueTask, ...] = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb")
 BATCH_SIZES = (48, 16, 16, 16, 16, 32, 32, 32)

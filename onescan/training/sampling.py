@@ -23,9 +23,8 @@ from onescan.data.latents import LatentFormat
 from onescan.data.latents.vae import load_vae
 from onescan.models.denoiser import STEPS, Denoiser, SamplerConfig, SamplerName
 from onescan.tasks.image_generation import ImageGenerationConfig
-from onescan.training.loading import load
 from onescan.training.folder import read_manifest
-from onescan.training.loading import is_run
+from onescan.training.loading import is_run, load
 
 if TYPE_CHECKING:
     from onescan.integrations.diffusers import DenoiserPipeline
