@@ -74,11 +74,11 @@ def parse(
         default: Defaults of all options.
         common: Flags to show with ``--help``; ``None`` shows all.
     """
-    shows_all = HELP_ALL in argv
-    argv = ["--help"] if shows_all else argv
-    shown, wrong = io.StringIO(), io.StringIO()
+    hides_rare = common is not None and HELP_ALL not in argv
+    argv = ["--help" if argument == HELP_ALL else argument for argument in argv]
+    shown, errors = _Capture(), _Capture()
     try:
-        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(wrong):
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):
             return tyro.cli(
                 options,
                 prog=f"onescan {prog or command.__name__}",
@@ -88,11 +88,25 @@ def parse(
                 default=tyro.MISSING_NONPROP if default is None else default,
             )
     except SystemExit:
+        if message := _value_error(errors.getvalue()):
+            raise ValueError(message) from None
         text = shown.getvalue()
-        hides_rare = common is not None and not shows_all
-        echo(only_options(text, common or ()) if hides_rare else text, end="")
-        sys.stderr.write(printable(name_flags(wrong.getvalue(), argv), keep=UNESCAPED))
+        echo(only_options(text, common or ()) if hides_rare and text else text, end="")
+        sys.stderr.write(printable(errors.getvalue(), keep=UNESCAPED))
         raise
+
+
+class _Capture(io.StringIO):
+    """Captured output of tyro, which draws boxes if the encoding has the characters."""
+
+    encoding = "utf-8"
+
+
+def _value_error(text: str) -> str:
+    """Return the message in tyro's box for a value error, in one line; empty for other texts."""
+    box = re.match(r"╭─ Value error ─*╮\n(.*?)\n(?:│ ─|╰)", text, re.DOTALL)
+    lines = [line.strip("│").strip() for line in box[1].splitlines()] if box else []
+    return re.sub(r"^Error parsing (?!--)[\w.]+: |^Error parsing ", "", " ".join(lines))
 
 
 def only_options(text: str, flags: Collection[str]) -> str:
@@ -105,19 +119,18 @@ def only_options(text: str, flags: Collection[str]) -> str:
     box: list[str] = []
     is_shown, count = True, 0
     for line in text.splitlines():
-        flag = re.match(r"│ (?:-h, )?(--[\w.-]+)", line)
-        if flag:
+        if flag := re.match(r"│ (?:-h, )?(--[\w.-]+)", line):
             count += 1
             is_shown = flag[1] in flags or flag[1] == "--help"
         if line.startswith("╭"):
-            box, is_shown = [line], True
+            box, is_shown = [line], "positional" in line
         elif line.startswith("╰"):
             kept += [*box, line] if len(box) > 1 else []
-            box, is_shown = [], True
-        elif box and is_shown:
-            box.append(line)
+            box = []
         elif not box:
             kept.append(line)
+        elif is_shown:
+            box.append(line)
     return "\n".join([*kept, f"{HELP_ALL} shows all {count} options.", ""])
 
 

@@ -55,7 +55,7 @@ def train(argv: Argv) -> None:
         run: Annotated[RunConfig, tyro.conf.arg(name="")]
         out: Annotated[str, tyro.conf.arg(metavar="PATH")] = str(Path("runs") / recipe.name)
         """Folder for the report and one run per seed."""
-        seeds: tuple[int, ...] | None = None
+        seeds: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ...")] = None
         """Random seeds; trains one run per seed. By default training.seed alone."""
         overwrite: bool = False
         """Delete existing runs in the folder and start from scratch."""
@@ -67,7 +67,8 @@ def train(argv: Argv) -> None:
         raise ValueError("out is empty, expected a folder for the runs")
     seeds = (options.run.training.seed,) if options.seeds is None else options.seeds
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds is {seeds}, expected at least one, and no duplicates")
+        given = ", ".join(map(str, seeds)) or "empty"
+        raise ValueError(f"seeds is {given}, expected at least one, and no duplicates")
     out = Path(options.out)
     trainings = [dataclasses.replace(options.run.training, seed=seed) for seed in seeds]
     runs = [dataclasses.replace(options.run, training=training) for training in trainings]

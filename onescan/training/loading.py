@@ -53,8 +53,9 @@ def load(path: str | Path) -> Checkpoint:
 
     Raises:
         FileNotFoundError: If there is no such path, or the run has not saved any weights yet.
-        ValueError: If `path` is not a path, the folder holds no run or was written by an unsupported version, or if the
-            weights are damaged (names the file), do not match the model or do not fit into memory.
+        ValueError: If `path` is not a path, the folder holds no run or was written by an
+            unsupported version, or if the weights are damaged (names the file), do not match the
+            model or do not fit into memory.
     """
     if not isinstance(path, str | PathLike):
         raise ValueError(f"path is {path!r}, expected the folder of a run")
