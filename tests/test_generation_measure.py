@@ -30,15 +30,18 @@ from tiny_generation import (
 )
 
 from onescan.cli import main
-from onescan.evaluation import asked as asked_module
-from onescan.evaluation.asked import SamplesConfig
-from onescan.evaluation.generation import gathering, measure
-from onescan.evaluation.generation.features import open_features
-from onescan.evaluation.generation.gathering import gather, open_gathered
-from onescan.evaluation.generation.measure import folder_name, measure_generation
-from onescan.evaluation.generation.samples import open_samples
-from onescan.evaluation.generation.scores import chosen_by_lot, inception_score, precision_recall
-from onescan.evaluation.generation.source import Source, in_steps
+from onescan.evaluation import config as asked_module
+from onescan.evaluation import generation
+from onescan.evaluation.config import SamplesConfig
+from onescan.evaluation.features import open_features
+from onescan.evaluation.generation import (
+    folder_name,
+    gather,
+    measure_generation,
+    open_gathered,
+)
+from onescan.evaluation.image_scores import chosen_by_lot, inception_score, precision_recall
+from onescan.evaluation.images import Source, in_steps, open_samples
 from onescan.models.denoiser import SamplerName
 from onescan.tasks.feature_distance import FeatureStatistics, frechet_distance
 
@@ -182,8 +185,8 @@ def test_a_killed_measurement_goes_on_to_the_same_bits(
 ):
     asked = asking(classifier, guidance_scale=(1.0, 3.0))
     whole = run_once(denoiser, asked, tmp_path / "whole")
-    monkeypatch.setattr(gathering, "SAVE_EVERY_S", 0.0)
-    add, done = gathering.RowFile.add, []
+    monkeypatch.setattr(generation, "SAVE_EVERY_S", 0.0)
+    add, done = generation.RowFile.add, []
 
     def add_or_die(rows, features):
         add(rows, features)
@@ -191,10 +194,10 @@ def test_a_killed_measurement_goes_on_to_the_same_bits(
             raise StoppedError  # when rows are written, and the state is not
         done.append(1)
 
-    monkeypatch.setattr(gathering.RowFile, "add", add_or_die)
+    monkeypatch.setattr(generation.RowFile, "add", add_or_die)
     with pytest.raises(StoppedError):
         run_once(denoiser, asked, tmp_path / "out")
-    monkeypatch.setattr(gathering.RowFile, "add", add)
+    monkeypatch.setattr(generation.RowFile, "add", add)
     assert run_once(denoiser, asked, tmp_path / "out") == whole
     for scale in ("guidance-1", "guidance-3"):
         ours, theirs = (tmp_path / name / scale for name in ("out", "whole"))
@@ -205,18 +208,18 @@ def test_a_killed_measurement_goes_on_to_the_same_bits(
 def test_ctrl_c_saves_and_ends(tmp_path, classifier, denoiser, monkeypatch):
     asked = asking(classifier, guidance_scale=(1.0,))
     whole = run_once(denoiser, asked, tmp_path / "whole")
-    add = gathering.RowFile.add
+    add = generation.RowFile.add
 
     def interrupted(rows, features):
         add(rows, features)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(gathering.RowFile, "add", interrupted)
+    monkeypatch.setattr(generation.RowFile, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_once(denoiser, asked, tmp_path / "out")
     state = open_gathered(tmp_path / "out" / "guidance-1", total=20, num_classes=3)
     assert (state.tally.place, state.rows.rows) == (6, 6)
-    monkeypatch.setattr(gathering.RowFile, "add", add)
+    monkeypatch.setattr(generation.RowFile, "add", add)
     assert run_once(denoiser, asked, tmp_path / "out") == whole
 
 
@@ -224,7 +227,7 @@ def test_what_is_measured_is_not_measured_again(tmp_path, classifier, denoiser, 
     asked = asking(classifier, guidance_scale=(1.0,))
     first = run_once(denoiser, asked, tmp_path / "out")
     monkeypatch.setattr(Source, "images", None)
-    monkeypatch.setattr("onescan.evaluation.generation.samples._Drawn.images", None)
+    monkeypatch.setattr("onescan.evaluation.images._Drawn.images", None)
     assert run_once(denoiser, asked, tmp_path / "out") == first
     with pytest.raises(TypeError):
         run_once(denoiser, replace(asked, guidance_scale=(1.0, 2.0)), tmp_path / "out")
@@ -412,7 +415,7 @@ def test_an_npz_beside_a_run_is_not_the_run(classifier, denoiser):
 
 @pytest.mark.parametrize(("classes", "rows"), [(20, 20), (21, 0)])
 def test_confusions_of_many_classes_are_not_written_out(classes, rows):
-    assert len(measure._of_few(torch.ones(classes, classes, dtype=torch.int64))) == rows
+    assert len(generation._of_few(torch.ones(classes, classes, dtype=torch.int64))) == rows
 
 
 def test_classes_of_another_reference_cannot_be_followed(tmp_path, classifier, denoiser):
@@ -441,7 +444,7 @@ def test_a_model_without_classes_is_asked_for_none(tmp_path, classifier):
 
 
 def test_a_saved_pipeline_is_measured_as_its_run(tmp_path, classifier, denoiser):
-    from onescan.training.pipeline import load_pipeline
+    from onescan.training.sampling import load_pipeline
 
     load_pipeline(denoiser).save_pretrained(tmp_path / "pipe")
     pictures = write_pngs(tmp_path / "x", images_of(12))

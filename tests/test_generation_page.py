@@ -6,9 +6,15 @@ import pytest
 import torch
 from html_page import Page, assert_loads_nothing, table
 
-from onescan.evaluation.generation.gathering import Gathered, RowFile
-from onescan.evaluation.generation.outcome import GenerationScore, GenerationScores, RealScore
-from onescan.evaluation.generation.tally import Shown, Tally
+from onescan.evaluation.generation import (
+    Gathered,
+    GenerationScore,
+    GenerationScores,
+    RealScore,
+    RowFile,
+    Shown,
+    Tally,
+)
 from onescan.report import generation_table, write_generation
 from onescan.report.generation.page import render_generation
 from onescan.tasks.feature_distance import FeatureStatistics

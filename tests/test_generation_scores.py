@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.linalg import sqrtm
 
-from onescan.evaluation.generation import scores
-from onescan.evaluation.generation.scores import (
+from onescan.evaluation import image_scores as scores
+from onescan.evaluation.image_scores import (
     InceptionScore,
     chosen_by_lot,
     inception_score,

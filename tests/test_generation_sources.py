@@ -26,10 +26,9 @@ from tiny_generation import (
 )
 
 from onescan.data.decode import to_bytes
-from onescan.evaluation.generation.features import fitted, open_features
-from onescan.evaluation.generation.folders import FolderSource, data_at
-from onescan.evaluation.generation.npz import NpzSource
-from onescan.evaluation.generation.reference import open_reference, reference_cache
+from onescan.evaluation.features import fitted, open_features
+from onescan.evaluation.generation import open_reference, reference_cache
+from onescan.evaluation.images import FolderSource, NpzSource, data_at
 from onescan.tasks import ImageClassificationConfig
 from onescan.tasks.feature_distance import frechet_distance
 from onescan.training.config import RunConfig
@@ -284,7 +283,7 @@ def test_a_reference_is_summed_up_once(cache, classifier, monkeypatch):
     features, data = open_features(classifier, CPU), BarsConfig()
     first = reference_of("train", features, data)
     assert reference_cache() == cache
-    monkeypatch.setattr("onescan.evaluation.generation.folders.DataSource.images", None)
+    monkeypatch.setattr("onescan.evaluation.images.DataSource.images", None)
     again = reference_of("train", features, data)
     assert torch.equal(first.pooled.covariance, again.pooled.covariance)
     assert torch.equal(first.rows, again.rows)

@@ -13,11 +13,10 @@ from torch import nn
 import onescan
 from onescan.cli import main
 from onescan.data.glue import PROBLEMS, GlueDatasetConfig
-from onescan.recipes.glue import BATCH_SIZES, FROM_MNLI, GLUE, ORDER
-from onescan.recipes.glue_runs import classifier
-from onescan.recipes.language import LANGUAGE
+from onescan.recipes.glue import BATCH_SIZES, FROM_MNLI, GLUE, ORDER, classifier
+from onescan.recipes.language import RECIPES as LANGUAGE
 from onescan.tasks import GlueConfig
-from onescan.tasks.glue_metrics import measure
+from onescan.tasks.glue import compute_metric
 from onescan.training import TrainingConfig, evaluate
 from onescan.training.folder import read_manifest
 from onescan.training.optim import build_optimizer, learning_rate
@@ -30,35 +29,37 @@ SAID = torch.tensor([1, 1, 0, 0, 0, 1, 0, 0])  # 2 of 4 found, 1 of 3 wrongly sa
 
 def test_classes_are_measured():
     right, found, said, true = 5 / 8, 2 / 4, 2 / 3, 3
-    assert measure("accuracy", LABELS, SAID) == right
-    assert measure("f1", LABELS, SAID) == pytest.approx(2 * found * said / (found + said))
+    assert compute_metric("accuracy", LABELS, SAID) == right
+    assert compute_metric("f1", LABELS, SAID) == pytest.approx(2 * found * said / (found + said))
     cells = 2 * true - 1 * 2
-    assert measure("matthews_correlation", LABELS, SAID) == pytest.approx(
+    assert compute_metric("matthews_correlation", LABELS, SAID) == pytest.approx(
         cells / math.sqrt(3 * 4 * 4 * 5)
     )
 
 
 def test_what_is_always_said_tells_nothing():
     always = torch.zeros_like(LABELS)
-    assert measure("f1", LABELS, always) == 0.0
-    assert measure("f1", always, always) == 0.0
-    assert measure("matthews_correlation", LABELS, always) == 0.0
+    assert compute_metric("f1", LABELS, always) == 0.0
+    assert compute_metric("f1", always, always) == 0.0
+    assert compute_metric("matthews_correlation", LABELS, always) == 0.0
 
 
 def test_numbers_are_measured():
     scores, estimates = torch.tensor([0.0, 1.0, 2.0, 5.0]), torch.tensor([0.0, 3.0, 2.0, 40.0])
     x, y = scores - scores.mean(), estimates - estimates.mean()
-    assert measure("pearson", scores, estimates) == pytest.approx(
+    assert compute_metric("pearson", scores, estimates) == pytest.approx(
         float(x @ y / (x.norm() * y.norm())), rel=1e-5
     )
     swapped = 2  # squared differences of ranks: two of 1
-    assert measure("spearman", scores, estimates) == pytest.approx(1 - 6 * swapped / (4 * 15))
+    assert compute_metric("spearman", scores, estimates) == pytest.approx(
+        1 - 6 * swapped / (4 * 15)
+    )
 
 
 @pytest.mark.parametrize("metric", ["pearson", "spearman"])
 def test_a_constant_has_no_correlation(metric):
-    assert measure(metric, torch.arange(3.0), torch.ones(3)) == 0.0
-    assert measure(metric, torch.ones(3), torch.arange(3.0)) == 0.0
+    assert compute_metric(metric, torch.arange(3.0), torch.ones(3)) == 0.0
+    assert compute_metric(metric, torch.ones(3), torch.arange(3.0)) == 0.0
 
 
 def posed(folder, title, task):
@@ -71,7 +72,7 @@ def test_matched_and_mismatched_are_judged_one_by_one(tmp_path):
     task = posed(tmp_path, "MNLI", "mnli")
     labels = torch.tensor([0, 1, 2, 0, 0, 1, 2, 0])
     said = torch.tensor([0, 1, 2, 1, 1, 2, 2, 1])
-    judged = task.judge({"labels": labels, "predictions": said, "losses": torch.ones(8)})
+    judged = task.evaluate({"labels": labels, "predictions": said, "losses": torch.ones(8)})
     assert judged.metrics == {"matched_accuracy": 0.75, "mismatched_accuracy": 0.25, "loss": 1.0}
     assert task.score(judged.metrics) == 0.5
 
@@ -95,7 +96,7 @@ def test_every_task_has_the_benchmarks_measures(title, names, tmp_path):
     judged = evaluate(classifier(TINY_MLM, classes, "mean").build(), task)
     assert list(judged.metrics) == [*names, "loss"]
     rows = judged.arrays["labels"], judged.arrays["predictions"]
-    assert judged.metrics[names[-1]] == measure(names[-1], *rows)
+    assert judged.metrics[names[-1]] == compute_metric(names[-1], *rows)
 
 
 # Recipes

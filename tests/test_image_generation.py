@@ -27,7 +27,7 @@ from onescan.tasks.noising import Noising
 from onescan.training import read_metrics, train
 from onescan.training.evaluation import evaluate
 from onescan.training.logging import read_pictures
-from onescan.training.pipeline import load_pipeline
+from onescan.training.sampling import load_pipeline
 
 PREDICTIONS = ("noise", "v", "flow")
 
@@ -264,7 +264,7 @@ def test_a_judge_with_two_heads_says_what_it_says_elsewhere():
 
 
 def test_a_judge_is_one_in_every_precision(judge):
-    look = task_of(classifier=judge).judge_images
+    look = task_of(classifier=judge).sample_classifier
     pixels = torch.rand(9, 1, 4, 4)
     whole = look(pixels).pooled
     with torch.autocast("cpu", dtype=torch.bfloat16):

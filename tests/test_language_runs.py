@@ -8,7 +8,7 @@ from tiny_run import press_ctrl_c_at
 import onescan
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer
-from onescan.recipes.language import LANGUAGE
+from onescan.recipes.language import RECIPES as LANGUAGE
 from onescan.report.sections import writing
 from onescan.tasks import MaskedLanguageModellingConfig
 from onescan.training import train as train_run

@@ -158,7 +158,7 @@ class Knowing(torch.nn.Module):
 
 def test_held_out_text_is_judged_by_token_and_by_byte(posed):
     task = posed(LanguageModellingConfig())
-    metrics = task.judge(task.predict(Knowing(), packed())).metrics
+    metrics = task.evaluate(task.predict(Knowing(), packed())).metrics
     told = sum(len(text.encode()) for text in TEXTS)  # the first is told by none, the end is told
     assert metrics["loss"] == pytest.approx(math.log(258), rel=1e-5)
     assert metrics["perplexity"] == pytest.approx(258, rel=1e-4)
@@ -167,7 +167,7 @@ def test_held_out_text_is_judged_by_token_and_by_byte(posed):
     assert metrics["bits_per_byte"] == pytest.approx(bits)
     tokens, documents = packed()
     answers = tokens[:, 1:]
-    knowing = task.judge(task.predict(Knowing(answers), (tokens, documents))).metrics
+    knowing = task.evaluate(task.predict(Knowing(answers), (tokens, documents))).metrics
     assert knowing["accuracy"] == 1
     assert knowing["loss"] < 1e-6
     assert task.score(knowing) > task.score(metrics)
@@ -177,7 +177,7 @@ def test_a_text_of_one_token_has_nothing_to_tell(posed):
     task = posed(LanguageModellingConfig())
     one = torch.tensor([[97, 98]]), torch.tensor([[0, 1]])
     with pytest.raises(ValueError, match="the held-out text has no token to tell"):
-        task.judge(task.predict(Knowing(), one))
+        task.evaluate(task.predict(Knowing(), one))
 
 
 def test_the_shares_of_masks_are_as_asked_for(posed):

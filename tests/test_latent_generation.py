@@ -17,7 +17,7 @@ from onescan.tasks import ImageGenerationConfig
 from onescan.training import train
 from onescan.training.encode import EncodeConfig, encode
 from onescan.training.logging import read_pictures
-from onescan.training.pipeline import load_pipeline
+from onescan.training.sampling import load_pipeline
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,7 +77,7 @@ def test_the_pipeline_of_a_run_decodes_as_its_pictures_do(latents, tmp_path):
     task = run.task.build(run.data.build())
     pipe = load_pipeline(result.folder)
     seeds, labels = [3, 4], torch.tensor([0, 1])
-    ours = task.make(pipe.transformer.to_onescan().eval(), labels, seeds)
+    ours = task.generate(pipe.transformer.to_onescan().eval(), labels, seeds)
     theirs = pipe(
         class_labels=[0, 1],
         num_inference_steps=5,

@@ -13,10 +13,8 @@ from tiny_tokenizers import WORDS, word_tokenizer
 
 from onescan.cli import main
 from onescan.evaluation import lengths
-from onescan.evaluation.asked import LengthsConfig
-from onescan.evaluation.length_scores import LengthScore, LengthScores
-from onescan.evaluation.lengths import measure_lengths
-from onescan.evaluation.long_text import open_long_text
+from onescan.evaluation.config import LengthsConfig
+from onescan.evaluation.lengths import LengthScore, LengthScores, measure_lengths, open_long_text
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLMConfig, score_logits, token_losses
 from onescan.models.masked_lm import MaskedLMConfig

@@ -17,10 +17,8 @@ from torch import nn
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
 from onescan.evaluation import needle
-from onescan.evaluation.asked import NeedleConfig
-from onescan.evaluation.haystack import Haystack, read_haystack
-from onescan.evaluation.hidden import hide
-from onescan.evaluation.needle import measure_needles
+from onescan.evaluation.config import NeedleConfig
+from onescan.evaluation.needle import Haystack, hide, measure_needles, read_haystack
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import CausalLM, CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig

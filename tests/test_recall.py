@@ -16,7 +16,7 @@ from onescan.configs import differences
 from onescan.data import Example, RecallConfig
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.models.causal_lm import CausalLMConfig
-from onescan.recipes.recall import RECALL
+from onescan.recipes.recall import RECIPES as RECALL
 from onescan.report.sections.recall import section
 from onescan.report.study import read_study
 from onescan.tasks import RecallTaskConfig

@@ -21,8 +21,7 @@ from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.tasks.image_generation import ImageGenerationConfig
 from onescan.training import RunConfig, samples
 from onescan.training.folder import CONFIG, Manifest, write_json
-from onescan.training.pipeline import load_pipeline
-from onescan.training.samples import SampleConfig, sample_seed, write_samples
+from onescan.training.sampling import SampleConfig, load_pipeline, sample_seed, write_samples
 
 NAMES = ("zero", "1", "great white shark, a/b", "0")
 GREY = ImageFormat(channels=1, height=4, width=4, mean=(0.5,), std=(0.5,))

@@ -123,7 +123,7 @@ def test_rows_are_judged_as_they_are():
         "predictions": torch.tensor([0, 2, 2, 2]),
         "losses": torch.tensor([1.0, 2.0, 3.0, 6.0]),
     }
-    assert task.judge(rows).metrics == {"accuracy": 0.75, "loss": 3.0}
+    assert task.evaluate(rows).metrics == {"accuracy": 0.75, "loss": 3.0}
     assert task.score({"accuracy": 0.75, "loss": 3.0}) == 0.75
 
 
@@ -147,7 +147,7 @@ def test_numbers_are_estimated_by_least_squares():
 def test_a_constant_estimate_has_no_correlation():
     task = SequenceClassificationConfig().build(numbered())
     rows = {"labels": torch.arange(3.0), "predictions": torch.ones(3), "losses": torch.ones(3)}
-    assert task.judge(rows).metrics["correlation"] == 0.0
+    assert task.evaluate(rows).metrics["correlation"] == 0.0
 
 
 def test_the_model_is_told_which_text_is_which():

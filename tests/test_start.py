@@ -12,7 +12,7 @@ from onescan.checkpoint.weights import save_weights
 from onescan.data.glue import GlueDatasetConfig
 from onescan.integrations.transformers import to_transformers
 from onescan.models.sequence_classifier import SequenceClassifierConfig
-from onescan.recipes.glue_runs import classifier
+from onescan.recipes.glue import classifier
 from onescan.tasks import GlueConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig, train
 from onescan.training.folder import CONFIG, read_manifest

@@ -759,7 +759,7 @@ class Next(Task):
     def predict(self, model, batch):
         return {"losses": self.loss(model, batch)[0].expand(len(batch[0]))}
 
-    def judge(self, rows):
+    def evaluate(self, rows):
         return Evaluation(metrics={"loss": rows["losses"].mean().item()}, arrays=rows)
 
     def score(self, metrics):

@@ -26,7 +26,7 @@ from onescan.checkpoint.files import to_json
 from onescan.cli import main
 from onescan.integrations.transformers import to_transformers
 from onescan.training import train
-from onescan.training.pipeline import load_pipeline
+from onescan.training.sampling import load_pipeline
 
 STARTED = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn")
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n%%EOF\n"

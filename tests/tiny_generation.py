@@ -9,8 +9,8 @@ from tiny_denoiser import BarsConfig, denoiser_run
 
 from onescan.checkpoint.weights import save_weights, whole_weights
 from onescan.data.decode import to_bytes
-from onescan.evaluation.asked import SamplesConfig
-from onescan.evaluation.generation.source import in_steps
+from onescan.evaluation.config import SamplesConfig
+from onescan.evaluation.images import in_steps
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from onescan.evaluation.needle_grid import Cells, NeedleGrid
+from onescan.evaluation.needle import Cells, NeedleGrid
 from onescan.report.cards import big_numbers, fact_list
 from onescan.report.heat_map import SHARES, Axis, Shades, around_zero, heat_map
 from onescan.report.section import Figure, Section

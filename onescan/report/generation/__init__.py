@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from onescan.evaluation.generation.gathering import first_images
-from onescan.evaluation.generation.outcome import GenerationScores
+from onescan.evaluation.generation import GenerationScores, first_images
 from onescan.report.generation.page import generation_table, render_generation
 from onescan.report.template import save
 

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure as Drawing
 
-from onescan.evaluation.generation.outcome import GenerationScore, GenerationScores
+from onescan.evaluation.generation import GenerationScore, GenerationScores
 from onescan.report.chart import chart
 from onescan.report.generation.words import best
 from onescan.report.palette import BLUE, MUTED, VERMILION, tint

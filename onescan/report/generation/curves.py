@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import MaxNLocator
 
-from onescan.evaluation.generation.outcome import GenerationScores
+from onescan.evaluation.generation import GenerationScores
 from onescan.report.chart import chart, label_ends
 from onescan.report.palette import series
 from onescan.report.section import Figure, Section

@@ -6,8 +6,7 @@ from html import escape
 import torch
 
 from onescan.data.images import unit_pixels
-from onescan.evaluation.generation.outcome import GenerationScores
-from onescan.evaluation.generation.tally import Shown, class_by_class
+from onescan.evaluation.generation import GenerationScores, Shown, class_by_class
 from onescan.report.generation.words import best
 from onescan.report.pictures import Pixels, picture, to_bytes
 from onescan.report.section import Figure, Section

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from html import escape
 
-from onescan.evaluation.generation.outcome import GenerationScore, GenerationScores
-from onescan.evaluation.generation.tally import Shown
+from onescan.evaluation.generation import GenerationScore, GenerationScores, Shown
 from onescan.report.cards import Card, big_numbers, fact_list
 from onescan.report.generation.classes import classes
 from onescan.report.generation.curves import curves

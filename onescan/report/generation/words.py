@@ -1,6 +1,6 @@
 """Scores as a reader wants them."""
 
-from onescan.evaluation.generation.outcome import GenerationScore, GenerationScores
+from onescan.evaluation.generation import GenerationScore, GenerationScores
 from onescan.report.words import percent
 
 SHARES = ("precision", "recall", "as_asked")

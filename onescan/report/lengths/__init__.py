@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from onescan.evaluation.length_scores import LengthScores
+from onescan.evaluation.lengths import LengthScores
 from onescan.report.lengths.page import lengths_table, render_lengths
 from onescan.report.template import save
 

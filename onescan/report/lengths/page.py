@@ -1,6 +1,6 @@
 """The page: the shortest and the longest rows in big numbers, curves, and all numbers."""
 
-from onescan.evaluation.length_scores import LengthScore, LengthScores
+from onescan.evaluation.lengths import LengthScore, LengthScores
 from onescan.report.cards import Card, big_numbers, fact_list
 from onescan.report.lengths.pictures import pictures
 from onescan.report.section import Figure, Section

@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from onescan.evaluation.length_scores import LengthScores, PlaceScore
+from onescan.evaluation.lengths import LengthScores, PlaceScore
 from onescan.report.chart import chart
 from onescan.report.palette import MUTED, series
 from onescan.report.section import Figure, Section

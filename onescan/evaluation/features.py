@@ -1,4 +1,4 @@
-"""What turns images into the features that are compared: a classifier of ours, or Inception."""
+"""Feature extractors: a trained classifier, or Inception-v3."""
 
 import json
 import warnings
@@ -20,7 +20,7 @@ from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.checks import in_a_line
 from onescan.data import ImageFormat
 from onescan.data.decode import to_bytes
-from onescan.evaluation.names import short_name
+from onescan.evaluation.config import short_name
 from onescan.models.image_classifier import ImageClassifier
 from onescan.shapes import Images
 from onescan.tasks.classifier_features import fitted, look

@@ -1,4 +1,4 @@
-"""Scores of generated images beside distances: inception score, precision and recall."""
+"""Scores of generated images: inception score, precision and recall."""
 
 from collections.abc import Iterator
 from functools import lru_cache
