@@ -16,13 +16,13 @@ from onescan.checkpoint.run_folder import CONFIG, locate
 from onescan.checkpoint.weights import REMEDY, load_model
 from onescan.data import Format
 from onescan.data.image_source import HUB_NAME
-from onescan.models.causal_lm import CausalLM
-from onescan.models.masked_lm import MaskedLM
 from onescan.training.config import RunConfig
 from onescan.training.folder import read_manifest
 
 if TYPE_CHECKING:
     from onescan.data.text import Tokenizer
+    from onescan.models.causal_lm import CausalLM
+    from onescan.models.masked_lm import MaskedLM
 
 HEAD = "head."  # prefix of the weights that belong to one task
 MAX_SHOWN = 3  # weights that do not match
@@ -109,6 +109,8 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
         ImportError: If transformers is needed and not installed.
     """
     from onescan.data.text import TextFormat, load_tokenizer
+    from onescan.models.causal_lm import CausalLM
+    from onescan.models.masked_lm import MaskedLM
 
     if _is_pretrained(name):
         tokenizer, model = load_tokenizer(name), _load_pretrained(name)
@@ -132,7 +134,7 @@ def _is_pretrained(name: str) -> bool:
     return re.fullmatch(HUB_NAME, name) is not None
 
 
-def _load_pretrained(name: str) -> CausalLM | MaskedLM:
+def _load_pretrained(name: str) -> "CausalLM | MaskedLM":
     from onescan.integrations.transformers import load_pretrained  # slow
 
     return load_pretrained(name)
