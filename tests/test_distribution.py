@@ -111,13 +111,21 @@ def test_processes_without_a_common_disk_are_refused(tmp_path):
     assert not list(tmp_path.rglob("step_*"))
 
 
+CLI = ["-m", "onescan", "train", "digits", "--training.steps", "2", "--model.depth", "1", "--out"]
+
+
 def test_only_rank_0_prints(tmp_path):
-    command = ["-m", "onescan", "train", "digits", "--training.steps", "2", "--model.depth", "1"]
-    done = torchrun(*command, "--out", str(tmp_path / "runs"))
+    done = torchrun(*CLI, str(tmp_path / "runs"))
     assert done.stdout.count("digits, seed 0, in") == done.stdout.count("report: ") == 1
     assert done.stdout.count("test accuracy") == 1
     assert done.stderr.count("model: ImageClassifier, ") == 1
     assert done.stderr.count("batch size: 32, 2 processes") == 1
-    done = torchrun(*command, "--training.steps", "3", "--out", str(tmp_path / "runs"), code=1)
+
+
+@pytest.mark.slow
+def test_only_rank_0_prints_an_error(tmp_path):
+    (tmp_path / "seed-0").mkdir()
+    (tmp_path / "seed-0" / "notes.txt").touch()
+    done = torchrun(*CLI, str(tmp_path), code=1)
     assert done.stderr.count("onescan: error: ") == 1
-    assert "holds another run" in done.stderr
+    assert "holds no run" in done.stderr
