@@ -26,6 +26,8 @@ from tiny_run import (
     TinyModel,
     TinyModelConfig,
     assert_same,
+    crash,
+    interrupt,
     press_ctrl_c_at,
     raise_at,
     tiny_run,
@@ -56,8 +58,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("step", [1, 2, 4, 7, 12])
 def test_ctrl_c_saves_and_the_run_resumes_exactly(tmp_path, whole, step):
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(step))
+    interrupt(tiny_run(), tmp_path, step)
     assert (tmp_path / "state" / f"step_{step}").exists()
     seen = []
     assert_same(train(tiny_run(), tmp_path, progress=seen.append), whole)
@@ -100,8 +101,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, whole, monkeypatch):
 
 @pytest.mark.parametrize("step", [1, 3, 5, 12])
 def test_a_crashed_run_resumes_from_the_last_checkpoint(tmp_path, whole, step):
-    with pytest.raises(RuntimeError, match="crash"):
-        train(tiny_run(), tmp_path, progress=raise_at(step, RuntimeError("crash")))
+    crash(tiny_run(), tmp_path, step)
     seen = []
     assert_same(train(tiny_run(), tmp_path, progress=seen.append), whole)
     last_saved = (step - 1) // 2 * 2  # every half epoch of 4 steps, before the step is shown
@@ -198,8 +198,7 @@ def run_python(code):
 
 
 def test_an_unfinished_line_is_dropped(tmp_path, whole):
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(5))
+    interrupt(tiny_run(), tmp_path, 5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "epo')
     assert len(read_metrics(tmp_path)) == 6
@@ -296,8 +295,7 @@ def test_a_run_that_cannot_be_trained_overwrites_nothing(tmp_path, monkeypatch):
 
 
 def test_a_run_does_not_resume_with_other_data(tmp_path, monkeypatch):
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
+    interrupt(tiny_run(), tmp_path, 3)
     build = StripesConfig.build
     shorter = lambda self: build(dataclasses.replace(self, examples=24))
     monkeypatch.setattr(StripesConfig, "build", shorter)
@@ -308,8 +306,7 @@ def test_a_run_does_not_resume_with_other_data(tmp_path, monkeypatch):
 def test_the_best_weights_of_lost_steps_are_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(ImageClassification, "score", lambda *_: 0.0)  # the first is the best
     run, best = tiny_run(checkpoint_every=1.0), tmp_path / "best.safetensors"
-    with pytest.raises(RuntimeError, match="crash"):
-        train(run, tmp_path, progress=raise_at(9, RuntimeError("crash")))
+    crash(run, tmp_path, 9)
     assert weights.read_notes(best)["step"] == 4
     weights.save_weights(best, {}, {"step": 10})  # as of an evaluation that may come out otherwise
     train(run, tmp_path)
@@ -319,8 +316,7 @@ def test_the_best_weights_of_lost_steps_are_replaced(tmp_path, monkeypatch):
 def test_a_resumed_run_keeps_the_metrics_of_its_checkpoint(tmp_path):
     known = []
     for _ in range(2):  # the second goes on from step 8, and gets no further
-        with pytest.raises(RuntimeError, match="crash"):
-            train(tiny_run(), tmp_path, progress=raise_at(9, RuntimeError("crash")))
+        crash(tiny_run(), tmp_path, 9)
         known.append(load(tmp_path).metrics)
     assert known[0] == known[1] != {}
 
@@ -348,8 +344,7 @@ def test_weights_are_as_readable_as_other_files(whole):
 
 
 def test_an_unreadable_state_is_not_called_damaged(tmp_path, monkeypatch):
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
+    interrupt(tiny_run(), tmp_path, 3)
 
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
@@ -475,8 +470,7 @@ def test_an_unfinished_run_is_loaded_without_its_state(stopped, tmp_path):
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     run = configs.replace(tiny_run(steps=4, checkpoint_every=0.25), {"model.tied": True})
     want = train(run, tmp_path / "whole")
-    with pytest.raises(RuntimeError, match="crash"):
-        train(run, tmp_path / "run", progress=raise_at(3, RuntimeError("crash")))
+    crash(run, tmp_path / "run", 3)
     assert_same(train(run, tmp_path / "run"), want)
     model = load(tmp_path / "run").model
     assert model.outer.weight is model.inner.weight
@@ -498,19 +492,10 @@ def test_a_path_without_a_run_is_refused(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 100, None])
-def test_damaged_weights_are_refused(whole, tmp_path, content):
-    path = copy(whole.folder, tmp_path) / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-9] if content is None else content)
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged \("):
-        load(path)
-
-
 def test_no_flipped_bit_is_read_silently(tmp_path, caplog):
     """Flip bits in every file of a finished run and of an interrupted one."""
     train(tiny_run(steps=2), tmp_path / "finished")
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(steps=2), tmp_path / "stopped", progress=press_ctrl_c_at(1))
+    interrupt(tiny_run(steps=2), tmp_path / "stopped", 1)
     chance = random.Random(0)
     for folder, use in {"finished": read_all, "stopped": resume}.items():
         for path in sorted((tmp_path / folder).rglob("*.*")):
@@ -549,8 +534,7 @@ def resume(folder):
 def stopped(tmp_path_factory):
     """A run that was stopped after 3 steps."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), folder, progress=press_ctrl_c_at(3))
+    interrupt(tiny_run(), folder, 3)
     return folder
 
 
@@ -617,8 +601,7 @@ def test_a_hostile_manifest_is_refused(stopped, tmp_path, change, says):
 
 
 def test_foreign_files_in_the_state_folder_are_kept(tmp_path, whole):
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path / "run", progress=press_ctrl_c_at(3))
+    interrupt(tiny_run(), tmp_path / "run", 3)
     backups = [tmp_path / "run" / "state" / name for name in ("backup", "step_3_mine", "step_x")]
     for backup in backups:
         backup.mkdir()
@@ -729,41 +712,33 @@ def test_removing_a_link_keeps_its_target(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["outside"]
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[1]", b'{"steps": 12, "metrics": {"loss": "low"}}', b"\xff"]
-)
-def test_a_damaged_result_is_refused_by_name(whole, tmp_path, content):
+DAMAGED = {
+    "result.json": (
+        read_result,
+        [b"", b"{}", b"[1]", b"\xff", b'{"steps": 1, "metrics": {"a": "b"}}'],
+    ),
+    "metrics.jsonl": (read_metrics, [b'{"a":1}\n', b"5\n", b"\x00\x01", b"\xff\xfe\n", b"{\n5"]),
+    "evaluation.safetensors": (read_result, [b"", b"x" * 100]),
+    "model.safetensors": (load, [b"", b"x" * 100]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_named(whole, tmp_path, name):
     folder = copy(whole.folder, tmp_path)
-    (folder / "result.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"result\.json is damaged \("):
-        train(tiny_run(), folder)
-    assert load(folder).metrics == whole.metrics
-    (folder / "result.json").unlink()
-    assert_same(train(tiny_run(), folder), whole)
-
-
-def test_a_damaged_evaluation_is_refused_but_not_needed_for_loading(whole, tmp_path):
-    folder = copy(whole.folder, tmp_path)
-    (folder / "evaluation.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"evaluation\.safetensors is damaged \(.*: remove it"):
-        train(tiny_run(), folder)
-    assert load(folder).metrics == whole.metrics
-    (folder / "evaluation.safetensors").unlink()
-    assert load(folder).metrics == whole.metrics
-
-
-@pytest.mark.parametrize("content", [b'{"a":1}\n', b"5\n", b"\x00\x01", b"\xff\xfe\n", b"{\n5"])
-def test_damaged_metrics_are_refused_by_name(whole, tmp_path, content):
-    folder = copy(whole.folder, tmp_path)
-    (folder / "metrics.jsonl").write_bytes(content)
-    says = r"metrics\.jsonl, line 1 is damaged \("
-    with pytest.raises(ValueError, match=says):
-        read_metrics(folder)
-    (folder / "result.json").unlink()
-    with pytest.raises(ValueError, match=says):
-        train(tiny_run(), folder)
-    (folder / "metrics.jsonl").unlink()
-    assert train(tiny_run(), folder).metrics == whole.metrics
+    use, contents = DAMAGED[name]
+    if name == "metrics.jsonl":  # not read by a finished run
+        (folder / "result.json").unlink()
+    for content in [*contents, (folder / name).read_bytes()[:-9]]:
+        (folder / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name}(, line \d+)? is damaged \("):
+            use(folder)
+        if use is not load:
+            with pytest.raises(ValueError, match=name):
+                train(tiny_run(), folder)
+    (folder / name).unlink()
+    (folder / "result.json").unlink(missing_ok=True)
+    assert train(tiny_run(), folder).metrics == load(folder).metrics == whole.metrics
 
 
 @pytest.mark.parametrize("value", ["low", 10**400, [1.0], {}])
@@ -799,8 +774,7 @@ def test_weights_of_another_model_are_refused(whole, tmp_path, change, says):
 
 
 def test_a_state_of_another_model_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
+    interrupt(tiny_run(), tmp_path, 3)
     wider = TinyModelConfig(width=7)  # as when the code has changed, and the config has not
     monkeypatch.setattr(TinyModelConfig, "build", lambda _: TinyModel(wider))
     with pytest.raises(ValueError, match=r"step_3 does not match the model: .* \(6, 16\) in the"):
@@ -875,13 +849,11 @@ def test_the_environment_is_recorded(whole):
 
 
 def test_a_run_may_resume_on_another_machine(tmp_path, whole, monkeypatch):
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), tmp_path, progress=press_ctrl_c_at(3))
+    interrupt(tiny_run(), tmp_path, 3)
     with pytest.raises(KeyboardInterrupt):
         train(tiny_run(), tmp_path, progress=press_ctrl_c_at(5))  # the same: no new entry
     monkeypatch.setattr(platform, "platform", lambda: "where it crashed before any checkpoint")
-    with pytest.raises(RuntimeError, match="crash"):
-        train(tiny_run(), tmp_path, progress=raise_at(6, RuntimeError("crash")))
+    crash(tiny_run(), tmp_path, 6)
     monkeypatch.setattr(platform, "platform", lambda: "elsewhere")
     moved = configs.replace(tiny_run(), {"machine.workers": 1})
     assert_same(train(moved, tmp_path), whole)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from tiny_glue import TINY_MLM, pretraining, write_ruled
-from tiny_run import press_ctrl_c_at, tiny_run
+from tiny_run import interrupt, tiny_run
 
 import onescan
 from onescan.checkpoint.weights import read_weights, save_weights
@@ -103,8 +103,7 @@ def test_a_resumed_run_no_longer_needs_the_weights(folder, tmp_path):
     train(pretraining(tmp_path), start)
     run = fine_tuning(folder, "cola", 2, start, steps=6)
     whole = train(run, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(run, tmp_path / "stopped", progress=press_ctrl_c_at(3))
+    interrupt(run, tmp_path / "stopped", 3)
     for file in start.glob("*.safetensors"):
         file.unlink()
     again = train(run, tmp_path / "stopped")

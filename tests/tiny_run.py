@@ -3,13 +3,14 @@
 import signal
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import nn
 
 from onescan.configs import ModelConfig
 from onescan.data import AffineConfig, DataConfig, ImageFormat, ImageSplits, ImageTensors
 from onescan.tasks import ImageClassificationConfig
-from onescan.training import MachineConfig, RunConfig, TrainingConfig, read_metrics
+from onescan.training import MachineConfig, RunConfig, TrainingConfig, read_metrics, train
 from onescan.training.logging import TIMING
 
 STEPS = 12  # of tiny_run: 3 epochs of 4 batches
@@ -93,6 +94,18 @@ def assert_same(result, whole):
 def untimed(folder):
     lines = read_metrics(folder)
     return [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
+
+
+def interrupt(run, folder, step):
+    """Train until Ctrl-C is pressed after a step."""
+    with pytest.raises(KeyboardInterrupt):
+        train(run, folder, progress=press_ctrl_c_at(step))
+
+
+def crash(run, folder, step):
+    """Train until an error is raised after a step."""
+    with pytest.raises(RuntimeError, match="crash"):
+        train(run, folder, progress=raise_at(step, RuntimeError("crash")))
 
 
 def press_ctrl_c_at(step):

@@ -1,6 +1,5 @@
 """Load trained models: a run, a language model with its tokenizer, or weights to start from."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onescan.checkpoint.files import damaged, is_number
-from onescan.checkpoint.run_folder import CONFIG, locate
+from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate
 from onescan.checkpoint.weights import REMEDY, load_model
 from onescan.data import Format
 from onescan.data.image_source import HUB_NAME
@@ -87,10 +86,9 @@ def _metrics(notes: dict[str, Any], path: Path) -> dict[str, float]:
 
 def is_run(path: Path) -> bool:
     """Return whether a path is a run's folder, or a file in one."""
-    folder = path if path.is_dir() else path.parent
     try:
-        return "onescan" in json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError, TypeError, RecursionError):
+        return has_run_config(path if path.is_dir() else path.parent)
+    except (OSError, ValueError):
         return False
 
 
