@@ -727,9 +727,11 @@ DAMAGED = {
 def test_a_damaged_file_is_named(whole, tmp_path, name):
     folder = copy(whole.folder, tmp_path)
     use, contents = DAMAGED[name]
-    if name == "metrics.jsonl":  # not read by a finished run
-        (folder / "result.json").unlink()
-    for content in [*contents, (folder / name).read_bytes()[:-9]]:
+    if name == "metrics.jsonl":
+        (folder / "result.json").unlink()  # a finished run does not read its metrics
+    else:
+        contents = [*contents, (folder / name).read_bytes()[:-9]]
+    for content in contents:
         (folder / name).write_bytes(content)
         with pytest.raises(ValueError, match=rf"{name}(, line \d+)? is damaged \("):
             use(folder)
