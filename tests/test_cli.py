@@ -176,7 +176,7 @@ def test_predict_names_classes(runs, tmp_path, capsys):
 def test_a_recipe_in_a_file_of_ones_own(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from onescan.recipes.images import digits\n\n\n"
+        "from onescan.recipes.digits import digits\n\n\n"
         'def small():\n    """Mine."""\n    return digits()\n'
     )
     assert main(["show", f"{file}:small"]) == 0
@@ -185,7 +185,7 @@ def test_a_recipe_in_a_file_of_ones_own(tmp_path, capsys):
     fails(capsys, ["show", f"{tmp_path}/none.py:small"], "there is no file")
 
 
-RECIPE = "from onescan.recipes.images import digits\nimport dataclasses\n"
+RECIPE = "from onescan.recipes.digits import digits\nimport dataclasses\n"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_classes_of_ones_own_are_imported_when_asked(tmp_path, monkeypatch, capf
         "from __future__ import annotations\n"
         "from dataclasses import dataclass, replace\n"
         "from onescan.layers.mixers import LightNetMixerConfig\n"
-        "from onescan.recipes.images import digits\n\n\n"
+        "from onescan.recipes.digits import digits\n\n\n"
         "@dataclass(frozen=True, kw_only=True)\n"
         "class MineConfig(LightNetMixerConfig):\n"
         "    extra: int = 1\n\n\n"
