@@ -42,7 +42,7 @@ class Oracle(torch.nn.Module):
         self.config = dataclasses.replace(TINY, learn_sigma=told == 2)
 
     def forward(self, noisy, timesteps, labels):
-        a, s = self.noising._shares(timesteps, noisy)
+        a, s = self.noising._coefficients(timesteps, noisy)
         noise = (noisy - a * self.x0) / s
         target = self.noising.target(self.x0.expand_as(noisy), noise, timesteps)
         return torch.cat([target] + [torch.full_like(target, 1.0)] * (self.told - 1), dim=1)
@@ -395,5 +395,5 @@ def test_what_samplers_there_are_is_told_by_the_noise():
 
 def test_a_denoiser_classifies_nothing(learnt, tmp_path):
     checkpoint = onescan.load(learnt.folder)
-    with pytest.raises(ValueError, match="the model is a Denoiser, which makes images"):
+    with pytest.raises(ValueError, match="the model is a Denoiser, which generates images"):
         classify(checkpoint.model, [tmp_path / "x.png"], checkpoint.format)

@@ -60,7 +60,7 @@ def test_flow_is_a_straight_line_and_its_velocity():
 def test_the_image_follows_from_what_is_to_be_told(name):
     noising, (x0, noise) = Noising(CONFIGS[name]), drawn()
     t = noising.timesteps(torch.tensor([0.0, 0.3, 0.7, 0.95], dtype=torch.float64))
-    found = noising.image(noising.mix(x0, noise, t), noising.target(x0, noise, t), t)
+    found = noising.denoised(noising.mix(x0, noise, t), noising.target(x0, noise, t), t)
     torch.testing.assert_close(found, x0, atol=1e-9, rtol=0)
 
 
@@ -90,7 +90,7 @@ def test_variance_loss_is_the_divergence_of_the_step_in_bits(name):
             by_image = before.sqrt() * beta / (1 - now) * image
             return by_image + (1 - beta).sqrt() * (1 - before) / (1 - now) * noisy[i]
 
-        image = noising.image(noisy, told, t)[i]
+        image = noising.denoised(noisy, told, t)[i]
         log = (share[i] + 1) / 2 * beta.log() + (1 - share[i]) / 2 * tilde.log()
         wanted = torch.distributions.Normal(mean(x0[i]), tilde.sqrt())
         given = torch.distributions.Normal(mean(image), (log / 2).exp())

@@ -19,7 +19,7 @@ from onescan.data.latents import LatentFormat
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.tasks.image_generation import ImageGenerationConfig
-from onescan.training import RunConfig, samples
+from onescan.training import RunConfig, sampling
 from onescan.training.folder import CONFIG, Manifest, write_json
 from onescan.training.sampling import SampleConfig, load_pipeline, sample_seed, write_samples
 
@@ -269,7 +269,7 @@ def test_a_write_that_fails_leaves_nothing_half(run, tmp_path, monkeypatch):
         path.write_text("half")
         raise OSError("no space left")
 
-    monkeypatch.setattr(samples, "_write_arrays", fail)
+    monkeypatch.setattr(sampling, "_write_arrays", fail)
     pipe = load_pipeline(run)
     with pytest.raises(OSError, match=r"no space left; files saved earlier are intact"):
         write_samples(pipe, SampleConfig(num_images=1, steps=2), out)

@@ -164,11 +164,11 @@ def test_chance_is_as_the_seed_says():
 @pytest.mark.parametrize("name", ["bert", "lightnet"])
 def test_masks_are_filled_with_the_likeliest(name):
     model, tokenizer = filler(name), words(framed=True)
-    (first, second) = fill_masks(model, tokenizer, "the [MASK] sat [MASK]", top=3)
+    (first, second) = fill_masks(model, tokenizer, "the [MASK] sat [MASK]", top_k=3)
     scores = model(torch.tensor([[2, 5, 4, 7, 4, 3]]))[0].softmax(-1)
     for guesses, place in ((first, 2), (second, 4)):
         best = scores[place].topk(3)
-        assert [guess.share for guess in guesses] == pytest.approx(best.values.tolist())
+        assert [guess.probability for guess in guesses] == pytest.approx(best.values.tolist())
         assert [guess.text for guess in guesses] == [
             tokenizer.spell(i) for i in best.indices.tolist()
         ]
@@ -177,8 +177,8 @@ def test_masks_are_filled_with_the_likeliest(name):
 def test_what_cannot_be_filled_is_refused():
     with pytest.raises(ValueError, match=r"text has no \[MASK\] to be filled in: 'the cat'"):
         fill_masks(filler(), words(framed=True), "the cat")
-    with pytest.raises(ValueError, match="top is 0, expected a number above 0"):
-        fill_masks(filler(), words(framed=True), "the [MASK]", top=0)
+    with pytest.raises(ValueError, match="top_k is 0"):
+        fill_masks(filler(), words(framed=True), "the [MASK]", top_k=0)
     big = MaskedLMConfig(**{**SMALL, "vocab_size": 300, **BOTH["lion"]}).build()
     with pytest.raises(ValueError, match="tokenizer 'pairs' has no mask"):
         fill_masks(big, PretrainedTokenizer("pairs", byte_level_bpe()), "the [MASK]")
@@ -230,15 +230,15 @@ def test_mistakes_are_told_in_a_sentence(saved, capsys):
     assert "is a MaskedLM, expected a CausalLM" in told("generate", str(saved / "filler"))
     assert "is a CausalLM, expected a MaskedLM" in told("fill", str(saved / "writer"), "a")
     assert "text has no [MASK]" in told("fill", str(saved / "filler"), "the cat")
-    assert "max_new_tokens is 0" in told(
+    assert "--max-new-tokens is 0" in told(
         "generate", str(saved / "writer"), "--prompt", "a", "--max-new-tokens", "0"
     )
-    assert "temperature is -1.0" in told(
+    assert "--temperature is -1.0" in told(
         "generate", str(saved / "writer"), "--prompt", "a", "--temperature", "-1"
     )
     writer_words = ["generate", str(saved / "writer"), "--prompt"]
-    assert "seed is -1, expected" in told(*writer_words, "a", "--seed", "-1")
-    assert "prompt is no text in UTF-8, from character 1 on" in told(*writer_words, "a\udcff")
+    assert "--seed is -1, expected" in told(*writer_words, "a", "--seed", "-1")
+    assert "prompt is not valid UTF-8 from character 1" in told(*writer_words, "a\udcff")
     weights = saved / "writer" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:200])
