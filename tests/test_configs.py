@@ -205,7 +205,9 @@ def test_packages_export_all_their_configs():
         (Format, onescan.data),
         (TaskConfig, onescan.tasks),
     ):
-        names = {cls.__name__ for cls in configs._family(base) if cls.__module__.startswith("onesc")}
+        names = {
+            cls.__name__ for cls in configs._family(base) if cls.__module__.startswith("onesc")
+        }
         assert len(names) >= 6
         assert names <= set(package.__all__)
 
