@@ -24,14 +24,14 @@ from onescan.training.optim import build_optimizer, learning_rate
 # Metrics
 
 LABELS = torch.tensor([1, 1, 1, 0, 0, 0, 0, 1])
-PREDICTED = torch.tensor([1, 1, 0, 0, 0, 1, 0, 0])  # 2 of 4 found, 1 of 3 wrongly predicted
+PREDICTED = torch.tensor([1, 1, 0, 0, 0, 1, 0, 0])  # 2 of 4 found, 1 of 3 wrong
 
 
 def test_metrics_of_classes():
-    right, found, predicted, true = 5 / 8, 2 / 4, 2 / 3, 3
-    assert compute_metric("accuracy", LABELS, PREDICTED) == right
+    accuracy, recall, precision, true = 5 / 8, 2 / 4, 2 / 3, 3
+    assert compute_metric("accuracy", LABELS, PREDICTED) == accuracy
     assert compute_metric("f1", LABELS, PREDICTED) == pytest.approx(
-        2 * found * predicted / (found + predicted)
+        2 * recall * precision / (recall + precision)
     )
     cells = 2 * true - 1 * 2
     assert compute_metric("matthews_correlation", LABELS, PREDICTED) == pytest.approx(

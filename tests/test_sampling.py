@@ -64,7 +64,7 @@ def coefficients(prediction, betas, t):
 
 
 class Oracle:
-    """Tells exactly what is to be prediction_of of images that are normal around a known one."""
+    """Predicts the exact target for images that are normally distributed around a known one."""
 
     def __init__(self, prediction, betas, image, std=0.0, variance=None):
         channels = image.shape[0]
@@ -78,11 +78,11 @@ class Oracle:
         x, c2 = noisy.double(), self.std**2
         image = self.image + a * c2 / (a * a * c2 + s * s) * (x - a * self.image)
         noise = (x - a * image) / s
-        prediction_of = {"noise": noise, "v": a * noise - s * image, "flow": noise - image}
-        prediction_of = prediction_of[self.prediction].to(noisy.dtype)
+        targets = {"noise": noise, "v": a * noise - s * image, "flow": noise - image}
+        target = targets[self.prediction].to(noisy.dtype)
         if self.variance is None:
-            return prediction_of
-        return torch.cat([prediction_of, torch.full_like(prediction_of, self.variance)], dim=1)
+            return target
+        return torch.cat([target, torch.full_like(target, self.variance)], dim=1)
 
 
 @pytest.mark.parametrize("betas", ["linear", "cosine"])
@@ -272,10 +272,8 @@ def test_without_guidance_the_batch_is_not_doubled():
     used = prepare_scheduler(scheduler(), 4)
     with torch.no_grad():
         for t in used.timesteps:
-            prediction_of = counting.model(x, torch.full((2,), t.item()), torch.tensor([0, 2]))[
-                :, :1
-            ]
-            x = used.step(prediction_of, t, x).prev_sample
+            output = counting.model(x, torch.full((2,), t.item()), torch.tensor([0, 2]))[:, :1]
+            x = used.step(output, t, x).prev_sample
     assert torch.equal(guided, x)
 
 
@@ -291,11 +289,9 @@ def test_guidance_extrapolates_from_the_unconditional_prediction():
         config = replace(SMALL, num_classes=0)
 
         def __call__(self, noisy, timesteps, labels):
-            conditional, unconditional = (
-                model(noisy, timesteps, torch.tensor([n])) for n in (2, 3)
-            )
-            prediction_of = of_any + 2.5 * (asked - of_any)
-            return torch.cat([prediction_of[:, :1], asked[:, 1:]], dim=1)  # its own variance
+            labelled, unlabelled = (model(noisy, timesteps, torch.tensor([n])) for n in (2, 3))
+            guided = unlabelled + 2.5 * (labelled - unlabelled)
+            return torch.cat([guided[:, :1], labelled[:, 1:]], dim=1)  # the label's variance
 
     expected = sample(ByHand(), used, **(options | {"labels": None}))
     assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -432,17 +428,17 @@ def test_invalid_options_are_rejected(changes, options, message):
 
 
 def test_schedulers_that_do_not_fit_the_variances_are_rejected():
-    prediction_of, untold = built(learn_sigma=True), built(learn_sigma=False)
+    with_variances, without = built(learn_sigma=True), built(learn_sigma=False)
     options = {"size": (4, 4), "seeds": [1], "steps": 2}
     with pytest.raises(ValueError, match="but the model predicts no variances, expected"):
         sample(without, scheduler(sampler="ddpm", learn_sigma=True), **options)
     config = scheduler(sampler="ddpm", learn_sigma=True).config
     other = SCHEDULERS["ddpm"].from_config(config, variance_type="learned")
     with pytest.raises(ValueError, match="'learned', but the model predicts a range of variances"):
-        sample(prediction_of, other, **options)
+        sample(with_variances, other, **options)
     spaced = SCHEDULERS["ddim"].from_config(config, timestep_spacing="linspace")
     with pytest.raises(ValueError, match="timestep_spacing='linspace', with which DDIM"):
-        sample(prediction_of, spaced, **options)
+        sample(with_variances, spaced, **options)
 
 
 def test_samplers_that_do_not_fit_the_noise_are_rejected():

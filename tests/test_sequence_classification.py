@@ -1,4 +1,4 @@
-"""Labelled sequences: how they are read, padded and evaluation, and what is refused."""
+"""Sequence classification: data sets, padding, loss, evaluation and errors."""
 
 from dataclasses import dataclass
 
@@ -162,7 +162,7 @@ def test_the_model_receives_segments():
     tokens, keep, labels, segments = batch_of(data.train)
     assert segments.tolist() == [[0, 0, 0, 1]]
     targets = nn.functional.cross_entropy(model(tokens, keep, segments=segments), labels)
-    torch.testing.assert_close(told, targets[None])
+    torch.testing.assert_close(found, targets[None])
     assert not torch.allclose(model(tokens, keep), model(tokens, keep, segments=segments))
 
 
