@@ -408,7 +408,7 @@ def test_what_is_wrong_with_texts_is_said(tmp_path):
     (tmp_path / "train-2.tsv").write_text("text\tlabel\nfine\tpos\n")
     says(r"where 2 tables are of train, expected one: .*train-2\.tsv and .*train\.tsv")
     (tmp_path / "test.tsv").unlink()
-    says("has no split to be evaluation on, expected one of validation, valid, val, test")
+    says("has no split to be judged on, expected one of validation, valid, val, test")
 
 
 PAIRS = ["1.0\t12\t13\tfirst paper\tsecond\n", "0.0\t2\t3\ta\tbb\n"]
