@@ -209,7 +209,6 @@ def test_ops_exports_documented_functions_and_states():
 
 MODULES = {"scikit-learn": "sklearn", "pillow": "PIL"}  # imported by another name
 NOT_IMPORTED = {
-    "accelerate": "transformers and diffusers load with it: device_map, low_cpu_mem_usage",
     "beartype": "pytest's --jaxtyping-packages option",
     "mypy": "a command",
     "build": "a command",

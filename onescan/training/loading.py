@@ -1,6 +1,5 @@
 """Load trained models: a run, a language model with its tokenizer, or weights to start from."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from onescan.checkpoint.files import damaged, is_number
-from onescan.checkpoint.run_folder import CONFIG, locate
+from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate
 from onescan.checkpoint.weights import REMEDY, load_model
 from onescan.data import Format
 from onescan.data.image_source import HUB_NAME
-from onescan.models.causal_lm import CausalLM
-from onescan.models.masked_lm import MaskedLM
 from onescan.training.config import RunConfig
 from onescan.training.folder import read_manifest
 
 if TYPE_CHECKING:
     from onescan.data.text import Tokenizer
+    from onescan.models.causal_lm import CausalLM
+    from onescan.models.masked_lm import MaskedLM
 
 HEAD = "head."  # prefix of the weights that belong to one task
 MAX_SHOWN = 3  # weights that do not match
@@ -87,10 +86,9 @@ def _metrics(notes: dict[str, Any], path: Path) -> dict[str, float]:
 
 def is_run(path: Path) -> bool:
     """Return whether a path is a run's folder, or a file in one."""
-    folder = path if path.is_dir() else path.parent
     try:
-        return "onescan" in json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError, TypeError, RecursionError):
+        return has_run_config(path if path.is_dir() else path.parent)
+    except (OSError, ValueError):
         return False
 
 
@@ -109,6 +107,8 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
         ImportError: If transformers is needed and not installed.
     """
     from onescan.data.text import TextFormat, load_tokenizer
+    from onescan.models.causal_lm import CausalLM
+    from onescan.models.masked_lm import MaskedLM
 
     if _is_pretrained(name):
         tokenizer, model = load_tokenizer(name), _load_pretrained(name)
@@ -132,7 +132,7 @@ def _is_pretrained(name: str) -> bool:
     return re.fullmatch(HUB_NAME, name) is not None
 
 
-def _load_pretrained(name: str) -> CausalLM | MaskedLM:
+def _load_pretrained(name: str) -> "CausalLM | MaskedLM":
     from onescan.integrations.transformers import load_pretrained  # slow
 
     return load_pretrained(name)

@@ -382,6 +382,7 @@ class Loop:
     def summary(self, batch: Batch) -> str:
         """Describe the model, data, device, batch size and length of the run."""
         settings, task, plan, ranks = self.settings, self.task, self.plan, self.ranks
+        name = type(self.state.model).__name__.removeprefix("FSDP")  # added by fully_shard
         parameters = sum(parameter.numel() for parameter in self.state.model.parameters())
         parts, on_gpu = self.machine.gradient_accumulation_steps, self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if on_gpu else self.device.type
@@ -390,7 +391,7 @@ class Loop:
         resumed = f", resuming after step {self.state.step:,}" if self.state.step else ""
         epochs = round(plan.steps / plan.steps_per_epoch, 2)
         return (
-            f"model: {type(self.state.model).__name__}, {parameters:,} parameters\n"
+            f"model: {name}, {parameters:,} parameters\n"
             f"data: {len(task.train):,} training and {len(task.test):,} test {task.unit}, "
             f"input shape {[*batch[0].shape[1:]]}\n"
             f"device: {device}, {settings.precision}\n"
