@@ -37,7 +37,7 @@ from onescan.report.plots import (
     thinned,
 )
 from onescan.report.runs import Column as Values
-from onescan.report.runs import FinishedRun, SeedValues, config_differences, read_run
+from onescan.report.runs import FinishedRun, MeanStd, config_differences, read_run
 from onescan.training.checkpoint import load
 from onescan.training.folder import MACHINE
 from onescan.training.records import Split
@@ -349,14 +349,14 @@ class Column(NamedTuple):
 
     def format(self, row: Row) -> str:
         """Format the mean over seeds, and the standard deviation of metrics."""
-        number = SeedValues(tuple(self.values(row)))
+        number = MeanStd(tuple(self.values(row)))
         if not self.is_metric or number.std is None:
             return self.text(number.mean)
         return f"{self.text(number.mean)} \u00b1 {self.text(number.std)}"
 
     def leader(self, rows: Sequence[Row]) -> Row | None:
         """Return the best row, unless its lead is within the noise or too small to matter."""
-        numbers = [(SeedValues(tuple(self.values(row))), row) for row in rows]
+        numbers = [(MeanStd(tuple(self.values(row))), row) for row in rows]
         known = [each for each in numbers if not math.isnan(each[0].mean)]
         known.sort(key=lambda each: each[0].mean, reverse=self.better == "higher")
         if self.better is None or len(known) <= 1:
