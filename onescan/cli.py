@@ -144,7 +144,7 @@ def train(argv: Argv) -> None:
 
 def evaluate(argv: Argv) -> None:
     """Evaluate a model on test data, context lengths, lm-eval tasks or generated images."""
-    from onescan.evaluation.asked import LengthsConfig, SamplesConfig, TasksConfig
+    from onescan.evaluation.config import LengthsConfig, SamplesConfig, TasksConfig
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -198,8 +198,8 @@ def _evaluate_run(options: Any) -> None:
 
 
 def _evaluate_lengths(options: Any) -> None:
+    from onescan.evaluation.config import short_name
     from onescan.evaluation.lengths import measure_lengths
-    from onescan.evaluation.names import short_name
     from onescan.report import check_report_path, lengths_table, write_lengths
     from onescan.training.folder import write_json
 
@@ -216,13 +216,13 @@ def _evaluate_lengths(options: Any) -> None:
 
 
 def _evaluate_tasks(options: Any) -> None:
-    from onescan.evaluation.harness import judge_by_tasks
+    from onescan.evaluation.harness import evaluate_tasks
     from onescan.training.folder import write_json
 
     if options.out is not None and options.out.suffix != ".json":
         raise ValueError(f"out is '{options.out}', expected a file name ending in .json")
     config = _with_batch_size(options.tasks, options.batch_size)
-    scores = judge_by_tasks(str(options.checkpoint), config, device=options.device)
+    scores = evaluate_tasks(str(options.checkpoint), config, device=options.device)
     _print("\n".join(scores.tables))
     if options.out is not None:
         write_json(options.out, scores.data)
@@ -230,8 +230,8 @@ def _evaluate_tasks(options: Any) -> None:
 
 
 def _evaluate_samples(options: Any) -> None:
-    from onescan.evaluation.generation.measure import measure_generation
-    from onescan.evaluation.names import short_name
+    from onescan.evaluation.config import short_name
+    from onescan.evaluation.generation import measure_generation
     from onescan.report import check_report_path, generation_table, write_generation
     from onescan.training.folder import write_json
 
@@ -488,7 +488,7 @@ def glue(argv: Argv) -> None:
 
 def needle(argv: Argv) -> None:
     """Run the needle-in-a-haystack evaluation of a causal language model."""
-    from onescan.evaluation.asked import NeedleConfig
+    from onescan.evaluation.config import NeedleConfig
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -504,9 +504,8 @@ def needle(argv: Argv) -> None:
 
     options = _parse(Options, "needle", argv)
     model, tokenizer, _ = _language_model(options.checkpoint, "CausalLM", options.device)
-    from onescan.evaluation.haystack import held_out_haystack, read_haystack
-    from onescan.evaluation.names import short_name
-    from onescan.evaluation.needle import measure_needles
+    from onescan.evaluation.config import short_name
+    from onescan.evaluation.needle import held_out_haystack, measure_needles, read_haystack
     from onescan.report import check_report_path, needle_table, write_needles
 
     name, file = short_name(options.checkpoint), options.haystack

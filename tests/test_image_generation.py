@@ -22,7 +22,7 @@ from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.recipes import RECIPES, find_recipe
 from onescan.report import write_report
 from onescan.tasks import ImageClassificationConfig, ImageGenerationConfig, classify
-from onescan.tasks.classifier_features import SampleJudge
+from onescan.tasks.feature_distance import SampleClassifier
 from onescan.tasks.noising import Noising
 from onescan.training import read_metrics, train
 from onescan.training.evaluation import evaluate
@@ -258,7 +258,7 @@ def test_a_judge_with_two_heads_says_what_it_says_elsewhere():
     model = config.build().eval()
     format = BarsConfig().build().format
     pixels = (torch.rand(9, 1, 4, 4) * 255).round() / 255
-    seen = SampleJudge(model=model, format=format)(pixels)
+    seen = SampleClassifier(model=model, format=format)(pixels)
     torch.testing.assert_close(seen.probabilities, model(format.standardize(pixels)).softmax(1))
     assert seen.pooled.shape == (9, 2 * config.width)
 

@@ -6,22 +6,17 @@ import math
 
 import pytest
 import torch
-from html_page import Page, assert_loads_nothing
 from test_language_runs import train
 from tiny_language_models import BOTH, CAUSAL, SMALL, causal, ids, over_causal
 from tiny_tokenizers import WORDS, word_tokenizer
 
 from onescan.cli import main
 from onescan.evaluation import lengths
-from onescan.evaluation.asked import LengthsConfig
-from onescan.evaluation.length_scores import LengthScore, LengthScores
-from onescan.evaluation.lengths import measure_lengths
-from onescan.evaluation.long_text import open_long_text
+from onescan.evaluation.config import LengthsConfig
+from onescan.evaluation.lengths import measure_lengths, open_long_text
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLMConfig, score_logits, token_losses
 from onescan.models.masked_lm import MaskedLMConfig
-from onescan.report import write_lengths
-from onescan.report.lengths import pictures
 
 TEXT = "The cat sat on the mat.\nA dog looked at it, and at the door.\n" * 60
 
@@ -214,75 +209,3 @@ def test_mistakes_are_told_in_a_sentence(tmp_path, text, capsys):
     words = ["--lengths", "8", "--text", text[0], "--out", str(tmp_path)]
     assert "was not written by onescan" in told(*words)
     assert f"{text[0]} is a file, expected a folder" in told(*words[:-1], f"{text[0]}/deeper")
-
-
-# The page
-
-
-def some_scores(**more):
-    scores = [
-        LengthScore(length=n, loss=loss, perplexity=math.exp(loss), accuracy=share)
-        for n, loss, share in ((128, 2.0, 0.5), (256, 1.5, 0.625), (4096, 3.0, 0.25))
-    ]
-    given = {
-        "name": "runs/<mine>",
-        "is_causal": False,
-        "trained_length": 256,
-        "text": "a text",
-        "tokens": 9000,
-        "told": 1350,
-        "onescan": "1.0",
-        "scores": tuple(scores),
-    }
-    return LengthScores(**{**given, **more})
-
-
-def drawn(monkeypatch):
-    """The axes of each chart drawn from now on."""
-    axes, chart = [], pictures.chart
-
-    def watched(draw, **words):
-        def draw_and_note(figure):
-            draw(figure)
-            axes.extend(figure.axes)
-
-        return chart(draw_and_note, **words)
-
-    monkeypatch.setattr(pictures, "chart", watched)
-    return axes
-
-
-def test_the_page_holds_the_numbers_and_marks_training(tmp_path, monkeypatch):
-    axes = drawn(monkeypatch)
-    html = write_lengths(some_scores(), tmp_path / "report.html").read_text(encoding="utf-8")
-    assert_loads_nothing(html)
-    page = Page(html)
-    assert page.cells == [
-        [
-            ["", "loss", "perplexity", "accuracy"],
-            ["128", "2.000", "7.389", "50.00%"],
-            ["256", "1.500", "4.482", "62.50%"],
-            ["4,096", "3.000", "20.086", "25.00%"],
-        ]
-    ]
-    assert "<strong>62.50%</strong><b>accuracy</b><span>as in training: rows of 256" in html
-    assert "<strong>25.00%</strong><b>accuracy</b><span>the longest: rows of 4,096" in html
-    assert [each.get_ylabel() for each in axes] == ["accuracy", "nats per token"]
-    for each in axes:
-        curve, mark = each.get_lines()
-        assert list(curve.get_xdata()) == [128, 256, 4096]
-        assert list(mark.get_xdata()) == [256, 256]
-
-
-def test_the_page_of_a_causal_model_shows_what_context_gives(tmp_path, text, monkeypatch):
-    asked = LengthsConfig(lengths=(4, 32), text=text[0])
-    found = measure_lengths(saved(tmp_path, writer("lightnet")), asked)
-    axes = drawn(monkeypatch)
-    html = write_lengths(found, tmp_path / "report.html").read_text(encoding="utf-8")
-    assert [each.get_ylabel() for each in axes] == ["perplexity", "nats per token"]
-    (curve,) = axes[1].get_lines()  # nothing is known of training
-    assert list(curve.get_xdata()) == [1, 2, 4, 8, 16, 32]
-    short, long = (score.places for score in found.scores)
-    assert list(curve.get_ydata()) == [place.loss for place in (*short, *long[3:])]
-    assert short[2].loss != long[2].loss
-    assert "the shortest rows that are long enough" in Page(html).text

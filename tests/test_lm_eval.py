@@ -15,7 +15,7 @@ from tiny_tokenizers import WORDS, word_tokenizer
 
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
-from onescan.evaluation.asked import TasksConfig
+from onescan.evaluation.config import TasksConfig
 from onescan.evaluation.harness import _manager_of, register
 from onescan.integrations.lm_eval import OnescanLM
 from onescan.integrations.transformers import OnescanForCausalLM, OnescanTextConfig, to_transformers

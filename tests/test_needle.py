@@ -6,8 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from html_page import Page, assert_loads_nothing
-from matplotlib.figure import Figure
 from test_language_runs import text as text  # a fixture
 from test_language_runs import train
 from tiny_language_models import BOTH, CAUSAL, SMALL, built
@@ -17,15 +15,12 @@ from torch import nn
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
 from onescan.evaluation import needle
-from onescan.evaluation.asked import NeedleConfig
-from onescan.evaluation.haystack import Haystack, read_haystack
-from onescan.evaluation.hidden import hide
-from onescan.evaluation.needle import measure_needles
+from onescan.evaluation.config import NeedleConfig
+from onescan.evaluation.needle import Haystack, hide, measure_needles, read_haystack
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import CausalLM, CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.token_network import NetworkState
-from onescan.report import heat_map, needle_table, write_needles
 
 TOKENIZER = ByteTokenizer()
 LINES = "".join(f"Line {i}: all the hay that there is, and more of it.\n" for i in range(80))
@@ -138,45 +133,12 @@ def test_what_a_tokenizer_puts_before_a_text_is_read_first():
     assert hidden.answer == hidden.needle[-1:]
 
 
-def test_json_and_page_hold_the_grid(tmp_path):
-    grid = measured(tmp_path, Copier(sight=100))
+def test_json_holds_the_grid(tmp_path):
+    measured(tmp_path, Copier(sight=100))
     held = json.loads((tmp_path / "needle.json").read_text())
     assert len(held["outcomes"]) == 18
     near = [each for each in held["outcomes"] if each["depth"] == 1]
     assert all(each["right"] and each["log_probability"] > each["without"] for each in near)
-    html = write_needles(grid, tmp_path / "report.html").read_text()
-    assert_loads_nothing(html)
-    page = Page(html)
-    assert "The magic number of {name} is {number}." in page.text
-    found, gained = (svg.decode() for svg in page.pictures("svg+xml"))
-    for svg in (found, gained):
-        assert all(f">{name}<" in svg for name in ("0%", "50%", "100%", "200", "400"))
-    assert found.index(">0%<") < found.index(">50%<") < found.index(">100%<")
-    assert found.count(">0%<") == 5  # four cells, and a depth
-    assert gained.count(f">{5 * np.log(258):.2f}<") == 2
-    assert needle_table(grid).splitlines() == [
-        "depth               200               400",
-        "   0%         0%, +0.00         0%, +0.00",
-        "  50%         0%, +0.00         0%, +0.00",
-        " 100%      100%, +27.76      100%, +27.76",
-    ]
-
-
-def test_a_number_stands_in_its_cell_and_nan_in_none(monkeypatch):
-    figure = Figure()
-    monkeypatch.setattr(heat_map, "chart", lambda draw, **_: str(draw(figure)))
-    cells = np.array([[0.0, 0.5, 0.25], [1.0, np.nan, 0.75]])
-    down, along = heat_map.Axis("y", ["a", "b"]), heat_map.Axis("x", ["c", "d", "e"])
-    heat_map.heat_map(cells, down=down, along=along, shades=heat_map.SHARES, spell=str, alt="")
-    (axes,) = figure.axes
-    assert {text.get_text(): text.get_position() for text in axes.texts} == {
-        "0.0": (0.5, 0.5), "0.5": (1.5, 0.5), "0.25": (2.5, 0.5), "1.0": (0.5, 1.5),
-        "0.75": (2.5, 1.5),
-    }  # fmt: skip
-    low, high = axes.get_ylim()
-    assert low > high  # the first row is on top
-    colors = {text.get_text(): text.get_color() for text in axes.texts}
-    assert colors["1.0"] == "white" != colors["0.0"]
 
 
 def test_what_is_known_is_not_measured_again(tmp_path, monkeypatch):

@@ -5,8 +5,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from onescan import __version__
-from onescan.evaluation.asked import SETS, TasksConfig
-from onescan.evaluation.names import short_name
+from onescan.evaluation.config import SETS, TasksConfig, short_name
 from onescan.training.language_model import load_language_model
 from onescan.training.ranks import Ranks, choose_device
 
@@ -25,7 +24,7 @@ class TaskScores(NamedTuple):
     data: dict[str, Any]
 
 
-def judge_by_tasks(checkpoint: str, asked: TasksConfig, *, device: str = "auto") -> TaskScores:
+def evaluate_tasks(checkpoint: str, asked: TasksConfig, *, device: str = "auto") -> TaskScores:
     """Have lm-eval judge a model; it fetches what a task is made of, unless that is local.
 
     Args:

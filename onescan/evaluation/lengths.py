@@ -1,23 +1,26 @@
-"""How well a language model tells a text in rows of several lengths, far longer than in training.
-
-The text's documents are joined to one stream, each with the tokenizer's end behind it, and the
-stream is cut into rows; a row is one context, whatever documents it is of. The same tokens are told
-at every length.
-"""
+"""Loss over context lengths."""
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
 from onescan import __version__
-from onescan.evaluation.asked import LengthsConfig
-from onescan.evaluation.length_scores import LeftOutLength, LengthScore, LengthScores, PlaceScore
-from onescan.evaluation.long_text import LongText, open_long_text
+from onescan.data import DataConfig
+from onescan.data.text import PackedText, TextDatasetConfig, TextFormat, TextSplits, Tokenizer
+from onescan.data.text.corpus import Corpus
+from onescan.data.text.corpus_reader import CorpusReader
+from onescan.data.text.rows import padding_id
+from onescan.data.text.source import Wanted, find_source
+from onescan.data.text.tokenizer import Ids
+from onescan.evaluation.config import LengthsConfig, short_name
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.causal_lm import (
     CHUNK_TOKENS,
@@ -30,8 +33,187 @@ from onescan.models.causal_lm import (
 )
 from onescan.models.masked_lm import MaskedLM
 from onescan.shapes import Tokens
+from onescan.tasks import Batch
+from onescan.tasks.masked_language_modelling import MaskedLanguageModellingConfig
+from onescan.training.folder import read_manifest
+from onescan.training.language_model import is_run, load_language_model
 from onescan.training.precision import computing
 from onescan.training.ranks import Ranks, choose_device
+from onescan.training.run import Precision, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceScore:
+    """Of what is told after more than `begin` tokens of a row, and up to `end`."""
+
+    begin: int
+    end: int
+    loss: float
+    """Nats per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthScore:
+    """Of rows of one length."""
+
+    length: int
+    loss: float
+    """Nats per token."""
+    perplexity: float
+    accuracy: float
+    places: tuple[PlaceScore, ...] = ()
+    """What more context gives: by how much was read of a row before; of causal models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOutLength:
+    """A length that was asked for and not measured."""
+
+    length: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthScores:
+    """One model on one text."""
+
+    name: str
+    """Of the model."""
+    is_causal: bool
+    """Whether it tells next tokens, or masked ones."""
+    trained_length: int | None
+    """Tokens of a row in training; None where that is not known."""
+    text: str
+    """Where the text is from."""
+    tokens: int
+    """Tokens of the text that rows were cut from."""
+    told: int
+    """How many of them were told, the same ones at every length."""
+    onescan: str
+    """Version."""
+    scores: tuple[LengthScore, ...]
+    """From the shortest to the longest."""
+    left_out: tuple[LeftOutLength, ...] = ()
+
+
+def held_out_tokens(checkpoint: str, data: DataConfig) -> Ids:
+    """All of its documents, end to end.
+
+    Args:
+        checkpoint: what the user calls the run.
+        data: what the run was trained on.
+
+    Raises:
+        ValueError: it was not trained on text, or its text is no longer there.
+    """
+    splits = data.build()
+    if not (isinstance(splits, TextSplits) and isinstance(splits.test, PackedText)):
+        raise ValueError(f"{checkpoint!r} was trained on {type(data).__name__}, which has no text")
+    return splits.test.corpus.tokens
+
+
+HELD_OUT = "the run's held-out text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongText:
+    """A model, and documents laid end to end, each with the tokenizer's end behind it.
+
+    Attributes:
+        name: of the model.
+        model: in evaluation mode on the CPU.
+        tokenizer: the one that it was trained with.
+        ids: of all documents.
+        text: where they are from.
+        trained_length: tokens of a row in training, where that is known.
+        precision: of the matrix products in training.
+        masks: how masks are drawn.
+    """
+
+    name: str
+    model: CausalLM | MaskedLM
+    tokenizer: Tokenizer
+    ids: Tokens
+    text: str
+    trained_length: int | None
+    precision: Precision
+    masks: MaskedLanguageModellingConfig
+
+    def masked(self) -> tuple[Tokens, Tokens]:
+        """Mask the text as in evaluation; for masked language models.
+
+        Returns:
+            Masked tokens, and labels.
+
+        Raises:
+            ValueError: If the tokenizer has no mask token.
+        """
+        ids = self.ids[0].numpy().astype(self.tokenizer.dtype)
+        corpus = Corpus(tokens=ids, ends=np.array([len(ids)]))
+        rows = PackedText(corpus=corpus, length=1, padding=padding_id(self.tokenizer))
+        format = TextFormat.of(self.tokenizer)
+        splits = TextSplits(train=rows, test=rows, tokenizer=self.tokenizer, format=format)
+        batch: Batch = (self.ids, torch.zeros_like(self.ids))
+        shown, _, labels = self.masks.build(splits).masked_for_evaluation(batch)
+        return shown, labels
+
+
+def open_long_text(checkpoint: str, text: str | None, most: int | None = None) -> LongText:
+    """Load a model, and a text to judge it on.
+
+    Args:
+        checkpoint: what `load_language_model` takes.
+        text: a file or a folder, or a name on the hub; None is the held-out text of a run.
+        most: tokens of it to take, the first ones; None is all.
+
+    Raises:
+        ValueError: there is no such model or no such text, or it cannot be read.
+    """
+    model, tokenizer = load_language_model(checkpoint)
+    run = _run_of(checkpoint)
+    data = run.data if run and isinstance(run.data, TextDatasetConfig) else None
+    ids = _held_out(checkpoint, data) if text is None else _read(text, data, tokenizer, most)
+    task = run.task if run else None
+    return LongText(
+        name=short_name(checkpoint),
+        model=model,
+        tokenizer=tokenizer,
+        ids=torch.from_numpy(ids[:most].astype(np.int64)).unsqueeze(0),
+        text=HELD_OUT if text is None else text,
+        trained_length=data.length if data else None,
+        precision=run.training.precision if run else "float32",
+        masks=task
+        if isinstance(task, MaskedLanguageModellingConfig)
+        else MaskedLanguageModellingConfig(),
+    )
+
+
+def _run_of(checkpoint: str) -> RunConfig | None:
+    """The run that trained a model; None where the folder is another library's."""
+    path = Path(checkpoint)
+    return read_manifest(path if path.is_dir() else path.parent).run if is_run(path) else None
+
+
+def _held_out(checkpoint: str, data: TextDatasetConfig | None) -> np.ndarray:
+    if data is None:
+        raise ValueError(f"{checkpoint!r} tells no held-out text, expected text to be given")
+    return np.asarray(held_out_tokens(checkpoint, data))
+
+
+def _read(
+    text: str, data: TextDatasetConfig | None, tokenizer: Tokenizer, most: int | None
+) -> np.ndarray:
+    """Tokenize a text in the way of the run's, its held-out part where there is one."""
+    wanted = data.wanted(streaming=False) if data else Wanted()
+    source = find_source(text, wanted, field="text")
+    split = source.held_out("train") or next(iter(source.splits))
+    frame = tokenizer.frame if data and data.add_special_tokens else None
+    reader = CorpusReader(tokenizer=tokenizer, on_error="raise", keeps=False, frame=frame)
+    ids = reader.read(source.open(split), text, split, most=most).tokens
+    if not len(ids):
+        raise ValueError(f"text is {text!r}, where {split} holds no text")
+    return np.asarray(ids)
+
 
 Stream = Int[Tensor, " tokens"]
 Sums = Float[Tensor, " length"]

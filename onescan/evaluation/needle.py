@@ -1,30 +1,247 @@
-"""The needle in a haystack: does a language model recall a fact from anywhere in a long text?
+"""The needle in a haystack."""
 
-A text is read in pieces and its state carried on, so the memory does not grow with the length where
-a state does not. What lies before a needle is read once for all depths.
-"""
-
-from collections.abc import Iterable
-from dataclasses import replace
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
 from onescan import __version__, configs
+from onescan.checkpoint.files import damaged, parse_json
 from onescan.checks import check_positive
+from onescan.data import derive_seed
 from onescan.data.text import Tokenizer
-from onescan.evaluation.asked import NeedleConfig
-from onescan.evaluation.haystack import Haystack
-from onescan.evaluation.hidden import NAME, NUMBER, Hidden, draw, hide
-from onescan.evaluation.needle_grid import NeedleGrid, Outcome, going_on
+from onescan.data.text.tokenizer import Ids
+from onescan.evaluation.config import NeedleConfig, short_name
+from onescan.evaluation.lengths import held_out_tokens
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.causal_lm import CausalLM
 from onescan.models.token_network import NetworkState
-from onescan.training.folder import write_json
+from onescan.training.folder import read_manifest, write_json
+
+
+class Haystack(NamedTuple):
+    """A long text.
+
+    Attributes:
+        name: where it is from.
+        tokens: all of it, by the model's own tokenizer.
+    """
+
+    name: str
+    tokens: Ids
+
+
+def read_haystack(file: Path, tokenizer: Tokenizer) -> Haystack:
+    """Tokenize a text file.
+
+    Raises:
+        ValueError: it is no file, or no text in UTF-8.
+        OSError: it cannot be read.
+    """
+    if not file.is_file():
+        raise ValueError(f"haystack is {str(file)!r}, which is no file")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"haystack is {str(file)!r}, which is no text in UTF-8") from error
+    (tokens,) = tokenizer.encode_many([text])
+    return Haystack(file.name, tokens)
+
+
+def held_out_haystack(checkpoint: str) -> Haystack:
+    """Take the text that a run was judged on.
+
+    Raises:
+        ValueError: there is no run, it was not trained on text, or its text is no longer there.
+    """
+    path = Path(checkpoint)
+    try:
+        data = read_manifest(path if path.is_dir() else path.parent).run.data
+        tokens = held_out_tokens(checkpoint, data)
+    except ValueError as error:
+        raise ValueError(f"haystack is to be given, as there is no other text: {error}") from error
+    return Haystack(f"the held-out text of {short_name(checkpoint)}", tokens)
+
+
+NAME, NUMBER = "{name}", "{number}"
+NAMES = (
+    *("Amsterdam", "Bogota", "Cairo", "Dublin", "Edinburgh", "Florence", "Geneva", "Havana"),
+    *("Istanbul", "Jakarta", "Kyoto", "Lisbon", "Madrid", "Nairobi", "Oslo", "Prague"),
+)
+
+
+class Hidden(NamedTuple):
+    """One needle, in tokens.
+
+    Attributes:
+        opening: what a tokenizer puts before a text.
+        needle: the fact.
+        question: it has a token at least.
+        answer: what is to follow.
+    """
+
+    opening: list[int]
+    needle: list[int]
+    question: list[int]
+    answer: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """All together."""
+        return sum(map(len, self))
+
+
+def hide(
+    tokenizer: Tokenizer, haystack: Haystack, asked: NeedleConfig, *, length: int, trial: int
+) -> tuple[Hidden, list[int]]:
+    """One needle, and the tokens that are to surround it."""
+    hidden = draw(tokenizer, asked, trial)
+    room = length - hidden.tokens
+    chance = Random(derive_seed(asked.seed, "haystack", length, trial))
+    start = int(chance.random() * (len(haystack.tokens) - room + 1))
+    return hidden, haystack.tokens[start : start + room].tolist()
+
+
+def draw(tokenizer: Tokenizer, asked: NeedleConfig, trial: int) -> Hidden:
+    """One needle, the same for all lengths."""
+    chance = Random(derive_seed(asked.seed, "needle", trial))
+    name = NAMES[int(chance.random() * len(NAMES))]
+    least = 10 ** (asked.digits - 1)
+    number = str(least + int(chance.random() * 9 * least))
+    needle = f"\n{asked.needle}\n".replace(NAME, name).replace(NUMBER, number)
+    question = f"\n{asked.question}".replace(NAME, name)
+    space = "" if question[-1].isspace() else " "
+    ids, whole = tokenizer.encode(question), tokenizer.encode(question + space + number)
+    shared = _shared(ids, whole)  # less than the question where a token is of both
+    opening = tokenizer.begin(question)
+    return Hidden(
+        opening=opening[: len(opening) - len(ids)],
+        needle=tokenizer.encode(needle),
+        question=whole[:shared],
+        answer=whole[shared:],
+    )
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """How many tokens both begin with.
+
+    >>> _shared([1, 2, 3], [1, 2, 4, 5]), _shared([1], [1, 2])
+    (2, 1)
+    """
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+ANEW = "remove it to measure anew, or choose another folder"
+
+Cells = Float[np.ndarray, "depths lengths"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of one needle at one depth."""
+
+    length: int
+    depth: float
+    trial: int
+    right: bool
+    """Whether greedy decoding gives the number."""
+    log_probability: float
+    """Of the number after the question, in nats."""
+    without: float
+    """The same where the needle is taken out."""
+
+    @property
+    def gain(self) -> float:
+        """What the needle adds to the log-probability."""
+        return self.log_probability - self.without
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleGrid:
+    """All outcomes of one model in one text."""
+
+    name: str
+    """Of the model."""
+    weights: str
+    """What other weights have another of."""
+    haystack: str
+    """Where the text is from."""
+    text: str
+    """What another text has another of."""
+    onescan: str
+    asked: NeedleConfig
+    """By the last call."""
+    outcomes: tuple[Outcome, ...] = ()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Those of which something is known, from the shortest."""
+        return sorted({outcome.length for outcome in self.outcomes})
+
+    def holds(self, length: int, trial: int) -> bool:
+        """Whether a needle is measured."""
+        return any(each.length == length and each.trial == trial for each in self.outcomes)
+
+    def accuracy(self) -> Cells:
+        """The share of needles that are found."""
+        return self._means(lambda outcome: float(outcome.right))
+
+    def gain(self) -> Cells:
+        """What a needle adds to its number's log-probability, in nats."""
+        return self._means(lambda outcome: outcome.gain)
+
+    def _means(self, number: Callable[[Outcome], float]) -> Cells:
+        cells: dict[tuple[float, int], list[float]] = {}
+        for outcome in self.outcomes:
+            cells.setdefault((outcome.depth, outcome.length), []).append(number(outcome))
+        depths = sorted(self.asked.depths)
+        return np.array([[np.mean(cells[d, length]) for length in self.lengths] for d in depths])
+
+
+def going_on(path: Path, fresh: NeedleGrid) -> NeedleGrid:
+    """What is known before the first needle: `fresh`, with the outcomes that the file holds.
+
+    Lengths and trials may be added.
+
+    Raises:
+        ValueError: the file is damaged, or holds outcomes of something else.
+    """
+    if not path.exists():
+        return fresh
+    there = _read(path)
+    for where, x, y in configs.differences(_fixed(there), _fixed(fresh)):
+        raise ValueError(
+            f"{path} holds what was measured with {where} {x!r}, and not {y!r}: choose another "
+            "folder"
+        )
+    return dataclasses.replace(fresh, outcomes=there.outcomes)
+
+
+def _fixed(grid: NeedleGrid) -> NeedleGrid:
+    """What may not change from call to call."""
+    asked = dataclasses.replace(grid.asked, lengths=(), trials=1, prefill_chunk_size=1)
+    return dataclasses.replace(grid, asked=asked, outcomes=())
+
+
+def _read(path: Path) -> NeedleGrid:
+    data = parse_json(path.read_bytes(), path, ANEW)
+    if not isinstance(data, dict):
+        raise damaged(path, data, ANEW)
+    try:
+        return configs.from_dict(NeedleGrid, data)
+    except ValueError as error:
+        raise damaged(path, error, ANEW) from error
+
 
 NEEDLE = "needle.json"
 

@@ -26,8 +26,7 @@ from onescan.report.plots import (
 )
 
 if TYPE_CHECKING:
-    from onescan.evaluation.generation.outcome import GenerationScore, GenerationScores
-    from onescan.evaluation.generation.tally import Shown
+    from onescan.evaluation.generation import GenerationScore, GenerationScores, Shown
     from onescan.shapes import Images
 
 PAGE = "report.html"
@@ -88,7 +87,7 @@ def write_generation(scores: "GenerationScores", out: Path) -> Path:
         ValueError: If another file exists at the page's path, or kept images are damaged.
         OSError: If the page cannot be written. An existing page stays intact.
     """
-    from onescan.evaluation.generation.gathering import first_images
+    from onescan.evaluation.generation import first_images
 
     check_report_path(out / PAGE)
     images = {score.guidance: first_images(out / score.folder) for score in scores.scores}
@@ -202,7 +201,10 @@ def _numbers(scores: "GenerationScores") -> Section:
         best = scores.scores.index(best_score(scores))
         rows[best] = [Markup('<b class="best">{}</b>').format(cell) for cell in rows[best]]
     table = fragment("table", [["guidance", *columns.values()], *rows], "numbers lined")
-    names = scores.short_names
+    names = {
+        field: name if scores.is_inception else name.capitalize()
+        for field, name in scores.short_names.items()
+    }
     sentences = {
         "distance": f"{names['distance']}: distance of the features, taken as normal "
         "distributions; lower is better, and it is 0 for the real images themselves.",
@@ -215,7 +217,7 @@ def _numbers(scores: "GenerationScores") -> Section:
     }
     caption = " ".join(sentence for field, sentence in sentences.items() if field in columns)
     lead = f"{INCEPTION if scores.is_inception else OWN} {SINGULAR * scores.is_singular}".strip()
-    return Section("Scores", [Figure("All guidance scales", table, caption, columns=3)], lead)
+    return Section("Scores", [Figure("All scores", table, caption, columns=3)], lead)
 
 
 # Curves over guidance
@@ -276,6 +278,7 @@ def _curve(scores: "GenerationScores", fields: Sequence[str], y: str) -> Markup:
     return line_chart(
         lines,
         x="guidance",
+        format_x=significant,
         y=y,
         scale="zero" if are_shares else "linear",
         format=percent_tick if are_shares else significant,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from onescan.data.glue import PROBLEMS, GlueTask
 from onescan.recipes.glue import GLUE
@@ -132,6 +133,7 @@ def write_glue(outcome: GlueOutcome, folder: Path) -> Path:
         OSError: If a file cannot be written. Existing files stay intact.
     """
     tasks, seeds = plural(len(outcome.runs), "task"), plural(len(outcome.seeds), "seed")
+    *rows, (*average, score) = table_rows(outcome)
     check_report_path(folder / PAGE)
     write_json(folder / SUMMARY, outcome.to_dict())
     return render(
@@ -142,7 +144,7 @@ def write_glue(outcome: GlueOutcome, folder: Path) -> Path:
         lead=f"A masked language model, fine-tuned on {tasks} of GLUE with {seeds}, by the recipe "
         f"{GLUE[outcome.recipe].title} of LION's Table 8.",
         cards=_cards(outcome),
-        table=[HEADS, *table_rows(outcome)],
+        table=[HEADS, *rows, [*average, Markup('<b class="best">{}</b>').format(score)]],
         sections=[_scores(outcome), _settings(outcome)],
     )
 
@@ -197,7 +199,6 @@ def _scores(outcome: GlueOutcome) -> Section:
                 curves,
                 f"Score at each evaluation, over the fraction of the task's own training.{band} A "
                 "curve that still rises at its end suggests more epochs.",
-                columns=2,
             ),
         ],
     )
@@ -233,5 +234,5 @@ def _settings(outcome: GlueOutcome) -> Section:
         "Settings of the first seed. All others are in each run's config.json, and each task has a "
         "report of its own beside its runs. Decoupled decay is not multiplied by the learning rate."
     )
-    table = fragment("table", rows, "numbers lined")
+    table = fragment("table", rows)
     return Section("Settings", [Figure("Training of each task", table, caption, columns=3)])

@@ -11,7 +11,7 @@ from onescan.report.page import Card, Figure, Section, fragment, render
 from onescan.report.plots import Line, Scale, line_chart, series
 
 if TYPE_CHECKING:
-    from onescan.evaluation.length_scores import LengthScores, PlaceScore
+    from onescan.evaluation.lengths import LengthScores, PlaceScore
 
 CAUSAL = (
     "How well the model predicts each next token of a text that is cut into rows of several "

@@ -10,7 +10,7 @@ from onescan.report.page import Card, Figure, Section, render
 from onescan.report.plots import Axis, heat_map
 
 if TYPE_CHECKING:
-    from onescan.evaluation.needle_grid import NeedleGrid
+    from onescan.evaluation.needle import NeedleGrid
 
 LEAD = (
     "A fact is hidden in a long text, and a question at the end asks for it. Whether a model "

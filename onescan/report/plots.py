@@ -417,7 +417,8 @@ def dot_chart(
             )
         axes.set_yticks(rows, [label(name) for name in names])
         axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_xlim(right=end)
+        low = float(np.nanmin(values))
+        axes.set_xlim(low - 0.06 * (end - low) if low < end else 0.9 * end, end)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(lambda value, _: format_x(value))
 

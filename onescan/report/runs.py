@@ -100,7 +100,7 @@ class RunGroup:
 
 
 class MeanStd(NamedTuple):
-    """Mean and standard deviation of a number over seeds."""
+    """A number of each seed, with their mean and standard deviation."""
 
     values: tuple[float, ...]
 
@@ -115,7 +115,7 @@ class MeanStd(NamedTuple):
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def format(self, digits: int = 3, *, scale: int = 1) -> str:
-        """Format both numbers.
+        """Format the mean and the standard deviation.
 
         >>> MeanStd((0.5, 0.7)).format(1, scale=100), MeanStd((0.5,)).format()
         ('60.0 ± 14.1', '0.500')

@@ -19,8 +19,11 @@ from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.shapes import Images, Labels, Timesteps
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 from onescan.tasks.canvas import Canvas, LatentCanvas, PixelCanvas
-from onescan.tasks.classifier_features import SampleJudge, load_judge
-from onescan.tasks.feature_distance import feature_distance
+from onescan.tasks.feature_distance import (
+    SampleClassifier,
+    feature_distance,
+    load_sample_classifier,
+)
 from onescan.tasks.noising import Noising
 
 PARTS = 4  # of all timesteps: a held-out image is looked at once in each
@@ -93,12 +96,12 @@ class ImageGeneration(Task):
         self.augmentation = config.augment.build() if config.augment else None
 
     @cached_property
-    def judge_images(self) -> SampleJudge | None:
+    def judge_images(self) -> SampleClassifier | None:
         """The classifier that judges, loaded when it is first needed; a page does without."""
         if self.config.classifier is None:
             return None
         assert isinstance(self.format, ImageFormat)
-        return load_judge(self.config.classifier, self.format, self.class_names)
+        return load_sample_classifier(self.config.classifier, self.format, self.class_names)
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         images, labels = batch

@@ -156,3 +156,17 @@ class NeedleConfig:
     """Tokens processed at once; affects memory, and results only by rounding."""
     seed: int = 0
     """Random seed of names, numbers and haystack positions."""
+
+
+WEIGHTS_SUFFIX = ".safetensors"  # the ending of a file in it
+
+
+def short_name(checkpoint: str | Path) -> str:
+    """The end of its folder's path, which for a name on the hub is all of it.
+
+    >>> short_name("/home/me/runs/mine/seed-0/best.safetensors"), short_name("my-model")
+    ('mine/seed-0', 'my-model')
+    """
+    path = Path(checkpoint)
+    path = path.parent if path.suffix == WEIGHTS_SUFFIX else path
+    return "/".join((path.resolve() if path.is_dir() else path).parts[-2:])
