@@ -140,8 +140,7 @@ def _lead(group: RunGroup) -> str:
     }
     kind = kinds.get(type(model), "This model")
     if isinstance(group.config.task, RecallTaskConfig):
-        kind = "This model reads pairs of a key and a value, and then recalls the value of each key"
-        kind += " that it is asked for. It"
+        kind = "This model reads pairs of a key and a value, and then recalls values by key. It"
     classes = f" of {plural(len(group.class_names), 'class')}" * bool(group.class_names)
     held_out = len(task.test)
     if isinstance(group.config.task, ImageClassificationConfig):
