@@ -23,6 +23,7 @@ from onescan.report.format import (
     metric_name,
     metric_value,
     percent,
+    plain_table,
     plural,
 )
 from onescan.report.page import Figure, Section, check_report_path, fragment, render
@@ -112,14 +113,8 @@ def comparison_table(runs: Sequence[Path]) -> str:
     cells += [
         [row.name, str(len(row.runs)), *(column.format(row) for column in columns)] for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            [name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(line, widths[1:], strict=True))]
-        )
-        for name, *line in cells
-    ]
-    return "\n".join(filter(None, [*lines, data_warning([row.config for row in rows])]))
+    warning = data_warning([row.config for row in rows])
+    return "\n".join(filter(None, [plain_table(cells), warning]))
 
 
 def write_comparison(runs: Sequence[Path], path: Path) -> Path:

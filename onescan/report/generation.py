@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from markupsafe import Markup
 
 from onescan.data.image_grid import image_grid
 from onescan.data.images import unit_pixels
-from onescan.report.format import percent, plural, significant
+from onescan.report.format import percent, plain_table, plural, significant
+from onescan.report.images import class_accuracy, confusion_figure
 from onescan.report.page import Card, Figure, Section, check_report_path, fragment, render
 from onescan.report.plots import (
     Line,
     Picture,
-    cell_classes,
-    dot_chart,
     line_chart,
     percent_tick,
     picture,
@@ -36,9 +34,6 @@ MAX_OTHERS = 30  # images shown of guidance scales other than the best
 MAX_OF_CLASS = 10
 MAX_COLUMNS = 10  # of images
 LONGEST_SIDE = 1280  # pixels of a grid of images
-DENSE = 14  # classes beyond which the confusion matrix is set smaller
-SHORT_NAME = 4  # letters that fit above a column of the confusion matrix
-MAX_BARS, ENDS = 30, 15  # with more classes, show only both ends
 
 LEAD = (
     "Generated images compared with real ones: how similar the two sets are in the features of a "
@@ -61,16 +56,9 @@ SINGULAR = (
 
 def generation_table(scores: "GenerationScores") -> str:
     """Format the scores at every guidance scale as a plain-text table."""
-    names = column_names(scores)
-    widths = {field: max(len(name) + 2, 11) for field, name in names.items()}
-    lines = [
-        f"{scores.distance_name}, {plural(scores.samples, 'image')}",
-        f"{'guidance':<10}" + "".join(f"{name:>{widths[f]}}" for f, name in names.items()),
-    ]
-    for score in scores.scores:
-        cells = [f"{format_score(score, field):>{widths[field]}}" for field in names]
-        lines.append(f"{_guidance(score):<10}" + "".join(cells))
-    return "\n".join([*lines, SINGULAR] if scores.is_singular else lines)
+    title = f"{scores.distance_name}, {plural(scores.samples, 'image')}"
+    table = plain_table(table_rows(scores))
+    return "\n".join([title, table, *[SINGULAR] * scores.is_singular])
 
 
 def write_generation(scores: "GenerationScores", out: Path) -> Path:
@@ -147,9 +135,10 @@ def _at(score: "GenerationScore") -> str:
 
 
 def table_rows(scores: "GenerationScores") -> list[list[str]]:
-    """Return the scores at every guidance scale, and those of the real images last, if any."""
+    """Return titles, the scores at every guidance scale, and those of the real images, if any."""
     fields = column_names(scores)
-    rows = [
+    rows = [["guidance", *fields.values()]]
+    rows += [
         [_guidance(score), *(format_score(score, field) for field in fields)]
         for score in scores.scores
     ]
@@ -195,12 +184,11 @@ def _facts(scores: "GenerationScores") -> Iterator[tuple[str, str]]:
 
 
 def _numbers(scores: "GenerationScores") -> Section:
-    columns = column_names(scores)
-    rows = table_rows(scores)
+    columns, rows = column_names(scores), table_rows(scores)
     if len(scores.scores) > 1:
-        best = scores.scores.index(best_score(scores))
+        best = 1 + scores.scores.index(best_score(scores))
         rows[best] = [Markup('<b class="best">{}</b>').format(cell) for cell in rows[best]]
-    table = fragment("table", [["guidance", *columns.values()], *rows], "numbers lined")
+    table = fragment("table", rows, "numbers lined")
     names = {
         field: name if scores.is_inception else name.capitalize()
         for field, name in scores.short_names.items()
@@ -351,56 +339,14 @@ def _classes(scores: "GenerationScores") -> list[Section]:
     if not score.asked:
         return []
     requested = np.array(score.asked)
-    accuracy = np.array(score.right) / np.maximum(requested, 1)
-    known = np.flatnonzero(requested)
-    order = known[np.argsort(accuracy[known], kind="stable")]
-    charts = [("Accuracy by class", order, "The lowest is at the top.")]
-    if len(order) > MAX_BARS:
-        charts = [
-            ("Lowest accuracies", order[:ENDS], f"The {ENDS} classes with the lowest accuracy."),
-            ("Highest accuracies", order[::-1][:ENDS], f"The {ENDS} with the highest."),
-        ]
-    figures = [
-        Figure(
-            title,
-            dot_chart([names[i] for i in classes], accuracy[None, classes], x=CLASS_ACCURACY),
-            f"Share of each class's images that are classified as that class. {which}",
-        )
-        for title, classes, which in charts
-    ]
+    accuracies = np.where(requested > 0, np.array(score.right) / np.maximum(requested, 1), np.nan)
+    figures = class_accuracy(accuracies[None], names)
     if score.confusion:
-        figures.append(_confusion(names, np.array(score.confusion)))
+        over = plural(scores.samples, "image")
+        counts = np.array(score.confusion)
+        figures.insert(0, confusion_figure(counts, names, over, rows="requested"))
     real = scores.real.as_labelled
     lead = f"Classes predicted by {scores.features} for the images{_at(score)}."
     if real is not None:
         lead += f" It classifies {percent(real)} of real images correctly."
     return [Section("Requested and predicted classes", figures, lead)]
-
-
-def _confusion(names: Sequence[str], counts: Int[np.ndarray, "requested predicted"]) -> Figure:
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    cells = [
-        [
-            (_percent(share), float(share), cell_classes(float(share), warm=row != column))
-            for column, share in enumerate(row_shares)
-        ]
-        for row, row_shares in enumerate(shares)
-    ]
-    kind = "upright " * (max(map(len, names)) > SHORT_NAME) + "dense" * (len(names) > DENSE)
-    table = fragment("cells", cells, names, names, "requested \\ predicted", kind=kind)
-    caption = (
-        "Rows: requested class; columns: predicted class, in percent of the row. Blue cells are "
-        "correct; darker orange cells are more frequent confusions."
-    )
-    return Figure("Confusion matrix", table, caption, columns=2 if len(names) <= DENSE else 3)
-
-
-def _percent(share: float) -> str:
-    """Format a share in whole percents; only 0 becomes 0, and only 1 becomes 100.
-
-    >>> _percent(0.0), _percent(0.004), _percent(0.996), _percent(1.0)
-    ('0', '<1', '99', '100')
-    """
-    if 0 < share < 0.005:  # noqa: PLR2004 - would be rounded to 0
-        return "<1"
-    return str(min(round(100 * share), 99) if share < 1 else 100)
