@@ -349,18 +349,22 @@ class Column(NamedTuple):
             return self.text(number.mean)
         return f"{self.text(number.mean)} \u00b1 {self.text(number.std)}"
 
-    def leader(self, rows: Sequence[Row]) -> Row | None:
-        """Return the best row, unless its lead is within the noise or too small to matter."""
-        numbers = [(MeanStd(tuple(self.values(row))), row) for row in rows]
-        known = [each for each in numbers if not math.isnan(each[0].mean)]
-        known.sort(key=lambda each: each[0].mean, reverse=self.better == "higher")
+    def leader(self, values: Sequence[Sequence[float]]) -> int | None:
+        """Return the index of the best row, unless its lead is noise or too small to matter.
+
+        Args:
+            values: Numbers of the runs, for each row.
+        """
+        numbers = [MeanStd(tuple(each)) for each in values]
+        known = [i for i, number in enumerate(numbers) if not math.isnan(number.mean)]
+        known.sort(key=lambda i: numbers[i].mean, reverse=self.better == "higher")
         if self.better is None or len(known) <= 1:
             return None
-        (first, row), (second, _), *_ = known
+        first, second = numbers[known[0]], numbers[known[1]]
         noise = max(first.std or 0.0, second.std or 0.0)
         is_replicated = first.std is not None and second.std is not None
         least = noise if self.is_metric and is_replicated else max(noise, self.least(second.mean))
-        return row if abs(first.mean - second.mean) > least else None
+        return known[0] if abs(first.mean - second.mean) > least else None
 
 
 def table_columns(rows: Sequence[Row]) -> list[Column]:
@@ -403,12 +407,12 @@ def _metric_column(name: str) -> Column:
 def _marked_table(rows: Sequence[Row]) -> list[list[str]]:
     """Return the cells of the page's table, with the best of each column marked."""
     columns = table_columns(rows)
-    leaders = [column.leader(rows) for column in columns]
+    leaders = [column.leader([column.values(row) for row in rows]) for column in columns]
     table = [["", "seeds", *(column.head for column in columns)]]
     for row in rows:
         seeds = f"{len(row.runs)} ({', '.join(str(run.seed) for run in row.runs)})"
         cells = [
-            Markup('<b class="best">{}</b>').format(text) if leader is row else text
+            Markup('<b class="best">{}</b>').format(text) if leader == row.index else text
             for leader, text in zip(leaders, (each.format(row) for each in columns), strict=True)
         ]
         table.append([row.badge + row.name, seeds, *cells])
