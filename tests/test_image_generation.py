@@ -196,9 +196,9 @@ def opened(path):
 def test_the_page_shows_pictures_and_where_noise_is_hard_to_tell(learnt, tmp_path):
     page = write_report([learnt], tmp_path / "report.html").read_text()
     for words in (
-        "makes images of noise", "After 270 updates", "After 90 updates",
-        "left, right, none", "Error over timesteps", "Labelled as asked", "Feature distance",
-        "What the position kernels learnt", "How keys turn with position",
+        "turns noise into images", "After 270 steps", "After 90 steps", "<span>left</span>",
+        "Error over timesteps", "Test label accuracy", "Test feature distance",
+        "Position kernels", "Rotation frequencies",
     ):  # fmt: skip
         assert words in page
     assert "data:image/png;base64," in page
@@ -242,8 +242,8 @@ def test_unconditional_models_learn_and_draw(tmp_path):
     made = load_pipeline(result.folder)(batch_size=2, num_inference_steps=5, output_type="pt")
     assert made.images.shape == (2, 1, 4, 4)
     page = write_report([result], tmp_path / "report.html").read_text()
-    assert "None is chosen by hand" in page
-    assert "A column for each class" not in page
+    assert "Unselected samples" in page
+    assert "one column per class" not in page
 
 
 def test_images_of_no_class_are_not_labelled_as_asked(judge):

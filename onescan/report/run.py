@@ -106,7 +106,7 @@ def contents(group: RunGroup) -> dict[str, Any]:
         raise ValueError(f"there is no report for task {task.__name__}; there are: {known}")
     return {
         "kind": "training report",
-        "title": _title(group),
+        "title": page_title(group),
         "lead": _lead(group),
         "cards": _cards(group),
         "seeds": _seeds(group),
@@ -119,8 +119,8 @@ def contents(group: RunGroup) -> dict[str, Any]:
 # Summary
 
 
-def _title(group: RunGroup) -> str:
-    """The recipe, and the data if the user chose their own."""
+def page_title(group: RunGroup) -> str:
+    """Return the name of the recipe, and of the data if the user chose their own."""
     name, base = group.config.name, group.config.name.partition("/")[0]
     path = getattr(group.config.data, "path", None)
     if not path or base not in RECIPES or path == getattr(find_recipe(base)().data, "path", None):
