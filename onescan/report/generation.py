@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 SHARES = ("precision", "recall", "as_asked")
-CLASS_ACCURACY = "class accuracy"
 MAX_OTHERS = 30  # images shown of guidance scales other than the best
 MAX_OF_CLASS = 10
 MAX_COLUMNS = 10  # of images
@@ -106,10 +105,9 @@ def best_score(scores: "GenerationScores") -> "GenerationScore":
 
 def column_names(scores: "GenerationScores") -> dict[str, str]:
     """Return the titles of columns by field, without fields that were not measured."""
-    names = scores.short_names | {"as_asked": CLASS_ACCURACY}
     return {
         field: name
-        for field, name in names.items()
+        for field, name in scores.short_names.items()
         if any(getattr(score, field) is not None for score in scores.scores)
     }
 
@@ -161,7 +159,7 @@ def _cards(scores: "GenerationScores") -> Iterator[Card]:
         yield Card(percent(score.recall), "recall", "share of real images that are covered")
     if score.as_asked is not None:
         note = "share of images classified as the requested class"
-        yield Card(percent(score.as_asked), CLASS_ACCURACY, note)
+        yield Card(percent(score.as_asked), names["as_asked"], note)
     elif score.class_score is not None:
         name, spread = names["class_score"], f"{score.class_score_spread:.2f}"
         yield Card(f"{score.class_score:.2f}", name, "over ten parts of the images", spread)
@@ -200,7 +198,7 @@ def _numbers(scores: "GenerationScores") -> Section:
         "the location in an image.",
         "class_score": f"{names['class_score']}: high if each image is clearly of one class and "
         "all classes appear; \N{PLUS-MINUS SIGN} is its standard deviation over ten parts.",
-        "as_asked": f"{CLASS_ACCURACY.capitalize()}: share of images that the classifier assigns "
+        "as_asked": f"{names['as_asked']}: share of images that the classifier assigns "
         "to the requested class; for real images, to their own class.",
     }
     caption = " ".join(sentence for field, sentence in sentences.items() if field in columns)
@@ -235,8 +233,8 @@ def _curves(scores: "GenerationScores") -> list[Section]:
         )
     if _values(scores, "as_asked"):
         caption = "Share of images that the classifier assigns to the requested class."
-        chart = _curve(scores, ["as_asked"], CLASS_ACCURACY)
-        figures.append(Figure(CLASS_ACCURACY.capitalize(), chart, caption))
+        chart = _curve(scores, ["as_asked"], names["as_asked"])
+        figures.append(Figure(names["as_asked"].capitalize(), chart, caption))
     elif _values(scores, "class_score"):
         name = names["class_score"]
         caption = "Band: standard deviation over ten parts of the images."
