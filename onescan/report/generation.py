@@ -198,8 +198,8 @@ def _numbers(scores: "GenerationScores") -> Section:
         "the location in an image.",
         "class_score": f"{names['class_score']}: high if each image is clearly of one class and "
         "all classes appear; \N{PLUS-MINUS SIGN} is its standard deviation over ten parts.",
-        "as_asked": f"{names['as_asked']}: share of images that the classifier assigns "
-        "to the requested class; for real images, to their own class.",
+        "as_asked": f"{names['as_asked'].capitalize()}: share of images that the classifier "
+        "assigns to the requested class; for real images, to their own class.",
     }
     caption = " ".join(sentence for field, sentence in sentences.items() if field in columns)
     lead = f"{INCEPTION if scores.is_inception else OWN} {SINGULAR * scores.is_singular}".strip()
