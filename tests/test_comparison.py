@@ -220,7 +220,7 @@ def test_curves_are_means_and_ranges_over_seeds(runs):
     tiny, wide = read_rows(runs)
     axis = Axis("step", lambda run: np.array([line["step"] for line in run.records], float))
     values = np.stack([run.column("test", "accuracy") for run in tiny.runs])
-    line = comparison.test_curve(tiny, axis, "accuracy")
+    line = comparison.metric_curve(tiny, axis, "accuracy")
     np.testing.assert_allclose(line.x, [4, 8, 12])
     np.testing.assert_allclose(line.y, values.mean(axis=0))
     np.testing.assert_allclose(line.band, [values.min(axis=0), values.max(axis=0)])

@@ -480,7 +480,7 @@ def _figures(rows: Sequence[Row], axis: Axis) -> list[Figure]:
         is_share = name.endswith(ACCURACY)
         title = f"test {metric_name(name)}"
         chart = line_chart(
-            [test_curve(row, axis, name) for row in rows],
+            [metric_curve(row, axis, name) for row in rows],
             x=axis.label,
             y=title,
             scale="share" if is_share else "log",
@@ -501,7 +501,7 @@ def _figures(rows: Sequence[Row], axis: Axis) -> list[Figure]:
     return [*figures, Figure("Training loss", chart, caption)]
 
 
-def test_curve(row: Row, axis: Axis, name: str) -> Line:
+def metric_curve(row: Row, axis: Axis, name: str) -> Line:
     """Return a metric at each evaluation."""
     curves = [(_positions(axis, run, "test"), run.column("test", name)) for run in row.runs]
     return _over_seeds(row, curves, lambda value: metric_value(name, value))
