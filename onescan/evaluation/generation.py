@@ -20,7 +20,7 @@ from onescan.checkpoint.weights import read_notes, read_weights
 from onescan.data import DataConfig, ImageSplits
 from onescan.data.image_grid import image_grid
 from onescan.data.images import unit_pixels
-from onescan.data.text.cache import cache_folder
+from onescan.data.text.corpus import cache_folder
 from onescan.evaluation.config import SamplesConfig
 from onescan.evaluation.features import FeatureExtractor, open_features
 from onescan.evaluation.image_scores import (

@@ -14,8 +14,7 @@ from sklearn.metrics import confusion_matrix
 from torch import Tensor
 
 from onescan.data import DataSet, Example
-from onescan.data.decode import open_image
-from onescan.data.images import unit_pixels
+from onescan.data.images import open_image, unit_pixels
 from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
 from onescan.report.format import ARROW, TIMES, percent, plural
