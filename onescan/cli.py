@@ -520,7 +520,7 @@ def needle(argv: Argv) -> None:
 
 def tokenizer(argv: Argv) -> None:
     """Train a byte-level BPE tokenizer and measure its compression."""
-    from onescan.data.text.documents import SampleBy
+    from onescan.data.text.source import SampleBy
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -540,13 +540,13 @@ def tokenizer(argv: Argv) -> None:
         """Split to train on."""
 
     options = _parse(Options, "tokenizer", argv)
-    from onescan.data.text.byte_pairs import check_empty, train_byte_pairs
-    from onescan.data.text.source import Wanted, find_source, read_texts
+    from onescan.data.text.bpe import check_empty, train_bpe
+    from onescan.data.text.source import Query, find_source, read_texts
 
     check_empty(options.out)
-    wanted = Wanted(column=options.text_column, sample_by=options.sample_by, name=options.name)
-    source = find_source(options.path, wanted, field="path")
-    trained = train_byte_pairs(read_texts(source, options.split), options.vocab_size)
+    query = Query(column=options.text_column, sample_by=options.sample_by, name=options.name)
+    source = find_source(options.path, query, field="path")
+    trained = train_bpe(read_texts(source, options.split), options.vocab_size)
     trained.tokenizer.save(options.out)
     where = "held-out text" if trained.is_held_out else "the text that it was trained on"
     _print(f"{options.out}: {trained.tokenizer.size} tokens, ", end="")

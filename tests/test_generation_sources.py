@@ -26,7 +26,7 @@ from tiny_generation import (
     write_pngs,
 )
 
-from onescan.data.decode import to_bytes
+from onescan.data.images import to_bytes
 from onescan.evaluation.features import open_features
 from onescan.evaluation.generation import open_reference, reference_cache
 from onescan.evaluation.images import FolderSource, NpzSource, open_dataset

@@ -14,7 +14,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from onescan.data import ImageDatasetConfig
-from onescan.data.image_columns import Classes
+from onescan.data.image_dataset import Classes
 
 CLASSES = ("a", "b", "c")
 SIZES = [5, 1, 7, 4, 6]  # rows of each file
@@ -117,9 +117,9 @@ def test_every_block_has_an_order_of_its_own(tmp_path):
 
 
 def rest_of(images, cut, passed, **options):
-    """What comes after a cut, with the bookmark as a file keeps it."""
-    bookmark = json.loads(json.dumps(passed[-1][1]))
-    return whole_pass(images, start=cut, bookmark=bookmark, **options)
+    """What comes after a cut, with the data_state as a file keeps it."""
+    data_state = json.loads(json.dumps(passed[-1][1]))
+    return whole_pass(images, start=cut, data_state=data_state, **options)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def rest_of(images, cut, passed, **options):
 )
 def test_a_damaged_bookmark_is_refused(folder, change):
     images = opened(folder, shuffle_block=8).train
-    bookmark = whole_pass(images, seed=0)[12][1]
-    with pytest.raises(ValueError, match=r"bookmark is .*, expected|cannot be read"):
-        whole_pass(images, seed=0, start=13, bookmark={**bookmark, **change})
+    data_state = whole_pass(images, seed=0)[12][1]
+    with pytest.raises(ValueError, match=r"data_state is .*, expected|cannot be read"):
+        whole_pass(images, seed=0, start=13, data_state={**data_state, **change})
 
 
 def examples_of(passed):
@@ -145,7 +145,7 @@ def examples_of(passed):
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("block", [1, 4, 23, 100])
 def test_resuming_at_any_cut_gives_the_rest_of_the_pass(folder, monkeypatch, seed, block, group):
-    monkeypatch.setattr("onescan.data.image_stream.GROUP", group)
+    monkeypatch.setattr("onescan.data.image_dataset.GROUP", group)
     images, options = opened(folder, shuffle_block=block).train, {"seed": seed, "epoch": 2}
     whole = whole_pass(images, **options)
     for cut in range(1, len(whole) + 1):
@@ -247,7 +247,7 @@ def test_a_stream_from_a_hub(monkeypatch):
     assert splits.class_names == CLASSES
     whole = whole_pass(splits.train, seed=0)
     assert sorted(brightness(splits.train, [e for e, _ in whole])) == list(range(10))
-    rest = whole_pass(splits.train, seed=0, start=6, bookmark=whole[5][1])
+    rest = whole_pass(splits.train, seed=0, start=6, data_state=whole[5][1])
     assert rest == whole[6:]
     assert whole[0][0].source.name.startswith("row ")
     assert "shard" in whole[0][0].source.name
@@ -283,7 +283,7 @@ def test_labels_that_will_not_do_are_found_when_they_are_read(tmp_path, label, o
 def test_what_cannot_be_streamed(tmp_path):
     write(tmp_path / "train.parquet", 0, 6)
     with pytest.raises(
-        ValueError, match=r"data\.streaming is on, but .* has no split to be judged"
+        ValueError, match=r"data\.streaming is on, but .* has no split to evaluate on"
     ):
         opened(tmp_path)
     for name in ("train/a", "train/b", "test/a", "test/b"):
@@ -307,7 +307,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
         whole[4:2000] = bytes(1996)
     path.write_bytes(whole)
     with pytest.raises(
-        ValueError, match=r"train\.parquet (cannot be read|is no whole parquet file)"
+        ValueError, match=r"train\.parquet (cannot be read|is not a complete parquet file)"
     ):
         whole_pass(opened(tmp_path).train, seed=0)
 

@@ -24,7 +24,7 @@ from onescan.data import Example, ImageDatasetConfig, derive_seed
 from onescan.data.latents import LatentFormat, LatentsConfig
 from onescan.data.latents.shards import LABELS, MEAN, MIRRORED_MEAN, MIRRORED_STD, STD
 from onescan.data.latents.vae import load_vae
-from onescan.tasks import Planned
+from onescan.tasks import BatchPlan
 from onescan.training.encode import EncodeConfig, encode
 from onescan.training.loader import Loader
 from onescan.training.vae import Encoder
@@ -207,7 +207,7 @@ def test_means_and_one_side_can_be_asked_for(images, vae, whole):
 def test_processes_that_read_give_the_same(whole):
     data = LatentsConfig(path=str(whole)).build().train
     plan = [
-        Planned([example for example, _ in data.examples(seed=1, epoch=epoch)], None)
+        BatchPlan([example for example, _ in data.examples(seed=1, epoch=epoch)], None)
         for epoch in range(3)
     ]
     here = [data.read(batch.examples).batch for batch in plan]  # the files are open then

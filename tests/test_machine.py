@@ -22,9 +22,9 @@ from tiny_run import (
 from two_processes import lightnet_run
 
 from onescan import configs
-from onescan.data import Example, ImageSplits, ImageTensors, Loaded
+from onescan.data import Example, ImageSplits, ImageTensors, LoadedBatch
 from onescan.layers.mixers.lightnet import LightNetMixer
-from onescan.tasks import ImageClassification, Planned
+from onescan.tasks import BatchPlan, ImageClassification
 from onescan.training import evaluate, load, loader, loop, read_metrics, train
 from onescan.training.ema import WeightMean
 from onescan.training.loader import Loader
@@ -215,7 +215,7 @@ def test_an_overflow_is_passed_over_and_recorded(tmp_path):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WalkedConfig(StripesConfig):
-    """A stream: to begin in mid-pass takes the bookmark that came with what is before."""
+    """A stream: to begin in mid-pass takes the data_state that came with what is before."""
 
     def build(self):
         splits = super().build()
@@ -227,8 +227,8 @@ class Walked(ImageTensors):
     def __init__(self, images, labels):
         super().__init__(images=images, labels=labels)
 
-    def examples(self, *, start=0, bookmark=None, **order):
-        assert (bookmark or {"turn": 0})["turn"] == start
+    def examples(self, *, start=0, data_state=None, **order):
+        assert (data_state or {"turn": 0})["turn"] == start
         walk = enumerate(super().examples(start=start, **order), start=start + 1)
         for turn, (example, _) in walk:
             yield example, {"turn": turn}
@@ -269,7 +269,7 @@ class Torn(ImageTensors):
     def read(self, examples):
         whole = [example if example.source % 7 else Example(1) for example in examples]
         torn = tuple(f"image {e.source} is torn" for e in examples if e.source % 7 == 0)
-        return Loaded(super().read(whole).batch, torn)
+        return LoadedBatch(super().read(whole).batch, torn)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -289,7 +289,7 @@ def test_unreadable_examples_are_counted_and_told_a_few_times(tmp_path, caplog, 
 def test_only_a_few_unreadable_examples_are_told(monkeypatch, caplog):
     monkeypatch.setattr(loader, "MOST_TOLD", 3)
     torn = TornConfig().build().train
-    planned = iter([Planned([Example(place) for place in range(33)], None)])
+    planned = iter([BatchPlan([Example(place) for place in range(33)], None)])
     with caplog.at_level(logging.WARNING, "onescan"):
         batches = Loader(torn, planned, workers=0)
         next(batches)

@@ -19,7 +19,7 @@ from report_runs import HOSTILE, LDN, LIGHTNET, LION, PatternsConfig, model, run
 from sklearn.metrics import confusion_matrix
 
 from onescan import cli, configs
-from onescan.data import Example, ImageTensors, Loaded
+from onescan.data import Example, ImageTensors, LoadedBatch
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.layers.position import AbsolutePositionConfig
 from onescan.recipes import RECIPES, find_recipe
@@ -430,7 +430,7 @@ class Stream(ImageTensors):
 
     def read(self, examples):
         pixels, labels = zip(*(example.source for example in examples), strict=True)
-        return Loaded((torch.stack(pixels), torch.stack(labels)))
+        return LoadedBatch((torch.stack(pixels), torch.stack(labels)))
 
 
 def test_streams_are_read_no_further_than_needed(folders):

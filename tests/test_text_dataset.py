@@ -30,8 +30,7 @@ from onescan.data.text import (
     TextFormat,
     load_tokenizer,
 )
-from onescan.data.text.corpus import Corpus
-from onescan.data.text.encode import encode_documents
+from onescan.data.text.corpus import Corpus, encode_documents
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.causal_lm import CausalLM, CausalLMConfig
 from onescan.tasks import Evaluation, Task, TaskConfig
@@ -378,8 +377,8 @@ def test_a_long_text_is_encoded_as_if_in_one(monkeypatch, tmp_path):
     for tokenizer in (ByteTokenizer(), load_tokenizer(str(tmp_path / "pairs"))):
         want = [*tokenizer.encode(text), tokenizer.end]
         for size in (1, 10, 10**6):
-            monkeypatch.setattr("onescan.data.text.encode.PIECE", size)
-            monkeypatch.setattr("onescan.data.text.encode.AT_ONCE", 20 * size)
+            monkeypatch.setattr("onescan.data.text.corpus.PIECE", size)
+            monkeypatch.setattr("onescan.data.text.corpus.CHARACTERS_PER_CALL", 20 * size)
             encoded = list(encode_documents([text, "a", text], tokenizer))
             assert [ids.tolist() for ids in encoded[::2]] == [want, want]
             assert encoded[1].tolist() == [*tokenizer.encode("a"), tokenizer.end]
@@ -512,7 +511,7 @@ def calls(monkeypatch):
     """How many texts were tokenized, with everything worth keeping."""
     made = []
     encode = ByteTokenizer.encode_many
-    monkeypatch.setattr("onescan.data.text.corpus_reader.SMALL", 0)
+    monkeypatch.setattr("onescan.data.text.corpus.MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(
         ByteTokenizer, "encode_many", lambda self, texts: made.extend(texts) or encode(self, texts)
     )
@@ -560,10 +559,10 @@ def test_nothing_is_kept_where_it_is_not_to_be(tmp_path, calls, monkeypatch):
     path, place = write(tmp_path / "a.txt", *TEXTS), tmp_path / "cache"
     monkeypatch.setenv("ONESCAN_CACHE", str(place))
     build(path, cache=False)
-    monkeypatch.setattr("onescan.data.text.corpus_reader.SMALL", 10**6)
+    monkeypatch.setattr("onescan.data.text.corpus.MIN_CACHED_BYTES", 10**6)
     build(path)
     assert not place.exists()
-    monkeypatch.setattr("onescan.data.text.corpus_reader.SMALL", 0)
+    monkeypatch.setattr("onescan.data.text.corpus.MIN_CACHED_BYTES", 0)
     build(path)
     assert place.exists()
     assert calls == TEXTS * 3
@@ -609,16 +608,16 @@ def test_a_stream_in_the_stored_order_is_the_slow_packing(tmp_path, kind):
 @over_kinds
 @pytest.mark.parametrize("seed", [None, 4])
 def test_a_stream_goes_on_where_it_stopped(tmp_path, monkeypatch, kind, seed):
-    monkeypatch.setattr("onescan.data.text.documents.ROWS", 1)
-    monkeypatch.setattr("onescan.data.text.shards.GROUP", 3)
+    monkeypatch.setattr("onescan.data.text.source.ROWS", 1)
+    monkeypatch.setattr("onescan.data.text.source.GROUP", 3)
     path = KINDS[kind](tmp_path, TEXTS)
     data = streamed(path, tmp_path, length=5, train_rows=40)  # more than two rounds
     every = list(data.examples(seed=seed, epoch=1))
     shown = shape(every)
     assert len(every) == (40 if seed else len(packed(TEXTS, 5)))
     for start in range(1, len(every)):
-        bookmark = json.loads(json.dumps(every[start - 1][1]))
-        rest = list(data.examples(seed=seed, epoch=1, start=start, bookmark=bookmark))
+        data_state = json.loads(json.dumps(every[start - 1][1]))
+        rest = list(data.examples(seed=seed, epoch=1, start=start, data_state=data_state))
         assert shape(rest) == shown[start:]
         assert [after for _, after in rest] == [after for _, after in every[start:]]
     assert shape(data.examples(seed=seed, epoch=1, start=17)) == shown[17:]
@@ -633,12 +632,12 @@ def shape(examples):
 
 def test_a_hub_stream_goes_on_where_it_stopped(monkeypatch, tmp_path):
     hub(monkeypatch, [f"text {i}" for i in range(20)])
-    monkeypatch.setattr("onescan.data.text.shards.GROUP", 3)
+    monkeypatch.setattr("onescan.data.text.source.GROUP", 3)
     data = streamed("some/thing", tmp_path, text_column="body", length=5, train_rows=70)
     every = list(data.examples(seed=2))
     for start in range(1, 70, 3):
-        bookmark = json.loads(json.dumps(every[start - 1][1]))
-        rest = list(data.examples(seed=2, start=start, bookmark=bookmark))
+        data_state = json.loads(json.dumps(every[start - 1][1]))
+        rest = list(data.examples(seed=2, start=start, data_state=data_state))
         assert shape(rest) == shape(every)[start:]
 
 
@@ -648,26 +647,26 @@ HOSTILE = (None, -1, True, 1.5, "x", [], {"evil": 1}, 10**30)
 @over_kinds
 def test_a_damaged_bookmark_of_a_stream_is_refused(tmp_path, kind):
     data = streamed(KINDS[kind](tmp_path, TEXTS), tmp_path)
-    _, bookmark = next(data.examples(seed=4))
-    changed = [{**bookmark, name: value} for name in bookmark for value in HOSTILE]
+    _, data_state = next(data.examples(seed=4))
+    changed = [{**data_state, name: value} for name in data_state for value in HOSTILE]
     changed += [
-        {**bookmark, "mark": {**bookmark["mark"], name: value}}
+        {**data_state, "mark": {**data_state["mark"], name: value}}
         for name in ("row", "offset", "line")
         for value in HOSTILE
     ]
-    for damaged in [*changed, {"row": 0}, {**bookmark, "evil": 1}]:
-        with pytest.raises(ValueError, match=r"bookmark is .*, expected"):
-            list(data.examples(seed=4, start=1, bookmark=damaged))
+    for damaged in [*changed, {"row": 0}, {**data_state, "evil": 1}]:
+        with pytest.raises(ValueError, match=r"data_state is .*, expected"):
+            list(data.examples(seed=4, start=1, data_state=damaged))
 
 
 def test_a_damaged_bookmark_of_a_hub_stream_is_refused(monkeypatch, tmp_path):
     hub(monkeypatch, [f"text {i}" for i in range(20)])
     data = streamed("some/thing", tmp_path, text_column="body", length=5, train_rows=70)
-    _, bookmark = next(data.examples(seed=2))
+    _, data_state = next(data.examples(seed=2))
     for state in (3, [], {"evil": 1}):
-        damaged = {**bookmark, "mark": {"row": 1, "group": 0, "state": state}}
-        with pytest.raises(ValueError, match=r"bookmark is .*, expected|cannot be read"):
-            list(data.examples(seed=2, start=1, bookmark=damaged))
+        damaged = {**data_state, "mark": {"row": 1, "group": 0, "state": state}}
+        with pytest.raises(ValueError, match=r"data_state is .*, expected|cannot be read"):
+            list(data.examples(seed=2, start=1, data_state=damaged))
 
 
 def test_every_round_has_every_document_in_another_order(tmp_path):
@@ -703,7 +702,7 @@ def test_a_stream_reads_nothing_of_before_its_block(tmp_path, monkeypatch):
     monkeypatch.setattr(
         ByteTokenizer, "encode_many", lambda self, texts: made.extend(texts) or encode(self, texts)
     )
-    example, _ = next(data.examples(seed=0, start=120, bookmark=every[119][1]))
+    example, _ = next(data.examples(seed=0, start=120, data_state=every[119][1]))
     assert example.seed == every[120][0].seed
     assert 0 < len(made) <= 10
 
@@ -716,8 +715,8 @@ def test_examples_of_a_stream_are_repeated_in_a_row(tmp_path):
     ]
     assert len({example.seed for example, _ in every}) == 12
     for start in (1, 4, 6):
-        bookmark = every[start - 1][1]
-        rest = data.examples(seed=0, repeats=3, start=start, bookmark=bookmark)
+        data_state = every[start - 1][1]
+        rest = data.examples(seed=0, repeats=3, start=start, data_state=data_state)
         assert shape(rest) == shape(every)[start:]
 
 
@@ -729,7 +728,7 @@ def test_what_a_stream_leaves_out_is_told_with_its_row(tmp_path):
     assert len(data.read([e for e, _ in every]).failures) >= 6
     assert all("line " in said for said in data.read([e for e, _ in every]).failures)
     for start in range(1, 9):
-        rest = data.examples(seed=0, start=start, bookmark=every[start - 1][1])
+        rest = data.examples(seed=0, start=start, data_state=every[start - 1][1])
         assert shape(rest) == shape(every)[start:]
 
 
@@ -930,7 +929,7 @@ def test_framed_rows_resume_exactly(tmp_path, streaming):
     every = list(data.examples(seed=3))
     want = data.read([example for example, _ in every]).batch[0]
     for start in range(1, len(every)):
-        rest = data.examples(seed=3, start=start, bookmark=every[start - 1][1])
+        rest = data.examples(seed=3, start=start, data_state=every[start - 1][1])
         got = data.read([example for example, _ in rest]).batch[0]
         assert torch.equal(got, want[start:])
 

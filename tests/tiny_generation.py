@@ -8,7 +8,7 @@ from PIL import Image
 from tiny_denoiser import BarsConfig, denoiser_run
 
 from onescan.checkpoint.weights import save_weights, whole_weights
-from onescan.data.decode import to_bytes
+from onescan.data.images import to_bytes
 from onescan.evaluation.config import SamplesConfig
 from onescan.evaluation.images import round_to_bytes
 from onescan.layers.mixers import LightNetMixerConfig

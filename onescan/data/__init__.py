@@ -8,12 +8,17 @@ from onescan.data.augment import (
     Mix,
     MixConfig,
 )
-from onescan.data.base import Bookmark, DataConfig, DataSet, Example, Format, Loaded
-from onescan.data.crop import RandomCropConfig
-from onescan.data.digits import DigitsConfig
-from onescan.data.image_dataset import ImageDataset, ImageDatasetConfig
-from onescan.data.image_stream import ImageStream
-from onescan.data.images import ImageFormat, ImageSet, ImageSplits, ImageTensors, read_image
+from onescan.data.base import DataConfig, DataSet, DataState, Example, Format, LoadedBatch
+from onescan.data.image_dataset import ImageDataset, ImageDatasetConfig, ImageStream
+from onescan.data.images import (
+    DigitsConfig,
+    ImageFormat,
+    ImageSet,
+    ImageSplits,
+    ImageTensors,
+    RandomCropConfig,
+    read_image,
+)
 from onescan.data.long_range import (
     ByteTextConfig,
     ListOpsDataConfig,
@@ -35,10 +40,10 @@ __all__ = [
     "AffineConfig",
     "Augment",
     "AugmentConfig",
-    "Bookmark",
     "ByteTextConfig",
     "DataConfig",
     "DataSet",
+    "DataState",
     "DeitAugmentConfig",
     "DigitsConfig",
     "Example",
@@ -52,7 +57,7 @@ __all__ = [
     "ImageTensors",
     "LabelledSequence",
     "ListOpsDataConfig",
-    "Loaded",
+    "LoadedBatch",
     "Mix",
     "MixConfig",
     "PathfinderDataConfig",

@@ -19,7 +19,7 @@ from onescan import configs
 from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.checks import in_a_line
 from onescan.data import ImageFormat
-from onescan.data.decode import to_bytes
+from onescan.data.images import to_bytes
 from onescan.evaluation.config import short_name
 from onescan.models.image_classifier import ImageClassifier
 from onescan.shapes import Images

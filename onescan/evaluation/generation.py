@@ -20,7 +20,7 @@ from onescan.checkpoint.weights import read_notes, read_weights
 from onescan.data import DataConfig, ImageSplits
 from onescan.data.image_grid import image_grid
 from onescan.data.images import unit_pixels
-from onescan.data.text.cache import cache_folder
+from onescan.data.text.corpus import cache_folder
 from onescan.evaluation.config import SamplesConfig
 from onescan.evaluation.features import FeatureExtractor, open_features
 from onescan.evaluation.image_scores import (
@@ -134,7 +134,7 @@ class GenerationScores:
     @property
     def short_names(self) -> dict[str, str]:
         """Column headings of tables, by field."""
-        others = {"precision": "precision", "recall": "recall", "as_asked": "as asked"}
+        others = {"precision": "precision", "recall": "recall", "as_asked": "class accuracy"}
         if self.is_inception:
             names = {"distance": self.distance_name, "spatial_distance": "sFID"}
             return names | {"class_score": "Inception Score"} | others

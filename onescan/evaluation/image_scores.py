@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from onescan.checkpoint.files import damaged
 from onescan.checkpoint.weights import read_weights, save_weights
-from onescan.data.decode import to_bytes
+from onescan.data.images import to_bytes
 from onescan.evaluation.features import FeatureBatch, FeatureExtractor
 from onescan.evaluation.images import Source, round_to_bytes
 from onescan.shapes import Images, Labels

@@ -23,12 +23,9 @@ from onescan import configs
 from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.checks import in_a_line
 from onescan.data import DataConfig, DataSet, Example, ImageDataset, ImageFormat, derive_seed
-from onescan.data.decode import Pixels, open_image, to_bytes
-from onescan.data.image_columns import ColumnNames, find_classes, image_table
-from onescan.data.image_folder import walk
-from onescan.data.image_reader import ImageReader
-from onescan.data.image_source import find_source
-from onescan.data.images import unit_pixels
+from onescan.data.image_dataset import find_classes, image_table
+from onescan.data.images import ImageReader, Pixels, open_image, to_bytes, unit_pixels
+from onescan.data.sources import find_source, walk
 from onescan.evaluation.config import SamplesConfig, short_name
 from onescan.evaluation.features import FeatureExtractor, file_key
 from onescan.shapes import Images, Labels
@@ -288,7 +285,7 @@ def open_dataset(path: str, size: tuple[int, int]) -> Source:
     source = find_source(path, None)
     split = "train" if "train" in source.splits else source.splits[0]
     rows = source.open({"train": split}, streaming=False)["train"]
-    table = image_table(rows, ColumnNames(None, None))
+    table = image_table(rows)
     raw = table.labels()
     classes = find_classes(path, table.label_type, (), raw)
     data = ImageDataset(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from onescan.checks import check_choice
+from onescan.data.base import OnError
 from onescan.data.glue import HUB, PROBLEMS, GlueDatasetConfig, GlueTask
-from onescan.data.image_reader import OnError
 from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 from onescan.models.sequence_classifier import Pool, SequenceClassifierConfig
 from onescan.recipes.glue import FROM_MNLI, GLUE, ORDER

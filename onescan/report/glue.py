@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from onescan.data.glue import PROBLEMS, GlueTask
 from onescan.recipes.glue import GLUE
-from onescan.report.format import duration, metric_name, plural
+from onescan.report.format import duration, metric_name, plain_table, plural
 from onescan.report.page import Card, Figure, Section, check_report_path, fragment, render
 from onescan.report.plots import Line, dot_chart, line_chart, series
 from onescan.report.runs import Column, FinishedRun, MeanStd, check_seeds, read_run
@@ -98,13 +98,7 @@ def read_glue(
 
 def glue_table(outcome: GlueOutcome) -> str:
     """Format every task's metrics and score, and their average, as plain text."""
-    rows = [HEADS, *table_rows(outcome)]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = []
-    for title, metric, value, score in rows:
-        names = [title.ljust(widths[0]), metric.ljust(widths[1])]
-        lines.append("  ".join([*names, value.rjust(widths[2]), score.rjust(widths[3])]).rstrip())
-    return "\n".join(lines)
+    return plain_table([HEADS, *table_rows(outcome)], left=2)
 
 
 def table_rows(outcome: GlueOutcome) -> list[tuple[str, str, str, str]]:

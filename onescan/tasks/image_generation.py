@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from onescan.checks import check_positive
 from onescan.data import AugmentConfig, ImageFormat, ImageSplits, derive_seed
+from onescan.data.base import Subset
 from onescan.data.image_grid import image_grid
 from onescan.data.images import unit_pixels
 from onescan.data.latents import LatentFormat, LatentSplits
-from onescan.data.subset import Spread
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.shapes import Images, Labels, Timesteps
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
@@ -85,7 +85,7 @@ class ImageGeneration(Task):
     def __init__(self, config: ImageGenerationConfig, data: ImageSplits | LatentSplits) -> None:
         self.config, self.format, self.class_names = config, data.format, data.class_names
         self.train = data.train
-        self.test = Spread(whole=data.test, most=config.evaluation_images)
+        self.test = Subset(whole=data.test, max_examples=config.evaluation_images)
         self.test_batch_size = config.evaluation_batch_size
         self.noising = Noising(config.noise)
         self.canvas: Canvas

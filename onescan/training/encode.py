@@ -21,7 +21,7 @@ from onescan.data import (
     ImageFormat,
     ImageSet,
     ImageStream,
-    Loaded,
+    LoadedBatch,
     batched,
 )
 from onescan.data.latents.shards import (
@@ -41,7 +41,7 @@ from onescan.data.latents.shards import (
     shard_path,
 )
 from onescan.data.latents.vae import load_vae
-from onescan.tasks import Planned
+from onescan.tasks import BatchPlan
 from onescan.training.folder import write_json
 from onescan.training.latents_folder import alone, check_folder, claim, identity
 from onescan.training.loader import Loader, choose_workers
@@ -159,7 +159,7 @@ class _Readable(DataSet):
     def __len__(self) -> int:
         return len(self.images)
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
         try:
             return self.images.read(examples)
         except ValueError as error:
@@ -167,7 +167,7 @@ class _Readable(DataSet):
                 raise
             form = self.format
             none = torch.zeros(0, form.channels, form.height, form.width, dtype=torch.uint8)
-            return Loaded((none, torch.zeros(0, dtype=torch.long)), (str(error),))
+            return LoadedBatch((none, torch.zeros(0, dtype=torch.long)), (str(error),))
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class _Work:
     def encode(self, encoder: Encoder, workers: int, bar: "tqdm[Any]") -> None:
         """Write the shards that are missing."""
         missing = self._missing()
-        plan = (Planned(batch, None) for shard in missing for batch in self.batches(shard))
+        plan = (BatchPlan(batch, None) for shard in missing for batch in self.batches(shard))
         done = self.shards - len(missing)
         bar.update(min(done * self.asked.shard_size, len(self.images)))
         loader = Loader(self.images, plan, workers=workers, pin=encoder.device.type == "cuda")

@@ -9,7 +9,7 @@ from PIL.Image import Image
 from torch import nn
 
 from onescan.data import batched
-from onescan.tasks import Batch, Evaluation, Planned, Rows, Task
+from onescan.tasks import Batch, BatchPlan, Evaluation, Rows, Task
 from onescan.training.loader import Loader
 from onescan.training.precision import computing
 from onescan.training.progress import judging
@@ -44,7 +44,7 @@ def evaluate(
     ranks = ranks or Ranks()
     planned: list[int] = []  # examples of each batch
 
-    def mine() -> Iterator[Planned]:
+    def mine() -> Iterator[BatchPlan]:
         for group in batched(task.test_batches(), ranks.size):
             planned.extend(len(batch.examples) for batch in group)
             # who has no batch of its own in the last round repeats one

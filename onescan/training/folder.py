@@ -40,7 +40,7 @@ from onescan.checkpoint.files import (
 from onescan.checkpoint.run_folder import CONFIG, read_config, write_config
 from onescan.checkpoint.weights import BEST, WEIGHTS, read_weights, save_weights
 from onescan.data import Format
-from onescan.data.text.format import TOKENIZER
+from onescan.data.text.tokenizer import TOKENIZER
 from onescan.tasks import Evaluation, Task
 from onescan.training.records import METRICS, PICTURES
 from onescan.training.run import RunConfig, RunResult

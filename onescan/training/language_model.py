@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from onescan.checkpoint.run_folder import CONFIG
-from onescan.data.image_source import HUB_NAME
+from onescan.data.sources import HUB_NAME
 from onescan.data.text import TextFormat, Tokenizer, load_tokenizer
 from onescan.models.causal_lm import CausalLM
 from onescan.models.masked_lm import MaskedLM

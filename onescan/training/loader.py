@@ -9,8 +9,8 @@ from time import perf_counter
 
 from torch.utils.data import DataLoader, Dataset
 
-from onescan.data import Bookmark, DataSet, Example, Loaded
-from onescan.tasks import Batch, Planned
+from onescan.data import DataSet, DataState, Example, LoadedBatch
+from onescan.tasks import Batch, BatchPlan
 
 ENOUGH_WORKERS = 8
 MOST_TOLD = 10  # examples that cannot be read, each once
@@ -21,7 +21,7 @@ log = logging.getLogger("onescan")
 class Loader:
     """An iterator over planned batches, read."""
 
-    bookmark: Bookmark | None = None
+    data_state: DataState | None = None
     """Where the batch after the last one begins."""
     waiting_s = 0.0
     """Seconds that the last batch was waited for."""
@@ -29,20 +29,20 @@ class Loader:
     """Examples of the last batch that could not be read."""
 
     def __init__(
-        self, data: DataSet, plan: Iterator[Planned], *, workers: int, pin: bool = False
+        self, data: DataSet, plan: Iterator[BatchPlan], *, workers: int, pin: bool = False
     ) -> None:
         self._told: set[str] = set()
-        self._bookmarks: deque[Bookmark | None] = deque()
+        self._data_states: deque[DataState | None] = deque()
         loader = DataLoader(
             _Reader(data),
-            sampler=_Order(plan, self._bookmarks),
+            sampler=_Order(plan, self._data_states),
             batch_size=None,
             num_workers=workers,
             collate_fn=_unchanged,  # type: ignore[arg-type]  # without a batch_size, one item
             pin_memory=pin,
             worker_init_fn=_ignore_signals,
         )
-        self._loaded: Iterator[Loaded | Exception] = iter(loader)
+        self._loaded: Iterator[LoadedBatch | Exception] = iter(loader)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -57,14 +57,14 @@ class Loader:
         loaded = self._next()
         if isinstance(loaded, Exception):
             raise loaded
-        self.bookmark = self._bookmarks.popleft()
+        self.data_state = self._data_states.popleft()
         self.waiting_s = perf_counter() - begin
         self.failures = len(loaded.failures)
         for failure in loaded.failures:
             self._tell(failure)
         return loaded.batch
 
-    def _next(self) -> Loaded | Exception:
+    def _next(self) -> LoadedBatch | Exception:
         try:
             return next(self._loaded)
         except RuntimeError as error:
@@ -100,13 +100,13 @@ def choose_workers(asked: int | None, data: DataSet) -> int:
     return max(1, min(ENOUGH_WORKERS, cores // here))
 
 
-class _Reader(Dataset[Loaded | Exception]):
+class _Reader(Dataset[LoadedBatch | Exception]):
     """Reads in the worker; an error travels as a value, or torch would wrap it in a traceback."""
 
     def __init__(self, data: DataSet) -> None:
         self.data = data
 
-    def __getitem__(self, examples: list[Example]) -> Loaded | Exception:
+    def __getitem__(self, examples: list[Example]) -> LoadedBatch | Exception:
         try:
             return self.data.read(examples)
         except (ValueError, OSError) as error:
@@ -116,17 +116,17 @@ class _Reader(Dataset[Loaded | Exception]):
 class _Order:
     """What the workers are to read, taken from the plan a few batches ahead."""
 
-    def __init__(self, plan: Iterator[Planned], bookmarks: deque[Bookmark | None]) -> None:
+    def __init__(self, plan: Iterator[BatchPlan], data_states: deque[DataState | None]) -> None:
         self.plan = plan
-        self.bookmarks = bookmarks
+        self.data_states = data_states
 
     def __iter__(self) -> Iterator[list[Example]]:
-        for examples, bookmark in self.plan:
-            self.bookmarks.append(bookmark)
+        for examples, data_state in self.plan:
+            self.data_states.append(data_state)
             yield examples
 
 
-def _unchanged(loaded: Loaded | Exception) -> Loaded | Exception:
+def _unchanged(loaded: LoadedBatch | Exception) -> LoadedBatch | Exception:
     return loaded
 
 

@@ -27,7 +27,7 @@ from onescan.checkpoint.weights import (
     whole_weights,
 )
 from onescan.data import derive_seed
-from onescan.tasks import Batch, Evaluation, Metrics, Planned, Task
+from onescan.tasks import Batch, BatchPlan, Evaluation, Metrics, Task
 from onescan.training.ema import WeightMean, local
 from onescan.training.evaluation import draw, evaluate, evaluating
 from onescan.training.folder import (
@@ -201,9 +201,9 @@ class Loop:
             step=self.state.step,
             batch_size=self.settings.batch_size,
             seed=self.settings.seed,
-            bookmark=self.state.bookmark,
+            data_state=self.state.data_state,
         )
-        mine = (Planned(examples[self.share], bookmark) for examples, bookmark in plan)
+        mine = (BatchPlan(examples[self.share], data_state) for examples, data_state in plan)
         workers = choose_workers(self.machine.workers, self.task.train)
         return Loader(self.task.train, mine, workers=workers, pin=self.device.type == "cuda")
 
@@ -227,7 +227,7 @@ class Loop:
         optimizer.zero_grad()
         self.state.step += 1
         self.updates += 1
-        self.state.bookmark = batches.bookmark
+        self.state.data_state = batches.data_state
         if self.state.mean:
             self.state.mean.update(self.state.model, self.state.step)
         seconds, waiting = perf_counter() - begin, batches.waiting_s

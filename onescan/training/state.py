@@ -33,7 +33,7 @@ from onescan.checkpoint.files import (
     writing,
 )
 from onescan.checkpoint.weights import TensorSize, check_sizes, distinct, sizes_of
-from onescan.data import Bookmark
+from onescan.data import DataState
 from onescan.training.ema import WeightMean
 from onescan.training.precision import LossScale
 from onescan.training.ranks import Ranks
@@ -57,7 +57,7 @@ class TrainingState:
     scale: LossScale | None = None
     step: int = 0
     """Optimizer steps so far."""
-    bookmark: Bookmark | None = None
+    data_state: DataState | None = None
     """Position of the next batch in the data, for data without random access."""
     best: float = -math.inf
     """Score of the best evaluation."""
@@ -87,7 +87,7 @@ class TrainingState:
             "best": None if self.best == -math.inf else self.best,  # JSON has no infinity
             "evaluations_without_improvement": self.evaluations_without_improvement,
             "evaluated_step": self.judged,
-            "data_state": self.bookmark,
+            "data_state": self.data_state,
             "loss_scale": self.scale and [self.scale.scale, self.scale.good],
         }
 
@@ -101,7 +101,7 @@ class TrainingState:
         self.evaluations_without_improvement = int(numbers["evaluations_without_improvement"])
         self.judged = int(numbers["evaluated_step"])
         self.best = -math.inf if numbers["best"] is None else float(numbers["best"])
-        self.bookmark = numbers["data_state"] and dict(numbers["data_state"])
+        self.data_state = numbers["data_state"] and dict(numbers["data_state"])
         if self.scale and numbers["loss_scale"]:
             scale, good = numbers["loss_scale"]
             self.scale.scale, self.scale.good = float(scale), int(good)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from onescan.data.base import DataConfig, DataSet, Example, Loaded
+from onescan.data.base import DataConfig, DataSet, Example, LoadedBatch
 from onescan.data.latents.format import LatentFormat
 from onescan.data.latents.shards import (
     MEAN,
@@ -96,7 +96,7 @@ class LatentSet(DataSet):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
         """Read a batch.
 
         Raises:
@@ -104,7 +104,9 @@ class LatentSet(DataSet):
         """
         read = [self._read(example) for example in examples]
         latents = torch.stack([latent for latent, _ in read])
-        return Loaded((self.format.scaled(latents), torch.tensor([label for _, label in read])))
+        return LoadedBatch(
+            (self.format.scaled(latents), torch.tensor([label for _, label in read]))
+        )
 
     @cached_property
     def _ends(self) -> list[int]:
