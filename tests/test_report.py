@@ -25,11 +25,11 @@ from onescan.layers.position import AbsolutePositionConfig
 from onescan.recipes import RECIPES, find_recipe
 from onescan.report import check_report_path, images, mixers, plots, write_report
 from onescan.report.format import large, percent
-from onescan.report.page import COLORS
+from onescan.report.page import COLORS, render_html
 from onescan.report.run import (
     SECTIONS,
+    contents,
     page_title,
-    render_page,
     repeat_command,
     speed,
     training,
@@ -89,6 +89,10 @@ def html_of(folders, tmp_path_factory):
         return rendered[key]
 
     return html_of
+
+
+def render_page(group):
+    return render_html("run.html", **contents(group))
 
 
 def answered(folder, predictions, confidence=0.75):
@@ -283,6 +287,7 @@ def test_captions_match_the_charts(folders):
     (folder,) = folders()
     short = training(read_run_group([folder])).figures[0]
     assert "running mean" not in short.caption
+    assert "opacity: 0.3" not in short.body
     group = recorded(folder)
     run = group.runs[0]
     lines = [line for line in run.records if line["split"] == "train"] * 20
@@ -292,6 +297,7 @@ def test_captions_match_the_charts(folders):
     group = dataclasses.replace(group, runs=(dataclasses.replace(run, records=records),))
     long = training(group).figures[0]
     assert "running mean" in long.caption
+    assert "opacity: 0.3" in long.body
     assert "(log scale)" in long.body
     assert "(log scale)" not in short.body
     smoothing = ImageClassificationConfig(augment=None, label_smoothing=0.1)

@@ -31,7 +31,7 @@ from onescan.report.format import (
     plural,
     significant,
 )
-from onescan.report.page import Card, Figure, Section, check_report_path, render, render_html
+from onescan.report.page import Card, Figure, Section, check_report_path, render
 from onescan.report.plots import (
     BLUE,
     SMALLEST,
@@ -87,11 +87,6 @@ def write_report(runs: Sequence[Path | RunResult], path: Path) -> Path:
     """
     check_report_path(path)
     return render("run.html", path, **contents(read_run_group(runs)))
-
-
-def render_page(group: RunGroup) -> str:
-    """Render the page as HTML, without writing it."""
-    return render_html("run.html", **contents(group))
 
 
 def contents(group: RunGroup) -> dict[str, Any]:
