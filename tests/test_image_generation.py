@@ -22,7 +22,7 @@ from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.recipes import RECIPES, find_recipe
 from onescan.report import write_report
 from onescan.tasks import ImageClassificationConfig, ImageGenerationConfig, classify
-from onescan.tasks.classifier_features import SampleJudge
+from onescan.tasks.feature_distance import SampleClassifier
 from onescan.tasks.noising import Noising
 from onescan.training import read_metrics, train
 from onescan.training.evaluation import evaluate
@@ -196,9 +196,9 @@ def read_gray(path):
 def test_the_report_shows_pictures_and_errors_over_timesteps(trained, tmp_path):
     page = write_report([trained], tmp_path / "report.html").read_text()
     for words in (
-        "makes images of noise", "After 270 updates", "After 90 updates",
-        "left, right, none", "Error over timesteps", "Labelled as asked", "Feature distance",
-        "What the position kernels learnt", "How keys turn with position",
+        "turns noise into images", "After 270 steps", "After 90 steps", "<span>left</span>",
+        "Error over timesteps", "Test label accuracy", "Test feature distance",
+        "Position kernels", "Rotation frequencies",
     ):  # fmt: skip
         assert words in page
     assert "data:image/png;base64," in page
@@ -242,8 +242,8 @@ def test_unconditional_models_train_and_sample(tmp_path):
     generated = load_pipeline(result.folder)(batch_size=2, num_inference_steps=5, output_type="pt")
     assert generated.images.shape == (2, 1, 4, 4)
     page = write_report([result], tmp_path / "report.html").read_text()
-    assert "None is chosen by hand" in page
-    assert "A column for each class" not in page
+    assert "Unselected samples" in page
+    assert "one column per class" not in page
 
 
 def test_unconditional_models_have_no_label_accuracy(classifier):
@@ -258,7 +258,7 @@ def test_classifiers_with_a_distillation_head_average_both():
     model = config.build().eval()
     format = BarsConfig().build().format
     pixels = (torch.rand(9, 1, 4, 4) * 255).round() / 255
-    seen = SampleJudge(model=model, format=format)(pixels)
+    seen = SampleClassifier(model=model, format=format)(pixels)
     torch.testing.assert_close(seen.probabilities, model(format.standardize(pixels)).softmax(1))
     assert seen.pooled.shape == (9, 2 * config.width)
 

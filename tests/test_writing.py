@@ -93,8 +93,8 @@ def test_a_prompt_begins_with_the_tokenizers_special_tokens():
 
 
 def test_tokens_are_formatted():
-    assert [ByteTokenizer().spell(i) for i in (97, 32, 10)] == ["a", "' '", r"'\n'"]
-    assert words().spell(4) == "[MASK]"
+    assert [ByteTokenizer().format_token(i) for i in (97, 32, 10)] == ["a", "' '", r"'\n'"]
+    assert words().format_token(4) == "[MASK]"
 
 
 def test_ids_beyond_the_tokenizer_are_not_generated():
@@ -170,7 +170,7 @@ def test_masks_are_filled_with_the_most_likely_tokens(name):
         best = scores[place].topk(3)
         assert [guess.probability for guess in guesses] == pytest.approx(best.values.tolist())
         assert [guess.text for guess in guesses] == [
-            tokenizer.spell(i) for i in best.indices.tolist()
+            tokenizer.format_token(i) for i in best.indices.tolist()
         ]
 
 

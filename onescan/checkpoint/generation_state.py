@@ -38,8 +38,8 @@ def load_generation_state(path: str | Path, model: CausalLM) -> Any:
     there = configs.from_dict(type(model.config), notes["model"])
     for where, saved, expected in configs.differences(there, model.config):
         raise ValueError(
-            f"{path} does not match the model: {where} is {saved!r} in the file and {expected!r} in "
-            "the model"
+            f"{path} does not match the model: {where} is {saved!r} in the file and {expected!r} "
+            "in the model"
         )
     device = model.network.device
     with torch.no_grad():  # compute a state with the same structure
