@@ -7,9 +7,14 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from onescan.data.augment import AffineConfig, DeitAugmentConfig, MixConfig
-from onescan.data.augment.affine import affine_matrices
-from onescan.data.augment.rand_augment import RandAugment, operation_table
+from onescan.data.augment import (
+    AffineConfig,
+    DeitAugmentConfig,
+    MixConfig,
+    RandAugment,
+    affine_matrices,
+    operation_table,
+)
 
 OFF = {"pad": 0, "flip": 0.0, "num_ops": 0, "color_jitter": 0.0, "random_erasing": 0.0}
 EVERYTHING = DeitAugmentConfig(pad=2, color_jitter=0.3, random_erasing=0.5)

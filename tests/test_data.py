@@ -16,10 +16,12 @@ from onescan.data import (
     DigitsConfig,
     ImageFormat,
     ImageTensors,
-    decode,
     derive_seed,
     epoch_order,
     read_image,
+)
+from onescan.data import (
+    images as decode,
 )
 from onescan.tasks import ImageClassificationConfig
 
@@ -230,9 +232,9 @@ def test_a_large_photograph_is_decoded_smaller_and_looks_the_same(
     tmp_path, monkeypatch, orientation
 ):
     sizes = []
-    in_mode = decode._in_mode
+    in_mode = decode._convert
     monkeypatch.setattr(
-        decode, "_in_mode", lambda image, mode: sizes.append(image.size) or in_mode(image, mode)
+        decode, "_convert", lambda image, mode: sizes.append(image.size) or in_mode(image, mode)
     )
     across, down = np.meshgrid(np.linspace(0, 127, 800), np.linspace(0, 127, 400))
     format = replace(GREY, height=24, width=20, crop=0.5)

@@ -383,7 +383,7 @@ def test_classes_are_not_named_twice(tmp_path):
 
 def test_a_class_of_one_image_cannot_be_split(tmp_path):
     path = folder_of(tmp_path, {"cat": 20, "dog": 1})
-    with pytest.raises(ValueError, match="class 1 has one image, expected 2"):
+    with pytest.raises(ValueError, match="class 1 has one example, expected 2"):
         ImageDatasetConfig(path=path, **SMALL).build()
 
 
@@ -467,7 +467,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path, monkeypatch, damage):
     else:
         whole[4:2000] = bytes(1996)
     (tmp_path / "more-train.parquet").write_bytes(whole)
-    with pytest.raises(ValueError, match=r"more-train\.parquet is no whole parquet file: "):
+    with pytest.raises(ValueError, match=r"more-train\.parquet is not a complete parquet file: "):
         ImageDatasetConfig(path=path, **SMALL).build()
     assert said == []
 

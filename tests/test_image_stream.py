@@ -14,7 +14,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from onescan.data import ImageDatasetConfig
-from onescan.data.image_columns import Classes
+from onescan.data.image_dataset import Classes
 
 CLASSES = ("a", "b", "c")
 SIZES = [5, 1, 7, 4, 6]  # rows of each file
@@ -145,7 +145,7 @@ def examples_of(passed):
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("block", [1, 4, 23, 100])
 def test_resuming_at_any_cut_gives_the_rest_of_the_pass(folder, monkeypatch, seed, block, group):
-    monkeypatch.setattr("onescan.data.image_stream.GROUP", group)
+    monkeypatch.setattr("onescan.data.image_dataset.GROUP", group)
     images, options = opened(folder, shuffle_block=block).train, {"seed": seed, "epoch": 2}
     whole = whole_pass(images, **options)
     for cut in range(1, len(whole) + 1):
@@ -283,7 +283,7 @@ def test_labels_that_will_not_do_are_found_when_they_are_read(tmp_path, label, o
 def test_what_cannot_be_streamed(tmp_path):
     write(tmp_path / "train.parquet", 0, 6)
     with pytest.raises(
-        ValueError, match=r"data\.streaming is on, but .* has no split to be judged"
+        ValueError, match=r"data\.streaming is on, but .* has no split to evaluate on"
     ):
         opened(tmp_path)
     for name in ("train/a", "train/b", "test/a", "test/b"):
@@ -307,7 +307,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
         whole[4:2000] = bytes(1996)
     path.write_bytes(whole)
     with pytest.raises(
-        ValueError, match=r"train\.parquet (cannot be read|is no whole parquet file)"
+        ValueError, match=r"train\.parquet (cannot be read|is not a complete parquet file)"
     ):
         whole_pass(opened(tmp_path).train, seed=0)
 

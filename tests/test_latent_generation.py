@@ -68,7 +68,7 @@ def test_latents_are_learnt_and_decoded_to_pictures(latents, tmp_path):
     with Image.open(read_pictures(result.folder)[3]) as grid:
         assert grid.size == (130, 130)  # two classes twice, in colour, by a gap
         assert grid.mode == "RGB"
-    assert "Images that it makes" in write_report([result], tmp_path / "report.html").read_text()
+    assert "Generated images" in write_report([result], tmp_path / "report.html").read_text()
 
 
 def test_the_pipeline_of_a_run_decodes_as_its_pictures_do(latents, tmp_path):

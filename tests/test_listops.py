@@ -206,7 +206,7 @@ def test_published_tables_are_read(tmp_path):
         ("", "1 cells between tabs"),
         ("[MAX 1 2 ]\ttwo", "Target is 'two', expected 0 to 9"),
         ("[MAX 1 2 ]\t12", "Target is '12', expected 0 to 9"),
-        ("[MAX 1 2 ]\t1", "the label is 1, but the expression is worth 2"),
+        ("[MAX 1 2 ]\t1", "the label is 1, but the expression evaluates to 2"),
         ("[MAX 1 X ]\t1", "symbol 2 of the expression is 'X'"),
         ("[MAX 1 2\t2", "tokens end after 3"),
         ("[MAX 1 \udcff ]\t2", "utf-8"),

@@ -11,7 +11,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.tree import DecisionTreeClassifier
 
 from onescan.data.long_range import Pathfinder, PathfinderConfig, PathfinderFolder, draw
-from onescan.data.long_range.scenes import MEASURES
+from onescan.data.long_range.curves import MEASURES
 
 KINDS = [(32, 6), (32, 14), (64, 9), (64, 14)]
 FINE = 4
@@ -221,7 +221,7 @@ def test_published_folders_are_read(published, caplog):
         file.write("imgs/10 sample_1.png 1 0 1.0 14 4 2 0.5 1 1\n")
     with caplog.at_level(logging.WARNING, logger="onescan"):
         data = PathfinderFolder(published)
-    assert "sample_1.png is empty, and is left out" in caplog.text
+    assert "sample_1.png, which is empty" in caplog.text
     examples = [data.example(index) for index in range(len(data))]
     assert [label for _, label in examples] == [1, 0, 1]
     for (image, _), name in zip(examples, ("2/sample_0", "2/sample_1", "10/sample_0"), strict=True):

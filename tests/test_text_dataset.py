@@ -30,8 +30,7 @@ from onescan.data.text import (
     TextFormat,
     load_tokenizer,
 )
-from onescan.data.text.corpus import Corpus
-from onescan.data.text.encode import encode_documents
+from onescan.data.text.corpus import Corpus, encode_documents
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.causal_lm import CausalLM, CausalLMConfig
 from onescan.tasks import Evaluation, Task, TaskConfig
@@ -378,8 +377,8 @@ def test_a_long_text_is_encoded_as_if_in_one(monkeypatch, tmp_path):
     for tokenizer in (ByteTokenizer(), load_tokenizer(str(tmp_path / "pairs"))):
         want = [*tokenizer.encode(text), tokenizer.end]
         for size in (1, 10, 10**6):
-            monkeypatch.setattr("onescan.data.text.encode.PIECE", size)
-            monkeypatch.setattr("onescan.data.text.encode.AT_ONCE", 20 * size)
+            monkeypatch.setattr("onescan.data.text.corpus.PIECE", size)
+            monkeypatch.setattr("onescan.data.text.corpus.CHARACTERS_PER_CALL", 20 * size)
             encoded = list(encode_documents([text, "a", text], tokenizer))
             assert [ids.tolist() for ids in encoded[::2]] == [want, want]
             assert encoded[1].tolist() == [*tokenizer.encode("a"), tokenizer.end]
@@ -512,7 +511,7 @@ def calls(monkeypatch):
     """How many texts were tokenized, with everything worth keeping."""
     made = []
     encode = ByteTokenizer.encode_many
-    monkeypatch.setattr("onescan.data.text.corpus_reader.SMALL", 0)
+    monkeypatch.setattr("onescan.data.text.corpus.MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(
         ByteTokenizer, "encode_many", lambda self, texts: made.extend(texts) or encode(self, texts)
     )
@@ -560,10 +559,10 @@ def test_nothing_is_kept_where_it_is_not_to_be(tmp_path, calls, monkeypatch):
     path, place = write(tmp_path / "a.txt", *TEXTS), tmp_path / "cache"
     monkeypatch.setenv("ONESCAN_CACHE", str(place))
     build(path, cache=False)
-    monkeypatch.setattr("onescan.data.text.corpus_reader.SMALL", 10**6)
+    monkeypatch.setattr("onescan.data.text.corpus.MIN_CACHED_BYTES", 10**6)
     build(path)
     assert not place.exists()
-    monkeypatch.setattr("onescan.data.text.corpus_reader.SMALL", 0)
+    monkeypatch.setattr("onescan.data.text.corpus.MIN_CACHED_BYTES", 0)
     build(path)
     assert place.exists()
     assert calls == TEXTS * 3
@@ -609,8 +608,8 @@ def test_a_stream_in_the_stored_order_is_the_slow_packing(tmp_path, kind):
 @over_kinds
 @pytest.mark.parametrize("seed", [None, 4])
 def test_a_stream_goes_on_where_it_stopped(tmp_path, monkeypatch, kind, seed):
-    monkeypatch.setattr("onescan.data.text.documents.ROWS", 1)
-    monkeypatch.setattr("onescan.data.text.shards.GROUP", 3)
+    monkeypatch.setattr("onescan.data.text.source.ROWS", 1)
+    monkeypatch.setattr("onescan.data.text.source.GROUP", 3)
     path = KINDS[kind](tmp_path, TEXTS)
     data = streamed(path, tmp_path, length=5, train_rows=40)  # more than two rounds
     every = list(data.examples(seed=seed, epoch=1))
@@ -633,7 +632,7 @@ def shape(examples):
 
 def test_a_hub_stream_goes_on_where_it_stopped(monkeypatch, tmp_path):
     hub(monkeypatch, [f"text {i}" for i in range(20)])
-    monkeypatch.setattr("onescan.data.text.shards.GROUP", 3)
+    monkeypatch.setattr("onescan.data.text.source.GROUP", 3)
     data = streamed("some/thing", tmp_path, text_column="body", length=5, train_rows=70)
     every = list(data.examples(seed=2))
     for start in range(1, 70, 3):

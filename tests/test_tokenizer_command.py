@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from onescan.cli import main
 from onescan.data.text import load_tokenizer
-from onescan.data.text.byte_pairs import SMALLEST, train_byte_pairs
+from onescan.data.text.bpe import MIN_VOCAB_SIZE, train_bpe
 
 ODD = "na\u00efve \u6f22\u5b57 \U0001f600\n\n\tend <end> [MASK] \x00"
 
@@ -100,13 +100,13 @@ def test_any_kind_of_text_will_do(text, tmp_path, capsys):
 
 def test_a_tenth_is_held_out():
     pieces = ["cat " * 1000] * 9 + ["dog " * 1000]
-    trained = train_byte_pairs(pieces, 270)
+    trained = train_bpe(pieces, 270)
     known = trained.tokenizer
     assert trained.is_held_out
     assert trained.bytes_per_token == 4000 / len(known.encode(pieces[9]))
     assert len(known.encode(" cat")) == 1
     assert len(known.encode(" dog")) == 4
-    little = train_byte_pairs(pieces[:9], 270)
+    little = train_bpe(pieces[:9], 270)
     assert not little.is_held_out
     assert little.bytes_per_token == 4000 / len(known.encode(pieces[0]))
 
@@ -116,7 +116,7 @@ def test_mistakes_are_told_in_a_sentence(text, tmp_path, capsys):
         assert made(path, out, *words) == 2
         return capsys.readouterr().err
 
-    assert f"vocab_size is 257, expected at least {SMALLEST}" in told(
+    assert f"vocab_size is 257, expected at least {MIN_VOCAB_SIZE}" in told(
         text, tmp_path / "a", "--vocab-size", "257"
     )
     (tmp_path / "empty.txt").write_text(" \n")
@@ -135,7 +135,7 @@ def test_mistakes_are_told_in_a_sentence(text, tmp_path, capsys):
 
 
 def test_the_smallest_is_bytes(text, tmp_path):
-    assert made(text, tmp_path / "out", "--vocab-size", str(SMALLEST)) == 0
+    assert made(text, tmp_path / "out", "--vocab-size", str(MIN_VOCAB_SIZE)) == 0
     tokenizer = load_tokenizer(str(tmp_path / "out"))
-    assert tokenizer.size == SMALLEST
+    assert tokenizer.size == MIN_VOCAB_SIZE
     assert len(tokenizer.encode(ODD)) == len(ODD.encode())

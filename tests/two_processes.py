@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from onescan import configs
-from onescan.recipes.images import digits
+from onescan.recipes.digits import digits
 from onescan.tasks import ImageClassification
 from onescan.training import MachineConfig, TrainingConfig, joined, train
 from onescan.training.loop import Loop

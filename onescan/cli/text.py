@@ -105,13 +105,13 @@ def tokenizer(argv: Argv) -> None:
         """Split to train on."""
 
     options = parse(Options, tokenizer, argv)
-    from onescan.data.text.byte_pairs import check_empty, train_byte_pairs
-    from onescan.data.text.source import Wanted, find_source, read_texts
+    from onescan.data.text.bpe import check_empty, train_bpe
+    from onescan.data.text.source import Query, find_source, read_texts
 
     check_empty(options.out)
-    query = Wanted(column=options.text_column, sample_by=options.sample_by, name=options.name)
+    query = Query(column=options.text_column, sample_by=options.sample_by, name=options.name)
     source = find_source(options.path, query, field="path")
-    trained = train_byte_pairs(read_texts(source, options.split), options.vocab_size)
+    trained = train_bpe(read_texts(source, options.split), options.vocab_size)
     trained.tokenizer.save(options.out)
     where = "held-out text" if trained.is_held_out else "the text that it was trained on"
     echo(

@@ -43,9 +43,6 @@ def train(argv: Argv) -> None:
     if not argv or argv[0] in (*HELP, HELP_ALL):
         echo(USAGE)
         return
-    from onescan.report import check_report_path, write_report
-    from onescan.training import joined
-    from onescan.training import train as train_run
     from onescan.training.config import RunConfig
 
     recipe, given, argv = _what_to_train(argv)
@@ -63,6 +60,10 @@ def train(argv: Argv) -> None:
     options = parse(
         Options, train, argv, prog=f"train {given}", default=Options(run=recipe), common=COMMON
     )
+    from onescan.report import check_report_path, write_report
+    from onescan.training import joined
+    from onescan.training import train as train_run
+
     if not options.out:
         raise ValueError("out is empty, expected a folder for the runs")
     seeds = (options.run.training.seed,) if options.seeds is None else options.seeds

@@ -19,28 +19,28 @@ if TYPE_CHECKING:
     from onescan.data.base import Example as Example
     from onescan.data.base import Format as Format
     from onescan.data.base import LoadedBatch as LoadedBatch
-    from onescan.data.crop import RandomCropConfig as RandomCropConfig
-    from onescan.data.digits import DigitsConfig as DigitsConfig
     from onescan.data.glue import GlueDatasetConfig as GlueDatasetConfig
-    from onescan.data.glue.pairs import PairFormat as PairFormat
+    from onescan.data.glue import PairFormat as PairFormat
     from onescan.data.image_dataset import ImageDataset as ImageDataset
     from onescan.data.image_dataset import ImageDatasetConfig as ImageDatasetConfig
-    from onescan.data.image_stream import ImageStream as ImageStream
+    from onescan.data.image_dataset import ImageStream as ImageStream
+    from onescan.data.images import DigitsConfig as DigitsConfig
     from onescan.data.images import ImageFormat as ImageFormat
     from onescan.data.images import ImageSet as ImageSet
     from onescan.data.images import ImageSplits as ImageSplits
     from onescan.data.images import ImageTensors as ImageTensors
+    from onescan.data.images import RandomCropConfig as RandomCropConfig
     from onescan.data.images import read_image as read_image
     from onescan.data.latents import LatentFormat as LatentFormat
     from onescan.data.latents import LatentsConfig as LatentsConfig
+    from onescan.data.long_range import ByteFormat as ByteFormat
     from onescan.data.long_range import ByteTextConfig as ByteTextConfig
     from onescan.data.long_range import ListOpsDataConfig as ListOpsDataConfig
+    from onescan.data.long_range import ListOpsFormat as ListOpsFormat
     from onescan.data.long_range import PathfinderDataConfig as PathfinderDataConfig
+    from onescan.data.long_range import PixelFormat as PixelFormat
     from onescan.data.long_range import PixelImageConfig as PixelImageConfig
     from onescan.data.long_range import RetrievalConfig as RetrievalConfig
-    from onescan.data.long_range.byte_format import ByteFormat as ByteFormat
-    from onescan.data.long_range.listops_data import ListOpsFormat as ListOpsFormat
-    from onescan.data.long_range.pixels import PixelFormat as PixelFormat
     from onescan.data.order import batched as batched
     from onescan.data.order import derive_seed as derive_seed
     from onescan.data.order import epoch_order as epoch_order
@@ -59,13 +59,13 @@ _MODULES = {
     "AffineConfig": "augment",
     "Augment": "augment",
     "AugmentConfig": "augment",
-    "ByteFormat": "long_range.byte_format",
+    "ByteFormat": "long_range",
     "ByteTextConfig": "long_range",
     "DataConfig": "base",
     "DataSet": "base",
     "DataState": "base",
     "DeitAugmentConfig": "augment",
-    "DigitsConfig": "digits",
+    "DigitsConfig": "images",
     "Example": "base",
     "Format": "base",
     "GlueDatasetConfig": "glue",
@@ -74,21 +74,21 @@ _MODULES = {
     "ImageFormat": "images",
     "ImageSet": "images",
     "ImageSplits": "images",
-    "ImageStream": "image_stream",
+    "ImageStream": "image_dataset",
     "ImageTensors": "images",
     "LabelledSequence": "sequences",
     "LatentFormat": "latents",
     "LatentsConfig": "latents",
     "ListOpsDataConfig": "long_range",
-    "ListOpsFormat": "long_range.listops_data",
+    "ListOpsFormat": "long_range",
     "LoadedBatch": "base",
     "Mix": "augment",
     "MixConfig": "augment",
-    "PairFormat": "glue.pairs",
+    "PairFormat": "glue",
     "PathfinderDataConfig": "long_range",
-    "PixelFormat": "long_range.pixels",
+    "PixelFormat": "long_range",
     "PixelImageConfig": "long_range",
-    "RandomCropConfig": "crop",
+    "RandomCropConfig": "images",
     "RecallConfig": "recall",
     "RecallFormat": "recall",
     "RetrievalConfig": "long_range",

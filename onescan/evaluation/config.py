@@ -1,4 +1,4 @@
-"""Options of the evaluation commands."""
+"""Options of the evaluation commands, in a module that imports neither torch nor the models."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,10 +6,9 @@ from typing import Annotated, Literal, get_args
 
 from tyro.conf import Fixed, Suppress
 
-LEAST_SAMPLES = 10  # as the Inception Score is of ten parts
-LEAST_COMPARED = 4  # as the third nearest neighbour is looked for
-# names of ours; LightNet, arXiv:2405.21022, Table 9
-SETS = {
+MIN_SAMPLES = 10  # one for each split of the Inception Score
+MIN_COMPARED = 4  # an image and its three nearest neighbors
+TASK_SETS = {  # LightNet, arXiv:2405.21022, Table 9
     "commonsense": (
         "piqa",
         "hellaswag",
@@ -33,11 +32,11 @@ class LengthsConfig:
     """Number of tokens to use from the start of the text; by default all."""
 
     def check(self) -> None:
-        """Raise ValueError for a length or a number of tokens out of range."""
-        from onescan.checks import check_positive  # torch, for which help does not wait
+        """Raise ValueError if a number is out of range."""
+        from onescan.checks import check_positive  # imports torch, which is slow
 
         if not self.lengths or len(set(self.lengths)) < len(self.lengths):
-            raise ValueError(f"lengths is {self.lengths}, expected at least one, and each once")
+            raise ValueError(f"lengths is {self.lengths}, expected at least one, each once")
         for length in self.lengths:
             check_positive(lengths=length)
         if self.max_tokens is not None:
@@ -62,13 +61,14 @@ class TasksConfig:
 
     @property
     def names(self) -> list[str]:
-        """Each task once, with sets of ours spelt out."""
-        words = [word.strip() for word in self.tasks.split(",") if word.strip()]
-        return list(dict.fromkeys(name for word in words for name in SETS.get(word, (word,))))
+        """Names of the tasks, each once, with sets expanded."""
+        given = [name.strip() for name in self.tasks.split(",") if name.strip()]
+        names = (name for each in given for name in TASK_SETS.get(each, (each,)))
+        return list(dict.fromkeys(names))
 
     def check(self) -> None:
-        """Raise ValueError for a number out of its range, or a folder that is not there."""
-        from onescan.checks import check_positive  # torch, for which help does not wait
+        """Raise ValueError if a number is out of range or the folder does not exist."""
+        from onescan.checks import check_positive  # imports torch, which is slow
 
         check_positive(batch_size=self.batch_size)
         if self.limit is not None:
@@ -76,10 +76,10 @@ class TasksConfig:
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ValueError(f"num_fewshot is {self.num_fewshot}, expected 0 or more")
         if self.include_path is not None and not self.include_path.is_dir():
-            raise ValueError(f"include_path is '{self.include_path}', which is no folder")
+            raise ValueError(f"include_path is '{self.include_path}', which is not a folder")
 
 
-Sampler = Literal["ddpm", "ddim", "dpm", "euler"]  # onescan.models.denoiser has what they are
+Sampler = Literal["ddpm", "ddim", "dpm", "euler"]  # as in onescan.models.denoiser
 ClassDistribution = Literal["uniform", "reference"]
 
 
@@ -111,13 +111,13 @@ class SamplesConfig:
     """Random seed; each image has its own seed derived from it."""
 
     def check(self) -> None:
-        """Raise ValueError for what is missing, or out of range."""
-        from onescan.checks import check_choice, check_positive  # torch, for which help waits not
+        """Raise ValueError if a setting is missing or out of range."""
+        from onescan.checks import check_choice, check_positive  # imports torch
 
-        if self.samples is None or self.samples < LEAST_SAMPLES:
-            raise ValueError(f"samples is {self.samples}, expected {LEAST_SAMPLES} at least")
+        if self.samples is None or self.samples < MIN_SAMPLES:
+            raise ValueError(f"samples is {self.samples}, expected at least {MIN_SAMPLES}")
         if not self.features:
-            raise ValueError("features is '', expected a classifier's run, or a file for FID")
+            raise ValueError("features is '', expected a run of a classifier or a TorchScript file")
         if len(set(self.guidance_scale)) < len(self.guidance_scale):
             raise ValueError(f"guidance_scale is {self.guidance_scale}, expected each scale once")
         for scale in self.guidance_scale:
@@ -127,10 +127,10 @@ class SamplesConfig:
         check_positive(batch_size=self.batch_size)
         if self.steps is not None:
             check_positive(steps=self.steps)
-        if self.precision_recall_samples < LEAST_COMPARED:
+        if self.precision_recall_samples < MIN_COMPARED:
             raise ValueError(
                 f"precision_recall_samples is {self.precision_recall_samples}, expected at least "
-                f"{LEAST_COMPARED}"
+                f"{MIN_COMPARED}"
             )
         if not self.reference:
             raise ValueError("reference is '', expected train, test or a path")
@@ -158,15 +158,12 @@ class NeedleConfig:
     """Random seed of names, numbers and haystack positions."""
 
 
-WEIGHTS_SUFFIX = ".safetensors"  # the ending of a file in it
-
-
 def short_name(checkpoint: str | Path) -> str:
-    """The end of its folder's path, which for a name on the hub is all of it.
+    """Return the last two parts of the path of a checkpoint's folder, or the name of a hub model.
 
     >>> short_name("/home/me/runs/mine/seed-0/best.safetensors"), short_name("my-model")
     ('mine/seed-0', 'my-model')
     """
     path = Path(checkpoint)
-    path = path.parent if path.suffix == WEIGHTS_SUFFIX else path
+    path = path.parent if path.suffix == ".safetensors" else path
     return "/".join((path.resolve() if path.is_dir() else path).parts[-2:])

@@ -1,11 +1,11 @@
-"""Feature extractors: a trained classifier, or Inception-v3."""
+"""Feature extractors for images: trained classifiers, and Inception-v3 as a TorchScript file."""
 
 import json
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,77 +19,87 @@ from onescan import configs
 from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.checks import in_a_line
 from onescan.data import ImageFormat
-from onescan.data.decode import to_bytes
+from onescan.data.images import to_bytes
 from onescan.evaluation.config import short_name
 from onescan.models.image_classifier import ImageClassifier
 from onescan.shapes import Images
-from onescan.tasks.classifier_features import fitted, look
+from onescan.tasks.feature_distance import convert_images, extract_features
 from onescan.training.loading import Checkpoint, load
 
-SCRIPTED = (".pt", ".pth", ".ts", ".jit")
-CHANNELS, SIDE = 7, 17  # of the map that sFID reads, arXiv:2103.03841
-READ = 1 << 20  # bytes at once
-
-Features2d = Float[Tensor, "B F"]
+TORCHSCRIPT = (".pt", ".pth", ".ts", ".jit")
+MAP_CHANNELS, MAP_SIZE = 7, 17  # of the feature map that sFID reads, arXiv:2103.03841
 
 
 class FeatureBatch(NamedTuple):
-    """Of some images.
+    """Features of a batch of images.
 
     Attributes:
-        pooled: what Frechet distance, precision and recall compare.
-        spatial: what knows where in the image something is; None where there is no such thing.
-        probabilities: of the classes; None where there are none.
+        pooled: Features for the Fréchet distance, precision and recall.
+        spatial: Flattened feature map; None if there is none.
+        probabilities: Of the classes; None if the extractor is not a classifier.
     """
 
-    pooled: Features2d
+    pooled: Float[Tensor, "B F"]
     spatial: Float[Tensor, "B S"] | None
     probabilities: Float[Tensor, "B classes"] | None
 
 
-class Features(ABC):
-    """Turns images into features."""
+class FeatureSizes(NamedTuple):
+    """Numbers of features of one image; 0 if there are none."""
 
+    pooled: int
+    spatial: int
+    classes: int
+
+
+class FeatureExtractor(ABC):
+    """Computes features of images."""
+
+    device: torch.device
     name: str
-    """For people."""
-    fingerprint: str
-    """What other weights have another of."""
+    cache_key: str
+    """Identifies the weights and settings."""
     is_inception: bool
-    """Whether the distance is FID, and the score the Inception Score."""
-    class_names: tuple[str, ...]
-    """What the probabilities are of, where that is known."""
+    """Whether its scores may be called FID and Inception Score."""
+    class_names: tuple[str, ...] = ()
+    """Classes of the probabilities, if known."""
 
     @abstractmethod
     def __call__(self, images: Images) -> FeatureBatch:
-        """Look at images of 3 channels or 1, in 256 steps from 0 to 1, on the features' device."""
+        """Compute features of pixels from 0 to 1, rounded to bytes, in 1 or 3 channels."""
+
+    def sizes(self, size: tuple[int, int]) -> FeatureSizes:
+        """Return the numbers of features of images of a height and width."""
+        found = self(torch.zeros(2, 3, *size))
+        return FeatureSizes(*(0 if part is None else part.shape[1] for part in found))
 
 
-def open_features(path: str | Path, device: torch.device) -> Features:
-    """Open a file of TorchScript, or a run of ours that is a classifier.
+def open_features(path: str | Path, device: torch.device) -> FeatureExtractor:
+    """Open a feature extractor.
 
     Args:
-        path: a file that ends in .pt, .pth, .ts or .jit, for `InceptionFeatures`; or a run's
-            folder, or best.safetensors in it, for `ClassifierFeatures`.
-        device: where images are looked at.
+        path: A TorchScript file (.pt, .pth, .ts, .jit) for `InceptionFeatures`; or a run's folder,
+            or best.safetensors in it, for `ClassifierFeatures`.
+        device: Device to run on.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
-        ValueError: it is neither, or is damaged.
+        FileNotFoundError: If the path does not exist.
+        ValueError: If it is neither, or damaged.
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"features is '{path}', where there is nothing")
-    if path.suffix in SCRIPTED:
+        raise FileNotFoundError(f"features is '{path}', which does not exist")
+    if path.suffix in TORCHSCRIPT:
         return InceptionFeatures(path, device)
     return ClassifierFeatures(load(path), path, device)
 
 
-class ClassifierFeatures(Features):
-    """Features of a classifier that was trained with onescan.
+class ClassifierFeatures(FeatureExtractor):
+    """Features of a classifier trained with onescan.
 
-    Images are brought to the size, the channels and the scale that it was trained on. Pooled
-    features are what the head reads. Spatial ones are the first 7 channels of the patches' tokens,
-    averaged to 17 x 17 places where there are more: sFID takes as many of Inception's.
+    Images are converted to the size and channels that it was trained on. Pooled features are the
+    input of the head. Spatial features are the first 7 channels of the patch tokens, averaged to at
+    most 17 x 17 positions, as many as sFID takes from Inception-v3.
     """
 
     is_inception = False
@@ -99,112 +109,106 @@ class ClassifierFeatures(Features):
             kind = type(checkpoint.model).__name__
             raise ValueError(f"features is '{path}', a {kind}, expected an ImageClassifier")
         assert isinstance(checkpoint.format, ImageFormat)
-        self.model, self.format = checkpoint.model.to(device), checkpoint.format
+        self.model, self.format, self.device = (
+            checkpoint.model.to(device),
+            checkpoint.format,
+            device,
+        )
         self.name, self.class_names = short_name(path), checkpoint.class_names
         weights = checkpoint.folder / (BEST if path.name == BEST else WEIGHTS)
         settings = [configs.to_dict(config) for config in (checkpoint.config.model, self.format)]
-        self.fingerprint = fingerprint(weights, json.dumps(settings))
+        self.cache_key = file_key(weights, settings)
 
     @torch.no_grad()
     def __call__(self, images: Images) -> FeatureBatch:
-        seen = look(self.model, self.format, images)
-        return FeatureBatch(seen.pooled, self._spatial(seen.tokens), seen.probabilities)
-
-    def _spatial(self, tokens: Float[Tensor, "B T D"]) -> Float[Tensor, "B S"]:
+        found = extract_features(self.model, self.format, images.to(self.device))
         image = (self.format.channels, self.format.height, self.format.width)
         height, width = self.model.patchify.grid_shape(image)
-        patches = tokens[:, self.model.prefix :, :CHANNELS]
+        patches = found.tokens[:, self.model.prefix :, :MAP_CHANNELS]
         maps = rearrange(patches, "b (y x) c -> b c y x", y=height, x=width)
-        return F.adaptive_avg_pool2d(maps, (min(height, SIDE), min(width, SIDE))).flatten(1)
+        spatial = F.adaptive_avg_pool2d(maps, (min(height, MAP_SIZE), min(width, MAP_SIZE)))
+        return FeatureBatch(found.pooled, spatial.flatten(1), found.probabilities)
 
 
-class InceptionFeatures(Features):
-    """Features of a TorchScript file that the user has, Inception-v3's by custom.
+class InceptionFeatures(FeatureExtractor):
+    """Features of a TorchScript file, Inception-v3 by convention.
 
-    It is called with bytes `[B, 3, H, W]` from 0 to 255, of whatever size the images are, and sees
-    to the rest. Of two kinds of files the schema of `forward` tells which it is: one with an
-    argument `return_features`, as NVIDIA's inception-2015-12-05.pt, gives pooled features with
-    that set, and probabilities with `no_output_bias` set, if it has that; any other gives
-    pooled features, or a tuple (pooled, spatial, logits) of which the last may be left out.
+    It is called with bytes `[B, 3, H, W]` from 0 to 255 at the images' own size. If `forward` has
+    an argument `return_features`, as in NVIDIA's inception-2015-12-05.pt, that returns the pooled
+    features, and `no_output_bias`, if it exists, the probabilities. Otherwise the result is pooled
+    features, or a tuple (pooled, spatial, logits) whose last entries may be missing.
     """
 
     is_inception = True
-    class_names = ()
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        with _without_deprecations():
+        with _ignore_deprecations():
             try:
-                module = torch.jit.load(str(path), map_location=device).eval()
-                arguments = module.forward.schema.arguments
+                self.module = torch.jit.load(str(path), map_location=device).eval()
+                arguments = self.module.forward.schema.arguments
             except RuntimeError as error:
                 raise ValueError(
-                    f"features is '{path}', which is no TorchScript file, or a damaged one: "
+                    f"features is '{path}', which is not a TorchScript file, or damaged: "
                     f"{in_a_line(error)}"
                 ) from error
-        self.module, self.path, self.name = module, path, path.name
+        self.path, self.name, self.device = path, path.name, device
         self.options = {argument.name for argument in arguments}
-        self.fingerprint = fingerprint(path, "")
+        self.cache_key = file_key(path, None)
 
     @torch.no_grad()
     def __call__(self, images: Images) -> FeatureBatch:
-        _, _, height, width = images.shape
-        shown = to_bytes(fitted(images, channels=3, height=height, width=width))
-        with _without_deprecations():
+        height, width = images.shape[2:]
+        rgb = convert_images(images.to(self.device), channels=3, height=height, width=width)
+        pixels = to_bytes(rgb)
+        with _ignore_deprecations():
             try:
-                found = self._look(shown)
+                pooled, spatial, probabilities = self._run(pixels)
             except (RuntimeError, torch.jit.Error) as error:
                 raise ValueError(
-                    f"features is '{self.path}', which fails on {tuple(shown.shape)} bytes: "
+                    f"features is '{self.path}', which fails on {tuple(pixels.shape)} bytes: "
                     f"{str(error).strip().splitlines()[-1]}"
                 ) from error
-            return self._checked(found, len(shown))
-
-    def _look(self, shown: Tensor) -> list[Any]:
-        """Pooled features, spatial ones, probabilities; those that are not given are None."""
-        if "return_features" in self.options:
-            has_classes = "no_output_bias" in self.options
-            shares = self.module(shown, no_output_bias=True) if has_classes else None
-            return [self.module(shown, return_features=True), None, shares]
-        given = self.module(shown)
-        parts = list(given) if isinstance(given, tuple | list) else [given]
-        pooled, spatial, logits = (*parts, None, None)[:3]
-        shares = logits.float().softmax(dim=1) if isinstance(logits, Tensor) else logits
-        return [pooled, spatial, shares]
-
-    def _checked(self, given: list[Any], count: int) -> FeatureBatch:
-        pooled, spatial, shares = given
-        for part in [pooled, *(part for part in (spatial, shares) if part is not None)]:
-            is_tensor = isinstance(part, Tensor) and part.ndim > 1 and len(part) == count
-            if not (is_tensor and (part is spatial or part.shape[2:].numel() == 1)):
-                found = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
-                raise ValueError(
-                    f"features is '{self.path}', which gave {found} for {count} images, expected "
-                    "features [B, F], or a tuple (pooled, spatial, logits)"
-                )
+        for part in (pooled, spatial, probabilities):
+            if part is not None or part is pooled:
+                self._check(part, len(images), is_map=part is spatial)
         return FeatureBatch(
             pooled.flatten(1).float(),
             None if spatial is None else spatial.flatten(1).float(),
-            None if shares is None else shares.float(),
+            None if probabilities is None else probabilities.float(),
+        )
+
+    def _run(self, pixels: Tensor) -> tuple[Any, Any, Any]:
+        if "return_features" in self.options:
+            has_classes = "no_output_bias" in self.options
+            probabilities = self.module(pixels, no_output_bias=True) if has_classes else None
+            return self.module(pixels, return_features=True), None, probabilities
+        found = self.module(pixels)
+        parts = tuple(found) if isinstance(found, tuple | list) else (found,)
+        pooled, spatial, logits = (*parts, None, None)[:3]
+        is_tensor = isinstance(logits, Tensor)
+        return pooled, spatial, logits.float().softmax(dim=1) if is_tensor else logits
+
+    def _check(self, part: Any, count: int, *, is_map: bool) -> None:
+        is_batch = isinstance(part, Tensor) and part.ndim > 1 and len(part) == count
+        if is_batch and (is_map or part.shape[2:].numel() == 1):
+            return
+        found = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+        raise ValueError(
+            f"features is '{self.path}', which returned {found} for {count} images, expected "
+            "features [B, F], or a tuple (pooled, spatial, logits)"
         )
 
 
-def same_classes(class_names: tuple[str, ...], features: Features) -> bool:
-    """Whether what features tell can be compared with classes of these names."""
-    return bool(class_names) and class_names == features.class_names
-
-
-def fingerprint(file: Path, settings: str) -> str:
-    """What another file, or other settings, have another of."""
-    digest = blake2b(settings.encode(), digest_size=16)
+def file_key(file: Path, settings: Any) -> str:
+    """Hash the content of a file together with settings of JSON types."""
     with file.open("rb") as content:
-        while piece := content.read(READ):
-            digest.update(piece)
-    return digest.hexdigest()
+        start = blake2b(json.dumps(settings).encode(), digest_size=16)
+        return file_digest(content, lambda: start).hexdigest()
 
 
 @contextmanager
-def _without_deprecations() -> Iterator[None]:
-    """Spare a user torch's warnings of its own torch.jit."""
+def _ignore_deprecations() -> Iterator[None]:
+    """Hide torch's deprecation warnings of torch.jit."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         yield

@@ -10,13 +10,12 @@ from typing import Any
 from onescan import configs
 from onescan.checks import check_choice
 from onescan.layers.position import AbsolutePositionConfig, TokenPositionConfig
-from onescan.models.presets import ABLATIONS, BERT_MAX_TOKENS, GPT2_MAX_TOKENS
-from onescan.models.token_network import TokenNetworkConfig
 from onescan.recipes.files import function_in
 from onescan.training.config import RunConfig
 
 # file of this folder -> kind of its recipes
 KINDS = {
+    "digits": "Image classification",
     "images": "Image classification",
     "generation": "Image generation",
     "long_range": "Long-range sequence classification",
@@ -118,6 +117,8 @@ def ablated(recipe: Recipe, ablation: str) -> Recipe:
     If the row adds grid positions, text models get learned token positions instead. Calling the
     variant raises ValueError if the ablation does not fit the model.
     """
+    from onescan.models.presets import ABLATIONS  # slow
+
     check_choice("ablation", ablation, ABLATIONS)
 
     def variant() -> RunConfig:
@@ -136,6 +137,9 @@ def ablated(recipe: Recipe, ablation: str) -> Recipe:
 
 
 def _ablated_model(run: RunConfig, ablation: str) -> Any:
+    from onescan.models.presets import ABLATIONS
+    from onescan.models.token_network import TokenNetworkConfig
+
     changes = dict(ABLATIONS[ablation])
     adds_grid_positions = isinstance(changes.get("position"), AbsolutePositionConfig)
     if adds_grid_positions and isinstance(run.model, TokenNetworkConfig):
@@ -157,6 +161,8 @@ def _text_positions(run: RunConfig) -> TokenPositionConfig:
     Language models get at least as many as BERT (512) or GPT-2 (1024), because fine-tuning and
     generation may use longer sequences than pre-training.
     """
+    from onescan.models.presets import BERT_MAX_TOKENS, GPT2_MAX_TOKENS
+
     at_least = {"MaskedLMConfig": BERT_MAX_TOKENS, "CausalLMConfig": GPT2_MAX_TOKENS}
     longest = run.data.max_tokens or TokenPositionConfig().max_tokens
     return TokenPositionConfig(max_tokens=max(longest, at_least.get(type(run.model).__name__, 1)))

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from onescan.checks import check_choice
+from onescan.data.base import OnError
 from onescan.data.glue import HUB, PROBLEMS, GlueDatasetConfig, GlueTask
-from onescan.data.image_reader import OnError
 from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 from onescan.models.sequence_classifier import Pool, SequenceClassifierConfig
 from onescan.tasks import GlueConfig

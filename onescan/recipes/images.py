@@ -1,11 +1,11 @@
-"""Image classification: handwritten digits, CIFAR-10, and the papers' ImageNet-1k experiments."""
+"""Image classification: CIFAR-10, and the papers' ImageNet-1k experiments."""
 
 from dataclasses import replace
 from functools import partial
 
 from onescan import configs
 from onescan.configs import ModelConfig
-from onescan.data import DeitAugmentConfig, DigitsConfig, ImageDatasetConfig, MixConfig
+from onescan.data import DeitAugmentConfig, ImageDatasetConfig, MixConfig
 from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import (
     LightNetMixerConfig,
@@ -18,34 +18,6 @@ from onescan.models.presets import LION_NAMES, preset
 from onescan.recipes import Recipe, row, table
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import RunConfig, TrainingConfig
-
-
-def digits() -> RunConfig:
-    """LightNet on scikit-learn's 1,797 handwritten digits of 8 x 8 pixels.
-
-    onescan train digits --seeds 0 1 2
-    """
-    return RunConfig(
-        name="digits",
-        data=DigitsConfig(),
-        task=ImageClassificationConfig(label_smoothing=0.1),
-        model=ImageClassifierConfig(
-            image_size=(8, 8),
-            channels=1,
-            patch_size=(2, 2),
-            num_classes=10,
-            width=64,
-            depth=4,
-            mixer=LightNetMixerConfig(num_heads=4, gate_rank=16),
-            position=ToeplitzPositionConfig(hidden_states=16, bidirectional=True),
-            drop_path=0.0,
-            init_std=0.1,
-        ),
-        training=TrainingConfig(
-            epochs=40, batch_size=32, learning_rate=2e-3, checkpoint_every=10.0
-        ),
-    )
-
 
 # CIFAR-10: LightNet, LION and DeiT of equal size, and LDN and ViT of equal size.
 
@@ -193,7 +165,6 @@ def _imagenet_row(model: str, summary: str, training: TrainingConfig) -> Recipe:
 
 
 RECIPES = table(
-    digits,
     cifar10_lightnet,
     *(
         row(

@@ -21,7 +21,6 @@ from onescan.data import (
     read_image,
 )
 from onescan.data.images import unit_pixels
-from onescan.models.denoiser import Denoiser
 from onescan.shapes import Logits
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 from onescan.tasks.distillation import DistillationConfig
@@ -164,6 +163,8 @@ def classify(
     """
     if not isinstance(format, ImageFormat):
         raise ValueError(f"the model reads {type(format).__name__}, not images")
+    from onescan.models.denoiser import Denoiser
+
     if isinstance(model, Denoiser):
         raise ValueError("the model is a Denoiser, which generates images, expected a classifier")
     device = next(model.parameters()).device

@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from onescan.checks import check_positive
 from onescan.data import AugmentConfig, ImageFormat, ImageSplits, derive_seed
 from onescan.data.base import Subset
-from onescan.data.decode import AnyPixels
 from onescan.data.image_grid import image_grid
-from onescan.data.images import unit_pixels
+from onescan.data.images import AnyPixels, unit_pixels
 from onescan.data.latents import LatentFormat, LatentSplits
 from onescan.data.latents.vae import load_vae
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig, max_pixel
 from onescan.shapes import Images, Labels, Timesteps
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
-from onescan.tasks.classifier_features import SampleJudge, load_judge
-from onescan.tasks.feature_distance import feature_distance
+from onescan.tasks.feature_distance import (
+    SampleClassifier,
+    feature_distance,
+    load_sample_classifier,
+)
 from onescan.tasks.noising import Noising
 
 PARTS = 4  # of the range of timesteps; each test image is denoised once in each part
@@ -98,12 +100,12 @@ class ImageGeneration(Task):
         self.augmentation = config.augment.build() if config.augment else None
 
     @cached_property
-    def sample_classifier(self) -> SampleJudge | None:
+    def sample_classifier(self) -> SampleClassifier | None:
         """The classifier that scores generated images, loaded on first use."""
         if self.config.classifier is None:
             return None
         assert isinstance(self.format, ImageFormat)
-        return load_judge(self.config.classifier, self.format, self.class_names)
+        return load_sample_classifier(self.config.classifier, self.format, self.class_names)
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         images, labels = batch

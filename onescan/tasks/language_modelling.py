@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from onescan.checks import check_positive
 from onescan.data.text import TextSplits, Tokenizer
-from onescan.data.text.words import words_of
+from onescan.data.text.tokenizer import word_boundaries
 from onescan.models.causal_lm import IGNORE_INDEX, perplexity
 from onescan.shapes import Tokens
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
@@ -133,7 +133,7 @@ class MaskedLanguageModelling(Task):
         assert self.tokenizer.mask is not None
         self.mask: int = self.tokenizer.mask
         self.test_batch_size = config.evaluation_batch_size
-        self.words = words_of(self.tokenizer) if config.whole_word_mask else None
+        self.words = word_boundaries(self.tokenizer) if config.whole_word_mask else None
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         """Mask tokens for training.
@@ -195,7 +195,7 @@ class MaskedLanguageModelling(Task):
     ) -> Bool[Tensor, "B T"]:
         draw = torch.rand(tokens.shape, generator=generator, device=tokens.device)
         if self.words is not None:
-            is_start = self.words.beginnings(tokens)
+            is_start = self.words.word_starts(tokens)
             is_start[:, 1:] |= documents[:, 1:] != documents[:, :-1]
             indices = torch.arange(tokens.shape[1], device=tokens.device)
             first = indices.where(is_start, 0).cummax(dim=1).values

@@ -81,7 +81,7 @@ def fill_masks(
     probabilities = model(tokens)[0, masked, : tokenizer.size].softmax(-1)
     top = probabilities.topk(min(top_k, tokenizer.size))
     return [
-        [Guess(tokenizer.spell(token), p) for p, token in zip(row, tokens, strict=True)]
+        [Guess(tokenizer.format_token(token), p) for p, token in zip(row, tokens, strict=True)]
         for row, tokens in zip(top.values.tolist(), top.indices.tolist(), strict=True)
     ]
 

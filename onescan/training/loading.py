@@ -14,7 +14,7 @@ from onescan.checkpoint.files import damaged, is_number
 from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate
 from onescan.checkpoint.weights import REMEDY, load_model
 from onescan.data import Format
-from onescan.data.image_source import HUB_NAME
+from onescan.data.sources import HUB_NAME
 from onescan.training.config import RunConfig
 from onescan.training.folder import read_manifest
 

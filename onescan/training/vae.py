@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from onescan.data import ImageFormat
-from onescan.data.decode import AnyPixels
-from onescan.data.images import unit_pixels
+from onescan.data.images import AnyPixels, unit_pixels
 from onescan.data.latents import LatentFormat
 from onescan.training.config import Precision
 from onescan.training.optim import autocast

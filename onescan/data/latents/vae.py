@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onescan.checks import in_a_line
-from onescan.data.image_source import HUB_NAME
+from onescan.data.sources import HUB_NAME
 
 KIND = "AutoencoderKL"
 
