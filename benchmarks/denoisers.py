@@ -36,9 +36,9 @@ from onescan.checks import check_positive, in_a_line
 from onescan.models.denoiser import STEPS, DenoiserConfig
 from onescan.models.presets import preset
 from onescan.models.size import model_size
-from onescan.training.precision import computing
-from onescan.training.ranks import Ranks, choose_device
-from onescan.training.run import Precision
+from onescan.training.config import Precision
+from onescan.training.distributed import Ranks, choose_device
+from onescan.training.optim import autocast
 
 CONTESTANTS = {"DiT": "dit_{}_2", "LightNet": "lightnet_dit_{}_2"}
 CPU_DEPTH = 2  # of DiT
@@ -132,7 +132,7 @@ def step_of(case: Case, options: Options) -> Callable[[], object]:
     labels = torch.randint(config.num_classes, (options.batch,), device=device)
 
     def forward() -> torch.Tensor:
-        with computing(precision_of(options, device), device):
+        with autocast(precision_of(options, device), device):
             return model(noisy, timesteps, labels)
 
     if case.what == "inference":

@@ -23,7 +23,7 @@ import tyro
 from onescan import configs
 from onescan.recipes import find_recipe
 from onescan.training import Progress, RunConfig, read_metrics, train
-from onescan.training.records import waiting_share
+from onescan.training.logging import waiting_share
 
 SETTLING = 3  # updates after a start
 

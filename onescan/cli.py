@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from onescan.data.text import Tokenizer
     from onescan.models.size import Size
     from onescan.recipes.glue_runs import GlueRun
-    from onescan.training.checkpoint import Checkpoint
-    from onescan.training.run import RunConfig, RunResult
+    from onescan.training.config import RunConfig, RunResult
+    from onescan.training.loading import Checkpoint
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
@@ -107,7 +107,7 @@ def train(argv: Argv) -> None:
     from onescan.report import check_report_path, write_report
     from onescan.training import joined
     from onescan.training import train as train_run
-    from onescan.training.run import RunConfig
+    from onescan.training.config import RunConfig
 
     recipe, given, argv = _what_to_train(argv)
 
@@ -178,10 +178,10 @@ def evaluate(argv: Argv) -> None:
 
 
 def _evaluate_run(options: Any) -> None:
-    from onescan.training.checkpoint import load
+    from onescan.training.data import choose_workers
+    from onescan.training.distributed import Ranks, choose_device
     from onescan.training.evaluation import evaluate as judge
-    from onescan.training.loader import choose_workers
-    from onescan.training.ranks import Ranks, choose_device
+    from onescan.training.loading import load
 
     checkpoint = load(options.checkpoint)
     run, device = checkpoint.config, choose_device(options.device, Ranks())
@@ -341,7 +341,7 @@ def sample(argv: Argv) -> None:
 
     options = _parse(Options, "sample", argv)
     from onescan.recipes.files import import_file
-    from onescan.training.ranks import Ranks, choose_device
+    from onescan.training.distributed import Ranks, choose_device
     from onescan.training.samples import SampleConfig, check_out, write_samples
 
     if not options.out:
@@ -846,7 +846,7 @@ def _with_batch_size(config: OptionsT, batch_size: int | None) -> OptionsT:
 
 def _load(path: Path, imports: Sequence[Path]) -> "Checkpoint":
     from onescan.recipes.files import import_file
-    from onescan.training.checkpoint import load
+    from onescan.training.loading import load
 
     for file in imports:
         import_file(file)
@@ -855,8 +855,8 @@ def _load(path: Path, imports: Sequence[Path]) -> "Checkpoint":
 
 def _language_model(name: str, kind: str, device: str) -> "tuple[Any, Tokenizer, torch.device]":
     """Load a language model of the given class on its device, with its tokenizer."""
-    from onescan.training.language_model import load_language_model
-    from onescan.training.ranks import Ranks, choose_device
+    from onescan.training.distributed import Ranks, choose_device
+    from onescan.training.loading import load_language_model
 
     chosen = choose_device(device, Ranks())
     model, tokenizer = load_language_model(name)
@@ -904,9 +904,9 @@ def _is_told_by_another(error: Exception) -> bool:
     notes = getattr(error, "__notes__", ())
     if not notes:  # and nothing slow is imported for it
         return False
-    from onescan.training.ranks import TOLD
+    from onescan.training.distributed import RAISED_BY_FIRST
 
-    return TOLD in notes
+    return RAISED_BY_FIRST in notes
 
 
 def _silent(*_values: object) -> None:
@@ -915,7 +915,7 @@ def _silent(*_values: object) -> None:
 
 def _results(results: "Sequence[RunResult]") -> str:
     """Format one line per seed, and the mean and standard deviation over seeds."""
-    from onescan.training.records import read_metrics, waiting_share
+    from onescan.training.logging import read_metrics, waiting_share
 
     lines = []
     for result in results:

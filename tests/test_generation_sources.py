@@ -32,8 +32,8 @@ from onescan.evaluation.generation import open_reference, reference_cache
 from onescan.evaluation.images import FolderSource, NpzSource, open_dataset
 from onescan.tasks import ImageClassificationConfig
 from onescan.tasks.feature_distance import convert_images, frechet_distance
-from onescan.training.checkpoint import load
-from onescan.training.run import RunConfig
+from onescan.training.config import RunConfig
+from onescan.training.loading import load
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from onescan.report import texts
 from onescan.tasks import MaskedLanguageModellingConfig
 from onescan.training import train as train_run
 from onescan.training.folder import read_manifest
-from onescan.training.language_model import load_language_model
+from onescan.training.loading import load_language_model
 
 TEXT = "The cat sat on the mat.\nA dog looked at it, and at the door.\n" * 60
 TINY = [

@@ -16,7 +16,7 @@ from onescan.evaluation.lengths import inputs_and_labels, measure_lengths, read_
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLMConfig, score_logits, token_losses
 from onescan.models.masked_lm import MaskedLMConfig
-from onescan.training.language_model import load_language_model
+from onescan.training.loading import load_language_model
 
 TEXT = "The cat sat on the mat.\nA dog looked at it, and at the door.\n" * 60
 

@@ -15,8 +15,8 @@ from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.tasks import ImageClassificationConfig
+from onescan.training.config import RunConfig
 from onescan.training.folder import write_manifest
-from onescan.training.run import RunConfig
 
 CPU = torch.device("cpu")
 CLASSIFIER = ImageClassifierConfig(

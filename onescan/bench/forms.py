@@ -16,8 +16,8 @@ from onescan.bench.timing import measure
 from onescan.checks import check_choice, check_positive
 from onescan.configs import ModelConfig
 from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.training.distributed import Ranks, choose_device
 from onescan.training.folder import write_json
-from onescan.training.ranks import Ranks, choose_device
 
 FORMS = "forms.json"
 CHUNK = "chunk"  # the form that has a chunk size

@@ -1,5 +1,6 @@
 """Data sets: what a task draws its batches from, and the format its model was trained on."""
 
+from onescan.data.arrays import ArrayDataset, ArrayDatasetConfig, ArrayFormat, ArraySplits
 from onescan.data.augment import (
     AffineConfig,
     Augment,
@@ -12,6 +13,7 @@ from onescan.data.base import DataConfig, DataSet, DataState, Example, Format, L
 from onescan.data.image_dataset import ImageDataset, ImageDatasetConfig, ImageStream
 from onescan.data.images import (
     DigitsConfig,
+    GridFormat,
     ImageFormat,
     ImageSet,
     ImageSplits,
@@ -38,6 +40,10 @@ from onescan.data.sequences import (
 
 __all__ = [
     "AffineConfig",
+    "ArrayDataset",
+    "ArrayDatasetConfig",
+    "ArrayFormat",
+    "ArraySplits",
     "Augment",
     "AugmentConfig",
     "ByteTextConfig",
@@ -48,6 +54,7 @@ __all__ = [
     "DigitsConfig",
     "Example",
     "Format",
+    "GridFormat",
     "ImageDataset",
     "ImageDatasetConfig",
     "ImageFormat",

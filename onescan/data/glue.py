@@ -310,7 +310,8 @@ class PairEncoder:
             raise ValueError(
                 f"tokenizer {self.tokenizer.name!r} has no token to put between two texts"
             )
-        ids, other = truncate_pair(*self.tokenizer.encode_many([first, second]), budget - 1)
+        ids, other = self.tokenizer.encode_many([first, second])
+        ids, other = truncate_pair(ids, other, budget - 1)
         tokens = self._join(self.before, ids, [self.tokenizer.end], other, self.after)
         return tokens, len(self.before) + len(ids) + 1
 

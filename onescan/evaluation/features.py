@@ -24,7 +24,7 @@ from onescan.evaluation.config import short_name
 from onescan.models.image_classifier import ImageClassifier
 from onescan.shapes import Images
 from onescan.tasks.feature_distance import convert_images, extract_features
-from onescan.training.checkpoint import Checkpoint, load
+from onescan.training.loading import Checkpoint, load
 
 TORCHSCRIPT = (".pt", ".pth", ".ts", ".jit")
 MAP_CHANNELS, MAP_SIZE = 7, 17  # of the feature map that sFID reads, arXiv:2103.03841

@@ -45,7 +45,7 @@ from onescan.evaluation.images import (
     read_npz,
 )
 from onescan.tasks.feature_distance import Gaussian, frechet_distance
-from onescan.training.ranks import Ranks, choose_device
+from onescan.training.distributed import Ranks, choose_device
 
 FID_50K = 50_000
 MOST_CONFUSED = 20  # classes of a confusion matrix in the results

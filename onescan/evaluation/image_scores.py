@@ -22,7 +22,7 @@ from onescan.evaluation.features import FeatureBatch, FeatureExtractor
 from onescan.evaluation.images import Source, round_to_bytes
 from onescan.shapes import Images, Labels
 from onescan.tasks.feature_distance import FeatureStatistics
-from onescan.training.interrupts import Interrupts
+from onescan.training.distributed import Interrupts
 
 SPLITS = 10  # of the images, for the Inception Score
 NEIGHBORS = 3
@@ -275,12 +275,12 @@ class Accumulator(nn.Module):
                 self.add(round_to_bytes(images), labels)
                 self.position.fill_(stop)
                 bar.update(stop - start)
-                is_last = self.is_done or interrupts.asked
+                is_last = self.is_done or interrupts.requested
                 if is_last or monotonic() - saved >= SAVE_EVERY_S:
                     notes = {"settings": self.settings}
                     save_weights(self.folder / STATE, self.state_dict(), notes)
                     saved = monotonic()
-                if interrupts.asked and not self.is_done:
+                if interrupts.requested and not self.is_done:
                     raise KeyboardInterrupt
 
     def add(self, images: Images, labels: Labels | None) -> None:

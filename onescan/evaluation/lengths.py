@@ -38,11 +38,11 @@ from onescan.models.causal_lm import (
 from onescan.models.masked_lm import MaskedLM
 from onescan.shapes import Tokens
 from onescan.tasks.masked_language_modelling import MaskedLanguageModellingConfig
+from onescan.training.config import Precision, RunConfig
+from onescan.training.distributed import Ranks, choose_device
 from onescan.training.folder import read_manifest
-from onescan.training.language_model import is_run, load_language_model
-from onescan.training.precision import computing
-from onescan.training.ranks import Ranks, choose_device
-from onescan.training.run import Precision, RunConfig
+from onescan.training.loading import is_run, load_language_model
+from onescan.training.optim import autocast
 
 Stream = Int[Tensor, " tokens"]
 Sums = Float[Tensor, " length"]
@@ -169,7 +169,7 @@ def _score(
     nats = correct = predicted = 0.0
     bar.set_description(f"rows of {length}")
     for row_inputs, row_labels in zip(_rows(inputs, length), _rows(labels, length), strict=True):
-        with torch.no_grad(), computing(precision, device):
+        with torch.no_grad(), autocast(precision, device):
             found = _score_tokens(model, row_inputs.to(device), row_labels.to(device))
         losses = found.losses.double().cpu()
         nats, correct = nats + losses.sum().item(), correct + found.correct.sum().item()

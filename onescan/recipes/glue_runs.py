@@ -14,9 +14,9 @@ from onescan.models.sequence_classifier import Pool, SequenceClassifierConfig
 from onescan.recipes.glue import FROM_MNLI, GLUE, ORDER
 from onescan.tasks import GlueConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig
-from onescan.training.folder import check_claim
-from onescan.training.language_model import load_language_model
-from onescan.training.run import Precision
+from onescan.training.config import Precision
+from onescan.training.folder import check_run_dir
+from onescan.training.loading import load_language_model
 
 MNLI: GlueTask = "mnli"
 
@@ -114,7 +114,7 @@ def check_runs(runs: Sequence[GlueRun], *, overwrite: bool) -> None:
             `GlueDatasetConfig.build`.
     """
     for run in runs:
-        check_claim(run.folder, run.config, overwrite=overwrite)
+        check_run_dir(run.folder, run.config, overwrite=overwrite)
     for data in dict.fromkeys(run.config.data for run in runs):
         data.build()
 

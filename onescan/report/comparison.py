@@ -39,10 +39,10 @@ from onescan.report.plots import (
 )
 from onescan.report.runs import Column as Values
 from onescan.report.runs import FinishedRun, MeanStd, config_differences, read_run
-from onescan.training.checkpoint import load
+from onescan.training.config import RunConfig
 from onescan.training.folder import MACHINE
-from onescan.training.records import Split
-from onescan.training.run import RunConfig
+from onescan.training.loading import load
+from onescan.training.logging import Split
 
 NAME = "name"  # a recipe's name is no setting
 READING = frozenset(  # fields of data configs that change how images are read, not which

@@ -16,8 +16,8 @@ from onescan.report.page import Card, Figure, Section, check_report_path, fragme
 from onescan.report.plots import Line, dot_chart, line_chart, series
 from onescan.report.runs import Column, FinishedRun, MeanStd, check_seeds, read_run
 from onescan.tasks.glue import LOSS, glue_score
+from onescan.training.config import RunResult
 from onescan.training.folder import write_json
-from onescan.training.run import RunResult
 
 SUMMARY, PAGE = "summary.json", "report.html"
 HEADS = ("task", "metric", "value", "score")

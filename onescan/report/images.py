@@ -37,7 +37,7 @@ from onescan.report.plots import (
 from onescan.report.runs import FinishedRun, RunGroup
 from onescan.shapes import Images, Labels
 from onescan.tasks import ImageClassification, ImageGeneration
-from onescan.training.records import read_pictures
+from onescan.training.logging import read_pictures
 
 MATRIX_CLASSES = 30  # with more classes, the most frequent confusions are listed instead
 NARROW_CLASSES = 14  # a matrix of so many classes leaves room for a figure beside it

@@ -63,8 +63,8 @@ from onescan.tasks import (
     SequenceClassificationConfig,
     TaskConfig,
 )
+from onescan.training.config import RunResult
 from onescan.training.folder import Environment
-from onescan.training.run import RunResult
 
 SectionOf = Callable[[RunGroup], Section]
 

@@ -10,7 +10,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from onescan.checks import check_positive
-from onescan.data import AugmentConfig, ImageFormat, ImageSplits, derive_seed
+from onescan.data import ArraySplits, AugmentConfig, ImageFormat, ImageSplits, derive_seed
 from onescan.data.base import Subset
 from onescan.data.image_grid import image_grid
 from onescan.data.images import unit_pixels
@@ -52,7 +52,7 @@ class ImageGenerationConfig(TaskConfig):
     evaluation_batch_size: int = 256
     """Images per evaluation batch; affects memory, not results."""
 
-    def build(self, data: ImageSplits | LatentSplits) -> "ImageGeneration":
+    def build(self, data: ImageSplits | ArraySplits | LatentSplits) -> "ImageGeneration":
         """Pose the problem on these images.
 
         Raises:
@@ -60,6 +60,11 @@ class ImageGenerationConfig(TaskConfig):
                 that there is not, or of other classes.
             ImportError: diffusers, which makes the images, is not installed.
         """
+        if isinstance(data, ArraySplits):
+            raise ValueError(
+                f"data has shape {data.train.shape} and type {data.train.x.dtype}, expected images "
+                "of 1 or 3 channels in bytes"
+            )
         self.noise.check()
         self.sampler.check(self.noise)
         for name in ("evaluation_images", "evaluation_batch_size"):

@@ -13,7 +13,7 @@ from onescan.bench.contest.trial import Trial
 from onescan.bench.contests import ContestOptions
 from onescan.bench.timing import total_mib
 from onescan.ops.backend import is_interpreted
-from onescan.training.ranks import Ranks, choose_device
+from onescan.training.distributed import Ranks, choose_device
 
 COPY, MATMUL = "copy", "matmul"
 YARDSTICKS = "yardsticks"

@@ -20,7 +20,7 @@ from onescan.bench.contests import ContestOptions
 from onescan.bench.timing import hand_back, held_mib, peak_mib, settle, wait
 from onescan.checks import in_a_line
 from onescan.ops.backend import use_backend
-from onescan.training.ranks import Ranks, choose_device
+from onescan.training.distributed import Ranks, choose_device
 
 WARM_UPS, WARM_UP_S = 3, 1.0  # so many calls, or so long
 TURN_MS, MOST_CALLS = 20.0, 50  # a turn repeats short calls, and their median counts

@@ -12,7 +12,7 @@ from onescan.tasks import Evaluation, TaskConfig
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt"]
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
 
 
@@ -66,7 +66,7 @@ class TrainingConfig:
     it."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a number that no run can have."""
+        """Raise ValueError for a setting out of range."""
         sizes = ["epochs", "steps", "batch_size", "evaluate_every", "checkpoint_every", "patience"]
         for name in [*sizes, "learning_rate", "eps", "max_grad_norm"]:
             if getattr(self, name) is not None:
@@ -112,12 +112,12 @@ class MachineConfig:
     """Experiment trackers that receive the metrics; None uses tensorboard if it is installed."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a number that no machine can have."""
+        """Raise ValueError for a setting out of range."""
         check_positive(**{"machine.gradient_accumulation_steps": self.gradient_accumulation_steps})
         for name in self.trackers or ():
             check_choice("machine.trackers", name, get_args(TrackerName))
-        if self.workers is not None and not 0 <= self.workers <= MOST_WORKERS:
-            raise ValueError(f"machine.workers is {self.workers}, expected 0 to {MOST_WORKERS}")
+        if self.workers is not None and not 0 <= self.workers <= MAX_WORKERS:
+            raise ValueError(f"machine.workers is {self.workers}, expected 0 to {MAX_WORKERS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +136,10 @@ class RunConfig:
     machine: MachineConfig = field(default_factory=MachineConfig)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a name that is no path below runs/, as digits/without_tpe is."""
+        """Raise ValueError for a name that is not a relative path, such as digits/without_tpe."""
         path = Path(self.name) if isinstance(self.name, str) else Path()
         if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise ValueError(f"the run's name is {self.name!r}, expected a folder's, inside runs")
+            raise ValueError(f"name is {self.name!r}, expected a relative path below runs/")
 
 
 @dataclass(frozen=True, kw_only=True)
