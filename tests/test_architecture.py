@@ -293,6 +293,7 @@ CHECKED = (
     "allocation.py",
     "checkpoint",
     "checks.py",
+    "cli",
     "configs.py",
     "integrations",
     "kernels",
@@ -300,8 +301,9 @@ CHECKED = (
     "messages.py",
     "models",
     "ops",
+    "recipes",
     "shapes.py",
-    "tasks/teacher.py",
+    "tasks",
 )
 
 
