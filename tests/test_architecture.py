@@ -295,6 +295,19 @@ CHECKED = (
     "checks.py",
     "cli",
     "configs.py",
+    "data/arrays.py",
+    "data/augment.py",
+    "data/base.py",
+    "data/glue.py",
+    "data/image_dataset.py",
+    "data/images.py",
+    "data/latents.py",
+    "data/long_range",
+    "data/order.py",
+    "data/recall.py",
+    "data/sequences.py",
+    "data/sources.py",
+    "data/text",
     "integrations",
     "kernels",
     "layers",
@@ -304,6 +317,7 @@ CHECKED = (
     "recipes",
     "shapes.py",
     "tasks",
+    "training/encode.py",
 )
 
 

@@ -7,6 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onescan.data.arrays import ArrayDataset as ArrayDataset
+    from onescan.data.arrays import ArrayDatasetConfig as ArrayDatasetConfig
+    from onescan.data.arrays import ArrayFormat as ArrayFormat
+    from onescan.data.arrays import ArraySplits as ArraySplits
     from onescan.data.augment import AffineConfig as AffineConfig
     from onescan.data.augment import Augment as Augment
     from onescan.data.augment import AugmentConfig as AugmentConfig
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from onescan.data.image_dataset import ImageDatasetConfig as ImageDatasetConfig
     from onescan.data.image_dataset import ImageStream as ImageStream
     from onescan.data.images import DigitsConfig as DigitsConfig
+    from onescan.data.images import GridFormat as GridFormat
     from onescan.data.images import ImageFormat as ImageFormat
     from onescan.data.images import ImageSet as ImageSet
     from onescan.data.images import ImageSplits as ImageSplits
@@ -57,6 +62,10 @@ if TYPE_CHECKING:
 # name -> module of this folder that defines it
 _MODULES = {
     "AffineConfig": "augment",
+    "ArrayDataset": "arrays",
+    "ArrayDatasetConfig": "arrays",
+    "ArrayFormat": "arrays",
+    "ArraySplits": "arrays",
     "Augment": "augment",
     "AugmentConfig": "augment",
     "ByteFormat": "long_range",
@@ -69,6 +78,7 @@ _MODULES = {
     "Example": "base",
     "Format": "base",
     "GlueDatasetConfig": "glue",
+    "GridFormat": "images",
     "ImageDataset": "image_dataset",
     "ImageDatasetConfig": "image_dataset",
     "ImageFormat": "images",

@@ -5,13 +5,13 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from onescan.checks import check_choice, check_positive
+from onescan.checks import check_positive
 from onescan.data.base import (
     DataConfig,
     DataState,
@@ -138,7 +138,6 @@ class ImageDatasetConfig(DataConfig):
             check_positive(**{"data.train_examples": self.train_examples})
             if not self.streaming:
                 raise ValueError("data.train_examples is for streams, but data.streaming is off")
-        check_choice("data.on_error", self.on_error, get_args(OnError))
         format = ImageFormat(
             channels=self.channels,
             height=height,

@@ -2,6 +2,7 @@
 
 import math
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Shaped, UInt8
 from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from onescan.shapes import Labels
 Pixels = Float[Tensor, "*batch channels height width"]  # 0 is black, 1 is white
 BytePixels = UInt8[Tensor, "*batch channels height width"]  # 0 is black, 255 is white
 AnyPixels = Pixels | BytePixels
+AnyGrid = Shaped[Tensor, "*batch_channels_axes"]
 Box = tuple[float, float, float, float]  # left, upper, right, lower; in pixels
 Crop = Callable[[int, int], Box]  # of an image's width and height
 
@@ -197,7 +199,7 @@ def _convert(image: Image.Image, mode: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 
-def unit_pixels(pixels: AnyPixels) -> Pixels:
+def unit_pixels(pixels: AnyGrid) -> AnyGrid:
     """Convert bytes to floats from 0 to 1; leave floats unchanged."""
     return pixels if pixels.is_floating_point() else pixels.float() / 255
 
@@ -207,8 +209,43 @@ def to_bytes(pixels: AnyPixels) -> BytePixels:
     return (pixels * 255).round().byte() if pixels.is_floating_point() else pixels
 
 
+class GridFormat(Format, ABC):
+    """Inputs on a grid of any number of axes, standardized per channel.
+
+    Attributes:
+        channels: Number of channels.
+        mean: Mean of each channel, subtracted.
+        std: Standard deviation of each channel, divided by.
+    """
+
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    @abstractmethod
+    def axes(self) -> int:
+        """Number of axes."""
+
+    def standardize(self, values: AnyGrid) -> AnyGrid:
+        """Standardize floats, such as pixels from 0 to 1.
+
+        >>> grey = ImageFormat(channels=1, height=1, width=2, mean=(0.5,), std=(0.5,))
+        >>> grey.standardize(torch.tensor([[[0.0, 1.0]]])).tolist()
+        [[[-1.0, 1.0]]]
+        """
+        return (values - self._per_channel(self.mean, values)) / self._per_channel(self.std, values)
+
+    def model_input(self, values: AnyGrid) -> AnyGrid:
+        """Convert what a dataset reads to the model's input; bytes are scaled to 0 to 1 first."""
+        return self.standardize(unit_pixels(values))
+
+    def _per_channel(self, constants: tuple[float, ...], like: Tensor) -> Tensor:
+        return like.new_tensor(constants).reshape(-1, *[1] * self.axes)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ImageFormat(Format):
+class ImageFormat(GridFormat):
     """The images a model was trained on: their size, and the constants that standardize them."""
 
     channels: int
@@ -236,6 +273,10 @@ class ImageFormat(Format):
         if self.crop is not None and not 0 < self.crop <= 1:
             raise ValueError(f"crop is {self.crop}, expected above 0 and at most 1, or None")
 
+    @property
+    def axes(self) -> int:
+        return 2
+
     def box(self, width: int, height: int) -> Box:
         """Return the part of an image that the model sees in evaluation."""
         if self.crop is None:
@@ -252,27 +293,10 @@ class ImageFormat(Format):
             crop=crop or self.box,
         )
 
-    def standardize(self, pixels: Pixels) -> Pixels:
-        """Convert pixels from 0 to 1 to the model's input.
-
-        >>> grey = ImageFormat(channels=1, height=1, width=2, mean=(0.5,), std=(0.5,))
-        >>> grey.standardize(torch.tensor([[[0.0, 1.0]]])).tolist()
-        [[[-1.0, 1.0]]]
-        """
-        return (pixels - _per_channel(self.mean, pixels)) / _per_channel(self.std, pixels)
-
-    def model_input(self, pixels: AnyPixels) -> Pixels:
-        """Convert a dataset's pixels, bytes or floats from 0 to 1, to the model's input."""
-        return self.standardize(unit_pixels(pixels))
-
     def pixels(self, made: Pixels) -> Pixels:
         """Convert what a model generates, standardized as its input, to pixels from 0 to 1."""
-        pixels = made * _per_channel(self.std, made) + _per_channel(self.mean, made)
+        pixels = made * self._per_channel(self.std, made) + self._per_channel(self.mean, made)
         return pixels.clamp(0, 1)
-
-
-def _per_channel(constants: tuple[float, ...], like: Tensor) -> Tensor:
-    return rearrange(like.new_tensor(constants), "channels -> channels 1 1")
 
 
 def read_image(path: str | Path, format: ImageFormat) -> Float[Tensor, "channels height width"]:

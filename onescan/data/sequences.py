@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Integer
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from onescan.data.base import DataSet, Example, Format, LoadedBatch
@@ -82,6 +83,30 @@ class SequenceList(SequenceSet):
 
     def example(self, place: int) -> LabelledSequence:
         return self.sequences[place]
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """Generates labelled sequences, or images to be read row by row."""
+
+    def example(self, split: str, index: int) -> tuple[ArrayLike, int]:
+        """Generate one example: tokens from 0 to 255, and the index of its class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedSequences(SequenceSet):
+    """Sequences generated whenever they are read, identical each time."""
+
+    generator: Generator
+    split: str
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def example(self, place: int) -> LabelledSequence:
+        tokens, label = self.generator.example(self.split, place)
+        return LabelledSequence(np.asarray(tokens, dtype=np.uint8).reshape(-1), label)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,11 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from onescan.checks import check_positive
-from onescan.data import AugmentConfig, ImageFormat, ImageSplits, derive_seed
+from onescan.data import ArraySplits, AugmentConfig, ImageFormat, ImageSplits, derive_seed
 from onescan.data.base import Subset
 from onescan.data.image_grid import image_grid
 from onescan.data.images import AnyPixels, unit_pixels
-from onescan.data.latents import LatentFormat, LatentSplits
-from onescan.data.latents.vae import load_vae
+from onescan.data.latents import LatentFormat, LatentSplits, load_vae
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig, max_pixel
 from onescan.shapes import Images, Labels, Timesteps
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
@@ -56,7 +55,7 @@ class ImageGenerationConfig(TaskConfig):
     evaluation_batch_size: int = 256
     """Images per evaluation batch; affects memory, not results."""
 
-    def build(self, data: ImageSplits | LatentSplits) -> "ImageGeneration":
+    def build(self, data: ImageSplits | ArraySplits | LatentSplits) -> "ImageGeneration":
         """Build the task for a data set of images or latents.
 
         Raises:
@@ -64,6 +63,11 @@ class ImageGenerationConfig(TaskConfig):
                 or an option is set that latents do not support.
             ImportError: If diffusers, which samples the images, is not installed.
         """
+        if isinstance(data, ArraySplits):
+            raise ValueError(
+                f"data has shape {data.train.shape} and type {data.train.x.dtype}, expected images "
+                "of 1 or 3 channels in bytes"
+            )
         self.noise.check()
         self.sampler.check(self.noise)
         for name in ("evaluation_images", "evaluation_batch_size"):

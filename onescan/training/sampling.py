@@ -19,8 +19,7 @@ from onescan.checkpoint.files import write_atomically
 from onescan.checks import check_choice, check_positive
 from onescan.data import ImageFormat, batched, derive_seed
 from onescan.data.image_grid import ImageBytes, as_image, grid_columns, grid_of_bytes, image_bytes
-from onescan.data.latents import LatentFormat
-from onescan.data.latents.vae import load_vae
+from onescan.data.latents import LatentFormat, load_vae
 from onescan.models.denoiser import STEPS, Denoiser, SamplerConfig, SamplerName
 from onescan.tasks.image_generation import ImageGenerationConfig
 from onescan.training.folder import read_manifest

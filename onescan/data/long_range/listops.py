@@ -19,6 +19,7 @@ from onescan.checks import check_choice, check_positive
 from onescan.data.base import DataConfig
 from onescan.data.long_range.rng import SPLITS, check_whole, example_rng, random_below
 from onescan.data.sequences import (
+    GeneratedSequences,
     Ids,
     LabelledSequence,
     SequenceFormat,
@@ -285,7 +286,7 @@ class ListOps:
                 return tokens, label
         raise ValueError(
             f"min_length is {self.config.min_length} and max_length {self.config.max_length}: "
-            f"none of {MAX_ATTEMPTS} expressions drawn for {split!r} fits, expected a wider range"
+            f"none of {MAX_ATTEMPTS} expressions for {split!r} fits, expected a wider range"
         )
 
     def _draw_tree(self, rng: Random) -> list[int] | None:
@@ -406,8 +407,10 @@ class ListOpsDataConfig(DataConfig):
     def _generated(self) -> tuple[SequenceSet, SequenceSet]:
         generator = ListOps(self.expressions)
         return (
-            GeneratedListOps(generator=generator, split="train", count=self.train_examples),
-            GeneratedListOps(generator=generator, split=self.test_split, count=self.test_examples),
+            GeneratedSequences(generator=generator, split="train", count=self.train_examples),
+            GeneratedSequences(
+                generator=generator, split=self.test_split, count=self.test_examples
+            ),
         )
 
     def _read(self, folder: Path) -> tuple[SequenceSet, SequenceSet]:
@@ -417,22 +420,6 @@ class ListOpsDataConfig(DataConfig):
                 "data.expressions, data.train_examples or data.test_examples with it"
             )
         return _read_split(folder, "train"), _read_split(folder, self.test_split)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GeneratedListOps(SequenceSet):
-    """Expressions generated whenever they are read, identical each time."""
-
-    generator: ListOps
-    split: str
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def example(self, place: int) -> LabelledSequence:
-        tokens, label = self.generator.example(self.split, place)
-        return LabelledSequence(np.array(tokens, dtype=np.uint8), label)
 
 
 def _read_split(folder: Path, split: str) -> SequenceList:

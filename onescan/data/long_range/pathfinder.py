@@ -28,7 +28,12 @@ from onescan.data.long_range.curves import MEASURES, Curve, FreeSpace, GreyImage
 from onescan.data.long_range.pixels import PixelFormat
 from onescan.data.long_range.rng import example_rng, random_below
 from onescan.data.order import epoch_order
-from onescan.data.sequences import LabelledSequence, SequenceSet, SequenceSplits
+from onescan.data.sequences import (
+    GeneratedSequences,
+    LabelledSequence,
+    SequenceSet,
+    SequenceSplits,
+)
 
 Tips = Complex[np.ndarray, " cuts"]
 Mismatch = Float[np.ndarray, "cuts cuts"]
@@ -58,7 +63,7 @@ class CurvePair(NamedTuple):
     curves: tuple[Curve, Curve]
     anchor: complex
     joined: complex  # the other tip of the same curve
-    apart: complex  # a tip of the other curve
+    separate: complex  # a tip of the other curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +122,7 @@ class Pathfinder:
         return Scene(
             side=self.config.side,
             curves=(*pair.curves, *self._short_curves(space, rng)),
-            discs=(pair.anchor, pair.joined if label else pair.apart),
+            discs=(pair.anchor, pair.joined if label else pair.separate),
             label=label,
         )
 
@@ -152,26 +157,26 @@ class Pathfinder:
                     curves=(cuts[one][here], cuts[1 - one][there]),
                     anchor=complex(tips[one][end, here]),
                     joined=complex(tips[one][1 - end, here]),
-                    apart=complex(tips[1 - one][far, there]),
+                    separate=complex(tips[1 - one][far, there]),
                 )
         return pair
 
-    def _mismatch(self, anchor: Tips, joined: Tips, apart: Tips) -> Mismatch:
+    def _mismatch(self, anchor: Tips, joined: Tips, separate: Tips) -> Mismatch:
         """Compare two tips by their distances from a third tip and from the image's center.
 
         Args:
             anchor: The third tip, for each cut of one curve.
             joined: The other tip of the same cut.
-            apart: A tip of the other curve, for each of its cuts.
+            separate: A tip of the other curve, for each of its cuts.
 
         Returns:
             Pixels, for each cut of one curve and each of the other; infinite where discs would be
             too close.
         """
         center = complex(self.config.side, self.config.side) / 2
-        near, far = abs(joined - anchor)[:, None], abs(apart - anchor[:, None])
+        near, far = abs(joined - anchor)[:, None], abs(separate - anchor[:, None])
         difference = np.maximum(
-            abs(near - far), abs(abs(joined - center)[:, None] - abs(apart - center))
+            abs(near - far), abs(abs(joined - center)[:, None] - abs(separate - center))
         )
         min_distance = 2 * self.measures.radius + self.measures.style.clearance
         return np.where(np.minimum(near, far) < min_distance, np.inf, difference)
@@ -292,19 +297,17 @@ class PathfinderDataConfig(DataConfig):
         for name in ("train_examples", "test_examples"):
             check_positive(**{f"data.{name}": getattr(self, name)})
         format = PixelFormat(height=self.images.side, width=self.images.side)
-        train, test = self._generated(format) if self.path is None else self._read(format)
+        train, test = self._generated() if self.path is None else self._read(format)
         return SequenceSplits(train=train, test=test, class_names=CLASS_NAMES, format=format)
 
-    def _generated(self, format: PixelFormat) -> tuple[SequenceSet, SequenceSet]:
+    def _generated(self) -> tuple[SequenceSet, SequenceSet]:
         generator = Pathfinder(self.images)
-        train, test = (
-            GeneratedPathfinder(generator=generator, split=split, count=count, format=format)
-            for split, count in (
-                ("train", self.train_examples),
-                (self.test_split, self.test_examples),
-            )
+        return (
+            GeneratedSequences(generator=generator, split="train", count=self.train_examples),
+            GeneratedSequences(
+                generator=generator, split=self.test_split, count=self.test_examples
+            ),
         )
-        return train, test
 
     def _read(self, format: PixelFormat) -> tuple[SequenceSet, SequenceSet]:
         images = PathfinderConfig(side=self.images.side, seed=self.images.seed)
@@ -322,23 +325,6 @@ class PathfinderDataConfig(DataConfig):
         if not len(train) or not len(test):
             raise ValueError(f"data.path is {self.path!r}, which has too few images: {len(folder)}")
         return train, test
-
-
-@dataclass(frozen=True, kw_only=True)
-class GeneratedPathfinder(SequenceSet):
-    """Images generated whenever they are read, identical each time."""
-
-    generator: Pathfinder
-    split: str
-    count: int
-    format: PixelFormat
-
-    def __len__(self) -> int:
-        return self.count
-
-    def example(self, place: int) -> LabelledSequence:
-        image, label = self.generator.example(self.split, place)
-        return LabelledSequence(self.format.encode(image), label)
 
 
 @dataclass(frozen=True, kw_only=True)

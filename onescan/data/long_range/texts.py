@@ -1,6 +1,7 @@
 """Labelled texts and pairs of texts as sequences of bytes, read from files or a hub."""
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,16 +83,17 @@ class LineTable:
         self.path = path
         self.header_lines = 0 if columns else 1
         with path.open("rb") as file:
-            self.columns = columns or self._parse_header(file.readline())
-            starts = [file.tell()]
-            for line in iter(file.readline, b""):
+            header = b"" if columns else file.readline()
+            self.columns = columns or self._parse_header(header)
+            starts = [len(header)]
+            for line in file:
                 cells = line.count(b"\t") + 1
                 if cells != len(self.columns):
                     raise ValueError(
                         f"{self.place(len(starts) - 1)}: {cells} cells between tabs, expected "
                         f"{len(self.columns)}: {', '.join(self.columns)}"
                     )
-                starts.append(file.tell())
+                starts.append(starts[-1] + len(line))
         self.starts = np.array(starts[:-1], dtype=np.int64)
         if not len(self.starts):
             raise ValueError(f"{path} holds no rows")
@@ -128,21 +130,73 @@ class LineTable:
 # Single texts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Texts:
-    """Labelled texts of one split, read one at a time.
-
-    Attributes:
-        labels: Label of each text, as stored.
-        text: Reads the text of a row.
-        place: Returns the location of a row, for error messages.
-        feature: Feature of the labels in the datasets library; None if labels are class names.
-    """
+class Texts(ABC):
+    """Labelled texts of one split, read one at a time."""
 
     labels: Sequence[Any]
-    text: Callable[[int], str | bytes]
-    place: Callable[[int], str]
+    """Label of each text, as stored."""
     feature: Any = None
+    """Feature of the labels in the datasets library; None if labels are class names."""
+
+    @abstractmethod
+    def text(self, row: int) -> str | bytes:
+        """Read the text of a row."""
+
+    @abstractmethod
+    def place(self, row: int) -> str:
+        """Return the location of a row, for error messages."""
+
+
+class TextFiles(Texts):
+    """One text per file, in one folder per class; other files are ignored."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files: list[Path] = []
+        self.labels: list[str] = []
+        for file in map(Path, walk(str(folder))):
+            class_name, *below = file.relative_to(folder).parts
+            if file.name.endswith(TEXT) and below and class_name != UNLABELLED:
+                self.files.append(file)
+                self.labels.append(class_name)
+
+    def text(self, row: int) -> bytes:
+        return self.files[row].read_bytes()
+
+    def place(self, row: int) -> str:
+        return str(self.files[row])
+
+
+class TextLines(Texts):
+    """One text per line of a table."""
+
+    def __init__(self, path: Path, config: "ByteTextConfig") -> None:
+        self.table = LineTable(path)
+        self.column = config.text_column
+        config.check_columns(str(path), self.table.columns)
+        label = config.label_column
+        self.labels = [row[label].decode(errors="replace") for row in self.table.rows()]
+
+    def text(self, row: int) -> bytes:
+        return self.table.row(row)[self.column]
+
+    def place(self, row: int) -> str:
+        return self.table.place(row)
+
+
+class TextRows(Texts):
+    """One text per row of a dataset of the datasets library."""
+
+    def __init__(self, rows: Any, split: str, config: "ByteTextConfig") -> None:
+        config.check_columns(f"{config.path}, split {split}", tuple(rows.column_names))
+        self.rows, self.split, self.column = rows, split, config.text_column
+        self.labels = rows.select_columns([config.label_column])[:][config.label_column]
+        self.feature = rows.features[config.label_column]
+
+    def text(self, row: int) -> str:
+        return self.rows[row][self.column] or ""
+
+    def place(self, row: int) -> str:
+        return f"row {row} of {self.split}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,15 +257,15 @@ class ByteTextConfig(DataConfig):
                         f"data.path is {self.path!r}, where {len(paths)} tables are of {split}, "
                         f"expected one: {' and '.join(paths[:2])}"
                     )
-            return {role: self._from_table(Path(files[split][0])) for role, split in chosen.items()}
+            return {role: TextLines(Path(files[split][0]), self) for role, split in chosen.items()}
         folders = {name: [str(folder / name)] for name in SPLITS if (folder / name).is_dir()}
         if any(file.endswith(TEXT) for name in folders for file in walk(folders[name][0])):
             chosen = self._choose(folders)
-            return {role: _from_folder(folder / split) for role, split in chosen.items()}
+            return {role: TextFiles(folder / split) for role, split in chosen.items()}
         source = find_source(self.path, None)
         chosen = self._check_test(source.choose(self.train_split, self.test_split))
         opened = source.open(chosen, streaming=False)
-        return {role: self._from_rows(rows, chosen[role]) for role, rows in opened.items()}
+        return {role: TextRows(rows, chosen[role], self) for role, rows in opened.items()}
 
     def _choose(self, files: dict[str, list[str]]) -> Chosen:
         source = DatasetSource(path=self.path, builder="text", files=files, splits=tuple(files))
@@ -236,25 +290,8 @@ class ByteTextConfig(DataConfig):
             )
         return Classes(names, are_text=True)
 
-    def _from_table(self, path: Path) -> Texts:
-        table = LineTable(path)
-        self._check_columns(str(path), table.columns)
-        return Texts(
-            labels=[row[self.label_column].decode(errors="replace") for row in table.rows()],
-            text=lambda row: table.row(row)[self.text_column],
-            place=table.place,
-        )
-
-    def _from_rows(self, rows: Any, split: str) -> Texts:
-        self._check_columns(f"{self.path}, split {split}", tuple(rows.column_names))
-        return Texts(
-            labels=rows.select_columns([self.label_column])[:][self.label_column],
-            text=lambda row: rows[row][self.text_column] or "",
-            place=lambda row: f"row {row} of {split}",
-            feature=rows.features[self.label_column],
-        )
-
-    def _check_columns(self, where: str, columns: tuple[str, ...]) -> None:
+    def check_columns(self, where: str, columns: tuple[str, ...]) -> None:
+        """Raise ValueError if a table lacks the text or label column."""
         for field in ("text_column", "label_column"):
             column = getattr(self, field)
             if column not in columns:
@@ -280,21 +317,6 @@ class ByteTexts(SequenceSet):
         except ValueError as error:
             raise ValueError(f"{self.texts.place(place)}: {error}") from error
         return LabelledSequence(tokens, int(self.labels[place]))
-
-
-def _from_folder(folder: Path) -> Texts:
-    """List one text per file, in one folder per class; other files are ignored."""
-    files, labels = [], []
-    for file in map(Path, walk(str(folder))):
-        class_name, *below = file.relative_to(folder).parts
-        if file.name.endswith(TEXT) and below and class_name != UNLABELLED:
-            files.append(file)
-            labels.append(class_name)
-    return Texts(
-        labels=labels,
-        text=lambda row: files[row].read_bytes(),
-        place=lambda row: str(files[row]),
-    )
 
 
 def _class_indices(texts: Texts, classes: Classes) -> Labels:

@@ -262,20 +262,20 @@ class TextStream(DataSet):
     ) -> Iterator[tuple[StreamedRow, DataState]]:
         """Yield rows, each with the state after it."""
         size = text_length(self.length, self.frame)
-        number, room = state["row"], size
+        number, remaining = state["row"], size
         parts: list[Ids] = []
         failures: list[str] = []
         for ids, position, failed in self._documents(state, seed, epoch):
             failures += failed
             used = position["token"]
             while used < len(ids):
-                parts.append(ids[used : used + room])
-                used, room = used + len(parts[-1]), room - len(parts[-1])
-                if not room:
+                parts.append(ids[used : used + remaining])
+                used, remaining = used + len(parts[-1]), remaining - len(parts[-1])
+                if not remaining:
                     number += 1
                     after = {**position, "row": number, "token": used}
                     yield StreamedRow(tuple(parts), tuple(failures)), after
-                    parts, failures, room = [], [], size
+                    parts, failures, remaining = [], [], size
         if parts:
             after = {**position, "row": number + 1, "token": used}
             yield StreamedRow(tuple(parts), tuple(failures)), after
