@@ -293,6 +293,7 @@ CHECKED = (
     "allocation.py",
     "checkpoint",
     "checks.py",
+    "cli",
     "configs.py",
     "data/arrays.py",
     "data/augment.py",
@@ -313,8 +314,9 @@ CHECKED = (
     "messages.py",
     "models",
     "ops",
+    "recipes",
     "shapes.py",
-    "tasks/teacher.py",
+    "tasks",
     "training/encode.py",
 )
 

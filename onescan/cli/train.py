@@ -156,8 +156,8 @@ def glue(argv: Argv) -> None:
     if ranks.is_first:
         for task in tasks:
             write_report(results[task], out / task / "report.html")
-        learnt = {task: results[task] for task in tasks}
-        outcome = read_glue(learnt, checkpoint=options.checkpoint, recipe=config.recipe)
+        by_task = {task: results[task] for task in tasks}
+        outcome = read_glue(by_task, checkpoint=options.checkpoint, recipe=config.recipe)
         page = write_glue(outcome, out)
         echo(f"{glue_table(outcome)}\nreport: {page}")
 

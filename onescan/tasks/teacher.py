@@ -46,7 +46,7 @@ class Teacher:
     def check(self, format: ImageFormat, class_names: tuple[str, ...]) -> None:
         """Check that the teacher reads the student's images and has the same classes.
 
-        Models of transformers may spell all class names differently from the data. If any name is
+        Models of transformers may name all classes differently from the data. If any name is
         equal, all have to be, in the same order.
 
         Raises:
