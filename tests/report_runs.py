@@ -59,6 +59,7 @@ LDN = model(
     position=AbsolutePositionConfig(),
     depth=3,
     pool="mean",
+    drop_path=0.0,
 )
 
 

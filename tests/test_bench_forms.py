@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from html_page import Page, assert_loads_nothing
+from onescan.report.forms.page import render_forms
 
 from onescan import cli
 from onescan.bench import forms
@@ -22,7 +23,6 @@ from onescan.layers.mixers import (
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.presets import preset
 from onescan.report import write_forms
-from onescan.report.forms.page import render_forms
 
 MODEL = ImageClassifierConfig(
     image_size=(8, 8),

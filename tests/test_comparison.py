@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import statistics
@@ -65,13 +66,6 @@ def with_records(folder, change):
     return folder
 
 
-def with_result(folder, **changes):
-    result = json.loads((folder / "result.json").read_text())
-    del result["checksum"]
-    (folder / "result.json").write_text(to_json(result | changes))
-    return folder
-
-
 def cells(line):
     return re.split(r"\s{2,}", line.strip())
 
@@ -80,12 +74,6 @@ def page_of(runs, folder):
     html = write_comparison(runs, folder / "page" / "compare.html").read_text(encoding="utf-8")
     assert_loads_nothing(html)
     return html
-
-
-def leaders(rows):
-    """The names of rows that lead, by column."""
-    found = {column.head: column.leader(rows) for column in table_columns(rows)}
-    return {head: row.name for head, row in found.items() if row}
 
 
 def test_table_has_mean_and_std_over_seeds(runs):
@@ -187,66 +175,52 @@ def test_page_has_table_and_settings(runs, tmp_path):
         assert str(folder) in page.text
 
 
-def test_recipes_that_differ_only_in_name_have_no_settings(runs, tmp_path):
-    twin = copied(runs[1], tmp_path / "twin", name="twin")
-    assert (
-        "Differing settings. None, except for the name."
-        in Page(page_of([runs[1], twin], tmp_path)).text
-    )
-
-
 @pytest.mark.parametrize(
-    ("changes", "marked"),
+    ("head", "values", "leader"),
     [
-        ({"memory_mib": 632.0}, set()),  # 1% less
-        ({"memory_mib": 600.0}, {"memory"}),
-        ({"waiting_seconds": 0.0}, set()),  # 1% of the training time less
-        ({"seconds": 0.6}, {"examples/s", "training"}),
+        ("memory", ([632.0], [638.0]), None),  # 1% less
+        ("memory", ([600.0], [638.0]), 0),
+        ("memory", ([600.0, 700.0], [720.0, 730.0]), 0),
+        ("memory", ([600.0, 700.0], [680.0, 730.0]), None),  # less than the standard deviation
+        ("memory", ([math.nan], [638.0]), None),
+        ("waiting", ([0.0], [0.01]), None),  # 1% of the training time
+        ("waiting", ([0.0], [0.1]), 0),
+        ("examples/s", ([10.0], [20.0]), 1),
+        ("parameters", ([10.0], [20.0]), None),
+        ("test accuracy", ([0.90, 0.92], [0.93, 0.94]), 1),
+        ("test accuracy", ([0.90, 0.92], [0.91, 0.93]), None),
+        ("test accuracy", ([0.990], [0.991]), 1),  # a tenth fewer errors
+        ("test accuracy", ([0.100], [0.110]), None),  # a hundredth
+        ("test loss", ([1.0], [1.0]), None),
     ],
 )
-def test_only_relevant_differences_are_marked(runs, tmp_path, changes, marked):
-    costs = {"seconds": 1.0, "waiting_seconds": 0.01, "memory_mib": 638.0}
-    for name, values in (("base", costs), ("changed", costs | changes)):
+def test_best_is_marked_if_its_lead_matters(runs, head, values, leader):
+    (column,) = (each for each in table_columns(read_rows(runs)) if each.head == head)
+    assert column.leader(values) == leader
+
+
+def test_training_time_is_marked_only_for_equal_steps(runs, tmp_path):
+    for name, seconds in (("fast", 1.0), ("slow", 60.0)):
+        costs = {"seconds": seconds, "waiting_seconds": 0.0, "memory_mib": 1.0}
         with_records(
             copied(runs[1], tmp_path / name, name=name),
-            lambda line, values=values: line | (values if line["split"] == "train" else {}),
+            lambda line, costs=costs: line | (costs if line["split"] == "train" else {}),
         )
-    folders = [tmp_path / "base", tmp_path / "changed"]
-    assert leaders(read_rows(folders)) == dict.fromkeys(marked, "changed")
-    assert page_of(folders, tmp_path).count('class="best"') == len(marked)
-    with_result(tmp_path / "changed", steps=2 * STEPS)
-    assert "training" not in leaders(read_rows(folders))
-
-
-@pytest.mark.parametrize(
-    ("accuracies", "marked"),
-    [
-        (([0.90, 0.92], [0.93, 0.94]), True),  # stds 0.014 and 0.007
-        (([0.90, 0.92], [0.91, 0.93]), False),
-        (([0.990], [0.991]), True),  # a tenth fewer errors
-        (([0.100], [0.110]), False),  # a hundredth
-        (([0.990], [0.990]), False),
-    ],
-)
-def test_metrics_are_marked_beyond_their_noise(runs, tmp_path, accuracies, marked):
-    folders = []
-    for name, values in zip(("worse", "better"), accuracies, strict=True):
-        for seed, accuracy in enumerate(values):
-            folder = tmp_path / name / f"seed-{seed}"
-            copied(runs[0] / f"seed-{seed}", folder, name=name)
-            metrics = read_result(folder).metrics | {"accuracy": accuracy, "loss": 1.0}
-            with_result(folder, metrics=metrics)
-        folders.append(tmp_path / name)
-    found = leaders(read_rows(folders))
-    assert found.get("test accuracy") == ("better" if marked else None)
-    assert "test loss" not in found
+    slow, fast = tmp_path / "slow", tmp_path / "fast"
+    assert page_of([slow, fast], tmp_path).count('class="best"') == 2  # examples/s and training
+    result = json.loads((slow / "result.json").read_text()) | {"steps": 2 * STEPS}
+    del result["checksum"]
+    (slow / "result.json").write_text(to_json(result))
+    html = page_of([slow, fast], tmp_path)
+    assert html.count('class="best"') == 1
+    assert "Differing settings. None, except for the name." in Page(html).text
 
 
 def test_curves_are_means_and_ranges_over_seeds(runs):
     tiny, wide = read_rows(runs)
     axis = Axis("step", lambda run: np.array([line["step"] for line in run.records], float))
     values = np.stack([run.column("test", "accuracy") for run in tiny.runs])
-    line = comparison.test_curve(tiny, axis, "accuracy")
+    line = comparison.metric_curve(tiny, axis, "accuracy")
     np.testing.assert_allclose(line.x, [4, 8, 12])
     np.testing.assert_allclose(line.y, values.mean(axis=0))
     np.testing.assert_allclose(line.band, [values.min(axis=0), values.max(axis=0)])

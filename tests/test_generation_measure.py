@@ -195,7 +195,7 @@ def test_unconditional_models_are_measured_without_guidance(tmp_path, classifier
 
 
 def test_a_saved_pipeline_has_the_scores_of_its_run(tmp_path, classifier, denoiser, pictures):
-    from onescan.training.pipeline import load_pipeline
+    from onescan.training.sampling import load_pipeline
 
     load_pipeline(denoiser).save_pretrained(tmp_path / "pipe")
     changes = {"samples": 12, "sampler": "ddim", "guidance_scale": (1.0,)}

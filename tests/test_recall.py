@@ -1,4 +1,4 @@
-"""Associative recall: sequences, scores, and recipes from their data to their report."""
+"""Associative recall: what is drawn, what is scored, and a recipe from its data to its report."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from html_page import Page
-from onescan.report.sections.recall import section
+from markupsafe import Markup
 from tiny_run import KilledError, assert_same, raise_at
 from torch import nn
 from torch.nn.functional import one_hot
@@ -17,8 +17,9 @@ from onescan.configs import differences
 from onescan.data import Example, RecallConfig
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.models.causal_lm import CausalLMConfig
-from onescan.recipes.recall import RECALL
+from onescan.recipes.recall import RECIPES as RECALL
 from onescan.report.runs import read_run_group
+from onescan.report.texts import recall
 from onescan.tasks import RecallTaskConfig
 from onescan.training import evaluate, train
 
@@ -42,7 +43,7 @@ TINY = {
 
 
 def solved(tokens):
-    """Answers and distances, from a dictionary of the pairs read so far."""
+    """Answers and distances, from nothing but a dictionary of what was read so far."""
     known, answers, distances = {}, [], []
     for place, token in enumerate(tokens):
         is_query = token in known
@@ -59,7 +60,7 @@ def sequences(split="train", count=60, config=DATA):
 
 
 class Dictionary(nn.Module):
-    """Predicts every answer except for the keys `unknown`, and 0 elsewhere."""
+    """Knows every answer but those at `unknown` of the keys; says 0 at all that is not asked."""
 
     def __init__(self, unknown=(), size=15):
         super().__init__()
@@ -74,7 +75,7 @@ class Dictionary(nn.Module):
 
 
 class Scores(nn.Module):
-    """Predicts the same scores for all batches."""
+    """Says the same of all batches."""
 
     def __init__(self, logits):
         super().__init__()
@@ -85,12 +86,12 @@ class Scores(nn.Module):
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_a_dictionary_solves_every_sequence(split):
+def test_a_dictionary_gives_every_answer(split):
     for sequence in sequences(split):
         assert solved(sequence.tokens) == (sequence.answers, sequence.distances)
 
 
-def test_every_key_is_queried_once_after_all_pairs():
+def test_every_key_is_asked_once_after_all_pairs():
     for place, (tokens, answers, distances) in enumerate(sequences()):
         pairs = DATA.pairs[place % 2]
         keys, values = tokens[: 2 * pairs : 2], tokens[1 : 2 * pairs : 2]
@@ -116,7 +117,7 @@ def test_keys_values_and_places_are_uniform():
         assert counts == pytest.approx(counts.mean(), abs=4 * np.sqrt(counts.mean()))
 
 
-def test_sequences_depend_only_on_seed_split_and_index():
+def test_a_sequence_is_a_function_of_seed_split_and_place():
     forwards = sequences()
     data = DATA.build().train
     assert [data.sequence(place) for place in reversed(range(60))] == forwards[::-1]
@@ -126,71 +127,71 @@ def test_sequences_depend_only_on_seed_split_and_index():
     assert sequences(config=replace(DATA, seed=1)) != forwards
 
 
-def test_a_batch_has_one_row_per_example():
+def test_a_batch_has_a_row_for_each_example():
     tokens, answers, distances = DATA.build().test.read([Example(4), Example(0)]).batch
     for row, place in enumerate((4, 0)):
-        expected = sequences("test")[place]
-        assert (tokens[row].tolist(), answers[row].tolist(), distances[row].tolist()) == expected
+        drawn = sequences("test")[place]
+        assert (tokens[row].tolist(), answers[row].tolist(), distances[row].tolist()) == drawn
     assert tokens.dtype == torch.int64
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "says"),
     [
-        ({"keys": 4}, r"data\.pairs has 5, .* data\.keys, 4"),
-        ({"length": 26}, r"data\.test_pairs has 9, .* data\.length, 26"),
+        ({"keys": 4}, r"data\.pairs has 5, expected at most data\.keys, 4, and a third of data\.l"),
+        ({"length": 26}, r"data\.test_pairs has 9, expected .* a third of data\.length, 26"),
         ({"pairs": ()}, r"data\.pairs is empty"),
-        ({"test_pairs": (3, 0)}, r"data\.test_pairs\[1\] is 0"),
-        ({"values": 0}, r"data\.values is 0"),
+        ({"test_pairs": (3, 0)}, r"data\.test_pairs\[1\] is 0, expected a whole number of at le"),
+        ({"values": 0}, r"data\.values is 0, expected a number above 0"),
     ],
 )
-def test_impossible_sizes_are_rejected(changes, found):
-    with pytest.raises(ValueError, match=found):
+def test_sizes_that_do_not_fit_are_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
         replace(DATA, **changes).build()
 
 
-def recall_task(config=DATA):
+def posed(config=DATA):
     return RecallTaskConfig(evaluation_batch_size=8).build(config.build())
 
 
-def test_the_loss_is_over_queries_only():
-    task = recall_task()
+def test_the_loss_is_of_the_queries_alone():
+    task = posed()
     batch = tokens, answers, _ = task.train.read([Example(i) for i in range(6)]).batch
     model = Scores(torch.randn(*tokens.shape, 15))
     loss, metrics = task.loss(model, batch)
     logits = model.logits
     shares = logits.log_softmax(-1)
-    queried = [shares[b, t, a] for b, row in enumerate(answers) for t, a in enumerate(row) if a]
-    assert loss.item() == pytest.approx(-torch.stack(queried).mean().item())
+    told = [shares[b, t, a] for b, row in enumerate(answers) for t, a in enumerate(row) if a]
+    assert loss.item() == pytest.approx(-torch.stack(told).mean().item())
     loss.backward()
     assert torch.equal(logits.grad.abs().sum(-1) > 0, answers > 0)
     right = (logits.argmax(-1) == answers)[answers > 0].float().mean()
     assert metrics["accuracy"] == right
 
 
-def test_metrics_of_a_perfect_and_a_forgetful_model():
-    perfect = evaluate(Dictionary(), recall_task()).metrics
+def test_who_knows_all_is_right_and_who_forgets_a_key_is_not():
+    perfect = evaluate(Dictionary(), posed()).metrics
     names = ["3_pairs_accuracy", "7_pairs_accuracy", "9_pairs_accuracy"]
     assert [perfect[name] for name in names] == [1, 1, 1]
     assert perfect["accuracy"] == 1
     assert perfect["loss"] < 1e-6
-    forgetful = evaluate(Dictionary(unknown=(2, 5, 7)), recall_task())
+    forgetful = evaluate(Dictionary(unknown=(2, 5, 7)), posed())
     assert forgetful.metrics["9_pairs_accuracy"] == pytest.approx(6 / 9)  # which has all keys
     rows = forgetful.arrays
     assert rows["right"].shape == rows["distances"].shape == (30, DATA.length)
     assert (rows["distances"] > 0).sum(1).tolist() == [3, 7, 9] * 10
-    is_query = rows["distances"] > 0
-    assert forgetful.metrics["accuracy"] == pytest.approx(rows["right"][is_query].float().mean())
-    assert forgetful.metrics["loss"] == pytest.approx(rows["losses"].sum().item() / is_query.sum())
+    asked = rows["distances"] > 0
+    assert forgetful.metrics["accuracy"] == pytest.approx(rows["right"][asked].float().mean())
+    assert forgetful.metrics["loss"] == pytest.approx(rows["losses"].sum().item() / asked.sum())
 
 
-def test_a_vocabulary_that_is_too_small_is_rejected():
-    batch = recall_task().train.read([Example(0)]).batch
-    with pytest.raises(ValueError, match=r"scores 12 tokens, but the data has 15"):
-        recall_task().loss(Scores(torch.zeros(*batch[0].shape, 12)), batch)
+def test_a_vocabulary_that_is_too_small_is_told():
+    batch = posed().train.read([Example(0)]).batch
+    with pytest.raises(ValueError, match=r"scores 12 tokens, but the data has 15: is model\.v"):
+        posed().loss(Scores(torch.zeros(*batch[0].shape, 12)), batch)
 
 
-def test_the_recipes_differ_only_in_their_mixers():
+def test_the_recipes_differ_in_their_mixers_alone():
     first, *others = runs = [recipe() for recipe in RECALL.values()]
     for other in others:
         paths = [path for path, *_ in differences(first, other)]
@@ -204,7 +205,7 @@ def tiny(**changes):
     return configs.replace(RECALL["recall_lion_s"](), TINY | changes)
 
 
-def test_a_run_stopped_within_an_epoch_resumes_exactly(tmp_path):
+def test_a_run_stopped_in_mid_epoch_goes_on_to_the_same_numbers(tmp_path):
     whole = train(tiny(), tmp_path / "whole")
     with pytest.raises(KilledError):
         train(tiny(), tmp_path / "run", progress=raise_at(8, KilledError()))
@@ -212,16 +213,16 @@ def test_a_run_stopped_within_an_epoch_resumes_exactly(tmp_path):
 
 
 @pytest.mark.parametrize("name", RECALL)
-def test_a_recipe_is_trained_and_reported(name, tmp_path, capsys):
-    argv = ["train", name, "--out", str(tmp_path)]
+def test_a_recipe_is_trained_and_told_of(name, tmp_path, capsys):
+    words = ["train", name, "--out", str(tmp_path)]
     for field, value in (TINY | {"training.steps": 3}).items():
         values = [str(part) for part in (value if isinstance(value, tuple) else (value,))]
-        argv += ["--" + field.replace("_", "-"), *values]
-    assert main(argv) == 0
+        words += ["--" + field.replace("_", "-"), *values]
+    assert main(words) == 0
     shown = capsys.readouterr().out
     assert "test 4_pairs_accuracy" in shown
     page = Page((tmp_path / "report.html").read_text())
-    assert "What it recalls" in page.text
+    assert "<h2>Recall</h2>" in (tmp_path / "report.html").read_text()
     assert "reads pairs of a key and a value" in page.text
     assert main(["evaluate", str(tmp_path / "seed-0"), "--workers", "0"]) == 0
     assert "2_pairs_accuracy" in capsys.readouterr().out
@@ -230,8 +231,8 @@ def test_a_recipe_is_trained_and_reported(name, tmp_path, capsys):
 def test_the_grid_has_the_share_of_each_number_of_pairs_and_distance(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(
-        "onescan.report.sections.recall.heat_map",
-        lambda cells, **words: drawn.update(words, cells=cells) or "<img>",
+        "onescan.report.texts.heat_map",
+        lambda cells, **words: drawn.update(words, cells=cells) or Markup("<table>"),
     )
     results = [train(tiny(**{"training.seed": seed}), tmp_path / str(seed)) for seed in (0, 1)]
     queries = {"2": [], "4": []}  # by pairs: how far each query is, and whether it is right
@@ -241,11 +242,11 @@ def test_the_grid_has_the_share_of_each_number_of_pairs_and_distance(tmp_path, m
         for row in arrays["distances"].tolist():
             there = [(distance, distance % (2 + seed) == 1) for distance in row if distance]
             queries[str(len(there))] += there
-    assert "2 seeds" in section(read_run_group(results)).figures[0].caption
-    assert drawn["down"].names == ["2", "4"]
-    assert drawn["along"].names == ["1-3", "4-6", "7-9", "10-12", "13-15", "16-18", "19-21"]
-    for cells, number in zip(drawn["cells"], drawn["down"].names, strict=True):
-        for cell, columns in zip(cells, drawn["along"].names, strict=True):
+    assert "2 seeds" in recall(read_run_group(results)).figures[0].caption
+    assert drawn["rows"].names == ["2", "4"]
+    assert drawn["columns"].names == ["1-3", "4-6", "7-9", "10-12", "13-15", "16-18", "19-21"]
+    for cells, number in zip(drawn["cells"], drawn["rows"].names, strict=True):
+        for cell, columns in zip(cells, drawn["columns"].names, strict=True):
             first, last = map(int, columns.split("-"))
             near = [right for distance, right in queries[number] if first <= distance <= last]
             assert cell == pytest.approx(np.mean(near) if near else np.nan, nan_ok=True)

@@ -25,8 +25,15 @@ from onescan.layers.position import AbsolutePositionConfig
 from onescan.recipes import RECIPES, find_recipe
 from onescan.report import check_report_path, images, mixers, plots, write_report
 from onescan.report.format import large, percent
-from onescan.report.page import COLORS
-from onescan.report.run import SECTIONS, render_page, repeat_command, speed, training
+from onescan.report.page import COLORS, render_html
+from onescan.report.run import (
+    SECTIONS,
+    contents,
+    page_title,
+    repeat_command,
+    speed,
+    training,
+)
 from onescan.report.runs import read_run_group
 from onescan.tasks import Evaluation, ImageClassificationConfig
 from onescan.training import train
@@ -82,6 +89,10 @@ def html_of(folders, tmp_path_factory):
         return rendered[key]
 
     return html_of
+
+
+def render_page(group):
+    return render_html("run.html", **contents(group))
 
 
 def answered(folder, predictions, confidence=0.75):
@@ -193,7 +204,7 @@ def test_results_of_all_seeds(folders, html_of, seeds):
     page = Page(html_of(seeds=seeds))
     rows = [(row[0], row[1]) for row in table(page, "seed")[1:]]
     assert rows == [(str(s), f"{a:.2%}") for s, a in zip(seeds, accuracies, strict=True)]
-    assert f"{statistics.mean(accuracies):.2%}" in page.texts[: page.texts.index("seed")]
+    assert f"<strong>{statistics.mean(accuracies):.2%}" in html_of(seeds=seeds)
     assert ("\u00b1" in page.text) == (len(seeds) > 1)
     if len(seeds) > 1:
         assert f"\u00b1 {statistics.stdev(accuracies):.2%}" in page.text
@@ -231,7 +242,7 @@ def test_perfect_and_useless_models_have_pages(folders, shift, mistakes):
     labels = PatternsConfig().build().test.labels
     result = answered(folders()[0], (labels + shift) % len(HOSTILE))
     html = render_page(read_run_group([result]))
-    assert f"<strong>{percent(1 - shift, 2)}" in html
+    assert f"<strong>{percent(1.0 - shift, 2)}" in html
     assert ("<h3>Correct predictions</h3>" in html) == (not mistakes)
     assert (f"<h3>{mistakes} mistakes</h3>" in html) == bool(mistakes)
 
@@ -276,6 +287,7 @@ def test_captions_match_the_charts(folders):
     (folder,) = folders()
     short = training(read_run_group([folder])).figures[0]
     assert "running mean" not in short.caption
+    assert "opacity: 0.3" not in short.body
     group = recorded(folder)
     run = group.runs[0]
     lines = [line for line in run.records if line["split"] == "train"] * 20
@@ -285,6 +297,7 @@ def test_captions_match_the_charts(folders):
     group = dataclasses.replace(group, runs=(dataclasses.replace(run, records=records),))
     long = training(group).figures[0]
     assert "running mean" in long.caption
+    assert "opacity: 0.3" in long.body
     assert "(log scale)" in long.body
     assert "(log scale)" not in short.body
     smoothing = ImageClassificationConfig(augment=None, label_smoothing=0.1)
@@ -373,10 +386,7 @@ def test_machines_may_differ_between_seeds(folders, tmp_path):
 def test_own_data_are_in_the_title(folders, path, title):
     recipe = find_recipe("cifar10_lightnet")()
     config = configs.replace(recipe, {"data.path": path}) if path else recipe
-    group = with_config(
-        read_run_group(folders()), dataclasses.replace(config, task=ImageClassificationConfig())
-    )
-    assert f"<h1>{title}</h1>" in render_page(group)
+    assert page_title(with_config(read_run_group(folders()), config)) == title
 
 
 @pytest.mark.parametrize(

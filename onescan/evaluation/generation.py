@@ -135,7 +135,7 @@ class GenerationScores:
     @property
     def short_names(self) -> dict[str, str]:
         """Column headings of tables, by field."""
-        others = {"precision": "precision", "recall": "recall", "as_asked": "as asked"}
+        others = {"precision": "precision", "recall": "recall", "as_asked": "class accuracy"}
         if self.is_inception:
             names = {"distance": self.distance_name, "spatial_distance": "sFID"}
             return names | {"class_score": "Inception Score"} | others

@@ -32,8 +32,7 @@ from onescan.shapes import Images, Labels
 from onescan.tasks import ImageGenerationConfig
 from onescan.training.folder import read_manifest
 from onescan.training.loading import is_run
-from onescan.training.pipeline import INDEX, load_pipeline, usual_sampler
-from onescan.training.samples import sample_seed
+from onescan.training.sampling import INDEX, default_sampler, load_pipeline, sample_seed
 
 if TYPE_CHECKING:
     from onescan.integrations.diffusers import DenoiserPipeline
@@ -177,7 +176,7 @@ class DenoiserSource(Source):
     """Relative frequencies of the classes; equal if empty."""
 
     def __init__(self, path: Path, config: SamplesConfig, device: torch.device) -> None:
-        own = usual_sampler(path)
+        own = default_sampler(path)
         self.pipeline = load_pipeline(path, sampler=config.sampler).to(device)
         self.name, self.size = short_name(path), self.pipeline.image_size
         self.class_names = _class_names(self.pipeline)

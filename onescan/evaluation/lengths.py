@@ -37,7 +37,7 @@ from onescan.models.causal_lm import (
 )
 from onescan.models.masked_lm import MaskedLM
 from onescan.shapes import Tokens
-from onescan.tasks.masked_language_modelling import MaskedLanguageModellingConfig
+from onescan.tasks.language_modelling import MaskedLanguageModellingConfig
 from onescan.training.config import Precision, RunConfig
 from onescan.training.distributed import Ranks, choose_device
 from onescan.training.folder import read_manifest

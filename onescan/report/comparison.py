@@ -23,6 +23,7 @@ from onescan.report.format import (
     metric_name,
     metric_value,
     percent,
+    plain_table,
     plural,
 )
 from onescan.report.page import Figure, Section, check_report_path, fragment, render
@@ -37,7 +38,7 @@ from onescan.report.plots import (
     thinned,
 )
 from onescan.report.runs import Column as Values
-from onescan.report.runs import FinishedRun, SeedValues, config_differences, read_run
+from onescan.report.runs import FinishedRun, MeanStd, config_differences, read_run
 from onescan.training.config import RunConfig
 from onescan.training.folder import MACHINE
 from onescan.training.loading import load
@@ -112,14 +113,8 @@ def comparison_table(runs: Sequence[Path]) -> str:
     cells += [
         [row.name, str(len(row.runs)), *(column.format(row) for column in columns)] for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            [name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(line, widths[1:], strict=True))]
-        )
-        for name, *line in cells
-    ]
-    return "\n".join(filter(None, [*lines, data_warning([row.config for row in rows])]))
+    warning = data_warning([row.config for row in rows])
+    return "\n".join(filter(None, [plain_table(cells), warning]))
 
 
 def write_comparison(runs: Sequence[Path], path: Path) -> Path:
@@ -349,23 +344,27 @@ class Column(NamedTuple):
 
     def format(self, row: Row) -> str:
         """Format the mean over seeds, and the standard deviation of metrics."""
-        number = SeedValues(tuple(self.values(row)))
+        number = MeanStd(tuple(self.values(row)))
         if not self.is_metric or number.std is None:
             return self.text(number.mean)
         return f"{self.text(number.mean)} \u00b1 {self.text(number.std)}"
 
-    def leader(self, rows: Sequence[Row]) -> Row | None:
-        """Return the best row, unless its lead is within the noise or too small to matter."""
-        numbers = [(SeedValues(tuple(self.values(row))), row) for row in rows]
-        known = [each for each in numbers if not math.isnan(each[0].mean)]
-        known.sort(key=lambda each: each[0].mean, reverse=self.better == "higher")
+    def leader(self, values: Sequence[Sequence[float]]) -> int | None:
+        """Return the index of the best row, unless its lead is noise or too small to matter.
+
+        Args:
+            values: Numbers of the runs, for each row.
+        """
+        numbers = [MeanStd(tuple(each)) for each in values]
+        known = [i for i, number in enumerate(numbers) if not math.isnan(number.mean)]
+        known.sort(key=lambda i: numbers[i].mean, reverse=self.better == "higher")
         if self.better is None or len(known) <= 1:
             return None
-        (first, row), (second, _), *_ = known
+        first, second = numbers[known[0]], numbers[known[1]]
         noise = max(first.std or 0.0, second.std or 0.0)
         is_replicated = first.std is not None and second.std is not None
         least = noise if self.is_metric and is_replicated else max(noise, self.least(second.mean))
-        return row if abs(first.mean - second.mean) > least else None
+        return known[0] if abs(first.mean - second.mean) > least else None
 
 
 def table_columns(rows: Sequence[Row]) -> list[Column]:
@@ -408,12 +407,12 @@ def _metric_column(name: str) -> Column:
 def _marked_table(rows: Sequence[Row]) -> list[list[str]]:
     """Return the cells of the page's table, with the best of each column marked."""
     columns = table_columns(rows)
-    leaders = [column.leader(rows) for column in columns]
+    leaders = [column.leader([column.values(row) for row in rows]) for column in columns]
     table = [["", "seeds", *(column.head for column in columns)]]
     for row in rows:
         seeds = f"{len(row.runs)} ({', '.join(str(run.seed) for run in row.runs)})"
         cells = [
-            Markup('<b class="best">{}</b>').format(text) if leader is row else text
+            Markup('<b class="best">{}</b>').format(text) if leader == row.index else text
             for leader, text in zip(leaders, (each.format(row) for each in columns), strict=True)
         ]
         table.append([row.badge + row.name, seeds, *cells])
@@ -481,7 +480,7 @@ def _figures(rows: Sequence[Row], axis: Axis) -> list[Figure]:
         is_share = name.endswith(ACCURACY)
         title = f"test {metric_name(name)}"
         chart = line_chart(
-            [test_curve(row, axis, name) for row in rows],
+            [metric_curve(row, axis, name) for row in rows],
             x=axis.label,
             y=title,
             scale="share" if is_share else "log",
@@ -502,7 +501,7 @@ def _figures(rows: Sequence[Row], axis: Axis) -> list[Figure]:
     return [*figures, Figure("Training loss", chart, caption)]
 
 
-def test_curve(row: Row, axis: Axis, name: str) -> Line:
+def metric_curve(row: Row, axis: Axis, name: str) -> Line:
     """Return a metric at each evaluation."""
     curves = [(_positions(axis, run, "test"), run.column("test", name)) for run in row.runs]
     return _over_seeds(row, curves, lambda value: metric_value(name, value))

@@ -1,6 +1,7 @@
 """Format numbers, durations and names for tables, captions and axes."""
 
 import math
+from collections.abc import Sequence
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 ARROW = "\N{RIGHTWARDS ARROW}"
@@ -111,3 +112,23 @@ def significant(number: float) -> str:
     ('0.001', '20')
     """
     return f"{number:g}" if math.isfinite(number) else ""
+
+
+def plain_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Align the cells of a table in columns of text.
+
+    Args:
+        rows: Equally many cells each.
+        left: Number of columns that are aligned to the left; the others are to the right.
+
+    >>> print(plain_table([["run", "loss"], ["a", "0.1"]]))
+    run  loss
+    a     0.1
+    """
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        names = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
+        numbers = zip(row[left:], widths[left:], strict=True)
+        lines.append("  ".join([*names, *(cell.rjust(width) for cell, width in numbers)]).rstrip())
+    return "\n".join(lines)

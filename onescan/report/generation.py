@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from markupsafe import Markup
 
 from onescan.data.image_grid import image_grid
 from onescan.data.images import unit_pixels
-from onescan.report.format import percent, plural, significant
+from onescan.report.format import percent, plain_table, plural, significant
+from onescan.report.images import class_accuracy, confusion_figure
 from onescan.report.page import Card, Figure, Section, check_report_path, fragment, render
 from onescan.report.plots import (
     Line,
     Picture,
-    cell_classes,
-    dot_chart,
     line_chart,
     percent_tick,
     picture,
@@ -31,14 +29,10 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 SHARES = ("precision", "recall", "as_asked")
-CLASS_ACCURACY = "class accuracy"
 MAX_OTHERS = 30  # images shown of guidance scales other than the best
 MAX_OF_CLASS = 10
 MAX_COLUMNS = 10  # of images
 LONGEST_SIDE = 1280  # pixels of a grid of images
-DENSE = 14  # classes beyond which the confusion matrix is set smaller
-SHORT_NAME = 4  # letters that fit above a column of the confusion matrix
-MAX_BARS, ENDS = 30, 15  # with more classes, show only both ends
 
 LEAD = (
     "Generated images compared with real ones: how similar the two sets are in the features of a "
@@ -61,16 +55,9 @@ SINGULAR = (
 
 def generation_table(scores: "GenerationScores") -> str:
     """Format the scores at every guidance scale as a plain-text table."""
-    names = column_names(scores)
-    widths = {field: max(len(name) + 2, 11) for field, name in names.items()}
-    lines = [
-        f"{scores.distance_name}, {plural(scores.samples, 'image')}",
-        f"{'guidance':<10}" + "".join(f"{name:>{widths[f]}}" for f, name in names.items()),
-    ]
-    for score in scores.scores:
-        cells = [f"{format_score(score, field):>{widths[field]}}" for field in names]
-        lines.append(f"{_guidance(score):<10}" + "".join(cells))
-    return "\n".join([*lines, SINGULAR] if scores.is_singular else lines)
+    title = f"{scores.distance_name}, {plural(scores.samples, 'image')}"
+    table = plain_table(table_rows(scores))
+    return "\n".join([title, table, *[SINGULAR] * scores.is_singular])
 
 
 def write_generation(scores: "GenerationScores", out: Path) -> Path:
@@ -118,10 +105,9 @@ def best_score(scores: "GenerationScores") -> "GenerationScore":
 
 def column_names(scores: "GenerationScores") -> dict[str, str]:
     """Return the titles of columns by field, without fields that were not measured."""
-    names = scores.short_names | {"as_asked": CLASS_ACCURACY}
     return {
         field: name
-        for field, name in names.items()
+        for field, name in scores.short_names.items()
         if any(getattr(score, field) is not None for score in scores.scores)
     }
 
@@ -147,9 +133,10 @@ def _at(score: "GenerationScore") -> str:
 
 
 def table_rows(scores: "GenerationScores") -> list[list[str]]:
-    """Return the scores at every guidance scale, and those of the real images last, if any."""
+    """Return titles, the scores at every guidance scale, and those of the real images, if any."""
     fields = column_names(scores)
-    rows = [
+    rows = [["guidance", *fields.values()]]
+    rows += [
         [_guidance(score), *(format_score(score, field) for field in fields)]
         for score in scores.scores
     ]
@@ -172,7 +159,7 @@ def _cards(scores: "GenerationScores") -> Iterator[Card]:
         yield Card(percent(score.recall), "recall", "share of real images that are covered")
     if score.as_asked is not None:
         note = "share of images classified as the requested class"
-        yield Card(percent(score.as_asked), CLASS_ACCURACY, note)
+        yield Card(percent(score.as_asked), names["as_asked"], note)
     elif score.class_score is not None:
         name, spread = names["class_score"], f"{score.class_score_spread:.2f}"
         yield Card(f"{score.class_score:.2f}", name, "over ten parts of the images", spread)
@@ -195,12 +182,11 @@ def _facts(scores: "GenerationScores") -> Iterator[tuple[str, str]]:
 
 
 def _numbers(scores: "GenerationScores") -> Section:
-    columns = column_names(scores)
-    rows = table_rows(scores)
+    columns, rows = column_names(scores), table_rows(scores)
     if len(scores.scores) > 1:
-        best = scores.scores.index(best_score(scores))
+        best = 1 + scores.scores.index(best_score(scores))
         rows[best] = [Markup('<b class="best">{}</b>').format(cell) for cell in rows[best]]
-    table = fragment("table", [["guidance", *columns.values()], *rows], "numbers lined")
+    table = fragment("table", rows, "numbers lined")
     names = {
         field: name if scores.is_inception else name.capitalize()
         for field, name in scores.short_names.items()
@@ -212,8 +198,8 @@ def _numbers(scores: "GenerationScores") -> Section:
         "the location in an image.",
         "class_score": f"{names['class_score']}: high if each image is clearly of one class and "
         "all classes appear; \N{PLUS-MINUS SIGN} is its standard deviation over ten parts.",
-        "as_asked": f"{CLASS_ACCURACY.capitalize()}: share of images that the classifier assigns "
-        "to the requested class; for real images, to their own class.",
+        "as_asked": f"{names['as_asked'].capitalize()}: share of images that the classifier "
+        "assigns to the requested class; for real images, to their own class.",
     }
     caption = " ".join(sentence for field, sentence in sentences.items() if field in columns)
     lead = f"{INCEPTION if scores.is_inception else OWN} {SINGULAR * scores.is_singular}".strip()
@@ -247,8 +233,8 @@ def _curves(scores: "GenerationScores") -> list[Section]:
         )
     if _values(scores, "as_asked"):
         caption = "Share of images that the classifier assigns to the requested class."
-        chart = _curve(scores, ["as_asked"], CLASS_ACCURACY)
-        figures.append(Figure(CLASS_ACCURACY.capitalize(), chart, caption))
+        chart = _curve(scores, ["as_asked"], names["as_asked"])
+        figures.append(Figure(names["as_asked"].capitalize(), chart, caption))
     elif _values(scores, "class_score"):
         name = names["class_score"]
         caption = "Band: standard deviation over ten parts of the images."
@@ -351,56 +337,14 @@ def _classes(scores: "GenerationScores") -> list[Section]:
     if not score.asked:
         return []
     requested = np.array(score.asked)
-    accuracy = np.array(score.right) / np.maximum(requested, 1)
-    known = np.flatnonzero(requested)
-    order = known[np.argsort(accuracy[known], kind="stable")]
-    charts = [("Accuracy by class", order, "The lowest is at the top.")]
-    if len(order) > MAX_BARS:
-        charts = [
-            ("Lowest accuracies", order[:ENDS], f"The {ENDS} classes with the lowest accuracy."),
-            ("Highest accuracies", order[::-1][:ENDS], f"The {ENDS} with the highest."),
-        ]
-    figures = [
-        Figure(
-            title,
-            dot_chart([names[i] for i in classes], accuracy[None, classes], x=CLASS_ACCURACY),
-            f"Share of each class's images that are classified as that class. {which}",
-        )
-        for title, classes, which in charts
-    ]
+    accuracies = np.where(requested > 0, np.array(score.right) / np.maximum(requested, 1), np.nan)
+    figures = class_accuracy(accuracies[None], names)
     if score.confusion:
-        figures.append(_confusion(names, np.array(score.confusion)))
+        over = plural(scores.samples, "image")
+        counts = np.array(score.confusion)
+        figures.insert(0, confusion_figure(counts, names, over, rows="requested"))
     real = scores.real.as_labelled
     lead = f"Classes predicted by {scores.features} for the images{_at(score)}."
     if real is not None:
         lead += f" It classifies {percent(real)} of real images correctly."
     return [Section("Requested and predicted classes", figures, lead)]
-
-
-def _confusion(names: Sequence[str], counts: Int[np.ndarray, "requested predicted"]) -> Figure:
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    cells = [
-        [
-            (_percent(share), float(share), cell_classes(float(share), warm=row != column))
-            for column, share in enumerate(row_shares)
-        ]
-        for row, row_shares in enumerate(shares)
-    ]
-    kind = "upright " * (max(map(len, names)) > SHORT_NAME) + "dense" * (len(names) > DENSE)
-    table = fragment("cells", cells, names, names, "requested \\ predicted", kind=kind)
-    caption = (
-        "Rows: requested class; columns: predicted class, in percent of the row. Blue cells are "
-        "correct; darker orange cells are more frequent confusions."
-    )
-    return Figure("Confusion matrix", table, caption, columns=2 if len(names) <= DENSE else 3)
-
-
-def _percent(share: float) -> str:
-    """Format a share in whole percents; only 0 becomes 0, and only 1 becomes 100.
-
-    >>> _percent(0.0), _percent(0.004), _percent(0.996), _percent(1.0)
-    ('0', '<1', '99', '100')
-    """
-    if 0 < share < 0.005:  # noqa: PLR2004 - would be rounded to 0
-        return "<1"
-    return str(min(round(100 * share), 99) if share < 1 else 100)

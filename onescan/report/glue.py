@@ -11,10 +11,10 @@ from markupsafe import Markup
 
 from onescan.data.glue import PROBLEMS, GlueTask
 from onescan.recipes.glue import GLUE
-from onescan.report.format import duration, metric_name, plural
+from onescan.report.format import duration, metric_name, plain_table, plural
 from onescan.report.page import Card, Figure, Section, check_report_path, fragment, render
 from onescan.report.plots import Line, dot_chart, line_chart, series
-from onescan.report.runs import Column, FinishedRun, SeedValues, check_seeds, read_run
+from onescan.report.runs import Column, FinishedRun, MeanStd, check_seeds, read_run
 from onescan.tasks.glue import LOSS, glue_score
 from onescan.training.config import RunResult
 from onescan.training.folder import write_json
@@ -42,20 +42,20 @@ class GlueOutcome:
         """Seeds, in the order of all values."""
         return [run.seed for run in next(iter(self.runs.values()))]
 
-    def metrics(self, task: GlueTask) -> dict[str, SeedValues]:
+    def metrics(self, task: GlueTask) -> dict[str, MeanStd]:
         """Return a task's metrics, without the loss."""
         results = [run.result.metrics for run in self.runs[task]]
         names = [name for name in results[0] if name != LOSS]
-        return {name: SeedValues(tuple(each[name] for each in results)) for name in names}
+        return {name: MeanStd(tuple(each[name] for each in results)) for name in names}
 
-    def score(self, task: GlueTask) -> SeedValues:
+    def score(self, task: GlueTask) -> MeanStd:
         """Return the mean of a task's metrics."""
-        return SeedValues(tuple(glue_score(run.result.metrics) for run in self.runs[task]))
+        return MeanStd(tuple(glue_score(run.result.metrics) for run in self.runs[task]))
 
-    def average(self) -> SeedValues:
+    def average(self) -> MeanStd:
         """Return the mean of all tasks' scores, for each seed."""
         scores = (self.score(task).values for task in self.runs)
-        return SeedValues(tuple(map(statistics.mean, zip(*scores, strict=True))))
+        return MeanStd(tuple(map(statistics.mean, zip(*scores, strict=True))))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers as JSON types."""
@@ -73,7 +73,7 @@ class GlueOutcome:
         }
 
 
-def _to_dict(number: SeedValues) -> dict[str, Any]:
+def _to_dict(number: MeanStd) -> dict[str, Any]:
     return {"mean": number.mean, "spread": number.std, "values": list(number.values)}
 
 
@@ -98,13 +98,7 @@ def read_glue(
 
 def glue_table(outcome: GlueOutcome) -> str:
     """Format every task's metrics and score, and their average, as plain text."""
-    rows = [HEADS, *table_rows(outcome)]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = []
-    for title, metric, value, score in rows:
-        names = [title.ljust(widths[0]), metric.ljust(widths[1])]
-        lines.append("  ".join([*names, value.rjust(widths[2]), score.rjust(widths[3])]).rstrip())
-    return "\n".join(lines)
+    return plain_table([HEADS, *table_rows(outcome)], left=2)
 
 
 def table_rows(outcome: GlueOutcome) -> list[tuple[str, str, str, str]]:

@@ -125,11 +125,22 @@ def confusion(group: RunGroup) -> Section:
     )
     assert isinstance(counts, np.ndarray)
     over = f"{plural(len(group.runs), 'seed')} {TIMES} {plural(len(labels), 'test image')}"
-    figure = _matrix if len(names) <= MATRIX_CLASSES else _pairs
-    return Section("Confusions", [figure(counts, names, over), *class_accuracy(group)])
+    figure = confusion_figure if len(names) <= MATRIX_CLASSES else _pairs
+    by_class = class_accuracy(accuracy_by_class(group), names)
+    return Section("Confusions", [figure(counts, names, over), *by_class])
 
 
-def _matrix(counts: Int[np.ndarray, "C C"], names: tuple[str, ...], over: str) -> Figure:
+def confusion_figure(
+    counts: Int[np.ndarray, "C C"], names: tuple[str, ...], over: str, rows: str = "true"
+) -> Figure:
+    """A confusion matrix.
+
+    Args:
+        counts: Of true and predicted classes.
+        names: Of the classes.
+        over: What is counted.
+        rows: What the classes of the rows are.
+    """
     mistakes = counts - np.diag(counts.diagonal())
     levels = np.where(mistakes > 0, 0.2 + 0.8 * mistakes / max(mistakes.max(), 1), 0)
     np.fill_diagonal(levels, 0.18)
@@ -144,8 +155,8 @@ def _matrix(counts: Int[np.ndarray, "C C"], names: tuple[str, ...], over: str) -
     kind += "dense" * (len(names) > NARROW_CLASSES)
     return Figure(
         "Confusion matrix",
-        fragment("cells", cells, names, names, "true \\ predicted", kind=kind),
-        f"Rows are true classes, columns are predictions ({over}). Blue cells are correct; "
+        fragment("cells", cells, names, names, f"{rows} \\ predicted", kind=kind),
+        f"Rows are {rows} classes, columns are predictions ({over}). Blue cells are correct; "
         "darker orange cells are more frequent mistakes.",
         columns=2 if len(names) <= NARROW_CLASSES else 3,
     )
@@ -168,21 +179,20 @@ def _pairs(counts: Int[np.ndarray, "C C"], names: tuple[str, ...], over: str) ->
     )
 
 
-def class_accuracy(group: RunGroup) -> list[Figure]:
+def class_accuracy(accuracies: Accuracies, names: tuple[str, ...]) -> list[Figure]:
     """Accuracy of each class, lowest first; of many classes the hardest and easiest."""
-    accuracies = accuracy_by_class(group)
     known = np.flatnonzero(np.isfinite(accuracies[0]))
     order = known[np.argsort(accuracies.mean(axis=0)[known], kind="stable")]
     if len(order) <= MATRIX_CLASSES:
         which = "Accuracy of each class, hardest first"
-        return [_class_dots(group, accuracies, order, "Accuracy by class", which)]
+        return [_class_dots(accuracies, names, order, "Accuracy by class", which)]
     hardest, easiest = order[:ENDS], order[::-1][:ENDS]
     lowest = f"The {ENDS} classes of the lowest accuracy, lowest first"
     highest = f"The {ENDS} classes of the highest accuracy, highest first"
     return [
         _sorted_accuracy(accuracies.mean(axis=0)[order]),
-        _class_dots(group, accuracies, hardest, "Hardest classes", lowest),
-        _class_dots(group, accuracies, easiest, "Easiest classes", highest),
+        _class_dots(accuracies, names, hardest, "Hardest classes", lowest),
+        _class_dots(accuracies, names, easiest, "Easiest classes", highest),
     ]
 
 
@@ -196,12 +206,15 @@ def accuracy_by_class(group: RunGroup) -> Accuracies:
 
 
 def _class_dots(
-    group: RunGroup, accuracies: Accuracies, order: Int[np.ndarray, " n"], title: str, which: str
+    accuracies: Accuracies,
+    names: tuple[str, ...],
+    order: Int[np.ndarray, " n"],
+    title: str,
+    which: str,
 ) -> Figure:
-    dots = "small dots: single seeds; large: their mean" if len(accuracies) > 1 else "one seed"
-    names = [group.class_names[i] for i in order]
-    chart = dot_chart(names, accuracies[:, order], x="accuracy")
-    return Figure(title, chart, f"{which} ({dots}). The axis need not start at 0%.")
+    dots = " (small dots: single seeds; large: their mean)" * (len(accuracies) > 1)
+    chart = dot_chart([names[i] for i in order], accuracies[:, order], x="accuracy")
+    return Figure(title, chart, f"{which}{dots}. The axis need not start at 0%.")
 
 
 def _sorted_accuracy(mean: Float[np.ndarray, " n"]) -> Figure:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from markupsafe import Markup
 
-from onescan.report.format import metric_value, percent, plural
+from onescan.report.format import metric_value, percent, plain_table, plural
 from onescan.report.page import Card, Figure, Section, fragment, render
 from onescan.report.plots import Line, Scale, line_chart, series
 
@@ -26,12 +26,12 @@ METRICS = ("loss", "perplexity", "accuracy")
 
 def lengths_table(scores: "LengthScores") -> str:
     """Format the metrics at every length as a plain-text table."""
-    lines = [f"{'length':>8}" + "".join(f"{name:>12}" for name in METRICS)]
+    rows = [["length", *METRICS, ""]]
     for score in scores.scores:
-        cells = "".join(f"{getattr(score, name):>12.4f}" for name in METRICS)
-        mark = "  as in training" * (score.length == scores.trained_length)
-        lines.append(f"{score.length:>8}{cells}{mark}")
-    return "\n".join(lines)
+        cells = [f"{getattr(score, name):.4f}" for name in METRICS]
+        mark = "as in training" if score.length == scores.trained_length else ""
+        rows.append([str(score.length), *cells, mark])
+    return plain_table(rows, left=0)
 
 
 def write_lengths(scores: "LengthScores", path: Path) -> Path:

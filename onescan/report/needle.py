@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onescan.report.format import percent, plural
+from onescan.report.format import percent, plain_table, plural
 from onescan.report.page import Card, Figure, Section, render
 from onescan.report.plots import Axis, heat_map
 
@@ -31,15 +31,13 @@ FULL_COLOR = 1.0  # nats; in grids of smaller gains, all cells stay pale
 
 def needle_table(grid: "NeedleGrid") -> str:
     """Format the share of needles found and the gain as plain text, one line for each depth."""
-    lines = ["depth" + "".join(f"{length:>18,}" for length in grid.lengths)]
+    rows = [["depth", *(f"{length:,}" for length in grid.lengths)]]
     for depth, shares, gains in zip(
         sorted(grid.asked.depths), grid.accuracy(), grid.gain(), strict=True
     ):
-        cells = (
-            f"{percent(share, 0)}, {gain:+.2f}" for share, gain in zip(shares, gains, strict=True)
-        )
-        lines.append(f"{depth:>5.0%}" + "".join(f"{cell:>18}" for cell in cells))
-    return "\n".join(lines)
+        cells = zip(shares, gains, strict=True)
+        rows.append([f"{depth:.0%}", *(f"{percent(x, 0)}, {gain:+.2f}" for x, gain in cells)])
+    return plain_table(rows, left=0)
 
 
 def write_needles(grid: "NeedleGrid", path: Path) -> Path:

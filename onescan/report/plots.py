@@ -231,6 +231,7 @@ def _scale_x(axes: Axes, lines: Sequence[Line], mark_x: int | float | None, *, l
         return " (log scale)"
     first, last = min(line.x[0] for line in lines), max(line.x[-1] for line in lines)
     axes.set_xlim(min(first, 0), last or 1)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     return ""
 
 

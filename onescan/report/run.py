@@ -31,7 +31,7 @@ from onescan.report.format import (
     plural,
     significant,
 )
-from onescan.report.page import Card, Figure, Section, check_report_path, render, render_html
+from onescan.report.page import Card, Figure, Section, check_report_path, render
 from onescan.report.plots import (
     BLUE,
     SMALLEST,
@@ -47,8 +47,8 @@ from onescan.report.plots import (
 from onescan.report.runs import (
     Column,
     FinishedRun,
+    MeanStd,
     RunGroup,
-    SeedValues,
     config_differences,
     read_run_group,
 )
@@ -89,11 +89,6 @@ def write_report(runs: Sequence[Path | RunResult], path: Path) -> Path:
     return render("run.html", path, **contents(read_run_group(runs)))
 
 
-def render_page(group: RunGroup) -> str:
-    """Render the page as HTML, without writing it."""
-    return render_html("run.html", **contents(group))
-
-
 def contents(group: RunGroup) -> dict[str, Any]:
     """Collect what the template shows.
 
@@ -106,7 +101,7 @@ def contents(group: RunGroup) -> dict[str, Any]:
         raise ValueError(f"there is no report for task {task.__name__}; there are: {known}")
     return {
         "kind": "training report",
-        "title": _title(group),
+        "title": page_title(group),
         "lead": _lead(group),
         "cards": _cards(group),
         "seeds": _seeds(group),
@@ -119,8 +114,8 @@ def contents(group: RunGroup) -> dict[str, Any]:
 # Summary
 
 
-def _title(group: RunGroup) -> str:
-    """The recipe, and the data if the user chose their own."""
+def page_title(group: RunGroup) -> str:
+    """Return the name of the recipe, and of the data if the user chose their own."""
     name, base = group.config.name, group.config.name.partition("/")[0]
     path = getattr(group.config.data, "path", None)
     if not path or base not in RECIPES or path == getattr(find_recipe(base)().data, "path", None):
@@ -140,8 +135,7 @@ def _lead(group: RunGroup) -> str:
     }
     kind = kinds.get(type(model), "This model")
     if isinstance(group.config.task, RecallTaskConfig):
-        kind = "This model reads pairs of a key and a value, and then recalls the value of each key"
-        kind += " that it is asked for. It"
+        kind = "This model reads pairs of a key and a value, and then recalls values by key. It"
     classes = f" of {plural(len(group.class_names), 'class')}" * bool(group.class_names)
     held_out = len(task.test)
     if isinstance(group.config.task, ImageClassificationConfig):
@@ -171,7 +165,7 @@ def _lead(group: RunGroup) -> str:
 def _cards(group: RunGroup) -> list[Card]:
     """The main metric, parameters, time and speed."""
     seeds, name = len(group.runs), next(iter(group.runs[0].result.metrics))
-    score = SeedValues(tuple(group.metric(name)))
+    score = MeanStd(tuple(group.metric(name)))
     parameters = sum(parameter.numel() for parameter in group.model.parameters())
     device = group.runs[0].manifest.environments[0].device
     return [

@@ -126,7 +126,7 @@ def recall(group: RunGroup) -> Section:
         rows=Axis("pairs", [str(count) for count in counts]),
         columns=Axis("tokens from pair to query", names),
         format=lambda share: percent(share, 0),
-        high=1,
+        high=1.0,
     )
     caption = (
         f"Share of correct answers by the number of pairs in the sequence and by the distance from "

@@ -221,8 +221,8 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> Frechet:
     root = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
     product = root @ b.covariance @ root
     shared = torch.linalg.eigvalsh((product + product.T) / 2).clamp(min=0).sqrt().sum()
-    apart = (a.mean - b.mean).square().sum()
-    distance = apart + a.covariance.trace() + b.covariance.trace() - 2 * shared
+    difference = (a.mean - b.mean).square().sum()
+    distance = difference + a.covariance.trace() + b.covariance.trace() - 2 * shared
     counts = [each.samples for each in (a, b) if each.samples is not None]
     return Frechet(max(distance.item(), 0.0), any(count <= len(a.mean) for count in counts))
 
