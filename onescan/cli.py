@@ -21,7 +21,6 @@ from onescan.messages import printable, unknown_choice
 if TYPE_CHECKING:
     import torch
 
-    from onescan.bench.contest.outcome import Results
     from onescan.data.glue import GlueTask
     from onescan.data.text import Tokenizer
     from onescan.models.size import Size
@@ -617,85 +616,6 @@ def encode(argv: Argv) -> None:
     _print(f"as latents of {form.channels} x {form.height} x {form.width}")
 
 
-def bench(argv: Argv) -> None:
-    """Benchmark time and memory against other implementations, or between forms."""
-    from onescan.bench.contests import CONTESTS
-
-    if not argv or argv[0] in HELP:
-        _print("usage: onescan bench BENCHMARK [OPTIONS]; bench BENCHMARK --help shows options\n")
-        _print(f"  {'forms':<10}forms of one model's mixer over image sizes")
-        _print("\n".join(f"  {name:<10}{contest.summary}" for name, contest in CONTESTS.items()))
-        return
-    if argv[0] not in ("forms", *CONTESTS):
-        raise unknown_choice("benchmark", argv[0], ["forms", *CONTESTS])
-    if argv[0] == "forms":
-        _bench_forms(argv[1:])
-    else:
-        _bench_contest(argv[0], argv[1:])
-
-
-def _bench_forms(argv: Argv) -> None:
-    from onescan.bench.forms import FormsConfig, measure_forms
-    from onescan.models.presets import preset
-    from onescan.report import check_report_path, write_forms
-
-    @dataclass(frozen=True, kw_only=True)
-    class Options:
-        preset: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET")]
-        """Model with several forms, such as lion_d_base; see onescan models."""
-        forms: Annotated[FormsConfig, tyro.conf.arg(name="")]
-        out: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-        """Folder for the results and the report; by default bench/PRESET."""
-
-    options = _parse(Options, "bench forms", argv)
-    model = preset(options.preset)
-    out = _bench_folder(str(Path("bench", options.preset)) if options.out is None else options.out)
-    check_report_path(out / "report.html")
-    costs = measure_forms(options.preset, model, options.forms, out, progress=True)
-    for left in costs.left_out:
-        _print(f"skipped {left.variant.name} at {left.size} pixels and above: {left.why}")
-    _print(f"report: {write_forms(costs, out / 'report.html')}")
-
-
-def _bench_folder(out: str) -> Path:
-    if not out:
-        raise ValueError("out is empty, expected a folder for the results")
-    return Path(out)
-
-
-def _bench_contest(name: str, argv: Argv) -> None:
-    from onescan.bench.contests import CONTESTS
-
-    contest, folder = CONTESTS[name], Path("bench", name)
-    where = tyro.conf.arg(
-        metavar="PATH", help=f"Folder for the results and the report; by default {folder}."
-    )
-    fields: list[Any] = [
-        ("asked", Annotated[contest.options, tyro.conf.arg(name="")]),
-        ("out", Annotated[str, where], str(folder)),
-    ]
-    kind = dataclasses.make_dataclass("Options", fields, frozen=True, kw_only=True)
-    options: Any = _parse(kind, f"bench {name}", argv, about=contest.summary)
-    from onescan.bench.contest.run import run_contest
-    from onescan.report import check_report_path, contest_table, write_contest
-    from onescan.report.contest.figures import absent
-
-    out = _bench_folder(options.out)
-    page = out / "report.html"
-    check_report_path(page)
-
-    def write(results: "Results") -> None:
-        if results.has_outcomes:
-            write_contest(results, contest, page)
-
-    results = run_contest(name, options.asked, out, progress=True, after=write)
-    if not results.has_outcomes:
-        first = absent(results, contest)[0]
-        raise ValueError(f"no measurement succeeded, see {out / name}.json: {first}; ...")
-    _print(contest_table(results, contest))
-    _print(f"report: {write_contest(results, contest, page)}")
-
-
 def models(argv: Argv) -> None:
     """List the presets with their parameters and GMACs, computed and as published."""
 
@@ -758,7 +678,6 @@ COMMANDS: dict[str, Callable[[Argv], None]] = {
     "needle": needle,
     "tokenizer": tokenizer,
     "encode": encode,
-    "bench": bench,
     "models": models,
     "recipes": recipes,
     "show": show,
@@ -780,7 +699,7 @@ def _overview() -> str:
 def _interrupted(argv: Argv) -> int:
     resumes = (
         "; run the same command again to resume"
-        if argv[0] in ("train", "glue", "needle", "encode", "bench")
+        if argv[0] in ("train", "glue", "needle", "encode")
         or any(argument.startswith("--samples") for argument in argv)
         else ""
     )
@@ -806,12 +725,11 @@ def _parse(
     command: str,
     argv: Argv,
     default: OptionsT | None = None,
-    about: str | None = None,
 ) -> OptionsT:
     return tyro.cli(
         options,
         prog=f"onescan {command}",
-        description=about or inspect.getdoc(COMMANDS[command.partition(" ")[0]]),
+        description=inspect.getdoc(COMMANDS[command.partition(" ")[0]]),
         args=argv,
         config=(tyro.conf.AvoidSubcommands,),
         default=tyro.MISSING_NONPROP if default is None else default,

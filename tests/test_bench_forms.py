@@ -8,7 +8,6 @@ import pytest
 import torch
 from html_page import Page, assert_loads_nothing
 
-from onescan import cli
 from onescan.bench import forms
 from onescan.bench.form_costs import Variant
 from onescan.bench.forms import FormsConfig, measure_forms
@@ -256,21 +255,3 @@ def test_a_page_about_nothing_is_refused(measured, tmp_path):
     (tmp_path / "notes.html").write_text("mine")
     with pytest.raises(ValueError, match="was not written by onescan"):
         write_forms(costs(tmp_path), tmp_path / "notes.html")
-
-
-def test_the_command(measured, tmp_path, capsys, monkeypatch):
-    words = ["bench", "forms", "lion_d_tiny", "--image-sizes", "32", "16", "--chunk-sizes", "8"]
-    out = ["--out", str(tmp_path / "mine")]
-    assert cli.main([*words, *out, "--time-limit-s", "0.1"]) == 0
-    shown = capsys.readouterr()
-    assert "skipped recurrent at 32 pixels and above: at 16 one took 0.144 s" in shown.out
-    assert shown.out.endswith(f"report: {tmp_path / 'mine' / 'report.html'}\n")
-    assert "chunk 8, 32 pixels" in shown.err
-    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"forms.json", "report.html"}
-    monkeypatch.chdir(tmp_path)
-    assert cli.main([*words]) == 0
-    assert (tmp_path / "bench" / "lion_d_tiny" / "report.html").exists()
-    assert cli.main(["bench", "form"]) == 2
-    assert "benchmark 'form' is unknown (perhaps you meant 'forms')" in capsys.readouterr().err
-    assert cli.main(["bench", "forms", "lion_d_tin", *out]) == 2
-    assert "model 'lion_d_tin' is unknown" in capsys.readouterr().err
