@@ -21,8 +21,9 @@ from candidates import (
     place,
     softmax,
 )
-from harness import BACKWARD, FORWARD, INFERENCE, TRAINING, Case, find_device, run_suite
+from harness import BACKWARD, FORWARD, INFERENCE, TRAINING, Case, find_device, run_benchmark
 from one_scan import angles_of
+from results import Benchmark
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
@@ -174,15 +175,14 @@ def run(options: Options) -> None:
         candidates, modes = (*OUR_OPS, *FLA_OPS), (FORWARD, BACKWARD)[: 1 + options.gradients]
     else:
         candidates, modes = (*OURS, *FLA), (TRAINING if options.gradients else INFERENCE,)
-    run_suite(
-        "causal",
-        prepare_op if options.level == "op" else prepare,
-        options,
+    benchmark = Benchmark(
+        name="causal",
         candidates=candidates,
         modes=modes,
         sizes=options.tokens,
         items="tokens",
     )
+    run_benchmark(benchmark, prepare_op if options.level == "op" else prepare, options)
 
 
 if __name__ == "__main__":

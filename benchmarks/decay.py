@@ -12,7 +12,8 @@ import harness
 import one_scan
 import torch
 from candidates import copy_case, import_fla, noise, op_case, softmax
-from harness import BACKWARD, FORWARD, Case, run_suite
+from harness import BACKWARD, FORWARD, Case, run_benchmark
+from results import Benchmark
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -83,14 +84,13 @@ def fla_op(name: str, options: Options) -> Callable[..., Tensor]:
 
 
 def run(options: Options) -> None:
-    run_suite(
-        "decay",
-        prepare,
-        options,
+    benchmark = Benchmark(
+        name="decay",
         candidates=(*FORMS, "softmax", *FLA, "copy"),
         modes=(FORWARD, BACKWARD) if options.gradients else (FORWARD,),
         sizes=options.tokens,
     )
+    run_benchmark(benchmark, prepare, options)
 
 
 if __name__ == "__main__":

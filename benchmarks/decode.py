@@ -4,7 +4,6 @@ No text is processed. A linear state has the same size after any number of token
 token stands for all; the cache of the softmax model is noise of the size that it has after so many.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +12,10 @@ import causal
 import harness
 import torch
 from candidates import check_backend, place
-from harness import Case, find_device, run_suite
+from harness import Case, find_device, run_benchmark
+from results import Benchmark
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from onescan.models.token_network import flatten_state, map_tensors
 
@@ -70,32 +71,22 @@ def lengthened(x: Tensor, tokens: int) -> Tensor:
 
 def state_mib(state: Any) -> float:
     """Return the memory of the tensors in a nested state, without its scalars."""
-    return sum(x.numel() * x.element_size() for x in tensors_of(state) if x.ndim) / 2**20
-
-
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        yield from tensors_of(list(tree.values()))
-    elif isinstance(tree, list | tuple):
-        for part in tree:
-            yield from tensors_of(part)
-    elif hasattr(tree, "layers"):  # caches of transformers
-        yield from tensors_of([getattr(layer, "state", None) for layer in tree.layers])
+    if hasattr(state, "layers"):  # a cache of transformers
+        state = [getattr(layer, "state", None) for layer in state.layers]
+    tensors = [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.ndim]
+    return sum(x.numel() * x.element_size() for x in tensors) / 2**20
 
 
 def run(options: Options) -> None:
-    run_suite(
-        "decode",
-        prepare,
-        options,
+    benchmark = Benchmark(
+        name="decode",
         candidates=CANDIDATES,
         modes=("decoding step",),
         sizes=options.tokens,
         axis="context length",
         items="tokens",
     )
+    run_benchmark(benchmark, prepare, options)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ the time of a step is linear in them. Weights are in float32; --dtype is that of
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import harness
 import torch
-from harness import INFERENCE, TRAINING, Case, Dtype, find_device, run_suite
+from harness import INFERENCE, TRAINING, Case, Dtype, find_device, run_benchmark
+from results import Benchmark
 from torch.nn.functional import mse_loss
 
 from onescan import configs
@@ -59,7 +60,7 @@ def config_of(name: str, side: int, options: Options) -> DenoiserConfig:
 
 def prepare(name: str, mode: str, side: int, options: Options) -> Case:
     config, device = config_of(name, side, options), find_device(options.device)
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    dtype = getattr(torch, options.dtype)
     model = config.build().to(device)
     if options.compile:
         model.compile()
@@ -91,17 +92,19 @@ def prepare(name: str, mode: str, side: int, options: Options) -> Case:
 
 
 def run(options: Options) -> None:
-    run_suite(
-        "denoisers",
-        prepare,
-        options,
+    if options.dtype is None:
+        on_gpu = find_device(options.device).type == "cuda"
+        options = replace(options, dtype="bfloat16" if on_gpu else "float32")
+    benchmark = Benchmark(
+        name="denoisers",
         candidates=tuple(CANDIDATES),
         modes=(TRAINING, INFERENCE) if options.mode == "both" else (options.mode,),
         sizes=options.sides,
         axis="latent side",
         items="images",
-        tokens=lambda side: (side // 2) ** 2,
+        tokens=lambda side: side**2,
     )
+    run_benchmark(benchmark, prepare, options)
 
 
 if __name__ == "__main__":

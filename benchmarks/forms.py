@@ -14,7 +14,8 @@ import harness
 import torch
 import tyro
 from candidates import noise, place
-from harness import INFERENCE, Case, run_suite
+from harness import INFERENCE, Case, run_benchmark
+from results import Benchmark
 
 from onescan import configs
 from onescan.models.image_classifier import ImageClassifierConfig
@@ -76,10 +77,8 @@ def prepare(name: str, mode: str, image_size: int, options: Options) -> Case:
 
 
 def run(options: Options) -> None:
-    run_suite(
-        "forms",
-        prepare,
-        options,
+    benchmark = Benchmark(
+        name="forms",
         candidates=supported(options),
         modes=(INFERENCE,),
         sizes=options.image_size,
@@ -87,6 +86,7 @@ def run(options: Options) -> None:
         items="images",
         tokens=lambda side: side**2,
     )
+    run_benchmark(benchmark, prepare, options)
 
 
 if __name__ == "__main__":

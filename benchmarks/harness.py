@@ -10,7 +10,6 @@ Results are printed as a table and written to NAME.json and NAME.png.
 
 import ctypes
 import dataclasses
-import math
 import multiprocessing
 import os
 import resource
@@ -25,19 +24,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from results import (
-    Results,
-    Row,
-    environment,
-    format_results,
-    plot_results,
-    quartiles,
-    write_results,
-)
+from results import Benchmark, Row, environment, format_rows, plot_rows, quartiles, write
 from torch.utils.benchmark import Timer
 from tqdm import tqdm
 
-from onescan.checks import check_choice, in_a_line
+from onescan.checks import check_choice, check_positive, in_a_line
 from onescan.ops.backend import use_backend
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -118,91 +109,64 @@ def main(kind: type[Any], run: Callable[[Any], object], description: str | None)
         sys.exit(f"error: {error}")
 
 
-def run_suite(
-    name: str,
-    prepare: Prepare,
-    options: Options,
-    *,
-    candidates: tuple[str, ...],
-    modes: tuple[str, ...],
-    sizes: tuple[int, ...],
-    axis: str = "tokens",
-    items: str = "",
-    tokens: Callable[[int], int] = int,
-) -> Results:
+def run_benchmark(benchmark: Benchmark, prepare: Prepare, options: Options) -> Benchmark:
     """Measure all cases, print a table, and write the results as JSON and as a plot.
 
     A case that fails is reported in its row, and the others continue. After an interrupt, what was
     measured is printed and written.
 
-    Args:
-        name: Name of the result files.
-        prepare: Makes the case of a candidate, mode and size.
-        options: Options of the benchmark.
-        candidates: All candidates; ratios are relative to the first.
-        modes: Modes of each candidate, such as "forward".
-        sizes: Sizes to measure, such as numbers of tokens.
-        axis: What the sizes are.
-        items: What a call processes, as in "tokens per second"; empty to leave it out.
-        tokens: Maps a size to a multiple of the number of tokens, which exponents refer to.
-
     Raises:
         ValueError: If an option is out of range or a candidate is unknown.
         SystemExit: After an interrupt, or if no case could be measured.
     """
-    check_options(options, candidates, axis, sizes)
-    where = environment(find_device(options.device), options.threads)
-    results = Results(
-        name=name,
-        candidates=options.candidates or candidates,
-        modes=modes,
-        axis=axis,
-        items=items,
-        tokens=tokens,
-        rows=[],
+    check_options(benchmark, options)
+    benchmark = dataclasses.replace(
+        benchmark,
+        candidates=options.candidates or benchmark.candidates,
+        sizes=tuple(sorted(benchmark.sizes)),
     )
-    folder = options.out or Path("bench", name)
-    write_results(results, where, options, folder)  # fails before the first measurement
+    name, folder = benchmark.name, options.out or Path("bench", benchmark.name)
+    where = environment(find_device(options.device), options.threads)
+
+    def save(figure: Any = None) -> None:
+        growth, rows = benchmark.growth(), benchmark.rows
+        results = {"options": options, "environment": where, "rows": rows, "growth": growth}
+        write(folder, name, figure, **results)
+
+    save()  # fails before the first measurement
     skipped: dict[tuple[str, str], str] = {}  # by candidate and mode: why larger sizes are skipped
     interrupted = False
-    groups = [(size, mode) for size in sorted(sizes) for mode in modes]
+    groups = [(size, mode) for size in benchmark.sizes for mode in benchmark.modes]
     try:
         for size, mode in tqdm(groups, desc=name, unit=" groups", disable=None):
-            measure_group(prepare, mode, size, options, results, skipped)
-            write_results(results, where, options, folder)
+            measure_group(benchmark, prepare, mode, size, options, skipped)
+            save()
     except KeyboardInterrupt:
         interrupted = True
-        write_results(results, where, options, folder)
-    plot_results(results, folder / f"{name}.png")
+    save(plot_rows(benchmark))
     print(f"{where['device']}, {where['cpu']}, {where['threads']} threads, torch {where['torch']}, "
           f"{options.dtype}, batch size {options.batch_size}\n")  # fmt: skip
-    print(format_results(results))
+    print(format_rows(benchmark))
     print(f"\nresults: {folder / name}.json, {folder / name}.png")
     if interrupted:
         sys.exit(130)
-    if all(row.error for row in results.rows):
+    if all(row.error for row in benchmark.rows):
         sys.exit("error: no case could be measured")
-    return results
+    return benchmark
 
 
-def check_options(
-    options: Options, candidates: tuple[str, ...], axis: str, sizes: tuple[int, ...]
-) -> None:
+def check_options(benchmark: Benchmark, options: Options) -> None:
     """Raise ValueError for numbers out of range, unknown candidates and repeated values."""
-    for field in dataclasses.fields(options):
-        number = getattr(options, field.name)
-        least = "0 or more" if field.name == "seconds" else "a number above 0"
-        if type(number) in (int, float) and (
-            number < 0 or not math.isfinite(number) or (number == 0 and field.name != "seconds")
-        ):
-            raise ValueError(f"{field.name} is {number}, expected {least}")
+    for name in ("batch_size", "rounds", "time_limit_s"):
+        check_positive(**{name: getattr(options, name)})
+    check_positive(threads=options.threads or 1)
     for name in options.candidates:
-        check_choice("candidate", name, candidates)
-    for name, values in (("candidates", options.candidates), (axis, sizes)):
+        check_choice("candidate", name, benchmark.candidates)
+    for name, values in (("candidates", options.candidates), (benchmark.axis, benchmark.sizes)):
         if len(set(values)) < len(values):
             raise ValueError(f"{name} is {values}, expected no duplicates")
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"{axis} is {sizes}, expected numbers above 0")
+    if min(benchmark.sizes, default=0) < 1:
+        raise ValueError(f"{benchmark.axis} is {benchmark.sizes}, expected numbers above 0")
 
 
 def find_device(name: str) -> torch.device:
@@ -216,22 +180,16 @@ def find_device(name: str) -> torch.device:
 
 
 def measure_group(
+    benchmark: Benchmark,
     prepare: Prepare,
     mode: str,
     size: int,
     options: Options,
-    results: Results,
     skipped: dict[tuple[str, str], str],
 ) -> None:
     """Measure all candidates in one mode at one size, and append a row for each.
 
-    Args:
-        prepare: Makes the cases.
-        mode: Mode of all candidates.
-        size: Size of all cases.
-        options: Options of the benchmark.
-        results: Results so far.
-        skipped: Reasons to skip a candidate and mode at larger sizes; added to.
+    A candidate that is too slow or runs out of memory is added to `skipped`, with the reason.
     """
     workers: dict[str, Worker] = {}
     cases: dict[str, tuple[float, Case]] = {}
@@ -249,7 +207,7 @@ def measure_group(
             return None
 
     try:
-        for name in results.candidates:
+        for name in benchmark.candidates:
             if (name, mode) in skipped:
                 errors[name] = skipped[name, mode]
             else:
@@ -262,11 +220,11 @@ def measure_group(
     finally:  # also after an interrupt
         for worker in workers.values():
             worker.close()
-        reference = times.get(results.candidates[0])
-        for name in results.candidates:
+        reference = times.get(benchmark.candidates[0])
+        for name in benchmark.candidates:
             if name in errors:
                 row = Row(candidate=name, mode=mode, size=size, error=errors[name])
-                results.rows.append(row)
+                benchmark.rows.append(row)
             elif times.get(name):
                 low, median, high = quartiles(times[name])
                 peak_mib, case = cases[name]
@@ -282,7 +240,7 @@ def measure_group(
                     items_per_s=1000 * case.items / median,
                     parameters=case.parameters,
                 )
-                results.rows.append(row)
+                benchmark.rows.append(row)
                 if median > 1000 * options.time_limit_s:
                     took = f"a call took {median / 1000:.3g} s at {size}"
                     skipped[name, mode] = f"skipped: {took}, longer than --time-limit-s"

@@ -17,7 +17,8 @@ import candidates
 import harness
 import torch
 import torch.nn.functional as F
-from harness import BACKWARD, FORWARD, Case, run_suite
+from harness import BACKWARD, FORWARD, Case, run_benchmark
+from results import Benchmark
 from torch import Tensor
 
 from onescan.ops.linear_diffusion import linear_diffusion, stable_step
@@ -112,14 +113,13 @@ def run(options: Options) -> None:
         if options.channels % getattr(options, name):
             raise ValueError(f"{name} is {getattr(options, name)}, expected a divisor of channels")
     check_agreement(options)
-    run_suite(
-        "linear_diffusion",
-        prepare,
-        options,
+    benchmark = Benchmark(
+        name="linear_diffusion",
         candidates=CANDIDATES[options.scheme],
         modes=(FORWARD, BACKWARD) if options.gradients else (FORWARD,),
         sizes=options.tokens,
     )
+    run_benchmark(benchmark, prepare, options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from functools import partial
 import harness
 import torch
 from candidates import check_backend, import_package, model_case, noise, place
-from harness import INFERENCE, TRAINING, Case, run_suite
+from harness import INFERENCE, TRAINING, Case, run_benchmark
+from results import Benchmark
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -60,10 +61,8 @@ def timm_model(name: str, image_size: int) -> nn.Module:
 
 
 def run(options: Options) -> None:
-    run_suite(
-        "models",
-        prepare,
-        options,
+    benchmark = Benchmark(
+        name="models",
         candidates=(*OURS, *TIMM),
         modes=(INFERENCE, TRAINING) if options.gradients else (INFERENCE,),
         sizes=options.image_size,
@@ -71,6 +70,7 @@ def run(options: Options) -> None:
         items="images",
         tokens=lambda side: side**2,
     )
+    run_benchmark(benchmark, prepare, options)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import harness
 from candidates import copy_case, noise, op_case, softmax
-from harness import BACKWARD, FORWARD, Case, run_suite
+from harness import BACKWARD, FORWARD, Case, run_benchmark
+from results import Benchmark
 from torch import Tensor
 
 from onescan.ops import additive_decay, lrpe_angles
@@ -65,14 +66,13 @@ def prepare(name: str, mode: str, tokens: int, options: Options) -> Case:
 
 
 def run(options: Options) -> None:
-    run_suite(
-        "one_scan",
-        prepare,
-        options,
+    benchmark = Benchmark(
+        name="one_scan",
         candidates=CANDIDATES,
         modes=(FORWARD, BACKWARD) if options.gradients else (FORWARD,),
         sizes=options.tokens,
     )
+    run_benchmark(benchmark, prepare, options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -59,19 +59,23 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Results:
-    """Rows of a benchmark and how to present them."""
+class Benchmark:
+    """What is measured, and the results so far."""
 
     name: str
+    """Name of the result files."""
     candidates: tuple[str, ...]
+    """Ratios are relative to the first."""
     modes: tuple[str, ...]
-    axis: str
-    """What sizes are, such as "tokens"."""
-    items: str
+    """What each candidate does, such as "forward"."""
+    sizes: tuple[int, ...]
+    axis: str = "tokens"
+    """What sizes are."""
+    items: str = ""
     """What calls process, as in "tokens per second"; empty if nothing is counted."""
-    tokens: Callable[[int], int]
+    tokens: Callable[[int], int] = int
     """Maps a size to a multiple of the number of tokens, which exponents refer to."""
-    rows: list[Row]
+    rows: list[Row] = field(default_factory=list)
 
     def of(self, candidate: str, mode: str) -> list[Row]:
         """Return the rows of a candidate and mode that have results."""
@@ -132,29 +136,29 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def format_results(results: Results) -> str:
+def format_rows(benchmark: Benchmark) -> str:
     """Format one table per mode, followed by errors and the exponents of growth."""
     columns: dict[str, Callable[[Row], str]] = {
-        results.axis: lambda row: f"{row.size}",
+        benchmark.axis: lambda row: f"{row.size}",
         "ms": lambda row: f"{row.median_ms:.4g}",
         "quartiles": lambda row: f"{row.quartiles_ms[0]:.4g} - {row.quartiles_ms[2]:.4g}",
         "ratio": lambda row: "" if row.ratio is None else f"{row.ratio:.3g}",
         "peak MiB": lambda row: f"{row.peak_mib:.4g}",
         "state MiB": lambda row: f"{row.state_mib:.4g}" if row.state_mib else "",
-        f"{results.items}/s": lambda row: f"{row.items_per_s:.4g}" if results.items else "",
+        f"{benchmark.items}/s": lambda row: f"{row.items_per_s:.4g}" if benchmark.items else "",
         "parameters": lambda row: f"{row.parameters:,}" if row.parameters else "",
     }
-    columns = {title: of for title, of in columns.items() if any(map(of, results.rows))}
-    growth, lines = results.growth(), []
-    for mode in results.modes:
+    columns = {title: of for title, of in columns.items() if any(map(of, benchmark.rows))}
+    growth, lines = benchmark.growth(), []
+    for mode in benchmark.modes:
         cells = [[mode, *columns]]
-        for name in results.candidates:
-            for row in results.of(name, mode):
+        for name in benchmark.candidates:
+            for row in benchmark.of(name, mode):
                 cells.append([name, *(of(row) for of in columns.values())])
         lines += ["", *aligned(cells)]
-        for row in results.rows:
+        for row in benchmark.rows:
             if row.mode == mode and row.error:
-                lines.append(f"{row.candidate}, {results.axis} {row.size}: {row.error}")
+                lines.append(f"{row.candidate}, {benchmark.axis} {row.size}: {row.error}")
         for power in growth:
             if power["mode"] == mode and power["time"] is not None:
                 memory = "" if power["memory"] is None else f", memory as T^{power['memory']:.2f}"
@@ -172,53 +176,47 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def write_json(path: Path, data: object) -> None:
-    """Write a file atomically, and create its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".json.part")
-    part.write_text(json.dumps(data, indent=1, default=str) + "\n", encoding="utf-8")
-    part.replace(path)
+def write(folder: Path, name: str, figure: Any = None, **data: Any) -> None:
+    """Write data to NAME.json, atomically, and a figure to NAME.png; create the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{name}.json.part"
+    part.write_text(json.dumps(data, indent=1, default=to_json) + "\n", encoding="utf-8")
+    part.replace(folder / f"{name}.json")
+    if figure is not None:
+        figure.savefig(folder / f"{name}.png", dpi=150)
 
 
-def write_results(results: Results, where: dict[str, Any], options: Any, folder: Path) -> None:
-    """Write NAME.json, with the environment and the options."""
-    data = {
-        "benchmark": results.name,
-        "options": asdict(options),
-        "environment": where,
-        "rows": [asdict(row) for row in results.rows],
-        "growth": results.growth(),
-    }
-    write_json(folder / f"{results.name}.json", data)
+def to_json(value: object) -> object:
+    """Return a dataclass as a dict, and other objects as strings."""
+    return asdict(value) if is_dataclass(value) else str(value)
 
 
-def plot_results(results: Results, path: Path) -> None:
+def plot_rows(benchmark: Benchmark) -> Any:
     """Plot time and memory over sizes, or as bars if there is one size."""
     from matplotlib.figure import Figure  # the processes of cases do not need it
 
-    figure = Figure(figsize=(10, 4 * len(results.modes)), layout="constrained")
-    grid = figure.subplots(len(results.modes), 2, squeeze=False)
+    figure = Figure(figsize=(10, 4 * len(benchmark.modes)), layout="constrained")
+    grid = figure.subplots(len(benchmark.modes), 2, squeeze=False)
     measures = {
         "milliseconds per call": lambda row: row.median_ms,
         "peak MiB": lambda row: max(row.peak_mib, 0.01),  # logarithms have no 0
     }
-    sizes = sorted({row.size for row in results.rows})
-    for mode, axes in zip(results.modes, grid, strict=True):
+    for mode, axes in zip(benchmark.modes, grid, strict=True):
         for axis, (title, of) in zip(axes, measures.items(), strict=True):
             axis.set_title(mode)
-            for i, name in enumerate(results.candidates):
-                rows = results.of(name, mode)
+            for i, name in enumerate(benchmark.candidates):
+                rows = benchmark.of(name, mode)
                 x, y = [row.size for row in rows], [of(row) for row in rows]
-                if len(sizes) == 1:
+                if len(benchmark.sizes) == 1:
                     axis.barh([name] * len(y), y, color=f"C{i}")
                 else:
                     axis.plot(x, y, color=f"C{i}", marker="o", label=name)
-            if len(sizes) == 1:
+            if len(benchmark.sizes) == 1:
                 axis.invert_yaxis()
-                axis.set_xlabel(f"{title}, {results.axis} {sizes[0]}")
+                axis.set_xlabel(f"{title}, {benchmark.axis} {benchmark.sizes[0]}")
             else:
-                axis.set(xscale="log", yscale="log", xlabel=results.axis, ylabel=title)
-                axis.set_xticks(sizes, [str(size) for size in sizes])
+                axis.set(xscale="log", yscale="log", xlabel=benchmark.axis, ylabel=title)
+                axis.set_xticks(benchmark.sizes, list(map(str, benchmark.sizes)))
                 axis.minorticks_off()
                 axis.legend()
-    figure.savefig(path, dpi=150)
+    return figure

@@ -1,8 +1,6 @@
-"""The HTML pages people look at: one recipe, several, a model's forms and memory, contestants."""
+"""The HTML pages people look at: one recipe, several, generated images, lengths and memory."""
 
 from onescan.report.comparison import comparison_table, write_comparison
-from onescan.report.contest import contest_table, write_contest
-from onescan.report.forms import write_forms
 from onescan.report.generation import generation_table, write_generation
 from onescan.report.glue import glue_table, read_glue, write_glue
 from onescan.report.lengths import lengths_table, write_lengths
@@ -13,15 +11,12 @@ from onescan.report.template import check_report_path
 __all__ = [
     "check_report_path",
     "comparison_table",
-    "contest_table",
     "generation_table",
     "glue_table",
     "lengths_table",
     "needle_table",
     "read_glue",
     "write_comparison",
-    "write_contest",
-    "write_forms",
     "write_generation",
     "write_glue",
     "write_lengths",
