@@ -209,12 +209,12 @@ def plot_rows(benchmark: Benchmark) -> Any:
                 x, y = [row.size for row in rows], [of(row) for row in rows]
                 if len(benchmark.sizes) == 1:
                     axis.barh([name] * len(y), y, color=f"C{i}")
-                else:
+                elif rows:
                     axis.plot(x, y, color=f"C{i}", marker="o", label=name)
             if len(benchmark.sizes) == 1:
                 axis.invert_yaxis()
                 axis.set_xlabel(f"{title}, {benchmark.axis} {benchmark.sizes[0]}")
-            else:
+            elif axis.lines:
                 axis.set(xscale="log", yscale="log", xlabel=benchmark.axis, ylabel=title)
                 axis.set_xticks(benchmark.sizes, list(map(str, benchmark.sizes)))
                 axis.minorticks_off()
