@@ -35,7 +35,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 FORWARD, BACKWARD = "forward", "forward + backward"  # modes of an op
 INFERENCE, TRAINING = "inference", "training"  # modes of a model
 
-WARM_UP_CALLS, WARM_UP_S = 3, 1.0  # warm-up ends after so many calls, or so many seconds
 BLOCK_S = 0.02  # minimum duration of the timed calls of a round
 REST_S = 0.03  # OpenMP threads spin for about 10 ms after a call, on cores that others need
 START_S, LIMITS = 600.0, 20  # timeout of a step: for imports and compilation, and in time limits
@@ -328,7 +327,7 @@ def serve(
         torch.manual_seed(0)
         with use_backend(options.backend):
             case = prepare(name, mode, size, options)
-            peak_mib = measure_peak_mib(case.call, compiles=options.compile)
+            peak_mib = measure_peak_mib(case.call)
             connection.send((peak_mib, case._replace(call=None)))
             threads = torch.get_num_threads()
             timer = Timer("call()", globals={"call": case.call}, num_threads=threads)
@@ -348,34 +347,27 @@ def serve(
         connection.send(CaseError(reason, out_of_memory))
 
 
-def measure_peak_mib(call: Callable[[], object], *, compiles: bool = False) -> float:
-    """Warm up, and return the maximum memory in MiB during the last call beyond that before it.
+def measure_peak_mib(call: Callable[[], object]) -> float:
+    """Call twice, and return the memory in MiB that the second call needed at most.
 
-    It is that of torch's allocator on a GPU, and of the process on a CPU; without Linux, the peak
-    of the process since it started.
+    It is the peak beyond the memory in use before the call: of torch's allocator on a GPU, and of
+    the process on a CPU. Without Linux, it is the peak of the process since it started.
     """
-    on_gpu = torch.cuda.is_initialized()
-    start, peak = time.perf_counter(), 0.0
-    for _ in range(WARM_UP_CALLS):
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated() / 2**20
-            call()
-            after = torch.cuda.max_memory_allocated() / 2**20
-        elif LINUX:
-            release_memory()  # freed memory that the allocator keeps would hide what a call needs
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-            before = status_mib("VmRSS")
-            call()
-            after = status_mib("VmHWM")
-        else:
-            before, unit = 0.0, 1 if sys.platform == "darwin" else 2**10
-            call()
-            after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-        peak = max(0.0, after - before)
-        if time.perf_counter() - start > WARM_UP_S and not (on_gpu or compiles):
-            break  # where the first calls compile, they say nothing about the others
-    return peak
+    call()  # compiles, and loads libraries
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() / 2**20
+        call()
+        return torch.cuda.max_memory_allocated() / 2**20 - before
+    if not LINUX:
+        call()
+        unit = 1 if sys.platform == "darwin" else 2**10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    release_memory()  # freed memory that the allocator keeps would hide what the call needs
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = status_mib("VmRSS")
+    call()
+    return max(0.0, status_mib("VmHWM") - before)
 
 
 def release_memory() -> None:

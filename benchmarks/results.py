@@ -218,5 +218,7 @@ def plot_rows(benchmark: Benchmark) -> Any:
                 axis.set(xscale="log", yscale="log", xlabel=benchmark.axis, ylabel=title)
                 axis.set_xticks(benchmark.sizes, list(map(str, benchmark.sizes)))
                 axis.minorticks_off()
-                axis.legend()
+    handles, names = grid[0, 0].get_legend_handles_labels()
+    if handles and len(benchmark.sizes) > 1:
+        figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 5))
     return figure
