@@ -25,7 +25,7 @@ test: $(INSTALLED)  ## tests and doctests, with shapes checked in every call
 test-slow: $(INSTALLED)  ## tests that take minutes: killed runs, several processes, kernels
 	$(BIN)/python -m pytest -m "slow and not compile and not gpu" -n auto --maxprocesses 8 --dist worksteal tests
 
-check: lint types test compile  ## everything a pull request must pass, on a CPU
+check: lint types test test-slow compile  ## everything a pull request must pass, on a CPU
 
 lint: $(INSTALLED)  ## style and dead code
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .

@@ -10,6 +10,7 @@ from torch import Tensor
 from onescan.messages import unknown_choice
 
 MAX_MESSAGE = 300  # characters
+INTEGERS = (int, torch.SymInt)  # SymInt during export
 # raised by transformers, diffusers and safetensors for damaged folders
 LOAD_ERRORS = (
     OSError,
@@ -92,6 +93,19 @@ def check_positive(**numbers: int | float) -> None:
             raise ValueError(f"{name} is {number}, expected a number above 0")
 
 
+def check_whole(least: int, **numbers: Any) -> None:
+    """Raise ValueError if an argument is not a whole number of at least `least`.
+
+    >>> check_whole(1, top_k=1.5)
+    Traceback (most recent call last):
+    ValueError: top_k is 1.5, expected a whole number of at least 1
+    """
+    for name, number in numbers.items():
+        is_whole = isinstance(number, INTEGERS) and not isinstance(number, bool)
+        if not is_whole or number < least:
+            raise ValueError(f"{name} is {number!r}, expected a whole number of at least {least}")
+
+
 def check_floating(**tensors: Any) -> None:
     """Raise ValueError if an argument is not a tensor with a floating point type."""
     for name, tensor in tensors.items():
@@ -106,14 +120,13 @@ def check_sequence_options(*, causal: Any, keep: Any, chunk_size: Any) -> None:
 
     >>> check_sequence_options(causal=True, keep=None, chunk_size=0.5)
     Traceback (most recent call last):
-    ValueError: chunk_size is 0.5, expected a whole number above 0
+    ValueError: chunk_size is 0.5, expected a whole number of at least 1
     """
     if not isinstance(causal, bool):
         raise ValueError(f"causal is {causal!r}, expected True or False")
     if isinstance(keep, Tensor) and keep.dtype != torch.bool:
         raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens")
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size!r}, expected a whole number above 0")
+    check_whole(1, chunk_size=chunk_size)
 
 
 def check_token_ids(tokens: Any, vocab_size: int, *, name: str = "tokens") -> None:
@@ -143,9 +156,8 @@ def check_grid_shape(shape: Any) -> None:
     Traceback (most recent call last):
     ValueError: shape is (3, 2.5), expected one positive whole number per axis
     """
-    whole = (int, torch.SymInt)  # SymInt during export
     if not (
-        isinstance(shape, tuple) and shape and all(isinstance(n, whole) and n > 0 for n in shape)
+        isinstance(shape, tuple) and shape and all(isinstance(n, INTEGERS) and n > 0 for n in shape)
     ):
         raise ValueError(f"shape is {shape!r}, expected one positive whole number per axis")
 

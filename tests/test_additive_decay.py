@@ -506,10 +506,11 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
             {"state": AdditiveDecayState(torch.ones(B, H, K), torch.ones(B, H, K, V))},
             r"state.kv has shape \(2, 3, 4, 5\), expected 'B H 8 V'",
         ),
-        ({"form": "chunk"}, "'chunk/torch' is unknown .*one_scan/torch, full/torch"),
-        ({"form": "one_scan", "causal": True}, "'one_scan/torch' is unknown"),
+        ({"form": "foo"}, r"form \(not causal\) 'foo' is unknown.* auto, one_scan, full$"),
+        ({"form": "chunk"}, r"form \(not causal\) 'chunk' is unknown"),
+        ({"form": "one_scan", "causal": True}, r"form \(causal\) 'one_scan' is unknown"),
         ({"form": "full", "backend": "triton"}, "'full/triton' is unknown"),
-        ({"chunk_size": 0}, "chunk_size is 0, expected a whole number above 0"),
+        ({"chunk_size": 0}, "chunk_size is 0, expected a whole number of at least 1"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5, expected a whole number"),
         ({"chunk_size": "64"}, "chunk_size is '64', expected a whole number"),
         ({"causal": "no"}, "causal is 'no', expected True or False"),
@@ -618,6 +619,27 @@ def test_large_samples_leave_forward_derivatives_to_plain_torch(form):
         slope = torch.autograd.forward_ad.unpack_dual(o).tangent
     ones = torch.ones_like(named["q"])
     assert_same(slope, additive_decay(ones, named["k"], named["v"])[0])
+
+
+@over_forms
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_forward_mode_agrees_with_backward_mode(causal, form, tokens):
+    named = inputs(tokens, state=True, dtype=torch.float64)
+    state = named.pop("state")
+    names = [name for name in named if name != "keep"]
+
+    def call(*values):
+        return additive_decay(
+            **dict(zip(names, values, strict=True)), state=state, causal=causal, form=form
+        )[0]
+
+    primals = tuple(named[name] for name in names)
+    tangents = tuple(torch.randn_like(x) for x in primals)
+    o, ahead = torch.func.jvp(call, primals, tangents)
+    direction = torch.randn_like(o)
+    back = torch.func.vjp(call, *primals)[1](direction)
+    want = sum((g * t).sum() for g, t in zip(back, tangents, strict=True))
+    torch.testing.assert_close((ahead * direction).sum(), want)
 
 
 @pytest.mark.compile

@@ -212,6 +212,7 @@ NOT_IMPORTED = {
     "accelerate": "transformers and diffusers load with it: device_map, low_cpu_mem_usage",
     "beartype": "pytest's --jaxtyping-packages option",
     "mypy": "a command",
+    "build": "a command",
     "onnxruntime": "runs what export writes",
     "pre-commit": "a command",
     "pytest-xdist": "pytest's -n option",

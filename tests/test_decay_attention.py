@@ -698,7 +698,7 @@ NAN = DecayState(ONE.kv * torch.nan, ONE.k_sum)
         ({"decay_at": "sources"}, "decay_at 'sources' is unknown .*'source'.*auto, source, target"),
         ({"normalize": "max"}, "normalize 'max' is unknown.*: none, sum, max_one"),
         ({"form": "full", "backend": "triton"}, "'full/triton' is unknown .*chunk/triton"),
-        ({"chunk_size": 0}, "chunk_size is 0, expected a whole number above 0"),
+        ({"chunk_size": 0}, "chunk_size is 0, expected a whole number of at least 1"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5, expected a whole number"),
         ({"v": torch.ones(B, 4, H, 0)}, "V is 0, expected a number above 0"),
         ({"k": torch.ones(B, 4, H, K, device="meta")}, "k is on meta and q on cpu"),

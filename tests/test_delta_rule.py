@@ -329,7 +329,7 @@ PAIR = DeltaStates(ONE, None)
         ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32, expected torch.bool"),
         ({"causal": "no"}, "causal is 'no', expected True or False"),
         ({"form": "full"}, "form 'full' is unknown; there are: chunk, recurrent"),
-        ({"chunk_size": 0}, "chunk_size is 0, expected a whole number above 0"),
+        ({"chunk_size": 0}, "chunk_size is 0, expected a whole number of at least 1"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5, expected a whole number"),
         ({"v": torch.ones(B, 4, H, 0)}, "V is 0, expected a number above 0"),
         ({"k": torch.ones(B, 4, H, K, device="meta")}, "k is on meta and q on cpu"),

@@ -319,12 +319,13 @@ ONE = torch.ones(2)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gaussian_kernel(ONE, ONE, ONE, 1.5), "radius is 1.5, expected an integer"),
-        (lambda: gaussian_kernel(ONE, ONE, ONE, -1), "radius is -1, expected an integer"),
+        (lambda: gaussian_kernel(ONE, ONE, ONE, 1.5), "radius is 1.5, expected a whole number"),
+        (lambda: gaussian_kernel(ONE, ONE, ONE, -1), "radius is -1, expected a whole number"),
         (lambda: gaussian_kernel(-ONE, ONE, ONE, 1), "past has minimum -1, expected at least 0"),
         (lambda: gaussian_kernel(ONE, -ONE, ONE, 1), "future has minimum -1, expected at least 0"),
         (lambda: gaussian_kernel(ONE, ONE, 0 * ONE, 1), "sigma has minimum 0, expected above 0"),
         (lambda: gaussian_kernel(ONE, ONE, torch.nan * ONE, 1), "sigma has minimum nan"),
+        (lambda: gaussian_kernel(torch.inf * ONE, ONE, ONE, 1), "past has maximum inf"),
         (lambda: gaussian_kernel(ONE, ONE[:1], ONE, 1), r"future has shape \(1,\), expected 'H'"),
         (lambda: gaussian_kernel(1.0, ONE, ONE, 1), "past is a float, expected a tensor"),
         (lambda: gaussian_radius(-1.0, 0.1), "sigma is -1.0, expected a number above 0"),

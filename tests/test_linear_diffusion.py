@@ -416,6 +416,11 @@ def test_forward_mode_agrees_with_backward_mode(form):
     want = sum((g * t).sum() for g, t in zip(back(direction), tangents, strict=True))
     torch.testing.assert_close((ahead * direction).sum(), want)
 
+    with torch.autograd.forward_ad.dual_level():
+        pairs = zip(primals, tangents, strict=True)
+        dual = step(*(torch.autograd.forward_ad.make_dual(*pair) for pair in pairs))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, ahead)
+
 
 @pytest.mark.compile
 @pytest.mark.parametrize("form", ["auto", *IMPLEMENTATIONS])

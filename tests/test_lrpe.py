@@ -153,8 +153,10 @@ def test_frequencies_restart_for_each_axis():
         ({"shape": (2, 0)}, r"shape is \(2, 0\), expected one positive whole number"),
         ({"shape": (2.5,)}, r"shape is \(2.5,\), expected one positive whole number"),
         ({"shape": ()}, r"shape is \(\), expected one positive whole number"),
-        ({"prefix": -1}, "prefix is -1 and start 0, expected numbers from 0"),
-        ({"start": -2}, "prefix is 0 and start -2, expected numbers from 0"),
+        ({"prefix": -1}, "prefix is -1, expected a whole number of at least 0"),
+        ({"start": -2}, "start is -2, expected a whole number of at least 0"),
+        ({"start": 1.5}, "start is 1.5, expected a whole number"),
+        ({"theta": torch.full((1, 2), torch.nan)}, "theta holds NaN"),
         ({"start": 1, "prefix": 1}, "start is 1 with prefix=1"),
         ({"start": 1, "shape": (2, 3)}, r"start is 1 with prefix=0 and shape=\(2, 3\)"),
         ({"theta": torch.ones(3)}, r"theta has shape \(3,\), expected 'H K'"),
@@ -179,10 +181,10 @@ def test_errors_of_rotation_name_the_argument(x, message):
         unwrap(lrpe)(x, torch.ones(4, 3, 2))
 
 
-@pytest.mark.parametrize("named", [{"width": 0}, {"axes": 0}, {"base": -1.0}])
+@pytest.mark.parametrize("named", [{"width": 0}, {"width": 2.5}, {"axes": 0}, {"base": -1.0}])
 def test_errors_of_frequencies_name_the_argument(named):
-    with pytest.raises(ValueError, match=f"{next(iter(named))} is .* expected a number above 0"):
-        lrpe_frequencies(**{"width": 4, "axes": 1, **named})
+    with pytest.raises(ValueError, match=f"{next(iter(named))} is .* expected a .*number"):
+        unwrap(lrpe_frequencies)(**{"width": 4, "axes": 1, **named})
 
 
 @pytest.mark.compile

@@ -340,6 +340,7 @@ def nan(*shape):
         ({"log_decay": torch.full((1, D, E), 0.5)}, "log_decay spans 0.5 to 0.5, expected finite"),
         ({"log_decay": torch.full((1, D, E), -torch.inf)}, "log_decay spans -inf to -inf"),
         ({"log_decay": nan(1, D, E)}, "log_decay spans nan to nan, expected finite values of at"),
+        ({"bidirectional": None}, "bidirectional is None, expected True or False"),
         ({"bidirectional": True}, r"log_decay has shape \(1, 3, 4\), expected '1 2 D E' with D=3"),
         ({"shape": (5,)}, r"shape is \(5,\), expected sizes whose product is T=6"),
         ({"shape": (3, 2)}, r"log_decay has shape \(1, 3, 4\), expected '2 D E'"),

@@ -14,11 +14,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from onescan.checks import (
+    can_look_at_values,
     check_devices,
     check_floating,
     check_grid_shape,
     check_positive,
     check_shapes,
+    check_whole,
 )
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
@@ -100,8 +102,9 @@ def lrpe_angles(
         respect to theta is the position.
 
     Raises:
-        ValueError: If shape has no axis or an empty one, if prefix or start is negative, or if
-            start is combined with several axes or a prefix.
+        ValueError: If shape has no axis or an empty one, if prefix or start is not a whole number
+            of at least 0, if start is combined with several axes or a prefix or, on a CPU, if theta
+            is not finite.
 
     >>> theta = torch.tensor([[1.0, 3.0]])
     >>> lrpe_angles((2, 2), theta, prefix=1).squeeze(1).tolist()
@@ -110,6 +113,8 @@ def lrpe_angles(
     check_shapes(theta=(theta, "H K"))
     check_floating(theta=theta)
     _check_positions(shape, prefix, start)
+    if can_look_at_values(theta) and not theta.detach().isfinite().all():
+        raise ValueError("theta holds NaN or infinity, expected finite frequencies")
     (theta,) = to_accumulation_dtype(theta)
     along = []  # of each axis that has features: 1 .. n .. 1 H K
     for axis, part in enumerate(theta.split(_features_per_axis(theta.shape[1], len(shape)), dim=1)):
@@ -150,7 +155,8 @@ def lrpe_frequencies(width: int, axes: int, base: float = 10000.0) -> FrequencyR
     >>> lrpe_frequencies(4, axes=2).tolist()
     [1.0, 0.009999999776482582, 1.0, 0.009999999776482582]
     """
-    check_positive(width=width, axes=axes, base=base)
+    check_whole(1, width=width, axes=axes)
+    check_positive(base=base)
     j = torch.arange(width) % _features_per_axis(width, axes)
     return base ** (-2.0 * j / width)
 
@@ -162,8 +168,7 @@ def _features_per_axis(width: int, axes: int) -> int:
 def _check_positions(shape: Any, prefix: int, start: Any) -> None:  # Any: a user passed it
     check_grid_shape(shape)
     is_tensor = isinstance(start, Tensor)
-    if prefix < 0 or (not is_tensor and start < 0):
-        raise ValueError(f"prefix is {prefix} and start {start}, expected numbers from 0")
+    check_whole(0, prefix=prefix, start=0 if is_tensor else start)
     if (is_tensor or start) and (prefix or len(shape) > 1):
         raise ValueError(
             f"start is {start} with prefix={prefix} and shape={shape}, expected start only with "

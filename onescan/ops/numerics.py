@@ -172,12 +172,18 @@ class _LogAddExp(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.shapes = [x.shape for x in inputs]
         ctx.save_for_backward(*inputs, output)
+        ctx.save_for_forward(*inputs, output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         *inputs, z = ctx.saved_tensors
         gradients = (gradient * (x - z).exp() for x in inputs)
         return tuple(g.sum_to_size(s) for g, s in zip(gradients, ctx.shapes, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, da: Tensor, db: Tensor) -> Tensor:
+        a, b, z = ctx.saved_tensors
+        return (a - z).exp() * da + (b - z).exp() * db
 
 
 class _LogCumSumExp(torch.autograd.Function):
@@ -197,6 +203,7 @@ class _LogCumSumExp(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs, output)
+        ctx.save_for_forward(*inputs, output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -206,6 +213,15 @@ class _LogCumSumExp(torch.autograd.Function):
         for s in reversed(range(len(decay))):
             sums[s] = torch.addcmul(sums[s], decay[s], sums[s + 1])
         return (x - z).exp() * torch.stack(sums, dim=-2)
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor) -> Tensor:
+        x, z = ctx.saved_tensors
+        decay = (z[..., :-1, :] - z[..., 1:, :]).exp().unbind(-2)
+        sums = list(((x - z).exp() * dx).unbind(-2))
+        for t in range(1, len(sums)):
+            sums[t] = torch.addcmul(sums[t], decay[t - 1], sums[t - 1])
+        return torch.stack(sums, dim=-2)
 
 
 def disable_autocast(x: Tensor) -> AbstractContextManager[Any]:

@@ -128,9 +128,9 @@ def additive_decay(
         The outputs in the dtype of v, and the state of all tokens including the incoming state.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not match, the form or backend does not exist,
-            chunk_size is below 1, or, on a CPU, an argument holds NaN or an infinity that causes
-            NaN.
+        ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend does
+            not exist, chunk_size is below 1, or, on a CPU, an argument holds NaN or an infinity
+            that causes NaN.
 
     >>> q = k = torch.zeros(1, 3, 1, 1)
     >>> v = torch.tensor([3.0, 5.0, 10.0]).reshape(1, 3, 1, 1)
@@ -163,9 +163,12 @@ def additive_decay(
 
 
 def choose(
-    form: Form, backend: Backend, q: Queries, k: Keys, v: Values, *others: Any, causal: bool
+    form: str, backend: Backend, q: Queries, k: Keys, v: Values, *others: Any, causal: bool
 ) -> tuple[bool, str, str]:
     """Return the key in IMPLEMENTATIONS of the implementation that a call runs."""
+    direction = "causal" if causal else "not causal"
+    here = [key for key in IMPLEMENTATIONS if key[0] == causal]
+    check_choice(f"form ({direction})", form, ["auto", *dict.fromkeys(f for _, f, _ in here)])
     chosen: str = form
     if form == "auto":
         chosen = ("recurrent" if q.shape[1] == 1 else "chunk") if causal else "one_scan"
@@ -177,8 +180,7 @@ def choose(
     is_step = form == "auto" and (chosen, runs_on) == ("recurrent", "triton")
     if is_step and wants_gradient(q, k, v, *others):
         chosen = "chunk"  # the kernel for single tokens has no gradients
-    direction = "causal" if causal else "not causal"
-    known = [f"{f}/{b}" for is_causal, f, b in IMPLEMENTATIONS if is_causal == causal]
+    known = [f"{f}/{b}" for _, f, b in here]
     check_choice(f"form/backend ({direction})", f"{chosen}/{runs_on}", known)
     return causal, chosen, runs_on
 

@@ -164,9 +164,9 @@ def decay_attention(
         is already applied to a returned state.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not match, the form or backend does not exist,
-            the state is for the other value of `causal`, chunk_size is below 1, or, on a CPU,
-            log_decay is positive or an argument holds NaN.
+        ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend does
+            not exist, the state is for the other value of `causal`, chunk_size is below 1, or, on a
+            CPU, log_decay is positive or an argument holds NaN.
 
     >>> q = k = torch.ones(1, 3, 1, 1)
     >>> v = torch.tensor([8.0, 4.0, 2.0]).reshape(1, 3, 1, 1)

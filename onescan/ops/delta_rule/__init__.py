@@ -97,9 +97,9 @@ def delta_rule(
         otherwise `DeltaStates`.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not match, the form is unknown, the state
-            is for the other value of `causal`, chunk_size is below 1 or, on a CPU, an argument
-            holds NaN or an infinity that causes NaN.
+        ValueError: If shapes or devices do not match, a dtype is wrong, the form is unknown, the
+            state is for the other value of `causal`, chunk_size is below 1 or, on a CPU, an
+            argument holds NaN or an infinity that causes NaN.
 
     >>> import torch
     >>> q = k = torch.ones(1, 3, 1, 1)

@@ -19,6 +19,7 @@ from onescan.checks import (
     check_no_nan,
     check_positive,
     check_shapes,
+    check_whole,
     nan_probe,
 )
 from onescan.ops.chunks import is_known
@@ -110,9 +111,9 @@ def linear_diffusion(
         The tokens after the step, [B, T, H, V], in the dtype of x.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not match, the scheme or form is unknown, a
-            state is combined with Crank-Nicolson or, on a CPU, weights or dt are negative or an
-            argument holds NaN.
+        ValueError: If shapes or devices do not match, a dtype is wrong, the scheme or form is
+            unknown, a state is combined with Crank-Nicolson or, on a CPU, weights or dt are
+            negative or an argument holds NaN.
 
     >>> x = torch.tensor([0.0, 0.0, 4.0, 0.0]).reshape(1, 4, 1, 1)
     >>> neighbours, dt = torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([0.25])
@@ -175,8 +176,7 @@ def next_state(
     >>> next_state(None, x[:, 2:], None, radius=2).keep.tolist()
     [[False, True]]
     """
-    if isinstance(radius, bool) or not isinstance(radius, int) or radius < 0:
-        raise ValueError(f"radius is {radius!r}, expected an integer of at least 0")
+    check_whole(0, radius=radius)
     if state is not None and state.x.shape[1] != radius:
         raise ValueError(f"state has radius {state.x.shape[1]}, expected {radius}")
     if keep is None:

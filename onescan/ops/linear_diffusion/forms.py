@@ -211,7 +211,7 @@ def _banded_product(x: Tensor, weights: Tensor) -> Tensor:
     size = band_block_size(radius)
     count = _unpadded_blocks(len(x), size, radius)
     if count < 1:
-        return _padded_product(x, weights)
+        return _padded_product(x, weights).clone()  # forward mode refuses a part of a storage
     y, band, end = torch.empty_like(x), _band(weights, size), (count + 1) * size
     middle = y[size:end].unflatten(0, (count, size))
     windows = _unpadded_windows(x, count, size, radius)

@@ -15,6 +15,7 @@ from onescan.checks import (
     check_floating,
     check_positive,
     check_shapes,
+    check_whole,
 )
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.shapes import DiffusionKernels, StepSizes
@@ -49,14 +50,15 @@ def gaussian_kernel(past: Tensor, future: Tensor, sigma: Tensor, radius: int) ->
     check_floating(**given)
     check_devices(**given)
     check_shapes(past=(past, "H"), future=(future, "H"), sigma=(sigma, "H"))
-    if isinstance(radius, bool) or not isinstance(radius, int) or radius < 0:
-        raise ValueError(f"radius is {radius!r}, expected an integer of at least 0")
+    check_whole(0, radius=radius)
     for name, tensor in given.items():
         if can_look_at_values(tensor) and tensor.numel():
-            lowest = tensor.detach().amin().item()
-            if not lowest >= 0 or (name == "sigma" and lowest == 0):  # also rejects NaN
+            low, high = (x.item() for x in torch.aminmax(tensor.detach()))
+            if not low >= 0 or (name == "sigma" and low == 0):  # also rejects NaN
                 least = "above 0" if name == "sigma" else "at least 0"
-                raise ValueError(f"{name} has minimum {lowest:.6g}, expected {least}")
+                raise ValueError(f"{name} has minimum {low:.6g}, expected {least}")
+            if high == math.inf:
+                raise ValueError(f"{name} has maximum inf, expected finite values")
     lags = torch.arange(-radius, radius + 1, dtype=sigma.dtype, device=sigma.device)
     gaussian = (-0.5 * (lags / sigma.unsqueeze(-1)).square()).exp()  # H 2R+1
     phi = past.unsqueeze(-1) * (lags > 0) + future.unsqueeze(-1) * (lags < 0)

@@ -80,9 +80,9 @@ def toeplitz_position(
         None for several axes or both directions.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not match, the form or backend is unknown or
-            cannot run, a state cannot be continued or, on a CPU, log_decay is positive or x, weight
-            or state holds NaN.
+        ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend is
+            unknown or cannot run, a state cannot be continued or, on a CPU, log_decay is positive
+            or x, weight or state holds NaN.
 
     >>> x = torch.tensor([1.0, 0.0, 0.0, 4.0]).reshape(1, 4, 1)
     >>> halving = torch.full((1, 1, 1), 0.5).log()
@@ -169,10 +169,12 @@ def _check(
     log_decay: Tensor,
     weight: Tensor,
     shape: tuple[int, ...],
-    bidirectional: bool,
+    bidirectional: Any,
     state: object,
 ) -> None:
     check_grid_shape(shape)
+    if not isinstance(bidirectional, bool):
+        raise ValueError(f"bidirectional is {bidirectional!r}, expected True or False")
     pattern = f"{len(shape)} 2 D E" if bidirectional else f"{len(shape)} D E"
     parts: dict[str, tuple[Tensor | None, str]] = {}
     if state is not None:
