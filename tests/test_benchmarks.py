@@ -242,8 +242,8 @@ def test_processes_report_memory_and_failures(tmp_path):
 
 TINY = "--rounds 1 --seconds 0 --device cpu --out OUT"
 SCRIPTS = {
-    "one_scan": f"--tokens 16 32 --num-heads 1 --head-dim 4 {TINY}",
-    "decay": f"--tokens 16 --num-heads 1 --head-dim 4 --chunk-size 8 {TINY}",
+    "one_scan": f"--tokens 16 32 --candidates one_scan softmax --no-gradients {TINY}",
+    "decay": f"--tokens 16 --candidates chunk softmax {TINY}",
     "causal": f"--tokens 16 --level op --no-gradients {TINY}",
     "decode": f"--tokens 10 --model-size small {TINY}",
     "models": f"--image-size 32 --batch-size 1 --candidates lightnet_tiny deit_tiny {TINY}",
@@ -306,6 +306,13 @@ def test_ops_give_outputs_or_the_gradients_of_all_inputs(name):
     gradients = call(one_scan, name, options, BACKWARD)
     assert [g.shape for g in gradients] == [(B, T, H, K)] * 3
     assert all(g.abs().sum() > 0 for g in gradients)
+
+
+def test_two_scans_treat_both_directions_alike():
+    inputs = torch.randn(3, 1, T, H, K)
+    torch.testing.assert_close(
+        one_scan.two_scans(*inputs.flip(2)), one_scan.two_scans(*inputs).flip(1)
+    )
 
 
 def test_copy_moves_as_many_bytes_as_an_op_must():
