@@ -25,7 +25,7 @@ from results import aligned, environment, write
 from onescan import configs
 from onescan.recipes import find_recipe
 from onescan.training import Progress, RunConfig, read_metrics, train
-from onescan.training.records import waiting_share
+from onescan.training.logging import waiting_share
 
 WARM_UP_STEPS = 3  # after each start
 

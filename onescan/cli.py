@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from onescan.data.text import Tokenizer
     from onescan.models.size import Size
     from onescan.recipes.glue_runs import GlueRun
-    from onescan.training.checkpoint import Checkpoint
-    from onescan.training.run import RunConfig, RunResult
+    from onescan.training.config import RunConfig, RunResult
+    from onescan.training.loading import Checkpoint
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
@@ -106,7 +106,7 @@ def train(argv: Argv) -> None:
     from onescan.report import check_report_path, write_report
     from onescan.training import joined
     from onescan.training import train as train_run
-    from onescan.training.run import RunConfig
+    from onescan.training.config import RunConfig
 
     recipe, given, argv = _what_to_train(argv)
 
@@ -177,10 +177,10 @@ def evaluate(argv: Argv) -> None:
 
 
 def _evaluate_run(options: Any) -> None:
-    from onescan.training.checkpoint import load
+    from onescan.training.data import choose_workers
+    from onescan.training.distributed import Ranks, choose_device
     from onescan.training.evaluation import evaluate as judge
-    from onescan.training.loader import choose_workers
-    from onescan.training.ranks import Ranks, choose_device
+    from onescan.training.loading import load
 
     checkpoint = load(options.checkpoint)
     run, device = checkpoint.config, choose_device(options.device, Ranks())
@@ -340,7 +340,7 @@ def sample(argv: Argv) -> None:
 
     options = _parse(Options, "sample", argv)
     from onescan.recipes.files import import_file
-    from onescan.training.ranks import Ranks, choose_device
+    from onescan.training.distributed import Ranks, choose_device
     from onescan.training.samples import SampleConfig, check_out, write_samples
 
     if not options.out:
@@ -520,7 +520,7 @@ def needle(argv: Argv) -> None:
 
 def tokenizer(argv: Argv) -> None:
     """Train a byte-level BPE tokenizer and measure its compression."""
-    from onescan.data.text.documents import SampleBy
+    from onescan.data.text.source import SampleBy
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -540,13 +540,13 @@ def tokenizer(argv: Argv) -> None:
         """Split to train on."""
 
     options = _parse(Options, "tokenizer", argv)
-    from onescan.data.text.byte_pairs import check_empty, train_byte_pairs
-    from onescan.data.text.source import Wanted, find_source, read_texts
+    from onescan.data.text.bpe import check_empty, train_bpe
+    from onescan.data.text.source import Query, find_source, read_texts
 
     check_empty(options.out)
-    wanted = Wanted(column=options.text_column, sample_by=options.sample_by, name=options.name)
-    source = find_source(options.path, wanted, field="path")
-    trained = train_byte_pairs(read_texts(source, options.split), options.vocab_size)
+    query = Query(column=options.text_column, sample_by=options.sample_by, name=options.name)
+    source = find_source(options.path, query, field="path")
+    trained = train_bpe(read_texts(source, options.split), options.vocab_size)
     trained.tokenizer.save(options.out)
     where = "held-out text" if trained.is_held_out else "the text that it was trained on"
     _print(f"{options.out}: {trained.tokenizer.size} tokens, ", end="")
@@ -765,7 +765,7 @@ def _with_batch_size(config: OptionsT, batch_size: int | None) -> OptionsT:
 
 def _load(path: Path, imports: Sequence[Path]) -> "Checkpoint":
     from onescan.recipes.files import import_file
-    from onescan.training.checkpoint import load
+    from onescan.training.loading import load
 
     for file in imports:
         import_file(file)
@@ -774,8 +774,8 @@ def _load(path: Path, imports: Sequence[Path]) -> "Checkpoint":
 
 def _language_model(name: str, kind: str, device: str) -> "tuple[Any, Tokenizer, torch.device]":
     """Load a language model of the given class on its device, with its tokenizer."""
-    from onescan.training.language_model import load_language_model
-    from onescan.training.ranks import Ranks, choose_device
+    from onescan.training.distributed import Ranks, choose_device
+    from onescan.training.loading import load_language_model
 
     chosen = choose_device(device, Ranks())
     model, tokenizer = load_language_model(name)
@@ -823,9 +823,9 @@ def _is_told_by_another(error: Exception) -> bool:
     notes = getattr(error, "__notes__", ())
     if not notes:  # and nothing slow is imported for it
         return False
-    from onescan.training.ranks import TOLD
+    from onescan.training.distributed import RAISED_BY_FIRST
 
-    return TOLD in notes
+    return RAISED_BY_FIRST in notes
 
 
 def _silent(*_values: object) -> None:
@@ -834,7 +834,7 @@ def _silent(*_values: object) -> None:
 
 def _results(results: "Sequence[RunResult]") -> str:
     """Format one line per seed, and the mean and standard deviation over seeds."""
-    from onescan.training.records import read_metrics, waiting_share
+    from onescan.training.logging import read_metrics, waiting_share
 
     lines = []
     for result in results:

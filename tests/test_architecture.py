@@ -295,6 +295,19 @@ CHECKED = (
     "checkpoint",
     "checks.py",
     "configs.py",
+    "data/arrays.py",
+    "data/augment.py",
+    "data/base.py",
+    "data/glue.py",
+    "data/image_dataset.py",
+    "data/images.py",
+    "data/latents.py",
+    "data/long_range",
+    "data/order.py",
+    "data/recall.py",
+    "data/sequences.py",
+    "data/sources.py",
+    "data/text",
     "integrations",
     "kernels",
     "layers",
@@ -303,6 +316,7 @@ CHECKED = (
     "ops",
     "shapes.py",
     "tasks/teacher.py",
+    "training/encode.py",
 )
 
 

@@ -49,8 +49,8 @@ from onescan.training import (
     trackers,
     train,
 )
-from onescan.training.checkpoint import MODELS
 from onescan.training.folder import read_manifest
+from onescan.training.loading import MODELS
 from onescan.training.state import last_state
 
 

@@ -25,15 +25,15 @@ from tiny_generation import (
     write_pngs,
 )
 
-from onescan.data.decode import to_bytes
+from onescan.data.images import to_bytes
 from onescan.evaluation.generation.features import fitted, open_features
 from onescan.evaluation.generation.folders import FolderSource, data_at
 from onescan.evaluation.generation.npz import NpzSource
 from onescan.evaluation.generation.reference import open_reference, reference_cache
 from onescan.tasks import ImageClassificationConfig
 from onescan.tasks.feature_distance import frechet_distance
-from onescan.training.checkpoint import load
-from onescan.training.run import RunConfig
+from onescan.training.config import RunConfig
+from onescan.training.loading import load
 
 
 @pytest.fixture

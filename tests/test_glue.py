@@ -20,8 +20,7 @@ from onescan.tasks import GlueConfig
 from onescan.tasks.glue_metrics import measure
 from onescan.training import TrainingConfig, evaluate
 from onescan.training.folder import read_manifest
-from onescan.training.optimizer import build_optimizer
-from onescan.training.schedule import learning_rate
+from onescan.training.optim import build_optimizer, learning_rate
 
 # Measures
 

@@ -26,8 +26,8 @@ from onescan.tasks.classifier_features import SampleJudge
 from onescan.tasks.noising import Noising
 from onescan.training import read_metrics, train
 from onescan.training.evaluation import evaluate
+from onescan.training.logging import read_pictures
 from onescan.training.pipeline import load_pipeline
-from onescan.training.records import read_pictures
 
 PREDICTIONS = ("noise", "v", "flow")
 

@@ -1,4 +1,4 @@
-"""Language models trained by recipes: from a text file to a report, and on to writing."""
+"""Language models trained by recipes: from a text file to a report and generated text."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from onescan.report.sections import writing
 from onescan.tasks import MaskedLanguageModellingConfig
 from onescan.training import train as train_run
 from onescan.training.folder import read_manifest
-from onescan.training.language_model import load_language_model
+from onescan.training.loading import load_language_model
 
 TEXT = "The cat sat on the mat.\nA dog looked at it, and at the door.\n" * 60
 TINY = [
@@ -23,8 +23,8 @@ TINY = [
 
 
 @pytest.fixture(autouse=True)
-def _little_is_written(monkeypatch):
-    """On the pages of runs: three texts of 200 tokens take longer than to train the model."""
+def _short_texts(monkeypatch):
+    """Shorten the texts on reports, which take longer than training."""
     monkeypatch.setattr(writing, "WRITTEN", 9)
 
 
@@ -34,10 +34,10 @@ def text(tmp_path):
     return tmp_path / "text.txt"
 
 
-def train(name, text, *words):
-    """What a run left, and where."""
+def train(name, text, *options):
+    """Train a recipe and return its folder."""
     out = text.parent / "run"
-    arguments = ["train", name, "--data.path", str(text), "--out", str(out), *TINY, *words]
+    arguments = ["train", name, "--data.path", str(text), "--out", str(out), *TINY, *options]
     assert main(arguments) == 0
     return out / "seed-0"
 
@@ -46,7 +46,7 @@ SMALL = [name for name in LANGUAGE if name.startswith(("shakespeare", "wikitext2
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_twin_trains_and_is_told_of(name, text, capsys):
+def test_a_small_recipe_is_trained_and_reported(name, text, capsys):
     run = train(name, text, *(["--task.supervised-blocks", "1"] if name.endswith("ldn") else []))
     assert "test loss" in capsys.readouterr().out
     page = (run.parent / "report.html").read_text()
@@ -56,7 +56,7 @@ def test_a_small_twin_trains_and_is_told_of(name, text, capsys):
     assert checkpoint.metrics["perplexity"] > 1
 
 
-def test_a_run_writes_on_and_fills_in(text, capsys):
+def test_a_run_generates_and_fills_masks(text, capsys):
     run = train("shakespeare_lightnet", text)
     _, tokenizer = load_language_model(str(run))
     assert isinstance(tokenizer, ByteTokenizer)
@@ -69,7 +69,7 @@ def test_a_run_writes_on_and_fills_in(text, capsys):
     assert capsys.readouterr().out.count("%") == 2
 
 
-def test_a_run_keeps_its_tokenizer(text, tmp_path, capsys):
+def test_a_run_includes_its_tokenizer(text, tmp_path, capsys):
     byte_level_bpe().save_pretrained(tmp_path / "pairs")
     run = train(
         "shakespeare_lion_s",
@@ -83,8 +83,7 @@ def test_a_run_keeps_its_tokenizer(text, tmp_path, capsys):
 
 
 def test_a_language_model_resumes_to_the_same_numbers(text, tmp_path):
-    words = ["--data.path", str(text), *TINY, "--training.checkpoint-every", "0.01"]
-    whole = train("shakespeare_lightnet", text, *words)
+    whole = train("shakespeare_lightnet", text, "--training.checkpoint-every", "0.01")
     run = read_manifest(whole).run
     with pytest.raises(KeyboardInterrupt):
         train_run(run, tmp_path / "stopped", progress=press_ctrl_c_at(4))
@@ -93,14 +92,14 @@ def test_a_language_model_resumes_to_the_same_numbers(text, tmp_path):
         assert torch.equal(onescan.load(again.folder).model.state_dict()[name], weight), name
 
 
-def test_a_text_that_goes_on_lowers_the_loss(text):
+def test_longer_training_lowers_the_loss(text):
     few = onescan.load(train("shakespeare_gpt2", text, "--training.steps", "2")).metrics
     more = train("shakespeare_gpt2", text, "--training.steps", "60", "--overwrite")
     assert onescan.load(more).metrics["loss"] < few["loss"] - 0.5
 
 
 @pytest.mark.parametrize("name", sorted(set(LANGUAGE) - set(SMALL)))
-def test_a_papers_recipe_is_of_its_models_size(name):
+def test_a_recipe_of_a_paper_has_its_model_size(name):
     run = LANGUAGE[name]()
     assert run.name == name
     assert run.data.tokenizer in ("openai-community/gpt2", "google-bert/bert-base-uncased")
@@ -116,23 +115,19 @@ def test_a_papers_recipe_is_of_its_models_size(name):
         assert run.data.train_rows == run.training.batch_size * run.training.steps
 
 
-def test_a_missing_text_is_told_in_a_sentence(tmp_path, capsys):
-    out = ["--out", str(tmp_path / "out")]
-    assert main(["train", "shakespeare_lightnet", "--data.path", str(tmp_path / "no"), *out]) == 2
-    assert "no" in capsys.readouterr().err
-    (tmp_path / "empty.txt").write_text("")
-    path = str(tmp_path / "empty.txt")
-    assert main(["train", "shakespeare_lightnet", "--data.path", path, *out]) == 2
-    assert "empty" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["missing.txt", "empty.txt"])
+def test_a_missing_text_is_rejected(name, tmp_path, capsys):
+    (tmp_path / "empty.txt").touch()
+    path, out = str(tmp_path / name), str(tmp_path / "out")
+    assert main(["train", "shakespeare_lightnet", "--data.path", path, "--out", out]) == 2
+    assert name in capsys.readouterr().err
 
 
-def test_what_is_no_run_is_told_as_such(text, capsys):
+def test_a_folder_without_a_run_is_rejected(text, capsys):
     run = train("shakespeare_lion_s", text)
     capsys.readouterr()
     for command, *more in (["generate"], ["needle"], ["evaluate", "--lengths", "8"]):
         assert main([command, str(run.parent), *more]) == 2
-        assert "holds no run: it has no config.json; name one of the runs in it: seed-0" in (
-            capsys.readouterr().err
-        )
+        assert "seed-0" in capsys.readouterr().err  # names the run in the folder
         assert main([command, str(run / "no" / "such"), *more]) == 2
-        assert "there is no run at" in capsys.readouterr().err
+        assert str(run / "no" / "such") in capsys.readouterr().err

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer, TextDatasetConfig
-from onescan.data.text.words import words_of
+from onescan.data.text.tokenizer import word_boundaries
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 from onescan.tasks import LanguageModellingConfig, MaskedLanguageModellingConfig
@@ -245,7 +245,7 @@ def test_words_are_masked_whole(posed):
     text = b"the cat sat on the mat, and 42 dogs looked at it "
     tokens = torch.tensor([list(text) * 4] * 8)
     _, _, labels = task.augment((tokens, torch.zeros_like(tokens)), seed=2)
-    told, words = labels != IGNORE_INDEX, words_of(ByteTokenizer()).beginnings(tokens)
+    told, words = labels != IGNORE_INDEX, word_boundaries(ByteTokenizer()).word_starts(tokens)
     inside = ~words[:, 1:]  # a word's second and further tokens
     assert inside.any()
     assert torch.equal(told[:, 1:][inside], told[:, :-1][inside])
@@ -255,7 +255,7 @@ def test_words_are_masked_whole(posed):
 def spelt(tokenizer, text):
     """The words of a text, by the table of beginnings."""
     ids = tokenizer.encode(text)
-    begins = words_of(tokenizer).beginnings(torch.tensor([ids]))[0].tolist()
+    begins = word_boundaries(tokenizer).word_starts(torch.tensor([ids]))[0].tolist()
     found = []
     for token, is_first in zip(ids, begins, strict=True):
         found += [[token]] if is_first else []
@@ -278,9 +278,9 @@ def test_words_of_every_kind_of_tokenizer():
     ]
     pieces = PretrainedTokenizer("pieces", word_pieces())
     ids = pieces.encode("the cats sat")
-    begins = words_of(pieces).beginnings(torch.tensor([ids]))[0].tolist()
+    begins = word_boundaries(pieces).word_starts(torch.tensor([ids]))[0].tolist()
     assert begins == [True, True, False, False, True, False]
-    assert words_of(words()).beginnings(torch.tensor([[5, 6, 7]])).all()
+    assert word_boundaries(words()).word_starts(torch.tensor([[5, 6, 7]])).all()
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_a_run_is_asked_from_the_command_line(text, tmp_path, capsys):
     capsys.readouterr()
     assert main([*words, "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert words_of(shown)[0] == ["depth", "150", "200"]
+    assert word_boundaries(shown)[0] == ["depth", "150", "200"]
     assert f"report: {out / 'report.html'}" in shown
     held = json.loads((out / "needle.json").read_text())
     assert (held["name"], held["haystack"]) == ("run/seed-0", "the held-out text of run/seed-0")
@@ -247,7 +247,7 @@ def test_a_run_is_asked_from_the_command_line(text, tmp_path, capsys):
     assert "expected 899" in capsys.readouterr().err
 
 
-def words_of(shown):
+def word_boundaries(shown):
     return [line.split() for line in shown.splitlines()]
 
 

@@ -23,7 +23,7 @@ from projections import parts_of
 from sklearn.metrics import confusion_matrix
 
 from onescan import cli, configs
-from onescan.data import DataConfig, Example, ImageFormat, ImageSplits, ImageTensors, Loaded
+from onescan.data import DataConfig, Example, ImageFormat, ImageSplits, ImageTensors, LoadedBatch
 from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition, ToeplitzPositionConfig
@@ -518,7 +518,7 @@ class Stream(ImageTensors):
 
     def read(self, examples):
         pixels, labels = zip(*(example.source for example in examples), strict=True)
-        return Loaded((torch.stack(pixels), torch.stack(labels)))
+        return LoadedBatch((torch.stack(pixels), torch.stack(labels)))
 
 
 def test_a_stream_is_walked_no_further_than_needed(folders):

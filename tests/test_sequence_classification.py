@@ -230,7 +230,9 @@ def test_what_is_wrong_with_listops_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"basic_test\.tsv holds no expressions"):
         ListOpsDataConfig(**at).build()
     (tmp_path / "basic_test.tsv").write_text("Source\tTarget\n[MAX 1 2 ]\t2\n[MAX 1 2 ]\t3\n")
-    with pytest.raises(ValueError, match=r"basic_test\.tsv, line 3: the label is 3, .* worth 2"):
+    with pytest.raises(
+        ValueError, match=r"basic_test\.tsv, line 3: the label is 3, .* evaluates to 2"
+    ):
         ListOpsDataConfig(**at).build()
     for drawn in ({"expressions": SMALL}, {"train_examples": 7}):
         with pytest.raises(ValueError, match=r"data\.path is .* expected no data\.expressions"):
@@ -294,7 +296,7 @@ def test_what_is_wrong_with_pathfinder_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"sample_\d+\.png: .* 64 x 64 pixels, expected 32 x 32"):
         wrong.train.example(0)
     write_published(tmp_path / "few", 1)
-    with pytest.raises(ValueError, match="holds too few images: 1"):
+    with pytest.raises(ValueError, match="has too few images: 1"):
         PathfinderDataConfig(path=str(tmp_path / "few")).build()
     with pytest.raises(ValueError, match=r"expected no data\.images\.contour_length"):
         pathfinder(path=str(tmp_path / "large")).build()
@@ -400,7 +402,7 @@ def test_what_is_wrong_with_texts_is_said(tmp_path):
     (tmp_path / "train.tsv").write_text("text\tlabel\nfine\tpos\nbad\n")
     says(r"train\.tsv, line 3: 1 cells between tabs, expected 2: text, label")
     (tmp_path / "train.tsv").write_text("text\tlabel\nfine\tpos\n")
-    says("the texts are of 1 classes, expected two or more")
+    says("texts have 1 classes, expected two or more")
     (tmp_path / "train.tsv").write_text("text\tlabel\n")
     says(r"train\.tsv holds no rows")
     (tmp_path / "train.tsv").write_bytes(b"\xff\t\n")
@@ -408,7 +410,7 @@ def test_what_is_wrong_with_texts_is_said(tmp_path):
     (tmp_path / "train-2.tsv").write_text("text\tlabel\nfine\tpos\n")
     says(r"where 2 tables are of train, expected one: .*train-2\.tsv and .*train\.tsv")
     (tmp_path / "test.tsv").unlink()
-    says("has no split to be judged on, expected one of validation, valid, val, test")
+    says("has no test split, expected one of validation, valid, val, test")
 
 
 PAIRS = ["1.0\t12\t13\tfirst paper\tsecond\n", "0.0\t2\t3\ta\tbb\n"]

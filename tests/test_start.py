@@ -16,7 +16,7 @@ from onescan.recipes.glue_runs import classifier
 from onescan.tasks import GlueConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig, train
 from onescan.training.folder import CONFIG, read_manifest
-from onescan.training.start import init_from
+from onescan.training.loading import init_from
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from onescan.training import (
     read_metrics,
     train,
 )
-from onescan.training.schedule import Plan
+from onescan.training.optim import Plan
 
 
 @pytest.fixture(scope="module")

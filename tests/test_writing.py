@@ -93,8 +93,8 @@ def test_a_text_begins_with_what_its_tokenizer_puts_before_it():
 
 
 def test_what_is_no_letter_is_spelt():
-    assert [ByteTokenizer().spell(i) for i in (97, 32, 10)] == ["a", "' '", r"'\n'"]
-    assert words().spell(4) == "[MASK]"
+    assert [ByteTokenizer().format_token(i) for i in (97, 32, 10)] == ["a", "' '", r"'\n'"]
+    assert words().format_token(4) == "[MASK]"
 
 
 def test_ids_beyond_the_tokenizers_are_not_written():
@@ -170,7 +170,7 @@ def test_masks_are_filled_with_the_likeliest(name):
         best = scores[place].topk(3)
         assert [guess.share for guess in guesses] == pytest.approx(best.values.tolist())
         assert [guess.text for guess in guesses] == [
-            tokenizer.spell(i) for i in best.indices.tolist()
+            tokenizer.format_token(i) for i in best.indices.tolist()
         ]
 
 

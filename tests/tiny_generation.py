@@ -8,15 +8,15 @@ from PIL import Image
 from tiny_denoiser import BarsConfig, denoiser_run
 
 from onescan.checkpoint.weights import save_weights, whole_weights
-from onescan.data.decode import to_bytes
+from onescan.data.images import to_bytes
 from onescan.evaluation.asked import SamplesConfig
 from onescan.evaluation.generation.source import in_steps
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.tasks import ImageClassificationConfig
+from onescan.training.config import RunConfig
 from onescan.training.folder import write_manifest
-from onescan.training.run import RunConfig
 
 CPU = torch.device("cpu")
 CLASSIFIER = ImageClassifierConfig(

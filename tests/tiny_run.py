@@ -10,7 +10,7 @@ from onescan.configs import ModelConfig
 from onescan.data import AffineConfig, DataConfig, ImageFormat, ImageSplits, ImageTensors
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig, read_metrics
-from onescan.training.records import TIMING
+from onescan.training.logging import TIMING
 
 STEPS = 12  # of tiny_run: 3 epochs of 4 batches
 

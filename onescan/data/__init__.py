@@ -1,5 +1,6 @@
 """Data sets: what a task draws its batches from, and the format its model was trained on."""
 
+from onescan.data.arrays import ArrayDataset, ArrayDatasetConfig, ArrayFormat, ArraySplits
 from onescan.data.augment import (
     AffineConfig,
     Augment,
@@ -8,12 +9,18 @@ from onescan.data.augment import (
     Mix,
     MixConfig,
 )
-from onescan.data.base import Bookmark, DataConfig, DataSet, Example, Format, Loaded
-from onescan.data.crop import RandomCropConfig
-from onescan.data.digits import DigitsConfig
-from onescan.data.image_dataset import ImageDataset, ImageDatasetConfig
-from onescan.data.image_stream import ImageStream
-from onescan.data.images import ImageFormat, ImageSet, ImageSplits, ImageTensors, read_image
+from onescan.data.base import DataConfig, DataSet, DataState, Example, Format, LoadedBatch
+from onescan.data.image_dataset import ImageDataset, ImageDatasetConfig, ImageStream
+from onescan.data.images import (
+    DigitsConfig,
+    GridFormat,
+    ImageFormat,
+    ImageSet,
+    ImageSplits,
+    ImageTensors,
+    RandomCropConfig,
+    read_image,
+)
 from onescan.data.long_range import (
     ByteTextConfig,
     ListOpsDataConfig,
@@ -33,16 +40,21 @@ from onescan.data.sequences import (
 
 __all__ = [
     "AffineConfig",
+    "ArrayDataset",
+    "ArrayDatasetConfig",
+    "ArrayFormat",
+    "ArraySplits",
     "Augment",
     "AugmentConfig",
-    "Bookmark",
     "ByteTextConfig",
     "DataConfig",
     "DataSet",
+    "DataState",
     "DeitAugmentConfig",
     "DigitsConfig",
     "Example",
     "Format",
+    "GridFormat",
     "ImageDataset",
     "ImageDatasetConfig",
     "ImageFormat",
@@ -52,7 +64,7 @@ __all__ = [
     "ImageTensors",
     "LabelledSequence",
     "ListOpsDataConfig",
-    "Loaded",
+    "LoadedBatch",
     "Mix",
     "MixConfig",
     "PathfinderDataConfig",

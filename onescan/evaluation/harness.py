@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from onescan import __version__
 from onescan.evaluation.asked import SETS, TasksConfig
 from onescan.evaluation.names import short_name
-from onescan.training.language_model import load_language_model
-from onescan.training.ranks import Ranks, choose_device
+from onescan.training.distributed import Ranks, choose_device
+from onescan.training.loading import load_language_model
 
 KEPT = ("results", "groups", "versions", "n-shot", "n-samples")  # of what lm-eval returns
 

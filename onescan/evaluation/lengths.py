@@ -30,8 +30,8 @@ from onescan.models.causal_lm import (
 )
 from onescan.models.masked_lm import MaskedLM
 from onescan.shapes import Tokens
-from onescan.training.precision import computing
-from onescan.training.ranks import Ranks, choose_device
+from onescan.training.distributed import Ranks, choose_device
+from onescan.training.optim import autocast
 
 Stream = Int[Tensor, " tokens"]
 Sums = Float[Tensor, " length"]
@@ -120,7 +120,7 @@ def _score(
     by_place, counts = torch.zeros(2, length, dtype=torch.float64)
     nats = right = told = 0.0
     for shown, wanted in zip(_rows(stream, length), _rows(labels, length), strict=True):
-        with torch.no_grad(), computing(opened.precision, device):
+        with torch.no_grad(), autocast(opened.precision, device):
             found = _score_tokens(model, shown.to(device), wanted.to(device))
         losses = found.losses.double().cpu()
         nats, right = nats + losses.sum().item(), right + found.correct.sum().item()

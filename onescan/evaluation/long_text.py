@@ -7,10 +7,9 @@ import numpy as np
 import torch
 
 from onescan.data.text import PackedText, TextDatasetConfig, TextFormat, TextSplits, Tokenizer
-from onescan.data.text.corpus import Corpus
-from onescan.data.text.corpus_reader import CorpusReader
-from onescan.data.text.rows import padding_id
-from onescan.data.text.source import Wanted, find_source
+from onescan.data.text.corpus import Corpus, CorpusReader
+from onescan.data.text.packing import padding_id
+from onescan.data.text.source import Query, find_source
 from onescan.evaluation.held_out import held_out_tokens
 from onescan.evaluation.names import short_name
 from onescan.models.causal_lm import CausalLM
@@ -18,9 +17,9 @@ from onescan.models.masked_lm import MaskedLM
 from onescan.shapes import Tokens
 from onescan.tasks import Batch
 from onescan.tasks.masked_language_modelling import MaskedLanguageModellingConfig
+from onescan.training.config import Precision, RunConfig
 from onescan.training.folder import read_manifest
-from onescan.training.language_model import is_run, load_language_model
-from onescan.training.run import Precision, RunConfig
+from onescan.training.loading import is_run, load_language_model
 
 HELD_OUT = "the run's held-out text"
 
@@ -114,12 +113,12 @@ def _read(
     text: str, data: TextDatasetConfig | None, tokenizer: Tokenizer, most: int | None
 ) -> np.ndarray:
     """Tokenize a text in the way of the run's, its held-out part where there is one."""
-    wanted = data.wanted(streaming=False) if data else Wanted()
-    source = find_source(text, wanted, field="text")
+    query = data.query() if data else Query()
+    source = find_source(text, query, field="text")
     split = source.held_out("train") or next(iter(source.splits))
     frame = tokenizer.frame if data and data.add_special_tokens else None
-    reader = CorpusReader(tokenizer=tokenizer, on_error="raise", keeps=False, frame=frame)
-    ids = reader.read(source.open(split), text, split, most=most).tokens
+    reader = CorpusReader(tokenizer=tokenizer, on_error="raise", cache=False, frame=frame)
+    ids = reader.read(source.open(split), text, split, max_tokens=most).tokens
     if not len(ids):
         raise ValueError(f"text is {text!r}, where {split} holds no text")
     return np.asarray(ids)

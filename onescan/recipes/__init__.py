@@ -34,7 +34,7 @@ from onescan.recipes.language import LANGUAGE
 from onescan.recipes.long_range import LONG_RANGE
 from onescan.recipes.positions import text_positions
 from onescan.recipes.recall import RECALL
-from onescan.training.run import RunConfig
+from onescan.training.config import RunConfig
 
 Recipe = Callable[[], RunConfig]
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from onescan.checks import check_choice
-from onescan.training.run import RunConfig
+from onescan.training.config import RunConfig
 
 
 def import_file(file: str | Path) -> ModuleType:

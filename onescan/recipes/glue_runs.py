@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from onescan.checks import check_choice
+from onescan.data.base import OnError
 from onescan.data.glue import HUB, PROBLEMS, GlueDatasetConfig, GlueTask
-from onescan.data.image_reader import OnError
 from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 from onescan.models.sequence_classifier import Pool, SequenceClassifierConfig
 from onescan.recipes.glue import FROM_MNLI, GLUE, ORDER
 from onescan.tasks import GlueConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig
-from onescan.training.folder import check_claim
-from onescan.training.language_model import load_language_model
-from onescan.training.run import Precision
+from onescan.training.config import Precision
+from onescan.training.folder import check_run_dir
+from onescan.training.loading import load_language_model
 
 MNLI: GlueTask = "mnli"
 
@@ -114,7 +114,7 @@ def check_runs(runs: Sequence[GlueRun], *, overwrite: bool) -> None:
             `GlueDatasetConfig.build`.
     """
     for run in runs:
-        check_claim(run.folder, run.config, overwrite=overwrite)
+        check_run_dir(run.folder, run.config, overwrite=overwrite)
     for data in dict.fromkeys(run.config.data for run in runs):
         data.build()
 

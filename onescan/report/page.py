@@ -7,7 +7,7 @@ from onescan.report.sections import PAGES
 from onescan.report.study import Study, read_study
 from onescan.report.summary import summary
 from onescan.report.template import check_report_path, fill, save
-from onescan.training.run import RunResult
+from onescan.training.config import RunResult
 
 
 def write_report(runs: Sequence[Path | RunResult], path: Path) -> Path:

@@ -13,10 +13,10 @@ from torch import nn
 
 from onescan import configs
 from onescan.tasks import Task
-from onescan.training.checkpoint import load
+from onescan.training.config import RunConfig, RunResult
 from onescan.training.folder import MACHINE, Manifest, read_manifest, read_result
-from onescan.training.records import METRICS, Split, read_metrics
-from onescan.training.run import RunConfig, RunResult
+from onescan.training.loading import load
+from onescan.training.logging import METRICS, Split, read_metrics
 
 SEED, INIT_FROM = "training.seed", "init_from"
 SHOWN_DIFFERENCES = 3

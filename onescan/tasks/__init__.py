@@ -2,9 +2,9 @@
 
 from onescan.tasks.base import (
     Batch,
+    BatchPlan,
     Evaluation,
     Metrics,
-    Planned,
     Rows,
     Task,
     TaskConfig,
@@ -30,6 +30,7 @@ from onescan.tasks.sequence_classification import (
 
 __all__ = [
     "Batch",
+    "BatchPlan",
     "DistillationConfig",
     "Evaluation",
     "Glue",
@@ -43,7 +44,6 @@ __all__ = [
     "MaskedLanguageModelling",
     "MaskedLanguageModellingConfig",
     "Metrics",
-    "Planned",
     "Recall",
     "RecallTaskConfig",
     "Rows",

@@ -10,23 +10,23 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from onescan.data import Bookmark, DataSet, Example, Format, batched
+from onescan.data import DataSet, DataState, Example, Format, batched
 
 Batch = tuple[Tensor, ...]
 Metrics = dict[str, Float[Tensor, ""]]
 Rows = dict[str, Tensor]
 
 
-class Planned(NamedTuple):
+class BatchPlan(NamedTuple):
     """A batch before it is read.
 
     Attributes:
         examples: what it is made of.
-        bookmark: where the next batch begins.
+        data_state: where the next batch begins.
     """
 
     examples: list[Example]
-    bookmark: Bookmark | None
+    data_state: DataState | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +102,15 @@ class Task(ABC):
         return count // batch_size
 
     def batches(
-        self, *, step: int, batch_size: int, seed: int, bookmark: Bookmark | None = None
-    ) -> Iterator[Planned]:
+        self, *, step: int, batch_size: int, seed: int, data_state: DataState | None = None
+    ) -> Iterator[BatchPlan]:
         """Plan batch after batch from `step` on, without end.
 
         Args:
             step: batches before the first one yielded.
             batch_size: examples in each.
             seed: what all chance comes from.
-            bookmark: what came with the batch before `step`.
+            data_state: what came with the batch before `step`.
 
         Raises:
             ValueError: there are fewer examples than one batch needs, or than the data promised.
@@ -123,7 +123,7 @@ class Task(ABC):
                 epoch=epoch,
                 start=index * batch_size,
                 repeats=self.repeats,
-                bookmark=bookmark if index else None,
+                data_state=data_state if index else None,
             )
             for _ in range(index, per_epoch):
                 group = list(islice(examples, batch_size))
@@ -131,13 +131,13 @@ class Task(ABC):
                     raise ValueError(
                         f"epoch {epoch} ended early, expected {len(self.train)} {self.unit}"
                     )
-                yield Planned([example for example, _ in group], group[-1][1])
+                yield BatchPlan([example for example, _ in group], group[-1][1])
             epoch, index = epoch + 1, 0
 
-    def test_batches(self) -> Iterator[Planned]:
+    def test_batches(self) -> Iterator[BatchPlan]:
         """Plan the batches of one evaluation, in the stored order."""
         for group in batched(self.test.examples(seed=None), self.test_batch_size):
-            yield Planned([example for example, _ in group], group[-1][1])
+            yield BatchPlan([example for example, _ in group], group[-1][1])
 
 
 class TaskConfig(ABC):

@@ -9,9 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onescan.data import ImageFormat
-from onescan.data.decode import AnyPixels
-from onescan.data.latents import LatentFormat
-from onescan.data.latents.vae import load_vae
+from onescan.data.images import AnyPixels
+from onescan.data.latents import LatentFormat, load_vae
 from onescan.models.denoiser import max_pixel
 from onescan.shapes import Images
 

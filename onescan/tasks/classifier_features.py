@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onescan.data import ImageFormat
-from onescan.data.decode import to_bytes
-from onescan.data.images import unit_pixels
+from onescan.data.images import to_bytes, unit_pixels
 from onescan.models.image_classifier import ImageClassifier
 from onescan.shapes import Hidden, Images
 from onescan.tasks.teacher import load_teacher

@@ -12,8 +12,10 @@ from torch.nn.functional import cross_entropy
 from onescan.checks import check_positive
 from onescan.data import (
     AffineConfig,
+    ArraySplits,
     AugmentConfig,
     Format,
+    GridFormat,
     ImageFormat,
     ImageSplits,
     MixConfig,
@@ -49,7 +51,7 @@ class ImageClassificationConfig(TaskConfig):
     evaluation_batch_size: int = 256
     """Images per evaluation batch; affects memory, not results."""
 
-    def build(self, data: ImageSplits) -> "ImageClassification":
+    def build(self, data: ImageSplits | ArraySplits) -> "ImageClassification":
         """Pose the problem on these images.
 
         Raises:
@@ -64,6 +66,8 @@ class ImageClassificationConfig(TaskConfig):
             check_positive(**{f"task.{name}": getattr(self, name)})
         if self.teacher is None and self.distillation != DistillationConfig():
             raise ValueError("task.distillation is set, but task.teacher is None, expected one")
+        if self.teacher is not None and not isinstance(data, ImageSplits):
+            raise ValueError(f"task.teacher is {self.teacher!r}, expected None: data are no images")
         return ImageClassification(self, data)
 
 
@@ -72,17 +76,19 @@ class ImageClassification(Task):
 
     unit = "images"
 
-    def __init__(self, config: ImageClassificationConfig, data: ImageSplits) -> None:
+    def __init__(self, config: ImageClassificationConfig, data: ImageSplits | ArraySplits) -> None:
         self.config = config
         self.train, self.test = data.train, data.test
-        self.format: ImageFormat = data.format
+        self.format: GridFormat = data.format
         self.class_names = data.class_names
         self.test_batch_size = config.evaluation_batch_size
         self.repeats = config.augment_repeats
         self.augmentation = config.augment and config.augment.build()
         self.mixing = config.mix and config.mix.build()
         self.distillation = (
-            None if config.teacher is None else config.distillation.build(config.teacher, data)
+            config.distillation.build(config.teacher, data)
+            if config.teacher is not None and isinstance(data, ImageSplits)
+            else None
         )
 
     def augment(self, batch: Batch, seed: int) -> Batch:

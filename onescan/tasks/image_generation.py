@@ -10,11 +10,11 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from onescan.checks import check_positive
-from onescan.data import AugmentConfig, ImageFormat, ImageSplits, derive_seed
+from onescan.data import ArraySplits, AugmentConfig, ImageFormat, ImageSplits, derive_seed
+from onescan.data.base import Subset
 from onescan.data.image_grid import image_grid
 from onescan.data.images import unit_pixels
 from onescan.data.latents import LatentFormat, LatentSplits
-from onescan.data.subset import Spread
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.shapes import Images, Labels, Timesteps
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
@@ -49,7 +49,7 @@ class ImageGenerationConfig(TaskConfig):
     evaluation_batch_size: int = 256
     """Images per evaluation batch; affects memory, not results."""
 
-    def build(self, data: ImageSplits | LatentSplits) -> "ImageGeneration":
+    def build(self, data: ImageSplits | ArraySplits | LatentSplits) -> "ImageGeneration":
         """Pose the problem on these images.
 
         Raises:
@@ -57,6 +57,11 @@ class ImageGenerationConfig(TaskConfig):
                 that there is not, or of other classes.
             ImportError: diffusers, which makes the images, is not installed.
         """
+        if isinstance(data, ArraySplits):
+            raise ValueError(
+                f"data has shape {data.train.shape} and type {data.train.x.dtype}, expected images "
+                "of 1 or 3 channels in bytes"
+            )
         self.noise.check()
         self.sampler.check(self.noise)
         for name in ("evaluation_images", "evaluation_batch_size"):
@@ -82,7 +87,7 @@ class ImageGeneration(Task):
     def __init__(self, config: ImageGenerationConfig, data: ImageSplits | LatentSplits) -> None:
         self.config, self.format, self.class_names = config, data.format, data.class_names
         self.train = data.train
-        self.test = Spread(whole=data.test, most=config.evaluation_images)
+        self.test = Subset(whole=data.test, max_examples=config.evaluation_images)
         self.test_batch_size = config.evaluation_batch_size
         self.noising = Noising(config.noise)
         self.canvas: Canvas

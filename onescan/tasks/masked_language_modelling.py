@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from onescan.checks import check_positive
 from onescan.data.text import TextSplits
-from onescan.data.text.words import words_of
+from onescan.data.text.tokenizer import word_boundaries
 from onescan.models.causal_lm import IGNORE_INDEX
 from onescan.shapes import Tokens
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
@@ -77,7 +77,7 @@ class MaskedLanguageModelling(Task):
         assert self.tokenizer.mask is not None
         self.mask: int = self.tokenizer.mask
         self.test_batch_size = config.evaluation_batch_size
-        self.words = words_of(self.tokenizer) if config.whole_word_mask else None
+        self.words = word_boundaries(self.tokenizer) if config.whole_word_mask else None
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         """Mask tokens for training.
@@ -139,7 +139,7 @@ class MaskedLanguageModelling(Task):
     ) -> Bool[Tensor, "B T"]:
         draw = torch.rand(tokens.shape, generator=generator, device=tokens.device)
         if self.words is not None:
-            begins = self.words.beginnings(tokens)
+            begins = self.words.word_starts(tokens)
             begins[:, 1:] |= documents[:, 1:] != documents[:, :-1]
             places = torch.arange(tokens.shape[1], device=tokens.device)
             first = places.where(begins, 0).cummax(dim=1).values

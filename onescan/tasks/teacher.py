@@ -13,7 +13,7 @@ from onescan.checkpoint.run_folder import CONFIG, is_run, locate, read_config
 from onescan.checkpoint.weights import load_model
 from onescan.configs import ModelConfig, from_dict
 from onescan.data import ImageFormat
-from onescan.data.image_source import HUB_NAME
+from onescan.data.sources import HUB_NAME
 from onescan.shapes import Images, Logits
 
 EXPECTED = "expected a run's folder, its weights, or a classifier of transformers"

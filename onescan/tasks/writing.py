@@ -86,7 +86,7 @@ def fill_masks(
     shares = model(tokens)[0, places, : tokenizer.size].softmax(-1)
     return [
         [
-            Guess(tokenizer.spell(token), share)
+            Guess(tokenizer.format_token(token), share)
             for share, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
         for best in (row.topk(min(top, len(row))) for row in shares)

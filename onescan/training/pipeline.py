@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from onescan.checks import check_choice
 from onescan.data import ImageFormat
-from onescan.data.latents import LatentFormat
-from onescan.data.latents.vae import load_vae
+from onescan.data.latents import LatentFormat, load_vae
 from onescan.models.denoiser import Denoiser, SamplerConfig, SamplerName
 from onescan.tasks.image_generation import ImageGenerationConfig
-from onescan.training.checkpoint import load
 from onescan.training.folder import read_manifest
-from onescan.training.language_model import is_run
+from onescan.training.loading import is_run, load
 
 if TYPE_CHECKING:
     from onescan.integrations.diffusers import DenoiserPipeline

@@ -19,12 +19,12 @@ from onescan import configs
 from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.checks import in_a_line
 from onescan.data import ImageFormat
-from onescan.data.decode import to_bytes
+from onescan.data.images import to_bytes
 from onescan.evaluation.names import short_name
 from onescan.models.image_classifier import ImageClassifier
 from onescan.shapes import Images
 from onescan.tasks.classifier_features import fitted, look
-from onescan.training.checkpoint import Checkpoint, load
+from onescan.training.loading import Checkpoint, load
 
 SCRIPTED = (".pt", ".pth", ".ts", ".jit")
 CHANNELS, SIDE = 7, 17  # of the map that sFID reads, arXiv:2103.03841

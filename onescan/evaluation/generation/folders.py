@@ -11,13 +11,9 @@ from PIL import Image
 
 from onescan.checks import in_a_line
 from onescan.data import DataSet, Example, ImageDataset, ImageFormat
-from onescan.data.crop import centre_box
-from onescan.data.decode import Pixels, decode, open_image
-from onescan.data.image_columns import ColumnNames, find_classes, image_table
-from onescan.data.image_folder import walk
-from onescan.data.image_reader import ImageReader
-from onescan.data.image_source import find_source
-from onescan.data.images import unit_pixels
+from onescan.data.image_dataset import find_classes, image_table
+from onescan.data.images import ImageReader, Pixels, centre_box, decode, open_image, unit_pixels
+from onescan.data.sources import find_source, walk
 from onescan.evaluation.generation.source import Source
 from onescan.evaluation.generation.stamp import digest, stamp
 from onescan.shapes import Images, Labels
@@ -108,7 +104,7 @@ def data_at(path: str, size: tuple[int, int]) -> Source:
     source = find_source(path, None)
     split = "train" if "train" in source.splits else source.splits[0]
     opened = source.open({"train": split}, streaming=False)["train"]
-    table = image_table(opened, ColumnNames(None, None))
+    table = image_table(opened)
     raw = table.labels()
     classes = find_classes(path, table.label_type, (), raw)
     middle = ImageFormat(

@@ -22,7 +22,7 @@ from onescan.evaluation.generation.features import Features
 from onescan.evaluation.generation.scores import Points, chosen_by_lot
 from onescan.evaluation.generation.source import Source, in_steps
 from onescan.evaluation.generation.tally import Shown, Tally
-from onescan.training.interrupts import Interrupts
+from onescan.training.distributed import Interrupts
 
 STATE, ROWS = "state.safetensors", "features.bin"
 SAVE_EVERY_S = 60.0
@@ -132,10 +132,10 @@ def gather(
                 known.rows.add(found.pooled[chosen.to(found.pooled.device)])
             show(stop - tally.place)
             tally.place = stop
-            if known.is_done or interrupts.asked or monotonic() - saved >= SAVE_EVERY_S:
+            if known.is_done or interrupts.requested or monotonic() - saved >= SAVE_EVERY_S:
                 known.save(folder)
                 saved = monotonic()
-            if interrupts.asked and not known.is_done:
+            if interrupts.requested and not known.is_done:
                 raise KeyboardInterrupt
     return known
 

@@ -19,8 +19,8 @@ from onescan.evaluation.generation.scores import NEAREST, precision_recall
 from onescan.evaluation.generation.source import Source
 from onescan.evaluation.generation.tally import Confusion, class_by_class
 from onescan.tasks.feature_distance import frechet_distance
+from onescan.training.distributed import Ranks, choose_device
 from onescan.training.folder import write_json
-from onescan.training.ranks import Ranks, choose_device
 
 PLAN = "plan.json"
 GRID = "samples.png"

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from onescan import configs
 from onescan.checkpoint.files import locked, remove
 from onescan.data import DataConfig, ImageSplits
-from onescan.data.text.cache import cache_folder
+from onescan.data.text.corpus import cache_folder
 from onescan.evaluation.generation.features import Features, same_classes
 from onescan.evaluation.generation.folders import DataSource, data_at
 from onescan.evaluation.generation.gathering import ROWS, STATE, Gathered, gather, open_gathered

@@ -22,7 +22,7 @@ from onescan.evaluation.names import short_name
 from onescan.shapes import Images, Labels
 from onescan.tasks import ImageGenerationConfig
 from onescan.training.folder import Manifest, read_manifest
-from onescan.training.language_model import is_run
+from onescan.training.loading import is_run
 from onescan.training.pipeline import INDEX, load_pipeline, usual_sampler
 from onescan.training.samples import sample_seed
 

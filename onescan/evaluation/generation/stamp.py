@@ -6,7 +6,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from onescan.data.image_folder import walk
+from onescan.data.sources import walk
 
 
 def stamp(path: Path) -> str:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from onescan.data.decode import to_bytes
+from onescan.data.images import to_bytes
 from onescan.evaluation.generation.features import FeatureBatch
 from onescan.evaluation.generation.scores import InceptionScore
 from onescan.shapes import Images, Labels

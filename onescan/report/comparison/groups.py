@@ -13,8 +13,8 @@ from onescan.checkpoint.run_folder import CONFIG
 from onescan.report.comparison.settings import differing, differing_machines, machine, spell
 from onescan.report.palette import SERIES, series
 from onescan.report.study import FinishedRun, read_run, settings_apart
-from onescan.training.checkpoint import load
-from onescan.training.run import RunConfig
+from onescan.training.config import RunConfig
+from onescan.training.loading import load
 
 NAMED_BY = 3  # settings that tell recipes of one name apart
 STYLES = ("-", "--", ":")  # of lines, where colours come again

@@ -6,8 +6,8 @@ from itertools import combinations
 from typing import Any
 
 from onescan.report.study import FinishedRun, settings_apart
+from onescan.training.config import RunConfig
 from onescan.training.folder import MACHINE
-from onescan.training.run import RunConfig
 
 NAME = "name"  # a recipe's name is no setting
 DATA = "data"

@@ -9,7 +9,7 @@ from onescan.data.glue import PROBLEMS, GlueTask
 from onescan.report.study import FinishedRun, check_seeds, read_run
 from onescan.report.summary import spread
 from onescan.tasks.glue import LOSS, glue_score
-from onescan.training.run import RunResult
+from onescan.training.config import RunResult
 
 
 class OverSeeds(NamedTuple):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from onescan.data.decode import open_image
+from onescan.data.images import open_image
 from onescan.models.denoiser import Denoiser
 from onescan.report.section import Figure, Section
 from onescan.report.study import Study
 from onescan.tasks import ImageGeneration
-from onescan.training.records import read_pictures
+from onescan.training.logging import read_pictures
 
 TITLE = "Images that it makes"
 EARLIER = 6  # pictures before the last
