@@ -8,8 +8,8 @@ from tiny_run import press_ctrl_c_at
 import onescan
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer
-from onescan.recipes.language import LANGUAGE
-from onescan.report.sections import writing
+from onescan.recipes.language import RECIPES as LANGUAGE
+from onescan.report import texts
 from onescan.tasks import MaskedLanguageModellingConfig
 from onescan.training import train as train_run
 from onescan.training.folder import read_manifest
@@ -25,7 +25,7 @@ TINY = [
 @pytest.fixture(autouse=True)
 def _short_texts(monkeypatch):
     """Shorten the texts on reports, which take longer than training."""
-    monkeypatch.setattr(writing, "WRITTEN", 9)
+    monkeypatch.setattr(texts, "NEW_TOKENS", 9)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_small_recipe_is_trained_and_reported(name, text, capsys):
     run = train(name, text, *(["--task.supervised-blocks", "1"] if name.endswith("ldn") else []))
     assert "test loss" in capsys.readouterr().out
     page = (run.parent / "report.html").read_text()
-    assert "What it writes" in page
+    assert "Generated text" in page or "Predicted tokens" in page
     assert "<pre" in page
     checkpoint = onescan.load(run)
     assert checkpoint.metrics["perplexity"] > 1
