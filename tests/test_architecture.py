@@ -36,7 +36,7 @@ FLOORS = [
     {"training"},
     {"recipes"},
     {"evaluation"},
-    {"bench", "report"},
+    {"report"},
     {"cli", "__main__"},
 ]
 
