@@ -304,9 +304,9 @@ def test_lm_evals_own_tasks_are_indexed_only_if_needed(saved, monkeypatch):
     ("argv", "message"),
     [
         (["--tasks", "cats,piqa,caats", "--include-path", "TASKS"], "'caats'"),
-        (["--tasks", "cats", "--include-path", "nowhere"], "include_path is 'nowhere'"),
+        (["--tasks", "cats", "--include-path", "nowhere"], "--include-path is 'nowhere'"),
         (["--tasks", "cats", "--limit", "0"], "limit is 0"),
-        (["--tasks", "cats", "--num-fewshot", "-1"], "num_fewshot is -1"),
+        (["--tasks", "cats", "--num-fewshot", "-1"], "--num-fewshot is -1"),
         (["--tasks", "cats", "--out", "x.txt"], "x.txt"),
         (["--limit", "3"], "--tasks"),
         (["--tasks", "cats", "--workers", "2"], "--tasks"),
