@@ -156,7 +156,7 @@ def test_known_results_are_not_measured_again(tmp_path, monkeypatch):
     assert more.lengths == [200, 300, 400]
     with pytest.raises(ValueError, match=r"needle\.json has results for weights '"):
         measure(tmp_path, Copier().requires_grad_(False).double())
-    with pytest.raises(ValueError, match=r"results for asked\.digits 4, expected 5"):
+    with pytest.raises(ValueError, match=r"results for config\.digits 4, expected 5"):
         measure(tmp_path, digits=5)
     (tmp_path / "needle.json").write_text('{"outcomes": [1]}')
     with pytest.raises(ValueError, match=r"needle\.json is damaged"):

@@ -53,7 +53,7 @@ PerBlock = Float[np.ndarray, "blocks H"]
 Curves = Float[np.ndarray, "H lags"]
 Weights = Float[np.ndarray, "blocks H places"]
 Influence = Float[np.ndarray, "blocks H _"]  # each line has its own number of tokens
-Reach = Int[np.ndarray, "blocks H sides"]  # back, ahead
+Extent = Int[np.ndarray, "blocks H sides"]  # back, ahead
 
 
 class DiffusionLine(NamedTuple):
@@ -196,7 +196,7 @@ def distance(shares: Influence, lags: Lags) -> PerBlock:
 
 
 @torch.no_grad()
-def reach(line: DiffusionLine) -> Reach:
+def extent(line: DiffusionLine) -> Extent:
     """Return how many places back and ahead have any influence after each block.
 
     A token keeps a share of itself, and all weights up to a kernel's furthest are positive, so the
@@ -209,14 +209,14 @@ def reach(line: DiffusionLine) -> Reach:
         ahead, _, back = taken.tensor_split((diffusion.radius, diffusion.radius + 1), dim=1)
         reached = torch.stack([(back > 0).sum(1), (ahead > 0).sum(1)], dim=1)  # H sides
         sides.append((reached > 0) * line.tokens if line.implicit else reached)
-    total: Reach = torch.stack(sides).cumsum(0).numpy()
+    total: Extent = torch.stack(sides).cumsum(0).numpy()
     return total
 
 
 def nearest(line: DiffusionLine) -> Int[np.ndarray, " blocks"]:
     """Return the distance within which all tokens have an influence in all channels, by block."""
     sides = slice(None) if line.bidirectional else slice(1)
-    distances: Int[np.ndarray, " blocks"] = reach(line)[..., sides].min(axis=(1, 2))
+    distances: Int[np.ndarray, " blocks"] = extent(line)[..., sides].min(axis=(1, 2))
     return distances
 
 
@@ -563,7 +563,7 @@ def _influence_colors(
 
 def _reached(line: DiffusionLine) -> Bool[np.ndarray, "blocks H T"]:
     """Whose influence reaches the token in the middle."""
-    back, ahead = np.moveaxis(reach(line), -1, 0)[..., None]
+    back, ahead = np.moveaxis(extent(line), -1, 0)[..., None]
     return (-ahead <= line.lags) & (line.lags <= back)
 
 

@@ -92,7 +92,7 @@ def _cards(scores: "LengthScores") -> list[Card]:
 def _facts(scores: "LengthScores") -> list[tuple[str, str]]:
     trained = scores.trained_length
     which = "all but the first" if scores.is_causal else "the masked ones, masked as in training"
-    count = plural(scores.told, "token")
+    count = plural(scores.predicted_tokens, "token")
     return [
         ("Text", f"{scores.text}, {plural(scores.tokens, 'token')}"),
         ("Scored tokens", f"{which}: {count}, the same ones at every length"),

@@ -313,7 +313,7 @@ def label_ends(
     placed = [(*to_axes.transform((x, y)), name, color) for x, y, name, color in ends]
     margin = sorted((end for end in placed if end[0] > NEAR_EDGE), key=lambda end: end[1])
     for height, (_, _, name, color) in zip(
-        _apart([end[1] for end in margin], gap), margin, strict=True
+        _separate([end[1] for end in margin], gap), margin, strict=True
     ):
         axes.text(1.03, height, name, color=color, transform=axes.transAxes, va="center")
     for x, y, name, color in placed:
@@ -331,10 +331,10 @@ def label_ends(
             )
 
 
-def _apart(heights: Sequence[float], gap: float) -> list[float]:
+def _separate(heights: Sequence[float], gap: float) -> list[float]:
     """Move increasing heights apart, first upwards, then down from the top.
 
-    >>> _apart([0.2, 0.2, 1.0], 0.1), _apart([0.9, 1.0, 1.0], 0.25)
+    >>> _separate([0.2, 0.2, 1.0], 0.1), _separate([0.9, 1.0, 1.0], 0.25)
     ([0.2, 0.30000000000000004, 1.0], [0.5, 0.75, 1.0])
     """
     places = list(heights[:1])

@@ -98,11 +98,11 @@ def glue_errors(group: RunGroup) -> Section:
 def _glue_row(group: RunGroup, row: int) -> tuple[str, str, str]:
     assert isinstance(group.task, Glue)
     texts = " \N{EM DASH} ".join(_shortened(text) for text in group.task.texts(row))
-    label, said = (group.array(name)[0, row].item() for name in ("labels", "predictions"))
+    label, predicted = (group.array(name)[0, row].item() for name in ("labels", "predictions"))
     if not group.class_names:
-        return texts, f"{label:.1f}", f"{said:.1f}"
+        return texts, f"{label:.1f}", f"{predicted:.1f}"
     share = percent(group.array("confidence")[0, row].item())
-    return texts, group.class_names[int(label)], f"{group.class_names[int(said)]} {share}"
+    return texts, group.class_names[int(label)], f"{group.class_names[int(predicted)]} {share}"
 
 
 def _shortened(text: str) -> str:

@@ -233,7 +233,7 @@ class TextStream(DataSet):
         rows = [example.source.parts for example in examples]
         padding = padding_id(self.tokenizer)
         batch = stack_rows(rows, length=self.length, padding=padding, frame=self.frame)
-        return LoadedBatch(batch, tuple(said for e in examples for said in e.source.failures))
+        return LoadedBatch(batch, tuple(message for e in examples for message in e.source.failures))
 
     def examples(
         self,
