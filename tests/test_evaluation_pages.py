@@ -128,7 +128,7 @@ def test_generation_page_has_all_scores(tmp_path):
 def test_only_inception_features_give_an_fid(tmp_path):
     html, _ = generation_page(outcome(), tmp_path)
     assert html.count("FID") == 1
-    assert "no FID" in html
+    assert "not an FID" in html
     assert "FID" not in generation_table(outcome())
     _, page = generation_page(outcome(is_inception=True), tmp_path)
     assert table(page, "guidance")[0][1:4] == ["FID", "sFID", "Inception Score"]

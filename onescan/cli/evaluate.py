@@ -174,7 +174,7 @@ def compare(argv: Argv) -> None:
     import_files(options.imports)
     page = write_comparison(options.runs, options.out)
     echo(comparison_table(options.runs))
-    echo(f"page: {page}")
+    echo(f"report: {page}")
 
 
 def needle(argv: Argv) -> None:

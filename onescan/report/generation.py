@@ -39,17 +39,17 @@ LEAD = (
     "classifier, whether each image looks real, and whether they cover the variety of real images."
 )
 INCEPTION = (
-    "The features come from a file of Inception-v3. The scores match those of papers only if it "
-    "holds the original weights."
+    "The features come from a TorchScript file of Inception-v3. The scores are comparable with "
+    "published ones only if the file has the original weights."
 )
 OWN = (
-    "The features come from one of our own classifiers, so the Frechet distance is no FID. It "
-    "compares only with other distances in features of the same classifier. The class score is the "
-    "formula of the Inception Score, with the classes of that classifier."
+    "The features come from a classifier trained with onescan, so the Frechet distance is not an "
+    "FID. It is comparable only with distances in features of the same classifier. The class score "
+    "is the formula of the Inception Score with the classes of this classifier."
 )
 SINGULAR = (
-    "There are no more images than features on one side. Distances then depend strongly on the "
-    "number of images, and compare only between equal numbers."
+    "The number of images does not exceed the number of features. Distances then depend strongly "
+    "on the number of images, and are comparable only for equal numbers."
 )
 
 
@@ -65,7 +65,7 @@ def write_generation(scores: "GenerationScores", out: Path) -> Path:
 
     Args:
         scores: Result of `measure_generation`.
-        out: Folder in which it kept the images. An existing page of onescan is replaced.
+        out: Folder in which it saved the images. An existing page of onescan is replaced.
 
     Returns:
         The page's path.
@@ -133,7 +133,7 @@ def _at(score: "GenerationScore") -> str:
 
 
 def table_rows(scores: "GenerationScores") -> list[list[str]]:
-    """Return titles, the scores at every guidance scale, and those of the real images, if any."""
+    """Return the header, a row per guidance scale and, if known, one for the real images."""
     fields = column_names(scores)
     rows = [["guidance", *fields.values()]]
     rows += [
@@ -192,8 +192,8 @@ def _numbers(scores: "GenerationScores") -> Section:
         for field, name in scores.short_names.items()
     }
     sentences = {
-        "distance": f"{names['distance']}: distance of the features, taken as normal "
-        "distributions; lower is better, and it is 0 for the real images themselves.",
+        "distance": f"{names['distance']}: distance between the features of both sets, modelled as "
+        "normal distributions. Lower is better; it is 0 for the real images themselves.",
         "spatial_distance": f"{names['spatial_distance']}: the same for features that depend on "
         "the location in an image.",
         "class_score": f"{names['class_score']}: high if each image is clearly of one class and "

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 LEAD = (
     "A fact is hidden in a long text, and a question at the end asks for it. Whether a model "
-    "recalls it depends on the length of the text and on how deep in it the fact is hidden."
+    "recalls it depends on the length of the text and on the position of the fact."
 )
 FOUND = (
-    "Share of needles for which greedy decoding gives the right number. At depth 0% the needle "
-    "stands before the haystack, at 100% right before the question."
+    "Share of needles for which greedy decoding returns the right number. At depth 0%, the needle "
+    "is at the start of the haystack; at 100%, right before the question."
 )
 GAIN = (
     "How much more likely the number is with the needle in the text than without it, in nats; 0 "
-    "means no recall. It shows recall even in models that never give the whole number, but part of "
+    "means no recall. It shows recall even in models that never generate the whole number, but part of "
     "the gain may come from having seen any number."
 )
 NARROW = 4  # more lengths do not fit beside each other in one column of the page

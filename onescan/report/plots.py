@@ -1,4 +1,4 @@
-"""Charts as inline SVG in one house style, heat maps as tables, and small images.
+"""Charts as inline SVG in one style, heat maps as tables, and small images.
 
 Charts are drawn with the colors of light mode, which are then replaced by CSS variables, so that
 they follow the reader's light or dark mode. Their text keeps the font and size of the page.
@@ -178,7 +178,7 @@ def line_chart(
         format_x: Formats the numbers of the horizontal axis.
         log_x: Whether the horizontal axis is logarithmic, with a tick at each point of the first
             line.
-        at_least: Least upper end of a "zero" axis.
+        at_least: Minimum upper end of a "zero" axis.
         threshold: Height of a dashed line.
         mark_x: Position of a dashed vertical line.
         dots: Whether points are marked; single points always are.
@@ -307,7 +307,7 @@ def label_ends(
     Args:
         axes: With its final limits.
         ends: x, y, name and color of each line.
-        gap: Least distance between two names, relative to the height of the axis.
+        gap: Minimum distance between two names, relative to the height of the axis.
     """
     to_axes = axes.transScale + axes.transLimits
     placed = [(*to_axes.transform((x, y)), name, color) for x, y, name, color in ends]
@@ -345,7 +345,7 @@ def _separate(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def series(index: int) -> str:
-    """Return the color of one of several similar things."""
+    """Return the color of the i-th line of a chart."""
     return SERIES[index % len(SERIES)]
 
 

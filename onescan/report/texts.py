@@ -131,9 +131,9 @@ def recall(group: RunGroup) -> Section:
     caption = (
         f"Share of correct answers by the number of pairs in the sequence and by the distance from "
         f"a pair to its query ({plural(len(group.runs), 'seed')}, {len(distances[0])} tokens). "
-        f"Cells without queries are empty. Random guesses are correct once in "
-        f"{group.task.format.values:,}, or once in the number of pairs among the values of the "
-        "sequence."
+        f"Cells without queries are empty. Random guesses among all values are correct "
+        f"once in {group.task.format.values:,}, those among the values of the sequence once in the "
+        "number of pairs."
     )
     return Section("Recall", [Figure("Accuracy by number of pairs", chart, caption, columns=2)])
 
