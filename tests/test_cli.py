@@ -79,7 +79,7 @@ def test_help_shows_common_options_and_help_all_every_option(capsys):
     assert all(option in text for option in common for text in shown.values())
     assert "--training.eps" in shown["--help-all"]
     assert "--training.eps" not in shown["--help"]
-    assert "--help-all shows all" in shown["--help"]
+    assert "Use --help-all to show all" in shown["--help"]
 
 
 def test_only_options_keeps_positional_arguments_and_drops_empty_boxes():

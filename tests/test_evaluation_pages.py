@@ -142,8 +142,8 @@ def test_generation_table_has_columns(tmp_path):
     assert len({len(line) for line in lines}) == 1
     assert lines[2].split()[:2] == ["1.5", "8.25"]
     singular = outcome(is_singular=True)
-    assert "no more images than features" in generation_table(singular)
-    assert "no more images than features" in generation_page(singular, tmp_path)[1].text
+    assert "does not exceed the number of features" in generation_table(singular)
+    assert "does not exceed the number of features" in generation_page(singular, tmp_path)[1].text
     assert "no more images than features" not in generation_table(outcome())
 
 

@@ -98,7 +98,7 @@ def tokenizer(argv: Argv) -> None:
         text_column: str = "text"
         """Column of the text, in tables and JSON objects."""
         sample_by: Literal["file", "line", "paragraph"] = "file"
-        """What counts as one document of plain text. Lines do not include their line breaks."""
+        """What is one document of plain text. Lines do not include their line breaks."""
         name: str | None = None
         """Configuration of a hub dataset."""
         split: str = "train"
@@ -113,7 +113,7 @@ def tokenizer(argv: Argv) -> None:
     source = find_source(options.path, query, field="path")
     trained = train_bpe(read_texts(source, options.split), options.vocab_size)
     trained.tokenizer.save(options.out)
-    where = "held-out text" if trained.is_held_out else "the text that it was trained on"
+    where = "held-out text" if trained.is_held_out else "the training text"
     echo(
         f"{options.out}: {trained.tokenizer.size} tokens, "
         f"{trained.bytes_per_token:.2f} bytes per token of {where}"

@@ -22,8 +22,8 @@ FOUND = (
 )
 GAIN = (
     "How much more likely the number is with the needle in the text than without it, in nats; 0 "
-    "means no recall. It shows recall even in models that never generate the whole number, but part of "
-    "the gain may come from having seen any number."
+    "means no recall. It shows recall even in models that never generate the whole number, but "
+    "part of the gain may come from having seen any number."
 )
 NARROW = 4  # more lengths do not fit beside each other in one column of the page
 FULL_COLOR = 1.0  # nats; in grids of smaller gains, all cells stay pale
