@@ -267,8 +267,8 @@ def test_another_run_is_refused_with_the_differences(tmp_path):
     )
     with pytest.raises(ValueError, match="holds another run") as caught:
         train(other, tmp_path)
-    assert "name is 'tiny' there and 'b' here" in str(caught.value)
-    assert "model.width is 6 there and 5 here" in str(caught.value)
+    assert "name is 'tiny' in the folder and 'b' in this run" in str(caught.value)
+    assert "model.width is 6 in the folder and 5 in this run" in str(caught.value)
     assert ", and 1 more; choose another folder, or pass overwrite (--overwrite)" in str(
         caught.value
     )

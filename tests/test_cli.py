@@ -348,7 +348,7 @@ def test_a_report_of_others_is_rejected_before_training(kind, tmp_path, capsys):
 def test_another_run_in_the_folder_is_not_overwritten(runs, capsys):
     argv = ["train", "digits", *SMALL, "--training.batch-size", "16", "--out", runs]
     before = (runs / "seed-0" / "model.safetensors").read_bytes()
-    assert_fails(capsys, argv, "training.batch-size is 32 there and 16 here")
+    assert_fails(capsys, argv, "training.batch-size is 32 in the folder and 16 in this run")
     assert (runs / "seed-0" / "model.safetensors").read_bytes() == before
 
 

@@ -448,7 +448,7 @@ def overwrite(folder, name, text):
         (
             lambda f: overwrite(f, "config.json", "{}") / "lock",
             ValueError,
-            "a file that belongs to no run",
+            "a file that does not belong to a run",
         ),
         (lambda f: overwrite(f, "model.safetensors", "x"), ValueError, "cannot be read"),
         (lambda f: (f / "model.safetensors").unlink() or f, FileNotFoundError, "no checkpoint"),

@@ -47,7 +47,7 @@ def generate(argv: Argv) -> None:
     model, tokenizer, device = load_language_model(options.checkpoint, "CausalLM", options.device)
     import torch
 
-    from onescan.tasks.writing import generate_text
+    from onescan.tasks.text_generation import generate_text
 
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     pieces = generate_text(
@@ -78,7 +78,7 @@ def fill(argv: Argv) -> None:
 
     options = parse(Options, fill, argv)
     model, tokenizer, _ = load_language_model(options.checkpoint, "MaskedLM", options.device)
-    from onescan.tasks.writing import fill_masks
+    from onescan.tasks.text_generation import fill_masks
 
     for guesses in fill_masks(model, tokenizer, options.text, top_k=options.top_k):
         echo(", ".join(f"{printable(guess.text)} {guess.probability:.1%}" for guess in guesses))

@@ -206,7 +206,7 @@ class Accumulator(nn.Module):
     ) -> None:
         super().__init__()
         self.total, self.features, self.folder = total, features, folder
-        # Random, because classes may take turns or come one after the other.
+        # Random, because images may be sorted by class or alternate between classes.
         self.order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
         sizes, classes, shown = (
             features.sizes(source.size),

@@ -15,7 +15,7 @@ from onescan.report.page import Figure, Section, fragment
 from onescan.report.plots import Axis, heat_map
 from onescan.report.runs import RunGroup
 from onescan.tasks import Batch, Glue, LanguageModelling, MaskedLanguageModelling, Recall
-from onescan.tasks.writing import generate_text
+from onescan.tasks.text_generation import generate_text
 
 TEXTS, PROMPT, NEW_TOKENS = 3, 64, 200  # number of texts; tokens of each prompt and after it
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)

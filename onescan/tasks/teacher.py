@@ -113,7 +113,7 @@ def _on_disk(name: str, field: str, path: Path) -> Teacher:
     if of_run:
         return _of_run(name, field, weights)
     if path != folder:
-        raise ValueError(f"{field} is {name!r}, a file that belongs to no run: {EXPECTED}")
+        raise ValueError(f"{field} is {name!r}, a file that does not belong to a run: {EXPECTED}")
     return _of_transformers(name, field, str(folder))
 
 

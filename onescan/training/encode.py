@@ -51,7 +51,7 @@ from onescan.training.distributed import Ranks, choose_device
 from onescan.training.folder import write_json
 from onescan.training.optim import autocast
 
-# Fields of the images' config that change no latent, or that latents.json records elsewhere.
+# Fields of the images' config that do not affect latents, or that latents.json records elsewhere.
 IRRELEVANT = (
     *("mean", "std", "train_crop", "on_error", "class_names"),
     *("streaming", "train_examples", "shuffle_block"),
