@@ -116,7 +116,7 @@ class Scene:
 
 
 def draw(scene: Scene) -> GreyImage:
-    """Draw a scene: grey dashes and white discs on black."""
+    """Draw a scene: gray dashes and white discs on black."""
     measures = MEASURES[scene.side]
     width, radius = round(OVERSAMPLING * measures.thickness), OVERSAMPLING * measures.radius
     image = Image.new("L", (OVERSAMPLING * scene.side, OVERSAMPLING * scene.side))

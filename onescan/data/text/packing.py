@@ -159,7 +159,7 @@ class _Circle:
         )
 
     def cut(self, begin: int, end: int) -> Spans:
-        """Return the spans from `begin` to `end`, relative to the offset, at most the whole circle."""
+        """Return the spans from `begin` to `end`, relative to the offset, at most one round."""
         total = int(self.ends[-1])
         place, left = (self.offset + begin) % total, min(end, total) - begin
         document = int(np.searchsorted(self.ends, place, side="right"))
