@@ -89,7 +89,7 @@ def test_a_tenth_is_held_out():
         (
             "text.txt",
             ("--vocab-size", "257"),
-            f"vocab_size is 257, expected at least {MIN_VOCAB_SIZE}",
+            f"--vocab-size is 257, expected at least {MIN_VOCAB_SIZE}",
         ),
         ("empty.txt", (), "no text"),
         ("./nowhere", (), "path is './nowhere'"),
