@@ -88,6 +88,11 @@ class Scores(nn.Module):
 def test_a_dictionary_solves_every_sequence(split):
     for sequence in sequences(split):
         assert solved(sequence.tokens) == (sequence.answers, sequence.distances)
+    data = getattr(DATA.build(), split)  # a batch has one row per example
+    batch = data.read([Example(4), Example(0)]).batch
+    assert batch[0].dtype == torch.int64
+    for row, place in enumerate((4, 0)):
+        assert tuple(part[row].tolist() for part in batch) == sequences(split)[place]
 
 
 def test_every_key_is_queried_once_after_all_pairs():
@@ -126,14 +131,6 @@ def test_sequences_depend_only_on_seed_split_and_index():
     assert sequences(config=replace(DATA, seed=1)) != forwards
 
 
-def test_a_batch_has_one_row_per_example():
-    tokens, answers, distances = DATA.build().test.read([Example(4), Example(0)]).batch
-    for row, place in enumerate((4, 0)):
-        expected = sequences("test")[place]
-        assert (tokens[row].tolist(), answers[row].tolist(), distances[row].tolist()) == expected
-    assert tokens.dtype == torch.int64
-
-
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
@@ -166,6 +163,8 @@ def test_the_loss_is_over_queries_only():
     assert torch.equal(logits.grad.abs().sum(-1) > 0, answers > 0)
     right = (logits.argmax(-1) == answers)[answers > 0].float().mean()
     assert metrics["accuracy"] == right
+    with pytest.raises(ValueError, match=r"scores 12 tokens, but the data has 15"):
+        task.loss(Scores(logits[..., :12].detach()), batch)
 
 
 def test_metrics_of_a_perfect_and_a_forgetful_model():
@@ -184,20 +183,19 @@ def test_metrics_of_a_perfect_and_a_forgetful_model():
     assert forgetful.metrics["loss"] == pytest.approx(rows["losses"].sum().item() / is_query.sum())
 
 
-def test_a_vocabulary_that_is_too_small_is_rejected():
-    batch = recall_task().train.read([Example(0)]).batch
-    with pytest.raises(ValueError, match=r"scores 12 tokens, but the data has 15"):
-        recall_task().loss(Scores(torch.zeros(*batch[0].shape, 12)), batch)
-
-
 def test_the_recipes_differ_only_in_their_mixers():
     first, *others = runs = [recipe() for recipe in RECALL.values()]
     for other in others:
         paths = [path for path, *_ in differences(first, other)]
         assert paths == ["name", "model.mixer.type"]
-    sizes = [sum(p.numel() for p in run.model.build().parameters()) for run in runs]
+    models = [run.model.build() for run in runs]
+    sizes = [sum(p.numel() for p in model.parameters()) for model in models]
     assert max(sizes) < 1.05 * min(sizes)
-    assert first.model.vocab_size == first.data.build().format.vocab_size
+    data = first.data.build()
+    assert first.model.vocab_size == data.format.vocab_size
+    task = first.task.build(data)
+    for model in models:
+        task.loss(model, data.train.read([Example(0)]).batch)[0].backward()
 
 
 def tiny(**changes):
@@ -211,9 +209,8 @@ def test_a_run_stopped_within_an_epoch_resumes_exactly(tmp_path):
     assert_same(train(tiny(), tmp_path / "run"), whole)
 
 
-@pytest.mark.parametrize("name", RECALL)
-def test_a_recipe_is_trained_and_reported(name, tmp_path, capsys):
-    argv = ["train", name, "--out", str(tmp_path)]
+def test_a_recipe_is_trained_and_reported(tmp_path, capsys):
+    argv = ["train", "recall_lightnet", "--out", str(tmp_path)]
     for field, value in (TINY | {"training.steps": 3}).items():
         values = [str(part) for part in (value if isinstance(value, tuple) else (value,))]
         argv += ["--" + field.replace("_", "-"), *values]
