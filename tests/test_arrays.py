@@ -182,7 +182,7 @@ FOUR = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
         ({**FOUR, "x_test": X[:, :3]}, {}, r"x_test .* \(1, 3\), expected \(1, 4\)"),
         ({**FOUR, "x_train": NAN}, {}, "example 5 of x .* not finite"),
         ({}, {"mean": (0.0, 1.0)}, r"data.mean is \(0.0, 1.0\), expected 1 numbers"),
-        ({}, {"std": (0.0,)}, "data.std is 0.0"),
+        ({}, {"std": (0.0,)}, r"data.std is \(0.0,\)"),
         ({}, {"test_fraction": 1.0}, "data.test_fraction is 1.0"),
     ],
 )

@@ -371,7 +371,7 @@ def test_parquet_files_that_differ_are_named(tmp_path, streaming):
     ("options", "message"),
     [
         ({"image_size": (0, 4)}, "image_size is 0"),
-        ({"std": (1.0, 0.0, 1.0)}, "std is 0"),
+        ({"std": (1.0, 0.0, 1.0)}, r"std is \(1.0, 0.0, 1.0\)"),
         ({"std": ()}, r"std is \(\), expected 3"),
         ({"channels": 1}, "mean is .* expected 1"),
         ({"test_crop": 1.5}, "test_crop is 1.5, expected above 0 and at most 1"),
