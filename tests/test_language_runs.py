@@ -7,8 +7,8 @@ from tiny_run import press_ctrl_c_at
 import onescan
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer
-from onescan.recipes.language import LANGUAGE
-from onescan.report.sections import writing
+from onescan.recipes.language import RECIPES as LANGUAGE
+from onescan.report import texts
 from onescan.tasks import MaskedLanguageModellingConfig
 from onescan.training import train as train_run
 from onescan.training.folder import read_manifest
@@ -25,7 +25,7 @@ TINY = [
 def _short_texts():
     """Shorten the texts on reports, which take longer than training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "WRITTEN", 9)
+        patch.setattr(texts, "NEW_TOKENS", 9)
         yield
 
 
@@ -64,7 +64,7 @@ def test_a_small_recipe_is_trained_and_reported(name, text, capsys):
 
 def assert_reported(run):
     page = (run.parent / "report.html").read_text()
-    assert "What it writes" in page
+    assert "Generated text" in page or "Predicted tokens" in page
     assert "<pre" in page
     assert onescan.load(run).metrics["perplexity"] > 1
 

@@ -16,7 +16,7 @@ from onescan.tasks import ImageGenerationConfig
 from onescan.training import train
 from onescan.training.encode import EncodeConfig, encode
 from onescan.training.logging import read_pictures
-from onescan.training.pipeline import load_pipeline
+from onescan.training.sampling import load_pipeline
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -58,11 +58,11 @@ def test_training_decodes_pictures_as_the_pipeline_does(latents, tmp_path):
     with Image.open(read_pictures(result.folder)[3]) as grid:
         assert grid.size == (130, 130)  # two classes twice, in colour, by a gap
         assert grid.mode == "RGB"
-    assert "Images that it makes" in write_report([result], tmp_path / "report.html").read_text()
+    assert "Generated images" in write_report([result], tmp_path / "report.html").read_text()
     task = run.task.build(run.data.build())
     pipe = load_pipeline(result.folder)
     seeds, labels = [3, 4], torch.tensor([0, 1])
-    ours = task.make(pipe.transformer.to_onescan().eval(), labels, seeds)
+    ours = task.generate(pipe.transformer.to_onescan().eval(), labels, seeds)
     theirs = pipe(
         class_labels=[0, 1],
         num_inference_steps=5,

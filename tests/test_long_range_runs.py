@@ -13,7 +13,8 @@ from onescan.layers.decays import HippoDecayConfig, NoDecayConfig
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.presets import LONG_RANGE_ABLATIONS
 from onescan.recipes import find_recipe
-from onescan.recipes.long_range import LONG_RANGE, PROBLEMS
+from onescan.recipes.long_range import PROBLEMS
+from onescan.recipes.long_range import RECIPES as LONG_RANGE
 from onescan.training import train
 from onescan.training.folder import read_result
 

@@ -15,7 +15,7 @@ from tiny_run import (
     StripesConfig,
     TinyModelConfig,
     assert_same,
-    press_ctrl_c_at,
+    interrupt,
     tiny_run,
     untimed,
 )
@@ -159,8 +159,7 @@ def test_patience_ends_a_run_that_no_longer_improves(tmp_path):
     run = tiny_run(epochs=50, learning_rate=1e-9, patience=3)
     result = train(run, tmp_path / "whole")
     assert result.steps == 4 * 4  # the first is the best; then three evaluations every four steps
-    with pytest.raises(KeyboardInterrupt):
-        train(run, tmp_path / "run", progress=press_ctrl_c_at(10))
+    interrupt(run, tmp_path / "run", 10)
     assert_same(train(run, tmp_path / "run"), result)
 
 
@@ -187,8 +186,7 @@ def test_a_float16_run_resumes_with_its_scale(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "build_scaler", scaler(init_scale=2.0**22, growth_interval=3))
     run = tiny_run(precision="float16")
     whole = train(run, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(run, tmp_path / "run", progress=press_ctrl_c_at(5))
+    interrupt(run, tmp_path / "run", 5)
     assert_same(train(run, tmp_path / "run"), whole)
 
 
@@ -242,8 +240,7 @@ def test_a_stream_resumes_from_its_data_state(tmp_path, step, workers):
     run = dataclasses.replace(tiny_run(), data=StreamConfig())
     run = configs.replace(run, {"machine.workers": workers})
     whole = train(run, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(run, tmp_path / "run", progress=press_ctrl_c_at(step))
+    interrupt(run, tmp_path / "run", step)
     assert_same(train(run, tmp_path / "run"), whole)
 
 

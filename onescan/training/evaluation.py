@@ -61,7 +61,7 @@ def evaluate(
         raise ValueError("there are no held-out examples to evaluate the model on")
     rows = {name: torch.cat([part[name] for part in ordered]) for name in ordered[0]}
     left_out = sum(sizes) - len(next(iter(rows.values())))
-    evaluation = ranks.first(lambda: task.judge(rows))  # bit-identical in all processes
+    evaluation = ranks.first(lambda: task.evaluate(rows))  # bit-identical in all processes
     return dataclasses.replace(evaluation, left_out=left_out)
 
 

@@ -40,13 +40,13 @@ from onescan.checkpoint.files import (
 from onescan.checkpoint.run_folder import CONFIG, read_config, write_config
 from onescan.checkpoint.weights import BEST, WEIGHTS, read_weights, save_weights
 from onescan.data import Format
-from onescan.data.text.tokenizer import TOKENIZER
 from onescan.tasks import Evaluation, Task
 from onescan.training.config import RunConfig, RunResult
 from onescan.training.logging import EVENTS, METRICS, PICTURES, TENSORBOARD, TRACKER_ID, WANDB
 from onescan.training.state import STATE, STEP, last_state
 
 EVALUATION, RESULT = "evaluation.safetensors", "result.json"
+TOKENIZER = "tokenizer"  # written by the format of text
 FINISHED = (RESULT, EVALUATION, WEIGHTS, METRICS, CONFIG)  # the state may have been removed
 # in order of removal: config.json, which marks the folder as a run's, is last
 CONTENTS = (

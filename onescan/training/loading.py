@@ -1,42 +1,28 @@
 """Load trained models: a run, a language model with its tokenizer, or weights to start from."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from onescan.checkpoint.files import damaged, is_number
-from onescan.checkpoint.run_folder import CONFIG, locate
+from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate
 from onescan.checkpoint.weights import REMEDY, load_model
-from onescan.configs import ModelConfig
-from onescan.data import Format, ImageFormat
-from onescan.data.latents import LatentFormat
+from onescan.data import Format
 from onescan.data.sources import HUB_NAME
-from onescan.data.text import TextFormat, Tokenizer, load_tokenizer
-from onescan.models.causal_lm import CausalLM, CausalLMConfig
-from onescan.models.denoiser import DenoiserConfig
-from onescan.models.image_classifier import ImageClassifierConfig
-from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
-from onescan.models.sequence_classifier import SequenceClassifierConfig
-from onescan.models.sequence_decoder import SequenceDecoderConfig
 from onescan.training.config import RunConfig
 from onescan.training.folder import read_manifest
 
-# config.json names classes; `load` knows those of this package because they are imported here
-FORMATS: tuple[type[Format], ...] = (ImageFormat, LatentFormat, TextFormat)
-MODELS: tuple[type[ModelConfig], ...] = (
-    ImageClassifierConfig,
-    DenoiserConfig,
-    CausalLMConfig,
-    MaskedLMConfig,
-    SequenceClassifierConfig,
-    SequenceDecoderConfig,
-)
+if TYPE_CHECKING:
+    from onescan.data.text import Tokenizer
+    from onescan.models.causal_lm import CausalLM
+    from onescan.models.masked_lm import MaskedLM
+
 HEAD = "head."  # prefix of the weights that belong to one task
 MAX_SHOWN = 3  # weights that do not match
 
@@ -61,13 +47,17 @@ def load(path: str | Path) -> Checkpoint:
 
     The weights are those of the last checkpoint; for best.safetensors, of the best evaluation.
 
-    Nothing is unpickled and no module is imported: import the module of a custom model first.
+    Nothing is unpickled, and no module outside the package is imported: import the module of a
+    custom model first.
 
     Raises:
         FileNotFoundError: If there is no such path, or the run has not saved any weights yet.
-        ValueError: If the folder holds no run or was written by an unsupported version, or if the
-            weights are damaged (names the file), do not match the model or do not fit into memory.
+        ValueError: If `path` is not a path, the folder holds no run or was written by an
+            unsupported version, or if the weights are damaged (names the file), do not match the
+            model or do not fit into memory.
     """
+    if not isinstance(path, str | PathLike):
+        raise ValueError(f"path is {path!r}, expected the folder of a run")
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no run at {path}")
@@ -96,14 +86,13 @@ def _metrics(notes: dict[str, Any], path: Path) -> dict[str, float]:
 
 def is_run(path: Path) -> bool:
     """Return whether a path is a run's folder, or a file in one."""
-    folder = path if path.is_dir() else path.parent
     try:
-        return "onescan" in json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError, TypeError, RecursionError):
+        return has_run_config(path if path.is_dir() else path.parent)
+    except (OSError, ValueError):
         return False
 
 
-def load_language_model(name: str) -> tuple[CausalLM | MaskedLM, Tokenizer]:
+def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
     """Load a language model, on the CPU in evaluation mode, and its tokenizer.
 
     No code from the folder is executed.
@@ -117,6 +106,10 @@ def load_language_model(name: str) -> tuple[CausalLM | MaskedLM, Tokenizer]:
         FileNotFoundError: If there is no such path, or the run has not saved any weights.
         ImportError: If transformers is needed and not installed.
     """
+    from onescan.data.text import TextFormat, load_tokenizer
+    from onescan.models.causal_lm import CausalLM
+    from onescan.models.masked_lm import MaskedLM
+
     if _is_pretrained(name):
         tokenizer, model = load_tokenizer(name), _load_pretrained(name)
     else:
@@ -139,7 +132,7 @@ def _is_pretrained(name: str) -> bool:
     return re.fullmatch(HUB_NAME, name) is not None
 
 
-def _load_pretrained(name: str) -> CausalLM | MaskedLM:
+def _load_pretrained(name: str) -> "CausalLM | MaskedLM":
     from onescan.integrations.transformers import load_pretrained  # slow
 
     return load_pretrained(name)

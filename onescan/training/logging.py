@@ -338,7 +338,6 @@ def display(progress: bool | Show, start: Progress) -> Iterator[Display]:
         unit=f" {start.unit}",
         mininterval=interval_s,
         maxinterval=interval_s,
-        delay=1e-6,  # not drawn before the summary is written
     ) as bar:
 
         def show(now: Progress) -> None:
@@ -351,7 +350,7 @@ def display(progress: bool | Show, start: Progress) -> Iterator[Display]:
 def duration(seconds: float) -> str:
     """Format a duration with its two largest units.
 
-    >>> duration(0.4), duration(75), duration(7260), duration(200_000)
+    >>> duration(0.4), duration(75.0), duration(7260.0), duration(2e5)
     ('less than 1 s', '1 min 15 s', '2 h 1 min', '2 d 7 h')
     """
     left, parts = round(seconds), []
