@@ -371,9 +371,8 @@ def _states(
         before, last = linear_scan(state, added, through, backward=bool(d) != of_gradients)
         befores.append(before)
         leaves.append(last)
-    return befores if is_read else [], torch.stack(leaves, dim=2) if return_states else v.new_empty(
-        0
-    )
+    outgoing = torch.stack(leaves, dim=2) if return_states else v.new_empty(0)
+    return befores if is_read else [], outgoing
 
 
 def _read(
