@@ -345,7 +345,8 @@ def _claim(out: Path, contents: dict[str, Any]) -> None:
         return
     there, here = (_flatten(notes) for notes in (read_json(out), contents))
     differences = [
-        f"{name} is {reprlib.repr(there.get(name))} there and {reprlib.repr(here.get(name))} here"
+        f"{name} is {reprlib.repr(there.get(name))} in the folder and "
+        f"{reprlib.repr(here.get(name))} in this call"
         for name in {**there, **here}
         if there.get(name) != here.get(name) and name.partition(".")[0] not in IRRELEVANT_NOTES
     ]
