@@ -164,7 +164,7 @@ def test_the_command_evaluates_the_test_text_of_a_run(tmp_path, capsys, monkeypa
     assert header.split() == ["length", "loss", "perplexity", "accuracy"]
     assert first.split()[0] == "32"
     assert skipped.startswith("skipped length 9999: ")
-    folder = tmp_path / "evaluation" / "lengths" / "run" / "seed-0"
+    folder = tmp_path / "evaluation" / "lengths" / "shakespeare_lion_s" / "seed-0"
     saved = json.loads((folder / "lengths.json").read_text())
     assert [score["length"] for score in saved["scores"]] == [32, 128]
     assert saved["trained_length"] == 32
@@ -187,7 +187,7 @@ def test_tokens_are_masked_as_in_the_run(tmp_path):
         (["--lengths", "8", "8", "--text", "TEXT"], "lengths is (8, 8)"),
         (["--lengths", "8", "--text", "TEXT", "--max-tokens", "0"], "--max-tokens is 0"),
         (["--lengths", "8", "--text", "no/such/text"], "text is 'no/such/text'"),
-        (["--lengths", "8", "--tasks", "piqa"], "lengths and tasks"),
+        (["--lengths", "8", "--tasks", "piqa"], "--lengths and --tasks"),
         (["--text", "TEXT"], "--lengths"),
         (["--out", "x"], "--lengths"),
     ],

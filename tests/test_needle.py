@@ -201,7 +201,8 @@ def test_the_command_evaluates_a_run(text, tmp_path, capsys):
     assert printed.splitlines()[0].split() == ["depth", "150", "200"]
     assert f"report: {out / 'report.html'}" in printed
     saved = json.loads((out / "needle.json").read_text())
-    assert (saved["name"], saved["haystack"]) == ("run/seed-0", "the held-out text of run/seed-0")
+    name = "shakespeare_lion_s/seed-0"
+    assert (saved["name"], saved["haystack"]) == (name, f"the held-out text of {name}")
     weights = str(run / "best.safetensors")  # of the same model
     assert main(["needle", weights, *argv[2:], "--out", str(out)]) == 0
     (tmp_path / "hay.txt").write_text(LINES)
