@@ -361,7 +361,10 @@ def find_classes(
     """
     known = tuple(getattr(feature, "names", None) or ())
     if known and names and known != names:
-        raise ValueError(f"data.class_names is {names}, but the data calls its classes {known}")
+        raise ValueError(
+            f"data.class_names is {names}, but the classes of the data are {known}; an empty "
+            "data.class_names takes them from the data"
+        )
     if labels is None and not (known or names):
         raise ValueError(
             "data.class_names is (), expected names: a stream does not declare its classes"

@@ -149,7 +149,8 @@ class ImageClassification(Task):
         if scores.shape != (len(images), len(self.class_names)):
             raise ValueError(
                 f"the model gives scores of shape {tuple(scores.shape)} for {len(images)} images "
-                f"of {len(self.class_names)} classes: is model.num_classes right?"
+                f"of {len(self.class_names)} classes; expected model.num_classes "
+                f"{len(self.class_names)}"
             )
         return scores.float()
 
