@@ -141,7 +141,8 @@ def test_a_damaged_state_is_refused(folder, change):
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("block", [1, 4, 23, 100])
 def test_resuming_at_any_example_is_exact(folder, monkeypatch, seed, block, group):
-    monkeypatch.setattr("onescan.data.image_dataset.GROUP", group)
+    for module in ("image_dataset", "sources"):
+        monkeypatch.setattr(f"onescan.data.{module}.GROUP", group)
     images, options = build(folder, shuffle_block=block).train, {"seed": seed, "epoch": 2}
     whole = epoch_of(images, **options)
     for cut in range(1, len(whole) + 1):

@@ -614,7 +614,7 @@ def streamed(path, root, **options):
 @pytest.mark.parametrize("seed", [None, 4])
 def test_a_stream_resumes_exactly(tmp_path, monkeypatch, kind, seed):
     monkeypatch.setattr("onescan.data.text.source.ROWS", 1)
-    monkeypatch.setattr("onescan.data.text.source.GROUP", 3)
+    monkeypatch.setattr("onescan.data.sources.GROUP", 3)
     path = KINDS[kind](tmp_path, TEXTS)
     data = streamed(path, tmp_path, length=5, train_rows=40)  # more than two rounds
     every = list(data.examples(seed=seed, epoch=1))
@@ -640,7 +640,7 @@ def shape(examples):
 
 def test_a_hub_stream_resumes_exactly(monkeypatch, tmp_path):
     hub(monkeypatch, [f"text {i}" for i in range(20)])
-    monkeypatch.setattr("onescan.data.text.source.GROUP", 3)
+    monkeypatch.setattr("onescan.data.sources.GROUP", 3)
     data = streamed("some/thing", tmp_path, text_column="body", length=5, train_rows=70)
     every = list(data.examples(seed=2))
     for start in range(1, 70, 3):
