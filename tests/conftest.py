@@ -5,6 +5,7 @@ Tests see a GPU under `-m gpu` alone: then kernels run there, all others are the
 
 import os
 import signal
+import socket
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; make test fills the cores
 
@@ -51,6 +52,22 @@ def pytest_configure(config):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no GPU, or none asked for: -m gpu")
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """Keep caches of data out of the home folder, and every call off the network."""
+
+    def refuse(*_):
+        raise AssertionError("the network was used")
+
+    with pytest.MonkeyPatch.context() as patch:
+        cache = str(tmp_path_factory.mktemp("cache"))
+        patch.setenv("ONESCAN_CACHE", cache)
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+        patch.setattr("datasets.config.DOWNLOADED_DATASETS_PATH", f"{cache}/downloads")
+        patch.setattr(socket, "getaddrinfo", refuse)
+        yield
 
 
 @pytest.fixture(autouse=True)

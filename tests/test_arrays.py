@@ -15,7 +15,6 @@ from onescan.data import (
     Example,
     ImageFormat,
     ImageSplits,
-    derive_seed,
 )
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.models.image_classifier import ImageClassifierConfig
@@ -74,15 +73,17 @@ def test_any_number_of_axes(tmp_path, kind, axes, channels):
     torch.testing.assert_close(whole.std(dim=1, correction=0), torch.ones(channels or 1))
 
 
-def test_uncompressed_files_are_mapped_into_memory(tmp_path):
+@pytest.mark.parametrize("kind", ["npz", "folder", "compressed"])
+def test_uncompressed_files_are_mapped_into_memory(tmp_path, kind):
     x = np.asfortranarray(values(COUNT, 4, 3))
-    for kind in ("npz", "folder"):
-        splits = build(save(tmp_path / "a", kind, x=x, y=Y), test_fraction=0.25)
-        assert isinstance(splits.train.x, np.memmap)
-        assert np.array_equal(splits.train.x, x)
-    assert not isinstance(
-        build(save(tmp_path / "b", "compressed", x=x, y=Y), test_fraction=0.25).train.x, np.memmap
-    )
+    path = save(tmp_path / "a", kind, x=x, y=Y)
+    if kind == "npz":
+        with zipfile.ZipFile(path, "a") as archive:  # is found among other members
+            archive.writestr("notes.txt", "of another kind")
+            archive.writestr("folder/x.npy", b"not read")
+    splits = build(path, test_fraction=0.25)
+    assert isinstance(splits.train.x, np.memmap) == (kind != "compressed")
+    assert np.array_equal(splits.train.x, x)
 
 
 def test_a_fraction_is_held_out_by_class(tmp_path):
@@ -127,21 +128,18 @@ def test_other_types_become_float32(tmp_path, dtype):
     assert labels.dtype == torch.int64
 
 
-def test_given_constants_are_used(tmp_path):
-    path = save(tmp_path / "a", x=values(COUNT, 4, 2), y=Y)
+def test_given_constants_are_used_and_a_constant_channel_is_not_scaled(tmp_path):
+    x = values(COUNT, 4, 2)
+    x[..., 1] = 7
+    path = save(tmp_path / "a", x=x, y=Y)
     format = build(path, axes=1, mean=(1.0, 2.0), std=(3.0, 4.0), test_fraction=0.25).format
     assert format == ArrayFormat(channels=2, shape=(4,), mean=(1.0, 2.0), std=(3.0, 4.0))
     partly = build(path, axes=1, std=(3.0, 4.0), test_fraction=0.25).format
     assert partly.std == (3.0, 4.0)
     assert partly.mean != (1.0, 2.0)
     assert configs.from_dict(ArrayFormat, configs.to_dict(format)) == format
-
-
-def test_a_constant_channel_is_not_scaled(tmp_path):
-    x = values(COUNT, 4, 2)
-    x[..., 1] = 7
-    format = build(save(tmp_path / "a", x=x, y=Y), axes=1, test_fraction=0.25).format
-    assert (format.mean[1], format.std[1]) == (7.0, 1.0)
+    own = build(path, axes=1, test_fraction=0.25).format
+    assert (own.mean[1], own.std[1]) == (7.0, 1.0)
 
 
 def test_statistics_do_not_depend_on_the_chunks(tmp_path, monkeypatch):
@@ -155,103 +153,79 @@ def test_statistics_do_not_depend_on_the_chunks(tmp_path, monkeypatch):
 
 X = np.ones((COUNT, 4), np.float32)
 NAN = np.where(np.arange(COUNT)[:, None] == 5, np.nan, X)
+FOUR = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
 
 
 @pytest.mark.parametrize(
-    ("arrays", "options", "message"),
+    ("change", "options", "message"),
     [
-        ({"x": X, "y": Y}, {"axes": 0}, "data.axes is 0, expected 1 to 8"),
-        ({"x": X, "y": Y}, {"axes": 2}, r"x has shape \(12, 4\), expected \[N, .*data\.axes=2"),
-        ({"x": X[..., None, None], "y": Y}, {}, r"x has shape \(12, 4, 1, 1\)"),
+        ({}, {"axes": 0}, "data.axes is 0, expected 1 to 8"),
+        ({}, {"axes": 2}, r"x has shape \(12, 4\), expected \[N, .*data\.axes=2"),
+        ({"x": X[..., None, None]}, {}, r"x has shape \(12, 4, 1, 1\)"),
         ({"x": X[:0], "y": Y[:0]}, {}, r"x has shape \(0, 4\)"),
-        ({"x": X[:, :0], "y": Y}, {}, r"x has shape \(12, 0\)"),
-        ({"x": X.astype(complex), "y": Y}, {}, "x holds complex128"),
-        ({"x": X.astype(str), "y": Y}, {}, "x holds <U32"),
-        ({"x": X.astype(object), "y": Y}, {}, "x cannot be read"),
-        ({"x": X, "y": Y.astype(object)}, {}, "y cannot be read"),
-        ({"x": X, "y": Y.astype(float)}, {}, "y holds float64"),
-        ({"x": X, "y": Y[:, None]}, {}, r"y has shape \(12, 1\), expected \(12,\)"),
-        ({"x": X, "y": Y[:5]}, {}, r"y has shape \(5,\), expected \(12,\)"),
-        ({"x": X, "y": Y - 1}, {}, r"y\[0\] is -1, expected 0 to"),
-        ({"x": X, "y": Y * 10**6}, {}, r"y\[1\] is 1000000, expected 0 to 999999"),
-        ({"x": X, "y": Y}, {"class_names": ("a", "b")}, r"y\[2\] is 2, expected 0 to 1"),
-        ({"x": X, "y": Y * 0}, {}, "one class"),
-        ({"x": X}, {}, "no array y, .* found: x"),
-        ({"z": X, "y": Y}, {}, "no array x, .* found: y, z"),
-        ({"x_train": X, "y_train": Y}, {}, "no array x_test"),
-        (
-            {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y + 1},
-            {},
-            r"y_test\[2\] is 3, expected 0 to 2",
-        ),
-        (
-            {"x_train": X, "y_train": Y, "x_test": X[:, :3], "y_test": Y},
-            {},
-            r"x_test .* \(1, 3\), expected \(1, 4\)",
-        ),
-        (
-            {"x_train": NAN, "y_train": Y, "x_test": X, "y_test": Y},
-            {},
-            "example 5 of x .* not finite",
-        ),
-        ({"x": X, "y": Y}, {"mean": (0.0, 1.0)}, r"data.mean is \(0.0, 1.0\), expected 1 numbers"),
-        ({"x": X, "y": Y}, {"std": (0.0,)}, "data.std is 0.0"),
-        ({"x": X, "y": Y}, {"test_fraction": 1.0}, "data.test_fraction is 1.0"),
+        ({"x": X[:, :0]}, {}, r"x has shape \(12, 0\)"),
+        ({"x": X.astype(complex)}, {}, "x holds complex128"),
+        ({"x": X.astype(str)}, {}, "x holds <U32"),
+        ({"x": X.astype(object)}, {}, "x cannot be read"),
+        ({"y": Y.astype(object)}, {}, "y cannot be read"),
+        ({"y": Y.astype(float)}, {}, "y holds float64"),
+        ({"y": Y[:, None]}, {}, r"y has shape \(12, 1\), expected \(12,\)"),
+        ({"y": Y[:5]}, {}, r"y has shape \(5,\), expected \(12,\)"),
+        ({"y": Y - 1}, {}, r"y\[0\] is -1, expected 0 to"),
+        ({"y": Y * 10**6}, {}, r"y\[1\] is 1000000, expected 0 to 999999"),
+        ({}, {"class_names": ("a", "b")}, r"y\[2\] is 2, expected 0 to 1"),
+        ({"y": Y * 0}, {}, "one class"),
+        ({"y": None}, {}, "no array y, .* found: x"),
+        ({"x": None, "z": X}, {}, "no array x, .* found: y, z"),
+        ({**FOUR, "x_test": None, "y_test": None}, {}, "no array x_test"),
+        ({**FOUR, "y_test": Y + 1}, {}, r"y_test\[2\] is 3, expected 0 to 2"),
+        ({**FOUR, "x_test": X[:, :3]}, {}, r"x_test .* \(1, 3\), expected \(1, 4\)"),
+        ({**FOUR, "x_train": NAN}, {}, "example 5 of x .* not finite"),
+        ({}, {"mean": (0.0, 1.0)}, r"data.mean is \(0.0, 1.0\), expected 1 numbers"),
+        ({}, {"std": (0.0,)}, r"data.std is \(0.0,\)"),
+        ({}, {"test_fraction": 1.0}, "data.test_fraction is 1.0"),
     ],
 )
 @pytest.mark.parametrize("kind", ["npz", "compressed", "folder"])
-def test_unusable_arrays_are_refused(tmp_path, arrays, options, message, kind):
+def test_unusable_arrays_are_refused(tmp_path, change, options, message, kind):
+    arrays = change if "x_train" in change else {"x": X, "y": Y, **change}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
     path = save(tmp_path / "a", kind, **arrays)
     with pytest.raises(ValueError, match=message):
         build(path, **{"axes": 1, "test_fraction": 0.5, **options})
 
 
-def test_values_that_are_not_finite_are_found_when_read(tmp_path):
-    arrays = {"x_train": X, "y_train": Y, "x_test": NAN, "y_test": Y}
-    splits = build(save(tmp_path / "a", **arrays), axes=1)
+def test_test_arrays_that_are_not_finite_are_found_when_read(tmp_path):
+    splits = build(save(tmp_path / "a", **{**FOUR, "x_test": NAN}), axes=1)
     with pytest.raises(ValueError, match="example 5"):
         read(splits.test, [6, 5, 4])
 
 
-def test_missing_and_damaged_files(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.path is .*nowhere.*no such file"):
-        build(str(tmp_path / "nowhere"))
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("npz", lambda content: content[: len(content) // 2], r"path is .*b\.npz', .* read"),
+        ("compressed", lambda content: content[: len(content) // 2], r"path is .*b\.npz', .* read"),
+        ("compressed", lambda c: c[:200] + bytes(2000) + c[2200:], "x cannot be read"),
+        ("folder", lambda content: content[:1000], "x cannot be read"),
+        ("folder", lambda content: b"", "x cannot be read"),
+        ("folder", lambda content: b"not an array", "x cannot be read"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, kind, change, message):
+    path = tmp_path / ("b" if kind == "folder" else "b.npz")
+    save(path, kind, x=values(COUNT, 50, 40), y=Y)
+    file = path / "x.npy" if kind == "folder" else path
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        build(str(path))
+
+
+def test_missing_files_are_named(tmp_path):
     (tmp_path / "a.npy").touch()
-    with pytest.raises(ValueError, match=r"a\.npy', expected a \.npz file or a folder"):
-        build(str(tmp_path / "a.npy"))
-    for kind in ("npz", "compressed"):
-        path = tmp_path / "b.npz"
-        save(path, kind, x=values(COUNT, 50, 40), y=Y)
-        content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2])
-        with pytest.raises(ValueError, match=r"data\.path is .*b\.npz', which cannot be read"):
-            build(str(path))
-        path.write_bytes(content[:200] + bytes(2000) + content[2200:])
-        if kind == "compressed":
-            with pytest.raises(ValueError, match="x cannot be read"):
-                build(str(path))
-    save(tmp_path / "folder", "folder", x=values(COUNT, 50, 40), y=Y)
-    file = tmp_path / "folder" / "x.npy"
-    for content in (file.read_bytes()[:1000], b"", b"not an array"):
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match="x cannot be read"):
-            build(str(tmp_path / "folder"))
-
-
-def test_a_stored_member_is_found_behind_other_members(tmp_path):
-    path = save(tmp_path / "a", x=values(COUNT, 5), y=Y)
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr("notes.txt", "of another kind")
-        archive.writestr("folder/x.npy", b"not read")
-    assert read(build(path, axes=1, test_fraction=0.25).train)[0].shape[1:] == (1, 5)
-
-
-def test_examples_are_ordered_and_resumed_by_index(tmp_path):
-    data = build(save(tmp_path / "a", x=values(COUNT, 4), y=Y), axes=1, test_fraction=0.25).train
-    whole = list(data.examples(seed=3, epoch=1))
-    assert sorted(example.source for example, _ in whole) == list(range(len(data)))
-    assert whole[0][0].seed == derive_seed(3, "example", 1, 0)
-    assert list(data.examples(seed=3, epoch=1, start=4)) == whole[4:]
+    for name, message in (("nowhere", "no such file"), ("a.npy", r"expected a \.npz file or a")):
+        with pytest.raises(ValueError, match=rf"data\.path is .*{name}.*{message}"):
+            build(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("channels", [3, 5])
@@ -278,7 +252,8 @@ def test_arrays_train_and_load(tmp_path, channels):
         model=model,
         task=ImageClassificationConfig(augment=None),
     )
-    run = replace(run, training=replace(run.training, steps=60, batch_size=16, learning_rate=3e-3))
+    changes = {"steps": 60, "batch_size": 16, "learning_rate": 3e-3, "checkpoint_every": 20.0}
+    run = replace(run, training=replace(run.training, evaluate_every=20.0, **changes))
     train(run, tmp_path / "run")
     assert read_metrics(tmp_path / "run")[-1]["accuracy"] > 0.9
     checkpoint = load(tmp_path / "run")

@@ -32,7 +32,7 @@ def some_images(*shape, seed=0):
 
 
 @pytest.mark.parametrize("config", [AffineConfig(), EVERYTHING])
-def test_augmentation_is_a_function_of_the_seed(config):
+def test_augmentation_is_a_function_of_the_seed_and_independent_for_each_image(config):
     images, augment = some_images(16, 3, 8, 8), config.build()
     before, state = images.clone(), torch.get_rng_state()
     first = augment(images, 0)
@@ -42,17 +42,21 @@ def test_augmentation_is_a_function_of_the_seed(config):
     assert torch.equal(augment(images, 0), first)
     assert not torch.equal(augment(images, 1), first)
     augment(images, 2**64 - 1)  # the largest derived seed
+    equal = augment(images[:1].repeat(12, 1, 1, 1), 0)
+    assert len({tuple(image.flatten().tolist()) for image in equal}) > 6
 
 
-@pytest.mark.parametrize("config", [AffineConfig(), EVERYTHING])
-def test_every_image_is_augmented_independently(config):
-    images = some_images(1, 3, 8, 8).repeat(12, 1, 1, 1)
-    assert len({tuple(image.flatten().tolist()) for image in config.build()(images, 0)}) > 6
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (33, 17), (5, 40)])
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "channels", "dtype"),
+    [
+        ((1, 1), 1, torch.float32),
+        ((1, 1), 3, torch.bfloat16),
+        ((2, 2), 3, torch.float64),
+        ((33, 17), 3, torch.float32),
+        ((33, 17), 1, torch.bfloat16),
+        ((5, 40), 1, torch.float64),
+    ],
+)
 @pytest.mark.parametrize("config", [AffineConfig(), DeitAugmentConfig(), EVERYTHING])
 def test_size_type_and_range_are_kept(config, shape, channels, dtype):
     images = some_images(40, channels, *shape).to(dtype)
@@ -76,39 +80,39 @@ def test_cpu_and_gpu_agree_except_for_noise(config):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("kind", "name", "value", "expected"),
     [
-        (AffineConfig(degrees=-1.0), "augment.degrees is -1.0, expected 0 or more"),
-        (AffineConfig(translate=math.nan), "augment.translate is nan"),
-        (AffineConfig(translate=math.inf), "augment.translate is inf"),
-        (AffineConfig(scale=1.0), "augment.scale is 1.0, expected less than 1"),
-        (AffineConfig(fill=2.0), "augment.fill is 2.0, expected 0 to 1"),
-        (DeitAugmentConfig(random_erasing=1.5), "augment.random_erasing is 1.5, expected 0 to 1"),
-        (DeitAugmentConfig(flip=-0.1), "augment.flip is -0.1"),
-        (DeitAugmentConfig(pad=-1), "augment.pad is -1"),
-        (DeitAugmentConfig(num_ops=-1), "augment.num_ops is -1"),
-        (DeitAugmentConfig(magnitude=11.0), "augment.magnitude is 11.0, expected 0 to 10"),
-        (DeitAugmentConfig(magnitude_std=math.nan), "augment.magnitude_std is nan"),
-        (DeitAugmentConfig(color_jitter=2.0), "augment.color_jitter is 2.0"),
-        (MixConfig(mixup_alpha=-1.0), "mix.mixup_alpha is -1.0"),
-        (MixConfig(cutmix_alpha=math.inf), "mix.cutmix_alpha is inf"),
-        (MixConfig(probability=1.1), "mix.probability is 1.1, expected 0 to 1"),
-        (MixConfig(switch_probability=2.0), "mix.switch_probability is 2.0"),
-        (MixConfig(mixup_alpha=0.0, cutmix_alpha=0.0), "mix.mixup_alpha and .* are 0"),
+        (AffineConfig, "degrees", -1.0, "0 or more"),
+        (AffineConfig, "translate", math.nan, ""),
+        (AffineConfig, "translate", math.inf, ""),
+        (AffineConfig, "scale", 1.0, "less than 1"),
+        (AffineConfig, "fill", 2.0, "0 to 1"),
+        (DeitAugmentConfig, "random_erasing", 1.5, "0 to 1"),
+        (DeitAugmentConfig, "flip", -0.1, ""),
+        (DeitAugmentConfig, "pad", -1, ""),
+        (DeitAugmentConfig, "num_ops", -1, ""),
+        (DeitAugmentConfig, "magnitude", 11.0, "0 to 10"),
+        (DeitAugmentConfig, "magnitude_std", math.nan, ""),
+        (DeitAugmentConfig, "color_jitter", 2.0, ""),
+        (MixConfig, "mixup_alpha", -1.0, ""),
+        (MixConfig, "cutmix_alpha", math.inf, ""),
+        (MixConfig, "probability", 1.1, "0 to 1"),
+        (MixConfig, "switch_probability", 2.0, ""),
     ],
 )
-def test_fields_out_of_range(config, message):
-    with pytest.raises(ValueError, match=rf"task\.{message}"):
-        config.build()
+def test_fields_out_of_range(kind, name, value, expected):
+    with pytest.raises(ValueError, match=rf"task\.\w+\.{name} is {value}, expected {expected}"):
+        kind(**{name: value}).build()
+
+
+def test_mixing_needs_an_alpha_and_augmentation_known_channels():
+    with pytest.raises(ValueError, match=r"task\.mix\.mixup_alpha and .* are 0"):
+        MixConfig(mixup_alpha=0.0, cutmix_alpha=0.0).build()
+    with pytest.raises(ValueError, match=r"1 or 3 channels.* 4"):
+        EVERYTHING.build()(torch.zeros(1, 4, 8, 8), 0)
 
 
 # Affine
-
-
-def test_zero_ranges_change_nothing():
-    images = some_images(3, 2, 7, 5)
-    still = AffineConfig(degrees=0.0, translate=0.0, scale=0.0).build()
-    torch.testing.assert_close(still(images, 0), images)
 
 
 def test_the_outside_is_filled():
@@ -149,9 +153,17 @@ def test_a_point_moves_as_expected(changes, place):
 # DeiT
 
 
-def test_disabled_steps_change_nothing():
-    images = some_images(4, 3, 6, 6)
+def test_disabled_steps_and_zero_strengths_change_nothing():
+    images, none = some_images(2, 3, 9, 9), torch.zeros(2)
     assert torch.equal(only()(images, 0), images)
+    still = AffineConfig(degrees=0.0, translate=0.0, scale=0.0).build()
+    torch.testing.assert_close(still(images, 0), images)
+    for name, operation in operation_table().items():
+        if name not in ("auto_contrast", "equalize", "invert", "posterize"):
+            torch.testing.assert_close(operation(images, none), images, msg=name)
+    grey, flat = some_images(2, 1, 4, 4), torch.full((1, 3, 4, 4), 0.7)
+    assert torch.equal(operation_table()["color"](grey, torch.ones(2)), grey)
+    torch.testing.assert_close(operation_table()["auto_contrast"](flat, torch.ones(1)), flat)
 
 
 def test_flips_have_their_probability():
@@ -180,9 +192,10 @@ def test_color_jitter_stays_within_its_range():
     assert values.max() == pytest.approx(0.7, abs=0.01)
 
 
-def test_erased_rectangles_have_their_probability_and_area():
+def test_erased_rectangles_have_their_probability_and_area_and_are_noise():
     images = torch.full((3000, 3, 32, 32), -1.0)  # noise is never -1
-    erased = only(random_erasing=0.25)(images, 0) != -1.0
+    values = only(random_erasing=0.25)(images, 0)
+    erased = values != -1.0
     assert torch.equal(erased.any(dim=1), erased.all(dim=1))
     share = erased[:, 0].float().mean(dim=(1, 2))
     touched = share > 0
@@ -190,19 +203,10 @@ def test_erased_rectangles_have_their_probability_and_area():
     assert share[touched].mean().item() == pytest.approx((0.02 + 1 / 3) / 2, abs=0.014)
     heights, widths = (erased[:, 0].any(dim=axis).sum(dim=1) for axis in (2, 1))
     assert torch.equal(heights * widths, erased[:, 0].sum(dim=(1, 2)))
-
-
-def test_erased_pixels_are_noise():
-    noise = only(random_erasing=1.0)(torch.full((300, 3, 16, 16), -1.0), 0)
-    noise = noise[noise != -1.0]
+    noise = values[erased]
     assert noise.mean().item() == pytest.approx(0.5, abs=0.01)
     assert noise.std().item() == pytest.approx(0.24, abs=0.01)  # 0.25, cut at 0 and 1
-    assert len(noise.unique()) > 0.8 * len(noise)
-
-
-def test_other_channels_are_refused():
-    with pytest.raises(ValueError, match=r"1 or 3 channels.* 4"):
-        EVERYTHING.build()(torch.zeros(1, 4, 8, 8), 0)
+    assert len(noise[:9999].unique()) > 0.8 * 9999
 
 
 def test_a_missing_kornia_is_named(monkeypatch):
@@ -267,13 +271,6 @@ def test_operations_agree_with_pillow(name, strength):
     assert (difference <= 2.0).float().mean() >= (0.9 if is_moved else 1.0)
 
 
-def test_zero_strength_changes_nothing():
-    images, none = some_images(2, 3, 9, 9), torch.zeros(2)
-    for name, operation in operation_table().items():
-        if name not in ("auto_contrast", "equalize", "invert", "posterize"):
-            torch.testing.assert_close(operation(images, none), images, msg=name)
-
-
 def test_operations_stay_within_0_to_1():
     images = torch.cat([torch.full((100, 3, 32, 32), value) for value in (0.0, 1.0)])
     strengths = torch.linspace(-1, 1, 100).repeat(2)
@@ -281,16 +278,6 @@ def test_operations_stay_within_0_to_1():
         changed = operation(images, strengths)
         assert changed.min() >= 0, name
         assert changed.max() <= 1, name
-
-
-def test_a_flat_image_survives_more_contrast():
-    flat = torch.full((1, 3, 4, 4), 0.7)
-    torch.testing.assert_close(operation_table()["auto_contrast"](flat, torch.ones(1)), flat)
-
-
-def test_grey_has_no_colour_to_change():
-    grey = some_images(2, 1, 4, 4)
-    assert torch.equal(operation_table()["color"](grey, torch.ones(2)), grey)
 
 
 def test_operations_are_applied_with_probability_one_half():
@@ -375,12 +362,12 @@ def test_cutmix_labels_are_the_visible_areas(seed):
 
 def test_cutmix_areas_have_their_mean():
     images = torch.zeros(2, 1, 256, 256)
-    parts = [1 - mixed(images, s, mixup_alpha=0.0)[1][0, 0].item() for s in range(1500)]
+    parts = [1 - mixed(images, s, mixup_alpha=0.0)[1][0, 0].item() for s in range(1000)]
     # of a side r = sqrt(u) around an even centre r - r^2 / 4 is inside, squared, over even u
-    assert np.mean(parts) == pytest.approx(1 / 2 - 1 / 5 + 1 / 48, abs=0.025)
+    assert np.mean(parts) == pytest.approx(1 / 2 - 1 / 5 + 1 / 48, abs=0.03)
 
 
-@pytest.mark.parametrize("alpha", [0.4, 0.8, 2.0])
+@pytest.mark.parametrize("alpha", [0.4, 2.0])
 def test_mixup_draws_from_its_beta_distribution(alpha):
     images = torch.zeros(2, 1, 1, 1)
     parts = [mixed(images, s, mixup_alpha=alpha, cutmix_alpha=0.0)[1][0, 0] for s in range(2000)]

@@ -9,8 +9,6 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from onescan.configs import from_dict, to_dict
@@ -41,12 +39,9 @@ def test_digits():
     pixels = splits.format.model_input(splits.train.images)
     torch.testing.assert_close(pixels.mean(), unit[0], atol=0.01, rtol=0)
     torch.testing.assert_close(pixels.std(), unit[1], atol=0.01, rtol=0)
-
-
-def test_the_split_depends_on_its_seed():
-    first, again, other = (DigitsConfig(split_seed=seed).build() for seed in (0, 0, 1))
-    assert torch.equal(first.test.images, again.test.images)
-    assert not torch.equal(first.test.labels, other.test.labels)
+    again, other = (DigitsConfig(split_seed=seed).build() for seed in (0, 1))
+    assert torch.equal(splits.test.images, again.test.images)
+    assert not torch.equal(splits.test.labels, other.test.labels)
 
 
 @pytest.mark.parametrize(
@@ -63,16 +58,11 @@ def test_digits_fields_out_of_range(fields, message):
         DigitsConfig(**fields).build()
 
 
-@given(count=st.integers(1, 50), seed=st.integers(0, 2**62), epoch=st.integers(0, 1000))
-def test_the_order_of_an_epoch_is_a_function_of_seed_and_epoch(count, seed, epoch):
-    order = epoch_order(count, seed=seed, epoch=epoch)
-    assert sorted(order.tolist()) == list(range(count))
-    assert torch.equal(order, epoch_order(count, seed=seed, epoch=epoch))
-
-
 def test_seeds_and_orders_differ_and_are_stable_across_versions():
     orders = {tuple(epoch_order(40, seed=s, epoch=e).tolist()) for s in range(3) for e in range(3)}
     assert len(orders) == 9
+    assert all(sorted(order) == list(range(40)) for order in orders)
+    assert tuple(epoch_order(40, seed=1, epoch=2).tolist()) in orders
     assert derive_seed(0, "step", 7) == 11425006106245048527
     assert len({derive_seed(s, name, i) for s in (0, 1) for name in "ab" for i in (0, 1)}) == 8
 
@@ -129,24 +119,22 @@ def noise(*shape):
 
 
 def test_grey_and_colour_are_read_exactly(tmp_path):
-    path = save(tmp_path, grey_values())
-    want = torch.from_numpy(grey_values() / 255).float()
-    torch.testing.assert_close(read_image(path, GREY), want[None])
-    torch.testing.assert_close(read_image(str(path), COLOUR), want.expand(3, 6, 5))
-    format = replace(GREY, mean=(0.5,), std=(0.25,))
-    torch.testing.assert_close(read_image(path, format)[0], (want - 0.5) / 0.25)
+    deep = np.linspace(0, 65535, 30).round().astype(np.uint16).reshape(6, 5)
+    large = np.full((40, 30), 102, dtype=np.uint8)
+    for values, want in (
+        (grey_values(), grey_values() / 255),
+        (deep, deep / 65535),  # not clipped to eight bits
+        (large, np.full((6, 5), 0.4)),
+    ):
+        path, want = save(tmp_path, values), torch.from_numpy(want).float()
+        torch.testing.assert_close(read_image(path, GREY), want[None])
+        torch.testing.assert_close(read_image(str(path), COLOUR), want.expand(3, 6, 5))
+        format = replace(GREY, mean=(0.5,), std=(0.25,))
+        torch.testing.assert_close(read_image(path, format)[0], (want - 0.5) / 0.25)
     colours = np.zeros((6, 5, 3), dtype=np.uint8)
     colours[..., 0], colours[..., 2] = 255, 51
     pixels = read_image(save(tmp_path, colours), COLOUR)
     torch.testing.assert_close(pixels[:, 0, 0], torch.tensor([1.0, 0.0, 0.2]))
-
-
-def test_sixteen_bits_are_not_clipped_to_eight(tmp_path):
-    values = np.linspace(0, 65535, 30).round().astype(np.uint16).reshape(6, 5)
-    path = save(tmp_path, values)
-    want = torch.from_numpy(values.astype(np.float32) / 65535)
-    torch.testing.assert_close(read_image(path, GREY)[0], want)
-    torch.testing.assert_close(read_image(path, COLOUR), want.expand(3, 6, 5))
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
@@ -172,11 +160,6 @@ def test_palettes_cmyk_and_bilevel(tmp_path):
     torch.testing.assert_close(pixels[:, 0, 0], torch.tensor([1.0, 0.0, 0.0]))
     white = read_image(save(tmp_path, Image.new("1", (5, 6), 1)), GREY)
     torch.testing.assert_close(white, torch.ones(1, 6, 5))
-
-
-def test_another_size_is_resized(tmp_path):
-    large = read_image(save(tmp_path, np.full((40, 30), 102, dtype=np.uint8)), GREY)
-    torch.testing.assert_close(large, torch.full((1, 6, 5), 0.4))
 
 
 @pytest.mark.parametrize(("size", "left", "upper"), [((48, 40), 14, 8), ((20, 48), 0, 12)])
@@ -230,12 +213,11 @@ def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(tmp_path, monkeypatc
     assert sizes == ([(800, 400), (200, 100)] if orientation == 1 else [(400, 800), (100, 200)])
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("orientation", [*range(10), 200])  # of which 1 to 8 are valid
 @pytest.mark.parametrize("kind", ["png", "webp"])
 def test_every_orientation_is_turned_upright_before_the_crop(tmp_path, orientation, kind):
-    path = save(
-        tmp_path, noise(6, 5, 3), name=f"a.{kind}", exif=oriented(orientation), lossless=True
-    )
+    exif = oriented(orientation)
+    path = save(tmp_path, noise(6, 5, 3), name=f"a.{kind}", exif=exif, lossless=True)
     with Image.open(path) as image:
         upright = np.array(ImageOps.exif_transpose(image))
     format = replace(COLOUR, height=upright.shape[0], width=upright.shape[1])
@@ -244,14 +226,6 @@ def test_every_orientation_is_turned_upright_before_the_crop(tmp_path, orientati
     sizes = []
     format.decode(path, lambda width, height: sizes.append((height, width)) or (1, 1, 3, 3))
     assert sizes == [upright.shape[:2]]
-
-
-@pytest.mark.parametrize("orientation", [0, 9, 200])
-def test_an_invalid_orientation_is_ignored(tmp_path, orientation):
-    turned = save(tmp_path, noise(30, 50), exif=oriented(orientation))
-    plain = save(tmp_path, noise(30, 50), name="plain.png")
-    format = replace(GREY, crop=0.5)
-    torch.testing.assert_close(read_image(turned, format), read_image(plain, format))
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow's, about damaged metadata
@@ -281,12 +255,10 @@ def test_what_is_no_image_is_refused_by_name(tmp_path):
     for path in (text, floats, tmp_path):
         with pytest.raises(ValueError, match=f"{path} (is not|cannot be read as) an image"):
             read_image(path, GREY)
-
-
-@pytest.mark.parametrize("name", ["image.png", "image.jpg", "image.gif", "image.tiff", "image.bmp"])
-@pytest.mark.parametrize("part", [0.3, 0.6, 0.9])
-def test_a_truncated_image_is_refused_by_name(tmp_path, name, part):
-    path = save(tmp_path, noise(40, 40), name=name)
-    path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
-    with pytest.raises(ValueError, match=f"{path.name} "):
-        read_image(path, GREY)
+    for name in ("image.png", "image.jpg", "image.gif", "image.tiff", "image.bmp"):
+        path = save(tmp_path, noise(40, 40), name=name)
+        content = path.read_bytes()
+        for part in (0.3, 0.6, 0.9):  # cut off
+            path.write_bytes(content[: int(part * len(content))])
+            with pytest.raises(ValueError, match=f"{path.name} "):
+                read_image(path, GREY)

@@ -99,23 +99,21 @@ def test_documents_of_similar_length_are_grouped():
     assert places.sort().values.tolist() == list(range(34))
 
 
-def test_an_empty_batch():
+def plain_model():
+    mixer = CausalLMConfig(**SMALL).mixer.__class__(num_heads=3, causal=True)
+    return causal({"mixer": mixer, "position": None})
+
+
+def test_rows_of_a_single_document_and_an_empty_batch():
+    model, tokens = plain_model(), ids(2, 10)
+    numbers = torch.tensor([[3] * 10, [4] * 10])
+    torch.testing.assert_close(scores(model, tokens, documents=numbers), scores(model, tokens))
     model = masked(BOTH["lion"])
     assert scores(model, ids(0, 5), documents=ids(0, 5)).shape == (0, 5, 13)
 
 
-def test_rows_of_a_single_document():
-    model, tokens = causal({"mixer": built_mixer(), "position": None}), ids(2, 10)
-    numbers = torch.tensor([[3] * 10, [4] * 10])
-    torch.testing.assert_close(scores(model, tokens, documents=numbers), scores(model, tokens))
-
-
-def built_mixer():
-    return CausalLMConfig(**SMALL).mixer.__class__(num_heads=3, causal=True)
-
-
 def test_documents_and_state_exclude_each_other():
-    model, tokens = causal({"mixer": built_mixer(), "position": None}), ids(2, 10)
+    model, tokens = plain_model(), ids(2, 10)
     _, state = model(tokens)
     with pytest.raises(ValueError, match="documents and state were both given"):
         model(tokens, state, documents=NUMBERS)

@@ -103,23 +103,20 @@ def test_unusable_tables(title, content, message, on_error, tmp_path):
         built(tmp_path, TITLES[title], on_error=on_error)
 
 
-def test_missing_data(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.path is .*QQP/train\.tsv"):
-        built(tmp_path, "qqp")
-    with pytest.raises(ValueError, match=r"data\.path is .*there is no such folder"):
-        built(tmp_path / "no")
+@pytest.mark.parametrize(("name", "message"), [(".", "QQP/train.tsv"), ("no", "no such folder")])
+def test_missing_data(name, message, tmp_path):
+    with pytest.raises(ValueError, match=rf"data\.path is .*{message}"):
+        built(tmp_path / name, "qqp")
 
 
 def serve(monkeypatch, **columns):
     import datasets
 
     calls = []
-
-    def load(name, task, split):
-        calls.append((name, task, split))
-        return datasets.Dataset.from_dict(columns)
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    data = datasets.Dataset.from_dict(columns)
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *names, split: calls.append((*names, split)) or data
+    )
     return calls
 
 
@@ -163,14 +160,6 @@ def test_pairs_are_framed_like_berts():
     assert (tokens.tolist(), first) == ([2, 5, 6, 3], None)
 
 
-def test_bytes_have_a_separator_and_no_frame():
-    encoder = PairEncoder(ByteTokenizer(), length=20)
-    tokens, first = encoder.encode("né", "[MASK]")
-    assert tokens.tolist() == [*"né".encode(), 256, *b"[MASK]"]
-    assert first == 4
-    assert encoder.encode("né")[0].tolist() == list("né".encode())
-
-
 class Ringed(ByteTokenizer):
     """Bytes with the same token before and after a text."""
 
@@ -179,10 +168,13 @@ class Ringed(ByteTokenizer):
         return [self.end, *ids, self.end] if framed else ids
 
 
-def test_one_token_may_begin_and_end_a_text():
+def test_bytes_have_a_separator_and_no_frame_unless_the_tokenizer_adds_one():
+    encoder = PairEncoder(ByteTokenizer(), length=20)
+    tokens, first = encoder.encode("né", "[MASK]")
+    assert (tokens.tolist(), first) == ([*"né".encode(), 256, *b"[MASK]"], 4)
+    assert encoder.encode("né")[0].tolist() == list("né".encode())
     tokens, first = PairEncoder(Ringed(), length=20).encode("ab", "c")
-    assert tokens.tolist() == [256, *b"ab", 256, *b"c", 256]
-    assert first == 4
+    assert (tokens.tolist(), first) == ([256, *b"ab", 256, *b"c", 256], 4)
 
 
 def test_tokenizer_without_a_separator():

@@ -1,9 +1,7 @@
 """Image datasets from folders, parquet files and the hub: sources, classes, errors, decoding."""
 
-import io
 import logging
 import os
-import socket
 import sys
 from copy import deepcopy
 from random import Random
@@ -17,59 +15,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
+from tiny_images import damage, encoded, serve_hub, write_folders, write_parquet
 from walks import walk
 
 from onescan.data import Example, ImageDatasetConfig, RandomCropConfig
+
+pytestmark = pytest.mark.usefixtures("offline")
 
 SMALL = {"image_size": (4, 4), "test_crop": None, "train_crop": None}
 GREY = {**SMALL, "channels": 1, "mean": (0.5,), "std": (0.5,)}
 FILES_TO_A_BATCH = 8
 
 
-@pytest.fixture(autouse=True)
-def _isolated(tmp_path_factory, monkeypatch):
-    """Keep the cache out of the home folder, and every call off the network."""
-    cache = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache))
-    monkeypatch.setattr("datasets.config.DOWNLOADED_DATASETS_PATH", str(cache / "downloads"))
-
-    def refuse(*_):
-        raise AssertionError("the network was used")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-
-
-def encoded(brightness, size=(4, 4)):
-    """The bytes of an image of one brightness, which identifies it."""
-    file = io.BytesIO()
-    Image.new("L", size, brightness).save(file, "PNG")
-    return file.getvalue()
-
-
-def folder_of(root, *names, count=2):
-    """Folders with images of brightness 0, 1, ..."""
-    for name in names:
-        (root / name).mkdir(parents=True, exist_ok=True)
-        for place in range(count):
-            (root / name / f"{place}.png").write_bytes(encoded(place))
-    return str(root)
-
-
-def write(path, label, *, first=0, **columns):
-    """A parquet file with images of brightness `first`, `first` + 1, ..."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    images = [{"bytes": encoded(first + row), "path": None} for row in range(len(label))]
-    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    label = pa.array(label, None if label else pa.int64())
-    rows = {"image": pa.array(images, kind), "label": label, **columns}
-    parquet.write_table(pa.table(rows), path)
-    return path
+IMAGES = [{"bytes": encoded(50), "path": None}] * 4
 
 
 def cifar_like(root, train=(0, 1, 2, 0, 1, 2), test=(2, 1, 0)):
-    write(root / "train.parquet", list(train))
-    write(root / "test.parquet", list(test), first=100)
+    write_parquet(root / "train.parquet", list(train))
+    write_parquet(root / "test.parquet", list(test), first=100)
     return str(root)
+
+
+def cifar_columns(root, **columns):
+    return write_parquet(root / "train.parquet", [0, 1, 0, 1], **columns)
 
 
 def build(path, **options):
@@ -91,8 +59,8 @@ def seen(images, **options):
 
 
 def test_class_folders_in_splits(tmp_path):
-    folder_of(tmp_path, "train/cat", "val/dog")
-    path = folder_of(tmp_path, "train/dog", "val/cat", count=1)
+    write_folders(tmp_path, "train/cat", "val/dog")
+    path = write_folders(tmp_path, "train/dog", "val/cat", count=1)
     splits = build(path)
     assert splits.class_names == ("cat", "dog")
     assert seen(splits.train) == ([0, 1, 0], [0, 0, 1])
@@ -104,8 +72,8 @@ def test_class_folders_in_splits(tmp_path):
 
 
 def test_class_folders_without_splits(tmp_path):
-    folder_of(tmp_path / "a [b]*", "cat", count=10)
-    path = folder_of(tmp_path / "a [b]*", "dog", count=20)
+    write_folders(tmp_path / "a [b]*", "cat", count=10)
+    path = write_folders(tmp_path / "a [b]*", "dog", count=20)
     splits, again = (build(path, test_fraction=0.2) for _ in range(2))
     assert (len(splits.train), len(splits.test)) == (24, 6)
     assert torch.equal(read(splits.test).batch[1].bincount(), torch.tensor([2, 4]))
@@ -117,18 +85,20 @@ def test_class_folders_without_splits(tmp_path):
 
 def test_the_class_is_the_first_folder_below_the_split(tmp_path):
     places = [f"{c}/{place}" for c in ("cat", "dog") for place in ("indoor", "outdoor/at night")]
-    path = folder_of(tmp_path / "split", *(f"{s}/{p}" for s in ("train", "val") for p in places))
+    path = write_folders(
+        tmp_path / "split", *(f"{s}/{p}" for s in ("train", "val") for p in places)
+    )
     splits = build(path)
     assert splits.class_names == ("cat", "dog")
     for images in (splits.train, splits.test):
         assert seen(images) == ([0, 1] * 4, [0] * 4 + [1] * 4)
-    splits = build(folder_of(tmp_path / "whole", *places), test_fraction=0.5)
+    splits = build(write_folders(tmp_path / "whole", *places), test_fraction=0.5)
     assert splits.train.labels.tolist() == [0] * 4 + [1] * 4
 
 
 def test_links_are_followed_but_not_in_circles(tmp_path):
     far, path = tmp_path / "far", tmp_path / "near"
-    folder_of(far, "cat", "dog")
+    write_folders(far, "cat", "dog")
     (path / "train").mkdir(parents=True)
     (path / "train" / "cat").symlink_to(far / "cat")
     (path / "train" / "dog").mkdir()
@@ -146,14 +116,14 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
 
 @pytest.mark.parametrize("target", ["nowhere", "lost.png"])
 def test_a_broken_link_is_an_unreadable_image(tmp_path, target):
-    path = folder_of(tmp_path, "train/cat", "train/dog", "test/cat", "test/dog")
+    path = write_folders(tmp_path, "train/cat", "train/dog", "test/cat", "test/dog")
     (tmp_path / "train" / "cat" / "lost.png").symlink_to(target)
     with pytest.raises(ValueError, match=r"row 2 of train \(.*cat/lost\.png\)"):
         read(build(path).train)
 
 
 def test_hidden_and_empty_folders(tmp_path, caplog):
-    path = folder_of(tmp_path, "cat", "dog", ".checkpoints", "__MACOSX")
+    path = write_folders(tmp_path, "cat", "dog", ".checkpoints", "__MACOSX")
     (tmp_path / "cat" / "._0.png").write_text("left by another system")
     (tmp_path / "eel").mkdir()
     with caplog.at_level(logging.WARNING, "onescan"):
@@ -171,15 +141,15 @@ def test_parquet_files(tmp_path):
     assert seen(splits.train) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2])
     assert seen(splits.test, places=[2, 0]) == ([102, 100], [0, 2])
     assert read(splits.train).batch[0].shape == (6, 1, 4, 4)
-    one = build(write(tmp_path / "all-test.parquet", [0, 1] * 10))
+    one = build(write_parquet(tmp_path / "all-test.parquet", [0, 1] * 10))
     assert (len(one.train), len(one.test)) == (18, 2)
 
 
 def test_splits_by_the_names_of_files_and_folders(tmp_path):
-    write(tmp_path / "train-and-test" / "train-00000-of-00002.parquet", [0, 1])
-    write(tmp_path / "train-and-test" / "train-00001-of-00002.parquet", [1, 0], first=2)
-    write(tmp_path / "train-and-test" / "valid" / "0.parquet", [1, 0], first=100)
-    write(tmp_path / "train-and-test" / "test" / "0.parquet", [0, 1], first=200)
+    write_parquet(tmp_path / "train-and-test" / "train-00000-of-00002.parquet", [0, 1])
+    write_parquet(tmp_path / "train-and-test" / "train-00001-of-00002.parquet", [1, 0], first=2)
+    write_parquet(tmp_path / "train-and-test" / "valid" / "0.parquet", [1, 0], first=100)
+    write_parquet(tmp_path / "train-and-test" / "test" / "0.parquet", [0, 1], first=200)
     splits = build(tmp_path)
     assert seen(splits.train) == ([0, 1, 2, 3], [0, 1, 1, 0])
     assert seen(splits.test)[0] == [100, 101]  # test may have no labels
@@ -194,21 +164,13 @@ def test_a_hub_dataset(monkeypatch):
             "kind": datasets.ClassLabel(names=["a", "b"]),
         }
     )
-    images = [{"bytes": encoded(7), "path": None}] * 2
-    rows = {"img": images, "label": ["x", "y"], "kind": [0, 1]}
+    rows = {"img": IMAGES[:2], "label": ["x", "y"], "kind": [0, 1]}
     data = datasets.Dataset.from_dict(rows, features=features)
-    calls = []
-
-    def load(path, name, *, split, streaming):
-        calls.append((path, name, split, streaming))
-        return data
-
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: ["train", "validation"])
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    calls = serve_hub(monkeypatch, data, "train", "validation")
     splits = build("some/thing", name="plain")
     assert calls == [("some/thing", "plain", s, False) for s in ("train", "validation")]
     assert splits.class_names == ("a", "b")
-    assert seen(splits.test) == ([7, 7], [0, 1])
+    assert seen(splits.test) == ([50, 50], [0, 1])
 
 
 def test_nothing_is_printed_and_the_librarys_settings_stay(tmp_path, capfd):
@@ -247,97 +209,102 @@ def test_a_batch_enters_few_files(tmp_path, streaming):
 # Columns and classes
 
 
-def test_labels_may_be_strings(tmp_path):
-    write(tmp_path / "train.parquet", ["dog", "cat", "eel", "ant"])
-    write(tmp_path / "test.parquet", ["cat", "dog"])
-    splits = build(tmp_path)
+def test_labels_may_be_strings_or_get_names(tmp_path):
+    path = cifar_like(tmp_path / "text", ["dog", "cat", "eel", "ant"], ["cat", "dog"])
+    splits = build(path)
     assert splits.class_names == ("ant", "cat", "dog", "eel")
     assert seen(splits.train)[1] == [2, 1, 3, 0]
-    named = build(tmp_path, class_names=("dog", "cat", "ant", "eel"))
+    named = build(path, class_names=("dog", "cat", "ant", "eel"))
     assert seen(named.train)[1] == [0, 1, 3, 2]
-
-
-def test_numbers_get_the_given_names(tmp_path):
     names = ("plane", "car", "bird", "none so far")
-    assert build(cifar_like(tmp_path), class_names=names).class_names == names
+    assert build(cifar_like(tmp_path / "numbers"), class_names=names).class_names == names
 
 
 def test_columns_can_be_chosen(tmp_path):
-    extra = {"other": [{"bytes": encoded(50), "path": None}] * 4, "kind": [1, 1, 0, 0]}
-    path = write(tmp_path / "train.parquet", [0, 1, 0, 1], **extra)
-    with pytest.raises(ValueError, match=r"data\.image_column is None, found image and other"):
-        build(path)
+    path = cifar_columns(tmp_path, other=IMAGES, kind=[1, 1, 0, 0])
     splits = build(path, image_column="other", label_column="kind", test_fraction=0.5)
     assert splits.train.labels.tolist() == [1, 1, 0, 0]
     assert seen(splits.train)[0] == [50, 50]
 
 
-def test_images_may_be_bytes_alone(tmp_path):
+def test_images_may_be_bytes_alone_and_cells_empty(tmp_path):
     rows = pa.table({"picture": [encoded(row) for row in range(4)], "class": [0, 1, 0, 1]})
     for split in ("train", "test"):
         parquet.write_table(rows, tmp_path / f"{split}.parquet")
     assert seen(build(tmp_path).train) == ([0, 1, 2, 3], [0, 1, 0, 1])
+    rows = pa.table({"image": [None, IMAGES[0]] * 2, "label": [0, 1, 0, 1]})
+    parquet.write_table(rows, tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=r"row \d of train holds no image"):
+        read(build(tmp_path / "train.parquet", test_fraction=0.5).train)
+
+
+def one_class_of_one(root):
+    write_folders(root, "cat", count=20)
+    return write_folders(root, "dog", count=1)
 
 
 @pytest.mark.parametrize(
-    ("options", "columns", "message"),
+    ("make", "options", "message"),
     [
-        ({"label_column": "kind"}, {}, "label_column is 'kind', expected one of: image, label"),
-        ({"image_column": "label"}, {}, "image_column is 'label'"),
-        ({"label_column": "x"}, {"x": [0.5] * 4}, "label_column is 'x', which holds float64"),
-        ({"label_column": "image"}, {}, "label_column is 'image', which holds dict"),
-        ({}, {"labels": [0, 1, 0, 1]}, "label_column is None, found label and labels"),
+        *(
+            (lambda root, t=train, u=test: cifar_like(root, t, u), {}, message)
+            for train, test, message in (
+                ([0, 1, 2], [0, 3], r"row 1 of test .* 3, expected 0 to 2"),
+                ([0, -1, 2], [0, 1], r"row 1 of train .* -1, expected 0 to 2"),
+                ([0, 1, None], [0, 1], "row 2 of train has no label"),
+                (["a", "b"], ["a", "c"], r"row 1 of test .* 'c', expected one of a, b"),
+                ([1, 1, 1], [1, 0], r"data\.path is .*one class"),
+                (["a", "a"], ["a", "a"], r"data\.path is .*one class"),
+                ([1, 10**12], [1, 1], r"1000000000000, .* 1000000: .*label_column"),
+                ([], [0, 1], r"data\.path is .*train is empty"),
+                ([0, 1], [], r"data\.path is .*test is empty"),
+            )
+        ),
+        *(
+            (lambda root, c=columns: cifar_columns(root, **c), options, message)
+            for options, columns, message in (
+                ({"label_column": "kind"}, {}, "label_column is 'kind', .*: image, label"),
+                ({"image_column": "label"}, {}, "image_column is 'label'"),
+                ({"label_column": "x"}, {"x": [0.5] * 4}, "label_column is 'x', .* float64"),
+                ({"label_column": "image"}, {}, "label_column is 'image', .* dict"),
+                ({}, {"labels": [0, 1, 0, 1]}, "label_column is None, .* label and labels"),
+                ({}, {"other": IMAGES}, "image_column is None, .* image and other"),
+            )
+        ),
+        *(
+            (lambda root, n=names: write_folders(root, *n), options, rf"data\.\w+ is .*{message}")
+            for names, options, message in (
+                (["."], {}, r"0\.png is in no class folder"),
+                (["train"], {}, r"0\.png is in no class folder"),
+                (["train/cat", "test/cat"], {}, "one class"),
+                (["train/cat", "train/dog", "val/images"], {}, "class 'images'"),
+                (["cat", "dog", "test"], {}, "cat, dog, test; .* 'test'"),
+                (["train/cat", "test/cat"], {"train_split": "dev"}, "'dev', but .* test, train$"),
+                (["cat", "dog"], {"class_names": ("a", "b")}, r"\('a', 'b'\), but"),
+            )
+        ),
+        *(
+            (cifar_like, options, rf"data\.{message}")
+            for options, message in (
+                ({"train_split": "dev"}, "train_split is 'dev', .* test, train"),
+                ({"test_split": "dev"}, "test_split is 'dev', .* test, train"),
+                ({"test_split": "train"}, "test_split is 'train'"),
+                ({"train_split": "test", "test_fraction": 0.5}, "test_fraction is 0.5, .* 2 of 3"),
+                ({"name": "plain"}, "name is 'plain', expected none"),
+            )
+        ),
+        (one_class_of_one, {}, "class 1 has one example"),
     ],
 )
-def test_unusable_columns(tmp_path, options, columns, message):
-    path = write(tmp_path / "train.parquet", [0, 1, 0, 1], **columns)
-    with pytest.raises(ValueError, match=rf"data\.{message}"):
-        build(path, **options)
-
-
-@pytest.mark.parametrize(
-    ("train", "test", "message"),
-    [
-        ([0, 1, 2], [0, 3], r"row 1 of test .* 3, expected 0 to 2"),
-        ([0, -1, 2], [0, 1], r"row 1 of train .* -1, expected 0 to 2"),
-        ([0, 1, None], [0, 1], r"row 2 of train has no label"),
-        (["a", "b"], ["a", "c"], r"row 1 of test .* 'c', expected one of a, b"),
-        ([1, 1, 1], [1, 0], r"data\.path is .*one class"),
-        (["a", "a"], ["a", "a"], r"data\.path is .*one class"),
-        ([1, 10**12], [1, 1], "1000000000000, expected less than 1000000: .*label_column"),
-    ],
-)
-def test_unusable_labels(tmp_path, train, test, message):
+def test_unusable_data(tmp_path, make, options, message):
+    path = make(tmp_path)
     with pytest.raises(ValueError, match=message):
-        build(cifar_like(tmp_path, train, test))
-
-
-@pytest.mark.parametrize(
-    ("names", "options", "message"),
-    [
-        (["."], {}, r"0\.png is in no class folder"),
-        (["train"], {}, r"0\.png is in no class folder"),
-        (["train/cat", "test/cat"], {}, "one class"),
-        (["train/cat", "train/dog", "val/images"], {}, "class 'images'"),
-        (["cat", "dog", "test"], {}, "has: cat, dog, test; the folder called 'test'"),
-        (["train/cat", "test/cat"], {"train_split": "dev"}, "'dev', but .* test, train$"),
-        (["cat", "dog"], {"class_names": ("a", "b")}, r"\('a', 'b'\), but"),
-    ],
-)
-def test_unusable_folders(tmp_path, names, options, message):
-    with pytest.raises(ValueError, match=rf"data\.\w+ is .*{message}"):
-        build(folder_of(tmp_path, *names), **options)
-
-
-def test_a_class_of_one_image_cannot_be_split(tmp_path):
-    folder_of(tmp_path, "cat", count=20)
-    with pytest.raises(ValueError, match="class 1 has one example"):
-        build(folder_of(tmp_path, "dog", count=1))
+        build(path, **options)
 
 
 @pytest.mark.parametrize("name", [b"cat/\xff.png", b"\xff/0.png"])
 def test_a_name_that_is_not_utf8_is_refused(tmp_path, name):
-    path = folder_of(tmp_path, "cat", "dog")
+    path = write_folders(tmp_path, "cat", "dog")
     odd = tmp_path / os.fsdecode(name)
     odd.parent.mkdir(exist_ok=True)
     odd.write_bytes(encoded(0))
@@ -370,41 +337,15 @@ def test_missing_data(tmp_path, monkeypatch):
         build(cifar_like(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"train_split": "dev"}, "train_split is 'dev', .* test, train"),
-        ({"test_split": "dev"}, "test_split is 'dev', .* test, train"),
-        ({"test_split": "train"}, "test_split is 'train'"),
-        ({"train_split": "test", "test_fraction": 0.5}, "test_fraction is 0.5, .* 2 of 3"),
-        ({"name": "plain"}, "name is 'plain', expected none"),
-    ],
-)
-def test_unusable_splits(tmp_path, options, message):
-    with pytest.raises(ValueError, match=rf"data\.{message}"):
-        build(cifar_like(tmp_path), **options)
-
-
-@pytest.mark.parametrize(("train", "test", "empty"), [([], [0, 1], "train"), ([0, 1], [], "test")])
-def test_an_empty_split_is_refused(tmp_path, train, test, empty):
-    with pytest.raises(ValueError, match=rf"data\.path is .*{empty} is empty"):
-        build(cifar_like(tmp_path, train, test))
-
-
-@pytest.mark.parametrize("damage", ["cut", "garbled"])
-def test_a_damaged_parquet_file_is_named(tmp_path, monkeypatch, damage):
+@pytest.mark.parametrize("how", ["cut", "garbled"])
+def test_a_damaged_parquet_file_is_named(tmp_path, monkeypatch, how):
     records = []
     handler = logging.Handler()
     handler.emit = records.append
     monkeypatch.setattr(logging.getLogger("datasets"), "handlers", [handler])
     path, file = cifar_like(tmp_path), tmp_path / "more-train.parquet"
-    write(file, [0, 1] * 50)
-    content = bytearray(file.read_bytes())
-    if damage == "cut":
-        del content[len(content) // 2 :]
-    else:
-        content[4:2000] = bytes(1996)
-    file.write_bytes(content)
+    write_parquet(file, [0, 1] * 50)
+    damage(file, how)
     with pytest.raises(ValueError, match=r"more-train\.parquet is not a complete parquet file"):
         build(path)
     assert records == []
@@ -414,14 +355,14 @@ def test_a_damaged_parquet_file_is_named(tmp_path, monkeypatch, damage):
 def test_parquet_files_that_differ_are_named(tmp_path, streaming):
     cifar_like(tmp_path)
     first, more = tmp_path / "train.parquet", tmp_path / "train2.parquet"
-    write(more, [0, 1], first=50, colour=[1, 2], kind=[3, 4])
+    write_parquet(more, [0, 1], first=50, colour=[1, 2], kind=[3, 4])
     with pytest.raises(ValueError, match=f"{more} has columns that {first} has not: colour, kind"):
         build(tmp_path, streaming=streaming, class_names=("a", "b", "c"))
-    write(more, ["of another", "type"])
+    write_parquet(more, ["of another", "type"])
     if not streaming:
         with pytest.raises(ValueError, match=f"label of {more} holds string, of {first} int64$"):
             build(tmp_path)
-    write(tmp_path / "extra.parquet", [0, 1])
+    write_parquet(tmp_path / "extra.parquet", [0, 1])
     with pytest.raises(ValueError, match=r"extra\.parquet names no split"):
         build(tmp_path, streaming=streaming)
 
@@ -430,7 +371,7 @@ def test_parquet_files_that_differ_are_named(tmp_path, streaming):
     ("options", "message"),
     [
         ({"image_size": (0, 4)}, "image_size is 0"),
-        ({"std": (1.0, 0.0, 1.0)}, "std is 0"),
+        ({"std": (1.0, 0.0, 1.0)}, r"std is \(1.0, 0.0, 1.0\)"),
         ({"std": ()}, r"std is \(\), expected 3"),
         ({"channels": 1}, "mean is .* expected 1"),
         ({"test_crop": 1.5}, "test_crop is 1.5, expected above 0 and at most 1"),
@@ -454,32 +395,20 @@ def test_fields_are_checked_before_data_is_opened(
 # Decoding and cropping
 
 
-def test_every_mode_becomes_bytes(tmp_path):
-    half = Image.new("RGB", (4, 4), (128, 128, 128))
-    images = {
-        "grey.png": Image.new("L", (4, 4), 128),
-        "clear.png": Image.new("LA", (4, 4), (255, 128)),
-        "colour.png": half,
-        "glass.png": Image.new("RGBA", (4, 4), (255, 255, 255, 128)),
-        "palette.png": half.convert("P", palette=Image.Palette.ADAPTIVE),
-        "deep.png": Image.fromarray(np.full((4, 4), 0x8040, dtype=np.uint16)),
-        "ink.tiff": Image.new("CMYK", (4, 4), (127, 127, 127, 0)),
-    }
+@pytest.mark.parametrize("options", [SMALL, GREY])
+def test_eight_and_sixteen_bits_become_bytes(tmp_path, options):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        for file, image in images.items():
-            image.save(tmp_path / name / file)
-    for options in (SMALL, GREY):
-        splits = build(tmp_path, test_fraction=0.5, **options)
-        for images in (splits.train, splits.test):
-            pixels = read(images).batch[0]
-            assert torch.equal(pixels, torch.full_like(pixels, 128))
+        Image.new("L", (4, 4), 128).save(tmp_path / name / "grey.png")
+        Image.fromarray(np.full((4, 4), 0x8040, np.uint16)).save(tmp_path / name / "deep.png")
+    pixels = read(build(tmp_path, test_fraction=0.5, **options).train).batch[0]
+    assert torch.equal(pixels, torch.full_like(pixels, 128))
 
 
 def damaged(tmp_path, places):
     """Two classes of four images, some of which are truncated."""
     names = [f"{split}/{name}" for split in ("train", "test") for name in ("cat", "dog")]
-    path = folder_of(tmp_path, *names, count=4)
+    path = write_folders(tmp_path, *names, count=4)
     for split in ("train", "test"):
         for place in places:
             file = tmp_path / split / "cat" / f"{place}.png"
@@ -487,11 +416,15 @@ def damaged(tmp_path, places):
     return path
 
 
-def test_an_unreadable_image_raises_by_default(tmp_path):
-    images = build(damaged(tmp_path, [1])).train
+def test_an_unreadable_image_raises_or_is_left_out_of_an_evaluation(tmp_path):
+    path = damaged(tmp_path, [1])
+    images = build(path).train
     with pytest.raises(ValueError, match=r"row 1 of train \(.*train/cat/1\.png\)"):
         read(images)
     read(images, places=[0, 2])
+    loaded = read(build(path, on_error="skip").test, places=[0, 1, 4])
+    assert loaded.batch[1].tolist() == [0, 1]
+    assert len(loaded.failures) == 1
 
 
 def test_the_next_readable_image_replaces_one_in_training(tmp_path):
@@ -507,23 +440,9 @@ def test_the_next_readable_image_replaces_one_in_training(tmp_path):
         read(images, places=[2, 3], seed=0)
 
 
-def test_an_unreadable_image_is_left_out_of_an_evaluation(tmp_path):
-    loaded = read(build(damaged(tmp_path, [1]), on_error="skip").test, places=[0, 1, 4])
-    assert loaded.batch[1].tolist() == [0, 1]
-    assert len(loaded.failures) == 1
-
-
-def test_an_empty_cell_is_an_unreadable_image(tmp_path):
-    image = {"bytes": encoded(1), "path": None}
-    rows = pa.table({"image": [None, image] * 2, "label": [0, 1, 0, 1]})
-    parquet.write_table(rows, tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match=r"row \d of train holds no image"):
-        read(build(tmp_path, test_fraction=0.5).train)
-
-
 def test_a_random_crop_is_a_function_of_the_seed(tmp_path):
     noise = Image.frombytes("L", (32, 32), Random(0).randbytes(32 * 32))
-    path = folder_of(tmp_path, "train/cat", "train/dog", "test/cat", "test/dog", count=1)
+    path = write_folders(tmp_path, "train/cat", "train/dog", "test/cat", "test/dog", count=1)
     for file in tmp_path.rglob("*.png"):
         noise.save(file)
     splits = build(path, train_crop=RandomCropConfig())

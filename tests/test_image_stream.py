@@ -1,6 +1,5 @@
 """Image streams: order, exact resume, lengths and errors."""
 
-import io
 import json
 from dataclasses import replace
 
@@ -9,37 +8,17 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets.packaged_modules.parquet.parquet import Parquet
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from PIL import Image
 from pyarrow import parquet
+from tiny_images import damage, encoded, serve_hub, write_folders, write_parquet
 
 from onescan.data import ImageDatasetConfig
 from onescan.data.image_dataset import Classes
 from onescan.data.order import BlockStart, read_blocks
 
+pytestmark = pytest.mark.usefixtures("offline")
+
 CLASSES = ("a", "b", "c")
 SIZES = [5, 1, 7, 4, 6]  # rows of each file
-
-
-def encoded(brightness):
-    file = io.BytesIO()
-    Image.new("L", (2, 2), brightness).save(file, "PNG")
-    return file.getvalue()
-
-
-def write(path, first, count, label=lambda row: row % 3):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = range(first, first + count)
-    images = [{"bytes": encoded(row), "path": None} for row in rows]
-    labels = [label(row) for row in rows]
-    parquet.write_table(pa.table({"image": images, "label": labels}), path, row_group_size=3)
-    return str(path)
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +27,13 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("stream")
     for shard, size in enumerate(SIZES):
         write(root / f"train-{shard}.parquet", sum(SIZES[:shard]), size)
-    write(root / "test.parquet", 100, 7)
-    return root
+    return write(root / "test.parquet", 100, 7).parent
+
+
+def write(path, first, count, label=lambda row: row % 3):
+    labels = [label(row) for row in range(first, first + count)]
+    write_parquet(path, labels, first=first)
+    return path
 
 
 def build(root, **options):
@@ -85,7 +69,7 @@ def test_length_classes_and_tensors(folder):
     assert labels.tolist() == [row % 3 for row in range(100, 107)]
 
 
-def test_every_epoch_has_an_order_of_its_own(folder):
+def test_every_epoch_has_an_order_of_its_own_and_repeats_have_their_own_seeds(folder):
     images = build(folder).train
     orders = {
         tuple(brightness(images, images.examples(seed=seed, epoch=epoch)))
@@ -94,6 +78,10 @@ def test_every_epoch_has_an_order_of_its_own(folder):
     }
     assert len(orders) == 4
     assert all(sorted(order) == list(range(23)) for order in orders)
+    once, thrice = (examples_of(images.examples(seed=0, repeats=n)) for n in (1, 3))
+    sources = [example.source for example in thrice]
+    assert sources == [example.source for example in once[:8] for _ in range(3)][:23]
+    assert len({example.seed for example in thrice}) == 23
 
 
 def test_blocks_are_shuffled_independently():
@@ -137,39 +125,28 @@ def test_a_damaged_state_is_refused(folder, change):
         epoch_of(images, seed=0, start=13, data_state={**state, **change})
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 64])
-@pytest.mark.parametrize("seed", [None, 7])
-@pytest.mark.parametrize("block", [1, 4, 23, 100])
-def test_resuming_at_any_example_is_exact(folder, monkeypatch, seed, block, group):
+@pytest.mark.parametrize(
+    ("seed", "block", "group", "repeats"),
+    [
+        *((None, block, group, 1) for block, group in ((1, 1), (4, 2), (23, 3), (100, 64))),
+        *((7, block, group, 1) for block, group in ((1, 64), (4, 1), (4, 3), (23, 2), (100, 1))),
+        *((7, block, 2, repeats) for block in (4, 9) for repeats in (2, 3)),
+    ],
+)
+def test_resuming_at_any_example_is_exact(folder, monkeypatch, seed, block, group, repeats):
     for module in ("image_dataset", "sources"):
         monkeypatch.setattr(f"onescan.data.{module}.GROUP", group)
-    images, options = build(folder, shuffle_block=block).train, {"seed": seed, "epoch": 2}
+    images = build(folder, shuffle_block=block).train
+    options = {"seed": seed, "epoch": 2, "repeats": repeats}
     whole = epoch_of(images, **options)
+    assert len(whole) == 23 * (repeats if seed is None else 1)
     for cut in range(1, len(whole) + 1):
         rest = resume(images, cut, whole[:cut], **options)
         assert examples_of(rest) == examples_of(whole[cut:])
-
-
-@settings(max_examples=30)
-@given(
-    seed=st.integers(0, 2**62),
-    epoch=st.integers(0, 9),
-    block=st.integers(1, 30),
-    repeats=st.integers(1, 3),
-    data=st.data(),
-)
-def test_resuming_twice_is_exact(folder, seed, epoch, block, repeats, data):
-    images = build(folder, shuffle_block=block).train
-    options = {"seed": seed, "epoch": epoch, "repeats": repeats}
-    whole = epoch_of(images, **options)
-    assert len(whole) == len(images)
-    first = data.draw(st.integers(1, len(whole) - 1))
-    second = data.draw(st.integers(first + 1, len(whole)))
-    once = resume(images, first, whole[:first], **options)
-    twice = resume(images, second, once[: second - first], **options)
-    assert examples_of(once) == examples_of(whole[first:])
-    assert examples_of(twice) == examples_of(whole[second:])
-    assert examples_of(epoch_of(images, start=first, **options)) == examples_of(whole[first:])
+        if more := len(rest) // 2:
+            again = resume(images, cut + more, rest[:more], **options)
+            assert examples_of(again) == examples_of(rest[more:])
+    assert examples_of(epoch_of(images, start=9, **options)) == examples_of(whole[9:])
 
 
 def test_resuming_reads_nothing_before_its_shard_and_block(folder, monkeypatch):
@@ -185,15 +162,6 @@ def test_resuming_reads_nothing_before_its_shard_and_block(folder, monkeypatch):
         resume(images, cut, whole[:cut], seed=0)
         assert len(encoded_rows) < 23 - cut + images.block
         assert sum(read) < 23 - cut + images.block + max(SIZES)
-
-
-def test_repeated_examples_have_seeds_of_their_own(folder):
-    images = build(folder).train
-    once = examples_of(images.examples(seed=0))
-    thrice = examples_of(images.examples(seed=0, repeats=3))
-    sources = [example.source for example in thrice]
-    assert sources == [example.source for example in once[:8] for _ in range(3)][:23]
-    assert len({example.seed for example in thrice}) == 23
 
 
 def test_train_examples_limits_an_epoch(folder):
@@ -217,8 +185,7 @@ def build_hub(monkeypatch, *, recorded=None, **options):
     stream = datasets.Dataset.from_dict(rows, features=features).to_iterable_dataset(num_shards=3)
     infos = {"train": datasets.SplitInfo("train", num_examples=recorded)} if recorded else None
     stream.info.splits = infos and datasets.SplitDict(infos)
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: ["train", "test"])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    serve_hub(monkeypatch, stream, "train", "test")
     return build("some/thing", class_names=(), **options)
 
 
@@ -258,28 +225,20 @@ def test_what_cannot_be_streamed(tmp_path):
     write(tmp_path / "train.parquet", 0, 6)
     with pytest.raises(ValueError, match=r"data\.streaming is on, .* data\.test_split"):
         build(tmp_path)
-    for name in ("train/a", "train/b", "test/a", "test/b"):
-        (tmp_path / "files" / name).mkdir(parents=True)
-        (tmp_path / "files" / name / "0.png").write_bytes(encoded(0))
+    path = write_folders(tmp_path / "files", "train/a", "train/b", "test/a", "test/b")
     with pytest.raises(ValueError, match=r"data\.streaming is on, .* folder of image files"):
-        build(tmp_path / "files")
+        build(path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "garbled", "columns"])
-def test_a_damaged_file_is_named_in_one_line(tmp_path, damage):
-    path = tmp_path / "train.parquet"
-    write(path, 0, 100)
+@pytest.mark.parametrize("how", ["cut", "garbled", "columns"])
+def test_a_damaged_file_is_named_in_one_line(tmp_path, how):
+    path = write(tmp_path / "train.parquet", 0, 100)
     write(tmp_path / "test.parquet", 0, 6)
-    content = bytearray(path.read_bytes())
-    if damage == "cut":
-        del content[len(content) // 2 :]
-    elif damage == "garbled":
-        content[4:2000] = bytes(1996)
-    else:
+    if how == "columns":
         path = tmp_path / "train2.parquet"
         parquet.write_table(pa.table({"image": [{"other": 1}], "label": [0]}), path)
-    if damage != "columns":
-        path.write_bytes(content)
+    else:
+        damage(path, how)
     with pytest.raises(ValueError, match=rf"{path.name} (cannot be read|is not)[^\n]+\Z"):
         epoch_of(build(tmp_path).train, seed=0)
 

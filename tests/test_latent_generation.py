@@ -1,7 +1,6 @@
 """A denoiser of latents: encode, train, sample and decode."""
 
 import dataclasses
-import socket
 
 import pytest
 import torch
@@ -19,17 +18,7 @@ from onescan.training.encode import EncodeConfig, encode
 from onescan.training.logging import read_pictures
 from onescan.training.sampling import load_pipeline
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _off_the_network(tmp_path_factory):
-    def refuse(*_):
-        raise AssertionError("the network was used")
-
-    with pytest.MonkeyPatch.context() as patch:
-        cache = tmp_path_factory.mktemp("cache")
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache))
-        patch.setattr(socket, "getaddrinfo", refuse)
-        yield
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +51,14 @@ def latent_run(latents, **changes):
     )
 
 
-def test_training_decodes_pictures(latents, tmp_path):
-    result = train(latent_run(latents), tmp_path / "run")
+def test_training_decodes_pictures_as_the_pipeline_does(latents, tmp_path):
+    run = latent_run(latents)
+    result = train(run, tmp_path / "run")
     assert list(read_pictures(result.folder)) == [3]
     with Image.open(read_pictures(result.folder)[3]) as grid:
         assert grid.size == (130, 130)  # two classes twice, in colour, by a gap
         assert grid.mode == "RGB"
     assert "Generated images" in write_report([result], tmp_path / "report.html").read_text()
-
-
-def test_the_pipeline_of_a_run_generates_the_same_images(latents, tmp_path):
-    run = latent_run(latents)
-    result = train(run, tmp_path / "run")
     task = run.task.build(run.data.build())
     pipe = load_pipeline(result.folder)
     seeds, labels = [3, 4], torch.tensor([0, 1])

@@ -5,7 +5,7 @@ from itertools import islice, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from onescan.data.long_range import (
@@ -58,7 +58,7 @@ def max_args(text):
     return max(done)
 
 
-def test_arena_examples_have_correct_values_and_sizes():
+def test_examples_have_correct_values_and_sizes():
     data, texts = ListOps(), []
     for split, index in product(("train", "val", "test"), range(5)):
         tokens, label = data.example(split, index)
@@ -66,9 +66,6 @@ def test_arena_examples_have_correct_values_and_sizes():
         assert 500 < len(tokens) < 2000
         assert label == evaluate(tokens) == slow_value(texts[-1])
     assert max(map(depth, texts)) == max(map(max_args, texts)) == 10
-
-
-def test_small_examples_reach_their_sizes_and_all_labels():
     examples = [ListOps(SMALL).example("train", index) for index in range(500)]
     texts = [decode(tokens) for tokens, _ in examples]
     lengths = [len(text.split()) for text in texts]
@@ -114,22 +111,11 @@ def test_splits_are_disjoint():
     assert len(drawn["train"]) > 1.5 * max(len(drawn["val"]), len(drawn["test"]))
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("7", 7),
-        ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
-        ("[MED 1 4 ]", 2),
-        ("[MED 9 0 5 ]", 5),
-        ("[MIN [SM 5 5 ] 3 ]", 0),
-        ("( ( ( [SM 2 ) ( ( ( [MAX 3 ) 4 ) ] ) ) ] )", 6),
-    ],
-)
-def test_evaluate(text, value):
-    assert evaluate(encode(text)) == value
-
-
 @given(st.lists(st.sampled_from(VOCABULARY[1:]), max_size=8))
+@example(["[MAX", "2", "9", "[MIN", "4", "7", "]", "0", "]"])
+@example(["[MED", "1", "4", "]"])
+@example(["[MED", "9", "0", "5", "]"])
+@example(["[MIN", "[SM", "5", "5", "]", "3", "]"])
 def test_any_tokens_are_evaluated_or_rejected(symbols):
     text = " ".join(symbols)
     tree = re.sub(r"\[[A-Z]+", "[", text)  # a digit, or a list of trees
@@ -162,6 +148,8 @@ def test_malformed_expressions_are_rejected_with_their_position(tokens, found):
 
 def test_encode_and_decode():
     assert encode(" ".join(VOCABULARY[1:])) == list(range(1, 16))
+    published = "( ( ( [SM 2 ) ( ( ( [MAX 3 ) 4 ) ] ) ) ] )"
+    assert encode(published) == encode("[SM 2 [MAX 3 4 ] ]")
     assert decode([*range(1, 16), PADDING, PADDING]) == " ".join(VOCABULARY[1:])
     with pytest.raises(ValueError, match="symbol 1 of the expression is '10'"):
         encode("[MAX 10 2 ]")
@@ -180,58 +168,57 @@ def test_tables_are_written_and_read(tmp_path):
         write_listops(path, [([11, 2, 3, 15], 2), ([11, 2, 3, 15], 1)])
 
 
+GOOD = "Source\tTarget\n[MAX 1 2 ]\t2\n"
+
+
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("text", "line", "found"),
     [
-        ("[MAX 1 2 ]", "1 cells"),
-        ("[MAX 1 2 ]\t2\t2", "3 cells"),
-        ("", "1 cells"),
-        ("[MAX 1 2 ]\t12", "'12', expected 0 to 9"),
-        ("[MAX 1 2 ]\t1", "1, but the expression evaluates to 2"),
-        ("[MAX 1 X ]\t1", "'X'"),
-        ("[MAX 1 2\t2", "tokens end"),
-        ("[MAX 1 \udcff ]\t2", "utf-8"),
+        ("", 1, "Source"),
+        ("[MAX 1 2 ]\t2\n", 1, "Source"),
+        ("Source,Target\n", 1, "Source"),
+        *(
+            (f"{GOOD}{line}\n", 3, found)
+            for line, found in (
+                ("[MAX 1 2 ]", "1 cells"),
+                ("[MAX 1 2 ]\t2\t2", "3 cells"),
+                ("", "1 cells"),
+                ("[MAX 1 2 ]\t12", "'12', expected 0 to 9"),
+                ("[MAX 1 2 ]\t1", "1, but .* 2"),
+                ("[MAX 1 X ]\t1", "'X'"),
+                ("[MAX 1 2\t2", "tokens end"),
+                ("[MAX 1 \udcff ]\t2", "utf-8"),
+            )
+        ),
     ],
 )
-def test_malformed_lines_are_rejected_with_file_and_line(tmp_path, line, found):
+def test_malformed_lines_are_rejected_with_file_and_line(tmp_path, text, line, found):
     path = tmp_path / "basic_test.tsv"
-    text = f"Source\tTarget\n[MAX 1 2 ]\t2\n{line}\n"
     path.write_bytes(text.encode(errors="surrogateescape"))
     rows = read_listops(path)
-    assert len(list(islice(rows, 1))) == 1
-    with pytest.raises(ValueError, match=rf"basic_test\.tsv, line 3: .*{found}"):
+    assert len(list(islice(rows, line // 2))) == line // 2
+    with pytest.raises(ValueError, match=rf"basic_test\.tsv, line {line}: .*{found}"):
         next(rows)
 
 
-@pytest.mark.parametrize("text", ["", "[MAX 1 2 ]\t2\n", "Source,Target\n"])
-def test_a_file_without_header_is_rejected(tmp_path, text):
-    path = tmp_path / "basic_test.tsv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"basic_test\.tsv, line 1: .*Source"):
-        list(read_listops(path))
-
-
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "example", "found"),
     [
-        ({"min_length": 0}, "min_length is 0"),
-        ({"max_args": 1}, "max_args is 1"),
-        ({"max_depth": 0}, "max_depth is 0"),
-        ({"min_length": 9, "max_length": 8}, "max_length is 8, .* at least 9"),
-        ({"max_depth": 2}, "min_length is 501, but with max_depth 2 and max_args 10 .* 12 tokens"),
+        ({"min_length": 0}, (), "min_length is 0"),
+        ({"max_args": 1}, (), "max_args is 1"),
+        ({"max_depth": 0}, (), "max_depth is 0"),
+        ({"min_length": 9, "max_length": 8}, (), "max_length is 8, .* at least 9"),
+        ({"max_depth": 2}, (), "min_length is 501, .* max_depth 2 .* max_args 10 .* 12"),
+        (
+            {"min_length": 2, "max_length": 3, "max_depth": 2, "max_args": 2},
+            ("train", 0),
+            "min_length is 2 and max_length 3",
+        ),
+        ({}, ("train", -1), "index is -1"),
+        ({}, ("train", True), "index is True"),
+        ({}, ("valid", 0), "split 'valid'"),
     ],
 )
-def test_impossible_sizes_are_rejected(changes, found):
+def test_impossible_sizes_and_examples_are_rejected(changes, example, found):
     with pytest.raises(ValueError, match=found):
-        ListOps(ListOpsConfig(**changes))
-
-
-def test_impossible_examples_are_rejected():
-    data = ListOps(ListOpsConfig(min_length=2, max_length=3, max_depth=2, max_args=2))
-    with pytest.raises(ValueError, match="min_length is 2 and max_length 3"):
-        data.example("train", 0)
-    for index in (-1, True):
-        with pytest.raises(ValueError, match=f"index is {index}"):
-            ListOps(SMALL).example("train", index)
-    with pytest.raises(ValueError, match="split 'valid' is unknown"):
-        ListOps(SMALL).example("valid", 0)
+        ListOps(ListOpsConfig(**changes)).example(*example)

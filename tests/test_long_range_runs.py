@@ -69,7 +69,7 @@ def test_recipes_have_the_settings_of_the_paper(problem):
 def test_only_lit_has_positions_for_every_token():
     for problem, settings in PROBLEMS.items():
         run, *others = (LONG_RANGE[f"{problem}_lion_{kind}"]() for kind in KINDS)
-        expected = run.model.position if settings.all_have_places else None
+        expected = run.model.position if settings.all_have_positions else None
         assert all(other.model.position == expected for other in others)
         longest = LENGTHS.get(problem) or run.data.expressions.max_length
         assert isinstance(run.model.position, TokenPositionConfig)

@@ -1,5 +1,6 @@
 """The package as users install it: built, installed in an empty environment, and run there."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return result.stdout
 
@@ -31,4 +33,4 @@ def test_installed_wheel_runs_the_demo(tmp_path):
     shown = run(onescan, "train", "digits", "--training.epochs", "1", cwd=tmp_path)
     assert "test accuracy" in shown
     report = tmp_path / "runs" / "digits" / "report.html"
-    assert "accuracy" in report.read_text()
+    assert "<svg" in report.read_text()

@@ -1,4 +1,4 @@
-"""Associative recall: what is drawn, what is scored, and a recipe from its data to its report."""
+"""Associative recall: sequences, scores, and recipes from their data to their report."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ TINY = {
 
 
 def solved(tokens):
-    """Answers and distances, from nothing but a dictionary of what was read so far."""
+    """Answers and distances, from a dictionary of the pairs read so far."""
     known, answers, distances = {}, [], []
     for place, token in enumerate(tokens):
         is_query = token in known
@@ -60,7 +60,7 @@ def sequences(split="train", count=60, config=DATA):
 
 
 class Dictionary(nn.Module):
-    """Knows every answer but those at `unknown` of the keys; says 0 at all that is not asked."""
+    """Predicts every answer except for the keys `unknown`, and 0 elsewhere."""
 
     def __init__(self, unknown=(), size=15):
         super().__init__()
@@ -75,7 +75,7 @@ class Dictionary(nn.Module):
 
 
 class Scores(nn.Module):
-    """Says the same of all batches."""
+    """Predicts the same scores for all batches."""
 
     def __init__(self, logits):
         super().__init__()
@@ -86,12 +86,17 @@ class Scores(nn.Module):
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_a_dictionary_gives_every_answer(split):
+def test_a_dictionary_solves_every_sequence(split):
     for sequence in sequences(split):
         assert solved(sequence.tokens) == (sequence.answers, sequence.distances)
+    data = getattr(DATA.build(), split)  # a batch has one row per example
+    batch = data.read([Example(4), Example(0)]).batch
+    assert batch[0].dtype == torch.int64
+    for row, place in enumerate((4, 0)):
+        assert tuple(part[row].tolist() for part in batch) == sequences(split)[place]
 
 
-def test_every_key_is_asked_once_after_all_pairs():
+def test_every_key_is_queried_once_after_all_pairs():
     for place, (tokens, answers, distances) in enumerate(sequences()):
         pairs = DATA.pairs[place % 2]
         keys, values = tokens[: 2 * pairs : 2], tokens[1 : 2 * pairs : 2]
@@ -117,7 +122,7 @@ def test_keys_values_and_places_are_uniform():
         assert counts == pytest.approx(counts.mean(), abs=4 * np.sqrt(counts.mean()))
 
 
-def test_a_sequence_is_a_function_of_seed_split_and_place():
+def test_sequences_depend_only_on_seed_split_and_index():
     forwards = sequences()
     data = DATA.build().train
     assert [data.sequence(place) for place in reversed(range(60))] == forwards[::-1]
@@ -127,102 +132,94 @@ def test_a_sequence_is_a_function_of_seed_split_and_place():
     assert sequences(config=replace(DATA, seed=1)) != forwards
 
 
-def test_a_batch_has_a_row_for_each_example():
-    tokens, answers, distances = DATA.build().test.read([Example(4), Example(0)]).batch
-    for row, place in enumerate((4, 0)):
-        drawn = sequences("test")[place]
-        assert (tokens[row].tolist(), answers[row].tolist(), distances[row].tolist()) == drawn
-    assert tokens.dtype == torch.int64
-
-
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "found"),
     [
-        ({"keys": 4}, r"data\.pairs has 5, expected at most data\.keys, 4, and a third of data\.l"),
-        ({"length": 26}, r"data\.test_pairs has 9, expected .* a third of data\.length, 26"),
+        ({"keys": 4}, r"data\.pairs has 5, .* data\.keys, 4"),
+        ({"length": 26}, r"data\.test_pairs has 9, .* data\.length, 26"),
         ({"pairs": ()}, r"data\.pairs is empty"),
-        ({"test_pairs": (3, 0)}, r"data\.test_pairs\[1\] is 0, expected a whole number of at le"),
-        ({"values": 0}, r"data\.values is 0, expected a number above 0"),
+        ({"test_pairs": (3, 0)}, r"data\.test_pairs\[1\] is 0"),
+        ({"values": 0}, r"data\.values is 0"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(changes, says):
-    with pytest.raises(ValueError, match=says):
+def test_impossible_sizes_are_rejected(changes, found):
+    with pytest.raises(ValueError, match=found):
         replace(DATA, **changes).build()
 
 
-def posed(config=DATA):
+def recall_task(config=DATA):
     return RecallTaskConfig(evaluation_batch_size=8).build(config.build())
 
 
-def test_the_loss_is_of_the_queries_alone():
-    task = posed()
+def test_the_loss_is_over_queries_only():
+    task = recall_task()
     batch = tokens, answers, _ = task.train.read([Example(i) for i in range(6)]).batch
     model = Scores(torch.randn(*tokens.shape, 15))
     loss, metrics = task.loss(model, batch)
     logits = model.logits
     shares = logits.log_softmax(-1)
-    told = [shares[b, t, a] for b, row in enumerate(answers) for t, a in enumerate(row) if a]
-    assert loss.item() == pytest.approx(-torch.stack(told).mean().item())
+    queried = [shares[b, t, a] for b, row in enumerate(answers) for t, a in enumerate(row) if a]
+    assert loss.item() == pytest.approx(-torch.stack(queried).mean().item())
     loss.backward()
     assert torch.equal(logits.grad.abs().sum(-1) > 0, answers > 0)
     right = (logits.argmax(-1) == answers)[answers > 0].float().mean()
     assert metrics["accuracy"] == right
+    with pytest.raises(ValueError, match=r"scores 12 tokens, but the data has 15"):
+        task.loss(Scores(logits[..., :12].detach()), batch)
 
 
-def test_who_knows_all_is_right_and_who_forgets_a_key_is_not():
-    perfect = evaluate(Dictionary(), posed()).metrics
+def test_metrics_of_a_perfect_and_a_forgetful_model():
+    perfect = evaluate(Dictionary(), recall_task()).metrics
     names = ["3_pairs_accuracy", "7_pairs_accuracy", "9_pairs_accuracy"]
     assert [perfect[name] for name in names] == [1, 1, 1]
     assert perfect["accuracy"] == 1
     assert perfect["loss"] < 1e-6
-    forgetful = evaluate(Dictionary(unknown=(2, 5, 7)), posed())
+    forgetful = evaluate(Dictionary(unknown=(2, 5, 7)), recall_task())
     assert forgetful.metrics["9_pairs_accuracy"] == pytest.approx(6 / 9)  # which has all keys
     rows = forgetful.arrays
     assert rows["right"].shape == rows["distances"].shape == (30, DATA.length)
     assert (rows["distances"] > 0).sum(1).tolist() == [3, 7, 9] * 10
-    asked = rows["distances"] > 0
-    assert forgetful.metrics["accuracy"] == pytest.approx(rows["right"][asked].float().mean())
-    assert forgetful.metrics["loss"] == pytest.approx(rows["losses"].sum().item() / asked.sum())
+    is_query = rows["distances"] > 0
+    assert forgetful.metrics["accuracy"] == pytest.approx(rows["right"][is_query].float().mean())
+    assert forgetful.metrics["loss"] == pytest.approx(rows["losses"].sum().item() / is_query.sum())
 
 
-def test_a_vocabulary_that_is_too_small_is_told():
-    batch = posed().train.read([Example(0)]).batch
-    with pytest.raises(ValueError, match=r"scores 12 tokens, but the data has 15: is model\.v"):
-        posed().loss(Scores(torch.zeros(*batch[0].shape, 12)), batch)
-
-
-def test_the_recipes_differ_in_their_mixers_alone():
+def test_the_recipes_differ_only_in_their_mixers():
     first, *others = runs = [recipe() for recipe in RECALL.values()]
     for other in others:
         paths = [path for path, *_ in differences(first, other)]
         assert paths == ["name", "model.mixer.type"]
-    sizes = [sum(p.numel() for p in run.model.build().parameters()) for run in runs]
+    models = [run.model.build() for run in runs]
+    sizes = [sum(p.numel() for p in model.parameters()) for model in models]
     assert max(sizes) < 1.05 * min(sizes)
-    assert first.model.vocab_size == first.data.build().format.vocab_size
+    data = first.data.build()
+    assert first.model.vocab_size == data.format.vocab_size
+    task = first.task.build(data)
+    for model in models:
+        task.loss(model, data.train.read([Example(0)]).batch)[0].backward()
 
 
 def tiny(**changes):
     return configs.replace(RECALL["recall_lion_s"](), TINY | changes)
 
 
-def test_a_run_stopped_in_mid_epoch_goes_on_to_the_same_numbers(tmp_path):
+def test_a_run_stopped_within_an_epoch_resumes_exactly(tmp_path):
     whole = train(tiny(), tmp_path / "whole")
     with pytest.raises(KilledError):
         train(tiny(), tmp_path / "run", progress=raise_at(8, KilledError()))
     assert_same(train(tiny(), tmp_path / "run"), whole)
 
 
-@pytest.mark.parametrize("name", RECALL)
-def test_a_recipe_is_trained_and_told_of(name, tmp_path, capsys):
-    words = ["train", name, "--out", str(tmp_path)]
+def test_a_recipe_is_trained_and_reported(tmp_path, capsys):
+    argv = ["train", "recall_lightnet", "--out", str(tmp_path)]
     for field, value in (TINY | {"training.steps": 3}).items():
         values = [str(part) for part in (value if isinstance(value, tuple) else (value,))]
-        words += ["--" + field.replace("_", "-"), *values]
-    assert main(words) == 0
+        argv += ["--" + field.replace("_", "-"), *values]
+    assert main(argv) == 0
     shown = capsys.readouterr().out
     assert "test 4_pairs_accuracy" in shown
     page = Page((tmp_path / "report.html").read_text())
-    assert "<h2>Recall</h2>" in (tmp_path / "report.html").read_text()
+    assert "Recall" in page.text
     assert "reads pairs of a key and a value" in page.text
     assert main(["evaluate", str(tmp_path / "seed-0"), "--workers", "0"]) == 0
     assert "2_pairs_accuracy" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import statistics
+from importlib import import_module
 from pathlib import Path
 
 import matplotlib
@@ -404,7 +405,7 @@ def test_the_command_repeats_the_runs(folders, tmp_path, monkeypatch, recipe, ch
     started = []
     monkeypatch.setattr("onescan.training.train", lambda run, *_, **__: started.append(run))
     monkeypatch.setattr("onescan.report.write_report", lambda *_: None)
-    monkeypatch.setattr(cli, "_results", lambda _: "")
+    monkeypatch.setattr(import_module("onescan.cli.train"), "_results", lambda _: "")
     monkeypatch.chdir(tmp_path)
     command = repeat_command(group)
     assert command[:6] == ["onescan", "train", recipe, "--seeds", "2", "0"]

@@ -15,9 +15,8 @@ from jaxtyping import Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onescan.checks import check_positive
 from onescan.data.base import DataConfig, Example, LoadedBatch, stratified_split
-from onescan.data.images import GridFormat, ImageFormat, ImageSet, ImageSplits
+from onescan.data.images import GridFormat, ImageFormat, ImageSet, ImageSplits, check_constants
 from onescan.shapes import Labels
 
 Array = Shaped[np.ndarray, "N *_"]  # any type
@@ -161,14 +160,8 @@ class ArrayDatasetConfig(DataConfig):
 
     def _format(self, train: "ArrayDataset") -> "ImageFormat | ArrayFormat":
         channels, *shape = train.shape
-        for name in ("mean", "std"):
-            given = getattr(self, name)
-            if given is not None and len(given) != channels:
-                raise ValueError(
-                    f"data.{name} is {given}, expected {channels} numbers: one for each channel"
-                )
-        if self.std is not None:
-            check_positive(**{"data.std": min(self.std)})
+        given = {"data.mean": self.mean, "data.std": self.std}
+        check_constants(channels, **{name: x for name, x in given.items() if x is not None})
         mean, std = self.mean, self.std
         if mean is None or std is None:
             computed = train.statistics()
@@ -197,11 +190,7 @@ class ArrayFormat(GridFormat):
             raise ValueError(
                 f"channels and shape are {self.channels} and {self.shape}, expected numbers above 0"
             )
-        for name in ("mean", "std"):
-            if len(numbers := getattr(self, name)) != self.channels:
-                raise ValueError(f"{name} is {numbers}, expected {self.channels} number(s)")
-        if min(self.std) <= 0:
-            raise ValueError(f"std is {self.std}, expected numbers above 0")
+        check_constants(self.channels, mean=self.mean, std=self.std)
 
 
 @dataclass(frozen=True, kw_only=True)

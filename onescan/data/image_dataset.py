@@ -28,6 +28,7 @@ from onescan.data.images import (
     ImageSet,
     ImageSplits,
     RandomCropConfig,
+    check_constants,
 )
 from onescan.data.order import Block, BlockStart, Mark, derive_seed, read_blocks
 from onescan.data.sources import (
@@ -123,14 +124,9 @@ class ImageDatasetConfig(DataConfig):
     def _reader(self) -> ImageReader:
         """Check the fields and return what decodes the images."""
         height, width = self.image_size
-        check_positive(**{"data.image_size": min(height, width)})
-        for name in ("mean", "std"):
-            if len(getattr(self, name)) != self.channels:
-                raise ValueError(
-                    f"data.{name} is {getattr(self, name)}, expected {self.channels} numbers: "
-                    f"data.channels is {self.channels}"
-                )
-        check_positive(**{"data.std": min(self.std), "data.shuffle_block": self.shuffle_block})
+        sizes = {"data.image_size": min(height, width), "data.shuffle_block": self.shuffle_block}
+        check_positive(**sizes)
+        check_constants(self.channels, **{"data.mean": self.mean, "data.std": self.std})
         if self.test_crop is not None and not 0 < self.test_crop <= 1:
             raise ValueError(f"data.test_crop is {self.test_crop}, expected above 0 and at most 1")
         if self.train_examples is not None:

@@ -209,6 +209,20 @@ def to_bytes(pixels: AnyPixels) -> BytePixels:
     return (pixels * 255).round().byte() if pixels.is_floating_point() else pixels
 
 
+def check_constants(channels: int, **constants: tuple[float, ...]) -> None:
+    """Raise ValueError unless constants, by name, have a number for each channel, and std above 0.
+
+    >>> check_constants(1, **{"data.mean": (0.5,), "data.std": (0.0,)})
+    Traceback (most recent call last):
+    ValueError: data.std is (0.0,), expected numbers above 0
+    """
+    for name, numbers in constants.items():
+        if len(numbers) != channels:
+            raise ValueError(f"{name} is {numbers}, expected {channels} numbers: one per channel")
+        if name.endswith("std") and min(numbers) <= 0:
+            raise ValueError(f"{name} is {numbers}, expected numbers above 0")
+
+
 class GridFormat(Format, ABC):
     """Inputs on a grid of any number of axes, standardized per channel.
 
@@ -265,11 +279,7 @@ class ImageFormat(GridFormat):
             )
         if self.channels not in (1, 3):
             raise ValueError(f"channels is {self.channels}, expected 1 or 3")
-        for name in ("mean", "std"):
-            if len(numbers := getattr(self, name)) != self.channels:
-                raise ValueError(f"{name} is {numbers}, expected {self.channels} number(s)")
-        if min(self.std) <= 0:
-            raise ValueError(f"std is {self.std}, expected numbers above 0")
+        check_constants(self.channels, mean=self.mean, std=self.std)
         if self.crop is not None and not 0 < self.crop <= 1:
             raise ValueError(f"crop is {self.crop}, expected above 0 and at most 1, or None")
 

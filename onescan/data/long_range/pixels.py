@@ -9,7 +9,6 @@ import torch
 from einops import rearrange
 from jaxtyping import UInt8
 
-from onescan.checks import check_positive
 from onescan.data.base import DataConfig, DataState, Example, LoadedBatch, OnError
 from onescan.data.image_dataset import ImageDatasetConfig
 from onescan.data.images import ImageSet, to_bytes
@@ -88,8 +87,6 @@ class PixelImageConfig(DataConfig):
             ImportError: If the datasets library is not installed.
             ValueError: As `ImageDatasetConfig.build`.
         """
-        height, width = self.image_size
-        check_positive(**{"data.image_size": min(height, width)})
         splits = ImageDatasetConfig(
             **{name: getattr(self, name) for name in PixelImageConfig.__dataclass_fields__},
             channels=1,
@@ -102,7 +99,7 @@ class PixelImageConfig(DataConfig):
             train=PixelSequences(splits.train),
             test=PixelSequences(splits.test),
             class_names=splits.class_names,
-            format=PixelFormat(height=height, width=width),
+            format=PixelFormat(height=self.image_size[0], width=self.image_size[1]),
         )
 
 
