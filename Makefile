@@ -19,26 +19,26 @@ setup: $(INSTALLED)  ## install the package, its tools and the git hooks into .v
 demo: $(INSTALLED)  ## train on handwritten digits with three seeds
 	$(BIN)/onescan train digits --seeds 0 1 2
 
-test: $(INSTALLED)  ## tests and doctests, with shapes checked in every call
+test: $(INSTALLED)  ## run the fast tests and doctests, with shapes checked in every call
 	$(BIN)/python -m pytest -m "not compile and not gpu and not slow" -n auto --maxprocesses 8 --dist worksteal
 
-test-slow: $(INSTALLED)  ## tests that take minutes: killed runs, several processes, kernels
+test-slow: $(INSTALLED)  ## run the tests that take minutes: killed runs, several processes, kernels
 	$(BIN)/python -m pytest -m "slow and not compile and not gpu" -n auto --maxprocesses 8 --dist worksteal tests
 
-check: lint types test test-slow compile  ## everything a pull request must pass, on a CPU
+check: lint types test test-slow compile  ## run everything that a pull request must pass, on a CPU
 
-lint: $(INSTALLED)  ## style and dead code
+lint: $(INSTALLED)  ## check style and find dead code
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
 
-types: $(INSTALLED)  ## static types
+types: $(INSTALLED)  ## check static types
 	$(BIN)/mypy
 
 # Dynamo refuses functions that jaxtyping's hook has wrapped, so these run without it.
-compile: $(INSTALLED)  ## tests of torch.compile, without the shape hook
+compile: $(INSTALLED)  ## run the tests of torch.compile, without shape checks
 	$(BIN)/python -m pytest -m compile -o addopts="--strict-markers"
 
-# Asked for by name, so it is done or refused: a skip here would look like a pass.
-gpu: $(INSTALLED)  ## every kernel against its reference, on a GPU
+# Fail without a GPU, because skipped tests would look like a pass.
+gpu: $(INSTALLED)  ## test every kernel against its reference, on a GPU
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 		|| { echo "make gpu: torch sees no GPU here, so nothing was tested." >&2; exit 1; }
 	$(BIN)/python -m pytest -m "gpu and not compile" -n auto --maxprocesses 8 --dist worksteal tests
@@ -47,17 +47,17 @@ gpu: $(INSTALLED)  ## every kernel against its reference, on a GPU
 check-kernels: $(KERNELS)/.installed  ## compile every kernel for four GPUs, without one
 	PYTHONPATH=. $(KERNELS)/bin/python benchmarks/check_kernels.py
 
-bench: $(INSTALLED)  ## speed and memory of one scan beside softmax attention
+bench: $(INSTALLED)  ## compare speed and memory of one scan and softmax attention
 	$(BIN)/python benchmarks/one_scan.py
 
-format: $(INSTALLED)  ## rewrite what a formatter may rewrite
+format: $(INSTALLED)  ## format the code and fix what ruff can fix
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-# The stamp is written last and holds the directory: an interrupted install has none, a moved or
-# copied venv names another place, and after a change of Python torch is out of sight. Each starts
-# afresh; a change of pyproject.toml installs what is missing.
-WHOLE := from importlib.util import find_spec; find_spec("torch") and print(open("$(INSTALLED)").read())
-ifneq ($(shell $(BIN)/python -c '$(WHOLE)' 2>/dev/null),$(CURDIR))
+# The stamp is written last and contains the directory. The venv is recreated if the stamp is missing
+# (an interrupted installation), names another directory (a moved or copied venv), or if torch cannot
+# be found (a change of Python). After a change of pyproject.toml, missing packages are installed.
+INSTALLED_IN := from importlib.util import find_spec; find_spec("torch") and print(open("$(INSTALLED)").read())
+ifneq ($(shell $(BIN)/python -c '$(INSTALLED_IN)' 2>/dev/null),$(CURDIR))
 $(INSTALLED): new-venv
 endif
 
@@ -70,8 +70,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@printf '%s' '$(CURDIR)' > $@
 
-# Triton alone, in an environment for each version: TRITON=3.6.0 is another. The stamp is written
-# last, and is out of sight after a change of Python.
+# One environment per Triton version, with nothing but Triton: TRITON=3.6.0 selects another one. The
+# stamp is written last. After a change of Python, Triton cannot be imported.
 ifneq ($(filter check-kernels,$(MAKECMDGOALS)),)
 ifneq ($(shell $(KERNELS)/bin/python -c 'import triton; print(triton.__version__)' 2>/dev/null),$(TRITON))
 $(KERNELS)/.installed: new-kernels-venv
@@ -90,6 +90,6 @@ new-kernels-venv: known-python
 
 known-python:
 	@$(PYTHON) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-		echo "onescan needs Python 3.11 or newer with its venv module, and '$(PYTHON)'" \
-			"($$($(PYTHON) --version 2>&1)) is not that: name another, as in" \
-			"'make PYTHON=python3.12 setup', or install your system's python3-venv." >&2; exit 1; }
+		echo "onescan needs Python 3.11 or newer with the venv module; '$(PYTHON)' is" \
+			"$$($(PYTHON) --version 2>&1). Choose another Python, as in" \
+			"'make PYTHON=python3.12 setup', or install your system's python3-venv package." >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""What candidates of several benchmarks share: inputs, calls of ops and models, other libraries."""
+"""Shared by benchmarks: inputs, calls of ops and models, and imports of other libraries."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -101,5 +101,5 @@ def import_package(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
-            raise  # something that the package needs
+            raise  # a dependency of the package
         raise ValueError(f"{package} is not installed: pip install {package}") from error

@@ -1,11 +1,12 @@
-"""Compile every kernel ahead of time for GPUs that need not be here, and say what each takes.
+"""Compile every kernel ahead of time for several GPUs, and report its use of resources.
 
-python benchmarks/check_kernels.py                         all chips, all types
-python benchmarks/check_kernels.py --targets sm_90         one of them
+python benchmarks/check_kernels.py                         all GPUs, all data types
+python benchmarks/check_kernels.py --targets sm_90         one GPU
 python benchmarks/check_kernels.py --kernels one_scan      one file of onescan/kernels
 
-Registers are per thread, shared memory per program in KiB, "matrix" the unit that multiplies. A
-spill, or more shared memory than a chip has, ends in failure. It needs Triton, and no torch.
+Registers are per thread and shared memory is per program, in KiB. "matrix" is the instruction that
+multiplies matrices. The script fails if a kernel spills registers or exceeds a GPU's shared memory.
+It needs Triton, but neither a GPU nor torch.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from triton.compiler import ASTSource
 from onescan.kernels import FILES
 from onescan.kernels.common import Build, builds
 
-# chip: its target, the shared memory a program may have (KiB), instructions of its matrix unit
+# chip -> compiler target, shared memory limit of a program in KiB, matrix instructions
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163, ("mma.sync",)),
     "sm_90": (GPUTarget("cuda", 90, 32), 227, ("wgmma", "mma.sync")),
@@ -37,17 +38,17 @@ TARGETS = {
 DATA = ("bf16", "fp16", "fp32")
 
 
-class Planned(NamedTuple):
-    """One build, by what finds it: kernels themselves do not travel between processes."""
+class Job(NamedTuple):
+    """One build, identified by names and an index, because kernels cannot be pickled."""
 
     file: str
-    place: int
+    index: int
     data: str
     chip: str
 
     @property
     def build(self) -> Build:
-        return builds_of(self.file, self.data, self.chip)[self.place]
+        return builds_of(self.file, self.data, self.chip)[self.index]
 
     @property
     def name(self) -> str:
@@ -55,7 +56,7 @@ class Planned(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What one build takes on one chip, or why it cannot be had."""
+    """Resources of one build on one chip, or the error."""
 
     registers: int = 0
     spills: int = 0
@@ -70,66 +71,69 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", default=list(DATA), choices=DATA)
     parser.add_argument("--kernels", nargs="+", default=list(FILES), choices=FILES)
     parser.add_argument(
-        "--jobs", type=positive, default=None, help="processes; all cores without it"
+        "--jobs", type=positive, default=None, help="number of processes; by default one per core"
     )
-    asked = parser.parse_args()
-    if os.environ.get("TRITON_INTERPRET", "0") != "0":  # kernels are Python functions then
-        parser.exit(2, "TRITON_INTERPRET is set, expected not to be: unset it to compile kernels\n")
+    args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        parser.exit(
+            2,
+            "error: TRITON_INTERPRET is set: unset it, because the interpreter does not compile\n",
+        )
     print(f"triton {version('triton')}")
     heading = f"{'registers':>10}{'spills':>8}{'shared':>8}  matrix"
     print(f"{'kernel':<48}{'type':<6}{'chip':<8}{heading}", flush=True)
-    plan = [
-        Planned(file, place, data, chip)
-        for file in dict.fromkeys(asked.kernels)
-        for data in dict.fromkeys(asked.data)
-        for chip in dict.fromkeys(asked.targets)
-        for place, _ in enumerate(builds_of(file, data, chip))
+    jobs = [
+        Job(file, index, data, chip)
+        for file in dict.fromkeys(args.kernels)
+        for data in dict.fromkeys(args.data)
+        for chip in dict.fromkeys(args.targets)
+        for index, _ in enumerate(builds_of(file, data, chip))
     ]
     failed = 0
-    with ProcessPoolExecutor(asked.jobs) as pool:
-        for build, found in zip(plan, pool.map(compiled, plan), strict=True):
-            wrong = found.error or complaint(found, build.chip)
-            failed += bool(wrong)
-            took = f"{found.registers:>10}{found.spills:>8}{found.shared_kib:>8.1f}  {found.matrix}"
-            row = f"{build.name:<48}{build.data:<6}{build.chip:<8}{took} {wrong}"
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for job, found in zip(jobs, pool.map(compile_job, jobs), strict=True):
+            error = found.error or problem(found, job.chip)
+            failed += bool(error)
+            used = f"{found.registers:>10}{found.spills:>8}{found.shared_kib:>8.1f}  {found.matrix}"
+            row = f"{job.name:<48}{job.data:<6}{job.chip:<8}{used} {error}"
             print(row.rstrip(), flush=True)
-    print(f"{len(plan)} builds, {failed} failed")
+    print(f"{len(jobs)} builds, {failed} failed")
     sys.exit(bool(failed))
 
 
-def positive(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is no number above 0")
-    return int(word)
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a number above 0")
+    return int(text)
 
 
 def builds_of(file: str, data: str, chip: str) -> list[Build]:
     return list(builds(import_module(f"onescan.kernels.{file}"), data, chip))
 
 
-def complaint(found: Compiled, chip: str) -> str:
-    most = TARGETS[chip][1]
+def problem(found: Compiled, chip: str) -> str:
+    limit = TARGETS[chip][1]
     if found.spills:
         return "SPILLS"
-    return f"MORE THAN {most} KiB OF SHARED MEMORY" if found.shared_kib > most else ""
+    return f"MORE THAN {limit} KiB OF SHARED MEMORY" if found.shared_kib > limit else ""
 
 
-def compiled(planned: Planned) -> Compiled:
-    build, chip = planned.build, planned.chip
+def compile_job(job: Job) -> Compiled:
+    build, chip = job.build, job.chip
     target, _, units = TARGETS[chip]
     try:
-        made = triton.compile(source_of(build), target=target, options=build.options)
-    except Exception as error:  # whatever a compiler says, the other builds are tried
+        binary = triton.compile(source_of(build), target=target, options=build.options)
+    except Exception as error:  # continue with the other builds
         return Compiled(error=" ".join(str(error).split())[:300] or type(error).__name__)
-    text = made.asm["ptx"] if chip.startswith("sm") else made.asm["amdgcn"]
-    registers, spills = usage(made.asm, text, chip)
+    text = binary.asm["ptx"] if chip.startswith("sm") else binary.asm["amdgcn"]
+    registers, spills = usage(binary.asm, text, chip)
     unit = next((unit for unit in units if unit in text), "-")
-    return Compiled(registers, spills, made.metadata.shared / 1024, unit)
+    return Compiled(registers, spills, binary.metadata.shared / 1024, unit)
 
 
 def source_of(build: Build) -> ASTSource:
     signature = build.types | dict.fromkeys(build.constants, "constexpr")
-    # what a launch would find out: every pointer torch gives is a multiple of 16 bytes
+    # A launch would specialize on this: torch aligns every pointer to 16 bytes.
     names = build.kernel.code.arg_names
     attributes = {
         (names.index(name),): [["tt.divisibility", 16]]
@@ -140,39 +144,39 @@ def source_of(build: Build) -> ASTSource:
 
 
 def usage(assembly: dict[str, Any], text: str, chip: str) -> tuple[int, int]:
-    """Registers of a thread, and bytes (NVIDIA) or registers (AMD) that are spilt."""
+    """Return the registers per thread, and the spilled bytes (NVIDIA) or registers (AMD)."""
     if not chip.startswith("sm"):
         return number(text, r"\.vgpr_count:\s+(\d+)"), number(text, r"\.vgpr_spill_count:\s+(\d+)")
-    said = ran("cuobjdump", "-res-usage", assembly["cubin"], "kernel.cubin")
-    stack = number(said, r"STACK:(\d+)")
-    if stack:  # some of it may be no spill: the assembler knows, and takes its time
+    output = run_tool("cuobjdump", "-res-usage", assembly["cubin"], "kernel.cubin")
+    stack = number(output, r"STACK:(\d+)")
+    if stack:  # may include more than spills, which only the slow assembler reports
         program = "ptxas-blackwell" if chip.startswith("sm_1") else "ptxas"
         with tempfile.NamedTemporaryFile() as out:
             target = re.search(r"\.target\s+(\w+)", text)
             assert target is not None
-            words = ["-v", f"--gpu-name={target[1]}", "-o", out.name]
+            flags = ["-v", f"--gpu-name={target[1]}", "-o", out.name]
             stack = number(
-                ran(program, *words, text.encode(), "kernel.ptx"), r"(\d+) bytes spill stores"
+                run_tool(program, *flags, text.encode(), "kernel.ptx"), r"(\d+) bytes spill stores"
             )
-    return number(said, r"REG:(\d+)"), stack
+    return number(output, r"REG:(\d+)"), stack
 
 
-def ran(program: str, *arguments: str | bytes) -> str:
-    """What one of the assembler's programs says of a file: its bytes and its name come last."""
-    *words, content, name = arguments
+def run_tool(program: str, *arguments: str | bytes) -> str:
+    """Return the output of a tool of Triton for a file; the last arguments are content and name."""
+    *flags, content, name = arguments
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, str(name))
         path.write_bytes(content)
-        command = [folder / program, *words, path]
-        made = subprocess.run(command, check=True, capture_output=True, text=True)
-    return made.stdout + made.stderr
+        command = [folder / program, *flags, path]
+        result = subprocess.run(command, check=True, capture_output=True, text=True)
+    return result.stdout + result.stderr
 
 
 def number(text: str, pattern: str) -> int:
     found = re.search(pattern, text)
     if found is None:
-        raise LookupError(f"nothing like {pattern} in what the compiler says")
+        raise LookupError(f"the compiler's output has no match for {pattern}")
     return int(found[1])
 
 

@@ -1,7 +1,8 @@
 """Time and memory of one more token after a context: a state of constant size, or a growing cache.
 
-No text is processed. A linear state has the same size after any number of tokens, so that after one
-token stands for all; the cache of the softmax model is noise of the size that it has after so many.
+No text is processed. A linear state has the same size after any number of tokens, so the
+state after one token is used for all context lengths. The softmax model's cache contains noise of
+the size that it has after the context.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Losses of n-gram models, which a small language model has to beat.
+"""Losses of n-gram models, as baselines for small language models.
 
 python benchmarks/language.py FILE             predict the next byte, as shakespeare_* do
 python benchmarks/language.py FILE --masked    predict masked bytes, as wikitext2_mlm_* do

@@ -60,19 +60,19 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """What is measured, and the results so far."""
+    """Settings of a benchmark, and the results so far."""
 
     name: str
     """Name of the result files."""
     candidates: tuple[str, ...]
     """Ratios are relative to the first."""
     modes: tuple[str, ...]
-    """What each candidate does, such as "forward"."""
+    """What is measured of each candidate, such as "forward"."""
     sizes: tuple[int, ...]
     axis: str = "tokens"
-    """What sizes are."""
+    """Meaning of the sizes, such as "tokens"."""
     items: str = ""
-    """What calls process, as in "tokens per second"; empty if nothing is counted."""
+    """What a call processes, as in "tokens per second"; empty if nothing is counted."""
     tokens: Callable[[int], int] = int
     """Maps a size to a multiple of the number of tokens, which exponents refer to."""
     rows: list[Row] = field(default_factory=list)

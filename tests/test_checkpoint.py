@@ -267,8 +267,8 @@ def test_another_run_is_refused_with_the_differences(tmp_path):
     )
     with pytest.raises(ValueError, match="holds another run") as caught:
         train(other, tmp_path)
-    assert "name is 'tiny' there and 'b' here" in str(caught.value)
-    assert "model.width is 6 there and 5 here" in str(caught.value)
+    assert "name is 'tiny' in the folder and 'b' in this run" in str(caught.value)
+    assert "model.width is 6 in the folder and 5 in this run" in str(caught.value)
     assert ", and 1 more; choose another folder, or pass overwrite (--overwrite)" in str(
         caught.value
     )
@@ -808,7 +808,7 @@ def test_a_config_with_unknown_parts_is_refused(whole, tmp_path, change, says):
         load(folder)
 
 
-@pytest.mark.parametrize("version", ["0.8.0", "0.11.0", "9.0", "x"])
+@pytest.mark.parametrize("version", ["0.8.0", "0.12.0", "9.0", "x"])
 @pytest.mark.parametrize("use", [load, lambda folder: train(tiny_run(), folder)])
 def test_a_folder_of_another_version_is_refused(whole, tmp_path, version, use):
     folder = copy(whole.folder, tmp_path)

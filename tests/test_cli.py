@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -79,7 +80,20 @@ def test_help_shows_common_options_and_help_all_every_option(capsys):
     assert all(option in text for option in common for text in shown.values())
     assert "--training.eps" in shown["--help-all"]
     assert "--training.eps" not in shown["--help"]
-    assert "--help-all shows all" in shown["--help"]
+    assert "Use --help-all to show all" in shown["--help"]
+
+
+def test_descriptions_are_wrapped_at_the_width_of_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--help"])
+    shown = capsys.readouterr().out
+    assert {len(line) for line in shown.splitlines() if line[:1] in set("╭│╰")} == {80}
+    words = " ".join(re.sub("[│╭╰╮╯─]", "", shown).split())
+    assert "also a diffusers pipeline, or images in an .npz file or a folder. (required)" in words
+    assert not re.search(r"only by +│", shown)  # where the docstring has a line break
+    assert "(default: auto)" in words
+    assert "by default the run's test text. --tasks" in words  # without (default: None)
 
 
 def test_only_options_keeps_positional_arguments_and_drops_empty_boxes():
@@ -334,7 +348,7 @@ def test_a_report_of_others_is_rejected_before_training(kind, tmp_path, capsys):
 def test_another_run_in_the_folder_is_not_overwritten(runs, capsys):
     argv = ["train", "digits", *SMALL, "--training.batch-size", "16", "--out", runs]
     before = (runs / "seed-0" / "model.safetensors").read_bytes()
-    assert_fails(capsys, argv, "training.batch-size is 32 there and 16 here")
+    assert_fails(capsys, argv, "training.batch-size is 32 in the folder and 16 in this run")
     assert (runs / "seed-0" / "model.safetensors").read_bytes() == before
 
 

@@ -448,7 +448,7 @@ def overwrite(folder, name, text):
         (
             lambda f: overwrite(f, "config.json", "{}") / "lock",
             ValueError,
-            "a file that belongs to no run",
+            "a file that does not belong to a run",
         ),
         (lambda f: overwrite(f, "model.safetensors", "x"), ValueError, "cannot be read"),
         (lambda f: (f / "model.safetensors").unlink() or f, FileNotFoundError, "no checkpoint"),
@@ -457,3 +457,11 @@ def overwrite(folder, name, text):
 def test_invalid_teachers_are_rejected(copied, damage, error, message):
     with pytest.raises(error, match=message):
         load_teacher(str(damage(copied)))
+
+
+def test_an_unreadable_transformers_teacher_is_one_line_that_names_the_field(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "nosuch"}')
+    with pytest.raises(ValueError, match=r"^task.teacher is .* transformers can load: ") as caught:
+        load_teacher(str(tmp_path))
+    assert "\n" not in str(caught.value)

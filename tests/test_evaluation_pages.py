@@ -52,11 +52,11 @@ def score(guidance, distance, correct=3, **changes):
         "distance": distance,
         "spatial_distance": 2 * distance,
         "class_score": 2.5,
-        "class_score_spread": 0.25,
+        "class_score_std": 0.25,
         "precision": 0.75,
         "recall": 0.5,
-        "as_asked": sum(right) / sum(counts) if counts else None,
-        "asked": counts,
+        "class_accuracy": sum(right) / sum(counts) if counts else None,
+        "requested": counts,
         "right": right,
         "confusion": confusion if len(confusion) <= 20 else (),
         "folder": "images" if guidance is None else f"guidance-{guidance:g}",
@@ -71,7 +71,7 @@ def outcome(*scores, **changes):
         "features": "runs/classifier",
         "is_inception": False,
         "is_singular": False,
-        "real": RealScore(name="train, Bars", count=24, class_score=2.75, as_labelled=0.9375),
+        "real": RealScore(name="train, Bars", count=24, class_score=2.75, class_accuracy=0.9375),
         "sampler": "dpm",
         "steps": 50,
         "labels": "uniform",
@@ -128,7 +128,7 @@ def test_generation_page_has_all_scores(tmp_path):
 def test_only_inception_features_give_an_fid(tmp_path):
     html, _ = generation_page(outcome(), tmp_path)
     assert html.count("FID") == 1
-    assert "no FID" in html
+    assert "not an FID" in html
     assert "FID" not in generation_table(outcome())
     _, page = generation_page(outcome(is_inception=True), tmp_path)
     assert table(page, "guidance")[0][1:4] == ["FID", "sFID", "Inception Score"]
@@ -142,15 +142,15 @@ def test_generation_table_has_columns(tmp_path):
     assert len({len(line) for line in lines}) == 1
     assert lines[2].split()[:2] == ["1.5", "8.25"]
     singular = outcome(is_singular=True)
-    assert "no more images than features" in generation_table(singular)
-    assert "no more images than features" in generation_page(singular, tmp_path)[1].text
+    assert "does not exceed the number of features" in generation_table(singular)
+    assert "does not exceed the number of features" in generation_page(singular, tmp_path)[1].text
     assert "no more images than features" not in generation_table(outcome())
 
 
 def test_unmeasured_scores_have_no_columns(tmp_path):
-    fields = ("spatial_distance", "class_score", "class_score_spread", "precision", "recall")
-    bare = dict.fromkeys((*fields, "as_asked")) | {"confusion": ()}
-    real = RealScore(name="x.npz", count=None, class_score=None, as_labelled=None)
+    fields = ("spatial_distance", "class_score", "class_score_std", "precision", "recall")
+    bare = dict.fromkeys((*fields, "class_accuracy")) | {"confusion": ()}
+    real = RealScore(name="x.npz", count=None, class_score=None, class_accuracy=None)
     settings = dict.fromkeys(("sampler", "steps", "labels", "seed"))
     scores = outcome(score(None, 3.0, **bare), real=real, class_names=(), **settings)
     html, page = generation_page(scores, tmp_path, shown(classes=0, channels=3))
@@ -163,7 +163,7 @@ def test_unmeasured_scores_have_no_columns(tmp_path):
 
 
 def test_class_score_is_drawn_without_requested_classes(tmp_path):
-    scores = [score(g, d, as_asked=None, confusion=()) for g, d in ((1.0, 3.0), (2.0, 2.0))]
+    scores = [score(g, d, class_accuracy=None, confusion=()) for g, d in ((1.0, 3.0), (2.0, 2.0))]
     _, page = generation_page(outcome(*scores), tmp_path)
     assert "2.50 \u00b1 0.25 class score over ten parts" in page.text
     assert "Band: standard deviation over ten parts" in page.text
@@ -179,7 +179,7 @@ def test_class_score_is_drawn_without_requested_classes(tmp_path):
 )
 def test_generated_images_have_class_names(tmp_path, images, pictures):
     names = ("cat", "a <dog>", *(f"class {i}" for i in range(2, 12)))
-    bare = score(1.0, 3.0, as_asked=None, confusion=())
+    bare = score(1.0, 3.0, class_accuracy=None, confusion=())
     html, page = generation_page(outcome(bare, class_names=names), tmp_path, images)
     assert html.count("<img") == pictures
     shown_names = [text for text in page.texts if text in names]
@@ -222,7 +222,7 @@ def lengths(**changes):
         "trained_length": 256,
         "text": "a text",
         "tokens": 9000,
-        "told": 1350,
+        "predicted_tokens": 1350,
         "onescan": "1.0",
         "scores": tuple(
             LengthScore(length=n, loss=loss, perplexity=math.exp(loss), accuracy=share)
@@ -302,7 +302,7 @@ def needles(is_found=lambda length, depth: False, gain=lambda length, depth: 0.0
         haystack="lines",
         text="t",
         onescan="1.0",
-        asked=config,
+        config=config,
         outcomes=outcomes,
     )
 

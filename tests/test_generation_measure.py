@@ -105,7 +105,7 @@ def expected_scores(images, real, features):
         "distance": feature_distance(found.pooled, true.pooled),
         "spatial_distance": feature_distance(found.spatial, true.spatial),
         "class_score": score.score().mean,
-        "class_score_spread": score.score().std,
+        "class_score_std": score.score().std,
         **precision_recall(true.pooled, found.pooled)._asdict(),
     }
 
@@ -126,9 +126,9 @@ def test_scores_of_a_run_equal_those_of_all_images_at_once(tmp_path, classifier,
         for pair in zip(labels, predicted, strict=True):
             confusion[pair] += 1
         assert confusion.tolist() == [list(row) for row in score.confusion]
-        assert confusion.sum(dim=1).tolist() == list(score.asked)
+        assert confusion.sum(dim=1).tolist() == list(score.requested)
         assert confusion.diagonal().tolist() == list(score.right)
-        assert score.as_asked == pytest.approx(confusion.trace().item() / 20)
+        assert score.class_accuracy == pytest.approx(confusion.trace().item() / 20)
         shown = first_images(tmp_path / "out" / score.folder)
         assert torch.equal(shown.labels, labels)
         assert (shown.images / 255 - images).abs().max() < 1 / 255
@@ -136,7 +136,7 @@ def test_scores_of_a_run_equal_those_of_all_images_at_once(tmp_path, classifier,
     assert (found.real.name, found.real.count) == ("train, Bars", 24)
     predicted = features(round_to_bytes(train.images)).probabilities.argmax(dim=1)
     accuracy = (predicted == train.labels).double().mean().item()
-    assert found.real.as_labelled == pytest.approx(accuracy)
+    assert found.real.class_accuracy == pytest.approx(accuracy)
     assert found.distance_name == "Frechet distance in features of runs/classifier"
     assert (found.sampler, found.steps, found.labels, found.seed) == ("ddim", 2, "uniform", 0)
 
@@ -151,7 +151,14 @@ def test_samples_in_an_npz_file_have_the_scores_of_the_run(tmp_path, classifier,
     config = samples_config(classifier, samples=12, steps=None, reference=str(pictures))
     of_file = measure(out, config, tmp_path / "b").scores[0]
     assert of_file.confusion == of_run.confusion
-    for name in ("distance", "spatial_distance", "class_score", "precision", "recall", "as_asked"):
+    for name in (
+        "distance",
+        "spatial_distance",
+        "class_score",
+        "precision",
+        "recall",
+        "class_accuracy",
+    ):
         expected = pytest.approx(getattr(of_run, name), rel=1e-4, abs=1e-5)
         assert getattr(of_file, name) == expected, name
 
@@ -163,7 +170,7 @@ def test_distance_to_the_same_images_is_zero(tmp_path, classifier):
     assert score.distance == pytest.approx(0, abs=1e-6)
     assert score.spatial_distance == pytest.approx(0, abs=1e-5)
     assert (score.precision, score.recall) == (1.0, 1.0)
-    assert (score.guidance, score.as_asked, score.confusion) == (None, None, ())
+    assert (score.guidance, score.class_accuracy, score.confusion) == (None, None, ())
 
 
 def test_only_distances_in_inception_features_are_called_fid(tmp_path, pictures):
@@ -191,7 +198,7 @@ def test_unconditional_models_are_measured_without_guidance(tmp_path, classifier
     config = samples_config(classifier, samples=12, reference=str(pictures))
     scores = measure(run, config, tmp_path / "out")
     assert (scores.class_names, scores.labels) == ((), None)
-    assert (scores.scores[0].guidance, scores.scores[0].as_asked) == (None, None)
+    assert (scores.scores[0].guidance, scores.scores[0].class_accuracy) == (None, None)
 
 
 def test_a_saved_pipeline_has_the_scores_of_its_run(tmp_path, classifier, denoiser, pictures):
@@ -213,7 +220,7 @@ def test_large_confusion_matrices_are_left_out(
     monkeypatch.setattr(generation, "MOST_CONFUSED", limit)
     config = samples_config(classifier, guidance_scale=(1.0,))
     score = measure(denoiser, config, tmp_path / "out").scores[0]
-    assert (len(score.confusion), len(score.asked)) == (rows, 3)
+    assert (len(score.confusion), len(score.requested)) == (rows, 3)
 
 
 # Resuming

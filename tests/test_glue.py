@@ -326,7 +326,10 @@ def test_another_run_in_a_later_folder_is_reported_before_training(
     shutil.copytree(trained / "cola/seed-0", tmp_path / "cola/seed-0")
     assert main([*words, "--learning-rate", "0.1"]) == 2
     error = capsys.readouterr().err
-    assert "holds another run: training.learning_rate is 0.01 there and 0.1 here" in error
+    assert (
+        "holds another run: training.learning_rate is 0.01 in the folder and 0.1 in this run"
+        in error
+    )
     assert not (tmp_path / "cola/seed-5").exists()
 
 

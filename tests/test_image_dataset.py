@@ -356,7 +356,7 @@ def test_parquet_files_that_differ_are_named(tmp_path, streaming):
     cifar_like(tmp_path)
     first, more = tmp_path / "train.parquet", tmp_path / "train2.parquet"
     write_parquet(more, [0, 1], first=50, colour=[1, 2], kind=[3, 4])
-    with pytest.raises(ValueError, match=f"{more} has columns that {first} has not: colour, kind"):
+    with pytest.raises(ValueError, match=f"{more} has columns that {first} lacks: colour, kind"):
         build(tmp_path, streaming=streaming, class_names=("a", "b", "c"))
     write_parquet(more, ["of another", "type"])
     if not streaming:

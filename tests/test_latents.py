@@ -283,13 +283,13 @@ def test_another_encoding_is_refused(images, vae, whole, tmp_path):
     base = {"vae": vae, "shard_size": 4, "batch_size": 2, "dtype": "float32"}
     for fields, changes, message in (
         ({}, {"vae": other}, "vae_digest"),
-        ({}, {"vae": other}, "format.vae is '.*vae.*' there and '.*other' here"),
-        ({}, {"flip": False}, "flip is True there and False"),
-        ({}, {"dtype": "float16"}, "dtype is 'float32' there and 'float16'"),
-        ({}, {"shard_size": 3}, "encoded.shard_size is 4 there and 3"),
-        ({}, {"precision": "bfloat16"}, "encoded.precision is 'float32' there"),
-        ({"image_size": (10, 10)}, {}, "format.height is 4 there and 5"),
-        ({"test_crop": None}, {}, "encoded.source.test_crop is 1.0 there and None"),
+        ({}, {"vae": other}, "format.vae is '.*vae.*' in the folder and '.*other' in this call"),
+        ({}, {"flip": False}, "flip is True in the folder and False"),
+        ({}, {"dtype": "float16"}, "dtype is 'float32' in the folder and 'float16'"),
+        ({}, {"shard_size": 3}, "encoded.shard_size is 4 in the folder and 3"),
+        ({}, {"precision": "bfloat16"}, "encoded.precision is 'float32' in the folder"),
+        ({"image_size": (10, 10)}, {}, "format.height is 4 in the folder and 5"),
+        ({"test_crop": None}, {}, "encoded.source.test_crop is 1.0 in the folder and None"),
         ({"train_split": "test", "test_split": "train"}, {}, "source.train_split is 'train'"),
     ):
         config = EncodeConfig(**base | changes)
@@ -448,4 +448,4 @@ def test_the_command_encodes(images, vae, whole, tmp_path, capsys):
     shards = {name: content for name, content in files(whole).items() if name != "latents.json"}
     assert files(tmp_path / "out").items() >= shards.items()
     assert main([*words, "--no-flip"]) == 2
-    assert "flip is True there and False here" in capsys.readouterr().err
+    assert "flip is True in the folder and False in this call" in capsys.readouterr().err

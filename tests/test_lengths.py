@@ -79,7 +79,7 @@ def test_scores_equal_those_of_each_row(tmp_path, text, name, chunk_tokens, monk
     monkeypatch.setattr(lengths, "CHUNK_TOKENS", chunk_tokens)
     model, path = save(tmp_path, name)
     found = measure_lengths(path, LengthsConfig(lengths=(40, 4, 9), text=file))
-    assert (found.tokens, found.told, found.is_causal) == (61, 60, True)
+    assert (found.tokens, found.predicted_tokens, found.is_causal) == (61, 60, True)
     assert [score.length for score in found.scores] == [4, 9, 40]
     for score in found.scores:
         losses, correct = [], 0
@@ -111,7 +111,7 @@ def test_masked_models_predict_the_same_tokens_at_every_length(tmp_path, text, n
     assert (inputs == 4).any()
     assert not (labels == 3).any()
     found = measure_lengths(path, LengthsConfig(lengths=(7, 40), text=text[0]))
-    assert (found.told, found.is_causal) == (chosen.sum(), False)
+    assert (found.predicted_tokens, found.is_causal) == (chosen.sum(), False)
     for score in found.scores:
         losses, correct = [], 0
         for begin in range(0, 61, score.length):
@@ -121,7 +121,7 @@ def test_masked_models_predict_the_same_tokens_at_every_length(tmp_path, text, n
             losses.append(-scores.gather(1, expected[:, None])[:, 0])
             correct += (scores.argmax(-1) == expected).sum().item()
         assert score.loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
-        assert score.accuracy == pytest.approx(correct / found.told)
+        assert score.accuracy == pytest.approx(correct / found.predicted_tokens)
         assert score.places == ()
 
 
@@ -129,7 +129,7 @@ def test_max_tokens_uses_the_start_of_the_text(tmp_path, text):
     _, path = save(tmp_path, "lion")
     assert opened(path, text=text[0], max_tokens=25)[0].tolist() == text[1][:25]
     found = measure_lengths(path, LengthsConfig(lengths=(5,), text=text[0], max_tokens=25))
-    assert (found.tokens, found.told) == (25, 24)
+    assert (found.tokens, found.predicted_tokens) == (25, 24)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_command_evaluates_the_test_text_of_a_run(tmp_path, capsys, monkeypa
     assert header.split() == ["length", "loss", "perplexity", "accuracy"]
     assert first.split()[0] == "32"
     assert skipped.startswith("skipped length 9999: ")
-    folder = tmp_path / "evaluation" / "lengths" / "run" / "seed-0"
+    folder = tmp_path / "evaluation" / "lengths" / "shakespeare_lion_s" / "seed-0"
     saved = json.loads((folder / "lengths.json").read_text())
     assert [score["length"] for score in saved["scores"]] == [32, 128]
     assert saved["trained_length"] == 32
@@ -187,7 +187,7 @@ def test_tokens_are_masked_as_in_the_run(tmp_path):
         (["--lengths", "8", "8", "--text", "TEXT"], "lengths is (8, 8)"),
         (["--lengths", "8", "--text", "TEXT", "--max-tokens", "0"], "--max-tokens is 0"),
         (["--lengths", "8", "--text", "no/such/text"], "text is 'no/such/text'"),
-        (["--lengths", "8", "--tasks", "piqa"], "lengths and tasks"),
+        (["--lengths", "8", "--tasks", "piqa"], "--lengths and --tasks"),
         (["--text", "TEXT"], "--lengths"),
         (["--out", "x"], "--lengths"),
     ],

@@ -21,7 +21,7 @@ from onescan.integrations.lm_eval import OnescanLM
 from onescan.integrations.transformers import OnescanForCausalLM, OnescanTextConfig, to_transformers
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
-from onescan.tasks.writing import generate_text
+from onescan.tasks.text_generation import generate_text
 
 QUESTIONS = [
     {"question": "the cat sat on", "choices": ["the mat", "a dog on a mat", "a"], "gold": 2},

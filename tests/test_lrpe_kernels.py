@@ -81,7 +81,7 @@ def test_random_shapes(seed, dtype):
 
 
 def test_samples_are_dealt_to_few_programs(monkeypatch):
-    monkeypatch.setattr(lrpe_launch, "programs_wanted", lambda _: 4)
+    monkeypatch.setattr(lrpe_launch, "target_programs", lambda _: 4)
     assert_within_twice_plain(*inputs(13, 3, 1, 64, dtype=SINGLE))
 
 

@@ -156,7 +156,7 @@ def test_known_results_are_not_measured_again(tmp_path, monkeypatch):
     assert more.lengths == [200, 300, 400]
     with pytest.raises(ValueError, match=r"needle\.json has results for weights '"):
         measure(tmp_path, Copier().requires_grad_(False).double())
-    with pytest.raises(ValueError, match=r"results for asked\.digits 4, expected 5"):
+    with pytest.raises(ValueError, match=r"results for config\.digits 4, expected 5"):
         measure(tmp_path, digits=5)
     (tmp_path / "needle.json").write_text('{"outcomes": [1]}')
     with pytest.raises(ValueError, match=r"needle\.json is damaged"):
@@ -201,7 +201,8 @@ def test_the_command_evaluates_a_run(text, tmp_path, capsys):
     assert printed.splitlines()[0].split() == ["depth", "150", "200"]
     assert f"report: {out / 'report.html'}" in printed
     saved = json.loads((out / "needle.json").read_text())
-    assert (saved["name"], saved["haystack"]) == ("run/seed-0", "the held-out text of run/seed-0")
+    name = "shakespeare_lion_s/seed-0"
+    assert (saved["name"], saved["haystack"]) == (name, f"the held-out text of {name}")
     weights = str(run / "best.safetensors")  # of the same model
     assert main(["needle", weights, *argv[2:], "--out", str(out)]) == 0
     (tmp_path / "hay.txt").write_text(LINES)

@@ -34,7 +34,7 @@ def _short_parts(monkeypatch):
     """Short lines have several parts, and few programs, each with several of them."""
     monkeypatch.setattr(launch, "LEAST_SPLIT", 8)
     monkeypatch.setattr(launch, "WARPS", 1)
-    monkeypatch.setattr(launch, "programs_wanted", lambda _: 4)
+    monkeypatch.setattr(launch, "target_programs", lambda _: 4)
 
 
 def inputs(

@@ -94,7 +94,7 @@ def test_a_tenth_is_held_out():
         ("./nowhere", (), "path is './nowhere'"),
         ("text.txt", ("--split", "learn"), "split is 'learn'"),
         ("a.jsonl", (), "a.jsonl, line 2: the column 'text' holds int"),
-        ("text.txt", ("--out", "full"), "full is there already"),
+        ("text.txt", ("--out", "full"), "full already exists"),
     ],
 )
 def test_mistakes_write_nothing(text, tmp_path, capsys, monkeypatch, path, options, found):

@@ -15,7 +15,7 @@ from onescan.data.text import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import CausalLMConfig, Sampling
 from onescan.models.masked_lm import MaskedLMConfig
-from onescan.tasks.writing import fill_masks, generate_text
+from onescan.tasks.text_generation import fill_masks, generate_text
 
 ODD = "naïve café — “quote” 漢字\n\tend \N{GRINNING FACE}!"
 
@@ -144,7 +144,7 @@ def test_an_empty_prompt_starts_from_the_end_token():
     assert got == ByteTokenizer().decode(want.tolist())
     tokenizer = words()
     tokenizer.end = None
-    with pytest.raises(ValueError, match="prompt is '', and the tokenizer has no token to begin"):
+    with pytest.raises(ValueError, match="the tokenizer has no beginning-of-text token"):
         tokenizer.begin("")
 
 
@@ -250,7 +250,7 @@ def test_mistakes_are_reported_in_one_line(saved, capsys):
     assert "holds no model that can be loaded" in error(*writer_words, "a")
     config.write_text(right)
     byte_level_bpe().save_pretrained(saved / "writer")
-    assert "they do not belong together" in error("generate", str(saved / "writer"))
+    assert "they do not match" in error("generate", str(saved / "writer"))
     to_transformers(
         onescan.build("lightnet_tiny", depth=1, width=24, **{"mixer.num_heads": 2})
     ).save_pretrained(saved / "filler")

@@ -1,6 +1,6 @@
 """The command line: ``onescan COMMAND``, one function per command, listed in COMMANDS.
 
-Each command imports the heavy modules that it needs, so that help appears at once.
+Each command imports the heavy modules that it needs, so that help is fast.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from onescan.messages import printable, unknown_choice
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
-# in torch's messages when it cannot allocate a tensor
+# parts of torch's messages when it cannot allocate a tensor
 OUT_OF_MEMORY = ("can't allocate memory", "Storage size calculation", "CUDA out of memory")
 
 COMMANDS: dict[str, Callable[[Argv], None]] = {
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         COMMANDS[argv[0]](argv[1:])
     except KeyboardInterrupt:
         return _interrupted(argv)
-    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, ArithmeticError, OSError, ImportError) as error:
@@ -88,14 +88,14 @@ def _overview() -> str:
     ]
     return "\n".join(
         [
-            "onescan: linear-cost sequence models in any number of dimensions.",
+            "onescan: linear-attention models in any number of dimensions.",
             "",
             "usage: onescan COMMAND [OPTIONS]",
             "",
             *commands,
             "",
-            "onescan COMMAND --help shows the options of a command, --help-all also the rare ones.",
-            "--version prints the version; --traceback prints the traceback of an error.",
+            "onescan COMMAND --help shows the common options of a command, --help-all all of them.",
+            "--version prints the version. --traceback shows the traceback of an error.",
         ]
     )
 

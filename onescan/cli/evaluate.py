@@ -65,7 +65,8 @@ def _kind_of_evaluation(options: Any) -> Callable[[Any], None]:
     kinds = {"lengths": _evaluate_lengths, "tasks": _evaluate_tasks, "samples": _evaluate_samples}
     given = [name for name in kinds if getattr(getattr(options, name), name) not in (None, (), "")]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other, expected one of them")
+        flags = " and ".join(f"--{name}" for name in given)
+        raise ValueError(f"{flags} exclude each other, expected one of them")
     for name in [name for name in kinds if name not in given]:
         config = getattr(options, name)
         for field, value, _ in differences(config, type(config)()):
@@ -174,7 +175,7 @@ def compare(argv: Argv) -> None:
     import_files(options.imports)
     page = write_comparison(options.runs, options.out)
     echo(comparison_table(options.runs))
-    echo(f"page: {page}")
+    echo(f"report: {page}")
 
 
 def needle(argv: Argv) -> None:

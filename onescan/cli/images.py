@@ -1,4 +1,4 @@
-"""Commands that read and make images: predict, sample, encode."""
+"""Commands for images: predict, sample, encode."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -142,8 +142,7 @@ def encode(argv: Argv) -> None:
         path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
         """Folder with one subfolder per class, parquet files, or hub dataset."""
         out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
-        """Output folder, to be used as data.path of a run. Resumes if it holds a part of the
-        latents."""
+        """Output folder, to be used as data.path of a run. An interrupted encoding resumes."""
         config: Annotated[EncodeConfig, tyro.conf.arg(name="")]
         image_size: int = 256
         """Height and width of the images, cropped from the center."""
@@ -172,7 +171,7 @@ def encode(argv: Argv) -> None:
         **{name: getattr(options, name) for name in (*shared, "label_column", "on_error")},
         image_size=(options.image_size, options.image_size),
         train_crop=None,
-        test_crop=1.0,  # crops the shorter side not at all, as in ADM and DiT
+        test_crop=1.0,  # does not crop the shorter side, as in ADM and DiT
     )
     notes = encode_images(
         data,

@@ -1,10 +1,11 @@
-"""What the commands share: parsing, help, output, and options of several commands."""
+"""Shared by the commands: parsing, help, output and common options."""
 
 import contextlib
 import inspect
 import io
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -52,7 +53,7 @@ def echo(text: object = "", *, end: str = "\n", flush: bool = False) -> None:
 
 
 def silent(*_values: object) -> None:
-    """Print nothing: the `echo` of all processes but the first."""
+    """Print nothing; replaces `echo` in all processes but the first."""
 
 
 def parse(
@@ -64,7 +65,7 @@ def parse(
     default: OptionsT | None = None,
     common: Collection[str] | None = None,
 ) -> OptionsT:
-    """Parse the arguments of a command; print help, or what is wrong with them, and exit.
+    """Parse the arguments of a command; print help or an error and exit.
 
     Args:
         options: Dataclass of the options.
@@ -90,7 +91,7 @@ def parse(
     except SystemExit:
         if message := _value_error(errors.getvalue()):
             raise ValueError(message) from None
-        text = shown.getvalue()
+        text = reflow(shown.getvalue())
         echo(only_options(text, common or ()) if hides_rare and text else text, end="")
         sys.stderr.write(printable(errors.getvalue(), keep=UNESCAPED))
         raise
@@ -103,14 +104,67 @@ class _Capture(io.StringIO):
 
 
 def _value_error(text: str) -> str:
-    """Return the message in tyro's box for a value error, in one line; empty for other texts."""
+    """Return the message in tyro's box for a value error, in one line; empty for other text."""
     box = re.match(r"╭─ Value error ─*╮\n(.*?)\n(?:│ ─|╰)", text, re.DOTALL)
     lines = [line.strip("│").strip() for line in box[1].splitlines()] if box else []
     return re.sub(r"^Error parsing (?!--)[\w.]+: |^Error parsing ", "", " ".join(lines))
 
 
+def reflow(text: str) -> str:
+    """Wrap the descriptions in a help text of tyro, which breaks them where docstrings do.
+
+    Empty defaults are removed, and also None if the description states the default.
+    """
+    lines: list[str] = []
+    box: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("│"):
+            box.append(line[2:-2].rstrip())
+        else:
+            width = len(line) - len("│  │")
+            lines += [*(f"│ {content:<{width}} │" for content in _wrap_box(box, width)), line]
+            box = []
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _wrap_box(box: list[str], width: int) -> list[str]:
+    """Wrap the descriptions in a box, which are all indented to the same column."""
+    indents = [len(line) - len(line.lstrip()) for line in box if line.startswith("   ")]
+    if not indents:
+        return [_without_empty_default(line) for line in box]
+    column = min(indents)
+    wrapped: list[str] = []
+    head, words = "", ""
+    for line in [*box, "end"]:
+        if line and not line[:column].strip():
+            words += f" {line.strip()}"
+            continue
+        if words:
+            described = _without_empty_default(words.strip())
+            lines = textwrap.wrap(described, width - column, break_on_hyphens=False)
+            indent = " " * column
+            wrapped += [head + lines[0], *(indent + line for line in lines[1:])]
+            head, words = indent, ""
+        if line[column - 2 : column] == "  ":  # the description starts beside the flag
+            head, words = line[:column], line[column:]
+        elif line or (wrapped and wrapped[-1]):
+            head = " " * column
+            wrapped.append(line)
+    return wrapped[:-1]
+
+
+def _without_empty_default(description: str) -> str:
+    """Remove an empty default, and None if the description states the default.
+
+    >>> _without_empty_default("By default all. (default: None)")
+    'By default all.'
+    """
+    empty = "(None|'')?" if "y default" in description else "('')?"
+    return re.sub(rf" \(default: {empty}\)$", "", description)
+
+
 def only_options(text: str, flags: Collection[str]) -> str:
-    """Remove all options but these from a help text of tyro; positional arguments stay.
+    """Remove all options but these from a help text of tyro; keep positional arguments.
 
     A box of the text holds entries. The first line of an entry begins with its flag, and the others
     are indented further.
@@ -131,11 +185,11 @@ def only_options(text: str, flags: Collection[str]) -> str:
             kept.append(line)
         elif is_shown:
             box.append(line)
-    return "\n".join([*kept, f"{HELP_ALL} shows all {count} options.", ""])
+    return "\n".join([*kept, f"Use {HELP_ALL} to show all {count} options.", ""])
 
 
 def name_flags(message: str, argv: Sequence[str]) -> str:
-    """Name flags as the user types them where a message names the field that one of them set.
+    """Replace the fields in a message by the flags that set them, as the user types them.
 
     >>> name_flags("training.batch_size is 0", ["train", "digits", "--training.batch-size", "0"])
     '--training.batch-size is 0'

@@ -1,4 +1,4 @@
-"""Commands that list what there is: models, recipes, show."""
+"""Commands that list presets and recipes: models, recipes, show."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ def models(argv: Argv) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         word: Word = ""
-        """Show only presets with this word in their name or group."""
+        """Show only presets whose name or group contains this word."""
         ablations: bool = False
         """Also list the ablations of the papers."""
 
@@ -92,7 +92,7 @@ def recipes(argv: Argv) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         word: Word = ""
-        """Show only recipes with this word in their name or group."""
+        """Show only recipes whose name or group contains this word."""
 
     options = parse(Options, recipes, argv)
     from onescan.recipes import RECIPES, kinds, summary

@@ -47,7 +47,7 @@ def generate(argv: Argv) -> None:
     model, tokenizer, device = load_language_model(options.checkpoint, "CausalLM", options.device)
     import torch
 
-    from onescan.tasks.writing import generate_text
+    from onescan.tasks.text_generation import generate_text
 
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     pieces = generate_text(
@@ -78,7 +78,7 @@ def fill(argv: Argv) -> None:
 
     options = parse(Options, fill, argv)
     model, tokenizer, _ = load_language_model(options.checkpoint, "MaskedLM", options.device)
-    from onescan.tasks.writing import fill_masks
+    from onescan.tasks.text_generation import fill_masks
 
     for guesses in fill_masks(model, tokenizer, options.text, top_k=options.top_k):
         echo(", ".join(f"{printable(guess.text)} {guess.probability:.1%}" for guess in guesses))
@@ -98,7 +98,7 @@ def tokenizer(argv: Argv) -> None:
         text_column: str = "text"
         """Column of the text, in tables and JSON objects."""
         sample_by: Literal["file", "line", "paragraph"] = "file"
-        """What counts as one document of plain text. Lines do not include their line breaks."""
+        """What is one document of plain text. Lines do not include their line breaks."""
         name: str | None = None
         """Configuration of a hub dataset."""
         split: str = "train"
@@ -113,7 +113,7 @@ def tokenizer(argv: Argv) -> None:
     source = find_source(options.path, query, field="path")
     trained = train_bpe(read_texts(source, options.split), options.vocab_size)
     trained.tokenizer.save(options.out)
-    where = "held-out text" if trained.is_held_out else "the text that it was trained on"
+    where = "held-out text" if trained.is_held_out else "the training text"
     echo(
         f"{options.out}: {trained.tokenizer.size} tokens, "
         f"{trained.bytes_per_token:.2f} bytes per token of {where}"

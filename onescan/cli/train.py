@@ -27,13 +27,14 @@ COMMON = (
 )
 USAGE = """\
 usage: onescan train RECIPE [OPTIONS]
-       onescan train --config FILE [--import FILE.py] [OPTIONS] repeats a run
+       onescan train --config FILE [--import FILE.py] [OPTIONS]
 
 Train a recipe, or resume an interrupted run, and write a report.
 
-onescan recipes lists the recipes. RECIPE/ABLATION changes the model as in an ablation of the
-papers, and FILE.py:FUNCTION is a recipe of your own. onescan train RECIPE --help shows the common
-options and their defaults, and --help-all shows every option. Often used:
+onescan recipes lists the recipes. RECIPE/ABLATION is an ablation of the papers, and
+FILE.py:FUNCTION is your own recipe. --config trains with the config.json of an existing run.
+onescan train RECIPE --help shows the common options and their defaults, --help-all all of them.
+Often used:
   --data.path, --training.epochs, --training.batch-size, --training.learning-rate, --seeds,
   --machine.device, --out, --overwrite"""
 

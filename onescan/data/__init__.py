@@ -1,4 +1,4 @@
-"""Data sets: what a task draws its batches from, and the format its model was trained on.
+"""Datasets, and the input formats of the models trained on them.
 
 Names are imported on first use. `onescan.configs` finds the class that a config names here.
 """

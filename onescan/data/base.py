@@ -1,4 +1,4 @@
-"""What a dataset is to tasks and training: examples in an order, read when a batch needs them."""
+"""The interface of datasets: ordered examples, which are read when a batch needs them."""
 
 import math
 import reprlib
@@ -33,7 +33,7 @@ def check_data_state(state: DataState, first: DataState) -> None:
             None for any dict or None.
 
     Raises:
-        ValueError: If it has other fields than `first`, or a value of another type.
+        ValueError: If it has fields other than those of `first`, or a value of another type.
 
     >>> check_data_state({"row": -1}, {"row": 0})
     Traceback (most recent call last):
@@ -70,7 +70,7 @@ class Format:
     """How raw input becomes a model's input; saved with the model. Subclasses are configs."""
 
     def save(self, folder: Path) -> None:
-        """Write to a run's folder what reading input needs beside this config, if anything."""
+        """Write the files that reading input requires besides this config, if any."""
         del folder
 
 
@@ -88,11 +88,11 @@ class Example(NamedTuple):
 
 
 class LoadedBatch(NamedTuple):
-    """What reading a batch gave.
+    """A batch that was read, and the errors.
 
     Attributes:
         batch: The tensors.
-        failures: A sentence for each example that could not be read and was replaced or left out.
+        failures: A message for each example that could not be read and was replaced or skipped.
     """
 
     batch: tuple[Tensor, ...]
@@ -125,14 +125,14 @@ class DataSet(ABC):
         """Yield the examples of one epoch, each with the state from which to resume after it.
 
         The same arguments give the same examples, so a run resumed within an epoch need not read
-        what came before. Datasets with random access need no state.
+        earlier examples. Datasets with random access need no state.
 
         Args:
             seed: Random seed of the order and of each example. None for the stored order without
                 randomness.
             epoch: Index of the epoch.
             start: Number of examples of the epoch to skip.
-            repeats: How often in a row each example comes, with a seed of its own each time. The
+            repeats: Number of consecutive copies of each example, each with its own seed. The
                 epoch keeps its length, so it contains fewer distinct examples.
             data_state: The state yielded with example `start - 1`, for streams.
         """

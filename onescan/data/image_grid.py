@@ -63,13 +63,13 @@ def grid_of_bytes(images: ImageBytes, columns: int) -> Image.Image:
     large = images.repeat_interleave(scale, dim=1).repeat_interleave(scale, dim=2)
     tall, wide = height * scale + GAP, width * scale + GAP
     rows = math.ceil(count / columns)
-    canvas = torch.full(
+    grid = torch.full(
         (rows * tall - GAP, columns * wide - GAP, channels), BACKGROUND, dtype=torch.uint8
     )
     for place, image in enumerate(large):
         top, left = place // columns * tall, place % columns * wide
-        canvas[top : top + tall - GAP, left : left + wide - GAP] = image
-    return as_image(canvas)
+        grid[top : top + tall - GAP, left : left + wide - GAP] = image
+    return as_image(grid)
 
 
 def grid_columns(count: int, classes: int = 1) -> int:

@@ -69,7 +69,7 @@ class LatentFormat(Format):
         return latents / self.scale + self.shift
 
     def model_input(self, latents: Images) -> Images:
-        """Return a dataset's latents, which are scaled already."""
+        """Return a dataset's latents, which are already scaled."""
         return latents
 
 

@@ -117,7 +117,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    # A DirEntry answers without a disk access; Path handles links that lead nowhere.
+    # A DirEntry needs no disk access. Path handles broken links.
     return Path(entry).is_dir() if entry.is_symlink() else entry.is_dir()
 
 
@@ -127,7 +127,7 @@ def _images(folder: str) -> Iterator[str]:
 
 
 def _split_folders(folder: str) -> dict[str, list[str]]:
-    """Take subfolders as splits if one is named like a split, else the folder as one split."""
+    """Treat subfolders as splits if one is named like a split, or else the folder as one."""
     below = {entry.name: entry.path for entry in _entries(folder) if _is_folder(entry)}
     splits = below if any(name in SPLITS for name in below) else {"train": folder}
     return {name: [place] for name, place in splits.items() if any(_images(place))}
@@ -228,7 +228,7 @@ def _check_parquet(path: str, splits: Mapping[str, Sequence[str]]) -> None:
     for file, names in columns.items():
         if new := [name for name in names if name not in columns[first]]:
             raise ValueError(
-                f"data.path is {path!r}, where {file} has columns that {first} has not: "
+                f"data.path is {path!r}, where {file} has columns that {first} lacks: "
                 f"{', '.join(new)}"
             )
 
@@ -286,17 +286,19 @@ class DatasetSource:
                     + self._hint()
                 )
         if test == train:
-            raise ValueError(f"data.test_split is {test!r}, expected another than data.train_split")
+            raise ValueError(
+                f"data.test_split is {test!r}, expected a different split than data.train_split"
+            )
         others = [split for split in HELD_OUT if split in self.splits and split != train]
         test = test or next(iter(others), None)
         return {"train": train, "test": test} if test else {"train": train}
 
     def _hint(self) -> str:
-        """Explain why folders that may be meant as classes are taken as splits."""
+        """Explain why folders that may be classes are taken as splits."""
         named = [split for split in self.splits if split in SPLITS]
         if self.builder != "imagefolder" or len(named) == len(self.splits):
             return ""
-        return f"; the folder called {named[0]!r} makes those beside it splits"
+        return f"; its subfolders are taken as splits, because one is called {named[0]!r}"
 
     def open(self, chosen: Chosen, *, streaming: bool) -> dict[str, Any]:
         """Open splits as datasets or iterable datasets of the datasets library, by role.

@@ -48,7 +48,7 @@ class TasksConfig:
     """Options of `evaluate --tasks`."""
 
     tasks: str = ""
-    """Names of lm-eval tasks, separated by commas; commonsense stands for the six tasks of
+    """Names of lm-eval tasks, separated by commas; commonsense selects the six tasks of
     LightNet's Table 9."""
     include_path: Path | None = None
     """Folder with your own tasks as lm-eval YAML files."""
@@ -88,7 +88,7 @@ class SamplesConfig:
     """Options of `evaluate --samples`."""
 
     samples: int | None = None
-    """Number of images to generate, or to read if they are given; FID-50K uses 50000."""
+    """Number of images to generate, or to read from existing images; FID-50K uses 50000."""
     features: str = ""
     """Feature extractor: a run folder of a trained classifier, or a TorchScript file such as
     NVIDIA's inception-2015-12-05.pt, for FID."""

@@ -69,14 +69,14 @@ class GenerationScore:
     """Fréchet distance of spatial features; None if there are none."""
     class_score: float | None
     """Inception Score formula; None if the extractor is not a classifier."""
-    class_score_spread: float | None
+    class_score_std: float | None
     """Standard deviation over ten splits of the images."""
     precision: float | None
     """None if the reference consists of statistics without images."""
     recall: float | None
-    as_asked: float | None = None
+    class_accuracy: float | None = None
     """Fraction of images classified as the requested class."""
-    asked: tuple[int, ...] = ()
+    requested: tuple[int, ...] = ()
     """Number of images requested of each class, if a classifier of these classes evaluates them."""
     right: tuple[int, ...] = ()
     """How many of them are classified as that class."""
@@ -94,7 +94,7 @@ class RealScore:
     count: int | None
     """None if unknown, as for statistics."""
     class_score: float | None
-    as_labelled: float | None
+    class_accuracy: float | None
     """Fraction of images classified as their label."""
 
 
@@ -135,7 +135,7 @@ class GenerationScores:
     @property
     def short_names(self) -> dict[str, str]:
         """Column headings of tables, by field."""
-        others = {"precision": "precision", "recall": "recall", "as_asked": "class accuracy"}
+        others = {"precision": "precision", "recall": "recall", "class_accuracy": "class accuracy"}
         if self.is_inception:
             names = {"distance": self.distance_name, "spatial_distance": "sFID"}
             return names | {"class_score": "Inception Score"} | others
@@ -274,7 +274,7 @@ def read_statistics(file: Path, features: FeatureExtractor, size: tuple[int, int
         spatial=gaussian("mu_s", "sigma_s", sizes.spatial) if has_spatial else None,
         rows=None,
         frequencies=(),
-        real=RealScore(name=file.name, count=None, class_score=None, as_labelled=None),
+        real=RealScore(name=file.name, count=None, class_score=None, class_accuracy=None),
     )
 
 
@@ -328,7 +328,7 @@ def _summarize(
             name=source.name,
             count=found.count,
             class_score=found.inception.score().mean if found.inception else None,
-            as_labelled=found.label_accuracy() if has_classes else None,
+            class_accuracy=found.label_accuracy() if has_classes else None,
         ),
     )
 
@@ -461,11 +461,11 @@ def _score(
         distance=distances[0].distance,
         spatial_distance=distances[1].distance if distances[1:] else None,
         class_score=inception.mean if inception else None,
-        class_score_spread=inception.std if inception else None,
+        class_score_std=inception.std if inception else None,
         precision=neighborhoods.precision if neighborhoods else None,
         recall=neighborhoods.recall if neighborhoods else None,
-        as_asked=found.label_accuracy() if has_classes else None,
-        asked=tuple(map(sum, confusion)),
+        class_accuracy=found.label_accuracy() if has_classes else None,
+        requested=tuple(map(sum, confusion)),
         right=tuple(row[label] for label, row in enumerate(confusion)),
         confusion=tuple(map(tuple, confusion)) if len(confusion) <= MOST_CONFUSED else (),
         folder=folder_name(guidance),

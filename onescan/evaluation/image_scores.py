@@ -166,8 +166,8 @@ def _is_inside(points: _Points, centers: _Points, radii: Radii) -> Bool[Tensor, 
     found = []
     for rows in points.blocks(ROWS):
         inside = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-        for columns, reach in zip(centers.blocks(COLUMNS), radii.split(COLUMNS), strict=True):
-            inside |= (torch.cdist(rows, columns) <= reach.to(rows.device)).any(dim=1)
+        for columns, radius in zip(centers.blocks(COLUMNS), radii.split(COLUMNS), strict=True):
+            inside |= (torch.cdist(rows, columns) <= radius.to(rows.device)).any(dim=1)
         found.append(inside.cpu())
     return torch.cat(found)
 
@@ -206,7 +206,7 @@ class Accumulator(nn.Module):
     ) -> None:
         super().__init__()
         self.total, self.features, self.folder = total, features, folder
-        # Random, because classes may take turns or come one after the other.
+        # Random, because images may be sorted by class or alternate between classes.
         self.order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
         sizes, classes, shown = (
             features.sizes(source.size),

@@ -93,7 +93,7 @@ class LengthScores:
     """Where the text is from."""
     tokens: int
     """Tokens of the text."""
-    told: int
+    predicted_tokens: int
     """Number of predicted tokens, the same at every length."""
     onescan: str
     """Version."""
@@ -148,7 +148,7 @@ def measure_lengths(
         trained_length=run.data.length if run and isinstance(run.data, TextDatasetConfig) else None,
         text="the run's held-out text" if config.text is None else config.text,
         tokens=len(ids),
-        told=predicted,
+        predicted_tokens=predicted,
         onescan=__version__,
         scores=tuple(scores),
         left_out=tuple(left_out),

@@ -104,7 +104,7 @@ class NeedleGrid:
     """Hash of the text."""
     onescan: str
     """Version."""
-    asked: NeedleConfig
+    config: NeedleConfig
     """Settings of the last call."""
     outcomes: tuple[Outcome, ...] = ()
 
@@ -125,7 +125,7 @@ class NeedleGrid:
         cells: dict[tuple[float, int], list[float]] = {}
         for outcome in self.outcomes:
             cells.setdefault((outcome.depth, outcome.length), []).append(value(outcome))
-        depths = sorted(self.asked.depths)
+        depths = sorted(self.config.depths)
         return np.array([[np.mean(cells[d, length]) for length in self.lengths] for d in depths])
 
 
@@ -198,7 +198,7 @@ def measure_needles(
         haystack=haystack.name,
         text=_hash([haystack.tokens.tobytes()]),
         onescan=__version__,
-        asked=config,
+        config=config,
     )
     path = folder / RESULTS
     grid = dataclasses.replace(grid, outcomes=_saved_outcomes(path, grid))
@@ -327,8 +327,8 @@ def _saved_outcomes(path: Path, grid: NeedleGrid) -> tuple[Outcome, ...]:
         raise damaged(path, error, REMEDY) from error
 
     def fixed(grid: NeedleGrid) -> NeedleGrid:
-        asked = dataclasses.replace(grid.asked, lengths=(), trials=1, prefill_chunk_size=1)
-        return dataclasses.replace(grid, asked=asked, outcomes=())
+        config = dataclasses.replace(grid.config, lengths=(), trials=1, prefill_chunk_size=1)
+        return dataclasses.replace(grid, config=config, outcomes=())
 
     for field, there, here in configs.differences(fixed(saved), fixed(grid)):
         raise ValueError(

@@ -176,7 +176,7 @@ def chip_of(device: torch.device) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
-def programs_wanted(device: torch.device) -> int:
+def target_programs(device: torch.device) -> int:
     """Return how many programs keep a device busy: four per multiprocessor."""
     if device.type != "cuda":
         return 4

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onescan.kernels import lrpe as kernels
 from onescan.kernels.common import Case
-from onescan.ops.backend import chip_of, launch, name_of, programs_wanted
+from onescan.ops.backend import chip_of, launch, name_of, target_programs
 from onescan.shapes import Angles, Keys, RotatedKeys
 
 
@@ -47,7 +47,7 @@ def _(x: Tensor, angles: Tensor) -> Tensor:
 def _rotate_backward(
     dy: Tensor, x: Tensor, angles: Tensor, wants_dangles: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x and, if wanted, of angles."""
+    """Compute the gradients of x and, if needed, of angles."""
     dx = torch.empty_like(x)
     case, blocks = _case(angles)
     parts = _parts(x, blocks)
@@ -85,4 +85,4 @@ def _case(angles: Tensor) -> tuple[Case, int]:
 
 def _parts(x: Tensor, blocks: int) -> int:
     """Return the number of parts that the samples are divided into."""
-    return max(1, min(x.shape[0], -(-programs_wanted(x.device) // blocks)))
+    return max(1, min(x.shape[0], -(-target_programs(x.device) // blocks)))

@@ -23,7 +23,7 @@ def import_file(file: str | Path) -> ModuleType:
     if not path.exists():
         raise ValueError(f"there is no file {file}")
     if not path.is_file() or path.suffix != ".py":
-        raise ValueError(f"{file} is no Python file, expected one that ends in .py")
+        raise ValueError(f"{file} is not a Python file, expected a name that ends in .py")
     spec = spec_from_file_location(str(path), path)  # no other module is named by a path
     assert spec is not None
     assert spec.loader is not None

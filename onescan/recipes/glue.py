@@ -133,15 +133,15 @@ class GlueRunsConfig:
     """Input of the classification head: the first token ([CLS], as in BERT), or the mean, maximum
     or attention pool over all tokens."""
     length: int | None = None
-    """Maximum tokens per sequence."""
+    """Maximum tokens per sequence; by default the recipe's."""
     epochs: int | None = None
-    """Passes over the training data."""
+    """Passes over the training data; by default the recipe's."""
     batch_size: int | None = None
-    """Examples per optimizer step."""
+    """Examples per optimizer step; by default the recipe's."""
     learning_rate: float | None = None
-    """Peak learning rate."""
+    """Peak learning rate; by default the recipe's."""
     precision: Precision | None = None
-    """Precision of matrix products."""
+    """Precision of matrix products; by default the recipe's."""
     machine: MachineConfig = field(default_factory=MachineConfig)
 
     def selected(self) -> tuple[GlueTask, ...]:

@@ -1,4 +1,4 @@
-"""The Long Range Arena: LION-lit, and LION-d and LION-s that start as HiPPO, and small ListOps.
+"""The Long Range Arena and small ListOps: LION-lit, and LION-d and LION-s initialized from HiPPO.
 
 As in LION, arXiv:2502.16249, App. C.2: the widths, depths, batch sizes, epochs, weight decays and
 dropout rates of S5 (arXiv:2208.04933, with its published scripts), and AdamW with a cosine schedule

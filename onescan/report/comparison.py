@@ -44,18 +44,18 @@ from onescan.training.folder import MACHINE
 from onescan.training.loading import load
 from onescan.training.logging import Split
 
-NAME = "name"  # a recipe's name is no setting
+NAME = "name"  # a recipe's name is not a setting
 READING = frozenset(  # fields of data configs that change how images are read, not which
     {"channels", "image_size", "mean", "on_error", "shuffle_block", "std", "streaming"}
     | {"test_crop", "train_crop"}
 )
-NAMED_BY = 3  # settings that tell recipes of the same name apart
+NAMED_BY = 3  # settings that distinguish recipes of the same name
 ABSENT = "\N{EM DASH}"
 STYLES = ("-", "--", ":")  # of lines, where colors repeat
-FEW = 3  # use a smaller unit of time below this number of them
+FEW = 3  # use a smaller unit below this number of time units
 LEAD = (
-    "Finished runs side by side. Runs of one recipe that differ only in their seed and machine "
-    "share a row. If a seed comes twice, each machine has its own row."
+    "Finished runs side by side. Runs of a recipe that differ only in seed and machine share a row."
+    " If a seed occurs twice, each machine has its own row."
 )
 SETTINGS = (
     "Every setting in which any two recipes differ, by its path in the run's config.json. A dash "
@@ -100,7 +100,7 @@ def comparison_table(runs: Sequence[Path]) -> str:
 
     Args:
         runs: Folders of finished runs, or folders that contain ``seed-*`` folders of such runs.
-            Runs that differ only in their seed and machine share a row. If a seed comes twice,
+            Runs that differ only in their seed and machine share a row. If a seed occurs twice,
             each machine has its own row.
 
     Raises:
@@ -227,7 +227,7 @@ def _check_task(a: FinishedRun, b: FinishedRun) -> None:
 
 
 def _names(runs: list[FinishedRun]) -> list[str]:
-    """Return each recipe's name, with the settings that tell it from others of the same name."""
+    """Return each recipe's name, with the settings that distinguish equal names."""
     names = []
     for run in runs:
         config = run.manifest.run
@@ -451,7 +451,7 @@ def _over_time(rows: Sequence[Row]) -> Section:
 
     lead = (
         f"{_legend(rows)} Time is that of training steps, without evaluations and checkpoints. It "
-        f"compares only between equal machines: {_devices(rows)}."
+        f"is comparable only between equal machines: {_devices(rows)}."
     )
     return Section("Over training time", _figures(rows, Axis(unit, elapsed)), lead)
 
@@ -495,7 +495,7 @@ def _figures(rows: Sequence[Row], axis: Axis) -> list[Figure]:
         [training_curve(row, axis) for row in rows], x=axis.label, y="training loss", scale="log"
     )
     caption = (
-        "Running mean over batches. It compares only between recipes with equal labels and "
+        "Running mean over batches. It is comparable only between recipes with equal labels and "
         "augmentation."
     )
     return [*figures, Figure("Training loss", chart, caption)]

@@ -1,4 +1,4 @@
-"""The section about LDN's diffusion: its kernels, and how far they reach block after block."""
+"""The section about LDN's diffusion: its kernels, and how far they reach in each block."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -53,7 +53,7 @@ PerBlock = Float[np.ndarray, "blocks H"]
 Curves = Float[np.ndarray, "H lags"]
 Weights = Float[np.ndarray, "blocks H places"]
 Influence = Float[np.ndarray, "blocks H _"]  # each line has its own number of tokens
-Reach = Int[np.ndarray, "blocks H sides"]  # back, ahead
+Extent = Int[np.ndarray, "blocks H sides"]  # back, ahead
 
 
 class DiffusionLine(NamedTuple):
@@ -84,7 +84,7 @@ class DiffusionLine(NamedTuple):
 
     @property
     def implicit(self) -> bool:
-        """Whether a step of time is implicit, and reaches beyond the kernel."""
+        """Whether time steps are implicit, so that they reach beyond the kernel."""
         return self.learned[0].scheme != "explicit"
 
     @property
@@ -99,7 +99,7 @@ class DiffusionLine(NamedTuple):
 
     @property
     def lags(self) -> Lags:
-        """How far each token lies before the one in the middle."""
+        """Distance of each token before the one in the middle."""
         return self.middle - np.arange(self.tokens)
 
     @property
@@ -185,7 +185,7 @@ def _operators(diffusion: Diffusion, tokens: int) -> Operators:
 
 
 def distance(shares: Influence, lags: Lags) -> PerBlock:
-    """Return the root mean square distance of what a token consists of, in tokens.
+    """Return the root mean square distance of the contributions to a token, in tokens.
 
     >>> distance(np.array([[[0.25, 0.5, 0.25]]]), np.array([2, 0, -2])).round(3).tolist()
     [[1.414]]
@@ -196,11 +196,11 @@ def distance(shares: Influence, lags: Lags) -> PerBlock:
 
 
 @torch.no_grad()
-def reach(line: DiffusionLine) -> Reach:
-    """Return how many places back and ahead have any influence after each block.
+def extent(line: DiffusionLine) -> Extent:
+    """Return how many tokens back and ahead have any influence after each block.
 
-    A token keeps a share of itself, and all weights up to a kernel's furthest are positive, so the
-    reaches of blocks add up. An implicit step reaches every token.
+    A token keeps a share of itself, and all weights within a kernel's radius are positive, so the
+    radii of the blocks add up. An implicit step reaches every token.
     """
     sides = []
     for diffusion in line.learned:
@@ -209,21 +209,21 @@ def reach(line: DiffusionLine) -> Reach:
         ahead, _, back = taken.tensor_split((diffusion.radius, diffusion.radius + 1), dim=1)
         reached = torch.stack([(back > 0).sum(1), (ahead > 0).sum(1)], dim=1)  # H sides
         sides.append((reached > 0) * line.tokens if line.implicit else reached)
-    total: Reach = torch.stack(sides).cumsum(0).numpy()
+    total: Extent = torch.stack(sides).cumsum(0).numpy()
     return total
 
 
 def nearest(line: DiffusionLine) -> Int[np.ndarray, " blocks"]:
     """Return the distance within which all tokens have an influence in all channels, by block."""
     sides = slice(None) if line.bidirectional else slice(1)
-    distances: Int[np.ndarray, " blocks"] = reach(line)[..., sides].min(axis=(1, 2))
+    distances: Int[np.ndarray, " blocks"] = extent(line)[..., sides].min(axis=(1, 2))
     return distances
 
 
 def blocks_to_cover(lines: Sequence[DiffusionLine]) -> int | None:
-    """Return after how many blocks every token influences every other, in all channels.
+    """Return after how many blocks every token influences every other one, in all channels.
 
-    Without diffusion ahead, every later one. None if the model has too few blocks.
+    If diffusion is causal, only later tokens count. None if the model has too few blocks.
     """
     covered = np.stack([nearest(line) >= line.tokens - 1 for line in lines]).all(axis=0)
     return int(covered.argmax()) + 1 if covered.any() else None
@@ -265,7 +265,7 @@ def _coverage(model: ImageClassifier, lines: Sequence[DiffusionLine]) -> str:
 
 
 def _dropped(model: ImageClassifier) -> str:
-    """Explain the effect of stochastic depth, which the figures leave out."""
+    """Explain the effect of stochastic depth, which the figures ignore."""
     rate = model.config.drop_path
     if not rate:
         return ""
@@ -320,12 +320,12 @@ def _kernel_figure(lines: Sequence[DiffusionLine]) -> Figure:
             curves = learned[block][:, places], initial[block][:, places]
             name = f"{line.name}, block {block + 1}" if line.name else f"Block {block + 1}"
             panels.append((name, _kernel_chart(line, lags, *curves, top)))
-    implicit = " The step is implicit, and reaches beyond the kernel." * lines[0].implicit
+    implicit = " The step is implicit, so it reaches beyond the kernel." * lines[0].implicit
     return Figure(
         "Kernels by block",
         fragment("panels", panels, panel=160),
-        "Share dt K of each place that a token takes in per step, by distance t - s. The gap is "
-        f"the token itself, which keeps the rest. Dashed: before training."
+        "Share dt K that a token takes from each other token per step, by distance t - s. The "
+        f"gap is the token itself, which keeps the rest. Dashed: before training."
         f"{_colors(lines[0].kernels)}{implicit}",
         columns=3,
     )
@@ -380,8 +380,8 @@ def _width_figure(lines: Sequence[DiffusionLine]) -> Figure:
     return Figure(
         "Kernel width",
         _panels(lines, charts),
-        "Standard deviation of each block's Gaussian kernel: at this distance a place has 61% of "
-        f"the weight of a close one.{_dots_meaning(lines[0].kernels)}",
+        "Standard deviation of each block's Gaussian kernel. At this distance, a token has 61% of "
+        f"the weight of a nearby one.{_dots_meaning(lines[0].kernels)}",
     )
 
 
@@ -459,8 +459,8 @@ def _distance_figure(lines: Sequence[DiffusionLine], shares: Sequence[Influence]
     return Figure(
         "Distance of influence",
         _panels(lines, charts),
-        f"Root mean square distance of what the {lines[0].noun} in the middle consists of, by "
-        "diffusion alone. Dashed: before training; dotted: for equal shares of all."
+        f"Root mean square distance of the {lines[0].nouns} that contribute to the one in the "
+        "middle, by diffusion alone. Dashed: before training; dotted: equal shares of all."
         f"{_colors(lines[0].kernels)}",
     )
 
@@ -509,13 +509,14 @@ def _influence_figure(lines: Sequence[DiffusionLine], shares: Sequence[Influence
         "transparent, var(--blue), var(--vermilion)",
     )
     weakest = " and ".join(_weakest(*both) for both in zip(lines, shares, strict=True))
-    some = f" Of {kernels} kernels, those of the shortest, median and longest reach are shown."
+    some = f" Of {kernels} kernels, those with the shortest, median and longest distance are shown."
     negative = " Shares of implicit steps may be negative; their magnitude is shown."
     return Figure(
         f"Influence on the {lines[0].noun} in the middle",
         fragment("panels", maps, panel=min(width, WIDE // 2)) + legend,
-        "Rows: what the token in the middle consists of after each block, by diffusion alone, "
-        f"relative to equal shares of all. Gray: no influence. In the end {weakest}."
+        "Each row shows the contributions to the token in the middle after a block, by diffusion "
+        "alone, relative to equal shares of all. Gray: no influence. After the last block, "
+        f"{weakest}."
         f"{some * (kernels > MAPS)}{negative * lines[0].implicit}",
         columns=3,
     )
@@ -562,8 +563,8 @@ def _influence_colors(
 
 
 def _reached(line: DiffusionLine) -> Bool[np.ndarray, "blocks H T"]:
-    """Whose influence reaches the token in the middle."""
-    back, ahead = np.moveaxis(reach(line), -1, 0)[..., None]
+    """Return which tokens influence the token in the middle, after each block."""
+    back, ahead = np.moveaxis(extent(line), -1, 0)[..., None]
     return (-ahead <= line.lags) & (line.lags <= back)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from onescan.shapes import Images
 
 PAGE = "report.html"
-SHARES = ("precision", "recall", "as_asked")
+SHARES = ("precision", "recall", "class_accuracy")
 MAX_OTHERS = 30  # images shown of guidance scales other than the best
 MAX_OF_CLASS = 10
 MAX_COLUMNS = 10  # of images
@@ -39,17 +39,17 @@ LEAD = (
     "classifier, whether each image looks real, and whether they cover the variety of real images."
 )
 INCEPTION = (
-    "The features come from a file of Inception-v3. The scores match those of papers only if it "
-    "holds the original weights."
+    "The features come from a TorchScript file of Inception-v3. The scores are comparable with "
+    "published ones only if the file has the original weights."
 )
 OWN = (
-    "The features come from one of our own classifiers, so the Frechet distance is no FID. It "
-    "compares only with other distances in features of the same classifier. The class score is the "
-    "formula of the Inception Score, with the classes of that classifier."
+    "The features come from a classifier trained with onescan, so the Frechet distance is not an "
+    "FID. It is comparable only with distances in features of the same classifier. The class score "
+    "is the formula of the Inception Score with the classes of this classifier."
 )
 SINGULAR = (
-    "There are no more images than features on one side. Distances then depend strongly on the "
-    "number of images, and compare only between equal numbers."
+    "The number of images does not exceed the number of features. Distances then depend strongly "
+    "on the number of images, and are comparable only for equal numbers."
 )
 
 
@@ -65,7 +65,7 @@ def write_generation(scores: "GenerationScores", out: Path) -> Path:
 
     Args:
         scores: Result of `measure_generation`.
-        out: Folder in which it kept the images. An existing page of onescan is replaced.
+        out: Folder in which it saved the images. An existing page of onescan is replaced.
 
     Returns:
         The page's path.
@@ -120,7 +120,7 @@ def format_score(score: "GenerationScore", field: str) -> str:
     if field in SHARES:
         return percent(number)
     if field == "class_score":
-        return f"{number:.2f} \N{PLUS-MINUS SIGN} {score.class_score_spread:.2f}"
+        return f"{number:.2f} \N{PLUS-MINUS SIGN} {score.class_score_std:.2f}"
     return f"{number:.2f}" if number >= 1 else f"{number:.4f}"
 
 
@@ -133,7 +133,7 @@ def _at(score: "GenerationScore") -> str:
 
 
 def table_rows(scores: "GenerationScores") -> list[list[str]]:
-    """Return titles, the scores at every guidance scale, and those of the real images, if any."""
+    """Return the header, a row per guidance scale and, if known, one for the real images."""
     fields = column_names(scores)
     rows = [["guidance", *fields.values()]]
     rows += [
@@ -143,7 +143,7 @@ def table_rows(scores: "GenerationScores") -> list[list[str]]:
     real = scores.real
     known = {
         "class_score": "" if real.class_score is None else f"{real.class_score:.2f}",
-        "as_asked": "" if real.as_labelled is None else percent(real.as_labelled),
+        "class_accuracy": "" if real.class_accuracy is None else percent(real.class_accuracy),
     }
     cells = [known.get(field, "") for field in fields]
     return [*rows, ["real images", *cells]] if any(cells) else rows
@@ -157,11 +157,11 @@ def _cards(scores: "GenerationScores") -> Iterator[Card]:
     if score.precision is not None and score.recall is not None:
         yield Card(percent(score.precision), "precision", "share of images that look real")
         yield Card(percent(score.recall), "recall", "share of real images that are covered")
-    if score.as_asked is not None:
+    if score.class_accuracy is not None:
         note = "share of images classified as the requested class"
-        yield Card(percent(score.as_asked), names["as_asked"], note)
+        yield Card(percent(score.class_accuracy), names["class_accuracy"], note)
     elif score.class_score is not None:
-        name, spread = names["class_score"], f"{score.class_score_spread:.2f}"
+        name, spread = names["class_score"], f"{score.class_score_std:.2f}"
         yield Card(f"{score.class_score:.2f}", name, "over ten parts of the images", spread)
 
 
@@ -192,14 +192,14 @@ def _numbers(scores: "GenerationScores") -> Section:
         for field, name in scores.short_names.items()
     }
     sentences = {
-        "distance": f"{names['distance']}: distance of the features, taken as normal "
-        "distributions; lower is better, and it is 0 for the real images themselves.",
+        "distance": f"{names['distance']}: distance between the features of both sets, modelled as "
+        "normal distributions. Lower is better; it is 0 for the real images themselves.",
         "spatial_distance": f"{names['spatial_distance']}: the same for features that depend on "
         "the location in an image.",
         "class_score": f"{names['class_score']}: high if each image is clearly of one class and "
         "all classes appear; \N{PLUS-MINUS SIGN} is its standard deviation over ten parts.",
-        "as_asked": f"{names['as_asked'].capitalize()}: share of images that the classifier "
-        "assigns to the requested class; for real images, to their own class.",
+        "class_accuracy": f"{names['class_accuracy'].capitalize()}: share of images that the "
+        "classifier assigns to the requested class, or for real images to their own class.",
     }
     caption = " ".join(sentence for field, sentence in sentences.items() if field in columns)
     lead = f"{INCEPTION if scores.is_inception else OWN} {SINGULAR * scores.is_singular}".strip()
@@ -231,10 +231,10 @@ def _curves(scores: "GenerationScores") -> list[Section]:
                 "covered. Guidance usually trades recall for precision.",
             )
         )
-    if _values(scores, "as_asked"):
+    if _values(scores, "class_accuracy"):
         caption = "Share of images that the classifier assigns to the requested class."
-        chart = _curve(scores, ["as_asked"], names["as_asked"])
-        figures.append(Figure(names["as_asked"].capitalize(), chart, caption))
+        chart = _curve(scores, ["class_accuracy"], names["class_accuracy"])
+        figures.append(Figure(names["class_accuracy"].capitalize(), chart, caption))
     elif _values(scores, "class_score"):
         name = names["class_score"]
         caption = "Band: standard deviation over ten parts of the images."
@@ -255,7 +255,7 @@ def _curve(scores: "GenerationScores", fields: Sequence[str], y: str) -> Markup:
         values = np.array(_values(scores, field))
         band = None
         if field == "class_score":
-            std = np.array(_values(scores, "class_score_spread"))
+            std = np.array(_values(scores, "class_score_std"))
             band = values - std, values + std
         last = format_score(scores.scores[-1], field)
         name = f"{field} {last}" if len(fields) > 1 else last
@@ -334,16 +334,16 @@ def _picture(images: "Images", columns: int) -> Picture:
 def _classes(scores: "GenerationScores") -> list[Section]:
     """Return one section about the best guidance scale if its images were classified."""
     score, names = best_score(scores), scores.class_names
-    if not score.asked:
+    if not score.requested:
         return []
-    requested = np.array(score.asked)
+    requested = np.array(score.requested)
     accuracies = np.where(requested > 0, np.array(score.right) / np.maximum(requested, 1), np.nan)
     figures = class_accuracy(accuracies[None], names)
     if score.confusion:
         over = plural(scores.samples, "image")
         counts = np.array(score.confusion)
         figures.insert(0, confusion_figure(counts, names, over, rows="requested"))
-    real = scores.real.as_labelled
+    real = scores.real.class_accuracy
     lead = f"Classes predicted by {scores.features} for the images{_at(score)}."
     if real is not None:
         lead += f" It classifies {percent(real)} of real images correctly."

@@ -192,7 +192,7 @@ def _scores(outcome: GlueOutcome) -> Section:
                 "Score over training",
                 curves,
                 f"Score at each evaluation, over the fraction of the task's own training.{band} A "
-                "curve that still rises at its end suggests more epochs.",
+                "curve that still rises at the end suggests training longer.",
             ),
         ],
     )
@@ -225,8 +225,9 @@ def _settings(outcome: GlueOutcome) -> Section:
             )
         )
     caption = (
-        "Settings of the first seed. All others are in each run's config.json, and each task has a "
-        "report of its own beside its runs. Decoupled decay is not multiplied by the learning rate."
+        "Settings of the first seed. The complete settings are in each run's config.json, and the "
+        "folder of each task has its own report. Decoupled decay is not multiplied by the "
+        "learning rate."
     )
     table = fragment("table", rows)
     return Section("Settings", [Figure("Training of each task", table, caption, columns=3)])

@@ -93,9 +93,9 @@ def held_out_pixels(group: RunGroup, rows: Int[Tensor, " B"]) -> Images:
 
 def _examples_at(data: DataSet, rows: list[int]) -> list[Example]:
     """Iterate up to the last row, because a stream has no random access."""
-    wanted = set(rows)
+    requested = set(rows)
     start = enumerate(islice(data.examples(seed=None), max(rows) + 1))
-    found = {row: example for row, (example, _) in start if row in wanted}
+    found = {row: example for row, (example, _) in start if row in requested}
     return [found[row] for row in rows if row in found]
 
 
@@ -316,10 +316,10 @@ def _gallery(group: RunGroup, rows: list[int]) -> Markup:
 
 
 def _answer(group: RunGroup, row: int, pixels: UInt8[np.ndarray, "height width rgb"]) -> Answer:
-    truth, said = int(held_out_labels(group)[row]), group.array("predictions")[:, row]
-    mistakes = Counter(said[said != truth].tolist())
+    truth, predicted = int(held_out_labels(group)[row]), group.array("predictions")[:, row]
+    mistakes = Counter(predicted[predicted != truth].tolist())
     chosen = mistakes.most_common(1)[0][0] if mistakes else truth
-    share = float(group.array("confidence")[:, row][said == chosen].mean())
+    share = float(group.array("confidence")[:, row][predicted == chosen].mean())
     count = f"{mistakes.total()}/{len(group.runs)} \N{MIDDLE DOT} "
     names = group.class_names
     return Answer(

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from onescan.evaluation.lengths import LengthScores, PlaceScore
 
 CAUSAL = (
-    "How well the model predicts each next token of a text that is cut into rows of several "
-    "lengths. The tokens before it in its row are all the context it has."
+    "How well the model predicts the next token. The text is cut into rows of several lengths; the "
+    "context of a token is the preceding tokens of its row."
 )
 MASKED = (
-    "How well the model predicts masked tokens of a text that is cut into rows of several lengths. "
-    "The rest of a row is all the context it has."
+    "How well the model predicts masked tokens. The text is cut into rows of several lengths; the "
+    "context of a token is the rest of its row."
 )
 METRICS = ("loss", "perplexity", "accuracy")
 
@@ -92,11 +92,11 @@ def _cards(scores: "LengthScores") -> list[Card]:
 def _facts(scores: "LengthScores") -> list[tuple[str, str]]:
     trained = scores.trained_length
     which = "all but the first" if scores.is_causal else "the masked ones, masked as in training"
-    count = plural(scores.told, "token")
+    count = plural(scores.predicted_tokens, "token")
     return [
         ("Text", f"{scores.text}, {plural(scores.tokens, 'token')}"),
         ("Scored tokens", f"{which}: {count}, the same ones at every length"),
-        ("Rows", "cut from one stream of all documents, which are not kept apart"),
+        ("Rows", "cut from the concatenated documents; a row may span several"),
         ("Training", "unknown" if trained is None else f"in rows of {plural(trained, 'token')}"),
         ("Version", f"onescan {scores.onescan}"),
     ]
@@ -127,8 +127,8 @@ def _curves(scores: "LengthScores") -> Section:
         curve = _curve(scores, ends, losses, "loss", x="tokens of context")
         caption = (
             "In nats per token. Each dot covers the positions after the previous dot, taken from "
-            "the shortest rows that reach them, because there are more of those. Where rows are "
-            "few, the loss also depends on the text at these positions."
+            "the shortest rows that reach them, because there are more of those. If there are "
+            "few rows, the loss also depends on the text at these positions."
         )
         figures.append(Figure("Loss by position in the row", curve, caption + trained))
     return Section("Over lengths", figures, "Only one length was evaluated." * (len(lengths) == 1))

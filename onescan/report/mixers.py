@@ -150,7 +150,7 @@ def examples(group: RunGroup, model: ImageClassifier) -> list[Example]:
     labels, predictions = held_out_labels(group), group.array("predictions")[0]
     correct = (labels == predictions).int()
     present, heads = labels.unique(), len(_heads(model))
-    present = present[_spread(len(present), min(MAX_EXAMPLES, max(MAX_TILES // heads, 3)))]
+    present = present[_evenly_spaced(len(present), min(MAX_EXAMPLES, max(MAX_TILES // heads, 3)))]
     chosen = torch.stack([((labels == i) * (1 + correct)).argmax() for i in present])
     pixels = held_out_pixels(group, chosen)
     shares = key_shares(model, _model_input(group, pixels))
@@ -184,12 +184,12 @@ def _examples_figure(group: RunGroup, model: ImageClassifier) -> Figure:
 
 def _mean_figure(group: RunGroup, model: ImageClassifier) -> Figure:
     """Over evenly spaced images, because a data set may be sorted by class."""
-    chosen = _spread(len(held_out_labels(group)), MAX_AVERAGED)
+    chosen = _evenly_spaced(len(held_out_labels(group)), MAX_AVERAGED)
     pixels = held_out_pixels(group, torch.tensor(chosen))
     batches = [key_shares(model, _model_input(group, some)) for some in pixels.split(BATCH_SIZE)]
     means = [torch.cat(layer).mean(dim=0) for layer in zip(*batches, strict=True)]
     mean, depth = Example("mean", _rgb(pixels[:1])[0], means), len(model.blocks)
-    blocks = _spread(depth, MAX_BLOCKS)
+    blocks = _evenly_spaced(depth, MAX_BLOCKS)
     rows = [_row(model, mean, f"block {block + 1}", block) for block in blocks]
     description = "Heat maps of the mean key importance of each head"
     drawn = tiles(rows, _head_names(model), description, with_images=False)
@@ -203,10 +203,10 @@ def _mean_figure(group: RunGroup, model: ImageClassifier) -> Figure:
     )
 
 
-def _spread(count: int, most: int) -> list[int]:
+def _evenly_spaced(count: int, most: int) -> list[int]:
     """At most so many of 0 to count - 1, evenly spaced, both ends included.
 
-    >>> _spread(3, 5), _spread(10, 4)
+    >>> _evenly_spaced(3, 5), _evenly_spaced(10, 4)
     ([0, 1, 2], [0, 3, 6, 9])
     """
     return torch.linspace(0, count - 1, min(count, most)).round().int().tolist()
@@ -222,7 +222,7 @@ def _rgb(pixels: Images) -> Float[Tensor, "B height width rgb"]:
 
 
 def _heads(model: ImageClassifier) -> list[int]:
-    return _spread(model.config.mixer.num_heads, MAX_HEADS)
+    return _evenly_spaced(model.config.mixer.num_heads, MAX_HEADS)
 
 
 def _head_names(model: ImageClassifier) -> list[str]:
@@ -380,8 +380,8 @@ def position_kernels(group: RunGroup) -> Section:
         "All channels",
         _all_channels(lags, learned),
         "Each row is the kernel of a channel, divided by its largest weight; orange is positive, "
-        "blue negative. Rows are sorted by reach, from single patches (top) to the whole axis "
-        "(bottom).",
+        "blue negative. Rows are sorted by the mean distance of the weights, from local kernels "
+        "(top) to those that span the whole axis (bottom).",
     )
     sides = "on both sides" if model.position.bidirectional else "before it"
     lead = (
@@ -420,7 +420,7 @@ def _bands(
 ) -> Markup:
     low, lower, median, upper, high = np.quantile(learned, BANDS, axis=0)
     before = np.median(initial, axis=0)
-    singles = learned[_by_reach(lags, learned)][:: -(-len(learned) // SINGLE_CHANNELS)]
+    singles = learned[_by_distance(lags, learned)][:: -(-len(learned) // SINGLE_CHANNELS)]
 
     def draw(figure: Drawing) -> None:
         axes = figure.add_subplot(xlabel=DIRECTIONS[axis][1], ylabel="weight", ylim=limits)
@@ -446,7 +446,7 @@ def _all_channels(lags: Sequence[Lags], learned: Sequence[Kernels]) -> Markup:
     def draw(figure: Drawing) -> None:
         for i, (distances, kernels) in enumerate(zip(lags, learned, strict=True)):
             axes = figure.add_subplot(1, len(learned), i + 1, title=DIRECTIONS[i][0])
-            rows = kernels[_by_reach(distances, kernels)]
+            rows = kernels[_by_distance(distances, kernels)]
             rows = rows / np.abs(rows).max(axis=1, keepdims=True)
             edges = distances[0] - 0.5, distances[-1] + 0.5, len(rows), 0
             axes.imshow(diverging(rows), extent=edges, aspect="auto")
@@ -454,10 +454,12 @@ def _all_channels(lags: Sequence[Lags], learned: Sequence[Kernels]) -> Markup:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(visible=False)
 
-    return to_svg(draw, description="Heat maps of the kernels of all channels, sorted by reach")
+    return to_svg(
+        draw, description="Heat maps of the kernels of all channels, sorted by mean distance"
+    )
 
 
-def _by_reach(lags: Lags, kernels: Kernels) -> Int[np.ndarray, " channels"]:
+def _by_distance(lags: Lags, kernels: Kernels) -> Int[np.ndarray, " channels"]:
     """Sort channels by the mean distance of their weights."""
     weight = np.abs(kernels)
     return np.argsort((weight * np.abs(lags)).sum(axis=1) / weight.sum(axis=1), kind="stable")
@@ -530,7 +532,7 @@ def learned_decays(group: RunGroup) -> Section:
         return Section(DECAYS, lead="Not shown: this model has no decays, or constant ones.")
     if reason := unknown_rows(group):
         return Section(DECAYS, lead=reason)
-    rows = _spread(len(held_out_labels(group)), DECAY_IMAGES)
+    rows = _evenly_spaced(len(held_out_labels(group)), DECAY_IMAGES)
     images = _model_input(group, held_out_pixels(group, torch.tensor(rows)))
     scans = [half_lives(scan) for scan in zip(*mean_decays(model, images), strict=True)]
     lead = (

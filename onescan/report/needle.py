@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 LEAD = (
     "A fact is hidden in a long text, and a question at the end asks for it. Whether a model "
-    "recalls it depends on the length of the text and on how deep in it the fact is hidden."
+    "recalls it depends on the length of the text and on the position of the fact."
 )
 FOUND = (
-    "Share of needles for which greedy decoding gives the right number. At depth 0% the needle "
-    "stands before the haystack, at 100% right before the question."
+    "Share of needles for which greedy decoding returns the right number. At depth 0%, the needle "
+    "is at the start of the haystack; at 100%, right before the question."
 )
 GAIN = (
     "How much more likely the number is with the needle in the text than without it, in nats; 0 "
-    "means no recall. It shows recall even in models that never give the whole number, but part of "
-    "the gain may come from having seen any number."
+    "means no recall. It shows recall even in models that never generate the whole number, but "
+    "part of the gain may come from having seen any number."
 )
 NARROW = 4  # more lengths do not fit beside each other in one column of the page
 FULL_COLOR = 1.0  # nats; in grids of smaller gains, all cells stay pale
@@ -33,7 +33,7 @@ def needle_table(grid: "NeedleGrid") -> str:
     """Format the share of needles found and the gain as plain text, one line for each depth."""
     rows = [["depth", *(f"{length:,}" for length in grid.lengths)]]
     for depth, shares, gains in zip(
-        sorted(grid.asked.depths), grid.accuracy(), grid.gain(), strict=True
+        sorted(grid.config.depths), grid.accuracy(), grid.gain(), strict=True
     ):
         cells = zip(shares, gains, strict=True)
         rows.append([f"{depth:.0%}", *(f"{percent(x, 0)}, {gain:+.2f}" for x, gain in cells)])
@@ -54,7 +54,7 @@ def write_needles(grid: "NeedleGrid", path: Path) -> Path:
         ValueError: If another file exists at the path.
         OSError: If the page cannot be written. An existing page stays intact.
     """
-    depth = Axis("depth", [f"{depth:.0%}" for depth in sorted(grid.asked.depths)])
+    depth = Axis("depth", [f"{depth:.0%}" for depth in sorted(grid.config.depths)])
     length = Axis("tokens", [f"{length:,}" for length in grid.lengths])
     gain = grid.gain()
     found = heat_map(
@@ -81,9 +81,9 @@ def write_needles(grid: "NeedleGrid", path: Path) -> Path:
         lead=LEAD,
         cards=_cards(grid),
         facts=[
-            ("Needle", grid.asked.needle),
-            ("Question", grid.asked.question),
-            ("Numbers", f"of {plural(grid.asked.digits, 'digit')}"),
+            ("Needle", grid.config.needle),
+            ("Question", grid.config.question),
+            ("Numbers", f"of {plural(grid.config.digits, 'digit')}"),
             ("Haystack", grid.haystack),
             ("Version", f"onescan {grid.onescan}"),
         ],

@@ -1,4 +1,4 @@
-"""Charts as inline SVG in one house style, heat maps as tables, and small images.
+"""Charts as inline SVG in one style, heat maps as tables, and small images.
 
 Charts are drawn with the colors of light mode, which are then replaced by CSS variables, so that
 they follow the reader's light or dark mode. Their text keeps the font and size of the page.
@@ -178,7 +178,7 @@ def line_chart(
         format_x: Formats the numbers of the horizontal axis.
         log_x: Whether the horizontal axis is logarithmic, with a tick at each point of the first
             line.
-        at_least: Least upper end of a "zero" axis.
+        at_least: Minimum upper end of a "zero" axis.
         threshold: Height of a dashed line.
         mark_x: Position of a dashed vertical line.
         dots: Whether points are marked; single points always are.
@@ -307,13 +307,13 @@ def label_ends(
     Args:
         axes: With its final limits.
         ends: x, y, name and color of each line.
-        gap: Least distance between two names, relative to the height of the axis.
+        gap: Minimum distance between two names, relative to the height of the axis.
     """
     to_axes = axes.transScale + axes.transLimits
     placed = [(*to_axes.transform((x, y)), name, color) for x, y, name, color in ends]
     margin = sorted((end for end in placed if end[0] > NEAR_EDGE), key=lambda end: end[1])
     for height, (_, _, name, color) in zip(
-        _apart([end[1] for end in margin], gap), margin, strict=True
+        _separate([end[1] for end in margin], gap), margin, strict=True
     ):
         axes.text(1.03, height, name, color=color, transform=axes.transAxes, va="center")
     for x, y, name, color in placed:
@@ -331,10 +331,10 @@ def label_ends(
             )
 
 
-def _apart(heights: Sequence[float], gap: float) -> list[float]:
+def _separate(heights: Sequence[float], gap: float) -> list[float]:
     """Move increasing heights apart, first upwards, then down from the top.
 
-    >>> _apart([0.2, 0.2, 1.0], 0.1), _apart([0.9, 1.0, 1.0], 0.25)
+    >>> _separate([0.2, 0.2, 1.0], 0.1), _separate([0.9, 1.0, 1.0], 0.25)
     ([0.2, 0.30000000000000004, 1.0], [0.5, 0.75, 1.0])
     """
     places = list(heights[:1])
@@ -345,7 +345,7 @@ def _apart(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def series(index: int) -> str:
-    """Return the color of one of several similar things."""
+    """Return the color of the i-th line of a chart."""
     return SERIES[index % len(SERIES)]
 
 

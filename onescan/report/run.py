@@ -270,7 +270,7 @@ MEANINGS = {  # by the end of a metric's name
     "tokenizers. Uncompressed text has 8.",
     "feature_distance": "Frechet distance between generated and held-out images in the features "
     "of the classifier; 0 if their mean and covariance agree. It is biased upwards for few images, "
-    "compares only with the same classifier and number of images, and is not an FID.",
+    "is comparable only for the same classifier and number of images, and is not an FID.",
     "f1": "Harmonic mean of precision and recall of class 1.",
     "matthews_correlation": "Correlation of predictions with labels: 0 for guessing, 1 if all are "
     "correct.",
@@ -428,7 +428,7 @@ def _speed(group: RunGroup) -> Figure:
         f"{unit.capitalize()} per second",
         line_chart(lines, x="epoch", y=f"{unit} per second", scale="zero", format=large),
         f"Training {unit} per second of each step{two}, without evaluations and checkpoints. Drops "
-        "are often other programs on the same machine.",
+        "are often caused by other programs on the same machine.",
     )
 
 
@@ -470,7 +470,7 @@ def _memory(group: RunGroup) -> list[Figure]:
     lines = _running(group, used, lambda amount: f"{amount:.3g} {unit}", with_raw=False)
     chart = line_chart(lines, x="epoch", y=f"memory, {unit}", scale="zero")
     return [
-        Figure("Memory", chart, f"{what}; at most {memory(peak)}. A steady rise would be a leak.")
+        Figure("Memory", chart, f"{what}; at most {memory(peak)}. A steady rise indicates a leak.")
     ]
 
 

@@ -15,7 +15,7 @@ from onescan.report.page import Figure, Section, fragment
 from onescan.report.plots import Axis, heat_map
 from onescan.report.runs import RunGroup
 from onescan.tasks import Batch, Glue, LanguageModelling, MaskedLanguageModelling, Recall
-from onescan.tasks.writing import generate_text
+from onescan.tasks.text_generation import generate_text
 
 TEXTS, PROMPT, NEW_TOKENS = 3, 64, 200  # number of texts; tokens of each prompt and after it
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)
@@ -98,11 +98,11 @@ def glue_errors(group: RunGroup) -> Section:
 def _glue_row(group: RunGroup, row: int) -> tuple[str, str, str]:
     assert isinstance(group.task, Glue)
     texts = " \N{EM DASH} ".join(_shortened(text) for text in group.task.texts(row))
-    label, said = (group.array(name)[0, row].item() for name in ("labels", "predictions"))
+    label, predicted = (group.array(name)[0, row].item() for name in ("labels", "predictions"))
     if not group.class_names:
-        return texts, f"{label:.1f}", f"{said:.1f}"
+        return texts, f"{label:.1f}", f"{predicted:.1f}"
     share = percent(group.array("confidence")[0, row].item())
-    return texts, group.class_names[int(label)], f"{group.class_names[int(said)]} {share}"
+    return texts, group.class_names[int(label)], f"{group.class_names[int(predicted)]} {share}"
 
 
 def _shortened(text: str) -> str:
@@ -131,9 +131,9 @@ def recall(group: RunGroup) -> Section:
     caption = (
         f"Share of correct answers by the number of pairs in the sequence and by the distance from "
         f"a pair to its query ({plural(len(group.runs), 'seed')}, {len(distances[0])} tokens). "
-        f"Cells without queries are empty. Random guesses are correct once in "
-        f"{group.task.format.values:,}, or once in the number of pairs among the values of the "
-        "sequence."
+        f"Cells without queries are empty. Random guesses among all values are correct "
+        f"once in {group.task.format.values:,}, those among the values of the sequence once in the "
+        "number of pairs."
     )
     return Section("Recall", [Figure("Accuracy by number of pairs", chart, caption, columns=2)])
 

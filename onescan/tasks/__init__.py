@@ -1,4 +1,4 @@
-"""Tasks: one problem each, its training batches, its loss and its evaluation.
+"""Tasks: the training batches, loss and evaluation of each problem.
 
 The tasks are imported on first use. `onescan.configs` finds the class that a config names here.
 """

@@ -1,4 +1,4 @@
-"""The contract between a task and the training loop, which knows nothing else of it."""
+"""The interface between tasks and the training loop."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class Task(ABC):
     test_batch_size: int = 256
     """Examples per evaluation batch; affects memory, not results."""
     repeats: int = 1
-    """How often each example occurs in a row, each time with its own augmentation."""
+    """Number of consecutive copies of each example, each with its own augmentation."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
@@ -76,9 +76,9 @@ class Task(ABC):
         """Return the number by which evaluations are compared: higher is better."""
 
     def picture(self, model: nn.Module) -> Image | None:
-        """Draw what the model does, in evaluation mode and without randomness, or return None.
+        """Return a picture of the model's outputs, or None if the task has none.
 
-        All processes draw the same picture.
+        The model is in evaluation mode. All processes return the same picture.
         """
         del model
         return None

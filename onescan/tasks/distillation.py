@@ -62,7 +62,9 @@ class Distillation:
         self.config = config
         self.name = teacher
         self.format, self.class_names = data.format, data.class_names
-        self.teacher: Teacher | None = None  # loaded on use, because evaluation needs none
+        self.teacher: Teacher | None = (
+            None  # loaded on first use, because evaluation does not need it
+        )
 
     def loss(
         self, label_loss: Float[Tensor, ""], scores: Logits, images: Tensor

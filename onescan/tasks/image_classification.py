@@ -65,7 +65,9 @@ class ImageClassificationConfig(TaskConfig):
         if self.teacher is None and self.distillation != DistillationConfig():
             raise ValueError("task.distillation is set, but task.teacher is None, expected one")
         if self.teacher is not None and not isinstance(data, ImageSplits):
-            raise ValueError(f"task.teacher is {self.teacher!r}, expected None: data are no images")
+            raise ValueError(
+                f"task.teacher is {self.teacher!r}, expected None: the data are not images"
+            )
         return ImageClassification(self, data)
 
 

@@ -11,6 +11,7 @@ from torch.nn.functional import interpolate
 
 from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate, read_config
 from onescan.checkpoint.weights import load_model
+from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.configs import ModelConfig, from_dict
 from onescan.data import ImageFormat
 from onescan.data.sources import HUB_NAME
@@ -113,7 +114,7 @@ def _on_disk(name: str, field: str, path: Path) -> Teacher:
     if of_run:
         return _of_run(name, field, weights)
     if path != folder:
-        raise ValueError(f"{field} is {name!r}, a file that belongs to no run: {EXPECTED}")
+        raise ValueError(f"{field} is {name!r}, a file that does not belong to a run: {EXPECTED}")
     return _of_transformers(name, field, str(folder))
 
 
@@ -145,10 +146,16 @@ def _of_transformers(name: str, field: str, place: str) -> Teacher:
             f"{field} is {name!r}, which is not a run; loading it as a classifier of transformers "
             "requires: pip install 'onescan[text]'"
         ) from error
-    model = AutoModelForImageClassification.from_pretrained(
-        place, use_safetensors=True, dtype=torch.float32, trust_remote_code=False
-    )
-    processor = AutoImageProcessor.from_pretrained(place, trust_remote_code=False)
+    try:
+        model = AutoModelForImageClassification.from_pretrained(
+            place, use_safetensors=True, dtype=torch.float32, trust_remote_code=False
+        )
+        processor = AutoImageProcessor.from_pretrained(place, trust_remote_code=False)
+    except LOAD_ERRORS as error:
+        raise ValueError(
+            f"{field} is {name!r}, which is neither a run nor an image classifier that "
+            f"transformers can load: {in_a_line(error)}"
+        ) from error
     names: dict[int, str] = model.config.id2label
     return Teacher(
         name=name,

@@ -51,7 +51,7 @@ from onescan.training.distributed import Ranks, choose_device
 from onescan.training.folder import write_json
 from onescan.training.optim import autocast
 
-# Fields of the images' config that change no latent, or that latents.json records elsewhere.
+# Fields of the images' config that do not affect latents, or that latents.json records elsewhere.
 IRRELEVANT = (
     *("mean", "std", "train_crop", "on_error", "class_names"),
     *("streaming", "train_examples", "shuffle_block"),
@@ -345,7 +345,8 @@ def _claim(out: Path, contents: dict[str, Any]) -> None:
         return
     there, here = (_flatten(notes) for notes in (read_json(out), contents))
     differences = [
-        f"{name} is {reprlib.repr(there.get(name))} there and {reprlib.repr(here.get(name))} here"
+        f"{name} is {reprlib.repr(there.get(name))} in the folder and "
+        f"{reprlib.repr(here.get(name))} in this call"
         for name in {**there, **here}
         if there.get(name) != here.get(name) and name.partition(".")[0] not in IRRELEVANT_NOTES
     ]

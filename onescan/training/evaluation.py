@@ -67,7 +67,7 @@ def evaluate(
 
 @torch.no_grad()
 def make_picture(model: nn.Module, task: Task, *, precision: Precision = "float32") -> Image | None:
-    """Return the task's picture of what the model does, or ``None`` if it has none."""
+    """Return the task's picture of the model's outputs, or ``None`` if it has none."""
     device = next(model.parameters()).device
     with eval_mode(model), autocast(precision, device):
         return task.picture(model)

@@ -245,7 +245,9 @@ def _check_same_run(folder: Path, there: RunConfig, run: RunConfig) -> None:
     found = [d for d in configs.differences(there, run) if not d[0].startswith(MACHINE)]
     if not found:
         return
-    listed = [f"{path} is {a!r} there and {b!r} here" for path, a, b in found[:MAX_SHOWN]]
+    listed = [
+        f"{path} is {a!r} in the folder and {b!r} in this run" for path, a, b in found[:MAX_SHOWN]
+    ]
     more = f", and {len(found) - len(listed)} more" if len(found) > len(listed) else ""
     raise ValueError(
         f"{folder} holds another run: {', '.join(listed)}{more}; choose another folder, "

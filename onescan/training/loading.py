@@ -63,7 +63,7 @@ def load(path: str | Path) -> Checkpoint:
         raise FileNotFoundError(f"there is no run at {path}")
     folder, weights = locate(path)
     if path != folder and not (folder / CONFIG).is_file():
-        raise ValueError(f"'{path}' is no file of a run: there is no {CONFIG} beside it")
+        raise ValueError(f"'{path}' is not a file of a run: its folder has no {CONFIG}")
     manifest = read_manifest(folder)
     with torch.random.fork_rng(devices=[]):  # keep the caller's random state
         model, notes = load_model(weights, manifest.run.model)
@@ -139,7 +139,7 @@ def _load_pretrained(name: str) -> "CausalLM | MaskedLM":
 
 
 def init_from(name: str, model: nn.Module) -> None:
-    """Initialize a model with the weights of another.
+    """Initialize a model with the weights of another one.
 
     All weights but those of the head must match. The head keeps its random weights, unless the
     other head is of the same class: then its weights of matching shape are loaded too. For
@@ -180,7 +180,7 @@ def _check_match(name: str, there: Mapping[str, Tensor], here: Mapping[str, Tens
         return str(tuple(weights[key].shape)) if key in weights else "missing"
 
     wrong = [
-        f"{key} is {shape(there, key)} there and {shape(here, key)} here"
+        f"{key} is {shape(there, key)} in the file and {shape(here, key)} in the model"
         for key in dict.fromkeys([*here, *there])
         if shape(there, key) != shape(here, key)
     ]

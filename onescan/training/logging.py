@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, pictures, experiment trackers, a progress bar and memory.
+"""Logging of a run: metrics.jsonl, pictures, experiment trackers, progress bar and memory.
 
 No tracker shows a step twice when a run is resumed. TensorBoard drops the points that a killed run
 logged after its last checkpoint. trackio and wandb keep those points, and ignore the steps until
@@ -194,7 +194,7 @@ class Trackers:
     def _dropping(self, name: TrackerName) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # no error of a tracker is worth losing a run
+        except Exception as error:  # an error of a tracker must not end the run
             del self.open[name]
             log.warning("%s failed and receives no more metrics of this run: %s", name, error)
 
@@ -317,7 +317,7 @@ def _silent(_: object) -> None:
 
 
 class Display(NamedTuple):
-    """How a run is shown: after every step, and in lines of text."""
+    """Shows a run: its progress after every step, and lines of text."""
 
     show: Show = _silent
     write: Callable[[str], object] = _silent

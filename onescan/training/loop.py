@@ -234,7 +234,7 @@ class Loop:
         return Loader(self.task.train, own, workers=workers, pin=self.device.type == "cuda")
 
     def update(self, batches: Loader) -> None:
-        """Do one optimizer step: read, augment, forward, backward, clip, update the weights."""
+        """Run one optimizer step: read, augment, forward, backward, clip, update the weights."""
         begin, step, optimizer = perf_counter(), self.state.step, self.state.optimizer
         batch = tuple(part.to(self.device, non_blocking=True) for part in next(batches))
         if self.steps_now == 0:

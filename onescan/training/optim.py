@@ -1,4 +1,4 @@
-"""What an optimizer step needs: AdamW, the schedule, mixed precision, and an EMA of the weights."""
+"""Optimization: AdamW, learning rate schedule, mixed precision, and an EMA of the weights."""
 
 import math
 from collections.abc import Iterator

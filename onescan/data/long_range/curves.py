@@ -88,7 +88,7 @@ MEASURES = {
 """Measures by image side, from the files of the Long Range Arena where those define them.
 
 The clearance is our choice, and so are gap and thickness at 32 and the continuity at 64: with these
-values, two curves of 14 dashes fit and can be told apart.
+values, two curves of 14 dashes fit and can be distinguished.
 """
 
 
@@ -116,7 +116,7 @@ class Scene:
 
 
 def draw(scene: Scene) -> GreyImage:
-    """Draw a scene: grey dashes and white discs on black."""
+    """Draw a scene: gray dashes and white discs on black."""
     measures = MEASURES[scene.side]
     width, radius = round(OVERSAMPLING * measures.thickness), OVERSAMPLING * measures.radius
     image = Image.new("L", (OVERSAMPLING * scene.side, OVERSAMPLING * scene.side))

@@ -77,7 +77,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TrainedTokenizer:
 def check_empty(folder: Path) -> None:
     """Raise ValueError if a folder to be created exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already: remove it, or choose another folder")
+        raise ValueError(f"{folder} already exists: remove it, or choose another folder")
 
 
 def _train(texts: Iterator[str], vocab_size: int) -> Any:

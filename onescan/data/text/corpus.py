@@ -253,7 +253,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process is reading or writing an entry, and keep others out."""
+    """Wait until no other process is reading or writing an entry, and exclude others."""
     with _writing(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = folder.with_suffix(".lock").open("a")

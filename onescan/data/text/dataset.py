@@ -1,4 +1,4 @@
-"""The text dataset of language models: where text is found, and which of it is held out."""
+"""The text dataset of language models: find the text, and hold out a part of it."""
 
 import logging
 from dataclasses import dataclass
@@ -114,7 +114,7 @@ class TextDatasetConfig(DataConfig):
         )
 
     def query(self, *, streaming: bool = False) -> Query:
-        """Return what to look for at `path`."""
+        """Return the query for `path`."""
         return Query(
             column=self.text_column,
             sample_by=self.sample_by,
@@ -203,7 +203,7 @@ class _Builder:
             split = split or source.held_out("train") or next(iter(source.splits))
         elif split == config.train_split:
             raise ValueError(
-                f"data.test_split is {split!r}, expected another than data.train_split"
+                f"data.test_split is {split!r}, expected a different split than data.train_split"
             )
         else:
             split = split or source.held_out(config.train_split)

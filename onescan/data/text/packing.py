@@ -159,7 +159,7 @@ class _Circle:
         )
 
     def cut(self, begin: int, end: int) -> Spans:
-        """Return the spans from `begin` to `end`, relative to the offset, up to a full turn."""
+        """Return the spans from `begin` to `end`, relative to the offset, at most one round."""
         total = int(self.ends[-1])
         place, left = (self.offset + begin) % total, min(end, total) - begin
         document = int(np.searchsorted(self.ends, place, side="right"))
@@ -233,7 +233,7 @@ class TextStream(DataSet):
         rows = [example.source.parts for example in examples]
         padding = padding_id(self.tokenizer)
         batch = stack_rows(rows, length=self.length, padding=padding, frame=self.frame)
-        return LoadedBatch(batch, tuple(said for e in examples for said in e.source.failures))
+        return LoadedBatch(batch, tuple(message for e in examples for message in e.source.failures))
 
     def examples(
         self,

@@ -1,8 +1,8 @@
 """Documents of text from files, folders, saved datasets, or the Hugging Face hub.
 
-Plain text, JSON and tables on disk are read here and not by the datasets library, which names
-neither the file nor the line of what it cannot read, cannot skip a damaged document, and copies
-everything to its cache first. All sources are read from their beginning or from a mark, so that a
+Plain text, JSON and tables on disk are read here and not by the datasets library, which does
+not report the file and line of an error, cannot skip a damaged document, and first copies
+everything to its cache. All sources are read from their beginning or from a mark, so that a
 stream can resume.
 """
 
@@ -166,11 +166,11 @@ def _parse_json_line(line: bytes, place: str, column: str) -> Document:
     try:
         return _from_object(json.loads(line), place, column)
     except json.JSONDecodeError as error:
-        return Document("", place, f"this is no JSON: {error.msg} at column {error.colno}")
+        return Document("", place, f"this is not JSON: {error.msg} at column {error.colno}")
     except UnicodeDecodeError as error:
         return Document("", place, f"this is not UTF-8: {error.reason}")
     except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
-        return Document("", place, f"this is no JSON: {first_line(error)}")
+        return Document("", place, f"this is not JSON: {first_line(error)}")
 
 
 def _read_json(path: Path, mark: Mark, column: str, sample_by: SampleBy) -> Documents:
@@ -184,12 +184,12 @@ def _read_json(path: Path, mark: Mark, column: str, sample_by: SampleBy) -> Docu
             rows = json.loads(file.read().decode("utf-8-sig"))
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{path}, line {error.lineno}: this is no JSON: {error.msg}"
+                f"{path}, line {error.lineno}: this is not JSON: {error.msg}"
             ) from error
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: this is no JSON: {first_line(error)}") from error
+            raise ValueError(f"{path}: this is not JSON: {first_line(error)}") from error
     for number in range(mark.get("row", 0), len(rows)):
         yield _from_object(rows[number], f"{path}, row {number}", column), {"row": number + 1}
 
@@ -221,17 +221,17 @@ def _read_csv(path: Path, mark: Mark, column: str, _sample_by: SampleBy) -> Docu
             except StopIteration:
                 return
             except (csv.Error, UnicodeDecodeError) as error:
-                yield Document("", place, f"this is no row of a table: {error}"), lines.mark
+                yield Document("", place, f"invalid table row: {error}"), lines.mark
                 continue
             if len(row) == len(header):
                 yield Document(row[header.index(column)], place), lines.mark
-            elif row:  # else an empty line
+            elif row:  # otherwise, the line is empty
                 fault = f"there are {len(row)} cells, expected {len(header)}"
                 yield Document("", place, fault), lines.mark
 
 
 def _read_parquet(path: Path, mark: Mark, column: str, _sample_by: SampleBy) -> Documents:
-    import_datasets("text")  # which brings pyarrow
+    import_datasets("text")  # which depends on pyarrow
     from pyarrow import parquet
 
     first, row = mark.get("row", 0), 0
@@ -259,8 +259,8 @@ def _from_value(text: Any, place: str, column: str) -> Document:
         return Document("", place, f"the column {column!r} holds {found}, expected text")
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON can escape surrogates, which UTF-8 has not
-        return Document("", place, f"the column {column!r} holds half a character")
+    except UnicodeEncodeError:  # JSON may contain escaped surrogates, which UTF-8 cannot encode
+        return Document("", place, f"the column {column!r} holds half of a surrogate pair")
     return Document(text, place)
 
 
@@ -401,7 +401,7 @@ def read_documents(shards: Iterable[Shard]) -> Iterator[Document]:
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """What to look for.
+    """Where to find the text of a dataset.
 
     Attributes:
         column: Column of the text, in tables and JSON objects.

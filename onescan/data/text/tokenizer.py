@@ -99,7 +99,7 @@ class Tokenizer(ABC):
         if prompt:
             return self.encode(prompt)
         if self.end is None:
-            raise ValueError("prompt is '', and the tokenizer has no token to begin a text with")
+            raise ValueError("prompt is '', and the tokenizer has no beginning-of-text token")
         return [self.end]
 
     def format_token(self, token: int) -> str:
@@ -116,7 +116,7 @@ class Tokenizer(ABC):
         if self.size > vocab_size:
             raise ValueError(
                 f"tokenizer {self.name!r} has {self.size} tokens, but the model's vocabulary "
-                f"{vocab_size}: they do not belong together"
+                f"{vocab_size}: they do not match"
             )
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:

@@ -343,8 +343,8 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
 
     def _model_size(self, height: int | None, width: int | None) -> tuple[int, int]:
         """Return the size of the model's sample for an image of this size."""
-        usual = self.image_size
-        size = (usual[0] if height is None else height, usual[1] if width is None else width)
+        default = self.image_size
+        size = (default[0] if height is None else height, default[1] if width is None else width)
         patches = [p * self._stride for p in self.transformer.network.config.patch_size]
         if any(side < p or side % p for side, p in zip(size, patches, strict=True)):
             raise ValueError(

@@ -159,10 +159,10 @@ def differentiable_gradients(
     gradients: tuple[Tensor, ...],
 ) -> tuple[Tensor | None, ...]:
     """Return gradients of a function of plain operations; they are differentiable themselves."""
-    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    differentiable = [x for x in inputs if x is not None and x.requires_grad]
     pairs = zip(function(*inputs), gradients, strict=True)
     outputs, given = zip(*[(x, slope) for x, slope in pairs if x.requires_grad], strict=True)
-    found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True))
+    found = iter(torch.autograd.grad(outputs, differentiable, given, create_graph=True))
     return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
 
 
@@ -304,9 +304,9 @@ def _select(tables: Tables, at: tuple[int, slice]) -> Tables:
     return tuple(x[at[1]] for x in tables)
 
 
-def _zeros(tables: Tables, wanted: tuple[bool, ...]) -> Tables:
-    """Allocate the gradients of cosines and sines, if any are wanted."""
-    return tuple(torch.zeros_like(x) for x in tables) if any(wanted) else ()
+def _zeros(tables: Tables, needed: tuple[bool, ...]) -> Tables:
+    """Allocate the gradients of cosines and sines, if any are needed."""
+    return tuple(torch.zeros_like(x) for x in tables) if any(needed) else ()
 
 
 def _by_head(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from onescan.ops.backend import (
     data_type,
     launch,
     operand_of,
-    programs_wanted,
+    target_programs,
     wants_gradient,
 )
 from onescan.ops.lrpe_launch import rotary_table
@@ -210,8 +210,8 @@ def _split(k: Tensor, blocks: Blocks) -> tuple[int, int, int]:
     """Return tokens per part, the number of parts, and the number of blocks of keys."""
     batch, tokens, heads, key_width = k.shape
     keys = -(-key_width // blocks.keys)
-    wanted = -(-programs_wanted(k.device) // max(1, batch * heads * keys))  # a batch may be empty
-    split = max(LEAST_SPLIT, -(-tokens // wanted))
+    target = -(-target_programs(k.device) // max(1, batch * heads * keys))  # a batch may be empty
+    split = max(LEAST_SPLIT, -(-tokens // target))
     split = -(-split // blocks.tokens) * blocks.tokens
     return split, -(-tokens // split), keys
 

@@ -271,7 +271,7 @@ def _attend(
     """
     tokens = inputs.v.shape[1]
     q, k, v, logs = inputs.chunks(size)
-    befores, leaves = _states(k, v, logs, inputs.enters, wanted=return_state)
+    befores, leaves = _states(k, v, logs, inputs.enters, return_states=return_state)
     read = partial(_read, normalize=normalize, causal=inputs.backward is None)
     if in_batches:
         read = partial(_in_batches, read)
@@ -340,7 +340,7 @@ def _states(
     logs: Sequence[Tensor],
     enters: Tensor | None,
     *,
-    wanted: bool = True,
+    return_states: bool = True,
     of_gradients: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     """Compute the states before each chunk, for each direction, and the outgoing states.
@@ -351,17 +351,17 @@ def _states(
             `of_gradients`.
         logs: Log-decays of each direction.
         enters: Incoming state of each direction, [B, H, D, V + 1, K]; None for zeros.
-        wanted: Whether to return the outgoing states.
+        return_states: Whether to return the outgoing states.
         of_gradients: Whether to compute the gradients of states, which are carried in the opposite
             direction.
 
     Returns:
         For each direction, the states [B, H, N, V + 1, K] before each chunk, or an empty list if
         there is only one chunk and no incoming state; and the outgoing states [B, H, D, V + 1, K],
-        empty if not `wanted`.
+        empty if not `return_states`.
     """
     is_read = enters is not None or not is_known(k.shape[2]) or k.shape[2] > 1
-    if not is_read and not wanted:
+    if not is_read and not return_states:
         return [], v.new_empty(0)
     befores, leaves = [], []
     for d, log_decay in enumerate(logs):
@@ -371,7 +371,8 @@ def _states(
         before, last = linear_scan(state, added, through, backward=bool(d) != of_gradients)
         befores.append(before)
         leaves.append(last)
-    return befores if is_read else [], torch.stack(leaves, dim=2) if wanted else v.new_empty(0)
+    outgoing = torch.stack(leaves, dim=2) if return_states else v.new_empty(0)
+    return befores if is_read else [], outgoing
 
 
 def _read(
@@ -646,8 +647,10 @@ def _block_gradients(
     """Return the gradients of q, k, v and log-decays in chunks, and of the states that enter."""
     q, k, v, logs = inputs.chunks(size)
     slope = _chunks(slope, q.shape[2], size).contiguous()
-    wanted = inputs.enters is not None
-    downs, denters = _states(q, slope, logs, dleaves, wanted=wanted, of_gradients=True)
+    return_states = inputs.enters is not None
+    downs, denters = _states(
+        q, slope, logs, dleaves, return_states=return_states, of_gradients=True
+    )
     of_chunks = partial(_chunk_gradients, with_decays=with_decays)
     return _in_batches(of_chunks, [slope, q, k, v], logs, befores, downs), denters
 

@@ -116,8 +116,8 @@ def linear_diffusion(
             negative or an argument holds NaN.
 
     >>> x = torch.tensor([0.0, 0.0, 4.0, 0.0]).reshape(1, 4, 1, 1)
-    >>> neighbours, dt = torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([0.25])
-    >>> linear_diffusion(x, neighbours, dt).flatten().tolist()
+    >>> neighbors, dt = torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([0.25])
+    >>> linear_diffusion(x, neighbors, dt).flatten().tolist()
     [0.0, 1.0, 2.0, 1.0]
     """
     _check(x, weights, dt, scheme, keep, state)

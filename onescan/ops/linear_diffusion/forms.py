@@ -335,7 +335,7 @@ def banded_solve(
 ) -> Systems:
     """Solve the system of `dense_solve` by block elimination, O(T C^2) for C >= R.
 
-    Each block is coupled to its neighbours only: y_i = z_i + G_i y_{i+1}, with z and G computed
+    Each block is coupled to its neighbors only: y_i = z_i + G_i y_{i+1}, with z and G computed
     from the first block to the last, and y from the last to the first.
     """
     systems, tokens, _ = rhs.shape
@@ -345,7 +345,7 @@ def banded_solve(
         keep = rhs.new_ones(systems, tokens, dtype=torch.bool) if keep is None else keep
         rhs, row_sums = F.pad(rhs, (0, 0, 0, padding)), F.pad(row_sums, (0, padding))
         keep = F.pad(keep, (0, padding))
-    pair = _matrix(weights, 2 * size, 2 * size)  # of two neighbouring blocks
+    pair = _matrix(weights, 2 * size, 2 * size)  # of two neighboring blocks
     own, after, before = pair[:size, :size], pair[:size, size:], pair[size:, :size]
     diagonals = torch.diag_embed((1 + row_sums).unflatten(1, (-1, size))).unbind(1)
     kept = [None] * len(diagonals) if keep is None else keep.unflatten(1, (-1, size)).unbind(1)
@@ -370,7 +370,7 @@ def banded_solve(
 
 
 def solve_block_size(radius: int) -> int:
-    """Return C, the block size for which a block is coupled only to its two neighbours."""
+    """Return C, the block size for which a block is coupled only to its two neighbors."""
     return max(SOLVE_BLOCK, radius)
 
 

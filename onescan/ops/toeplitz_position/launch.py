@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onescan.kernels import toeplitz as kernels
 from onescan.kernels.common import Blocks, Case
-from onescan.ops.backend import chip_of, launch, name_of, programs_wanted
+from onescan.ops.backend import chip_of, launch, name_of, target_programs
 from onescan.shapes import Hidden, HiddenStates, ToeplitzCoefficients
 
 LEAST_SPLIT = 256  # tokens; a part adds E numbers per channel
@@ -238,10 +238,10 @@ def _split(line: _Line, across: int, device: torch.device) -> _Split:
         across: Programs per part.
         device: Device of the kernels.
     """
-    wanted = -(-WARPS * programs_wanted(device) // across)
-    parts = -(-wanted // max(line.lines, 1))
+    target = -(-WARPS * target_programs(device) // across)
+    parts = -(-target // max(line.lines, 1))
     tokens = max(LEAST_SPLIT, -(-line.length // parts))
     tokens = -(-tokens // kernels.REFRESH) * kernels.REFRESH
     parts = -(-line.length // tokens)
     strips = max(line.lines * parts, 1)
-    return _Split(tokens, parts, -(-strips // -(-strips // wanted)))
+    return _Split(tokens, parts, -(-strips // -(-strips // target)))
