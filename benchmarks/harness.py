@@ -199,6 +199,7 @@ def measure_group(
         try:
             return workers[name].step()
         except CaseError as error:
+            workers[name].close()  # a busy process would disturb the others
             errors[name] = error.reason
             times.pop(name, None)
             if error.skip_larger:

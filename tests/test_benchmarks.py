@@ -146,6 +146,8 @@ def test_a_candidate_that_fails_is_reported_and_the_others_continue(step, tmp_pa
         ("first", 2, 3, ""), ("second", 2, 3, ""), ("third", 2, 3, ""),
     ]  # fmt: skip
     assert "second, tokens 1: ValueError: no" in capsys.readouterr().out
+    ended = log.index(("end", "second", FORWARD, 1))
+    assert ended < len(log) - 1 - log[::-1].index(("third", FORWARD, 1))  # it may still be busy
 
 
 def test_without_the_first_candidate_there_are_no_ratios(tmp_path):

@@ -134,7 +134,8 @@ def test_a_damaged_state_is_refused(folder, change):
     ],
 )
 def test_resuming_at_any_example_is_exact(folder, monkeypatch, seed, block, group, repeats):
-    monkeypatch.setattr("onescan.data.image_dataset.GROUP", group)
+    for module in ("image_dataset", "sources"):
+        monkeypatch.setattr(f"onescan.data.{module}.GROUP", group)
     images = build(folder, shuffle_block=block).train
     options = {"seed": seed, "epoch": 2, "repeats": repeats}
     whole = epoch_of(images, **options)

@@ -583,7 +583,7 @@ def hub_stream(monkeypatch, root):
 
 
 def test_a_hub_stream_resumes_exactly(monkeypatch, tmp_path):
-    monkeypatch.setattr("onescan.data.text.source.GROUP", 3)
+    monkeypatch.setattr("onescan.data.sources.GROUP", 3)
     assert_resumes(hub_stream(monkeypatch, tmp_path), step=3, seed=2)
 
 

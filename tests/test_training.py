@@ -24,7 +24,7 @@ from onescan.training import (
     read_metrics,
     train,
 )
-from onescan.training.optim import Plan
+from onescan.training.optim import Plan, build_scaler, lower_scale
 
 
 @pytest.fixture(scope="module")
@@ -356,3 +356,14 @@ def test_slow_imports_wait_until_they_are_needed():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("value", [1e30, float("inf")])
+def test_a_gradient_of_infinite_norm_halves_the_loss_scale(value):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([weight]), build_scaler("float16", weight.device)
+    scaler.scale(weight.sum()).backward()
+    before, weight.grad = scaler.get_scale(), torch.full((2,), value) * scaler.get_scale()
+    scaler.unscale_(optimizer)
+    lower_scale(scaler)
+    assert scaler.get_scale() == before / 2

@@ -32,12 +32,12 @@ from onescan.data.images import (
 )
 from onescan.data.order import Block, BlockStart, Mark, derive_seed, read_blocks
 from onescan.data.sources import (
-    UNREADABLE,
+    GROUP,
     Chosen,
     DatasetSource,
     find_source,
-    first_line,
     import_datasets,
+    read_groups,
 )
 from onescan.shapes import Labels
 
@@ -45,7 +45,6 @@ LABEL_NAMES = ("label", "labels", "class", "fine_label", "target")
 MIN_CLASSES = 2
 MAX_CLASSES = 1_000_000  # more are a mistake, such as a column of other numbers
 FIRST: DataState = {"block": 0, "turn": 0, "row": 0, "state": None}
-GROUP = 64  # rows fetched at once; the datasets library is much slower one by one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -501,33 +500,22 @@ class ImageStream(ImageSet):
         rows = self.table.rows
         name = self.files[index] if self.files else f"shard {index} of {self.split}"
         shard = rows.shard(num_shards=rows.num_shards, index=index)
-        for row, columns, state in _read_rows(shard, name, {**FIRST, **mark}):
-            place = f"row {row} of {name}"
-            label = self.classes.place(columns[self.table.label], place)
-            image = _encoded(columns[self.table.image], label, place)
-            yield image, {"row": row + 1, "state": state}
+        first = mark.get("row", 0)
+        saved = max(first - 1, 0) // GROUP * GROUP  # begin of the group that the previous row is in
+        groups = read_groups(shard, name, first=saved, state=mark.get("state"))
+        for begin, columns, state in groups:
+            images, labels = columns[self.table.image], columns[self.table.label]
+            for row in range(max(first, begin), begin + len(labels)):
+                place = f"row {row} of {name}"
+                label = self.classes.place(labels[row - begin], place)
+                image = _encoded(images[row - begin], label, place)
+                yield image, {"row": row + 1, "state": state}
 
 
 def _state(block: Block[EncodedImage], *, is_last: bool) -> DataState:
     """The state after an example of a block: where the next block begins, or this one."""
     start = block.end if is_last else block.start
     return {**FIRST, "block": start.block, "turn": start.shard, **start.mark}
-
-
-def _read_rows(shard: Any, name: str, mark: Mark) -> Iterator[tuple[int, dict[str, Any], Any]]:
-    """Yield a shard's rows from a mark on: number, columns, and the state before their group."""
-    first, state = mark["row"], mark["state"]
-    begin = max(first - 1, 0) // GROUP * GROUP  # of the group that the previous row is in
-    try:
-        if state is not None:
-            shard.load_state_dict(state)
-        for columns in shard.iter(batch_size=GROUP):
-            end = begin + len(next(iter(columns.values())))
-            for row in range(max(first, begin), end):
-                yield row, {key: column[row - begin] for key, column in columns.items()}, state
-            begin, state = end, shard.state_dict()
-    except UNREADABLE as error:
-        raise ValueError(f"{name} cannot be read: {first_line(error)}") from error
 
 
 def _encoded(image: dict[str, Any] | None, label: int, row: str) -> EncodedImage:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from onescan.checks import check_positive
+from onescan.checks import check_positive, check_whole
 from onescan.data.base import DataConfig, DataSet, Example, Format, LoadedBatch
-from onescan.data.long_range.rng import check_whole, example_rng, random_below
+from onescan.data.long_range.rng import example_rng, random_below
 
 BLANK = 0
 TOKENS_PER_PAIR = 3  # a key, its value, and the query

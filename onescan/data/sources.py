@@ -20,6 +20,7 @@ Chosen = dict[str, str]  # the split in each role, "train" and "test"
 HUB_NAME = r"(\w[\w.-]*/)?\w[\w.-]*"
 # Raised by the datasets library for damaged rows and for a state that is not its own.
 UNREADABLE = (AttributeError, LookupError, OSError, TypeError, ValueError)
+GROUP = 64  # rows fetched at once; the datasets library is much slower one by one
 
 log = logging.getLogger("onescan")
 
@@ -57,6 +58,33 @@ def quiet() -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def read_groups(
+    shard: Any, name: str, *, first: int, state: Any
+) -> Iterator[tuple[int, dict[str, list[Any]], Any]]:
+    """Yield groups of `GROUP` rows of an iterable dataset of the datasets library.
+
+    Args:
+        shard: The dataset.
+        name: Its name, for messages.
+        first: Number of rows before `state`.
+        state: State of the dataset to begin at; None is its beginning.
+
+    Yields:
+        The number of rows before the group, its columns, and the state before it.
+
+    Raises:
+        ValueError: If a row cannot be read, or the state is not one of this dataset.
+    """
+    try:
+        if state is not None:
+            shard.load_state_dict(state)
+        for columns in shard.iter(batch_size=GROUP):
+            yield first, columns, state
+            first, state = first + len(next(iter(columns.values()))), shard.state_dict()
+    except UNREADABLE as error:
+        raise ValueError(f"{name} cannot be read: {first_line(error)}") from error
 
 
 # Folders

@@ -65,6 +65,7 @@ from onescan.training.optim import (
     build_scaler,
     gathered,
     learning_rate,
+    lower_scale,
     underflowed,
 )
 from onescan.training.state import TrainingState, last_state, restore_state, save_state
@@ -307,8 +308,10 @@ class Loop:
             return
         if math.isfinite(norm):
             scaler.step(optimizer)
-        scaler.update()
-        if not math.isfinite(norm) and underflowed(scaler):
+            scaler.update()
+            return
+        lower_scale(scaler)
+        if underflowed(scaler):
             raise self.failure("the gradient overflows float16 at any scale of the loss")
 
     def evaluate(self) -> Evaluation:

@@ -102,6 +102,14 @@ def build_scaler(precision: Precision, device: torch.device) -> GradScaler | Non
     return GradScaler(device.type) if precision == "float16" else None
 
 
+def lower_scale(scaler: GradScaler) -> None:
+    """Lower the scale after a gradient of infinite norm, even if each of its values is finite."""
+    before = scaler.get_scale()
+    scaler.update()
+    if scaler.get_scale() >= before:
+        scaler.update(before * scaler.get_backoff_factor())
+
+
 def underflowed(scaler: GradScaler) -> bool:
     """Return whether gradients overflow even at a scale that no longer prevents underflow."""
     return not scaler.get_scale() >= MIN_LOSS_SCALE

@@ -15,9 +15,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from onescan.checks import check_choice, check_positive
+from onescan.checks import check_choice, check_positive, check_whole
 from onescan.data.base import DataConfig
-from onescan.data.long_range.rng import SPLITS, check_whole, example_rng, random_below
+from onescan.data.long_range.rng import SPLITS, example_rng, random_below
 from onescan.data.sequences import (
     GeneratedSequences,
     Ids,

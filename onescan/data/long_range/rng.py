@@ -2,7 +2,7 @@
 
 from random import Random
 
-from onescan.checks import check_choice
+from onescan.checks import check_choice, check_whole
 from onescan.data.order import derive_seed
 
 SPLITS = ("train", "val", "test")
@@ -30,15 +30,3 @@ def example_rng(name: str, *, seed: int, split: str, index: int) -> Random:
 def random_below(rng: Random, count: int) -> int:
     """Draw a whole number from 0 to count - 1."""
     return int(rng.random() * count)
-
-
-def check_whole(minimum: int, **numbers: object) -> None:
-    """Raise ValueError for anything but a whole number of at least `minimum`.
-
-    >>> check_whole(2, max_args=1)
-    Traceback (most recent call last):
-    ValueError: max_args is 1, expected a whole number of at least 2
-    """
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
-            raise ValueError(f"{name} is {number!r}, expected a whole number of at least {minimum}")

@@ -24,18 +24,18 @@ from typing import Any, Literal, NamedTuple
 from onescan.data.base import HELD_OUT, SPLITS
 from onescan.data.order import Mark
 from onescan.data.sources import (
+    GROUP,
     HUB_NAME,
-    UNREADABLE,
     first_line,
     import_datasets,
     quiet,
+    read_groups,
     walk,
 )
 
 SampleBy = Literal["file", "line", "paragraph"]
 
 ROWS = 256  # of a parquet file, read at once
-GROUP = 64  # rows fetched at once; the datasets library is much slower one by one
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk` of datasets
 
@@ -378,19 +378,16 @@ class StreamShard(Shard):
 
     def read(self, mark: Mark) -> Documents:
         shard = self.rows.shard(num_shards=self.rows.num_shards, index=self.index)
-        first, group, state = mark.get("row", 0), mark.get("group", 0), mark.get("state")
         name = f"{self.name}, shard {self.index}"
-        try:
-            if state is not None:
-                shard.load_state_dict(state)
-            for columns in shard.iter(batch_size=GROUP):
-                texts = columns[self.column]
-                for row in range(max(first, group), group + len(texts)):
-                    document = _from_value(texts[row - group], f"{name}, row {row}", self.column)
-                    yield document, {"row": row + 1, "group": group, "state": state}
-                group, state = group + len(texts), shard.state_dict()
-        except UNREADABLE as error:
-            raise ValueError(f"{name} cannot be read: {first_line(error)}") from error
+        first = mark.get("row", 0)
+        groups = read_groups(shard, name, first=mark.get("group", 0), state=mark.get("state"))
+        for group, columns, state in groups:
+            if self.column not in columns:  # the dataset does not declare its columns
+                raise ValueError(f"{name}: {_missing_column(self.column, list(columns))}")
+            texts = columns[self.column]
+            for row in range(max(first, group), group + len(texts)):
+                document = _from_value(texts[row - group], f"{name}, row {row}", self.column)
+                yield document, {"row": row + 1, "group": group, "state": state}
 
 
 def read_documents(shards: Iterable[Shard]) -> Iterator[Document]:
