@@ -278,7 +278,7 @@ def test_another_run_is_refused_with_the_differences(tmp_path):
 def test_a_run_that_cannot_be_trained_overwrites_nothing(tmp_path, monkeypatch):
     result = train(tiny_run(steps=2), tmp_path)
     for change, says in {
-        "model.num_classes": (4, "expected model.num_classes 10"),
+        "model.num_classes": (4, "expected model.num_classes 3"),
         "machine.gradient_accumulation_steps": (3, "expected a multiple of 3"),
         "machine.device": ("meta", "machine.device is 'meta', expected auto"),
     }.items():

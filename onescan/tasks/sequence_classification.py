@@ -100,7 +100,7 @@ class SequenceClassification(Task):
             of = f"of {classes} classes" if self.class_names else "to estimate one number of each"
             raise ValueError(
                 f"the model gives scores of shape {tuple(scores.shape)} for {len(tokens)} "
-                f"sequences {of}: is model.num_classes right?"
+                f"sequences {of}; expected model.num_classes {classes}"
             )
         return scores.float()
 
