@@ -1,7 +1,7 @@
 """Parametrize a test with few rows in which any two values of different columns meet."""
 
 import random
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 
@@ -37,18 +37,22 @@ def pairwise_rows(*columns):
     return rows
 
 
-def pairwise(columns, **options):
+def pairwise(columns, *, rest_is_slow=False, **options):
     """Return the mark that parametrizes over `pairwise_rows`.
 
-    A key may name several arguments, "causal, form", and its values are then tuples.
+    A key may name several arguments, "causal, form", and its values are then tuples. With
+    `rest_is_slow` all other rows of the product are there too, marked slow.
     """
     names = [key.replace(" ", "").split(",") for key in columns]
-    rows = [
-        [
-            x
-            for key, value in zip(names, row, strict=True)
-            for x in (value if len(key) > 1 else [value])
-        ]
-        for row in pairwise_rows(*map(list, columns.values()))
-    ]
-    return pytest.mark.parametrize([name for key in names for name in key], rows, **options)
+    values = [list(column) for column in columns.values()]
+
+    def flat(row):
+        pairs = zip(names, row, strict=True)
+        return [x for key, value in pairs for x in (value if len(key) > 1 else [value])]
+
+    rows = pairwise_rows(*values)
+    cases = [flat(row) for row in rows]
+    if rest_is_slow:
+        rest = [flat(row) for row in product(*values) if list(row) not in rows]
+        cases += [pytest.param(*case, marks=pytest.mark.slow) for case in rest]
+    return pytest.mark.parametrize([name for key in names for name in key], cases, **options)

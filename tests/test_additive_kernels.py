@@ -330,6 +330,7 @@ HEADS = [
 ]
 
 
+@pytest.mark.slow
 @over_dtypes
 @over_seeds
 def test_random_shapes(seed, dtype):

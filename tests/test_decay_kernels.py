@@ -2,6 +2,7 @@
 
 from functools import partial
 from inspect import unwrap
+from itertools import product
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from kernel_device import (
     over_dtypes,
     over_seeds,
 )
+from pairwise import pairwise
 
 pytest.importorskip("triton")
 
@@ -250,6 +252,7 @@ BUILDS = [
 ]
 
 
+@pytest.mark.slow
 @over_seeds
 def test_random_shapes(seed):
     batch, tokens = drawn(seed, 3, LONGEST)
@@ -272,9 +275,10 @@ def test_random_shapes_of_steps(seed):
     assert_steps_are_the_definition(named, *DTYPES, normalize=normalize)
 
 
-@over_directions
-@pytest.mark.parametrize("decay_at", ["source", "target"])
-@over_decays
+@pairwise(
+    {"causal": [True, False], "decay_at": ["source", "target"], "decay": DECAYS},
+    rest_is_slow=True,
+)
 def test_decays_of_zero_and_one_and_almost(causal, decay_at, decay):
     heads = 4 if decay == "fixed" else 1  # each has one of the levels then
     named = inputs(40, causal=causal, decay=decay, enters="left right", heads=heads)
@@ -294,8 +298,17 @@ def test_nothing_flows_back_to_a_decay_that_forgets_all(causal, decay):
     assert (gradient[:, 10] != 0).all()
 
 
-@over_directions
-@over_decays
+@pytest.mark.parametrize(
+    ("causal", "decay"),
+    [
+        (True, "scalar"),
+        *(
+            pytest.param(causal, decay, marks=pytest.mark.slow)
+            for causal, decay in product([True, False], DECAYS)
+            if (causal, decay) != (True, "scalar")
+        ),
+    ],
+)
 def test_samples_and_heads_do_not_meet(causal, decay):
     named = inputs(34, causal=causal, decay=decay, enters="left", batch=2, heads=2)
     o, _ = in_kernels(**narrowed(named, SINGLE), causal=causal)
@@ -456,7 +469,10 @@ def test_where_kernels_are_preferred_the_rest_runs_on_torch():
             assert torch.autograd.grad(o.sum(), named["v"])[0].isfinite().all()
 
 
-@pytest.mark.parametrize(("decay", "normalizer"), [("scalar", "sum"), ("diagonal", "none")])
+@pytest.mark.parametrize(
+    ("decay", "normalizer"),
+    [pytest.param("scalar", "sum", marks=pytest.mark.slow), ("diagonal", "none")],
+)
 def test_operators_are_as_torch_wants_them(decay, normalizer):
     named = narrowed(inputs(3, causal=True, decay=decay, keep=True), SINGLE)
     q, k, v, log_decay = (named[n].requires_grad_() for n in ("q", "k", "v", "log_decay"))

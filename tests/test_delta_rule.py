@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import pairwise
 
 from onescan.ops.delta_rule import (
     IMPLEMENTATIONS,
@@ -105,9 +106,13 @@ def assert_is_the_definition(named, *, causal, form, sizes=(64,)):
         assert_same(got[1], want[1])
 
 
-@over_forms
-@pytest.mark.parametrize("tokens", [1, 2, 17, 64])
-@pytest.mark.parametrize(("keep", "state"), [(False, False), (True, False), (True, True)])
+@pairwise(
+    {
+        "causal, form": FORMS,
+        "tokens": [1, 2, 17, 64],
+        "keep, state": [(False, False), (True, False), (True, True)],
+    }
+)
 def test_every_form_is_the_definition(causal, form, tokens, keep, state):
     named = inputs(tokens, causal=causal, keep=keep, state=state)
     sizes = {1, 7, 16, 64, tokens + 1} if form == "chunk" else {64}
@@ -159,7 +164,7 @@ def test_gradcheck(causal, form):
         return o, *matrices(state)
 
     assert torch.autograd.gradcheck(call, tensors)
-    assert torch.autograd.gradgradcheck(call, tensors)
+    assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
 
 
 @pytest.mark.parametrize("first", IMPLEMENTATIONS)
@@ -276,14 +281,14 @@ def test_ten_thousand_tokens(causal):
         torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @over_forms
-def test_the_state_is_wide_and_the_output_is_of_the_values_type(causal, form, dtype):
-    named = inputs(3, causal=causal, state=True, dtype=dtype)
-    o, state = delta_rule(**named, causal=causal, form=form)
-    assert o.dtype == dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    assert [kv.dtype for kv in matrices(state)] == [wide] * (1 if causal else 2)
+def test_the_state_is_wide_and_the_output_is_of_the_values_type(causal, form):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        named = inputs(3, causal=causal, state=True, dtype=dtype)
+        o, state = delta_rule(**named, causal=causal, form=form)
+        assert o.dtype == dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        assert [kv.dtype for kv in matrices(state)] == [wide] * (1 if causal else 2)
 
 
 @over_forms
@@ -320,34 +325,34 @@ PAIR = DeltaStates(ONE, None)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"v": torch.ones(B, 3, H, V)}, r"v has shape \(2, 3, 3, 5\), expected 'B T H V' with B=2"),
-        ({"q": torch.ones(B, 4, H)}, r"q has shape \(2, 4, 3\), expected 'B T H K'"),
-        ({"q": None}, "q is a NoneType, expected a tensor"),
+        ({"v": torch.ones(B, 3, H, V)}, r"v has shape \(2, 3, 3, 5\)"),
+        ({"q": torch.ones(B, 4, H)}, r"q has shape \(2, 4, 3\)"),
+        ({"q": None}, "q is a NoneType"),
         ({"v": torch.ones(B, 4, H, V).long()}, "v has dtype torch.int64"),
-        ({"beta": torch.ones(B, 4)}, r"beta has shape \(2, 4\), expected 'B T H'"),
-        ({"beta": 1.0}, "beta is a float, expected a tensor"),
-        ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32, expected torch.bool"),
-        ({"causal": "no"}, "causal is 'no', expected True or False"),
-        ({"form": "full"}, "form 'full' is unknown; there are: chunk, recurrent"),
-        ({"chunk_size": 0}, "chunk_size is 0, expected a whole number of at least 1"),
-        ({"chunk_size": 2.5}, "chunk_size is 2.5, expected a whole number"),
-        ({"v": torch.ones(B, 4, H, 0)}, "V is 0, expected a number above 0"),
+        ({"beta": torch.ones(B, 4)}, r"beta has shape \(2, 4\)"),
+        ({"beta": 1.0}, "beta is a float"),
+        ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32"),
+        ({"causal": "no"}, "causal is 'no'"),
+        ({"form": "full"}, "form 'full' .*chunk, recurrent"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"chunk_size": 2.5}, "chunk_size is 2.5"),
+        ({"v": torch.ones(B, 4, H, 0)}, "V is 0"),
         ({"k": torch.ones(B, 4, H, K, device="meta")}, "k is on meta and q on cpu"),
-        ({"state": ONE}, "state is a DeltaState, expected DeltaStates, as causal=False returns"),
-        ({"state": PAIR, "causal": True}, "state is a DeltaStates, expected a DeltaState, as caus"),
-        ({"state": (ONE, 2)}, "state is a tuple, expected DeltaStates"),
-        ({"state": (ONE, ONE, ONE)}, "state is a tuple, expected DeltaStates"),
-        ({"state": ONE.kv}, "state is a Tensor, expected DeltaStates"),
-        ({"state": ONE.kv, "causal": True}, "state is a Tensor, expected a DeltaState"),
+        ({"state": ONE}, "state is a DeltaState,"),
+        ({"state": PAIR, "causal": True}, "state is a DeltaStates"),
+        ({"state": (ONE, 2)}, "state is a tuple"),
+        ({"state": (ONE, ONE, ONE)}, "state is a tuple"),
+        ({"state": ONE.kv}, "state is a Tensor"),
+        ({"state": ONE.kv, "causal": True}, "state is a Tensor"),
         (
             {"state": (None, DeltaState(torch.ones(B, H, V, K)))},
-            r"state.backward.kv has shape \(2, 3, 5, 4\), expected 'B H K V'",
+            r"state.backward.kv has shape \(2, 3, 5, 4\)",
         ),
         (
             {"state": (DeltaState(torch.ones(B, H, K, V).long()), None)},
             "state.forward.kv has dtype torch.int64",
         ),
-        ({"q": torch.full((B, 4, H, K), torch.nan)}, "q holds 96 NaN of 96 values"),
+        ({"q": torch.full((B, 4, H, K), torch.nan)}, "q holds 96 NaN"),
         ({"k": torch.full((B, 4, H, K), torch.nan)}, "k holds 96 NaN"),
         ({"v": torch.full((B, 4, H, V), torch.nan)}, "v holds 120 NaN"),
         ({"beta": torch.full((B, 4, H), torch.nan)}, "beta holds 24 NaN"),

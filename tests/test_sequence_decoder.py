@@ -64,6 +64,7 @@ class Encoder(nn.Module):
         return self.block(x, Grid((tokens.shape[1],)), keep=keep)[0]
 
 
+@pytest.mark.slow
 def test_it_learns_to_write_a_sequence_backwards():
     """Which needs the tokens, their places, and an end: none of 100 new ones is written wrongly."""
     encoder, decoder = Encoder(), CONFIG.build()

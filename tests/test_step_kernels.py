@@ -103,6 +103,7 @@ def test_any_width_of_a_head(key, value, dtype):
     assert_no_less_exact_than_torch(named)
 
 
+@pytest.mark.slow
 @over_dtypes
 @over_seeds
 def test_random_shapes(seed, dtype):
