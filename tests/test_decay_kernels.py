@@ -43,6 +43,14 @@ DECAYS = ["fixed", "scalar", "diagonal"]
 
 in_kernels = partial(decay_attention, form="chunk", backend="triton")
 over_decays = pytest.mark.parametrize("decay", DECAYS)
+QUICK = [(True, "scalar"), (False, "diagonal")]
+over_calls = pytest.mark.parametrize(
+    ("causal", "decay"),
+    [
+        pytest.param(*call, marks=[] if call in QUICK else pytest.mark.slow)
+        for call in product([True, False], DECAYS)
+    ],
+)
 over_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both"])
 
 
@@ -298,17 +306,7 @@ def test_nothing_flows_back_to_a_decay_that_forgets_all(causal, decay):
     assert (gradient[:, 10] != 0).all()
 
 
-@pytest.mark.parametrize(
-    ("causal", "decay"),
-    [
-        (True, "scalar"),
-        *(
-            pytest.param(causal, decay, marks=pytest.mark.slow)
-            for causal, decay in product([True, False], DECAYS)
-            if (causal, decay) != (True, "scalar")
-        ),
-    ],
-)
+@over_calls
 def test_samples_and_heads_do_not_meet(causal, decay):
     named = inputs(34, causal=causal, decay=decay, enters="left", batch=2, heads=2)
     o, _ = in_kernels(**narrowed(named, SINGLE), causal=causal)
@@ -369,8 +367,7 @@ def test_a_cuda_graph_repeats_a_call(decay, causal, form):
     assert_a_graph_repeats(lambda: call(**named)[0])
 
 
-@over_directions
-@over_decays
+@over_calls
 def test_masked_tokens_may_hold_anything(causal, decay):
     named = narrowed(inputs(40, causal=causal, decay=decay, keep=True), SINGLE)
     call = partial(in_kernels, causal=causal, normalize="max_one")

@@ -323,7 +323,7 @@ def test_an_export_leaves_the_model_as_it_was():
             "extra_inputs 'mask' is unknown",
         ),
         (lambda: export_program(image_classifier(), extra_inputs=("keep",)), "for an image model"),
-        (lambda: export_step(image_classifier()), "ImageClassifier, expected a CausalLM"),
+        (lambda: export_step(image_classifier()), "ImageClassifier"),
         (lambda: initial_state(causal(CAUSAL["lion"]), batch=0), "batch is 0, expected"),
     ],
 )

