@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_checks import assert_at_most_twice_the_error
 from pairwise import pairwise
 
 from onescan.ops.additive_decay import (
@@ -455,17 +456,11 @@ def test_no_less_exact_than_plain_torch(causal, form, dtype):
     named = inputs(48, dtype=dtype)
     exact = {n: x.double() for n, x in named.items()}
 
-    def errors(function):
-        got = outputs_and_gradients(function, named)
-        return [
-            (x.double() - y).square().mean().sqrt().item()
-            for x, y in zip(got[0][:1] + got[1], want[0][:1] + want[1], strict=True)
-        ]
-
-    want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=causal), exact)
-    ours = errors(lambda **n: additive_decay(**n, causal=causal, form=form))
-    plain = errors(lambda **n: reference.forward(**n, causal=causal))
-    assert all(x <= 2 * y for x, y in zip(ours, plain, strict=True)), (ours, plain)
+    plain = partial(reference.forward, causal=causal)
+    ours = partial(additive_decay, causal=causal, form=form)
+    runs = [(ours, named), (plain, named), (plain, exact)]
+    results = (outputs_and_gradients(*run) for run in runs)
+    assert_at_most_twice_the_error(*(outputs[:1] + slopes for outputs, slopes in results))
 
 
 @pytest.mark.parametrize("causal", [False, True])

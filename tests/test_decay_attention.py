@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from op_checks import assert_at_most_twice_the_error
 from pairwise import pairwise
 from torch.utils._pytree import tree_map
 
@@ -131,22 +132,12 @@ def assert_finite(tensors):
     assert all(torch.isfinite(x).all() for x in tensors)
 
 
-def root_mean_square_errors(function, named, want):
-    """Of outputs and gradients against those in float64."""
-    got = outputs_and_gradients(function, named)
-    return [
-        (x.double() - y).square().mean().sqrt().item()
-        for x, y in zip(got[0][:1] + got[1], want[0][:1] + want[1], strict=True)
-    ]
-
-
 def assert_no_less_exact_than_plain_torch(function, plain, named):
     """The error against float64 is at most twice what the definition makes in the same dtype."""
     exact = {n: x.double() for n, x in named.items()}
-    want = outputs_and_gradients(plain, exact)
-    ours = root_mean_square_errors(function, named, want)
-    theirs = root_mean_square_errors(plain, named, want)
-    assert all(x <= 2 * y for x, y in zip(ours, theirs, strict=True)), (ours, theirs)
+    runs = [(function, named), (plain, named), (plain, exact)]
+    results = (outputs_and_gradients(*run) for run in runs)
+    assert_at_most_twice_the_error(*(outputs[:1] + slopes for outputs, slopes in results))
 
 
 # Any two values of different columns meet in a row, any decay, direction and convention too.

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from op_checks import assert_at_most_twice_the_error, assert_same
 from pairwise import pairwise
 
 from onescan.ops.delta_rule import (
@@ -90,11 +91,6 @@ def outputs_and_gradients(function, named):
         for x in outputs
     )
     return outputs, torch.autograd.grad(loss, tensors)
-
-
-def assert_same(got, want):
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
 
 
 def assert_is_the_definition(named, *, causal, form, sizes=(64,)):
@@ -258,17 +254,10 @@ def test_no_less_exact_than_plain_torch(causal, form, dtype):
     named = inputs(96, causal=causal, dtype=dtype, width=32)
     exact = {n: x.double() for n, x in named.items()}
     plain = partial(reference.forward, causal=causal)
-    want = outputs_and_gradients(plain, exact)
-
-    def errors(function):
-        got = outputs_and_gradients(function, named)
-        return [
-            (x.double() - y).square().mean().sqrt().item()
-            for x, y in zip(got[0] + got[1], want[0] + want[1], strict=True)
-        ]
-
-    ours, theirs = errors(partial(delta_rule, causal=causal, form=form)), errors(plain)
-    assert all(x <= 2 * y for x, y in zip(ours, theirs, strict=True)), (ours, theirs)
+    ours = partial(delta_rule, causal=causal, form=form)
+    runs = [(ours, named), (plain, named), (plain, exact)]
+    results = (outputs_and_gradients(*run) for run in runs)
+    assert_at_most_twice_the_error(*(outputs + gradients for outputs, gradients in results))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_checks import assert_at_most_twice_the_error, assert_same
 from pairwise import pairwise
 
 from onescan.ops.linear_diffusion import (
@@ -71,11 +72,6 @@ def output_and_gradients(function, named):
     gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
     zeros = map(torch.zeros_like, tensors)
     return [y, *(z if x is None else x for x, z in zip(gradients, zeros, strict=True))]
-
-
-def assert_same(got, want):
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
 
 
 def assert_is_the_definition(named, *, scheme, form):
@@ -227,17 +223,9 @@ def test_no_less_exact_than_plain_torch(scheme, form, dtype):
     named = inputs(96, 12, dtype=dtype, keep=True, heads=8)
     exact = {n: x.double() if x.is_floating_point() else x for n, x in named.items()}
     plain = partial(reference.forward, scheme=scheme)
-    want = output_and_gradients(plain, exact)
-
-    def errors(function):
-        return [
-            (x.double() - y).square().mean().sqrt().item()
-            for x, y in zip(output_and_gradients(function, named), want, strict=True)
-        ]
-
-    ours = errors(partial(linear_diffusion, scheme=scheme, form=form))
-    theirs = errors(plain)
-    assert all(x <= 2 * y for x, y in zip(ours, theirs, strict=True)), (ours, theirs)
+    ours = partial(linear_diffusion, scheme=scheme, form=form)
+    runs = [(ours, named), (plain, named), (plain, exact)]
+    assert_at_most_twice_the_error(*(output_and_gradients(*run) for run in runs))
 
 
 @over_calls

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_checks import assert_same
 from pairwise import pairwise
 
 from onescan.ops.toeplitz_position import (
@@ -71,11 +72,6 @@ def outputs_and_gradients(function, named):
         for x in outputs
     )
     return outputs, torch.autograd.grad(loss, tensors)
-
-
-def assert_same(got, want):
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
 
 
 def assert_are_the_definition(forms, named):
