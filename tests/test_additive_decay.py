@@ -125,7 +125,7 @@ def assert_same(got, want, *, atol=1e-9):
     },
     indirect=["form"],
 )
-def test_every_form_is_the_definition(causal, form, tokens, angles, keep, state):
+def test_every_form_matches_the_reference(causal, form, tokens, angles, keep, state):
     named = inputs(tokens, angles=angles, keep=keep, state=state)
     want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=causal), named)
     sizes = {1, 3, 16, tokens + 1} if form == "chunk" else {64}
@@ -137,7 +137,7 @@ def test_every_form_is_the_definition(causal, form, tokens, angles, keep, state)
 
 
 @pytest.mark.parametrize("tokens", [63, 64, 65, 129])
-def test_default_chunks_are_the_definition(tokens):
+def test_default_chunks_match_the_reference(tokens):
     named = inputs(tokens, keep=True, state=True)
     want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=True), named)
     got = outputs_and_gradients(lambda **n: additive_decay(**n, causal=True, form="chunk"), named)
@@ -209,7 +209,7 @@ def test_merging_keeps_the_wider_type():
     assert merge_states(narrow, narrow).kv.dtype == torch.float32
 
 
-def test_causal_ends_where_the_other_begins():
+def test_the_last_causal_output_equals_the_bidirectional_one():
     named = inputs(13)
     causal, last = additive_decay(**named, causal=True)
     one_scan, whole = additive_decay(**named)
@@ -224,7 +224,7 @@ def test_order_does_not_matter_without_positions():
 
 
 @over_forms
-def test_masked_tokens_are_as_if_absent_whatever_they_hold(causal, form):
+def test_masked_tokens_do_not_change_outputs(causal, form):
     named = inputs(10)
     keep = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool).expand(B, -1)
     short = {n: x[:, keep[0]] for n, x in named.items() if n != "angles"}

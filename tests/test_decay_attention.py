@@ -182,7 +182,7 @@ def test_any_two_values_meet_in_the_table():
 
 
 @pytest.mark.parametrize(COLUMNS, TABLE)
-def test_every_form_is_the_definition(
+def test_every_form_matches_the_reference(
     tokens, decay, causal, decay_at, normalize, shape, keep, state
 ):
     batch, heads = shape
@@ -310,7 +310,7 @@ def test_gates_that_saturate(causal, form, decay_at, decay):
 
 @over_forms
 @pytest.mark.parametrize("decay", ["scalar", "diagonal"])
-def test_spans_beyond_what_an_exponential_holds(causal, form, decay):
+def test_decays_beyond_the_range_of_exp(causal, form, decay):
     named = inputs(70, causal=causal, decay=decay, dtype=torch.float32)
     named["log_decay"][..., ::2] = -5.0
     named["log_decay"][:, 20:30] = -1e-3
@@ -384,7 +384,7 @@ def test_two_calls_equal_one_at_every_cut(decay_at, decay, first, second):
 @over_conventions
 @over_decays
 @over_names
-def test_two_calls_that_hand_each_other_their_states_equal_one_at_every_cut(decay_at, decay, form):
+def test_two_bidirectional_calls_equal_one_at_every_cut(decay_at, decay, form):
     tokens = 9
     named = inputs(tokens, causal=False, decay=decay, keep=True, state=True)
     left, right = named["state"]
@@ -418,7 +418,7 @@ def test_nothing_on_one_side_is_a_state_of_zeros(wanted, tokens, form):
 
 
 @pairwise({"decay_at": CONVENTIONS, "decay": DECAYS, "form": NAMES})
-def test_read_backwards_the_outputs_are_the_same_backwards(decay_at, decay, form):
+def test_reversed_inputs_give_reversed_outputs(decay_at, decay, form):
     named = inputs(13, causal=False, decay=decay, keep=True, state=True)
     mirrored = {n: x if x.ndim == 1 else x.flip(1) for n, x in named.items() if n != "state"}
     mirrored["state"] = DecayStates(*named["state"][::-1])
@@ -429,7 +429,7 @@ def test_read_backwards_the_outputs_are_the_same_backwards(decay_at, decay, form
 
 
 @pairwise({"causal, form": FORMS, "decay_at": CONVENTIONS, "decay": DECAYS})
-def test_masked_tokens_are_as_if_absent_whatever_they_hold(causal, form, decay_at, decay):
+def test_masked_tokens_do_not_change_outputs(causal, form, decay_at, decay):
     named = inputs(10, causal=causal, decay=decay, state=True)
     keep = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
     call = partial(decay_attention, causal=causal, decay_at=decay_at, form=form, chunk_size=4)
@@ -764,7 +764,7 @@ def call_of(tokens, *, causal):
 
 
 @pairwise({"causal": [True, False], "decays": [True, False], "tokens": [1, 2, 16, 197, 4096]})
-def test_what_is_chosen_exists(causal, decays, tokens):
+def test_the_chosen_form_exists(causal, decays, tokens):
     chosen = partial(choose, causal=causal, decays=decays, call=call_of(tokens, causal=causal))
     choice = chosen("auto", "auto")
     assert choice[:3] in IMPLEMENTATIONS
@@ -799,7 +799,7 @@ def test_without_decay_one_sum_is_chosen():
 
 
 @pairwise({"block": [1, 40, 100, 400], "causal": [True, False], "decay": DECAYS})
-def test_blocks_of_samples_and_heads_give_what_all_at_once_give(causal, decay, block, monkeypatch):
+def test_blocks_of_samples_and_heads_do_not_change_results(causal, decay, block, monkeypatch):
     named = inputs(9, causal=causal, decay=decay, state=True, batch=5)
     call = partial(decay_attention, causal=causal, chunk_size=4, form="chunk", normalize="max_one")
     want = outputs_and_gradients(call, named)
@@ -834,7 +834,7 @@ def test_outputs_and_states_may_be_changed_in_place(causal, normalize, form, bat
 
 @over_directions
 @over_decays
-def test_batches_of_chunks_give_what_all_at_once_give(causal, decay, monkeypatch):
+def test_batches_of_chunks_do_not_change_results(causal, decay, monkeypatch):
     """On a CPU so many chunks are taken at a time as caches hold."""
     named = inputs(9, causal=causal, decay=decay, state=True)
     call = partial(decay_attention, causal=causal, chunk_size=2, form="chunk")
@@ -897,13 +897,13 @@ def test_a_masked_token_may_hold_any_decay():
         ("full", "cuda", "'full/cuda' is unknown.*full/torch"),
     ],
 )
-def test_what_does_not_exist_is_refused(causal, form, backend, message):
+def test_unknown_forms_are_refused(causal, form, backend, message):
     with pytest.raises(ValueError, match=message):
         unwrap(choose)(form, backend, causal=causal, decays=True, call=call_of(9, causal=causal))
 
 
 @over_forms
-def test_on_the_meta_device_there_are_shapes(causal, form):
+def test_meta_tensors_give_shapes(causal, form):
     named = inputs(9, causal=causal, state=True)
     want, ends = decay_attention(**named, causal=causal, form=form, chunk_size=4)
     meta = {n: x.to("meta") for n, x in named.items() if n != "state"}
@@ -915,7 +915,7 @@ def test_on_the_meta_device_there_are_shapes(causal, form):
 
 
 @over_names
-def test_keys_next_to_nothing_leave_gradients_finite(form):
+def test_tiny_keys_leave_gradients_finite(form):
     q = torch.ones(1, 3, 1, 2, requires_grad=True)
     k = torch.full((1, 3, 1, 2), 1e-42, requires_grad=True)
     o, _ = decay_attention(q, k, torch.ones(1, 3, 1, 1), normalize="sum", form=form)

@@ -141,7 +141,7 @@ def assert_near(got, want, tolerance):
         torch.testing.assert_close(x.double().cpu(), y, atol=atol, rtol=0)
 
 
-def assert_is_the_definition(named, *dtypes, **options):
+def assert_matches_reference(named, *dtypes, **options):
     """Outputs, states and gradients of kernels against the definition in float64."""
     want = outputs_and_gradients(partial(reference.forward, **options), named)
     for dtype in dtypes:
@@ -150,7 +150,7 @@ def assert_is_the_definition(named, *dtypes, **options):
         assert_near(got[0] + got[1], want[0] + want[1], TOLERANCES[dtype])
 
 
-def assert_steps_are_the_definition(named, *dtypes, normalize):
+def assert_steps_match_reference(named, *dtypes, normalize):
     """Outputs and states of tokens one after the other."""
     options = {"causal": True, "normalize": normalize}
     o, state = reference.forward(**named, **options, decay_at="target")
@@ -232,7 +232,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(COLUMNS, TABLE)
-def test_kernels_are_the_definition(
+def test_kernels_match_the_reference(
     tokens, decay, causal, decay_at, normalize, keep, enters, widths
 ):
     # one token alone, divided by its row sum, has gradients of 0, and no other type's digits do
@@ -240,7 +240,7 @@ def test_kernels_are_the_definition(
     dtypes = DTYPES if (GPU and not is_void) or tokens in NARROW else [SINGLE]
     named = inputs(tokens, causal=causal, decay=decay, keep=keep, enters=enters, widths=widths)
     options = {"causal": causal, "decay_at": decay_at, "normalize": normalize}
-    assert_is_the_definition(named, *dtypes, **options)
+    assert_matches_reference(named, *dtypes, **options)
 
 
 # few heads and widths of keys and values, as kernels are compiled anew for each
@@ -271,7 +271,7 @@ def test_random_shapes(seed):
     # one token alone divided by its row sum has no gradients, and in plain torch exactly
     assert_within_twice_plain(inputs(tokens + 1, **sizes), *DTYPES, **options)
     named = inputs(tokens, **sizes, keep=True, enters="left right")
-    assert_is_the_definition(named, *DTYPES, **options)
+    assert_matches_reference(named, *DTYPES, **options)
 
 
 @over_seeds
@@ -280,7 +280,7 @@ def test_random_shapes_of_steps(seed):
     decay, _, normalize, heads, widths = BUILDS[seed % len(BUILDS)]
     sizes = {"batch": batch, "heads": heads, "widths": widths, "decay": decay}
     named = inputs(tokens, **sizes, causal=True, keep=tokens > 1, enters="left")
-    assert_steps_are_the_definition(named, *DTYPES, normalize=normalize)
+    assert_steps_match_reference(named, *DTYPES, normalize=normalize)
 
 
 @pairwise(
@@ -293,7 +293,7 @@ def test_decays_of_zero_and_one_and_almost(causal, decay_at, decay):
     levels = torch.tensor([0.0, -1e-6, -50.0, -torch.inf], dtype=torch.float64)
     shape = named["log_decay"].shape
     named["log_decay"] = levels[torch.randperm(shape.numel()).reshape(shape) % 4]
-    assert_is_the_definition(named, SINGLE, causal=causal, decay_at=decay_at)
+    assert_matches_reference(named, SINGLE, causal=causal, decay_at=decay_at)
 
 
 @over_directions
@@ -345,9 +345,9 @@ def test_two_calls_equal_one(decay, first):
 @over_dtypes
 @pytest.mark.parametrize("decay", ["none", *DECAYS])
 @pytest.mark.parametrize(("tokens", "normalize"), [(1, "none"), (5, "sum"), (3, "max_one")])
-def test_steps_are_the_definition(decay, normalize, tokens, dtype):
+def test_steps_match_the_reference(decay, normalize, tokens, dtype):
     named = inputs(tokens, causal=True, decay=decay, keep=tokens > 1, enters="left", widths=(5, 40))
-    assert_steps_are_the_definition(named, dtype, normalize=normalize)
+    assert_steps_match_reference(named, dtype, normalize=normalize)
 
 
 @pytest.mark.gpu
@@ -405,7 +405,7 @@ def test_a_state_alone_has_a_gradient():
         ({"form": "recurrent", "learns": True}, "no gradient in Triton, expected form 'chunk'"),
     ],
 )
-def test_what_cannot_run_is_refused(change, message):
+def test_unsupported_calls_are_refused(change, message):
     options = {"causal": True, "form": "chunk", "backend": "triton", **change}
     decay, widths = options.pop("decay", "scalar"), options.pop("widths", (5, 6))
     dtype, learns = options.pop("dtype", SINGLE), options.pop("learns", False)

@@ -93,7 +93,7 @@ def outputs_and_gradients(function, named):
     return outputs, torch.autograd.grad(loss, tensors)
 
 
-def assert_is_the_definition(named, *, causal, form, sizes=(64,)):
+def assert_matches_reference(named, *, causal, form, sizes=(64,)):
     want = outputs_and_gradients(partial(reference.forward, causal=causal), named)
     for size in sizes:
         ours = partial(delta_rule, causal=causal, form=form, chunk_size=size)
@@ -109,17 +109,17 @@ def assert_is_the_definition(named, *, causal, form, sizes=(64,)):
         "keep, state": [(False, False), (True, False), (True, True)],
     }
 )
-def test_every_form_is_the_definition(causal, form, tokens, keep, state):
+def test_every_form_matches_the_reference(causal, form, tokens, keep, state):
     named = inputs(tokens, causal=causal, keep=keep, state=state)
     sizes = {1, 7, 16, 64, tokens + 1} if form == "chunk" else {64}
-    assert_is_the_definition(named, causal=causal, form=form, sizes=sizes)
+    assert_matches_reference(named, causal=causal, form=form, sizes=sizes)
 
 
 @over_forms
 @pytest.mark.parametrize("tokens", [63, 65, 197])
 def test_one_head_and_lengths_around_a_chunk_and_of_an_image(causal, form, tokens):
     named = inputs(tokens, causal=causal, keep=True, state=True, heads=1)
-    assert_is_the_definition(named, causal=causal, form=form)
+    assert_matches_reference(named, causal=causal, form=form)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9])
@@ -177,7 +177,7 @@ def test_two_calls_equal_one_at_every_cut(first, second):
 
 
 @pytest.mark.parametrize("form", IMPLEMENTATIONS)
-def test_two_calls_that_hand_each_other_their_states_equal_one_at_every_cut(form):
+def test_two_bidirectional_calls_equal_one_at_every_cut(form):
     tokens = 9
     named = inputs(tokens, causal=False, keep=True, state=True)
     left, right = named["state"]
@@ -197,7 +197,7 @@ def part(named, start, stop):
 
 
 @pytest.mark.parametrize("form", IMPLEMENTATIONS)
-def test_read_backwards_the_outputs_are_the_same_backwards(form):
+def test_reversed_inputs_give_reversed_outputs(form):
     named = inputs(13, causal=False, keep=True, state=True)
     o, state = delta_rule(**named, form=form, chunk_size=4)
     mirrored = {n: DeltaStates(*x[::-1]) if n == "state" else x.flip(1) for n, x in named.items()}
@@ -206,7 +206,7 @@ def test_read_backwards_the_outputs_are_the_same_backwards(form):
 
 
 @over_forms
-def test_masked_tokens_are_as_if_absent_whatever_they_hold(causal, form):
+def test_masked_tokens_do_not_change_outputs(causal, form):
     named = inputs(10, causal=causal, state=True)
     keep = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
     call = partial(delta_rule, causal=causal, form=form, chunk_size=4)
@@ -244,7 +244,7 @@ def test_a_whole_step_stores_the_value_under_its_key(causal, form):
 def test_any_finite_beta_is_taken(causal, form):
     named = inputs(12, causal=causal, state=True)
     named["beta"] = torch.linspace(-3, 4, 12, dtype=torch.float64)[:, None].expand(B, -1, H)
-    assert_is_the_definition(named, causal=causal, form=form, sizes=(5,))
+    assert_matches_reference(named, causal=causal, form=form, sizes=(5,))
 
 
 @over_forms

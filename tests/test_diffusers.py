@@ -401,7 +401,7 @@ save_file(found, sys.argv[2])
 
 
 @pytest.mark.slow
-def test_another_process_makes_the_same_bits(tmp_path):
+def test_another_process_generates_the_same_images(tmp_path):
     pipe = pipeline(class_names=NAMES, sampler=SamplerConfig(sampler="ddpm"))
     expected = made_by(pipe, ["dog", 0], guidance_scale=2.0)
     pipe.save_pretrained(tmp_path / "pipe")

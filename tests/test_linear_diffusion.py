@@ -74,7 +74,7 @@ def output_and_gradients(function, named):
     return [y, *(z if x is None else x for x, z in zip(gradients, zeros, strict=True))]
 
 
-def assert_is_the_definition(named, *, scheme, form):
+def assert_matches_reference(named, *, scheme, form):
     want = output_and_gradients(partial(reference.forward, scheme=scheme), named)
     got = output_and_gradients(partial(linear_diffusion, scheme=scheme, form=form), named)
     assert_same(got, want)
@@ -87,20 +87,20 @@ def assert_is_the_definition(named, *, scheme, form):
         "tokens, radius": [(1, 0), (1, 3), (2, 1), (5, 0), (5, 2), (7, 9), (33, 4), (40, 39)],
     }
 )
-def test_every_form_is_the_definition(scheme, form, keep, tokens, radius):
-    assert_is_the_definition(inputs(tokens, radius, keep=keep), scheme=scheme, form=form)
+def test_every_form_matches_the_reference(scheme, form, keep, tokens, radius):
+    assert_matches_reference(inputs(tokens, radius, keep=keep), scheme=scheme, form=form)
 
 
 @over_calls
 @pytest.mark.parametrize("tokens", [63, 64, 65, 129])
 def test_lengths_around_a_block(scheme, form, tokens):
     named = inputs(tokens, 3, keep=True, heads=1)
-    assert_is_the_definition(named, scheme=scheme, form=form)
+    assert_matches_reference(named, scheme=scheme, form=form)
 
 
 @over_calls
 def test_a_radius_beyond_a_block(scheme, form):
-    assert_is_the_definition(inputs(150, 70, heads=1), scheme=scheme, form=form)
+    assert_matches_reference(inputs(150, 70, heads=1), scheme=scheme, form=form)
 
 
 @pairwise(
@@ -110,9 +110,9 @@ def test_a_radius_beyond_a_block(scheme, form):
         "tokens, radius": [(1, 0), (1, 3), (3, 5), (9, 2), (70, 4)],
     }
 )
-def test_tokens_of_a_state_give_and_are_not_returned(form, keep, tokens, radius):
+def test_tokens_of_a_state_are_read_but_not_returned(form, keep, tokens, radius):
     named = inputs(tokens, radius, keep=keep, state=True)
-    assert_is_the_definition(named, scheme="explicit", form=form)
+    assert_matches_reference(named, scheme="explicit", form=form)
 
 
 @over_calls
@@ -164,7 +164,7 @@ def test_the_first_state_holds_no_token():
 
 
 @over_calls
-def test_masked_tokens_neither_give_nor_receive_whatever_they_hold(scheme, form):
+def test_masked_tokens_do_not_change_outputs(scheme, form):
     named = inputs(10, 3)
     keep = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
     call = partial(linear_diffusion, scheme=scheme, form=form, keep=keep.expand(B, -1))

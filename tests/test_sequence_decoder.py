@@ -65,7 +65,7 @@ class Encoder(nn.Module):
 
 
 @pytest.mark.slow
-def test_it_learns_to_write_a_sequence_backwards():
+def test_it_learns_to_reverse_a_sequence():
     """Which needs the tokens, their places, and an end: none of 100 new ones is written wrongly."""
     encoder, decoder = Encoder(), CONFIG.build()
     parameters = [*encoder.parameters(), *decoder.parameters()]

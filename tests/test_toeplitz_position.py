@@ -74,7 +74,7 @@ def outputs_and_gradients(function, named):
     return outputs, torch.autograd.grad(loss, tensors)
 
 
-def assert_are_the_definition(forms, named):
+def assert_match_reference(forms, named):
     want = outputs_and_gradients(reference.forward, named)
     for form in forms:
         got = outputs_and_gradients(functools.partial(toeplitz_position, form=form), named)
@@ -84,24 +84,24 @@ def assert_are_the_definition(forms, named):
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 8, 9, 16, 31])
 @pytest.mark.parametrize(("bidirectional", "state"), [(False, False), (False, True), (True, False)])
-def test_every_form_is_the_definition_of_a_sequence(tokens, bidirectional, state):
+def test_every_form_matches_the_reference_of_a_sequence(tokens, bidirectional, state):
     named = inputs((tokens,), bidirectional=bidirectional, state=state)
     with chunks_of(4):
-        assert_are_the_definition(IMPLEMENTATIONS, named)
+        assert_match_reference(IMPLEMENTATIONS, named)
 
 
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_every_form_is_the_definition_of_a_grid(shape, bidirectional):
+def test_every_form_matches_the_reference_of_a_grid(shape, bidirectional):
     with chunks_of(2):
-        assert_are_the_definition(IMPLEMENTATIONS, inputs(shape, bidirectional=bidirectional))
+        assert_match_reference(IMPLEMENTATIONS, inputs(shape, bidirectional=bidirectional))
 
 
 @pytest.mark.parametrize("tokens", [64, 65, 129])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_default_chunks_are_the_definition(tokens, bidirectional):
+def test_default_chunks_match_the_reference(tokens, bidirectional):
     named = inputs((tokens,), bidirectional=bidirectional, state=not bidirectional)
-    assert_are_the_definition(["scan", "auto"], named)
+    assert_match_reference(["scan", "auto"], named)
 
 
 @pairwise(
@@ -111,11 +111,11 @@ def test_default_chunks_are_the_definition(tokens, bidirectional):
         "bidirectional": [False, True],
     }
 )
-def test_extreme_decays_are_the_definition(form, decay, bidirectional):
+def test_extreme_decays_match_the_reference(form, decay, bidirectional):
     named = inputs((23,), bidirectional=bidirectional, state=not bidirectional)
     named["log_decay"][..., 1:] = decay
     with chunks_of(5):
-        assert_are_the_definition([form], named)
+        assert_match_reference([form], named)
         low = {n: v.float() if isinstance(v, torch.Tensor) else v for n, v in named.items()}
         outputs, gradients = outputs_and_gradients(
             functools.partial(toeplitz_position, form=form), low
