@@ -48,7 +48,7 @@ check-kernels: $(KERNELS)/.installed  ## compile every kernel for four GPUs, wit
 	PYTHONPATH=. $(KERNELS)/bin/python benchmarks/check_kernels.py
 
 bench: $(INSTALLED)  ## speed and memory of one scan beside softmax attention
-	$(BIN)/onescan bench one-scan
+	$(BIN)/python benchmarks/one_scan.py
 
 format: $(INSTALLED)  ## rewrite what a formatter may rewrite
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

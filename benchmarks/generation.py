@@ -1,20 +1,23 @@
-"""LightNet, its two ablations and the DiT of its size, painting CIFAR-10: how near they come.
+"""Train LightNet, two of its ablations and a DiT of equal size on CIFAR-10, and compare samples.
 
 python benchmarks/generation.py FOLDER                     small models, for a CPU
-python benchmarks/generation.py FOLDER --full --steps 0    the recipes as they stand, for a GPU
+python benchmarks/generation.py FOLDER --full --steps 0    the recipes unchanged, for a GPU
 
-FOLDER holds CIFAR-10 as parquet files. First a classifier is trained on it, in whose features the
-distance between what is painted and what was held out is measured: it is no FID. Then each
-contestant is trained with each seed, for equally many updates, and judged all along. What was
-finished before is not trained again, and what was stopped goes on.
+FOLDER contains CIFAR-10 as parquet files. First a classifier is trained, whose features give the
+Frechet distance between generated and test images; it is not FID. Then each candidate is trained
+with each seed for equally many steps, and evaluated several times. Finished runs are not repeated
+and interrupted ones are resumed.
 """
 
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import tyro
+from matplotlib.figure import Figure
+from results import aligned, environment, write
 
 from onescan import configs
 from onescan.recipes import find_recipe
@@ -22,75 +25,63 @@ from onescan.report import write_comparison
 from onescan.training import RunConfig, RunResult, read_metrics, train
 
 LIGHTNET, DIT = "cifar10_denoiser_lightnet", "cifar10_denoiser_dit"
-CONTESTANTS = (LIGHTNET, f"{LIGHTNET}/without_tpe", f"{LIGHTNET}/without_lrpe", DIT)
+CANDIDATES = (LIGHTNET, f"{LIGHTNET}/without_tpe", f"{LIGHTNET}/without_lrpe", DIT)
 CLASSIFIER = "cifar10_lightnet"
-# of equal size to a percent; 8 x 8 patches
+# of equal size within a percent; 8 x 8 patches
 SMALL = {"width": 96, "depth": 4, "patch_size": (4, 4), "init_std": 0.1}
 SMALL_DIT = SMALL | {"depth": 3}
 SMALL_CLASSIFIER = {"width": 96, "depth": 4, "drop_path": 0.0, "init_std": 0.1}
+TRAINING_IMAGES = 50_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to train, and for how long."""
+    """Options of the benchmark."""
 
     path: Annotated[str, tyro.conf.Positional]
-    """A folder of CIFAR-10 as parquet files."""
+    """Folder with CIFAR-10 as parquet files."""
     out: Path = Path("runs/cifar10_generation")
-    """Folder for the runs and the page."""
+    """Folder for the runs, the report and the results."""
     steps: int = 1000
-    """Updates of each contestant; 0 is as many as its recipe has."""
+    """Training steps of each candidate; 0 trains as long as its recipe."""
     evaluations: int = 4
-    """How often each is judged."""
+    """Number of evaluations of each candidate."""
     seeds: tuple[int, ...] = (0, 1)
+    """Random seeds; trains one run per seed."""
     full: bool = False
-    """The recipes' own sizes and batches."""
+    """Use the recipes' own model and batch sizes."""
     images: int = 512
-    """Images painted at each evaluation, and held-out ones that they are compared with."""
-    guidance: float = 1.0
+    """Generated images per evaluation, and test images that they are compared with."""
+    guidance_scale: float = 1.0
+    """Scale of classifier-free guidance; 1 disables it."""
     sampler_steps: int = 25
-    """Of each image, by Euler's method."""
+    """Euler steps per image."""
     classifier_epochs: int = 5
-    """Of the classifier, where it is a small one."""
+    """Epochs of the small classifier."""
     learning_rate: float = 1e-3
-    """Of small models."""
-
-
-def main(options: Options) -> None:
-    judge = train_classifier(options)
-    runs = {name: contestant(name, options, judge) for name in CONTESTANTS}
-    results: dict[str, list[RunResult]] = {name: [] for name in runs}
-    for seed in options.seeds:  # all with one seed first, so that a part is a comparison too
-        for name, run in runs.items():
-            training = replace(run.training, seed=seed)
-            folder = options.out / name.replace("/", "_") / f"seed-{seed}"
-            results[name].append(train(replace(run, training=training), folder, progress=True))
-    print_distances(results)
-    folders = [result.folder for each in results.values() for result in each]
-    print(f"page: {write_comparison(folders, options.out / 'compare.html')}")
+    """Learning rate of small models."""
 
 
 def train_classifier(options: Options) -> RunResult:
     run = configs.replace(find_recipe(CLASSIFIER)(), {"data.path": options.path})
     if not options.full:
-        run = configs.replace(
-            run,
-            {f"model.{name}": value for name, value in SMALL_CLASSIFIER.items()}
-            | {"training.epochs": options.classifier_epochs, "task.augment.num_ops": 0}
-            | {"training.learning_rate": 2e-3},
-        )
+        changes = {f"model.{name}": value for name, value in SMALL_CLASSIFIER.items()} | {
+            "training.epochs": options.classifier_epochs,
+            "training.learning_rate": 2e-3,
+            "task.augment.num_ops": 0,
+        }
+        run = configs.replace(run, changes)
     result = train(run, options.out / "classifier" / "seed-0", progress=True)
-    print(f"the classifier is right in {result.metrics['accuracy']:.1%} of held-out images")
+    print(f"the classifier has a test accuracy of {result.metrics['accuracy']:.1%}")
     return result
 
 
-def contestant(name: str, options: Options, judge: RunResult) -> RunConfig:
-    run = find_recipe(name)()
-    changes: dict[str, object] = {
+def prepare(name: str, options: Options, classifier: Path) -> RunConfig:
+    changes: dict[str, Any] = {
         "data.path": options.path,
-        "task.classifier": str(judge.folder),
+        "task.classifier": str(classifier),
         "task.evaluation_images": options.images,
-        "task.sampler.guidance_scale": options.guidance,
+        "task.sampler.guidance_scale": options.guidance_scale,
         "task.sampler.steps": options.sampler_steps,
     }
     if not options.full:
@@ -104,27 +95,55 @@ def contestant(name: str, options: Options, judge: RunResult) -> RunConfig:
         }
     if options.steps:
         changes["training.steps"] = options.steps
-    run = configs.replace(run, changes)
-    per_epoch = 50_000 // run.training.batch_size
-    steps = options.steps or run.training.epochs * per_epoch
-    return configs.replace(
-        run, {"training.evaluate_every": steps / options.evaluations / per_epoch}
-    )
+    run = configs.replace(find_recipe(name)(), changes)
+    per_epoch = TRAINING_IMAGES // run.training.batch_size
+    epochs = options.steps / per_epoch if options.steps else run.training.epochs
+    return configs.replace(run, {"training.evaluate_every": epochs / options.evaluations})
 
 
-def print_distances(results: dict[str, list[RunResult]]) -> None:
-    print("\nfeature distance over updates, mean +- spread over seeds")
-    for name, runs in results.items():
-        tests = [
-            [line for line in read_metrics(run.folder) if line["split"] == "test"] for run in runs
-        ]
-        cells = []
-        for lines in zip(*tests, strict=True):
-            values = [line["feature_distance"] for line in lines]
-            spread = f" +- {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-            cells.append(f"{lines[0]['step']}: {statistics.mean(values):.2f}{spread}")
-        last = [run.metrics["label_accuracy"] for run in runs]
-        print(f"{name:<38} {'   '.join(cells)}   labelled as asked {statistics.mean(last):.1%}")
+def distances(results: list[RunResult]) -> dict[int, list[float]]:
+    """Return the feature distances of all seeds at each evaluation, by step."""
+    found: dict[int, list[float]] = {}
+    for result in results:
+        for line in read_metrics(result.folder):
+            if line["split"] == "test":
+                found.setdefault(line["step"], []).append(line["feature_distance"])
+    return found
+
+
+def deviation(values: list[float]) -> float:
+    """Return the standard deviation over seeds; 0 for one seed."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def main(options: Options) -> None:
+    classifier = train_classifier(options)
+    runs = {name: prepare(name, options, classifier.folder) for name in CANDIDATES}
+    results: dict[str, list[RunResult]] = {name: [] for name in runs}
+    for seed in options.seeds:  # all candidates first, so that one seed is a comparison too
+        for name, run in runs.items():
+            training = replace(run.training, seed=seed)
+            folder = options.out / name.replace("/", "_") / f"seed-{seed}"
+            results[name].append(train(replace(run, training=training), folder, progress=True))
+    found = {name: distances(seeds) for name, seeds in results.items()}
+    steps = list(found[LIGHTNET])
+    rows = [["feature distance", *(f"step {step}" for step in steps), "classified as requested"]]
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axis = figure.subplots()
+    for name, by_step in found.items():
+        means = [statistics.mean(by_step[step]) for step in steps]
+        spreads = [deviation(by_step[step]) for step in steps]
+        accuracy = statistics.mean(run.metrics["label_accuracy"] for run in results[name])
+        cells = [f"{a:.2f} +- {b:.2f}" for a, b in zip(means, spreads, strict=True)]
+        rows.append([name, *cells, f"{accuracy:.1%}"])
+        axis.errorbar(steps, means, spreads, marker="o", label=name)
+    print("\n".join(aligned(rows)))
+    axis.set(xlabel="training steps", ylabel="Frechet distance in the classifier's features")
+    axis.legend()
+    where = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    write(options.out, "generation", figure, options=options, environment=where, distances=found)
+    folders = [result.folder for seeds in results.values() for result in seeds]
+    print(f"report: {write_comparison(folders, options.out / 'compare.html')}")
 
 
 if __name__ == "__main__":

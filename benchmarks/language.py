@@ -1,21 +1,25 @@
-"""What counting alone knows of a text: the losses that a small language model has to beat.
+"""Losses of n-gram models, which a small language model has to beat.
 
-python benchmarks/language.py FILE             n-grams: the held-out bytes of FILE told one by one
-python benchmarks/language.py FILE --masked    unigrams: the bytes that wikitext2_mlm_* are to tell
+python benchmarks/language.py FILE             predict the next byte, as shakespeare_* do
+python benchmarks/language.py FILE --masked    predict masked bytes, as wikitext2_mlm_* do
 
-Both learn from the split of the recipes, and are judged on the very bytes that the recipes' models
-are judged on, with the same rows as context. N-grams are interpolated by Witten and Bell's rule:
-p(x | h) = (c(hx) + u(h) p(x | h')) / (c(h) + u(h)), where c counts, u(h) is the number of kinds of
-bytes seen after h, and h' is h without its first byte.
+The models learn from the training part of the recipes' split, and are evaluated on the same bytes
+and the same sequences as the recipes' models. n-grams are interpolated by the Witten-Bell rule:
+p(x | h) = (c(hx) + u(h) p(x | h')) / (c(h) + u(h)), where c counts, u(h) is the number of different
+bytes seen after h, and h' is h without its first byte. Masked bytes are predicted by unigrams.
 """
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
+from matplotlib.figure import Figure
+from results import environment, write
 
 from onescan import configs
 from onescan.data.text import PackedText
@@ -24,22 +28,25 @@ from onescan.recipes import find_recipe
 from onescan.tasks import MaskedLanguageModelling, Task
 
 CAUSAL, MASKED = "shakespeare_lightnet", "wikitext2_mlm_lightnet"
+BYTES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to judge."""
+    """Options of the benchmark."""
 
     path: Annotated[str, tyro.conf.Positional]
-    """A file of text."""
+    """Text file."""
     masked: bool = False
-    """Tell masked bytes, by how often each byte comes at all."""
+    """Predict masked bytes by their frequency."""
     orders: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-    """Of n-grams: an order of 4 tells a byte from the 3 before it."""
+    """Orders of n-grams: order 4 predicts a byte from the 3 before it."""
+    out: Path = Path("bench/language")
+    """Folder for the results."""
 
 
 class NGrams:
-    """Counts of what follows each context of up to order - 1 bytes."""
+    """Counts of the bytes that follow each context of up to order - 1 bytes."""
 
     def __init__(self, tokens: list[int], order: int) -> None:
         self.order = order
@@ -54,68 +61,79 @@ class NGrams:
             for follows in self.follows
         ]
 
-    def probability(self, context: list[int], token: int, kinds: int) -> float:
-        p = 1 / kinds
+    def probability(self, context: list[int], token: int) -> float:
+        p = 1 / BYTES
         for length in range(min(self.order - 1, len(context)) + 1):
             known = tuple(context[len(context) - length :])
             if known not in self.sums[length]:
                 break
-            total, seen = self.sums[length][known]
-            p = (self.follows[length][known][token] + seen * p) / (total + seen)
+            total, different = self.sums[length][known]
+            p = (self.follows[length][known][token] + different * p) / (total + different)
         return p
 
 
-def pose(name: str, path: str) -> Task:
+def build_task(name: str, path: str) -> Task:
     run = configs.replace(find_recipe(name)(), {"data.path": path})
     return run.task.build(run.data.build())
 
 
-def tokens_of(task: Task) -> list[int]:
+def training_tokens(task: Task) -> list[int]:
     assert isinstance(task.train, PackedText)
     return task.train.corpus.tokens.tolist()
 
 
-def rows(task: Task) -> Iterator[list[int]]:
-    """Held-out rows, without their padding."""
-    for planned in task.test_batches():
-        tokens, documents = task.test.read(planned.examples).batch
+def test_rows(task: Task) -> Iterator[list[int]]:
+    """Yield test sequences without padding."""
+    for plan in task.test_batches():
+        tokens, documents = task.test.read(plan.examples).batch
         for row, document in zip(tokens, documents, strict=True):
             yield row[document >= 0].tolist()
 
 
-def judge_ngrams(path: str, orders: tuple[int, ...]) -> None:
-    task = pose(CAUSAL, path)
-    known, held_out = tokens_of(task), list(rows(task))
-    count = sum(len(row) - 1 for row in held_out)
-    print(f"{count} held-out bytes; {len(known)} to learn from")
-    for order in orders:
+def ngram_losses(options: Options) -> dict[str, float]:
+    """Return the loss in nats per byte of each order."""
+    task = build_task(CAUSAL, options.path)
+    known, rows = training_tokens(task), list(test_rows(task))
+    count = sum(len(row) - 1 for row in rows)
+    print(f"{len(known)} training bytes, {count} test bytes")
+    losses = {}
+    for order in options.orders:
         grams = NGrams(known, order)
-        nats = -sum(
-            math.log(grams.probability(row[max(0, i - order + 1) : i], row[i], kinds=256))
-            for row in held_out
+        losses[f"{order}-gram"] = -sum(
+            math.log(grams.probability(row[max(0, i - order + 1) : i], row[i])) / count
+            for row in rows
             for i in range(1, len(row))
         )
-        print(f"order {order}: {nats / count:.4f} nats a byte")
+    return losses
 
 
-def judge_unigrams(path: str) -> None:
-    task = pose(MASKED, path)
+def masked_losses(options: Options) -> dict[str, float]:
+    """Return the loss of unigrams in nats per byte, and the accuracy of the most frequent byte."""
+    task = build_task(MASKED, options.path)
     assert isinstance(task, MaskedLanguageModelling)
-    counts = Counter(tokens_of(task))
-    total, (likeliest, _) = counts.total() + 256, counts.most_common(1)[0]
+    counts = Counter(training_tokens(task))
+    total, (most_frequent, _) = counts.total() + BYTES, counts.most_common(1)[0]
     labels: list[int] = []
-    for planned in task.test_batches():
-        batch = task.augment(task.test.read(planned.examples).batch, seed=0)
+    for plan in task.test_batches():
+        batch = task.augment(task.test.read(plan.examples).batch, seed=0)
         labels += batch[2][batch[2] != IGNORE_INDEX].tolist()
-    nats = -sum(math.log((counts[label] + 1) / total) for label in labels)
-    print(f"{len(labels)} masked bytes; {counts.total()} to learn from")
-    print(f"unigrams: {nats / len(labels):.4f} nats a byte", end=", ")
-    print(f"{labels.count(likeliest) / len(labels):.4f} of them told by {chr(likeliest)!r}")
+    print(f"{counts.total()} training bytes, {len(labels)} masked test bytes")
+    loss = -sum(math.log((counts[label] + 1) / total) for label in labels) / len(labels)
+    accuracy = labels.count(most_frequent) / len(labels)
+    return {"unigram": loss, f"accuracy of {chr(most_frequent)!r}": accuracy}
+
+
+def main(options: Options) -> None:
+    losses = masked_losses(options) if options.masked else ngram_losses(options)
+    for name, value in losses.items():
+        print(f"{name}: {value:.4f}" + ("" if "accuracy" in name else " nats per byte"))
+    name = "masked" if options.masked else "ngrams"
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure.subplots().bar(list(losses), list(losses.values()))
+    figure.axes[0].set_ylabel("nats per byte")
+    results = {"options": options, "environment": environment(torch.device("cpu"))}
+    write(options.out, name, figure, **results, losses=losses)
 
 
 if __name__ == "__main__":
-    options = tyro.cli(Options, description=__doc__)
-    if options.masked:
-        judge_unigrams(options.path)
-    else:
-        judge_ngrams(options.path, options.orders)
+    main(tyro.cli(Options, description=__doc__))

@@ -1,62 +1,52 @@
 """Measure the numerical error of both attention ops on long sequences with extreme inputs.
 
-python benchmarks/stability.py                               1,000 to 50,000 tokens
-python benchmarks/stability.py --tokens 1000 --json a.json   short run; every case as JSON
-
 The error is the largest absolute error of an output divided by the largest output. The reference is
-the recurrence in float64 on the same rounded inputs. Each figure is the maximum over several
-inputs: random, rising and falling logits, or one decay per head and one per channel. "plain" is the
-same equation in plain torch in the dtype of the inputs: the recurrence or, for one scan, softmax
-over tokens and a matrix product.
+the recurrence in float64 on the same rounded inputs. Each figure in the table is the maximum over
+several inputs: random, rising and falling logits, or one decay per head and one per channel.
+"plain" is the same equation in plain torch in the data type of the inputs: the recurrence or, for
+one scan, softmax over tokens and a matrix product.
 """
 
-import json
 import math
-from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import tyro
+from matplotlib.figure import Figure
+from results import aligned, environment, write
 from torch import Tensor
 
-from onescan.ops.additive_decay import additive_decay
-from onescan.ops.decay_attention import decay_attention
+from onescan.ops import additive_decay, decay_attention
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = ("float32", "bfloat16")
 LONGEST = {"full": 1000, "recurrent": 10_000}  # tokens; other forms have no limit
-ADDITIVE_FORMS = {True: ("chunk", "full", "recurrent"), False: ("one_scan", "full")}
-DECAY_FORMS = ("chunk", "full", "recurrent")
+FORMS = {  # by op and whether it is causal
+    ("additive_decay", True): ("chunk", "full", "recurrent"),
+    ("additive_decay", False): ("one_scan", "full"),
+    ("decay_attention", True): ("chunk", "full", "recurrent"),
+    ("decay_attention", False): ("chunk", "full", "recurrent"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Cases to measure."""
+    """Options of the benchmark."""
 
     tokens: tuple[int, ...] = (1000, 10_000, 50_000)
+    """Sequence lengths."""
     logits: tuple[float, ...] = (3.0, 80.0, 1e4)
-    """maximum absolute values of key logits"""
+    """Maximum absolute values of key logits."""
     decays: tuple[float, ...] = (1e-3, 1.0, 100.0)
-    """log decays are drawn between 0 and minus these"""
-    width: int = 16
-    """channels of queries, keys and values; there is one head"""
+    """Log decays are drawn between 0 and minus these."""
+    head_dim: int = 16
+    """Channels of queries, keys and values; there is one head."""
     seed: int = 0
-    json: Path | None = None
-    """file to write every case to"""
-
-
-class Error(NamedTuple):
-    """The error of one implementation in one case."""
-
-    op: str
-    causal: bool
-    form: str
-    inputs: str
-    kind: str
-    dtype: str
-    tokens: int
-    error: float
+    """Random seed."""
+    out: Path = Path("bench/stability")
+    """Folder for the results."""
 
 
 class Case(NamedTuple):
@@ -71,25 +61,23 @@ class Case(NamedTuple):
 
 
 def additive_cases(tokens: int, options: Options) -> list[Case]:
-    q, noise, v = torch.randn(3, 1, tokens, 1, options.width, dtype=torch.float64)
+    q, noise, v = torch.randn(3, 1, tokens, 1, options.head_dim, dtype=torch.float64)
     ramp = torch.linspace(-1, 1, tokens).double()[None, :, None, None]
     uniform = noise.erf()  # in [-1, 1]
     kinds = {"random": uniform, "rising": ramp + 1e-3 * noise, "falling": -ramp + 1e-3 * noise}
     return [
         Case(f"logits within {size:g}", kind, q, size * x, v, size * x)
-        for size in options.logits
-        for kind, x in kinds.items()
+        for size, (kind, x) in product(options.logits, kinds.items())
     ]
 
 
 def decay_cases(tokens: int, options: Options) -> list[Case]:
-    q, k, v, noise = torch.randn(4, 1, tokens, 1, options.width, dtype=torch.float64)
+    q, k, v, noise = torch.randn(4, 1, tokens, 1, options.head_dim, dtype=torch.float64)
     uniform = (noise.erf() - 1) / 2  # in [-1, 0]
     kinds = {"per head": uniform[..., :1].expand_as(k), "per channel": uniform}
     return [
         Case(f"log decays {-size:g} to 0", kind, q, k, v, size * x)
-        for size in options.decays
-        for kind, x in kinds.items()
+        for size, (kind, x) in product(options.decays, kinds.items())
     ]
 
 
@@ -125,70 +113,86 @@ def decay_recurrence(q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, causal: bool
     return o if causal else o + visit(*(y.flip(1) for y in (q, k, v, x)), own=False).flip(1)
 
 
-def additive_form(case: Case, form: Any, *, causal: bool) -> Tensor:
-    return additive_decay(*case[2:5], causal=causal, form=form, backend="torch")[0]
-
-
-def decay_form(case: Case, form: Any, *, causal: bool) -> Tensor:
+def run_form(op: str, case: Case, form: Any, *, causal: bool) -> Tensor:
+    options = {"causal": causal, "form": form, "backend": "torch"}
+    if op == "additive_decay":
+        return additive_decay(*case[2:5], **options)[0]
     decays = case.x.float()[..., 0] if case.kind == "per head" else case.x.float()
-    return decay_attention(
-        *case[2:5], decays, causal=causal, decay_at="target", form=form, backend="torch"
-    )[0]  # fmt: skip
+    return decay_attention(*case[2:5], decays, decay_at="target", **options)[0]
 
 
-def errors_of(op: str, tokens: int, options: Options, *, causal: bool) -> list[Error]:
+def errors_of(op: str, tokens: int, options: Options, *, causal: bool) -> list[dict[str, Any]]:
     additive = op == "additive_decay"
     cases = (additive_cases if additive else decay_cases)(tokens, options)
     recurrence = additive_recurrence if additive else decay_recurrence
     plain = recurrence if causal or not additive else softmax_product
-    run = additive_form if additive else decay_form
-    forms = ADDITIVE_FORMS[causal] if additive else DECAY_FORMS
     found = []
     for dtype in DTYPES:
-        rounded = [Case(*case[:2], *(x.to(dtype) for x in case[2:])) for case in cases]
-        together = [torch.cat(parts) for parts in zip(*(case[2:] for case in rounded), strict=True)]
-        exact = recurrence(*(x.double() for x in together), causal=causal)
-        outputs = {"plain": plain(*together, causal=causal)}
-        for form in forms:
+        rounded = [
+            Case(*case[:2], *(x.to(getattr(torch, dtype)) for x in case[2:])) for case in cases
+        ]
+        batch = [torch.cat(parts) for parts in zip(*(case[2:] for case in rounded), strict=True)]
+        exact = recurrence(*(x.double() for x in batch), causal=causal)
+        outputs = {"plain": plain(*batch, causal=causal)}
+        for form in FORMS[op, causal]:
             if tokens <= LONGEST.get(form, tokens):
-                outputs[form] = torch.cat([run(case, form, causal=causal) for case in rounded])
+                parts = [run_form(op, case, form, causal=causal) for case in rounded]
+                outputs[form] = torch.cat(parts)
         for form, o in outputs.items():
-            error = (o.double() - exact).abs().amax((1, 2, 3)) / exact.abs().amax((1, 2, 3))
-            name = str(dtype).removeprefix("torch.")
-            for case, number in zip(rounded, error.tolist(), strict=True):
-                found.append(Error(op, causal, form, case.inputs, case.kind, name, tokens, number))
+            errors = (o.double() - exact).abs().amax((1, 2, 3)) / exact.abs().amax((1, 2, 3))
+            for case, error in zip(rounded, errors.tolist(), strict=True):
+                found.append({
+                    "op": op, "direction": "causal" if causal else "bidirectional", "form": form,
+                    "inputs": case.inputs, "kind": case.kind, "dtype": dtype, "tokens": tokens,
+                    "error": error,
+                })  # fmt: skip
     return found
 
 
-def print_table(errors: list[Error], options: Options) -> None:
-    worst: dict[tuple[str, ...], dict[tuple[int, str], float]] = defaultdict(dict)
+def largest(errors: list[dict[str, Any]]) -> dict[tuple[str, ...], dict[tuple[int, str], float]]:
+    """Return the largest errors over kinds of inputs, by op and so on, then tokens and dtype."""
+    table: dict[tuple[str, ...], dict[tuple[int, str], float]] = {}
     for e in errors:
-        direction = "causal" if e.causal else "both ways"
-        cells, at = worst[e.op, direction, e.inputs, e.form], (e.tokens, e.dtype)
-        # NaN counts as infinite
-        cells[at] = max(cells.get(at, 0.0), e.error if e.error == e.error else math.inf)
-    columns = [(n, str(d).removeprefix("torch.")) for n in options.tokens for d in DTYPES]
-    print("| op | direction | inputs | form |", *(f"{n:,} {d} |" for n, d in columns))
-    print("|---" * (4 + len(columns)) + "|")
-    for row, cells in sorted(worst.items(), key=lambda item: item[0][:2]):
-        shown = (f"{cells[at]:.1e} |" if at in cells else "|" for at in columns)
-        print("|", *(f"{name} |" for name in row), *shown)
+        cells = table.setdefault((e["op"], e["direction"], e["inputs"], e["form"]), {})
+        at = e["tokens"], e["dtype"]
+        error = math.inf if math.isnan(e["error"]) else e["error"]
+        cells[at] = max(cells.get(at, 0.0), error)
+    return table
+
+
+def plot(errors: list[dict[str, Any]]) -> Figure:
+    """Plot the largest error of each form over tokens."""
+    figure = Figure(figsize=(12, 10), layout="constrained")
+    for axis, (op, causal) in zip(figure.subplots(2, 2).flat, FORMS, strict=True):
+        direction = "causal" if causal else "bidirectional"
+        for form, dtype in product(("plain", *FORMS[op, causal]), DTYPES):
+            worst: dict[int, float] = {}
+            for e in errors:
+                if (e["op"], e["direction"], e["form"], e["dtype"]) == (op, direction, form, dtype):
+                    worst[e["tokens"]] = max(worst.get(e["tokens"], 0.0), e["error"])
+            line = "-" if dtype == "float32" else "--"
+            axis.plot(list(worst), list(worst.values()), line, marker="o", label=f"{form}, {dtype}")
+        axis.set(xscale="log", yscale="log", title=f"{op}, {direction}", xlabel="tokens")
+        axis.set_ylabel("largest relative error")
+        axis.legend(fontsize="small")
+    return figure
 
 
 @torch.no_grad()
 def main(options: Options) -> None:
-    """Measure all cases, print the maximum errors, and optionally write every case as JSON."""
     torch.manual_seed(options.seed)
     errors = []
     for tokens in options.tokens:
-        for op in ("additive_decay", "decay_attention"):
-            for causal in (True, False):
-                errors += errors_of(op, tokens, options, causal=causal)
-    print_table(errors, options)
-    if options.json is not None:
-        written = {"options": asdict(options), "errors": [e._asdict() for e in errors]}
-        options.json.write_text(json.dumps(written, indent=1, default=str) + "\n")
+        for op, causal in FORMS:
+            errors += errors_of(op, tokens, options, causal=causal)
+    columns = list(product(options.tokens, DTYPES))
+    rows = [["op", "direction", "inputs", "form", *(f"{n} {dtype}" for n, dtype in columns)]]
+    for key, cells in sorted(largest(errors).items(), key=lambda item: item[0][:2]):
+        rows.append([*key, *(f"{cells[at]:.1e}" if at in cells else "" for at in columns)])
+    print("\n".join(aligned(rows)))
+    results = {"options": options, "environment": environment(torch.device("cpu"))}
+    write(options.out, "stability", plot(errors), **results, errors=errors)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Options, description=__doc__))

@@ -1,12 +1,11 @@
-"""Training speed of recipes side by side: the same steps, a few of each in turn.
+"""Training speed of recipes side by side: equal numbers of steps, interleaved in rounds.
 
-    python benchmarks/training.py --data FOLDER
-    python benchmarks/training.py --recipes digits digits/without_tpe --steps 40
+python benchmarks/training.py --data FOLDER
+python benchmarks/training.py --candidates digits digits/without_tpe --steps 40
 
-Each recipe is a real run, stopped and continued, so that a change in what else the machine does
-meets all of them. Images per second are over the whole of an update: reading, augmentation,
-forward, backward and the optimizer; evaluations and checkpoints are not in it, nor the first
-updates after every start.
+Each candidate is a real run, interrupted and resumed in each round, so that other load on the
+machine affects all of them. Images per second include reading, augmentation, forward, backward and
+the optimizer, but neither evaluations and checkpoints nor the first steps after each start.
 """
 
 import contextlib
@@ -19,83 +18,96 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from harness import find_device
+from matplotlib.figure import Figure
+from results import aligned, environment, write
 
 from onescan import configs
 from onescan.recipes import find_recipe
 from onescan.training import Progress, RunConfig, read_metrics, train
-from onescan.training.records import waiting_share
+from onescan.training.logging import waiting_share
 
-SETTLING = 3  # updates after a start
+WARM_UP_STEPS = 3  # after each start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Training speed of recipes side by side."""
+    """Options of the benchmark."""
 
-    recipes: tuple[str, ...] = ("cifar10_lightnet", "cifar10_deit")
-    """what to train; the first is what the others are compared with"""
+    candidates: tuple[str, ...] = ("cifar10_lightnet", "cifar10_deit")
+    """Recipes to train; ratios are relative to the first."""
     data: str | None = None
-    """data.path of all of them"""
+    """Value of --data.path for all recipes."""
     steps: int = 200
-    """updates of each"""
-    turns: int = 4
-    """how often each is stopped, so that the others have their turn"""
+    """Steps of each recipe."""
+    rounds: int = 4
+    """Number of rounds that the steps are divided into."""
+    device: str = "auto"
+    """Device: cpu, cuda, ...; auto uses a GPU if there is one."""
+    out: Path = Path("bench/training")
+    """Folder for the results."""
 
 
-def main() -> None:
-    options = tyro.cli(Options)
-    runs = {name: prepared(name, options) for name in options.recipes}
-    turn = -(-options.steps // options.turns)
-    with tempfile.TemporaryDirectory() as folder:
-        starts: dict[str, list[int]] = {name: [] for name in runs}
-        for end in range(turn, options.steps + turn, turn):
-            for name, run in runs.items():
-                starts[name].append(end - turn)
-                with contextlib.suppress(KeyboardInterrupt):
-                    train(run, Path(folder) / name, progress=stopping_at(min(end, options.steps)))
-        rows = {name: row(run, Path(folder) / name, starts[name]) for name, run in runs.items()}
-    print_table(rows)
-
-
-def prepared(name: str, options: Options) -> RunConfig:
-    changes: dict[str, Any] = {"training.steps": options.steps, "machine.trackers": ()}
+def prepare(name: str, options: Options) -> RunConfig:
+    changes: dict[str, Any] = {
+        "training.steps": options.steps,
+        "machine.trackers": (),
+        "machine.device": options.device,
+    }
     if options.data is not None:
         changes["data.path"] = options.data
     return configs.replace(find_recipe(name)(), changes)
 
 
-def stopping_at(step: int) -> Callable[[Progress], None]:
-    def show(now: Progress) -> None:
-        print(f"\r{now.step}/{now.steps}", end="", flush=True)
+def interrupt_at(step: int) -> Callable[[Progress], None]:
+    def interrupt(now: Progress) -> None:
         if now.step == step < now.steps:
             signal.raise_signal(signal.SIGINT)
 
-    return show
+    return interrupt
 
 
-def row(run: RunConfig, folder: Path, starts: list[int]) -> dict[str, str]:
+def summarize(run: RunConfig, folder: Path, starts: list[int]) -> dict[str, float]:
     lines = [line for line in read_metrics(folder) if line["split"] == "train"]
-    settled = [line for line in lines if all(not 0 < line["step"] - s <= SETTLING for s in starts)]
+    warm = [
+        line for line in lines if not any(0 < line["step"] - s <= WARM_UP_STEPS for s in starts)
+    ]
     tenth = max(1, len(lines) // 10)
     losses = [line["loss"] for line in lines]
-    speed = run.training.batch_size / statistics.median(line["seconds"] for line in settled)
     return {
-        "images/s": f"{speed:.0f}",
-        "waiting": f"{waiting_share(settled):.2%}",
-        "first losses": f"{statistics.mean(losses[:tenth]):.3f}",
-        "last losses": f"{statistics.mean(losses[-tenth:]):.3f}",
-        "memory, MiB": f"{max(line['memory_mib'] for line in lines):.0f}",
+        "images/s": run.training.batch_size / statistics.median(line["seconds"] for line in warm),
+        "waiting for data": waiting_share(warm),
+        "first losses": statistics.mean(losses[:tenth]),
+        "last losses": statistics.mean(losses[-tenth:]),
+        "memory, MiB": max(line["memory_mib"] for line in lines),
     }
 
 
-def print_table(rows: dict[str, dict[str, str]]) -> None:
-    base = float(next(iter(rows.values()))["images/s"])
-    columns = next(iter(rows.values()))
-    print("\r" + f"{'':<24}" + "".join(f"{name:>14}" for name in columns) + f"{'times':>8}")
-    for name, cells in rows.items():
-        times = float(cells["images/s"]) / base
-        print(f"{name:<24}" + "".join(f"{cell:>14}" for cell in cells.values()) + f"{times:>8.2f}")
+def main(options: Options) -> None:
+    runs = {name: prepare(name, options) for name in options.candidates}
+    length = -(-options.steps // options.rounds)
+    starts = range(0, options.steps, length)
+    with tempfile.TemporaryDirectory() as folder:
+        for start in starts:
+            for name, run in runs.items():
+                print(f"{name}, step {start}", flush=True)
+                with contextlib.suppress(KeyboardInterrupt):
+                    train(run, Path(folder) / name, progress=interrupt_at(start + length))
+        results = {
+            name: summarize(run, Path(folder) / name, [*starts]) for name, run in runs.items()
+        }
+    first = results[options.candidates[0]]["images/s"]
+    for row in results.values():
+        row["times as fast"] = row["images/s"] / first
+    table = [["", *results[options.candidates[0]]]]
+    table += [[name, *(f"{value:.4g}" for value in row.values())] for name, row in results.items()]
+    print("\n".join(aligned(table)))
+    figure = Figure(figsize=(6, 1 + 0.5 * len(results)), layout="constrained")
+    figure.subplots().barh(list(results), [row["images/s"] for row in results.values()])
+    figure.axes[0].set_xlabel("images per second")
+    where = environment(find_device(options.device))
+    write(options.out, "training", figure, options=options, environment=where, results=results)
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options, description=__doc__))

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 import onescan
 from onescan.data import Example
-from onescan.report.lightnet import key_shares
+from onescan.report.mixers import key_shares
 
 PICTURE = Path(__file__).parent / "images" / "key_importance.png"
 BLOCK = 1  # the second block, the first one whose heads differ clearly

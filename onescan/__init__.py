@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from onescan.models.sequence_decoder import SequenceDecoderConfig as SequenceDecoderConfig
     from onescan.ops.backend import use_backend as use_backend
     from onescan.shapes import Grid as Grid
-    from onescan.training.checkpoint import load as load
+    from onescan.training.loading import load as load
     from onescan.training.loop import train as train
 
-__version__ = "0.10.0"
+__version__ = "0.11.0"
 
 # name -> module that defines it
 _MODULES = {
@@ -53,7 +53,7 @@ _MODULES = {
     "SequenceDecoder": "onescan.models.sequence_decoder",
     "SequenceDecoderConfig": "onescan.models.sequence_decoder",
     "build": "onescan.models.presets",
-    "load": "onescan.training.checkpoint",
+    "load": "onescan.training.loading",
     "load_generation_state": "onescan.checkpoint.generation_state",
     "preset": "onescan.models.presets",
     "save_generation_state": "onescan.checkpoint.generation_state",

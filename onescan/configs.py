@@ -1,7 +1,8 @@
 """Convert configs, which are nested frozen dataclasses, to JSON types and back, with type checks.
 
-If a field is declared as a base class or a union, the class of its value is stored as "type", and
-looked up by name among the imported subclasses of the declared class.
+If a field is declared as a base class or a union, the class of its value is stored as "type". It is
+looked up by name among the imported subclasses of the declared class, and among the names that the
+package of the declared class exports, which may be imported on first use.
 """
 
 import dataclasses
@@ -122,14 +123,24 @@ def _load(value: Any, declared: Any, path: str) -> Any:
 
 
 def _load_config(data: Mapping[str, Any], declared: Any, path: str) -> Any:
+    _import_exported(declared, data.get("type"))
     known = {cls.__name__: cls for member in _members(declared) for cls in _family(member)}
     if not known:
         raise ValueError(f"{path} is {reprlib.repr(dict(data))}, expected {_type_name(declared)}")
     members = [cls.__name__ for cls in _members(declared) if cls in known.values()]
     name = data.get("type", members[0] if len(members) == 1 else None)
     if not isinstance(name, str) or name not in known:
-        raise ValueError(f"{_join(path, 'type')} {_unknown(name)}; there are: {', '.join(known)}")
+        choices = ", ".join(known)
+        raise ValueError(f"{_join(path, 'type')} {_unknown(name)}; there are: {choices}")
     return _load_fields(known[name], data, path)
+
+
+def _import_exported(declared: Any, name: Any) -> None:
+    """Import a class that the package of a declared class exports on first use."""
+    for member in _members(declared):
+        package = sys.modules.get(getattr(member, "__module__", "").rpartition(".")[0])
+        if name in getattr(package, "__all__", ()):
+            getattr(package, name)
 
 
 def _unknown(name: Any) -> str:

@@ -1,4 +1,8 @@
+"""Configs to JSON types and back, with errors that name the field."""
+
+import importlib
 import json
+import pkgutil
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -7,7 +11,10 @@ from typing import Literal
 
 import pytest
 
+import onescan
 from onescan import configs
+from onescan.data import DataConfig, Format
+from onescan.tasks import TaskConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +171,45 @@ def test_a_class_that_is_defined_anew_is_the_same_config():
 def test_configs_do_not_import_torch():
     code = "import sys, onescan.configs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_classes_of_the_package_are_imported_when_a_config_names_them():
+    code = (
+        "import sys\n"
+        "from dataclasses import dataclass\n"
+        "from onescan.configs import from_dict\n"
+        "from onescan.tasks.base import TaskConfig\n"
+        "@dataclass(frozen=True)\n"
+        "class Holder:\n"
+        "    task: TaskConfig\n"
+        "assert 'onescan.tasks.recall' not in sys.modules\n"
+        "print(from_dict(Holder, {'task': {'type': 'RecallTaskConfig'}}))\n"
+        "for name in ('import_module', 'os', ['x']):\n"
+        "    try: from_dict(Holder, {'task': {'type': name}})\n"
+        "    except ValueError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, *errors = done.stdout.splitlines()
+    assert first == "Holder(task=RecallTaskConfig(evaluation_batch_size=256))"
+    assert len(errors) == 3
+    assert all("is not an imported class" in error for error in errors)
+
+
+def test_packages_export_all_their_configs():
+    for module in pkgutil.walk_packages(onescan.__path__, "onescan."):
+        if module.name.split(".")[1] in ("data", "models", "tasks"):
+            importlib.import_module(module.name)
+    for base, package in (
+        (configs.ModelConfig, onescan),
+        (DataConfig, onescan.data),
+        (Format, onescan.data),
+        (TaskConfig, onescan.tasks),
+    ):
+        names = {
+            cls.__name__ for cls in configs._family(base) if cls.__module__.startswith("onesc")
+        }
+        assert len(names) >= 6
+        assert names <= set(package.__all__)
 
 
 def _unchecked(config, **values):

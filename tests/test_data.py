@@ -1,3 +1,5 @@
+"""Digits, the order of examples, and image files of every kind."""
+
 import io
 import itertools
 import math
@@ -16,9 +18,9 @@ from onescan.data import (
     DigitsConfig,
     ImageFormat,
     ImageTensors,
-    decode,
     derive_seed,
     epoch_order,
+    images,
     read_image,
 )
 from onescan.tasks import ImageClassificationConfig
@@ -27,7 +29,7 @@ GREY = ImageFormat(channels=1, height=6, width=5, mean=(0.0,), std=(1.0,))
 COLOUR = ImageFormat(channels=3, height=6, width=5, mean=(0.0,) * 3, std=(1.0,) * 3)
 
 
-def test_digits_are_split_by_class():
+def test_digits():
     splits = DigitsConfig().build()
     assert (len(splits.train), len(splits.test)) == (1437, 360)
     assert splits.class_names == tuple("0123456789")
@@ -36,33 +38,29 @@ def test_digits_are_split_by_class():
     assert splits.test.labels.bincount().min() >= 34  # of 36
     unit = (torch.tensor(0.0), torch.tensor(1.0))
     torch.testing.assert_close(splits.train.images.aminmax(), unit)
-    images = splits.format.model_input(splits.train.images)
-    torch.testing.assert_close(images.mean(), unit[0], atol=0.01, rtol=0)
-    torch.testing.assert_close(images.std(), unit[1], atol=0.01, rtol=0)
+    pixels = splits.format.model_input(splits.train.images)
+    torch.testing.assert_close(pixels.mean(), unit[0], atol=0.01, rtol=0)
+    torch.testing.assert_close(pixels.std(), unit[1], atol=0.01, rtol=0)
 
 
-def test_the_split_depends_on_its_seed_alone():
+def test_the_split_depends_on_its_seed():
     first, again, other = (DigitsConfig(split_seed=seed).build() for seed in (0, 0, 1))
-    torch.testing.assert_close(first.test.images, again.test.images, rtol=0, atol=0)
+    assert torch.equal(first.test.images, again.test.images)
     assert not torch.equal(first.test.labels, other.test.labels)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, math.nan])
-def test_digits_refuse_a_bad_split(fraction):
-    with pytest.raises(ValueError, match=r"data\.test_fraction is .* expected between 0 and 1"):
-        DigitsConfig(test_fraction=fraction).build()
-
-
-@pytest.mark.parametrize(("fraction", "held"), [(0.00001, 1), (0.999, 1796)])
-def test_digits_refuse_a_side_with_fewer_images_than_classes(fraction, held):
-    says = rf"data\.test_fraction is {fraction}, which holds out {held} of 1797 .* 10 to 1787"
-    with pytest.raises(ValueError, match=says):
-        DigitsConfig(test_fraction=fraction).build()
-
-
-def test_digits_refuse_a_bad_spread():
-    with pytest.raises(ValueError, match=r"data\.std is 0"):
-        DigitsConfig(std=0.0).build()
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(({"test_fraction": x}, rf"test_fraction is {x}") for x in (0.0, 1.0, -0.1, math.nan)),
+        ({"test_fraction": 0.00001}, "test_fraction is 1e-05, .* 1 of 1797 .* 10 to 1787"),
+        ({"test_fraction": 0.999}, "test_fraction is 0.999, .* 1796 of 1797 .* 10 to 1787"),
+        ({"std": 0.0}, "std is 0.0"),
+    ],
+)
+def test_digits_fields_out_of_range(fields, message):
+    with pytest.raises(ValueError, match=rf"data\.{message}"):
+        DigitsConfig(**fields).build()
 
 
 @given(count=st.integers(1, 50), seed=st.integers(0, 2**62), epoch=st.integers(0, 1000))
@@ -72,33 +70,29 @@ def test_the_order_of_an_epoch_is_a_function_of_seed_and_epoch(count, seed, epoc
     assert torch.equal(order, epoch_order(count, seed=seed, epoch=epoch))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_seeds_and_orders_differ_and_are_stable_across_versions():
     orders = {tuple(epoch_order(40, seed=s, epoch=e).tolist()) for s in range(3) for e in range(3)}
     assert len(orders) == 9
-
-
-def test_derived_seeds_are_kept_across_versions():
     assert derive_seed(0, "step", 7) == 11425006106245048527
     assert len({derive_seed(s, name, i) for s in (0, 1) for name in "ab" for i in (0, 1)}) == 8
 
 
-def test_a_pass_shorter_than_promised_is_refused():
+def test_an_epoch_shorter_than_its_length_is_refused():
     class Short(ImageTensors):
         def examples(self, **options):
             return itertools.islice(super().examples(**options), self.shown)
 
     splits = DigitsConfig().build()
     for shown in (0, 5, 8):
-        images = Short(images=splits.train.images[:12], labels=splits.train.labels[:12])
-        object.__setattr__(images, "shown", shown)
-        task = ImageClassificationConfig().build(replace(splits, train=images))
-        plan = task.batches(step=3, batch_size=4, seed=0)
-        with pytest.raises(ValueError, match="epoch 1 ended early, expected 12 images"):
-            list(itertools.islice(plan, 3))
+        short = Short(images=splits.train.images[:12], labels=splits.train.labels[:12])
+        object.__setattr__(short, "shown", shown)
+        task = ImageClassificationConfig().build(replace(splits, train=short))
+        with pytest.raises(ValueError, match=r"epoch 1 .* 12 images"):
+            list(itertools.islice(task.batches(step=3, batch_size=4, seed=0), 3))
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_batches_go_on_from_any_step_over_the_ends_of_epochs(repeats):
+def test_batches_resume_from_any_step_across_epochs(repeats):
     task = ImageClassificationConfig(augment_repeats=repeats).build(DigitsConfig().build())
     whole = list(itertools.islice(task.batches(step=0, batch_size=400, seed=5), 8))
     assert task.steps_per_epoch(400) == 3  # of 1437, so 237 are left over
@@ -124,20 +118,23 @@ def grey_values():
     return np.arange(30, dtype=np.uint8).reshape(6, 5) * 8
 
 
-def test_grey_is_read_exactly(tmp_path):
+def oriented(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def noise(*shape):
+    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+def test_grey_and_colour_are_read_exactly(tmp_path):
     path = save(tmp_path, grey_values())
     want = torch.from_numpy(grey_values() / 255).float()
     torch.testing.assert_close(read_image(path, GREY), want[None])
     torch.testing.assert_close(read_image(str(path), COLOUR), want.expand(3, 6, 5))
-
-
-def test_an_image_is_standardized(tmp_path):
-    path = save(tmp_path, np.full((6, 5), 255, dtype=np.uint8))
-    format = ImageFormat(channels=1, height=6, width=5, mean=(0.5,), std=(0.25,))
-    torch.testing.assert_close(read_image(path, format), torch.full((1, 6, 5), 2.0))
-
-
-def test_colour_keeps_its_channels_in_order(tmp_path):
+    format = replace(GREY, mean=(0.5,), std=(0.25,))
+    torch.testing.assert_close(read_image(path, format)[0], (want - 0.5) / 0.25)
     colours = np.zeros((6, 5, 3), dtype=np.uint8)
     colours[..., 0], colours[..., 2] = 255, 51
     pixels = read_image(save(tmp_path, colours), COLOUR)
@@ -163,17 +160,13 @@ def test_transparent_parts_become_black(tmp_path, mode, format):
     torch.testing.assert_close(pixels, want)
 
 
-def test_a_palette_is_resolved_and_its_transparent_colour_black(tmp_path):
+def test_palettes_cmyk_and_bilevel(tmp_path):
     image = Image.new("P", (5, 6), 1)
     image.putpalette([0, 0, 0, 255, 0, 51, 9, 9, 9])
-    torch.testing.assert_close(
-        read_image(save(tmp_path, image), COLOUR)[:, 0, 0], torch.tensor([1.0, 0.0, 0.2])
-    )
+    pixels = read_image(save(tmp_path, image), COLOUR)
+    torch.testing.assert_close(pixels[:, 0, 0], torch.tensor([1.0, 0.0, 0.2]))
     path = save(tmp_path, image, name="transparent.png", transparency=1)
     torch.testing.assert_close(read_image(path, COLOUR), torch.zeros(3, 6, 5))
-
-
-def test_cmyk_and_bilevel_are_converted(tmp_path):
     ink = Image.new("CMYK", (5, 6), (0, 255, 255, 0))
     pixels = read_image(save(tmp_path, ink, name="ink.tiff"), COLOUR)
     torch.testing.assert_close(pixels[:, 0, 0], torch.tensor([1.0, 0.0, 0.0]))
@@ -181,23 +174,17 @@ def test_cmyk_and_bilevel_are_converted(tmp_path):
     torch.testing.assert_close(white, torch.ones(1, 6, 5))
 
 
-def test_another_size_is_resized_and_a_turned_photograph_is_upright(tmp_path):
+def test_another_size_is_resized(tmp_path):
     large = read_image(save(tmp_path, np.full((40, 30), 102, dtype=np.uint8)), GREY)
     torch.testing.assert_close(large, torch.full((1, 6, 5), 0.4))
-    exif = Image.Exif()
-    exif[0x0112] = 3  # upside down
-    path = save(tmp_path, grey_values(), name="turned.png", exif=exif)
-    want = torch.from_numpy(grey_values() / 255).float().flip(0, 1)
-    torch.testing.assert_close(read_image(path, GREY)[0], want)
 
 
 @pytest.mark.parametrize(("size", "left", "upper"), [((48, 40), 14, 8), ((20, 48), 0, 12)])
-def test_the_middle_of_an_image_is_read(tmp_path, size, left, upper):
-    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0]), dtype=np.uint8)
-    format = ImageFormat(channels=1, height=24, width=20, mean=(0.0,), std=(1.0,), crop=1.0)
+def test_the_center_of_an_image_is_read(tmp_path, size, left, upper):
+    values = noise(size[1], size[0])
     part = 24 / min(size[1], size[0] * 24 / 20)
-    pixels = read_image(save(tmp_path, noise), replace(format, crop=part))
-    want = torch.from_numpy(noise[upper : upper + 24, left : left + 20] / 255).float()
+    pixels = read_image(save(tmp_path, values), replace(GREY, height=24, width=20, crop=part))
+    want = torch.from_numpy(values[upper : upper + 24, left : left + 20] / 255).float()
     torch.testing.assert_close(pixels[0], want, atol=1 / 255, rtol=0)
 
 
@@ -208,91 +195,76 @@ def test_a_saved_format_without_a_crop_is_read_as_before():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
-        ({"height": 10**9}, r"\(1000000000, 5\), expected"),
-        ({"height": 10**5, "width": 10**5}, r"\(100000, 100000\), expected"),
-        ({"width": 0}, r"\(6, 0\), expected"),
+        ({"height": 10**9}, r"\(1000000000, 5\)"),
+        ({"height": 10**5, "width": 10**5}, r"\(100000, 100000\)"),
+        ({"width": 0}, r"\(6, 0\)"),
         ({"channels": 10**9}, "channels is 1000000000, expected 1 or 3"),
-        ({"mean": (0.0, 1.0)}, r"mean is \(0\.0, 1\.0\), expected 1 number"),
-        ({"std": ()}, r"std is \(\), expected 1 number"),
-        ({"std": (0.0,)}, r"std is \(0\.0,\), expected numbers above 0"),
-        ({"crop": 0.0}, r"crop is 0\.0, expected above 0"),
+        ({"mean": (0.0, 1.0)}, r"mean is \(0\.0, 1\.0\), expected 1"),
+        ({"std": ()}, r"std is \(\), expected 1"),
+        ({"std": (0.0,)}, r"std is \(0\.0,\)"),
+        ({"crop": 0.0}, r"crop is 0\.0"),
     ],
 )
-def test_an_impossible_image_format_is_refused(change, says):
-    with pytest.raises(ValueError, match=says):
+def test_an_impossible_format_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
         replace(GREY, **change)
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
-def test_a_large_photograph_is_decoded_smaller_and_looks_the_same(
-    tmp_path, monkeypatch, orientation
-):
+def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(tmp_path, monkeypatch, orientation):
     sizes = []
-    in_mode = decode._in_mode
+    convert = images._convert
     monkeypatch.setattr(
-        decode, "_in_mode", lambda image, mode: sizes.append(image.size) or in_mode(image, mode)
+        images, "_convert", lambda image, mode: sizes.append(image.size) or convert(image, mode)
     )
     across, down = np.meshgrid(np.linspace(0, 127, 800), np.linspace(0, 127, 400))
     format = replace(GREY, height=24, width=20, crop=0.5)
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    pictures = [
-        save(tmp_path, (across + down).astype(np.uint8), name=name, exif=exif)
+    values = (across + down).astype(np.uint8)
+    large, small = (
+        read_image(save(tmp_path, values, name=name, exif=oriented(orientation)), format)
         for name in ("large.png", "large.jpg")
-    ]
-    large, small = (read_image(path, format) for path in pictures)
+    )
     torch.testing.assert_close(small, large, atol=2 / 255, rtol=0)
     assert sizes == ([(800, 400), (200, 100)] if orientation == 1 else [(400, 800), (100, 200)])
 
 
-@pytest.mark.parametrize(("orientation", "seen"), [(1, (5, 6)), (3, (5, 6)), (6, (6, 5))])
-def test_a_crop_is_of_the_upright_image(tmp_path, orientation, seen):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    path = save(tmp_path, grey_values(), exif=exif)
-    sizes = []
-    GREY.decode(path, lambda width, height: sizes.append((width, height)) or (1, 1, 3, 3))
-    assert sizes == [seen]
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["png", "webp"])
-def test_every_orientation_is_turned_upright(tmp_path, orientation, kind):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    values = np.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=np.uint8)
-    path = save(tmp_path, values, name=f"image.{kind}", exif=exif, lossless=True)
+def test_every_orientation_is_turned_upright_before_the_crop(tmp_path, orientation, kind):
+    path = save(
+        tmp_path, noise(6, 5, 3), name=f"a.{kind}", exif=oriented(orientation), lossless=True
+    )
     with Image.open(path) as image:
         upright = np.array(ImageOps.exif_transpose(image))
     format = replace(COLOUR, height=upright.shape[0], width=upright.shape[1])
     want = torch.from_numpy(upright / 255).float().permute(2, 0, 1)
     torch.testing.assert_close(read_image(path, format), want)
+    sizes = []
+    format.decode(path, lambda width, height: sizes.append((height, width)) or (1, 1, 3, 3))
+    assert sizes == [upright.shape[:2]]
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 200])
-def test_an_orientation_that_is_none_is_passed_over(tmp_path, orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    noise = np.random.default_rng(0).integers(0, 256, (30, 50), dtype=np.uint8)
-    turned, plain = save(tmp_path, noise, exif=exif), save(tmp_path, noise, name="plain.png")
+def test_an_invalid_orientation_is_ignored(tmp_path, orientation):
+    turned = save(tmp_path, noise(30, 50), exif=oriented(orientation))
+    plain = save(tmp_path, noise(30, 50), name="plain.png")
     format = replace(GREY, crop=0.5)
     torch.testing.assert_close(read_image(turned, format), read_image(plain, format))
 
 
-@pytest.mark.filterwarnings("ignore")  # pillow's, of what it passes over
+@pytest.mark.filterwarnings("ignore")  # Pillow's, about damaged metadata
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "PNG"])
 def test_a_garbled_file_is_read_or_refused(kind):
-    exif, file = Image.Exif(), io.BytesIO()
-    exif[0x0112], exif[0x010E], exif[0x8769] = 6, "a note", {0x9003: "a date"}
-    noise = np.random.default_rng(0).integers(0, 256, (24, 20, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(file, kind, exif=exif)
-    whole, chance, refused = file.getvalue(), Random(0), 0
+    exif, file = oriented(6), io.BytesIO()
+    exif[0x010E], exif[0x8769] = "a note", {0x9003: "a date"}
+    Image.fromarray(noise(24, 20, 3)).save(file, kind, exif=exif)
+    content, rng, refused = file.getvalue(), Random(0), 0
     for _ in range(1500):
-        garbled = bytearray(whole)
-        for _ in range(chance.choice([1, 5, 20])):
-            garbled[chance.randrange(200)] = chance.choice([0, 1, 255, chance.randrange(256)])
+        garbled = bytearray(content)
+        for _ in range(rng.choice([1, 5, 20])):
+            garbled[rng.randrange(200)] = rng.choice([0, 1, 255, rng.randrange(256)])
         try:
             COLOUR.decode(io.BytesIO(garbled))
         except ValueError:
@@ -301,24 +273,20 @@ def test_a_garbled_file_is_read_or_refused(kind):
 
 
 def test_what_is_no_image_is_refused_by_name(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no image file .*nowhere\.png"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.png"):
         read_image(tmp_path / "nowhere.png", GREY)
     text = tmp_path / "text.png"
     text.write_text("not an image")
-    with pytest.raises(ValueError, match=r"text\.png is not an image"):
-        read_image(text, GREY)
-    with pytest.raises(ValueError, match="is not an image file, nor any file"):
-        read_image(tmp_path, GREY)
     floats = save(tmp_path, np.ones((6, 5), dtype=np.float32), name="floats.tiff")
-    with pytest.raises(ValueError, match=r"floats\.tiff cannot be read as an image: its pixels"):
-        read_image(floats, GREY)
+    for path in (text, floats, tmp_path):
+        with pytest.raises(ValueError, match=f"{path} (is not|cannot be read as) an image"):
+            read_image(path, GREY)
 
 
 @pytest.mark.parametrize("name", ["image.png", "image.jpg", "image.gif", "image.tiff", "image.bmp"])
 @pytest.mark.parametrize("part", [0.3, 0.6, 0.9])
 def test_a_truncated_image_is_refused_by_name(tmp_path, name, part):
-    noise = np.random.default_rng(0).integers(0, 256, (40, 40), dtype=np.uint8)
-    path = save(tmp_path, noise, name=name)
+    path = save(tmp_path, noise(40, 40), name=name)
     path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
     with pytest.raises(ValueError, match=f"{path.name} "):
         read_image(path, GREY)

@@ -9,13 +9,13 @@ from itertools import combinations, product
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import measure_peak_mib
 from hypothesis import given
 from hypothesis import strategies as st
 from op_checks import assert_at_most_twice_the_error
 from pairwise import pairwise
 from torch.utils._pytree import tree_map
 
-from onescan.bench.timing import measure
 from onescan.ops.decay_attention import (
     IMPLEMENTATIONS,
     Call,
@@ -573,17 +573,13 @@ def test_ten_thousand_tokens(causal, decay):
     assert_same((got, *tensors_of(state)), (want.float(), *tensors_of(ends)), tolerance=1e-4)
 
 
-def a_hundred_thousand_tokens():
+def test_a_hundred_thousand_tokens_fit_in_two_gigabytes():
     def call():
         q, k, v = torch.rand(3, 1, 100_000, 4, 64)
         log_decay = F.logsigmoid(torch.randn(1, 100_000, 4))
         return decay_attention(q, k, v, log_decay, normalize="sum")
 
-    return call
-
-
-def test_a_hundred_thousand_tokens_fit_in_two_gigabytes():
-    assert measure(a_hundred_thousand_tokens).peak_mib < 2048
+    assert measure_peak_mib(call) < 2048
 
 
 @over_forms

@@ -1,3 +1,5 @@
+"""Runs of two processes give the numbers of one, whoever resumes them."""
+
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from onescan.training import read_metrics, train
 from onescan.training.folder import read_manifest
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+SCRIPT = str(Path(__file__).with_name("two_processes.py"))
 NAMES = ("ddp", "fsdp", "ddp_stopped", "fsdp_stopped", "fsdp_resumed")
 
 
@@ -25,15 +28,15 @@ def one(tmp_path_factory):
 def two(tmp_path_factory):
     """A folder of runs that two processes shared."""
     folder = tmp_path_factory.mktemp("two")
-    torchrun(str(Path(__file__).with_name("two_processes.py")), str(folder), *NAMES)
+    torchrun(SCRIPT, str(folder), *NAMES)
     return folder
 
 
-def torchrun(*words, code=0):
+def torchrun(*arguments, code=0):
     paths = os.pathsep.join(map(str, Path(__file__).parents[:2]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
-        [*TORCHRUN, *words], capture_output=True, text=True, timeout=300, env=environment
+        [*TORCHRUN, *arguments], capture_output=True, text=True, timeout=300, env=environment
     )
     assert done.returncode == code, done.stderr
     return done
@@ -51,6 +54,16 @@ def assert_equal_runs(folder, other):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
+def test_two_processes_share_a_run_that_one_resumes(one, tmp_path):
+    """Interrupted by a signal to the second process alone: both stop at the same step."""
+    torchrun(SCRIPT, str(tmp_path), "fsdp_stopped")
+    folder = tmp_path / "fsdp_stopped"
+    assert len(losses(folder)) == STOP + 1
+    train(lightnet_run(), folder)
+    assert_equal_runs(folder, one)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp_resumed"])
 def test_two_processes_give_the_numbers_of_one(one, two, name):
     assert len(losses(one)) == STEPS
@@ -62,9 +75,9 @@ def test_two_processes_give_the_numbers_of_one(one, two, name):
     assert [e.processes for e in read_manifest(two / name).environments] == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_what_two_processes_saved_one_goes_on_with(one, two, name):
-    """Stopped by a signal to the second process alone: both end at the same step."""
+def test_one_process_resumes_a_run_of_two(one, two, name):
     folder = two / f"{name}_stopped"
     assert len(losses(folder)) == STOP + 1
     train(lightnet_run(), folder)
@@ -73,16 +86,17 @@ def test_what_two_processes_saved_one_goes_on_with(one, two, name):
     assert [(e.since_step, e.processes) for e in environments] == [(0, 2), (STOP + 1, 1)]
 
 
-def test_processes_that_are_killed_start_again_and_go_on(one, tmp_path):
-    """Sharded, with readers, and checkpoints after evaluations that were no new best."""
-    script = str(Path(__file__).with_name("two_processes.py"))
-    torchrun("--max-restarts=1", script, "dies_once", str(tmp_path / "run"))
+@pytest.mark.slow
+def test_killed_processes_are_restarted_and_resume(one, tmp_path):
+    """Sharded, with workers, and checkpoints after evaluations that were not the best."""
+    torchrun("--max-restarts=1", SCRIPT, "dies_once", str(tmp_path / "run"))
     assert [
         line["step"] for line in read_metrics(tmp_path / "run") if line["split"] == "train"
     ] == [*range(1, STEPS + 1)]
     torch.testing.assert_close(losses(tmp_path / "run"), losses(one), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_processes_without_a_common_disk_are_refused(tmp_path):
     code = (
         "import os, sys\n"
@@ -93,15 +107,25 @@ def test_processes_without_a_common_disk_are_refused(tmp_path):
     )
     (tmp_path / "apart.py").write_text(code)
     done = torchrun(str(tmp_path / "apart.py"), str(tmp_path), code=1)
-    assert "is not on a disk that all processes share, as checkpoints need" in done.stderr
+    assert "is not on a disk that all processes share" in done.stderr
     assert not list(tmp_path.rglob("step_*"))
 
 
-def test_the_command_line_speaks_once(tmp_path):
-    words = ["-m", "onescan", "train", "digits", "--training.steps", "2", "--model.depth", "1"]
-    done = torchrun(*words, "--out", str(tmp_path / "runs"))
+CLI = ["-m", "onescan", "train", "digits", "--training.steps", "2", "--model.depth", "1", "--out"]
+
+
+def test_only_rank_0_prints(tmp_path):
+    done = torchrun(*CLI, str(tmp_path / "runs"))
     assert done.stdout.count("digits, seed 0, in") == done.stdout.count("report: ") == 1
     assert done.stdout.count("test accuracy") == 1
-    done = torchrun(*words, "--training.steps", "3", "--out", str(tmp_path / "runs"), code=1)
+    assert done.stderr.count("model: ImageClassifier, ") == 1
+    assert done.stderr.count("batch size: 32, 2 processes") == 1
+
+
+@pytest.mark.slow
+def test_only_rank_0_prints_an_error(tmp_path):
+    (tmp_path / "seed-0").mkdir()
+    (tmp_path / "seed-0" / "notes.txt").touch()
+    done = torchrun(*CLI, str(tmp_path), code=1)
     assert done.stderr.count("onescan: error: ") == 1
-    assert "holds another run" in done.stderr
+    assert "holds no run" in done.stderr

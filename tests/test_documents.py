@@ -1,4 +1,4 @@
-"""Packed texts: a row of several gives the numbers and gradients of each on its own."""
+"""Packed documents: outputs and gradients equal those of each document on its own."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2], [7, 5, 5, 5, 5, 5, 5, 5,
 
 
 def texts():
-    """Row, and the places of each text in it."""
+    """Yield the row and the positions of each text."""
     for row, numbers in enumerate(NUMBERS.tolist()):
         first = 0
         for i in range(1, len(numbers) + 1):
@@ -38,23 +38,23 @@ def gradients(model, loss):
 
 
 def assert_packing_changes_nothing(model, tokens):
-    """Values, and gradients of a loss of which every text's tokens have a part."""
+    """Compare outputs, and gradients of a loss over all tokens."""
     packed = scores(model, tokens, documents=NUMBERS)
-    labels, apart = tokens.flip(1), torch.zeros(())
+    labels, separate = tokens.flip(1), torch.zeros(())
     for row, places in texts():
         alone = scores(model, tokens[row, places][None])[0]
         torch.testing.assert_close(packed[row, places], alone, rtol=1e-9, atol=1e-9)
-        apart = apart + cross_entropy(alone, labels[row, places], reduction="sum")
+        separate = separate + cross_entropy(alone, labels[row, places], reduction="sum")
     together = cross_entropy(packed.flatten(0, 1), labels.flatten(), reduction="sum")
-    torch.testing.assert_close(together, apart, rtol=1e-9, atol=1e-9)
-    got, want = gradients(model, together), gradients(model, apart)
+    torch.testing.assert_close(together, separate, rtol=1e-9, atol=1e-9)
+    got, want = gradients(model, together), gradients(model, separate)
     assert got.keys() == want.keys()
     for name in got:
         torch.testing.assert_close(got[name], want[name], rtol=1e-7, atol=1e-9, msg=name)
 
 
 @over_causal
-def test_a_causal_model_reads_each_text_alone(change):
+def test_a_causal_model_separates_documents(change):
     model = causal(change)
     tokens = ids(2, 10)
     assert_packing_changes_nothing(model, tokens)
@@ -62,12 +62,12 @@ def test_a_causal_model_reads_each_text_alone(change):
 
 
 @over_both
-def test_a_masked_model_reads_each_text_alone(change):
+def test_a_masked_model_separates_documents(change):
     assert_packing_changes_nothing(masked(change), ids(2, 10))
 
 
 @over_both
-def test_masked_tokens_stay_masked_in_packs(change):
+def test_padding_is_ignored_in_packed_rows(change):
     model, tokens = masked(change), ids(2, 10)
     keep = torch.rand(2, 10) > 0.3
     packed = scores(model, tokens, documents=NUMBERS, keep=keep)
@@ -78,7 +78,7 @@ def test_masked_tokens_stay_masked_in_packs(change):
             torch.testing.assert_close(packed[row, places][real], alone[real])
 
 
-def test_recomputed_packs_have_the_same_gradients():
+def test_recomputation_does_not_change_gradients():
     model, tokens = masked(BOTH["lightnet"]).train(), ids(2, 10)
     found = []
     for recompute in (False, True):
@@ -90,7 +90,7 @@ def test_recomputed_packs_have_the_same_gradients():
         assert torch.equal(found[1][name], gradient), name
 
 
-def test_texts_of_like_length_are_mixed_together():
+def test_documents_of_similar_length_are_grouped():
     lengths = [9, 8, 5, 4, 4, 2, 1, 1]
     numbers = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
     shapes = [tuple(group.positions.shape) for group in Documents(numbers).groups]
@@ -99,12 +99,12 @@ def test_texts_of_like_length_are_mixed_together():
     assert places.sort().values.tolist() == list(range(34))
 
 
-def test_a_batch_of_nothing_has_no_texts():
+def test_an_empty_batch():
     model = masked(BOTH["lion"])
     assert scores(model, ids(0, 5), documents=ids(0, 5)).shape == (0, 5, 13)
 
 
-def test_a_row_of_one_text_is_a_row():
+def test_rows_of_a_single_document():
     model, tokens = causal({"mixer": built_mixer(), "position": None}), ids(2, 10)
     numbers = torch.tensor([[3] * 10, [4] * 10])
     torch.testing.assert_close(scores(model, tokens, documents=numbers), scores(model, tokens))
@@ -114,7 +114,7 @@ def built_mixer():
     return CausalLMConfig(**SMALL).mixer.__class__(num_heads=3, causal=True)
 
 
-def test_what_cannot_be_packed_is_refused():
+def test_documents_and_state_exclude_each_other():
     model, tokens = causal({"mixer": built_mixer(), "position": None}), ids(2, 10)
     _, state = model(tokens)
     with pytest.raises(ValueError, match="documents and state were both given"):

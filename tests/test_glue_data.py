@@ -1,4 +1,4 @@
-"""GLUE's tables and its data set on the hub: what is read, framed and cut, and what is refused."""
+"""GLUE's tables and its hub dataset: reading, framing, truncation and errors."""
 
 from itertools import product
 
@@ -9,8 +9,7 @@ from tiny_tokenizers import word_tokenizer
 
 from onescan import configs
 from onescan.data import Example
-from onescan.data.glue import PROBLEMS, GlueDatasetConfig, PairEncoder, PairFormat
-from onescan.data.glue.pairs import shortened
+from onescan.data.glue import PROBLEMS, GlueDatasetConfig, PairEncoder, PairFormat, truncate_pair
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer, TextFormat
 
 TITLES = {problem.title: task for task, problem in PROBLEMS.items()}
@@ -20,28 +19,23 @@ def built(folder, task="cola", **fields):
     return GlueDatasetConfig(task=task, path=str(folder), **{"length": 32} | fields).build()
 
 
-# Tables
-
-
 @pytest.mark.parametrize("title", HEADS)
-def test_every_tasks_columns_are_read(title, tmp_path):
+def test_columns_of_every_task(title, tmp_path):
     write_ruled(tmp_path, title, train=9, dev=7)
     problem = PROBLEMS[TITLES[title]]
     data = built(tmp_path, TITLES[title])
     rows = ruled(title, 9, seed=0)
-    classes = len(problem.class_names) or 6
     labels = [data.train.rows[place].label for place in range(9)]
     assert {type(label) for label in labels} == {int if problem.class_names else float}
+    assert len(set(labels)) > 1
     for place, label in enumerate(labels):
         *other, text = data.train.rows[place].texts
         assert rows[place] == row(title, text, int(label))
         assert text[-4:] == "abcdef"[int(label)] * 4
         assert other == ["of it"] * (len(problem.texts) - 1)
-    assert set(map(int, labels)) <= set(range(classes))
-    assert len(set(labels)) > 1
 
 
-def test_matched_and_mismatched_lie_one_after_the_other(tmp_path):
+def test_mismatched_follows_matched(tmp_path):
     write_ruled(tmp_path, "MNLI")
     write_table(tmp_path / "MNLI/dev_mismatched.tsv", "MNLI", [row("MNLI", "last", 2)])
     data = built(tmp_path, "mnli")
@@ -50,14 +44,14 @@ def test_matched_and_mismatched_lie_one_after_the_other(tmp_path):
     assert data.test.rows[24] == (("of it", "last"), 2)
 
 
-@pytest.mark.parametrize("name", ["STS-B", "sts-b", "stsb", ""])
-def test_a_tasks_folder_goes_by_several_names(name, tmp_path):
+@pytest.mark.parametrize("name", ["STS-B", "stsb", ""])
+def test_names_of_a_tasks_folder(name, tmp_path):
     for split in ("train", "dev"):
         write_table(tmp_path / name / f"{split}.tsv", "STS-B", ruled("STS-B", 3, seed=0))
     assert len(built(tmp_path, "stsb").train) == 3
 
 
-def test_quotes_marks_and_line_ends_are_no_markup(tmp_path):
+def test_quotes_byte_order_marks_and_line_ends(tmp_path):
     folder = write_ruled(tmp_path, "SST-2") / "SST-2"
     lines = ["\ufeffsentence\tlabel\r\n", '"An open quote\t1\r\n', 'it\'s ""a\u2028line\t0']
     (folder / "train.tsv").write_bytes("".join(lines).encode())
@@ -66,88 +60,74 @@ def test_quotes_marks_and_line_ends_are_no_markup(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("title", "line", "says"),
+    ("title", "line", "message"),
     [
-        ("CoLA", "gj04\t1\tno mark", "3 cells between tabs, expected 4: source, label, mark"),
-        ("CoLA", "gj04\tyes\t\ttext", "the label is 'yes', expected 0 or 1"),
-        ("CoLA", "gj04\t1\t\t ", "no text is written in it"),
-        ("CoLA", "", "1 cells between tabs, expected 4"),
-        ("SST-2", "a\tb\t1", "3 cells between tabs, expected 2: sentence, label"),
-        ("RTE", "0\ta\tb\tneutral", "the label is 'neutral', expected entailment or not_"),
-        ("STS-B", "0\tg\tf\t1\t1\ta\tb\tx\ty\t5.5", "the score is '5.5', expected a number from 0"),
-        ("STS-B", "0\tg\tf\t1\t1\ta\tb\tx\ty\tnan", "the score is 'nan', expected a number from 0"),
-        ("STS-B", "0\tg\tf\t1\t1\ta\tb\tx\ty\tmuch", "the score is 'much', expected a number"),
+        ("CoLA", b"gj04\t1\tno mark", "3 cells.* expected 4: source, label, mark"),
+        ("CoLA", b"gj04\tyes\t\ttext", "label is 'yes', expected 0 or 1"),
+        ("CoLA", b"gj04\t1\t\t ", "text is empty"),
+        ("CoLA", b"gj04\t1\t\t\xff", "UTF-8"),
+        ("RTE", b"0\ta\tb\tneutral", "label is 'neutral', expected entailment or not_"),
+        ("STS-B", b"0\tg\tf\t1\t1\ta\tb\tx\ty\t5.5", "score is '5.5', expected .* 0 to 5"),
+        ("STS-B", b"0\tg\tf\t1\t1\ta\tb\tx\ty\tnan", "score is 'nan'"),
+        ("STS-B", b"0\tg\tf\t1\t1\ta\tb\tx\ty\tmuch", "score is 'much'"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_told_with_its_place(title, line, says, tmp_path, caplog):
+def test_unreadable_lines_are_named_or_skipped(title, line, message, tmp_path, caplog):
     path = write_ruled(tmp_path, title, train=2) / title / "train.tsv"
-    with path.open("a") as file:
-        file.write(f"{line}\n")
-        file.write("\t".join(row(title, "after", 0)) + "\n")
-    number = 3 if title == "CoLA" else 4
-    with pytest.raises(ValueError, match=rf"{title}/train\.tsv, line {number}: {says}"):
+    with path.open("ab") as file:
+        file.write(line + b"\n" + "\t".join(row(title, "after", 0)).encode() + b"\n")
+    place = rf"{title}/train\.tsv, line {3 if title == 'CoLA' else 4}: .*{message}"
+    with pytest.raises(ValueError, match=place):
         built(tmp_path, TITLES[title])
     data = built(tmp_path, TITLES[title], on_error="skip")
     assert [row.texts[-1] for row in data.train.rows][2:] == ["after"]
-    assert f"train.tsv, line {number}: {says}" in caplog.text
-    assert "1 lines could not be read and are left out" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert f"train.tsv, line {3 if title == 'CoLA' else 4}: " in caplog.text
+    assert "1 lines" in caplog.text
 
 
-def test_bytes_that_are_no_text_are_told_with_their_place(tmp_path):
-    path = write_ruled(tmp_path, "CoLA", train=1) / "CoLA/train.tsv"
-    path.write_bytes(path.read_bytes() + b"gj04\t1\t\t\xff\n")
-    with pytest.raises(ValueError, match=r"train\.tsv, line 2: is not text in UTF-8"):
-        built(tmp_path)
+@pytest.mark.parametrize(
+    ("title", "content", "message"),
+    [
+        ("RTE", "index\tsentence1\tlabel\n", r"dev\.tsv, line 1: .*'sentence2'"),
+        ("RTE", "", r"RTE/dev\.tsv holds no rows"),
+        ("CoLA", "", r"CoLA/dev\.tsv holds no rows"),
+        ("RTE", None, r"no file .*RTE/dev\.tsv"),
+    ],
+)
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_unusable_tables(title, content, message, on_error, tmp_path):
+    path = write_ruled(tmp_path, title) / title / "dev.tsv"
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        built(tmp_path, TITLES[title], on_error=on_error)
 
 
-def test_a_missing_column_is_told(tmp_path):
-    path = write_ruled(tmp_path, "MRPC") / "MRPC/dev.tsv"
-    path.write_text(path.read_text().replace("#2 String", "second"))
-    with pytest.raises(ValueError, match=r"dev\.tsv, line 1: the column '#2 String' is missing; "):
-        built(tmp_path, "mrpc")
-
-
-def test_an_empty_or_missing_table_is_told(tmp_path):
-    path = write_ruled(tmp_path, "RTE", "CoLA") / "RTE/dev.tsv"
-    path.write_text("")
-    with pytest.raises(ValueError, match=r"RTE/dev\.tsv is empty"):
-        built(tmp_path, "rte")
-    path.unlink()
-    with pytest.raises(ValueError, match=r"there is no file .*RTE/dev\.tsv"):
-        built(tmp_path, "rte")
-    (tmp_path / "CoLA/dev.tsv").write_text("")
-    with pytest.raises(ValueError, match=r"CoLA/dev\.tsv holds no rows"):
-        built(tmp_path)
-
-
-def test_what_is_not_there_is_told(tmp_path):
-    with pytest.raises(ValueError, match=r"no tables of QQP: expected QQP/train\.tsv in it"):
+def test_missing_data(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.path is .*QQP/train\.tsv"):
         built(tmp_path, "qqp")
-    with pytest.raises(ValueError, match="there is no such folder"):
+    with pytest.raises(ValueError, match=r"data\.path is .*there is no such folder"):
         built(tmp_path / "no")
-
-
-# The hub
 
 
 def serve(monkeypatch, **columns):
     import datasets
 
-    asked = []
+    calls = []
 
     def load(name, task, split):
-        asked.append((name, task, split))
+        calls.append((name, task, split))
         return datasets.Dataset.from_dict(columns)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    return asked
+    return calls
 
 
-def test_the_hubs_columns_are_read(monkeypatch):
+def test_hub_rows(monkeypatch):
     texts = {"premise": ["a", "b"], "hypothesis": ["c", "d"]}
-    asked = serve(monkeypatch, **texts, label=[2, 0], idx=[0, 1])
+    calls = serve(monkeypatch, **texts, label=[2, 0], idx=[0, 1])
     data = GlueDatasetConfig(task="mnli").build()
-    assert asked == [
+    assert calls == [
         ("nyu-mll/glue", "mnli", split)
         for split in ("train", "validation_matched", "validation_mismatched")
     ]
@@ -155,38 +135,32 @@ def test_the_hubs_columns_are_read(monkeypatch):
     assert data.counts == (2, 2)
 
 
-def test_what_is_wrong_with_the_hubs_rows_is_told(monkeypatch):
-    serve(monkeypatch, sentence=["a", "b"], label=[1, -1])
-    with pytest.raises(ValueError, match="cola, row 1 of train: the label is -1, expected 0 to 1"):
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"sentence": ["a", "b"], "label": [1, -1]}, "cola, row 1 of train: .* -1, expected 0 to"),
+        ({"sentence": ["a", None], "label": [1, 0]}, "cola, row 1 of train: .*empty"),
+        ({"text": ["a"], "label": [1]}, "cola, train: .*'sentence'"),
+    ],
+)
+def test_unusable_hub_rows(columns, message, monkeypatch):
+    serve(monkeypatch, **columns)
+    with pytest.raises(ValueError, match=message):
         GlueDatasetConfig(task="cola").build()
-    serve(monkeypatch, text=["a"], label=[1])
-    with pytest.raises(ValueError, match="cola, train: the column 'sentence' is missing"):
-        GlueDatasetConfig(task="cola").build()
-
-
-# Framing
 
 
 def words(*, framed):
     return PretrainedTokenizer("words", word_tokenizer(framed=framed))
 
 
-def test_a_pair_is_framed_as_the_tokenizer_frames_a_text():
+def test_pairs_are_framed_like_berts():
     encoder = PairEncoder(words(framed=True), length=20)
     tokens, first = encoder.encode("the cat", "a mat sat")
-    assert words(framed=True).tokenizer.convert_ids_to_tokens(tokens.tolist()) == (
-        ["[CLS]", "the", "cat", "[SEP]", "a", "mat", "sat", "[SEP]"]
-    )
-    assert first == 4
     pair = word_tokenizer(framed=True)("the cat", "a mat sat")
     assert tokens.tolist() == pair["input_ids"]
-    assert pair["token_type_ids"].count(0) == first
-
-
-def test_one_text_has_no_second_segment():
-    tokens, first = PairEncoder(words(framed=True), length=20).encode("the cat")
-    assert tokens.tolist() == [2, 5, 6, 3]
-    assert first is None
+    assert first == pair["token_type_ids"].count(0) == 4
+    tokens, first = encoder.encode("the cat")
+    assert (tokens.tolist(), first) == ([2, 5, 6, 3], None)
 
 
 def test_bytes_have_a_separator_and_no_frame():
@@ -211,32 +185,32 @@ def test_one_token_may_begin_and_end_a_text():
     assert first == 4
 
 
-def test_a_tokenizer_without_a_separator_reads_single_texts_alone():
+def test_tokenizer_without_a_separator():
     tokenizer = words(framed=False)
     tokenizer.end = None
     encoder = PairEncoder(tokenizer, length=20)
     assert encoder.encode("the cat")[0].tolist() == [5, 6]
-    with pytest.raises(ValueError, match="'words' has no token to put between two texts"):
+    with pytest.raises(ValueError, match="'words'"):
         encoder.encode("the", "cat")
 
 
-@pytest.mark.parametrize("most", [2, 5, 8])
-def test_tokens_come_off_the_longer_text(most):
+@pytest.mark.parametrize("length", [2, 5, 8])
+def test_tokens_are_removed_from_the_longer_text(length):
     for first, second in product(range(9), range(9)):
         ours, theirs = first, second
-        while ours + theirs > most:
+        while ours + theirs > length:
             ours, theirs = (ours - 1, theirs) if ours > theirs else (ours, theirs - 1)
-        cut = shortened(np.arange(first), np.arange(second), most)
+        cut = truncate_pair(np.arange(first), np.arange(second), length)
         assert [part.tolist() for part in cut] == [list(range(ours)), list(range(theirs))]
 
 
-def test_sequences_are_cut_to_their_length():
+def test_sequences_are_truncated():
     encoder = PairEncoder(words(framed=True), length=7)
     tokens, first = encoder.encode("the cat sat on", "a mat the dog")
     assert tokens.tolist() == [2, 5, 6, 3, 9, 10, 3]
     assert first == 4
     assert encoder.encode("the cat sat on a mat the dog")[0].tolist() == [2, 5, 6, 7, 8, 9, 3]
-    with pytest.raises(ValueError, match=r"data\.length is 4, expected 5 or more"):
+    with pytest.raises(ValueError, match=r"data\.length is 4, expected 5"):
         PairEncoder(words(framed=True), length=4)
 
 
@@ -249,7 +223,7 @@ def test_a_batch_of_pairs_has_segments(tmp_path):
     assert len(built(tmp_path, "cola").train.read([Example(0)]).batch) == 3
 
 
-def test_the_format_outlives_json_and_opens_its_own_tokenizer(tmp_path):
+def test_the_format_survives_json_and_opens_its_saved_tokenizer(tmp_path):
     word_tokenizer(framed=True).save_pretrained(tmp_path / "words")
     tokenizer = PretrainedTokenizer(str(tmp_path / "words"), word_tokenizer(framed=True))
     format = PairFormat(text=TextFormat.of(tokenizer), length=6)

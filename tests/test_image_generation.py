@@ -1,4 +1,4 @@
-"""The task of a denoiser: its losses, how it is judged, its pictures, and runs of it."""
+"""Image generation: losses, evaluation, pictures, and runs."""
 
 import dataclasses
 import os
@@ -22,30 +22,30 @@ from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.recipes import RECIPES, find_recipe
 from onescan.report import write_report
 from onescan.tasks import ImageClassificationConfig, ImageGenerationConfig, classify
-from onescan.tasks.classifier_features import SampleJudge
+from onescan.tasks.feature_distance import SampleClassifier
 from onescan.tasks.noising import Noising
 from onescan.training import read_metrics, train
 from onescan.training.evaluation import evaluate
-from onescan.training.pipeline import load_pipeline
-from onescan.training.records import read_pictures
+from onescan.training.logging import read_pictures
+from onescan.training.sampling import load_pipeline
 
 PREDICTIONS = ("noise", "v", "flow")
 
 
 class Oracle(torch.nn.Module):
-    """Knows the one image there is, and so what it was mixed with."""
+    """Predicts the exact target, because it knows the only image."""
 
-    def __init__(self, x0, config, told=1):
+    def __init__(self, x0, config, outputs=1):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.x0, self.noising, self.told = x0, Noising(config), told
-        self.config = dataclasses.replace(TINY, learn_sigma=told == 2)
+        self.x0, self.noising, self.outputs = x0, Noising(config), outputs
+        self.config = dataclasses.replace(TINY, learn_sigma=outputs == 2)
 
     def forward(self, noisy, timesteps, labels):
-        a, s = self.noising._shares(timesteps, noisy)
+        a, s = self.noising._coefficients(timesteps, noisy)
         noise = (noisy - a * self.x0) / s
         target = self.noising.target(self.x0.expand_as(noisy), noise, timesteps)
-        return torch.cat([target] + [torch.full_like(target, 1.0)] * (self.told - 1), dim=1)
+        return torch.cat([target] + [torch.full_like(target, 1.0)] * (self.outputs - 1), dim=1)
 
 
 def one_image():
@@ -60,7 +60,7 @@ def task_of(**changes):
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_who_knows_the_noise_has_no_loss(prediction):
+def test_an_exact_prediction_has_no_loss(prediction):
     config = NoiseConfig(prediction=prediction)
     task, batch = task_of(**{"noise.prediction": prediction}), one_image()
     x0 = task.format.model_input(batch[0])
@@ -71,8 +71,8 @@ def test_who_knows_the_noise_has_no_loss(prediction):
     assert wrong > 1e-3
 
 
-def test_the_loss_is_the_mean_squared_error_of_what_is_told():
-    task, model = task_of(), TINY.build()  # which tells 0
+def test_the_loss_is_the_mean_squared_error():
+    task, model = task_of(), TINY.build()  # predicts 0
     torch.manual_seed(3)
     loss, _ = task.loss(model, one_image())
     torch.manual_seed(3)
@@ -81,16 +81,16 @@ def test_the_loss_is_the_mean_squared_error_of_what_is_told():
     torch.testing.assert_close(loss, (noise**2).mean())
 
 
-def test_learnt_variances_add_their_bits_to_the_loss():
+def test_learned_variances_add_to_the_loss():
     task, batch = task_of(), one_image()
     x0 = task.format.model_input(batch[0])
-    loss, metrics = task.loss(Oracle(x0[:1], NoiseConfig(), told=2), batch)
+    loss, metrics = task.loss(Oracle(x0[:1], NoiseConfig(), outputs=2), batch)
     torch.testing.assert_close(loss, metrics["error"] + metrics["variance_bits"])
     assert metrics["error"] < 1e-4
     assert 1e-5 < metrics["variance_bits"] < 1  # the greatest variance where the least is right
 
 
-def test_labels_reach_the_model_and_no_classes_are_none():
+def test_the_model_receives_labels_if_it_has_classes():
     seen = []
 
     class Model(Oracle):
@@ -107,7 +107,7 @@ def test_labels_reach_the_model_and_no_classes_are_none():
     assert seen[1] is None
 
 
-def test_what_a_held_out_image_is_judged_by_depends_on_nothing_else():
+def test_the_evaluation_of_an_image_does_not_depend_on_its_batch():
     torch.manual_seed(0)
     model = TINY.build()
     torch.nn.init.normal_(model.unpatchify.proj.weight)
@@ -120,7 +120,7 @@ def test_what_a_held_out_image_is_judged_by_depends_on_nothing_else():
     assert len(steps.unique()) > 80
 
 
-def test_fewer_held_out_images_are_spread_evenly():
+def test_a_subset_of_test_images_is_evenly_spaced():
     task = task_of(evaluation_images=5)
     labels = evaluate(TINY.build(), task).arrays["labels"]
     whole = BarsConfig().build().test.labels
@@ -128,10 +128,10 @@ def test_fewer_held_out_images_are_spread_evenly():
 
 
 def classifier_run():
-    """One that tells bars apart."""
+    """A run that classifies bars."""
     return dataclasses.replace(
         denoiser_run(),
-        name="judge",
+        name="classifier",
         model=ImageClassifierConfig(
             image_size=(4, 4), channels=1, patch_size=(2, 2), num_classes=3, width=16, depth=1,
             mixer=TINY.mixer, position=TINY.position, drop_path=0.0, init_std=0.2,
@@ -141,45 +141,45 @@ def classifier_run():
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory):
+def classifier(tmp_path_factory):
     run = configs.replace(classifier_run(), {"training.epochs": 20})
-    result = train(run, tmp_path_factory.mktemp("judge") / "seed-0")
+    result = train(run, tmp_path_factory.mktemp("classifier") / "seed-0")
     assert result.metrics["accuracy"] == 1
     return str(result.folder)
 
 
 @pytest.fixture(scope="module")
-def learnt(tmp_path_factory, judge):
-    """A denoiser that has learnt bars, judged by the classifier."""
+def trained(tmp_path_factory, classifier):
+    """A denoiser trained on bars and evaluated by the classifier."""
     run = denoiser_run(**{
-        "training.epochs": 90, "training.evaluate_every": 30.0, "task.classifier": judge,
+        "training.epochs": 90, "training.evaluate_every": 30.0, "task.classifier": classifier,
         "task.sampler.steps": 20, "training.checkpoint_every": 30.0,
     })  # fmt: skip
-    return train(run, tmp_path_factory.mktemp("learnt") / "seed-0")
+    return train(run, tmp_path_factory.mktemp("trained") / "seed-0")
 
 
-def test_a_denoiser_learns_to_make_what_is_asked_for(learnt):
-    tests = [line for line in read_metrics(learnt.folder) if line["split"] == "test"]
+def test_a_denoiser_learns_to_generate_requested_classes(trained):
+    tests = [line for line in read_metrics(trained.folder) if line["split"] == "test"]
     assert tests[-1]["loss"] < tests[0]["loss"]
-    assert learnt.metrics["label_accuracy"] >= 0.9
-    assert tests[-1]["feature_distance"] < 0.3 * evaluate_fresh(learnt).metrics["feature_distance"]
+    assert trained.metrics["label_accuracy"] >= 0.9
+    assert tests[-1]["feature_distance"] < 0.3 * evaluate_fresh(trained).metrics["feature_distance"]
 
 
-def evaluate_fresh(learnt):
-    run = onescan.load(learnt.folder).config
+def evaluate_fresh(trained):
+    run = onescan.load(trained.folder).config
     return evaluate(run.model.build(), run.task.build(run.data.build()))
 
 
-def test_the_best_weights_are_those_of_the_least_distance(learnt):
-    tests = [line for line in read_metrics(learnt.folder) if line["split"] == "test"]
-    best = onescan.load(learnt.folder / "best.safetensors").metrics
+def test_the_best_weights_have_the_least_distance(trained):
+    tests = [line for line in read_metrics(trained.folder) if line["split"] == "test"]
+    best = onescan.load(trained.folder / "best.safetensors").metrics
     assert best["feature_distance"] == min(line["feature_distance"] for line in tests)
 
 
-def test_each_evaluation_leaves_a_picture_and_the_last_shows_what_was_asked_for(learnt):
-    pictures = read_pictures(learnt.folder)
+def test_each_evaluation_saves_a_picture(trained):
+    pictures = read_pictures(trained.folder)
     assert list(pictures) == [90, 180, 270]
-    image = opened(pictures[270])
+    image = read_gray(pictures[270])
     width = image.shape[1] // 3
     left, right, none = (image[:, i * width : (i + 1) * width] for i in range(3))
     half = width // 2
@@ -188,23 +188,23 @@ def test_each_evaluation_leaves_a_picture_and_the_last_shows_what_was_asked_for(
     assert none.mean() < min(left.mean(), right.mean())
 
 
-def opened(path):
+def read_gray(path):
     with Image.open(path) as image:
         return np.asarray(image.convert("L"), float)
 
 
-def test_the_page_shows_pictures_and_where_noise_is_hard_to_tell(learnt, tmp_path):
-    page = write_report([learnt], tmp_path / "report.html").read_text()
+def test_the_report_shows_pictures_and_errors_over_timesteps(trained, tmp_path):
+    page = write_report([trained], tmp_path / "report.html").read_text()
     for words in (
-        "makes images of noise", "After 270 updates", "After 90 updates",
-        "left, right, none", "Error over timesteps", "Labelled as asked", "Feature distance",
-        "What the position kernels learnt", "How keys turn with position",
+        "turns noise into images", "After 270 steps", "After 90 steps", "<span>left</span>",
+        "Error over timesteps", "Test label accuracy", "Test feature distance",
+        "Position kernels", "Rotation frequencies",
     ):  # fmt: skip
         assert words in page
     assert "data:image/png;base64," in page
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_pictures(tmp_path):
+def test_a_resumed_run_has_the_same_pictures(tmp_path):
     whole = train(denoiser_run(), tmp_path / "whole")
     with pytest.raises(KilledError):
         train(denoiser_run(), tmp_path / "killed", progress=raise_at(5, KilledError()))
@@ -235,51 +235,51 @@ def test_tensorboard_gets_the_pictures(tmp_path):
     assert [event.step for event in events.Images("picture")] == [3]
 
 
-def test_unconditional_models_learn_and_draw(tmp_path):
+def test_unconditional_models_train_and_sample(tmp_path):
     run = denoiser_run(**{"model.num_classes": 0, "training.epochs": 1})
     result = train(run, tmp_path / "run")
     assert list(read_pictures(result.folder)) == [3]
-    made = load_pipeline(result.folder)(batch_size=2, num_inference_steps=5, output_type="pt")
-    assert made.images.shape == (2, 1, 4, 4)
+    generated = load_pipeline(result.folder)(batch_size=2, num_inference_steps=5, output_type="pt")
+    assert generated.images.shape == (2, 1, 4, 4)
     page = write_report([result], tmp_path / "report.html").read_text()
-    assert "None is chosen by hand" in page
-    assert "A column for each class" not in page
+    assert "Unselected samples" in page
+    assert "one column per class" not in page
 
 
-def test_images_of_no_class_are_not_labelled_as_asked(judge):
-    task = task_of(classifier=judge, **{"sampler.steps": 2})
+def test_unconditional_models_have_no_label_accuracy(classifier):
+    task = task_of(classifier=classifier, **{"sampler.steps": 2})
     model = dataclasses.replace(TINY, num_classes=0).build()
     assert set(evaluate(model, task).metrics) == {"loss", "feature_distance"}
 
 
-def test_a_judge_with_two_heads_says_what_it_says_elsewhere():
+def test_classifiers_with_a_distillation_head_average_both():
     torch.manual_seed(0)
     config = dataclasses.replace(classifier_run().model, distillation_token=True)
     model = config.build().eval()
     format = BarsConfig().build().format
     pixels = (torch.rand(9, 1, 4, 4) * 255).round() / 255
-    seen = SampleJudge(model=model, format=format)(pixels)
+    seen = SampleClassifier(model=model, format=format)(pixels)
     torch.testing.assert_close(seen.probabilities, model(format.standardize(pixels)).softmax(1))
     assert seen.pooled.shape == (9, 2 * config.width)
 
 
-def test_a_judge_is_one_in_every_precision(judge):
-    look = task_of(classifier=judge).judge_images
+def test_classifiers_ignore_autocast(classifier):
+    classify_samples = task_of(classifier=classifier).sample_classifier
     pixels = torch.rand(9, 1, 4, 4)
-    whole = look(pixels).pooled
+    whole = classify_samples(pixels).pooled
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(look(pixels).pooled, whole)
+        assert torch.equal(classify_samples(pixels).pooled, whole)
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_every_prediction_trains_and_draws(prediction, tmp_path):
+def test_every_prediction_target_trains_and_samples(prediction, tmp_path):
     sigma = {"model.learn_sigma": True} if prediction == "noise" else {}
     run = denoiser_run(**{"task.noise.prediction": prediction, "training.epochs": 1}, **sigma)
     assert np.isfinite(train(run, tmp_path / "run").metrics["loss"])
 
 
-def test_two_processes_train_one_denoiser_split_or_copied(tmp_path):
-    """Each draws noise of its own, so they are compared with each other."""
+def test_two_processes_train_one_denoiser_with_ddp_and_fsdp(tmp_path):
+    """Each process draws its own noise, so that DDP and FSDP are compared."""
     script = str(Path(__file__).with_name("two_denoisers.py"))
     paths = os.pathsep.join(map(str, Path(__file__).parents[:2]))
     done = subprocess.run(
@@ -293,7 +293,7 @@ def test_two_processes_train_one_denoiser_split_or_copied(tmp_path):
     torch.testing.assert_close(copied, split, atol=1e-4, rtol=0)
     pictures = [read_pictures(tmp_path / name) for name in ("ddp", "fsdp")]
     assert list(pictures[0]) == list(pictures[1]) == [3]
-    a, b = (opened(each[3]) for each in pictures)
+    a, b = (read_gray(each[3]) for each in pictures)
     assert np.abs(a - b).max() <= 1  # of 255
 
 
@@ -308,26 +308,26 @@ def test_two_processes_train_one_denoiser_split_or_copied(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_a_problem_that_cannot_be_posed_is_refused(changes, message):
+def test_invalid_settings_are_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         task_of(**changes)
 
 
-def test_a_classifier_that_cannot_judge_is_refused(tmp_path, judge):
+def test_invalid_classifiers_are_rejected(tmp_path, classifier):
     other = tiny_run(epochs=1)
     folder = train(other, tmp_path / "other").folder
     with pytest.raises(ValueError, match=r"task.classifier '.*' calls class 0 'rows', the data"):
-        load_judges(str(folder))
+        load_classifier(str(folder))
     with pytest.raises(FileNotFoundError, match=r"task.classifier is 'no/such/run'"):
-        load_judges("no/such/run")
+        load_classifier("no/such/run")
     denoiser = train(denoiser_run(**{"training.epochs": 1}), tmp_path / "denoiser").folder
     with pytest.raises(ValueError, match="which holds a Denoiser, expected a run's ImageClass"):
-        load_judges(str(denoiser))
-    load_judges(judge)
+        load_classifier(str(denoiser))
+    load_classifier(classifier)
 
 
-def load_judges(name):
-    """As the first update does."""
+def load_classifier(name):
+    """Load the classifier, as the first step does."""
     torch.manual_seed(0)
     task = task_of(classifier=name)
     task.loss(TINY.build(), next_batch(task))
@@ -357,7 +357,7 @@ def next_batch(task):
     ],
     ids=["classes", "variances", "no-classes", "no-dropout"],
 )
-def test_a_model_that_does_not_fit_is_refused_before_the_first_update(changes, message, tmp_path):
+def test_models_that_do_not_fit_are_rejected_before_the_first_step(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         train(denoiser_run(**changes), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -368,7 +368,7 @@ def test_other_tasks_have_no_pictures(tmp_path):
     assert read_pictures(result.folder) == {}
 
 
-def test_the_papers_recipes_have_its_table():
+def test_recipes_have_the_settings_of_the_paper():
     """Table 12, column IG."""
     names = [name for name in RECIPES if name.startswith("imagenet_lightnet_dit")]
     assert len(names) == 12
@@ -381,19 +381,19 @@ def test_the_papers_recipes_have_its_table():
         assert run.model == onescan.preset(run.name.removeprefix("imagenet_"))
 
 
-def test_pixels_are_the_inverse_of_what_a_model_reads():
+def test_pixels_invert_the_models_input():
     format = ImageFormat(channels=1, height=2, width=2, mean=(0.3,), std=(0.2,))
     pixels = torch.rand(3, 1, 2, 2)
     torch.testing.assert_close(format.pixels(format.model_input(pixels)), pixels)
     assert format.pixels(torch.tensor([[[9.0, -9.0]]])).tolist() == [[[1.0, 0.0]]]
 
 
-def test_what_samplers_there_are_is_told_by_the_noise():
+def test_the_default_sampler_depends_on_the_noise():
     assert SamplerConfig().resolved(NoiseConfig(prediction="flow")) == "euler"
     assert isinstance(BarsConfig().build(), ImageSplits)
 
 
-def test_a_denoiser_classifies_nothing(learnt, tmp_path):
-    checkpoint = onescan.load(learnt.folder)
-    with pytest.raises(ValueError, match="the model is a Denoiser, which makes images"):
+def test_denoisers_do_not_classify(trained, tmp_path):
+    checkpoint = onescan.load(trained.folder)
+    with pytest.raises(ValueError, match="the model is a Denoiser, which generates images"):
         classify(checkpoint.model, [tmp_path / "x.png"], checkpoint.format)

@@ -1,5 +1,6 @@
+"""Image streams: order, exact resume, lengths and errors."""
+
 import io
-import itertools
 import json
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ from PIL import Image
 from pyarrow import parquet
 
 from onescan.data import ImageDatasetConfig
-from onescan.data.image_columns import Classes
+from onescan.data.image_dataset import Classes
+from onescan.data.order import BlockStart, read_blocks
 
 CLASSES = ("a", "b", "c")
 SIZES = [5, 1, 7, 4, 6]  # rows of each file
@@ -42,7 +44,7 @@ def _cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Files of 5, 1, 7, 4 and 6 rows; an image's brightness is its place in all of them."""
+    """Files of 5, 1, 7, 4 and 6 rows; an image's brightness is its index in all of them."""
     root = tmp_path_factory.mktemp("stream")
     for shard, size in enumerate(SIZES):
         write(root / f"train-{shard}.parquet", sum(SIZES[:shard]), size)
@@ -50,31 +52,31 @@ def folder(tmp_path_factory):
     return root
 
 
-def config(root, **options):
+def build(root, **options):
     fields = {"class_names": CLASSES, "shuffle_block": 4, "train_crop": None, **options}
     return ImageDatasetConfig(
         path=str(root), streaming=True, image_size=(2, 2), test_crop=None, **fields
-    )
+    ).build()
 
 
-def opened(root, **options):
-    return config(root, **options).build()
+def brightness(images, pairs):
+    return images.read([example for example, _ in pairs]).batch[0][:, 0, 0, 0].tolist()
 
 
-def brightness(images, examples):
-    return images.read(examples).batch[0][:, 0, 0, 0].tolist()
-
-
-def whole_pass(images, **options):
+def epoch_of(images, **options):
     return list(images.examples(**options))
 
 
-def test_a_stream_has_its_length_classes_and_tensors(folder):
-    splits = opened(folder)
+def examples_of(pairs):
+    return [example for example, _ in pairs]
+
+
+def test_length_classes_and_tensors(folder):
+    splits = build(folder)
     assert (len(splits.train), len(splits.test)) == (23, 7)
     assert splits.class_names == CLASSES
     assert splits.train.decodes
-    examples = [example for example, _ in splits.test.examples(seed=None)]
+    examples = examples_of(splits.test.examples(seed=None))
     assert all(example.seed is None for example in examples)
     pixels, labels = splits.test.read(examples).batch
     assert pixels.shape == (7, 3, 2, 2)
@@ -83,10 +85,10 @@ def test_a_stream_has_its_length_classes_and_tensors(folder):
     assert labels.tolist() == [row % 3 for row in range(100, 107)]
 
 
-def test_a_pass_has_every_image_once_in_an_order_of_its_own(folder):
-    images = opened(folder).train
+def test_every_epoch_has_an_order_of_its_own(folder):
+    images = build(folder).train
     orders = {
-        tuple(brightness(images, [e for e, _ in images.examples(seed=seed, epoch=epoch)]))
+        tuple(brightness(images, images.examples(seed=seed, epoch=epoch)))
         for seed in (0, 1)
         for epoch in (0, 1)
     }
@@ -94,32 +96,30 @@ def test_a_pass_has_every_image_once_in_an_order_of_its_own(folder):
     assert all(sorted(order) == list(range(23)) for order in orders)
 
 
-def test_blocks_of_neighbours_are_shuffled(folder):
-    images = opened(folder, shuffle_block=8).train
-    order = brightness(images, [example for example, _ in images.examples(seed=3)])
-    files = list(itertools.chain.from_iterable([f] * size for f, size in enumerate(SIZES)))
-    # shards are read one after the other, so a block holds few of them
-    assert all(len({files[row] for row in order[start : start + 8]}) <= 3 for start in (0, 8, 16))
-    assert any(block != sorted(block) for block in (order[:8], order[8:16], order[16:]))
+def test_blocks_are_shuffled_independently():
+    def read(index, mark):
+        return ((row + 10 * index, {"row": row + 1}) for row in range(mark.get("row", 0), 10))
+
+    options = {"shards": 4, "size": 8, "seed": 3, "epoch": 1}
+    blocks = list(read_blocks(read, start=BlockStart(), **options))
+    assert sorted(item for block in blocks for item in block.items) == list(range(40))
+    assert [len(block.items) for block in blocks] == [8] * 5
+    assert all(len({item // 10 for item in block.items}) <= 2 for block in blocks)
+    places = [[sorted(block.items).index(item) for item in block.items] for block in blocks]
+    assert len({tuple(order) for order in places}) == 5
+    for index, block in enumerate(blocks):
+        assert list(read_blocks(read, start=block.start, **options)) == blocks[index:]
+        assert list(read_blocks(read, start=block.end, **options)) == blocks[index + 1 :]
+    again = list(read_blocks(read, start=BlockStart(), **options, round=1))
+    assert [block.items for block in again] != [block.items for block in blocks]
+    stored = read_blocks(read, start=BlockStart(), **{**options, "seed": None})
+    assert [item for block in stored for item in block.items] == list(range(40))
 
 
-def test_every_block_has_an_order_of_its_own(tmp_path):
-    write(tmp_path / "train.parquet", 0, 40)
-    write(tmp_path / "test.parquet", 0, 1)
-    images = opened(tmp_path, shuffle_block=10).train
-    order = brightness(images, [example for example, _ in images.examples(seed=0)])
-    blocks = {
-        tuple(row - 10 * (turn // 10) for turn, row in enumerate(order))[i : i + 10]
-        for i in (0, 10, 20, 30)
-    }
-    assert len(blocks) == 4
-    assert all(sorted(block) == list(range(10)) for block in blocks)
-
-
-def rest_of(images, cut, passed, **options):
-    """What comes after a cut, with the bookmark as a file keeps it."""
-    bookmark = json.loads(json.dumps(passed[-1][1]))
-    return whole_pass(images, start=cut, bookmark=bookmark, **options)
+def resume(images, cut, pairs, **options):
+    """The rest of an epoch, from the state after its first examples, as a file keeps it."""
+    state = json.loads(json.dumps(pairs[-1][1]))
+    return epoch_of(images, start=cut, data_state=state, **options)
 
 
 @pytest.mark.parametrize(
@@ -130,26 +130,22 @@ def rest_of(images, cut, passed, **options):
         {"evil": 1},
     ],
 )
-def test_a_damaged_bookmark_is_refused(folder, change):
-    images = opened(folder, shuffle_block=8).train
-    bookmark = whole_pass(images, seed=0)[12][1]
-    with pytest.raises(ValueError, match=r"bookmark is .*, expected|cannot be read"):
-        whole_pass(images, seed=0, start=13, bookmark={**bookmark, **change})
-
-
-def examples_of(passed):
-    return [example for example, _ in passed]
+def test_a_damaged_state_is_refused(folder, change):
+    images = build(folder, shuffle_block=8).train
+    state = epoch_of(images, seed=0)[12][1]
+    with pytest.raises(ValueError, match=r"data_state is .*, expected|cannot be read"):
+        epoch_of(images, seed=0, start=13, data_state={**state, **change})
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 64])
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("block", [1, 4, 23, 100])
-def test_resuming_at_any_cut_gives_the_rest_of_the_pass(folder, monkeypatch, seed, block, group):
-    monkeypatch.setattr("onescan.data.image_stream.GROUP", group)
-    images, options = opened(folder, shuffle_block=block).train, {"seed": seed, "epoch": 2}
-    whole = whole_pass(images, **options)
+def test_resuming_at_any_example_is_exact(folder, monkeypatch, seed, block, group):
+    monkeypatch.setattr("onescan.data.image_dataset.GROUP", group)
+    images, options = build(folder, shuffle_block=block).train, {"seed": seed, "epoch": 2}
+    whole = epoch_of(images, **options)
     for cut in range(1, len(whole) + 1):
-        rest = rest_of(images, cut, whole[:cut], **options)
+        rest = resume(images, cut, whole[:cut], **options)
         assert examples_of(rest) == examples_of(whole[cut:])
 
 
@@ -162,22 +158,22 @@ def test_resuming_at_any_cut_gives_the_rest_of_the_pass(folder, monkeypatch, see
     data=st.data(),
 )
 def test_resuming_twice_is_exact(folder, seed, epoch, block, repeats, data):
-    images = opened(folder, shuffle_block=block).train
+    images = build(folder, shuffle_block=block).train
     options = {"seed": seed, "epoch": epoch, "repeats": repeats}
-    whole = whole_pass(images, **options)
+    whole = epoch_of(images, **options)
     assert len(whole) == len(images)
     first = data.draw(st.integers(1, len(whole) - 1))
     second = data.draw(st.integers(first + 1, len(whole)))
-    once = rest_of(images, first, whole[:first], **options)
-    twice = rest_of(images, second, once[: second - first], **options)
+    once = resume(images, first, whole[:first], **options)
+    twice = resume(images, second, once[: second - first], **options)
     assert examples_of(once) == examples_of(whole[first:])
     assert examples_of(twice) == examples_of(whole[second:])
-    assert examples_of(whole_pass(images, start=first, **options)) == examples_of(whole[first:])
+    assert examples_of(epoch_of(images, start=first, **options)) == examples_of(whole[first:])
 
 
-def test_resuming_reads_nothing_from_before_its_shard_and_block(folder, monkeypatch):
-    images = opened(folder).train
-    whole = whole_pass(images, seed=0)
+def test_resuming_reads_nothing_before_its_shard_and_block(folder, monkeypatch):
+    images = build(folder).train
+    whole = epoch_of(images, seed=0)
     read, encoded_rows = [], []
     cast, place = Parquet._cast_table, Classes.place
     monkeypatch.setattr(Parquet, "_cast_table", lambda *a: read.append(len(a[1])) or cast(*a))
@@ -185,156 +181,119 @@ def test_resuming_reads_nothing_from_before_its_shard_and_block(folder, monkeypa
     for cut in range(1, 24):
         read.clear()
         encoded_rows.clear()
-        rest_of(images, cut, whole[:cut], seed=0)
+        resume(images, cut, whole[:cut], seed=0)
         assert len(encoded_rows) < 23 - cut + images.block
         assert sum(read) < 23 - cut + images.block + max(SIZES)
-    read.clear()
-    whole_pass(images, seed=0, start=22)
-    assert sum(read) == 23
 
 
-def test_an_example_is_repeated_in_a_row_with_chance_of_its_own(folder):
-    images = opened(folder).train
-    once = [example for example, _ in images.examples(seed=0)]
-    thrice = [example for example, _ in images.examples(seed=0, repeats=3)]
-    assert len(thrice) == 23
-    assert [example.source for example in thrice] == [
-        example.source for example in once[:8] for _ in range(3)
-    ][:23]
+def test_repeated_examples_have_seeds_of_their_own(folder):
+    images = build(folder).train
+    once = examples_of(images.examples(seed=0))
+    thrice = examples_of(images.examples(seed=0, repeats=3))
+    sources = [example.source for example in thrice]
+    assert sources == [example.source for example in once[:8] for _ in range(3)][:23]
     assert len({example.seed for example in thrice}) == 23
 
 
-def test_train_examples_shortens_a_pass_and_must_not_be_too_many(folder):
-    images = opened(folder, train_examples=9).train
-    assert len(images) == len(whole_pass(images, seed=0)) == 9
-    images = opened(folder, train_examples=24).train
-    with pytest.raises(ValueError, match="the stream train ended after 23 images, expected 24"):
-        whole_pass(images, seed=0)
+def test_train_examples_limits_an_epoch(folder):
+    images = build(folder, train_examples=9).train
+    assert len(images) == len(epoch_of(images, seed=0)) == 9
+    images = build(folder, train_examples=24).train
+    with pytest.raises(ValueError, match=r"23 images, expected 24: .*data\.train_examples"):
+        epoch_of(images, seed=0)
+    for count in (9, 23, 30):  # an evaluation reads the stream to its end
+        assert len(epoch_of(replace(images, count=count), seed=None)) == 23
 
 
-@pytest.mark.parametrize("told", [9, 23, 30])
-def test_what_is_judged_is_read_to_its_end_whatever_was_told(folder, told):
-    images = replace(opened(folder).train, count=told)
-    assert len(whole_pass(images, seed=None)) == 23
-
-
-def hub_stream(rows, *, count=None):
+def build_hub(monkeypatch, *, recorded=None, **options):
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))}
     )
-    stream = datasets.Dataset.from_dict(
-        {
-            "image": [{"bytes": encoded(row), "path": None} for row in range(rows)],
-            "label": [row % 3 for row in range(rows)],
-        },
-        features=features,
-    ).to_iterable_dataset(num_shards=3)
-    told = {"train": datasets.SplitInfo("train", num_examples=count)} if count else None
-    stream.info.splits = told and datasets.SplitDict(told)
-    return stream
-
-
-def open_hub(monkeypatch, **options):
-    stream = hub_stream(10, **options.pop("stream", {}))
+    rows = {
+        "image": [{"bytes": encoded(row), "path": None} for row in range(10)],
+        "label": [row % 3 for row in range(10)],
+    }
+    stream = datasets.Dataset.from_dict(rows, features=features).to_iterable_dataset(num_shards=3)
+    infos = {"train": datasets.SplitInfo("train", num_examples=recorded)} if recorded else None
+    stream.info.splits = infos and datasets.SplitDict(infos)
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: ["train", "test"])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
-    return opened("some/thing", class_names=(), **options)
+    return build("some/thing", class_names=(), **options)
 
 
 def test_a_stream_from_a_hub(monkeypatch):
-    splits = open_hub(monkeypatch, stream={"count": 10})
+    splits = build_hub(monkeypatch, recorded=10)
     assert len(splits.train) == 10
     assert splits.class_names == CLASSES
-    whole = whole_pass(splits.train, seed=0)
-    assert sorted(brightness(splits.train, [e for e, _ in whole])) == list(range(10))
-    rest = whole_pass(splits.train, seed=0, start=6, bookmark=whole[5][1])
-    assert rest == whole[6:]
+    whole = epoch_of(splits.train, seed=0)
+    assert sorted(brightness(splits.train, whole)) == list(range(10))
+    assert epoch_of(splits.train, seed=0, start=6, data_state=whole[5][1]) == whole[6:]
     assert whole[0][0].source.name.startswith("row ")
     assert "shard" in whole[0][0].source.name
-
-
-def test_a_stream_of_unknown_length_needs_one(monkeypatch):
-    with pytest.raises(ValueError, match=r"data\.train_examples is None, expected a number"):
-        open_hub(monkeypatch)
-    splits = open_hub(monkeypatch, train_examples=9)
-    assert len(splits.train) == 9
-    assert len(splits.test) == 10  # which is counted
-    assert len(whole_pass(splits.test, seed=None)) == 10
+    with pytest.raises(ValueError, match=r"data\.train_examples is None"):
+        build_hub(monkeypatch)
+    splits = build_hub(monkeypatch, train_examples=9)
+    assert (len(splits.train), len(splits.test)) == (9, 10)  # the test split is counted
 
 
 @pytest.mark.parametrize(
-    ("label", "options", "says"),
+    ("label", "options", "message"),
     [
-        (lambda row: 3, {}, r"row 0 of .*train\.parquet has the label 3, expected 0 to 2"),
-        (lambda row: row - 5, {}, r"row 0 of .*train\.parquet has the label -5, expected 0 to 2"),
+        (lambda row: row - 5, {}, r"row 0 of .*train\.parquet .* -5, expected 0 to 2"),
         (lambda row: None if row else 1, {}, r"row 1 of .*train\.parquet has no label"),
-        (lambda row: "abd"[row % 3], {}, r"row 2 of .* has the label 'd', expected one of a, b, c"),
-        (lambda row: 1, {"class_names": ()}, r"data\.class_names is \(\), expected names"),
-        (lambda row: 1, {"class_names": ("a",)}, "all of one class"),
+        (lambda row: "abd"[row % 3], {}, r"row 2 of .* 'd', expected one of a, b, c"),
+        (lambda row: 1, {"class_names": ()}, r"data\.class_names is \(\)"),
+        (lambda row: 1, {"class_names": ("a",)}, r"data\.path is .* one class"),
     ],
 )
-def test_labels_that_will_not_do_are_found_when_they_are_read(tmp_path, label, options, says):
+def test_unusable_labels(tmp_path, label, options, message):
     write(tmp_path / "train.parquet", 0, 6, label)
     write(tmp_path / "test.parquet", 0, 6)
-    with pytest.raises(ValueError, match=says):
-        whole_pass(opened(tmp_path, **options).train, seed=0)
+    with pytest.raises(ValueError, match=message):
+        epoch_of(build(tmp_path, **options).train, seed=0)
 
 
 def test_what_cannot_be_streamed(tmp_path):
     write(tmp_path / "train.parquet", 0, 6)
-    with pytest.raises(
-        ValueError, match=r"data\.streaming is on, but .* has no split to be judged"
-    ):
-        opened(tmp_path)
+    with pytest.raises(ValueError, match=r"data\.streaming is on, .* data\.test_split"):
+        build(tmp_path)
     for name in ("train/a", "train/b", "test/a", "test/b"):
         (tmp_path / "files" / name).mkdir(parents=True)
         (tmp_path / "files" / name / "0.png").write_bytes(encoded(0))
-    with pytest.raises(
-        ValueError, match=r"data\.streaming is on, but .* is a folder of image files"
-    ):
-        opened(tmp_path / "files")
+    with pytest.raises(ValueError, match=r"data\.streaming is on, .* folder of image files"):
+        build(tmp_path / "files")
 
 
-@pytest.mark.parametrize("damage", ["cut", "garbled"])
-def test_a_damaged_file_is_named(tmp_path, damage):
+@pytest.mark.parametrize("damage", ["cut", "garbled", "columns"])
+def test_a_damaged_file_is_named_in_one_line(tmp_path, damage):
     path = tmp_path / "train.parquet"
     write(path, 0, 100)
     write(tmp_path / "test.parquet", 0, 6)
-    whole = bytearray(path.read_bytes())
+    content = bytearray(path.read_bytes())
     if damage == "cut":
-        del whole[len(whole) // 2 :]
+        del content[len(content) // 2 :]
+    elif damage == "garbled":
+        content[4:2000] = bytes(1996)
     else:
-        whole[4:2000] = bytes(1996)
-    path.write_bytes(whole)
-    with pytest.raises(
-        ValueError, match=r"train\.parquet (cannot be read|is no whole parquet file)"
-    ):
-        whole_pass(opened(tmp_path).train, seed=0)
+        path = tmp_path / "train2.parquet"
+        parquet.write_table(pa.table({"image": [{"other": 1}], "label": [0]}), path)
+    if damage != "columns":
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{path.name} (cannot be read|is not)[^\n]+\Z"):
+        epoch_of(build(tmp_path).train, seed=0)
 
 
-def test_of_what_the_library_says_the_first_line_is_told(folder, tmp_path):
-    write(tmp_path / "train.parquet", 0, 6)
-    write(tmp_path / "test.parquet", 0, 6)
-    parquet.write_table(
-        pa.table({"image": [{"other": 1}], "label": [0]}), tmp_path / "train2.parquet"
-    )
-    with pytest.raises(ValueError, match=r"train2\.parquet cannot be read: [^\n]+\Z"):
-        whole_pass(opened(tmp_path).train, seed=0)
-
-
-def test_an_unreadable_image_is_named(folder, tmp_path):
-    rows = {"image": [{"bytes": b"not an image", "path": "cat.png"}], "label": [0]}
-    parquet.write_table(pa.table(rows), tmp_path / "train.parquet")
-    write(tmp_path / "test.parquet", 0, 6)
-    images = opened(tmp_path).train
-    with pytest.raises(ValueError, match=r"row 0 of .*train\.parquet \(cat\.png\) is not an image"):
-        images.read([example for example, _ in images.examples(seed=0)])
-
-
-def test_an_image_may_be_behind_an_address(folder, tmp_path):
+def test_unreadable_and_remote_images(tmp_path):
     (tmp_path / "far.png").write_bytes(encoded(77))
-    rows = {"image": [{"bytes": None, "path": f"file://{tmp_path}/far.png"}], "label": [0]}
+    images = [
+        {"bytes": b"not an image", "path": "cat.png"},
+        {"bytes": None, "path": f"file://{tmp_path}/far.png"},
+    ]
+    rows = {"image": images, "label": [0, 1]}
     parquet.write_table(pa.table(rows), tmp_path / "train.parquet")
     write(tmp_path / "test.parquet", 0, 6)
-    images = opened(tmp_path).train
-    assert brightness(images, [e for e, _ in images.examples(seed=0)]) == [77]
+    images = build(tmp_path).train
+    pairs = epoch_of(images, seed=None)
+    with pytest.raises(ValueError, match=r"row 0 of .*train\.parquet \(cat\.png\) is not an image"):
+        brightness(images, pairs)
+    assert brightness(images, pairs[1:]) == [77]

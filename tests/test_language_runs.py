@@ -8,12 +8,12 @@ from tiny_run import press_ctrl_c_at
 import onescan
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer
-from onescan.recipes.language import LANGUAGE
-from onescan.report.sections import writing
+from onescan.recipes.language import RECIPES as LANGUAGE
+from onescan.report import texts
 from onescan.tasks import MaskedLanguageModellingConfig
 from onescan.training import train as train_run
 from onescan.training.folder import read_manifest
-from onescan.training.language_model import load_language_model
+from onescan.training.loading import load_language_model
 
 TEXT = "The cat sat on the mat.\nA dog looked at it, and at the door.\n" * 60
 TINY = [
@@ -23,9 +23,9 @@ TINY = [
 
 
 @pytest.fixture(autouse=True)
-def _little_is_written(monkeypatch):
-    """On the pages of runs: three texts of 200 tokens take longer than to train the model."""
-    monkeypatch.setattr(writing, "WRITTEN", 9)
+def _short_texts(monkeypatch):
+    """Shorten the texts on reports, which take longer than training."""
+    monkeypatch.setattr(texts, "NEW_TOKENS", 9)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_small_twin_trains_and_is_told_of(name, text, capsys):
     run = train(name, text, *(["--task.supervised-blocks", "1"] if name.endswith("ldn") else []))
     assert "test loss" in capsys.readouterr().out
     page = (run.parent / "report.html").read_text()
-    assert "What it writes" in page
+    assert "Generated text" in page or "Predicted tokens" in page
     assert "<pre" in page
     checkpoint = onescan.load(run)
     assert checkpoint.metrics["perplexity"] > 1

@@ -1,4 +1,4 @@
-"""Language modelling tasks: what is told, what is scored, and that texts stay apart."""
+"""Language modelling: losses, masks, scores, and separate documents."""
 
 import math
 from inspect import unwrap
@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer, TextDatasetConfig
-from onescan.data.text.words import words_of
+from onescan.data.text.tokenizer import word_boundaries
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 from onescan.tasks import LanguageModellingConfig, MaskedLanguageModellingConfig
@@ -38,25 +38,25 @@ def alone():
 
 
 @pytest.fixture
-def posed(tmp_path):
-    """A function that poses a task on a text, of bytes if nothing else is said."""
+def build_task(tmp_path):
+    """A function that builds a task on a text, by default of bytes."""
 
-    def pose(config, tokenizer="bytes"):
+    def build(config, tokenizer="bytes"):
         (tmp_path / "text.txt").write_text("a cat sat on the mat " * 20)
         data = TextDatasetConfig(
             path=str(tmp_path / "text.txt"), tokenizer=tokenizer, length=8, cache=False
         )
         return config.build(data.build())
 
-    return pose
+    return build
 
 
-def writer():
+def causal_model():
     sizes = {**SMALL, "vocab_size": 258, **CAUSAL["lightnet"]}
     return CausalLMConfig(**sizes).build().double()
 
 
-def filler():
+def masked_model():
     sizes = {**SMALL, "vocab_size": 258, **BOTH["lightnet"]}
     return MaskedLMConfig(**sizes).build().double()
 
@@ -67,19 +67,19 @@ def gradients(model, loss):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def test_packed_and_unpacked_texts_have_the_same_loss_and_gradients(posed):
-    task, model = posed(LanguageModellingConfig()), writer()
+def test_packed_and_unpacked_texts_have_the_same_loss_and_gradients(build_task):
+    task, model = build_task(LanguageModellingConfig()), causal_model()
     loss, _ = task.loss(model, packed())
     got = gradients(model, loss)
     parts = [(task.loss(model, batch)[0], batch[0].shape[1] - 1) for batch in alone()]
-    want = sum(part * told for part, told in parts) / sum(told for _, told in parts)
+    want = sum(part * count for part, count in parts) / sum(count for _, count in parts)
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
     for a, b in zip(got, gradients(model, want), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_the_loss_is_of_each_next_token(posed):
-    task, model = posed(LanguageModellingConfig()), writer()
+def test_the_loss_is_of_each_next_token(build_task):
+    task, model = build_task(LanguageModellingConfig()), causal_model()
     tokens = torch.tensor([list(b"a cat"), list(b"a dog")])
     logits, _ = model(tokens[:, :-1])
     loss, metrics = task.loss(model, (tokens, torch.zeros_like(tokens)))
@@ -89,14 +89,14 @@ def test_the_loss_is_of_each_next_token(posed):
     torch.testing.assert_close(metrics["accuracy"], right)
 
 
-def test_a_masked_model_is_shown_no_neighbouring_text(posed):
-    task, model = posed(MaskedLanguageModellingConfig(mask_rate=0.5)), filler()
-    shown, documents, labels = task.augment(packed(), seed=4)
-    loss, _ = task.loss(model, (shown, documents, labels))
+def test_masked_models_see_only_one_document(build_task):
+    task, model = build_task(MaskedLanguageModellingConfig(mask_rate=0.5)), masked_model()
+    masked, documents, labels = task.augment(packed(), seed=4)
+    loss, _ = task.loss(model, (masked, documents, labels))
     total, count = 0.0, 0
     for i in range(len(TEXTS)):
         inside = documents == i
-        logits = model(shown[inside][None])
+        logits = model(masked[inside][None])
         total += cross_entropy(logits.float()[0], labels[inside], reduction="sum")
         count += (labels[inside] != IGNORE_INDEX).sum()
     assert count > 3
@@ -104,9 +104,9 @@ def test_a_masked_model_is_shown_no_neighbouring_text(posed):
 
 
 @pytest.mark.parametrize("read_outs", [1, 2, 3])
-def test_the_refined_loss_is_the_mean_over_the_last_blocks(posed, read_outs):
+def test_the_loss_is_the_mean_over_supervised_blocks(build_task, read_outs):
     """The network cut short after each of them, under the same norm and head."""
-    task = posed(MaskedLanguageModellingConfig(mask_rate=0.5, supervised_blocks=read_outs))
+    task = build_task(MaskedLanguageModellingConfig(mask_rate=0.5, supervised_blocks=read_outs))
     sizes = {**SMALL, "vocab_size": 258, **BOTH["lightnet"], "depth": 3}
     model = MaskedLMConfig(**sizes).build().double()
     batch = task.augment(packed(), seed=4)
@@ -121,18 +121,18 @@ def test_the_refined_loss_is_the_mean_over_the_last_blocks(posed, read_outs):
     torch.testing.assert_close(metrics["accuracy"], right)
 
 
-def test_more_read_outs_than_blocks_are_refused(posed):
-    task, model = posed(MaskedLanguageModellingConfig(supervised_blocks=9)), filler()
+def test_invalid_supervised_blocks_are_rejected(build_task):
+    task, model = build_task(MaskedLanguageModellingConfig(supervised_blocks=9)), masked_model()
     with pytest.raises(ValueError, match="read_outs is 9, expected 1 to 2 blocks"):
         task.loss(model, task.augment(packed(), seed=4))
     with pytest.raises(
         ValueError, match=r"task\.supervised_blocks is 0, expected a number above 0"
     ):
-        posed(MaskedLanguageModellingConfig(supervised_blocks=0))
+        build_task(MaskedLanguageModellingConfig(supervised_blocks=0))
 
 
-class Scoring(torch.nn.Module):
-    """A masked language model that gives all tokens the same score."""
+class Uniform(torch.nn.Module):
+    """A masked language model that predicts all tokens alike."""
 
     def __init__(self, vocab_size=258):
         super().__init__()
@@ -142,8 +142,8 @@ class Scoring(torch.nn.Module):
         return torch.zeros(*tokens.shape, self.vocab_size)
 
 
-class Knowing(torch.nn.Module):
-    """Scores every token alike, or the right one alone."""
+class Oracle(torch.nn.Module):
+    """Predicts all tokens alike, or only the right one."""
 
     def __init__(self, answers=None):
         super().__init__()
@@ -156,69 +156,69 @@ class Knowing(torch.nn.Module):
         return logits, None
 
 
-def test_held_out_text_is_judged_by_token_and_by_byte(posed):
-    task = posed(LanguageModellingConfig())
-    metrics = task.judge(task.predict(Knowing(), packed())).metrics
-    told = sum(len(text.encode()) for text in TEXTS)  # the first is told by none, the end is told
+def test_evaluation_is_per_token_and_per_byte(build_task):
+    task = build_task(LanguageModellingConfig())
+    metrics = task.evaluate(task.predict(Oracle(), packed())).metrics
+    tokens = sum(len(text.encode()) for text in TEXTS)  # without the first, with the end
     assert metrics["loss"] == pytest.approx(math.log(258), rel=1e-5)
     assert metrics["perplexity"] == pytest.approx(258, rel=1e-4)
-    # the bytes that are told: all but each text's first; an end is none
-    bits = told * math.log2(258) / (told - len(TEXTS))
+    # the first byte of each text is not predicted, and the end is not a byte
+    bits = tokens * math.log2(258) / (tokens - len(TEXTS))
     assert metrics["bits_per_byte"] == pytest.approx(bits)
     tokens, documents = packed()
     answers = tokens[:, 1:]
-    knowing = task.judge(task.predict(Knowing(answers), (tokens, documents))).metrics
-    assert knowing["accuracy"] == 1
-    assert knowing["loss"] < 1e-6
-    assert task.score(knowing) > task.score(metrics)
+    exact = task.evaluate(task.predict(Oracle(answers), (tokens, documents))).metrics
+    assert exact["accuracy"] == 1
+    assert exact["loss"] < 1e-6
+    assert task.score(exact) > task.score(metrics)
 
 
-def test_a_text_of_one_token_has_nothing_to_tell(posed):
-    task = posed(LanguageModellingConfig())
+def test_a_text_of_one_token_has_no_loss(build_task):
+    task = build_task(LanguageModellingConfig())
     one = torch.tensor([[97, 98]]), torch.tensor([[0, 1]])
-    with pytest.raises(ValueError, match="the held-out text has no token to tell"):
-        task.judge(task.predict(Knowing(), one))
+    with pytest.raises(ValueError, match="no token to predict"):
+        task.evaluate(task.predict(Oracle(), one))
 
 
-def test_the_shares_of_masks_are_as_asked_for(posed):
+def test_mask_rates(build_task):
     config = MaskedLanguageModellingConfig(
         mask_rate=0.3, mask_replace_prob=0.6, random_replace_prob=0.3
     )
-    task = posed(config)
+    task = build_task(config)
     tokens = torch.randint(256, (40, 500))
-    shown, _, labels = task.augment((tokens, torch.zeros_like(tokens)), seed=1)
-    told = labels != IGNORE_INDEX
-    assert torch.equal(labels[told], tokens[told])
-    assert torch.equal(shown[~told], tokens[~told])
-    assert told.float().mean() == pytest.approx(0.3, abs=0.01)
-    assert (shown[told] == 257).float().mean() == pytest.approx(0.6, abs=0.02)
-    assert (shown[told] == tokens[told]).float().mean() == pytest.approx(0.1, abs=0.02)
+    masked, _, labels = task.augment((tokens, torch.zeros_like(tokens)), seed=1)
+    chosen = labels != IGNORE_INDEX
+    assert torch.equal(labels[chosen], tokens[chosen])
+    assert torch.equal(masked[~chosen], tokens[~chosen])
+    assert chosen.float().mean() == pytest.approx(0.3, abs=0.01)
+    assert (masked[chosen] == 257).float().mean() == pytest.approx(0.6, abs=0.02)
+    assert (masked[chosen] == tokens[chosen]).float().mean() == pytest.approx(0.1, abs=0.02)
 
 
-def test_masks_are_as_the_seed_says_and_fixed_for_held_out_text(posed):
-    task, model = posed(MaskedLanguageModellingConfig(mask_rate=0.5)), filler().eval()
-    shown = [task.augment(packed(), seed)[0] for seed in (1, 1, 2)]
-    assert torch.equal(shown[0], shown[1])
-    assert not torch.equal(shown[0], shown[2])
+def test_masks_depend_on_the_seed_and_are_fixed_in_evaluation(build_task):
+    task, model = build_task(MaskedLanguageModellingConfig(mask_rate=0.5)), masked_model().eval()
+    masked = [task.augment(packed(), seed)[0] for seed in (1, 1, 2)]
+    assert torch.equal(masked[0], masked[1])
+    assert not torch.equal(masked[0], masked[2])
     rows = [task.predict(model, packed()) for _ in range(2)]
     assert torch.equal(rows[0]["losses"], rows[1]["losses"])
 
 
-def test_neither_ends_nor_padding_are_masked(posed):
-    task = posed(MaskedLanguageModellingConfig(mask_rate=1.0))
+def test_neither_ends_nor_padding_are_masked(build_task):
+    task = build_task(MaskedLanguageModellingConfig(mask_rate=1.0))
     tokens, documents = packed()
     _, _, labels = task.augment((tokens, documents), seed=0)
     assert torch.equal(labels != IGNORE_INDEX, (documents >= 0) & (tokens != 256))
 
 
-def test_evaluation_has_its_own_mask_rate(posed):
-    task = posed(MaskedLanguageModellingConfig(mask_rate=0.3, evaluation_mask_rate=0.15))
+def test_evaluation_has_its_own_mask_rate(build_task):
+    task = build_task(MaskedLanguageModellingConfig(mask_rate=0.3, evaluation_mask_rate=0.15))
     tokens = torch.randint(256, (40, 500))
     batch = tokens, torch.zeros_like(tokens)
     assert (task.augment(batch, seed=1)[2] != IGNORE_INDEX).float().mean() == pytest.approx(
         0.3, abs=0.01
     )
-    rows = task.predict(Scoring(), batch)
+    rows = task.predict(Uniform(), batch)
     assert rows["tokens"].sum() / tokens.numel() == pytest.approx(0.15, abs=0.01)
 
 
@@ -234,28 +234,28 @@ def test_cls_and_sep_are_neither_masked_nor_scored(tmp_path):
     _, documents, labels = task.augment(batch, seed=0)
     special = torch.tensor([WORDS.index("[CLS]"), WORDS.index("[SEP]")])
     assert torch.equal(labels != IGNORE_INDEX, (documents >= 0) & ~torch.isin(batch[0], special))
-    told = task.predict(Scoring(len(WORDS)), batch)
-    assert told["tokens"].sum() == 9 * 9  # words
+    rows = task.predict(Uniform(len(WORDS)), batch)
+    assert rows["tokens"].sum() == 9 * 9  # words
     with pytest.raises(ValueError, match=r"data\.add_special_tokens is True, expected False"):
         LanguageModellingConfig().build(data)
 
 
-def test_words_are_masked_whole(posed):
-    task = posed(MaskedLanguageModellingConfig(mask_rate=0.5, whole_word_mask=True))
+def test_words_are_masked_whole(build_task):
+    task = build_task(MaskedLanguageModellingConfig(mask_rate=0.5, whole_word_mask=True))
     text = b"the cat sat on the mat, and 42 dogs looked at it "
     tokens = torch.tensor([list(text) * 4] * 8)
     _, _, labels = task.augment((tokens, torch.zeros_like(tokens)), seed=2)
-    told, words = labels != IGNORE_INDEX, words_of(ByteTokenizer()).beginnings(tokens)
+    chosen, words = labels != IGNORE_INDEX, word_boundaries(ByteTokenizer()).word_starts(tokens)
     inside = ~words[:, 1:]  # a word's second and further tokens
     assert inside.any()
-    assert torch.equal(told[:, 1:][inside], told[:, :-1][inside])
-    assert 0.4 < told[words].float().mean() < 0.6
+    assert torch.equal(chosen[:, 1:][inside], chosen[:, :-1][inside])
+    assert 0.4 < chosen[words].float().mean() < 0.6
 
 
-def spelt(tokenizer, text):
-    """The words of a text, by the table of beginnings."""
+def split_words(tokenizer, text):
+    """Split a text into words."""
     ids = tokenizer.encode(text)
-    begins = words_of(tokenizer).beginnings(torch.tensor([ids]))[0].tolist()
+    begins = word_boundaries(tokenizer).word_starts(torch.tensor([ids]))[0].tolist()
     found = []
     for token, is_first in zip(ids, begins, strict=True):
         found += [[token]] if is_first else []
@@ -271,16 +271,16 @@ def word_pieces():
 
 
 def test_words_of_every_kind_of_tokenizer():
-    assert spelt(ByteTokenizer(), "né, 42 b") == ["né", ",", "", "42", "", "b"]
+    assert split_words(ByteTokenizer(), "né, 42 b") == ["né", ",", "", "42", "", "b"]
     pairs = PretrainedTokenizer("pairs", byte_level_bpe())
-    assert [word for word in spelt(pairs, "the mats, a qat") if word] == [
+    assert [word for word in split_words(pairs, "the mats, a qat") if word] == [
         *("the", "mats", ",", "a", "qat")
     ]
     pieces = PretrainedTokenizer("pieces", word_pieces())
     ids = pieces.encode("the cats sat")
-    begins = words_of(pieces).beginnings(torch.tensor([ids]))[0].tolist()
+    begins = word_boundaries(pieces).word_starts(torch.tensor([ids]))[0].tolist()
     assert begins == [True, True, False, False, True, False]
-    assert words_of(words()).beginnings(torch.tensor([[5, 6, 7]])).all()
+    assert word_boundaries(words()).word_starts(torch.tensor([[5, 6, 7]])).all()
 
 
 @pytest.mark.parametrize(
@@ -295,26 +295,26 @@ def test_words_of_every_kind_of_tokenizer():
         ({"evaluation_batch_size": 0}, r"task\.evaluation_batch_size is 0"),
     ],
 )
-def test_what_no_task_can_be_is_refused(change, message, posed, tmp_path):
+def test_invalid_settings_are_rejected(change, message, build_task, tmp_path):
     with pytest.raises(ValueError, match=message):
-        posed(MaskedLanguageModellingConfig(**change))
+        build_task(MaskedLanguageModellingConfig(**change))
     byte_level_bpe().save_pretrained(tmp_path / "pairs")
     with pytest.raises(ValueError, match=r"data\.tokenizer '.*pairs' has no mask"):
-        posed(MaskedLanguageModellingConfig(), str(tmp_path / "pairs"))
+        build_task(MaskedLanguageModellingConfig(), str(tmp_path / "pairs"))
     small = CausalLMConfig(**{**SMALL, "vocab_size": 99, **CAUSAL["lightnet"]}).build()
     letters = torch.full((1, 5), 97), torch.zeros(1, 5, dtype=torch.long)
     with pytest.raises(ValueError, match="tokenizer 'bytes' has 258 tokens, but the model's"):
-        posed(LanguageModellingConfig()).loss(small, letters)
+        build_task(LanguageModellingConfig()).loss(small, letters)
 
 
 @pytest.mark.parametrize("read_outs", [1, 2])
-def test_scores_of_chosen_places_are_those_of_all(read_outs):
-    model = filler()
+def test_logits_at_chosen_positions(read_outs):
+    model = masked_model()
     tokens = torch.randint(256, (3, 7))
-    places = torch.rand(3, 7) < 0.5
-    every = model(tokens, read_outs=read_outs)
-    some = model(tokens, read_outs=read_outs, positions=places)
-    torch.testing.assert_close(some, every[places.repeat(read_outs, 1)][None])
+    positions = torch.rand(3, 7) < 0.5
+    all_logits = model(tokens, read_outs=read_outs)
+    some = model(tokens, read_outs=read_outs, positions=positions)
+    torch.testing.assert_close(some, all_logits[positions.repeat(read_outs, 1)][None])
     assert model(tokens, positions=torch.zeros(3, 7, dtype=torch.bool)).shape == (1, 0, 258)
     with pytest.raises(ValueError, match=r"positions has shape \(3, 6\)"):
-        unwrap(MaskedLM.forward)(model, tokens, positions=places[:, 1:])
+        unwrap(MaskedLM.forward)(model, tokens, positions=positions[:, 1:])

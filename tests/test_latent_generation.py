@@ -1,4 +1,4 @@
-"""A denoiser of latents: encoded, learnt, drawn and decoded."""
+"""A denoiser of latents: encode, train, sample and decode."""
 
 import dataclasses
 import socket
@@ -16,8 +16,8 @@ from onescan.report import write_report
 from onescan.tasks import ImageGenerationConfig
 from onescan.training import train
 from onescan.training.encode import EncodeConfig, encode
-from onescan.training.pipeline import load_pipeline
-from onescan.training.records import read_pictures
+from onescan.training.logging import read_pictures
+from onescan.training.sampling import load_pipeline
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,12 +36,12 @@ def _off_the_network(tmp_path_factory):
 def latents(tmp_path_factory):
     """Latents of 4 channels and half the side, of 24 images of two classes."""
     root = tmp_path_factory.mktemp("latents")
-    chance = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     for split, count in (("train", 12), ("test", 4)):
         for name in CLASSES:
             (root / "images" / split / name).mkdir(parents=True)
             for place in range(count):
-                pixels = torch.randint(256, (SIZE, SIZE, 3), dtype=torch.uint8, generator=chance)
+                pixels = torch.randint(256, (SIZE, SIZE, 3), dtype=torch.uint8, generator=rng)
                 file = root / "images" / split / name / f"{place}.png"
                 Image.fromarray(pixels.numpy()).save(file)
     data = ImageDatasetConfig(path=str(root / "images"), image_size=(SIZE, SIZE))
@@ -62,22 +62,22 @@ def latent_run(latents, **changes):
     )
 
 
-def test_latents_are_learnt_and_decoded_to_pictures(latents, tmp_path):
+def test_training_decodes_pictures(latents, tmp_path):
     result = train(latent_run(latents), tmp_path / "run")
     assert list(read_pictures(result.folder)) == [3]
     with Image.open(read_pictures(result.folder)[3]) as grid:
         assert grid.size == (130, 130)  # two classes twice, in colour, by a gap
         assert grid.mode == "RGB"
-    assert "Images that it makes" in write_report([result], tmp_path / "report.html").read_text()
+    assert "Generated images" in write_report([result], tmp_path / "report.html").read_text()
 
 
-def test_the_pipeline_of_a_run_decodes_as_its_pictures_do(latents, tmp_path):
+def test_the_pipeline_of_a_run_generates_the_same_images(latents, tmp_path):
     run = latent_run(latents)
     result = train(run, tmp_path / "run")
     task = run.task.build(run.data.build())
     pipe = load_pipeline(result.folder)
     seeds, labels = [3, 4], torch.tensor([0, 1])
-    ours = task.make(pipe.transformer.to_onescan().eval(), labels, seeds)
+    ours = task.generate(pipe.transformer.to_onescan().eval(), labels, seeds)
     theirs = pipe(
         class_labels=[0, 1],
         num_inference_steps=5,
@@ -87,7 +87,7 @@ def test_the_pipeline_of_a_run_decodes_as_its_pictures_do(latents, tmp_path):
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_missing_vae_is_told_before_the_first_update(latents, tmp_path):
+def test_a_missing_vae_is_found_before_the_first_step(latents, tmp_path):
     run = latent_run(latents, **{"data.vae": "no/vae/here"})
     with pytest.raises(ValueError, match="vae is 'no/vae/here'"):
         train(run, tmp_path / "run")
@@ -97,7 +97,7 @@ def test_a_missing_vae_is_told_before_the_first_update(latents, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["augment", "classifier"])
-def test_latents_are_no_images_to_change_or_to_classify(name, latents):
+def test_latents_have_no_augmentation_or_classifier(name, latents):
     value = DeitAugmentConfig(num_ops=0, random_erasing=0.0) if name == "augment" else "runs/x"
     config = dataclasses.replace(ImageGenerationConfig(samples_per_class=0), **{name: value})
     with pytest.raises(ValueError, match=f"task.{name} is given, but the data are latents"):

@@ -21,13 +21,19 @@ from onescan import configs
 from onescan.checkpoint.weights import save_weights
 from onescan.cli import main
 from onescan.data import Example, ImageDatasetConfig, derive_seed
-from onescan.data.latents import LatentFormat, LatentsConfig
-from onescan.data.latents.shards import LABELS, MEAN, MIRRORED_MEAN, MIRRORED_STD, STD
-from onescan.data.latents.vae import load_vae
-from onescan.tasks import Planned
-from onescan.training.encode import EncodeConfig, encode
-from onescan.training.loader import Loader
-from onescan.training.vae import Encoder
+from onescan.data.latents import (
+    FLIPPED_MEAN,
+    FLIPPED_STD,
+    LABELS,
+    MEAN,
+    STD,
+    LatentFormat,
+    LatentsConfig,
+    load_vae,
+)
+from onescan.tasks import BatchPlan
+from onescan.training.data import Loader
+from onescan.training.encode import EncodeConfig, Encoder, encode
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -71,14 +77,14 @@ def vae(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Coloured noise, broader than high, in folders of splits and classes."""
+    """Colored noise, wider than high, in folders of splits and classes."""
     root = tmp_path_factory.mktemp("images")
-    chance = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     for split, count in (("train", TRAIN), ("test", TEST)):
         for name in CLASSES:
             (root / split / name).mkdir(parents=True)
             for place in range(count):
-                pixels = torch.randint(256, (10, 14, 3), dtype=torch.uint8, generator=chance)
+                pixels = torch.randint(256, (10, 14, 3), dtype=torch.uint8, generator=rng)
                 Image.fromarray(pixels.numpy()).save(root / split / name / f"{place}.png")
     return str(root)
 
@@ -90,15 +96,15 @@ def source(path, **changes):
 
 def encoded(images, vae, out, *, on_error="raise", **changes):
     """Encode in shards of 4, 2 images at once."""
-    asked = EncodeConfig(
+    config = EncodeConfig(
         **{"vae": vae, "shard_size": 4, "batch_size": 2, "dtype": "float32"} | changes
     )
-    return encode(source(images, on_error=on_error), asked, out, device="cpu", workers=0)
+    return encode(source(images, on_error=on_error), config, out, device="cpu", workers=0)
 
 
 @pytest.fixture(scope="module")
 def whole(images, vae, tmp_path_factory):
-    """A folder of latents in float32, to be read only."""
+    """A read-only folder of latents in float32."""
     out = tmp_path_factory.mktemp("latents") / "whole"
     encoded(images, vae, out)
     return out
@@ -108,27 +114,29 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
 
 
-def directly(images, vae, split, *, mirrored=False):
-    """What the VAE says of all images of a split: means, spreads, labels."""
+def posteriors(images, vae, split, *, flipped=False):
+    """Encode all images of a split at once: means, standard deviations, labels."""
     data = getattr(source(images).build(), split)
     pixels, labels = data.read([Example(place) for place in range(len(data))]).batch
-    pixels = pixels.flip(-1) if mirrored else pixels
+    pixels = pixels.flip(-1) if flipped else pixels
     with torch.no_grad():
-        said = diffusers.AutoencoderKL.from_pretrained(vae).encode(pixels / 127.5 - 1).latent_dist
-    return said.mean, said.std, labels
+        posterior = (
+            diffusers.AutoencoderKL.from_pretrained(vae).encode(pixels / 127.5 - 1).latent_dist
+        )
+    return posterior.mean, posterior.std, labels
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float32", 1e-5), ("float16", 2**-10), ("bfloat16", 2**-7)]
 )
-def test_shards_hold_what_the_vae_says_of_images_and_of_their_mirror_images(
+def test_shards_hold_the_posteriors_of_images_and_of_flipped_images(
     dtype, tolerance, images, vae, tmp_path
 ):
     encoded(images, vae, tmp_path, dtype=dtype)
     shards = [load_file(path) for path in sorted(tmp_path.glob("train-*"))]
     assert [len(shard[LABELS]) for shard in shards] == [4, 4, 2]
-    for names, mirrored in (((MEAN, STD), False), ((MIRRORED_MEAN, MIRRORED_STD), True)):
-        *expected, labels = directly(images, vae, "train", mirrored=mirrored)
+    for names, flipped in (((MEAN, STD), False), ((FLIPPED_MEAN, FLIPPED_STD), True)):
+        *expected, labels = posteriors(images, vae, "train", flipped=flipped)
         assert torch.equal(torch.cat([shard[LABELS] for shard in shards]), labels)
         for name, values in zip(names, expected, strict=True):
             stored = torch.cat([shard[name] for shard in shards])
@@ -137,7 +145,7 @@ def test_shards_hold_what_the_vae_says_of_images_and_of_their_mirror_images(
     assert sorted(load_file(tmp_path / "test-00000.safetensors")) == [LABELS, MEAN, STD]
 
 
-def test_the_middle_of_the_shorter_side_is_encoded(vae, tmp_path):
+def test_the_center_is_encoded(vae, tmp_path):
     for split in ("train", "test"):
         for name, brightness in (("dark", 0), ("light", 255)):
             (tmp_path / "images" / split / name).mkdir(parents=True)
@@ -161,7 +169,7 @@ def test_examples_without_a_seed_are_scaled_means(images, vae, whole):
     for split, count in (("train", 2 * TRAIN), ("test", 2 * TEST)):
         data = getattr(splits, split)
         assert len(data) == count
-        mean, _, labels = directly(images, vae, split)
+        mean, _, labels = posteriors(images, vae, split)
         latents, read = data.read([example for example, _ in data.examples(seed=None)]).batch
         torch.testing.assert_close(latents, (mean - 0.25) * 0.5, rtol=1e-5, atol=1e-5)
         assert torch.equal(read, labels)
@@ -169,12 +177,12 @@ def test_examples_without_a_seed_are_scaled_means(images, vae, whole):
         assert torch.equal(splits.format.model_input(latents), latents)
 
 
-def test_a_seed_draws_from_the_posterior_of_the_image_or_of_its_mirror_image(images, vae, whole):
+def test_a_seed_samples_the_posterior_of_the_image_or_of_the_flipped_image(images, vae, whole):
     data, place, draws = LatentsConfig(path=str(whole)).build().train, 7, 2000
     (latents, labels), failures = data.read([Example(place, seed) for seed in range(draws)])
     assert not failures
     assert set(labels.tolist()) == {1}
-    ways = [directly(images, vae, "train", mirrored=mirrored)[:2] for mirrored in (False, True)]
+    ways = [posteriors(images, vae, "train", flipped=flipped)[:2] for flipped in (False, True)]
     normal = torch.stack([(data.format.unscaled(latents) - m[place]) / s[place] for m, s in ways])
     distance, way = normal.square().mean(dim=(2, 3, 4)).min(dim=0)
     assert distance.max() < 2
@@ -184,7 +192,7 @@ def test_a_seed_draws_from_the_posterior_of_the_image_or_of_its_mirror_image(ima
         assert (drawn.std(dim=0) - 1).abs().max() < 0.15
 
 
-def test_the_same_seed_gives_the_same_sample_and_another_another(whole):
+def test_samples_depend_on_the_seed(whole):
     data = LatentsConfig(path=str(whole)).build().train
     examples = [Example(3, derive_seed("a")), Example(9, 2**64 - 1), Example(3, derive_seed("b"))]
     latents, labels = data.read(examples).batch
@@ -195,19 +203,19 @@ def test_the_same_seed_gives_the_same_sample_and_another_another(whole):
     assert labels.tolist() == [0, 1, 0]
 
 
-def test_means_and_one_side_can_be_asked_for(images, vae, whole):
+def test_sampling_and_flipping_can_be_disabled(images, vae, whole):
     examples = [Example(4, seed) for seed in range(20)]
-    of_both = LatentsConfig(path=str(whole), sample=False).build().train.read(examples).batch[0]
-    assert len({latent.sum().item() for latent in of_both}) == 2
-    of_one = LatentsConfig(path=str(whole), sample=False, flip=False).build().train
-    mean = of_one.format.scaled(directly(images, vae, "train")[0][4:5])
-    torch.testing.assert_close(of_one.read(examples).batch[0], mean.expand(20, -1, -1, -1))
+    both = LatentsConfig(path=str(whole), sample=False).build().train.read(examples).batch[0]
+    assert len({latent.sum().item() for latent in both}) == 2
+    one = LatentsConfig(path=str(whole), sample=False, flip=False).build().train
+    mean = one.format.scaled(posteriors(images, vae, "train")[0][4:5])
+    torch.testing.assert_close(one.read(examples).batch[0], mean.expand(20, -1, -1, -1))
 
 
-def test_processes_that_read_give_the_same(whole):
+def test_worker_processes_read_the_same(whole):
     data = LatentsConfig(path=str(whole)).build().train
     plan = [
-        Planned([example for example, _ in data.examples(seed=1, epoch=epoch)], None)
+        BatchPlan([example for example, _ in data.examples(seed=1, epoch=epoch)], None)
         for epoch in range(3)
     ]
     here = [data.read(batch.examples).batch for batch in plan]  # the files are open then
@@ -215,12 +223,12 @@ def test_processes_that_read_give_the_same(whole):
     for (latents, labels), batch in zip(here, loader, strict=True):
         assert torch.equal(latents, batch[0])
         assert torch.equal(labels, batch[1])
-    sent = deepcopy(data)  # which goes the way of what is sent to a process that is spawned
+    sent = deepcopy(data)  # as for a spawned process
     assert torch.equal(sent.read(plan[0].examples).batch[0], here[0][0])
 
 
 class Interrupted(Encoder):
-    """Stops in the middle of a shard, after so many batches."""
+    """Raises KeyboardInterrupt after `left` calls."""
 
     left = 0
 
@@ -231,9 +239,9 @@ class Interrupted(Encoder):
         return super().__call__(images)
 
 
-# a batch of training images is encoded both ways, so a shard of two of them takes four calls
+# Training images are also encoded flipped, so a shard of two batches takes four calls.
 @pytest.mark.parametrize(("calls", "shards"), [(0, 0), (1, 0), (7, 1), (11, 3)])
-def test_an_interrupted_encoding_goes_on_to_the_same_bits(
+def test_a_resumed_encoding_gives_the_same_bits(
     calls, shards, images, vae, whole, tmp_path, monkeypatch
 ):
     Interrupted.left = calls
@@ -243,10 +251,12 @@ def test_an_interrupted_encoding_goes_on_to_the_same_bits(
             encoded(images, vae, tmp_path)
     written = files(tmp_path)
     assert len(written) == 1 + shards
-    with pytest.raises(ValueError, match="not encoded to its end"):
+    with pytest.raises(ValueError, match="not finished"):
         LatentsConfig(path=str(tmp_path)).build()
-    missing = min(files(whole).keys() - written.keys(), key=lambda name: (name[:2] == "te", name))
-    (tmp_path / f"{missing}.partial").write_bytes(b"half")  # as a kill leaves it
+    first_missing = min(
+        files(whole).keys() - written.keys(), key=lambda name: (name[:2] == "te", name)
+    )
+    (tmp_path / f"{first_missing}.partial").write_bytes(b"half")  # as left by SIGKILL
     encoded(images, vae, tmp_path)
     assert files(tmp_path) == files(whole)
 
@@ -257,7 +267,7 @@ def save_or_be_killed(path, tensors, notes):
     save_weights(path, tensors, notes)
 
 
-def test_a_killed_process_leaves_whole_shards(images, vae, whole, tmp_path, monkeypatch):
+def test_a_killed_process_leaves_complete_shards(images, vae, whole, tmp_path, monkeypatch):
     given = (images, vae, tmp_path)
     process = multiprocessing.get_context("fork").Process(target=encoded, args=given)
     with monkeypatch.context() as patch:
@@ -274,7 +284,7 @@ def test_a_killed_process_leaves_whole_shards(images, vae, whole, tmp_path, monk
     assert files(tmp_path) == files(whole)
 
 
-def test_what_is_encoded_stays_and_what_was_removed_comes_again(images, vae, whole, tmp_path):
+def test_existing_shards_are_kept_and_missing_ones_encoded(images, vae, whole, tmp_path):
     encoded(images, vae, tmp_path)
     times = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
     (tmp_path / "train-00001.safetensors").unlink()
@@ -284,10 +294,10 @@ def test_what_is_encoded_stays_and_what_was_removed_comes_again(images, vae, who
     assert [name for name in sorted(now) if now[name] != times[name]] == ["train-00001.safetensors"]
 
 
-def test_another_encoding_is_refused_with_what_differs(images, vae, whole, tmp_path):
+def test_another_encoding_is_refused(images, vae, whole, tmp_path):
     other = save_vae(tmp_path / "other", seed=1)
     before = files(whole)
-    for changes, told in (
+    for changes, message in (
         ({"vae": other}, "vae_digest"),
         ({"vae": other}, r"format.vae is '.*vae.*' there and '.*other' here"),
         ({"flip": False}, "flip is True there and False here"),
@@ -295,20 +305,20 @@ def test_another_encoding_is_refused_with_what_differs(images, vae, whole, tmp_p
         ({"shard_size": 3}, "encoded.shard_size is 4 there and 3 here"),
         ({"precision": "bfloat16"}, "encoded.precision is 'float32' there"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             encoded(images, **{"vae": vae, "out": whole} | changes)
-    asked = EncodeConfig(vae=vae, shard_size=4, batch_size=2, dtype="float32")
-    for fields, told in (
+    config = EncodeConfig(vae=vae, shard_size=4, batch_size=2, dtype="float32")
+    for fields, message in (
         ({"image_size": (10, 10)}, r"format.height is 4 there and 5 here"),
         ({"test_crop": None}, r"encoded.source.test_crop is 1.0 there and None here"),
         ({"train_split": "test", "test_split": "train"}, "encoded.source.train_split is 'train'"),
     ):
-        with pytest.raises(ValueError, match=told):
-            encode(source(images, **fields), asked, whole, device="cpu", workers=0)
+        with pytest.raises(ValueError, match=message):
+            encode(source(images, **fields), config, whole, device="cpu", workers=0)
     assert files(whole) == before
 
 
-def test_folders_of_other_things_are_refused(images, vae, tmp_path):
+def test_other_folders_are_refused(images, vae, tmp_path):
     (tmp_path / "note.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds 'note.txt' and no latents"):
         encoded(images, vae, tmp_path)
@@ -317,7 +327,7 @@ def test_folders_of_other_things_are_refused(images, vae, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
 
 
-def test_unreadable_images_end_the_encoding_or_are_left_out(vae, tmp_path):
+def test_unreadable_images_raise_or_are_skipped(vae, tmp_path):
     root = tmp_path / "images"
     for split in ("train", "test"):
         for name in CLASSES:
@@ -340,8 +350,8 @@ def test_unreadable_images_end_the_encoding_or_are_left_out(vae, tmp_path):
     assert labels.tolist() == [0, 0, 1]
 
 
-def test_vaes_that_do_not_fit_are_told(images, vae, tmp_path):
-    def told(name, **changes):
+def test_unusable_vaes_are_refused(images, vae, tmp_path):
+    def message(name, **changes):
         with pytest.raises(ValueError) as error:  # noqa: PT011 - looked at by the caller
             encode(
                 source(images, **changes),
@@ -352,30 +362,30 @@ def test_vaes_that_do_not_fit_are_told(images, vae, tmp_path):
             )
         return str(error.value)
 
-    assert "there is no such folder" in told("./nowhere")
+    assert "there is no such folder" in message("./nowhere")
     (tmp_path / "empty").mkdir()
-    assert "cannot load as an AutoencoderKL" in told(str(tmp_path / "empty"))
-    assert "data.image_size is (9, 8), expected multiples of 2" in told(vae, image_size=(9, 8))
+    assert "cannot load as an AutoencoderKL" in message(str(tmp_path / "empty"))
+    assert "data.image_size is (9, 8), expected multiples of 2" in message(vae, image_size=(9, 8))
     grey = {"channels": 1, "mean": (0.5,), "std": (0.5,)}
-    assert "data.channels is 1, expected 3" in told(vae, **grey)
+    assert "data.channels is 1, expected 3" in message(vae, **grey)
     broken = Path(save_vae(tmp_path / "broken"))
     weights = broken / "diffusion_pytorch_model.safetensors"
     kept = {name: x for name, x in load_file(weights).items() if "quant_conv" not in name}
     save_file(kept, weights, metadata={"format": "pt"})
-    assert "its weights lack post_quant_conv.bias and 3 more" in told(str(broken))
+    assert "its weights lack post_quant_conv.bias and 3 more" in message(str(broken))
     hot = load_file(Path(vae) / "diffusion_pytorch_model.safetensors")
     hot["quant_conv.weight"] *= torch.inf
     save_file(hot, weights, metadata={"format": "pt"})
-    assert "the latents are not finite" in told(str(broken))
+    assert "the latents are not finite" in message(str(broken))
     hot["quant_conv.weight"] = hot["encoder.conv_in.weight"].new_zeros(8, 8, 1, 1)
     hot["quant_conv.bias"] = torch.full((8,), 1e6)
     save_file(hot, weights, metadata={"format": "pt"})
-    assert "dtype is 'float16', expected one of larger range: mean" in told(str(broken))
+    assert "dtype is 'float16', expected one of larger range: mean" in message(str(broken))
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["shard_size", "batch_size"])
-def test_numbers_out_of_range_are_told(name, images, vae, tmp_path):
+def test_numbers_out_of_range(name, images, vae, tmp_path):
     with pytest.raises(ValueError, match=f"{name} is 0, expected a number above 0"):
         encoded(images, vae, tmp_path / "out", **{name: 0})
     assert not (tmp_path / "out").exists()
@@ -399,11 +409,11 @@ def copied(whole, tmp_path):
     return tmp_path
 
 
-def test_files_that_are_missing_cut_or_of_another_encoding_are_named(copied):
+def test_missing_damaged_and_foreign_shards_are_named(copied):
     path = copied / "train-00001.safetensors"
     content, config = path.read_bytes(), LatentsConfig(path=str(copied))
     other = load_file(path)
-    for broken, told in (
+    for broken, message in (
         (None, r"train-00001.safetensors is missing"),
         (content[:-1], r"train-00001.safetensors is damaged"),
         (content[:10], r"train-00001.safetensors is damaged"),
@@ -414,23 +424,23 @@ def test_files_that_are_missing_cut_or_of_another_encoding_are_named(copied):
         path.unlink(missing_ok=True)
         if broken is not None:
             path.write_bytes(broken)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             config.build()
-    for name, values, told in (
+    for name, values, message in (
         (MEAN, other[MEAN].half(), r"train-00001.safetensors: mean is F16 \[4, 4, 4, 4\], exp"),
         (STD, other[STD][:, :3], r"std is F32 \[4, 3, 4, 4\], expected F32 \[4, 4, 4, 4\]"),
         (LABELS, torch.tensor(3), r"train-00001.safetensors: labels is I64 \[\]"),
     ):
         save_file({**other, name: values.contiguous()}, path)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             config.build()
     save_file({**other, LABELS: torch.tensor([0, 0, 2, 1])}, path)
     data = config.build().train
-    with pytest.raises(ValueError, match=r"00001.safetensors is damaged: image 2 is of class 2"):
+    with pytest.raises(ValueError, match=r"00001.safetensors is damaged: image 2 has class 2"):
         data.read([Example(6)])
 
 
-def test_a_file_that_goes_while_data_is_read_is_named(copied):
+def test_a_shard_that_disappears_is_named(copied):
     data = LatentsConfig(path=str(copied)).build().train
     (copied / "train-00002.safetensors").unlink()
     data.read([Example(0, 1)])
@@ -438,27 +448,27 @@ def test_a_file_that_goes_while_data_is_read_is_named(copied):
         data.read([Example(9, 1)])
 
 
-def test_damaged_notes_are_told(copied):
+def test_damaged_notes(copied):
     config, path = LatentsConfig(path=str(copied)), copied / "latents.json"
     notes = json.loads(path.read_text())
     assert notes["encoded"]["source"]["path"].startswith("/")
-    for text, told in (
+    for text, message in (
         ("{", "latents.json is damaged"),
         ("[]", "latents.json is damaged: it holds a list"),
-        (json.dumps(notes | {"version": 2}), "is of version 2, expected 1"),
+        (json.dumps(notes | {"version": 2}), "version 2, expected 1"),
         (json.dumps(notes | {"format": {}}), "format.channels is missing"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             config.build()
     path.unlink()
-    with pytest.raises(ValueError, match=r"holds no latents: it has no latents.json"):
+    with pytest.raises(ValueError, match=r"has no latents\.json"):
         config.build()
     with pytest.raises(ValueError, match="there is no such folder"):
         LatentsConfig(path=str(copied / "nowhere")).build()
 
 
-def test_mirror_images_that_were_not_encoded_are_refused(images, vae, tmp_path):
+def test_flipped_images_that_were_not_encoded(images, vae, tmp_path):
     encoded(images, vae, tmp_path, flip=False)
     splits = LatentsConfig(path=str(tmp_path), vae="elsewhere").build()
     assert splits.format.vae == "elsewhere"
@@ -467,7 +477,7 @@ def test_mirror_images_that_were_not_encoded_are_refused(images, vae, tmp_path):
         LatentsConfig(path=str(tmp_path), flip=True).build()
 
 
-def test_a_run_says_in_its_config_what_it_read(whole):
+def test_configs_survive_json(whole):
     config = LatentsConfig(path=str(whole), sample=False)
     assert configs.from_dict(LatentsConfig, configs.to_dict(config)) == config
     form = config.build().format

@@ -1,102 +1,97 @@
-"""Language models over lengths: what is measured, the command, and its page."""
+"""Evaluation of language models over context lengths, and its command."""
 
-import dataclasses
 import json
 import math
 
 import pytest
 import torch
-from html_page import Page, assert_loads_nothing
 from test_language_runs import train
 from tiny_language_models import BOTH, CAUSAL, SMALL, causal, ids, over_causal
 from tiny_tokenizers import WORDS, word_tokenizer
 
 from onescan.cli import main
 from onescan.evaluation import lengths
-from onescan.evaluation.asked import LengthsConfig
-from onescan.evaluation.length_scores import LengthScore, LengthScores
-from onescan.evaluation.lengths import measure_lengths
-from onescan.evaluation.long_text import open_long_text
+from onescan.evaluation.config import LengthsConfig
+from onescan.evaluation.lengths import inputs_and_labels, measure_lengths, read_tokens, run_of
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLMConfig, score_logits, token_losses
 from onescan.models.masked_lm import MaskedLMConfig
-from onescan.report import write_lengths
-from onescan.report.lengths import pictures
+from onescan.training.loading import load_language_model
 
 TEXT = "The cat sat on the mat.\nA dog looked at it, and at the door.\n" * 60
 
 
 @over_causal
-@pytest.mark.parametrize("at_once", [1, 7, 1000])
-def test_a_text_in_pieces_is_told_as_in_one_call(change, at_once):
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+def test_token_losses_do_not_depend_on_chunks(change, chunk_tokens):
     model, tokens = causal(change), ids(3, 31)
     logits, _ = model(tokens)
-    whole = score_logits(logits[:, :-1], tokens[:, 1:])
-    told = token_losses(model, tokens[:, :-1], tokens[:, 1:], chunk_tokens=at_once)
-    torch.testing.assert_close(told.losses, whole.losses)
-    assert torch.equal(told.correct, whole.correct)
+    expected = score_logits(logits[:, :-1], tokens[:, 1:])
+    found = token_losses(model, tokens[:, :-1], tokens[:, 1:], chunk_tokens=chunk_tokens)
+    torch.testing.assert_close(found.losses, expected.losses)
+    assert torch.equal(found.correct, expected.correct)
 
 
-def test_what_is_not_to_be_told_counts_nothing():
+def test_ignored_labels_have_no_loss():
     model, tokens = causal(CAUSAL["lion"]), ids(1, 6)
     labels = tokens.clone()
     labels[:, ::2] = IGNORE_INDEX
-    told = token_losses(model, tokens, labels)
-    assert (told.losses[:, ::2] == 0).all()
-    assert (told.losses[:, 1::2] > 0).all()
-    assert not told.correct[:, ::2].any()
+    found = token_losses(model, tokens, labels)
+    assert (found.losses[:, ::2] == 0).all()
+    assert (found.losses[:, 1::2] > 0).all()
+    assert not found.correct[:, ::2].any()
     assert token_losses(model, tokens[:, :0], labels[:, :0]).losses.shape == (1, 0)
-
-
-def saved(folder, model):
-    """A folder of transformers', with its tokenizer."""
-    to_transformers(model).save_pretrained(folder / "model")
-    word_tokenizer(framed=not model.config.mixer.is_causal).save_pretrained(folder / "model")
-    return str(folder / "model")
 
 
 @pytest.fixture
 def text(tmp_path):
-    """Five documents of words, 61 tokens with their ends."""
+    """Write five documents of words, of 61 tokens with their ends; return path and tokens."""
     g = torch.Generator().manual_seed(5)
     sizes = (17, 1, 20, 8, 10)
-    lines = [torch.randint(5, 12, (size,), generator=g).tolist() for size in sizes]
-    spoken = [json.dumps({"text": " ".join(WORDS[i] for i in line)}) for line in lines]
-    (tmp_path / "text.jsonl").write_text("\n".join(spoken))
-    return str(tmp_path / "text.jsonl"), [token for line in lines for token in [*line, 3]]
+    documents = [torch.randint(5, 12, (size,), generator=g).tolist() for size in sizes]
+    lines = [json.dumps({"text": " ".join(WORDS[i] for i in each)}) for each in documents]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    return str(tmp_path / "text.jsonl"), [token for each in documents for token in [*each, 3]]
 
 
-def writer(name, **more):
+def save(folder, name, *, is_causal=True):
+    """Save a model and its tokenizer as transformers does; return the model and its path."""
     torch.manual_seed(3)
-    return CausalLMConfig(**{**SMALL, "vocab_size": 12, **CAUSAL[name], **more}).build().eval()
+    config, mixers = (CausalLMConfig, CAUSAL) if is_causal else (MaskedLMConfig, BOTH)
+    model = config(**{**SMALL, "vocab_size": 12, **mixers[name]}).build().eval()
+    to_transformers(model).save_pretrained(folder / "model")
+    word_tokenizer(framed=not is_causal).save_pretrained(folder / "model")
+    return model, str(folder / "model")
 
 
-def filler(name):
-    torch.manual_seed(3)
-    return MaskedLMConfig(**{**SMALL, "vocab_size": 12, **BOTH[name]}).build().eval()
+def opened(path, **changes):
+    """Return ids, inputs and labels as `measure_lengths` reads them."""
+    model, tokenizer = load_language_model(path)
+    run = run_of(path)
+    tokens = read_tokens(path, run, tokenizer, LengthsConfig(**changes))
+    return tokens, *inputs_and_labels(model, tokenizer, tokens, run)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-@pytest.mark.parametrize("at_once", [8, 2048])
-def test_a_row_of_any_length_is_told_as_directly(tmp_path, text, name, at_once, monkeypatch):
+@pytest.mark.parametrize("chunk_tokens", [8, 2048])
+def test_scores_equal_those_of_each_row(tmp_path, text, name, chunk_tokens, monkeypatch):
     file, tokens = text
-    monkeypatch.setattr(lengths, "CHUNK_TOKENS", at_once)
-    model = writer(name)
-    asked = LengthsConfig(lengths=(40, 4, 9), text=file)
-    found = measure_lengths(saved(tmp_path, model), asked)
+    monkeypatch.setattr(lengths, "CHUNK_TOKENS", chunk_tokens)
+    model, path = save(tmp_path, name)
+    found = measure_lengths(path, LengthsConfig(lengths=(40, 4, 9), text=file))
     assert (found.tokens, found.told, found.is_causal) == (61, 60, True)
     assert [score.length for score in found.scores] == [4, 9, 40]
     for score in found.scores:
-        losses, right = [], 0
+        losses, correct = [], 0
         for begin in range(0, 60, score.length):
             row = torch.tensor([tokens[begin : begin + score.length + 1]])
             logits, _ = model(row[:, :-1])
             losses.append(-logits[0].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0])
-            right += (logits[0].argmax(-1) == row[0, 1:]).sum().item()
+            correct += (logits[0].argmax(-1) == row[0, 1:]).sum().item()
         loss = torch.cat(losses).mean().item()
         assert score.loss == pytest.approx(loss, rel=1e-5)
         assert score.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
-        assert score.accuracy == pytest.approx(right / 60)
+        assert score.accuracy == pytest.approx(correct / 60)
         ends = [(place.begin, place.end) for place in score.places]
         assert ends[:3] == [(0, 1), (1, 2), (2, 4)]
         assert ends[-1][1] == score.length
@@ -106,183 +101,109 @@ def test_a_row_of_any_length_is_told_as_directly(tmp_path, text, name, at_once, 
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_masks_are_the_same_at_every_length(tmp_path, text, name):
-    model = filler(name)
-    opened = open_long_text(saved(tmp_path, model), text[0])
-    shown, labels = opened.masked()
+def test_masked_models_predict_the_same_tokens_at_every_length(tmp_path, text, name):
+    model, path = save(tmp_path, name, is_causal=False)
+    tokens, inputs, labels = opened(path, text=text[0])
     chosen = labels != IGNORE_INDEX
-    assert opened.ids.tolist() == [text[1]]
-    assert torch.equal(labels[chosen], opened.ids[chosen])
-    assert torch.equal(shown[~chosen], opened.ids[~chosen])
-    assert (shown == 4).any()
+    assert tokens.tolist() == text[1]
+    assert torch.equal(labels[chosen], tokens[chosen])
+    assert torch.equal(inputs[~chosen], tokens[~chosen])
+    assert (inputs == 4).any()
     assert not (labels == 3).any()
-    found = measure_lengths(opened_at(tmp_path), LengthsConfig(lengths=(7, 40), text=text[0]))
+    found = measure_lengths(path, LengthsConfig(lengths=(7, 40), text=text[0]))
     assert (found.told, found.is_causal) == (chosen.sum(), False)
     for score in found.scores:
-        losses, right = [], 0
+        losses, correct = [], 0
         for begin in range(0, 61, score.length):
             row = slice(begin, begin + score.length)
-            scores = model(shown[:, row])[0].log_softmax(-1)[chosen[0, row]]
-            wanted = labels[0, row][chosen[0, row]]
-            losses.append(-scores.gather(1, wanted[:, None])[:, 0])
-            right += (scores.argmax(-1) == wanted).sum().item()
+            scores = model(inputs[None, row])[0].log_softmax(-1)[chosen[row]]
+            expected = labels[row][chosen[row]]
+            losses.append(-scores.gather(1, expected[:, None])[:, 0])
+            correct += (scores.argmax(-1) == expected).sum().item()
         assert score.loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
-        assert score.accuracy == pytest.approx(right / found.told)
+        assert score.accuracy == pytest.approx(correct / found.told)
         assert score.places == ()
 
 
-def opened_at(folder):
-    return str(folder / "model")
-
-
-def test_a_number_of_tokens_is_of_the_first_ones(tmp_path, text):
-    opened = open_long_text(saved(tmp_path, writer("lion")), text[0], most=25)
-    assert opened.ids.tolist() == [text[1][:25]]
-    found = measure_lengths(
-        opened_at(tmp_path), LengthsConfig(lengths=(5,), text=text[0], max_tokens=25)
-    )
+def test_max_tokens_uses_the_start_of_the_text(tmp_path, text):
+    _, path = save(tmp_path, "lion")
+    assert opened(path, text=text[0], max_tokens=25)[0].tolist() == text[1][:25]
+    found = measure_lengths(path, LengthsConfig(lengths=(5,), text=text[0], max_tokens=25))
     assert (found.tokens, found.told) == (25, 24)
 
 
-def test_what_is_too_long_is_left_out_by_name(tmp_path, text):
-    asked = LengthsConfig(lengths=(8, 41, 64), text=text[0])
-    found = measure_lengths(saved(tmp_path, writer("gpt2")), asked)
-    assert [score.length for score in found.scores] == [8]
-    assert [(left.length, left.why) for left in found.left_out] == [
-        (41, "the model has 40 places"),
-        (64, "the model has 40 places"),
-    ]
-    found = measure_lengths(saved(tmp_path, writer("lion")), asked)
-    assert [score.length for score in found.scores] == [8, 41]
-    assert [left.why for left in found.left_out] == ["there are 60 tokens of text to read"]
-    with pytest.raises(ValueError, match="not 64, as there are 60 tokens of text to read"):
-        measure_lengths(
-            opened_at(tmp_path), dataclasses.replace(asked, lengths=(64,)), device="cpu"
-        )
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        (
+            "gpt2",
+            {41: "the model is limited to 40 tokens", 64: "the model is limited to 40 tokens"},
+        ),
+        ("lion", {64: "the text has 60 tokens"}),
+    ],
+)
+def test_lengths_that_are_too_long_are_left_out(tmp_path, text, name, left_out):
+    _, path = save(tmp_path, name)
+    found = measure_lengths(path, LengthsConfig(lengths=(8, 41, 64), text=text[0]))
+    assert {each.length: each.why for each in found.left_out} == left_out
+    assert {score.length for score in found.scores} == {8, 41, 64} - left_out.keys()
+    with pytest.raises(ValueError, match=rf"lengths is \(64,\), but 64: {left_out[64]}"):
+        measure_lengths(path, LengthsConfig(lengths=(64,), text=text[0]), device="cpu")
 
 
-def test_a_runs_own_text_is_its_held_out_part(tmp_path, capsys, monkeypatch):
-    file = tmp_path / "text.txt"
-    file.write_text(TEXT)
-    run = train("shakespeare_lion_s", file)
-    opened = open_long_text(str(run), None)
-    assert bytes(opened.ids[0].tolist()[:-1]).decode() in TEXT
-    assert opened.ids.shape[1] < len(TEXT) / 5
-    assert opened.trained_length == 32
+def test_the_command_evaluates_the_test_text_of_a_run(tmp_path, capsys, monkeypatch):
+    (tmp_path / "text.txt").write_text(TEXT)
+    run = train("shakespeare_lion_s", tmp_path / "text.txt")
+    tokens, _, _ = opened(str(run))
+    assert bytes(tokens.tolist()[:-1]).decode() in TEXT
+    assert len(tokens) < len(TEXT) / 5
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     assert main(["evaluate", str(run), "--lengths", "32", "128", "9999"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0].split() == ["length", "loss", "perplexity", "accuracy"]
-    assert shown[1].startswith("      32")
-    assert shown[1].endswith("as in training")
-    assert shown[3].startswith("skipped length 9999: there are ")
-    folder = tmp_path / "bench" / "lengths" / "run" / "seed-0"
-    held = json.loads((folder / "lengths.json").read_text())
-    assert [score["length"] for score in held["scores"]] == [32, 128]
+    header, first, _, skipped, *_ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["length", "loss", "perplexity", "accuracy"]
+    assert first.split()[0] == "32"
+    assert skipped.startswith("skipped length 9999: ")
+    folder = tmp_path / "evaluation" / "lengths" / "run" / "seed-0"
+    saved = json.loads((folder / "lengths.json").read_text())
+    assert [score["length"] for score in saved["scores"]] == [32, 128]
+    assert saved["trained_length"] == 32
     assert (folder / "report.html").exists()
 
 
-def test_a_masked_run_draws_masks_as_in_training(tmp_path):
+def test_tokens_are_masked_as_in_the_run(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     run = train("wikitext2_mlm_lion_s", file, "--task.mask-rate", "0.4")
-    opened = open_long_text(str(run), str(file))
-    assert opened.masks.mask_rate == 0.4
-    told = (opened.masked()[1] != IGNORE_INDEX).float().mean().item()
-    assert told == pytest.approx(0.4, abs=0.05)
+    _, _, labels = opened(str(run), text=str(file))
+    assert (labels != IGNORE_INDEX).float().mean().item() == pytest.approx(0.4, abs=0.05)
 
 
-def test_mistakes_are_told_in_a_sentence(tmp_path, text, capsys):
-    model = saved(tmp_path, writer("lion"))
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lengths", "8"], "text is None"),
+        (["--lengths", "0", "--text", "TEXT"], "lengths is 0"),
+        (["--lengths", "8", "8", "--text", "TEXT"], "lengths is (8, 8)"),
+        (["--lengths", "8", "--text", "TEXT", "--max-tokens", "0"], "--max-tokens is 0"),
+        (["--lengths", "8", "--text", "no/such/text"], "text is 'no/such/text'"),
+        (["--lengths", "8", "--tasks", "piqa"], "lengths and tasks"),
+        (["--text", "TEXT"], "--lengths"),
+        (["--out", "x"], "--lengths"),
+    ],
+)
+def test_the_command_rejects_wrong_options(tmp_path, text, capsys, argv, message):
+    _, path = save(tmp_path, "lion")
+    argv = [text[0] if each == "TEXT" else each for each in argv]
+    assert main(["evaluate", path, *argv]) == 2
+    assert message in capsys.readouterr().err
 
-    def told(*words):
-        assert main(["evaluate", model, *words]) == 2
-        return capsys.readouterr().err
 
-    assert "tells no held-out text, expected text to be given" in told("--lengths", "8")
-    assert "lengths is 0, expected a number above 0" in told("--lengths", "0", "--text", text[0])
-    assert "expected at least one, and each once" in told("--lengths", "8", "8", "--text", text[0])
-    assert "max_tokens is 0" in told("--lengths", "8", "--text", text[0], "--max-tokens", "0")
-    assert "text is 'no/such/text': there is no such" in told(
-        "--lengths", "8", "--text", "no/such/text"
-    )
-    assert "lengths and tasks exclude each other" in told("--lengths", "8", "--tasks", "piqa")
-    assert f"text is {text[0]!r}, but requires --lengths" in told("--text", text[0])
-    assert "out is 'x', but requires --lengths, --tasks or --samples" in told("--out", "x")
+def test_the_command_does_not_replace_other_files(tmp_path, text, capsys):
+    _, path = save(tmp_path, "lion")
     (tmp_path / "report.html").write_text("mine")
-    words = ["--lengths", "8", "--text", text[0], "--out", str(tmp_path)]
-    assert "was not written by onescan" in told(*words)
-    assert f"{text[0]} is a file, expected a folder" in told(*words[:-1], f"{text[0]}/deeper")
-
-
-# The page
-
-
-def some_scores(**more):
-    scores = [
-        LengthScore(length=n, loss=loss, perplexity=math.exp(loss), accuracy=share)
-        for n, loss, share in ((128, 2.0, 0.5), (256, 1.5, 0.625), (4096, 3.0, 0.25))
-    ]
-    given = {
-        "name": "runs/<mine>",
-        "is_causal": False,
-        "trained_length": 256,
-        "text": "a text",
-        "tokens": 9000,
-        "told": 1350,
-        "onescan": "1.0",
-        "scores": tuple(scores),
-    }
-    return LengthScores(**{**given, **more})
-
-
-def drawn(monkeypatch):
-    """The axes of each chart drawn from now on."""
-    axes, chart = [], pictures.chart
-
-    def watched(draw, **words):
-        def draw_and_note(figure):
-            draw(figure)
-            axes.extend(figure.axes)
-
-        return chart(draw_and_note, **words)
-
-    monkeypatch.setattr(pictures, "chart", watched)
-    return axes
-
-
-def test_the_page_holds_the_numbers_and_marks_training(tmp_path, monkeypatch):
-    axes = drawn(monkeypatch)
-    html = write_lengths(some_scores(), tmp_path / "report.html").read_text(encoding="utf-8")
-    assert_loads_nothing(html)
-    page = Page(html)
-    assert page.cells == [
-        [
-            ["", "loss", "perplexity", "accuracy"],
-            ["128", "2.000", "7.389", "50.00%"],
-            ["256", "1.500", "4.482", "62.50%"],
-            ["4,096", "3.000", "20.086", "25.00%"],
-        ]
-    ]
-    assert "<strong>62.50%</strong><b>accuracy</b><span>as in training: rows of 256" in html
-    assert "<strong>25.00%</strong><b>accuracy</b><span>the longest: rows of 4,096" in html
-    assert [each.get_ylabel() for each in axes] == ["accuracy", "nats per token"]
-    for each in axes:
-        curve, mark = each.get_lines()
-        assert list(curve.get_xdata()) == [128, 256, 4096]
-        assert list(mark.get_xdata()) == [256, 256]
-
-
-def test_the_page_of_a_causal_model_shows_what_context_gives(tmp_path, text, monkeypatch):
-    asked = LengthsConfig(lengths=(4, 32), text=text[0])
-    found = measure_lengths(saved(tmp_path, writer("lightnet")), asked)
-    axes = drawn(monkeypatch)
-    html = write_lengths(found, tmp_path / "report.html").read_text(encoding="utf-8")
-    assert [each.get_ylabel() for each in axes] == ["perplexity", "nats per token"]
-    (curve,) = axes[1].get_lines()  # nothing is known of training
-    assert list(curve.get_xdata()) == [1, 2, 4, 8, 16, 32]
-    short, long = (score.places for score in found.scores)
-    assert list(curve.get_ydata()) == [place.loss for place in (*short, *long[3:])]
-    assert short[2].loss != long[2].loss
-    assert "the shortest rows that are long enough" in Page(html).text
+    argv = ["evaluate", path, "--lengths", "8", "--text", text[0], "--out"]
+    for out in (str(tmp_path), f"{text[0]}/deeper"):
+        assert main([*argv, out]) == 2
+    assert "report.html" in capsys.readouterr().err
+    assert (tmp_path / "report.html").read_text() == "mine"

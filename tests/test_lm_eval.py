@@ -1,4 +1,4 @@
-"""Language models judged by lm-eval: likelihoods, texts, its command and ours, on local tasks."""
+"""Evaluation with lm-eval: likelihoods, generated texts, and both commands on local tasks."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from tiny_tokenizers import WORDS, word_tokenizer
 
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
-from onescan.evaluation.asked import TasksConfig
-from onescan.evaluation.harness import _manager_of, register
+from onescan.evaluation.config import TasksConfig
+from onescan.evaluation.harness import register, task_manager
 from onescan.integrations.lm_eval import OnescanLM
 from onescan.integrations.transformers import OnescanForCausalLM, OnescanTextConfig, to_transformers
 from onescan.models.causal_lm import CausalLMConfig
@@ -65,123 +65,123 @@ def words():
     return tokenizer
 
 
-def judged(model, **options):
+def wrapped(model, **options):
     return OnescanLM(model, PretrainedTokenizer("words", words()), **options)
 
 
 def direct(model, context, text):
-    """The log-likelihood of ids after others, and whether each is the likeliest."""
+    """Return the log-likelihood of ids after a context, and whether each is the most likely."""
     logits, _ = model(torch.tensor([[*context, *text[:-1]]]))
     scores = logits[0, -len(text) :].log_softmax(-1)
-    right = scores.argmax(-1) == torch.tensor(text)
-    return sum(row[token].item() for row, token in zip(scores, text, strict=True)), right.all()
+    is_greedy = (scores.argmax(-1) == torch.tensor(text)).all()
+    return sum(row[token].item() for row, token in zip(scores, text, strict=True)), is_greedy
 
 
-def assert_scores(got, want):
-    assert [score for score, _ in got] == pytest.approx([score for score, _ in want], rel=1e-9)
-    assert [greedy for _, greedy in got] == [greedy for _, greedy in want]
+def assert_scores(found, expected, rel=1e-9):
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [x for x, _ in found] == pytest.approx([x for x, _ in expected], rel=rel)
 
 
 @over_causal
 @pytest.mark.parametrize("batch_size", [1, 3, 32])
-def test_likelihoods_are_those_of_the_whole_text(change, batch_size):
+def test_likelihoods_equal_those_of_the_whole_text(change, batch_size):
     model, encode = causal(change), PretrainedTokenizer("words", words()).encode
-    got = judged(model, batch_size=batch_size).loglikelihood(requests(*PAIRS), disable_tqdm=True)
+    lm = wrapped(model, batch_size=batch_size)
     pairs = [(encode(context) or [3], encode(text)) for context, text in PAIRS]
-    assert_scores(got, [direct(model, *pair) for pair in pairs])
+    found = lm.loglikelihood(requests(*PAIRS), disable_tqdm=True)
+    assert_scores(found, [direct(model, *pair) for pair in pairs])
 
 
-def test_what_greedy_decoding_writes_is_told_so():
+def test_greedy_continuations_are_recognized():
     model = causal(CAUSAL["lightnet"])
-    written = model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)[0].tolist()
-    told = [("", ""), [5, 6], written], [("", ""), [5, 6], [*written[:2], (written[2] + 1) % 12]]
-    assert [greedy for _, greedy in judged(model)._loglikelihood_tokens(told)] == [True, False]
+    a, b, c = model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)[0].tolist()
+    texts = [(("", ""), [5, 6], text) for text in ([a, b, c], [a, b, (c + 1) % 12])]
+    assert [greedy for _, greedy in wrapped(model)._loglikelihood_tokens(texts)] == [True, False]
 
 
 def test_a_context_of_several_texts_is_read_once():
     model = causal(CAUSAL["lion"])
-    read, forward = [], model.forward
+    shapes, forward = [], model.forward
 
     def counted(tokens, *rest, **options):
-        read.append(tuple(tokens.shape))
+        shapes.append(tuple(tokens.shape))
         return forward(tokens, *rest, **options)
 
     model.forward = counted
-    told = [(("", ""), [5] * 30, [6, 7, token]) for token in range(8)]
-    judged(model)._loglikelihood_tokens(told)
-    assert read == [(1, 30), (8, 2)]
+    wrapped(model)._loglikelihood_tokens([(("", ""), [5] * 30, [6, 7, i]) for i in range(8)])
+    assert shapes == [(1, 30), (8, 2)]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "ldn"])
-def test_a_model_with_places_reads_the_end_of_a_long_context(name):
+def test_long_contexts_are_truncated_for_learned_positions(name):
     model, g = causal(CAUSAL[name]), torch.Generator().manual_seed(1)
-    context = torch.randint(12, (70,), generator=g).tolist()
-    told = [(("", ""), context, text) for text in ([5, 6, 7], [8])]
-    got = judged(model)._loglikelihood_tokens(told)
-    assert_scores(got, [direct(model, context[-38:], [5, 6, 7]), direct(model, context[-40:], [8])])
-    with pytest.raises(ValueError, match="likelihood of 41 tokens, but the model is limited to 40"):
-        judged(model)._loglikelihood_tokens([(("", ""), [1], [5] * 41)])
+    context, texts = torch.randint(12, (70,), generator=g).tolist(), ([5, 6, 7], [8])
+    found = wrapped(model)._loglikelihood_tokens([(("", ""), context, text) for text in texts])
+    expected = [direct(model, context[-38:], texts[0]), direct(model, context[-40:], texts[1])]
+    assert_scores(found, expected)
+    with pytest.raises(ValueError, match=r"41 tokens.* 40 tokens"):
+        wrapped(model)._loglikelihood_tokens([(("", ""), [1], [5] * 41)])
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_a_whole_text_is_read_behind_the_token_before_any(name):
+def test_rolling_likelihoods_predict_each_token_once(name):
     model, g = causal(CAUSAL[name]), torch.Generator().manual_seed(2)
     texts = [torch.randint(5, 12, (n,), generator=g).tolist() for n in (60, 7, 1)]
-    spoken = [" ".join(WORDS[token] for token in text) for text in texts]
-    got = judged(model).loglikelihood_rolling(requests(*[(text,) for text in spoken]))
-    if judged(model).most_tokens is None:
+    strings = [" ".join(WORDS[token] for token in text) for text in texts]
+    found = wrapped(model).loglikelihood_rolling(requests(*[(string,) for string in strings]))
+    expected = [direct(model, [3], text)[0] for text in texts if len(text) < 40]
+    if wrapped(model).most_tokens is None:
         long = direct(model, [3], texts[0])[0]
-    else:  # each token is told once, with as much before it as there are places for
-        long = (
-            direct(model, [3], texts[0][:40])[0] + direct(model, texts[0][19:40], texts[0][40:])[0]
-        )
-    want = [long, *(direct(model, [3], text)[0] for text in texts[1:])]
-    assert got == pytest.approx(want, rel=1e-9)
+    else:  # windows of 40 tokens, the limit of the model
+        long = direct(model, [3], texts[0][:40])[0]
+        long += direct(model, texts[0][19:40], texts[0][40:])[0]
+    assert found == pytest.approx([long, *expected], rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["lightnet", "gpt2"])
-def test_texts_are_written_up_to_what_ends_them(name):
+def test_generated_texts_end_at_stop_strings(name):
     model = CausalLMConfig(**{**SMALL, "vocab_size": 300, **CAUSAL[name]}).build().eval()
-    tokenizer = ByteTokenizer()
-    contexts = ["The cat", "a", "the dog sat"]
+    lm, contexts = OnescanLM(model, ByteTokenizer(), batch_size=2), ["The cat", "a", "the dog sat"]
     whole = [
-        "".join(generate_text(model, tokenizer, context, max_new_tokens=12)) for context in contexts
+        "".join(generate_text(model, ByteTokenizer(), context, max_new_tokens=12))
+        for context in contexts
     ]
     options = {"max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
-    lm = OnescanLM(model, tokenizer, batch_size=2)
-    asked = [(context, {**options, "until": []}) for context in contexts]
-    assert lm.generate_until(requests(*asked)) == whole
-    ends = [text[4] for text in whole]
-    asked = [(c, {**options, "until": [e]}) for c, e in zip(contexts, ends, strict=True)]
-    want = [text[: text.index(end)] for text, end in zip(whole, ends, strict=True)]
-    assert lm.generate_until(requests(*asked)) == want
+    given = requests(*[(context, {**options, "until": []}) for context in contexts])
+    assert lm.generate_until(given) == whole
+    stops = [text[4] for text in whole]
+    given = [(c, {**options, "until": [stop]}) for c, stop in zip(contexts, stops, strict=True)]
+    expected = [text[: text.index(stop)] for text, stop in zip(whole, stops, strict=True)]
+    assert lm.generate_until(requests(*given)) == expected
 
 
-def test_a_task_that_asks_for_what_is_not_known_is_refused():
-    lm = judged(causal(CAUSAL["gpt2"]))
-    for options, message in [
-        ({"until": ["."], "penalty": 2}, r"generation_kwargs set \['penalty'\]"),
-        ({"num_beams": 4}, r"generation_kwargs set \['num_beams'\]"),
-        ({"max_gen_toks": 40}, "40 tokens were requested, but the model is limited to 40 tokens"),
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"until": ["."], "penalty": 2}, "penalty"),
+        ({"num_beams": 4}, "num_beams"),
+        ({"max_gen_toks": 40}, "40 tokens"),
         ({"do_sample": True, "temperature": -1.0}, "temperature is -1.0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            lm.generate_until(requests(("the", options)))
-    with pytest.raises(ValueError, match="the likelihood of an empty text"):
+    ],
+)
+def test_unsupported_options_of_tasks_are_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
+        wrapped(causal(CAUSAL["gpt2"])).generate_until(requests(("the", options)))
+
+
+def test_wrong_arguments_are_rejected():
+    lm = wrapped(causal(CAUSAL["lion"]))
+    with pytest.raises(ValueError, match="empty text"):
         lm._loglikelihood_tokens([(("", ""), [1], [])])
-
-
-def test_only_causal_models_are_taken():
-    model = MaskedLMConfig(**SMALL, **BOTH["bert"]).build()
-    with pytest.raises(ValueError, match="the model is a MaskedLM, expected a CausalLM"):
-        judged(model)
+    with pytest.raises(ValueError, match="MaskedLM, expected a CausalLM"):
+        wrapped(MaskedLMConfig(**SMALL, **BOTH["bert"]).build())
     with pytest.raises(ValueError, match="batch_size is 0"):
-        judged(causal(CAUSAL["lion"]), batch_size=0)
+        wrapped(lm.model, batch_size=0)
 
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """A folder of transformers', and one with a task."""
+    """Save a model as transformers does, and a task."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
@@ -198,14 +198,14 @@ def saved(tmp_path, monkeypatch):
 
 
 def accuracy(saved, questions=QUESTIONS):
-    """The share of questions whose likeliest choice is right."""
+    """Return the fraction of questions whose most likely choice is correct."""
     encode = PretrainedTokenizer("words", words()).encode
-    right = []
+    correct = []
     for each in questions:
         context = encode(each["question"])
         scores = [direct(saved.lm, context, encode(choice))[0] for choice in each["choices"]]
-        right.append(scores.index(max(scores)) == each["gold"])
-    return sum(right) / len(right)
+        correct.append(scores.index(max(scores)) == each["gold"])
+    return sum(correct) / len(correct)
 
 
 def evaluate(saved, *more):
@@ -213,19 +213,19 @@ def evaluate(saved, *more):
     return main(["evaluate", saved.model, *tasks, *more])
 
 
-def test_our_command_on_a_local_task(saved, capsys):
+def test_the_command_evaluates_a_local_task(saved, capsys):
     file = saved.folder / "results.json"
     assert evaluate(saved, "--out", str(file), "--batch-size", "5", "--limit", "3") == 0
-    want = accuracy(saved, QUESTIONS[:3])
-    assert 0 < want < 1
-    assert re.search(rf"\|cats .*\|acc +\|.*\| *{want:.4f}\|", capsys.readouterr().out)
+    expected = accuracy(saved, QUESTIONS[:3])
+    assert 0 < expected < 1
+    assert re.search(rf"\|cats .*\|acc +\|.*\| *{expected:.4f}\|", capsys.readouterr().out)
     results = json.loads(file.read_text())
-    assert results["results"]["cats"]["acc,none"] == want
+    assert results["results"]["cats"]["acc,none"] == expected
     assert str(saved.folder.parent) not in file.read_text()
     assert results["n-samples"]["cats"] == {"original": 4, "effective": 3}
 
 
-def test_the_stock_command_on_a_saved_checkpoint(saved):
+def test_lm_evals_command_evaluates_a_saved_model(saved):
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--device", "cpu"]
     command += ["--model_args", f"pretrained={saved.model},trust_remote_code=True"]
     command += ["--tasks", "cats", "--include_path", str(saved.folder / "tasks")]
@@ -236,7 +236,7 @@ def test_the_stock_command_on_a_saved_checkpoint(saved):
     assert json.loads(file.read_text())["results"]["cats"]["acc,none"] == accuracy(saved)
 
 
-def test_the_name_in_lm_evals_registry(saved):
+def test_the_model_can_be_registered_with_lm_eval(saved):
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -251,7 +251,7 @@ def test_the_name_in_lm_evals_registry(saved):
     assert found["results"]["cats"]["acc,none"] == accuracy(saved)
 
 
-def test_likelihoods_are_those_of_lm_evals_own_model(tmp_path):
+def test_likelihoods_equal_those_of_lm_evals_own_model(tmp_path):
     from lm_eval.models.huggingface import HFLM
 
     torch.manual_seed(0)
@@ -261,9 +261,7 @@ def test_likelihoods_are_those_of_lm_evals_own_model(tmp_path):
     pairs = [("the cat", " sat on the mat"), ("the cat", " naïve"), ("a", "b"), ("", "the mat")]
     ours = OnescanLM(model, PretrainedTokenizer("pairs", byte_level_bpe()))
     theirs = HFLM(pretrained=str(tmp_path), device="cpu", batch_size=2)
-    got, want = (lm.loglikelihood(requests(*pairs)) for lm in (ours, theirs))
-    assert [greedy for _, greedy in got] == [greedy for _, greedy in want]
-    assert [s for s, _ in got] == pytest.approx([s for s, _ in want], rel=1e-4)
+    assert_scores(*(lm.loglikelihood(requests(*pairs)) for lm in (ours, theirs)), rel=1e-4)
     texts = requests(("the cat sat on the mat",), ("a naïve café",))
     rolled = [lm.loglikelihood_rolling(texts) for lm in (ours, theirs)]
     assert rolled[0] == pytest.approx(rolled[1], rel=1e-4)
@@ -280,13 +278,12 @@ def test_a_saved_config_brings_no_source_along(saved):
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_onescan.OnescanForCausalLM"
 
 
-def test_sets_of_tasks_are_spelt_out():
-    asked = TasksConfig(tasks="boolq, commonsense,piqa")
+def test_sets_of_tasks_are_expanded():
     six = ["piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"]
-    assert asked.names == ["boolq", *six]
+    assert TasksConfig(tasks="boolq, commonsense,piqa").names == ["boolq", *six]
 
 
-def test_lm_evals_own_tasks_are_indexed_only_where_one_may_be_asked(saved, monkeypatch):
+def test_lm_evals_own_tasks_are_indexed_only_if_needed(saved, monkeypatch):
     from lm_eval.tasks import TaskManager
 
     indexed = []
@@ -298,39 +295,40 @@ def test_lm_evals_own_tasks_are_indexed_only_where_one_may_be_asked(saved, monke
     monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
     (saved.folder / "tasks/pets.yaml").write_text("group: pets\ntask: [cats, piqa]")
     for tasks in ("cats", "pets", "cats,piqa"):
-        found = _manager_of(TasksConfig(tasks=tasks, include_path=saved.folder / "tasks"))
+        found = task_manager(TasksConfig(tasks=tasks, include_path=saved.folder / "tasks"))
         assert {"cats", "pets"} <= set(found.all_tasks)
     assert indexed == [False, False, True, False, True]
 
 
-def test_mistakes_are_told_in_a_sentence(saved, capsys, monkeypatch):
-    def told(*words):
-        assert main(["evaluate", saved.model, *words]) == 2
-        return capsys.readouterr().err
-
-    local = ["--include-path", str(saved.folder / "tasks")]
-    names = "cats,piqa,caats"  # of the folder, of lm-eval, of neither
-    assert "tasks has 'caats', which lm-eval does not know" in told("--tasks", names, *local)
-    assert "include_path is 'nowhere', which is no folder" in told(
-        "--tasks", "cats", "--include-path", "nowhere"
-    )
-    assert "limit is 0" in told("--tasks", "cats", "--limit", "0")
-    assert "num_fewshot is -1" in told("--tasks", "cats", "--num-fewshot", "-1")
-    assert "out is 'x.txt', expected a file name ending in .json" in told(
-        "--tasks", "cats", "--out", "x.txt"
-    )
-    assert "limit is '3', but requires --tasks" in told("--limit", "3")
-    assert "workers is 2, but is not supported with --tasks" in told(
-        "--tasks", "cats", "--workers", "2"
-    )
-    masked = MaskedLMConfig(**{**SMALL, "vocab_size": 12}, **BOTH["bert"]).build()
-    to_transformers(masked).save_pretrained(saved.model)
-    assert "the model is a MaskedLM, expected a CausalLM" in told("--tasks", "cats", *local)
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tasks", "cats,piqa,caats", "--include-path", "TASKS"], "'caats'"),
+        (["--tasks", "cats", "--include-path", "nowhere"], "--include-path is 'nowhere'"),
+        (["--tasks", "cats", "--limit", "0"], "limit is 0"),
+        (["--tasks", "cats", "--num-fewshot", "-1"], "--num-fewshot is -1"),
+        (["--tasks", "cats", "--out", "x.txt"], "x.txt"),
+        (["--limit", "3"], "--tasks"),
+        (["--tasks", "cats", "--workers", "2"], "--tasks"),
+        (["--tasks", "dogs", "--include-path", "BROKEN"], "dogs.yaml"),
+    ],
+)
+def test_the_command_rejects_wrong_options(saved, capsys, argv, message):
     (saved.folder / "broken").mkdir()
     (saved.folder / "broken/dogs.yaml").write_text("task: [dogs")
-    yaml = told("--tasks", "dogs", "--include-path", str(saved.folder / "broken"))
-    assert "dogs.yaml, which is no YAML: while parsing" in yaml
-    assert "line 1" in yaml
+    folders = {"TASKS": str(saved.folder / "tasks"), "BROKEN": str(saved.folder / "broken")}
+    assert main(["evaluate", saved.model, *(folders.get(each, each) for each in argv)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_rejects_masked_models(saved, capsys):
+    masked = MaskedLMConfig(**{**SMALL, "vocab_size": 12}, **BOTH["bert"]).build()
+    to_transformers(masked).save_pretrained(saved.model)
+    assert evaluate(saved) == 2
+    assert "MaskedLM, expected a CausalLM" in capsys.readouterr().err
+
+
+def test_the_command_names_the_missing_extra(saved, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert main(["evaluate", saved.model, "--tasks", "cats"]) == 1
-    assert "tasks need lm-eval: pip install 'onescan[eval]'" in capsys.readouterr().err
+    assert evaluate(saved) == 1
+    assert "onescan[eval]" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The Long Range Arena's recipes, and a run of one from the command line to its end."""
+"""The Long Range Arena's recipes: their settings, and a run from the command line."""
 
 from dataclasses import replace
 
@@ -13,7 +13,8 @@ from onescan.layers.decays import HippoDecayConfig, NoDecayConfig
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.presets import LONG_RANGE_ABLATIONS
 from onescan.recipes import find_recipe
-from onescan.recipes.long_range import LONG_RANGE, PROBLEMS
+from onescan.recipes.long_range import PROBLEMS
+from onescan.recipes.long_range import RECIPES as LONG_RANGE
 from onescan.training import train
 from onescan.training.folder import read_result
 
@@ -22,7 +23,7 @@ KINDS = {
     "d": HippoDecayConfig(selective=False),
     "s": HippoDecayConfig(),
 }
-# width, depth, batch, passes, weight decay and dropout of S5's scripts; warm-up in passes
+# width, depth, batch size, epochs, weight decay, dropout and warm-up epochs of S5's scripts
 S5 = {
     "listops": (128, 8, 50, 40, 0.04, 0.0, 1),
     "pixels": (512, 6, 50, 250, 0.07, 0.1, 1),
@@ -65,25 +66,25 @@ def test_recipes_have_the_settings_of_the_paper(problem):
         assert model.mixer.decay == decay
 
 
-def test_only_lit_has_places_and_one_for_every_token():
-    for problem, posed in PROBLEMS.items():
+def test_only_lit_has_positions_for_every_token():
+    for problem, settings in PROBLEMS.items():
         run, *others = (LONG_RANGE[f"{problem}_lion_{kind}"]() for kind in KINDS)
-        expected = run.model.position if posed.all_have_places else None
+        expected = run.model.position if settings.all_have_positions else None
         assert all(other.model.position == expected for other in others)
         longest = LENGTHS.get(problem) or run.data.expressions.max_length
         assert isinstance(run.model.position, TokenPositionConfig)
         assert longest <= run.model.position.max_tokens <= longest + 1
 
 
-def test_the_small_runs_differ_in_their_decays_alone():
+def test_the_small_recipes_differ_only_in_their_decays():
     lit, d, s = (LONG_RANGE[f"listops_small_lion_{kind}"]() for kind in KINDS)
     for other in (d, s):
-        apart = [path for path, *_ in differences(lit, other)]
-        assert apart == ["name", "model.mixer.decay.type"]
+        different = [path for path, *_ in differences(lit, other)]
+        assert different == ["name", "model.mixer.decay.type"]
 
 
 @pytest.mark.parametrize("problem", ["listops", "listops_small", "pathfinder", "pathx"])
-def test_models_know_all_tokens_and_classes_of_what_is_drawn(problem):
+def test_models_match_their_generated_data(problem):
     run = LONG_RANGE[f"{problem}_lion_s"]()
     data = run.data.build()
     assert run.model.vocab_size == data.format.vocab_size
@@ -96,11 +97,11 @@ def test_models_know_all_tokens_and_classes_of_what_is_drawn(problem):
 
 
 @pytest.mark.parametrize("row", LONG_RANGE_ABLATIONS)
-def test_every_row_of_the_arenas_ablations_is_a_recipe(row):
+def test_every_ablation_is_a_recipe(row):
     whole = find_recipe("listops_lion_s")()
     variant = find_recipe(f"listops_lion_s/{row}")()
-    apart = {path.removesuffix(".type") for path, *_ in differences(whole, variant)}
-    assert apart == {"name", *(f"model.{path}" for path in LONG_RANGE_ABLATIONS[row])}
+    different = {path.removesuffix(".type") for path, *_ in differences(whole, variant)}
+    assert different == {"name", *(f"model.{path}" for path in LONG_RANGE_ABLATIONS[row])}
     configs.replace(variant, TINY).model.build()
 
 
@@ -110,11 +111,11 @@ def tiny(name="listops_small_lion_s", **changes):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that was not stopped."""
+    """An uninterrupted run."""
     return train(tiny(), tmp_path_factory.mktemp("whole") / "run")
 
 
-def test_a_run_stopped_in_mid_epoch_goes_on_to_the_same_numbers(tmp_path, whole):
+def test_a_run_stopped_within_an_epoch_resumes_exactly(tmp_path, whole):
     with pytest.raises(KilledError):
         train(tiny(), tmp_path / "run", progress=raise_at(8, KilledError()))
     assert [path.name for path in (tmp_path / "run/state").iterdir()] == ["step_6"]  # 5 an epoch
@@ -124,15 +125,15 @@ def test_a_run_stopped_in_mid_epoch_goes_on_to_the_same_numbers(tmp_path, whole)
     assert whole.metrics["loss"] < 3.0
 
 
-def test_readers_change_no_number(tmp_path, whole):
+def test_workers_do_not_change_results(tmp_path, whole):
     assert_same(train(tiny(**{"machine.workers": 2}), tmp_path / "run"), whole)
 
 
-def test_a_recipe_is_trained_and_judged_from_the_command_line(tmp_path, capsys):
-    words = ["train", "listops_small_lion_d", "--out", str(tmp_path)]
+def test_a_recipe_is_trained_and_evaluated_from_the_command_line(tmp_path, capsys):
+    argv = ["train", "listops_small_lion_d", "--out", str(tmp_path)]
     for name, value in (TINY | {"training.steps": 3}).items():
-        words += ["--" + name.replace("_", "-"), *([] if value == () else [str(value)])]
-    assert main(words) == 0
+        argv += ["--" + name.replace("_", "-"), *([] if value == () else [str(value)])]
+    assert main(argv) == 0
     shown = capsys.readouterr().out
     result = read_result(tmp_path / "seed-0")
     assert f"test accuracy {result.metrics['accuracy']:.4f}" in shown

@@ -1,4 +1,4 @@
-"""Noise mixed in and told, against closed forms, diffusers' schedulers, and sums by hand."""
+"""Noise schedules and losses, against closed forms and diffusers' schedulers."""
 
 import math
 
@@ -17,7 +17,7 @@ CONFIGS = {
     "flow": NoiseConfig(prediction="flow"),
 }
 DISCRETE = {name: config for name, config in CONFIGS.items() if name != "flow"}
-NAMES = {"linear": "linear", "cosine": "squaredcos_cap_v2"}  # as diffusers spells them
+NAMES = {"linear": "linear", "cosine": "squaredcos_cap_v2"}  # in diffusers
 
 
 def drawn(count=4, dtype=torch.float64):
@@ -45,7 +45,7 @@ def test_mixing_and_targets_are_those_of_diffusers(name):
     torch.testing.assert_close(noising.target(x0, noise, t), target, atol=1e-5, rtol=1e-5)
 
 
-def test_flow_is_a_straight_line_and_its_velocity():
+def test_flow_matching_predicts_the_velocity_of_a_straight_line():
     noising, (x0, noise) = Noising(CONFIGS["flow"]), drawn()
     t = torch.tensor([0.0, 250.0, 999.5, 1000.0], dtype=torch.float64)
     s = (t / 1000)[:, None, None, None]
@@ -57,17 +57,17 @@ def test_flow_is_a_straight_line_and_its_velocity():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_image_follows_from_what_is_to_be_told(name):
+def test_the_image_follows_from_the_target(name):
     noising, (x0, noise) = Noising(CONFIGS[name]), drawn()
     t = noising.timesteps(torch.tensor([0.0, 0.3, 0.7, 0.95], dtype=torch.float64))
-    found = noising.image(noising.mix(x0, noise, t), noising.target(x0, noise, t), t)
+    found = noising.denoised(noising.mix(x0, noise, t), noising.target(x0, noise, t), t)
     torch.testing.assert_close(found, x0, atol=1e-9, rtol=0)
 
 
-def test_timesteps_are_whole_but_for_flow():
-    places = torch.tensor([0.0, 0.50049, 0.99999])
-    assert Noising(NoiseConfig()).timesteps(places).tolist() == [0, 500, 999]
-    flow = Noising(CONFIGS["flow"]).timesteps(places)
+def test_timesteps_are_whole_except_for_flow_matching():
+    fractions = torch.tensor([0.0, 0.50049, 0.99999])
+    assert Noising(NoiseConfig()).timesteps(fractions).tolist() == [0, 500, 999]
+    flow = Noising(CONFIGS["flow"]).timesteps(fractions)
     torch.testing.assert_close(flow, torch.tensor([0.0, 500.49, 999.99]))
 
 
@@ -77,54 +77,55 @@ def test_variance_loss_is_the_divergence_of_the_step_in_bits(name):
     config, (x0, noise) = CONFIGS[name], drawn()
     noising, t = Noising(config), torch.tensor([1, 10, 500, 990])
     noisy = noising.mix(x0, noise, t)
-    told = noising.target(x0, noise, t) + 0.1
-    share = torch.linspace(-1, 1, x0.numel(), dtype=torch.float64).view_as(x0)
-    found = noising.variance_loss(x0, noisy, told, share, t)
+    prediction = noising.target(x0, noise, t) + 0.1
+    variance = torch.linspace(-1, 1, x0.numel(), dtype=torch.float64).view_as(x0)
+    found = noising.variance_loss(x0, noisy, prediction, variance, t)
     betas = make_betas(config)
-    kept = (1 - betas).cumprod(0)
+    alphas = (1 - betas).cumprod(0)
     for i, step in enumerate(t.tolist()):
-        before, now, beta = kept[step - 1], kept[step], betas[step]
+        before, now, beta = alphas[step - 1], alphas[step], betas[step]
         tilde = beta * (1 - before) / (1 - now)
 
         def mean(image, before=before, now=now, beta=beta, i=i):
             by_image = before.sqrt() * beta / (1 - now) * image
             return by_image + (1 - beta).sqrt() * (1 - before) / (1 - now) * noisy[i]
 
-        image = noising.image(noisy, told, t)[i]
-        log = (share[i] + 1) / 2 * beta.log() + (1 - share[i]) / 2 * tilde.log()
-        wanted = torch.distributions.Normal(mean(x0[i]), tilde.sqrt())
+        image = noising.denoised(noisy, prediction, t)[i]
+        log = (variance[i] + 1) / 2 * beta.log() + (1 - variance[i]) / 2 * tilde.log()
+        expected = torch.distributions.Normal(mean(x0[i]), tilde.sqrt())
         given = torch.distributions.Normal(mean(image), (log / 2).exp())
-        bits = torch.distributions.kl_divergence(wanted, given).mean() / math.log(2)
+        bits = torch.distributions.kl_divergence(expected, given).mean() / math.log(2)
         torch.testing.assert_close(found[i], bits, atol=1e-9, rtol=1e-9)
 
 
-def test_the_first_step_is_judged_by_the_probability_of_8_bit_pixels():
+def test_the_first_step_is_the_likelihood_of_8_bit_pixels():
     noising, t = Noising(NoiseConfig()), torch.zeros(1, dtype=torch.long)
     levels = torch.linspace(-1, 1, 256, dtype=torch.float64)
     noise = torch.zeros(1, 1, 16, 16, dtype=torch.float64)
-    noisy = noising.mix(levels[[77]].expand(1, 1, 16, 16), noise, t)  # of one level all over
+    noisy = noising.mix(levels[[77]].expand(1, 1, 16, 16), noise, t)  # all pixels of one level
     all_levels = levels.view(1, 1, 16, 16)
-    share = torch.full_like(noise, 0.5)
-    bits = noising.variance_loss  # of every level, where the model tells the same
+    variance = torch.full_like(noise, 0.5)
+    bits = noising.variance_loss  # of every level, for one prediction
     each = torch.stack([
-        bits(level.expand(1, 1, 16, 16), noisy, noise, share, t) for level in all_levels.flatten()
+        bits(level.expand(1, 1, 16, 16), noisy, noise, variance, t)
+        for level in all_levels.flatten()
     ])  # fmt: skip
     assert each.argmin() == 77
-    total = (2.0 ** -each.clamp(max=39)).sum().item()  # a clamp stands in for what is hopeless
+    total = (2.0 ** -each.clamp(max=39)).sum().item()  # probabilities are clamped
     assert abs(total - 1) < 1e-6
 
 
-def test_variance_loss_teaches_the_variance_alone():
+def test_variance_loss_trains_only_the_variance():
     noising, (x0, noise) = Noising(NoiseConfig()), drawn()
     t = torch.tensor([0, 1, 500, 999])
-    told, share = noise.clone().requires_grad_(), torch.zeros_like(x0).requires_grad_()
-    noising.variance_loss(x0, noising.mix(x0, noise, t), told, share, t).sum().backward()
-    assert told.grad is None
-    assert share.grad.flatten(1).any(dim=1).all()
+    prediction, variance = noise.clone().requires_grad_(), torch.zeros_like(x0).requires_grad_()
+    noising.variance_loss(x0, noising.mix(x0, noise, t), prediction, variance, t).sum().backward()
+    assert prediction.grad is None
+    assert variance.grad.flatten(1).any(dim=1).all()
 
 
-def test_the_least_variance_is_right_where_the_image_is_known():
-    """With the true noise told, the divergence is 0 at the least variance."""
+def test_the_minimum_variance_is_exact_for_a_known_image():
+    """With the true noise, the divergence is 0 at the minimum variance."""
     noising, (x0, noise) = Noising(NoiseConfig()), drawn()
     t = torch.tensor([2, 10, 500, 999])
     noisy = noising.mix(x0, noise, t)

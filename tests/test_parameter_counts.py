@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onescan.models.presets import PRESETS
-from onescan.training.optimizer import parameter_groups
+from onescan.training.optim import parameter_groups
 
 COUNTS = {
     "lightnet_tiny": (6_009_832, 5_942_784),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from html_page import Page
+from markupsafe import Markup
 from tiny_run import KilledError, assert_same, raise_at
 from torch import nn
 from torch.nn.functional import one_hot
@@ -16,9 +17,9 @@ from onescan.configs import differences
 from onescan.data import Example, RecallConfig
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.models.causal_lm import CausalLMConfig
-from onescan.recipes.recall import RECALL
-from onescan.report.sections.recall import section
-from onescan.report.study import read_study
+from onescan.recipes.recall import RECIPES as RECALL
+from onescan.report.runs import read_run_group
+from onescan.report.texts import recall
 from onescan.tasks import RecallTaskConfig
 from onescan.training import evaluate, train
 
@@ -221,7 +222,7 @@ def test_a_recipe_is_trained_and_told_of(name, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "test 4_pairs_accuracy" in shown
     page = Page((tmp_path / "report.html").read_text())
-    assert "What it recalls" in page.text
+    assert "<h2>Recall</h2>" in (tmp_path / "report.html").read_text()
     assert "reads pairs of a key and a value" in page.text
     assert main(["evaluate", str(tmp_path / "seed-0"), "--workers", "0"]) == 0
     assert "2_pairs_accuracy" in capsys.readouterr().out
@@ -230,24 +231,24 @@ def test_a_recipe_is_trained_and_told_of(name, tmp_path, capsys):
 def test_the_grid_has_the_share_of_each_number_of_pairs_and_distance(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(
-        "onescan.report.sections.recall.heat_map",
-        lambda cells, **words: drawn.update(words, cells=cells) or "<img>",
+        "onescan.report.texts.heat_map",
+        lambda cells, **words: drawn.update(words, cells=cells) or Markup("<table>"),
     )
     results = [train(tiny(**{"training.seed": seed}), tmp_path / str(seed)) for seed in (0, 1)]
-    asked = {"2": [], "4": []}  # by pairs: how far each query is, and whether it is right
+    queries = {"2": [], "4": []}  # by pairs: how far each query is, and whether it is right
     for seed, result in enumerate(results):
         arrays = result.evaluation.arrays
         arrays["right"] = arrays["distances"] % (2 + seed) == 1
         for row in arrays["distances"].tolist():
             there = [(distance, distance % (2 + seed) == 1) for distance in row if distance]
-            asked[str(len(there))] += there
-    assert "2 seeds" in section(read_study(results)).figures[0].caption
-    assert drawn["down"].names == ["2", "4"]
-    assert drawn["along"].names == ["1-3", "4-6", "7-9", "10-12", "13-15", "16-18", "19-21"]
-    for cells, number in zip(drawn["cells"], drawn["down"].names, strict=True):
-        for cell, columns in zip(cells, drawn["along"].names, strict=True):
+            queries[str(len(there))] += there
+    assert "2 seeds" in recall(read_run_group(results)).figures[0].caption
+    assert drawn["rows"].names == ["2", "4"]
+    assert drawn["columns"].names == ["1-3", "4-6", "7-9", "10-12", "13-15", "16-18", "19-21"]
+    for cells, number in zip(drawn["cells"], drawn["rows"].names, strict=True):
+        for cell, columns in zip(cells, drawn["columns"].names, strict=True):
             first, last = map(int, columns.split("-"))
-            near = [right for distance, right in asked[number] if first <= distance <= last]
+            near = [right for distance, right in queries[number] if first <= distance <= last]
             assert cell == pytest.approx(np.mean(near) if near else np.nan, nan_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""From noise to images: what an oracle knows is found, and each image is its seed's alone."""
+"""Sampling with diffusers' schedulers, against exact predictions and equations."""
 
 from dataclasses import replace
 
@@ -55,8 +55,8 @@ def alphas_squared(betas):
     return np.cumprod(1 - np.minimum(1 - f[1:] / f[:-1], 0.999))
 
 
-def shares(prediction, betas, t):
-    """Of the image and of the noise at a timestep."""
+def coefficients(prediction, betas, t):
+    """Return the coefficients of the image and of the noise at a timestep."""
     if prediction == "flow":
         return 1 - t / 1000, t / 1000
     kept = float(alphas_squared(betas)[int(t)])
@@ -64,25 +64,25 @@ def shares(prediction, betas, t):
 
 
 class Oracle:
-    """Tells exactly what is to be told of images that are normal around a known one."""
+    """Predicts the exact target for images that are normally distributed around a known one."""
 
-    def __init__(self, prediction, betas, image, spread=0.0, variance=None):
+    def __init__(self, prediction, betas, image, std=0.0, variance=None):
         channels = image.shape[0]
         self.config = replace(SMALL, channels=channels, learn_sigma=variance is not None)
         self.prediction, self.betas, self.variance = prediction, betas, variance
-        self.image, self.spread, self.calls = image.double(), spread, 0
+        self.image, self.std, self.calls = image.double(), std, 0
 
     def __call__(self, noisy, timesteps, labels):
         self.calls += 1
-        a, s = shares(self.prediction, self.betas, timesteps[0].item())
-        x, c2 = noisy.double(), self.spread**2
+        a, s = coefficients(self.prediction, self.betas, timesteps[0].item())
+        x, c2 = noisy.double(), self.std**2
         image = self.image + a * c2 / (a * a * c2 + s * s) * (x - a * self.image)
         noise = (x - a * image) / s
-        told = {"noise": noise, "v": a * noise - s * image, "flow": noise - image}
-        told = told[self.prediction].to(noisy.dtype)
+        targets = {"noise": noise, "v": a * noise - s * image, "flow": noise - image}
+        target = targets[self.prediction].to(noisy.dtype)
         if self.variance is None:
-            return told
-        return torch.cat([told, torch.full_like(told, self.variance)], dim=1)
+            return target
+        return torch.cat([target, torch.full_like(target, self.variance)], dim=1)
 
 
 @pytest.mark.parametrize("betas", ["linear", "cosine"])
@@ -100,34 +100,34 @@ def test_alphas_are_those_of_the_papers(betas, sampler):
 
 @over_all
 @pytest.mark.parametrize("steps", [1, 5, 50])
-def test_a_walk_begins_at_pure_noise_and_ends_at_the_image(prediction, betas, sampler, steps):
-    walk = prepare_scheduler(scheduler(prediction, betas, sampler), steps)
-    times = walk.timesteps.double()
+def test_timesteps_begin_at_noise_and_end_at_the_image(prediction, betas, sampler, steps):
+    prepared = prepare_scheduler(scheduler(prediction, betas, sampler), steps)
+    times = prepared.timesteps.double()
     assert len(times) == steps
     first = 1000 if prediction == "flow" else 999
     assert first - 10 <= times[0] <= first
-    a, s = shares(prediction, betas, times[0].item())
+    a, s = coefficients(prediction, betas, times[0].item())
     assert a < 0.01 < 0.99 < s
     strides = -times.diff(append=torch.tensor([0.0 if first == 1000 else -1.0]))
     assert strides.min() >= strides.max() - 6
     if prediction == "flow":
-        assert_close(walk.sigmas, torch.linspace(1, 0, steps + 1))
+        assert_close(prepared.sigmas, torch.linspace(1, 0, steps + 1))
 
 
 @pytest.mark.parametrize("steps", [61, 103, 397, 999])
 @pytest.mark.parametrize("sampler", ["ddpm", "dpm"])
-def test_no_walk_has_a_timestep_below_zero(sampler, steps):
-    walk = prepare_scheduler(scheduler(sampler=sampler), steps)
-    assert len(walk.timesteps) == steps
-    assert walk.timesteps.min() >= 0
-    assert len(set(walk.timesteps.tolist())) == steps
+def test_timesteps_are_not_negative(sampler, steps):
+    prepared = prepare_scheduler(scheduler(sampler=sampler), steps)
+    assert len(prepared.timesteps) == steps
+    assert prepared.timesteps.min() >= 0
+    assert len(set(prepared.timesteps.tolist())) == steps
     if sampler == "dpm":
-        assert len(walk.sigmas) == steps + 1
+        assert len(prepared.sigmas) == steps + 1
 
 
 @over_all
-@pytest.mark.parametrize("variance", [None, 1.0], ids=["fixed", "learnt"])
-def test_a_known_image_is_found(prediction, betas, sampler, variance):
+@pytest.mark.parametrize("variance", [None, 1.0], ids=["fixed", "learned"])
+def test_an_exact_prediction_gives_the_image(prediction, betas, sampler, variance):
     image = torch.linspace(-0.9, 0.9, 64).reshape(4, 4, 4)
     oracle = Oracle(prediction, betas, image, variance=variance)
     built = scheduler(prediction, betas, sampler, learn_sigma=variance is not None)
@@ -137,7 +137,7 @@ def test_a_known_image_is_found(prediction, betas, sampler, variance):
 
 
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm"])
-def test_guesses_at_pixels_stay_within_the_clip(sampler):
+def test_predicted_pixels_are_clipped(sampler):
     image = torch.full((1, 4, 4), 3.0)
     oracle = Oracle("noise", "linear", image)
     found = sample(oracle, scheduler(sampler=sampler, clip=1.0), size=(4, 4), seeds=[1], steps=10)
@@ -148,20 +148,22 @@ def test_guesses_at_pixels_stay_within_the_clip(sampler):
         assert_close(found[0], torch.full((1, 4, 4), 2.5), rtol=0, atol=1e-3)
 
 
-NO_CHANCE = [case for case in ALL if case[2] != "ddpm"]
+DETERMINISTIC = [case for case in ALL if case[2] != "ddpm"]
 
 
 @pytest.mark.parametrize(
-    ("prediction", "betas", "sampler"), NO_CHANCE, ids=["-".join(case) for case in NO_CHANCE]
+    ("prediction", "betas", "sampler"),
+    DETERMINISTIC,
+    ids=["-".join(case) for case in DETERMINISTIC],
 )
-def test_walks_without_chance_follow_the_flow_to_the_data(prediction, betas, sampler):
-    # of normal data x_0 = mean + spread z, where x_T = a mean + sqrt(a^2 spread^2 + s^2) z
-    image, spread = torch.full((1, 4, 4), 0.3), 0.5
+def test_deterministic_samplers_follow_the_flow_to_the_data(prediction, betas, sampler):
+    # of normal data x_0 = mean + std z, where x_T = a mean + sqrt(a^2 std^2 + s^2) z
+    image, std = torch.full((1, 4, 4), 0.3), 0.5
     built = scheduler(prediction, betas, sampler)
-    oracle = Oracle(prediction, betas, image, spread)
+    oracle = Oracle(prediction, betas, image, std)
     start = torch.cat([noise_of(seed) for seed in range(8)])
-    a, s = shares(prediction, betas, prepare_scheduler(built, 200).timesteps[0].item())
-    exact = image + spread * (start - a * image) / (a * a * spread**2 + s * s) ** 0.5
+    a, s = coefficients(prediction, betas, prepare_scheduler(built, 200).timesteps[0].item())
+    exact = image + std * (start - a * image) / (a * a * std**2 + s * s) ** 0.5
     errors = [
         (sample(oracle, built, size=(4, 4), seeds=range(8), steps=steps) - exact).abs().max().item()
         for steps in (50, 200)
@@ -175,7 +177,7 @@ def noise_of(seed):
 
 
 @pytest.mark.parametrize("variance", [None, -1.0, 1.0], ids=["fixed", "least", "greatest"])
-def test_chance_at_every_step_ends_at_the_spread_of_the_data(variance):
+def test_ddpm_reproduces_the_standard_deviation_of_the_data(variance):
     image = torch.zeros(1, 16, 16)
     oracle = Oracle("noise", "linear", image, 0.5, variance=variance)
     built = scheduler(sampler="ddpm", learn_sigma=variance is not None)
@@ -191,10 +193,10 @@ def test_two_steps_are_the_equations_written_out(sampler):
     found = sample(oracle, scheduler(sampler=sampler), size=(4, 4), seeds=[5], steps=2)
     x = noise_of(5).double()
     for t, after in ((999, 499), (499, None)):
-        a, s = shares("noise", "linear", t)
+        a, s = coefficients("noise", "linear", t)
         noise = oracle(x, torch.tensor([float(t)]), None)
         guess = (x - s * noise) / a
-        a, s = (1, 0) if after is None else shares("noise", "linear", after)
+        a, s = (1, 0) if after is None else coefficients("noise", "linear", after)
         x = a * guess + s * noise  # DDIM, and the first order of DPM-Solver++
     assert_close(found.double(), x, rtol=1e-4, atol=1e-4)
 
@@ -208,20 +210,20 @@ def built(**changes):
 
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm"])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_an_image_is_its_seed_s_and_its_label_s_alone(sampler, guidance):
-    model, way = built(), scheduler(sampler=sampler, clip=1.0, learn_sigma=True)
+def test_an_image_depends_only_on_its_seed_and_label(sampler, guidance):
+    model, used = built(), scheduler(sampler=sampler, clip=1.0, learn_sigma=True)
     options = {"size": (4, 6), "steps": 4, "guidance": guidance}
-    whole = sample(model, way, seeds=[7, 8, 9], labels=[0, 1, 2], **options)
-    alone = sample(model, way, seeds=[8], labels=[1], **options)
+    whole = sample(model, used, seeds=[7, 8, 9], labels=[0, 1, 2], **options)
+    alone = sample(model, used, seeds=[8], labels=[1], **options)
     assert_close(alone[0], whole[1], rtol=1e-4, atol=1e-5)
-    swapped = sample(model, way, seeds=[9, 7], labels=[2, 0], **options)
+    swapped = sample(model, used, seeds=[9, 7], labels=[2, 0], **options)
     assert_close(swapped, whole[[2, 0]], rtol=1e-4, atol=1e-5)
-    again = sample(model, way, seeds=[7, 8, 9], labels=torch.tensor([0, 1, 2]), **options)
+    again = sample(model, used, seeds=[7, 8, 9], labels=torch.tensor([0, 1, 2]), **options)
     assert torch.equal(again, whole)
     assert not torch.allclose(whole[0], whole[1], atol=1e-2)
 
 
-def test_the_noise_of_a_seed_has_the_same_bits_in_every_batch():
+def test_the_noise_of_a_seed_is_bit_equal_in_every_batch():
     starts = []
 
     class Watching(Oracle):
@@ -232,23 +234,23 @@ def test_the_noise_of_a_seed_has_the_same_bits_in_every_batch():
     oracle = Watching("noise", "linear", torch.zeros(1, 4, 4))
     for seeds in ([1, 2, 3], [3], [2, 1]):
         sample(oracle, scheduler(), size=(4, 4), seeds=seeds, steps=1)
-    whole, alone, turned = starts
+    whole, alone, reversed_ = starts
     assert torch.equal(whole, torch.cat([noise_of(seed) for seed in (1, 2, 3)]))
     assert torch.equal(whole[2:], alone)
-    assert torch.equal(whole[[1, 0]], turned)
+    assert torch.equal(whole[[1, 0]], reversed_)
 
 
-def test_generators_go_on_from_where_they_are():
-    model, way = built(), scheduler()
+def test_generators_advance():
+    model, used = built(), scheduler()
     seeds = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
     options = {"size": (4, 4), "steps": 2, "labels": [0, 1]}
-    first = sample(model, way, seeds=seeds, **options)
-    assert torch.equal(first, sample(model, way, seeds=[1, 2], **options))
-    assert not torch.allclose(first, sample(model, way, seeds=seeds, **options))
+    first = sample(model, used, seeds=seeds, **options)
+    assert torch.equal(first, sample(model, used, seeds=[1, 2], **options))
+    assert not torch.allclose(first, sample(model, used, seeds=seeds, **options))
 
 
 class Counting(nn.Module):
-    """A denoiser that notes how it is called."""
+    """A denoiser that records its calls."""
 
     def __init__(self, model):
         super().__init__()
@@ -260,65 +262,67 @@ class Counting(nn.Module):
         return self.model(noisy, timesteps, labels)
 
 
-def test_without_guidance_there_is_one_call_of_a_plain_batch():
+def test_without_guidance_the_batch_is_not_doubled():
     counting = Counting(built())
     options = {"size": (4, 4), "seeds": [1, 2], "labels": [0, 2], "steps": 4}
     guided = sample(counting, scheduler(), guidance=1.0, **options)
     assert counting.batches == [(2, [0, 2])] * 4
     assert torch.equal(guided, sample(counting, scheduler(), **options))
     x = torch.cat([noise_of(1), noise_of(2)])  # the same by hand
-    way = prepare_scheduler(scheduler(), 4)
+    used = prepare_scheduler(scheduler(), 4)
     with torch.no_grad():
-        for t in way.timesteps:
-            told = counting.model(x, torch.full((2,), t.item()), torch.tensor([0, 2]))[:, :1]
-            x = way.step(told, t, x).prev_sample
+        for t in used.timesteps:
+            output = counting.model(x, torch.full((2,), t.item()), torch.tensor([0, 2]))[:, :1]
+            x = used.step(output, t, x).prev_sample
     assert torch.equal(guided, x)
 
 
-def test_guidance_goes_from_any_class_toward_the_one_in_one_batch():
+def test_guidance_extrapolates_from_the_unconditional_prediction():
     model = built(learn_sigma=True)
     counting = Counting(model.eval())
-    way = scheduler(sampler="ddpm", learn_sigma=True)
+    used = scheduler(sampler="ddpm", learn_sigma=True)
     options = {"size": (4, 4), "steps": 2, "seeds": [1], "labels": [2]}
-    found = sample(counting, way, guidance=2.5, **options)
+    found = sample(counting, used, guidance=2.5, **options)
     assert counting.batches == [(2, [2, 3])] * 2
 
     class ByHand:
         config = replace(SMALL, num_classes=0)
 
         def __call__(self, noisy, timesteps, labels):
-            asked, of_any = (model(noisy, timesteps, torch.tensor([n])) for n in (2, 3))
-            told = of_any + 2.5 * (asked - of_any)
-            return torch.cat([told[:, :1], asked[:, 1:]], dim=1)  # its own variance
+            labelled, unlabelled = (model(noisy, timesteps, torch.tensor([n])) for n in (2, 3))
+            guided = unlabelled + 2.5 * (labelled - unlabelled)
+            return torch.cat([guided[:, :1], labelled[:, 1:]], dim=1)  # the label's variance
 
-    expected = sample(ByHand(), way, **(options | {"labels": None}))
+    expected = sample(ByHand(), used, **(options | {"labels": None}))
     assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_guided_step_has_the_variance_of_the_label():
-    class Telling:
+def test_guidance_uses_the_conditional_variance():
+    class ByLabel:
         config = replace(SMALL, learn_sigma=True)
 
         def __call__(self, noisy, timesteps, labels):
             variance = torch.where(labels == 3, 1.0, -1.0)[:, None, None, None]
             return torch.cat([noisy, variance.expand_as(noisy)], dim=1)
 
-    way = scheduler(sampler="ddpm", learn_sigma=True)
+    used = scheduler(sampler="ddpm", learn_sigma=True)
     options = {"size": (4, 4), "steps": 4, "seeds": [1], "labels": [2]}
-    plain = sample(Telling(), way, **options)
-    assert_close(sample(Telling(), way, guidance=2.5, **options), plain)
-    assert not torch.allclose(sample(Telling(), way, **options | {"labels": [3]}), plain, rtol=1e-2)
+    plain = sample(ByLabel(), used, **options)
+    assert_close(sample(ByLabel(), used, guidance=2.5, **options), plain)
+    assert not torch.allclose(
+        sample(ByLabel(), used, **options | {"labels": [3]}), plain, rtol=1e-2
+    )
 
 
-def test_guidance_zero_is_of_any_class():
+def test_guidance_zero_is_unconditional():
     model = built()
     options = {"size": (4, 4), "steps": 4, "seeds": [1]}
-    unasked = sample(model, scheduler(), **options)
-    assert_close(sample(model, scheduler(), labels=[1], guidance=0.0, **options), unasked)
-    assert torch.equal(sample(model, scheduler(), labels=[3], **options), unasked)
+    unconditional = sample(model, scheduler(), **options)
+    assert_close(sample(model, scheduler(), labels=[1], guidance=0.0, **options), unconditional)
+    assert torch.equal(sample(model, scheduler(), labels=[3], **options), unconditional)
 
 
-def test_variances_are_read_by_ddpm_alone():
+def test_only_ddpm_uses_learned_variances():
     plain = Oracle("noise", "linear", torch.zeros(4, 4, 4), 0.5)
     options = {"size": (4, 4), "seeds": [1], "steps": 10}
     for sampler in ("ddim", "dpm", "ddpm"):
@@ -334,11 +338,11 @@ def test_variances_are_read_by_ddpm_alone():
             assert torch.equal(drawn[0], sample(plain, scheduler(sampler=sampler), **options))
 
 
-@pytest.mark.parametrize("learnt", [True, False])
-def test_a_scheduler_that_takes_another_s_place_leaves_all_channels(learnt):
+@pytest.mark.parametrize("learned", [True, False])
+def test_schedulers_can_be_replaced(learned):
     image = torch.linspace(-1, 1, 64).reshape(4, 4, 4)
-    oracle = Oracle("noise", "linear", image, variance=0.0 if learnt else None)
-    config = scheduler(sampler="ddpm", learn_sigma=learnt).config
+    oracle = Oracle("noise", "linear", image, variance=0.0 if learned else None)
+    config = scheduler(sampler="ddpm", learn_sigma=learned).config
     for name in ("dpm", "ddim", "ddpm"):
         other = SCHEDULERS[name].from_config(config)
         check_scheduler(other, NoiseConfig())
@@ -346,18 +350,18 @@ def test_a_scheduler_that_takes_another_s_place_leaves_all_channels(learnt):
         assert_close(found[0], image, rtol=0, atol=2e-3)
 
 
-def test_a_scheduler_and_modes_are_left_as_they_were():
-    model, way = built().train(), scheduler(sampler="dpm")
+def test_sampling_restores_scheduler_and_modes():
+    model, used = built().train(), scheduler(sampler="dpm")
     model.blocks[0].eval()
-    before = way.timesteps.clone()
-    out = sample(model, way, size=(4, 4), seeds=[1], steps=2)
+    before = used.timesteps.clone()
+    out = sample(model, used, size=(4, 4), seeds=[1], steps=2)
     assert not out.requires_grad
     assert (model.training, model.time.training, model.blocks[0].mixer.training) == (1, 1, 0)
-    assert torch.equal(way.timesteps, before)
-    assert way.step_index is None
+    assert torch.equal(used.timesteps, before)
+    assert used.step_index is None
 
 
-def test_modes_come_back_after_an_error():
+def test_sampling_restores_modes_after_an_error():
     model = built().train()
 
     def stop(done):
@@ -368,14 +372,14 @@ def test_modes_come_back_after_an_error():
     assert model.training
 
 
-def test_each_step_is_shown():
+def test_the_callback_gets_every_step():
     shown = []
     sample(built(), scheduler(), size=(4, 4), seeds=[1], steps=5, callback=shown.append)
     assert shown == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_other_dtypes_walk_in_no_less_than_float32(dtype):
+def test_sampling_is_in_at_least_float32(dtype):
     model = built()
     options = {"size": (4, 4), "seeds": [1, 2], "labels": [0, 1], "steps": 5, "guidance": 2.0}
     expected = sample(model, scheduler(clip=1.0), **options)
@@ -385,14 +389,14 @@ def test_other_dtypes_walk_in_no_less_than_float32(dtype):
     assert_close(found.float(), expected, rtol=0, atol=loose)
 
 
-def test_models_without_classes_are_asked_for_none():
+def test_models_without_classes_get_no_labels():
     counting = Counting(built(num_classes=0))
     sample(counting, scheduler(), size=(4, 4), seeds=[1], steps=1)
     assert counting.batches == [(1, None)]
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "says"),
+    ("changes", "options", "message"),
     [
         ({}, {"labels": [4]}, "labels has 4, expected 0 to 2, or 3 for none"),
         ({}, {"labels": [-1]}, "labels has -1, expected 0 to 2"),
@@ -417,27 +421,27 @@ def test_models_without_classes_are_asked_for_none():
         ({}, {"seeds": []}, "seeds is empty"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(changes, options, says):
+def test_invalid_options_are_rejected(changes, options, message):
     model = replace(SMALL, **changes).build()
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         sample(model, scheduler(), **{"size": (4, 4), "seeds": [1], "steps": 2} | options)
 
 
-def test_variances_that_a_model_does_not_tell_are_refused():
-    told, untold = built(learn_sigma=True), built(learn_sigma=False)
+def test_schedulers_that_do_not_fit_the_variances_are_rejected():
+    with_variances, without = built(learn_sigma=True), built(learn_sigma=False)
     options = {"size": (4, 4), "seeds": [1], "steps": 2}
     with pytest.raises(ValueError, match="but the model predicts no variances, expected"):
-        sample(untold, scheduler(sampler="ddpm", learn_sigma=True), **options)
+        sample(without, scheduler(sampler="ddpm", learn_sigma=True), **options)
     config = scheduler(sampler="ddpm", learn_sigma=True).config
     other = SCHEDULERS["ddpm"].from_config(config, variance_type="learned")
     with pytest.raises(ValueError, match="'learned', but the model predicts a range of variances"):
-        sample(told, other, **options)
+        sample(with_variances, other, **options)
     spaced = SCHEDULERS["ddim"].from_config(config, timestep_spacing="linspace")
     with pytest.raises(ValueError, match="timestep_spacing='linspace', with which DDIM"):
-        sample(told, spaced, **options)
+        sample(with_variances, spaced, **options)
 
 
-def test_samplers_of_another_noise_are_refused():
+def test_samplers_that_do_not_fit_the_noise_are_rejected():
     with pytest.raises(
         ValueError, match="sampler is 'euler', but the model was trained with noise"
     ):
@@ -460,7 +464,7 @@ def test_samplers_of_another_noise_are_refused():
         check_scheduler(None, NoiseConfig())
 
 
-def test_ddim_refuses_steps_that_diffusers_rounds_beyond_the_image():
+def test_ddim_rejects_steps_that_diffusers_rounds_beyond_the_image():
     scheduler = build_scheduler(
         NoiseConfig(), SamplerConfig(sampler="ddim"), clip=None, learn_sigma=False
     )

@@ -1,4 +1,4 @@
-"""Labelled sequences: how they are read, padded and judged, and what is refused."""
+"""Sequence classification: data sets, padding, loss, evaluation and errors."""
 
 from dataclasses import dataclass
 
@@ -89,10 +89,10 @@ def test_pairs_come_with_segments():
     assert segments.tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 1, 1]]
     assert keep.all()
     alone = padded([LabelledSequence(pairs[0][0], 0, 4), LabelledSequence(pairs[1][0][:3], 0, 2)])
-    assert alone[3].tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 0, 0]]  # padding is of no text
+    assert alone[3].tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 0, 0]]  # padding has segment 0
 
 
-def test_padding_changes_no_score():
+def test_padding_does_not_change_scores():
     model, data = tiny_model(), splits()
     together, alone = (
         evaluate(model, SequenceClassificationConfig(evaluation_batch_size=size).build(data))
@@ -100,10 +100,10 @@ def test_padding_changes_no_score():
     )
     torch.testing.assert_close(together.arrays, alone.arrays)
     assert together.arrays["labels"].tolist() == [0, 2, 1, 2]
-    assert together.arrays["confidence"].unique().numel() == 4  # the model tells them apart
+    assert together.arrays["confidence"].unique().numel() == 4  # distinct predictions
 
 
-# Loss and measure
+# Loss and metrics
 
 
 def test_the_loss_is_the_cross_entropy_of_smoothed_labels():
@@ -111,19 +111,19 @@ def test_the_loss_is_the_cross_entropy_of_smoothed_labels():
     tokens, keep, labels = batch = batch_of(data.train)
     loss, metrics = SequenceClassificationConfig(label_smoothing=0.3).build(data).loss(model, batch)
     scores = model(tokens, keep)
-    aims = nn.functional.one_hot(labels, 3) * 0.7 + 0.1
-    torch.testing.assert_close(loss, -(aims * scores.log_softmax(dim=1)).sum(dim=1).mean())
+    targets = nn.functional.one_hot(labels, 3) * 0.7 + 0.1
+    torch.testing.assert_close(loss, -(targets * scores.log_softmax(dim=1)).sum(dim=1).mean())
     torch.testing.assert_close(metrics["accuracy"], (scores.argmax(1) == labels).float().mean())
 
 
-def test_rows_are_judged_as_they_are():
+def test_metrics_of_given_predictions():
     task = SequenceClassificationConfig().build(splits())
     rows = {
         "labels": torch.tensor([0, 2, 1, 2]),
         "predictions": torch.tensor([0, 2, 2, 2]),
         "losses": torch.tensor([1.0, 2.0, 3.0, 6.0]),
     }
-    assert task.judge(rows).metrics == {"accuracy": 0.75, "loss": 3.0}
+    assert task.evaluate(rows).metrics == {"accuracy": 0.75, "loss": 3.0}
     assert task.score({"accuracy": 0.75, "loss": 3.0}) == 0.75
 
 
@@ -131,26 +131,26 @@ def numbered():
     return splits([s._replace(label=float(s.label)) for s in SEQUENCES], class_names=())
 
 
-def test_numbers_are_estimated_by_least_squares():
+def test_regression_minimizes_the_squared_error():
     model, data = tiny_model(num_classes=1), numbered()
     tokens, keep, labels = batch = batch_of(data.train)
     task = SequenceClassificationConfig().build(data)
     estimates = model(tokens, keep)[:, 0]
     torch.testing.assert_close(task.loss(model, batch)[0], ((estimates - labels) ** 2).mean())
-    judged = evaluate(model, task)
-    wanted = np.corrcoef(estimates.detach().numpy(), labels.numpy())[0, 1]
-    assert judged.metrics["correlation"] == pytest.approx(wanted, rel=1e-4)
-    assert judged.metrics["loss"] == pytest.approx(task.loss(model, batch)[0].item(), rel=1e-5)
-    assert task.score(judged.metrics) == judged.metrics["correlation"]
+    evaluation = evaluate(model, task)
+    expected = np.corrcoef(estimates.detach().numpy(), labels.numpy())[0, 1]
+    assert evaluation.metrics["correlation"] == pytest.approx(expected, rel=1e-4)
+    assert evaluation.metrics["loss"] == pytest.approx(task.loss(model, batch)[0].item(), rel=1e-5)
+    assert task.score(evaluation.metrics) == evaluation.metrics["correlation"]
 
 
-def test_a_constant_estimate_has_no_correlation():
+def test_a_constant_prediction_has_no_correlation():
     task = SequenceClassificationConfig().build(numbered())
     rows = {"labels": torch.arange(3.0), "predictions": torch.ones(3), "losses": torch.ones(3)}
-    assert task.judge(rows).metrics["correlation"] == 0.0
+    assert task.evaluate(rows).metrics["correlation"] == 0.0
 
 
-def test_the_model_is_told_which_text_is_which():
+def test_the_model_receives_segments():
     pairs = [
         LabelledSequence(ids, 1, at)
         for ids, at in [ByteFormat(max_length=3).encode_pair("ab", "c")]
@@ -158,27 +158,27 @@ def test_the_model_is_told_which_text_is_which():
     data = splits(pairs)
     model = tiny_model(segment_types=2).eval()
     task = SequenceClassificationConfig().build(data)
-    told = evaluate(model, task).arrays["losses"]
+    found = evaluate(model, task).arrays["losses"]
     tokens, keep, labels, segments = batch_of(data.train)
     assert segments.tolist() == [[0, 0, 0, 1]]
-    aims = nn.functional.cross_entropy(model(tokens, keep, segments=segments), labels)
-    torch.testing.assert_close(told, aims[None])
+    targets = nn.functional.cross_entropy(model(tokens, keep, segments=segments), labels)
+    torch.testing.assert_close(found, targets[None])
     assert not torch.allclose(model(tokens, keep), model(tokens, keep, segments=segments))
 
 
 @pytest.mark.parametrize("task", [{"label_smoothing": 1.0}, {"evaluation_batch_size": 0}])
-def test_the_task_refuses_impossible_numbers(task):
+def test_invalid_settings_are_rejected(task):
     with pytest.raises(ValueError, match=rf"task\.{next(iter(task))} is "):
         SequenceClassificationConfig(**task).build(splits())
 
 
-def test_numbers_have_no_smoothed_labels():
+def test_label_smoothing_requires_classes():
     with pytest.raises(ValueError, match=r"label_smoothing is 0\.1, expected 0: .* are numbers"):
         SequenceClassificationConfig(label_smoothing=0.1).build(numbered())
 
 
 @pytest.mark.parametrize(("data", "says"), [(splits(), "of 3 classes"), (numbered(), "one number")])
-def test_a_model_with_other_scores_is_refused(data, says):
+def test_models_with_another_number_of_scores_are_rejected(data, says):
     task = SequenceClassificationConfig().build(data)
     with pytest.raises(ValueError, match=rf"scores of shape \(4, 2\) for 4 sequences .*{says}"):
         task.loss(tiny_model(num_classes=2), batch_of(data.train))
@@ -230,7 +230,9 @@ def test_what_is_wrong_with_listops_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"basic_test\.tsv holds no expressions"):
         ListOpsDataConfig(**at).build()
     (tmp_path / "basic_test.tsv").write_text("Source\tTarget\n[MAX 1 2 ]\t2\n[MAX 1 2 ]\t3\n")
-    with pytest.raises(ValueError, match=r"basic_test\.tsv, line 3: the label is 3, .* worth 2"):
+    with pytest.raises(
+        ValueError, match=r"basic_test\.tsv, line 3: the label is 3, .* evaluates to 2"
+    ):
         ListOpsDataConfig(**at).build()
     for drawn in ({"expressions": SMALL}, {"train_examples": 7}):
         with pytest.raises(ValueError, match=r"data\.path is .* expected no data\.expressions"):
@@ -294,7 +296,7 @@ def test_what_is_wrong_with_pathfinder_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"sample_\d+\.png: .* 64 x 64 pixels, expected 32 x 32"):
         wrong.train.example(0)
     write_published(tmp_path / "few", 1)
-    with pytest.raises(ValueError, match="holds too few images: 1"):
+    with pytest.raises(ValueError, match="has too few images: 1"):
         PathfinderDataConfig(path=str(tmp_path / "few")).build()
     with pytest.raises(ValueError, match=r"expected no data\.images\.contour_length"):
         pathfinder(path=str(tmp_path / "large")).build()
@@ -400,7 +402,7 @@ def test_what_is_wrong_with_texts_is_said(tmp_path):
     (tmp_path / "train.tsv").write_text("text\tlabel\nfine\tpos\nbad\n")
     says(r"train\.tsv, line 3: 1 cells between tabs, expected 2: text, label")
     (tmp_path / "train.tsv").write_text("text\tlabel\nfine\tpos\n")
-    says("the texts are of 1 classes, expected two or more")
+    says("texts have 1 classes, expected two or more")
     (tmp_path / "train.tsv").write_text("text\tlabel\n")
     says(r"train\.tsv holds no rows")
     (tmp_path / "train.tsv").write_bytes(b"\xff\t\n")
@@ -408,7 +410,7 @@ def test_what_is_wrong_with_texts_is_said(tmp_path):
     (tmp_path / "train-2.tsv").write_text("text\tlabel\nfine\tpos\n")
     says(r"where 2 tables are of train, expected one: .*train-2\.tsv and .*train\.tsv")
     (tmp_path / "test.tsv").unlink()
-    says("has no split to be judged on, expected one of validation, valid, val, test")
+    says("has no test split, expected one of validation, valid, val, test")
 
 
 PAIRS = ["1.0\t12\t13\tfirst paper\tsecond\n", "0.0\t2\t3\ta\tbb\n"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import onescan
-from onescan.training.optimizer import parameter_groups
+from onescan.training.optim import parameter_groups
 
 try:  # built for another torch, it fails in many ways
     import torchvision  # noqa: F401

@@ -1,4 +1,5 @@
 import math
+import re
 import resource
 import subprocess
 import sys
@@ -6,19 +7,16 @@ from itertools import islice
 
 import pytest
 import torch
-import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_run import STEPS, StripesConfig, TinyModelConfig, assert_same, tiny_run, untimed
 from torch import nn
 
 from onescan import configs
-from onescan.data import DigitsConfig
 from onescan.tasks import ImageClassification, ImageClassificationConfig
 from onescan.training import (
     MachineConfig,
     Progress,
-    RunConfig,
     TrainingConfig,
     evaluate,
     learning_rate,
@@ -26,7 +24,7 @@ from onescan.training import (
     read_metrics,
     train,
 )
-from onescan.training.schedule import Plan
+from onescan.training.optim import Plan
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +36,31 @@ def whole(tmp_path_factory):
 # What a run does
 
 
-def test_a_run_learns_and_records(whole):
+def test_a_run_learns_and_records_its_metrics(whole):
     lines = untimed(whole.folder)
     trained = [line for line in lines if line["split"] == "train"]
     assert [line["step"] for line in trained] == list(range(1, STEPS + 1))
     assert set(trained[0]) == {
         *("step", "epoch", "split", "loss", "accuracy", "learning_rate", "gradient_norm")
     }
-    judged = [line for line in lines if line["split"] == "test"]
-    assert [(line["step"], line["epoch"]) for line in judged] == [(4, 1.0), (8, 2.0), (12, 3.0)]
-    assert judged[-1]["accuracy"] == whole.metrics["accuracy"] > 0.5
-    assert judged[-1]["loss"] < judged[0]["loss"]
+    evaluations = [line for line in lines if line["split"] == "test"]
+    assert [(line["step"], line["epoch"]) for line in evaluations] == [
+        (4, 1.0),
+        (8, 2.0),
+        (12, 3.0),
+    ]
+    assert evaluations[-1]["accuracy"] == whole.metrics["accuracy"] > 0.5
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"]
     assert whole.steps == STEPS
 
 
 def test_equal_runs_give_equal_numbers(tmp_path, whole):
-    torch.manual_seed(123)  # what was drawn before must not matter
+    torch.manual_seed(123)  # earlier random numbers must not matter
     before = torch.get_rng_state()
     again = train(tiny_run(), tmp_path / "again")
     assert not again.reused
     assert_same(again, whole)
-    assert torch.equal(torch.get_rng_state(), before)  # and the caller's chance is untouched
+    assert torch.equal(torch.get_rng_state(), before)  # the caller's random state is kept
 
 
 def test_the_seed_changes_the_run(tmp_path, whole):
@@ -66,7 +68,7 @@ def test_the_seed_changes_the_run(tmp_path, whole):
     assert untimed(other.folder)[0] != untimed(whole.folder)[0]
 
 
-def test_steps_stand_in_for_epochs(tmp_path):
+def test_steps_override_epochs(tmp_path):
     result = train(tiny_run(steps=5, evaluate_every=100.0), tmp_path / "run")
     assert result.steps == 5
     assert [line["step"] for line in read_metrics(result.folder)] == [1, 2, 3, 4, 5, 5]
@@ -81,15 +83,7 @@ def test_gradients_are_clipped(tmp_path):
     assert clipped[1]["loss"] != free[1]["loss"]
 
 
-def test_digits_are_learnt(tmp_path):
-    run = configs.replace(
-        tiny_run(epochs=4, batch_size=32),
-        {"data": DigitsConfig(), "model.pixels": 64, "model.num_classes": 10, "model.width": 64},
-    )
-    assert train(run, tmp_path / "run").metrics["accuracy"] > 0.85
-
-
-def test_progress_is_told_after_every_step(tmp_path):
+def test_progress_is_called_after_every_step(tmp_path):
     seen = []
     train(tiny_run(), tmp_path / "run", progress=seen.append)
     assert [now.step for now in seen] == list(range(1, STEPS + 1))
@@ -99,15 +93,26 @@ def test_progress_is_told_after_every_step(tmp_path):
     assert set(seen[4].metrics) == {"loss", "accuracy", "test_loss", "test_accuracy"}
 
 
-def test_a_bar_is_drawn_only_when_asked_for(tmp_path, capfd):
+def test_progress_shows_a_summary_an_estimate_and_a_bar(tmp_path, capfd):
     train(tiny_run(), tmp_path / "quiet")
     assert capfd.readouterr() == ("", "")
-    train(tiny_run(), tmp_path / "bar", progress=True)
+    run = configs.replace(tiny_run(), {"machine.gradient_accumulation_steps": 2})
+    train(run, tmp_path / "bar", progress=True)
     out, err = capfd.readouterr()
     assert out == ""
-    assert "96/96" in err
-    assert "images/s" in err
-    assert "accuracy=" in err
+    summary, _, bar = err.partition("estimated time: ")
+    parameters = sum(p.numel() for p in TinyModelConfig().build().parameters())
+    for part in (
+        f"model: TinyModel, {parameters} parameters\n",
+        "data: 33 training and 33 test images, input shape [1, 4, 4]\n",
+        "device: cpu, float32\n",
+        "batch size: 8, 2 accumulation steps\n",
+        "steps: 12 (3.0 epochs of 4)\n",
+    ):
+        assert part in summary
+    assert bar.startswith("less than 1 s for 6 more steps")
+    for part in ("96/96", "images/s", "accuracy="):
+        assert part in bar
 
 
 def test_only_one_checkpoint_is_kept(whole):
@@ -127,8 +132,8 @@ def tiny_task(**task):
 
 def test_label_smoothing_is_part_of_the_loss():
     model = TinyModelConfig().build().eval()
-    planned = next(tiny_task().batches(step=0, batch_size=8, seed=0))
-    batch = tiny_task().train.read(planned.examples).batch
+    plan = next(tiny_task().batches(step=0, batch_size=8, seed=0))
+    batch = tiny_task().train.read(plan.examples).batch
     logits, labels = model(batch[0]), batch[1]
     loss, metrics = tiny_task(label_smoothing=0.3).loss(model, batch)
     aims = torch.nn.functional.one_hot(labels, 3) * 0.7 + 0.1
@@ -136,7 +141,7 @@ def test_label_smoothing_is_part_of_the_loss():
     torch.testing.assert_close(metrics["accuracy"], (logits.argmax(1) == labels).float().mean())
 
 
-def test_the_size_of_evaluation_batches_does_not_matter():
+def test_the_evaluation_batch_size_does_not_matter():
     model = TinyModelConfig().build()
     tasks = [tiny_task(evaluation_batch_size=size) for size in (64, 5)]
     whole, parts = (evaluate(model, task) for task in tasks)
@@ -156,14 +161,14 @@ def test_an_epoch_visits_every_image_once():
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 9])
-def test_batches_from_any_step_on_are_those_of_the_whole(step):
+def test_batches_from_any_step_equal_those_of_the_whole_run(step):
     task = tiny_task(augment_repeats=3)
     whole = list(islice(task.batches(step=0, batch_size=8, seed=3), 12))
     assert list(islice(task.batches(step=step, batch_size=8, seed=3), 12 - step)) == whole[step:]
     assert len({example.seed for batch in whole for example in batch.examples}) == 96
 
 
-def test_repeated_augmentation_shows_each_image_so_many_times_in_a_row():
+def test_repeated_augmentation_shows_each_image_several_times_in_a_row():
     task = tiny_task(augment_repeats=3)
     seen = [e.source for b in islice(task.batches(step=0, batch_size=6, seed=0), 5) for e in b[0]]
     assert seen[::3] == seen[1::3] == seen[2::3]
@@ -173,7 +178,7 @@ def test_repeated_augmentation_shows_each_image_so_many_times_in_a_row():
 @pytest.mark.parametrize(
     "task", [{"label_smoothing": 1.0}, {"evaluation_batch_size": 0}, {"augment_repeats": 0}]
 )
-def test_the_task_refuses_impossible_numbers(task):
+def test_task_settings_out_of_range_are_refused(task):
     with pytest.raises(ValueError, match=rf"task\.{next(iter(task))} is "):
         tiny_task(**task)
 
@@ -181,24 +186,13 @@ def test_the_task_refuses_impossible_numbers(task):
 # What goes wrong
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
-    run = tiny_run(learning_rate=1e38, max_grad_norm=None, warmup=6.0)
-    with pytest.raises(FloatingPointError) as caught:
+@pytest.mark.parametrize(("every", "name"), [(1.0, "loss"), (0.25, "weight_norm")])
+def test_a_run_that_diverges_stops_without_a_checkpoint(tmp_path, every, name):
+    run = tiny_run(learning_rate=1e30, warmup=0.0, max_grad_norm=None, checkpoint_every=every)
+    with pytest.raises(FloatingPointError, match=rf"^{name} is (nan|inf) at step 1; ") as caught:
         train(run, tmp_path)
-    says = str(caught.value)
-    assert "at step" in says
-    assert "try a smaller training.learning_rate (now 1e+38)" in says
-    assert "training.max_grad_norm (now None)" in says
-
-
-def test_weights_that_are_not_finite_stop_the_run(tmp_path):
-    run = tiny_run(learning_rate=1e30, warmup=0.0)
-    says = "loss is (nan|inf) at step 1; no checkpoint was saved; try a smaller"
-    with pytest.raises(FloatingPointError, match=says):
-        train(run, tmp_path / "loss")
-    says = says.replace("loss", "weight_norm")
-    with pytest.raises(FloatingPointError, match=says):  # or, due to be saved, before the next loss
-        train(configs.replace(run, {"training.checkpoint_every": 0.25}), tmp_path / "weights")
+    assert "training.learning_rate (now 1e+30)" in str(caught.value)
+    assert "training.max_grad_norm (now None)" in str(caught.value)
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -230,7 +224,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, whole):
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
 
     try:
-        with pytest.raises(OSError, match=r"cannot write to .*; files saved earlier are intact"):
+        with pytest.raises(OSError, match=r"cannot write to .* intact$"):
             train(tiny_run(), tmp_path, progress=fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -242,11 +236,6 @@ def test_an_unwritable_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OSError, match=r"cannot write to .*file/run: Not a directory$"):
         train(tiny_run(), tmp_path / "file" / "run")
-
-
-def test_a_model_for_other_classes_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"scores of shape \(8, 4\) .* 3 classes"):
-        train(configs.replace(tiny_run(), {"model.num_classes": 4}), tmp_path)
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x"])
@@ -279,29 +268,29 @@ def test_an_unknown_device_is_refused(tmp_path, device):
         ("patience", 0),
     ],
 )
-def test_training_refuses_impossible_numbers(name, value):
-    with pytest.raises(ValueError, match=rf"training\.{name} is "):
+def test_training_settings_out_of_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"training\.{name} is .*{re.escape(str(value))}"):
         TrainingConfig(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["precision", "schedule"])
-def test_training_refuses_unknown_names(name):
+def test_unknown_choices_are_refused(name):
     config = TrainingConfig()
-    object.__setattr__(config, name, "float31")  # past the tests' own type checks
-    with pytest.raises(ValueError, match=rf"training\.{name} 'float31' is unknown"):
+    object.__setattr__(config, name, "float31")  # not possible otherwise with type checks
+    with pytest.raises(ValueError, match=rf"training\.{name} 'float31'"):
         config.__post_init__()
 
 
 @pytest.mark.parametrize(("name", "value"), [("gradient_accumulation_steps", 0), ("workers", -1)])
-def test_machines_refuse_impossible_numbers(name, value):
-    with pytest.raises(ValueError, match=rf"machine\.{name} is "):
+def test_machine_settings_out_of_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"machine\.{name} is {value}"):
         MachineConfig(**{name: value})
 
 
 # The parts
 
 
-def test_matrices_decay_and_the_rest_does_not():
+def test_only_matrices_have_weight_decay():
     class Layer(nn.Module):
         no_weight_decay = frozenset({"theta"})
 
@@ -346,7 +335,7 @@ def test_schedules_have_their_shapes(schedule, half):
     assert learning_rate(100, 100, config) == pytest.approx(2.0 if schedule == "constant" else 0.2)
 
 
-def test_the_inverse_root_halves_when_the_steps_are_four_times_the_warmup():
+def test_inverse_sqrt_halves_when_the_step_quadruples():
     config = TrainingConfig(learning_rate=2.0, warmup=25.0, schedule="inverse_sqrt")
     rates = [learning_rate(step, 1000, config) for step in (24, 99, 399)]
     assert rates == pytest.approx([2.0, 1.0, 0.5])
@@ -357,16 +346,6 @@ def test_a_plan_turns_epochs_into_steps():
     assert plan.steps == 20
     assert [step for step in range(21) if plan.evaluates(step)] == [5, 10, 15, 20]
     assert [step for step in range(21) if plan.saves(step)] == [15, 20]
-
-
-def test_a_run_can_be_changed_from_the_command_line():
-    flags = ["--model.width", "9", "--training.epochs", "7", "--training.steps", "4"]
-    flags += ["--task.augment.degrees", "3", "--data.examples", "66", "--name", "changed"]
-    config = (tyro.conf.AvoidSubcommands,)
-    run = tyro.cli(RunConfig, default=tiny_run(), args=flags, config=config)
-    assert isinstance(run.model, TinyModelConfig)
-    assert (run.model.width, run.training.epochs, run.training.steps) == (9, 7, 4)
-    assert (run.task.augment.degrees, run.data.examples, run.name) == (3.0, 66, "changed")
 
 
 def test_slow_imports_wait_until_they_are_needed():

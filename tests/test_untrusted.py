@@ -19,14 +19,14 @@ from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from test_sample_command import save_run
 from test_transformers_text import BOTH, CAUSAL, causal, masked
-from tiny_run import press_ctrl_c_at, tiny_run
+from tiny_run import interrupt, tiny_run
 from tiny_tokenizers import word_tokenizer
 
 from onescan.checkpoint.files import to_json
 from onescan.cli import main
 from onescan.integrations.transformers import to_transformers
 from onescan.training import train
-from onescan.training.pipeline import load_pipeline
+from onescan.training.sampling import load_pipeline
 
 STARTED = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn")
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n%%EOF\n"
@@ -99,8 +99,7 @@ def good(tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     torch.manual_seed(0)
     train(tiny_run(epochs=1), folder / "classifier")
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_run(), folder / "stopped" / "seed-0", progress=press_ctrl_c_at(5))
+    interrupt(tiny_run(), folder / "stopped" / "seed-0", 5)
     load_pipeline(save_run(folder / "denoiser")).save_pretrained(folder / "pipeline")
     for name, model in (("lm", causal(CAUSAL["lightnet"])), ("mlm", masked(BOTH["lion"]))):
         to_transformers(model.float()).save_pretrained(folder / name)

@@ -25,5 +25,5 @@ def test_a_call_enters_few_files(name, monkeypatch):
 def test_a_walk_counts_files_lines_and_switches():
     lines, switches = walk(lambda: lrpe_frequencies(4, axes=2))
     assert list(lines) == ["ops/lrpe.py", "checks.py"]
-    assert lines["checks.py"] == 2  # the loop and its condition
-    assert switches == 2  # there and back
+    assert lines["checks.py"] == 5  # three of check_whole, two of check_positive
+    assert switches == 4  # there and back, twice

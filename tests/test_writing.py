@@ -1,4 +1,4 @@
-"""Tokenizers, and what language models are used for: writing on, filling in masks."""
+"""Tokenizers, text generation, and prediction of masked tokens."""
 
 import re
 
@@ -41,7 +41,7 @@ def filler(name="bert"):
     return MaskedLMConfig(**sizes).build().eval()
 
 
-def test_bytes_are_utf8_and_specials_are_no_text():
+def test_bytes_are_utf8_without_special_tokens():
     tokenizer = ByteTokenizer()
     assert tokenizer.encode(ODD) == list(ODD.encode())
     assert tokenizer.decode([*ODD.encode(), tokenizer.end, tokenizer.mask]) == ODD
@@ -49,7 +49,7 @@ def test_bytes_are_utf8_and_specials_are_no_text():
     assert tokenizer.encode("a[MASK]b") == list(b"a[MASK]b")
 
 
-def test_a_tokenizer_comes_back_from_its_folder_or_file(tmp_path):
+def test_a_tokenizer_is_loaded_from_a_folder_or_file(tmp_path):
     byte_level_bpe().save_pretrained(tmp_path)
     for name in (tmp_path, tmp_path / "tokenizer.json"):
         tokenizer = load_tokenizer(str(name))
@@ -58,7 +58,7 @@ def test_a_tokenizer_comes_back_from_its_folder_or_file(tmp_path):
     assert isinstance(load_tokenizer("bytes"), ByteTokenizer)
 
 
-def test_a_frame_is_put_around_a_whole_text_only():
+def test_special_tokens_frame_a_whole_text():
     tokenizer = words(framed=True)
     assert tokenizer.encode("the cat") == [5, 6]
     assert tokenizer.encode("the cat", framed=True) == [2, 5, 6, 3]
@@ -66,7 +66,7 @@ def test_a_frame_is_put_around_a_whole_text_only():
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pairs"])
-def test_a_stream_splits_no_character_and_loses_none(kind):
+def test_a_stream_yields_whole_characters(kind):
     pairs = PretrainedTokenizer("pairs", byte_level_bpe())
     tokenizer = ByteTokenizer() if kind == "bytes" else pairs
     pieces = list(tokenizer.stream(tokenizer.encode(ODD)))
@@ -77,13 +77,13 @@ def test_a_stream_splits_no_character_and_loses_none(kind):
     assert cut == (["\ufffd"] if kind == "bytes" else [])
 
 
-def test_a_stream_of_broken_characters_does_not_wait_for_ever():
+def test_a_stream_of_invalid_bytes_yields_replacements():
     pieces = list(ByteTokenizer().stream([0x80] * 40))
     assert "".join(pieces) == "\ufffd" * 40
     assert len(pieces) > 3
 
 
-def test_a_text_begins_with_what_its_tokenizer_puts_before_it():
+def test_a_prompt_begins_with_the_tokenizers_special_tokens():
     framed, plain = words(framed=True), words()
     assert framed.begin("the cat") == [2, 5, 6]  # [CLS], and no [SEP]
     assert framed.begin("") == [2]
@@ -92,16 +92,16 @@ def test_a_text_begins_with_what_its_tokenizer_puts_before_it():
     assert ByteTokenizer().begin("a") == [97]
 
 
-def test_what_is_no_letter_is_spelt():
-    assert [ByteTokenizer().spell(i) for i in (97, 32, 10)] == ["a", "' '", r"'\n'"]
-    assert words().spell(4) == "[MASK]"
+def test_tokens_are_formatted():
+    assert [ByteTokenizer().format_token(i) for i in (97, 32, 10)] == ["a", "' '", r"'\n'"]
+    assert words().format_token(4) == "[MASK]"
 
 
-def test_ids_beyond_the_tokenizers_are_not_written():
-    model = writer(vocab_size=700)  # of which 442 are no bytes
+def test_ids_beyond_the_tokenizer_are_not_generated():
+    model = writer(vocab_size=700)  # the tokenizer has 258
     sampling = Sampling(temperature=3.0)
-    written = model.stream(torch.tensor([[97]]), sampling, max_new_tokens=60, vocab_size=258)
-    assert max(int(token) for token, _ in written) < 258
+    tokens = model.stream(torch.tensor([[97]]), sampling, max_new_tokens=60, vocab_size=258)
+    assert max(int(token) for token, _ in tokens) < 258
     assert len("".join(generate_text(model, ByteTokenizer(), "a", sampling, max_new_tokens=60))) > 0
 
 
@@ -109,7 +109,7 @@ def test_a_stream_of_words_has_spaces_between_them():
     assert "".join(words().stream([5, 6, 7])) == "the cat sat"
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path):
+def test_invalid_tokenizers_are_rejected(tmp_path):
     for place in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ValueError, match="cannot load a tokenizer from"):
             load_tokenizer(str(place))
@@ -119,14 +119,14 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
         next(generate_text(writer(vocab_size=200), ByteTokenizer(), "a", max_new_tokens=3))
 
 
-def test_writing_on_is_generating():
+def test_generated_text_is_that_of_generate():
     model, prompt = writer(), "the cat"
     got = "".join(generate_text(model, ByteTokenizer(), prompt, max_new_tokens=20))
     ids = model.generate(torch.tensor([list(prompt.encode())]), max_new_tokens=20, end=256)[0]
     assert got == ByteTokenizer().decode(ids.tolist())
 
 
-def test_writing_ends_where_the_text_does():
+def test_generation_stops_at_the_end_token():
     def next_letter(tokens, state=None, **_):
         logits = torch.zeros(1, 1, 258)
         logits[..., 256 if tokens[0, -1] == 98 else tokens[0, -1] + 1] = 1
@@ -137,7 +137,7 @@ def test_writing_ends_where_the_text_does():
     assert "".join(generate_text(model, ByteTokenizer(), "X", max_new_tokens=90)) == "YZ[\\]^_`ab"
 
 
-def test_an_empty_prompt_begins_with_the_end_of_another_text():
+def test_an_empty_prompt_starts_from_the_end_token():
     model = writer()
     got = "".join(generate_text(model, ByteTokenizer(), "", max_new_tokens=5))
     want = model.generate(torch.tensor([[256]]), max_new_tokens=5, end=256)[0]
@@ -148,37 +148,37 @@ def test_an_empty_prompt_begins_with_the_end_of_another_text():
         tokenizer.begin("")
 
 
-def test_chance_is_as_the_seed_says():
+def test_the_seed_determines_the_text():
     model = writer()
 
-    def write(seed):
+    def generate(seed):
         generator = torch.Generator().manual_seed(seed)
         sampling = Sampling(temperature=1.0)
         options = {"max_new_tokens": 12, "generator": generator}
         return "".join(generate_text(model, ByteTokenizer(), "the", sampling, **options))
 
-    assert write(1) == write(1)
-    assert len({write(seed) for seed in range(5)}) > 1
+    assert generate(1) == generate(1)
+    assert len({generate(seed) for seed in range(5)}) > 1
 
 
 @pytest.mark.parametrize("name", ["bert", "lightnet"])
-def test_masks_are_filled_with_the_likeliest(name):
+def test_masks_are_filled_with_the_most_likely_tokens(name):
     model, tokenizer = filler(name), words(framed=True)
-    (first, second) = fill_masks(model, tokenizer, "the [MASK] sat [MASK]", top=3)
+    (first, second) = fill_masks(model, tokenizer, "the [MASK] sat [MASK]", top_k=3)
     scores = model(torch.tensor([[2, 5, 4, 7, 4, 3]]))[0].softmax(-1)
     for guesses, place in ((first, 2), (second, 4)):
         best = scores[place].topk(3)
-        assert [guess.share for guess in guesses] == pytest.approx(best.values.tolist())
+        assert [guess.probability for guess in guesses] == pytest.approx(best.values.tolist())
         assert [guess.text for guess in guesses] == [
-            tokenizer.spell(i) for i in best.indices.tolist()
+            tokenizer.format_token(i) for i in best.indices.tolist()
         ]
 
 
-def test_what_cannot_be_filled_is_refused():
+def test_invalid_texts_to_fill_are_rejected():
     with pytest.raises(ValueError, match=r"text has no \[MASK\] to be filled in: 'the cat'"):
         fill_masks(filler(), words(framed=True), "the cat")
-    with pytest.raises(ValueError, match="top is 0, expected a number above 0"):
-        fill_masks(filler(), words(framed=True), "the [MASK]", top=0)
+    with pytest.raises(ValueError, match="top_k is 0"):
+        fill_masks(filler(), words(framed=True), "the [MASK]", top_k=0)
     big = MaskedLMConfig(**{**SMALL, "vocab_size": 300, **BOTH["lion"]}).build()
     with pytest.raises(ValueError, match="tokenizer 'pairs' has no mask"):
         fill_masks(big, PretrainedTokenizer("pairs", byte_level_bpe()), "the [MASK]")
@@ -186,7 +186,7 @@ def test_what_cannot_be_filled_is_refused():
 
 @pytest.fixture
 def saved(tmp_path):
-    """Folders of a model that writes and of one that fills in."""
+    """Folders of a causal and of a masked language model."""
     for name, model, framed in (("writer", word_writer(), False), ("filler", filler(), True)):
         to_transformers(model).save_pretrained(tmp_path / name)
         word_tokenizer(framed=framed).save_pretrained(tmp_path / name)
@@ -208,13 +208,13 @@ def test_generate_streams_to_the_terminal(saved, capsys):
     assert capsys.readouterr().out != first
 
 
-def test_generate_reads_its_prompt_from_a_pipe(saved, capsys, monkeypatch):
+def test_generate_reads_its_prompt_from_standard_input(saved, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin.read", lambda: "a dog", raising=False)
     assert main(["generate", str(saved / "writer"), "--prompt", "-", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("a dog")
 
 
-def test_fill_prints_a_line_a_mask(saved, capsys):
+def test_fill_prints_one_line_per_mask(saved, capsys):
     text = "the [MASK] sat on [MASK]"
     assert main(["fill", str(saved / "filler"), text, "--top-k", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -222,38 +222,38 @@ def test_fill_prints_a_line_a_mask(saved, capsys):
     assert all(re.fullmatch(r"\S* ?\d+\.\d%, \S* ?\d+\.\d%", line) for line in lines), lines
 
 
-def test_mistakes_are_told_in_a_sentence(saved, capsys):
-    def told(*words):
-        assert main(list(words)) == 2
+def test_mistakes_are_reported_in_one_line(saved, capsys):
+    def error(*argv):
+        assert main(list(argv)) == 2
         return capsys.readouterr().err
 
-    assert "is a MaskedLM, expected a CausalLM" in told("generate", str(saved / "filler"))
-    assert "is a CausalLM, expected a MaskedLM" in told("fill", str(saved / "writer"), "a")
-    assert "text has no [MASK]" in told("fill", str(saved / "filler"), "the cat")
-    assert "max_new_tokens is 0" in told(
+    assert "is a MaskedLM, expected a CausalLM" in error("generate", str(saved / "filler"))
+    assert "is a CausalLM, expected a MaskedLM" in error("fill", str(saved / "writer"), "a")
+    assert "text has no [MASK]" in error("fill", str(saved / "filler"), "the cat")
+    assert "--max-new-tokens is 0" in error(
         "generate", str(saved / "writer"), "--prompt", "a", "--max-new-tokens", "0"
     )
-    assert "temperature is -1.0" in told(
+    assert "--temperature is -1.0" in error(
         "generate", str(saved / "writer"), "--prompt", "a", "--temperature", "-1"
     )
     writer_words = ["generate", str(saved / "writer"), "--prompt"]
-    assert "seed is -1, expected" in told(*writer_words, "a", "--seed", "-1")
-    assert "prompt is no text in UTF-8, from character 1 on" in told(*writer_words, "a\udcff")
+    assert "--seed is -1, expected" in error(*writer_words, "a", "--seed", "-1")
+    assert "prompt is not valid UTF-8 from character 1" in error(*writer_words, "a\udcff")
     weights = saved / "writer" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:200])
-    assert "holds no model that can be loaded" in told(*writer_words, "a")
+    assert "holds no model that can be loaded" in error(*writer_words, "a")
     weights.write_bytes(whole)
     config = saved / "writer" / "config.json"
     right = config.read_text()
     config.write_text(right.replace('"width": 24', '"width": 36'))
-    assert "holds no model that can be loaded" in told(*writer_words, "a")
+    assert "holds no model that can be loaded" in error(*writer_words, "a")
     config.write_text(right)
     byte_level_bpe().save_pretrained(saved / "writer")
-    assert "they do not belong together" in told("generate", str(saved / "writer"))
+    assert "they do not belong together" in error("generate", str(saved / "writer"))
     to_transformers(
         onescan.build("lightnet_tiny", depth=1, width=24, **{"mixer.num_heads": 2})
     ).save_pretrained(saved / "filler")
-    assert "holds OnescanForImageClassification, expected one of" in told(
+    assert "holds OnescanForImageClassification, expected one of" in error(
         "fill", str(saved / "filler"), "[MASK]"
     )

@@ -1,4 +1,4 @@
-"""Small runs, image files and TorchScript features, to judge generated images by in tests."""
+"""Small runs, image files and TorchScript feature extractors for tests of generation scores."""
 
 import warnings
 
@@ -8,15 +8,15 @@ from PIL import Image
 from tiny_denoiser import BarsConfig, denoiser_run
 
 from onescan.checkpoint.weights import save_weights, whole_weights
-from onescan.data.decode import to_bytes
-from onescan.evaluation.asked import SamplesConfig
-from onescan.evaluation.generation.source import in_steps
+from onescan.data.images import to_bytes
+from onescan.evaluation.config import SamplesConfig
+from onescan.evaluation.images import round_to_bytes
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.tasks import ImageClassificationConfig
+from onescan.training.config import RunConfig
 from onescan.training.folder import write_manifest
-from onescan.training.run import RunConfig
 
 CPU = torch.device("cpu")
 CLASSIFIER = ImageClassifierConfig(
@@ -33,11 +33,11 @@ CLASSIFIER = ImageClassifierConfig(
 
 
 def saved_run(folder, run, seed=0):
-    """A run's folder as training leaves it, with fresh weights."""
+    """Write the folder of a run with random weights."""
     torch.manual_seed(seed)
     model = run.model.build()
     with torch.no_grad():
-        for weight in model.parameters():  # a denoiser's last ones begin as zeros
+        for weight in model.parameters():  # the last layer of a denoiser is initialized with zeros
             weight += 0.1 * torch.randn_like(weight)
     task = run.task.build(run.data.build())
     write_manifest(folder, run, task, CPU, step=0, processes=1)
@@ -46,27 +46,27 @@ def saved_run(folder, run, seed=0):
 
 
 def saved_classifier(folder):
-    """The run of a classifier of bars."""
+    """Write the run of a classifier of bars."""
     run = RunConfig(
-        name="judge", model=CLASSIFIER, data=BarsConfig(), task=ImageClassificationConfig()
+        name="classifier", model=CLASSIFIER, data=BarsConfig(), task=ImageClassificationConfig()
     )
-    return saved_run(folder / "runs" / "judge", run)
+    return saved_run(folder / "runs" / "classifier", run)
 
 
 def saved_denoiser(folder):
-    """The run of a denoiser of bars."""
+    """Write the run of a denoiser of bars."""
     return saved_run(folder / "runs" / "bars", denoiser_run(), seed=1)
 
 
-def asking(classifier, **changes):
-    defaults = {"samples": 20, "features": str(classifier), "steps": 2, "batch_size": 6}
+def samples_config(features, **changes):
+    defaults = {"samples": 20, "features": str(features), "steps": 2, "batch_size": 6}
     return SamplesConfig(**defaults | changes)
 
 
 def images_of(count, channels=3, size=4, seed=0):
-    """Images in steps of 1 / 255."""
+    """Return random images, rounded to bytes."""
     generator = torch.Generator().manual_seed(seed)
-    return in_steps(torch.rand(count, channels, size, size, generator=generator))
+    return round_to_bytes(torch.rand(count, channels, size, size, generator=generator))
 
 
 def write_pngs(folder, images):
@@ -83,7 +83,7 @@ def write_npz(path, images, labels=None, **more):
 
 
 class Scripted(torch.nn.Module):
-    """As NVIDIA's file is called."""
+    """Has the arguments of NVIDIA's file."""
 
     def forward(
         self, img: torch.Tensor, return_features: bool = False, no_output_bias: bool = False
@@ -98,7 +98,7 @@ class Scripted(torch.nn.Module):
 
 
 class Tuple(torch.nn.Module):
-    """Pooled features, spatial ones, logits."""
+    """Returns pooled features, spatial features and logits."""
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         pixels = images.float() / 255
@@ -106,14 +106,14 @@ class Tuple(torch.nn.Module):
 
 
 class Alone(torch.nn.Module):
-    """Pooled features."""
+    """Returns pooled features only."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.float().flatten(1) / 255
 
 
 class Wrong(torch.nn.Module):
-    """One number for all images."""
+    """Returns no features."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.float().mean()
@@ -126,8 +126,8 @@ def scripted(path, module):
     return path
 
 
-def adm_file(path, images, pixels_too):
-    """Statistics of `Tuple`'s features, as ADM's evaluator keeps them."""
+def adm_file(path, images, with_images):
+    """Write statistics of `Tuple`'s features, as ADM's evaluator does."""
     pooled = images.mean(dim=1).flatten(1).double().numpy()
     spatial = images[:, 0].flatten(1).double().numpy()
     arrays = {
@@ -136,7 +136,7 @@ def adm_file(path, images, pixels_too):
         "mu_s": spatial.mean(axis=0),
         "sigma_s": np.cov(spatial, rowvar=False),
     }
-    if pixels_too:
+    if with_images:
         return write_npz(path, images, **arrays)
     np.savez(path, **arrays)
     return path

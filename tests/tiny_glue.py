@@ -24,22 +24,22 @@ HEADS = {
 }
 ENTAILMENT = ("entailment", "not_entailment")
 INFERENCES = ("entailment", "neutral", "contradiction")
-SPELT = {"QNLI": ENTAILMENT, "RTE": ENTAILMENT, "MNLI": INFERENCES, "STS-B": "012345"}
+LABELS = {"QNLI": ENTAILMENT, "RTE": ENTAILMENT, "MNLI": INFERENCES, "STS-B": "012345"}
 
 
 def row(title, text, label):
     """One row: the label's place among a task's, and the text on which it depends."""
-    spelt = SPELT.get(title, "01")[label]
+    written = LABELS.get(title, "01")[label]
     other = "of it"
     return {
-        "CoLA": ["gj04", spelt, "", text],
-        "SST-2": [text, spelt],
-        "MRPC": [spelt, "1", "2", other, text],
-        "QQP": ["0", "1", "2", other, text, spelt],
-        "MNLI": ["0", "fiction", other, text, spelt, spelt],
-        "QNLI": ["0", other, text, spelt],
-        "RTE": ["0", other, text, spelt],
-        "STS-B": ["0", "news", "f", "2012", "1", "a", "b", other, text, spelt],
+        "CoLA": ["gj04", written, "", text],
+        "SST-2": [text, written],
+        "MRPC": [written, "1", "2", other, text],
+        "QQP": ["0", "1", "2", other, text, written],
+        "MNLI": ["0", "fiction", other, text, written, written],
+        "QNLI": ["0", other, text, written],
+        "RTE": ["0", other, text, written],
+        "STS-B": ["0", "news", "f", "2012", "1", "a", "b", other, text, written],
     }[title]
 
 
@@ -50,10 +50,10 @@ def write_table(path, title, rows):
 
 
 def ruled(title, count, seed):
-    """Rows whose label is told by one letter, among others."""
-    chance, classes = random.Random(seed), len(SPELT.get(title, "01"))
-    labels = [chance.randrange(classes) for _ in range(count)]
-    texts = ["".join(chance.choices("xyz", k=4)) + "abcdef"[label] * 4 for label in labels]
+    """Rows whose label one letter determines."""
+    rng, classes = random.Random(seed), len(LABELS.get(title, "01"))
+    labels = [rng.randrange(classes) for _ in range(count)]
+    texts = ["".join(rng.choices("xyz", k=4)) + "abcdef"[label] * 4 for label in labels]
     return [row(title, text, label) for text, label in zip(texts, labels, strict=True)]
 
 

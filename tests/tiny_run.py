@@ -1,16 +1,17 @@
-"""A run of a fraction of a second, with chance in every part of it, for tests of the loop."""
+"""A run of a fraction of a second, with randomness in every part, for tests of training."""
 
 import signal
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import nn
 
 from onescan.configs import ModelConfig
 from onescan.data import AffineConfig, DataConfig, ImageFormat, ImageSplits, ImageTensors
 from onescan.tasks import ImageClassificationConfig
-from onescan.training import MachineConfig, RunConfig, TrainingConfig, read_metrics
-from onescan.training.records import TIMING
+from onescan.training import MachineConfig, RunConfig, TrainingConfig, read_metrics, train
+from onescan.training.logging import TIMING
 
 STEPS = 12  # of tiny_run: 3 epochs of 4 batches
 
@@ -35,8 +36,8 @@ class TinyModel(nn.Module):
         self.embed = nn.Linear(config.pixels, config.width)
         self.inner = nn.Linear(config.width, config.width)
         self.outer = self.inner if config.tied else nn.Linear(config.width, config.width)
-        self.norm = nn.BatchNorm1d(config.width, momentum=0.5)  # a state that is no parameter
-        self.drop = nn.Dropout(0.2)  # chance from torch's global generator
+        self.norm = nn.BatchNorm1d(config.width, momentum=0.5)  # has buffers
+        self.drop = nn.Dropout(0.2)  # draws from torch's global generator
         self.spare = nn.Parameter(torch.ones(2, 2))  # no gradient reaches it
         self.head = nn.Linear(config.width, config.num_classes)
 
@@ -77,11 +78,11 @@ def tiny_run(**training):
 
 
 class KilledError(BaseException):
-    """Stands in for SIGKILL: nothing in the library handles it."""
+    """A substitute for SIGKILL, which nothing in the package handles."""
 
 
 def assert_same(result, whole):
-    """Equal to the last bit: weights, evaluation, and every recorded number but the timing."""
+    """Check that weights, evaluation and all metrics but the timing are bit-identical."""
     assert result.metrics == whole.metrics
     for name, array in whole.evaluation.arrays.items():
         assert torch.equal(result.evaluation.arrays[name], array)
@@ -93,6 +94,18 @@ def assert_same(result, whole):
 def untimed(folder):
     lines = read_metrics(folder)
     return [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
+
+
+def interrupt(run, folder, step):
+    """Train until Ctrl-C is pressed after a step."""
+    with pytest.raises(KeyboardInterrupt):
+        train(run, folder, progress=press_ctrl_c_at(step))
+
+
+def crash(run, folder, step):
+    """Train until an error is raised after a step."""
+    with pytest.raises(RuntimeError, match="crash"):
+        train(run, folder, progress=raise_at(step, RuntimeError("crash")))
 
 
 def press_ctrl_c_at(step):

@@ -1,4 +1,4 @@
-"""A tokenizer of a few words, as transformers has them."""
+"""A tokenizer of transformers with a few words."""
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -10,7 +10,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on"
 
 
 def word_tokenizer(*, framed=False, words=WORDS):
-    """One id a word; framed puts [CLS] before a text and [SEP] after it, as BERT's does."""
+    """One id per word; framed adds [CLS] before and [SEP] after a text, as BERT's does."""
     vocabulary = {word: i for i, word in enumerate(words)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

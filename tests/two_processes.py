@@ -1,4 +1,4 @@
-"""Runs that torchrun starts on two processes for test_distribution.py: FOLDER NAME..."""
+"""Runs of two processes, started by torchrun for test_distribution.py: FOLDER NAME..."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ STEPS, STOP = 12, 7
 
 
 def lightnet_run(**machine):
-    """Without chance that each process draws of its own: any number of them gives the same."""
+    """A run without randomness that differs between processes."""
     smaller = {
         "task.augment": None,
         "task.evaluation_batch_size": 100,
@@ -42,7 +42,7 @@ def lightnet_run(**machine):
 
 
 def interrupted_at(step):
-    """Let only the second process be asked to stop, before that update."""
+    """Interrupt only the second process, before that step."""
     update = Loop.update
 
     def interrupting(self, batches):
@@ -58,34 +58,34 @@ def main(folder, *names):
     with joined() as ranks:
         assert ranks.size == 2
         for name in names:
-            kind, _, way = name.partition("_")
+            kind, _, variant = name.partition("_")
             run = lightnet_run(**MACHINES[kind])
-            if way:
+            if variant:
                 restore = interrupted_at(STOP)
                 with contextlib.suppress(KeyboardInterrupt):
                     train(run, Path(folder) / name)
                 restore()
-            if way != "stopped":
+            if variant != "stopped":
                 train(run, Path(folder) / name)
         with contextlib.suppress(ValueError):  # of the first process, raised by both
             train(dataclasses.replace(run, training=TrainingConfig(seed=9)), Path(folder) / name)
 
 
-def lean_run():
-    """No running mean, and evaluations that are never a new best after the first."""
+def plain_run():
+    """A run without EMA, whose first evaluation stays the best."""
     ImageClassification.score = lambda *_: 0.0
     changes = {"training.ema_decay": None, "training.evaluate_every": 0.1}
     return configs.replace(lightnet_run(fsdp=True, workers=1), changes)
 
 
 def dies_once(folder):
-    """One process is killed in the first start; torchrun starts both again."""
+    """Kill one process in the first start; torchrun restarts both."""
 
     def show(now):
         if now.step == STOP and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(lean_run(), folder, progress=show)
+    train(plain_run(), folder, progress=show)
 
 
 MACHINES = {

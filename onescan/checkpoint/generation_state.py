@@ -36,10 +36,10 @@ def load_generation_state(path: str | Path, model: CausalLM) -> Any:
     if not isinstance(notes.get("model"), dict):
         raise ValueError(f"{path} holds no state")
     there = configs.from_dict(type(model.config), notes["model"])
-    for where, saved, wanted in configs.differences(there, model.config):
+    for where, saved, expected in configs.differences(there, model.config):
         raise ValueError(
-            f"{path} does not match the model: {where} is {saved!r} in the file and {wanted!r} in "
-            "the model"
+            f"{path} does not match the model: {where} is {saved!r} in the file and {expected!r} "
+            "in the model"
         )
     device = model.network.device
     with torch.no_grad():  # compute a state with the same structure

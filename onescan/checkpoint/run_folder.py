@@ -32,7 +32,7 @@ def locate(path: Path) -> tuple[Path, Path]:
     return folder, path if path.name == BEST else folder / WEIGHTS
 
 
-def is_run(folder: Path) -> bool:
+def has_run_config(folder: Path) -> bool:
     """Return whether a folder has a config.json written by onescan.
 
     Raises:

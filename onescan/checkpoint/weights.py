@@ -142,15 +142,15 @@ def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSize]:
 
 
 def check_sizes(
-    stored: Mapping[str, TensorSize], wanted: Mapping[str, TensorSize], path: Path
+    stored: Mapping[str, TensorSize], expected: Mapping[str, TensorSize], path: Path
 ) -> None:
     """Compare shapes and dtypes of stored tensors with those of the model.
 
     Raises:
         ValueError: Names the first tensor that is missing, unexpected, or differs.
     """
-    for name in [*wanted, *stored]:
-        there, here = (sizes.get(name, "missing") for sizes in (stored, wanted))
+    for name in [*expected, *stored]:
+        there, here = (sizes.get(name, "missing") for sizes in (stored, expected))
         if there != here:
             raise ValueError(
                 f"{path} does not match the model: {name} is {there} in the file and {here} in the "

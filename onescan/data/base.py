@@ -1,44 +1,55 @@
-"""What a data set is to the rest: examples in an order, read when a batch needs them."""
+"""What a dataset is to tasks and training: examples in an order, read when a batch needs them."""
 
+import math
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from onescan.data.order import derive_seed, epoch_order
+from onescan.shapes import Labels
 
-Bookmark = dict[str, Any]  # JSON types
-MOST_COUNT = 1 << 62  # of anything that a bookmark counts
+DataState = dict[str, Any]  # position of a stream, in JSON types
+MAX_COUNT = 1 << 62  # of anything that a DataState counts
+HELD_OUT = ("validation", "valid", "val", "test")  # a hub's test split may have no labels
+SPLITS = ("train", *HELD_OUT)
+
+OnError = Literal["raise", "skip"]
+"""What to do with an example that cannot be read."""
 
 
-def check_bookmark(bookmark: Bookmark, first: Bookmark) -> None:
-    """Check a bookmark that was read from a file.
+def check_data_state(state: DataState, first: DataState) -> None:
+    """Check a DataState that was read from a file.
 
     Args:
-        bookmark: the one to check.
-        first: one of the same kind: an int in it stands for any count, None for any dict or None.
+        state: The one to check.
+        first: The state at the beginning of the same stream. An int in it stands for any count,
+            None for any dict or None.
 
     Raises:
-        ValueError: it has other fields than `first`, or a value of another type.
+        ValueError: If it has other fields than `first`, or a value of another type.
 
-    >>> check_bookmark({"row": -1}, {"row": 0})
+    >>> check_data_state({"row": -1}, {"row": 0})
     Traceback (most recent call last):
-    ValueError: bookmark is {'row': -1}, expected a count as row: remove the state it came from
+    ValueError: data_state is {'row': -1}, expected a count as row: remove the saved training state
     """
-    expected = None if bookmark.keys() == first.keys() else f"the fields {', '.join(first)}"
+    expected = None if state.keys() == first.keys() else f"the fields {', '.join(first)}"
     for name, default in first.items() if not expected else ():
-        value = bookmark[name]
-        if type(default) is int and not (type(value) is int and 0 <= value < MOST_COUNT):
+        value = state[name]
+        if type(default) is int and not (type(value) is int and 0 <= value < MAX_COUNT):
             expected = f"a count as {name}"
         elif not isinstance(default, int) and not isinstance(value, (dict, type(default))):
             expected = f"an object as {name}"
     if expected:
         raise ValueError(
-            f"bookmark is {reprlib.repr(bookmark)}, expected {expected}: remove the state it came "
-            "from"
+            f"data_state is {reprlib.repr(state)}, expected {expected}: remove the saved training "
+            "state"
         )
 
 
@@ -67,20 +78,21 @@ class Example(NamedTuple):
     """One example of a batch, before it is read.
 
     Attributes:
-        source: its place in the data set; of a stream, what the stream holds of it.
-        seed: of its own chance, as for a random crop; None for no chance, as when evaluating.
+        source: Its index in the dataset, or the undecoded item of a stream.
+        seed: Random seed of this example, such as of its random crop. None for no randomness, as
+            in evaluation.
     """
 
     source: Any
     seed: int | None = None
 
 
-class Loaded(NamedTuple):
+class LoadedBatch(NamedTuple):
     """What reading a batch gave.
 
     Attributes:
-        batch: the tensors.
-        failures: a sentence for each example that could not be read and was replaced or left out.
+        batch: The tensors.
+        failures: A sentence for each example that could not be read and was replaced or left out.
     """
 
     batch: tuple[Tensor, ...]
@@ -88,18 +100,18 @@ class Loaded(NamedTuple):
 
 
 class DataSet(ABC):
-    """Examples that can be put in order without being read, and read in any process."""
+    """Examples whose order is known without reading them, and which any process can read."""
 
     decodes: bool = False
-    """Whether reading is work enough for processes of its own."""
+    """Whether reading is slow enough to need worker processes."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Count the examples of one pass."""
+        """Count the examples of one epoch."""
 
     @abstractmethod
-    def read(self, examples: Sequence[Example]) -> Loaded:
-        """Read a batch: a function of its argument alone, in whatever process."""
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
+        """Read a batch. The result depends on the argument alone, in any process."""
 
     def examples(
         self,
@@ -108,26 +120,94 @@ class DataSet(ABC):
         epoch: int = 0,
         start: int = 0,
         repeats: int = 1,
-        bookmark: Bookmark | None = None,
-    ) -> Iterator[tuple[Example, Bookmark | None]]:
-        """Yield one pass, each example with a bookmark of the place after it.
+        data_state: DataState | None = None,
+    ) -> Iterator[tuple[Example, DataState | None]]:
+        """Yield the examples of one epoch, each with the state from which to resume after it.
 
-        The same arguments give the same examples, so a run that goes on in mid-epoch reads
-        nothing of what came before. One whose places can be looked up needs no bookmark.
+        The same arguments give the same examples, so a run resumed within an epoch need not read
+        what came before. Datasets with random access need no state.
 
         Args:
-            seed: what the order and each example's chance come from; None for the stored order
-                and no chance.
-            epoch: which pass.
-            start: how many of the pass' examples come before the first one yielded.
-            repeats: every example comes so many times in a row, with chance of its own each time;
-                a pass stays as long as it was, so it sees so many times fewer of them.
-            bookmark: where `start` is, as yielded before, for what cannot be looked up.
+            seed: Random seed of the order and of each example. None for the stored order without
+                randomness.
+            epoch: Index of the epoch.
+            start: Number of examples of the epoch to skip.
+            repeats: How often in a row each example comes, with a seed of its own each time. The
+                epoch keeps its length, so it contains fewer distinct examples.
+            data_state: The state yielded with example `start - 1`, for streams.
         """
         if seed is None:
             yield from ((Example(place), None) for place in range(start, len(self)))
             return
-        order = epoch_order(len(self), seed=seed, epoch=epoch).numpy()  # quicker, one by one
-        for turn in range(start, len(self)):
-            chance = derive_seed(seed, "example", epoch, turn)
-            yield Example(int(order[turn // repeats]), chance), None
+        order = epoch_order(len(self), seed=seed, epoch=epoch).numpy()  # faster to index
+        for index in range(start, len(self)):
+            example_seed = derive_seed(seed, "example", epoch, index)
+            yield Example(int(order[index // repeats]), example_seed), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subset(DataSet):
+    """At most `max_examples` of a dataset, spread evenly over its stored order, for evaluation.
+
+    >>> from onescan.data.images import ImageTensors
+    >>> five = ImageTensors(images=torch.zeros(5, 1, 2, 2), labels=torch.arange(5))
+    >>> subset = Subset(whole=five, max_examples=3)
+    >>> [example.source for example, _ in subset.examples(seed=None)]
+    [0, 1, 3]
+    """
+
+    whole: DataSet
+    max_examples: int
+
+    @property
+    def decodes(self) -> bool:  # type: ignore[override]
+        """Whether the whole dataset decodes."""
+        return self.whole.decodes
+
+    def __len__(self) -> int:
+        return min(self.max_examples, len(self.whole))
+
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
+        return self.whole.read(examples)
+
+    def examples(
+        self, *, seed: int | None, **options: Any
+    ) -> Iterator[tuple[Example, DataState | None]]:
+        """Yield the chosen examples; a stream is read to its end."""
+        if seed is not None or options:
+            raise ValueError(f"seed is {seed} and options are {options}, expected none of them")
+        chosen = {i * len(self.whole) // len(self) for i in range(len(self))}
+        for place, each in enumerate(self.whole.examples(seed=None)):
+            if place in chosen:
+                yield each
+
+
+def stratified_split(
+    labels: Labels, *, fraction: float, seed: int
+) -> tuple[Int[Tensor, " train"], Int[Tensor, " test"]]:
+    """Split the indices of labels into a training and a test part of every class.
+
+    Raises:
+        ValueError: If `fraction` is not between 0 and 1, or leaves fewer examples than classes in
+            either part, or if a class has a single example.
+    """
+    from sklearn.model_selection import train_test_split  # imported on use: half a second
+
+    if not 0 < fraction < 1:
+        raise ValueError(f"data.test_fraction is {fraction}, expected between 0 and 1")
+    sizes = labels.bincount()
+    count, classes = len(labels), int((sizes > 0).sum())
+    held_out = math.ceil(fraction * count)
+    if not classes <= held_out <= count - classes:
+        raise ValueError(
+            f"data.test_fraction is {fraction}, which holds out {held_out} of {count} examples, "
+            f"expected {classes} to {count - classes}: at least as many as classes"
+        )
+    if (sizes == 1).any():
+        raise ValueError(
+            f"class {sizes.tolist().index(1)} has one example, expected 2 to hold one out"
+        )
+    train, test = train_test_split(
+        range(count), test_size=fraction, random_state=seed, stratify=labels.numpy()
+    )
+    return torch.tensor(train), torch.tensor(test)

@@ -1,23 +1,50 @@
-"""Images of anything that the datasets library reads, each read when a batch needs it."""
+"""Labelled images that the datasets library opens, by random access or as a stream."""
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from onescan.checks import check_positive
-from onescan.data.base import DataConfig, Example, Loaded
-from onescan.data.crop import RandomCropConfig
-from onescan.data.image_columns import ColumnNames, ImageTable, find_classes, image_table
-from onescan.data.image_reader import EncodedImage, ImageReader, OnError
-from onescan.data.image_source import Chosen, ImageSource, find_source
-from onescan.data.image_stream import ImageStream
-from onescan.data.images import ImageFormat, ImageSet, ImageSplits
-from onescan.data.split import stratified_split
+from onescan.data.base import (
+    DataConfig,
+    DataState,
+    Example,
+    LoadedBatch,
+    OnError,
+    check_data_state,
+    stratified_split,
+)
+from onescan.data.images import (
+    EncodedImage,
+    ImageFormat,
+    ImageReader,
+    ImageSet,
+    ImageSplits,
+    RandomCropConfig,
+)
+from onescan.data.order import Block, BlockStart, Mark, derive_seed, read_blocks
+from onescan.data.sources import (
+    UNREADABLE,
+    Chosen,
+    DatasetSource,
+    find_source,
+    first_line,
+    import_datasets,
+)
 from onescan.shapes import Labels
+
+LABEL_NAMES = ("label", "labels", "class", "fine_label", "target")
+MIN_CLASSES = 2
+MAX_CLASSES = 1_000_000  # more are a mistake, such as a column of other numbers
+FIRST: DataState = {"block": 0, "turn": 0, "row": 0, "state": None}
+GROUP = 64  # rows fetched at once; the datasets library is much slower one by one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,40 +106,23 @@ class ImageDatasetConfig(DataConfig):
     """Consecutive images of a stream that are shuffled together, held in memory."""
 
     def build(self) -> ImageSplits:
-        """Find the data, and read its labels.
+        """Find the data and read its labels.
 
         Raises:
-            ImportError: the datasets library is not installed.
-            ValueError: a field is out of range; the data is not there, is damaged, lacks a split or
-                a column, has a single class or a label out of range; or it cannot be streamed.
+            ImportError: If the datasets library is not installed.
+            ValueError: If a field is out of range; if the data does not exist, is damaged, lacks a
+                split or a column, or has a single class or a label out of range; or if it cannot
+                be streamed.
         """
-        self._check()
+        reader = self._reader()
         source = find_source(self.path, self.name)
         chosen = source.choose(self.train_split, self.test_split)
-        return _stream(self, source, chosen) if self.streaming else _look_up(self, source, chosen)
+        open_sets = self._open_streams if self.streaming else self._open_tables
+        sets, classes = open_sets(source, chosen, reader)
+        return ImageSplits(**sets, class_names=classes.names, format=reader.format)
 
-    def columns(self) -> ColumnNames:
-        """Say what the user called the columns."""
-        return ColumnNames(self.image_column, self.label_column)
-
-    def format(self) -> ImageFormat:
-        """Say what the model reads."""
-        height, width = self.image_size
-        return ImageFormat(
-            channels=self.channels,
-            height=height,
-            width=width,
-            mean=self.mean,
-            std=self.std,
-            crop=self.test_crop,
-        )
-
-    def reader(self) -> ImageReader:
-        """Say how images are read."""
-        crop = self.train_crop.build() if self.train_crop else None
-        return ImageReader(format=self.format(), crop=crop, on_error=self.on_error)
-
-    def _check(self) -> None:
+    def _reader(self) -> ImageReader:
+        """Check the fields and return what decodes the images."""
         height, width = self.image_size
         check_positive(**{"data.image_size": min(height, width)})
         for name in ("mean", "std"):
@@ -128,18 +138,274 @@ class ImageDatasetConfig(DataConfig):
             check_positive(**{"data.train_examples": self.train_examples})
             if not self.streaming:
                 raise ValueError("data.train_examples is for streams, but data.streaming is off")
+        format = ImageFormat(
+            channels=self.channels,
+            height=height,
+            width=width,
+            mean=self.mean,
+            std=self.std,
+            crop=self.test_crop,
+        )
+        crop = self.train_crop.build() if self.train_crop else None
+        return ImageReader(format=format, crop=crop, on_error=self.on_error)
+
+    def _tables(
+        self, source: DatasetSource, chosen: Chosen, *, streaming: bool
+    ) -> dict[str, "ImageTable"]:
+        opened = source.open(chosen, streaming=streaming)
+        return {
+            role: image_table(rows, self.image_column, self.label_column)
+            for role, rows in opened.items()
+        }
+
+    def _open_tables(
+        self, source: DatasetSource, chosen: Chosen, reader: ImageReader
+    ) -> tuple[dict[str, ImageSet], "Classes"]:
+        tables = self._tables(source, chosen, streaming=False)
+        labels = {role: table.labels() for role, table in tables.items()}
+        kind = tables["train"].label_type
+        classes = find_classes(self.path, kind, self.class_names, labels["train"])
+        sets = {
+            role: ImageDataset(
+                table=table,
+                labels=classes.encode(labels[role], chosen[role]),
+                places=torch.arange(len(labels[role])),
+                split=chosen[role],
+                reader=reader,
+            )
+            for role, table in tables.items()
+        }
+        if "test" not in sets:
+            whole = sets["train"]
+            parts = stratified_split(
+                whole.labels, fraction=self.test_fraction, seed=self.split_seed
+            )
+            sets = {
+                role: replace(whole, places=places)
+                for role, places in zip(("train", "test"), parts, strict=True)
+            }
+        return {**sets}, classes
+
+    def _open_streams(
+        self, source: DatasetSource, chosen: Chosen, reader: ImageReader
+    ) -> tuple[dict[str, ImageSet], "Classes"]:
+        """Open streams, whose labels are read with their images."""
+        if source.builder == "imagefolder":
+            raise ValueError(
+                f"data.streaming is on, but {self.path} is a folder of image files, expected it "
+                "off: files are read when needed anyway, and a stream would come class by class"
+            )
+        if "test" not in chosen:
+            raise ValueError(
+                f"data.streaming is on, but {self.path} has no split to evaluate on, expected "
+                "data.test_split: a stream holds nothing out"
+            )
+        tables = self._tables(source, chosen, streaming=True)
+        classes = find_classes(self.path, tables["train"].label_type, self.class_names, None)
+        counts = {role: source.count(chosen[role], tables[role].rows) for role in tables}
+        train = self.train_examples or counts["train"]
+        if train is None:
+            raise ValueError(
+                f"data.train_examples is None, expected a number: {self.path} does not record it"
+            )
+        test = tables["test"].count() if counts["test"] is None else counts["test"]
+        sets = {
+            role: ImageStream(
+                table=tables[role],
+                classes=classes,
+                split=chosen[role],
+                files=source.parquet_files(chosen[role]),
+                count=count,
+                block=self.shuffle_block,
+                reader=reader,
+            )
+            for role, count in (("train", train), ("test", test))
+        }
+        return {**sets}, classes
+
+
+# Columns and classes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTable:
+    """The image and label columns of a dataset of the datasets library, images undecoded.
+
+    Attributes:
+        rows: A Dataset, or an IterableDataset.
+        image: Name of the image column.
+        label: Name of the label column.
+        label_type: Feature of the label column.
+    """
+
+    rows: Any
+    image: str
+    label: str
+    label_type: Any
+
+    def labels(self) -> list[Any]:
+        """Read all labels of a Dataset."""
+        labels: list[Any] = self.rows.select_columns([self.label])[:][self.label]
+        return labels
+
+    def count(self) -> int:
+        """Count the rows of an IterableDataset by reading through it."""
+        return sum(1 for _ in self.rows.select_columns([self.label]))
+
+
+def image_table(
+    rows: Any, image_column: str | None = None, label_column: str | None = None
+) -> ImageTable:
+    """Select the columns of images and labels.
+
+    Args:
+        rows: A Dataset or IterableDataset.
+        image_column: Name of the column; None for the only one that holds images.
+        label_column: Name of the column; None for the only one that can be the labels.
+
+    Raises:
+        ValueError: If a column does not exist, has another type, or is not the only candidate.
+    """
+    datasets, features = import_datasets(), rows.features
+    if features is None:
+        raise ValueError("data.streaming is on, but this stream does not declare its columns")
+    images = [name for name, feature in features.items() if _holds_images(feature)]
+    classes = [name for name in features if isinstance(features[name], datasets.ClassLabel)]
+    labels = classes or [name for name in LABEL_NAMES if name in features]
+    image = _choose_column("image_column", image_column, images, features)
+    label = _choose_column("label_column", label_column, labels, features)
+    if image not in images:
+        raise ValueError(f"data.image_column is {image!r}, which holds no images")
+    kind = str(getattr(features[label], "dtype", type(features[label]).__name__))
+    if not re.fullmatch(r"u?int\d+|(large_)?string", kind):
+        raise ValueError(
+            f"data.label_column is {label!r}, which holds {kind}, expected whole numbers or strings"
+        )
+    undecoded = rows.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
+    return ImageTable(rows=undecoded, image=image, label=label, label_type=features[label])
+
+
+def _choose_column(
+    field: str, name: str | None, candidates: Collection[str], features: Mapping[str, Any]
+) -> str:
+    if name is None and len(candidates) == 1:
+        return next(iter(candidates))
+    if name is None or name not in features:
+        found = f"found {' and '.join(candidates) or 'none'}; " if name is None else ""
+        raise ValueError(f"data.{field} is {name!r}, {found}expected one of: {', '.join(features)}")
+    return name
+
+
+def _holds_images(feature: Any) -> bool:
+    """Whether a feature is an image, its bytes, or its bytes and path."""
+    datasets = import_datasets()
+    if isinstance(feature, Mapping):
+        return "bytes" in feature and set(feature) <= {"bytes", "path"}
+    is_bytes = isinstance(feature, datasets.Value) and feature.dtype.endswith("binary")
+    return isinstance(feature, datasets.Image) or is_bytes
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes of a dataset.
+
+    Attributes:
+        names: Names of the classes, in order.
+        are_text: Whether labels are these names; else they are indices.
+    """
+
+    names: tuple[str, ...]
+    are_text: bool = False
+
+    @cached_property
+    def places(self) -> dict[Any, int]:
+        """The class index of each possible label."""
+        numbers = range(len(self.names))
+        return dict(zip(self.names if self.are_text else numbers, numbers, strict=True))
+
+    def place(self, label: Any, row: str) -> int:
+        """Return the class index of a row's label.
+
+        Raises:
+            ValueError: If there is no label, or it belongs to no class.
+        """
+        if label in self.places:
+            return self.places[label]
+        if label is None:
+            raise ValueError(f"{row} has no label")
+        expected = (
+            f"one of {', '.join(self.names)}" if self.are_text else f"0 to {len(self.names) - 1}"
+        )
+        raise ValueError(f"{row} has the label {label!r}, expected {expected}")
+
+    def encode(self, labels: Iterable[Any], split: str) -> Labels:
+        """Return the class index of each label of a split.
+
+        Raises:
+            ValueError: If a label is missing or belongs to no class; names the row.
+        """
+        places = (self.place(label, f"row {row} of {split}") for row, label in enumerate(labels))
+        return torch.tensor(list(places), dtype=torch.long)
+
+
+def find_classes(
+    path: str, feature: Any, names: tuple[str, ...], labels: Collection[Any] | None
+) -> Classes:
+    """Determine the classes from the data or the config.
+
+    Args:
+        path: Path of the data, as the user wrote it.
+        feature: Type of the label column.
+        names: Names in the config; () takes them from the data.
+        labels: All training labels; None if they are not known yet, as in a stream.
+
+    Raises:
+        ValueError: If neither gives names, both give different ones, there are fewer than two
+            classes, or a label is too large for a class.
+    """
+    known = tuple(getattr(feature, "names", None) or ())
+    if known and names and known != names:
+        raise ValueError(f"data.class_names is {names}, but the data calls its classes {known}")
+    if labels is None and not (known or names):
+        raise ValueError(
+            "data.class_names is (), expected names: a stream does not declare its classes"
+        )
+    present = set(known or names) if labels is None else set(labels) - {None}
+    are_text = getattr(feature, "dtype", "") in ("string", "large_string")
+    classes = Classes(known or names or _names_of(present), are_text)
+    if min(len(classes.names), len(present)) < MIN_CLASSES:
+        raise ValueError(
+            f"data.path is {path!r}, where the training images are all of one class, expected two "
+            "or more"
+        )
+    return classes
+
+
+def _names_of(labels: Collection[Any]) -> tuple[str, ...]:
+    """Name classes by their labels, which are names or numbers from 0."""
+    if all(isinstance(label, str) for label in labels):
+        return tuple(sorted(labels))
+    if max(labels) >= MAX_CLASSES:
+        raise ValueError(
+            f"the training images have labels up to {max(labels)}, expected less than "
+            f"{MAX_CLASSES}: is data.label_column right?"
+        )
+    return tuple(str(number) for number in range(max(labels) + 1))
+
+
+# Datasets
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataset(ImageSet):
-    """Rows of a table that the datasets library can look up.
+    """Rows of a Dataset, read by index.
 
     Attributes:
-        table: all rows of a split, with images undecoded.
-        labels: the class of each row.
-        places: the rows that are this data set's, in its order.
-        split: what the rows are called.
-        reader: what decodes them.
+        table: All rows of a split.
+        labels: Class index of each row.
+        places: Rows that belong to this dataset, in its order.
+        split: Name of the split.
+        reader: Decodes the images.
     """
 
     decodes = True
@@ -152,74 +418,121 @@ class ImageDataset(ImageSet):
     def __len__(self) -> int:
         return len(self.places)
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
         rows = [int(self.places[example.source]) for example in examples]
         images = [
-            EncodedImage.of(image, int(self.labels[row]), f"row {row} of {self.split}")
+            _encoded(image, int(self.labels[row]), f"row {row} of {self.split}")
             for image, row in zip(self.table.rows[rows][self.table.image], rows, strict=True)
         ]
         return self.reader.read(images, [example.seed for example in examples])
 
 
-def _look_up(config: ImageDatasetConfig, source: ImageSource, chosen: Chosen) -> ImageSplits:
-    """Open tables, and read their labels."""
-    reader, opened = config.reader(), source.open(chosen, streaming=False)
-    tables = {role: image_table(rows, config.columns()) for role, rows in opened.items()}
-    raw = {role: table.labels() for role, table in tables.items()}
-    classes = find_classes(
-        config.path, tables["train"].label_type, config.class_names, raw["train"]
-    )
-    sets = {
-        role: ImageDataset(
-            table=table,
-            labels=classes.encode(raw[role], chosen[role]),
-            places=torch.arange(len(raw[role])),
-            split=chosen[role],
-            reader=reader,
+@dataclass(frozen=True, kw_only=True)
+class ImageStream(ImageSet):
+    """Rows of an IterableDataset, read shard by shard and shuffled in blocks.
+
+    A DataState describes where the current block begins: `block` is its number, `turn` its shard's
+    position in the shuffled order, `row` its first row in that shard, and `state` the position of
+    the datasets library before the group of rows that the previous row is in.
+
+    Attributes:
+        table: The stream.
+        classes: Its classes.
+        split: Name of the split.
+        files: The file of each shard, if known.
+        count: Rows per epoch. In stored order, the stream is read to its end regardless.
+        block: Consecutive rows that are shuffled with each other.
+        reader: Decodes the images.
+    """
+
+    decodes = True
+    table: ImageTable
+    classes: Classes
+    split: str
+    files: Sequence[str]
+    count: int
+    block: int
+    reader: ImageReader
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
+        return self.reader.read(
+            [example.source for example in examples], [example.seed for example in examples]
         )
-        for role, table in tables.items()
-    }
-    if "test" not in sets:
-        places = stratified_split(
-            sets["train"].labels, fraction=config.test_fraction, seed=config.split_seed
+
+    def examples(
+        self,
+        *,
+        seed: int | None,
+        epoch: int = 0,
+        start: int = 0,
+        repeats: int = 1,
+        data_state: DataState | None = None,
+    ) -> Iterator[tuple[Example, DataState | None]]:
+        first, limit = data_state or FIRST, None if seed is None else self.count
+        check_data_state(first, FIRST)
+        mark = {"row": first["row"], "state": first["state"]}
+        blocks = read_blocks(
+            self._read_shard,
+            shards=self.table.rows.num_shards,
+            size=self.block,
+            start=BlockStart(first["block"], first["turn"], mark),
+            seed=seed,
+            epoch=epoch,
         )
-        learnt, held = (replace(sets["train"], places=part) for part in places)
-        sets = {"train": learnt, "test": held}
-    return ImageSplits(**sets, class_names=classes.names, format=config.format())
+        begin = first["block"] * self.block * repeats
+        for block in blocks:
+            end = begin + len(block.items) * repeats
+            for index in range(max(begin, start), end if limit is None else min(end, limit)):
+                example_seed = None if seed is None else derive_seed(seed, "example", epoch, index)
+                image = block.items[(index - begin) // repeats]
+                yield Example(image, example_seed), _state(block, is_last=index + 1 == end)
+            begin = end
+            if limit is not None and end >= limit:
+                return
+        if limit is not None and begin < limit:
+            raise ValueError(
+                f"the stream {self.split} ended after {begin // repeats} images, expected "
+                f"{math.ceil(limit / repeats)}: is data.train_examples right?"
+            )
+
+    def _read_shard(self, index: int, mark: Mark) -> Iterator[tuple[EncodedImage, Mark]]:
+        rows = self.table.rows
+        name = self.files[index] if self.files else f"shard {index} of {self.split}"
+        shard = rows.shard(num_shards=rows.num_shards, index=index)
+        for row, columns, state in _read_rows(shard, name, {**FIRST, **mark}):
+            place = f"row {row} of {name}"
+            label = self.classes.place(columns[self.table.label], place)
+            image = _encoded(columns[self.table.image], label, place)
+            yield image, {"row": row + 1, "state": state}
 
 
-def _stream(config: ImageDatasetConfig, source: ImageSource, chosen: Chosen) -> ImageSplits:
-    """Open streams, whose labels are read with their images."""
-    if source.builder == "imagefolder":
-        raise ValueError(
-            f"data.streaming is on, but {config.path} is a folder of image files, expected it off: "
-            "each file is read when it is needed anyway, and a stream would come class by class"
-        )
-    if "test" not in chosen:
-        raise ValueError(
-            f"data.streaming is on, but {config.path} has no split to be judged on, expected "
-            "data.test_split: a stream holds nothing out"
-        )
-    reader, streams = config.reader(), source.open(chosen, streaming=True)
-    tables = {role: image_table(rows, config.columns()) for role, rows in streams.items()}
-    classes = find_classes(config.path, tables["train"].label_type, config.class_names, None)
-    train, test = (source.count(chosen[role], streams[role]) for role in ("train", "test"))
-    train = config.train_examples or train
-    if train is None:
-        raise ValueError(
-            f"data.train_examples is None, expected a number: {config.path} does not tell its own"
-        )
-    counts = {"train": train, "test": tables["test"].count() if test is None else test}
-    sets = {
-        role: ImageStream(
-            table=table,
-            classes=classes,
-            split=chosen[role],
-            files=source.parquet_files(chosen[role]),
-            count=counts[role],
-            block=config.shuffle_block,
-            reader=reader,
-        )
-        for role, table in tables.items()
-    }
-    return ImageSplits(**sets, class_names=classes.names, format=config.format())
+def _state(block: Block[EncodedImage], *, is_last: bool) -> DataState:
+    """The state after an example of a block: where the next block begins, or this one."""
+    start = block.end if is_last else block.start
+    return {**FIRST, "block": start.block, "turn": start.shard, **start.mark}
+
+
+def _read_rows(shard: Any, name: str, mark: Mark) -> Iterator[tuple[int, dict[str, Any], Any]]:
+    """Yield a shard's rows from a mark on: number, columns, and the state before their group."""
+    first, state = mark["row"], mark["state"]
+    begin = max(first - 1, 0) // GROUP * GROUP  # of the group that the previous row is in
+    try:
+        if state is not None:
+            shard.load_state_dict(state)
+        for columns in shard.iter(batch_size=GROUP):
+            end = begin + len(next(iter(columns.values())))
+            for row in range(max(first, begin), end):
+                yield row, {key: column[row - begin] for key, column in columns.items()}, state
+            begin, state = end, shard.state_dict()
+    except UNREADABLE as error:
+        raise ValueError(f"{name} cannot be read: {first_line(error)}") from error
+
+
+def _encoded(image: dict[str, Any] | None, label: int, row: str) -> EncodedImage:
+    """Convert an undecoded image of the datasets library."""
+    content, path = (image or {}).get("bytes"), (image or {}).get("path")
+    name = f"{row} ({path})" if path else row
+    return EncodedImage(path if content is None else content, label, name)

@@ -1,4 +1,4 @@
-"""Many images in one: rows with a small gap between, and what is small scaled up to be seen."""
+"""Grids of images, in which small images are enlarged."""
 
 import math
 
@@ -11,7 +11,7 @@ UnitImages = Float[Tensor, "N channels height width"]  # from 0 to 1
 ImageBytes = UInt8[Tensor, "N height width channels"]
 
 GAP = 2  # pixels between images
-SEEN = 64  # pixels that a side should have at least
+MIN_SIDE = 64  # pixels; smaller images are enlarged
 BACKGROUND = 255
 
 
@@ -26,10 +26,10 @@ def image_bytes(pixels: UnitImages) -> ImageBytes:
 
 
 def as_image(pixels: UInt8[Tensor, "height width channels"]) -> Image.Image:
-    """One image of pillow's, grey or coloured.
+    """Convert to a Pillow image, grayscale or RGB.
 
     Raises:
-        ValueError: there are neither 1 nor 3 channels.
+        ValueError: If there are neither 1 nor 3 channels.
     """
     channels = pixels.shape[-1]
     if channels not in (1, 3):
@@ -38,16 +38,16 @@ def as_image(pixels: UInt8[Tensor, "height width channels"]) -> Image.Image:
 
 
 def image_grid(pixels: UnitImages, columns: int) -> Image.Image:
-    """Lay images out row by row; a last row that is not full ends in white.
+    """Arrange images row by row; the end of an incomplete last row is white.
 
     Args:
-        pixels: at least one image.
-        columns: images in a row.
+        pixels: At least one image.
+        columns: Images per row.
 
     Raises:
-        ValueError: there is no image, or no column, or neither 1 nor 3 channels.
+        ValueError: If there is no image or column, or neither 1 nor 3 channels.
 
-    >>> image_grid(torch.zeros(3, 1, 8, 8), columns=2).size  # each 64 x 64, by a gap of 2
+    >>> image_grid(torch.zeros(3, 1, 8, 8), columns=2).size  # 64 x 64 each, with a gap of 2
     (130, 130)
     """
     if columns < 1 or not len(pixels):
@@ -56,10 +56,10 @@ def image_grid(pixels: UnitImages, columns: int) -> Image.Image:
 
 
 def grid_of_bytes(images: ImageBytes, columns: int) -> Image.Image:
-    """As `image_grid`, of bytes with channels last."""
+    """Arrange images like `image_grid`, from bytes with channels last."""
     count, height, width, channels = images.shape
     columns = min(columns, count)
-    scale = max(1, math.ceil(SEEN / max(height, width)))
+    scale = max(1, math.ceil(MIN_SIDE / max(height, width)))
     large = images.repeat_interleave(scale, dim=1).repeat_interleave(scale, dim=2)
     tall, wide = height * scale + GAP, width * scale + GAP
     rows = math.ceil(count / columns)
@@ -73,7 +73,7 @@ def grid_of_bytes(images: ImageBytes, columns: int) -> Image.Image:
 
 
 def grid_columns(count: int, classes: int = 1) -> int:
-    """Columns of a grid that is about square, each of one class where classes come in turn.
+    """Return the columns of a nearly square grid; each shows one class if classes alternate.
 
     >>> grid_columns(16), grid_columns(100, classes=10), grid_columns(32, classes=2)
     (4, 10, 6)

@@ -1,8 +1,8 @@
-"""Associative recall: pairs of a key and a value, then keys whose values are to be told.
+"""Multi-query associative recall: key-value pairs, then keys whose values the model must recall.
 
-Multi-query associative recall, from its description in arXiv:2312.04927, Sec. 3: each key is asked
-once, among blanks, so one pass over a sequence answers all of its queries. Theirs come sooner
-rather than later, by a power law; here all places are equally likely, so each distance is judged.
+After the description in arXiv:2312.04927, Sec. 3: each key is queried once, among blanks, so one
+pass over a sequence answers all queries. There, the positions of queries follow a power law; here
+they are uniform, so that all distances are evaluated equally.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from typing import NamedTuple
 import torch
 
 from onescan.checks import check_positive
-from onescan.data.base import DataConfig, DataSet, Example, Format, Loaded
-from onescan.data.long_range.chance import below, check_whole, example_chance
+from onescan.data.base import DataConfig, DataSet, Example, Format, LoadedBatch
+from onescan.data.long_range.rng import check_whole, example_rng, random_below
 
 BLANK = 0
-PARTS = 3  # a key, its value, and the key again
+TOKENS_PER_PAIR = 3  # a key, its value, and the query
 
 
 class RecallSequence(NamedTuple):
-    """One sequence; all three lists are of its length.
+    """One sequence, as three lists of the same length.
 
     Attributes:
-        tokens: pairs, then keys among blanks.
-        answers: the value at each query; blank elsewhere.
-        distances: tokens from a key to its query; 0 elsewhere.
+        tokens: Pairs, then keys among blanks.
+        answers: The value at each query; blank elsewhere.
+        distances: Number of tokens from a key to its query; 0 elsewhere.
     """
 
     tokens: list[int]
@@ -36,14 +36,14 @@ class RecallSequence(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RecallFormat(Format):
-    """A blank is 0, keys come after it, values after them."""
+    """Token ids: 0 is blank, followed by the keys and then the values."""
 
     keys: int
     values: int
 
     @property
     def vocab_size(self) -> int:
-        """Kinds of tokens."""
+        """Number of token ids."""
         return 1 + self.keys + self.values
 
 
@@ -74,20 +74,21 @@ class RecallConfig(DataConfig):
         return self.length
 
     def build(self) -> "RecallSplits":
-        """Make ready to draw.
+        """Set up the generator.
 
         Raises:
-            ValueError: a number is out of range, or the pairs do not fit keys or length.
+            ValueError: If a number is out of range, or the pairs exceed the keys or the length.
         """
         self._check()
+        train, test = (
+            RecallSet(config=self, split=split, pairs=pairs, count=count)
+            for split, pairs, count in (
+                ("train", self.pairs, self.train_examples),
+                ("test", self.test_pairs, self.test_examples),
+            )
+        )
         return RecallSplits(
-            train=RecallSet(
-                config=self, split="train", pairs=self.pairs, count=self.train_examples
-            ),
-            test=RecallSet(
-                config=self, split="test", pairs=self.test_pairs, count=self.test_examples
-            ),
-            format=RecallFormat(keys=self.keys, values=self.values),
+            train=train, test=test, format=RecallFormat(keys=self.keys, values=self.values)
         )
 
     def _check(self) -> None:
@@ -98,11 +99,11 @@ class RecallConfig(DataConfig):
             if not numbers:
                 raise ValueError(f"data.{name} is empty, expected at least one number")
             check_whole(1, **{f"data.{name}[{i}]": number for i, number in enumerate(numbers)})
-            most = max(numbers)
-            if most > self.keys or PARTS * most > self.length:
+            highest = max(numbers)
+            if highest > self.keys or TOKENS_PER_PAIR * highest > self.length:
                 raise ValueError(
-                    f"data.{name} has {most}, expected at most data.keys, {self.keys}, and a third "
-                    f"of data.length, {self.length}"
+                    f"data.{name} has {highest}, expected at most data.keys, {self.keys}, and a "
+                    f"third of data.length, {self.length}"
                 )
 
 
@@ -121,18 +122,18 @@ class RecallSet(DataSet):
     def __len__(self) -> int:
         return self.count
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
         rows = [self.sequence(example.source) for example in examples]
-        return Loaded(tuple(torch.tensor(part) for part in zip(*rows, strict=True)))
+        return LoadedBatch(tuple(torch.tensor(part) for part in zip(*rows, strict=True)))
 
     def sequence(self, place: int) -> RecallSequence:
-        """Draw one sequence: a function of the config, the split and the place alone."""
+        """Generate one sequence, which depends only on the config, the split and the index."""
         config = self.config
-        chance = example_chance("recall", seed=config.seed, split=self.split, index=place)
+        rng = example_rng("recall", seed=config.seed, split=self.split, index=place)
         pairs = self.pairs[place % len(self.pairs)]
-        keys = _some(chance, pairs, range(1, 1 + config.keys))
-        values = [1 + config.keys + below(chance, config.values) for _ in keys]
-        queries = _some(chance, pairs, range(2 * pairs, config.length))
+        keys = _sample(rng, pairs, range(1, 1 + config.keys))
+        values = [1 + config.keys + random_below(rng, config.values) for _ in keys]
+        queries = _sample(rng, pairs, range(2 * pairs, config.length))
         tokens = [token for pair in zip(keys, values, strict=True) for token in pair]
         tokens += [BLANK] * (config.length - len(tokens))
         answers, distances = ([BLANK] * config.length for _ in range(2))
@@ -143,17 +144,17 @@ class RecallSet(DataSet):
 
 @dataclass(frozen=True, kw_only=True)
 class RecallSplits:
-    """Sequences to learn from, others to be judged on, and their tokens."""
+    """Training and test sequences, and their format."""
 
     train: RecallSet
     test: RecallSet
     format: RecallFormat
 
 
-def _some(chance: Random, count: int, among: range) -> list[int]:
-    """Draw different numbers, in an order of chance."""
-    numbers = list(among)
+def _sample(rng: Random, count: int, population: range) -> list[int]:
+    """Draw distinct numbers in random order."""
+    numbers = list(population)
     for i in range(count):
-        other = i + below(chance, len(numbers) - i)
+        other = i + random_below(rng, len(numbers) - i)
         numbers[i], numbers[other] = numbers[other], numbers[i]
     return numbers[:count]

@@ -1,16 +1,17 @@
-"""Labelled token sequences of different lengths, and the format a classifier was trained on."""
+"""Labelled token sequences of different lengths, and the input format of a classifier."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Integer
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from onescan.data.base import DataSet, Example, Format, Loaded
+from onescan.data.base import DataSet, Example, Format, LoadedBatch
 
 Ids = Integer[np.ndarray, " T"]
 
@@ -18,30 +19,30 @@ PADDING = 0
 
 
 class SequenceFormat(Format, ABC):
-    """How raw input becomes the tokens a model was trained on: one subclass for each kind."""
+    """How raw input becomes tokens; one subclass per kind of data."""
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Kinds of tokens."""
+        """Number of token ids."""
 
     @abstractmethod
     def encode(self, raw: Any) -> Ids:
-        """Turn one input into tokens.
+        """Convert one input to tokens.
 
         Raises:
-            ValueError: it is none that the model was trained on.
+            ValueError: If the input is not of this format.
         """
 
 
 class LabelledSequence(NamedTuple):
-    """One sequence and what is to be said of it.
+    """One sequence and its label.
 
     Attributes:
-        tokens: at least one.
-        label: the place of its class, or a number.
-        first: of a pair of texts in one sequence, how many tokens are the first one's, and the
-            separator's; None for a single text.
+        tokens: At least one token.
+        label: Index of its class, or the target of a regression.
+        first: For a pair of texts, the number of tokens of the first text and the separator. None
+            for a single text.
     """
 
     tokens: Ids
@@ -52,27 +53,27 @@ class LabelledSequence(NamedTuple):
 class SequenceSet(DataSet):
     """Labelled sequences: a batch is (tokens, keep, labels), or (tokens, keep, labels, segments).
 
-    tokens [B, T] are padded on the right, up to the longest of the batch; keep [B, T] is False for
-    padding; segments [B, T], of pairs, are 1 from the second text on.
+    tokens [B, T] are padded on the right to the longest of the batch; keep [B, T] is False for
+    padding; segments [B, T], for pairs, are 1 from the second text on.
     """
 
     decodes = True
 
     @abstractmethod
     def example(self, place: int) -> LabelledSequence:
-        """Read one sequence: a function of its place alone.
+        """Read one sequence, which depends only on its index.
 
         Raises:
-            ValueError: it cannot be read; says where it is.
+            ValueError: If it cannot be read. The message names its location.
         """
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
-        return Loaded(padded([self.example(example.source) for example in examples]))
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
+        return LoadedBatch(padded([self.example(example.source) for example in examples]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceList(SequenceSet):
-    """Sequences that are in memory already."""
+    """Sequences in memory."""
 
     decodes = False
     sequences: Sequence[LabelledSequence]
@@ -84,19 +85,43 @@ class SequenceList(SequenceSet):
         return self.sequences[place]
 
 
+@runtime_checkable
+class Generator(Protocol):
+    """Generates labelled sequences, or images to be read row by row."""
+
+    def example(self, split: str, index: int) -> tuple[ArrayLike, int]:
+        """Generate one example: tokens from 0 to 255, and the index of its class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedSequences(SequenceSet):
+    """Sequences generated whenever they are read, identical each time."""
+
+    generator: Generator
+    split: str
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def example(self, place: int) -> LabelledSequence:
+        tokens, label = self.generator.example(self.split, place)
+        return LabelledSequence(np.asarray(tokens, dtype=np.uint8).reshape(-1), label)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SequenceSplits:
-    """Sequences to learn from, held-out ones to be judged on, and how to read both."""
+    """Training and test sequences, and their format."""
 
     train: SequenceSet
     test: SequenceSet
     class_names: tuple[str, ...]
-    """Of the labels, in order; none where labels are numbers to be estimated."""
+    """Names of the labels, in order; empty for regression."""
     format: SequenceFormat
 
 
 def padded(sequences: Sequence[LabelledSequence]) -> tuple[Tensor, ...]:
-    """Make a batch of sequences, as `SequenceSet` says.
+    """Pad sequences to a batch, as described in `SequenceSet`.
 
     >>> two = [LabelledSequence(np.array([7]), 1), LabelledSequence(np.array([8, 9]), 0)]
     >>> [part.tolist() for part in padded(two)]

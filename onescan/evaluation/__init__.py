@@ -1,1 +1,1 @@
-"""Evaluation of trained models: context lengths, needles, lm-eval tasks, generated images."""
+"""Evaluation of trained models: generated images, context lengths, needles, lm-eval tasks."""

@@ -1,61 +1,63 @@
-"""A causal language model judged by lm-eval on its tasks."""
+"""Evaluation of causal language models on lm-eval's tasks."""
 
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from onescan import __version__
-from onescan.evaluation.asked import SETS, TasksConfig
-from onescan.evaluation.names import short_name
-from onescan.training.language_model import load_language_model
-from onescan.training.ranks import Ranks, choose_device
+from onescan.evaluation.config import TASK_SETS, TasksConfig, short_name
+from onescan.training.distributed import Ranks, choose_device
+from onescan.training.loading import load_language_model
 
-KEPT = ("results", "groups", "versions", "n-shot", "n-samples")  # of what lm-eval returns
+KEPT = ("results", "groups", "versions", "n-shot", "n-samples")  # entries of lm-eval's results
 
 
 class TaskScores(NamedTuple):
-    """What lm-eval found.
+    """Results of lm-eval.
 
     Attributes:
-        tables: its table of the tasks, and of their groups if there are any.
-        data: the same numbers, and what they were measured with, to be kept as JSON.
+        tables: Its tables of tasks and of groups, in plain text.
+        data: The same scores and their settings, to be saved as JSON.
     """
 
     tables: tuple[str, ...]
     data: dict[str, Any]
 
 
-def judge_by_tasks(checkpoint: str, asked: TasksConfig, *, device: str = "auto") -> TaskScores:
-    """Have lm-eval judge a model; it fetches what a task is made of, unless that is local.
+def evaluate_tasks(checkpoint: str, config: TasksConfig, *, device: str = "auto") -> TaskScores:
+    """Evaluate a model with lm-eval, which downloads the data of tasks that are not local.
 
     Args:
-        checkpoint: what `load_language_model` takes.
-        asked: which tasks.
-        device: as `choose_device` has it.
+        checkpoint: Model, as for `load_language_model`.
+        config: Tasks.
+        device: As for `choose_device`.
 
     Raises:
-        ValueError: an unknown task, a number out of its range, or a model that is not causal.
-        ImportError: lm-eval is not installed.
+        ValueError: If a task is unknown, a number is out of range, or the model is not causal.
+        ImportError: If lm-eval is not installed.
     """
-    asked.check()
+    config.check()
     lm_eval = _import_lm_eval()
     from lm_eval.utils import make_table
 
     from onescan.integrations.lm_eval import OnescanLM
 
-    if asked.include_path is not None:
-        _check_yaml(asked.include_path)
-    manager = _manager_of(asked)
-    _check_tasks(asked.names, manager)
+    if config.include_path is not None:
+        _check_yaml(config.include_path)
+    manager = task_manager(config)
+    for name in config.names:
+        if name not in manager.all_tasks:
+            raise ValueError(
+                f"tasks has {name!r}, which is not a task of lm-eval; `lm_eval ls tasks` lists "
+                f"them, and {', '.join(TASK_SETS)} is a set of tasks"
+            )
     model, tokenizer = load_language_model(checkpoint)
-    judged = OnescanLM(
-        model.to(choose_device(device, Ranks())), tokenizer, batch_size=asked.batch_size
-    )
+    model = model.to(choose_device(device, Ranks()))
     found = lm_eval.simple_evaluate(
-        model=judged,
-        tasks=asked.names,
-        num_fewshot=asked.num_fewshot,
-        limit=asked.limit,
+        model=OnescanLM(model, tokenizer, batch_size=config.batch_size),
+        tasks=config.names,
+        num_fewshot=config.num_fewshot,
+        limit=config.limit,
         task_manager=manager,
         log_samples=False,
     )
@@ -64,20 +66,20 @@ def judge_by_tasks(checkpoint: str, asked: TasksConfig, *, device: str = "auto")
         tables=tuple(make_table(found, column) for column in columns),
         data={
             "checkpoint": short_name(checkpoint),
-            "limit": asked.limit,
-            "num_fewshot": asked.num_fewshot,
+            "limit": config.limit,
+            "num_fewshot": config.num_fewshot,
             "onescan": __version__,
             "lm_eval": lm_eval.__version__,
-            **{name: _plain(found[name]) for name in KEPT if name in found},
+            **{name: _to_json_types(found[name]) for name in KEPT if name in found},
         },
     )
 
 
 def register() -> None:
-    """Let lm-eval know the model "onescan", whose model_args are `checkpoint` and `device`.
+    """Register the model "onescan" with lm-eval; its model_args are `checkpoint` and `device`.
 
     Raises:
-        ImportError: lm-eval is not installed.
+        ImportError: If lm-eval is not installed.
     """
     _import_lm_eval()
     from onescan.integrations.lm_eval import register
@@ -85,45 +87,35 @@ def register() -> None:
     register(load_language_model)
 
 
-def _manager_of(asked: TasksConfig) -> Any:
-    """What knows the tasks; lm-eval's own, thousands of files, are read only where one is asked."""
+def task_manager(config: TasksConfig) -> Any:
+    """Return lm-eval's index of tasks; its own thousands of files are read only if needed."""
     from lm_eval.tasks import TaskManager
 
-    if asked.include_path is None:
+    if config.include_path is None:
         return TaskManager()
-    folder = str(asked.include_path)
+    folder = str(config.include_path)
     local = TaskManager(include_path=folder, include_defaults=False)
-    if set(asked.names) <= set(local.all_subtasks):  # groups may hold lm-eval's own
+    if set(config.names) <= set(local.all_subtasks):  # groups may contain lm-eval's own tasks
         return local
     return TaskManager(include_path=folder)
 
 
-def _check_tasks(names: list[str], manager: Any) -> None:
-    for name in names:
-        if name not in manager.all_tasks:
-            raise ValueError(
-                f"tasks has {name!r}, which lm-eval does not know; `lm_eval ls tasks` lists all, "
-                f"and {', '.join(SETS)} is known here"
-            )
-
-
 def _check_yaml(folder: Path) -> None:
-    """Raise ValueError for a file that lm-eval would pass over."""
+    """Raise ValueError for an invalid file, which lm-eval would ignore."""
     import yaml
 
     for path in sorted(folder.rglob("*.yaml")):
         try:
             list(yaml.parse(path.read_text(encoding="utf-8")))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"include_path has {path}, which is no YAML: {error}") from error
+            raise ValueError(f"include_path has {path}, which is not YAML: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has words for."""
+def _to_json_types(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
+        return {str(name): _to_json_types(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_to_json_types(inner) for inner in value]
     return value if isinstance(value, int | float | str | None) else str(value)
 
 

@@ -1,107 +1,168 @@
-"""Complete runs as functions without arguments, and the table of them."""
+"""Recipes: complete runs by name, in the table RECIPES."""
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from onescan import configs
 from onescan.checks import check_choice
-from onescan.layers.position import AbsolutePositionConfig
-from onescan.models.presets import ABLATIONS
-from onescan.models.token_network import TokenNetworkConfig
-from onescan.recipes.cifar10 import (
-    CIFAR10_LION,
-    cifar10_deit,
-    cifar10_ldn,
-    cifar10_lightnet,
-    cifar10_vit,
-)
-from onescan.recipes.digits import digits
-from onescan.recipes.files import recipe_in
-from onescan.recipes.generation import GENERATION
-from onescan.recipes.imagenet import (
-    IMAGENET_LDN,
-    IMAGENET_LION,
-    imagenet_deit_base,
-    imagenet_deit_small,
-    imagenet_deit_tiny,
-    imagenet_lightnet_base,
-    imagenet_lightnet_small,
-    imagenet_lightnet_tiny,
-)
-from onescan.recipes.language import LANGUAGE
-from onescan.recipes.long_range import LONG_RANGE
-from onescan.recipes.positions import text_positions
-from onescan.recipes.recall import RECALL
-from onescan.training.run import RunConfig
+from onescan.layers.position import AbsolutePositionConfig, TokenPositionConfig
+from onescan.recipes.files import function_in
+from onescan.training.config import RunConfig
 
-Recipe = Callable[[], RunConfig]
-
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {
-        "digits": digits,
-        "cifar10_lightnet": cifar10_lightnet,
-        **CIFAR10_LION,
-        "cifar10_deit": cifar10_deit,
-        "cifar10_ldn": cifar10_ldn,
-        "cifar10_vit": cifar10_vit,
-        "imagenet_lightnet_tiny": imagenet_lightnet_tiny,
-        "imagenet_lightnet_small": imagenet_lightnet_small,
-        "imagenet_lightnet_base": imagenet_lightnet_base,
-        "imagenet_deit_tiny": imagenet_deit_tiny,
-        "imagenet_deit_small": imagenet_deit_small,
-        "imagenet_deit_base": imagenet_deit_base,
-        **IMAGENET_LION,
-        **IMAGENET_LDN,
-        **GENERATION,
-        **LONG_RANGE,
-        **LANGUAGE,
-        **RECALL,
-    }
-)
+# file of this folder -> kind of its recipes
+KINDS = {
+    "digits": "Image classification",
+    "images": "Image classification",
+    "generation": "Image generation",
+    "long_range": "Long-range sequence classification",
+    "language": "Language modelling",
+    "recall": "Associative recall",
+}
 
 
-def find_recipe(name: str) -> Recipe:
-    """The recipe of that name.
+@dataclass(frozen=True)
+class Recipe:
+    """A complete run. Calling it returns its config."""
 
-    Args:
-        name: a key of `RECIPES`; `digits/without_tpe` for a recipe with a row of `ABLATIONS`;
-            `my_run.py:function` for a function in a file of your own.
+    name: str
+    description: str
+    """Summary in one line, the command that trains it, and notes."""
+    config: Callable[[], RunConfig]
 
-    Raises:
-        ValueError: no such name (says the nearest), file or function, or the file fails.
-    """
-    base, slash, row = name.rpartition("/")
-    if slash and not row.endswith(".py") and ":" not in row:
-        return ablated(find_recipe(base), row)
-    if ".py:" not in name:
-        check_choice("recipe", name, RECIPES)
-        return RECIPES[name]
-    file, _, function = name.rpartition(":")
-    return recipe_in(file, function)
+    def __call__(self) -> RunConfig:
+        return self.config()
 
 
-def ablated(recipe: Recipe, row: str) -> Recipe:
-    """Return a variant of the recipe, with one row of `ABLATIONS` applied to its model.
+def table(*recipes: Recipe | Callable[[], RunConfig]) -> dict[str, Recipe]:
+    """Return recipes by name. A function is described by its docstring."""
+    rows = [
+        each
+        if isinstance(each, Recipe)
+        else Recipe(each.__name__, inspect.getdoc(each) or "", each)
+        for each in recipes
+    ]
+    return {row.name: row for row in rows}
 
-    If the row adds grid positions, text models get learned token positions instead.
-    """
-    check_choice("ablation", row, ABLATIONS)
 
-    def variant() -> RunConfig:
-        run = recipe()
-        changes = dict(ABLATIONS[row])
-        adds_grid_positions = isinstance(changes.get("position"), AbsolutePositionConfig)
-        if adds_grid_positions and isinstance(run.model, TokenNetworkConfig):
-            changes["position"] = text_positions(run.model, run.data)
-        model = configs.replace(run.model, changes)
-        return dataclasses.replace(run, name=f"{run.name}/{row}", model=model)
+def row(name: str, config: Callable[[], RunConfig], *paragraphs: str) -> Recipe:
+    """Return a recipe whose description is the non-empty paragraphs."""
+    return Recipe(name, "\n\n".join(filter(None, paragraphs)), config)
 
-    variant.__doc__ = f"{summary(recipe)} Ablation: {row}."
-    return variant
+
+class _Recipes(Mapping[str, Recipe]):
+    """All recipes by name; a lookup imports only the files up to the one that has the name."""
+
+    def __getitem__(self, name: str) -> Recipe:
+        for file in KINDS:
+            if name in (recipes := _recipes_in(file)):
+                return recipes[name]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        for file in KINDS:
+            yield from _recipes_in(file)
+
+    def __len__(self) -> int:
+        return sum(len(_recipes_in(file)) for file in KINDS)
+
+
+def _recipes_in(file: str) -> dict[str, Recipe]:
+    recipes: dict[str, Recipe] = import_module(f"onescan.recipes.{file}").RECIPES
+    return recipes
+
+
+RECIPES: Mapping[str, Recipe] = _Recipes()
+
+
+def kinds() -> dict[str, str]:
+    """Return the kind of each recipe, by the recipe's name."""
+    return {name: kind for file, kind in KINDS.items() for name in _recipes_in(file)}
 
 
 def summary(recipe: Recipe) -> str:
-    """The first line of a recipe's docstring."""
-    return (inspect.getdoc(recipe) or "").partition("\n")[0]
+    """Return the first line of a recipe's description."""
+    return recipe.description.partition("\n")[0]
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe of a name.
+
+    Args:
+        name: A key of `RECIPES`; ``digits/without_tpe`` for a recipe with a row of `ABLATIONS`;
+            ``my_run.py:function`` for a function in a file of your own.
+
+    Raises:
+        ValueError: If there is no such name (states the closest), file or function, or the file
+            cannot be imported.
+    """
+    base, slash, ablation = name.rpartition("/")
+    if slash and not ablation.endswith(".py") and ":" not in ablation:
+        return ablated(find_recipe(base), ablation)
+    if ".py:" in name:
+        file, _, function = name.rpartition(":")
+        config = function_in(file, function)
+        return Recipe(function, inspect.getdoc(config) or "", config)
+    if name not in RECIPES:
+        check_choice("recipe", name, RECIPES)
+    return RECIPES[name]
+
+
+def ablated(recipe: Recipe, ablation: str) -> Recipe:
+    """Return a variant of the recipe, with one row of `ABLATIONS` applied to its model.
+
+    If the row adds grid positions, text models get learned token positions instead. Calling the
+    variant raises ValueError if the ablation does not fit the model.
+    """
+    from onescan.models.presets import ABLATIONS  # slow
+
+    check_choice("ablation", ablation, ABLATIONS)
+
+    def variant() -> RunConfig:
+        run = recipe()
+        try:
+            model = _ablated_model(run, ablation)
+        except ValueError as error:
+            fitting = ", ".join(name for name in ABLATIONS if _fits(run, name))
+            raise ValueError(
+                f"ablation {ablation!r} does not fit the model of {run.name}; there are: {fitting}"
+            ) from error
+        return dataclasses.replace(run, name=f"{run.name}/{ablation}", model=model)
+
+    name = f"{recipe.name}/{ablation}"
+    return Recipe(name, f"{summary(recipe)} Ablation: {ablation}.", variant)
+
+
+def _ablated_model(run: RunConfig, ablation: str) -> Any:
+    from onescan.models.presets import ABLATIONS
+    from onescan.models.token_network import TokenNetworkConfig
+
+    changes = dict(ABLATIONS[ablation])
+    adds_grid_positions = isinstance(changes.get("position"), AbsolutePositionConfig)
+    if adds_grid_positions and isinstance(run.model, TokenNetworkConfig):
+        changes["position"] = _text_positions(run)
+    return configs.replace(run.model, changes)
+
+
+def _fits(run: RunConfig, ablation: str) -> bool:
+    try:
+        _ablated_model(run, ablation)
+    except ValueError:
+        return False
+    return True
+
+
+def _text_positions(run: RunConfig) -> TokenPositionConfig:
+    """Return learned positions for a text model.
+
+    Language models get at least as many as BERT (512) or GPT-2 (1024), because fine-tuning and
+    generation may use longer sequences than pre-training.
+    """
+    from onescan.models.presets import BERT_MAX_TOKENS, GPT2_MAX_TOKENS
+
+    at_least = {"MaskedLMConfig": BERT_MAX_TOKENS, "CausalLMConfig": GPT2_MAX_TOKENS}
+    longest = run.data.max_tokens or TokenPositionConfig().max_tokens
+    return TokenPositionConfig(max_tokens=max(longest, at_least.get(type(run.model).__name__, 1)))

@@ -1,9 +1,10 @@
-"""Handwritten digits: trains within minutes on a CPU."""
+"""Image classification of handwritten digits, which trains within minutes on a CPU."""
 
 from onescan.data import DigitsConfig
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.recipes import table
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import RunConfig, TrainingConfig
 
@@ -33,3 +34,6 @@ def digits() -> RunConfig:
             epochs=40, batch_size=32, learning_rate=2e-3, checkpoint_every=10.0
         ),
     )
+
+
+RECIPES = table(digits)

@@ -1,7 +1,7 @@
 """Image generation: digits, CIFAR-10, and the papers' denoisers of ImageNet latents."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from onescan.data import DeitAugmentConfig, DigitsConfig, ImageDatasetConfig
 from onescan.data.latents import LatentsConfig
@@ -10,7 +10,8 @@ from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
 from onescan.layers.position import SinusoidalPositionConfig, ToeplitzPositionConfig
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.models.presets import preset
-from onescan.recipes.cifar10 import CLASSES
+from onescan.recipes import row, table
+from onescan.recipes.images import CIFAR10_CLASSES
 from onescan.tasks import ImageGenerationConfig
 from onescan.training import RunConfig, TrainingConfig
 
@@ -120,7 +121,7 @@ def _cifar10(name: str, model: DenoiserConfig) -> RunConfig:
         model=model,
         data=ImageDatasetConfig(
             path="uoft-cs/cifar10",
-            class_names=CLASSES,
+            class_names=CIFAR10_CLASSES,
             image_size=(32, 32),
             mean=(HALF, HALF, HALF),
             std=(HALF, HALF, HALF),
@@ -145,37 +146,33 @@ def _cifar10(name: str, model: DenoiserConfig) -> RunConfig:
     )
 
 
-def _imagenet(name: str, model: str, training: TrainingConfig) -> Callable[[], RunConfig]:
-    """Return a recipe on VAE latents of ImageNet-1k at 256 x 256: 4 channels of 32 x 32."""
-
-    def recipe() -> RunConfig:
-        return RunConfig(
-            name=f"imagenet_{model}",
-            model=preset(model),
-            data=LatentsConfig(path="imagenet-latents"),
-            task=ImageGenerationConfig(sampler=SamplerConfig(sampler="ddpm", steps=250)),
-            training=training,
-        )
-
-    recipe.__doc__ = f"""{name} denoiser on ImageNet-1k latents, as in the paper; not run yet.
-
-    onescan encode FOLDER --vae stabilityai/sd-vae-ft-ema --out imagenet-latents
-    torchrun --nproc-per-node 8 -m onescan train imagenet_{model} --data.path imagenet-latents
-    """
-    return recipe
-
-
-IMAGENET_DENOISERS = {
-    f"imagenet_{prefix}_{size}_{patch}": _imagenet(
-        f"{name}-{size.upper()}/{patch}", f"{prefix}_{size}_{patch}", training
+def _imagenet(model: str, training: TrainingConfig) -> RunConfig:
+    """Return a run on VAE latents of ImageNet-1k at 256 x 256: 4 channels of 32 x 32."""
+    return RunConfig(
+        name=f"imagenet_{model}",
+        model=preset(model),
+        data=LatentsConfig(path="imagenet-latents"),
+        task=ImageGenerationConfig(sampler=SamplerConfig(sampler="ddpm", steps=250)),
+        training=training,
     )
-    for prefix, name, training in (("lightnet_dit", "LightNet", LIGHTNET), ("dit", "DiT", DIT))
-    for size in ("s", "b", "l", "xl")
-    for patch in (2, 4, 8)
-}
-GENERATION = {
-    "digits_denoiser": digits_denoiser,
-    "cifar10_denoiser_lightnet": cifar10_denoiser_lightnet,
-    "cifar10_denoiser_dit": cifar10_denoiser_dit,
-    **IMAGENET_DENOISERS,
-}
+
+
+RECIPES = table(
+    digits_denoiser,
+    cifar10_denoiser_lightnet,
+    cifar10_denoiser_dit,
+    *(
+        row(
+            f"imagenet_{kind}_{size}_{patch}",
+            partial(_imagenet, f"{kind}_{size}_{patch}", training),
+            f"{title}-{size.upper()}/{patch} denoiser on ImageNet-1k latents, as in the paper; "
+            "not run yet.",
+            "onescan encode FOLDER --vae stabilityai/sd-vae-ft-ema --out imagenet-latents\n"
+            f"torchrun --nproc-per-node 8 -m onescan train imagenet_{kind}_{size}_{patch} "
+            "--data.path imagenet-latents",
+        )
+        for kind, title, training in (("lightnet_dit", "LightNet", LIGHTNET), ("dit", "DiT", DIT))
+        for size in ("s", "b", "l", "xl")
+        for patch in (2, 4, 8)
+    ),
+)

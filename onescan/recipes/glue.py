@@ -7,29 +7,41 @@ attention. The weight decay of STS-B in M2-LARGE and Modified is 3e-5, as printe
 3e-6.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
-from onescan.data.glue import GlueTask
-from onescan.training import TrainingConfig
+from onescan.checks import check_choice
+from onescan.data.base import OnError
+from onescan.data.glue import HUB, PROBLEMS, GlueDatasetConfig, GlueTask
+from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
+from onescan.models.sequence_classifier import Pool, SequenceClassifierConfig
+from onescan.tasks import GlueConfig
+from onescan.training import MachineConfig, RunConfig, TrainingConfig
+from onescan.training.config import Precision
+from onescan.training.folder import check_run_dir
+from onescan.training.loading import load_language_model
 
 ORDER: tuple[GlueTask, ...] = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb")
 BATCH_SIZES = (48, 16, 16, 16, 16, 32, 32, 32)
-FROM_MNLI: tuple[GlueTask, ...] = ("rte", "mrpc", "stsb")  # which begin with its weights
+MNLI: GlueTask = "mnli"
+FROM_MNLI: tuple[GlueTask, ...] = ("rte", "mrpc", "stsb")  # initialized from the MNLI model
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlueRecipe:
-    """A row of Table 8: a number for each task, in `ORDER`.
+    """A row of Table 8: one number per task, in the order of `ORDER`.
 
     Attributes:
-        title: what the table calls it.
-        learning_rates: the highest.
-        weight_decays: of matrices.
-        epochs: passes over the training data.
-        adamw: the tasks whose weight decay is AdamW's own; all others' is decoupled.
-        length: tokens of a sequence.
+        title: Name in the table.
+        learning_rates: Peak learning rates.
+        weight_decays: Weight decays of matrices.
+        epochs: Passes over the training data.
+        adamw: Tasks with AdamW's weight decay; for all others it is decoupled.
+        length: Maximum tokens per sequence.
     """
 
     title: str
@@ -40,7 +52,7 @@ class GlueRecipe:
     length: int = 128
 
     def training(self, task: GlueTask) -> TrainingConfig:
-        """How a task is learnt."""
+        """Return the training settings of a task."""
         place = ORDER.index(task)
         return TrainingConfig(
             epochs=self.epochs[place],
@@ -99,3 +111,142 @@ GLUE: Mapping[str, GlueRecipe] = MappingProxyType(
         ),
     }
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueRunsConfig:
+    """GLUE tasks to fine-tune on. Values given here override the recipe for every task."""
+
+    recipe: str = "modified"
+    """Row of LION's Table 8: bert24, m2_base, m2_large, hydra or modified."""
+    tasks: tuple[str, ...] = ORDER
+    """Tasks, separated by commas or spaces."""
+    seeds: tuple[int, ...] = (0,)
+    """Random seeds; each task is trained once per seed."""
+    path: str = HUB
+    """The unpacked GLUE archive, a folder of one task, or a name on the Hugging Face hub."""
+    on_error: OnError = "raise"
+    """On an unreadable line of a table, end the run (raise), or skip and report it (skip)."""
+    from_mnli: bool = True
+    """Fine-tune RTE, MRPC and STS-B from the MNLI model, which is trained first."""
+    pool: Pool = "first"
+    """Input of the classification head: the first token ([CLS], as in BERT), or the mean, maximum
+    or attention pool over all tokens."""
+    length: int | None = None
+    """Maximum tokens per sequence."""
+    epochs: int | None = None
+    """Passes over the training data."""
+    batch_size: int | None = None
+    """Examples per optimizer step."""
+    learning_rate: float | None = None
+    """Peak learning rate."""
+    precision: Precision | None = None
+    """Precision of matrix products."""
+    machine: MachineConfig = field(default_factory=MachineConfig)
+
+    def selected(self) -> tuple[GlueTask, ...]:
+        """Return the tasks in the order of `ORDER`.
+
+        Raises:
+            ValueError: If the recipe or a task is unknown, or tasks or seeds are empty or contain
+                duplicates.
+        """
+        check_choice("recipe", self.recipe, GLUE)
+        tasks = [task for given in self.tasks for task in given.split(",") if task]
+        for task in tasks:
+            check_choice("task", task, ORDER)
+        for name, values in (("tasks", tasks), ("seeds", self.seeds)):
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} is {', '.join(map(str, values))!r}, expected each once")
+        return tuple(task for task in ORDER if task in tasks)
+
+    def training(self, task: GlueTask, seed: int) -> TrainingConfig:
+        """Return the training settings of a task: the recipe's, with the given changes."""
+        names = ("epochs", "batch_size", "learning_rate", "precision")
+        given = {name: getattr(self, name) for name in names}
+        changes = {name: value for name, value in given.items() if value is not None}
+        return dataclasses.replace(GLUE[self.recipe].training(task), seed=seed, **changes)
+
+
+class GlueRun(NamedTuple):
+    """One run of several."""
+
+    task: GlueTask
+    seed: int
+    config: RunConfig
+    folder: Path
+
+
+def plan_glue(options: GlueRunsConfig, checkpoint: str, out: Path) -> list[GlueRun]:
+    """Return the runs in the order of training: MNLI first if other tasks start from it.
+
+    Args:
+        options: Tasks and settings.
+        checkpoint: A run's folder, or its best.safetensors; or a folder saved by transformers'
+            `save_pretrained`, or a name on the hub.
+        out: Folder of the runs, which are in OUT/TASK/seed-SEED.
+
+    Raises:
+        ValueError: If the options are invalid, or the checkpoint is not a masked language model.
+        FileNotFoundError: If the run has no saved weights.
+    """
+    tasks = options.selected()
+    model, tokenizer = load_language_model(checkpoint)
+    if not isinstance(model, MaskedLM):
+        raise ValueError(f"{checkpoint!r} holds a {type(model).__name__}, expected a MaskedLM")
+    from_mnli = FROM_MNLI if options.from_mnli else ()
+    if MNLI not in tasks and set(tasks) & set(from_mnli):
+        tasks = (MNLI, *tasks)
+    length = GLUE[options.recipe].length if options.length is None else options.length
+
+    def plan(task: GlueTask, seed: int) -> GlueRun:
+        data = GlueDatasetConfig(
+            task=task,
+            path=options.path,
+            tokenizer=tokenizer.name,
+            length=length,
+            on_error=options.on_error,
+        )
+        start = out / MNLI / f"seed-{seed}" if task in from_mnli else checkpoint
+        config = RunConfig(
+            name=f"glue/{task}",
+            model=classifier(model.config, len(PROBLEMS[task].class_names) or 1, options.pool),
+            data=data,
+            task=GlueConfig(segments=model.config.segment_types > 0),
+            init_from=str(start),
+            training=options.training(task, seed),
+            machine=options.machine,
+        )
+        return GlueRun(task, seed, config, out / task / f"seed-{seed}")
+
+    return [plan(task, seed) for task in tasks for seed in options.seeds]
+
+
+def check_runs(runs: Sequence[GlueRun], *, overwrite: bool) -> None:
+    """Check all folders and read all data, to report errors before hours of training.
+
+    Raises:
+        ValueError: If a folder holds another run and overwrite is False; or see
+            `GlueDatasetConfig.build`.
+    """
+    for run in runs:
+        check_run_dir(run.folder, run.config, overwrite=overwrite)
+    for data in dict.fromkeys(run.config.data for run in runs):
+        data.build()
+
+
+def classifier(config: MaskedLMConfig, num_classes: int, pool: Pool) -> SequenceClassifierConfig:
+    """Return the config of a classifier with the network of a masked language model.
+
+    Args:
+        config: Config of the masked language model.
+        num_classes: Number of scores per text.
+        pool: Input of the head.
+    """
+    shared = {each.name for each in dataclasses.fields(SequenceClassifierConfig)}
+    fields = {
+        each.name: getattr(config, each.name)
+        for each in dataclasses.fields(config)
+        if each.name in shared and each.name != "head_transform"
+    }
+    return SequenceClassifierConfig(**fields, num_classes=num_classes, pool=pool)

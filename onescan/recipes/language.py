@@ -1,7 +1,7 @@
 """Language models: the papers' pre-training, and small versions that train on two CPU cores."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from onescan.configs import ModelConfig
@@ -17,10 +17,9 @@ from onescan.layers.position import ToeplitzPositionConfig, TokenPositionConfig
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.presets import preset
+from onescan.recipes import row, table
 from onescan.tasks import LanguageModellingConfig, MaskedLanguageModellingConfig, TaskConfig
 from onescan.training import RunConfig, TrainingConfig
-
-Recipe = Callable[[], RunConfig]
 
 GPT2, BERT = "openai-community/gpt2", "google-bert/bert-base-uncased"
 NOT_RUN = "It has not been run yet."
@@ -55,79 +54,59 @@ def wikitext103_lightnet() -> RunConfig:
     )
 
 
-def _pile(size: str, rows: int, steps: int) -> Recipe:
-    """Return a recipe with the paper's total batch size; 300 billion tokens, or 10 for 380M."""
-
-    def recipe() -> RunConfig:
-        return RunConfig(
-            name=f"pile_lightnet_{size}",
-            model=preset(f"lightnet_lm_{size}"),
-            data=TextDatasetConfig(
-                path="monology/pile-uncopyrighted",
-                tokenizer=GPT2,
-                length=2048,
-                streaming=True,
-                train_rows=rows * steps,
-                test_rows=2048,
-            ),
-            task=LanguageModellingConfig(evaluation_batch_size=8),
-            training=TrainingConfig(
-                steps=steps,
-                batch_size=rows,
-                learning_rate=3e-4,
-                weight_decay=0.1,
-                warmup=0.01,
-                final_lr_ratio=0.1,
-                evaluate_every=0.05,
-                checkpoint_every=0.01,
-                precision="bfloat16",
-            ),
-        )
-
-    recipe.__doc__ = f"""LightNet, {size.upper()} parameters, on the Pile, as in its Table 13.
-
-    onescan train pile_lightnet_{size}
-
-    The paper does not state schedule, warm-up and weight decay; they are our choice. {NOT_RUN}
-    """
-    return recipe
+def _pile(size: str, rows: int, steps: int) -> RunConfig:
+    """Return a run with the paper's total batch size; 300 billion tokens, or 10 for 380M."""
+    return RunConfig(
+        name=f"pile_lightnet_{size}",
+        model=preset(f"lightnet_lm_{size}"),
+        data=TextDatasetConfig(
+            path="monology/pile-uncopyrighted",
+            tokenizer=GPT2,
+            length=2048,
+            streaming=True,
+            train_rows=rows * steps,
+            test_rows=2048,
+        ),
+        task=LanguageModellingConfig(evaluation_batch_size=8),
+        training=TrainingConfig(
+            steps=steps,
+            batch_size=rows,
+            learning_rate=3e-4,
+            weight_decay=0.1,
+            warmup=0.01,
+            final_lr_ratio=0.1,
+            evaluate_every=0.05,
+            checkpoint_every=0.01,
+            precision="bfloat16",
+        ),
+    )
 
 
-def _openwebtext(name: str, title: str) -> Recipe:
-    """Return a recipe with nanoGPT's defaults: 600,000 steps of half a million tokens."""
-
-    def recipe() -> RunConfig:
-        return RunConfig(
-            name=f"openwebtext_{name}",
-            model=preset("lion_s_lm_124m" if name == "lion_s" else "gpt2_small"),
-            data=TextDatasetConfig(
-                path="Skylion007/openwebtext",  # in one split
-                test_fraction=0.0005,
-                tokenizer=GPT2,
-                length=1024,
-            ),
-            task=LanguageModellingConfig(evaluation_batch_size=8),
-            training=TrainingConfig(
-                steps=600_000,
-                batch_size=480,
-                learning_rate=6e-4,
-                weight_decay=0.1,
-                betas=(0.9, 0.95),
-                warmup=2000.0,
-                final_lr_ratio=0.1,
-                evaluate_every=0.01,
-                checkpoint_every=0.01,
-                precision="bfloat16",
-            ),
-        )
-
-    recipe.__doc__ = f"""{title}, 124 million parameters, on OpenWebText, as in LION's App. C.
-
-    onescan train openwebtext_{name}
-
-    {NOT_RUN}
-    """
-    return recipe
+def _openwebtext(name: str) -> RunConfig:
+    """Return a run with nanoGPT's defaults: 600,000 steps of half a million tokens."""
+    return RunConfig(
+        name=f"openwebtext_{name}",
+        model=preset("lion_s_lm_124m" if name == "lion_s" else "gpt2_small"),
+        data=TextDatasetConfig(
+            path="Skylion007/openwebtext",  # in one split
+            test_fraction=0.0005,
+            tokenizer=GPT2,
+            length=1024,
+        ),
+        task=LanguageModellingConfig(evaluation_batch_size=8),
+        training=TrainingConfig(
+            steps=600_000,
+            batch_size=480,
+            learning_rate=6e-4,
+            weight_decay=0.1,
+            betas=(0.9, 0.95),
+            warmup=2000.0,
+            final_lr_ratio=0.1,
+            evaluate_every=0.01,
+            checkpoint_every=0.01,
+            precision="bfloat16",
+        ),
+    )
 
 
 def cramming_lightnet() -> RunConfig:
@@ -169,52 +148,41 @@ def cramming_lightnet() -> RunConfig:
     )
 
 
-def _c4(kind: str, size: str, title: str) -> Recipe:
-    """Return a recipe of LION's App. C.5: 70,000 steps of 4096 sequences of 128 tokens."""
-
-    def recipe() -> RunConfig:
-        rows, steps = 4096, 70_000
-        return RunConfig(
-            name=f"c4_{kind}_{size}",
-            model=preset(f"{kind}_{size}"),
-            data=TextDatasetConfig(
-                path="allenai/c4",
-                name="en",
-                tokenizer=BERT,
-                length=128,
-                add_special_tokens=True,
-                streaming=True,
-                train_rows=rows * steps,
-                test_rows=8192,
-            ),
-            task=MaskedLanguageModellingConfig(
-                mask_rate=0.3, evaluation_mask_rate=0.15, evaluation_batch_size=256
-            ),
-            training=TrainingConfig(
-                steps=steps,
-                batch_size=rows,
-                learning_rate=8e-4 if size == "base" else 2e-4,
-                weight_decay=1e-5,
-                decoupled_weight_decay=True,
-                betas=(0.9, 0.98),
-                eps=1e-6,
-                warmup=0.06,
-                schedule="linear",
-                final_lr_ratio=0.02,
-                evaluate_every=0.05,
-                checkpoint_every=0.02,
-                precision="bfloat16",
-            ),
-        )
-
-    recipe.__doc__ = f"""{title}, {size}, masked language modelling on C4, as in LION's App. C.
-
-    onescan train c4_{kind}_{size}
-
-    30% of the tokens are masked in training and 15% in evaluation. The learning rate decays to 2%
-    of its maximum, as in the authors' configuration files; the paper states 20%. {NOT_RUN}
-    """
-    return recipe
+def _c4(kind: str, size: str) -> RunConfig:
+    """Return a run of LION's App. C.5: 70,000 steps of 4096 sequences of 128 tokens."""
+    rows, steps = 4096, 70_000
+    return RunConfig(
+        name=f"c4_{kind}_{size}",
+        model=preset(f"{kind}_{size}"),
+        data=TextDatasetConfig(
+            path="allenai/c4",
+            name="en",
+            tokenizer=BERT,
+            length=128,
+            add_special_tokens=True,
+            streaming=True,
+            train_rows=rows * steps,
+            test_rows=8192,
+        ),
+        task=MaskedLanguageModellingConfig(
+            mask_rate=0.3, evaluation_mask_rate=0.15, evaluation_batch_size=256
+        ),
+        training=TrainingConfig(
+            steps=steps,
+            batch_size=rows,
+            learning_rate=8e-4 if size == "base" else 2e-4,
+            weight_decay=1e-5,
+            decoupled_weight_decay=True,
+            betas=(0.9, 0.98),
+            eps=1e-6,
+            warmup=0.06,
+            schedule="linear",
+            final_lr_ratio=0.02,
+            evaluate_every=0.05,
+            checkpoint_every=0.02,
+            precision="bfloat16",
+        ),
+    )
 
 
 def wikipedia_ldn() -> RunConfig:
@@ -254,7 +222,7 @@ def wikipedia_ldn() -> RunConfig:
 
 # The small versions: bytes, one to two million parameters each.
 SMALL_WIDTH, SMALL_DEPTH, BYTES = 128, 4, 258
-SMALL_SPREAD = 0.08  # of initial weights: about 1 / sqrt(width); large models use 0.02
+SMALL_INIT_STD = 0.08  # of initial weights: about 1 / sqrt(width); large models use 0.02
 LIGHTNET = LightNetMixerConfig(num_heads=4, gate_rank=32)
 POSITION = ToeplitzPositionConfig(hidden_states=16)
 SMALL_LM = CausalLMConfig(
@@ -263,7 +231,7 @@ SMALL_LM = CausalLMConfig(
     depth=SMALL_DEPTH,
     mixer=replace(LIGHTNET, causal=True),
     position=POSITION,
-    init_std=SMALL_SPREAD,
+    init_std=SMALL_INIT_STD,
 )
 SMALL_MLM = MaskedLMConfig(
     vocab_size=BYTES,
@@ -271,7 +239,7 @@ SMALL_MLM = MaskedLMConfig(
     depth=SMALL_DEPTH,
     mixer=LIGHTNET,
     position=replace(POSITION, bidirectional=True),
-    init_std=SMALL_SPREAD,
+    init_std=SMALL_INIT_STD,
 )
 SMALL_MASKS = MaskedLanguageModellingConfig(whole_word_mask=True)
 SOFTMAX: dict[str, Any] = {"mlp": MLPConfig(), "position": TokenPositionConfig(max_tokens=1024)}
@@ -360,17 +328,45 @@ def _small(name: str, model: ModelConfig, task: TaskConfig) -> RunConfig:
     )
 
 
-LANGUAGE: dict[str, Recipe] = {
-    "wikitext103_lightnet": wikitext103_lightnet,
-    "pile_lightnet_380m": _pile("380m", rows=256, steps=19_000),
-    "pile_lightnet_1b": _pile("1b", rows=160, steps=915_000),
-    "pile_lightnet_3b": _pile("3b", rows=1728, steps=85_000),
-    "openwebtext_lion_s": _openwebtext("lion_s", "Causal LION-s"),
-    "openwebtext_gpt2": _openwebtext("gpt2", "GPT-2"),
-    "cramming_lightnet": cramming_lightnet,
-    "wikipedia_ldn": wikipedia_ldn,
-    **{
-        f"c4_{kind}_{size}": _c4(kind, size, title)
+RECIPES = table(
+    wikitext103_lightnet,
+    *(
+        row(
+            f"pile_lightnet_{size}",
+            partial(_pile, size, rows, steps),
+            f"LightNet, {size.upper()} parameters, on the Pile, as in its Table 13.",
+            f"onescan train pile_lightnet_{size}",
+            "The paper does not state schedule, warm-up and weight decay; they are our choice. "
+            f"{NOT_RUN}",
+        )
+        for size, rows, steps in (
+            ("380m", 256, 19_000),
+            ("1b", 160, 915_000),
+            ("3b", 1728, 85_000),
+        )
+    ),
+    *(
+        row(
+            f"openwebtext_{name}",
+            partial(_openwebtext, name),
+            f"{title}, 124 million parameters, on OpenWebText, as in LION's App. C.",
+            f"onescan train openwebtext_{name}",
+            NOT_RUN,
+        )
+        for name, title in (("lion_s", "Causal LION-s"), ("gpt2", "GPT-2"))
+    ),
+    cramming_lightnet,
+    wikipedia_ldn,
+    *(
+        row(
+            f"c4_{kind}_{size}",
+            partial(_c4, kind, size),
+            f"{title}, {size}, masked language modelling on C4, as in LION's App. C.",
+            f"onescan train c4_{kind}_{size}",
+            "30% of the tokens are masked in training and 15% in evaluation. The learning rate "
+            "decays to 2%\nof its maximum, as in the authors' configuration files; the paper "
+            f"states 20%. {NOT_RUN}",
+        )
         for kind, title in (
             ("lion_lit_mlm", "LION-lit"),
             ("lion_d_mlm", "LION-d"),
@@ -378,12 +374,12 @@ LANGUAGE: dict[str, Recipe] = {
             ("bert", "BERT"),
         )
         for size in ("base", "large")
-    },
-    "shakespeare_lightnet": shakespeare_lightnet,
-    "shakespeare_lion_s": shakespeare_lion_s,
-    "shakespeare_gpt2": shakespeare_gpt2,
-    "wikitext2_mlm_lightnet": wikitext2_mlm_lightnet,
-    "wikitext2_mlm_lion_s": wikitext2_mlm_lion_s,
-    "wikitext2_mlm_ldn": wikitext2_mlm_ldn,
-    "wikitext2_mlm_bert": wikitext2_mlm_bert,
-}
+    ),
+    shakespeare_lightnet,
+    shakespeare_lion_s,
+    shakespeare_gpt2,
+    wikitext2_mlm_lightnet,
+    wikitext2_mlm_lion_s,
+    wikitext2_mlm_ldn,
+    wikitext2_mlm_bert,
+)

@@ -4,8 +4,8 @@ Width, training and MD-TPE, which gives each value access to the key before it, 
 all; the models differ only in their mixer.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from onescan.data import RecallConfig
 from onescan.layers.mixers import (
@@ -16,6 +16,7 @@ from onescan.layers.mixers import (
 )
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.causal_lm import CausalLMConfig
+from onescan.recipes import row, table
 from onescan.tasks import RecallTaskConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig
 
@@ -42,24 +43,25 @@ MIXERS: dict[str, tuple[str, MixerConfig]] = {
 }
 
 
-def _recall(kind: str) -> Callable[[], RunConfig]:
-    name, (title, mixer) = f"recall_{kind}", MIXERS[kind]
+def _recall(kind: str) -> RunConfig:
+    return RunConfig(
+        name=f"recall_{kind}",
+        model=replace(MODEL, mixer=MIXERS[kind][1]),
+        data=DATA,
+        task=RecallTaskConfig(),
+        training=TRAINING,
+        machine=MachineConfig(workers=0),
+    )
 
-    def recipe() -> RunConfig:
-        return RunConfig(
-            name=name,
-            model=replace(MODEL, mixer=mixer),
-            data=DATA,
-            task=RecallTaskConfig(),
-            training=TRAINING,
-            machine=MachineConfig(workers=0),
+
+RECIPES = table(
+    *(
+        row(
+            f"recall_{kind}",
+            partial(_recall, kind),
+            f"{title} on associative recall of 1 to 8 key-value pairs.",
+            f"onescan train recall_{kind}",
         )
-
-    recipe.__doc__ = f"""{title} on associative recall of 1 to 8 key-value pairs.
-
-    onescan train {name}
-    """
-    return recipe
-
-
-RECALL = {f"recall_{kind}": _recall(kind) for kind in MIXERS}
+        for kind, (title, _) in MIXERS.items()
+    )
+)

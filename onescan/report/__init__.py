@@ -1,30 +1,45 @@
-"""The HTML pages people look at: one recipe, several, a model's forms and memory, contestants."""
+"""HTML pages about runs and evaluations, and the same numbers as text for a terminal.
 
-from onescan.report.comparison import comparison_table, write_comparison
-from onescan.report.contest import contest_table, write_contest
-from onescan.report.forms import write_forms
-from onescan.report.generation import generation_table, write_generation
-from onescan.report.glue import glue_table, read_glue, write_glue
-from onescan.report.lengths import lengths_table, write_lengths
-from onescan.report.needle import needle_table, write_needles
-from onescan.report.page import write_report
-from onescan.report.template import check_report_path
+The module of a page is imported when its function is first used.
+"""
 
-__all__ = [
-    "check_report_path",
-    "comparison_table",
-    "contest_table",
-    "generation_table",
-    "glue_table",
-    "lengths_table",
-    "needle_table",
-    "read_glue",
-    "write_comparison",
-    "write_contest",
-    "write_forms",
-    "write_generation",
-    "write_glue",
-    "write_lengths",
-    "write_needles",
-    "write_report",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onescan.report.comparison import comparison_table as comparison_table
+    from onescan.report.comparison import write_comparison as write_comparison
+    from onescan.report.generation import generation_table as generation_table
+    from onescan.report.generation import write_generation as write_generation
+    from onescan.report.glue import glue_table as glue_table
+    from onescan.report.glue import read_glue as read_glue
+    from onescan.report.glue import write_glue as write_glue
+    from onescan.report.lengths import lengths_table as lengths_table
+    from onescan.report.lengths import write_lengths as write_lengths
+    from onescan.report.needle import needle_table as needle_table
+    from onescan.report.needle import write_needles as write_needles
+    from onescan.report.page import check_report_path as check_report_path
+    from onescan.report.run import write_report as write_report
+
+_MODULES = {
+    "check_report_path": "page",
+    "comparison_table": "comparison",
+    "generation_table": "generation",
+    "glue_table": "glue",
+    "lengths_table": "lengths",
+    "needle_table": "needle",
+    "read_glue": "glue",
+    "write_comparison": "comparison",
+    "write_generation": "generation",
+    "write_glue": "glue",
+    "write_lengths": "lengths",
+    "write_needles": "needle",
+    "write_report": "run",
+}
+__all__ = [*_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

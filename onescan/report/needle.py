@@ -1,107 +1,105 @@
-"""Which needles a model found in a haystack: a table in text, and a page with two heat maps."""
+"""Needle-in-a-haystack evaluation: a table in text, and a page with two heat maps."""
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from onescan.evaluation.needle_grid import Cells, NeedleGrid
-from onescan.report.cards import big_numbers, fact_list
-from onescan.report.heat_map import SHARES, Axis, Shades, around_zero, heat_map
-from onescan.report.section import Figure, Section
-from onescan.report.template import fill, save
-from onescan.report.words import percent, plural
+import numpy as np
+
+from onescan.report.format import percent, plain_table, plural
+from onescan.report.page import Card, Figure, Section, render
+from onescan.report.plots import Axis, heat_map
+
+if TYPE_CHECKING:
+    from onescan.evaluation.needle import NeedleGrid
 
 LEAD = (
-    "A fact is hidden in a long text, and a question at the end asks for it. What a model recalls "
-    "depends on how long the text is, and on how deep in it the fact lies."
+    "A fact is hidden in a long text, and a question at the end asks for it. Whether a model "
+    "recalls it depends on the length of the text and on how deep in it the fact is hidden."
 )
+FOUND = (
+    "Share of needles for which greedy decoding gives the right number. At depth 0% the needle "
+    "stands before the haystack, at 100% right before the question."
+)
+GAIN = (
+    "How much more likely the number is with the needle in the text than without it, in nats; 0 "
+    "means no recall. It shows recall even in models that never give the whole number, but part of "
+    "the gain may come from having seen any number."
+)
+NARROW = 4  # more lengths do not fit beside each other in one column of the page
+FULL_COLOR = 1.0  # nats; in grids of smaller gains, all cells stay pale
 
 
-def write_needles(grid: NeedleGrid, path: Path) -> Path:
-    """Write a page that needs no other file: which needles were found, by length and depth.
+def needle_table(grid: "NeedleGrid") -> str:
+    """Format the share of needles found and the gain as plain text, one line for each depth."""
+    rows = [["depth", *(f"{length:,}" for length in grid.lengths)]]
+    for depth, shares, gains in zip(
+        sorted(grid.asked.depths), grid.accuracy(), grid.gain(), strict=True
+    ):
+        cells = zip(shares, gains, strict=True)
+        rows.append([f"{depth:.0%}", *(f"{percent(x, 0)}, {gain:+.2f}" for x, gain in cells)])
+    return plain_table(rows, left=0)
+
+
+def write_needles(grid: "NeedleGrid", path: Path) -> Path:
+    """Write a self-contained page that shows which needles were found, by length and depth.
 
     Args:
-        grid: as `measure_needles` returned it.
-        path: where to write; a page of onescan's that is there is replaced.
+        grid: Result of `measure_needles`.
+        path: HTML file. An existing page of onescan is replaced.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: at the path is something else.
-        OSError: the page cannot be written; one that was there is intact.
+        ValueError: If another file exists at the path.
+        OSError: If the page cannot be written. An existing page stays intact.
     """
-    page = fill(
+    depth = Axis("depth", [f"{depth:.0%}" for depth in sorted(grid.asked.depths)])
+    length = Axis("tokens", [f"{length:,}" for length in grid.lengths])
+    gain = grid.gain()
+    found = heat_map(
+        grid.accuracy(), rows=depth, columns=length, format=lambda x: percent(x, 0), high=1.0
+    )
+    gained = heat_map(
+        gain,
+        rows=depth,
+        columns=length,
+        format="{:.2f}".format,
+        diverging=True,
+        high=float(np.nanmax(np.abs(gain), initial=FULL_COLOR)),
+    )
+    columns = 1 if len(grid.lengths) <= NARROW else 3
+    figures = [
+        Figure("Found", found, FOUND, columns),
+        Figure("Gain in log-probability", gained, GAIN, columns),
+    ]
+    return render(
+        "scores.html",
+        path,
         kind="needle in a haystack",
         title=grid.name,
         lead=LEAD,
-        summary=f"{_cards(grid)}\n{_facts(grid)}",
-        sections=(_pictures(grid),),
-    )
-    return save(page, path)
-
-
-def needle_table(grid: NeedleGrid) -> str:
-    """Spell the grid in text: the share that was found and the gain, a line for each depth."""
-    lines = ["depth" + "".join(f"{length:>18,}" for length in grid.lengths)]
-    for depth, shares, gains in zip(
-        sorted(grid.asked.depths), grid.accuracy(), grid.gain(), strict=True
-    ):
-        cells = (
-            f"{percent(share, 0)}, {gain:+.2f}" for share, gain in zip(shares, gains, strict=True)
-        )
-        lines.append(f"{depth:>5.0%}" + "".join(f"{cell:>18}" for cell in cells))
-    return "\n".join(lines)
-
-
-def _pictures(grid: NeedleGrid) -> Section:
-    accuracy, gain = grid.accuracy(), grid.gain()
-    found = Figure(
-        "Found",
-        _drawn(grid, accuracy, "share of needles found", SHARES, lambda share: percent(share, 0)),
-        "The share of needles whose number the model writes out, taking the likeliest token each "
-        "time. At depth 0% the needle is before the haystack, at 100% right before the question.",
-    )
-    gained = Figure(
-        "Gain in log-probability",
-        _drawn(grid, gain, "gain in log-probability", around_zero(gain), "{:.2f}".format),
-        "How much likelier the number is after the question than where the needle is taken out, in "
-        "nats: 0 where nothing is recalled. It shows recall in models that find no number whole; a "
-        "part of it may be that any number was read.",
-    )
-    return Section("Needles by length and depth", (found, gained))
-
-
-def _drawn(
-    grid: NeedleGrid, cells: Cells, what: str, shades: Shades, spell: Callable[[float], str]
-) -> str:
-    return heat_map(
-        cells,
-        down=Axis("depth of the needle", [f"{depth:.0%}" for depth in sorted(grid.asked.depths)]),
-        along=Axis("tokens of the text", [f"{length:,}" for length in grid.lengths]),
-        shades=shades,
-        spell=spell,
-        alt=f"Heat map of the {what} by depth and length, {spell(float(cells.mean()))} on average",
+        cards=_cards(grid),
+        facts=[
+            ("Needle", grid.asked.needle),
+            ("Question", grid.asked.question),
+            ("Numbers", f"of {plural(grid.asked.digits, 'digit')}"),
+            ("Haystack", grid.haystack),
+            ("Version", f"onescan {grid.onescan}"),
+        ],
+        sections=[Section("Needles by length and depth", figures)],
     )
 
 
-def _cards(grid: NeedleGrid) -> str:
+def _cards(grid: "NeedleGrid") -> list[Card]:
     accuracy, gain, longest = grid.accuracy(), grid.gain(), grid.lengths[-1]
-    cards = [
-        (percent(float(accuracy.mean())), "found", f"of {plural(len(grid.outcomes), 'needle')}"),
-        (f"{gain.mean():+.2f}", "nats gained", "in a number's log-probability, on average"),
-        (percent(float(accuracy[:, -1].mean())), "found", f"in {longest:,} tokens, the longest"),
-        (f"{gain[:, -1].mean():+.2f}", "nats gained", f"in {longest:,} tokens"),
+    return [
+        Card(percent(float(accuracy.mean())), "found", f"of {len(grid.outcomes):,} needles"),
+        Card(f"{gain.mean():+.2f}", "nats gained", "mean gain in log-probability"),
+        Card(
+            percent(float(accuracy[:, -1].mean())),
+            "found",
+            f"in the longest text, {longest:,} tokens",
+        ),
+        Card(f"{gain[:, -1].mean():+.2f}", "nats gained", f"in {longest:,} tokens"),
     ]
-    return big_numbers(cards)
-
-
-def _facts(grid: NeedleGrid) -> str:
-    asked = grid.asked
-    facts = [
-        ("Needle", asked.needle),
-        ("Question", asked.question),
-        ("Numbers", f"of {plural(asked.digits, 'digit')}"),
-        ("Haystack", grid.haystack),
-        ("Version", f"onescan {grid.onescan}"),
-    ]
-    return fact_list(facts)

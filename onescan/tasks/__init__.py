@@ -1,55 +1,76 @@
-"""Tasks: one problem each, its training batches, its loss and its evaluation."""
+"""Tasks: one problem each, its training batches, its loss and its evaluation.
 
-from onescan.tasks.base import (
-    Batch,
-    Evaluation,
-    Metrics,
-    Planned,
-    Rows,
-    Task,
-    TaskConfig,
-)
-from onescan.tasks.distillation import DistillationConfig
-from onescan.tasks.glue import Glue, GlueConfig
-from onescan.tasks.image_classification import (
-    ImageClassification,
-    ImageClassificationConfig,
-    classify,
-)
-from onescan.tasks.image_generation import ImageGeneration, ImageGenerationConfig
-from onescan.tasks.language_modelling import LanguageModelling, LanguageModellingConfig
-from onescan.tasks.masked_language_modelling import (
-    MaskedLanguageModelling,
-    MaskedLanguageModellingConfig,
-)
-from onescan.tasks.recall import Recall, RecallTaskConfig
-from onescan.tasks.sequence_classification import (
-    SequenceClassification,
-    SequenceClassificationConfig,
-)
+The tasks are imported on first use. `onescan.configs` finds the class that a config names here.
+"""
 
-__all__ = [
-    "Batch",
-    "DistillationConfig",
-    "Evaluation",
-    "Glue",
-    "GlueConfig",
-    "ImageClassification",
-    "ImageClassificationConfig",
-    "ImageGeneration",
-    "ImageGenerationConfig",
-    "LanguageModelling",
-    "LanguageModellingConfig",
-    "MaskedLanguageModelling",
-    "MaskedLanguageModellingConfig",
-    "Metrics",
-    "Planned",
-    "Recall",
-    "RecallTaskConfig",
-    "Rows",
-    "SequenceClassification",
-    "SequenceClassificationConfig",
-    "Task",
-    "TaskConfig",
-    "classify",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from onescan.tasks.base import Batch as Batch
+from onescan.tasks.base import BatchPlan as BatchPlan
+from onescan.tasks.base import Evaluation as Evaluation
+from onescan.tasks.base import Metrics as Metrics
+from onescan.tasks.base import Rows as Rows
+from onescan.tasks.base import Task as Task
+from onescan.tasks.base import TaskConfig as TaskConfig
+
+if TYPE_CHECKING:
+    from onescan.tasks.distillation import DistillationConfig as DistillationConfig
+    from onescan.tasks.glue import Glue as Glue
+    from onescan.tasks.glue import GlueConfig as GlueConfig
+    from onescan.tasks.image_classification import ImageClassification as ImageClassification
+    from onescan.tasks.image_classification import (
+        ImageClassificationConfig as ImageClassificationConfig,
+    )
+    from onescan.tasks.image_classification import classify as classify
+    from onescan.tasks.image_generation import ImageGeneration as ImageGeneration
+    from onescan.tasks.image_generation import ImageGenerationConfig as ImageGenerationConfig
+    from onescan.tasks.language_modelling import LanguageModelling as LanguageModelling
+    from onescan.tasks.language_modelling import LanguageModellingConfig as LanguageModellingConfig
+    from onescan.tasks.language_modelling import MaskedLanguageModelling as MaskedLanguageModelling
+    from onescan.tasks.language_modelling import (
+        MaskedLanguageModellingConfig as MaskedLanguageModellingConfig,
+    )
+    from onescan.tasks.recall import Recall as Recall
+    from onescan.tasks.recall import RecallTaskConfig as RecallTaskConfig
+    from onescan.tasks.sequence_classification import (
+        SequenceClassification as SequenceClassification,
+    )
+    from onescan.tasks.sequence_classification import (
+        SequenceClassificationConfig as SequenceClassificationConfig,
+    )
+
+# name -> file of this folder that defines it
+_FILES = {
+    "Batch": "base",
+    "BatchPlan": "base",
+    "DistillationConfig": "distillation",
+    "Evaluation": "base",
+    "Glue": "glue",
+    "GlueConfig": "glue",
+    "ImageClassification": "image_classification",
+    "ImageClassificationConfig": "image_classification",
+    "ImageGeneration": "image_generation",
+    "ImageGenerationConfig": "image_generation",
+    "LanguageModelling": "language_modelling",
+    "LanguageModellingConfig": "language_modelling",
+    "MaskedLanguageModelling": "language_modelling",
+    "MaskedLanguageModellingConfig": "language_modelling",
+    "Metrics": "base",
+    "Recall": "recall",
+    "RecallTaskConfig": "recall",
+    "Rows": "base",
+    "SequenceClassification": "sequence_classification",
+    "SequenceClassificationConfig": "sequence_classification",
+    "Task": "base",
+    "TaskConfig": "base",
+    "classify": "image_classification",
+}
+
+__all__ = list(_FILES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)

@@ -1,4 +1,4 @@
-"""The contract between a problem and the training loop, which knows nothing else of it."""
+"""The contract between a task and the training loop, which knows nothing else of it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -10,89 +10,89 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from onescan.data import Bookmark, DataSet, Example, Format, batched
+from onescan.data import DataSet, DataState, Example, Format, batched
 
 Batch = tuple[Tensor, ...]
 Metrics = dict[str, Float[Tensor, ""]]
 Rows = dict[str, Tensor]
 
 
-class Planned(NamedTuple):
+class BatchPlan(NamedTuple):
     """A batch before it is read.
 
     Attributes:
-        examples: what it is made of.
-        bookmark: where the next batch begins.
+        examples: The examples it consists of.
+        data_state: Where the next batch begins.
     """
 
     examples: list[Example]
-    bookmark: Bookmark | None
+    data_state: DataState | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What a model did on held-out examples."""
+    """Results of a model on the test examples."""
 
     metrics: dict[str, float]
-    """Single numbers, by name."""
+    """Numbers, by name."""
     arrays: dict[str, Tensor]
-    """One row an example, by name: what a report draws."""
+    """Tensors with one row per example, by name, for the report."""
     left_out: int = 0
-    """Examples that could not be read, of which there are no rows."""
+    """Number of examples that could not be read and have no rows."""
 
 
 class Task(ABC):
     """One problem on one data set."""
 
     train: DataSet
-    """The examples to learn from."""
+    """The training examples."""
     test: DataSet
-    """The examples to be judged on."""
+    """The test examples."""
     format: Format
-    """How raw input becomes the model's input; saved with the model."""
+    """Converts raw input to the model's input; saved with the model."""
     class_names: tuple[str, ...] = ()
-    """What the model's scores stand for, if they stand for classes."""
+    """Names of the classes that the model scores, if it scores classes."""
     unit: str = "examples"
-    """What a batch is counted in."""
+    """What a batch contains, for messages."""
     test_batch_size: int = 256
-    """Examples at once when evaluating; changes the memory, not the result."""
+    """Examples per evaluation batch; affects memory, not results."""
     repeats: int = 1
-    """How often in a row each example is shown, with chance of its own each time."""
+    """How often each example occurs in a row, each time with its own augmentation."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        """Return what training lowers, and numbers to show. The model is in training mode."""
+        """Return the training loss, and metrics to log. The model is in training mode."""
 
     @abstractmethod
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
-        """Apply the model, in evaluation mode, to held-out examples: one row each, by name."""
+        """Apply the model, in evaluation mode, to test examples; return one row per example."""
 
     @abstractmethod
-    def judge(self, rows: Rows) -> Evaluation:
-        """Judge what the model predicted of all held-out examples, in their order."""
+    def evaluate(self, rows: Rows) -> Evaluation:
+        """Compute metrics from the predictions for all test examples, in their order."""
 
     @abstractmethod
     def score(self, metrics: dict[str, float]) -> float:
-        """Say how good an evaluation is: of two, the higher is better."""
+        """Return the number by which evaluations are compared: higher is better."""
 
     def picture(self, model: nn.Module) -> Image | None:
-        """Draw what the model does, in evaluation mode, if there is anything to see: no chance.
+        """Draw what the model does, in evaluation mode and without randomness, or return None.
 
-        Of several processes each makes the same one.
+        All processes draw the same picture.
         """
         del model
         return None
 
     def augment(self, batch: Batch, seed: int) -> Batch:
-        """Change a training batch at random, on the device that trains; gives the same again."""
+        """Change a training batch at random on its device; equal seeds give equal results."""
         del seed
         return batch
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Count the whole batches in one pass; what is left over is in another pass' batches.
+        """Return the number of full batches in an epoch; each epoch drops other examples.
 
         Raises:
-            ValueError: there are fewer examples than one batch needs.
+            ValueError: If there are fewer examples than one batch contains.
         """
         count = len(self.train)
         if batch_size > count:
@@ -102,18 +102,19 @@ class Task(ABC):
         return count // batch_size
 
     def batches(
-        self, *, step: int, batch_size: int, seed: int, bookmark: Bookmark | None = None
-    ) -> Iterator[Planned]:
-        """Plan batch after batch from `step` on, without end.
+        self, *, step: int, batch_size: int, seed: int, data_state: DataState | None = None
+    ) -> Iterator[BatchPlan]:
+        """Yield the plans of all batches from `step` on, without end.
 
         Args:
-            step: batches before the first one yielded.
-            batch_size: examples in each.
-            seed: what all chance comes from.
-            bookmark: what came with the batch before `step`.
+            step: Number of batches before the first one.
+            batch_size: Examples per batch.
+            seed: Random seed.
+            data_state: The data state that came with the batch before `step`.
 
         Raises:
-            ValueError: there are fewer examples than one batch needs, or than the data promised.
+            ValueError: If there are fewer examples than one batch contains, or than the data set's
+                length.
         """
         per_epoch = self.steps_per_epoch(batch_size)
         epoch, index = divmod(step, per_epoch)
@@ -123,7 +124,7 @@ class Task(ABC):
                 epoch=epoch,
                 start=index * batch_size,
                 repeats=self.repeats,
-                bookmark=bookmark if index else None,
+                data_state=data_state if index else None,
             )
             for _ in range(index, per_epoch):
                 group = list(islice(examples, batch_size))
@@ -131,18 +132,18 @@ class Task(ABC):
                     raise ValueError(
                         f"epoch {epoch} ended early, expected {len(self.train)} {self.unit}"
                     )
-                yield Planned([example for example, _ in group], group[-1][1])
+                yield BatchPlan([example for example, _ in group], group[-1][1])
             epoch, index = epoch + 1, 0
 
-    def test_batches(self) -> Iterator[Planned]:
-        """Plan the batches of one evaluation, in the stored order."""
+    def test_batches(self) -> Iterator[BatchPlan]:
+        """Yield the plans of the batches of one evaluation, in the stored order."""
         for group in batched(self.test.examples(seed=None), self.test_batch_size):
-            yield Planned([example for example, _ in group], group[-1][1])
+            yield BatchPlan([example for example, _ in group], group[-1][1])
 
 
 class TaskConfig(ABC):
-    """How a problem is posed. Subclasses are frozen dataclasses."""
+    """Config of a task. Subclasses are frozen dataclasses."""
 
     @abstractmethod
     def build(self, data: Any) -> Task:
-        """Pose the problem on what a `DataConfig` built."""
+        """Build the task for the output of `DataConfig.build`."""

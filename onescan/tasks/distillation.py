@@ -1,14 +1,14 @@
-"""Distillation: to learn from a teacher as well as from labels.
+"""Distillation: learn from a teacher as well as from labels.
 
 L = (1 - w) CE(z, y) + w CE(z', argmax z_t)                                  hard
 L = (1 - w) CE(z, y) + w tau^2 KL(softmax(z_t / tau) || softmax(z' / tau))   soft
 
-z are the student's scores, z' those of its distillation head, or z where it has none; z_t are the
-teacher's scores of the same augmented images, and y the labels.
+z are the student's logits, z' those of its distillation head (z if it has none), z_t the teacher's
+logits of the same augmented images, and y the labels.
 
 Source: DeiT, arXiv:2012.12877, Sec. 4, whose recipe LION follows, arXiv:2502.16249, App. C.13.
 DeiT prints the student first in KL; its code and Hinton's arXiv:1503.02531 match the teacher's
-distribution, as is done here. The mean is over images, where DeiT's code divides by classes too.
+distribution, as here. The mean is over images; DeiT's code also divides by the number of classes.
 """
 
 from dataclasses import dataclass
@@ -41,10 +41,10 @@ class DistillationConfig:
     """Temperature that divides the logits of student and teacher; soft distillation only."""
 
     def build(self, teacher: str, data: ImageSplits) -> "Distillation":
-        """Prepare to learn from the teacher of that name; the first loss loads it.
+        """Prepare the loss with the teacher of that name, which the first call loads.
 
         Raises:
-            ValueError: an unknown kind, or a number out of its range.
+            ValueError: If the kind is unknown, or a number out of range.
         """
         check_choice("task.distillation.kind", self.kind, get_args(Kind))
         check_positive(**{"task.distillation.temperature": self.temperature})
@@ -56,30 +56,30 @@ class DistillationConfig:
 
 
 class Distillation:
-    """A teacher's part in the loss."""
+    """The distillation loss of one teacher."""
 
     def __init__(self, config: DistillationConfig, teacher: str, data: ImageSplits) -> None:
         self.config = config
         self.name = teacher
         self.format, self.class_names = data.format, data.class_names
-        self.teacher: Teacher | None = None  # until a loss asks: judging a student needs none
+        self.teacher: Teacher | None = None  # loaded on use, because evaluation needs none
 
     def loss(
         self, label_loss: Float[Tensor, ""], scores: Logits, images: Tensor
     ) -> tuple[Float[Tensor, ""], Metrics]:
-        """Join the teacher's part to the labels' part of a loss; both are among the metrics.
+        """Combine the losses of labels and teacher; both are also returned as metrics.
 
         Args:
-            label_loss: what the labels say.
-            scores: the student's, those that are to follow the teacher.
-            images: what the student saw, as bytes or as floats from 0 to 1.
+            label_loss: Loss on the labels.
+            scores: The student's logits that learn from the teacher.
+            images: The student's augmented images, as bytes or as floats from 0 to 1.
 
         Raises:
-            ValueError: the teacher cannot be read, or does not fit the data.
+            ValueError: If the teacher cannot be read, or does not fit the data.
         """
-        theirs = self._load(images.device).scores(unit_pixels(images))
-        teacher_loss = self._compare(scores, theirs)
-        agreement = (scores.argmax(dim=1) == theirs.argmax(dim=1)).float().mean()
+        teacher_scores = self._load(images.device).scores(unit_pixels(images))
+        teacher_loss = self._teacher_loss(scores, teacher_scores)
+        agreement = (scores.argmax(dim=1) == teacher_scores.argmax(dim=1)).float().mean()
         return torch.lerp(label_loss, teacher_loss, self.config.weight), {
             "label_loss": label_loss,
             "teacher_loss": teacher_loss,
@@ -94,9 +94,9 @@ class Distillation:
             self.teacher = teacher
         return self.teacher
 
-    def _compare(self, scores: Logits, theirs: Logits) -> Float[Tensor, ""]:
+    def _teacher_loss(self, scores: Logits, teacher_scores: Logits) -> Float[Tensor, ""]:
         if self.config.kind == "hard":
-            return cross_entropy(scores, theirs.argmax(dim=1))
+            return cross_entropy(scores, teacher_scores.argmax(dim=1))
         tau = self.config.temperature
-        ours, wanted = ((z / tau).log_softmax(dim=1) for z in (scores, theirs))
-        return tau**2 * kl_div(ours, wanted, reduction="batchmean", log_target=True)
+        log_p, log_target = ((z / tau).log_softmax(dim=1) for z in (scores, teacher_scores))
+        return tau**2 * kl_div(log_p, log_target, reduction="batchmean", log_target=True)

@@ -1,4 +1,4 @@
-"""Telling what an image shows: cross-entropy on augmented images, judged on held-out ones."""
+"""Image classification: cross-entropy on augmented images, optionally with distillation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,8 +12,10 @@ from torch.nn.functional import cross_entropy
 from onescan.checks import check_positive
 from onescan.data import (
     AffineConfig,
+    ArraySplits,
     AugmentConfig,
     Format,
+    GridFormat,
     ImageFormat,
     ImageSplits,
     MixConfig,
@@ -21,13 +23,12 @@ from onescan.data import (
     read_image,
 )
 from onescan.data.images import unit_pixels
-from onescan.models.denoiser import Denoiser
 from onescan.shapes import Logits
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 from onescan.tasks.distillation import DistillationConfig
 
 TOP = 5
-MANY_CLASSES = 100  # from here on the share of images whose class is among the first five is told
+MANY_CLASSES = 100  # from which the top-5 accuracy is reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +50,11 @@ class ImageClassificationConfig(TaskConfig):
     evaluation_batch_size: int = 256
     """Images per evaluation batch; affects memory, not results."""
 
-    def build(self, data: ImageSplits) -> "ImageClassification":
-        """Pose the problem on these images.
+    def build(self, data: ImageSplits | ArraySplits) -> "ImageClassification":
+        """Build the task for a data set of images.
 
         Raises:
-            ValueError: label_smoothing is not in [0, 1), or another number not above 0; or
-                distillation is set without a teacher, or refused by it.
+            ValueError: If a number is out of range, or distillation is set without a teacher.
         """
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(
@@ -64,6 +64,8 @@ class ImageClassificationConfig(TaskConfig):
             check_positive(**{f"task.{name}": getattr(self, name)})
         if self.teacher is None and self.distillation != DistillationConfig():
             raise ValueError("task.distillation is set, but task.teacher is None, expected one")
+        if self.teacher is not None and not isinstance(data, ImageSplits):
+            raise ValueError(f"task.teacher is {self.teacher!r}, expected None: data are no images")
         return ImageClassification(self, data)
 
 
@@ -72,17 +74,19 @@ class ImageClassification(Task):
 
     unit = "images"
 
-    def __init__(self, config: ImageClassificationConfig, data: ImageSplits) -> None:
+    def __init__(self, config: ImageClassificationConfig, data: ImageSplits | ArraySplits) -> None:
         self.config = config
         self.train, self.test = data.train, data.test
-        self.format: ImageFormat = data.format
+        self.format: GridFormat = data.format
         self.class_names = data.class_names
         self.test_batch_size = config.evaluation_batch_size
         self.repeats = config.augment_repeats
         self.augmentation = config.augment and config.augment.build()
         self.mixing = config.mix and config.mix.build()
         self.distillation = (
-            None if config.teacher is None else config.distillation.build(config.teacher, data)
+            config.distillation.build(config.teacher, data)
+            if config.teacher is not None and isinstance(data, ImageSplits)
+            else None
         )
 
     def augment(self, batch: Batch, seed: int) -> Batch:
@@ -90,16 +94,16 @@ class ImageClassification(Task):
         if self.augmentation:
             images = self.augmentation(images, derive_seed(seed, "augment"))
         if self.mixing:
-            shares = torch.nn.functional.one_hot(labels, len(self.class_names)).float()
-            images, labels = self.mixing(images, shares, derive_seed(seed, "mix"))
+            targets = torch.nn.functional.one_hot(labels, len(self.class_names)).float()
+            images, labels = self.mixing(images, targets, derive_seed(seed, "mix"))
         return images, labels
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         images, labels = batch
-        logits, distilled = self._both_scores(model, images)
+        logits, distilled = self._logits(model, images)
         loss = cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing)
-        likeliest = labels.argmax(dim=1) if labels.is_floating_point() else labels
-        metrics = {"accuracy": (logits.argmax(dim=1) == likeliest).float().mean()}
+        classes = labels.argmax(dim=1) if labels.is_floating_point() else labels
+        metrics = {"accuracy": (logits.argmax(dim=1) == classes).float().mean()}
         if self.distillation is None:
             return loss, metrics
         loss, parts = self.distillation.loss(loss, distilled, images)
@@ -117,7 +121,7 @@ class ImageClassification(Task):
             "in_top": (top == labels[:, None]).any(dim=1),
         }
 
-    def judge(self, rows: Rows) -> Evaluation:
+    def evaluate(self, rows: Rows) -> Evaluation:
         metrics = {"accuracy": (rows["predictions"] == rows["labels"]).double().mean().item()}
         if len(self.class_names) >= MANY_CLASSES:
             metrics["top5_accuracy"] = rows["in_top"].double().mean().item()
@@ -126,18 +130,18 @@ class ImageClassification(Task):
     def score(self, metrics: dict[str, float]) -> float:
         return metrics["accuracy"]
 
-    def _both_scores(self, model: nn.Module, images: Tensor) -> tuple[Logits, Logits]:
-        """The scores that learn the labels, and those that learn from a teacher: often the same."""
-        given = model(self.format.model_input(images))
-        if isinstance(given, Tensor):
-            scores = self._checked(given, images)
-            return scores, scores
+    def _logits(self, model: nn.Module, images: Tensor) -> tuple[Logits, Logits]:
+        """Return logits to learn the labels with, and logits to distill with; often the same."""
+        output = model(self.format.model_input(images))
+        if isinstance(output, Tensor):
+            logits = self._checked(output, images)
+            return logits, logits
         if self.distillation is None:
             raise ValueError(
                 "the model has a distillation token, but task.teacher is None, expected one"
             )
-        scores, distilled = (self._checked(part, images) for part in given)
-        return scores, distilled
+        logits, distilled = (self._checked(part, images) for part in output)
+        return logits, distilled
 
     def _checked(self, scores: Tensor, images: Tensor) -> Logits:
         if scores.shape != (len(images), len(self.class_names)):
@@ -152,21 +156,23 @@ class ImageClassification(Task):
 def classify(
     model: nn.Module, paths: Sequence[str | Path], format: Format
 ) -> Float[Tensor, "images classes"]:
-    """Read image files and return each one's probability of each class.
+    """Read image files and return the probability of each class.
 
     Args:
-        model: a classifier in evaluation mode, as `load` returns it.
-        paths: image files of any kind and size.
-        format: what the model was trained on, as `load` returns it.
+        model: Classifier in evaluation mode, as `load` returns it.
+        paths: Image files of any size.
+        format: Format that the model was trained on, as `load` returns it.
 
     Raises:
-        FileNotFoundError: a file is not there.
-        ValueError: a file is not a whole image, or the model does not classify images.
+        FileNotFoundError: If a file does not exist.
+        ValueError: If a file is not a complete image, or the model does not classify images.
     """
     if not isinstance(format, ImageFormat):
         raise ValueError(f"the model reads {type(format).__name__}, not images")
+    from onescan.models.denoiser import Denoiser
+
     if isinstance(model, Denoiser):
-        raise ValueError("the model is a Denoiser, which makes images, expected a classifier")
+        raise ValueError("the model is a Denoiser, which generates images, expected a classifier")
     device = next(model.parameters()).device
     images = (read_image(path, format)[None].to(device) for path in paths)
     return torch.cat([model(image).softmax(dim=1).cpu() for image in images])

@@ -1,8 +1,10 @@
-"""Learning to free images of noise, by which images are made: DDPM, v-prediction, flow matching."""
+"""Image generation: train a denoiser by DDPM, v-prediction or flow matching, and sample from it."""
 
 import zlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -10,22 +12,26 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from onescan.checks import check_positive
-from onescan.data import AugmentConfig, ImageFormat, ImageSplits, derive_seed
+from onescan.data import ArraySplits, AugmentConfig, ImageFormat, ImageSplits, derive_seed
+from onescan.data.base import Subset
 from onescan.data.image_grid import image_grid
-from onescan.data.images import unit_pixels
-from onescan.data.latents import LatentFormat, LatentSplits
-from onescan.data.subset import Spread
-from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
+from onescan.data.images import AnyPixels, unit_pixels
+from onescan.data.latents import LatentFormat, LatentSplits, load_vae
+from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig, max_pixel
 from onescan.shapes import Images, Labels, Timesteps
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
-from onescan.tasks.canvas import Canvas, LatentCanvas, PixelCanvas
-from onescan.tasks.classifier_features import SampleJudge, load_judge
-from onescan.tasks.feature_distance import feature_distance
+from onescan.tasks.feature_distance import (
+    SampleClassifier,
+    feature_distance,
+    load_sample_classifier,
+)
 from onescan.tasks.noising import Noising
 
-PARTS = 4  # of all timesteps: a held-out image is looked at once in each
-MOST_SHOWN = 10  # classes in a picture
+PARTS = 4  # of the range of timesteps; each test image is denoised once in each part
+MAX_COLUMNS = 10  # classes in a picture
+DECODE_BATCH = 8  # latents that are decoded together
 
+Decoded = Float[Tensor, "B _ _ _"]  # pixels, whose size and channels differ from latents
 Seeds = list[int]
 
 
@@ -49,14 +55,19 @@ class ImageGenerationConfig(TaskConfig):
     evaluation_batch_size: int = 256
     """Images per evaluation batch; affects memory, not results."""
 
-    def build(self, data: ImageSplits | LatentSplits) -> "ImageGeneration":
-        """Pose the problem on these images.
+    def build(self, data: ImageSplits | ArraySplits | LatentSplits) -> "ImageGeneration":
+        """Build the task for a data set of images or latents.
 
         Raises:
-            ValueError: a number out of range; a sampler of another kind of noise; or a classifier
-                that there is not, or of other classes.
-            ImportError: diffusers, which makes the images, is not installed.
+            ValueError: If a number is out of range, the sampler does not support the kind of noise,
+                or an option is set that latents do not support.
+            ImportError: If diffusers, which samples the images, is not installed.
         """
+        if isinstance(data, ArraySplits):
+            raise ValueError(
+                f"data has shape {data.train.shape} and type {data.train.x.dtype}, expected images "
+                "of 1 or 3 channels in bytes"
+            )
         self.noise.check()
         self.sampler.check(self.noise)
         for name in ("evaluation_images", "evaluation_batch_size"):
@@ -66,39 +77,39 @@ class ImageGenerationConfig(TaskConfig):
                 f"task.samples_per_class is {self.samples_per_class}, expected 0 or more"
             )
         if self.samples_per_class or self.classifier is not None:
-            import onescan.integrations.diffusers  # noqa: F401  # or say now that it is missing
+            import onescan.integrations.diffusers  # noqa: F401  # check early that it is installed
         if isinstance(data.format, LatentFormat):
             for name in ("augment", "classifier"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"task.{name} is given, but the data are latents, no images")
+                    raise ValueError(f"task.{name} is given, but the data are latents, not images")
         return ImageGeneration(self, data)
 
 
 class ImageGeneration(Task):
-    """Image generation after one data set."""
+    """Image generation on one data set."""
 
     unit = "images"
 
     def __init__(self, config: ImageGenerationConfig, data: ImageSplits | LatentSplits) -> None:
         self.config, self.format, self.class_names = config, data.format, data.class_names
         self.train = data.train
-        self.test = Spread(whole=data.test, most=config.evaluation_images)
+        self.test = Subset(whole=data.test, max_examples=config.evaluation_images)
         self.test_batch_size = config.evaluation_batch_size
         self.noising = Noising(config.noise)
-        self.canvas: Canvas
+        self.codec: Codec
         if isinstance(data.format, LatentFormat):
-            self.canvas = LatentCanvas(data.format)
+            self.codec = LatentCodec(data.format)
         else:
-            self.canvas = PixelCanvas(data.format)
+            self.codec = PixelCodec(data.format)
         self.augmentation = config.augment.build() if config.augment else None
 
     @cached_property
-    def judge_images(self) -> SampleJudge | None:
-        """The classifier that judges, loaded when it is first needed; a page does without."""
+    def sample_classifier(self) -> SampleClassifier | None:
+        """The classifier that scores generated images, loaded on first use."""
         if self.config.classifier is None:
             return None
         assert isinstance(self.format, ImageFormat)
-        return load_judge(self.config.classifier, self.format, self.class_names)
+        return load_sample_classifier(self.config.classifier, self.format, self.class_names)
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         images, labels = batch
@@ -107,28 +118,28 @@ class ImageGeneration(Task):
         return images, labels
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        self._open_judges()
+        self._load_evaluators()
         images, labels = batch
-        x0 = self.canvas.model_input(images)
+        x0 = self.codec.model_input(images)
         t = self.noising.timesteps(torch.rand(len(x0), device=x0.device))
         noise = torch.randn_like(x0)
         noisy = self.noising.mix(x0, noise, t)
-        told, share = self._told(model, noisy, t, labels)
-        error = ((told - self.noising.target(x0, noise, t)) ** 2).mean()
-        if share is None:
+        prediction, variance = self._predict(model, noisy, t, labels)
+        error = ((prediction - self.noising.target(x0, noise, t)) ** 2).mean()
+        if variance is None:
             return error, {}
-        variance = self.noising.variance_loss(x0, noisy, told, share, t).mean()
-        return error + variance, {"error": error, "variance_bits": variance}
+        variance_bits = self.noising.variance_loss(x0, noisy, prediction, variance, t).mean()
+        return error + variance_bits, {"error": error, "variance_bits": variance_bits}
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         images, labels = batch
-        x0 = self.canvas.model_input(images)
+        x0 = self.codec.model_input(images)
         seeds = _seeds_of(x0)
         timesteps, errors = [], []
-        for part, (place, noise) in enumerate(_chance(seeds, x0)):
-            t = self.noising.timesteps((part + place) / PARTS)
-            told, _ = self._told(model, self.noising.mix(x0, noise, t), t, labels)
-            error = (told - self.noising.target(x0, noise, t)) ** 2
+        for part, (fraction, noise) in enumerate(_random_noise(seeds, x0)):
+            t = self.noising.timesteps((part + fraction) / PARTS)
+            prediction, _ = self._predict(model, self.noising.mix(x0, noise, t), t, labels)
+            error = (prediction - self.noising.target(x0, noise, t)) ** 2
             timesteps.append(t.float())
             errors.append(error.flatten(1).mean(dim=1))
         rows = {
@@ -136,9 +147,13 @@ class ImageGeneration(Task):
             "timesteps": torch.stack(timesteps, dim=1),
             "errors": torch.stack(errors, dim=1),
         }
-        return rows if self.judge_images is None else rows | self._judged(model, batch, seeds)
+        return (
+            rows
+            if self.sample_classifier is None
+            else rows | self._classify_samples(model, batch, seeds)
+        )
 
-    def judge(self, rows: Rows) -> Evaluation:
+    def evaluate(self, rows: Rows) -> Evaluation:
         metrics = {"loss": rows["errors"].double().mean().item()}
         if "predictions" in rows:
             right = rows["predictions"] == rows["labels"]
@@ -158,58 +173,58 @@ class ImageGeneration(Task):
         columns = len(shown)
         labels = torch.tensor(shown * each, device=next(model.parameters()).device)
         seeds = [derive_seed(0, "picture", i) for i in range(columns * each)]
-        return image_grid(self.make(model, labels, seeds), columns=columns)
+        return image_grid(self.generate(model, labels, seeds), columns=columns)
 
     def shown_classes(self) -> list[int]:
-        """The classes in a picture, one a column."""
+        """Return the classes in a picture, one per column."""
         count = len(self.class_names)
-        shown = min(count, MOST_SHOWN)
-        return [i * count // shown for i in range(shown)]
+        columns = min(count, MAX_COLUMNS)
+        return [i * count // columns for i in range(columns)]
 
-    def make(self, model: nn.Module, labels: Labels | None, seeds: Seeds) -> Images:
-        """Make images, one a seed: pixels from 0 to 1."""
+    def generate(self, model: nn.Module, labels: Labels | None, seeds: Seeds) -> Images:
+        """Generate one image per seed, with pixels from 0 to 1."""
         from onescan.integrations.diffusers import build_scheduler, sample  # slow
 
         sampler, config = self.config.sampler, model.config
         if not isinstance(config, DenoiserConfig):
             raise ValueError(
-                f"the model is a {type(model).__name__}, by which no images are made: expected a "
-                "Denoiser, or task.samples_per_class=0 without a classifier"
+                f"the model is a {type(model).__name__}, which does not generate images: expected "
+                "a Denoiser, or task.samples_per_class=0 without a classifier"
             )
         scheduler = build_scheduler(
-            self.config.noise, sampler, clip=self.canvas.clip, learn_sigma=config.learn_sigma
+            self.config.noise, sampler, clip=self.codec.clip, learn_sigma=config.learn_sigma
         )
-        made = sample(
+        generated = sample(
             model,
             scheduler,
-            size=self.canvas.size,
+            size=self.codec.size,
             seeds=seeds,
             labels=labels if config.num_classes else None,
             steps=sampler.steps,
             guidance=sampler.guidance_scale,
         )
-        return self.canvas.pixels(made)
+        return self.codec.pixels(generated)
 
-    def _open_judges(self) -> None:
-        """Load what the first evaluation needs, so that what is missing is told before it."""
-        _ = self.judge_images
-        if self.config.samples_per_class and isinstance(self.canvas, LatentCanvas):
-            _ = self.canvas.vae
+    def _load_evaluators(self) -> None:
+        """Load what the first evaluation needs, so that errors occur at the start of training."""
+        _ = self.sample_classifier
+        if self.config.samples_per_class and isinstance(self.codec, LatentCodec):
+            _ = self.codec.vae
 
-    def _told(
+    def _predict(
         self, model: nn.Module, noisy: Images, t: Timesteps, labels: Labels
     ) -> tuple[Images, Images | None]:
-        """What the model tells of the target, and of the variances if it tells those."""
-        config = getattr(getattr(model, "module", model), "config", None)  # DDP has one inside
+        """Return the predictions of the target, and of the variances if the model learns them."""
+        config = getattr(getattr(model, "module", model), "config", None)  # DDP wraps the model
         if isinstance(config, DenoiserConfig):
             self._check_model(config)
-        told = model(noisy, t, labels if _asks(config) else None).float()
+        output = model(noisy, t, labels if _is_conditional(config) else None).float()
         channels = noisy.shape[1]
-        if told.shape == noisy.shape:
-            return told, None
-        if told.shape != (len(noisy), 2 * channels, *noisy.shape[2:]):
+        if output.shape == noisy.shape:
+            return output, None
+        if output.shape != (len(noisy), 2 * channels, *noisy.shape[2:]):
             raise ValueError(
-                f"the model gives {tuple(told.shape)} for noisy images of {tuple(noisy.shape)}, "
+                f"the model gives {tuple(output.shape)} for noisy images of {tuple(noisy.shape)}, "
                 "expected the same shape, or twice the channels"
             )
         if self.noising.is_flow:
@@ -217,7 +232,7 @@ class ImageGeneration(Task):
                 "model.learn_sigma is True, but task.noise.prediction is 'flow', which has no "
                 "variances; expected False"
             )
-        return told[:, :channels], told[:, channels:]
+        return output[:, :channels], output[:, channels:]
 
     def _check_model(self, config: DenoiserConfig) -> None:
         classes = len(self.class_names)
@@ -227,42 +242,100 @@ class ImageGeneration(Task):
                 "expected as many, or 0"
             )
         guidance = self.config.sampler.guidance_scale
-        draws = self.config.samples_per_class > 0 or self.judge_images is not None
+        samples = self.config.samples_per_class > 0 or self.sample_classifier is not None
         for name in ("num_classes", "label_dropout"):
-            if draws and guidance != 1 and not getattr(config, name):
+            if samples and guidance != 1 and not getattr(config, name):
                 raise ValueError(
                     f"task.sampler.guidance_scale is {guidance}, but model.{name} is 0, so the "
                     "model has no unconditional prediction; expected 1"
                 )
 
-    def _judged(self, model: nn.Module, batch: Batch, seeds: Seeds) -> Rows:
-        """What the classifier makes of held-out images, and of as many made of the same classes."""
-        assert self.judge_images is not None
+    def _classify_samples(self, model: nn.Module, batch: Batch, seeds: Seeds) -> Rows:
+        """Classify the test images, and as many generated images of the same classes."""
+        assert self.sample_classifier is not None
         images, labels = batch
-        seen = self.judge_images(self.make(model, labels, seeds))
-        real = self.judge_images(unit_pixels(images))
-        rows = {"features": real.pooled, "made_features": seen.pooled}
-        if _asks(model.config):
-            rows["predictions"] = seen.probabilities.argmax(dim=1)
+        generated = self.sample_classifier(self.generate(model, labels, seeds))
+        real = self.sample_classifier(unit_pixels(images))
+        rows = {"features": real.pooled, "made_features": generated.pooled}
+        if _is_conditional(model.config):
+            rows["predictions"] = generated.probabilities.argmax(dim=1)
         return rows
 
 
-def _asks(config: object) -> bool:
-    """Whether the model takes labels."""
+class Codec(ABC):
+    """Converts between a data set's images, what a denoiser works on, and pixels."""
+
+    size: tuple[int, int]
+    """Height and width of what is denoised."""
+    clip: float | None
+    """Maximum absolute value, or None if it is unknown."""
+
+    @abstractmethod
+    def model_input(self, images: AnyPixels) -> Images:
+        """Convert a data set's images to the model's input."""
+
+    @abstractmethod
+    def pixels(self, generated: Images) -> Decoded:
+        """Convert the model's output to pixels from 0 to 1."""
+
+
+class PixelCodec(Codec):
+    """Standardized pixels."""
+
+    def __init__(self, format: ImageFormat) -> None:
+        self.format, self.size = format, (format.height, format.width)
+        self.clip = max_pixel(format.mean, format.std)
+
+    def model_input(self, images: AnyPixels) -> Images:
+        return self.format.model_input(images)
+
+    def pixels(self, generated: Images) -> Decoded:
+        return self.format.pixels(generated)
+
+
+class LatentCodec(Codec):
+    """Latents, decoded by a VAE that is loaded on first use."""
+
+    def __init__(self, format: LatentFormat) -> None:
+        self.format, self.size, self.clip = format, (format.height, format.width), None
+
+    @cached_property
+    def vae(self) -> Any:
+        """The VAE.
+
+        Raises:
+            ValueError: If it cannot be loaded.
+            ImportError: If diffusers is not installed.
+        """
+        return load_vae(self.format.vae)
+
+    def model_input(self, images: AnyPixels) -> Images:
+        return images.float()
+
+    def pixels(self, generated: Images) -> Decoded:
+        vae = self.vae.to(generated.device)
+        with torch.autocast(generated.device.type, enabled=False):  # float16 would overflow
+            latents = self.format.unscaled(generated.float())
+            parts = [vae.decode(part).sample for part in latents.split(DECODE_BATCH)]
+        return (torch.cat(parts) / 2 + 0.5).clamp(0, 1)
+
+
+def _is_conditional(config: object) -> bool:
+    """Return whether the model takes labels."""
     return not (isinstance(config, DenoiserConfig) and config.num_classes == 0)
 
 
 def _seeds_of(x0: Images) -> Seeds:
-    """A seed for each image that comes from the image itself, whatever batch it is in."""
+    """Return a seed for each image that depends only on the image, not on its batch."""
     return [zlib.crc32(image.numpy().tobytes()) for image in x0.float().cpu()]
 
 
-def _chance(seeds: Seeds, x0: Images) -> list[tuple[Float[Tensor, " B"], Images]]:
-    """For each part of the timesteps a place in it, and noise."""
-    places, noises = [], []
+def _random_noise(seeds: Seeds, x0: Images) -> list[tuple[Float[Tensor, " B"], Images]]:
+    """Return a random fraction and noise for each part of the timesteps."""
+    fractions, noises = [], []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
-        places.append(torch.rand(PARTS, generator=generator))
+        fractions.append(torch.rand(PARTS, generator=generator))
         noises.append(torch.randn(PARTS, *x0.shape[1:], generator=generator))
-    chance = zip(torch.stack(places, dim=1), torch.stack(noises, dim=1), strict=True)
-    return [(place.to(x0.device), noise.to(x0)) for place, noise in chance]
+    parts = zip(torch.stack(fractions, dim=1), torch.stack(noises, dim=1), strict=True)
+    return [(fraction.to(x0.device), noise.to(x0)) for fraction, noise in parts]

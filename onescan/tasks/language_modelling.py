@@ -1,15 +1,16 @@
-"""Learning to tell each next token of a text."""
+"""Language modelling: predict the next token (causal), or masked tokens."""
 
 import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from onescan.checks import check_positive
 from onescan.data.text import TextSplits, Tokenizer
+from onescan.data.text.tokenizer import word_boundaries
 from onescan.models.causal_lm import IGNORE_INDEX, perplexity
 from onescan.shapes import Tokens
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
@@ -38,7 +39,7 @@ class LanguageModellingConfig(TaskConfig):
 
 
 class LanguageModelling(Task):
-    """The next token from those before it, of the same document."""
+    """Predict each token from the tokens before it in the same document."""
 
     unit = "rows"
 
@@ -48,27 +49,161 @@ class LanguageModelling(Task):
         self.test_batch_size = config.evaluation_batch_size
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        logits, labels = self._told(model, batch)
+        logits, labels = self._logits(model, batch)
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
-        right = (logits.argmax(-1) == labels).sum() / (labels != IGNORE_INDEX).sum()
-        return loss, {"accuracy": right}
+        accuracy = (logits.argmax(-1) == labels).sum() / (labels != IGNORE_INDEX).sum()
+        return loss, {"accuracy": accuracy}
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
-        return scored(*self._told(model, batch), self.tokenizer)
+        return token_rows(*self._logits(model, batch), self.tokenizer)
 
-    def judge(self, rows: Rows) -> Evaluation:
-        return judged(rows)
+    def evaluate(self, rows: Rows) -> Evaluation:
+        return evaluate_tokens(rows)
 
     def score(self, metrics: dict[str, float]) -> float:
         return -metrics["loss"]
 
-    def _told(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tokens]:
-        """Scores of each token but a row's last, and what follows it: nothing at a text's end."""
+    def _logits(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tokens]:
+        """Return logits and labels of all tokens but the last; a document's end has no label."""
         tokens, documents = batch
         logits, _ = model(tokens[:, :-1], documents=per_document(documents[:, :-1]))
-        goes_on = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
+        continues = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
         self.tokenizer.check_vocabulary(logits.shape[-1])
-        return logits.float(), tokens[:, 1:].where(goes_on, IGNORE_INDEX)
+        return logits.float(), tokens[:, 1:].where(continues, IGNORE_INDEX)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedLanguageModellingConfig(TaskConfig):
+    """Masked language modelling with a `MaskedLM`."""
+
+    mask_rate: float = 0.15
+    """Fraction of tokens, or of words, to predict in training."""
+    evaluation_mask_rate: float | None = None
+    """Fraction to predict in evaluation; None uses mask_rate."""
+    whole_word_mask: bool = False
+    """Choose whole words, with all their tokens, instead of single tokens."""
+    mask_replace_prob: float = 0.8
+    """Probability that a token to predict is replaced by the mask token."""
+    random_replace_prob: float = 0.1
+    """Probability that a token to predict is replaced by a random token. Otherwise it is
+    unchanged."""
+    supervised_blocks: int = 1
+    """Number of final blocks whose outputs predict the masked tokens; the loss is their mean. More
+    than 1 is LDN's objective, arXiv:2502.12381, which refines tokens from block to block."""
+    evaluation_batch_size: int = 32
+    """Sequences per evaluation batch; affects memory, not results."""
+
+    def build(self, data: TextSplits) -> "MaskedLanguageModelling":
+        """Build the task for a text data set.
+
+        Raises:
+            ValueError: If a number is out of range, or the tokenizer has no mask token.
+        """
+        for name in ("evaluation_batch_size", "supervised_blocks"):
+            check_positive(**{f"task.{name}": getattr(self, name)})
+        for name in ("mask_rate", "evaluation_mask_rate"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate <= 1:
+                raise ValueError(f"task.{name} is {rate}, expected above 0 and at most 1")
+        if (
+            min(self.mask_replace_prob, self.random_replace_prob) < 0
+            or self.mask_replace_prob + self.random_replace_prob > 1
+        ):
+            raise ValueError(
+                f"task.mask_replace_prob is {self.mask_replace_prob} and task.random_replace_prob "
+                f"is {self.random_replace_prob}, expected two probabilities of at most 1 in sum"
+            )
+        if data.tokenizer.mask is None:
+            raise ValueError(f"data.tokenizer {data.tokenizer.name!r} has no mask")
+        return MaskedLanguageModelling(self, data)
+
+
+class MaskedLanguageModelling(Task):
+    """Predict masked tokens from the tokens around them in the same document.
+
+    Each training batch is masked anew; test text always has the same masks.
+    """
+
+    unit = "rows"
+
+    def __init__(self, config: MaskedLanguageModellingConfig, data: TextSplits) -> None:
+        self.config = config
+        self.train, self.test, self.format = data.train, data.test, data.format
+        self.tokenizer = data.tokenizer
+        assert self.tokenizer.mask is not None
+        self.mask: int = self.tokenizer.mask
+        self.test_batch_size = config.evaluation_batch_size
+        self.words = word_boundaries(self.tokenizer) if config.whole_word_mask else None
+
+    def augment(self, batch: Batch, seed: int) -> Batch:
+        """Mask tokens for training.
+
+        Returns:
+            Masked tokens, document numbers, and labels.
+        """
+        return self._mask(batch, seed, self.config.mask_rate)
+
+    def masked_for_evaluation(self, batch: Batch) -> Batch:
+        """Mask tokens for evaluation, at its own rate and with the same masks at every call."""
+        rate = self.config.evaluation_mask_rate
+        return self._mask(batch, 0, self.config.mask_rate if rate is None else rate)
+
+    def _mask(self, batch: Batch, seed: int, rate: float) -> Batch:
+        tokens, documents = batch
+        generator = torch.Generator(tokens.device).manual_seed(seed)
+        chosen = self._choose(tokens, documents, generator, rate)
+        draw = torch.rand(tokens.shape, generator=generator, device=tokens.device)
+        random_tokens = torch.randint(
+            self.tokenizer.size, tokens.shape, generator=generator, device=tokens.device
+        )
+        is_masked = chosen & (draw < self.config.mask_replace_prob)
+        is_replaced = (
+            chosen
+            & ~is_masked
+            & (draw < self.config.mask_replace_prob + self.config.random_replace_prob)
+        )
+        masked = random_tokens.where(is_replaced, tokens).masked_fill(is_masked, self.mask)
+        return masked, documents, tokens.where(chosen, IGNORE_INDEX)
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
+        masked, documents, labels = batch
+        positions, read_outs = labels != IGNORE_INDEX, self.config.supervised_blocks
+        logits = model(
+            masked, documents=per_document(documents), read_outs=read_outs, positions=positions
+        )
+        self.tokenizer.check_vocabulary(logits.shape[-1])
+        logits, targets = logits[0].float(), labels[positions]
+        count = max(len(targets), 1)
+        loss = cross_entropy(logits, targets.repeat(read_outs), reduction="sum")
+        right = logits[len(logits) - len(targets) :].argmax(-1) == targets
+        return loss / (read_outs * count), {"accuracy": right.sum() / count}
+
+    def predict(self, model: nn.Module, batch: Batch) -> Rows:
+        masked, documents, labels = self.masked_for_evaluation(batch)
+        logits = model(masked, documents=per_document(documents))
+        self.tokenizer.check_vocabulary(logits.shape[-1])
+        return token_rows(logits.float(), labels, self.tokenizer)
+
+    def evaluate(self, rows: Rows) -> Evaluation:
+        return evaluate_tokens(rows)
+
+    def score(self, metrics: dict[str, float]) -> float:
+        return -metrics["loss"]
+
+    def _choose(
+        self, tokens: Tokens, documents: Tokens, generator: torch.Generator, rate: float
+    ) -> Bool[Tensor, "B T"]:
+        draw = torch.rand(tokens.shape, generator=generator, device=tokens.device)
+        if self.words is not None:
+            is_start = self.words.word_starts(tokens)
+            is_start[:, 1:] |= documents[:, 1:] != documents[:, :-1]
+            indices = torch.arange(tokens.shape[1], device=tokens.device)
+            first = indices.where(is_start, 0).cummax(dim=1).values
+            draw = draw.gather(1, first)  # one draw per word, that of its first token
+        is_text = documents >= 0
+        for special in {self.tokenizer.end, *(self.tokenizer.frame or ())} - {None}:
+            is_text = is_text & (tokens != special)
+        return is_text & (draw < rate)
 
 
 def per_document(documents: Tokens) -> Tokens | None:
@@ -76,24 +211,30 @@ def per_document(documents: Tokens) -> Tokens | None:
     return documents if bool((documents != documents[:, :1]).any()) else None
 
 
-def scored(logits: Float[Tensor, "B T vocabulary"], labels: Tokens, tokenizer: Tokenizer) -> Rows:
-    """What there is to say of each row: sums over its labels, their number and their bytes."""
-    told = labels != IGNORE_INDEX
+def token_rows(
+    logits: Float[Tensor, "B T vocabulary"], labels: Tokens, tokenizer: Tokenizer
+) -> Rows:
+    """Return sums over the labels of each row: losses, right predictions, tokens and bytes."""
+    is_label = labels != IGNORE_INDEX
     losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     ids = [row[row != IGNORE_INDEX].tolist() for row in labels]
     return {
         "losses": losses.sum(dim=1),
-        "right": ((logits.argmax(-1) == labels) & told).sum(dim=1),
-        "tokens": told.sum(dim=1),
+        "right": ((logits.argmax(-1) == labels) & is_label).sum(dim=1),
+        "tokens": is_label.sum(dim=1),
         "bytes": torch.tensor([tokenizer.count_bytes(row) for row in ids]),
     }
 
 
-def judged(rows: Rows) -> Evaluation:
-    """Means over all tokens, in nats and as perplexity, and bits per byte of text."""
+def evaluate_tokens(rows: Rows) -> Evaluation:
+    """Compute means over all tokens, in nats and as perplexity, and bits per byte of text.
+
+    Raises:
+        ValueError: If there are no tokens.
+    """
     tokens = rows["tokens"].sum().item()
     if not tokens:
-        raise ValueError("the held-out text has no token to tell")
+        raise ValueError("the test text has no token to predict")
     nats = rows["losses"].double().sum().item()
     metrics = {
         "loss": nats / tokens,

@@ -1,4 +1,4 @@
-"""Telling the value of each key that is asked for again, judged by how many pairs there were."""
+"""Associative recall: predict the value of each queried key, evaluated by number of pairs."""
 
 from dataclasses import dataclass
 
@@ -20,17 +20,17 @@ class RecallTaskConfig(TaskConfig):
     """Sequences per evaluation batch; affects memory, not results."""
 
     def build(self, data: RecallSplits) -> "Recall":
-        """Pose it on sequences of pairs and queries.
+        """Build the task for sequences of key-value pairs and queries.
 
         Raises:
-            ValueError: a number that is not positive.
+            ValueError: If a number is not positive.
         """
         check_positive(**{"task.evaluation_batch_size": self.evaluation_batch_size})
         return Recall(self, data)
 
 
 class Recall(Task):
-    """The value at each query; nothing else of a sequence is scored."""
+    """Prediction of the value at each query; no other token is scored."""
 
     format: RecallFormat
     unit = "sequences"
@@ -41,9 +41,9 @@ class Recall(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         logits, answers = self._scores(model, batch), batch[1]
-        asked = answers != BLANK
-        right = (logits.argmax(-1) == answers)[asked].float().mean()
-        return cross_entropy(logits[asked], answers[asked]), {"accuracy": right}
+        is_query = answers != BLANK
+        accuracy = (logits.argmax(-1) == answers)[is_query].float().mean()
+        return cross_entropy(logits[is_query], answers[is_query]), {"accuracy": accuracy}
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         logits, (_, answers, distances) = self._scores(model, batch), batch
@@ -54,15 +54,16 @@ class Recall(Task):
             "distances": distances,
         }
 
-    def judge(self, rows: Rows) -> Evaluation:
+    def evaluate(self, rows: Rows) -> Evaluation:
         right, pairs = rows["right"].sum(dim=1), (rows["distances"] > 0).sum(dim=1)
         metrics = {
             "accuracy": (right.sum() / pairs.sum()).item(),
             "loss": (rows["losses"].double().sum() / pairs.sum()).item(),
         }
         for number in pairs.unique().tolist():
-            of = pairs == number
-            metrics[f"{number}_pairs_accuracy"] = (right[of].sum() / pairs[of].sum()).item()
+            chosen = pairs == number
+            accuracy = right[chosen].sum() / pairs[chosen].sum()
+            metrics[f"{number}_pairs_accuracy"] = accuracy.item()
         return Evaluation(metrics=metrics, arrays=rows)
 
     def score(self, metrics: dict[str, float]) -> float:

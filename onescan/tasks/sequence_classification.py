@@ -1,4 +1,4 @@
-"""Telling what a sequence of tokens is, or estimating a number of it, judged on held-out ones."""
+"""Sequence classification: predict the class, or a number, of a sequence of tokens."""
 
 from dataclasses import dataclass
 
@@ -25,11 +25,11 @@ class SequenceClassificationConfig(TaskConfig):
     """Sequences per evaluation batch; affects memory, not results."""
 
     def build(self, data: SequenceSplits) -> "SequenceClassification":
-        """Pose the problem on these sequences.
+        """Build the task for a data set of sequences.
 
         Raises:
-            ValueError: label_smoothing is not in [0, 1), or set where labels are numbers; or
-                evaluation_batch_size is not above 0.
+            ValueError: If label_smoothing is out of range, or set for labels that are numbers; or
+                if evaluation_batch_size is not positive.
         """
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(
@@ -45,7 +45,7 @@ class SequenceClassificationConfig(TaskConfig):
 
 
 class SequenceClassification(Task):
-    """Classification, or regression, of the sequences of one data set."""
+    """Classification, or regression, on one data set."""
 
     unit = "sequences"
 
@@ -76,7 +76,7 @@ class SequenceClassification(Task):
             "losses": cross_entropy(scores, labels, reduction="none"),
         }
 
-    def judge(self, rows: Rows) -> Evaluation:
+    def evaluate(self, rows: Rows) -> Evaluation:
         loss = rows["losses"].mean().item()
         if self.class_names:
             accuracy = (rows["predictions"] == rows["labels"]).double().mean().item()
@@ -88,16 +88,16 @@ class SequenceClassification(Task):
         return metrics["accuracy" if self.class_names else "correlation"]
 
     def scores(self, model: nn.Module, batch: Batch) -> Logits:
-        """Apply the model.
+        """Apply the model to a batch.
 
         Raises:
-            ValueError: it gives scores of other classes.
+            ValueError: If the number of scores is not the number of classes.
         """
         tokens, keep, _, *segments = batch
         scores = model(tokens, keep, segments=segments[0] if segments else None)
-        wanted = len(self.class_names) or 1
-        if scores.shape != (len(tokens), wanted):
-            of = f"of {wanted} classes" if self.class_names else "to estimate one number of each"
+        classes = len(self.class_names) or 1
+        if scores.shape != (len(tokens), classes):
+            of = f"of {classes} classes" if self.class_names else "to estimate one number of each"
             raise ValueError(
                 f"the model gives scores of shape {tuple(scores.shape)} for {len(tokens)} "
                 f"sequences {of}: is model.num_classes right?"
@@ -106,7 +106,7 @@ class SequenceClassification(Task):
 
 
 def _correlation(estimates: Numbers, numbers: Numbers) -> float:
-    """Pearson's; 0 where one side is constant, of which there is none."""
+    """Return Pearson's correlation, or 0 if one side is constant."""
     x, y = (side.double() - side.double().mean() for side in (estimates, numbers))
     lengths = torch.linalg.vector_norm(x) * torch.linalg.vector_norm(y)
     return float(x @ y / lengths) if lengths > 0 else 0.0

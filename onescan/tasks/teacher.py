@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
-from onescan.checkpoint.run_folder import CONFIG, is_run, locate, read_config
+from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate, read_config
 from onescan.checkpoint.weights import load_model
 from onescan.configs import ModelConfig, from_dict
 from onescan.data import ImageFormat
-from onescan.data.image_source import HUB_NAME
+from onescan.data.sources import HUB_NAME
 from onescan.shapes import Images, Logits
 
 EXPECTED = "expected a run's folder, its weights, or a classifier of transformers"
@@ -46,7 +46,7 @@ class Teacher:
     def check(self, format: ImageFormat, class_names: tuple[str, ...]) -> None:
         """Check that the teacher reads the student's images and has the same classes.
 
-        Models of transformers may spell all class names differently from the data. If any name is
+        Models of transformers may name all classes differently from the data. If any name is
         equal, all have to be, in the same order.
 
         Raises:
@@ -107,7 +107,7 @@ def load_teacher(name: str, field: str = "task.teacher") -> Teacher:
 def _on_disk(name: str, field: str, path: Path) -> Teacher:
     folder, weights = locate(path)
     try:
-        of_run = is_run(folder)
+        of_run = has_run_config(folder)
     except (OSError, ValueError) as error:
         raise ValueError(f"{field} is {name!r}, without a valid {CONFIG}: {EXPECTED}") from error
     if of_run:

@@ -1,11 +1,11 @@
-"""Use a trained language model: generate text after a prompt, and fill in masked words."""
+"""Use a trained language model: generate text after a prompt, and predict masked tokens."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from onescan.checks import check_positive
+from onescan.checks import check_whole
 from onescan.data.text import Tokenizer
 from onescan.models.causal_lm import CausalLM, Sampling
 from onescan.models.masked_lm import MaskedLM
@@ -13,15 +13,10 @@ from onescan.shapes import Tokens
 
 
 class Guess(NamedTuple):
-    """A word that may stand where one is masked.
-
-    Attributes:
-        text: the word, or the part of a word that one token is.
-        share: its probability.
-    """
+    """A predicted token, as text, and its probability."""
 
     text: str
-    share: float
+    probability: float
 
 
 def generate_text(
@@ -33,7 +28,7 @@ def generate_text(
     max_new_tokens: int,
     generator: torch.Generator | None = None,
 ) -> Iterator[str]:
-    """Yield the text that the model generates after a prompt, piece by piece, until its end.
+    """Yield the text that the model generates after a prompt, piece by piece.
 
     Args:
         model: Model in evaluation mode.
@@ -61,35 +56,33 @@ def generate_text(
 
 @torch.no_grad()
 def fill_masks(
-    model: MaskedLM, tokenizer: Tokenizer, text: str, *, top: int = 5
+    model: MaskedLM, tokenizer: Tokenizer, text: str, *, top_k: int = 5
 ) -> list[list[Guess]]:
-    """The likeliest words for each mask in a text, likeliest first.
+    """Return the most likely tokens for each mask in a text, most likely first.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: the one that it was trained with.
-        text: with the tokenizer's mask in it, "[MASK]" or "<mask>".
-        top: guesses for each.
+        model: Model in evaluation mode.
+        tokenizer: The tokenizer that it was trained with.
+        text: Text with mask tokens, "[MASK]" or "<mask>".
+        top_k: Number of predictions per mask.
 
     Raises:
-        ValueError: the tokenizer is of another model, or there is no mask.
+        ValueError: If the tokenizer belongs to another model, or the text has no mask.
     """
-    check_positive(top=top)
+    check_whole(1, top_k=top_k)
     tokenizer.check_vocabulary(model.config.vocab_size)
     if tokenizer.mask is None:
         raise ValueError(f"tokenizer {tokenizer.name!r} has no mask")
     _check_text("text", text)
     tokens = _batch(tokenizer.encode(text, framed=True), model)
-    places = (tokens[0] == tokenizer.mask).nonzero()[:, 0]
-    if not len(places):
+    masked = tokens[0] == tokenizer.mask
+    if not masked.any():
         raise ValueError(f"text has no {tokenizer.mask_text} to be filled in: {text!r}")
-    shares = model(tokens)[0, places, : tokenizer.size].softmax(-1)
+    probabilities = model(tokens)[0, masked, : tokenizer.size].softmax(-1)
+    top = probabilities.topk(min(top_k, tokenizer.size))
     return [
-        [
-            Guess(tokenizer.spell(token), share)
-            for share, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        ]
-        for best in (row.topk(min(top, len(row))) for row in shares)
+        [Guess(tokenizer.format_token(token), p) for p, token in zip(row, tokens, strict=True)]
+        for row, tokens in zip(top.values.tolist(), top.indices.tolist(), strict=True)
     ]
 
 
@@ -97,7 +90,7 @@ def _check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is no text in UTF-8, from character {error.start} on") from error
+        raise ValueError(f"{name} is not valid UTF-8 from character {error.start} on") from error
 
 
 def _batch(ids: list[int], model: CausalLM | MaskedLM) -> Tokens:

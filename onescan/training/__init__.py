@@ -1,14 +1,12 @@
-"""Training: a run is a config, `train` carries it out, `load` gives back what it learnt."""
+"""Training: `train` trains the model of a `RunConfig`, and `load` loads it afterwards."""
 
-from onescan.training.checkpoint import Checkpoint, load
+from onescan.training.config import MachineConfig, RunConfig, RunResult, TrainingConfig
+from onescan.training.distributed import Ranks, joined
 from onescan.training.evaluation import evaluate
+from onescan.training.loading import Checkpoint, load
+from onescan.training.logging import Progress, read_metrics
 from onescan.training.loop import train
-from onescan.training.optimizer import parameter_groups
-from onescan.training.progress import Progress
-from onescan.training.ranks import Ranks, joined
-from onescan.training.records import read_metrics
-from onescan.training.run import MachineConfig, RunConfig, RunResult, TrainingConfig
-from onescan.training.schedule import learning_rate
+from onescan.training.optim import learning_rate, parameter_groups
 
 __all__ = [
     "Checkpoint",

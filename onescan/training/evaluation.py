@@ -1,20 +1,20 @@
-"""A model judged on held-out examples, by one process or by many."""
+"""Evaluation of a model on held-out examples, in one process or several."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 
 import torch
 from PIL.Image import Image
 from torch import nn
+from tqdm import tqdm
 
 from onescan.data import batched
-from onescan.tasks import Batch, Evaluation, Planned, Rows, Task
-from onescan.training.loader import Loader
-from onescan.training.precision import computing
-from onescan.training.progress import judging
-from onescan.training.ranks import Ranks
-from onescan.training.run import Precision
+from onescan.tasks import Batch, BatchPlan, Evaluation, Rows, Task
+from onescan.training.config import Precision
+from onescan.training.data import Loader
+from onescan.training.distributed import Ranks
+from onescan.training.optim import autocast
 
 
 @torch.no_grad()
@@ -27,55 +27,55 @@ def evaluate(
     ranks: Ranks | None = None,
     progress: bool = False,
 ) -> Evaluation:
-    """Judge the model on the task's held-out examples; it is left in the mode it was in.
+    """Evaluate a model on the task's held-out examples. The model's mode does not change.
 
     Args:
-        model: on the device that is to judge it.
-        task: whose held-out examples and measure.
-        precision: of the matrix products.
-        workers: processes that read.
-        ranks: the processes among which the batches are dealt out; all return the evaluation, which
-            is that of one process.
-        progress: draw a bar on stderr.
+        model: Model, on the device to evaluate it on.
+        task: Task with the held-out examples and the metrics.
+        precision: Precision of matrix products.
+        workers: Data loading processes.
+        ranks: Processes that share the batches. All return the same evaluation, which is that of
+            a single process.
+        progress: Show a progress bar on stderr.
 
     Raises:
-        ValueError: there are no held-out examples, or one cannot be read.
+        ValueError: If there are no held-out examples, or one cannot be read.
     """
     ranks = ranks or Ranks()
-    planned: list[int] = []  # examples of each batch
+    sizes: list[int] = []  # examples of each batch, of all processes
 
-    def mine() -> Iterator[Planned]:
+    def own_batches() -> Iterator[BatchPlan]:
         for group in batched(task.test_batches(), ranks.size):
-            planned.extend(len(batch.examples) for batch in group)
-            # who has no batch of its own in the last round repeats one
+            sizes.extend(len(batch.examples) for batch in group)
+            # in the last round, processes without a batch of their own repeat one
             yield group[min(ranks.rank, len(group) - 1)]
 
     device = next(model.parameters()).device
-    loader = Loader(task.test, mine(), workers=workers, pin=device.type == "cuda")
-    with closing(loader), evaluating(model):
-        batches = judging(loader, task, ranks) if progress else loader
+    loader = Loader(task.test, own_batches(), workers=workers, pin=device.type == "cuda")
+    with closing(loader), eval_mode(model):
+        batches = _with_progress(loader, task, ranks) if progress else loader
         parts = [_predict(model, task, batch, precision, device) for batch in batches]
     everyone = ranks.gather(parts)
-    ordered = [everyone[i % ranks.size][i // ranks.size] for i in range(len(planned))]
+    ordered = [everyone[i % ranks.size][i // ranks.size] for i in range(len(sizes))]
     if not ordered:
-        raise ValueError("there are no held-out examples to judge the model on")
+        raise ValueError("there are no held-out examples to evaluate the model on")
     rows = {name: torch.cat([part[name] for part in ordered]) for name in ordered[0]}
-    left_out = sum(planned) - len(next(iter(rows.values())))
-    evaluation = ranks.first(lambda: task.judge(rows))  # one answer, to the last bit
+    left_out = sum(sizes) - len(next(iter(rows.values())))
+    evaluation = ranks.first(lambda: task.evaluate(rows))  # bit-identical in all processes
     return dataclasses.replace(evaluation, left_out=left_out)
 
 
 @torch.no_grad()
-def draw(model: nn.Module, task: Task, *, precision: Precision = "float32") -> Image | None:
-    """The task's picture of what the model does, if it makes one."""
+def make_picture(model: nn.Module, task: Task, *, precision: Precision = "float32") -> Image | None:
+    """Return the task's picture of what the model does, or ``None`` if it has none."""
     device = next(model.parameters()).device
-    with evaluating(model), computing(precision, device):
+    with eval_mode(model), autocast(precision, device):
         return task.picture(model)
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode for a while."""
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode inside the context."""
     was = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -89,6 +89,17 @@ def _predict(
     model: nn.Module, task: Task, batch: Batch, precision: Precision, device: torch.device
 ) -> Rows:
     on_device = tuple(part.to(device, non_blocking=True) for part in batch)
-    with computing(precision, device):
+    with autocast(precision, device):
         rows = task.predict(model, on_device)
     return {name: row.cpu() for name, row in rows.items()}
+
+
+def _with_progress(batches: Iterable[Batch], task: Task, ranks: Ranks) -> Iterator[Batch]:
+    size, total = task.test_batch_size * ranks.size, len(task.test)
+    # disabled where stderr is not a terminal, because a log would keep every line
+    with tqdm(
+        total=total, unit=f" {task.unit}", desc="evaluating", leave=False, disable=None
+    ) as bar:
+        for batch in batches:
+            yield batch
+            bar.update(min(size, total - bar.n))

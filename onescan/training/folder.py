@@ -40,18 +40,17 @@ from onescan.checkpoint.files import (
 from onescan.checkpoint.run_folder import CONFIG, read_config, write_config
 from onescan.checkpoint.weights import BEST, WEIGHTS, read_weights, save_weights
 from onescan.data import Format
-from onescan.data.text.format import TOKENIZER
 from onescan.tasks import Evaluation, Task
-from onescan.training.records import METRICS, PICTURES
-from onescan.training.run import RunConfig, RunResult
+from onescan.training.config import RunConfig, RunResult
+from onescan.training.logging import EVENTS, METRICS, PICTURES, TENSORBOARD, TRACKER_ID, WANDB
 from onescan.training.state import STATE, STEP, last_state
-from onescan.training.trackers import EVENTS, IDENTITY, TENSORBOARD, WANDB
 
 EVALUATION, RESULT = "evaluation.safetensors", "result.json"
+TOKENIZER = "tokenizer"  # written by the format of text
 FINISHED = (RESULT, EVALUATION, WEIGHTS, METRICS, CONFIG)  # the state may have been removed
 # in order of removal: config.json, which marks the folder as a run's, is last
 CONTENTS = (
-    *(RESULT, EVALUATION, STATE, WEIGHTS, BEST, METRICS, PICTURES, TENSORBOARD, WANDB, IDENTITY),
+    *(RESULT, EVALUATION, STATE, WEIGHTS, BEST, METRICS, PICTURES, TENSORBOARD, WANDB, TRACKER_ID),
     *(TOKENIZER, CONFIG),
 )
 # names of the files that runs write in subfolders; others are never removed
@@ -62,14 +61,14 @@ RUN_FILES = {
     WANDB: re.compile(r"(offline-)?run-.*|latest-run|debug.*\.log|settings|wandb-resume\.json"),
     TOKENIZER: re.compile(r".*\.(json|txt|model|jinja|tiktoken)"),
 }
-MACHINE = "machine."  # a run may go on with other settings below this
-SHOWN_DIFFERENCES = 3
-MADE_ANEW = "remove it and start the run again to recreate it"
+MACHINE = "machine."  # a resumed run may have other settings below this
+MAX_SHOWN = 3  # differences
+RECREATE = "remove it and start the run again to recreate it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """On what a run was carried out, from some step on, for the record."""
+    """The software and hardware of a run from some step on, for the record."""
 
     since_step: int
     onescan: str
@@ -78,24 +77,24 @@ class Environment:
     platform: str
     device: str
     processes: int
-    commit: str | None  # of the working directory; with "-dirty" where it had changes
+    commit: str | None  # of the working directory; with "-dirty" if it had changes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What config.json holds."""
+    """The content of config.json."""
 
     onescan: str
     run: RunConfig
     format: Format
     class_names: tuple[str, ...]
     examples: int
-    """To learn from."""
+    """Number of training examples."""
     environments: tuple[Environment, ...]
-    """One, and another wherever the run went on with something else."""
+    """The first one, and another for each change when the run was resumed."""
 
 
-def check_claim(folder: Path, run: RunConfig, *, overwrite: bool) -> bool:
+def check_run_dir(folder: Path, run: RunConfig, *, overwrite: bool) -> bool:
     """Return whether the folder holds a run to replace, or raise if `run` may not use it.
 
     A run without a checkpoint may always be replaced.
@@ -112,37 +111,37 @@ def check_claim(folder: Path, run: RunConfig, *, overwrite: bool) -> bool:
         check_regular(path)
     if not folder.exists() or all(p.suffix == PARTIAL or p.name == LOCK for p in folder.iterdir()):
         return False
-    there = _run_in(folder)
+    existing = _run_in(folder)
     if overwrite or not _has_checkpoint(folder):
         return True
-    _refuse_another(folder, there, run)
+    _check_same_run(folder, existing, run)
     return False
 
 
-def make_ready(folder: Path, run: RunConfig, *, overwrite: bool) -> None:
+def prepare_run_dir(folder: Path, run: RunConfig, *, overwrite: bool) -> None:
     """Remove a run that is replaced, and unfinished files of a killed one.
 
     Raises:
-        ValueError: See `check_claim`.
+        ValueError: See `check_run_dir`.
     """
-    gives_way = check_claim(folder, run, overwrite=overwrite)
+    is_replaced = check_run_dir(folder, run, overwrite=overwrite)
     with writing(folder):
         for name in CONTENTS:
             if name not in RUN_FILES:
                 remove(partial_of(folder / name))
-            if gives_way and name in RUN_FILES:
+            if is_replaced and name in RUN_FILES:
                 remove_from(folder / name, RUN_FILES[name])
-            elif gives_way:
+            elif is_replaced:
                 remove(folder / name)
 
 
 def write_manifest(
     folder: Path, run: RunConfig, task: Task, device: torch.device, *, step: int, processes: int
 ) -> None:
-    """Write config.json and what its format needs, or add to it on what the run goes on now.
+    """Write config.json and the files of the format; for a resumed run, add the environment.
 
     Raises:
-        ValueError: the data is not what the run began with.
+        ValueError: If the data has changed since the run began.
     """
     here = Environment(
         since_step=step,
@@ -157,7 +156,7 @@ def write_manifest(
     before: tuple[Environment, ...] = ()
     if step > 0:
         there = read_manifest(folder)
-        _refuse_other_data(folder, there, task)
+        _check_same_data(folder, there, task)
         before = tuple(e for e in there.environments if e.since_step < step)
     same = before and dataclasses.replace(before[-1], since_step=step) == here
     manifest = Manifest(
@@ -199,35 +198,23 @@ def read_result(folder: Path) -> RunResult | None:
     """Read a finished run's result; None if the run is not finished.
 
     Raises:
-        ValueError: a file of it is damaged.
+        ValueError: If one of its files is damaged.
     """
     if not all((folder / name).exists() for name in FINISHED):
         return None
-    steps, metrics = read_outcome(folder)
-    arrays, _ = read_weights(folder / EVALUATION, MADE_ANEW)
-    evaluation = Evaluation(metrics=metrics, arrays=arrays)
-    return RunResult(folder=folder, evaluation=evaluation, steps=steps, reused=True)
-
-
-def read_outcome(folder: Path) -> tuple[int, dict[str, float]]:
-    """Read a finished run's steps and metrics, which are 0 and none if it is not finished.
-
-    Raises:
-        ValueError: result.json is damaged.
-    """
     path = folder / RESULT
     check_regular(path)
-    if not path.exists():
-        return 0, {}
-    data = from_json(path.read_bytes(), path, MADE_ANEW)
+    data = from_json(path.read_bytes(), path, RECREATE)
     match data:
-        case {"steps": int(steps), "metrics": dict(metrics)}:
-            if metrics and all(map(is_number, metrics.values())):
-                return steps, metrics
-    raise damaged(path, data, MADE_ANEW)
+        case {"steps": int(steps), "metrics": dict(metrics)} if metrics:
+            if all(map(is_number, metrics.values())):
+                arrays, _ = read_weights(folder / EVALUATION, RECREATE)
+                evaluation = Evaluation(metrics=metrics, arrays=arrays)
+                return RunResult(folder=folder, evaluation=evaluation, steps=steps, reused=True)
+    raise damaged(path, data, RECREATE)
 
 
-def _refuse_other_data(folder: Path, there: Manifest, task: Task) -> None:
+def _check_same_data(folder: Path, there: Manifest, task: Task) -> None:
     here = {
         "format": task.format,
         "class_names": task.class_names,
@@ -237,7 +224,7 @@ def _refuse_other_data(folder: Path, there: Manifest, task: Task) -> None:
         if (before := getattr(there, name)) != value:
             raise ValueError(
                 f"the data has changed since the run in {folder} began: {name} was {before!r} and "
-                f"is {value!r}; bring the old data back, or start anew in another folder"
+                f"is {value!r}; restore the old data, or start in another folder"
             )
 
 
@@ -245,18 +232,20 @@ def _run_in(folder: Path) -> RunConfig:
     try:
         return read_manifest(folder).run
     except ValueError as error:
-        raise ValueError(f"{error}; choose another folder, for this one is not empty") from error
+        raise ValueError(
+            f"{error}; choose another folder, because this one is not empty"
+        ) from error
 
 
 def _has_checkpoint(folder: Path) -> bool:
     return last_state(folder) is not None or (folder / WEIGHTS).exists()
 
 
-def _refuse_another(folder: Path, there: RunConfig, run: RunConfig) -> None:
+def _check_same_run(folder: Path, there: RunConfig, run: RunConfig) -> None:
     found = [d for d in configs.differences(there, run) if not d[0].startswith(MACHINE)]
     if not found:
         return
-    listed = [f"{path} is {a!r} there and {b!r} here" for path, a, b in found[:SHOWN_DIFFERENCES]]
+    listed = [f"{path} is {a!r} there and {b!r} here" for path, a, b in found[:MAX_SHOWN]]
     more = f", and {len(found) - len(listed)} more" if len(found) > len(listed) else ""
     raise ValueError(
         f"{folder} holds another run: {', '.join(listed)}{more}; choose another folder, "
@@ -265,7 +254,7 @@ def _refuse_another(folder: Path, there: RunConfig, run: RunConfig) -> None:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write JSON types to a file, in place of an older one."""
+    """Write JSON types to a file atomically, replacing an older file."""
     text = json.dumps(data, indent=2) + "\n"
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 

@@ -1,7 +1,7 @@
-"""The training loop: any model, any task, and the same numbers whether or not it was stopped.
+"""The training loop, for any model and any task.
 
-All chance at a step comes from (seed, step, process), so a run that goes on from a checkpoint
-needs nothing but the weights, the optimizer's moments, the step and where its data stood.
+Randomness at each step depends only on (seed, step, rank), so an interrupted run resumes exactly
+from the weights, the optimizer state, the step and the position in the data.
 """
 
 import math
@@ -27,30 +27,49 @@ from onescan.checkpoint.weights import (
     whole_weights,
 )
 from onescan.data import derive_seed
-from onescan.tasks import Batch, Evaluation, Metrics, Planned, Task
-from onescan.training.ema import WeightMean, local
-from onescan.training.evaluation import draw, evaluate, evaluating
+from onescan.tasks import Batch, BatchPlan, Evaluation, Metrics, Task
+from onescan.training.config import MachineConfig, RunConfig, RunResult, TrainingConfig
+from onescan.training.data import Loader, choose_workers, share_of_batch
+from onescan.training.distributed import (
+    Interrupts,
+    Ranks,
+    choose_device,
+    gradient_sync,
+    joined,
+    prepare,
+)
+from onescan.training.evaluation import eval_mode, evaluate, make_picture
 from onescan.training.folder import (
-    check_claim,
-    make_ready,
+    check_run_dir,
+    prepare_run_dir,
     read_result,
     write_manifest,
     write_result,
 )
-from onescan.training.interrupts import Interrupts
-from onescan.training.loader import Loader, choose_workers
-from onescan.training.memory import memory_mib
-from onescan.training.optimizer import build_optimizer
-from onescan.training.parallel import exchanging, prepare
-from onescan.training.precision import LossScale, computing
-from onescan.training.progress import Progress, Show, shown
-from onescan.training.ranks import Ranks, choose_device, joined
-from onescan.training.records import Records, Split
-from onescan.training.run import MachineConfig, RunConfig, RunResult, TrainingConfig
-from onescan.training.schedule import Plan, learning_rate
-from onescan.training.start import init_from
+from onescan.training.logging import (
+    Display,
+    Progress,
+    Records,
+    Show,
+    Split,
+    check_installed,
+    display,
+    duration,
+    memory_mib,
+)
+from onescan.training.optim import (
+    EMA,
+    Plan,
+    autocast,
+    build_optimizer,
+    build_scaler,
+    gathered,
+    learning_rate,
+    underflowed,
+)
 from onescan.training.state import TrainingState, last_state, restore_state, save_state
-from onescan.training.trackers import check_installed
+
+ESTIMATE_AFTER = 6  # steps; the first one is slow and does not count
 
 EnteredT = TypeVar("EnteredT")
 
@@ -58,30 +77,30 @@ EnteredT = TypeVar("EnteredT")
 def train(
     run: RunConfig, folder: str | Path, *, overwrite: bool = False, progress: bool | Show = False
 ) -> RunResult:
-    """Carry out a run in `folder`, or go on with it from its last checkpoint.
+    """Train a run in `folder`, or resume it from its last checkpoint.
 
-    A folder that holds the same run finished is left as it is, and its result returned. Ctrl-C
-    saves a checkpoint and then stops the run. On a CPU, a run that was stopped in any way and
-    started again gives, to the last bit, the numbers of one that was not. Started by torchrun, or
-    with torch.distributed set up by the caller, its processes share the work.
+    If the folder holds the same run finished, its result is returned. Ctrl-C saves a checkpoint
+    before the run stops. On a CPU, an interrupted and resumed run gives bit-identical numbers to an
+    uninterrupted one. Processes started by torchrun, or joined by the caller with
+    torch.distributed, share the work.
 
     Args:
-        run: what to train, on what, and how.
-        folder: where everything is written; with several machines, one that they share.
-        overwrite: remove the run that the folder holds, finished or not, and start anew.
-        progress: True draws a bar on stderr; a function is called after every update. Of several
-            processes the first one's is shown.
+        run: Config of the run.
+        folder: Folder of the run; with several machines, on a disk that they share.
+        overwrite: Remove the run in the folder, finished or not, and start from scratch.
+        progress: True shows a summary of the run, a time estimate and a progress bar on stderr. A
+            function is called after every step. Only rank 0 shows anything.
 
     Raises:
-        ValueError: the folder holds another run, or no run at all; or a config is refused.
-        FloatingPointError: the loss, its gradient or the weights are no longer finite.
-        OSError: the folder cannot be written to; files saved earlier are intact.
+        ValueError: If the folder holds another run or other files, or a config is invalid.
+        FloatingPointError: If the loss, its gradient or the weights are no longer finite.
+        OSError: If the folder cannot be written to. Files saved earlier are intact.
     """
     folder, settings, machine = Path(folder), run.training, run.machine
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(machine.device))
-        gives_way = ranks.first(lambda: check_claim(folder, run, overwrite=overwrite))
-        finished = None if gives_way else ranks.first(lambda: read_result(folder))
+        is_replaced = ranks.first(lambda: check_run_dir(folder, run, overwrite=overwrite))
+        finished = None if is_replaced else ranks.first(lambda: read_result(folder))
         if finished:
             return finished
         device = choose_device(machine.device, ranks)
@@ -93,21 +112,23 @@ def train(
         build_on_meta(run.model)  # raises if it does not fit into memory
         torch.manual_seed(derive_seed(settings.seed, "model"))
         model = build_unchecked(run.model)
-        if run.init_from and (gives_way or not ranks.first(lambda: last_state(folder))):
+        if run.init_from and (is_replaced or not ranks.first(lambda: last_state(folder))):
+            from onescan.training.loading import init_from  # imports every model
+
             init_from(run.init_from, model)
         model = model.to(device)
-        if gives_way:
-            _try_out(model, task, settings, device)
+        if is_replaced:
+            dry_run(model, task, settings, device)
         trained = prepare(model, machine, ranks, device)
         state = TrainingState(
             model=model,
             optimizer=build_optimizer(model, settings),
-            mean=WeightMean(model, settings.ema_decay) if settings.ema_decay else None,
-            scale=LossScale() if settings.precision == "float16" else None,
+            ema=EMA(model, settings.ema_decay) if settings.ema_decay else None,
+            scaler=build_scaler(settings.precision, device),
         )
         token = _enter_first(stack, ranks, lambda: locked(folder))
         _check_shared(folder, token, ranks)
-        ranks.first(lambda: make_ready(folder, run, overwrite=overwrite))
+        ranks.first(lambda: prepare_run_dir(folder, run, overwrite=overwrite))
         _restore(folder, state, ranks)
         where = {"step": state.step, "processes": ranks.size}
         ranks.first(lambda: write_manifest(folder, run, task, device, **where))
@@ -124,18 +145,18 @@ def train(
             ranks=ranks,
             share=share,
             records=records,
-            draws=progress is True and ranks.is_first,
             metrics=records.metrics if records else {},
         )
-        show = stack.enter_context(shown(progress if ranks.is_first else False, loop.progress()))
-        evaluation = loop.run(show)
+        shown = progress if ranks.is_first else False
+        loop.display = stack.enter_context(display(shown, loop.progress()))
+        evaluation = loop.run()
         ranks.first(lambda: write_result(folder, evaluation, state.step))
     return RunResult(folder=folder, evaluation=evaluation, steps=state.step)
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """A run under way."""
+    """The steps, evaluations and checkpoints of a run."""
 
     folder: Path
     settings: TrainingConfig
@@ -144,172 +165,180 @@ class Loop:
     plan: Plan
     state: TrainingState
     trained: nn.Module
-    """The model as training calls it: copied or split over processes."""
+    """The model as called in training, wrapped by DDP or FSDP2 if there are several processes."""
     device: torch.device
     ranks: Ranks
     share: slice
-    """This process' part of every batch."""
+    """This process's part of every batch."""
     records: Records | None
-    """The first process' alone."""
-    draws: bool
-    """Whether to draw a bar while evaluating."""
+    """In rank 0 only."""
     metrics: dict[str, float]
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
+    display: Display = field(default_factory=Display)
     numbers: dict[str, float] = field(default_factory=dict)
-    """The last batch's metrics and the last evaluation's, to show."""
+    """Metrics of the last batch and the last evaluation, to show."""
     interrupts: Interrupts = field(default_factory=Interrupts)
-    updates: int = 0
-    """Of this start."""
+    steps_now: int = 0
+    """Steps since this start."""
     seconds: float = 0.0
+    """Time of these steps."""
     waiting_seconds: float = 0.0
+    """Part of it spent waiting for data."""
+    first_seconds: float = 0.0
+    """Time of the first of these steps."""
 
-    def run(self, show: Show) -> Evaluation:
-        """Train to the end of the plan and return the last evaluation."""
+    def run(self) -> Evaluation:
+        """Train to the end of the plan, and return the last evaluation."""
         evaluation = None
         with closing(self.read_batches()) as batches, self.interrupts:
             while True:
                 step = self.state.step
-                if self.plan.evaluates(step) and (step > self.state.judged or self.is_over):
+                is_new = step > self.state.evaluated_step
+                if self.plan.evaluates(step) and (is_new or self.is_over):
                     evaluation = self.evaluate()
-                    self.stop_if_asked()
+                    self.stop_if_requested()
                 if self.is_over or self.plan.saves(step):
                     self.save()
                 if self.is_over:
                     assert evaluation is not None
                     return evaluation
                 self.update(batches)
-                show(self.progress())
-                self.stop_if_asked()
+                self.display.show(self.progress())
+                self.stop_if_requested()
 
     @property
     def is_over(self) -> bool:
-        """Whether the plan is carried out, or patience has run out."""
+        """Whether all steps are done, or patience has run out."""
         patience = self.settings.patience
         return self.state.step >= self.plan.steps or (
             patience is not None and self.state.evaluations_without_improvement >= patience
         )
 
-    def stop_if_asked(self) -> None:
-        """End the run between two updates, with a checkpoint, if any process was asked to."""
-        if self.ranks.any(self.interrupts.asked):
+    def stop_if_requested(self) -> None:
+        """Save a checkpoint and stop, if any process was interrupted."""
+        if self.ranks.any(self.interrupts.requested):
             self.save()
             raise KeyboardInterrupt
 
     def read_batches(self) -> Loader:
-        """Begin to read this process' part of every batch that is still to come."""
+        """Start to read this process's part of the remaining batches."""
         plan = self.task.batches(
             step=self.state.step,
             batch_size=self.settings.batch_size,
             seed=self.settings.seed,
-            bookmark=self.state.bookmark,
+            data_state=self.state.data_state,
         )
-        mine = (Planned(examples[self.share], bookmark) for examples, bookmark in plan)
+        own = (BatchPlan(examples[self.share], data_state) for examples, data_state in plan)
         workers = choose_workers(self.machine.workers, self.task.train)
-        return Loader(self.task.train, mine, workers=workers, pin=self.device.type == "cuda")
+        return Loader(self.task.train, own, workers=workers, pin=self.device.type == "cuda")
 
     def update(self, batches: Loader) -> None:
-        """Update the weights once: read, augment, forward, backward, clip, step."""
+        """Do one optimizer step: read, augment, forward, backward, clip, update the weights."""
         begin, step, optimizer = perf_counter(), self.state.step, self.state.optimizer
         batch = tuple(part.to(self.device, non_blocking=True) for part in next(batches))
-        chance = derive_seed(self.settings.seed, "step", step, self.ranks.rank)
-        torch.manual_seed(chance)  # of dropped paths
-        sums = self.backward(self.task.augment(batch, chance))
-        *values, norm = torch.stack([*sums.values(), self.clip()]).tolist()  # the one wait
+        if self.steps_now == 0:
+            self.display.write(self.summary(batch))
+        seed = derive_seed(self.settings.seed, "step", step, self.ranks.rank)
+        torch.manual_seed(seed)  # for dropout and dropped paths
+        sums = self.backward(self.task.augment(batch, seed))
+        *values, norm = torch.stack([*sums.values(), self.clip()]).tolist()  # waits for the GPU
         metrics = dict(zip(sums, values, strict=True))
-        means = self.ranks.mean(metrics | {"unreadable": batches.failures})
+        means = self.ranks.mean(metrics | {"unreadable": batches.unreadable})
         unreadable = round(means.pop("unreadable") * self.ranks.size)
-        self.check_gradient(means["loss"], norm)
+        self.check_finite(loss=means["loss"])
         rate = learning_rate(step, self.plan.steps, self.settings)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        if math.isfinite(norm):
-            optimizer.step()
+        self.step_optimizer(norm)
         optimizer.zero_grad()
         self.state.step += 1
-        self.updates += 1
-        self.state.bookmark = batches.bookmark
-        if self.state.mean:
-            self.state.mean.update(self.state.model, self.state.step)
+        self.state.data_state = batches.data_state
+        if self.state.ema:
+            self.state.ema.update(self.state.model, self.state.step)
         seconds, waiting = perf_counter() - begin, batches.waiting_s
-        self.seconds, self.waiting_seconds = self.seconds + seconds, self.waiting_seconds + waiting
         measured = {"learning_rate": rate, "gradient_norm": norm, "seconds": seconds}
         measured |= {"waiting_seconds": waiting, "memory_mib": memory_mib(self.device)}
         counted = {"unreadable": unreadable} if unreadable else {}
         self.record("train", means | measured | counted)
         self.numbers |= means
+        self.count_time(seconds, waiting)
 
     def backward(self, batch: Batch) -> dict[str, Tensor]:
-        """Add up the gradient over the parts of a batch; return its metrics, the loss first."""
+        """Accumulate the gradient over the parts of a batch; return its metrics, the loss first."""
         parts = self.machine.gradient_accumulation_steps
-        cut = [tensor.chunk(parts) for tensor in batch]
+        chunks = [tensor.chunk(parts) for tensor in batch]
         sums: dict[str, Tensor] = {}
-        for i, part in enumerate(zip(*cut, strict=True)):
-            with exchanging(self.trained, gradients=i == parts - 1):
+        for i, part in enumerate(zip(*chunks, strict=True)):
+            with gradient_sync(self.trained, enabled=i == parts - 1):
                 loss, metrics = self.loss(part)
-                scale = self.state.scale.scale if self.state.scale else 1.0
-                (loss * (scale / parts)).backward()
+                scaled = self.state.scaler.scale(loss) if self.state.scaler else loss
+                (scaled * (1 / parts)).backward()
             for name, value in ({"loss": loss} | metrics).items():
                 sums[name] = sums.get(name, 0) + value.detach().float() / parts
         return sums
 
     def loss(self, part: Batch) -> tuple[Tensor, Metrics]:
-        """The task's loss; what an op refuses after the first update are weights that diverge."""
+        """Return the task's loss; after the first step, an error of an op means divergence."""
         try:
-            with computing(self.settings.precision, self.device):
+            with autocast(self.settings.precision, self.device):
                 return self.task.loss(self.trained, part)
         except ValueError as error:
-            if self.updates == 0:
+            if self.steps_now == 0:
                 raise
             raise self.failure(str(error)) from error
 
     def clip(self) -> Tensor:
-        """Shorten the gradient if it is too long, and return how long it was."""
-        parameters = list(self.state.model.parameters())
-        if self.state.scale:
-            for gradient in [p.grad for p in parameters if p.grad is not None]:
-                local(gradient).mul_(1 / self.state.scale.scale)
-        return whole(clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf))
+        """Clip the gradient, and return its norm before clipping."""
+        if self.state.scaler:
+            self.state.scaler.unscale_(self.state.optimizer)
+        parameters = self.state.model.parameters()
+        return gathered(clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf))
 
-    def check_gradient(self, loss: float, norm: float) -> None:
-        """Raise FloatingPointError for a loss or a gradient that training cannot recover from.
+    def step_optimizer(self, norm: float) -> None:
+        """Update the weights; in float16, skip the step if the gradient overflowed.
 
-        In float16 a gradient may overflow now and then: that update is passed over.
+        Raises:
+            FloatingPointError: If the gradient is not finite, in float16 at any scale of the loss.
         """
-        self.check_finite(loss=loss)
-        if self.state.scale is None:
+        scaler, optimizer = self.state.scaler, self.state.optimizer
+        if scaler is None:
             self.check_finite(gradient_norm=norm)
+            optimizer.step()
             return
-        self.state.scale.update(finite=math.isfinite(norm))
-        if self.state.scale.is_spent:
-            raise self.failure("the gradient overflows float16 whatever the loss is scaled by")
+        if math.isfinite(norm):
+            scaler.step(optimizer)
+        scaler.update()
+        if not math.isfinite(norm) and underflowed(scaler):
+            raise self.failure("the gradient overflows float16 at any scale of the loss")
 
     def evaluate(self) -> Evaluation:
-        """Judge the model, record how it did, and keep its weights if it never did better."""
+        """Evaluate the model, record the metrics, and save the weights if they are the best."""
         state = self.state
         self.check_weights()
         self.share_buffers()
-        with state.judged_weights():
+        with state.eval_weights():
             evaluation = evaluate(
                 state.model,
                 self.task,
                 precision=self.settings.precision,
                 workers=choose_workers(self.machine.workers, self.task.test),
                 ranks=self.ranks,
-                progress=self.draws,
+                progress=self.display.has_bar,
             )
-            picture = draw(state.model, self.task, precision=self.settings.precision)
+            picture = make_picture(state.model, self.task, precision=self.settings.precision)
         self.metrics = evaluation.metrics
         self.numbers |= {f"test_{name}": value for name, value in self.metrics.items()}
         unreadable = {"unreadable": evaluation.left_out} if evaluation.left_out else {}
         self.record("test", self.metrics | unreadable)
         if self.records and picture is not None:
             self.records.add_picture(picture, step=state.step)
-        if state.step > state.judged and state.judge(self.task.score(self.metrics)):
+        is_new = state.step > state.evaluated_step
+        if is_new and state.add_score(self.task.score(self.metrics)):
             self.save_weights(BEST)
         return evaluation
 
     def save(self) -> None:
-        """Save everything that resuming needs, and the weights for use."""
+        """Save the state to resume from, and the weights."""
         self.check_weights()
         self.share_buffers()
         if self.records:
@@ -318,27 +347,29 @@ class Loop:
         self.save_weights(WEIGHTS)
 
     def save_weights(self, name: str) -> None:
-        """Write the weights that are judged to a file, with how they did where that is known."""
-        with self.state.judged_weights():
+        """Write the weights to evaluate to a file, with their metrics if they were evaluated."""
+        with self.state.eval_weights():
             weights = whole_weights(self.state.model, keep=self.ranks.is_first)
-        known = self.metrics if self.state.judged == self.state.step else {}
+        known = self.metrics if self.state.evaluated_step == self.state.step else {}
         notes = {"step": self.state.step, "metrics": known}
         self.ranks.first(lambda: save_weights(self.folder / name, weights, notes))
 
     def share_buffers(self) -> None:
-        """Let all processes have the first one's running statistics, in the model and its mean."""
+        """Copy rank 0's buffers, such as running statistics, to all processes."""
         named = dict(self.state.model.named_buffers())
-        means = self.state.mean.tensors if self.state.mean else {}
-        self.ranks.agree([*named.values(), *(means[name] for name in named if name in means)])
+        averages = self.state.ema.tensors if self.state.ema else {}
+        self.ranks.broadcast(
+            [*named.values(), *(averages[name] for name in named if name in averages)]
+        )
 
     def record(self, split: Split, metrics: dict[str, float]) -> None:
-        """Write one line of metrics.jsonl, and pass it on to the trackers."""
+        """Write one line of metrics.jsonl, and log it to the trackers."""
         if self.records:
             epoch = self.state.step / self.plan.steps_per_epoch
             self.records.add(split, step=self.state.step, epoch=epoch, metrics=metrics)
 
     def progress(self) -> Progress:
-        """Tell where the run stands."""
+        """Return the state of the run, to show."""
         return Progress(
             step=self.state.step,
             steps=self.plan.steps,
@@ -348,66 +379,77 @@ class Loop:
             waiting=self.waiting_seconds / (self.seconds or 1),
         )
 
+    def summary(self, batch: Batch) -> str:
+        """Describe the model, data, device, batch size and length of the run."""
+        settings, task, plan, ranks = self.settings, self.task, self.plan, self.ranks
+        name = type(self.state.model).__name__.removeprefix("FSDP")  # added by fully_shard
+        parameters = sum(parameter.numel() for parameter in self.state.model.parameters())
+        parts, on_gpu = self.machine.gradient_accumulation_steps, self.device.type == "cuda"
+        device = torch.cuda.get_device_name(self.device) if on_gpu else self.device.type
+        split = f", {ranks.size} processes" * (ranks.size > 1)
+        split += f", {parts} accumulation steps" * (parts > 1)
+        resumed = f", resuming after step {self.state.step:,}" if self.state.step else ""
+        epochs = round(plan.steps / plan.steps_per_epoch, 2)
+        return (
+            f"model: {name}, {parameters:,} parameters\n"
+            f"data: {len(task.train):,} training and {len(task.test):,} test {task.unit}, "
+            f"input shape {[*batch[0].shape[1:]]}\n"
+            f"device: {device}, {settings.precision}\n"
+            f"batch size: {settings.batch_size}{split}\n"
+            f"steps: {plan.steps:,} ({epochs:,} epochs of {plan.steps_per_epoch:,}){resumed}"
+        )
+
+    def count_time(self, seconds: float, waiting: float) -> None:
+        """Add up the time of the steps, and show an estimate after the first few."""
+        self.steps_now += 1
+        self.seconds, self.waiting_seconds = self.seconds + seconds, self.waiting_seconds + waiting
+        if self.steps_now == 1:
+            self.first_seconds = seconds
+        if self.steps_now == ESTIMATE_AFTER:
+            per_step = (self.seconds - self.first_seconds) / (ESTIMATE_AFTER - 1)
+            left = self.plan.steps - self.state.step
+            self.display.write(
+                f"estimated time: {duration(per_step * left)} for {left:,} more steps of "
+                f"{per_step:.2g} s, without evaluation"
+            )
+
     def check_weights(self) -> None:
-        """Raise FloatingPointError if the weights are of no use any more."""
-        norm = whole(get_total_norm(self.state.model.parameters())).item()
+        """Raise FloatingPointError if the weights are not finite."""
+        norm = gathered(get_total_norm(self.state.model.parameters())).item()
         self.check_finite(weight_norm=norm)
 
     def check_finite(self, **numbers: float) -> None:
-        """Raise FloatingPointError for a number that training cannot recover from."""
+        """Raise FloatingPointError for a number that is not finite."""
         for name, number in numbers.items():
             if not math.isfinite(number):
                 raise self.failure(f"{name} is {number}")
 
-    def failure(self, what: str) -> FloatingPointError:
-        """Make the error that ends a run which diverges: when, what is saved, and what to try."""
+    def failure(self, reason: str) -> FloatingPointError:
+        """Return the error for a run that diverges, with its step, checkpoint and remedies."""
         last = last_state(self.folder)
         saved = f"the last good checkpoint is {last}" if last else "no checkpoint was saved"
         return FloatingPointError(
-            f"{what} at step {self.state.step}; {saved}; try a smaller "
+            f"{reason} at step {self.state.step}; {saved}; try a smaller "
             f"training.learning_rate (now {self.settings.learning_rate}) or "
             f"training.max_grad_norm (now {self.settings.max_grad_norm})"
         )
 
 
-def share_of_batch(settings: TrainingConfig, machine: MachineConfig, ranks: Ranks) -> slice:
-    """Say which part of every batch is this process'.
-
-    Raises:
-        ValueError: a batch cannot be cut into equal parts.
-    """
-    parts = ranks.size * machine.gradient_accumulation_steps
-    if settings.batch_size % parts:
-        raise ValueError(
-            f"training.batch_size is {settings.batch_size}, expected a multiple of {parts}: "
-            f"{ranks.size} processes times machine.gradient_accumulation_steps "
-            f"{machine.gradient_accumulation_steps}"
-        )
-    share = settings.batch_size // ranks.size
-    return slice(ranks.rank * share, (ranks.rank + 1) * share)
-
-
-def whole(norm: Tensor) -> Tensor:
-    """A gradient's or weights' length, gathered where they are split over processes."""
-    gather = getattr(norm, "full_tensor", None)  # DTensor's, whose import takes half a second
-    return gather() if gather else norm
-
-
-def _try_out(model: nn.Module, task: Task, settings: TrainingConfig, device: torch.device) -> None:
-    """Find out whether model and data fit each other, before a run that gives way is removed."""
+def dry_run(model: nn.Module, task: Task, settings: TrainingConfig, device: torch.device) -> None:
+    """Compute one loss to check that model and data match, before an existing run is removed."""
     plan = task.batches(step=0, batch_size=settings.batch_size, seed=settings.seed)
     examples = next(plan).examples[:2]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         batch = tuple(part.to(device) for part in task.train.read(examples).batch)
-        with evaluating(model), computing(settings.precision, device):
+        with eval_mode(model), autocast(settings.precision, device):
             task.loss(model, task.augment(batch, 0))
 
 
 def _check_shared(folder: Path, token: str | None, ranks: Ranks) -> None:
-    """Make sure that all processes see what the first one wrote to the lock file."""
-    said = ranks.first(lambda: token)
-    sees = ranks.is_first or ((folder / LOCK).is_file() and (folder / LOCK).read_text() == said)
-    if not all(ranks.gather(sees)):
+    """Check that all processes see what rank 0 wrote to the lock file."""
+    written, lock = ranks.first(lambda: token), folder / LOCK
+    is_seen = ranks.is_first or (lock.is_file() and lock.read_text() == written)
+    if not all(ranks.gather(is_seen)):
         raise ValueError(f"{folder} is not on a disk that all processes share, as checkpoints need")
 
 
@@ -416,11 +458,11 @@ def _restore(folder: Path, state: TrainingState, ranks: Ranks) -> None:
     last = ranks.first(lambda: last_state(folder))
     if last:
         restore_state(last, state, ranks)
-    if ranks.first(lambda: _noted_step(folder / BEST)) > state.step:
+    if ranks.first(lambda: _step_of_best(folder / BEST)) > state.step:
         state.best = -math.inf  # that evaluation will be repeated
 
 
-def _noted_step(weights: Path) -> int:
+def _step_of_best(weights: Path) -> int:
     if not weights.exists():
         return 0
     step = read_notes(weights).get("step")
@@ -432,7 +474,7 @@ def _noted_step(weights: Path) -> int:
 def _enter_first(
     stack: ExitStack, ranks: Ranks, make: Callable[[], AbstractContextManager[EnteredT]]
 ) -> EnteredT | None:
-    """Enter a context in the first process alone, and return what it gave there."""
+    """Enter a context in rank 0 only, and return its value there."""
     entered: list[EnteredT] = []
     ranks.first(lambda: entered.append(stack.enter_context(make())))
     return entered[0] if entered else None

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from onescan.checkpoint.files import (
@@ -33,13 +34,12 @@ from onescan.checkpoint.files import (
     writing,
 )
 from onescan.checkpoint.weights import TensorSize, check_sizes, distinct, sizes_of
-from onescan.data import Bookmark
-from onescan.training.ema import WeightMean
-from onescan.training.precision import LossScale
-from onescan.training.ranks import Ranks
+from onescan.data import DataState
+from onescan.training.distributed import Ranks
+from onescan.training.optim import EMA
 
 STATE, MANIFEST = "state", "manifest.json"
-MODEL, MEAN, OPTIMIZER = "model.", "mean.", "optimizer."  # prefixes of tensor names
+MODEL, AVERAGE, OPTIMIZER = "model.", "mean.", "optimizer."  # prefixes of tensor names
 MOMENTS = f"{OPTIMIZER}state."
 STEP = re.compile(r"step_(0|[1-9]\d{0,17})")
 SHARD = re.compile(r"[\w-]+\.safetensors")
@@ -53,42 +53,44 @@ class TrainingState:
 
     model: nn.Module
     optimizer: Optimizer
-    mean: WeightMean | None = None
-    scale: LossScale | None = None
+    ema: EMA | None = None
+    scaler: GradScaler | None = None
     step: int = 0
     """Optimizer steps so far."""
-    bookmark: Bookmark | None = None
+    data_state: DataState | None = None
     """Position of the next batch in the data, for data without random access."""
     best: float = -math.inf
     """Score of the best evaluation."""
     evaluations_without_improvement: int = 0
     """Evaluations since the best one."""
-    judged: int = 0
+    evaluated_step: int = 0
     """Step of the last evaluation."""
 
-    def judge(self, score: float) -> bool:
+    def add_score(self, score: float) -> bool:
         """Record the score of an evaluation, and return whether it is the best so far."""
         score = -math.inf if math.isnan(score) else score
         is_best = score > self.best or self.best == -math.inf
-        self.best, self.evaluations_without_improvement = (
-            (score, 0) if is_best else (self.best, self.evaluations_without_improvement + 1)
-        )
-        self.judged = self.step
+        self.best = score if is_best else self.best
+        self.evaluations_without_improvement += 1
+        if is_best:
+            self.evaluations_without_improvement = 0
+        self.evaluated_step = self.step
         return is_best
 
-    def judged_weights(self) -> AbstractContextManager[None]:
+    def eval_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the weights to evaluate: the EMA, if any."""
-        return self.mean.worn_by(self.model) if self.mean else nullcontext()
+        return self.ema.swapped_into(self.model) if self.ema else nullcontext()
 
     def numbers(self) -> dict[str, Any]:
         """Return all values other than tensors, ready for JSON."""
+        scale = self.scaler.state_dict() if self.scaler else None
         return {
             "step": self.step,
             "best": None if self.best == -math.inf else self.best,  # JSON has no infinity
             "evaluations_without_improvement": self.evaluations_without_improvement,
-            "evaluated_step": self.judged,
-            "data_state": self.bookmark,
-            "loss_scale": self.scale and [self.scale.scale, self.scale.good],
+            "evaluated_step": self.evaluated_step,
+            "data_state": self.data_state,
+            "loss_scale": scale and [scale["scale"], scale["_growth_tracker"]],
         }
 
     def restore_numbers(self, numbers: dict[str, Any]) -> None:
@@ -99,12 +101,13 @@ class TrainingState:
         """
         self.step = int(numbers["step"])
         self.evaluations_without_improvement = int(numbers["evaluations_without_improvement"])
-        self.judged = int(numbers["evaluated_step"])
+        self.evaluated_step = int(numbers["evaluated_step"])
         self.best = -math.inf if numbers["best"] is None else float(numbers["best"])
-        self.bookmark = numbers["data_state"] and dict(numbers["data_state"])
-        if self.scale and numbers["loss_scale"]:
-            scale, good = numbers["loss_scale"]
-            self.scale.scale, self.scale.good = float(scale), int(good)
+        self.data_state = numbers["data_state"] and dict(numbers["data_state"])
+        if self.scaler and numbers["loss_scale"]:
+            scale, growth = numbers["loss_scale"]
+            restored = {"scale": float(scale), "_growth_tracker": int(growth)}
+            self.scaler.load_state_dict(self.scaler.state_dict() | restored)
 
 
 def last_state(folder: Path) -> Path | None:
@@ -156,9 +159,9 @@ def restore_state(place: Path, state: TrainingState, ranks: Ranks) -> None:
     sizes = _read_sizes(place)
     moments = {name for name in sizes if name.startswith(MOMENTS)}
     tensors = _tensors(state, moments=bool(moments))
-    wanted = {n: x for n, x in tensors.items() if n in moments or not n.startswith(MOMENTS)}
-    check_sizes(sizes, sizes_of(wanted), place)
-    _read(place, wanted)  # in place
+    expected = {n: x for n, x in tensors.items() if n in moments or not n.startswith(MOMENTS)}
+    check_sizes(sizes, sizes_of(expected), place)
+    _read(place, expected)  # in place
     for name, parameter in state.model.named_parameters():
         if not any(moment.startswith(f"{MOMENTS}{name}.") for moment in moments):
             state.optimizer.state.pop(parameter, None)  # it had no gradient, so no state was saved
@@ -186,8 +189,8 @@ def _tensors(state: TrainingState, *, moments: bool) -> dict[str, Tensor]:
     own = distinct(state.model)
     flat = {MODEL + name: tensor for name, tensor in model.items() if name in own}
     flat |= {OPTIMIZER + name: x for name, x in optimizer.items() if isinstance(x, Tensor)}
-    if state.mean:
-        flat |= {MEAN + name: tensor for name, tensor in state.mean.tensors.items()}
+    if state.ema:
+        flat |= {AVERAGE + name: tensor for name, tensor in state.ema.tensors.items()}
     return flat
 
 

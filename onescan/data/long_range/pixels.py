@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +10,9 @@ from einops import rearrange
 from jaxtyping import UInt8
 
 from onescan.checks import check_positive
-from onescan.data.base import Bookmark, DataConfig, Example, Loaded
-from onescan.data.decode import to_bytes
+from onescan.data.base import DataConfig, DataState, Example, LoadedBatch, OnError
 from onescan.data.image_dataset import ImageDatasetConfig
-from onescan.data.image_reader import OnError
-from onescan.data.images import ImageSet
+from onescan.data.images import ImageSet, to_bytes
 from onescan.data.sequences import (
     Ids,
     LabelledSequence,
@@ -31,7 +28,7 @@ LEVELS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class PixelFormat(SequenceFormat):
-    """Grey images of one size: a token for each pixel, 0 for black to 255 for white."""
+    """Grey images of one size: one token per pixel, from 0 for black to 255 for white."""
 
     height: int
     width: int
@@ -85,16 +82,16 @@ class PixelImageConfig(DataConfig):
         return math.prod(self.image_size)
 
     def build(self) -> SequenceSplits:
-        """Find the images, and read their labels.
+        """Find the images and read their labels.
 
         Raises:
-            ImportError: the datasets library is not installed.
-            ValueError: as `ImageDatasetConfig.build`.
+            ImportError: If the datasets library is not installed.
+            ValueError: As `ImageDatasetConfig.build`.
         """
         height, width = self.image_size
         check_positive(**{"data.image_size": min(height, width)})
         splits = ImageDatasetConfig(
-            **self._fields(),
+            **{name: getattr(self, name) for name in PixelImageConfig.__dataclass_fields__},
             channels=1,
             mean=(0.0,),
             std=(1.0,),
@@ -107,9 +104,6 @@ class PixelImageConfig(DataConfig):
             class_names=splits.class_names,
             format=PixelFormat(height=height, width=width),
         )
-
-    def _fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in PixelImageConfig.__dataclass_fields__}
 
 
 class PixelSequences(SequenceSet):
@@ -129,17 +123,17 @@ class PixelSequences(SequenceSet):
         epoch: int = 0,
         start: int = 0,
         repeats: int = 1,
-        bookmark: Bookmark | None = None,
-    ) -> Iterator[tuple[Example, Bookmark | None]]:
+        data_state: DataState | None = None,
+    ) -> Iterator[tuple[Example, DataState | None]]:
         return self.images.examples(
-            seed=seed, epoch=epoch, start=start, repeats=repeats, bookmark=bookmark
+            seed=seed, epoch=epoch, start=start, repeats=repeats, data_state=data_state
         )
 
     def example(self, place: int) -> LabelledSequence:
         tokens, _, labels = self.read([Example(place)]).batch
         return LabelledSequence(tokens[0].numpy().astype(np.uint8), int(labels))
 
-    def read(self, examples: Sequence[Example]) -> Loaded:
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
         (images, labels), failures = self.images.read(examples)
         tokens = rearrange(to_bytes(images), "b 1 height width -> b (height width)").long()
-        return Loaded((tokens, torch.ones_like(tokens, dtype=torch.bool), labels), failures)
+        return LoadedBatch((tokens, torch.ones_like(tokens, dtype=torch.bool), labels), failures)

@@ -1,12 +1,11 @@
-"""Text as ids, and ids as text; text of any kind as rows of ids to learn from."""
+"""Text as token ids, and datasets of text for language models."""
 
 from onescan.data.text.dataset import TextDatasetConfig, TextSplits
-from onescan.data.text.format import TextFormat
-from onescan.data.text.packed import PackedText
-from onescan.data.text.stream import TextStream
+from onescan.data.text.packing import PackedText, TextStream
 from onescan.data.text.tokenizer import (
     ByteTokenizer,
     PretrainedTokenizer,
+    TextFormat,
     Tokenizer,
     load_tokenizer,
 )

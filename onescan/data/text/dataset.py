@@ -1,27 +1,21 @@
-"""Text of any kind, as rows of tokens to learn a language from."""
+"""The text dataset of language models: where text is found, and which of it is held out."""
 
 import logging
 from dataclasses import dataclass
 
 from onescan.checks import check_positive
-from onescan.data.base import DataConfig, DataSet
-from onescan.data.image_reader import OnError
-from onescan.data.text.corpus import Corpus
-from onescan.data.text.corpus_reader import CorpusReader, LongDocuments
-from onescan.data.text.documents import SampleBy
-from onescan.data.text.format import TextFormat
-from onescan.data.text.packed import PackedText
-from onescan.data.text.rows import padding_id, text_length
-from onescan.data.text.source import TextSource, Wanted, find_source
-from onescan.data.text.stream import TextStream
-from onescan.data.text.tokenizer import BYTES, Frame, Tokenizer, load_tokenizer
+from onescan.data.base import DataConfig, DataSet, OnError
+from onescan.data.text.corpus import Corpus, CorpusReader, LongDocuments
+from onescan.data.text.packing import PackedText, TextStream, padding_id, text_length
+from onescan.data.text.source import Query, SampleBy, TextSource, find_source
+from onescan.data.text.tokenizer import BYTES, Frame, TextFormat, Tokenizer, load_tokenizer
 
 log = logging.getLogger("onescan")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSplits:
-    """Text to learn from, held-out text to be judged on, and how both are read."""
+    """Training and test rows, and how text is converted to them."""
 
     train: DataSet
     test: DataSet
@@ -109,8 +103,8 @@ class TextDatasetConfig(DataConfig):
                 f"data.add_special_tokens is True, but data.tokenizer {self.tokenizer!r} has "
                 "no [CLS] and [SEP] tokens"
             )
-        opened = _Opened(self, tokenizer)
-        train, test = opened.stream() if self.streaming else opened.look_up()
+        builder = _Builder(self, tokenizer)
+        train, test = builder.stream() if self.streaming else builder.pack()
         return TextSplits(
             train=train,
             test=test,
@@ -119,9 +113,9 @@ class TextDatasetConfig(DataConfig):
             is_framed=self.add_special_tokens,
         )
 
-    def wanted(self, *, streaming: bool) -> Wanted:
-        """Say what is looked for."""
-        return Wanted(
+    def query(self, *, streaming: bool = False) -> Query:
+        """Return what to look for at `path`."""
+        return Query(
             column=self.text_column,
             sample_by=self.sample_by,
             name=self.name,
@@ -130,10 +124,10 @@ class TextDatasetConfig(DataConfig):
 
     def _check(self) -> None:
         check_positive(**{"data.length": self.length, "data.shuffle_block": self.shuffle_block})
-        room = len(Frame._fields)
-        if self.add_special_tokens and self.length <= room:
+        if self.add_special_tokens and self.length <= len(Frame._fields):
             raise ValueError(
-                f"data.length is {self.length}, expected above {room} with data.add_special_tokens"
+                f"data.length is {self.length}, expected above {len(Frame._fields)} with "
+                "data.add_special_tokens"
             )
         for name in ("train_rows", "test_rows"):
             if getattr(self, name) is not None:
@@ -146,45 +140,41 @@ class TextDatasetConfig(DataConfig):
             raise ValueError("data.train_rows is for streams, but data.streaming is off")
         if self.streaming and self.train_rows is None:
             raise ValueError(
-                "data.train_rows is None, expected a number: a stream does not tell its own"
+                "data.train_rows is None, expected a number: the length of a stream is unknown"
             )
 
 
-class _Opened:
-    """What a config asks for, found."""
+class _Builder:
+    """Finds and tokenizes the text of a config."""
 
     def __init__(self, config: TextDatasetConfig, tokenizer: Tokenizer) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.frame = tokenizer.frame if config.add_special_tokens else None
-        self.source = find_source(config.path, config.wanted(streaming=config.streaming))
+        self.source = find_source(config.path, config.query(streaming=config.streaming))
         self.source.check_split("data.train_split", config.train_split)
         self.reader = CorpusReader(
-            tokenizer=tokenizer,
-            on_error=config.on_error,
-            keeps=config.cache,
-            frame=self.frame,
+            tokenizer=tokenizer, on_error=config.on_error, cache=config.cache, frame=self.frame
         )
 
-    def look_up(self) -> tuple[DataSet, DataSet]:
-        """Tokenize both parts, or one, and hold out a part of it."""
+    def pack(self) -> tuple[DataSet, DataSet]:
+        """Tokenize training and test text, or hold out a part of the training text."""
         config = self.config
         train = self._corpus(self.source, config.train_split)
-        found = self._test_source()
-        if found is None:
-            cut = _held_from(train, config.test_fraction, config.path)
-            train, test = train.part(0, cut), train.part(cut, len(train.tokens))
-            if self.frame is not None:
-                train = train.ended(self.frame.end)  # shuffled rows wrap around
-        else:
-            test = self._corpus(*found, most=self._most())
-        return self._packed(train), self._packed(test, self._most())
+        found = self._find_test()
+        if found is not None:
+            return self._packed(train), self._test_rows(*found)
+        cut = _split_point(train, config.test_fraction, config.path)
+        train, test = train.part(0, cut), train.part(cut, len(train.tokens))
+        if self.frame is not None:
+            train = train.ended(self.frame.end)  # shuffled rows wrap around
+        return self._packed(train), self._packed(test, self._max_test_tokens)
 
     def stream(self) -> tuple[DataSet, DataSet]:
-        """Open a stream, and tokenize what is to be judged on."""
-        config, found = self.config, self._test_source()
+        """Open a stream, and tokenize the test text."""
+        config, found = self.config, self._find_test()
         if found is None:
             raise ValueError(
-                f"data.streaming is on, but {config.path} has no split to be judged on, expected "
+                f"data.streaming is on, but {config.path} has no test split, expected "
                 "data.test_path or data.test_split: a stream holds nothing out"
             )
         train = TextStream(
@@ -197,14 +187,19 @@ class _Opened:
             long_documents=config.long_documents,
             frame=self.frame,
         )
-        return train, self._packed(self._corpus(*found, most=self._most()), self._most())
+        return train, self._test_rows(*found)
 
-    def _test_source(self) -> tuple[TextSource, str] | None:
-        """Where the text to be judged on is, if it is not to be held out."""
+    @property
+    def _max_test_tokens(self) -> int | None:
+        rows = self.config.test_rows
+        return None if rows is None else rows * text_length(self.config.length, self.frame)
+
+    def _find_test(self) -> tuple[TextSource, str] | None:
+        """Find the test text and its split; None if it is to be held out."""
         config, source, split = self.config, self.source, self.config.test_split
         if config.test_path is not None:
-            wanted = config.wanted(streaming=config.streaming)
-            source = find_source(config.test_path, wanted, field="data.test_path")
+            query = config.query(streaming=config.streaming)
+            source = find_source(config.test_path, query, field="data.test_path")
             split = split or source.held_out("train") or next(iter(source.splits))
         elif split == config.train_split:
             raise ValueError(
@@ -217,41 +212,37 @@ class _Opened:
         source.check_split("data.test_split", split)
         return source, split
 
-    def _most(self) -> int | None:
-        """Tokens to be judged on, at most."""
-        rows = self.config.test_rows
-        return None if rows is None else rows * text_length(self.config.length, self.frame)
+    def _test_rows(self, source: TextSource, split: str) -> PackedText:
+        corpus = self._corpus(source, split, self._max_test_tokens)
+        return self._packed(corpus, self._max_test_tokens)
 
-    def _corpus(self, source: TextSource, split: str, most: int | None = None) -> Corpus:
+    def _corpus(self, source: TextSource, split: str, max_tokens: int | None = None) -> Corpus:
         config, shards = self.config, source.open(split)
-        corpus = self.reader.read(
-            shards,
-            source.place,
-            config.name or "",
-            split,
-            config.text_column,
-            config.sample_by,
-            most=most,
-        )
+        names = source.place, config.name or "", split, config.text_column, config.sample_by
+        corpus = self.reader.read(shards, *names, max_tokens=max_tokens)
         if not len(corpus.tokens):
             raise ValueError(f"{source.field} is {source.path!r}, where {split} holds no text")
-        _tell_left_out(corpus, source.path)
+        for message in corpus.left_out:
+            log.warning("%s", message)
+        if count := corpus.left_out_count:
+            total = count + len(corpus.ends)
+            log.warning("skipped %d of %d documents of %s", count, total, source.path)
         if config.long_documents == "raise":
             self.reader.check_lengths(corpus, shards, config.length)
         return corpus
 
-    def _packed(self, corpus: Corpus, most: int | None = None) -> PackedText:
-        if most is not None:
-            corpus = corpus.part(0, min(most, len(corpus.tokens)))
+    def _packed(self, corpus: Corpus, max_tokens: int | None = None) -> PackedText:
+        if max_tokens is not None:
+            corpus = corpus.part(0, min(max_tokens, len(corpus.tokens)))
         padding, length = padding_id(self.tokenizer), self.config.length
         return PackedText(corpus=corpus, length=length, padding=padding, frame=self.frame)
 
 
-def _held_from(corpus: Corpus, fraction: float, path: str) -> int:
-    """Say with which token the held-out part begins: the last documents, or a part of one."""
+def _split_point(corpus: Corpus, fraction: float, path: str) -> int:
+    """Return the first held-out token: of the last documents, or within a single one."""
     if len(corpus.ends) > 1:
-        held = min(max(1, round(fraction * len(corpus.ends))), len(corpus.ends) - 1)
-        return int(corpus.ends[-1 - held])
+        held_out = min(max(1, round(fraction * len(corpus.ends))), len(corpus.ends) - 1)
+        return int(corpus.ends[-1 - held_out])
     cut = round((1 - fraction) * len(corpus.tokens))
     if not 0 < cut < len(corpus.tokens):
         raise ValueError(
@@ -259,11 +250,3 @@ def _held_from(corpus: Corpus, fraction: float, path: str) -> int:
             f"{fraction:.0%} of them"
         )
     return cut
-
-
-def _tell_left_out(corpus: Corpus, path: str) -> None:
-    for sentence in corpus.left_out:
-        log.warning("%s", sentence)
-    if corpus.left_out_count:
-        count, known = corpus.left_out_count, len(corpus.ends)
-        log.warning("%d of %d documents of %s are left out", count, count + known, path)

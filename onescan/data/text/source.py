@@ -1,70 +1,416 @@
-"""Where text is found: on disk, in a folder of the datasets library, or on the hub."""
+"""Documents of text from files, folders, saved datasets, or the Hugging Face hub.
 
+Plain text, JSON and tables on disk are read here and not by the datasets library, which names
+neither the file nor the line of what it cannot read, cannot skip a damaged document, and copies
+everything to its cache first. All sources are read from their beginning or from a mark, so that a
+stream can resume.
+"""
+
+import csv
+import gzip
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from io import BufferedIOBase
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from onescan.data.image_folder import HELD_OUT, SPLITS, walk
-from onescan.data.image_parquet import first_line
-from onescan.data.image_source import HUB_NAME, quiet
-from onescan.data.text.documents import READERS, SampleBy, file_kind, missing_column
-from onescan.data.text.shards import FileShard, RowsShard, Shard, StreamShard, read_all
+from onescan.data.base import HELD_OUT, SPLITS
+from onescan.data.order import Mark
+from onescan.data.sources import (
+    HUB_NAME,
+    UNREADABLE,
+    first_line,
+    import_datasets,
+    quiet,
+    walk,
+)
 
-SAVED = ("dataset_dict.json", "dataset_info.json")  # of the datasets library's `save_to_disk`
+SampleBy = Literal["file", "line", "paragraph"]
 
-Open = Callable[[], Sequence[Shard]]
+ROWS = 256  # of a parquet file, read at once
+GROUP = 64  # rows fetched at once; the datasets library is much slower one by one
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk` of datasets
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextSource:
-    """Text that can be opened.
+class Document(NamedTuple):
+    """One text.
 
     Attributes:
-        path: as the user spelled it.
-        field: the setting in which it was spelled.
-        splits: how to open each.
+        text: The text; empty if it cannot be read.
+        place: Its location, for messages.
+        fault: Why it cannot be read, if it cannot.
     """
 
-    path: str
-    field: str
-    splits: Mapping[str, Open]
+    text: str
+    place: str
+    fault: str = ""
 
     @property
-    def place(self) -> str:
-        """Where it is, wherever one looks from."""
-        path = Path(self.path).expanduser()
-        return str(path.absolute()) if path.exists() else self.path
+    def is_blank(self) -> bool:
+        """Whether it is readable and empty or white space."""
+        return not self.fault and (not self.text or self.text.isspace())
 
-    def open(self, split: str) -> tuple[Shard, ...]:
-        """Open one of the splits.
+    @property
+    def message(self) -> str:
+        """The location and the fault."""
+        return f"{self.place}: {self.fault}"
+
+    def check(self) -> None:
+        """Raise ValueError if it cannot be read."""
+        if self.fault:
+            raise ValueError(self.message)
+
+
+Documents = Iterator[tuple[Document, Mark]]  # each with the mark of the position after it
+Reader = Callable[[Path, Mark, str, SampleBy], Documents]
+
+
+# Files
+
+
+class Lines:
+    """Iterator over the lines of a file, as bytes, that records its position."""
+
+    def __init__(self, file: BufferedIOBase, mark: Mark) -> None:
+        self.file = file
+        self.offset, self.number = mark.get("offset", 0), mark.get("line", 0)
+        file.seek(self.offset)
+
+    def __iter__(self) -> "Lines":
+        return self
+
+    def __next__(self) -> bytes:
+        line = self.file.readline()
+        if not line:
+            raise StopIteration
+        is_first = not self.offset
+        self.offset, self.number = self.offset + len(line), self.number + 1
+        return line.removeprefix(BYTE_ORDER_MARK) if is_first else line
+
+    @property
+    def mark(self) -> Mark:
+        """Where the next line begins."""
+        return {"offset": self.offset, "line": self.number}
+
+
+def read_file(path: Path, mark: Mark, column: str, sample_by: SampleBy) -> Documents:
+    """Yield the documents of a file. Those that cannot be read have a fault.
+
+    Args:
+        path: File, whose suffix defines its type.
+        mark: Where to begin; {} is the beginning.
+        column: Column of the text, in tables and JSON objects.
+        sample_by: What counts as one document of plain text.
+
+    Raises:
+        ValueError: If the file is damaged or has no such column.
+        OSError: If it cannot be read.
+    """
+    try:
+        yield from READERS.get(file_type(path), _read_plain)(path, mark, column, sample_by)
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+
+
+def file_type(path: Path) -> str:
+    """Return the suffix of a file's name, without .gz."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def _read_plain(path: Path, mark: Mark, _column: str, sample_by: SampleBy) -> Documents:
+    with _open(path) as file:
+        lines = Lines(file, mark)
+        for number, content in _split(lines, sample_by):
+            try:
+                place = str(path) if sample_by == "file" else f"{path}, line {number}"
+                document = Document(content.decode(), place)
+            except UnicodeDecodeError as error:
+                number += content.count(b"\n", 0, error.start)
+                fault = f"this is not UTF-8: {error.reason}"
+                document = Document("", f"{path}, line {number}", fault)
+            yield document, lines.mark
+
+
+def _split(lines: Lines, sample_by: SampleBy) -> Iterator[tuple[int, bytes]]:
+    """Yield documents of plain text, each with the number of its first line."""
+    if sample_by == "line":
+        for line in lines:
+            yield lines.number, line.rstrip(b"\r\n")
+    elif sample_by == "paragraph":
+        for has_text, group in groupby(lines, lambda line: bool(line.strip())):
+            number = lines.number
+            if has_text:
+                yield number, b"".join(group).rstrip(b"\r\n")
+    elif content := b"".join(lines):
+        yield 1, content
+
+
+def _read_json_lines(path: Path, mark: Mark, column: str, _sample_by: SampleBy) -> Documents:
+    with _open(path) as file:
+        lines = Lines(file, mark)
+        for line in lines:
+            if line.strip():
+                place = f"{path}, line {lines.number}"
+                yield _parse_json_line(line, place, column), lines.mark
+
+
+def _parse_json_line(line: bytes, place: str, column: str) -> Document:
+    try:
+        return _from_object(json.loads(line), place, column)
+    except json.JSONDecodeError as error:
+        return Document("", place, f"this is no JSON: {error.msg} at column {error.colno}")
+    except UnicodeDecodeError as error:
+        return Document("", place, f"this is not UTF-8: {error.reason}")
+    except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
+        return Document("", place, f"this is no JSON: {first_line(error)}")
+
+
+def _read_json(path: Path, mark: Mark, column: str, sample_by: SampleBy) -> Documents:
+    """Read a list of objects, or one object per line."""
+    with _open(path) as file:
+        if not file.read(64).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+            yield from _read_json_lines(path, mark, column, sample_by)
+            return
+        file.seek(0)
+        try:
+            rows = json.loads(file.read().decode("utf-8-sig"))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {error.lineno}: this is no JSON: {error.msg}"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: this is no JSON: {first_line(error)}") from error
+    for number in range(mark.get("row", 0), len(rows)):
+        yield _from_object(rows[number], f"{path}, row {number}", column), {"row": number + 1}
+
+
+def _from_object(row: Any, place: str, column: str) -> Document:
+    if not isinstance(row, dict):
+        return Document("", place, f"this is a {type(row).__name__}, expected an object")
+    if column not in row:
+        return Document("", place, _missing_column(column, list(row)))
+    return _from_value(row[column], place, column)
+
+
+def _read_csv(path: Path, mark: Mark, column: str, _sample_by: SampleBy) -> Documents:
+    """Read a table with a header. A quoted field may contain line breaks."""
+    csv.field_size_limit(2**31 - 1)  # for the whole process; a document may be long
+    dialect = csv.excel_tab if file_type(path) == ".tsv" else csv.excel
+    with _open(path) as file:
+        lines = Lines(file, {})
+        header = next(csv.reader(map(bytes.decode, lines), dialect, strict=True), [])
+        if column not in header:
+            raise ValueError(f"{path}, line 1: {_missing_column(column, header)}")
+        lines = Lines(file, mark or lines.mark)
+        # Unlike a generator expression, map continues after a decoding error.
+        rows = csv.reader(map(bytes.decode, lines), dialect, strict=True)
+        while True:
+            place = f"{path}, line {lines.number + 1}"
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except (csv.Error, UnicodeDecodeError) as error:
+                yield Document("", place, f"this is no row of a table: {error}"), lines.mark
+                continue
+            if len(row) == len(header):
+                yield Document(row[header.index(column)], place), lines.mark
+            elif row:  # else an empty line
+                fault = f"there are {len(row)} cells, expected {len(header)}"
+                yield Document("", place, fault), lines.mark
+
+
+def _read_parquet(path: Path, mark: Mark, column: str, _sample_by: SampleBy) -> Documents:
+    import_datasets("text")  # which brings pyarrow
+    from pyarrow import parquet
+
+    first, row = mark.get("row", 0), 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            if column not in columns:
+                raise ValueError(_missing_column(column, columns))
+            groups = list(range(file.num_row_groups))
+            while groups and row + file.metadata.row_group(groups[0]).num_rows <= first:
+                row += file.metadata.row_group(groups.pop(0)).num_rows
+            for batch in file.iter_batches(batch_size=ROWS, row_groups=groups, columns=[column]):
+                texts = batch.column(0).slice(max(first - row, 0)).to_pylist()
+                row += len(batch)
+                for index, text in enumerate(texts, row - len(texts)):
+                    yield _from_value(text, f"{path}, row {index}", column), {"row": index + 1}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def _from_value(text: Any, place: str, column: str) -> Document:
+    """Check the text of a row."""
+    if not isinstance(text, str):
+        found = "nothing" if text is None else type(text).__name__
+        return Document("", place, f"the column {column!r} holds {found}, expected text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can escape surrogates, which UTF-8 has not
+        return Document("", place, f"the column {column!r} holds half a character")
+    return Document(text, place)
+
+
+def _missing_column(column: str, columns: list[str]) -> str:
+    return f"there is no column {column!r}, expected one of: {', '.join(columns) or 'none'}"
+
+
+def _open(path: Path) -> BufferedIOBase:
+    return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")
+
+
+READERS: dict[str, Reader] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+}
+
+
+# Shards
+
+
+class Shard(ABC):
+    """One part of a text dataset, in its stored order."""
+
+    @abstractmethod
+    def read(self, mark: Mark) -> Documents:
+        """Yield documents from a mark on, each with the mark after it; {} is the beginning.
 
         Raises:
-            ValueError: it cannot be opened, or has no such column.
+            ValueError: If it cannot be read, or has no such column. The message names the location.
+            OSError: Likewise.
         """
-        return tuple(self.splits[split]())
 
-    def check_split(self, field: str, split: str) -> None:
-        """Raise ValueError where there is no such split."""
-        if split not in self.splits:
-            raise ValueError(f"{field} is {split!r}, but {self.path} has: {', '.join(self.splits)}")
+    @property
+    def cache_key(self) -> list[int | str] | None:
+        """Something that changes with the text; None if unknown."""
+        return None
 
-    def held_out(self, train: str) -> str | None:
-        """Say which split a model is judged on, if there is one for it."""
-        return next((name for name in HELD_OUT if name in self.splits and name != train), None)
+    @property
+    def size(self) -> int | None:
+        """Bytes on disk; None if unknown."""
+        return None
+
+
+@dataclass(frozen=True)
+class FileShard(Shard):
+    """One file. See `read_file` for its attributes."""
+
+    path: Path
+    column: str
+    sample_by: SampleBy
+
+    def read(self, mark: Mark) -> Documents:
+        return read_file(self.path, mark, self.column, self.sample_by)
+
+    @property
+    def cache_key(self) -> list[int | str]:
+        stat = self.path.stat()
+        return [str(self.path.absolute()), stat.st_mtime_ns, stat.st_size]
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+
+@dataclass(frozen=True)
+class RowsShard(Shard):
+    """A dataset of the datasets library with random access.
+
+    Attributes:
+        rows: The dataset.
+        name: Its name, for messages.
+        column: Column of the text.
+    """
+
+    rows: Any
+    name: str
+    column: str
+
+    def read(self, mark: Mark) -> Documents:
+        for first in range(mark.get("row", 0), len(self.rows), GROUP):
+            for row, text in enumerate(self.rows[first : first + GROUP][self.column], first):
+                yield _from_value(text, f"{self.name}, row {row}", self.column), {"row": row + 1}
+
+    @property
+    def cache_key(self) -> list[int | str]:
+        return [str(self.rows._fingerprint), len(self.rows)]
+
+    @property
+    def size(self) -> int | None:
+        return self.rows.size_in_bytes
+
+
+@dataclass(frozen=True)
+class StreamShard(Shard):
+    """One shard of an iterable dataset of the datasets library.
+
+    A mark is the number of rows read, and the number of rows and the state of the library at the
+    beginning of their last group.
+
+    Attributes:
+        rows: The iterable dataset.
+        index: Index of the shard.
+        name: Name of the dataset, for messages.
+        column: Column of the text.
+    """
+
+    rows: Any
+    index: int
+    name: str
+    column: str
+
+    def read(self, mark: Mark) -> Documents:
+        shard = self.rows.shard(num_shards=self.rows.num_shards, index=self.index)
+        first, group, state = mark.get("row", 0), mark.get("group", 0), mark.get("state")
+        name = f"{self.name}, shard {self.index}"
+        try:
+            if state is not None:
+                shard.load_state_dict(state)
+            for columns in shard.iter(batch_size=GROUP):
+                texts = columns[self.column]
+                for row in range(max(first, group), group + len(texts)):
+                    document = _from_value(texts[row - group], f"{name}, row {row}", self.column)
+                    yield document, {"row": row + 1, "group": group, "state": state}
+                group, state = group + len(texts), shard.state_dict()
+        except UNREADABLE as error:
+            raise ValueError(f"{name} cannot be read: {first_line(error)}") from error
+
+
+def read_documents(shards: Iterable[Shard]) -> Iterator[Document]:
+    """Yield the documents of shards in order, except blank ones."""
+    for shard in shards:
+        yield from (document for document, _ in shard.read({}) if not document.is_blank)
+
+
+# Sources
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Query:
     """What to look for.
 
     Attributes:
-        column: where the text of a table or an object is.
-        sample_by: what one document of plain text is.
-        name: which of a hub data set's configurations.
-        streaming: whether what is on the hub is read as it comes.
+        column: Column of the text, in tables and JSON objects.
+        sample_by: What counts as one document of plain text.
+        name: Configuration of a hub dataset.
+        streaming: Whether to stream hub datasets instead of downloading them.
     """
 
     column: str = "text"
@@ -73,155 +419,149 @@ class Wanted:
     streaming: bool = False
 
 
-def find_source(path: str, wanted: Wanted, *, field: str = "data.path") -> TextSource:
-    """Look for text on disk, else on the hub.
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """Text that can be opened.
+
+    Attributes:
+        path: As the user wrote it.
+        field: Name of the setting, for messages.
+        splits: Functions that open each split.
+    """
+
+    path: str
+    field: str
+    splits: Mapping[str, Callable[[], Sequence[Shard]]]
+
+    @property
+    def place(self) -> str:
+        """The absolute path, or the name on a hub."""
+        path = Path(self.path).expanduser()
+        return str(path.absolute()) if path.exists() else self.path
+
+    def open(self, split: str) -> tuple[Shard, ...]:
+        """Open one of the splits.
+
+        Raises:
+            ValueError: If it cannot be opened, or has no such column.
+        """
+        return tuple(self.splits[split]())
+
+    def check_split(self, field: str, split: str) -> None:
+        """Raise ValueError if there is no such split."""
+        if split not in self.splits:
+            raise ValueError(f"{field} is {split!r}, but {self.path} has: {', '.join(self.splits)}")
+
+    def held_out(self, train: str) -> str | None:
+        """Return the split to evaluate on, if there is one besides `train`."""
+        return next((name for name in HELD_OUT if name in self.splits and name != train), None)
+
+
+def find_source(path: str, query: Query, *, field: str = "data.path") -> TextSource:
+    """Find text on disk, else on the Hugging Face hub.
 
     Args:
-        path: a file, a folder or a name.
-        wanted: what to look for in it.
-        field: what the path is called, to tell a user.
+        path: File, folder, or name of a hub dataset.
+        query: What to look for in it.
+        field: Name of the setting, for messages.
 
     Raises:
-        ValueError: it is in neither place, or there is nothing in it that could be read.
-        ImportError: the datasets library is needed and not installed.
+        ValueError: If it is in neither place, or contains nothing that can be read.
+        ImportError: If the datasets library is required and not installed.
     """
     place = Path(path).expanduser()
     if not place.exists():
-        if not re.fullmatch(HUB_NAME, path):  # else a slip of the pen would wait for the network
+        if not re.fullmatch(HUB_NAME, path):  # a mistyped path must not wait for the network
             raise ValueError(f"{field} is {path!r}: there is no such file or folder")
-        return TextSource(path=path, field=field, splits=_on_hub(path, wanted, field))
-    if wanted.name is not None:
-        raise ValueError(
-            f"data.name is {wanted.name!r}, expected none: {field} {path!r} is on disk"
-        )
+        with _loading(path, field, "is not on disk, nor on the Hugging Face hub") as datasets:
+            names = datasets.get_dataset_split_names(path, query.name)
+        splits = {split: partial(_open_hub, path, split, query, field) for split in names}
+        return TextSource(path=path, field=field, splits=splits)
+    if query.name is not None:
+        raise ValueError(f"data.name is {query.name!r}, expected none: {field} {path!r} is on disk")
     if any((place / name).is_file() for name in SAVED):
-        return TextSource(path=path, field=field, splits=_saved(path, wanted, field))
-    files = _split_files(place, field) if place.is_dir() else {"train": [place]}
-    return TextSource(
-        path=path,
-        field=field,
-        splits={split: _opens_files(paths, wanted) for split, paths in files.items()},
-    )
+        with _loading(path, field, "cannot be read") as datasets:
+            saved = datasets.load_from_disk(str(place))
+        found = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+        splits = {
+            split: partial(_shards_of, rows, f"{path}, {split}", path, query)
+            for split, rows in found.items()
+        }
+        return TextSource(path=path, field=field, splits=splits)
+    files = _files_by_split(place, field) if place.is_dir() else {"train": [place]}
+    splits = {split: partial(_open_files, paths, query) for split, paths in files.items()}
+    return TextSource(path=path, field=field, splits=splits)
 
 
 def read_texts(source: TextSource, split: str) -> Iterator[str]:
-    """Yield every document of a split, without those in which nothing is written.
+    """Yield the documents of a split, except blank ones.
 
     Raises:
-        ValueError: there is no such split, or a document cannot be read; says where.
+        ValueError: If there is no such split, or a document cannot be read. The message names its
+            location.
     """
     source.check_split("split", split)
-    for document in read_all(source.open(split)):
+    for document in read_documents(source.open(split)):
         document.check()
         yield document.text
 
 
-def import_datasets() -> ModuleType:
-    """Import the datasets library, which is large and optional.
-
-    Raises:
-        ImportError: it is not installed; says how to.
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            "text of a hub or a folder of the datasets library needs it: "
-            "pip install 'onescan[text]'"
-        ) from error
-    return datasets
+def _open_files(paths: Sequence[Path], query: Query) -> Sequence[Shard]:
+    return [FileShard(path, query.column, query.sample_by) for path in paths]
 
 
-def _opens_files(paths: Sequence[Path], wanted: Wanted) -> Open:
-    return lambda: [FileShard(path, wanted.column, wanted.sample_by) for path in paths]
+def _files_by_split(folder: Path, field: str) -> dict[str, list[Path]]:
+    """Group the files of a folder by split: those of the first type of table, else all of them.
 
-
-def _split_files(folder: Path, field: str) -> dict[str, list[Path]]:
-    """Sort the files of a folder by split: those of the first kind of table, else all of them.
-
-    They are split only where a file or a folder is called train.
+    There are splits only if a file or folder is called train.
     """
     files = [Path(file) for file in walk(str(folder))]
-    kinds = {file_kind(file) for file in files}
-    kind = next((table for table in READERS if table in kinds), None)
-    files = [file for file in files if kind is None or file_kind(file) == kind]
+    types = {file_type(file) for file in files}
+    table = next((type_ for type_ in READERS if type_ in types), None)
+    files = [file for file in files if table is None or file_type(file) == table]
     if not files:
         raise ValueError(f"{field} is {str(folder)!r}, a folder without files")
     splits: dict[str, list[Path]] = {}
     for file in files:
-        splits.setdefault(_split_of(file.relative_to(folder)), []).append(file)
+        *above, name = file.relative_to(folder).parts  # such as wiki.test.txt or train/0.jsonl
+        words = [*above, *re.split(r"[._-]", name)]
+        split = next((word for word in reversed(words) if word in SPLITS), "")
+        splits.setdefault(split, []).append(file)
     if "train" not in splits:
         return {"train": files}
-    if nameless := splits.get(""):
+    if unnamed := splits.get(""):
         raise ValueError(
-            f"{field} is {str(folder)!r}, where {nameless[0]} names no split and others do, "
+            f"{field} is {str(folder)!r}, where {unnamed[0]} names no split and others do, "
             f"expected one of {', '.join(SPLITS)} in its name or its folder's"
         )
     return splits
 
 
-def _split_of(file: Path) -> str:
-    """The split that a file's name speaks of, or its folder's: wiki.test.txt, train/0.jsonl."""
-    words = [*file.parts[:-1], *re.split(r"[._-]", file.name)]
-    return next((word for word in reversed(words) if word in SPLITS), "")
-
-
-def _saved(path: str, wanted: Wanted, field: str) -> dict[str, Open]:
-    datasets = import_datasets()
+@contextmanager
+def _loading(path: str, field: str, problem: str) -> Iterator[ModuleType]:
+    """Import the datasets library, and raise its errors again as one line."""
+    datasets = import_datasets("text")
     try:
         with quiet():
-            saved = datasets.load_from_disk(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{field} is {path!r}, which cannot be read: {first_line(error)}"
-        ) from error
-    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-    return {split: _opens_rows(rows, split, path, wanted) for split, rows in splits.items()}
-
-
-def _opens_rows(rows: Any, split: str, path: str, wanted: Wanted) -> Open:
-    def opened() -> Sequence[Shard]:
-        _check_column(rows, path, wanted.column)
-        # Otherwise, the library decodes image columns, in any format that pillow supports.
-        texts = rows.select_columns([wanted.column]) if rows.features else rows
-        name = f"{path}, {split}"
-        if isinstance(texts, import_datasets().Dataset):
-            return [RowsShard(texts, name, wanted.column)]
-        indices = range(texts.num_shards)
-        return [StreamShard(texts, index, name, wanted.column) for index in indices]
-
-    return opened
-
-
-def _on_hub(path: str, wanted: Wanted, field: str) -> dict[str, Open]:
-    datasets = import_datasets()
-    try:
-        with quiet():
-            splits = datasets.get_dataset_split_names(path, wanted.name)
+            yield datasets
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        raise ValueError(
-            f"{field} is {path!r}, which is not on disk, nor on the Hugging Face hub: "
-            f"{first_line(error)}"
-        ) from error
-    return {split: _opens_hub(path, split, wanted, field) for split in splits}
+        reason = first_line(error.__cause__ or error)
+        raise ValueError(f"{field} is {path!r}, which {problem}: {reason}") from error
 
 
-def _opens_hub(path: str, split: str, wanted: Wanted, field: str) -> Open:
-    def opened() -> Sequence[Shard]:
-        datasets = import_datasets()
-        try:
-            with quiet():
-                options = {"split": split, "streaming": wanted.streaming}
-                rows = datasets.load_dataset(path, wanted.name, **options)
-        except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-            reason = first_line(error.__cause__ or error)
-            raise ValueError(f"{field} is {path!r}, which cannot be read: {reason}") from error
-        return _opens_rows(rows, split, path, wanted)()
-
-    return opened
+def _open_hub(path: str, split: str, query: Query, field: str) -> Sequence[Shard]:
+    with _loading(path, field, "cannot be read") as datasets:
+        rows = datasets.load_dataset(path, query.name, split=split, streaming=query.streaming)
+    return _shards_of(rows, f"{path}, {split}", path, query)
 
 
-def _check_column(rows: Any, path: str, column: str) -> None:
+def _shards_of(rows: Any, name: str, path: str, query: Query) -> Sequence[Shard]:
     columns = list(rows.features or [])
-    if columns and column not in columns:
-        raise ValueError(f"{path}: {missing_column(column, columns)}")
+    if columns and query.column not in columns:
+        raise ValueError(f"{path}: {_missing_column(query.column, columns)}")
+    if columns:  # do not let the library decode other columns, such as images of any format
+        rows = rows.select_columns([query.column])
+    if isinstance(rows, import_datasets("text").Dataset):
+        return [RowsShard(rows, name, query.column)]
+    indices = range(rows.num_shards)
+    return [StreamShard(rows, index, name, query.column) for index in indices]

@@ -1,22 +1,45 @@
-"""Tokenizers: bytes, which need nothing, or one of transformers by its folder or name."""
+"""Tokenizers: bytes, which need no files, or those of transformers; and how a run stores them."""
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from jaxtyping import Bool
 from numpy.typing import NDArray
+from torch import Tensor
 
+from onescan.checkpoint.files import (
+    check_digests,
+    damaged,
+    digests,
+    from_json,
+    is_own_file,
+    to_json,
+    write_atomically,
+)
 from onescan.checks import in_a_line
+from onescan.data.base import Format
+from onescan.shapes import Tokens
 
 Ids = NDArray[np.unsignedinteger]  # of one text
 
 BYTES = "bytes"
-MOST_BYTES = 4  # of a character, in UTF-8
-UNKNOWN_CHARACTER = "\ufffd"  # what decoding writes for half a character
+MAX_CHARACTER_BYTES = 4  # in UTF-8
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete character
+
+TOKENIZER = "tokenizer"  # folder within a run's folder
+CHECKSUMS = "checksums.json"  # of the files in it
+REMEDY = "restore the tokenizer from a backup"
+
+SPACES = ("Ġ", "▁")  # a space in tokens of byte-level BPE and of SentencePiece
+CONTINUATION = "##"  # prefix of WordPiece
+ASCII = 128
 
 
 class Frame(NamedTuple):
@@ -27,40 +50,40 @@ class Frame(NamedTuple):
 
 
 class Tokenizer(ABC):
-    """Text to ids and back."""
+    """Converts text to token ids and back."""
 
     name: str
-    """What `load_tokenizer` finds it by."""
+    """Argument of `load_tokenizer`."""
     size: int
-    """All ids are below it."""
+    """Number of token ids."""
     end: int | None
-    """The id between two texts, if there is one."""
+    """Id between two texts, if there is one."""
     frame: Frame | None
-    """The ids of [CLS] and [SEP], if it has both."""
+    """Ids of [CLS] and [SEP], if it has both."""
     mask: int | None
-    """The id of a token that is to be told, if there is one."""
+    """Id of the mask token, if there is one."""
     mask_text: str
-    """How a mask is spelt in a text."""
+    """The mask token in a text."""
 
     @abstractmethod
     def encode(self, text: str, *, framed: bool = False) -> list[int]:
-        """The ids of a text; framed, with masks, and what is put before and after a whole one."""
+        """Encode a text. With `framed`, parse mask tokens and add special tokens around it."""
 
     @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of texts to learn from, in which nothing is special, in the type of `dtype`."""
+        """Encode texts without special tokens, as arrays of type `dtype`."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without those that stand for no text."""
+        """Decode ids, without special tokens."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """What another tokenizer, which encodes otherwise, has another of."""
+        """Return a string that differs for tokenizers that encode differently."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write it to where `load_tokenizer` finds it again, if it is in need of a place."""
+        """Write the files from which `load_tokenizer` can load it, if it needs any."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -68,10 +91,10 @@ class Tokenizer(ABC):
         return np.dtype(np.uint16 if self.size <= np.iinfo(np.uint16).max + 1 else np.uint32)
 
     def begin(self, prompt: str) -> list[int]:
-        """The ids of a text that is to go on; where it is empty, of the token before any text.
+        """Encode a prompt to continue. An empty one gives the token that precedes any text.
 
         Raises:
-            ValueError: it is empty, and there is no such token.
+            ValueError: If it is empty, and there is no such token.
         """
         if prompt:
             return self.encode(prompt)
@@ -79,17 +102,17 @@ class Tokenizer(ABC):
             raise ValueError("prompt is '', and the tokenizer has no token to begin a text with")
         return [self.end]
 
-    def spell(self, token: int) -> str:
-        """What a token looks like, for a reader: of a space or half a character too."""
+    def format_token(self, token: int) -> str:
+        """Return a printable form of a token, also of white space and incomplete characters."""
         text = self.decode([token])
         return text.strip() or repr(text)
 
     def count_bytes(self, ids: Sequence[int]) -> int:
-        """The length of the text of ids, in bytes of UTF-8."""
+        """Count the bytes of the decoded text in UTF-8."""
         return len(self.decode(ids).encode())
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ValueError where a model of so many tokens lacks some of these."""
+        """Raise ValueError if a model with this vocabulary size lacks some tokens."""
         if self.size > vocab_size:
             raise ValueError(
                 f"tokenizer {self.name!r} has {self.size} tokens, but the model's vocabulary "
@@ -97,30 +120,30 @@ class Tokenizer(ABC):
             )
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of ids as they come; no character is split.
+        """Decode ids one at a time, without splitting characters.
 
         >>> list(ByteTokenizer().stream("né!".encode()))
         ['n', 'é', '!']
         """
-        known: list[int] = []  # the last ids, from where a word begins
+        pending: list[int] = []  # recent ids, from the beginning of a word
         shown = ""
         for token in ids:
-            known.append(token)
-            text = self.decode(known)
-            # the rest of a character may be to come; of more tokens than it has bytes none is
-            if text.endswith(UNKNOWN_CHARACTER) and len(known) <= 2 * MOST_BYTES:
+            pending.append(token)
+            text = self.decode(pending)
+            # Wait for the rest of a character, unless there are more tokens than it has bytes.
+            if text.endswith(REPLACEMENT_CHARACTER) and len(pending) <= 2 * MAX_CHARACTER_BYTES:
                 continue
             if len(text) > len(shown):
                 yield text[len(shown) :]
-            # what a token looks like may depend on the one before it, and on no other
-            known, shown = known[-1:], self.decode(known[-1:])
-        rest = self.decode(known)[len(shown) :]
+            # The text of a token may depend on the token before it, and on no other.
+            pending, shown = pending[-1:], self.decode(pending[-1:])
+        rest = self.decode(pending)[len(shown) :]
         if rest:
             yield rest
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, then 256 for the end of a text and 257 for [MASK].
+    """The 256 bytes of UTF-8, 256 for the end of a text, and 257 for [MASK].
 
     >>> ByteTokenizer().encode("né")
     [110, 195, 169]
@@ -130,7 +153,7 @@ class ByteTokenizer(Tokenizer):
     frame = None
 
     def encode(self, text: str, *, framed: bool = False) -> list[int]:
-        if not framed:  # a text to learn from, in which nothing is special
+        if not framed:
             return list(text.encode())
         first, *rest = [list(part.encode()) for part in text.split(self.mask_text)]
         return sum(([self.mask, *part] for part in rest), first)
@@ -139,7 +162,7 @@ class ByteTokenizer(Tokenizer):
         return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        _check_known(ids, self)
+        _check_ids(ids, self)
         return bytes(i for i in ids if i < self.end).decode(errors="replace")
 
     def fingerprint(self) -> str:
@@ -157,7 +180,7 @@ class PretrainedTokenizer(Tokenizer):
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         self.name, self.tokenizer = name, tokenizer
-        if tokenizer.is_fast:  # what is saved with it holds for calls of its own
+        if tokenizer.is_fast:  # saved settings would apply to direct calls of the backend
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
         self.size = len(tokenizer)
@@ -172,44 +195,42 @@ class PretrainedTokenizer(Tokenizer):
         return list(self.tokenizer.encode(text, **options))
 
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(ids, self.dtype) for ids in self._encode_many(list(texts))]
+        if not self.tokenizer.is_fast:
+            return [np.array(self.encode(text), self.dtype) for text in texts]
+        backend = self.tokenizer.backend_tokenizer
+        backend.encode_special_tokens = True  # as ordinary text
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
     def begin(self, prompt: str) -> list[int]:
-        """As of any tokenizer, behind what this one puts before a text."""
+        """Encode a prompt to continue, after the tokens that this tokenizer adds before a text."""
         ids = list(
             self.tokenizer.encode(prompt, add_special_tokens=True, split_special_tokens=True)
         )
         ends = {self.tokenizer.eos_token_id, self.tokenizer.sep_token_id}
-        while ids and ids[-1] in ends:  # what it puts behind one
+        while ids and ids[-1] in ends:  # added after the text
             ids.pop()
         return ids or super().begin("")
 
-    def spell(self, token: int) -> str:
+    def format_token(self, token: int) -> str:
         return self.decode([token]).strip() or str(self.tokenizer.convert_ids_to_tokens(token))
 
     def decode(self, ids: Sequence[int]) -> str:
-        _check_known(ids, self)
+        _check_ids(ids, self)
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def fingerprint(self) -> str:
-        known = self.tokenizer
         table = (
-            known.backend_tokenizer.to_str()
-            if known.is_fast
-            else json.dumps([type(known).__name__, sorted(known.get_vocab().items())])
+            self.tokenizer.backend_tokenizer.to_str()
+            if self.tokenizer.is_fast
+            else json.dumps(
+                [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())]
+            )
         )
         return blake2b(f"{self.end} {table}".encode(), digest_size=8).hexdigest()
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
-
-    def _encode_many(self, texts: list[str]) -> Iterable[list[int]]:
-        if not self.tokenizer.is_fast:
-            return (self.encode(text) for text in texts)
-        backend = self.tokenizer.backend_tokenizer
-        backend.encode_special_tokens = True  # which is, as text
-        coded = backend.encode_batch_fast(texts, add_special_tokens=False)
-        return (encoding.ids for encoding in coded)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -240,10 +261,98 @@ def load_tokenizer(name: str) -> Tokenizer:
     return PretrainedTokenizer(name, found)
 
 
-def _check_known(ids: Sequence[int], tokenizer: Tokenizer) -> None:
+def _check_ids(ids: Sequence[int], tokenizer: Tokenizer) -> None:
     highest = max(ids, default=0)
     if highest >= tokenizer.size:
         raise ValueError(
             f"token {highest} is unknown to tokenizer {tokenizer.name!r}, which has "
             f"{tokenizer.size}: was the model trained with another one?"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFormat(Format):
+    """The tokens a model was trained on. The tokenizer is saved in the run's folder."""
+
+    tokenizer: str
+    """Name of the tokenizer, as the user wrote it."""
+    vocab_size: int
+    """Number of token ids."""
+    fingerprint: str
+    """Fingerprint of the tokenizer."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "TextFormat":
+        """Describe a tokenizer."""
+        return cls(
+            tokenizer=tokenizer.name,
+            vocab_size=tokenizer.size,
+            fingerprint=tokenizer.fingerprint(),
+        )
+
+    def save(self, folder: Path) -> None:
+        if self.tokenizer == BYTES:
+            return
+        place = folder / TOKENIZER
+        load_tokenizer(self.tokenizer).save(place)
+        (place / CHECKSUMS).unlink(missing_ok=True)
+        text = to_json(digests(place))
+        write_atomically(place / CHECKSUMS, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def open(self, folder: Path) -> Tokenizer:
+        """Load the tokenizer saved in a run's folder.
+
+        Raises:
+            ValueError: If it is missing or damaged. The message names the file.
+            ImportError: If transformers is required and not installed.
+        """
+        if self.tokenizer == BYTES:
+            return load_tokenizer(BYTES)
+        place = folder / TOKENIZER
+        if not is_own_file(place / CHECKSUMS):
+            raise damaged(place, ValueError(f"it has no {CHECKSUMS}"), REMEDY)
+        files = from_json((place / CHECKSUMS).read_bytes(), place / CHECKSUMS, REMEDY)
+        check_digests(place, files, REMEDY, but=CHECKSUMS)
+        return load_tokenizer(str(place))
+
+
+class WordBoundaries(NamedTuple):
+    """Where words begin among a tokenizer's ids.
+
+    Attributes:
+        before: Whether a word always begins at an id.
+        after: Whether a word always begins after an id.
+    """
+
+    before: Bool[Tensor, " vocabulary"]
+    after: Bool[Tensor, " vocabulary"]
+
+    def word_starts(self, tokens: Tokens) -> Bool[Tensor, "B T"]:
+        """Return whether each token is the first of a word.
+
+        >>> boundaries = word_boundaries(ByteTokenizer())
+        >>> boundaries.word_starts(torch.tensor([list(b"a cat")])).int().tolist()
+        [[1, 1, 1, 0, 0]]
+        """
+        before, after = (table.to(tokens.device)[tokens] for table in self)
+        starts = torch.ones_like(before)
+        starts[:, 1:] = after[:, :-1]
+        return before | starts
+
+
+def word_boundaries(tokenizer: Tokenizer) -> WordBoundaries:
+    """Find the word boundaries of a tokenizer: words are letters and digits without spaces."""
+    if isinstance(tokenizer, ByteTokenizer):
+        separates = [i < ASCII and not chr(i).isalnum() for i in range(256)]
+        separates += [True] * (tokenizer.size - 256)
+        return WordBoundaries(torch.tensor(separates), torch.tensor(separates))
+    if not isinstance(tokenizer, PretrainedTokenizer):
+        raise ValueError(f"words of a {type(tokenizer).__name__} are not known")
+    tokens = tokenizer.tokenizer.convert_ids_to_tokens(list(range(tokenizer.size)))
+    if any(token.startswith(SPACES) for token in tokens):
+        before = [not token[:1].isalnum() or token.startswith(SPACES) for token in tokens]
+        after = [not token[-1:].isalnum() or token in SPACES for token in tokens]
+    else:
+        before = [not token.startswith(CONTINUATION) for token in tokens]
+        after = [False] * len(tokens)
+    return WordBoundaries(torch.tensor(before), torch.tensor(after))

@@ -1,1 +1,0 @@
-"""Contestants side by side: each in a process of its own, called in turn."""

@@ -1,0 +1,125 @@
+"""The command line: ``onescan COMMAND``, one function per command, listed in COMMANDS.
+
+Each command imports the heavy modules that it needs, so that help appears at once.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from onescan import __version__
+from onescan.cli.evaluate import compare, evaluate, needle
+from onescan.cli.images import encode, predict, sample
+from onescan.cli.options import HELP, Argv, echo, name_flags
+from onescan.cli.show import models, recipes, show
+from onescan.cli.text import fill, generate, tokenizer
+from onescan.cli.train import glue, train
+from onescan.messages import printable, unknown_choice
+
+MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
+
+# in torch's messages when it cannot allocate a tensor
+OUT_OF_MEMORY = ("can't allocate memory", "Storage size calculation", "CUDA out of memory")
+
+COMMANDS: dict[str, Callable[[Argv], None]] = {
+    "train": train,
+    "evaluate": evaluate,
+    "compare": compare,
+    "predict": predict,
+    "sample": sample,
+    "generate": generate,
+    "fill": fill,
+    "glue": glue,
+    "needle": needle,
+    "tokenizer": tokenizer,
+    "encode": encode,
+    "models": models,
+    "recipes": recipes,
+    "show": show,
+}
+RESUMABLE = ("train", "glue", "needle", "encode")  # and evaluate --samples
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; errors are printed in one line."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    with_traceback = "--traceback" in argv
+    argv = [argument for argument in argv if argument != "--traceback"]
+    if not argv or argv[0] in HELP:
+        echo(_overview())
+        return 0 if argv else MISTAKE
+    if argv[0] == "--version":
+        echo(f"onescan {__version__}")
+        return 0
+    try:
+        if argv[0] not in COMMANDS:
+            raise unknown_choice("command", argv[0], COMMANDS)
+        COMMANDS[argv[0]](argv[1:])
+    except KeyboardInterrupt:
+        return _interrupted(argv)
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, ArithmeticError, OSError, ImportError) as error:
+        if with_traceback:
+            raise
+        if _is_reported_elsewhere(error):
+            return FAILURE
+        is_mistake = isinstance(error, ValueError | FileNotFoundError)
+        message = name_flags(str(error), argv)
+        return _fail(f"error: {message}", MISTAKE if is_mistake else FAILURE)
+    except (RuntimeError, MemoryError) as error:
+        # Python 3.11 raises this for an interrupt while it creates a class.
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            return _interrupted(argv)
+        if not with_traceback and _is_out_of_memory(error):
+            return _fail(f"error: not enough memory: {error}", MISTAKE)
+        if with_traceback or "by peer" not in str(error):  # a lost connection to another process
+            raise
+        return _fail("error: another process failed; see its message", FAILURE)
+    return 0
+
+
+def _overview() -> str:
+    commands = [
+        f"  {name:<10}{(inspect.getdoc(command) or '').partition(chr(10))[0]}"
+        for name, command in COMMANDS.items()
+    ]
+    return "\n".join(
+        [
+            "onescan: linear-cost sequence models in any number of dimensions.",
+            "",
+            "usage: onescan COMMAND [OPTIONS]",
+            "",
+            *commands,
+            "",
+            "onescan COMMAND --help shows the options of a command, --help-all also the rare ones.",
+            "--version prints the version; --traceback prints the traceback of an error.",
+        ]
+    )
+
+
+def _interrupted(argv: Argv) -> int:
+    is_resumable = argv[0] in RESUMABLE or any(a.startswith("--samples") for a in argv)
+    hint = "; run the same command again to resume" if is_resumable else ""
+    return _fail(f"interrupted{hint}", INTERRUPTED)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"onescan: {printable(message, keep=chr(10) + chr(9))}", file=sys.stderr)
+    return code
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(part in str(error) for part in OUT_OF_MEMORY)
+
+
+def _is_reported_elsewhere(error: Exception) -> bool:
+    """Whether another process failed first and reports the error itself."""
+    notes = getattr(error, "__notes__", ())
+    if not notes:  # skips a slow import
+        return False
+    from onescan.training.distributed import RAISED_BY_FIRST
+
+    return RAISED_BY_FIRST in notes

@@ -1,0 +1,168 @@
+"""What the commands share: parsing, help, output, and options of several commands."""
+
+import contextlib
+import inspect
+import io
+import re
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import tyro
+
+from onescan.messages import printable
+
+if TYPE_CHECKING:
+    import torch
+
+    from onescan.data.text import Tokenizer
+
+HELP, HELP_ALL = ("-h", "--help"), "--help-all"
+UNESCAPED = "\n\t"  # control characters that are printed unchanged
+
+OptionsT = TypeVar("OptionsT")
+Argv = list[str]
+Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+LanguageModel = Annotated[
+    str,
+    tyro.conf.Positional,
+    tyro.conf.arg(
+        metavar="CHECKPOINT",
+        help="Run folder, its best.safetensors, or a folder or hub name of a transformers model.",
+    ),
+]
+Imports = Annotated[
+    tuple[Path, ...],
+    tyro.conf.UseAppendAction,
+    tyro.conf.arg(
+        name="import",
+        metavar="FILE.py",
+        help="Python file to run first, because it defines classes of the run.",
+    ),
+]
+Device = Annotated[
+    str, tyro.conf.arg(help="Device: cpu, cuda, ...; auto uses a GPU if there is one.")
+]
+
+
+def echo(text: object = "", *, end: str = "\n", flush: bool = False) -> None:
+    """Print text with control characters escaped, except line breaks and tabs."""
+    print(printable(text, keep=UNESCAPED), end=end, flush=flush)
+
+
+def silent(*_values: object) -> None:
+    """Print nothing: the `echo` of all processes but the first."""
+
+
+def parse(
+    options: type[OptionsT],
+    command: Callable[[Argv], None],
+    argv: Argv,
+    *,
+    prog: str | None = None,
+    default: OptionsT | None = None,
+    common: Collection[str] | None = None,
+) -> OptionsT:
+    """Parse the arguments of a command; print help, or what is wrong with them, and exit.
+
+    Args:
+        options: Dataclass of the options.
+        command: The command, whose docstring becomes the description.
+        argv: Arguments after the command.
+        prog: Name of the command in messages, if not its own.
+        default: Defaults of all options.
+        common: Flags to show with ``--help``; ``None`` shows all.
+    """
+    hides_rare = common is not None and HELP_ALL not in argv
+    argv = ["--help" if argument == HELP_ALL else argument for argument in argv]
+    shown, errors = _Capture(), _Capture()
+    try:
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):
+            return tyro.cli(
+                options,
+                prog=f"onescan {prog or command.__name__}",
+                description=inspect.getdoc(command),
+                args=argv,
+                config=(tyro.conf.AvoidSubcommands,),
+                default=tyro.MISSING_NONPROP if default is None else default,
+            )
+    except SystemExit:
+        if message := _value_error(errors.getvalue()):
+            raise ValueError(message) from None
+        text = shown.getvalue()
+        echo(only_options(text, common or ()) if hides_rare and text else text, end="")
+        sys.stderr.write(printable(errors.getvalue(), keep=UNESCAPED))
+        raise
+
+
+class _Capture(io.StringIO):
+    """Captured output of tyro, which draws boxes if the encoding has the characters."""
+
+    encoding = "utf-8"
+
+
+def _value_error(text: str) -> str:
+    """Return the message in tyro's box for a value error, in one line; empty for other texts."""
+    box = re.match(r"╭─ Value error ─*╮\n(.*?)\n(?:│ ─|╰)", text, re.DOTALL)
+    lines = [line.strip("│").strip() for line in box[1].splitlines()] if box else []
+    return re.sub(r"^Error parsing (?!--)[\w.]+: |^Error parsing ", "", " ".join(lines))
+
+
+def only_options(text: str, flags: Collection[str]) -> str:
+    """Remove all options but these from a help text of tyro; positional arguments stay.
+
+    A box of the text holds entries. The first line of an entry begins with its flag, and the others
+    are indented further.
+    """
+    kept: list[str] = []
+    box: list[str] = []
+    is_shown, count = True, 0
+    for line in text.splitlines():
+        if flag := re.match(r"│ (?:-h, )?(--[\w.-]+)", line):
+            count += 1
+            is_shown = flag[1] in flags or flag[1] == "--help"
+        if line.startswith("╭"):
+            box, is_shown = [line], "positional" in line
+        elif line.startswith("╰"):
+            kept += [*box, line] if len(box) > 1 else []
+            box = []
+        elif not box:
+            kept.append(line)
+        elif is_shown:
+            box.append(line)
+    return "\n".join([*kept, f"{HELP_ALL} shows all {count} options.", ""])
+
+
+def name_flags(message: str, argv: Sequence[str]) -> str:
+    """Name flags as the user types them where a message names the field that one of them set.
+
+    >>> name_flags("training.batch_size is 0", ["train", "digits", "--training.batch-size", "0"])
+    '--training.batch-size is 0'
+    """
+    for flag in {word.partition("=")[0] for word in argv if re.match(r"--[a-z]", word)}:
+        field = flag.removeprefix("--").replace("-", "_")
+        named = rf"(?<![\w.'\"/-]){re.escape(field)}(?= (?:is|has|and)\b)"
+        message = re.sub(named, "--" + field.replace("_", "-"), message)
+    return message
+
+
+def import_files(files: Sequence[Path]) -> None:
+    """Run Python files that define classes of a run."""
+    if files:
+        from onescan.recipes.files import import_file
+
+        for file in files:
+            import_file(file)
+
+
+def load_language_model(name: str, kind: str, device: str) -> "tuple[Any, Tokenizer, torch.device]":
+    """Load a language model of the given class on its device, with its tokenizer."""
+    from onescan.training.distributed import Ranks, choose_device
+    from onescan.training.loading import load_language_model as load
+
+    chosen = choose_device(device, Ranks())
+    model, tokenizer = load(name)
+    if type(model).__name__ != kind:
+        raise ValueError(f"checkpoint {name!r} is a {type(model).__name__}, expected a {kind}")
+    return model.to(chosen), tokenizer, chosen

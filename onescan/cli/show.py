@@ -1,0 +1,130 @@
+"""Commands that list what there is: models, recipes, show."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import tyro
+
+from onescan.cli.options import HELP, HELP_ALL, Argv, echo, parse
+
+if TYPE_CHECKING:
+    from onescan.models.size import Size
+
+RowT = TypeVar("RowT")
+Word = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[WORD]")]
+# config class of a preset -> heading in the list of models
+MODEL_KINDS = {
+    "ImageClassifierConfig": "Image classification",
+    "DenoiserConfig": "Image generation",
+    "CausalLMConfig": "Causal language models",
+    "MaskedLMConfig": "Masked language models",
+    "SequenceClassifierConfig": "Sequence classification",
+    "SequenceDecoderConfig": "Sequence generation",
+}
+
+
+def models(argv: Argv) -> None:
+    """List the presets with their parameters and GMACs, computed and as published."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        word: Word = ""
+        """Show only presets with this word in their name or group."""
+        ablations: bool = False
+        """Also list the ablations of the papers."""
+
+    options = parse(Options, models, argv)
+    from onescan.models.presets import ABLATIONS, PRESETS, preset
+    from onescan.models.size import model_size
+
+    kinds = {name: MODEL_KINDS[type(row.config).__name__] for name, row in PRESETS.items()}
+    groups = dict(_groups("preset", PRESETS, kinds, options.word))
+    published = f"{'in the paper':>13}{'difference':>12}"
+    echo(f"{'':<21}{'parameters':>13}{published}{'GMACs':>8}{published}")
+    for kind, group in groups.items():
+        echo(f"\n{kind}")
+        for name, row in group.items():
+            size = model_size(row.config)
+            echo(_size_row(name, size, row.printed_millions, row.printed_gmacs))
+            for ablation, printed in row.printed_ablations.items() if options.ablations else ():
+                size = model_size(preset(name, **ABLATIONS[ablation]))
+                echo(_size_row(f"  {ablation}", size, printed))
+
+
+def _groups(
+    what: str, rows: Mapping[str, RowT], kinds: Mapping[str, str], word: str
+) -> Iterator[tuple[str, dict[str, RowT]]]:
+    """Yield the rows of each kind, if their name or their kind contains a word."""
+    found = [name for name in rows if word.lower() in f"{name} {kinds[name]}".lower()]
+    if not found:
+        raise ValueError(f"no {what} has {word!r} in its name or group")
+    order = list(dict.fromkeys(kinds.values()))
+    for kind, names in groupby(sorted(found, key=lambda n: order.index(kinds[n])), kinds.get):
+        yield str(kind), {name: rows[name] for name in names}
+
+
+def _size_row(
+    name: str,
+    size: "Size",
+    printed_millions: float | int | None,
+    printed_gmacs: float | None = None,
+) -> str:
+    """Format a row of the table of models: computed beside published numbers."""
+    printed = difference = ""
+    if printed_millions is not None:
+        printed = f"{printed_millions}M"
+        difference = f"{size.parameters / 1e6 / printed_millions - 1:.2%}"
+    if isinstance(printed_millions, int):
+        difference = "in millions"
+    gmacs = size.macs / 1e9
+    row = f"{name:<21}{size.parameters:>13,}{printed:>13}{difference:>12}{gmacs:>8.2f}"
+    if printed_gmacs is None:
+        return row
+    return f"{row}{printed_gmacs:>13}{gmacs / printed_gmacs - 1:>12.2%}"
+
+
+def recipes(argv: Argv) -> None:
+    """List the recipes."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        word: Word = ""
+        """Show only recipes with this word in their name or group."""
+
+    options = parse(Options, recipes, argv)
+    from onescan.recipes import RECIPES, kinds, summary
+
+    groups = dict(_groups("recipe", RECIPES, kinds(), options.word))
+    widest = max(len(name) for group in groups.values() for name in group)
+    for i, (kind, group) in enumerate(groups.items()):
+        echo(f"{chr(10) * (i > 0)}{kind}")
+        for name, recipe in group.items():
+            echo(f"  {name:<{widest}}  {summary(recipe)}")
+
+
+def show(argv: Argv) -> None:
+    """Print the config of a recipe."""
+    if not argv or {*argv} & {*HELP, HELP_ALL}:
+        echo("usage: onescan show RECIPE\n\nPrint the config of a recipe.")
+        echo("onescan recipes lists the recipes.")
+        return
+    if argv[1:]:
+        raise ValueError(f"show takes one recipe, got {' '.join(argv)!r}")
+    from onescan.recipes import find_recipe
+
+    recipe = find_recipe(argv[0])
+    echo(recipe.description)
+    echo("\n".join(_fields(recipe(), indent="")))
+
+
+def _fields(config: Any, indent: str) -> Iterator[str]:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield f"{indent}{field.name}: {type(value).__name__}"
+            yield from _fields(value, indent + "  ")
+        else:
+            yield f"{indent}{field.name} = {value!r}"

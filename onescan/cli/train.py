@@ -1,0 +1,177 @@
+"""Commands that train: train, glue."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from onescan.cli.options import HELP, HELP_ALL, Argv, LanguageModel, echo, parse, silent
+
+if TYPE_CHECKING:
+    from onescan.data.glue import GlueTask
+    from onescan.recipes.glue import GlueRun
+    from onescan.training.config import RunConfig, RunResult
+
+# options that `onescan train RECIPE --help` shows
+COMMON = (
+    *("--out", "--seeds", "--overwrite", "--init-from", "--data.path", "--model.image-size"),
+    *("--model.width", "--model.depth", "--task.teacher", "--task.classifier"),
+    *("--training.epochs", "--training.steps", "--training.batch-size"),
+    *("--training.learning-rate", "--training.weight-decay", "--training.precision"),
+    *("--training.ema-decay", "--training.seed", "--machine.device", "--machine.workers"),
+    *("--machine.gradient-accumulation-steps", "--machine.compile"),
+)
+USAGE = """\
+usage: onescan train RECIPE [OPTIONS]
+       onescan train --config FILE [--import FILE.py] [OPTIONS] repeats a run
+
+Train a recipe, or resume an interrupted run, and write a report.
+
+onescan recipes lists the recipes. RECIPE/ABLATION changes the model as in an ablation of the
+papers, and FILE.py:FUNCTION is a recipe of your own. onescan train RECIPE --help shows the common
+options and their defaults, and --help-all shows every option. Often used:
+  --data.path, --training.epochs, --training.batch-size, --training.learning-rate, --seeds,
+  --machine.device, --out, --overwrite"""
+
+
+def train(argv: Argv) -> None:
+    """Train a recipe, or resume an interrupted run, and write a report."""
+    if not argv or argv[0] in (*HELP, HELP_ALL):
+        echo(USAGE)
+        return
+    from onescan.training.config import RunConfig
+
+    recipe, given, argv = _what_to_train(argv)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        run: Annotated[RunConfig, tyro.conf.arg(name="")]
+        out: Annotated[str, tyro.conf.arg(metavar="PATH")] = str(Path("runs") / recipe.name)
+        """Folder for the report and one run per seed."""
+        seeds: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ...")] = None
+        """Random seeds; trains one run per seed. By default training.seed alone."""
+        overwrite: bool = False
+        """Delete existing runs in the folder and start from scratch."""
+
+    options = parse(
+        Options, train, argv, prog=f"train {given}", default=Options(run=recipe), common=COMMON
+    )
+    from onescan.report import check_report_path, write_report
+    from onescan.training import joined
+    from onescan.training import train as train_run
+
+    if not options.out:
+        raise ValueError("out is empty, expected a folder for the runs")
+    seeds = (options.run.training.seed,) if options.seeds is None else options.seeds
+    if not seeds or len(set(seeds)) < len(seeds):
+        given = ", ".join(map(str, seeds)) or "empty"
+        raise ValueError(f"seeds is {given}, expected at least one, and no duplicates")
+    out = Path(options.out)
+    trainings = [dataclasses.replace(options.run.training, seed=seed) for seed in seeds]
+    runs = [dataclasses.replace(options.run, training=training) for training in trainings]
+    check_report_path(out / "report.html")
+    results = []
+    with joined(options.run.machine.device) as ranks:
+        say = echo if ranks.is_first else silent
+        for run, seed in zip(runs, seeds, strict=True):
+            folder = out / f"seed-{seed}"
+            say(f"{run.name}, seed {seed}, in {folder}")
+            results.append(train_run(run, folder, overwrite=options.overwrite, progress=True))
+    say(_results(results))
+    if ranks.is_first:
+        echo(f"report: {write_report(results, out / 'report.html')}")
+
+
+def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Argv]":
+    """Return the run to train, the arguments that name it, and the remaining arguments."""
+    from onescan.checkpoint.run_folder import CONFIG
+    from onescan.recipes import find_recipe
+    from onescan.recipes.files import import_file
+    from onescan.training.folder import read_manifest
+
+    if argv[0] != "--config":
+        return find_recipe(argv[0])(), argv[0], argv[1:]
+    file = Path(argv[1] if argv[1:] else "")
+    folder = file if file.is_dir() else file.parent
+    if not (argv[1:] and (folder / CONFIG).is_file() and file in (folder, folder / CONFIG)):
+        raise ValueError(f"--config is '{file}', expected a run's {CONFIG} or folder")
+    while argv[2:3] == ["--import"] and argv[3:]:
+        import_file(argv[3])
+        argv = [*argv[:2], *argv[4:]]
+    return read_manifest(folder).run, f"--config {file}", argv[2:]
+
+
+def _results(results: "Sequence[RunResult]") -> str:
+    """Format one line per seed, and the mean and standard deviation over seeds."""
+    from onescan.training.logging import read_metrics, waiting_share
+
+    lines = []
+    for result in results:
+        shown = ", ".join(f"test {name} {value:.4f}" for name, value in result.metrics.items())
+        shown += f", data loading {waiting_share(read_metrics(result.folder)):.1%} of the time"
+        note = " (already finished; --overwrite trains again)" if result.reused else ""
+        lines.append(f"{result.folder}: {shown}{note}")
+    if len(results) > 1:
+        for name in results[0].metrics:
+            values = [result.metrics[name] for result in results]
+            mean, deviation = statistics.mean(values), statistics.stdev(values)
+            lines.append(f"test {name}: {mean:.4f} +- {deviation:.4f} over {len(values)} seeds")
+    return "\n".join(lines)
+
+
+def glue(argv: Argv) -> None:
+    """Fine-tune a masked language model on GLUE and write a report."""
+    from onescan.recipes.glue import GlueRunsConfig, check_runs, plan_glue
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        checkpoint: LanguageModel
+        config: Annotated[GlueRunsConfig, tyro.conf.arg(name="")] = dataclasses.field(
+            default_factory=GlueRunsConfig
+        )
+        out: Annotated[Path, tyro.conf.arg(metavar="PATH")] = Path("runs") / "glue"
+        """Folder for the report and the runs, such as runs/glue/cola/seed-0."""
+        overwrite: bool = False
+        """Delete existing runs in the folder and start from scratch."""
+
+    options = parse(Options, glue, argv)
+    from onescan.report import check_report_path, glue_table, read_glue, write_glue, write_report
+    from onescan.training import joined
+
+    config, out = options.config, options.out
+    runs = plan_glue(config, options.checkpoint, out)
+    tasks = config.selected()
+    for page in (out, *(out / task for task in tasks)):
+        check_report_path(page / "report.html")
+    with joined(config.machine.device) as ranks:
+        say = echo if ranks.is_first else silent
+        if "mnli" not in tasks and runs[0].task == "mnli":
+            say("training on mnli first, to initialize other tasks; --no-from-mnli disables this")
+        check_runs(runs, overwrite=options.overwrite)
+        results = _fine_tune(runs, say, overwrite=options.overwrite)
+    if ranks.is_first:
+        for task in tasks:
+            write_report(results[task], out / task / "report.html")
+        by_task = {task: results[task] for task in tasks}
+        outcome = read_glue(by_task, checkpoint=options.checkpoint, recipe=config.recipe)
+        page = write_glue(outcome, out)
+        echo(f"{glue_table(outcome)}\nreport: {page}")
+
+
+def _fine_tune(
+    runs: "Sequence[GlueRun]", say: Callable[[str], object], *, overwrite: bool
+) -> "dict[GlueTask, list[RunResult]]":
+    """Train all runs and return the results of each task, one per seed."""
+    from onescan.training import train as train_run
+
+    results: dict[GlueTask, list[RunResult]] = {}
+    for task, seed, config, folder in runs:
+        say(f"{task}, seed {seed}, in {folder}, initialized from {config.init_from}")
+        result = train_run(config, folder, overwrite=overwrite, progress=True)
+        say(_results([result]))
+        results.setdefault(task, []).append(result)
+    return results

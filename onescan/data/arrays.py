@@ -1,0 +1,343 @@
+"""Labelled arrays of any number of axes, from `.npz` and `.npy` files: signals, images, volumes."""
+
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import SEEK_CUR
+from pathlib import Path
+from tokenize import TokenError
+from typing import BinaryIO, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Int, Shaped
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onescan.checks import check_positive
+from onescan.data.base import DataConfig, Example, LoadedBatch, stratified_split
+from onescan.data.images import GridFormat, ImageFormat, ImageSet, ImageSplits
+from onescan.shapes import Labels
+
+Array = Shaped[np.ndarray, "N *_"]  # any type
+
+MIN_CLASSES, MAX_CLASSES = 2, 1_000_000
+IMAGE_AXES, MAX_AXES = 2, 8
+CHUNK = 1 << 24  # values that are standardized or checked at once
+# Raised by numpy and zipfile for damaged, encrypted or unsupported files.
+DAMAGE = (
+    OSError,
+    ValueError,
+    EOFError,
+    RuntimeError,
+    OverflowError,
+    SyntaxError,
+    TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayDatasetConfig(DataConfig):
+    """Labelled arrays: a `.npz` file, or a folder of `.npy` files.
+
+    The arrays are called x and y, which are split by class, or x_train, y_train, x_test and y_test.
+    x has shape [N, *axes] or, with channels, [N, *axes, C]; y has shape [N] and holds class indices
+    from 0. Bytes are scaled to 0 to 1; other types are converted to float32. Files that are not
+    compressed are mapped into memory instead of being read.
+    """
+
+    path: str
+    """A .npz file, or a folder of .npy files."""
+    axes: int = 2
+    """Number of axes of an example: 1 for signals, 2 for images, 3 for volumes and video."""
+    test_fraction: float = 0.1
+    """Fraction of each class held out if there is no x_test."""
+    split_seed: int = 0
+    """Random seed of the train-test split."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes in order; () numbers them."""
+    mean: tuple[float, ...] | None = None
+    """Mean of each channel, subtracted; None computes it from the training examples."""
+    std: tuple[float, ...] | None = None
+    """Standard deviation of each channel, divided by; None computes it from the training
+    examples."""
+
+    def build(self) -> "ImageSplits | ArraySplits":
+        """Open the arrays and check their shapes, types and labels.
+
+        Returns:
+            ImageSplits for bytes with two axes and 1 or 3 channels, otherwise ArraySplits.
+
+        Raises:
+            ValueError: If a field is out of range; if the data does not exist, is damaged, or lacks
+                an array; if an array has another shape or type than expected; or if a label belongs
+                to no class.
+        """
+        if not 1 <= self.axes <= MAX_AXES:
+            raise ValueError(f"data.axes is {self.axes}, expected 1 to {MAX_AXES}")
+        arrays = _open(self.path)
+        has_splits = "x_train" in arrays
+        names = ("train", "test") if has_splits else ("",)
+        pairs = [self._examples(arrays, f"_{name}" if name else "") for name in names]
+        classes = self._classes(pairs)
+        sets = [
+            ArrayDataset(x=x, labels=labels, places=torch.arange(len(x)), axes=self.axes)
+            for x, labels in pairs
+        ]
+        if has_splits:
+            train, test = sets
+            if train.shape != test.shape:
+                raise ValueError(
+                    f"data.path is {self.path!r}, where x_test has examples of shape {test.shape}, "
+                    f"expected {train.shape} as in x_train"
+                )
+        else:
+            parts = stratified_split(
+                sets[0].labels, fraction=self.test_fraction, seed=self.split_seed
+            )
+            train, test = (
+                ArrayDataset(x=sets[0].x, labels=sets[0].labels, places=places, axes=self.axes)
+                for places in parts
+            )
+        format = self._format(train)
+        if isinstance(format, ImageFormat):
+            return ImageSplits(train=train, test=test, class_names=classes, format=format)
+        return ArraySplits(train=train, test=test, class_names=classes, format=format)
+
+    def _examples(self, arrays: Mapping[str, "_Open"], suffix: str) -> tuple[Array, Labels]:
+        """Open x and y of a split and check their shapes and types."""
+        for name in (f"x{suffix}", f"y{suffix}"):
+            if name not in arrays:
+                found = ", ".join(sorted(arrays)) or "none"
+                raise ValueError(
+                    f"data.path is {self.path!r}, which has no array {name}, expected x and y, or "
+                    f"x_train, y_train, x_test and y_test; found: {found}"
+                )
+        x, y = (self._array(arrays, f"{name}{suffix}") for name in "xy")
+        where = f"data.path is {self.path!r}, where"
+        if x.ndim - self.axes not in (1, 2) or 0 in x.shape:
+            raise ValueError(
+                f"{where} x{suffix} has shape {x.shape}, expected [N, *axes] or [N, *axes, C] with "
+                f"data.axes={self.axes}, and no size 0"
+            )
+        if x.dtype.kind not in "fiub":
+            raise ValueError(f"{where} x{suffix} holds {x.dtype}, expected real numbers")
+        if y.dtype.kind not in "iub":
+            raise ValueError(f"{where} y{suffix} holds {y.dtype}, expected whole numbers")
+        if y.shape != (len(x),):
+            raise ValueError(f"{where} y{suffix} has shape {y.shape}, expected ({len(x)},)")
+        if y.min() < 0 or y.max() >= MAX_CLASSES:
+            row = int(np.argmax((y < 0) | (y >= MAX_CLASSES)))
+            raise ValueError(
+                f"{where} y{suffix}[{row}] is {y[row]}, expected 0 to {MAX_CLASSES - 1}"
+            )
+        return x, torch.from_numpy(np.array(y, dtype=np.int64))
+
+    def _array(self, arrays: Mapping[str, "_Open"], name: str) -> Array:
+        try:
+            return arrays[name]()
+        except DAMAGE as error:
+            raise ValueError(
+                f"data.path is {self.path!r}, where {name} cannot be read: {error}"
+            ) from error
+
+    def _classes(self, pairs: Sequence[tuple[Array, Labels]]) -> tuple[str, ...]:
+        """Name the classes and check that all labels belong to them. Training data defines them."""
+        count = len(self.class_names) or int(pairs[0][1].max()) + 1
+        if count < MIN_CLASSES:
+            raise ValueError(f"data.path is {self.path!r}, which has one class, expected two")
+        names = ("y_train", "y_test") if len(pairs) > 1 else ("y",)
+        for name, (_, labels) in zip(names, pairs, strict=True):
+            if (high := labels >= count).any():
+                row = int(high.int().argmax())
+                raise ValueError(
+                    f"data.path is {self.path!r}, where {name}[{row}] is {labels[row]}, expected 0 "
+                    f"to {count - 1}"
+                )
+        return self.class_names or tuple(str(number) for number in range(count))
+
+    def _format(self, train: "ArrayDataset") -> "ImageFormat | ArrayFormat":
+        channels, *shape = train.shape
+        for name in ("mean", "std"):
+            given = getattr(self, name)
+            if given is not None and len(given) != channels:
+                raise ValueError(
+                    f"data.{name} is {given}, expected {channels} numbers: one for each channel"
+                )
+        if self.std is not None:
+            check_positive(**{"data.std": min(self.std)})
+        mean, std = self.mean, self.std
+        if mean is None or std is None:
+            computed = train.statistics()
+            mean, std = mean or computed[0], std or computed[1]
+        if self.axes == IMAGE_AXES and channels in (1, 3) and train.x.dtype == np.uint8:
+            height, width = shape
+            return ImageFormat(channels=channels, height=height, width=width, mean=mean, std=std)
+        return ArrayFormat(channels=channels, shape=tuple(shape), mean=mean, std=std)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayFormat(GridFormat):
+    """The arrays a model was trained on: their shape, and the constants that standardize them."""
+
+    channels: int
+    shape: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def axes(self) -> int:
+        return len(self.shape)
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.shape) <= MAX_AXES or min(self.channels, *self.shape) < 1:
+            raise ValueError(
+                f"channels and shape are {self.channels} and {self.shape}, expected numbers above 0"
+            )
+        for name in ("mean", "std"):
+            if len(numbers := getattr(self, name)) != self.channels:
+                raise ValueError(f"{name} is {numbers}, expected {self.channels} number(s)")
+        if min(self.std) <= 0:
+            raise ValueError(f"std is {self.std}, expected numbers above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayDataset(ImageSet):
+    """Examples of an array with labels: a batch is (x, labels), x [B, C, *axes] as bytes or floats.
+
+    Attributes:
+        x: All examples, channels last if there are any.
+        labels: Class index of each example.
+        places: Examples that belong to this dataset, in its order.
+        axes: Number of axes of an example.
+    """
+
+    x: Array
+    labels: Labels
+    places: Int[Tensor, " places"]
+    axes: int
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Channels and size of each axis."""
+        channels = self.x.shape[self.axes + 1] if self.x.ndim > self.axes + 1 else 1
+        return channels, *self.x.shape[1 : self.axes + 1]
+
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
+        """Read a batch.
+
+        Raises:
+            ValueError: If a value is not finite; names the example.
+        """
+        places = self.places[[example.source for example in examples]].numpy()
+        batch = self._values(places)
+        if batch.is_floating_point() and not batch.isfinite().all():
+            row = int(places[batch.flatten(1).isfinite().all(dim=1).int().argmin()])
+            raise ValueError(f"example {row} of x has values that are not finite")
+        return LoadedBatch((batch, self.labels[places]))
+
+    def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return mean and standard deviation of each channel; 1 for a constant channel.
+
+        Raises:
+            ValueError: If a value is not finite; names the example.
+        """
+        size = max(1, CHUNK // self.x[0].size)
+        chunks = [range(at, min(at + size, len(self))) for at in range(0, len(self), size)]
+        count = len(self) * self.x[0].size // self.shape[0]
+
+        def per_channel(measure: Callable[[Tensor], Tensor]) -> Tensor:
+            total = torch.zeros(self.shape[0], dtype=torch.float64)
+            for chunk in chunks:
+                values = self.read([Example(place) for place in chunk]).batch[0].double()
+                total += measure(values.transpose(0, 1).flatten(1)).sum(dim=1)
+            return total / count
+
+        scale = 255 if self.x.dtype == np.uint8 else 1
+        mean = per_channel(lambda values: values)
+        std = per_channel(lambda values: (values - mean[:, None]) ** 2).sqrt()
+        std = torch.where(std > 0, std / scale, 1.0)
+        return tuple((mean / scale).tolist()), tuple(std.tolist())
+
+    def _values(self, places: NDArray[np.int64]) -> Tensor:
+        """Read examples with channels first: bytes as they are, other types as float32."""
+        values = self.x[places]
+        tensor = torch.from_numpy(values if values.dtype == np.uint8 else values.astype(np.float32))
+        if tensor.ndim == self.axes + 1:
+            return tensor.unsqueeze(1)
+        return tensor.movedim(-1, 1).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraySplits:
+    """Training and held-out arrays, and how to read both."""
+
+    train: ArrayDataset
+    test: ArrayDataset
+    class_names: tuple[str, ...]
+    format: ArrayFormat
+
+
+# Files
+
+_Open = Callable[[], Array]
+
+
+def _open(path: str) -> dict[str, _Open]:
+    """Return functions that open the arrays of a file or folder, by name."""
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise ValueError(f"data.path is {path!r}: there is no such file or folder")
+    if place.is_dir():
+        return {file.stem: _opens_file(file) for file in sorted(place.glob("*.npy"))}
+    if place.suffix != ".npz":
+        raise ValueError(f"data.path is {path!r}, expected a .npz file or a folder of .npy files")
+    try:
+        with zipfile.ZipFile(place) as archive:
+            members = archive.infolist()
+    except DAMAGE as error:
+        raise ValueError(f"data.path is {path!r}, which cannot be read: {error}") from error
+    return {
+        info.filename.removesuffix(".npy"): _opens_member(place, info)
+        for info in members
+        if info.filename.endswith(".npy")
+    }
+
+
+def _opens_file(file: Path) -> _Open:
+    return lambda: np.load(file, mmap_mode="r", allow_pickle=False)
+
+
+def _opens_member(file: Path, info: zipfile.ZipInfo) -> _Open:
+    def opened() -> Array:
+        with zipfile.ZipFile(file) as archive, archive.open(info) as member:
+            if info.compress_type != zipfile.ZIP_STORED:
+                return np.lib.format.read_array(member, allow_pickle=False)
+        with file.open("rb") as stream:  # a stored member is a .npy file inside the archive
+            stream.seek(info.header_offset + 26)
+            name, extra = np.frombuffer(stream.read(4), "<u2").tolist()  # of the local header
+            stream.seek(info.header_offset + 30 + name + extra)
+            return _map(file, stream)
+
+    return opened
+
+
+def _map(file: Path, stream: BinaryIO) -> Array:
+    """Map the `.npy` data that begin at a stream's position into memory."""
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0
+    if version != (1, 0):
+        read = np.lib.format.read_array_header_2_0
+    shape, fortran_order, dtype = read(stream)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects, expected numbers")
+    order: Literal["F", "C"] = "F" if fortran_order else "C"
+    return np.memmap(
+        file, dtype, mode="r", offset=stream.seek(0, SEEK_CUR), shape=shape, order=order
+    )

@@ -1,0 +1,357 @@
+"""Finding labelled data on disk or on the Hugging Face hub, and opening it with datasets."""
+
+import logging
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from PIL import Image
+
+from onescan.data.base import HELD_OUT, SPLITS
+
+Chosen = dict[str, str]  # the split in each role, "train" and "test"
+
+HUB_NAME = r"(\w[\w.-]*/)?\w[\w.-]*"
+# Raised by the datasets library for damaged rows and for a state that is not its own.
+UNREADABLE = (AttributeError, LookupError, OSError, TypeError, ValueError)
+
+log = logging.getLogger("onescan")
+
+
+def import_datasets(extra: str = "vision") -> ModuleType:
+    """Import the datasets library, which is large and optional.
+
+    Raises:
+        ImportError: If it is not installed; names the extra to install.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"data on disk or on a hub need datasets: pip install 'onescan[{extra}]'"
+        ) from error
+    return datasets
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Disable logging and progress bars of the datasets library."""
+    datasets = import_datasets()
+    level, were_disabled = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if not were_disabled:
+            datasets.enable_progress_bars()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# Folders
+
+
+def walk(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Yield the files below a folder in order, except hidden ones.
+
+    Links are followed unless they lead back to a folder above them.
+
+    Args:
+        folder: Where to begin.
+        above: Folders not to enter again.
+    """
+    here = os.path.realpath(folder)
+    if here in above:
+        return
+    above = above | {here, *map(str, Path(here).parents)}
+    for entry in _entries(folder):
+        if _is_folder(entry):
+            yield from walk(entry.path, above)
+        else:
+            yield entry.path
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        visible = [entry for entry in entries if not entry.name.startswith((".", "__"))]
+    return sorted(visible, key=lambda entry: entry.name)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    # A DirEntry answers without a disk access; Path handles links that lead nowhere.
+    return Path(entry).is_dir() if entry.is_symlink() else entry.is_dir()
+
+
+def _images(folder: str) -> Iterator[str]:
+    kinds = tuple(Image.registered_extensions())
+    return (file for file in walk(folder) if file.lower().endswith(kinds))
+
+
+def _split_folders(folder: str) -> dict[str, list[str]]:
+    """Take subfolders as splits if one is named like a split, else the folder as one split."""
+    below = {entry.name: entry.path for entry in _entries(folder) if _is_folder(entry)}
+    splits = below if any(name in SPLITS for name in below) else {"train": folder}
+    return {name: [place] for name, place in splits.items() if any(_images(place))}
+
+
+def _folder_tables(path: str, folders: Mapping[str, str]) -> dict[str, Any]:
+    """List the images of each role's folder as a table. Train defines the classes.
+
+    The imagefolder builder of datasets is not used: it labels by the innermost folder, follows no
+    links and copies the list of files into its cache.
+    """
+    images = {role: _images_by_class(path, folder) for role, folder in folders.items()}
+    names = sorted(images["train"])
+    for role, classes in images.items():
+        if new := sorted(set(classes) - set(names)):
+            raise ValueError(
+                f"data.path is {path!r}, where {folders[role]} has a folder of the class "
+                f"{new[0]!r}, and {folders['train']} has none"
+            )
+    return {role: _table(classes, names) for role, classes in images.items()}
+
+
+def _images_by_class(path: str, folder: str) -> dict[str, list[str]]:
+    """Group the images of a split by the first folder that they are in."""
+    classes: dict[str, list[str]] = defaultdict(list)
+    for file in _images(folder):
+        name, *below = file[len(folder) :].lstrip(os.sep).split(os.sep, maxsplit=1)
+        if not below:
+            raise ValueError(
+                f"data.path is {path!r}, where {file} is in no class folder, expected "
+                "FOLDER/CLASS/IMAGE, or FOLDER/SPLIT/CLASS/IMAGE where the name of a folder is "
+                f"one of {', '.join(SPLITS)}"
+            )
+        try:
+            file.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"data.path is {path!r}, where the name of {file!r} is not UTF-8"
+            ) from None
+        classes[name].append(file)
+    for entry in _entries(folder):
+        if _is_folder(entry) and entry.name not in classes:
+            log.warning("%r holds no images, and is left out", entry.path)
+    return classes
+
+
+def _table(images: Mapping[str, list[str]], names: list[str]) -> Any:
+    datasets = import_datasets()
+    rows = {
+        "image": [file for files in images.values() for file in files],
+        "label": [place for name in images for place in [names.index(name)] * len(images[name])],
+    }
+    features = {"image": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
+    table = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    return table.cast_column("image", datasets.Image(decode=False))
+
+
+# Parquet files
+
+
+def parquet_splits(folder: Path, files: Sequence[Path]) -> dict[str, list[str]]:
+    """Group files by the split that their names, or their folders' names, contain.
+
+    Raises:
+        ValueError: If only some of the files name a split.
+    """
+    splits: dict[str, list[str]] = {}
+    for file in files:
+        words = re.findall("[a-z]+", str(file.relative_to(folder)).lower())
+        named = [word for word in words if word in SPLITS]
+        splits.setdefault(named[-1] if named else "", []).append(str(file))
+    unnamed = splits.pop("", [])
+    if unnamed and splits:
+        raise ValueError(
+            f"data.path is {str(folder)!r}, where {unnamed[0]} names no split and others do, "
+            f"expected one of {', '.join(SPLITS)} in its name or its folder's"
+        )
+    return splits or {"train": unnamed}
+
+
+def _footer(file: str) -> Any:
+    from pyarrow import parquet
+
+    try:
+        return parquet.read_metadata(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is not a complete parquet file: {first_line(error)}") from error
+
+
+def _check_parquet(path: str, splits: Mapping[str, Sequence[str]]) -> None:
+    """Check that each split has rows and that no file has columns that the first one lacks."""
+    footers = {file: _footer(file) for files in splits.values() for file in files}
+    for split, files in splits.items():
+        if not any(footers[file].num_rows for file in files):
+            raise ValueError(f"data.path is {path!r}, whose split {split} is empty")
+    columns = {file: footer.schema.to_arrow_schema().names for file, footer in footers.items()}
+    first = next(iter(columns))
+    for file, names in columns.items():
+        if new := [name for name in names if name not in columns[first]]:
+            raise ValueError(
+                f"data.path is {path!r}, where {file} has columns that {first} has not: "
+                f"{', '.join(new)}"
+            )
+
+
+def _find_damage(files: Sequence[str]) -> str | None:
+    """Describe the first file that cannot be read to its end, or differs in type from the first."""
+    from pyarrow import parquet
+
+    for file in files:
+        try:
+            for _ in parquet.ParquetFile(file).iter_batches():
+                pass
+        except (OSError, ValueError) as error:
+            return f"{file} is not a complete parquet file: {first_line(error)}"
+    schemas = {file: _footer(file).schema.to_arrow_schema() for file in files}
+    for file, schema in schemas.items():
+        for name, kind in zip(schema.names, schema.types, strict=True):
+            expected = schemas[files[0]].field(name).type
+            if kind != expected:
+                return f"the column {name} of {file} holds {kind}, of {files[0]} {expected}"
+    return None
+
+
+# Sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSource:
+    """Data that the datasets library can open.
+
+    Attributes:
+        path: As the user wrote it.
+        builder: What opens it: parquet, imagefolder, or the name of a hub dataset.
+        name: Configuration of a hub dataset.
+        files: Parquet files of each split, or the folder of its class folders; None for a hub.
+        splits: Names of the splits.
+    """
+
+    path: str
+    builder: str
+    name: str | None = None
+    files: dict[str, list[str]] | None = None
+    splits: tuple[str, ...]
+
+    def choose(self, train: str, test: str | None) -> Chosen:
+        """Return the splits to train on and, if there is one, to evaluate on.
+
+        Raises:
+            ValueError: If a requested split does not exist, or both are the same.
+        """
+        for field, split in (("train_split", train), ("test_split", test)):
+            if split is not None and split not in self.splits:
+                raise ValueError(
+                    f"data.{field} is {split!r}, but {self.path} has: {', '.join(self.splits)}"
+                    + self._hint()
+                )
+        if test == train:
+            raise ValueError(f"data.test_split is {test!r}, expected another than data.train_split")
+        others = [split for split in HELD_OUT if split in self.splits and split != train]
+        test = test or next(iter(others), None)
+        return {"train": train, "test": test} if test else {"train": train}
+
+    def _hint(self) -> str:
+        """Explain why folders that may be meant as classes are taken as splits."""
+        named = [split for split in self.splits if split in SPLITS]
+        if self.builder != "imagefolder" or len(named) == len(self.splits):
+            return ""
+        return f"; the folder called {named[0]!r} makes those beside it splits"
+
+    def open(self, chosen: Chosen, *, streaming: bool) -> dict[str, Any]:
+        """Open splits as datasets or iterable datasets of the datasets library, by role.
+
+        Raises:
+            ValueError: If a split is empty or cannot be read; names the damaged file.
+        """
+        datasets = import_datasets()
+        if self.files and self.builder == "imagefolder":
+            folders = {role: self.files[split][0] for role, split in chosen.items()}
+            return _folder_tables(self.path, folders)
+        files = {role: self.files[split] for role, split in chosen.items()} if self.files else {}
+        if files:
+            _check_parquet(self.path, {split: files[role] for role, split in chosen.items()})
+        try:
+            with quiet():
+                if files:
+                    opened = datasets.load_dataset("parquet", data_files=files, streaming=streaming)
+                    return dict(opened)
+                return {
+                    role: datasets.load_dataset(
+                        self.builder, self.name, split=split, streaming=streaming
+                    )
+                    for role, split in chosen.items()
+                }
+        except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+            reason = _find_damage([file for group in files.values() for file in group])
+            raise ValueError(
+                f"data.path is {self.path!r}, which cannot be read: "
+                f"{reason or first_line(error.__cause__ or error)}"
+            ) from error
+
+    def parquet_files(self, split: str) -> list[str]:
+        """Return the parquet files of a split on disk."""
+        return self.files[split] if self.files and self.builder == "parquet" else []
+
+    def count(self, split: str, stream: Any) -> int | None:
+        """Count the rows of a split opened as a stream; None if the data does not record it.
+
+        Raises:
+            ValueError: If a parquet file is damaged; names it.
+        """
+        if files := self.parquet_files(split):
+            return sum(_footer(file).num_rows for file in files)
+        info = (stream.info.splits or {}).get(split)
+        return info.num_examples or None if info else None
+
+
+def find_source(path: str, name: str | None) -> DatasetSource:
+    """Find data on disk, else on the Hugging Face hub.
+
+    Raises:
+        ValueError: If it is in neither place, or contains nothing that can be read.
+    """
+    place = Path(path).expanduser()
+    if not place.exists():
+        if not re.fullmatch(HUB_NAME, path):  # a mistyped path must not wait for the network
+            raise ValueError(f"data.path is {path!r}: there is no such file or folder")
+        return _find_on_hub(path, name)
+    if name is not None:
+        raise ValueError(f"data.name is {name!r}, expected none: data.path {path!r} is on disk")
+    builder = "parquet"
+    if place.is_file() and place.suffix == ".parquet":
+        files = {"train": [str(place)]}
+    elif not place.is_dir():
+        raise ValueError(f"data.path is {path!r}, expected a folder or a parquet file")
+    elif found := [Path(file) for file in walk(str(place)) if file.endswith(".parquet")]:
+        files = parquet_splits(place, sorted(found))
+    else:
+        builder, files = "imagefolder", _split_folders(str(place.absolute()))
+    if not files:
+        raise ValueError(f"data.path is {path!r}, a folder without images or parquet files")
+    return DatasetSource(path=path, builder=builder, files=files, splits=tuple(files))
+
+
+def _find_on_hub(path: str, name: str | None) -> DatasetSource:
+    datasets = import_datasets()
+    try:
+        with quiet():
+            splits = datasets.get_dataset_split_names(path, name)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        raise ValueError(
+            f"data.path is {path!r}, which is not on disk, nor on the Hugging Face hub: "
+            f"{first_line(error)}"
+        ) from error
+    return DatasetSource(path=path, builder=path, name=name, splits=tuple(splits))

@@ -1,0 +1,222 @@
+"""Image classification: CIFAR-10, and the papers' ImageNet-1k experiments."""
+
+from dataclasses import replace
+from functools import partial
+
+from onescan import configs
+from onescan.configs import ModelConfig
+from onescan.data import DeitAugmentConfig, ImageDatasetConfig, MixConfig
+from onescan.layers.basic import MLPConfig
+from onescan.layers.mixers import (
+    LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
+    SoftmaxMixerConfig,
+)
+from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.presets import LION_NAMES, preset
+from onescan.recipes import Recipe, row, table
+from onescan.tasks import ImageClassificationConfig
+from onescan.training import RunConfig, TrainingConfig
+
+# CIFAR-10: LightNet, LION and DeiT of equal size, and LDN and ViT of equal size.
+
+CIFAR10_CLASSES = (
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
+)
+MODEL = ImageClassifierConfig(image_size=(32, 32), patch_size=(4, 4), num_classes=10, depth=6)
+TASK = ImageClassificationConfig(label_smoothing=0.1, augment=DeitAugmentConfig(pad=4))
+# LDN, arXiv:2502.12381: added positions (Sec. 3.2), a mean over tokens (3.6), crops and flips (5.1)
+LDN = replace(MODEL, width=256, position=AbsolutePositionConfig(), pool="mean", drop_path=0.0)
+LDN_TASK = ImageClassificationConfig(
+    augment=DeitAugmentConfig(pad=4, num_ops=0, random_erasing=0.0)
+)
+RATIO = 13 / 3  # MLP ratio that gives as many parameters as LightNet
+
+
+def cifar10_lightnet() -> RunConfig:
+    """LightNet, 2.9 million parameters, on CIFAR-10, 8 x 8 patches of 4 x 4 pixels.
+
+    onescan train cifar10_lightnet --data.path FOLDER
+
+    FOLDER contains the data as parquet files; by default it is loaded from the hub. The 50 epochs
+    have not been run yet.
+    """
+    mixer = LightNetMixerConfig(num_heads=6)
+    position = ToeplitzPositionConfig(hidden_states=32, bidirectional=True)
+    return _cifar10("cifar10_lightnet", replace(MODEL, mixer=mixer, position=position))
+
+
+def cifar10_deit() -> RunConfig:
+    """DeiT of the same size (wider MLP) on CIFAR-10: softmax attention, absolute positions.
+
+    onescan train cifar10_deit --data.path FOLDER
+
+    Trained like cifar10_lightnet. The 50 epochs have not been run yet.
+    """
+    mixer, mlp = SoftmaxMixerConfig(num_heads=3), MLPConfig(ratio=RATIO)
+    model = replace(MODEL, mixer=mixer, mlp=mlp, position=AbsolutePositionConfig())
+    return _cifar10("cifar10_deit", model)
+
+
+def cifar10_ldn() -> RunConfig:
+    """LDN, 2.8 million parameters, on CIFAR-10, 8 x 8 patches of 4 x 4 pixels.
+
+    onescan train cifar10_ldn --data.path FOLDER
+
+    The ablations without_diffusion, without_local_update and without_linear_attention are those of
+    the paper's Table 4, which states neither sizes nor epochs. The 50 epochs have not been run yet.
+    """
+    model = replace(LDN, mixer=LinearDiffusionMixerConfig(num_heads=4), mlp=None)
+    return _cifar10("cifar10_ldn", model, LDN_TASK)
+
+
+def cifar10_vit() -> RunConfig:
+    """ViT of the same size (narrower MLP) on CIFAR-10, otherwise equal: softmax attention.
+
+    onescan train cifar10_vit --data.path FOLDER
+
+    Trained like cifar10_ldn. The 50 epochs have not been run yet.
+    """
+    mixer, mlp = SoftmaxMixerConfig(num_heads=4), MLPConfig(ratio=1.5)
+    return _cifar10("cifar10_vit", replace(LDN, mixer=mixer, mlp=mlp), LDN_TASK)
+
+
+def _cifar10_lion(kind: str) -> RunConfig:
+    """Return a recipe with six blocks of LION-T and the wider MLP of the DeiT."""
+    model = preset(
+        f"lion_{kind}_tiny", num_classes=10, image_size=32, patch_size=4, depth=MODEL.depth
+    )
+    return _cifar10(f"cifar10_lion_{kind}", configs.replace(model, {"mlp.ratio": RATIO}))
+
+
+def _cifar10(name: str, model: ModelConfig, task: ImageClassificationConfig = TASK) -> RunConfig:
+    return RunConfig(
+        name=name,
+        model=model,
+        data=ImageDatasetConfig(
+            path="uoft-cs/cifar10",
+            class_names=CIFAR10_CLASSES,
+            image_size=(32, 32),
+            mean=(0.491, 0.482, 0.447),
+            std=(0.247, 0.243, 0.262),
+            train_crop=None,
+            test_crop=None,
+        ),
+        task=task,
+        training=TrainingConfig(epochs=50, batch_size=128, learning_rate=1e-3),
+    )
+
+
+# ImageNet-1k: the papers' classification experiments. In the commands, FOLDER contains
+# train/CLASS/*.JPEG and val/CLASS/*.JPEG, or parquet files of both splits; by default, the data is
+# loaded from the hub. These recipes have not been run yet.
+
+# LightNet, arXiv:2405.21022, Table 12, column IM; the paper's base model uses twice the
+# weight decay. The paper does not state the final learning rate: 1e-5 is DeiT's.
+LIGHTNET_TRAINING = TrainingConfig(
+    epochs=300,
+    batch_size=2048,
+    learning_rate=5e-4,
+    betas=(0.9, 0.98),
+    weight_decay=0.05,
+    warmup=20 / 300,
+    final_lr_ratio=0.02,
+    max_grad_norm=5.0,
+    precision="bfloat16",
+)
+# DeiT, arXiv:2012.12877, Table 9: 5e-4 for 512 images is 1e-3 for 1024.
+DEIT_TRAINING = TrainingConfig(
+    epochs=300,
+    batch_size=1024,
+    learning_rate=1e-3,
+    weight_decay=0.05,
+    warmup=5 / 300,
+    final_lr_ratio=0.01,
+    max_grad_norm=None,
+    precision="bfloat16",
+)
+# LION, arXiv:2502.16249, App. C.11: the recipe of ViT, with code adapted from DeiT's, which uses
+# this EMA; batches of 1024 images.
+LION_TRAINING = replace(DEIT_TRAINING, ema_decay=0.99996)
+# LDN, arXiv:2502.12381, Sec. 5.1: "standard", Adam with a cosine schedule. Settings that
+# it does not state are DeiT's: batches of 1024 images, weight decay, 300 epochs.
+LDN_TRAINING = DEIT_TRAINING
+
+
+def _imagenet(model: str, training: TrainingConfig) -> RunConfig:
+    """Return a run with DeiT's augmentation, arXiv:2012.12877, Table 9, as in LightNet's paper."""
+    return RunConfig(
+        name=f"imagenet_{model}",
+        model=preset(model),
+        data=ImageDatasetConfig(path="ILSVRC/imagenet-1k"),
+        task=ImageClassificationConfig(
+            label_smoothing=0.1, augment=DeitAugmentConfig(), mix=MixConfig(), augment_repeats=3
+        ),
+        training=training,
+    )
+
+
+def _imagenet_row(model: str, summary: str, training: TrainingConfig) -> Recipe:
+    name = f"imagenet_{model}"
+    command = f"torchrun --nproc-per-node 8 -m onescan train {name} --data.path FOLDER"
+    return row(name, partial(_imagenet, model, training), summary, command)
+
+
+RECIPES = table(
+    cifar10_lightnet,
+    *(
+        row(
+            f"cifar10_lion_{kind}",
+            partial(_cifar10_lion, kind),
+            f"{title} of the same size on CIFAR-10.",
+            f"onescan train cifar10_lion_{kind} --data.path FOLDER",
+            "Trained like cifar10_lightnet. The 50 epochs have not been run yet.",
+        )
+        for kind, title in LION_NAMES.items()
+    ),
+    cifar10_deit,
+    cifar10_ldn,
+    cifar10_vit,
+    *(
+        _imagenet_row(
+            f"lightnet_{size}",
+            f"LightNet-{size[0].upper()}, {millions} million parameters, on ImageNet-1k as in the "
+            "paper.",
+            replace(LIGHTNET_TRAINING, weight_decay=weight_decay),
+        )
+        for size, millions, weight_decay in (
+            ("tiny", 6.0, 0.05),
+            ("small", 22.6, 0.05),
+            ("base", 87.7, 0.1),
+        )
+    ),
+    *(
+        _imagenet_row(
+            f"deit_{size}",
+            f"{name}, {millions} million parameters, on ImageNet-1k as in its own paper.",
+            DEIT_TRAINING,
+        )
+        for size, name, millions in (
+            ("tiny", "DeiT-Ti", 5.7),
+            ("small", "DeiT-S", 22.1),
+            ("base", "DeiT-B", 86.6),
+        )
+    ),
+    *(
+        _imagenet_row(
+            f"lion_{kind}_{size}",
+            f"{title}, {size}, on ImageNet-1k as in the paper.",
+            LION_TRAINING,
+        )
+        for size in ("tiny", "small", "base")
+        for kind, title in LION_NAMES.items()
+    ),
+    *(
+        _imagenet_row(
+            f"ldn_{size}", f"LDN, {size}, on ImageNet-1k, trained as DeiT is.", LDN_TRAINING
+        )
+        for size in ("base", "large", "huge")
+    ),
+)

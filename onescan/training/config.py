@@ -1,0 +1,160 @@
+"""The config of a run and its result."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from onescan.checks import check_choice, check_positive
+from onescan.configs import ModelConfig
+from onescan.data import DataConfig
+from onescan.tasks import Evaluation, TaskConfig
+
+Precision = Literal["float32", "bfloat16", "float16"]
+Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt"]
+MAX_WORKERS = 1024
+TrackerName = Literal["tensorboard", "trackio", "wandb"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Training settings that do not depend on the model or the task."""
+
+    epochs: int = 60
+    """Passes over the training data."""
+    steps: int | None = None
+    """Number of optimizer steps; overrides epochs."""
+    batch_size: int = 64
+    """Examples per optimizer step, summed over all processes."""
+    precision: Precision = "float32"
+    """Precision of matrix products (mixed precision). Weights, reductions and the loss stay in
+    float32."""
+    learning_rate: float = 1e-3
+    """Peak learning rate, reached after the warm-up."""
+    weight_decay: float = 0.05
+    """Weight decay of matrices. Norms, biases and other vectors are not decayed."""
+    decoupled_weight_decay: bool = False
+    """Multiply weight_decay by the schedule alone, not by the learning rate, as MosaicML's
+    DecoupledAdamW does. By default the decay per step is learning rate times weight_decay, as in
+    torch.optim.AdamW."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the running means of the gradient and its square."""
+    eps: float = 1e-8
+    """Term that AdamW adds to the denominator for numerical stability."""
+    warmup: float = 0.05
+    """Length of the linear warm-up: a fraction of all steps if below 1, otherwise a number of
+    steps."""
+    schedule: Schedule = "cosine"
+    """Learning rate schedule after the warm-up. inverse_sqrt decays with one over the square root
+    of the step."""
+    final_lr_ratio: float = 0.01
+    """Final learning rate as a fraction of the peak. Not used by inverse_sqrt."""
+    max_grad_norm: float | None = 1.0
+    """Gradient norm above which gradients are clipped; None disables clipping."""
+    ema_decay: float | None = None
+    """Decay rate of an exponential moving average (EMA) of the weights, which is then evaluated and
+    saved in their place; None disables it."""
+    seed: int = 0
+    """Random seed for initial weights, data order, augmentation and dropped paths."""
+    evaluate_every: float = 1.0
+    """Epochs between evaluations. The end of the run is always evaluated."""
+    checkpoint_every: float = 1.0
+    """Epochs between checkpoints, which limits how much a killed run loses. The end of the run is
+    always saved."""
+    patience: int | None = None
+    """Early stopping: evaluations without improvement after which the run ends; None disables
+    it."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a setting out of range."""
+        sizes = ["epochs", "steps", "batch_size", "evaluate_every", "checkpoint_every", "patience"]
+        for name in [*sizes, "learning_rate", "eps", "max_grad_norm"]:
+            if getattr(self, name) is not None:
+                check_positive(**{f"training.{name}": getattr(self, name)})
+        for name in ("weight_decay", "warmup", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"training.{name} is {getattr(self, name)}, expected 0 or more")
+        if not 0 <= self.final_lr_ratio <= 1:
+            raise ValueError(f"training.final_lr_ratio is {self.final_lr_ratio}, expected 0 to 1")
+        check_choice("training.precision", self.precision, get_args(Precision))
+        check_choice("training.schedule", self.schedule, get_args(Schedule))
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"training.betas is {self.betas}, expected two from 0 to below 1")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"training.ema_decay is {self.ema_decay}, expected between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineConfig:
+    """Hardware settings, which may change when a run is resumed without changing its results.
+
+    On one CPU, results are bit-identical for any `workers` and `gradient_checkpointing`. The other
+    settings change them by rounding only, except that dropped paths and augmentation are drawn
+    separately in each process and each gradient accumulation step.
+    """
+
+    device: str = "auto"
+    """Device to train on: cpu, cuda, cuda:1, ...; auto uses a GPU if there is one."""
+    workers: int | None = None
+    """Data loading processes per training process; None chooses a number that suits the data."""
+    gradient_accumulation_steps: int = 1
+    """Number of parts that each batch is split into, processed one after the other to save
+    memory."""
+    gradient_checkpointing: bool = False
+    """Recompute the activations of each block in the backward pass instead of storing them, to save
+    memory."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    fsdp: bool = False
+    """With several processes, shard weights, gradients and optimizer state (FSDP2) instead of
+    replicating them (DDP)."""
+    trackers: tuple[TrackerName, ...] | None = None
+    """Experiment trackers that receive the metrics; None uses tensorboard if it is installed."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a setting out of range."""
+        check_positive(**{"machine.gradient_accumulation_steps": self.gradient_accumulation_steps})
+        for name in self.trackers or ():
+            check_choice("machine.trackers", name, get_args(TrackerName))
+        if self.workers is not None and not 0 <= self.workers <= MAX_WORKERS:
+            raise ValueError(f"machine.workers is {self.workers}, expected 0 to {MAX_WORKERS}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Config of a complete run. Equal configs on equal machines give equal results."""
+
+    name: str
+    """Name of the run, used as its folder below runs/."""
+    model: ModelConfig
+    data: DataConfig
+    task: TaskConfig
+    init_from: str | None = None
+    """Pre-trained weights to start from: a run's folder, its best.safetensors, or a model saved by
+    transformers. All weights but the head must match. None initializes randomly."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a name that is not a relative path, such as digits/without_tpe."""
+        path = Path(self.name) if isinstance(self.name, str) else Path()
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"name is {self.name!r}, expected a relative path below runs/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """Result of a finished run."""
+
+    folder: Path
+    evaluation: Evaluation
+    """The last evaluation."""
+    steps: int
+    """Number of optimizer steps."""
+    reused: bool = False
+    """Whether the run had finished before, so that nothing was trained now."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last evaluation's numbers."""
+        return self.evaluation.metrics

@@ -1,0 +1,192 @@
+"""Load trained models: a run, a language model with its tokenizer, or weights to start from."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from onescan.checkpoint.files import damaged, is_number
+from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate
+from onescan.checkpoint.weights import REMEDY, load_model
+from onescan.data import Format
+from onescan.data.sources import HUB_NAME
+from onescan.training.config import RunConfig
+from onescan.training.folder import read_manifest
+
+if TYPE_CHECKING:
+    from onescan.data.text import Tokenizer
+    from onescan.models.causal_lm import CausalLM
+    from onescan.models.masked_lm import MaskedLM
+
+HEAD = "head."  # prefix of the weights that belong to one task
+MAX_SHOWN = 3  # weights that do not match
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A trained model, with its config, input format and classes."""
+
+    folder: Path
+    config: RunConfig
+    model: nn.Module
+    """On the CPU, in evaluation mode."""
+    format: Format
+    """How to convert raw input to the model's input."""
+    class_names: tuple[str, ...]
+    metrics: dict[str, float]
+    """Metrics of these weights on held-out data; empty if they were not evaluated."""
+
+
+def load(path: str | Path) -> Checkpoint:
+    """Load a trained model from its run's folder, or from any file in that folder.
+
+    The weights are those of the last checkpoint; for best.safetensors, of the best evaluation.
+
+    Nothing is unpickled, and no module outside the package is imported: import the module of a
+    custom model first.
+
+    Raises:
+        FileNotFoundError: If there is no such path, or the run has not saved any weights yet.
+        ValueError: If `path` is not a path, the folder holds no run or was written by an
+            unsupported version, or if the weights are damaged (names the file), do not match the
+            model or do not fit into memory.
+    """
+    if not isinstance(path, str | PathLike):
+        raise ValueError(f"path is {path!r}, expected the folder of a run")
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no run at {path}")
+    folder, weights = locate(path)
+    if path != folder and not (folder / CONFIG).is_file():
+        raise ValueError(f"'{path}' is no file of a run: there is no {CONFIG} beside it")
+    manifest = read_manifest(folder)
+    with torch.random.fork_rng(devices=[]):  # keep the caller's random state
+        model, notes = load_model(weights, manifest.run.model)
+    return Checkpoint(
+        folder=folder,
+        config=manifest.run,
+        model=model,
+        format=manifest.format,
+        class_names=manifest.class_names,
+        metrics=_metrics(notes, weights),
+    )
+
+
+def _metrics(notes: dict[str, Any], path: Path) -> dict[str, float]:
+    metrics = notes.get("metrics", {})
+    if isinstance(metrics, dict) and all(map(is_number, metrics.values())):
+        return metrics
+    raise damaged(path, metrics, REMEDY)
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a path is a run's folder, or a file in one."""
+    try:
+        return has_run_config(path if path.is_dir() else path.parent)
+    except (OSError, ValueError):
+        return False
+
+
+def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
+    """Load a language model, on the CPU in evaluation mode, and its tokenizer.
+
+    No code from the folder is executed.
+
+    Args:
+        name: A run's folder or its best.safetensors; or a folder or hub name of a model and a
+            tokenizer saved by transformers' `save_pretrained`.
+
+    Raises:
+        ValueError: If there is no such model, it is of another class, or has no tokenizer.
+        FileNotFoundError: If there is no such path, or the run has not saved any weights.
+        ImportError: If transformers is needed and not installed.
+    """
+    from onescan.data.text import TextFormat, load_tokenizer
+    from onescan.models.causal_lm import CausalLM
+    from onescan.models.masked_lm import MaskedLM
+
+    if _is_pretrained(name):
+        tokenizer, model = load_tokenizer(name), _load_pretrained(name)
+    else:
+        run = load(name)
+        if not isinstance(run.model, CausalLM | MaskedLM):
+            kind = type(run.model).__name__
+            raise ValueError(f"{name!r} holds a {kind}, expected a CausalLM or MaskedLM")
+        if not isinstance(run.format, TextFormat):
+            raise ValueError(f"{name!r} was trained on {type(run.format).__name__}, not on text")
+        tokenizer, model = run.format.open(run.folder), run.model
+    tokenizer.check_vocabulary(model.config.vocab_size)
+    return model, tokenizer
+
+
+def _is_pretrained(name: str) -> bool:
+    """Return whether a name is for transformers: a folder with its config, or a hub name."""
+    path = Path(name)
+    if path.exists():
+        return path.is_dir() and (path / CONFIG).is_file() and not is_run(path)
+    return re.fullmatch(HUB_NAME, name) is not None
+
+
+def _load_pretrained(name: str) -> "CausalLM | MaskedLM":
+    from onescan.integrations.transformers import load_pretrained  # slow
+
+    return load_pretrained(name)
+
+
+def init_from(name: str, model: nn.Module) -> None:
+    """Initialize a model with the weights of another.
+
+    All weights but those of the head must match. The head keeps its random weights, unless the
+    other head is of the same class: then its weights of matching shape are loaded too. For
+    classifiers with different numbers of classes, these are all but the output layer.
+
+    Args:
+        name: A run's folder or its best.safetensors; or a folder or hub name of a model saved by
+            transformers' `save_pretrained`.
+        model: Model on the CPU.
+
+    Raises:
+        ValueError: If there is no such model, or weights are missing or of another shape (names
+            them).
+        FileNotFoundError: If the run has not saved any weights.
+        ImportError: If transformers is needed and not installed.
+    """
+    other = _load_pretrained(name) if _is_pretrained(name) else load(name).model
+    there, here = other.state_dict(), model.state_dict()
+    _check_match(name, _without_head(there), _without_head(here))
+    loaded = _without_head(there)
+    if _head_class(other) is _head_class(model):
+        shared = here.keys() & there.keys()
+        loaded |= {key: there[key] for key in shared if there[key].shape == here[key].shape}
+    model.load_state_dict(loaded, strict=False)
+
+
+def _without_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: weight for key, weight in weights.items() if not key.startswith(HEAD)}
+
+
+def _head_class(model: nn.Module) -> type | None:
+    head = getattr(model, "head", None)
+    return type(head) if isinstance(head, nn.Module) else None
+
+
+def _check_match(name: str, there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
+    def shape(weights: Mapping[str, Tensor], key: str) -> str:
+        return str(tuple(weights[key].shape)) if key in weights else "missing"
+
+    wrong = [
+        f"{key} is {shape(there, key)} there and {shape(here, key)} here"
+        for key in dict.fromkeys([*here, *there])
+        if shape(there, key) != shape(here, key)
+    ]
+    if wrong:
+        more = f", and {len(wrong) - MAX_SHOWN} more" * (len(wrong) > MAX_SHOWN)
+        raise ValueError(
+            f"init_from is {name!r}, whose weights do not match the model: "
+            f"{', '.join(wrong[:MAX_SHOWN])}{more}"
+        )

@@ -1,0 +1,154 @@
+"""What an optimizer step needs: AdamW, the schedule, mixed precision, and an EMA of the weights."""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import AdamW, Optimizer
+
+from onescan.training.config import Precision, TrainingConfig
+
+MIN_LOSS_SCALE = 1.0  # a smaller scale cannot keep gradients from vanishing
+
+
+def build_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
+    """Build the optimizer. The training loop sets its learning rate at every step.
+
+    AdamW multiplies the weight decay by the learning rate, so decoupled weight decay is divided by
+    the peak learning rate.
+    """
+    scale = config.learning_rate if config.decoupled_weight_decay else 1.0
+    groups = parameter_groups(model, config.weight_decay / scale)
+    return AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the trainable parameters into a group with weight decay and one without.
+
+    A parameter has no weight decay if it has at most one axis (norms, biases), or if the module
+    that owns it lists it in its class attribute `no_weight_decay: frozenset[str]`.
+    """
+    exempt = {
+        parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim <= 1 or name in getattr(module, "no_weight_decay", ())
+    }
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in trainable if p not in exempt], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p in exempt], "weight_decay": 0.0},
+    ]
+
+
+class Plan(NamedTuple):
+    """The length of a run and the interval of its evaluations and checkpoints, in steps."""
+
+    steps: int
+    steps_per_epoch: int
+    evaluate_every: int
+    save_every: int
+
+    @classmethod
+    def of(cls, config: TrainingConfig, steps_per_epoch: int) -> "Plan":
+        """Convert epochs to steps."""
+        return cls(
+            steps=config.steps or config.epochs * steps_per_epoch,
+            steps_per_epoch=steps_per_epoch,
+            evaluate_every=max(1, round(config.evaluate_every * steps_per_epoch)),
+            save_every=max(1, round(config.checkpoint_every * steps_per_epoch)),
+        )
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether the model is evaluated after `step` steps."""
+        return step == self.steps or step > 0 == step % self.evaluate_every
+
+    def saves(self, step: int) -> bool:
+        """Return whether a checkpoint is saved after `step` steps."""
+        return step == self.steps or step > 0 == step % self.save_every
+
+
+def learning_rate(step: int, steps: int, config: TrainingConfig) -> float:
+    """Return the learning rate of step `step`, counted from 0, out of `steps`.
+
+    >>> config = TrainingConfig(learning_rate=8.0, warmup=4.0, final_lr_ratio=0.5)
+    >>> [learning_rate(step, 8, config) for step in (0, 1, 2, 3, 4, 6)]
+    [2.0, 4.0, 6.0, 8.0, 8.0, 6.0]
+    """
+    warmup = round(config.warmup * steps if config.warmup < 1 else config.warmup)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    if config.schedule == "inverse_sqrt":
+        return config.learning_rate * math.sqrt(max(warmup, 1) / (step + 1))
+    done = (step - warmup) / max(steps - warmup, 1)
+    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
+    share = config.final_lr_ratio + (1 - config.final_lr_ratio) * left[config.schedule]
+    return config.learning_rate * share
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which torch computes matrix products in the given precision."""
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, precision))
+
+
+def build_scaler(precision: Precision, device: torch.device) -> GradScaler | None:
+    """Build the gradient scaler that float16 needs, or return ``None``."""
+    return GradScaler(device.type) if precision == "float16" else None
+
+
+def underflowed(scaler: GradScaler) -> bool:
+    """Return whether gradients overflow even at a scale that no longer prevents underflow."""
+    return not scaler.get_scale() >= MIN_LOSS_SCALE
+
+
+class EMA:
+    """An exponential moving average (EMA) of the weights.
+
+    ema = d * ema + (1 - d) * weights after every step, where d rises from (1 + step) / (10 + step)
+    to `decay`, so that the random initial weights are forgotten quickly.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+    def update(self, model: nn.Module, step: int) -> None:
+        """Average in the weights after `step` steps. Integer buffers are copied."""
+        keep = min(self.decay, (1 + step) / (10 + step))
+        pairs = [
+            (local_part(self.tensors[k]), local_part(t)) for k, t in model.state_dict().items()
+        ]
+        averages = [average for average, _ in pairs if average.is_floating_point()]
+        weights = [weight for average, weight in pairs if average.is_floating_point()]
+        torch._foreach_lerp_(averages, weights, 1 - keep)
+        for average, value in pairs:
+            if not average.is_floating_point():
+                average.copy_(value)
+
+    @contextmanager
+    def swapped_into(self, model: nn.Module) -> Iterator[None]:
+        """Give the model the averaged weights inside the context."""
+        own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(self.tensors)
+        try:
+            yield
+        finally:
+            model.load_state_dict(own)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor that may be sharded."""
+    to_local = getattr(tensor, "to_local", None)  # avoids importing DTensor, which is slow
+    return to_local() if to_local else tensor
+
+
+def gathered(norm: Tensor) -> Tensor:
+    """Return a norm as an ordinary tensor, gathered if the weights are sharded."""
+    gather = getattr(norm, "full_tensor", None)  # avoids importing DTensor, which is slow
+    return gather() if gather else norm
