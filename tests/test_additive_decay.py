@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_checks import assert_at_most_twice_the_error
+from pairwise import pairwise
 
 from onescan.ops.additive_decay import (
     IMPLEMENTATIONS,
@@ -24,11 +26,9 @@ B, H, K, V = 2, 3, 4, 5
 FEW = (2, 1, 2, 1)  # where every number is changed in turn
 FORMS = [(causal, form) for causal, form, backend in IMPLEMENTATIONS if backend == "torch"]
 CAUSAL = [form for causal, form in FORMS if causal]
+VARIANTS = [*FORMS, (True, "tiles"), (True, "halving"), (False, "by_sample")]
 over_forms = pytest.mark.parametrize(
-    ("causal", "form"),
-    [*FORMS, (True, "tiles"), (True, "halving"), (False, "by_sample")],
-    ids=lambda x: str(x),
-    indirect=["form"],
+    ("causal", "form"), VARIANTS, ids=lambda x: str(x), indirect=["form"]
 )
 
 
@@ -116,11 +116,16 @@ def assert_same(got, want, *, atol=1e-9):
         torch.testing.assert_close(x.to(y.dtype), y, atol=atol, rtol=1e-9)
 
 
-@over_forms
-@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 16, 37])
-@pytest.mark.parametrize("angles", [False, True])
-@pytest.mark.parametrize(("keep", "state"), [(False, False), (True, False), (True, True)])
-def test_every_form_is_the_definition(causal, form, tokens, angles, keep, state):
+@pairwise(
+    {
+        "causal, form": VARIANTS,
+        "tokens": [1, 2, 3, 7, 16, 37],
+        "angles": [False, True],
+        "keep, state": [(False, False), (True, False), (True, True)],
+    },
+    indirect=["form"],
+)
+def test_every_form_matches_the_reference(causal, form, tokens, angles, keep, state):
     named = inputs(tokens, angles=angles, keep=keep, state=state)
     want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=causal), named)
     sizes = {1, 3, 16, tokens + 1} if form == "chunk" else {64}
@@ -132,7 +137,7 @@ def test_every_form_is_the_definition(causal, form, tokens, angles, keep, state)
 
 
 @pytest.mark.parametrize("tokens", [63, 64, 65, 129])
-def test_default_chunks_are_the_definition(tokens):
+def test_default_chunks_match_the_reference(tokens):
     named = inputs(tokens, keep=True, state=True)
     want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=True), named)
     got = outputs_and_gradients(lambda **n: additive_decay(**n, causal=True, form="chunk"), named)
@@ -152,8 +157,8 @@ def test_gradcheck(causal, form, angles):
         o, state = additive_decay(**changed, causal=causal, form=form, chunk_size=2)
         return o, *state
 
-    assert torch.autograd.gradcheck(call, tensors)
-    assert torch.autograd.gradgradcheck(call, tensors)
+    assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
 
 
 @pytest.mark.parametrize("first", CAUSAL)
@@ -204,7 +209,7 @@ def test_merging_keeps_the_wider_type():
     assert merge_states(narrow, narrow).kv.dtype == torch.float32
 
 
-def test_causal_ends_where_the_other_begins():
+def test_the_last_causal_output_equals_the_bidirectional_one():
     named = inputs(13)
     causal, last = additive_decay(**named, causal=True)
     one_scan, whole = additive_decay(**named)
@@ -219,7 +224,7 @@ def test_order_does_not_matter_without_positions():
 
 
 @over_forms
-def test_masked_tokens_are_as_if_absent_whatever_they_hold(causal, form):
+def test_masked_tokens_do_not_change_outputs(causal, form):
     named = inputs(10)
     keep = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool).expand(B, -1)
     short = {n: x[:, keep[0]] for n, x in named.items() if n != "angles"}
@@ -299,10 +304,22 @@ def test_a_batch_may_be_empty(causal, form):
     assert state.kv.shape == (0, H, K, K)
 
 
-@over_forms
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(
-    "kind", ["spans", "climbs", "climbs a little", "falls", "huge", "offset", "one spike", "-inf"]
+@pairwise(
+    {
+        "causal, form": VARIANTS,
+        "dtype": [torch.float64, torch.float32],
+        "kind": [
+            "spans",
+            "climbs",
+            "climbs a little",
+            "falls",
+            "huge",
+            "offset",
+            "one spike",
+            "-inf",
+        ],
+    },
+    indirect=["form"],
 )
 def test_extreme_logits(causal, form, dtype, kind):
     tokens = 70
@@ -439,22 +456,16 @@ def test_no_less_exact_than_plain_torch(causal, form, dtype):
     named = inputs(48, dtype=dtype)
     exact = {n: x.double() for n, x in named.items()}
 
-    def errors(function):
-        got = outputs_and_gradients(function, named)
-        return [
-            (x.double() - y).square().mean().sqrt().item()
-            for x, y in zip(got[0][:1] + got[1], want[0][:1] + want[1], strict=True)
-        ]
-
-    want = outputs_and_gradients(lambda **n: reference.forward(**n, causal=causal), exact)
-    ours = errors(lambda **n: additive_decay(**n, causal=causal, form=form))
-    plain = errors(lambda **n: reference.forward(**n, causal=causal))
-    assert all(x <= 2 * y for x, y in zip(ours, plain, strict=True)), (ours, plain)
+    plain = partial(reference.forward, causal=causal)
+    ours = partial(additive_decay, causal=causal, form=form)
+    runs = [(ours, named), (plain, named), (plain, exact)]
+    results = (outputs_and_gradients(*run) for run in runs)
+    assert_at_most_twice_the_error(*(outputs[:1] + slopes for outputs, slopes in results))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_state_is_wide_and_the_output_is_of_the_values_type(dtype):
-    for causal in (False, True):
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_state_is_wide_and_the_output_is_of_the_values_type(causal):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         o, state = additive_decay(**inputs(3, dtype=dtype), causal=causal)
         assert o.dtype == dtype
         assert state.log_normalizer.dtype == torch.float64
@@ -492,29 +503,26 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"v": torch.ones(B, 3, H, V)}, r"v has shape \(2, 3, 3, 5\), expected 'B T H V' with B=2"),
-        ({"q": torch.ones(B, 4, H)}, r"q has shape \(2, 4, 3\), expected 'B T H K'"),
-        ({"q": None, "k": None, "v": None}, "q is a NoneType, expected a tensor"),
+        ({"v": torch.ones(B, 3, H, V)}, r"v has shape \(2, 3, 3, 5\)"),
+        ({"q": torch.ones(B, 4, H)}, r"q has shape \(2, 4, 3\)"),
+        ({"q": None, "k": None, "v": None}, "q is a NoneType"),
         ({"v": torch.ones(B, 4, H, V, dtype=torch.int64)}, "v has dtype torch.int64"),
-        (
-            {"angles": torch.ones(5, H, K)},
-            r"angles has shape \(5, 3, 4\), expected 'T H K' with T=4",
-        ),
-        ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32, expected torch.bool"),
-        ({"state": (1, 2)}, "state is a tuple, expected an AdditiveDecayState"),
+        ({"angles": torch.ones(5, H, K)}, r"angles has shape \(5, 3, 4\)"),
+        ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32"),
+        ({"state": (1, 2)}, "state is a tuple"),
         (
             {"state": AdditiveDecayState(torch.ones(B, H, K), torch.ones(B, H, K, V))},
-            r"state.kv has shape \(2, 3, 4, 5\), expected 'B H 8 V'",
+            r"state.kv has shape \(2, 3, 4, 5\).*'B H 8 V'",
         ),
-        ({"form": "foo"}, r"form \(not causal\) 'foo' is unknown.* auto, one_scan, full$"),
+        ({"form": "foo"}, "'foo' .*auto, one_scan, full$"),
         ({"form": "chunk"}, r"form \(not causal\) 'chunk' is unknown"),
         ({"form": "one_scan", "causal": True}, r"form \(causal\) 'one_scan' is unknown"),
         ({"form": "full", "backend": "triton"}, "'full/triton' is unknown"),
-        ({"chunk_size": 0}, "chunk_size is 0, expected a whole number of at least 1"),
-        ({"chunk_size": 2.5}, "chunk_size is 2.5, expected a whole number"),
-        ({"chunk_size": "64"}, "chunk_size is '64', expected a whole number"),
-        ({"causal": "no"}, "causal is 'no', expected True or False"),
-        ({"v": torch.ones(B, 4, H, 0)}, "V is 0, expected a number above 0"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"chunk_size": 2.5}, "chunk_size is 2.5"),
+        ({"chunk_size": "64"}, "chunk_size is '64'"),
+        ({"causal": "no"}, "causal is 'no'"),
+        ({"v": torch.ones(B, 4, H, 0)}, "V is 0"),
         ({"k": torch.ones(B, 4, H, K, device="meta")}, "k is on meta and q on cpu"),
         ({"angles": torch.full((4, H, K), torch.nan)}, "angles holds 48 NaN of 48"),
         ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf of 96"),
@@ -524,9 +532,9 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
                     torch.ones(B, H, K), torch.ones(B, H, 2 * K, V).to(torch.complex64)
                 )
             },
-            "state.kv has dtype torch.complex64, expected a floating point type",
+            "state.kv has dtype torch.complex64",
         ),
-        ({"q": torch.full((B, 4, H, K), torch.nan)}, "q holds 96 NaN of 96 values"),
+        ({"q": torch.full((B, 4, H, K), torch.nan)}, "q holds 96 NaN"),
         ({"k": torch.full((B, 4, H, K), torch.nan)}, "k holds 96 NaN"),
         ({"v": torch.full((B, 4, H, V), torch.nan)}, "v holds 120 NaN"),
     ],
@@ -542,13 +550,13 @@ def test_errors_name_the_argument(change, message):
     [
         (
             AdditiveDecayState(torch.ones(1, 1, 3), torch.ones(1, 1, 1, 1)),
-            "F is 1, expected K=3 or 2K",
+            "F is 1",
         ),
         (
             AdditiveDecayState(torch.ones(1, 2, 3), torch.ones(1, 1, 3, 1)),
             "b.log_normalizer has shape",
         ),
-        ((1, 2), "b is a tuple, expected an AdditiveDecayState"),
+        ((1, 2), "b is a tuple"),
         (AdditiveDecayState(torch.ones(1, 1, 3).long(), torch.ones(1, 1, 3, 1)), "int64"),
         (
             AdditiveDecayState(torch.full((1, 1, 3), torch.nan), torch.ones(1, 1, 3, 1)),

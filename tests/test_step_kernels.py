@@ -88,7 +88,7 @@ def assert_no_less_exact_than_torch(named):
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("lrpe", [False, True])
 @pytest.mark.parametrize(("state", "keep"), [(False, False), (True, False), (True, True)])
-def test_steps_are_the_definition(tokens, lrpe, state, keep, dtype):
+def test_steps_match_the_reference(tokens, lrpe, state, keep, dtype):
     options = {"lrpe": lrpe, "state": state, "keep": keep, "dtype": dtype}
     assert_no_less_exact_than_torch(inputs(tokens, **options))
 
@@ -103,6 +103,7 @@ def test_any_width_of_a_head(key, value, dtype):
     assert_no_less_exact_than_torch(named)
 
 
+@pytest.mark.slow
 @over_dtypes
 @over_seeds
 def test_random_shapes(seed, dtype):

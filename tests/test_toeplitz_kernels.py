@@ -95,7 +95,7 @@ def assert_no_less_exact_than_torch(named, definition=reference.forward):
 @over_dtypes
 @pytest.mark.parametrize("tokens", [1, 8, 21])
 @pytest.mark.parametrize(("bidirectional", "state"), [(False, False), (False, True), (True, False)])
-def test_kernels_are_the_definition_of_a_sequence(tokens, bidirectional, state, dtype):
+def test_kernels_match_the_reference_of_a_sequence(tokens, bidirectional, state, dtype):
     options = {"bidirectional": bidirectional, "state": state, "dtype": dtype}
     assert_no_less_exact_than_torch(inputs((tokens,), **options))
 
@@ -103,7 +103,7 @@ def test_kernels_are_the_definition_of_a_sequence(tokens, bidirectional, state, 
 @over_dtypes
 @pytest.mark.parametrize("shape", [(3, 4), (1, 9), (2, 1, 2)], ids=str)
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_kernels_are_the_definition_of_a_grid(shape, bidirectional, dtype):
+def test_kernels_match_the_reference_of_a_grid(shape, bidirectional, dtype):
     options = {"bidirectional": bidirectional, "dtype": dtype}
     assert_no_less_exact_than_torch(inputs(shape, batch=1, **options))
 
@@ -142,7 +142,7 @@ def test_any_number_of_channels_and_exponentials(channels, width, bidirectional)
 
 @pytest.mark.parametrize("decay", [0.0, -1e-6, -50.0, -1e4])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_extreme_decays_are_the_definition(decay, bidirectional):
+def test_extreme_decays_match_the_reference(decay, bidirectional):
     named = inputs((17,), batch=1, bidirectional=bidirectional, state=not bidirectional)
     named["log_decay"][..., 1:] = decay
     assert_no_less_exact_than_torch(named)
@@ -201,7 +201,7 @@ def test_no_sequences_give_no_outputs():
         ({"backend": "tritn"}, "backend 'tritn' is unknown"),
     ],
 )
-def test_what_has_no_kernel_is_refused(change, message):
+def test_unsupported_calls_are_refused(change, message):
     options = {"form": "scan", "backend": "triton", **change}
     named = inputs((6,), dtype=options.pop("dtype", SINGLE)) | options
     with pytest.raises(ValueError, match=message):

@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_checks import assert_same
+from pairwise import pairwise
 
 from onescan.ops.toeplitz_position import (
     IMPLEMENTATIONS,
@@ -72,12 +74,7 @@ def outputs_and_gradients(function, named):
     return outputs, torch.autograd.grad(loss, tensors)
 
 
-def assert_same(got, want):
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
-
-
-def assert_are_the_definition(forms, named):
+def assert_match_reference(forms, named):
     want = outputs_and_gradients(reference.forward, named)
     for form in forms:
         got = outputs_and_gradients(functools.partial(toeplitz_position, form=form), named)
@@ -87,34 +84,38 @@ def assert_are_the_definition(forms, named):
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 8, 9, 16, 31])
 @pytest.mark.parametrize(("bidirectional", "state"), [(False, False), (False, True), (True, False)])
-def test_every_form_is_the_definition_of_a_sequence(tokens, bidirectional, state):
+def test_every_form_matches_the_reference_of_a_sequence(tokens, bidirectional, state):
     named = inputs((tokens,), bidirectional=bidirectional, state=state)
     with chunks_of(4):
-        assert_are_the_definition(IMPLEMENTATIONS, named)
+        assert_match_reference(IMPLEMENTATIONS, named)
 
 
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_every_form_is_the_definition_of_a_grid(shape, bidirectional):
+def test_every_form_matches_the_reference_of_a_grid(shape, bidirectional):
     with chunks_of(2):
-        assert_are_the_definition(IMPLEMENTATIONS, inputs(shape, bidirectional=bidirectional))
+        assert_match_reference(IMPLEMENTATIONS, inputs(shape, bidirectional=bidirectional))
 
 
 @pytest.mark.parametrize("tokens", [64, 65, 129])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_default_chunks_are_the_definition(tokens, bidirectional):
+def test_default_chunks_match_the_reference(tokens, bidirectional):
     named = inputs((tokens,), bidirectional=bidirectional, state=not bidirectional)
-    assert_are_the_definition(["scan", "auto"], named)
+    assert_match_reference(["scan", "auto"], named)
 
 
-@over_forms
-@pytest.mark.parametrize("decay", [0.0, -1e-6, -50.0, -1e4])
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_extreme_decays_are_the_definition(form, decay, bidirectional):
+@pairwise(
+    {
+        "form": IMPLEMENTATIONS,
+        "decay": [0.0, -1e-6, -50.0, -1e4],
+        "bidirectional": [False, True],
+    }
+)
+def test_extreme_decays_match_the_reference(form, decay, bidirectional):
     named = inputs((23,), bidirectional=bidirectional, state=not bidirectional)
     named["log_decay"][..., 1:] = decay
     with chunks_of(5):
-        assert_are_the_definition([form], named)
+        assert_match_reference([form], named)
         low = {n: v.float() if isinstance(v, torch.Tensor) else v for n, v in named.items()}
         outputs, gradients = outputs_and_gradients(
             functools.partial(toeplitz_position, form=form), low
@@ -331,24 +332,24 @@ def nan(*shape):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.ones(B, 6)}, r"x has shape \(2, 6\), expected 'B T D'"),
+        ({"x": torch.ones(B, 6)}, r"x has shape \(2, 6\)"),
         ({"x": torch.ones(B, 6, D, dtype=torch.int64)}, "x has dtype torch.int64"),
         ({"x": nan(B, 6, D)}, "x holds 36 NaN of 36 values"),
-        ({"weight": torch.ones(1, D)}, r"weight has shape \(1, 3\), expected '1 D E' with D=3"),
+        ({"weight": torch.ones(1, D)}, r"weight has shape \(1, 3\)"),
         ({"weight": nan(1, D, E)}, "weight holds 12 NaN"),
-        ({"log_decay": -torch.ones(2, D, E)}, r"log_decay has shape \(2, 3, 4\), expected '1 D E'"),
+        ({"log_decay": -torch.ones(2, D, E)}, r"log_decay has shape \(2, 3, 4\)"),
         ({"log_decay": torch.full((1, D, E), 0.5)}, "log_decay spans 0.5 to 0.5, expected finite"),
         ({"log_decay": torch.full((1, D, E), -torch.inf)}, "log_decay spans -inf to -inf"),
-        ({"log_decay": nan(1, D, E)}, "log_decay spans nan to nan, expected finite values of at"),
-        ({"bidirectional": None}, "bidirectional is None, expected True or False"),
-        ({"bidirectional": True}, r"log_decay has shape \(1, 3, 4\), expected '1 2 D E' with D=3"),
+        ({"log_decay": nan(1, D, E)}, "log_decay spans nan to nan"),
+        ({"bidirectional": None}, "bidirectional is None"),
+        ({"bidirectional": True}, r"log_decay has shape \(1, 3, 4\)"),
         ({"shape": (5,)}, r"shape is \(5,\), expected sizes whose product is T=6"),
-        ({"shape": (3, 2)}, r"log_decay has shape \(1, 3, 4\), expected '2 D E'"),
+        ({"shape": (3, 2)}, r"log_decay has shape \(1, 3, 4\)"),
         (
             {"x": torch.ones(B, 0, D), "shape": (0,)},
-            r"shape is \(0,\), expected one positive whole number",
+            r"shape is \(0,\)",
         ),
-        ({"state": torch.ones(B, D, E)}, "state is a Tensor, expected a ToeplitzState"),
+        ({"state": torch.ones(B, D, E)}, "state is a Tensor"),
         ({"state": ToeplitzState(torch.ones(B, D, 5))}, r"state.hidden has shape \(2, 3, 5\)"),
         ({"state": ToeplitzState(nan(B, D, E))}, "state.hidden holds 24 NaN"),
         ({"form": "scans"}, "form 'scans' is unknown .* there are: dense, scan, fft"),
@@ -373,7 +374,7 @@ def test_only_one_axis_read_forward_can_be_continued(shape, bidirectional):
 
 def test_negative_sizes_are_refused_even_where_the_product_is_right():
     named = dict(inputs((2, 3)), shape=(-2, -3))
-    with pytest.raises(ValueError, match=r"shape is \(-2, -3\), expected one positive"):
+    with pytest.raises(ValueError, match=r"shape is \(-2, -3\)"):
         unwrap(toeplitz_position)(**named)
 
 
