@@ -26,6 +26,7 @@ from tiny_generation import (
     write_pngs,
 )
 
+from onescan.data import ImageDatasetConfig
 from onescan.data.images import to_bytes
 from onescan.evaluation.features import open_features
 from onescan.evaluation.generation import open_reference, reference_cache
@@ -308,3 +309,28 @@ def test_statistics_of_other_sizes_are_rejected(tmp_path, mean):
     np.savez(tmp_path / "odd.npz", mu=mean, sigma=np.zeros((3, 3)))
     with pytest.raises(ValueError, match=rf"mu is \({len(mean)},\) and sigma \(3, 3\)"):
         reference_of(tmp_path / "odd.npz", features)
+
+
+def test_statistics_that_are_not_finite_are_rejected(tmp_path):
+    features = open_features(scripted(tmp_path / "tuple.pt", Tuple()), CPU)
+    size = features.sizes((4, 4)).pooled
+    np.savez(tmp_path / "nan.npz", mu=np.full(size, np.nan), sigma=np.eye(size))
+    with pytest.raises(ValueError, match=r"reference is .*nan\.npz.* mu or sigma is not finite"):
+        reference_of(tmp_path / "nan.npz", features)
+
+
+def test_a_reference_needs_enough_readable_images(tmp_path, classifier, monkeypatch):
+    monkeypatch.setattr("onescan.evaluation.images.READERS", 1)  # which needs a readable image
+    for split in ("train", "test"):
+        for name in ("a", "b"):
+            folder = write_pngs(tmp_path / "x" / split / name, images_of(2))
+            (folder / "damaged.png").write_bytes(b"no image")
+    data = ImageDatasetConfig(
+        path=str(tmp_path / "x"), image_size=(4, 4), on_error="skip", train_crop=None
+    )
+    features = open_features(classifier, CPU)
+    assert reference_of("train", features, data).real.count == 4
+    for file in (tmp_path / "x" / "train" / "a").glob("*.png"):
+        file.write_bytes(b"no image")
+    with pytest.raises(ValueError, match="reference is 'train', which has 2 images"):
+        reference_of("train", features, data)

@@ -7,6 +7,7 @@ sums are saved every minute, so an interrupted evaluation resumes. Those of real
 import dataclasses
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -266,6 +267,8 @@ def read_statistics(file: Path, features: FeatureExtractor, size: tuple[int, int
                 f"reference is '{file}', whose {mean} is {tuple(mu.shape)} and {covariance} "
                 f"{tuple(sigma.shape)}, expected the {count} features of {features.name!r}"
             )
+        if not (mu.isfinite().all() and sigma.isfinite().all()):
+            raise ValueError(f"reference is '{file}', whose {mean} or {covariance} is not finite")
         return Gaussian(mu, sigma, None)
 
     has_spatial = sizes.spatial and "mu_s" in arrays
@@ -303,11 +306,7 @@ def _summarize(
 ) -> Reference:
     """Accumulate all images of a source, in the cache; a damaged entry is computed again."""
     total, rows = len(source), config.precision_recall_samples
-    if total <= NEIGHBORS:
-        raise ValueError(
-            f"reference is {config.reference!r}, which has {total} images, expected more than "
-            f"{NEIGHBORS}"
-        )
+    _check_count(config.reference, total)
     key = cache_key(CACHE_VERSION, source.cache_key, features.cache_key, total, min(rows, total))
     folder = reference_cache() / key
     with locked(folder):
@@ -318,6 +317,7 @@ def _summarize(
             remove(folder / STATE)
             found = Accumulator(source, total, features, rows, folder)
         found.read(source, batch_size=config.batch_size, name="real images", progress=progress)
+    _check_count(config.reference, found.count)  # without unreadable images
     has_classes = _has_same_classes(source, features)
     return Reference(
         pooled=found.pooled.gaussian(),
@@ -331,6 +331,14 @@ def _summarize(
             class_accuracy=found.label_accuracy() if has_classes else None,
         ),
     )
+
+
+def _check_count(reference: str, count: int) -> None:
+    """Raise ValueError if precision and recall cannot be computed from so few images."""
+    if count <= NEIGHBORS:
+        raise ValueError(
+            f"reference is {reference!r}, which has {count} images, expected more than {NEIGHBORS}"
+        )
 
 
 def reference_cache() -> Path:
@@ -397,15 +405,15 @@ def measure_generation(
             "frequencies": list(frequencies),
         }
         _check_settings(out, settings)
-        accumulators = {
-            scale: Accumulator(samples, config.samples, features, rows, out / folder_name(scale))
-            for scale in (denoiser.guidance_scales if denoiser else (None,))
-        }
+        open_accumulator = partial(Accumulator, samples, config.samples, features, rows)
+        scales = denoiser.guidance_scales if denoiser else (None,)
+        for scale in scales:  # raises if a state is damaged, before any image is generated
+            open_accumulator(out / folder_name(scale))
         if reference is None:  # after the settings were compared, because it may take long
             reference = open_reference(config, data, features, samples.size, progress=progress)
         scores = {}
-        for scale in list(accumulators):
-            accumulator = accumulators.pop(scale)  # free its memory before the next one
+        for scale in scales:
+            accumulator = open_accumulator(out / folder_name(scale))
             source = denoiser.at(scale, frequencies) if denoiser else samples
             name = folder_name(scale).replace("-", " ")
             accumulator.read(source, batch_size=config.batch_size, name=name, progress=progress)
