@@ -116,7 +116,9 @@ def logcumsumexp(x: Tensor) -> Tensor:
 
     Unlike torch.logcumsumexp, its gradient is fast, and its second derivatives are not NaN.
     """
-    return _LogCumSumExp.apply(x)
+    # compilers cannot trace a function with a jvp
+    function = _LogCumSumExp if torch.compiler.is_compiling() else _LogCumSumExpForwardMode
+    return function.apply(x)
 
 
 def logaddexp(a: Tensor, b: Tensor) -> Tensor:
@@ -124,7 +126,8 @@ def logaddexp(a: Tensor, b: Tensor) -> Tensor:
 
     Unlike those of torch.logaddexp, its second derivatives are not NaN.
     """
-    return _LogAddExp.apply(a, b)
+    function = _LogAddExp if torch.compiler.is_compiling() else _LogAddExpForwardMode
+    return function.apply(a, b)
 
 
 class _BroadcastDivide(torch.autograd.Function):
@@ -172,13 +175,21 @@ class _LogAddExp(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.shapes = [x.shape for x in inputs]
         ctx.save_for_backward(*inputs, output)
-        ctx.save_for_forward(*inputs, output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         *inputs, z = ctx.saved_tensors
         gradients = (gradient * (x - z).exp() for x in inputs)
         return tuple(g.sum_to_size(s) for g, s in zip(gradients, ctx.shapes, strict=True))
+
+
+class _LogAddExpForwardMode(_LogAddExp):
+    """Add forward-mode derivatives."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        _LogAddExp.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs, output)
 
     @staticmethod
     def jvp(ctx: Any, da: Tensor, db: Tensor) -> Tensor:
@@ -203,7 +214,6 @@ class _LogCumSumExp(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs, output)
-        ctx.save_for_forward(*inputs, output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -213,6 +223,15 @@ class _LogCumSumExp(torch.autograd.Function):
         for s in reversed(range(len(decay))):
             sums[s] = torch.addcmul(sums[s], decay[s], sums[s + 1])
         return (x - z).exp() * torch.stack(sums, dim=-2)
+
+
+class _LogCumSumExpForwardMode(_LogCumSumExp):
+    """Add forward-mode derivatives."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        _LogCumSumExp.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs, output)
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor) -> Tensor:
