@@ -4,8 +4,9 @@ The functional ops are in `onescan.ops`. Names are imported on first use, so tha
 and `onescan --help` do not import torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from onescan.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from onescan.checkpoint.generation_state import load_generation_state as load_generation_state
@@ -37,37 +38,32 @@ __version__ = "0.11.0"
 
 # name -> module that defines it
 _MODULES = {
-    "CausalLM": "onescan.models.causal_lm",
-    "CausalLMConfig": "onescan.models.causal_lm",
-    "Denoiser": "onescan.models.denoiser",
-    "DenoiserConfig": "onescan.models.denoiser",
-    "Grid": "onescan.shapes",
-    "ImageClassifier": "onescan.models.image_classifier",
-    "ImageClassifierConfig": "onescan.models.image_classifier",
-    "MaskedLM": "onescan.models.masked_lm",
-    "MaskedLMConfig": "onescan.models.masked_lm",
-    "PRESETS": "onescan.models.presets",
-    "Sampling": "onescan.models.causal_lm",
-    "SequenceClassifier": "onescan.models.sequence_classifier",
-    "SequenceClassifierConfig": "onescan.models.sequence_classifier",
-    "SequenceDecoder": "onescan.models.sequence_decoder",
-    "SequenceDecoderConfig": "onescan.models.sequence_decoder",
-    "build": "onescan.models.presets",
-    "load": "onescan.training.loading",
-    "load_generation_state": "onescan.checkpoint.generation_state",
-    "preset": "onescan.models.presets",
-    "save_generation_state": "onescan.checkpoint.generation_state",
-    "train": "onescan.training.loop",
-    "use_backend": "onescan.ops.backend",
+    "CausalLM": "models.causal_lm",
+    "CausalLMConfig": "models.causal_lm",
+    "Denoiser": "models.denoiser",
+    "DenoiserConfig": "models.denoiser",
+    "Grid": "shapes",
+    "ImageClassifier": "models.image_classifier",
+    "ImageClassifierConfig": "models.image_classifier",
+    "MaskedLM": "models.masked_lm",
+    "MaskedLMConfig": "models.masked_lm",
+    "PRESETS": "models.presets",
+    "Sampling": "models.causal_lm",
+    "SequenceClassifier": "models.sequence_classifier",
+    "SequenceClassifierConfig": "models.sequence_classifier",
+    "SequenceDecoder": "models.sequence_decoder",
+    "SequenceDecoderConfig": "models.sequence_decoder",
+    "build": "models.presets",
+    "load": "training.loading",
+    "load_generation_state": "checkpoint.generation_state",
+    "preset": "models.presets",
+    "save_generation_state": "checkpoint.generation_state",
+    "train": "training.loop",
+    "use_backend": "ops.backend",
 }
 
 __all__ = ["__version__", *_MODULES]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'onescan' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_attributes(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

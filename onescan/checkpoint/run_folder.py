@@ -15,6 +15,7 @@ from onescan.checkpoint.files import matches, parse_json, to_json, write_atomica
 from onescan.checkpoint.weights import BEST, WEIGHTS
 
 CONFIG = "config.json"
+TOKENIZER = "tokenizer"  # folder of the tokenizer, in runs on text
 OLDEST = (0, 9)  # oldest version of onescan whose run folders can be read
 INDENT = 2
 

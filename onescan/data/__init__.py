@@ -3,8 +3,9 @@
 Names are imported on first use. `onescan.configs` finds the class that a config names here.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from onescan.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from onescan.data.arrays import ArrayDataset as ArrayDataset
@@ -115,9 +116,4 @@ _MODULES = {
 }
 
 __all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = lazy_attributes(__name__, _MODULES)

@@ -3,8 +3,9 @@
 The module of a page is imported when its function is first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from onescan.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from onescan.report.comparison import comparison_table as comparison_table
@@ -37,9 +38,4 @@ _MODULES = {
     "write_report": "run",
 }
 __all__ = [*_MODULES]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = lazy_attributes(__name__, _MODULES)

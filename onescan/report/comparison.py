@@ -38,7 +38,7 @@ from onescan.report.plots import (
     thinned,
 )
 from onescan.report.runs import Column as Values
-from onescan.report.runs import FinishedRun, MeanStd, config_differences, read_run
+from onescan.report.runs import FinishedRun, SeedValues, config_differences, read_run
 from onescan.training.config import RunConfig
 from onescan.training.folder import MACHINE
 from onescan.training.loading import load
@@ -344,7 +344,7 @@ class Column(NamedTuple):
 
     def format(self, row: Row) -> str:
         """Format the mean over seeds, and the standard deviation of metrics."""
-        number = MeanStd(tuple(self.values(row)))
+        number = SeedValues(tuple(self.values(row)))
         if not self.is_metric or number.std is None:
             return self.text(number.mean)
         return f"{self.text(number.mean)} \u00b1 {self.text(number.std)}"
@@ -355,7 +355,7 @@ class Column(NamedTuple):
         Args:
             values: Numbers of the runs, for each row.
         """
-        numbers = [MeanStd(tuple(each)) for each in values]
+        numbers = [SeedValues(tuple(each)) for each in values]
         known = [i for i, number in enumerate(numbers) if not math.isnan(number.mean)]
         known.sort(key=lambda i: numbers[i].mean, reverse=self.better == "higher")
         if self.better is None or len(known) <= 1:

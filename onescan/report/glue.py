@@ -14,7 +14,7 @@ from onescan.recipes.glue import GLUE
 from onescan.report.format import duration, metric_name, plain_table, plural
 from onescan.report.page import Card, Figure, Section, check_report_path, fragment, render
 from onescan.report.plots import Line, dot_chart, line_chart, series
-from onescan.report.runs import Column, FinishedRun, MeanStd, check_seeds, read_run
+from onescan.report.runs import Column, FinishedRun, SeedValues, check_seeds, read_run
 from onescan.tasks.glue import LOSS, glue_score
 from onescan.training.config import RunResult
 from onescan.training.folder import write_json
@@ -42,20 +42,20 @@ class GlueOutcome:
         """Seeds, in the order of all values."""
         return [run.seed for run in next(iter(self.runs.values()))]
 
-    def metrics(self, task: GlueTask) -> dict[str, MeanStd]:
+    def metrics(self, task: GlueTask) -> dict[str, SeedValues]:
         """Return a task's metrics, without the loss."""
         results = [run.result.metrics for run in self.runs[task]]
         names = [name for name in results[0] if name != LOSS]
-        return {name: MeanStd(tuple(each[name] for each in results)) for name in names}
+        return {name: SeedValues(tuple(each[name] for each in results)) for name in names}
 
-    def score(self, task: GlueTask) -> MeanStd:
+    def score(self, task: GlueTask) -> SeedValues:
         """Return the mean of a task's metrics."""
-        return MeanStd(tuple(glue_score(run.result.metrics) for run in self.runs[task]))
+        return SeedValues(tuple(glue_score(run.result.metrics) for run in self.runs[task]))
 
-    def average(self) -> MeanStd:
+    def average(self) -> SeedValues:
         """Return the mean of all tasks' scores, for each seed."""
         scores = (self.score(task).values for task in self.runs)
-        return MeanStd(tuple(map(statistics.mean, zip(*scores, strict=True))))
+        return SeedValues(tuple(map(statistics.mean, zip(*scores, strict=True))))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers as JSON types."""
@@ -73,7 +73,7 @@ class GlueOutcome:
         }
 
 
-def _to_dict(number: MeanStd) -> dict[str, Any]:
+def _to_dict(number: SeedValues) -> dict[str, Any]:
     return {"mean": number.mean, "spread": number.std, "values": list(number.values)}
 
 

@@ -47,8 +47,8 @@ from onescan.report.plots import (
 from onescan.report.runs import (
     Column,
     FinishedRun,
-    MeanStd,
     RunGroup,
+    SeedValues,
     config_differences,
     read_run_group,
 )
@@ -165,7 +165,7 @@ def _lead(group: RunGroup) -> str:
 def _cards(group: RunGroup) -> list[Card]:
     """The main metric, parameters, time and speed."""
     seeds, name = len(group.runs), next(iter(group.runs[0].result.metrics))
-    score = MeanStd(tuple(group.metric(name)))
+    score = SeedValues(tuple(group.metric(name)))
     parameters = sum(parameter.numel() for parameter in group.model.parameters())
     device = group.runs[0].manifest.environments[0].device
     return [

@@ -99,7 +99,7 @@ class RunGroup:
         return torch.stack([run.result.evaluation.arrays[name] for run in self.runs])
 
 
-class MeanStd(NamedTuple):
+class SeedValues(NamedTuple):
     """A number of each seed, with their mean and standard deviation."""
 
     values: tuple[float, ...]
@@ -117,7 +117,7 @@ class MeanStd(NamedTuple):
     def format(self, digits: int = 3, *, scale: int = 1) -> str:
         """Format the mean and the standard deviation.
 
-        >>> MeanStd((0.5, 0.7)).format(1, scale=100), MeanStd((0.5,)).format()
+        >>> SeedValues((0.5, 0.7)).format(1, scale=100), SeedValues((0.5,)).format()
         ('60.0 ± 14.1', '0.500')
         """
         about = "" if self.std is None else f" \u00b1 {scale * self.std:.{digits}f}"

@@ -3,9 +3,9 @@
 The tasks are imported on first use. `onescan.configs` finds the class that a config names here.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from onescan.lazy import lazy_attributes
 from onescan.tasks.base import Batch as Batch
 from onescan.tasks.base import BatchPlan as BatchPlan
 from onescan.tasks.base import Evaluation as Evaluation
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
         SequenceClassificationConfig as SequenceClassificationConfig,
     )
 
-# name -> file of this folder that defines it
-_FILES = {
+# name -> module of this folder that defines it
+_MODULES = {
     "Batch": "base",
     "BatchPlan": "base",
     "DistillationConfig": "distillation",
@@ -67,10 +67,5 @@ _FILES = {
     "classify": "image_classification",
 }
 
-__all__ = list(_FILES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+__all__ = list(_MODULES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

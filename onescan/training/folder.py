@@ -37,7 +37,7 @@ from onescan.checkpoint.files import (
     write_atomically,
     writing,
 )
-from onescan.checkpoint.run_folder import CONFIG, read_config, write_config
+from onescan.checkpoint.run_folder import CONFIG, TOKENIZER, read_config, write_config
 from onescan.checkpoint.weights import BEST, WEIGHTS, read_weights, save_weights
 from onescan.data import Format
 from onescan.tasks import Evaluation, Task
@@ -46,7 +46,6 @@ from onescan.training.logging import EVENTS, METRICS, PICTURES, TENSORBOARD, TRA
 from onescan.training.state import STATE, STEP, last_state
 
 EVALUATION, RESULT = "evaluation.safetensors", "result.json"
-TOKENIZER = "tokenizer"  # written by the format of text
 FINISHED = (RESULT, EVALUATION, WEIGHTS, METRICS, CONFIG)  # the state may have been removed
 # in order of removal: config.json, which marks the folder as a run's, is last
 CONTENTS = (

@@ -23,6 +23,7 @@ from onescan.checkpoint.files import (
     to_json,
     write_atomically,
 )
+from onescan.checkpoint.run_folder import TOKENIZER
 from onescan.checks import in_a_line
 from onescan.data.base import Format
 from onescan.shapes import Tokens
@@ -33,7 +34,6 @@ BYTES = "bytes"
 MAX_CHARACTER_BYTES = 4  # in UTF-8
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete character
 
-TOKENIZER = "tokenizer"  # folder within a run's folder
 CHECKSUMS = "checksums.json"  # of the files in it
 REMEDY = "restore the tokenizer from a backup"
 
