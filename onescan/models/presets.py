@@ -25,6 +25,7 @@ from onescan.layers.mixers import (
 from onescan.layers.position import (
     AbsolutePositionConfig,
     SinusoidalPositionConfig,
+    ToeplitzPositionConfig,
     TokenPositionConfig,
 )
 from onescan.models.causal_lm import CausalLMConfig
@@ -84,7 +85,7 @@ class _Row(NamedTuple):
     printed_millions: float | int | None
     changes: Mapping[str, Any] = MappingProxyType({})
     printed_gmacs: float | None = None
-    printed_ablations: tuple[float, ...] = ()
+    printed_ablations: Mapping[str, float] = MappingProxyType({})
 
 
 _LIGHTNET = _Family(ImageClassifierConfig(), "LightNet, arXiv:2405.21022, Tables 1, 7 and 15")
@@ -125,6 +126,10 @@ _LDN = _Family(
 )
 # The condition is added as tokens. With adaLN-Zero in each block, no published size matches.
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
+# Table 3 gives XL/2 672M parameters, but Table 14 680M: the difference is the output gate.
+_LIGHTNET_DIT_NO_GATE = _Family(
+    replace(DenoiserConfig(), {"mixer.gate": False}), "LightNet, arXiv:2405.21022, Table 3"
+)
 _DIT = _Family(
     DenoiserConfig(
         mixer=SoftmaxMixerConfig(),
@@ -145,7 +150,14 @@ def _lightnet_lm(source: str) -> _Family:
     )
 
 
-_LM_WIKITEXT, _LM_V1, _LM = map(_lightnet_lm, ("WikiText-103", "v1, Table 10", "Table 13"))
+_LM_WIKITEXT, _LM_V1, _LM, _LM_PILE, _LM_SPEED = map(
+    _lightnet_lm, ("Table 5", "v1, Table 10", "Table 13", "Table 6", "Table 4")
+)
+# Table 6 prints 379M, and 385M for "no share". LLaMA's 385M, 26 layers and the vocabulary 50272 fix
+# the shape, but an MLP of width 8/3 * 1024 = 2730 and a gate of rank 128 make 385.6M even without
+# separate decays. Closest to 379M is the image models' gate of rank 64 and an MLP of width 2688,
+# which is 8/3 * 1024 rounded down to a multiple of 128.
+_LM_379M = {"mixer.gate_rank": 64, "mlp.ratio": 2688 / 1024}
 
 
 def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
@@ -157,8 +169,17 @@ def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 
 _LION_LM = _gpt2(LionMixerConfig(direction="forward"), None)
 _GPT2 = _gpt2(SoftmaxMixerConfig(causal=True), TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS))
+# Table 2 gives no size. The vocabulary, depth, embedding norm and head are Cramming's,
+# arXiv:2212.14034, with LightNet's blocks and positions. Positions are one-sided (Eq. 17), as in
+# the image models: the paper mentions no other form of TPE.
 _LIGHTNET_MLM = _Family(
-    MaskedLMConfig(vocab_size=32768), "LightNet, arXiv:2405.21022, Table 2, in the Cramming setting"
+    MaskedLMConfig(
+        vocab_size=32768,
+        position=ToeplitzPositionConfig(),
+        embedding_norm=True,
+        head_transform=False,
+    ),
+    "LightNet, arXiv:2405.21022, Table 2, in the Cramming setting, arXiv:2212.14034",
 )
 
 
@@ -195,19 +216,24 @@ _LDN_MLM = _Family(
     "LDN, arXiv:2502.12381, Sec. 5.1, which gives no shape",
 )
 
+
+def _printed(*millions: float) -> Mapping[str, float]:
+    return dict(zip(PRINTED_ABLATIONS, millions, strict=True))
+
+
 # name, family, depth, width, heads, published parameters in millions
 _IMAGE_ROWS = (
     _Row(
         *("lightnet_tiny", _LIGHTNET, 12, 192, 6, 6.0),
-        printed_ablations=(6.0, 6.0, 6.0, 6.0, 6.16),
+        printed_ablations=_printed(6.0, 6.0, 6.0, 6.0, 6.16),
     ),
     _Row(
         *("lightnet_small", _LIGHTNET, 12, 384, 16, 22.64),
-        printed_ablations=(22.54, 22.63, 22.64, 22.63, 23.82),
+        printed_ablations=_printed(22.54, 22.63, 22.64, 22.63, 23.82),
     ),
     _Row(
         *("lightnet_base", _LIGHTNET, 12, 768, 16, 87.74),
-        printed_ablations=(87.54, 87.69, 87.74, 87.72, 93.64),
+        printed_ablations=_printed(87.54, 87.69, 87.74, 87.72, 93.64),
     ),
     _Row("deit_tiny", _DEIT, 12, 192, 3, 5.7),
     _Row("deit_small", _DEIT, 12, 384, 6, 22.0),
@@ -250,12 +276,25 @@ _LANGUAGE_ROWS = (
         changes={"mixer.gate_rank": 64, "vocab_size": 50265},
     ),
     _Row("lightnet_lm_150m", _LM_V1, 15, 768, 12, 150.0),
+    _Row(
+        *("lightnet_lm_379m", _LM_PILE, 26, 1024, 8, 379.0),
+        changes=_LM_379M,
+        printed_ablations={"without_tpe": 379.0, "without_lrpe": 379.0, "without_decay": 379.0},
+    ),
+    _Row(
+        *("lightnet_lm_379m_no_share", _LM_PILE, 26, 1024, 8, 385),
+        changes={**_LM_379M, "mixer.decay_logits": "independent"},
+    ),
     _Row("lightnet_lm_380m", _LM_V1, 26, 1024, 8, 385.0),
     _Row("lightnet_lm_1b", _LM, 18, 2048, 16, 1000.0),
+    _Row(
+        *("lightnet_lm_1450m", _LM_SPEED, 24, 2048, 16, 1450.0),
+        changes={"mlp.multiple_of": 256, "tie_embeddings": False},
+    ),
     _Row("lightnet_lm_3b", _LM, 36, 2560, 20, 3000.0),
     _Row("lion_s_lm_124m", _LION_LM, 12, 768, 12, 124.0),
     _Row("gpt2_small", _GPT2, 12, 768, 12, 124.0),
-    _Row("lightnet_mlm_base", _LIGHTNET_MLM, 12, 768, 12, None),
+    _Row("lightnet_mlm_base", _LIGHTNET_MLM, 16, 768, 12, None),
     _Row("lion_lit_mlm_base", _BERT_LIT, 12, 768, 12, 110.0),
     _Row("lion_lit_mlm_large", _BERT_LIT, 24, 1024, 16, 334.0),
     _Row("lion_d_mlm_base", _BERT_D, 12, 768, 12, 110.0),
@@ -273,19 +312,19 @@ _ROWS = (
         for row in _DENOISER_ROWS
         for patch in DENOISER_PATCHES
     ),
+    _Row("lightnet_dit_xl_2_no_gate", _LIGHTNET_DIT_NO_GATE, 42, 1152, 16, 672.0),
     *_LANGUAGE_ROWS,
 )
 
 
 def _preset_of(row: _Row) -> Preset:
     sizes = {"depth": row.depth, "width": row.width, "mixer.num_heads": row.num_heads}
-    ablations = row.printed_ablations
     return Preset(
         config=replace(row.family.config, {**sizes, **row.changes}),
         printed_millions=row.printed_millions,
         source=row.family.source,
         printed_gmacs=row.printed_gmacs,
-        printed_ablations=dict(zip(PRINTED_ABLATIONS, ablations, strict=True)) if ablations else {},
+        printed_ablations=row.printed_ablations,
     )
 
 
