@@ -420,7 +420,7 @@ def _speed(group: RunGroup) -> Figure:
     unit = group.task.unit
 
     def per_second(run: FinishedRun) -> Column:
-        return run.manifest.run.training.batch_size / run.column("train", "seconds")
+        return run.batch_sizes / run.column("train", "seconds")
 
     lines = _running(group, per_second, large, statistic=np.median)
     two = " (light) and its running median (dark)" * (lines[0].raw is not None)

@@ -46,8 +46,15 @@ class FinishedRun:
     @property
     def throughput(self) -> float:
         """Examples per second at the median step, since the first steps are slower."""
-        seconds = float(np.median(self.column("train", "seconds")))
-        return self.manifest.run.training.batch_size / seconds
+        return 1 / float(np.median(self.column("train", "seconds") / self.batch_sizes))
+
+    @property
+    def batch_sizes(self) -> Column:
+        """Examples of each step."""
+        training = self.manifest.run.training
+        if training.initial_batch_size is not None:
+            return self.column("train", "batch_size")
+        return np.full(len(self.column("train", "seconds")), float(training.batch_size))
 
     @property
     def waiting(self) -> float:
