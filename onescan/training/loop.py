@@ -245,7 +245,8 @@ class Loop:
             batch = tuple(part.to(self.device, non_blocking=True) for part in next(batches))
             if self.steps_now == i == 0:
                 self.display.write(self.summary(batch))
-            seed = derive_seed(self.settings.seed, "step", step, self.ranks.rank, *[i][:i])
+            index = (i,) if i else ()
+            seed = derive_seed(self.settings.seed, "step", step, self.ranks.rank, *index)
             if i == 0:
                 torch.manual_seed(seed)  # for dropout and dropped paths
             self.backward(self.task.augment(batch, seed), sums, i, end - first)
