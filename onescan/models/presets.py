@@ -282,7 +282,7 @@ _LANGUAGE_ROWS = (
         printed_ablations={"without_tpe": 379.0, "without_lrpe": 379.0, "without_decay": 379.0},
     ),
     _Row(
-        *("lightnet_lm_379m_no_share", _LM_PILE, 26, 1024, 8, 385),
+        *("lightnet_lm_no_share", _LM_PILE, 26, 1024, 8, 385),
         changes={**_LM_379M, "mixer.decay_logits": "independent"},
     ),
     _Row("lightnet_lm_380m", _LM_V1, 26, 1024, 8, 385.0),
@@ -312,7 +312,7 @@ _ROWS = (
         for row in _DENOISER_ROWS
         for patch in DENOISER_PATCHES
     ),
-    _Row("lightnet_dit_xl_2_no_gate", _LIGHTNET_DIT_NO_GATE, 42, 1152, 16, 672.0),
+    _Row("lightnet_dit_xl_672m", _LIGHTNET_DIT_NO_GATE, 42, 1152, 16, 672.0),
     *_LANGUAGE_ROWS,
 )
 

@@ -148,18 +148,18 @@ def _cifar10(name: str, model: DenoiserConfig) -> RunConfig:
     )
 
 
-def imagenet_lightnet_dit_xl_2_no_gate() -> RunConfig:
+def imagenet_lightnet_dit_xl_672m() -> RunConfig:
     r"""LightNet-XL/2 denoiser on ImageNet-1k latents, as in its Table 3; not run yet.
 
     onescan encode FOLDER --vae stabilityai/sd-vae-ft-ema --out imagenet-latents
-    torchrun --nproc-per-node 8 -m onescan train imagenet_lightnet_dit_xl_2_no_gate \
+    torchrun --nproc-per-node 8 -m onescan train imagenet_lightnet_dit_xl_672m \
         --data.path imagenet-latents
 
     0.8 million steps of 1024 images, by Sec. 6.1. Without output gates, the model has the 672M
     parameters of Table 3; imagenet_lightnet_dit_xl_2 has the gates and the 680M of Table 14. The
     other settings are those of Table 12. The paper does not state the sampler; it is DiT's.
     """
-    return _imagenet("lightnet_dit_xl_2_no_gate", LIGHTNET_TABLE_3)
+    return _imagenet("lightnet_dit_xl_672m", LIGHTNET_TABLE_3)
 
 
 def _imagenet(model: str, training: TrainingConfig) -> RunConfig:
@@ -191,5 +191,5 @@ RECIPES = table(
         for size in ("s", "b", "l", "xl")
         for patch in (2, 4, 8)
     ),
-    imagenet_lightnet_dit_xl_2_no_gate,
+    imagenet_lightnet_dit_xl_672m,
 )
