@@ -179,7 +179,8 @@ _LIGHTNET_MLM = _Family(
         embedding_norm=True,
         head_transform=False,
     ),
-    "LightNet, arXiv:2405.21022, Table 2, in the Cramming setting, arXiv:2212.14034",
+    "LightNet, arXiv:2405.21022, Table 2, in the Cramming setting, arXiv:2212.14034; one-sided "
+    "TPE, as in Eq. 17",
 )
 
 

@@ -245,8 +245,8 @@ class Loop:
             batch = tuple(part.to(self.device, non_blocking=True) for part in next(batches))
             if self.steps_now == i == 0:
                 self.display.write(self.summary(batch))
-            index = (i,) if i else ()
-            seed = derive_seed(self.settings.seed, "step", step, self.ranks.rank, *index)
+            place = (step, self.ranks.rank) if i == 0 else (step, self.ranks.rank, i)
+            seed = derive_seed(self.settings.seed, "step", *place)
             if i == 0:
                 torch.manual_seed(seed)  # for dropout and dropped paths
             self.backward(self.task.augment(batch, seed), sums, i, end - first)
@@ -276,14 +276,7 @@ class Loop:
         self.count_time(seconds, waiting, end - first)
 
     def backward(self, batch: Batch, sums: dict[str, Tensor], index: int, count: int) -> None:
-        """Accumulate the gradient over the parts of a micro-batch.
-
-        Args:
-            batch: The micro-batch.
-            sums: The step's metrics, the loss first, to which this adds.
-            index: Index of the micro-batch in its step.
-            count: Micro-batches of the step.
-        """
+        """Accumulate the gradient of one of `count` micro-batches, and its metrics in `sums`."""
         per_batch = self.machine.gradient_accumulation_steps
         parts = per_batch * count
         chunks = [tensor.chunk(per_batch) for tensor in batch]
