@@ -9,6 +9,7 @@ from onescan.layers.mixers.linear_diffusion import (
     LinearDiffusionState,
 )
 from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixer, LionMixerConfig
+from onescan.layers.mixers.rwkv6 import RWKV6Mixer, RWKV6MixerConfig, RWKV6State
 from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig, SoftmaxState
 
 __all__ = [
@@ -26,6 +27,9 @@ __all__ = [
     "LionMixerConfig",
     "Mixer",
     "MixerConfig",
+    "RWKV6Mixer",
+    "RWKV6MixerConfig",
+    "RWKV6State",
     "SoftmaxMixer",
     "SoftmaxMixerConfig",
     "SoftmaxState",
@@ -35,6 +39,7 @@ MIXERS: dict[str, type[MixerConfig]] = {
     "lightnet": LightNetMixerConfig,
     "lion": LionMixerConfig,
     "delta_rule": DeltaRuleMixerConfig,
+    "rwkv6": RWKV6MixerConfig,
     "linear_diffusion": LinearDiffusionMixerConfig,
     "softmax": SoftmaxMixerConfig,
 }
