@@ -11,6 +11,7 @@ from onescan.layers.mixers.linear_diffusion import (
 from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixer, LionMixerConfig
 from onescan.layers.mixers.rwkv6 import RWKV6Mixer, RWKV6MixerConfig, RWKV6State
 from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig, SoftmaxState
+from onescan.layers.mixers.vision_rwkv import VisionRWKVMixerConfig
 
 __all__ = [
     "LINEAR_TRANSFORMERS",
@@ -33,6 +34,7 @@ __all__ = [
     "SoftmaxMixer",
     "SoftmaxMixerConfig",
     "SoftmaxState",
+    "VisionRWKVMixerConfig",
 ]
 
 MIXERS: dict[str, type[MixerConfig]] = {
@@ -40,6 +42,7 @@ MIXERS: dict[str, type[MixerConfig]] = {
     "lion": LionMixerConfig,
     "delta_rule": DeltaRuleMixerConfig,
     "rwkv6": RWKV6MixerConfig,
+    "vision_rwkv": VisionRWKVMixerConfig,
     "linear_diffusion": LinearDiffusionMixerConfig,
     "softmax": SoftmaxMixerConfig,
 }

@@ -217,13 +217,14 @@ def read_before_write(
         q: Queries, [B, T, H, K].
         k: Keys, [B, T, H, K].
         v: Values, [B, T, H, V].
-        log_decay: Log of the decay of each token and key channel, a_t, [B, T, H, K].
+        log_decay: a_t, the log of the decay of each token, [B, T, H], or also of each key channel,
+            [B, T, H, K].
         state: S_0, the state returned by a previous call.
         form: As in `decay_attention`.
         chunk_size: As in `decay_attention`.
         return_state: If False, return None instead of the state.
     """
-    keys, values, decays = (F.pad(x, (0, 0, 0, 0, 1, -1)) for x in (k, v, log_decay))
+    keys, values, decays = (F.pad(x, [0, 0] * (x.ndim - 2) + [1, -1]) for x in (k, v, log_decay))
     before: Any
     o, before = decay_attention(
         q, keys, values, decays, causal=True, state=state,
@@ -232,7 +233,7 @@ def read_before_write(
     if not return_state:
         return o, None
     key, value, log = to_accumulation_dtype(k[:, -1], v[:, -1], log_decay[:, -1])
-    decay = log.exp()
+    decay = log.exp() if log_decay.ndim == k.ndim else log.exp().unsqueeze(-1)
     kv = decay.unsqueeze(-1) * before.kv + key.unsqueeze(-1) * value.unsqueeze(-2)
     return o, DecayState(kv, decay * before.k_sum + key)
 
