@@ -19,6 +19,7 @@ from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    MambaMixerConfig,
     MixerConfig,
     SoftmaxMixerConfig,
 )
@@ -123,6 +124,16 @@ _LDN = _Family(
     ),
     "LDN, arXiv:2502.12381, Table 1",
 )
+# LightNet's and LION's tables print Vim with a class token between the halves of the patches.
+_VIM = _Family(
+    ImageClassifierConfig(
+        mixer=MambaMixerConfig(prefix_position="middle"),
+        mlp=None,
+        position=AbsolutePositionConfig(),
+        norm="rms",
+    ),
+    "Vim, arXiv:2401.09417, Table 1; LightNet, Table 1; LION, Tables 2 and 12",
+)
 # The condition is added as tokens. With adaLN-Zero in each block, no published size matches.
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
 _DIT = _Family(
@@ -157,6 +168,18 @@ def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 
 _LION_LM = _gpt2(LionMixerConfig(direction="forward"), None)
 _GPT2 = _gpt2(SoftmaxMixerConfig(causal=True), TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS))
+# LightNet prints 385M for Mamba and no shape. With Mamba's own width of 1024, 50 blocks have 384.8
+# million parameters; Mamba's 370M model has 48 blocks.
+_MAMBA_LM = _Family(
+    CausalLMConfig(
+        vocab_size=50272,
+        mixer=MambaMixerConfig(direction="forward"),
+        mlp=None,
+        position=None,
+        norm="rms",
+    ),
+    "Mamba, arXiv:2312.00752; LightNet, arXiv:2405.21022, Table 6",
+)
 _LIGHTNET_MLM = _Family(
     MaskedLMConfig(vocab_size=32768), "LightNet, arXiv:2405.21022, Table 2, in the Cramming setting"
 )
@@ -230,6 +253,9 @@ _IMAGE_ROWS = (
     _Row("ldn_base", _LDN, 12, 768, 12, 52.0, printed_gmacs=10.6),
     _Row("ldn_large", _LDN, 24, 1024, 16, 181.0, printed_gmacs=36.7),
     _Row("ldn_huge", _LDN, 32, 1280, 16, 373.0, printed_gmacs=75.4),
+    _Row("vim_tiny", _VIM, 24, 192, 1, 7),
+    _Row("vim_small", _VIM, 24, 384, 1, 26.0, changes={"drop_path": 0.05}),
+    _Row("vim_base", _VIM, 24, 768, 1, 98.0),
 )
 # Parameter counts are for patches of 2 x 2. Each size is available with every patch size, such as
 # lightnet_dit_s_2. The published 33M of LightNet-S and DiT-S are 33.53, truncated, and 32.96,
@@ -255,6 +281,7 @@ _LANGUAGE_ROWS = (
     _Row("lightnet_lm_3b", _LM, 36, 2560, 20, 3000.0),
     _Row("lion_s_lm_124m", _LION_LM, 12, 768, 12, 124.0),
     _Row("gpt2_small", _GPT2, 12, 768, 12, 124.0),
+    _Row("mamba_lm_385m", _MAMBA_LM, 50, 1024, 1, 385.0),
     _Row("lightnet_mlm_base", _LIGHTNET_MLM, 12, 768, 12, None),
     _Row("lion_lit_mlm_base", _BERT_LIT, 12, 768, 12, 110.0),
     _Row("lion_lit_mlm_large", _BERT_LIT, 24, 1024, 16, 334.0),

@@ -9,6 +9,7 @@ from onescan.layers.mixers.linear_diffusion import (
     LinearDiffusionState,
 )
 from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixer, LionMixerConfig
+from onescan.layers.mixers.mamba import MambaMixer, MambaMixerConfig, MambaState
 from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig, SoftmaxState
 
 __all__ = [
@@ -24,6 +25,9 @@ __all__ = [
     "LinearDiffusionState",
     "LionMixer",
     "LionMixerConfig",
+    "MambaMixer",
+    "MambaMixerConfig",
+    "MambaState",
     "Mixer",
     "MixerConfig",
     "SoftmaxMixer",
@@ -36,5 +40,6 @@ MIXERS: dict[str, type[MixerConfig]] = {
     "lion": LionMixerConfig,
     "delta_rule": DeltaRuleMixerConfig,
     "linear_diffusion": LinearDiffusionMixerConfig,
+    "mamba": MambaMixerConfig,
     "softmax": SoftmaxMixerConfig,
 }
