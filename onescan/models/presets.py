@@ -16,6 +16,7 @@ from onescan.configs import ModelConfig, replace
 from onescan.layers.basic import MLPConfig
 from onescan.layers.decays import FixedDecayConfig, NoDecayConfig, SelectiveDecayConfig
 from onescan.layers.mixers import (
+    HydraMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
@@ -134,6 +135,15 @@ _VIM = _Family(
     ),
     "Vim, arXiv:2401.09417, Table 1; LightNet, Table 1; LION, Tables 2 and 12",
 )
+# Hydra replaces the attention and the MLP of ViT and has no positions. Its paper gives 24 blocks
+# and 91M for the base size: 24 blocks have 90.8 million parameters if both directions share B and
+# C, as in its pseudocode, and 93.2 million otherwise. LION gives no shape for 22M, which 22 match.
+_HYDRA = _Family(
+    ImageClassifierConfig(
+        mixer=HydraMixerConfig(shared_keys=True), mlp=None, position=None, drop_path=0.5
+    ),
+    "Hydra, arXiv:2407.09941, Table 5 and App. D.2; LION, Table 2",
+)
 # The condition is added as tokens. With adaLN-Zero in each block, no published size matches.
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
 _DIT = _Family(
@@ -211,6 +221,20 @@ _BERT = _bert(SoftmaxMixerConfig(dropout=0.1), _BERT_POSITION)
 # App. C.5 adds a norm after LION-lit's attention. LION-lit needs positions, as it has no decay.
 _BERT_LIT = _bert(LionMixerConfig(decay=NoDecayConfig(), norm="layer"), _BERT_POSITION)
 _BERT_D, _BERT_S = _bert(_D, None), _bert(_S, None)
+# Hydra's blocks replace those of BERT. Only its embedding has dropout, which this config cannot
+# express, so there is none. LION gives no shape for the large size; 45 blocks match its 334M.
+_HYDRA_MLM = _Family(
+    MaskedLMConfig(
+        mixer=HydraMixerConfig(),
+        mlp=None,
+        position=None,
+        segment_types=2,
+        embedding_norm=True,
+        norm_position="post",
+        norm_eps=1e-5,
+    ),
+    "Hydra, arXiv:2407.09941, Table 4 and App. D.2; LION, Table 3",
+)
 _LDN_MLM = _Family(
     MaskedLMConfig(
         mixer=LinearDiffusionMixerConfig(dropout=0.1), mlp=None, position=_BERT_POSITION
@@ -256,6 +280,8 @@ _IMAGE_ROWS = (
     _Row("vim_tiny", _VIM, 24, 192, 1, 7),
     _Row("vim_small", _VIM, 24, 384, 1, 26.0, changes={"drop_path": 0.05}),
     _Row("vim_base", _VIM, 24, 768, 1, 98.0),
+    _Row("hydra_small", _HYDRA, 22, 384, 12, 22.0),
+    _Row("hydra_base", _HYDRA, 24, 768, 24, 91.0),
 )
 # Parameter counts are for patches of 2 x 2. Each size is available with every patch size, such as
 # lightnet_dit_s_2. The published 33M of LightNet-S and DiT-S are 33.53, truncated, and 32.96,
@@ -291,6 +317,8 @@ _LANGUAGE_ROWS = (
     _Row("lion_s_mlm_large", _BERT_S, 24, 1024, 16, 334.0),
     _Row("bert_base", _BERT, 12, 768, 12, 110.0),
     _Row("bert_large", _BERT, 24, 1024, 16, 334.0),
+    _Row("hydra_mlm_base", _HYDRA_MLM, 23, 768, 24, 112.0),
+    _Row("hydra_mlm_large", _HYDRA_MLM, 45, 1024, 32, 334.0),
     _Row("ldn_mlm_base", _LDN_MLM, 24, 768, 12, 125.0),
 )
 _ROWS = (

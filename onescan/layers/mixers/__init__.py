@@ -2,6 +2,7 @@
 
 from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig
+from onescan.layers.mixers.hydra import HydraMixer, HydraMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig, LightNetState
 from onescan.layers.mixers.linear_diffusion import (
     LinearDiffusionMixer,
@@ -17,6 +18,8 @@ __all__ = [
     "MIXERS",
     "DeltaRuleMixer",
     "DeltaRuleMixerConfig",
+    "HydraMixer",
+    "HydraMixerConfig",
     "LightNetMixer",
     "LightNetMixerConfig",
     "LightNetState",
@@ -41,5 +44,6 @@ MIXERS: dict[str, type[MixerConfig]] = {
     "delta_rule": DeltaRuleMixerConfig,
     "linear_diffusion": LinearDiffusionMixerConfig,
     "mamba": MambaMixerConfig,
+    "hydra": HydraMixerConfig,
     "softmax": SoftmaxMixerConfig,
 }
