@@ -1,9 +1,12 @@
 """Hydra's mixer against loops over tokens: values, gradients, masks and counts."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from onescan.configs import replace
+from onescan.layers.block import init_weights
 from onescan.layers.mixers import HydraMixerConfig
 from onescan.models.presets import preset
 from onescan.models.size import model_size
@@ -145,6 +148,7 @@ def test_the_diagonal_is_free_of_both_directions():
 
 def test_initial_values_are_hydras():
     mixer = HydraMixerConfig(num_heads=4).build(width=128, axes=1)
+    mixer.apply(partial(init_weights, std=0.02))  # as models do
     assert (mixer.decay.log_rate == 0).all()
     assert (mixer.diagonal_proj.bias == 1).all()
     dt = torch.nn.functional.softplus(mixer.decay.dt_bias)

@@ -120,7 +120,7 @@ class HydraMixer(Mixer):
             keep=None if real is None else torch.cat([real, flipped(real)]),
             form=config.form, chunk_size=config.chunk_size, return_state=False,
         )  # fmt: skip
-        before, after = F.pad(o, (0, 0, 0, 0, 1, -1)).chunk(2)  # shift
+        before, after = F.pad(o, (0, 0, 0, 0, 1, -1)).unflatten(0, (2, -1))  # shift
         return before + flipped(after)
 
 
