@@ -41,7 +41,8 @@ class MambaMixerConfig(DirectedMixerConfig):
     """Where scans read prefix tokens, such as a class token: before the grid ("start"), or between
     the halves of its tokens ("middle"), as in Vim."""
     form: Form = "auto"
-    """Algorithm of the op; see `decay_attention`."""
+    """Algorithm of the op; see `decay_attention`. On a CPU, "auto" visits one token at a time, as
+    this is fastest for heads with a single value channel."""
     chunk_size: int = 64
     """Tokens per chunk of the chunk form."""
 
@@ -161,11 +162,16 @@ class SelectiveSSM(nn.Module):
         new_state: Any
         o, new_state = decay_attention(
             q, k * dt, u.unsqueeze(-1), log_decay, causal=True, keep=keep, state=attention,
-            form=config.form, chunk_size=config.chunk_size, return_state=config.is_causal,
+            form=self._form(x), chunk_size=config.chunk_size, return_state=config.is_causal,
         )  # fmt: skip
         o = o.squeeze(-1)
         o = o if self.skip is None else o + self.skip * u
         return o, MambaState(window, new_state)
+
+    def _form(self, x: Hidden) -> Form:
+        # compilers unroll loops over tokens
+        is_slow = x.is_cuda or torch.compiler.is_compiling()
+        return "recurrent" if self.config.form == "auto" and not is_slow else self.config.form
 
     def _channels(self, x: Hidden) -> Keys:
         """Repeat the state channels of each group for the channels of the group."""
