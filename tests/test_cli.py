@@ -16,6 +16,7 @@ from tiny_run import assert_same
 from onescan.cli import COMMANDS, main
 from onescan.cli.options import only_options
 from onescan.configs import differences
+from onescan.layers.position import AbsolutePositionConfig
 from onescan.models.presets import LDN_ABLATIONS, LIGHTNET_ABLATIONS, PRESETS, preset
 from onescan.models.size import model_size
 from onescan.recipes import RECIPES, find_recipe
@@ -426,6 +427,71 @@ def test_every_ablation_of_the_papers_is_a_recipe(name, ablations):
         ]
 
 
+NO_MAP, NO_POSITIONS = {"mixer.feature_map": "identity"}, {"position": None}
+MAP, POSITIONS = {"mixer.feature_map": "shifted_silu"}, {"position": AbsolutePositionConfig()}
+CIFAR100_ROWS = {  # LION, Tables 13, 14 and 16: recipe -> preset, and what differs from it
+    "cifar100_lion_s/fixed_decay": ("lion_d_tiny", {}),
+    "cifar100_lion_s/diagonal_decay": ("lion_s_tiny", {"mixer.decay.diagonal": True}),
+    "cifar100_lion_s": ("lion_s_tiny", {}),
+    "cifar100_vit/with_feature_map": ("deit_tiny", {**POSITIONS, **MAP}),
+    "cifar100_vit": ("deit_tiny", {**POSITIONS, **NO_MAP}),
+    "cifar100_vit/with_feature_map/without_positions": ("deit_tiny", {**MAP, **NO_POSITIONS}),
+    "cifar100_vit/without_positions": ("deit_tiny", NO_POSITIONS),
+    "cifar100_lion_lit": ("lion_lit_tiny", {**POSITIONS, **MAP}),
+    "cifar100_lion_lit/without_feature_map": ("lion_lit_tiny", NO_MAP),
+    "cifar100_lion_lit/without_positions": ("lion_lit_tiny", NO_POSITIONS),
+    "cifar100_lion_lit/without_feature_map/without_positions": (
+        *("lion_lit_tiny", {**NO_MAP, **NO_POSITIONS}),
+    ),
+    **{
+        f"cifar100_lion_s/{direction}": ("lion_s_tiny", {"mixer.direction": direction})
+        for direction in ("forward", "backward", "alternating")
+    },
+    **{
+        f"cifar100_lion_s_natural/{direction}": (
+            *("lion_s_natural_tiny", {"mixer.direction": direction}),
+        )
+        for direction in ("forward", "backward")
+    },
+    "cifar100_lion_s_natural": ("lion_s_natural_tiny", {"mixer.scan": "natural"}),
+}
+
+
+@pytest.mark.parametrize("name", CIFAR100_ROWS)
+def test_every_row_of_lion_on_cifar100_is_a_recipe(name):
+    base, changes = CIFAR100_ROWS[name]
+    run = find_recipe(name)()
+    assert run.name == name
+    assert run.model == preset(base, num_classes=100, **changes)
+    assert (run.model.image_size, run.data.image_size) == ((224, 224), (224, 224))
+    assert 5.4e6 < model_size(run.model).parameters < 6.2e6  # ViT-T's size
+
+
+def test_a_distilled_lion_differs_from_lion_in_its_token_and_its_teacher():
+    changed = differences(
+        RECIPES["imagenet_lion_s_tiny"](), RECIPES["imagenet_lion_s_tiny_distilled"]()
+    )
+    assert {path: new for path, _, new in changed} == {
+        "name": "imagenet_lion_s_tiny_distilled",
+        "model.distillation_token": True,
+        "task.teacher": "timm/regnety_160.deit_in1k",
+    }
+
+
+def test_recipes_on_openwebtext_differ_only_in_their_attention():
+    names = [f"openwebtext_{name}" for name in ("gpt2", "linear_attention", "lion_s")]
+    gpt2, linear, selective = (RECIPES[name]() for name in names)
+    changed = [path for path, *_ in differences(gpt2, linear)]
+    assert changed == ["name", "model.mixer.type"]
+    changed = [path for path, *_ in differences(linear, selective)]
+    assert changed == [
+        "name",
+        "model.mixer.feature_map",
+        "model.mixer.decay.type",
+        "model.position",
+    ]
+
+
 def test_recipes_on_cifar10_have_equal_sizes():
     names = [name for name in RECIPES if name.startswith("cifar10_") and "denoiser" not in name]
     sizes = {name: model_size(RECIPES[name]().model) for name in names}
@@ -446,7 +512,7 @@ def test_recipes_on_cifar10_have_equal_sizes():
 
 LION_KINDS = ("lit", "d", "s", "d_natural", "s_natural")
 PRESET_NAMES = [f"lion_{kind}_{size}" for kind in LION_KINDS for size in ("tiny", "small", "base")]
-PRESET_NAMES += [f"ldn_{size}" for size in ("base", "large", "huge")]
+PRESET_NAMES += [f"{kind}_{size}" for kind in ("vit", "ldn") for size in ("base", "large", "huge")]
 
 
 @pytest.mark.parametrize("name", PRESET_NAMES)
