@@ -232,8 +232,8 @@ def repeat_command(group: RunGroup) -> list[str] | None:
     None if the runs are not of a recipe, or have other components than the recipe.
     """
     name = group.config.name
-    base, _, row = name.partition("/")
-    if base not in RECIPES or row not in ("", *ABLATIONS):
+    base, *ablations = name.split("/")
+    if base not in RECIPES or not ABLATIONS.keys() >= {*ablations}:
         return None
     argv = ["onescan", "train", name, "--seeds", *(str(run.seed) for run in group.runs)]
     for path, old, new in config_differences(find_recipe(name)(), group.config):
