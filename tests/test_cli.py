@@ -138,6 +138,39 @@ def test_lists_are_filtered_by_a_word(argv, first, count, capsys):
     assert sum(argv[1].lower() in line for line in lines if line != first) == count
 
 
+def test_the_name_of_a_preset_shows_its_details(capsys):
+    """And not the list of all presets whose names contain it, such as lightnet_dit_s_2."""
+    assert main(["models", "dit_s_2"]) == 0
+    out = capsys.readouterr().out
+    assert "lightnet_dit_s_2" not in out
+    assert "DiT, arXiv:2212.09748, Table 4" in out
+    assert "inputs of shape [1, 4, 32, 32], [1], [1]." in out
+    assert main(["models", "lightnet_tiny"]) == 0
+    size, parts, config = (
+        text.splitlines() for text in re.split("\n\n[A-Z].*\n\n", capsys.readouterr().out)[1:]
+    )
+    rows = {row.split()[0]: row.split()[1:] for row in size[1:]}
+    assert rows["model"] == ["6,009,832", "6.0M", "0.16%", "1.19"]
+    assert rows["full_rank_gate"][:3] == ["6,157,288", "6.16M", "-0.04%"]
+    assert rows.keys() == {"model", *LIGHTNET_ABLATIONS}
+    counts = {row.split()[0]: int(row.split()[1].replace(",", "")) for row in parts}
+    assert counts["head"] == 1000 * 193
+    assert counts["blocks.mlp"] == 12 * 3 * 192 * 512
+    assert sum(counts.values()) == 6_009_832
+    assert {"width = 192", "  gate_rank = 64"} <= {*config}
+
+
+def test_the_name_of_a_recipe_shows_its_model(capsys):
+    assert main(["models", "cifar100_lion_s/diagonal_decay"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "Ablation: diagonal_decay." in shown[1]
+    rows = {row.split()[0]: row.split()[1:] for row in shown if row}
+    model = preset("lion_s_tiny", num_classes=100, **{"mixer.decay.diagonal": True})
+    assert rows["model"][0] == f"{model_size(model).parameters:,}"
+    assert "diagonal_decay" not in rows  # it would change nothing
+    assert "forward" in rows
+
+
 def test_recipes_and_show(capsys):
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out
