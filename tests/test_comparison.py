@@ -13,7 +13,8 @@ from html_page import Page, assert_loads_nothing, table
 from tiny_run import STEPS, TinyModelConfig, tiny_run
 
 from onescan.checkpoint.files import to_json
-from onescan.data import ImageDatasetConfig, RandomCropConfig
+from onescan.configs import to_dict
+from onescan.data import ImageDatasetConfig, MixConfig, RandomCropConfig
 from onescan.report import comparison, comparison_table, write_comparison
 from onescan.report.comparison import (
     Axis,
@@ -227,6 +228,17 @@ def test_curves_are_means_and_ranges_over_seeds(runs):
     assert line.name == f"A {values[:, -1].mean():.2%}"
     assert comparison.training_curve(wide, axis).band is None
     assert len(comparison.training_curve(wide, axis).y) == STEPS
+    values = np.stack([run.column("train", "accuracy") for run in tiny.runs])
+    line = comparison.training_curve(tiny, axis, "accuracy")
+    np.testing.assert_allclose(line.y.mean(), values.mean(), atol=0.05)
+    assert line.name.endswith("%")
+
+
+def test_training_accuracy_is_drawn_unless_labels_are_mixed(runs, tmp_path):
+    mixed = copied(runs[1], tmp_path / "mixed", task__mix=to_dict(MixConfig()))
+    for folders, count in ((runs, 2), ([*runs, mixed], 0)):  # over epochs and over time
+        text = Page(page_of(folders, tmp_path)).text
+        assert text.count("Running mean over batches, of augmented") == count
 
 
 @pytest.mark.parametrize("evaluations", [1, 3])
