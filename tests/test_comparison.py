@@ -171,7 +171,7 @@ def test_page_has_table_and_settings(runs, tmp_path):
     assert wide == [f"B{WIDE}", "1 (0)", *plain[2][2:]]
     assert page.cells[-1] == [["", "Atiny", f"B{WIDE}"], ["model.width", "6", "8"]]
     assert "<b> & wide" not in html
-    assert html.count("<svg") == 6  # 3 charts over epochs, 3 over time
+    assert html.count("<svg") == 8  # 4 charts over epochs, 4 over time
     for folder in (runs[0] / "seed-0", runs[0] / "seed-1", runs[1]):
         assert str(folder) in page.text
 
@@ -247,7 +247,7 @@ def test_single_evaluations_and_extreme_accuracies_are_drawn(runs, tmp_path, acc
     def change(line):
         if line["split"] == "test":
             return line | {"accuracy": accuracy} if line["step"] > STEPS - 4 * evaluations else None
-        return line
+        return line | {"accuracy": 0.5}
 
     folder = with_records(shutil.copytree(runs[1], tmp_path / "run"), change)
     name = "A 100%" if accuracy else "A 0.00%"
