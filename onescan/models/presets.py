@@ -131,9 +131,7 @@ _LDN = _Family(
 # ViT-H the 120.5 GMACs of the table: patches of 16 x 16, as in LDN's own rows, give 127.3, and the
 # 14 x 14 of ViT-H/14 give 167.3; both have 632 million parameters. ViT-L has 304.3 of the printed
 # 307 million.
-_VIT = _Family(
-    replace(_DEIT.config, {"drop_path": _LDN.config.drop_path}), "LDN, arXiv:2502.12381, Table 1"
-)
+_VIT = _Family(replace(_DEIT.config, {"drop_path": 0.0}), "LDN, arXiv:2502.12381, Table 1")
 # Each layer consists of two blocks: spatial and channel mixing.
 _VISION_RWKV = _Family(
     ImageClassifierConfig(
