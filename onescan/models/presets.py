@@ -16,6 +16,7 @@ from onescan.configs import ModelConfig, replace
 from onescan.layers.basic import MLPConfig
 from onescan.layers.decays import FixedDecayConfig, NoDecayConfig, SelectiveDecayConfig
 from onescan.layers.mixers import (
+    LINEAR_TRANSFORMERS,
     HydraMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
@@ -127,6 +128,11 @@ _LDN = _Family(
     ),
     "LDN, arXiv:2502.12381, Table 1",
 )
+# LDN's baseline, whose figures are those of ViT, arXiv:2010.11929. No patch that divides 224 gives
+# ViT-H the 120.5 GMACs of the table: patches of 16 x 16, as in LDN's own rows, give 127.3, and the
+# 14 x 14 of ViT-H/14 give 167.3; both have 632 million parameters. ViT-L has 304.3 of the printed
+# 307 million.
+_VIT = _Family(replace(_DEIT.config, {"drop_path": 0.0}), "LDN, arXiv:2502.12381, Table 1")
 # Each layer consists of two blocks: spatial and channel mixing.
 _VISION_RWKV = _Family(
     ImageClassifierConfig(
@@ -201,6 +207,11 @@ def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 
 _LION_LM = _gpt2(LionMixerConfig(direction="forward"), None)
 _GPT2 = _gpt2(SoftmaxMixerConfig(causal=True), TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS))
+# Linear attention, arXiv:2006.16236, has no decay to encode positions with.
+_LINEAR_LM = _gpt2(
+    replace(LINEAR_TRANSFORMERS["linear_attention_scaled"], {"direction": "forward"}),
+    TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS),
+)
 # LightNet prints 385M for Mamba and no shape. With Mamba's own width of 1024, 50 blocks have 384.8
 # million parameters; Mamba's 370M model has 48 blocks.
 _MAMBA_LM = _Family(
@@ -251,6 +262,14 @@ def _bert(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 
 _BERT_POSITION = TokenPositionConfig(max_tokens=BERT_MAX_TOKENS)
 _BERT = _bert(SoftmaxMixerConfig(dropout=0.1), _BERT_POSITION)
+# RoBERTa, arXiv:1907.11692, which does not use the first two of its 514 positions.
+_ROBERTA = _Family(
+    replace(
+        _BERT.config,
+        {"vocab_size": 50265, "position.max_tokens": 514, "segment_types": 1, "norm_eps": 1e-5},
+    ),
+    "LDN, arXiv:2502.12381, Sec. 5.1 and Table 3",
+)
 # App. C.5 adds a norm after LION-lit's attention. LION-lit needs positions, as it has no decay.
 _BERT_LIT = _bert(LionMixerConfig(decay=NoDecayConfig(), norm="layer"), _BERT_POSITION)
 _BERT_D, _BERT_S = _bert(_D, None), _bert(_S, None)
@@ -312,6 +331,9 @@ _IMAGE_ROWS = (
     _Row("lion_s_natural_tiny", _LION_S_NATURAL, 12, 192, 3, 5),
     _Row("lion_s_natural_small", _LION_S_NATURAL, 12, 384, 6, 22),
     _Row("lion_s_natural_base", _LION_S_NATURAL, 12, 768, 12, 86),
+    _Row("vit_base", _VIT, 12, 768, 12, 86, printed_gmacs=17.6),
+    _Row("vit_large", _VIT, 24, 1024, 16, 307.0, printed_gmacs=61.6),
+    _Row("vit_huge", _VIT, 32, 1280, 16, 632.0, printed_gmacs=120.5),
     _Row("vision_rwkv_tiny", _VISION_RWKV, 24, 192, 1, 6.2, printed_gmacs=1.2),
     _Row("vision_rwkv_small", _VISION_RWKV, 24, 384, 1, 23.8, printed_gmacs=4.6),
     _Row("vision_rwkv_base", _VISION_RWKV, 24, 768, 1, 93.7, printed_gmacs=18.2),
@@ -360,6 +382,7 @@ _LANGUAGE_ROWS = (
     ),
     _Row("lightnet_lm_3b", _LM, 36, 2560, 20, 3000.0),
     _Row("lion_s_lm_124m", _LION_LM, 12, 768, 12, 124.0),
+    _Row("linear_attention_lm_124m", _LINEAR_LM, 12, 768, 12, 124.0),
     _Row("gpt2_small", _GPT2, 12, 768, 12, 124.0),
     _Row("mamba_lm_385m", _MAMBA_LM, 50, 1024, 1, 385.0),
     _Row("lightnet_mlm_base", _LIGHTNET_MLM, 16, 768, 12, None),
@@ -371,6 +394,7 @@ _LANGUAGE_ROWS = (
     _Row("lion_s_mlm_large", _BERT_S, 24, 1024, 16, 334.0),
     _Row("bert_base", _BERT, 12, 768, 12, 110.0),
     _Row("bert_large", _BERT, 24, 1024, 16, 334.0),
+    _Row("roberta_base", _ROBERTA, 12, 768, 12, 125.0),
     _Row("hydra_mlm_base", _HYDRA_MLM, 23, 768, 24, 112.0),
     _Row("hydra_mlm_large", _HYDRA_MLM, 45, 1024, 32, 334.0),
     _Row("ldn_mlm_base", _LDN_MLM, 24, 768, 12, 125.0),
@@ -414,12 +438,14 @@ LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "independent_decay": {"mixer.decay_logits": "independent", "mixer.decay_rank": None},
     }
 )
-# LION, Tables 13, 14 and 16, for LION-s; the last row is ours.
+# LION, Tables 13, 14 and 16, for LION-s; with_feature_map and without_positions are for the rows of
+# Table 14 that change ViT or LION-lit.
 LION_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "fixed_decay": {"mixer.decay": FixedDecayConfig()},
         "diagonal_decay": {"mixer.decay.diagonal": True},
         "without_feature_map": {"mixer.feature_map": "identity"},
+        "with_feature_map": {"mixer.feature_map": "shifted_silu"},
         "with_positions": {"position": AbsolutePositionConfig()},
         "forward": {"mixer.direction": "forward"},
         "backward": {"mixer.direction": "backward"},
