@@ -13,9 +13,15 @@ from torch import nn
 from onescan.allocation import build_model
 from onescan.checks import check_choice
 from onescan.configs import ModelConfig, replace
-from onescan.layers.basic import MLPConfig
-from onescan.layers.decays import FixedDecayConfig, NoDecayConfig, SelectiveDecayConfig
+from onescan.layers.basic import GLUConfig, MLPConfig
+from onescan.layers.decays import (
+    FixedDecayConfig,
+    HGRN2DecayConfig,
+    NoDecayConfig,
+    SelectiveDecayConfig,
+)
 from onescan.layers.mixers import (
+    HGRNMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
@@ -96,6 +102,57 @@ _DEIT = _Family(
 )
 
 
+# The multi-scan baselines of LightNet's Table 1. All scan rows from left to right and back.
+# HGRN and HGRN-2: no class token, biases everywhere, and the widths of GLUs that give the published
+# counts: 2 and 3 times the width. HGRN uses patches of 14 x 14; with them, HGRN-2 would not have
+# 23.8 million parameters. HGRN-2 counts a token once, where its code counts it in both scans.
+_HGRN = _Family(
+    ImageClassifierConfig(
+        patch_size=(14, 14),
+        mixer=HGRNMixerConfig(),
+        mlp=GLUConfig(ratio=2.0, bias=True),
+        position=None,
+        pool="mean",
+        drop_path=0.0,
+    ),
+    "LightNet, arXiv:2405.21022, Table 1; HGRN, arXiv:2311.04823",
+)
+_HGRN2 = _Family(
+    ImageClassifierConfig(
+        mixer=LionMixerConfig(
+            feature_map="sigmoid",
+            value_map="silu",
+            decay=HGRN2DecayConfig(learned_lower_bound=True),
+            normalize="none",
+            norm="layer",
+        ),
+        mlp=GLUConfig(ratio=3.0, bias=True),
+        position=None,
+        pool="mean",
+        drop_path=0.0,
+    ),
+    "LightNet, arXiv:2405.21022, Table 1; HGRN-2, arXiv:2404.07904",
+)
+# TransNormerLLM (TNL) with RetNet's decays and without rotations. The published counts fit
+# LightNet's gate of rank 64 and norms, and biases in the GLU only.
+_TNL = _Family(
+    ImageClassifierConfig(
+        mixer=LionMixerConfig(
+            feature_map="silu",
+            decay=FixedDecayConfig(init="retnet", learnable=False),
+            normalize="none",
+            norm="layer",
+            gate="sigmoid",
+            gate_rank=64,
+            bias=False,
+        ),
+        mlp=GLUConfig(bias=True),
+        position=None,
+    ),
+    "LightNet, arXiv:2405.21022, Table 1; TNL, arXiv:2307.14995",
+)
+
+
 def _lion(mixer: LionMixerConfig) -> _Family:
     """DeiT with another mixer, pooled by the mean of all tokens; with positions if no decay."""
     position = AbsolutePositionConfig() if isinstance(mixer.decay, NoDecayConfig) else None
@@ -134,6 +191,13 @@ _DIT = _Family(
     ),
     "DiT, arXiv:2212.09748, Table 4",
 )
+
+
+def _two_scans(family: _Family) -> _Family:
+    """Return LightNet's denoiser with the mixer and the MLP of a classifier, without MD-TPE."""
+    changes = {field: getattr(family.config, field) for field in ("mixer", "mlp")}
+    config = replace(DenoiserConfig(position=None), changes)
+    return _Family(config, "LightNet, arXiv:2405.21022, Table 10")
 
 
 def _lightnet_lm(source: str) -> _Family:
@@ -209,6 +273,13 @@ _IMAGE_ROWS = (
         *("lightnet_base", _LIGHTNET, 12, 768, 16, 87.74),
         printed_ablations=(87.54, 87.69, 87.74, 87.72, 93.64),
     ),
+    _Row("hgrn_tiny", _HGRN, 12, 192, 3, 6.1),
+    _Row("hgrn_small", _HGRN, 12, 384, 6, 23.7),
+    _Row("tnl_tiny", _TNL, 12, 192, 3, 6.0),
+    _Row("tnl_small", _TNL, 12, 384, 6, 22.56),
+    _Row("tnl_base", _TNL, 12, 768, 12, 87.59),
+    _Row("hgrn2_tiny", _HGRN2, 12, 192, 3, 6.1),
+    _Row("hgrn2_small", _HGRN2, 12, 384, 6, 23.8),
     _Row("deit_tiny", _DEIT, 12, 192, 3, 5.7),
     _Row("deit_small", _DEIT, 12, 384, 6, 22.0),
     _Row("deit_base", _DEIT, 12, 768, 12, 86.0),
@@ -244,6 +315,11 @@ _DENOISER_ROWS = (
     _Row("dit_l", _DIT, 24, 1024, 16, 458.0),
     _Row("dit_xl", _DIT, 28, 1152, 16, 675.0),
 )
+# Table 10 gives neither sizes nor parameters; these have the shape of LightNet-S.
+_TWO_SCAN_ROWS = tuple(
+    _Row(name, _two_scans(family), 18, 384, 6, None, changes={"patch_size": (8, 8)})
+    for name, family in (("retnet_dit_s_8", _TNL), ("hgrn2_dit_s_8", _HGRN2))
+)
 _LANGUAGE_ROWS = (
     _Row(
         *("lightnet_lm_45m", _LM_WIKITEXT, 6, 512, 8, 45.07),
@@ -273,6 +349,7 @@ _ROWS = (
         for row in _DENOISER_ROWS
         for patch in DENOISER_PATCHES
     ),
+    *_TWO_SCAN_ROWS,
     *_LANGUAGE_ROWS,
 )
 

@@ -2,6 +2,12 @@
 
 from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig
+from onescan.layers.mixers.hgrn import (
+    HGRNMixer,
+    HGRNMixerConfig,
+    LowerBounds,
+    build_lower_bounds,
+)
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig, LightNetState
 from onescan.layers.mixers.linear_diffusion import (
     LinearDiffusionMixer,
@@ -16,6 +22,8 @@ __all__ = [
     "MIXERS",
     "DeltaRuleMixer",
     "DeltaRuleMixerConfig",
+    "HGRNMixer",
+    "HGRNMixerConfig",
     "LightNetMixer",
     "LightNetMixerConfig",
     "LightNetState",
@@ -24,17 +32,20 @@ __all__ = [
     "LinearDiffusionState",
     "LionMixer",
     "LionMixerConfig",
+    "LowerBounds",
     "Mixer",
     "MixerConfig",
     "SoftmaxMixer",
     "SoftmaxMixerConfig",
     "SoftmaxState",
+    "build_lower_bounds",
 ]
 
 MIXERS: dict[str, type[MixerConfig]] = {
     "lightnet": LightNetMixerConfig,
     "lion": LionMixerConfig,
     "delta_rule": DeltaRuleMixerConfig,
+    "hgrn": HGRNMixerConfig,
     "linear_diffusion": LinearDiffusionMixerConfig,
     "softmax": SoftmaxMixerConfig,
 }

@@ -1,0 +1,229 @@
+"""Baselines of LightNet's tables: HGRN, HGRN-2 and TransNormerLLM as their papers' token loops."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from projections import parts_of
+
+from onescan.layers.decays import HGRN2DecayConfig, NoDecayConfig, bounded_decay
+from onescan.layers.mixers import HGRNMixerConfig, LionMixerConfig, LowerBounds
+from onescan.models.presets import preset
+from onescan.shapes import Grid
+
+WIDTH, HEADS, K = 12, 3, 4
+DIRECTIONS = ("both", "forward", "backward")
+FORMS = ("full", "chunk", "recurrent")
+TNL, HGRN2 = preset("tnl_tiny").mixer, preset("hgrn2_tiny").mixer
+over_directions = pytest.mark.parametrize("direction", DIRECTIONS)
+over_lengths = pytest.mark.parametrize("length", [1, 7])
+
+
+def tokens(*shape):
+    return torch.randn(*shape, WIDTH, dtype=torch.float64)
+
+
+def trained(config):
+    """The mixer with weights as training may leave them, in float64."""
+    mixer = dataclasses.replace(config, num_heads=HEADS).build(width=WIDTH, axes=1).double()
+    for parameter in mixer.parameters():
+        with torch.no_grad():
+            parameter += 0.5 * torch.randn_like(parameter)
+    return mixer
+
+
+def silu(x):
+    return x * torch.sigmoid(x)
+
+
+def layer_norm(norm, x):
+    centered = x - x.mean(dim=-1, keepdim=True)
+    scaled = centered / (centered.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+    return scaled * norm.weight + norm.bias
+
+
+def hgrn(mixer, x, bound, directions):
+    """Sec. 3 of HGRN with complex numbers, one token at a time; both scans contain the token."""
+    c, gate = (silu(part(x)) for part in parts_of(mixer))
+    c = torch.complex(c[..., :WIDTH], c[..., WIDTH:])
+    decay = bound + (1 - bound) * torch.sigmoid(mixer.decay_proj(x))
+    total = torch.zeros_like(c)
+    for theta, order in zip(mixer.theta, directions, strict=True):
+        h = torch.zeros_like(c[:, 0])
+        for t in range(x.shape[1])[::order]:
+            h = decay[:, t] * torch.exp(1j * theta) * h + (1 - decay[:, t]) * c[:, t]
+            total[:, t] += h
+    o = layer_norm(mixer.norm, torch.cat([total.real, total.imag], dim=-1))
+    return mixer.out_proj(o * gate)
+
+
+@over_lengths
+@over_directions
+@pytest.mark.parametrize("form", FORMS)
+def test_hgrn_is_its_complex_recurrence(form, direction, length):
+    mixer = trained(HGRNMixerConfig(direction=direction, form=form, chunk_size=4))
+    x, bound = tokens(2, length), torch.rand(WIDTH, dtype=torch.float64)
+    want = hgrn(mixer, x, bound, {"both": (1, -1), "forward": (1,), "backward": (-1,)}[direction])
+    y, _ = mixer(x, Grid((length,)), lower_bound=bound)
+    torch.testing.assert_close(y, want)
+    grid = Grid((length,))
+    for mine, theirs in zip(
+        torch.autograd.grad(y.square().sum(), [*mixer.parameters()]),
+        torch.autograd.grad(want.square().sum(), [*mixer.parameters()]),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs)
+    unbounded, _ = mixer(x, grid)
+    torch.testing.assert_close(unbounded, mixer(x, grid, lower_bound=torch.zeros_like(bound))[0])
+
+
+@over_directions
+def test_masked_tokens_of_hgrn_equal_removed_ones(direction):
+    mixer, x = trained(HGRNMixerConfig(direction=direction)), tokens(2, 7)
+    keep = torch.tensor([[True, False, True, True, False, False, True], [False] * 3 + [True] * 4])
+    y, _ = mixer(x, Grid((7,)), keep=keep)
+    for row, real, out in zip(x, keep, y, strict=True):
+        torch.testing.assert_close(out[real][None], mixer(row[real][None], Grid((4,)))[0])
+
+
+CAUSAL = {"hgrn": HGRNMixerConfig(), "hgrn2": HGRN2, "tnl": TNL}
+
+
+@pytest.mark.parametrize("config", CAUSAL.values(), ids=CAUSAL)
+def test_causal_baselines_in_two_calls_equal_one_at_every_cut(config):
+    mixer = trained(dataclasses.replace(config, direction="forward", chunk_size=4))
+    x, keep = tokens(2, 7), torch.rand(2, 7) < 0.8
+    bound = {}
+    if config.reads_lower_bound:
+        bound = {"lower_bound": torch.rand(WIDTH, dtype=torch.float64)}
+    want, whole = mixer(x, Grid((7,)), keep=keep, **bound)
+    for cut in range(1, 7):
+        first, state = mixer(x[:, :cut], Grid((cut,)), keep=keep[:, :cut], **bound)
+        rest, state = mixer(x[:, cut:], Grid((7 - cut,)), keep=keep[:, cut:], state=state, **bound)
+        torch.testing.assert_close(torch.cat([first, rest], dim=1), want)
+        torch.testing.assert_close(state.kv, whole.kv)
+
+
+def linear_attention(q, k, v, decay, order):
+    """o_t = q_t . S_t with S_t = diag(decay_t) S_(t-1) + k_t v_t^T, and with no own part of S_t."""
+    state = torch.zeros(*k[:, 0].shape, v.shape[-1], dtype=v.dtype)
+    outputs, without_own = torch.zeros_like(v), torch.zeros_like(v)
+    for t in range(q.shape[1])[::order]:
+        state = decay[:, t].unsqueeze(-1) * state
+        without_own[:, t] = (q[:, t].unsqueeze(-2) @ state).squeeze(-2)
+        state = state + k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        outputs[:, t] = (q[:, t].unsqueeze(-2) @ state).squeeze(-2)
+    return outputs, without_own
+
+
+def in_direction(q, k, v, decay, direction):
+    """Both scans added, where a token's own part counts once."""
+    forward, backward = (linear_attention(q, k, v, decay, order) for order in (1, -1))
+    o = {"forward": forward[0], "backward": backward[0], "both": forward[0] + backward[1]}
+    return (o[direction] / K**0.5).flatten(-2)
+
+
+def heads(x):
+    return x.unflatten(-1, (HEADS, -1))
+
+
+@over_lengths
+@over_directions
+def test_hgrn2_is_its_recurrence(direction, length):
+    mixer = trained(dataclasses.replace(HGRN2, direction=direction))
+    x, bound = tokens(2, length), torch.rand(WIDTH, dtype=torch.float64)
+    to_q, to_v = parts_of(mixer)
+    decay = bound + (1 - bound) * torch.sigmoid(mixer.decays[0].proj(x))
+    q, v = torch.sigmoid(to_q(x)), silu(to_v(x))
+    o = in_direction(heads(q), heads(1 - decay), heads(v), heads(decay), direction)
+    want = mixer.out_proj(layer_norm(mixer.norm, o))
+    torch.testing.assert_close(mixer(x, Grid((length,)), lower_bound=bound)[0], want)
+
+
+@over_lengths
+@over_directions
+@pytest.mark.parametrize("gate", ["sigmoid", "silu"])
+@pytest.mark.parametrize("rank", [None, 5])
+def test_transnormer_is_its_recurrence(rank, gate, direction, length):
+    mixer = trained(dataclasses.replace(TNL, direction=direction, gate=gate, gate_rank=rank))
+    x = tokens(2, length)
+    to_q, to_k, to_v, to_gate = parts_of(mixer)
+    q, k, v = heads(silu(to_q(x))), heads(silu(to_k(x))), heads(to_v(x))
+    decay = (1 - 2.0 ** (-5 - torch.arange(HEADS)))[:, None].expand_as(k)
+    o = layer_norm(mixer.norm, in_direction(q, k, v, decay, direction))
+    u = to_gate(x) if rank is None else to_gate(x) @ mixer.gate_proj.weight.T
+    u = torch.sigmoid(u) if gate == "sigmoid" else silu(u)
+    torch.testing.assert_close(mixer(x, Grid((length,)))[0], mixer.out_proj(o * u))
+
+
+def test_lower_bounds_are_a_sum_of_a_softmax_over_blocks():
+    module = LowerBounds(4, WIDTH).double()
+    torch.testing.assert_close(module()[:, 0], torch.arange(4, dtype=torch.float64) / 4)
+    torch.nn.init.normal_(module.logits)
+    increments = module.logits.exp() / module.logits.exp().sum(dim=0)
+    want = [torch.zeros(WIDTH, dtype=torch.float64)]
+    for i in range(1, 4):
+        want.append(want[-1] + increments[i])
+    torch.testing.assert_close(module(), torch.stack(want))
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.3, 0.999])
+def test_bounded_decays_are_accurate_in_float32_and_their_gradients_finite(bound):
+    z = torch.cat([torch.linspace(-60, 30, 181), torch.tensor([-1000.0, 1000.0])]).requires_grad_()
+    low = torch.tensor(bound, requires_grad=True)
+    log_decay, rest = bounded_decay(z, low)
+    wide, bound = z.detach().double(), torch.tensor(bound, dtype=torch.float32).double()
+    decay, gate = bound + (1 - bound) * torch.sigmoid(wide), torch.sigmoid(-wide)
+    exact = torch.where(decay < 0.5, decay.log(), torch.log1p(-(1 - bound) * gate))
+    exact = exact.clamp(min=math.log(torch.finfo(torch.float32).tiny))
+    torch.testing.assert_close(log_decay.double(), exact, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(rest.double(), (1 - bound) * gate, rtol=1e-5, atol=1e-30)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(log_decay.sum(), [z, low]))
+    assert (log_decay <= 0).all()
+
+
+def small(mixer):
+    return preset(
+        "hgrn_tiny", width=WIDTH, depth=3, image_size=28, num_classes=5, mixer=mixer
+    ).build()
+
+
+@pytest.mark.parametrize("mixer", [HGRNMixerConfig(num_heads=HEADS), HGRN2], ids=["hgrn", "hgrn2"])
+def test_models_learn_lower_bounds_and_pass_them_to_their_blocks(mixer):
+    model = small(dataclasses.replace(mixer, num_heads=HEADS))
+    assert [name for name, _ in model.named_parameters() if "bounds" in name] == [
+        "lower_bounds.logits"
+    ]
+    with torch.no_grad():
+        model.lower_bounds.logits.normal_()
+    images = torch.randn(2, 3, 28, 42)
+    x, grid = model.embed(images)
+    for block, bound in zip(model.blocks, model.lower_bounds(), strict=True):
+        x = x + block.mixer(block.mixer_norm(x), grid, lower_bound=bound)[0]
+        x = x + block.mlp(block.mlp_norm(x))
+    torch.testing.assert_close(model.eval()(images), model.forward_head(model.norm(x)))
+    model(images).square().sum().backward()
+    assert model.lower_bounds.logits.grad.abs().sum() > 0
+
+
+def test_models_without_bounded_decays_have_no_lower_bounds():
+    config = LionMixerConfig(num_heads=HEADS, decay=HGRN2DecayConfig(lower_bound=0.5))
+    assert small(config).lower_bounds is None
+    assert small(dataclasses.replace(config, decay=NoDecayConfig())).lower_bounds is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LionMixerConfig(gate="silu", gate_rank=0), "gate_rank is 0"),
+        (HGRNMixerConfig(chunk_size=0), "chunk_size is 0"),
+        (
+            LionMixerConfig(decay=HGRN2DecayConfig(lower_bound=0.1, learned_lower_bound=True)),
+            "decay.lower_bound is 0.1 with learned_lower_bound=True, expected 0",
+        ),
+    ],
+)
+def test_configs_that_do_not_fit_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        config.build(width=24, axes=2)
