@@ -8,8 +8,15 @@ import torch
 from projections import parts_of
 
 from onescan.layers.decays import HGRN2DecayConfig, NoDecayConfig, bounded_decay
-from onescan.layers.mixers import HGRNMixerConfig, LionMixerConfig, LowerBounds
+from onescan.layers.mixers import (
+    HGRNMixerConfig,
+    LionMixerConfig,
+    LowerBounds,
+    SoftmaxMixerConfig,
+)
+from onescan.layers.position import TokenPositionConfig
 from onescan.models.presets import preset
+from onescan.models.token_network import flatten_state, unflatten_state
 from onescan.shapes import Grid
 
 WIDTH, HEADS, K = 12, 3, 4
@@ -183,6 +190,57 @@ def test_bounded_decays_are_accurate_in_float32_and_their_gradients_finite(bound
     assert (log_decay <= 0).all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary_attention_is_a_rotation_of_complex_pairs(causal):
+    mixer = trained(SoftmaxMixerConfig(causal=causal, bias=False, rotary=True))
+    assert mixer.in_proj.bias is None
+    x = tokens(2, 7)
+    q, k, v = map(heads, mixer.in_proj(x).chunk(3, dim=-1))
+    q, k = (torch.complex(y[..., : K // 2], y[..., K // 2 :]) for y in (q, k))
+    theta = torch.tensor([1.0, 10_000 ** (-2 / K)], dtype=torch.float64)
+    o = torch.zeros_like(v)
+    for t in range(7):
+        read = range(t + 1) if causal else range(7)
+        turned = [(q[:, t] * k[:, s].conj() * torch.exp(1j * (t - s) * theta)).real for s in read]
+        weights = (torch.stack(turned).sum(dim=-1) / K**0.5).softmax(dim=0)
+        o[:, t] = sum(w.unsqueeze(-1) * v[:, s] for w, s in zip(weights, read, strict=True))
+    torch.testing.assert_close(mixer(x, Grid((7,)))[0], mixer.out_proj(o.flatten(-2)))
+
+
+def test_fixed_token_positions_are_scaled_sines_and_cosines():
+    position = TokenPositionConfig(max_tokens=9, learned=False).build(width=4, grid=Grid((1,)))
+    assert not list(position.parameters())
+    y, state = position(torch.zeros(1, 3, 4), Grid((3,)))
+    more, _ = position(torch.zeros(1, 2, 4), Grid((2,)), state)
+    n = torch.arange(5.0)[:, None]
+    want = torch.cat([n.sin(), (n / 100).sin(), n.cos(), (n / 100).cos()], dim=1) / 2
+    torch.testing.assert_close(torch.cat([y, more], dim=1)[0], want)
+
+
+LANGUAGE = (
+    "transformer_lm_45m", "linear_attention_lm_45m", "hgrn_lm_46m", "tnl_lm_380m", "llama_385m",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_causal_language_models_continue_from_a_state(name):
+    changes = {"mixer.num_heads": HEADS, "vocab_size": 11, "width": 24, "depth": 3}
+    model = preset(name, **changes).build().double().eval()
+    if model.network.lower_bounds is not None:
+        torch.nn.init.normal_(model.network.lower_bounds.logits)
+    ids = torch.randint(11, (2, 7))
+    want, _ = model(ids)
+    for cut in range(1, 7):
+        first, state = model(ids[:, :cut])
+        state = unflatten_state(state, flatten_state(state))
+        rest, _ = model(ids[:, cut:], state)
+        torch.testing.assert_close(torch.cat([first, rest], dim=1), want)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]])
+    packed, _ = model(ids, documents=documents)
+    torch.testing.assert_close(packed[:1, 3:], model(ids[:1, 3:])[0])
+    torch.testing.assert_close(packed[1:, 1:5], model(ids[1:, 1:5])[0])
+
+
 def small(mixer):
     return preset(
         "hgrn_tiny", width=WIDTH, depth=3, image_size=28, num_classes=5, mixer=mixer
@@ -218,6 +276,7 @@ def test_models_without_bounded_decays_have_no_lower_bounds():
     [
         (LionMixerConfig(gate="silu", gate_rank=0), "gate_rank is 0"),
         (HGRNMixerConfig(chunk_size=0), "chunk_size is 0"),
+        (SoftmaxMixerConfig(rotary=True), "rotary is True with 2 axes"),
         (
             LionMixerConfig(decay=HGRN2DecayConfig(lower_bound=0.1, learned_lower_bound=True)),
             "decay.lower_bound is 0.1 with learned_lower_bound=True, expected 0",

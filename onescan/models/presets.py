@@ -38,7 +38,7 @@ from onescan.models.denoiser import DenoiserConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.masked_lm import MaskedLMConfig
 
-BERT_MAX_TOKENS, GPT2_MAX_TOKENS = 512, 1024
+BERT_MAX_TOKENS, GPT2_MAX_TOKENS, WIKITEXT_MAX_TOKENS = 512, 1024, 512
 DENOISER_PATCHES = (2, 4, 8)
 # Columns of LightNet's Tables 1 and 7 with parameter counts: keys of `LIGHTNET_ABLATIONS`.
 PRINTED_ABLATIONS = (
@@ -135,20 +135,17 @@ _HGRN2 = _Family(
 )
 # TransNormerLLM (TNL) with RetNet's decays and without rotations. The published counts fit
 # LightNet's gate of rank 64 and norms, and biases in the GLU only.
+_TNL_MIXER = LionMixerConfig(
+    feature_map="silu",
+    decay=FixedDecayConfig(init="retnet", learnable=False),
+    normalize="none",
+    norm="layer",
+    gate="sigmoid",
+    gate_rank=64,
+    bias=False,
+)
 _TNL = _Family(
-    ImageClassifierConfig(
-        mixer=LionMixerConfig(
-            feature_map="silu",
-            decay=FixedDecayConfig(init="retnet", learnable=False),
-            normalize="none",
-            norm="layer",
-            gate="sigmoid",
-            gate_rank=64,
-            bias=False,
-        ),
-        mlp=GLUConfig(bias=True),
-        position=None,
-    ),
+    ImageClassifierConfig(mixer=_TNL_MIXER, mlp=GLUConfig(bias=True), position=None),
     "LightNet, arXiv:2405.21022, Table 1; TNL, arXiv:2307.14995",
 )
 
@@ -210,6 +207,53 @@ def _lightnet_lm(source: str) -> _Family:
 
 
 _LM_WIKITEXT, _LM_V1, _LM = map(_lightnet_lm, ("WikiText-103", "v1, Table 10", "Table 13"))
+
+
+# The baselines of LightNet's Tables 5 and 6. HGRN's configuration for WikiText-103 is a Transformer
+# of 6 x 512 with tied embeddings; for Table 6, the width of TNL's GLU gives the published count.
+_HGRN_LM = _Family(
+    CausalLMConfig(
+        mixer=HGRNMixerConfig(direction="forward"),
+        mlp=GLUConfig(ratio=2.0, bias=True),
+        position=None,
+        dropout=0.1,
+    ),
+    "LightNet, arXiv:2405.21022, Table 5; HGRN, arXiv:2311.04823",
+)
+
+
+def _wikitext(mixer: MixerConfig) -> _Family:
+    position = TokenPositionConfig(max_tokens=WIKITEXT_MAX_TOKENS, learned=False)
+    return _Family(
+        CausalLMConfig(mixer=mixer, mlp=MLPConfig(), position=position, dropout=0.1),
+        "LightNet, arXiv:2405.21022, Table 5",
+    )
+
+
+_TRANSFORMER_LM = _wikitext(SoftmaxMixerConfig(causal=True))
+_LINEAR_LM = _wikitext(
+    LionMixerConfig(feature_map="elu_plus_one", decay=NoDecayConfig(), direction="forward")
+)
+_TNL_LM = _Family(
+    CausalLMConfig(
+        vocab_size=50272,
+        mixer=replace(_TNL_MIXER, {"direction": "forward", "norm": "simple_rms"}),
+        mlp=GLUConfig(ratio=21 / 8),
+        position=None,
+        norm="simple_rms",
+    ),
+    "LightNet, arXiv:2405.21022, Table 6; TNL, arXiv:2307.14995",
+)
+_LLAMA = _Family(
+    CausalLMConfig(
+        vocab_size=50272,
+        mixer=SoftmaxMixerConfig(causal=True, bias=False, rotary=True),
+        mlp=GLUConfig(multiple_of=256),
+        position=None,
+        norm="rms",
+    ),
+    "LightNet, arXiv:2405.21022, Table 6; LLaMA, arXiv:2302.13971",
+)
 
 
 def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
@@ -329,6 +373,11 @@ _LANGUAGE_ROWS = (
     _Row("lightnet_lm_380m", _LM_V1, 26, 1024, 8, 385.0),
     _Row("lightnet_lm_1b", _LM, 18, 2048, 16, 1000.0),
     _Row("lightnet_lm_3b", _LM, 36, 2560, 20, 3000.0),
+    _Row("transformer_lm_45m", _TRANSFORMER_LM, 6, 512, 8, 44.65),
+    _Row("linear_attention_lm_45m", _LINEAR_LM, 6, 512, 8, 44.65),
+    _Row("hgrn_lm_46m", _HGRN_LM, 6, 512, 8, 46.25),
+    _Row("tnl_lm_380m", _TNL_LM, 26, 1024, 8, 379.0),
+    _Row("llama_385m", _LLAMA, 26, 1024, 8, 385),
     _Row("lion_s_lm_124m", _LION_LM, 12, 768, 12, 124.0),
     _Row("gpt2_small", _GPT2, 12, 768, 12, 124.0),
     _Row("lightnet_mlm_base", _LIGHTNET_MLM, 12, 768, 12, None),
