@@ -265,6 +265,26 @@ def test_models_learn_lower_bounds_and_pass_them_to_their_blocks(mixer):
     assert model.lower_bounds.logits.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("condition", ["tokens", "adaln_zero"])
+def test_two_scan_denoisers_learn_lower_bounds_with_and_without_recomputation(condition):
+    model = preset(
+        "hgrn2_dit_s_8", width=24, depth=3, condition=condition, **{"mixer.num_heads": HEADS}
+    ).build()
+    for parameter in model.parameters():  # adaLN-Zero's outputs would be zero
+        torch.nn.init.normal_(parameter, std=0.3)
+    gradients = []
+    for recompute in (False, True):
+        for block in model.blocks:
+            block.recompute = recompute
+        torch.manual_seed(0)
+        model.zero_grad()
+        noisy, labels = torch.randn(2, 4, 16, 24), torch.tensor([3, 7])
+        model(noisy, torch.tensor([10, 999]), labels).square().sum().backward()
+        gradients.append(model.lower_bounds.logits.grad)
+    assert gradients[0].abs().sum() > 0
+    torch.testing.assert_close(*gradients)
+
+
 def test_models_without_bounded_decays_have_no_lower_bounds():
     config = LionMixerConfig(num_heads=HEADS, decay=HGRN2DecayConfig(lower_bound=0.5))
     assert small(config).lower_bounds is None
