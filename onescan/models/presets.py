@@ -374,7 +374,7 @@ _LANGUAGE_ROWS = (
     _Row("lightnet_lm_1b", _LM, 18, 2048, 16, 1000.0),
     _Row("lightnet_lm_3b", _LM, 36, 2560, 20, 3000.0),
     _Row("transformer_lm_45m", _TRANSFORMER_LM, 6, 512, 8, 44.65),
-    _Row("linear_attention_lm_45m", _LINEAR_LM, 6, 512, 8, 44.65),
+    _Row("linear_lm_45m", _LINEAR_LM, 6, 512, 8, 44.65),
     _Row("hgrn_lm_46m", _HGRN_LM, 6, 512, 8, 46.25),
     _Row("tnl_lm_380m", _TNL_LM, 26, 1024, 8, 379.0),
     _Row("llama_385m", _LLAMA, 26, 1024, 8, 385),
