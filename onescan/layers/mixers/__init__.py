@@ -8,6 +8,7 @@ from onescan.layers.mixers.hgrn import (
     LowerBounds,
     build_lower_bounds,
 )
+from onescan.layers.mixers.hydra import HydraMixer, HydraMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig, LightNetState
 from onescan.layers.mixers.linear_diffusion import (
     LinearDiffusionMixer,
@@ -15,7 +16,10 @@ from onescan.layers.mixers.linear_diffusion import (
     LinearDiffusionState,
 )
 from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixer, LionMixerConfig
+from onescan.layers.mixers.mamba import MambaMixer, MambaMixerConfig, MambaState
+from onescan.layers.mixers.rwkv6 import RWKV6Mixer, RWKV6MixerConfig, RWKV6State
 from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig, SoftmaxState
+from onescan.layers.mixers.vision_rwkv import VisionRWKVMixerConfig
 
 __all__ = [
     "LINEAR_TRANSFORMERS",
@@ -24,6 +28,8 @@ __all__ = [
     "DeltaRuleMixerConfig",
     "HGRNMixer",
     "HGRNMixerConfig",
+    "HydraMixer",
+    "HydraMixerConfig",
     "LightNetMixer",
     "LightNetMixerConfig",
     "LightNetState",
@@ -33,11 +39,18 @@ __all__ = [
     "LionMixer",
     "LionMixerConfig",
     "LowerBounds",
+    "MambaMixer",
+    "MambaMixerConfig",
+    "MambaState",
     "Mixer",
     "MixerConfig",
+    "RWKV6Mixer",
+    "RWKV6MixerConfig",
+    "RWKV6State",
     "SoftmaxMixer",
     "SoftmaxMixerConfig",
     "SoftmaxState",
+    "VisionRWKVMixerConfig",
     "build_lower_bounds",
 ]
 
@@ -46,6 +59,10 @@ MIXERS: dict[str, type[MixerConfig]] = {
     "lion": LionMixerConfig,
     "delta_rule": DeltaRuleMixerConfig,
     "hgrn": HGRNMixerConfig,
+    "rwkv6": RWKV6MixerConfig,
+    "vision_rwkv": VisionRWKVMixerConfig,
     "linear_diffusion": LinearDiffusionMixerConfig,
+    "mamba": MambaMixerConfig,
+    "hydra": HydraMixerConfig,
     "softmax": SoftmaxMixerConfig,
 }
