@@ -89,11 +89,13 @@ def find(model: nn.Module, kind: type[Module]) -> list[Module]:
 def run_hooked(
     model: nn.Module,
     kind: type[nn.Module],
-    hook: Callable[[nn.Module, tuple[Any, ...]], None],
+    hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
     images: Images,
 ) -> None:
     """Run the model with a hook before each module of one class, and remove the hooks."""
-    hooks = [module.register_forward_pre_hook(hook) for module in find(model, kind)]
+    hooks = [
+        module.register_forward_pre_hook(hook, with_kwargs=True) for module in find(model, kind)
+    ]
     try:
         with torch.no_grad():
             model(images)
@@ -113,7 +115,7 @@ def key_shares(model: nn.Module, images: Images) -> list[Shares]:
     """
     shares: list[Shares] = []
 
-    def catch(mixer: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def catch(mixer: nn.Module, arguments: tuple[Any, ...], _: dict[str, Any]) -> None:
         assert isinstance(mixer, LightNetMixer)
         shares.append(mixer.key_importance(arguments[0]))
 
@@ -548,9 +550,10 @@ def mean_decays(model: nn.Module, images: Images) -> list[MeanDecays]:
     """Return the mean decay of each head, one entry per LION mixer."""
     decays: list[MeanDecays] = []
 
-    def catch(mixer: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def catch(mixer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         assert isinstance(mixer, LionMixer)
-        decays.append(mixer.mean_decays(*arguments))
+        x, grid = arguments
+        decays.append(mixer.mean_decays(x, grid, options.get("lower_bound")))
 
     run_hooked(model, LionMixer, catch, images)
     return decays
