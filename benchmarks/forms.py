@@ -7,7 +7,8 @@ python benchmarks/forms.py lion_s_mlm_large bert_large --tokens 128 512 2048
 
 Candidates are the forms that a model supports, the chunk form with each of --chunk-sizes, or the
 one form given after a slash. A model without forms is one candidate. The first command is LION's
-Fig. 1 and 4 (arXiv:2502.16249); the others are for its Fig. 3, 9 and 10.
+Fig. 1 and 4 (arXiv:2502.16249); the others are for its Fig. 3, 9 and 10. "FLOPs of a head" are
+those of the formulas of its App. C.12, for softmax attention and for LION-s as a recurrence.
 """
 
 import math
@@ -22,8 +23,11 @@ from harness import INFERENCE, Case, run_benchmark
 from results import Benchmark
 
 from onescan import configs
-from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.layers.decays import SelectiveDecayConfig
+from onescan.layers.mixers import LionMixerConfig, SoftmaxMixerConfig
+from onescan.models.image_classifier import WITH_CLASS_TOKEN, ImageClassifierConfig
 from onescan.models.presets import PRESETS
+from onescan.models.size import attention_flops, recurrence_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +112,26 @@ def try_out(options: Options, candidate: str) -> None:
 
 
 def prepare(name: str, mode: str, size: int, options: Options) -> Case:
-    return network_case(config_of(options, name), mode, size, options)
+    config = config_of(options, name)
+    case = network_case(config, mode, size, options)
+    return case._replace(flops=head_flops(config, size))
+
+
+def head_flops(config: Network, size: int) -> int:
+    """Return the FLOPs of one head by the formulas of LION's App. C.12; 0 for other mixers."""
+    tokens, mixer = size, config.mixer
+    if isinstance(config, ImageClassifierConfig):
+        prefix = (config.pool in WITH_CLASS_TOKEN) + config.distillation_token
+        tokens = math.prod(size // p for p in config.patch_size) + prefix
+    if isinstance(mixer, SoftmaxMixerConfig):
+        return attention_flops(tokens, config.width // mixer.num_heads)
+    if (
+        isinstance(mixer, LionMixerConfig)
+        and isinstance(mixer.decay, SelectiveDecayConfig)
+        and mixer.form == "recurrent"
+    ):
+        return recurrence_flops(tokens, config.width // mixer.num_heads)
+    return 0
 
 
 def run(options: Options) -> None:

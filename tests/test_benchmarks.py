@@ -29,7 +29,7 @@ from harness import BACKWARD, FORWARD, INFERENCE, TRAINING, Case, Options, run_b
 from results import Benchmark, Row, exponent, quartiles
 
 from onescan.models.presets import preset
-from onescan.models.size import model_size
+from onescan.models.size import attention_flops, model_size, recurrence_flops
 from onescan.ops import decay_attention
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ class FakeWorker:
         if isinstance(answer, BaseException):
             raise answer
         if self.steps == 1:
-            return float(self.size), Case(None, items=4, state_mib=0.5)
+            return float(self.size), Case(None, items=4, state_mib=0.5, flops=9000)
         return answer
 
     def close(self):
@@ -98,12 +98,13 @@ def test_statistics_of_known_times(tmp_path, capsys):
     assert first.quartiles_ms == (4.0, 4.0, 6.0)
     assert (first.ratio, second.ratio) == (1.0, 8.0)
     assert (second.peak_mib, second.state_mib, second.items_per_s) == (2.0, 0.5, 125.0)
+    assert second.flops == 9000
     powers = {each["candidate"]: (each["time"], each["memory"]) for each in result.growth()}
     assert powers["first"] == (pytest.approx(1), pytest.approx(1))
     assert powers["second"] == (pytest.approx(2), pytest.approx(1))
     shown = capsys.readouterr().out
     assert "second: time grows as T^2.00, memory as T^1.00" in shown
-    assert re.search(r"second +2 +32 +32 - 40 +8 +2 +0\.5 +125\n", shown)
+    assert re.search(r"second +2 +32 +32 - 40 +8 +2 +0\.5 +125 +9,000\n", shown)
 
 
 def test_quartiles():
@@ -536,6 +537,22 @@ def test_models_in_a_form_predict(name, monkeypatch):
     options = forms.Options(presets=(name,), device="cpu", batch_size=2)
     size, rows = (8, 6) if name == "bert_base" else (32, 2)
     assert call(forms, name, options, INFERENCE, size).shape[0] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "flops"),
+    [
+        ("deit_tiny", 32, attention_flops(5, 64)),  # 2 x 2 patches and the class token
+        ("bert_base", 7, attention_flops(7, 64)),
+        ("lion_s_tiny/recurrent", 32, recurrence_flops(5, 64)),
+        ("lion_s_mlm_base/recurrent", 7, recurrence_flops(7, 64)),
+        ("lion_s_tiny/full", 32, 0),
+        ("lion_d_tiny/recurrent", 32, 0),
+        ("ldn_base/dense", 32, 0),
+    ],
+)
+def test_flops_are_those_of_the_papers_formulas(name, size, flops):
+    assert forms.head_flops(forms.config_of(forms.Options(presets=(name,)), name), size) == flops
 
 
 @pytest.mark.parametrize(
