@@ -414,14 +414,6 @@ def test_a_cache_grows_with_the_context_and_a_state_does_not():
     assert decode.state_mib(SimpleNamespace(layers=[layer, layer])) == 4.0
 
 
-def test_a_token_after_a_state_equals_the_last_token_of_the_whole_text():
-    options = decode.Options(**LANGUAGE, batch_size=2)
-    with_state, recomputed = (
-        call(decode, name, options, size=1) for name in ("lion_s", "lion_s_without_state")
-    )
-    torch.testing.assert_close(with_state, recomputed)
-
-
 @pytest.mark.parametrize("name", decode.RECOMPUTED)
 def test_recomputed_candidates_read_the_whole_context(name, monkeypatch):
     options = decode.Options(**LANGUAGE, batch_size=2)
@@ -563,12 +555,13 @@ def test_flops_are_those_of_the_papers_formulas(name, size, flops):
         (("lightnet_lm_45m",), "preset is 'lightnet_lm_45m'"),
         (("deit_tiny/full",), "preset is 'deit_tiny/full', but the mixer has no forms"),
         (("lion_d_tiny/fast",), "form is 'fast'"),
+        (("deit_tiny", "lightnet_tiny/recurrent"), "'recurrent' is unknown"),
         (("lion_d_tiny/chunk-x",), "'lion_d_tiny/chunk-x', expected a number"),
     ],
 )
 def test_unknown_models_and_forms_are_refused(presets, message):
     with pytest.raises(ValueError, match=message):
-        forms.run(forms.Options(presets=presets))
+        forms.supported(forms.Options(presets=presets))
 
 
 def test_denoisers_have_about_as_many_parameters():
