@@ -38,7 +38,7 @@ class VisionRWKVMixerConfig(MixerConfig):
     """Hidden width of channel mixing divided by the width."""
     form: Form = "auto"
     """Algorithm of the op; see `decay_attention`."""
-    chunk_size: int = 16
+    chunk_size: int = 8
     """Tokens per chunk of the chunk form."""
 
     @property
@@ -170,7 +170,7 @@ def bi_wkv(
     *,
     keep: Keep | None = None,
     form: Form = "auto",
-    chunk_size: int = 16,
+    chunk_size: int = 8,
 ) -> Hidden:
     """Return means of the values of all tokens, weighted in each channel by exp(k) and distance.
 
