@@ -231,21 +231,28 @@ class LionMixer(Mixer):
 
     @torch.no_grad()
     def mean_decays(
-        self, x: Hidden, grid: Grid, lower_bound: LowerBound | None = None
+        self,
+        x: Hidden,
+        grid: Grid,
+        *,
+        keep: Keep | None = None,
+        lower_bound: LowerBound | None = None,
     ) -> MeanDecays:
         """Return the mean decay factor of each head for each scan; 1 means no decay.
 
         Input-dependent decays are multiplied along the sequence, so they are averaged geometrically
-        over all tokens of the batch except the prefix.
+        over all real tokens of the batch except the prefix.
         """
+        real = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep.clone()
+        real[:, : grid.prefix] = False
         outputs = self._decay_outputs(x, lower_bound)
-        return torch.stack([self._mean(each.log_decay, x, grid.prefix) for each in outputs])
+        return torch.stack([self._mean(each.log_decay, x, real) for each in outputs])
 
-    def _mean(self, log_decay: LogDecay | None, x: Hidden, prefix: int) -> Tensor:
+    def _mean(self, log_decay: LogDecay | None, x: Hidden, real: Keep) -> Tensor:
         if log_decay is None:
             return x.new_ones(self.num_heads)
         if log_decay.ndim > 1:
-            log_decay = log_decay[:, prefix:].mean(dim=(0, 1))
+            log_decay = log_decay[real].mean(dim=0)
         return log_decay.exp()
 
     def _attend(
