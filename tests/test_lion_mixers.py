@@ -578,6 +578,10 @@ def test_autocast_does_not_narrow_the_row_sums_before_decay():
             LionMixerConfig(normalize="sum_before_mask", direction="forward"),
             "normalize is 'sum_before_mask' with direction='forward', expected 'both'",
         ),
+        (
+            LionMixerConfig(decay_at="symmetric", direction="backward"),
+            "decay_at is 'symmetric' with direction='backward', expected 'both'",
+        ),
         (LionMixerConfig(state_size=0), "state_size is 0"),
         (
             LionMixerConfig(state_size=4, decay=HippoDecayConfig()),

@@ -375,9 +375,10 @@ def position_kernels(group: RunGroup) -> Section:
         "(top) to those that span the whole axis (bottom).",
     )
     sides = "on both sides" if model.position.bidirectional else "before it"
+    where = "along all axes; shown are those " if model.position.joint else ""
     lead = (
         "Before the first block, MD-TPE replaces each patch by a weighted sum of itself and the "
-        f"patches {sides} in its column and row, channel by channel. "
+        f"patches {sides} {where}in its column and row, channel by channel. "
         f"Model of seed {group.runs[0].seed}."
     )
     return Section(TOEPLITZ, [by_distance, overview], lead)

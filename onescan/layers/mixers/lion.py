@@ -34,7 +34,7 @@ from onescan.layers.decays import (
 from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped
 from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
 from onescan.layers.tokens import Order, snake_orders
-from onescan.ops.decay_attention import DecayState, Form, decay_attention
+from onescan.ops.decay_attention import DecayAt, DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.numerics import (
     accumulation_dtype,
@@ -48,7 +48,6 @@ from onescan.shapes import Grid, Hidden, Keep, Keys, LowerBound, Queries, Values
 MeanDecays = Float[Tensor, "scans H"] | Float[Tensor, "scans H K"]
 ScanName = Literal["flat", "natural"]
 Normalize = Literal["none", "sum", "max_one", "sum_before_mask"]
-DecayAt = Literal["auto", "source", "target"]
 Gate = Literal["none", "sigmoid", "silu"]
 
 
@@ -69,7 +68,8 @@ class LionMixerConfig(DirectedMixerConfig):
     """Divisor of the outputs; see `decay_attention`. "sum_before_mask" divides by the row sum of
     the scores before decay; it requires direction="both"."""
     decay_at: DecayAt = "auto"
-    """Which of two neighboring tokens provides the decay between them; see `decay_attention`."""
+    """Which of two neighboring tokens provides the decay between them; see `decay_attention`.
+    "symmetric" requires direction="both"."""
     scan: ScanName = "flat"
     """Scan tokens in row-major order ("flat"), or average one snake scan along each axis
     ("natural")."""
@@ -117,6 +117,10 @@ class LionMixerConfig(DirectedMixerConfig):
         if self.normalize == "sum_before_mask" and self.direction != "both":
             raise ValueError(
                 f"normalize is 'sum_before_mask' with direction='{self.direction}', expected 'both'"
+            )
+        if self.decay_at == "symmetric" and self.direction != "both":
+            raise ValueError(
+                f"decay_at is 'symmetric' with direction='{self.direction}', expected 'both'"
             )
         if self.state_size is not None:
             check_positive(state_size=self.state_size)
