@@ -292,8 +292,9 @@ def _preset_of(row: _Row) -> Preset:
 PRESETS: Mapping[str, Preset] = MappingProxyType({row.name: _preset_of(row) for row in _ROWS})
 
 # The mappings below contain the rows of the papers' ablation tables, as changes of a config.
-# LightNet, Tables 1, 7 and 6. Each of the last two may be the "no share" of Table 6: the text
-# describes independent parameters, but the 385M parameters match rank 128.
+# LightNet, Tables 1, 7 and 6. "separate_decay" or "independent_decay" may be the "no share" of
+# Table 6: the text describes independent parameters, but the 385M parameters match rank 128. The
+# last row is ours.
 LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "without_tpe": {"position": None},
@@ -303,6 +304,7 @@ LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "full_rank_gate": {"mixer.gate_rank": None},
         "separate_decay": {"mixer.decay_logits": "offset"},
         "independent_decay": {"mixer.decay_logits": "independent", "mixer.decay_rank": None},
+        "without_tpe_and_lrpe": {"position": None, "mixer.lrpe": False},
     }
 )
 # LION, Tables 13, 14 and 16, for LION-s; the last row is ours.
