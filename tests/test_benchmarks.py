@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import axes
 import candidates
 import causal
 import decay
@@ -256,6 +257,7 @@ SCRIPTS = {
     "forms of masked models": "lion_s_mlm_base/chunk-4 bert_base --tokens 8 " + TINY,
     "denoisers": f"--sides 3 4 8 --depth 1 --mode inference {TINY}",
     "linear_diffusion": f"--tokens 32 64 --longest-square 32 --no-gradients {TINY}",
+    "axes": "--axes 2 3 --encodings both none --seeds 0 1 --steps 2 --out OUT",
     "stability": "--tokens 20 --out OUT",
     "language": "FILE --orders 1 2 --out OUT",
     "training": "--candidates digits digits/without_tpe --steps 8 --rounds 2 --out OUT",
@@ -291,6 +293,18 @@ def test_commands_of_pages_parse(page):
     for name, arguments in found:
         script = importlib.import_module(name)
         tyro.cli(script.Options, args=shlex.split(arguments))
+
+
+@pytest.mark.parametrize("shape", [(9,), (3, 5), (3, 4, 3)])
+def test_axes_targets_describe_the_marks(shape):
+    tokens, targets = axes.examples(shape, 200, torch.Generator().manual_seed(0))
+    for row, target in zip(tokens.reshape(-1, *shape), targets, strict=True):
+        first, second = ((row == axes.SYMBOLS + mark).nonzero() for mark in (0, 1))
+        assert len(first) == len(second) == 1
+        difference = (second - first)[0]
+        assert torch.equal(target[:, 0].bool(), difference > 0)
+        assert torch.equal(target[:, 1].bool(), difference.abs() == 1)
+    assert (targets.mean(dim=0) - 0.5).abs().max() < 0.15  # chance
 
 
 # Candidates

@@ -551,9 +551,9 @@ def _preset_of(row: _Row) -> Preset:
 PRESETS: Mapping[str, Preset] = MappingProxyType({row.name: _preset_of(row) for row in _ROWS})
 
 # The mappings below contain the rows of the papers' ablation tables, as changes of a config.
-# LightNet, Tables 1, 7 and 6. Each of the last two may be the "no share" of Table 6: the text
-# describes independent parameters, but the 385M parameters match rank 128. The row "joint_tpe" is
-# Eq. 16, for which the paper prints no results.
+# LightNet, Tables 1, 7 and 6. "separate_decay" or "independent_decay" may be the "no share" of
+# Table 6: the text describes independent parameters, but the 385M parameters match rank 128. The
+# paper prints no results for "joint_tpe", which is its Eq. 16; the last row is ours.
 LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "without_tpe": {"position": None},
@@ -564,6 +564,7 @@ LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "full_rank_gate": {"mixer.gate_rank": None},
         "separate_decay": {"mixer.decay_logits": "offset"},
         "independent_decay": {"mixer.decay_logits": "independent", "mixer.decay_rank": None},
+        "without_tpe_and_lrpe": {"position": None, "mixer.lrpe": False},
     }
 )
 # LION, Tables 13, 14 and 16, for LION-s; with_feature_map and without_positions are for the rows of
