@@ -55,9 +55,12 @@ def test_what_patches_do_not_divide_is_refused(shape, message):
 
 @pytest.mark.parametrize("shape", [(9,), (3, 4), (2, 3, 4)])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_toeplitz_position_starts_at_the_inputs_scale_and_spares_the_prefix(shape, bidirectional):
+@pytest.mark.parametrize("joint", [False, True])
+def test_toeplitz_position_starts_at_the_inputs_scale_and_spares_the_prefix(
+    shape, bidirectional, joint
+):
     grid = Grid(shape, prefix=2)
-    config = ToeplitzPositionConfig(bidirectional=bidirectional, hidden_states=8)
+    config = ToeplitzPositionConfig(bidirectional=bidirectional, joint=joint, hidden_states=8)
     position = config.build(width=64, grid=grid)
     x = torch.randn(4, grid.tokens, 64)
     y, _ = position(x, grid)
@@ -83,8 +86,22 @@ def test_toeplitz_parameters_per_channel():
     assert sum(p.numel() for p in two.build(width=10, grid=Grid((4, 4))).parameters()) == 256 * 10
 
 
-def test_toeplitz_position_goes_on_from_a_state():
-    position = ToeplitzPositionConfig(hidden_states=4).build(width=3, grid=Grid((8,)))
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (4, 4), (4, 4, 4)])
+def test_joint_toeplitz_parameters_per_channel(shape, bidirectional):
+    """A decay per axis and direction, and a weight per combination of directions."""
+    config = ToeplitzPositionConfig(hidden_states=8, bidirectional=bidirectional, joint=True)
+    position = config.build(width=10, grid=Grid(shape))
+    directions = 1 + bidirectional
+    weights = directions ** len(shape)
+    expected = (directions * len(shape) + weights) * 8 * 10
+    assert sum(p.numel() for p in position.parameters()) == expected
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_toeplitz_position_goes_on_from_a_state(joint):
+    config = ToeplitzPositionConfig(hidden_states=4, joint=joint)
+    position = config.build(width=3, grid=Grid((8,)))
     x = torch.randn(2, 8, 3)
     want, _ = position(x, Grid((8,)))
     for cut in range(1, 8):
@@ -180,6 +197,25 @@ def test_attention_dropout_applies_to_attention_weights():
         torch.testing.assert_close(mixer.eval()(x, grid)[0], torch.ones_like(x))
     with pytest.raises(ValueError, match=r"mixer\.dropout is 1\.0"):
         SoftmaxMixerConfig(num_heads=1, dropout=1.0).build(width=1, axes=1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_softmax_of_feature_maps_is_the_formula(causal, tokens):
+    config = SoftmaxMixerConfig(num_heads=2, causal=causal, feature_map="shifted_silu")
+    mixer = config.build(width=12, axes=1).double()
+    x = torch.randn(2, tokens, 12, dtype=torch.float64)
+    q, k, v = (y.unflatten(-1, (2, 6)) for y in mixer.in_proj(x).chunk(3, dim=-1))
+    q, k = (torch.nn.functional.silu(y) + 0.5 for y in (q, k))
+    q, k = (y / y.square().sum(-1, keepdim=True).sqrt() for y in (q, k))
+    scores = torch.einsum("bthk,bshk->bhts", q, k) / 6**0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
+    o = torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v)
+    torch.testing.assert_close(mixer(x, Grid((tokens,)))[0], mixer.out_proj(o.flatten(-2)))
+    object.__setattr__(config, "feature_map", "gelu")  # the tests check types
+    with pytest.raises(ValueError, match="feature_map 'gelu' is unknown"):
+        config.build(width=12, axes=1)
 
 
 def test_block_is_two_shortcuts():

@@ -96,11 +96,11 @@ def _pile(size: str, rows: int, billion_tokens: int) -> RunConfig:
     )
 
 
-def _openwebtext(name: str) -> RunConfig:
+def _openwebtext(name: str, model: str) -> RunConfig:
     """Return a run with nanoGPT's defaults: 600,000 steps of half a million tokens."""
     return RunConfig(
         name=f"openwebtext_{name}",
-        model=preset("lion_s_lm_124m" if name == "lion_s" else "gpt2_small"),
+        model=preset(model),
         data=TextDatasetConfig(
             path="Skylion007/openwebtext",  # in one split
             test_fraction=0.0005,
@@ -383,12 +383,16 @@ RECIPES = table(
     *(
         row(
             f"openwebtext_{name}",
-            partial(_openwebtext, name),
-            f"{title}, 124 million parameters, on OpenWebText, as in LION's App. C.",
+            partial(_openwebtext, name, model),
+            f"{title}, 124 million parameters, on OpenWebText, as in LION's App. A.",
             f"onescan train openwebtext_{name}",
             NOT_RUN,
         )
-        for name, title in (("lion_s", "Causal LION-s"), ("gpt2", "GPT-2"))
+        for name, model, title in (
+            ("lion_s", "lion_s_lm_124m", "Causal LION-s"),
+            ("linear_attention", "linear_attention_lm_124m", "Causal linear attention"),
+            ("gpt2", "gpt2_small", "GPT-2"),
+        )
     ),
     cramming_lightnet,
     wikipedia_ldn,

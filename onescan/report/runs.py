@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import nn
 
 from onescan import configs
-from onescan.tasks import Task
+from onescan.tasks import ImageClassificationConfig, Task
 from onescan.training.config import RunConfig, RunResult
 from onescan.training.folder import MACHINE, Manifest, read_manifest, read_result
 from onescan.training.loading import load
@@ -175,6 +175,11 @@ def config_differences(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]
         for path, x, y in configs.differences(a, b)
         if path not in ignored and not path.startswith(MACHINE)
     ]
+
+
+def has_training_accuracy(run: RunConfig) -> bool:
+    """Whether the accuracy on training batches compares classes: MixUp and CutMix mix them."""
+    return isinstance(run.task, ImageClassificationConfig) and run.task.mix is None
 
 
 def check_seeds(runs: Sequence[FinishedRun]) -> None:

@@ -118,6 +118,7 @@ def train(
 
             init_from(run.init_from, model)
         model = model.to(device)
+        task.prepare_training(device)
         if is_replaced:
             dry_run(model, task, settings, device)
         trained = prepare(model, machine, ranks, device)
