@@ -34,6 +34,7 @@ MemoryMask = Bool[Tensor, "B S"]
 Pooled = Float[Tensor, "B D"]
 Keep = Bool[Tensor, "B T"]
 TokenMask = Bool[Tensor, "B T"]  # selected positions
+LowerBound = Float[Tensor, " D"]  # smallest decay factor of each channel of a block
 Betas = Float[Tensor, "B T H"]  # write strengths of the delta rule
 
 LogNormalizer = Float[Tensor, "B H K"]

@@ -93,10 +93,12 @@ class TokenPositionConfig(PositionConfig):
 
     max_tokens: int = 1024
     """Number of positions, which is the maximum sequence length."""
+    learned: bool = True
+    """Learn the vectors; False uses sines and cosines, as in the Transformer."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         check_positive(**{"position.max_tokens": self.max_tokens})
-        return TokenPosition(width, self.max_tokens)
+        return TokenPosition(width, self.max_tokens, learned=self.learned)
 
 
 class ToeplitzPosition(nn.Module):
@@ -232,13 +234,23 @@ class SinusoidalPosition(nn.Module):
 
 
 class TokenPosition(nn.Module):
-    """Add a learned table, with one row per position; the state is the number of tokens so far."""
+    """Add a table with one row per position; the state is the number of tokens so far.
+
+    If it is not learned, it contains sines and cosines divided by sqrt(width). The Transformer,
+    arXiv:1706.03762, Sec. 3.4, multiplies the token embeddings by sqrt(width) instead.
+    """
 
     no_weight_decay = frozenset({"table"})
+    table: Tensor
 
-    def __init__(self, width: int, max_tokens: int) -> None:
+    def __init__(self, width: int, max_tokens: int, *, learned: bool = True) -> None:
         super().__init__()
-        self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(max_tokens, width), std=0.02))
+        if learned:
+            table = nn.init.trunc_normal_(torch.empty(max_tokens, width), std=0.02)
+            self.table = nn.Parameter(table)
+        else:
+            waves = sinusoidal_positions(torch.arange(max_tokens), width)
+            self.register_buffer("table", waves * width**-0.5)
 
     def forward(
         self, x: Hidden, grid: Grid, state: Places | None = None, keep: Keep | None = None

@@ -13,9 +13,16 @@ from torch import nn
 from onescan.allocation import build_model
 from onescan.checks import check_choice
 from onescan.configs import ModelConfig, replace
-from onescan.layers.basic import MLPConfig
-from onescan.layers.decays import FixedDecayConfig, NoDecayConfig, SelectiveDecayConfig
+from onescan.layers.basic import GLUConfig, MLPConfig
+from onescan.layers.decays import (
+    FixedDecayConfig,
+    HGRN2DecayConfig,
+    NoDecayConfig,
+    SelectiveDecayConfig,
+)
 from onescan.layers.mixers import (
+    LINEAR_TRANSFORMERS,
+    HGRNMixerConfig,
     HydraMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
@@ -28,6 +35,7 @@ from onescan.layers.mixers import (
 from onescan.layers.position import (
     AbsolutePositionConfig,
     SinusoidalPositionConfig,
+    ToeplitzPositionConfig,
     TokenPositionConfig,
 )
 from onescan.models.causal_lm import CausalLMConfig
@@ -35,7 +43,7 @@ from onescan.models.denoiser import DenoiserConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.masked_lm import MaskedLMConfig
 
-BERT_MAX_TOKENS, GPT2_MAX_TOKENS = 512, 1024
+BERT_MAX_TOKENS, GPT2_MAX_TOKENS, WIKITEXT_MAX_TOKENS = 512, 1024, 512
 DENOISER_PATCHES = (2, 4, 8)
 # Columns of LightNet's Tables 1 and 7 with parameter counts: keys of `LIGHTNET_ABLATIONS`.
 PRINTED_ABLATIONS = (
@@ -87,7 +95,7 @@ class _Row(NamedTuple):
     printed_millions: float | int | None
     changes: Mapping[str, Any] = MappingProxyType({})
     printed_gmacs: float | None = None
-    printed_ablations: tuple[float, ...] = ()
+    printed_ablations: Mapping[str, float] = MappingProxyType({})
 
 
 _LIGHTNET = _Family(ImageClassifierConfig(), "LightNet, arXiv:2405.21022, Tables 1, 7 and 15")
@@ -96,6 +104,54 @@ _DEIT = _Family(
         mixer=SoftmaxMixerConfig(), mlp=MLPConfig(), position=AbsolutePositionConfig()
     ),
     "LightNet, arXiv:2405.21022, Table 1",
+)
+
+
+# The multi-scan baselines of LightNet's Table 1. All scan rows from left to right and back.
+# HGRN and HGRN-2: no class token, biases everywhere, and the widths of GLUs that give the published
+# counts: 2 and 3 times the width. HGRN uses patches of 14 x 14; with them, HGRN-2 would not have
+# 23.8 million parameters. HGRN-2 counts a token once, where its code counts it in both scans.
+_HGRN = _Family(
+    ImageClassifierConfig(
+        patch_size=(14, 14),
+        mixer=HGRNMixerConfig(),
+        mlp=GLUConfig(ratio=2.0, bias=True),
+        position=None,
+        pool="mean",
+        drop_path=0.0,
+    ),
+    "LightNet, arXiv:2405.21022, Table 1; HGRN, arXiv:2311.04823",
+)
+_HGRN2 = _Family(
+    ImageClassifierConfig(
+        mixer=LionMixerConfig(
+            feature_map="sigmoid",
+            value_map="silu",
+            decay=HGRN2DecayConfig(learned_lower_bound=True),
+            normalize="none",
+            norm="layer",
+        ),
+        mlp=GLUConfig(ratio=3.0, bias=True),
+        position=None,
+        pool="mean",
+        drop_path=0.0,
+    ),
+    "LightNet, arXiv:2405.21022, Table 1; HGRN-2, arXiv:2404.07904",
+)
+# TransNormerLLM (TNL) with RetNet's decays and without rotations. The published counts fit
+# LightNet's gate of rank 64 and norms, and biases in the GLU only.
+_TNL_MIXER = LionMixerConfig(
+    feature_map="silu",
+    decay=FixedDecayConfig(init="retnet", learnable=False),
+    normalize="none",
+    norm="layer",
+    gate="sigmoid",
+    gate_rank=64,
+    bias=False,
+)
+_TNL = _Family(
+    ImageClassifierConfig(mixer=_TNL_MIXER, mlp=GLUConfig(bias=True), position=None),
+    "LightNet, arXiv:2405.21022, Table 1; TNL, arXiv:2307.14995",
 )
 
 
@@ -126,6 +182,11 @@ _LDN = _Family(
     ),
     "LDN, arXiv:2502.12381, Table 1",
 )
+# LDN's baseline, whose figures are those of ViT, arXiv:2010.11929. No patch that divides 224 gives
+# ViT-H the 120.5 GMACs of the table: patches of 16 x 16, as in LDN's own rows, give 127.3, and the
+# 14 x 14 of ViT-H/14 give 167.3; both have 632 million parameters. ViT-L has 304.3 of the printed
+# 307 million.
+_VIT = _Family(replace(_DEIT.config, {"drop_path": 0.0}), "LDN, arXiv:2502.12381, Table 1")
 # Each layer consists of two blocks: spatial and channel mixing.
 _VISION_RWKV = _Family(
     ImageClassifierConfig(
@@ -157,6 +218,10 @@ _HYDRA = _Family(
 )
 # The condition is added as tokens. With adaLN-Zero in each block, no published size matches.
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
+# Table 3 gives XL/2 672M parameters, but Table 14 680M: the difference is the output gate.
+_LIGHTNET_DIT_NO_GATE = _Family(
+    replace(DenoiserConfig(), {"mixer.gate": False}), "LightNet, arXiv:2405.21022, Table 3"
+)
 _DIT = _Family(
     DenoiserConfig(
         mixer=SoftmaxMixerConfig(),
@@ -168,6 +233,13 @@ _DIT = _Family(
 )
 
 
+def _two_scans(family: _Family) -> _Family:
+    """Return LightNet's denoiser with the mixer and the MLP of a classifier, without MD-TPE."""
+    changes = {field: getattr(family.config, field) for field in ("mixer", "mlp")}
+    config = replace(DenoiserConfig(position=None), changes)
+    return _Family(config, "LightNet, arXiv:2405.21022, Table 10")
+
+
 def _lightnet_lm(source: str) -> _Family:
     """Norms have no parameters; otherwise WikiText-103's model would not have 45.07 million."""
     mixer = LightNetMixerConfig(causal=True, gate_rank=128)
@@ -177,7 +249,61 @@ def _lightnet_lm(source: str) -> _Family:
     )
 
 
-_LM_WIKITEXT, _LM_V1, _LM = map(_lightnet_lm, ("WikiText-103", "v1, Table 10", "Table 13"))
+_LM_WIKITEXT, _LM_V1, _LM, _LM_PILE, _LM_SPEED = map(
+    _lightnet_lm, ("Table 5", "v1, Table 10", "Table 13", "Table 6", "Table 4")
+)
+# Table 6 prints 379M, and 385M for "no share". LLaMA's 385M, 26 layers and the vocabulary 50272 fix
+# the shape, but an MLP of width 8/3 * 1024 = 2730 and a gate of rank 128 make 385.6M even without
+# separate decays. Closest to 379M is the image models' gate of rank 64 and an MLP of width 2688,
+# which is 8/3 * 1024 rounded down to a multiple of 128.
+_LM_379M = {"mixer.gate_rank": 64, "mlp.ratio": 2688 / 1024}
+
+
+# The baselines of LightNet's Tables 5 and 6. HGRN's configuration for WikiText-103 is a Transformer
+# of 6 x 512 with tied embeddings; for Table 6, the width of TNL's GLU gives the published count.
+_HGRN_LM = _Family(
+    CausalLMConfig(
+        mixer=HGRNMixerConfig(direction="forward"),
+        mlp=GLUConfig(ratio=2.0, bias=True),
+        position=None,
+        dropout=0.1,
+    ),
+    "LightNet, arXiv:2405.21022, Table 5; HGRN, arXiv:2311.04823",
+)
+
+
+def _wikitext(mixer: MixerConfig) -> _Family:
+    position = TokenPositionConfig(max_tokens=WIKITEXT_MAX_TOKENS, learned=False)
+    return _Family(
+        CausalLMConfig(mixer=mixer, mlp=MLPConfig(), position=position, dropout=0.1),
+        "LightNet, arXiv:2405.21022, Table 5",
+    )
+
+
+_TRANSFORMER_LM = _wikitext(SoftmaxMixerConfig(causal=True))
+_LINEAR_LM = _wikitext(
+    LionMixerConfig(feature_map="elu_plus_one", decay=NoDecayConfig(), direction="forward")
+)
+_TNL_LM = _Family(
+    CausalLMConfig(
+        vocab_size=50272,
+        mixer=replace(_TNL_MIXER, {"direction": "forward", "norm": "simple_rms"}),
+        mlp=GLUConfig(ratio=21 / 8),
+        position=None,
+        norm="simple_rms",
+    ),
+    "LightNet, arXiv:2405.21022, Table 6; TNL, arXiv:2307.14995",
+)
+_LLAMA = _Family(
+    CausalLMConfig(
+        vocab_size=50272,
+        mixer=SoftmaxMixerConfig(causal=True, bias=False, rotary=True),
+        mlp=GLUConfig(multiple_of=256),
+        position=None,
+        norm="rms",
+    ),
+    "LightNet, arXiv:2405.21022, Table 6; LLaMA, arXiv:2302.13971",
+)
 
 
 def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
@@ -189,6 +315,11 @@ def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 
 _LION_LM = _gpt2(LionMixerConfig(direction="forward"), None)
 _GPT2 = _gpt2(SoftmaxMixerConfig(causal=True), TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS))
+# Linear attention, arXiv:2006.16236, has no decay to encode positions with.
+_LINEAR_LM = _gpt2(
+    replace(LINEAR_TRANSFORMERS["linear_attention_scaled"], {"direction": "forward"}),
+    TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS),
+)
 # LightNet prints 385M for Mamba and no shape. With Mamba's own width of 1024, 50 blocks have 384.8
 # million parameters; Mamba's 370M model has 48 blocks.
 _MAMBA_LM = _Family(
@@ -201,8 +332,18 @@ _MAMBA_LM = _Family(
     ),
     "Mamba, arXiv:2312.00752; LightNet, arXiv:2405.21022, Table 6",
 )
+# Table 2 gives no size. The vocabulary, depth, embedding norm and head are Cramming's,
+# arXiv:2212.14034, with LightNet's blocks and positions. Positions are one-sided (Eq. 17), as in
+# the image models: the paper mentions no other form of TPE.
 _LIGHTNET_MLM = _Family(
-    MaskedLMConfig(vocab_size=32768), "LightNet, arXiv:2405.21022, Table 2, in the Cramming setting"
+    MaskedLMConfig(
+        vocab_size=32768,
+        position=ToeplitzPositionConfig(),
+        embedding_norm=True,
+        head_transform=False,
+    ),
+    "LightNet, arXiv:2405.21022, Table 2, in the Cramming setting, arXiv:2212.14034; one-sided "
+    "TPE, as in Eq. 17",
 )
 
 
@@ -229,6 +370,14 @@ def _bert(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 
 _BERT_POSITION = TokenPositionConfig(max_tokens=BERT_MAX_TOKENS)
 _BERT = _bert(SoftmaxMixerConfig(dropout=0.1), _BERT_POSITION)
+# RoBERTa, arXiv:1907.11692, which does not use the first two of its 514 positions.
+_ROBERTA = _Family(
+    replace(
+        _BERT.config,
+        {"vocab_size": 50265, "position.max_tokens": 514, "segment_types": 1, "norm_eps": 1e-5},
+    ),
+    "LDN, arXiv:2502.12381, Sec. 5.1 and Table 3",
+)
 # App. C.5 adds a norm after LION-lit's attention. LION-lit needs positions, as it has no decay.
 _BERT_LIT = _bert(LionMixerConfig(decay=NoDecayConfig(), norm="layer"), _BERT_POSITION)
 _BERT_D, _BERT_S = _bert(_D, None), _bert(_S, None)
@@ -253,20 +402,32 @@ _LDN_MLM = _Family(
     "LDN, arXiv:2502.12381, Sec. 5.1, which gives no shape",
 )
 
+
+def _printed(*millions: float) -> Mapping[str, float]:
+    return dict(zip(PRINTED_ABLATIONS, millions, strict=True))
+
+
 # name, family, depth, width, heads, published parameters in millions
 _IMAGE_ROWS = (
     _Row(
         *("lightnet_tiny", _LIGHTNET, 12, 192, 6, 6.0),
-        printed_ablations=(6.0, 6.0, 6.0, 6.0, 6.16),
+        printed_ablations=_printed(6.0, 6.0, 6.0, 6.0, 6.16),
     ),
     _Row(
         *("lightnet_small", _LIGHTNET, 12, 384, 16, 22.64),
-        printed_ablations=(22.54, 22.63, 22.64, 22.63, 23.82),
+        printed_ablations=_printed(22.54, 22.63, 22.64, 22.63, 23.82),
     ),
     _Row(
         *("lightnet_base", _LIGHTNET, 12, 768, 16, 87.74),
-        printed_ablations=(87.54, 87.69, 87.74, 87.72, 93.64),
+        printed_ablations=_printed(87.54, 87.69, 87.74, 87.72, 93.64),
     ),
+    _Row("hgrn_tiny", _HGRN, 12, 192, 3, 6.1),
+    _Row("hgrn_small", _HGRN, 12, 384, 6, 23.7),
+    _Row("tnl_tiny", _TNL, 12, 192, 3, 6.0),
+    _Row("tnl_small", _TNL, 12, 384, 6, 22.56),
+    _Row("tnl_base", _TNL, 12, 768, 12, 87.59),
+    _Row("hgrn2_tiny", _HGRN2, 12, 192, 3, 6.1),
+    _Row("hgrn2_small", _HGRN2, 12, 384, 6, 23.8),
     _Row("deit_tiny", _DEIT, 12, 192, 3, 5.7),
     _Row("deit_small", _DEIT, 12, 384, 6, 22.0),
     _Row("deit_base", _DEIT, 12, 768, 12, 86.0),
@@ -285,6 +446,9 @@ _IMAGE_ROWS = (
     _Row("lion_s_natural_tiny", _LION_S_NATURAL, 12, 192, 3, 5),
     _Row("lion_s_natural_small", _LION_S_NATURAL, 12, 384, 6, 22),
     _Row("lion_s_natural_base", _LION_S_NATURAL, 12, 768, 12, 86),
+    _Row("vit_base", _VIT, 12, 768, 12, 86, printed_gmacs=17.6),
+    _Row("vit_large", _VIT, 24, 1024, 16, 307.0, printed_gmacs=61.6),
+    _Row("vit_huge", _VIT, 32, 1280, 16, 632.0, printed_gmacs=120.5),
     _Row("vision_rwkv_tiny", _VISION_RWKV, 24, 192, 1, 6.2, printed_gmacs=1.2),
     _Row("vision_rwkv_small", _VISION_RWKV, 24, 384, 1, 23.8, printed_gmacs=4.6),
     _Row("vision_rwkv_base", _VISION_RWKV, 24, 768, 1, 93.7, printed_gmacs=18.2),
@@ -310,19 +474,43 @@ _DENOISER_ROWS = (
     _Row("dit_l", _DIT, 24, 1024, 16, 458.0),
     _Row("dit_xl", _DIT, 28, 1152, 16, 675.0),
 )
+# Table 10 gives neither sizes nor parameters; these have the shape of LightNet-S.
+_TWO_SCAN_ROWS = tuple(
+    _Row(name, _two_scans(family), 18, 384, 6, None, changes={"patch_size": (8, 8)})
+    for name, family in (("retnet_dit_s_8", _TNL), ("hgrn2_dit_s_8", _HGRN2))
+)
 _LANGUAGE_ROWS = (
     _Row(
         *("lightnet_lm_45m", _LM_WIKITEXT, 6, 512, 8, 45.07),
         changes={"mixer.gate_rank": 64, "vocab_size": 50265},
     ),
     _Row("lightnet_lm_150m", _LM_V1, 15, 768, 12, 150.0),
+    _Row(
+        *("lightnet_lm_379m", _LM_PILE, 26, 1024, 8, 379.0),
+        changes=_LM_379M,
+        printed_ablations={"without_tpe": 379.0, "without_lrpe": 379.0, "without_decay": 379.0},
+    ),
+    _Row(
+        *("lightnet_lm_no_share", _LM_PILE, 26, 1024, 8, 385),
+        changes={**_LM_379M, "mixer.decay_logits": "independent"},
+    ),
     _Row("lightnet_lm_380m", _LM_V1, 26, 1024, 8, 385.0),
     _Row("lightnet_lm_1b", _LM, 18, 2048, 16, 1000.0),
+    _Row(
+        *("lightnet_lm_1450m", _LM_SPEED, 24, 2048, 16, 1450.0),
+        changes={"mlp.multiple_of": 256, "tie_embeddings": False},
+    ),
     _Row("lightnet_lm_3b", _LM, 36, 2560, 20, 3000.0),
+    _Row("transformer_lm_45m", _TRANSFORMER_LM, 6, 512, 8, 44.65),
+    _Row("linear_lm_45m", _LINEAR_LM, 6, 512, 8, 44.65),
+    _Row("hgrn_lm_46m", _HGRN_LM, 6, 512, 8, 46.25),
+    _Row("tnl_lm_380m", _TNL_LM, 26, 1024, 8, 379.0),
+    _Row("llama_385m", _LLAMA, 26, 1024, 8, 385),
     _Row("lion_s_lm_124m", _LION_LM, 12, 768, 12, 124.0),
+    _Row("linear_attention_lm_124m", _LINEAR_LM, 12, 768, 12, 124.0),
     _Row("gpt2_small", _GPT2, 12, 768, 12, 124.0),
     _Row("mamba_lm_385m", _MAMBA_LM, 50, 1024, 1, 385.0),
-    _Row("lightnet_mlm_base", _LIGHTNET_MLM, 12, 768, 12, None),
+    _Row("lightnet_mlm_base", _LIGHTNET_MLM, 16, 768, 12, None),
     _Row("lion_lit_mlm_base", _BERT_LIT, 12, 768, 12, 110.0),
     _Row("lion_lit_mlm_large", _BERT_LIT, 24, 1024, 16, 334.0),
     _Row("lion_d_mlm_base", _BERT_D, 12, 768, 12, 110.0),
@@ -331,6 +519,7 @@ _LANGUAGE_ROWS = (
     _Row("lion_s_mlm_large", _BERT_S, 24, 1024, 16, 334.0),
     _Row("bert_base", _BERT, 12, 768, 12, 110.0),
     _Row("bert_large", _BERT, 24, 1024, 16, 334.0),
+    _Row("roberta_base", _ROBERTA, 12, 768, 12, 125.0),
     _Row("hydra_mlm_base", _HYDRA_MLM, 23, 768, 24, 112.0),
     _Row("hydra_mlm_large", _HYDRA_MLM, 45, 1024, 32, 334.0),
     _Row("ldn_mlm_base", _LDN_MLM, 24, 768, 12, 125.0),
@@ -342,28 +531,29 @@ _ROWS = (
         for row in _DENOISER_ROWS
         for patch in DENOISER_PATCHES
     ),
+    _Row("lightnet_dit_xl_672m", _LIGHTNET_DIT_NO_GATE, 42, 1152, 16, 672.0),
+    *_TWO_SCAN_ROWS,
     *_LANGUAGE_ROWS,
 )
 
 
 def _preset_of(row: _Row) -> Preset:
     sizes = {"depth": row.depth, "width": row.width, "mixer.num_heads": row.num_heads}
-    ablations = row.printed_ablations
     return Preset(
         config=replace(row.family.config, {**sizes, **row.changes}),
         printed_millions=row.printed_millions,
         source=row.family.source,
         printed_gmacs=row.printed_gmacs,
-        printed_ablations=dict(zip(PRINTED_ABLATIONS, ablations, strict=True)) if ablations else {},
+        printed_ablations=row.printed_ablations,
     )
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({row.name: _preset_of(row) for row in _ROWS})
 
 # The mappings below contain the rows of the papers' ablation tables, as changes of a config.
-# LightNet, Tables 1, 7 and 6. Each of the last two may be the "no share" of Table 6: the text
-# describes independent parameters, but the 385M parameters match rank 128. The row "joint_tpe" is
-# Eq. 16, for which the paper prints no results.
+# LightNet, Tables 1, 7 and 6. "separate_decay" or "independent_decay" may be the "no share" of
+# Table 6: the text describes independent parameters, but the 385M parameters match rank 128. The
+# paper prints no results for "joint_tpe", which is its Eq. 16; the last row is ours.
 LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "without_tpe": {"position": None},
@@ -374,14 +564,17 @@ LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "full_rank_gate": {"mixer.gate_rank": None},
         "separate_decay": {"mixer.decay_logits": "offset"},
         "independent_decay": {"mixer.decay_logits": "independent", "mixer.decay_rank": None},
+        "without_tpe_and_lrpe": {"position": None, "mixer.lrpe": False},
     }
 )
-# LION, Tables 13, 14 and 16, for LION-s; the last row is ours.
+# LION, Tables 13, 14 and 16, for LION-s; with_feature_map and without_positions are for the rows of
+# Table 14 that change ViT or LION-lit.
 LION_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "fixed_decay": {"mixer.decay": FixedDecayConfig()},
         "diagonal_decay": {"mixer.decay.diagonal": True},
         "without_feature_map": {"mixer.feature_map": "identity"},
+        "with_feature_map": {"mixer.feature_map": "shifted_silu"},
         "with_positions": {"position": AbsolutePositionConfig()},
         "forward": {"mixer.direction": "forward"},
         "backward": {"mixer.direction": "backward"},
