@@ -76,8 +76,9 @@ def test_masked_tokens_give_and_get_nothing(config_class):
     x = tokens(2, GRID.tokens)
     keep = torch.rand(2, GRID.tokens) < 0.6
     y, _ = mixer(x, GRID, keep=keep)
-    other = torch.where(keep.unsqueeze(-1), x, tokens(2, GRID.tokens))
-    torch.testing.assert_close(mixer(other, GRID, keep=keep)[0], y)
+    for anything in (tokens(2, GRID.tokens), torch.full_like(x, torch.nan)):
+        other = torch.where(keep.unsqueeze(-1), x, anything)
+        torch.testing.assert_close(mixer(other, GRID, keep=keep)[0], y)
     assert (y[~keep] == 0).all()
     torch.testing.assert_close(mixer(x, GRID, keep=torch.ones_like(keep))[0], mixer(x, GRID)[0])
 

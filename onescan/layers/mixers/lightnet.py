@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.basic import NormName, build_norm
-from onescan.layers.mixers.contract import Mixer, MixerConfig
+from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
@@ -145,7 +145,7 @@ class LightNetMixer(Mixer):
         if gate is not None:
             o = o * torch.sigmoid(self.gate_proj(gate))
         o = self.out_proj(o)
-        return o if keep is None else o * keep.unsqueeze(-1), state
+        return masked(o, keep), state
 
     def _attend(
         self,

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.mixers.contract import Mixer, MixerConfig, flipped
+from onescan.layers.mixers.contract import Mixer, MixerConfig, flipped, masked
 from onescan.layers.mixers.rwkv6 import read_before_write
 from onescan.ops.decay_attention import Form
 from onescan.ops.numerics import safe_divide, to_accumulation_dtype
@@ -85,8 +85,7 @@ class _ShiftMixer(Mixer):
 
     def _shifted(self, x: Hidden, grid: Grid, keep: Keep | None) -> list[Hidden]:
         """Return x mu + Q-Shift(x) (1 - mu) for each input."""
-        if keep is not None:  # masked tokens are outside the grid and may contain NaN
-            x = x.masked_fill(~keep.unsqueeze(-1), 0)
+        x = masked(x, keep)  # masked tokens are outside the grid
         shifted = quad_shift(x, grid)
         return [shifted + (x - shifted) * mix for mix in self.shift_mix]
 
@@ -131,7 +130,7 @@ class SpatialMixer(_ShiftMixer):
             form=self.config.form, chunk_size=self.config.chunk_size,
         )  # fmt: skip
         y = self.out_proj(gate * o.to(gate.dtype))
-        return y if keep is None else y * keep.unsqueeze(-1), None
+        return masked(y, keep), None
 
 
 class ChannelMixer(_ShiftMixer):
@@ -159,7 +158,7 @@ class ChannelMixer(_ShiftMixer):
         r, k = self._shifted(x, grid, keep)
         hidden = F.relu(self.up_proj(k)).square()
         y = torch.sigmoid(self.gate_proj(r)) * self.down_proj(hidden)
-        return y if keep is None else y * keep.unsqueeze(-1), None
+        return masked(y, keep), None
 
 
 def bi_wkv(
