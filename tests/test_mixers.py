@@ -312,8 +312,16 @@ def test_key_importance_is_a_share():
         ),
         ({"gate_rank": 0}, 1, "gate_rank is 0"),
         ({"decay_rank": 0}, 1, "decay_rank is 0"),
+        ({"chunk_size": 0}, 1, "chunk_size is 0"),
     ],
 )
 def test_impossible_fields_are_refused(fields, axes, message):
     with pytest.raises(ValueError, match=message):
         LightNetMixerConfig(**{"num_heads": 3, **fields}).build(width=WIDTH, axes=axes)
+
+
+def test_unknown_forms_are_refused():
+    config = LightNetMixerConfig(num_heads=HEADS)
+    object.__setattr__(config, "form", "fast")  # past the type checks of the tests
+    with pytest.raises(ValueError, match="form 'fast' is unknown; there are: auto, one_scan"):
+        config.build(width=WIDTH, axes=1)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,8 @@ class LightNetMixerConfig(MixerConfig):
                 f"head width {head_width} (width {width}, num_heads {self.num_heads}) leaves an "
                 f"axis of {axes} without features for lrpe"
             )
+        check_choice("form", self.form, get_args(Form))
+        check_positive(chunk_size=self.chunk_size)
         check_choice("decay_logits", self.decay_logits, ["shared", "offset", "independent"])
         if not self.decay and self.decay_logits != "shared":
             raise ValueError(

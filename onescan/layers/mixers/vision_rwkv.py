@@ -140,7 +140,7 @@ class ChannelMixer(_ShiftMixer):
     parameters matches the published one.
     """
 
-    powers = (0.5, 1)  # r, k
+    powers = (1, 1)  # r, k
 
     def __init__(self, config: VisionRWKVMixerConfig, width: int) -> None:
         super().__init__(config, width)
@@ -179,7 +179,7 @@ def bi_wkv(
     Computed as linear attention with keys exp(k), where each channel is a head with one key channel
     and the values v and 1. A negative w lets weights grow with the distance, by exp(40) at most.
 
-    Source: Vision-RWKV, arXiv:2403.02308, Sec. 3 (Bi-WKV).
+    Source: Vision-RWKV, arXiv:2403.02308, Sec. 3 (Bi-WKV). The released code also divides u by T.
 
     Args:
         k: Logits of the weights.
