@@ -1,4 +1,4 @@
-"""LightNet, Sec. 4.2 and 4.3: which weighted sums a linear recurrence computes, and their bounds."""
+"""LightNet, Sec. 4.2 and 4.3: which weighted sums are linear recurrences, and their bounds."""
 
 import pytest
 import torch
