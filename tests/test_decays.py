@@ -27,6 +27,7 @@ CONFIGS = {name: config() for name, config in DECAYS.items()} | {
     "gated rfa": SelectiveDecayConfig(couple_key=True),
     "hgrn2, bounded": HGRN2DecayConfig(lower_bound=0.05),  # rounded up to above 1
     "hippo, fixed": HippoDecayConfig(selective=False),
+    "hippo, held": HippoDecayConfig(zero_order_hold=True),
 }
 over_decays = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -207,6 +208,38 @@ def test_how_a_token_scales_hippos_exponent(activation, scale):
     decay, x = built(HippoDecayConfig(activation=activation)), 3 * tokens(2, 5)
     z = (x @ decay.proj.weight.T).reshape(2, 5, HEADS, HEAD_WIDTH)
     torch.testing.assert_close(decay(x).log_decay, -scale(z) * decay.log_rate.exp())
+
+
+def held(rate, step):
+    """Solve h' = -rate h + x for one step of constant x: h = decay * h + factor * x."""
+    system = torch.zeros(*step.shape, 2, 2, dtype=step.dtype)
+    system[..., 0, 0], system[..., 0, 1] = -rate * step, step
+    solution = torch.linalg.matrix_exp(system)
+    return solution[..., 0, 0], solution[..., 0, 1]
+
+
+@pytest.mark.parametrize("selective", [True, False])
+def test_zero_order_hold_solves_hippos_system(selective):
+    """LION, Eq. 236: input-dependent steps of a system with one rate per channel."""
+    decay, x = built(HippoDecayConfig(selective=selective, zero_order_hold=True)), tokens(2, 5)
+    step = torch.ones(2, 5, HEADS, HEAD_WIDTH, dtype=x.dtype)
+    if selective:
+        step = 2 * torch.sigmoid((x @ decay.proj.weight.T).reshape(step.shape))
+    log_decay, key = decay(x)
+    want_decay, want_key = held(decay.log_rate.exp(), step)
+    torch.testing.assert_close(log_decay.exp(), want_decay)
+    torch.testing.assert_close(key, want_key)
+    with torch.no_grad():  # no rate at all: the sum of the inputs
+        decay.log_rate.fill_(-1000)
+    torch.testing.assert_close(decay(x).key, step)
+
+
+def test_coupled_keys_are_the_zero_order_hold_of_a_selective_step():
+    """LION, App. B.11: h' = -h + x over a step of -log lambda."""
+    log_decay, key = built(SelectiveDecayConfig(couple_key=True))(3 * tokens(2, 5))
+    want_decay, want_key = held(1, -log_decay)
+    torch.testing.assert_close(log_decay.exp(), want_decay)
+    torch.testing.assert_close(key.squeeze(-1), want_key)
 
 
 def test_hippos_steps_are_of_the_range_asked_for():

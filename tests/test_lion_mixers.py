@@ -8,7 +8,12 @@ import torch
 from projections import parts_of
 
 from onescan.configs import replace
-from onescan.layers.decays import FixedDecayConfig, HippoDecayConfig, NoDecayConfig
+from onescan.layers.decays import (
+    FixedDecayConfig,
+    HippoDecayConfig,
+    NoDecayConfig,
+    SelectiveDecayConfig,
+)
 from onescan.layers.mixers import LINEAR_TRANSFORMERS, DeltaRuleMixerConfig, LionMixerConfig
 from onescan.layers.mixers.contract import DirectedMixerConfig
 from onescan.layers.tokens import snake_orders
@@ -458,6 +463,48 @@ def test_hippo_keeps_its_first_weights_in_a_model():
     held = torch.diag((log_decay.exp() - 1) / log_decay)
     torch.testing.assert_close(to_v.weight.detach(), held, rtol=1e-4, atol=1e-6)
     assert (mixer.in_proj.bias == 0).all()
+
+
+@pytest.mark.parametrize("direction", ["forward", "both"])
+def test_lion_s_is_discretized_by_zero_order_hold(direction):
+    """App. B.11, Eq. 243 and 244 as printed: the negative factors cancel in the quotient."""
+    decay = SelectiveDecayConfig(couple_key=True)
+    mixer = trained(LionMixerConfig(decay=decay, decay_at="target", direction=direction))
+    x = tokens(2, 6)
+    to_q, to_k, to_v = parts_of(mixer)
+    q, k = (unit(silu(linear(layer, x)) + 0.5) for layer in (to_q, to_k))
+    v, a = linear(to_v, x), torch.sigmoid(linear(mixer.decays[0].proj, x)).log()
+
+    def quotients(order):
+        s, z, sums = 0, 0, {}
+        for t in order:
+            own_z = (a[:, t].exp() - 1) * k[:, t]
+            own_s = own_z.unsqueeze(-1) * v[:, t].unsqueeze(-2)
+            s, z = a[:, t].exp().unsqueeze(-1) * s + own_s, a[:, t].exp() * z + own_z
+            half = 0 if direction == "forward" else 0.5
+            y = torch.einsum("bhk,bhkv->bhv", q[:, t], s - half * own_s)
+            sums[t] = torch.cat([y, (q[:, t] * (z - half * own_z)).sum(-1, keepdim=True)], -1)
+        return torch.stack([sums[t] for t in range(6)], dim=1)
+
+    o = quotients(range(6))
+    o = o if direction == "forward" else o + quotients(range(5, -1, -1))
+    o = (o[..., :-1] / o[..., -1:]).flatten(-2)
+    want = linear(mixer.out_proj, o, heads=False)
+    torch.testing.assert_close(mixer(x, LINE)[0], want)
+
+
+def test_zero_order_hold_replaces_hippos_first_values():
+    """The factor of the keys takes the place of the initial values that approximate it."""
+    values = [
+        parts_of(
+            LionMixerConfig(num_heads=HEADS, decay=HippoDecayConfig(zero_order_hold=held)).build(
+                width=WIDTH, axes=1
+            )
+        )[-1].weight
+        for held in (False, True)
+    ]
+    diagonal = torch.eye(WIDTH, dtype=torch.bool)
+    assert [(value[~diagonal] == 0).all().item() for value in values] == [True, False]
 
 
 def test_a_blank_token_does_not_blow_up_the_delta_rules_gradient():

@@ -113,8 +113,9 @@ def test_gpt2_and_bert_have_exactly_their_parameters():
 def test_every_preset_is_near_what_is_printed_or_has_its_whole_millions(name):
     known, counted = PRESETS[name], model_size(PRESETS[name].config)
     # no whole number of squares of the width is closer to LDN's table than 7 in each layer, and
-    # LightNet prints its language models as 0.15B and 1B
-    near = 0.02 if name.startswith(("ldn", "lightnet_lm")) else 0.01
+    # LightNet prints its language models as 0.15B and 1B. The 1.18 GMACs of the smallest
+    # Vision-RWKV are printed as 1.2.
+    near = 0.02 if name.startswith(("ldn", "lightnet_lm", "vision_rwkv")) else 0.01
     if known.printed_millions is None:
         assert name == "lightnet_mlm_base"
         return

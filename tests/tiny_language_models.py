@@ -9,6 +9,7 @@ from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    RWKV6MixerConfig,
     SoftmaxMixerConfig,
 )
 from onescan.layers.position import ToeplitzPositionConfig, TokenPositionConfig
@@ -26,6 +27,7 @@ CAUSAL = {
     },
     "lion": {"mixer": LionMixerConfig(num_heads=3, direction="forward"), "position": None},
     "delta": {"mixer": DeltaRuleMixerConfig(num_heads=3, direction="forward"), "position": TPE},
+    "rwkv6": {"mixer": RWKV6MixerConfig(num_heads=3, direction="forward"), "position": None},
     "ldn": {
         "mixer": LinearDiffusionMixerConfig(num_heads=3, causal=True, sigmas=(1.0,), max_sigma=2.0),
         "mlp": None,

@@ -22,6 +22,7 @@ from onescan.shapes import Hidden
 
 # exp(-exp(5)) is already 0 in float32, and exp of a much larger number would be infinite
 MAX_LOG_RATE = 5.0
+MIN_RATE = 1e-30  # zero-order hold divides by the rate
 GLA_TEMPERATURE = 16
 XLSTM_INPUT_CAP = 15.0
 HIPPO_STD = 0.1  # standard deviation of initial weights; LION, App. C.2
@@ -194,7 +195,15 @@ class SelectiveDecayConfig(DecayConfig):
 class SelectiveDecay(Decay):
     """lambda = sigmoid(W x + b); coupled keys are multiplied by 1 - lambda = sigmoid(-W x - b).
 
-    Source: LION, arXiv:2502.16249, Sec. 3.2; with coupled keys, gated RFA as in its Eq. 199.
+    With coupled keys and decay_at="target", LION-s is the zero-order hold of the continuous system
+    S' = -S + k v^T, whose input is constant during a time step of -log lambda:
+
+        S_i = lambda_i S_{i-1} + (1 - lambda_i) k_i v_i^T
+
+    Source: LION, arXiv:2502.16249, Sec. 3.2; with coupled keys, App. B.11 and, for gated RFA,
+    Eq. 199. App. B.11 prints A = I and a time step of log lambda, which is negative, so the factor
+    of its Eq. 243 and 244 is lambda - 1; the sign cancels in the quotient of LION-s. The factor is
+    missing in Eq. 5 and 79. The signs of Eq. 232 to 234 are misprints.
     """
 
     def __init__(
@@ -428,6 +437,9 @@ class HippoDecayConfig(DecayConfig):
     """Shortest initial step dt: channel n remembers about 1 / (dt (n + 1)) tokens."""
     max_step: float = 0.1
     """Longest initial step."""
+    zero_order_hold: bool = False
+    """Multiply the key by the input factor of zero-order hold. False only initializes the values
+    with this factor."""
 
     def build(self, *, width: int, num_heads: int, head_width: int) -> "HippoDecay":
         check_choice("decay.activation", self.activation, get_args(Activation))
@@ -443,11 +455,13 @@ class HippoDecay(Decay):
     """log lambda = 2 sigmoid(W x) B, or B alone; B starts at -dt (n + 1) for channel n.
 
     This is the diagonal of HiPPO-LegS, as in S4D-Real (arXiv:2206.11893), with log-uniform steps dt
-    per head. The parameter is log(-B), so B stays negative.
+    per head. The parameter is log(-B), so B stays negative. With zero-order hold, keys are
+    multiplied by (lambda - 1) / B, the input factor of Eq. 236 for a state matrix of B and a time
+    step of 2 sigmoid(W x).
 
-    Source: LION, arXiv:2502.16249, App. C.2. The paper's lambda = exp(sigmoid(A) + B) may exceed 1.
-    This version cannot, and it equals HiPPO's if W x is 0. Row 7 of Table 6 uses softplus instead
-    of sigmoid.
+    Source: LION, arXiv:2502.16249, App. B.11 and C.2. The paper's
+    lambda = exp(sigmoid(A) + B) may exceed 1. This version cannot, and it equals HiPPO's if W x is
+    0. Row 7 of Table 6 uses softplus instead of sigmoid.
     """
 
     no_weight_decay = frozenset({"log_rate"})
@@ -465,24 +479,29 @@ class HippoDecay(Decay):
             self.proj = small_linear(width, num_heads * head_width, bias=False, std=HIPPO_STD)
 
     def forward(self, x: Hidden) -> DecayOutput:
-        log_decay = -_rates(_wide(self.log_rate))  # H K
-        if self.proj is None:
-            return DecayOutput(log_decay.expand(*x.shape[:2], -1, -1))
-        z = self._heads(_wide(self.proj(x)))
-        is_sigmoid = self.config.activation == "sigmoid"
-        scale = 2 * torch.sigmoid(z) if is_sigmoid else F.softplus(z) / math.log(2)
-        return DecayOutput(scale * log_decay)
+        rate = _rates(_wide(self.log_rate)).clamp(min=MIN_RATE)  # H K
+        log_decay = (-rate).expand(*x.shape[:2], -1, -1)
+        if self.proj is not None:
+            z = self._heads(_wide(self.proj(x)))
+            is_sigmoid = self.config.activation == "sigmoid"
+            scale = 2 * torch.sigmoid(z) if is_sigmoid else F.softplus(z) / math.log(2)
+            log_decay = scale * log_decay
+        held = -torch.expm1(log_decay) / rate if self.config.zero_order_hold else None
+        return DecayOutput(log_decay, held)
 
     @torch.no_grad()
     def init_weights(self, q: Weight, k: Weight | None, v: Weight) -> None:
         """Draw W, q and k with a standard deviation of 0.1, and set v by zero-order hold.
 
-        The initial v is the diagonal matrix (lambda - 1) / log lambda (Eq. 236). The
-        Lambda^-1 (Lambda - I) of App. C.2 has the opposite sign.
+        The initial v is the diagonal matrix (lambda - 1) / log lambda (Eq. 236), unless keys are
+        already multiplied by this factor. The Lambda^-1 (Lambda - I) of App. C.2 has the opposite
+        sign.
         """
         for weight in (q, k, None if self.proj is None else self.proj.weight):
             if weight is not None:
                 nn.init.normal_(weight, std=HIPPO_STD)
+        if self.config.zero_order_hold:
+            return
         log_decay = -self.log_rate.exp().flatten()
         v.copy_(torch.diag(log_decay.expm1() / log_decay))
 

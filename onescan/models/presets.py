@@ -21,6 +21,7 @@ from onescan.layers.mixers import (
     LionMixerConfig,
     MixerConfig,
     SoftmaxMixerConfig,
+    VisionRWKVMixerConfig,
 )
 from onescan.layers.position import (
     AbsolutePositionConfig,
@@ -122,6 +123,16 @@ _LDN = _Family(
         drop_path=0.0,
     ),
     "LDN, arXiv:2502.12381, Table 1",
+)
+# Each layer consists of two blocks: spatial and channel mixing.
+_VISION_RWKV = _Family(
+    ImageClassifierConfig(
+        mixer=VisionRWKVMixerConfig(part="alternating"),
+        mlp=None,
+        position=AbsolutePositionConfig(),
+        pool="mean",
+    ),
+    "Vision-RWKV, arXiv:2403.02308; LightNet, arXiv:2405.21022, Table 1",
 )
 # The condition is added as tokens. With adaLN-Zero in each block, no published size matches.
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
@@ -227,6 +238,9 @@ _IMAGE_ROWS = (
     _Row("lion_s_natural_tiny", _LION_S_NATURAL, 12, 192, 3, 5),
     _Row("lion_s_natural_small", _LION_S_NATURAL, 12, 384, 6, 22),
     _Row("lion_s_natural_base", _LION_S_NATURAL, 12, 768, 12, 86),
+    _Row("vision_rwkv_tiny", _VISION_RWKV, 24, 192, 1, 6.2, printed_gmacs=1.2),
+    _Row("vision_rwkv_small", _VISION_RWKV, 24, 384, 1, 23.8, printed_gmacs=4.6),
+    _Row("vision_rwkv_base", _VISION_RWKV, 24, 768, 1, 93.7, printed_gmacs=18.2),
     _Row("ldn_base", _LDN, 12, 768, 12, 52.0, printed_gmacs=10.6),
     _Row("ldn_large", _LDN, 24, 1024, 16, 181.0, printed_gmacs=36.7),
     _Row("ldn_huge", _LDN, 32, 1280, 16, 373.0, printed_gmacs=75.4),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from onescan.checks import check_positive
 from onescan.configs import ModelConfig
 
 
@@ -38,6 +39,38 @@ def count_macs(config: ModelConfig, *inputs: Tensor | None) -> int:
     """Multiply-accumulates of one forward on inputs of these shapes, without allocating."""
     with torch.device("meta"):
         return _macs(config.build(), inputs)
+
+
+def attention_flops(tokens: int, head_width: int) -> int:
+    """Return the FLOPs of softmax attention with one head, L (6 D^2 + 4 L D + 2 L).
+
+    Queries, keys and values take 6 L D^2, the scores and the weighted sum of the values 2 L^2 D
+    each, and the softmax 2 L^2. A multiply-accumulate counts as two, and the width of the tokens is
+    that of the head, D. The output layer is not counted.
+
+    Source: LION, arXiv:2502.16249, App. C.12.
+
+    >>> attention_flops(196, 64), recurrence_flops(196, 64)
+    (14728224, 13147484)
+    """
+    check_positive(tokens=tokens, head_width=head_width)
+    return tokens * (6 * head_width**2 + 4 * tokens * head_width + 2 * tokens)
+
+
+def recurrence_flops(tokens: int, head_width: int) -> int:
+    """Return the FLOPs of LION-s with one head as two recurrences, L (16 D^2 + 24 D + 7).
+
+    Queries, keys, values and decays take 6 L D^2 + 2 L D. Per token and direction, the state S
+    takes 3 D^2, the normalizer z 2 D, the row sum 4 D + 2, and the output 2 D^2 + 4 D + 1. Adding
+    both directions and dividing takes L (2 D + 1); the paper prints 2 L (D + 1) for this item,
+    which does not match its total. See `attention_flops` for what is counted.
+
+    For D = 64, this is less than `attention_flops` from 165 tokens on.
+
+    Source: LION, arXiv:2502.16249, App. C.12.
+    """
+    check_positive(tokens=tokens, head_width=head_width)
+    return tokens * (16 * head_width**2 + 24 * head_width + 7)
 
 
 def _macs(model: nn.Module, inputs: tuple[Tensor | None, ...]) -> int:

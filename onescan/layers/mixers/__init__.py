@@ -9,7 +9,9 @@ from onescan.layers.mixers.linear_diffusion import (
     LinearDiffusionState,
 )
 from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixer, LionMixerConfig
+from onescan.layers.mixers.rwkv6 import RWKV6Mixer, RWKV6MixerConfig, RWKV6State
 from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig, SoftmaxState
+from onescan.layers.mixers.vision_rwkv import VisionRWKVMixerConfig
 
 __all__ = [
     "LINEAR_TRANSFORMERS",
@@ -26,15 +28,21 @@ __all__ = [
     "LionMixerConfig",
     "Mixer",
     "MixerConfig",
+    "RWKV6Mixer",
+    "RWKV6MixerConfig",
+    "RWKV6State",
     "SoftmaxMixer",
     "SoftmaxMixerConfig",
     "SoftmaxState",
+    "VisionRWKVMixerConfig",
 ]
 
 MIXERS: dict[str, type[MixerConfig]] = {
     "lightnet": LightNetMixerConfig,
     "lion": LionMixerConfig,
     "delta_rule": DeltaRuleMixerConfig,
+    "rwkv6": RWKV6MixerConfig,
+    "vision_rwkv": VisionRWKVMixerConfig,
     "linear_diffusion": LinearDiffusionMixerConfig,
     "softmax": SoftmaxMixerConfig,
 }

@@ -1,0 +1,250 @@
+"""Vision-RWKV: bidirectional attention with a decay per channel, and channel mixing.
+
+A layer of the paper is two blocks here, one for each kind of mixing. The file contains the config,
+both mixers, then the attention (Bi-WKV) and the token shift (Q-Shift).
+
+Source: Vision-RWKV, arXiv:2403.02308, Sec. 3.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from onescan.checks import check_choice, check_positive
+from onescan.layers.mixers.contract import Mixer, MixerConfig, flipped
+from onescan.layers.mixers.rwkv6 import read_before_write
+from onescan.ops.decay_attention import Form
+from onescan.ops.numerics import safe_divide, to_accumulation_dtype
+from onescan.shapes import Grid, Hidden, Keep
+
+MAX_GROWTH = 40.0  # of weights with the distance, in the exponent; exp(88) overflows float32
+
+Part = Literal["spatial", "channel", "alternating"]
+Channels = Float[Tensor, " D"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionRWKVMixerConfig(MixerConfig):
+    """Vision-RWKV's mixing, for models without an MLP. `num_heads` only has to divide the width."""
+
+    part: Part = "spatial"
+    """Mix all tokens ("spatial"), or the channels of each token and its neighbors ("channel").
+    "alternating" switches between them from block to block, beginning with spatial."""
+    ratio: float = 4.0
+    """Hidden width of channel mixing divided by the width."""
+    form: Form = "auto"
+    """Algorithm of the op; see `decay_attention`."""
+    chunk_size: int = 8
+    """Tokens per chunk of the chunk form."""
+
+    @property
+    def prefix_reads_grid(self) -> bool:
+        return self.part != "channel"
+
+    def for_layer(self, index: int) -> "VisionRWKVMixerConfig":
+        if self.part != "alternating":
+            return self
+        return replace(self, part="channel" if index % 2 else "spatial")
+
+    def build(self, *, width: int, axes: int) -> Mixer:
+        check_choice("part", self.part, get_args(Part))
+        if self.part == "alternating":
+            raise ValueError(
+                "part is 'alternating', which describes a model and not one mixer of it: "
+                "for_layer(index) gives that mixer's config"
+            )
+        check_choice("form", self.form, get_args(Form))
+        check_positive(ratio=self.ratio, chunk_size=self.chunk_size)
+        self.head_width(width)  # raises if num_heads does not divide the width
+        if self.part == "channel":
+            return ChannelMixer(self, width)
+        return SpatialMixer(self, width)
+
+
+class _ShiftMixer(Mixer):
+    """The common part: inputs that are weighted means of a token and its neighbors."""
+
+    no_weight_decay = frozenset({"shift_mix"})
+    powers: tuple[float, ...]  # initial weights of x for each input: share of the channel ** power
+
+    def __init__(self, config: VisionRWKVMixerConfig, width: int) -> None:
+        super().__init__()
+        self.config = config
+        self.shift_mix = nn.Parameter(torch.empty(len(self.powers), width))
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialize as in the first block of the original, in every block."""
+        channel = torch.arange(self.shift_mix.shape[1], device="cpu")  # not on the meta device
+        share = channel / len(channel)
+        self.shift_mix.copy_(torch.stack([share**power for power in self.powers]))
+
+    def _shifted(self, x: Hidden, grid: Grid, keep: Keep | None) -> list[Hidden]:
+        """Return x mu + Q-Shift(x) (1 - mu) for each input."""
+        if keep is not None:  # masked tokens are outside the grid and may contain NaN
+            x = x.masked_fill(~keep.unsqueeze(-1), 0)
+        shifted = quad_shift(x, grid)
+        return [shifted + (x - shifted) * mix for mix in self.shift_mix]
+
+
+class SpatialMixer(_ShiftMixer):
+    """(sigmoid(R) * Bi-WKV(K, V)) W_o, where R, K and V are projections of shifted tokens.
+
+    Each channel has its own decay w and bonus u.
+
+    Source: Vision-RWKV, arXiv:2403.02308, Sec. 3.
+    """
+
+    powers = (0.5, 1, 1)  # r, k, v
+
+    def __init__(self, config: VisionRWKVMixerConfig, width: int) -> None:
+        super().__init__(config, width)
+        self.gate_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.decay = nn.Parameter(torch.empty(width))
+        self.bonus = nn.Parameter(torch.empty(width))
+        self.out_proj = nn.Linear(width, width, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        super().init_weights()
+        channel = torch.arange(len(self.decay), device="cpu")
+        share = channel / max(len(channel) - 1, 1)
+        self.decay.copy_(8 * share**0.7 - 5)
+        self.bonus.copy_(0.5 * ((channel + 1) % 3 - 1) - 1.2)
+
+    def forward(
+        self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: Any = None
+    ) -> tuple[Hidden, None]:
+        if state is not None:
+            raise ValueError("state was given to a mixer that is not causal")
+        r, k, v = self._shifted(x, grid, keep)
+        gate = torch.sigmoid(self.gate_proj(r))
+        o = bi_wkv(
+            self.k_proj(k), self.v_proj(v), self.decay, self.bonus, keep=keep,
+            form=self.config.form, chunk_size=self.config.chunk_size,
+        )  # fmt: skip
+        y = self.out_proj(gate * o.to(gate.dtype))
+        return y if keep is None else y * keep.unsqueeze(-1), None
+
+
+class ChannelMixer(_ShiftMixer):
+    """sigmoid(R) * (relu(K)^2 W_v), where R and K are projections of shifted tokens.
+
+    Source: Vision-RWKV, arXiv:2403.02308, Sec. 3. With no further output projection, the number of
+    parameters matches the published one.
+    """
+
+    powers = (0.5, 1)  # r, k
+
+    def __init__(self, config: VisionRWKVMixerConfig, width: int) -> None:
+        super().__init__(config, width)
+        hidden = int(width * config.ratio)
+        self.gate_proj = nn.Linear(width, width, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+        self.init_weights()
+
+    def forward(
+        self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: Any = None
+    ) -> tuple[Hidden, None]:
+        if state is not None:
+            raise ValueError("state was given to a mixer that is not causal")
+        r, k = self._shifted(x, grid, keep)
+        hidden = F.relu(self.up_proj(k)).square()
+        y = torch.sigmoid(self.gate_proj(r)) * self.down_proj(hidden)
+        return y if keep is None else y * keep.unsqueeze(-1), None
+
+
+def bi_wkv(
+    k: Hidden,
+    v: Hidden,
+    decay: Channels,
+    bonus: Channels,
+    *,
+    keep: Keep | None = None,
+    form: Form = "auto",
+    chunk_size: int = 8,
+) -> Hidden:
+    """Return means of the values of all tokens, weighted in each channel by exp(k) and distance.
+
+        o_t = sum_i a_ti v_i / sum_i a_ti,
+        a_ti = exp(k_i - (|t - i| - 1) w / T),  a_tt = exp(k_t + u)
+
+    Computed as linear attention with keys exp(k), where each channel is a head with one key channel
+    and the values v and 1. A negative w lets weights grow with the distance, by exp(40) at most.
+
+    Source: Vision-RWKV, arXiv:2403.02308, Sec. 3 (Bi-WKV).
+
+    Args:
+        k: Logits of the weights.
+        v: Values.
+        decay: w, of any sign.
+        bonus: u.
+        keep: True for real tokens; others are not read, and not counted in T or in distances.
+        form: As in `decay_attention`.
+        chunk_size: As in `decay_attention`.
+
+    Returns:
+        The means, in float32 or wider.
+    """
+    k, v, decay, bonus = to_accumulation_dtype(k, v, decay, bonus)
+    real = torch.ones_like(k[..., 0], dtype=torch.bool) if keep is None else keep
+    # Subtract the maximum over tokens so that exp cannot overflow.
+    k = k.masked_fill(~real.unsqueeze(-1), -torch.inf)
+    top = k.detach().amax(dim=1, keepdim=True).clamp(min=torch.finfo(k.dtype).min)
+    weight = (k - top).exp()
+    values = torch.stack([v, torch.ones_like(v)], dim=-1)  # B T D 2
+    own = (weight * bonus.exp()).unsqueeze(-1) * values
+    # Both directions are one causal call, side by side in the batch.
+    weight, values, real = (torch.cat([x, flipped(x)]) for x in (weight, values, real))
+    # Decays are at most 1: growth over t - 1 - i steps is a factor of the query and of the key.
+    rate = decay.clamp(min=-MAX_GROWTH) / real.sum(dim=1).clamp(min=1)[:, None, None]  # 2B 1 D
+    growth = (-rate).clamp(min=0)
+    position = real.cumsum(dim=1).unsqueeze(-1) - 1  # 2B T 1
+    log_decay = -rate.clamp(min=0) * real.unsqueeze(-1)
+    o, _ = read_before_write(
+        (growth * (position - 1)).exp().unsqueeze(-1),
+        (weight * (-growth * position).exp()).unsqueeze(-1),
+        values,
+        log_decay,
+        form=form,
+        chunk_size=chunk_size,
+        return_state=False,
+    )
+    past, future = o.chunk(2)
+    sums = past + flipped(future) + own
+    return safe_divide(sums[..., 0], sums[..., 1])
+
+
+def quad_shift(x: Hidden, grid: Grid) -> Hidden:
+    """Replace equal groups of channels by those of the two neighbors along each axis (Q-Shift).
+
+    Groups come from the previous and the next token along the last axis, then along the axis
+    before it; neighbors outside the grid are zero. Channels that are left over and prefix tokens
+    stay.
+
+    Source: Vision-RWKV, arXiv:2403.02308, Sec. 3.
+
+    Raises:
+        ValueError: If x does not have as many tokens as the grid.
+    """
+    if grid.tokens != x.shape[1]:
+        raise ValueError(f"x has {x.shape[1]} tokens and {grid} {grid.tokens}, expected as many")
+    axes = len(grid.shape)
+    group = x.shape[-1] // (2 * axes)
+    inside = x[:, grid.prefix :].unflatten(1, grid.shape)
+    *groups, rest = inside.split([group] * 2 * axes + [x.shape[-1] - 2 * axes * group], dim=-1)
+    shifted = []
+    for i, part in enumerate(groups):
+        step = -1 if i % 2 else 1
+        padding = [0, 0] * (i // 2 + 1) + [step, -step]  # of the channels, then the last axes
+        shifted.append(F.pad(part, padding))
+    moved = torch.cat([*shifted, rest], dim=-1).flatten(1, axes)
+    return torch.cat([x[:, : grid.prefix], moved], dim=1)
