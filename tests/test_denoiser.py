@@ -10,9 +10,11 @@ from onescan.layers.basic import GLUConfig
 from onescan.layers.block import FREQUENCIES, LabelEmbedding, TimestepEmbedding
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
+    HydraMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    MambaMixerConfig,
     SoftmaxMixerConfig,
 )
 from onescan.layers.position import SinusoidalPosition, ToeplitzPositionConfig
@@ -27,6 +29,8 @@ MIXERS = {
     "lion": LionMixerConfig(num_heads=2),
     "linear_diffusion": LinearDiffusionMixerConfig(num_heads=2),
     "delta_rule": DeltaRuleMixerConfig(num_heads=2),
+    "mamba": MambaMixerConfig(state_size=4),
+    "hydra": HydraMixerConfig(num_heads=2, state_size=4),
     "softmax": SoftmaxMixerConfig(num_heads=2),
 }
 CONDITIONS = ("tokens", "adaln_zero")

@@ -22,9 +22,11 @@ from onescan.integrations.export import (
 from onescan.layers.basic import GLUConfig, MLPConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
+    HydraMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    MambaMixerConfig,
     SoftmaxMixerConfig,
 )
 from onescan.layers.position import (
@@ -61,6 +63,10 @@ CAUSAL = {
         "mixer": DeltaRuleMixerConfig(num_heads=2, direction="forward", chunk_size=CHUNK),
         "position": None,
     },
+    "mamba": {
+        "mixer": MambaMixerConfig(direction="forward", state_size=4, chunk_size=CHUNK),
+        "position": None,
+    },
     "ldn": {
         "mixer": LinearDiffusionMixerConfig(num_heads=2, causal=True, **NEAR),
         "mlp": None,
@@ -76,6 +82,10 @@ BOTH = {
     "lightnet": {"mixer": LightNetMixerConfig(num_heads=2), "position": TPE_BOTH},
     "lion": {"mixer": LionMixerConfig(num_heads=2, chunk_size=CHUNK), "position": None},
     "delta": {"mixer": DeltaRuleMixerConfig(num_heads=2, chunk_size=CHUNK), "position": None},
+    "hydra": {
+        "mixer": HydraMixerConfig(num_heads=2, state_size=4, chunk_size=CHUNK),
+        "position": None,
+    },
     "ldn": {
         "mixer": LinearDiffusionMixerConfig(num_heads=2, **NEAR),
         "mlp": None,
@@ -103,7 +113,7 @@ IMAGES = {
 }
 over_causal = pytest.mark.parametrize("change", CAUSAL.values(), ids=CAUSAL)
 # programs of the others are looked at where they become files
-over_both = pytest.mark.parametrize("name", ["lightnet", "delta", "ldn", "bert"])
+over_both = pytest.mark.parametrize("name", ["lightnet", "delta", "hydra", "ldn", "bert"])
 over_images = pytest.mark.parametrize("name", ["lion natural", "ldn separable"])
 
 

@@ -6,9 +6,11 @@ import torch
 from onescan.layers.basic import GLUConfig, MLPConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
+    HydraMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    MambaMixerConfig,
     RWKV6MixerConfig,
     SoftmaxMixerConfig,
 )
@@ -28,6 +30,7 @@ CAUSAL = {
     "lion": {"mixer": LionMixerConfig(num_heads=3, direction="forward"), "position": None},
     "delta": {"mixer": DeltaRuleMixerConfig(num_heads=3, direction="forward"), "position": TPE},
     "rwkv6": {"mixer": RWKV6MixerConfig(num_heads=3, direction="forward"), "position": None},
+    "mamba": {"mixer": MambaMixerConfig(direction="forward", state_size=4), "position": None},
     "ldn": {
         "mixer": LinearDiffusionMixerConfig(num_heads=3, causal=True, sigmas=(1.0,), max_sigma=2.0),
         "mlp": None,
@@ -45,6 +48,8 @@ BOTH = {
         "position": ToeplitzPositionConfig(hidden_states=4, bidirectional=True),
     },
     "lion": {"mixer": LionMixerConfig(num_heads=3), "position": None},
+    "vim": {"mixer": MambaMixerConfig(state_size=4), "position": None},
+    "hydra": {"mixer": HydraMixerConfig(num_heads=3, state_size=4), "position": None},
     "ldn": {
         "mixer": LinearDiffusionMixerConfig(num_heads=3),
         "mlp": None,

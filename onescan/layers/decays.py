@@ -236,19 +236,23 @@ class Mamba2Decay(Decay):
 
     Source: Mamba-2, arXiv:2405.21060, with its initial values: dt from 0.001 to 0.1, rates from 1
     to 16. LION prints lambda = softplus(W x), which is a misprint, as it exceeds 1.
+
+    With several directions, as in Hydra, each has its own W and shares the other parameters; the
+    heads of all directions are concatenated.
     """
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, *, directions: int = 1) -> None:
         super().__init__(num_heads)
         dt_bias = _dt_bias(num_heads)
-        self.proj = small_linear(width, num_heads, bias=False)
+        self.proj = small_linear(width, directions * num_heads, bias=False)
         self.dt_bias = dt_bias
         self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
 
     def forward(self, x: Hidden) -> DecayOutput:
-        z = _wide(self.proj(x))
-        dt = F.softplus(z + self.dt_bias.to(z.dtype))  # B T H
-        return DecayOutput(-_rates(self.log_rate.to(z.dtype)) * dt, dt.unsqueeze(-1))
+        z = _wide(self.proj(x)).unflatten(-1, (-1, self.num_heads))  # B T directions H
+        dt = F.softplus(z + self.dt_bias.to(z.dtype))
+        log_decay = -_rates(self.log_rate.to(z.dtype)) * dt
+        return DecayOutput(log_decay.flatten(2), dt.flatten(2).unsqueeze(-1))
 
 
 @dataclass(frozen=True, kw_only=True)

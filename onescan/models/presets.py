@@ -16,9 +16,11 @@ from onescan.configs import ModelConfig, replace
 from onescan.layers.basic import MLPConfig
 from onescan.layers.decays import FixedDecayConfig, NoDecayConfig, SelectiveDecayConfig
 from onescan.layers.mixers import (
+    HydraMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    MambaMixerConfig,
     MixerConfig,
     SoftmaxMixerConfig,
     VisionRWKVMixerConfig,
@@ -134,6 +136,25 @@ _VISION_RWKV = _Family(
     ),
     "Vision-RWKV, arXiv:2403.02308; LightNet, arXiv:2405.21022, Table 1",
 )
+# LightNet's and LION's tables print Vim with a class token between the halves of the patches.
+_VIM = _Family(
+    ImageClassifierConfig(
+        mixer=MambaMixerConfig(prefix_position="middle"),
+        mlp=None,
+        position=AbsolutePositionConfig(),
+        norm="rms",
+    ),
+    "Vim, arXiv:2401.09417, Table 1; LightNet, Table 1; LION, Tables 2 and 12",
+)
+# Hydra replaces the attention and the MLP of ViT and has no positions. Its paper gives 24 blocks
+# and 91M for the base size: 24 blocks have 90.8 million parameters if both directions share B and
+# C, as in its pseudocode, and 93.2 million otherwise. LION gives no shape for 22M, which 22 match.
+_HYDRA = _Family(
+    ImageClassifierConfig(
+        mixer=HydraMixerConfig(shared_keys=True), mlp=None, position=None, drop_path=0.5
+    ),
+    "Hydra, arXiv:2407.09941, Table 5 and App. D.2; LION, Table 2",
+)
 # The condition is added as tokens. With adaLN-Zero in each block, no published size matches.
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
 _DIT = _Family(
@@ -168,6 +189,18 @@ def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 
 _LION_LM = _gpt2(LionMixerConfig(direction="forward"), None)
 _GPT2 = _gpt2(SoftmaxMixerConfig(causal=True), TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS))
+# LightNet prints 385M for Mamba and no shape. With Mamba's own width of 1024, 50 blocks have 384.8
+# million parameters; Mamba's 370M model has 48 blocks.
+_MAMBA_LM = _Family(
+    CausalLMConfig(
+        vocab_size=50272,
+        mixer=MambaMixerConfig(direction="forward"),
+        mlp=None,
+        position=None,
+        norm="rms",
+    ),
+    "Mamba, arXiv:2312.00752; LightNet, arXiv:2405.21022, Table 6",
+)
 _LIGHTNET_MLM = _Family(
     MaskedLMConfig(vocab_size=32768), "LightNet, arXiv:2405.21022, Table 2, in the Cramming setting"
 )
@@ -199,6 +232,20 @@ _BERT = _bert(SoftmaxMixerConfig(dropout=0.1), _BERT_POSITION)
 # App. C.5 adds a norm after LION-lit's attention. LION-lit needs positions, as it has no decay.
 _BERT_LIT = _bert(LionMixerConfig(decay=NoDecayConfig(), norm="layer"), _BERT_POSITION)
 _BERT_D, _BERT_S = _bert(_D, None), _bert(_S, None)
+# Hydra's blocks replace those of BERT. Only its embedding has dropout, which this config cannot
+# express, so there is none. LION gives no shape for the large size; 45 blocks match its 334M.
+_HYDRA_MLM = _Family(
+    MaskedLMConfig(
+        mixer=HydraMixerConfig(),
+        mlp=None,
+        position=None,
+        segment_types=2,
+        embedding_norm=True,
+        norm_position="post",
+        norm_eps=1e-5,
+    ),
+    "Hydra, arXiv:2407.09941, Table 4 and App. D.2; LION, Table 3",
+)
 _LDN_MLM = _Family(
     MaskedLMConfig(
         mixer=LinearDiffusionMixerConfig(dropout=0.1), mlp=None, position=_BERT_POSITION
@@ -244,6 +291,11 @@ _IMAGE_ROWS = (
     _Row("ldn_base", _LDN, 12, 768, 12, 52.0, printed_gmacs=10.6),
     _Row("ldn_large", _LDN, 24, 1024, 16, 181.0, printed_gmacs=36.7),
     _Row("ldn_huge", _LDN, 32, 1280, 16, 373.0, printed_gmacs=75.4),
+    _Row("vim_tiny", _VIM, 24, 192, 1, 7),
+    _Row("vim_small", _VIM, 24, 384, 1, 26.0, changes={"drop_path": 0.05}),
+    _Row("vim_base", _VIM, 24, 768, 1, 98.0),
+    _Row("hydra_small", _HYDRA, 22, 384, 12, 22.0),
+    _Row("hydra_base", _HYDRA, 24, 768, 24, 91.0),
 )
 # Parameter counts are for patches of 2 x 2. Each size is available with every patch size, such as
 # lightnet_dit_s_2. The published 33M of LightNet-S and DiT-S are 33.53, truncated, and 32.96,
@@ -269,6 +321,7 @@ _LANGUAGE_ROWS = (
     _Row("lightnet_lm_3b", _LM, 36, 2560, 20, 3000.0),
     _Row("lion_s_lm_124m", _LION_LM, 12, 768, 12, 124.0),
     _Row("gpt2_small", _GPT2, 12, 768, 12, 124.0),
+    _Row("mamba_lm_385m", _MAMBA_LM, 50, 1024, 1, 385.0),
     _Row("lightnet_mlm_base", _LIGHTNET_MLM, 12, 768, 12, None),
     _Row("lion_lit_mlm_base", _BERT_LIT, 12, 768, 12, 110.0),
     _Row("lion_lit_mlm_large", _BERT_LIT, 24, 1024, 16, 334.0),
@@ -278,6 +331,8 @@ _LANGUAGE_ROWS = (
     _Row("lion_s_mlm_large", _BERT_S, 24, 1024, 16, 334.0),
     _Row("bert_base", _BERT, 12, 768, 12, 110.0),
     _Row("bert_large", _BERT, 24, 1024, 16, 334.0),
+    _Row("hydra_mlm_base", _HYDRA_MLM, 23, 768, 24, 112.0),
+    _Row("hydra_mlm_large", _HYDRA_MLM, 45, 1024, 32, 334.0),
     _Row("ldn_mlm_base", _LDN_MLM, 24, 768, 12, 125.0),
 )
 _ROWS = (

@@ -372,6 +372,7 @@ RECIPES = table(
             ("lion_d_mlm", "LION-d"),
             ("lion_s_mlm", "LION-s"),
             ("bert", "BERT"),
+            ("hydra_mlm", "Hydra"),
         )
         for size in ("base", "large")
     ),

@@ -2,6 +2,7 @@
 
 from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig
+from onescan.layers.mixers.hydra import HydraMixer, HydraMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig, LightNetState
 from onescan.layers.mixers.linear_diffusion import (
     LinearDiffusionMixer,
@@ -9,6 +10,7 @@ from onescan.layers.mixers.linear_diffusion import (
     LinearDiffusionState,
 )
 from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixer, LionMixerConfig
+from onescan.layers.mixers.mamba import MambaMixer, MambaMixerConfig, MambaState
 from onescan.layers.mixers.rwkv6 import RWKV6Mixer, RWKV6MixerConfig, RWKV6State
 from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig, SoftmaxState
 from onescan.layers.mixers.vision_rwkv import VisionRWKVMixerConfig
@@ -18,6 +20,8 @@ __all__ = [
     "MIXERS",
     "DeltaRuleMixer",
     "DeltaRuleMixerConfig",
+    "HydraMixer",
+    "HydraMixerConfig",
     "LightNetMixer",
     "LightNetMixerConfig",
     "LightNetState",
@@ -26,6 +30,9 @@ __all__ = [
     "LinearDiffusionState",
     "LionMixer",
     "LionMixerConfig",
+    "MambaMixer",
+    "MambaMixerConfig",
+    "MambaState",
     "Mixer",
     "MixerConfig",
     "RWKV6Mixer",
@@ -44,5 +51,7 @@ MIXERS: dict[str, type[MixerConfig]] = {
     "rwkv6": RWKV6MixerConfig,
     "vision_rwkv": VisionRWKVMixerConfig,
     "linear_diffusion": LinearDiffusionMixerConfig,
+    "mamba": MambaMixerConfig,
+    "hydra": HydraMixerConfig,
     "softmax": SoftmaxMixerConfig,
 }

@@ -1,0 +1,111 @@
+"""Short depthwise convolution over tokens, as in Mamba and Hydra, which skips masked tokens."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from onescan.checks import check_positive
+from onescan.shapes import Hidden, Keep
+
+Window = Float[Tensor, "B _ D"]  # the last kernel_size - 1 real tokens
+BatchIndices = Int[Tensor, "B T"]
+
+
+class RealFirst(NamedTuple):
+    """An order of the tokens of each sequence in which the real ones come first.
+
+    Attributes:
+        token: The token at each place.
+        place: The place of each token, the inverse permutation.
+    """
+
+    token: BatchIndices
+    place: BatchIndices
+
+    @classmethod
+    def of(cls, keep: Keep) -> "RealFirst":
+        """Return the order for a mask; it keeps the order of real tokens.
+
+        >>> RealFirst.of(torch.tensor([[False, True, False, True]])).token.tolist()
+        [[1, 3, 0, 2]]
+        """
+        token = torch.argsort((~keep).long(), dim=1, stable=True)
+        return cls(token, token.argsort(dim=1))
+
+    def collect(self, x: Hidden) -> Hidden:
+        """Move the real tokens to the front."""
+        return _gather(x, self.token)
+
+    def restore(self, x: Hidden) -> Hidden:
+        """Move all tokens back, the inverse of `collect`."""
+        return _gather(x, self.place)
+
+
+class ShortConvolution(nn.Conv1d):
+    """Compute y_t = bias + sum_i weight_i x_{t - W + 1 + i} for each channel, with W weights.
+
+    Masked tokens are skipped, so the convolution of the real ones is as if they were not there.
+    The weights have the names, shapes and initial values of `nn.Conv1d`.
+
+    Args:
+        width: Number of channels.
+        kernel_size: Number of tokens that are read, W.
+        causal: Read the token and those before it; False reads the same number on both sides.
+        bias: Add a bias.
+
+    Raises:
+        ValueError: If kernel_size is not positive, or is even in a convolution that is not causal.
+    """
+
+    def __init__(
+        self, width: int, kernel_size: int, *, causal: bool = True, bias: bool = True
+    ) -> None:
+        check_positive(conv_size=kernel_size)
+        if not causal and kernel_size % 2 == 0:
+            raise ValueError(
+                f"conv_size is {kernel_size}, expected an odd number, to read both sides equally"
+            )
+        super().__init__(width, width, kernel_size, groups=width, bias=bias)
+        self.causal = causal
+
+    def forward(  # type: ignore[override]  # takes tokens, [B, T, D]
+        self, x: Hidden, *, keep: Keep | None = None, state: Window | None = None
+    ) -> tuple[Hidden, Window | None]:
+        """Convolve tokens.
+
+        Args:
+            x: Tokens.
+            keep: True for real tokens. The outputs of the others are undefined, but finite.
+            state: Window returned by a previous call of a causal convolution.
+
+        Returns:
+            The convolved tokens, and the last W - 1 real inputs; None if not causal.
+        """
+        order = None if keep is None else RealFirst.of(keep)
+        if keep is not None and order is not None:
+            x = order.collect(x.masked_fill(~keep.unsqueeze(-1), 0))  # 0 times NaN is NaN
+        before = self.kernel_size[0] - 1
+        if not self.causal:
+            window = F.pad(x, (0, 0, before // 2, before // 2))
+        elif state is None:
+            window = F.pad(x, (0, 0, before, 0))
+        else:
+            window = torch.cat([state.to(x.dtype), x], dim=1)
+        y = F.conv1d(window.mT, self.weight, self.bias, groups=self.groups).mT
+        y = y if order is None else order.restore(y)
+        return y, self._last(window, keep) if self.causal else None
+
+    def _last(self, window: Window, keep: Keep | None) -> Window:
+        """Return the inputs that the next token reads: `window` from its first new token on."""
+        before = self.kernel_size[0] - 1
+        if keep is None:  # a copy, so that the other tokens can be freed
+            return window[:, window.shape[1] - before :].clone()
+        steps = torch.arange(before, device=keep.device)
+        return _gather(window, keep.sum(dim=1, keepdim=True) + steps)
+
+
+def _gather(x: Window, indices: Int[Tensor, "B _"]) -> Window:
+    return x.gather(1, indices.unsqueeze(-1).expand(-1, -1, x.shape[-1]))

@@ -1,0 +1,130 @@
+"""Hydra: a quasiseparable matrix mixer made of two state space models, one per direction."""
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onescan.checks import check_choice, check_positive
+from onescan.layers.basic import build_norm
+from onescan.layers.convolution import RealFirst, ShortConvolution
+from onescan.layers.decays import Mamba2Decay
+from onescan.layers.mixers.contract import Mixer, MixerConfig, flipped
+from onescan.ops.decay_attention import Form, decay_attention
+from onescan.ops.numerics import to_accumulation_dtype
+from onescan.shapes import Grid, Hidden, Keep, Values
+
+EPS = 1e-5  # of the output's norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraMixerConfig(MixerConfig):
+    """Hydra's bidirectional mixer; in Hydra each of the `num_heads` heads has 64 inner channels."""
+
+    state_size: int = 64
+    """State channels of each inner channel, N."""
+    expand: int = 2
+    """Inner width divided by model width."""
+    conv_size: int = 7
+    """Tokens that the convolution reads, half of them on each side; must be odd."""
+    shared_keys: bool = False
+    """Use the same B and C in both directions, as in the pseudocode of Fig. 5. Otherwise each
+    direction has its own, as in Eq. 3."""
+    form: Form = "auto"
+    """Algorithm of the op; see `decay_attention`."""
+    chunk_size: int = 64
+    """Tokens per chunk of the chunk form."""
+
+    def build(self, *, width: int, axes: int) -> "HydraMixer":
+        check_choice("form", self.form, get_args(Form))
+        check_positive(state_size=self.state_size, expand=self.expand, chunk_size=self.chunk_size)
+        self.head_width(width)  # raises if num_heads does not divide the width
+        return HydraMixer(self, width)
+
+
+class HydraMixer(Mixer):
+    """W_out [norm(QS(u)) * silu(W_z x)], where u, B and C are silu(conv(W x)) and dt = W_dt x.
+
+        QS(u) = shift(SS(u)) + flip(shift(SS(flip(u)))) + diag(W_d u + d) u
+
+    SS is Mamba-2's state space model: h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t, y_t = C_t h_t, with
+    one decay per head. shift moves outputs to the next token, so that neither direction reads the
+    token itself, and the diagonal of the mixer matrix is free.
+
+    Source: Hydra, arXiv:2407.09941, Proposition 3.7 and Fig. 4. A, the bias of dt and the
+    convolution are shared by both directions.
+    """
+
+    def __init__(self, config: HydraMixerConfig, width: int) -> None:
+        super().__init__()
+        self.config = config
+        inner = config.expand * width
+        self.key_widths = [config.state_size] * (
+            2 if config.shared_keys else 4
+        )  # B, C per direction
+        self.in_widths = [inner, inner + sum(self.key_widths)]  # z; u, B and C
+        self.in_proj = nn.Linear(width, sum(self.in_widths), bias=False)
+        self.conv = ShortConvolution(self.in_widths[1], config.conv_size, causal=False)
+        self.decay = Mamba2Decay(width, config.num_heads, directions=2)
+        self.diagonal_proj = nn.Linear(inner, config.num_heads)
+        self.norm = build_norm("rms", inner, eps=EPS)
+        self.out_proj = nn.Linear(inner, width, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Set A = -1 and d = 1."""
+        self.decay.log_rate.zero_()
+        self.diagonal_proj.bias.fill_(1.0)
+
+    def forward(
+        self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: Any = None
+    ) -> tuple[Hidden, None]:
+        if state is not None:
+            self.check_state(state, object, causal=False)
+        if keep is None:
+            return self._mix(x, None), None
+        # The convolution and the shift read neighbors, so the real tokens are moved together.
+        order = RealFirst.of(keep)
+        real = torch.arange(x.shape[1], device=x.device) < keep.sum(dim=1, keepdim=True)
+        x = order.collect(x.masked_fill(~keep.unsqueeze(-1), 0))
+        return order.restore(self._mix(x, real)) * keep.unsqueeze(-1), None
+
+    def _mix(self, x: Hidden, real: Keep | None) -> Hidden:
+        """Mix tokens of which the first ones are real, `real`, and the others zero."""
+        z, u = self.in_proj(x).split(self.in_widths, dim=-1)
+        u = F.silu(self.conv(u)[0])
+        u, *keys = u.split([self.in_widths[0], *self.key_widths], dim=-1)
+        diagonal = self.diagonal_proj(u)
+        # Sums may overflow float16.
+        (v,) = to_accumulation_dtype(u.unflatten(-1, (self.config.num_heads, -1)))
+        y = self._strictly_before_and_after(x, keys, v, real) + diagonal.unsqueeze(-1) * v
+        y = self.norm(y.flatten(-2).to(self.norm.weight.dtype)) * F.silu(z)
+        return self.out_proj(y.to(x.dtype))
+
+    def _strictly_before_and_after(
+        self, x: Hidden, keys: list[Tensor], v: Values, real: Keep | None
+    ) -> Values:
+        """Compute both directions in one causal call, with the reversed tokens along the batch."""
+        config = self.config
+        forward, backward = keys[:2], keys[-2:]
+        k, q = (
+            torch.cat([a, flipped(b)]).unsqueeze(2).expand(-1, -1, config.num_heads, -1)
+            for a, b in zip(forward, backward, strict=True)
+        )
+        log_decay, dt = (torch.cat([a, flipped(b)]) for a, b in map(_halves, self.decay(x)))
+        o, _ = decay_attention(
+            q, k * dt, torch.cat([v, flipped(v)]), log_decay, causal=True,
+            keep=None if real is None else torch.cat([real, flipped(real)]),
+            form=config.form, chunk_size=config.chunk_size, return_state=False,
+        )  # fmt: skip
+        before, after = F.pad(o, (0, 0, 0, 0, 1, -1)).unflatten(0, (2, -1))  # shift
+        return before + flipped(after)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Split the heads of both directions."""
+    forward, backward = x.chunk(2, dim=2)
+    return forward, backward
