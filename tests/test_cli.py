@@ -16,6 +16,7 @@ from tiny_run import assert_same
 from onescan.cli import COMMANDS, main
 from onescan.cli.options import only_options
 from onescan.configs import differences
+from onescan.layers.position import AbsolutePositionConfig
 from onescan.models.presets import LDN_ABLATIONS, LIGHTNET_ABLATIONS, PRESETS, preset
 from onescan.models.size import model_size
 from onescan.recipes import RECIPES, find_recipe
@@ -135,6 +136,39 @@ def test_lists_are_filtered_by_a_word(argv, first, count, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert first in lines
     assert sum(argv[1].lower() in line for line in lines if line != first) == count
+
+
+def test_the_name_of_a_preset_shows_its_details(capsys):
+    """And not the list of all presets whose names contain it, such as lightnet_dit_s_2."""
+    assert main(["models", "dit_s_2"]) == 0
+    out = capsys.readouterr().out
+    assert "lightnet_dit_s_2" not in out
+    assert "DiT, arXiv:2212.09748, Table 4" in out
+    assert "inputs of shape [1, 4, 32, 32], [1], [1]." in out
+    assert main(["models", "lightnet_tiny"]) == 0
+    size, parts, config = (
+        text.splitlines() for text in re.split("\n\n[A-Z].*\n\n", capsys.readouterr().out)[1:]
+    )
+    rows = {row.split()[0]: row.split()[1:] for row in size[1:]}
+    assert rows["model"] == ["6,009,832", "6.0M", "0.16%", "1.19"]
+    assert rows["full_rank_gate"][:3] == ["6,157,288", "6.16M", "-0.04%"]
+    assert rows.keys() == {"model", *LIGHTNET_ABLATIONS}
+    counts = {row.split()[0]: int(row.split()[1].replace(",", "")) for row in parts}
+    assert counts["head"] == 1000 * 193
+    assert counts["blocks.mlp"] == 12 * 3 * 192 * 512
+    assert sum(counts.values()) == 6_009_832
+    assert {"width = 192", "  gate_rank = 64"} <= {*config}
+
+
+def test_the_name_of_a_recipe_shows_its_model(capsys):
+    assert main(["models", "cifar100_lion_s/diagonal_decay"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "Ablation: diagonal_decay." in shown[1]
+    rows = {row.split()[0]: row.split()[1:] for row in shown if row}
+    model = preset("lion_s_tiny", num_classes=100, **{"mixer.decay.diagonal": True})
+    assert rows["model"][0] == f"{model_size(model).parameters:,}"
+    assert "diagonal_decay" not in rows  # it would change nothing
+    assert "forward" in rows
 
 
 def test_recipes_and_show(capsys):
@@ -426,6 +460,71 @@ def test_every_ablation_of_the_papers_is_a_recipe(name, ablations):
         ]
 
 
+NO_MAP, NO_POSITIONS = {"mixer.feature_map": "identity"}, {"position": None}
+MAP, POSITIONS = {"mixer.feature_map": "shifted_silu"}, {"position": AbsolutePositionConfig()}
+CIFAR100_ROWS = {  # LION, Tables 13, 14 and 16: recipe -> preset, and what differs from it
+    "cifar100_lion_s/fixed_decay": ("lion_d_tiny", {}),
+    "cifar100_lion_s/diagonal_decay": ("lion_s_tiny", {"mixer.decay.diagonal": True}),
+    "cifar100_lion_s": ("lion_s_tiny", {}),
+    "cifar100_vit/with_feature_map": ("deit_tiny", {**POSITIONS, **MAP}),
+    "cifar100_vit": ("deit_tiny", {**POSITIONS, **NO_MAP}),
+    "cifar100_vit/with_feature_map/without_positions": ("deit_tiny", {**MAP, **NO_POSITIONS}),
+    "cifar100_vit/without_positions": ("deit_tiny", NO_POSITIONS),
+    "cifar100_lion_lit": ("lion_lit_tiny", {**POSITIONS, **MAP}),
+    "cifar100_lion_lit/without_feature_map": ("lion_lit_tiny", NO_MAP),
+    "cifar100_lion_lit/without_positions": ("lion_lit_tiny", NO_POSITIONS),
+    "cifar100_lion_lit/without_feature_map/without_positions": (
+        *("lion_lit_tiny", {**NO_MAP, **NO_POSITIONS}),
+    ),
+    **{
+        f"cifar100_lion_s/{direction}": ("lion_s_tiny", {"mixer.direction": direction})
+        for direction in ("forward", "backward", "alternating")
+    },
+    **{
+        f"cifar100_lion_s_natural/{direction}": (
+            *("lion_s_natural_tiny", {"mixer.direction": direction}),
+        )
+        for direction in ("forward", "backward")
+    },
+    "cifar100_lion_s_natural": ("lion_s_natural_tiny", {"mixer.scan": "natural"}),
+}
+
+
+@pytest.mark.parametrize("name", CIFAR100_ROWS)
+def test_every_row_of_lion_on_cifar100_is_a_recipe(name):
+    base, changes = CIFAR100_ROWS[name]
+    run = find_recipe(name)()
+    assert run.name == name
+    assert run.model == preset(base, num_classes=100, **changes)
+    assert (run.model.image_size, run.data.image_size) == ((224, 224), (224, 224))
+    assert 5.4e6 < model_size(run.model).parameters < 6.2e6  # ViT-T's size
+
+
+def test_a_distilled_lion_differs_from_lion_in_its_token_and_its_teacher():
+    changed = differences(
+        RECIPES["imagenet_lion_s_tiny"](), RECIPES["imagenet_lion_s_tiny_distilled"]()
+    )
+    assert {path: new for path, _, new in changed} == {
+        "name": "imagenet_lion_s_tiny_distilled",
+        "model.distillation_token": True,
+        "task.teacher": "timm/regnety_160.deit_in1k",
+    }
+
+
+def test_recipes_on_openwebtext_differ_only_in_their_attention():
+    names = [f"openwebtext_{name}" for name in ("gpt2", "linear_attention", "lion_s")]
+    gpt2, linear, selective = (RECIPES[name]() for name in names)
+    changed = [path for path, *_ in differences(gpt2, linear)]
+    assert changed == ["name", "model.mixer.type"]
+    changed = [path for path, *_ in differences(linear, selective)]
+    assert changed == [
+        "name",
+        "model.mixer.feature_map",
+        "model.mixer.decay.type",
+        "model.position",
+    ]
+
+
 def test_recipes_on_cifar10_have_equal_sizes():
     names = [name for name in RECIPES if name.startswith("cifar10_") and "denoiser" not in name]
     sizes = {name: model_size(RECIPES[name]().model) for name in names}
@@ -446,7 +545,7 @@ def test_recipes_on_cifar10_have_equal_sizes():
 
 LION_KINDS = ("lit", "d", "s", "d_natural", "s_natural")
 PRESET_NAMES = [f"lion_{kind}_{size}" for kind in LION_KINDS for size in ("tiny", "small", "base")]
-PRESET_NAMES += [f"ldn_{size}" for size in ("base", "large", "huge")]
+PRESET_NAMES += [f"{kind}_{size}" for kind in ("vit", "ldn") for size in ("base", "large", "huge")]
 
 
 @pytest.mark.parametrize("name", PRESET_NAMES)

@@ -13,7 +13,8 @@ from html_page import Page, assert_loads_nothing, table
 from tiny_run import STEPS, TinyModelConfig, tiny_run
 
 from onescan.checkpoint.files import to_json
-from onescan.data import ImageDatasetConfig, RandomCropConfig
+from onescan.configs import to_dict
+from onescan.data import ImageDatasetConfig, MixConfig, RandomCropConfig
 from onescan.report import comparison, comparison_table, write_comparison
 from onescan.report.comparison import (
     Axis,
@@ -170,7 +171,7 @@ def test_page_has_table_and_settings(runs, tmp_path):
     assert wide == [f"B{WIDE}", "1 (0)", *plain[2][2:]]
     assert page.cells[-1] == [["", "Atiny", f"B{WIDE}"], ["model.width", "6", "8"]]
     assert "<b> & wide" not in html
-    assert html.count("<svg") == 6  # 3 charts over epochs, 3 over time
+    assert html.count("<svg") == 8  # 4 charts over epochs, 4 over time
     for folder in (runs[0] / "seed-0", runs[0] / "seed-1", runs[1]):
         assert str(folder) in page.text
 
@@ -227,6 +228,17 @@ def test_curves_are_means_and_ranges_over_seeds(runs):
     assert line.name == f"A {values[:, -1].mean():.2%}"
     assert comparison.training_curve(wide, axis).band is None
     assert len(comparison.training_curve(wide, axis).y) == STEPS
+    values = np.stack([run.column("train", "accuracy") for run in tiny.runs])
+    line = comparison.training_curve(tiny, axis, "accuracy")
+    np.testing.assert_allclose(line.y.mean(), values.mean(), atol=0.05)
+    assert line.name.endswith("%")
+
+
+def test_training_accuracy_is_drawn_unless_labels_are_mixed(runs, tmp_path):
+    mixed = copied(runs[1], tmp_path / "mixed", task__mix=to_dict(MixConfig()))
+    for folders, count in ((runs, 2), ([*runs, mixed], 0)):  # over epochs and over time
+        text = Page(page_of(folders, tmp_path)).text
+        assert text.count("Running mean over batches, of augmented") == count
 
 
 @pytest.mark.parametrize("evaluations", [1, 3])
@@ -235,7 +247,7 @@ def test_single_evaluations_and_extreme_accuracies_are_drawn(runs, tmp_path, acc
     def change(line):
         if line["split"] == "test":
             return line | {"accuracy": accuracy} if line["step"] > STEPS - 4 * evaluations else None
-        return line
+        return line | {"accuracy": 0.5}
 
     folder = with_records(shutil.copytree(runs[1], tmp_path / "run"), change)
     name = "A 100%" if accuracy else "A 0.00%"

@@ -253,6 +253,28 @@ def test_crank_nicolson_is_stable_at_100_times_the_bound(form, symmetric):
     assert torch.linalg.eigvals(explicit).abs().max() > 10  # which the explicit step is not
 
 
+@pytest.mark.parametrize("future", [1.0, 0.01, 0.0])
+@pytest.mark.parametrize("sigma", [1.0, 8.0])
+def test_crank_nicolson_may_increase_the_maximum_but_stays_bounded(sigma, future):
+    """The infinity norm of the operator is the largest growth of the maximum over tokens."""
+    past, future, sigma = (torch.tensor([x], dtype=torch.float64) for x in (1.0, future, sigma))
+    weights = gaussian_kernel(past, future, sigma, 64)
+
+    def growth(multiple, steps=1):
+        dt = multiple * stable_step(weights)
+        (operator,) = diffusion_operator(weights, dt, 128, scheme="crank_nicolson")
+        powers = [operator]
+        for _ in range(steps - 1):
+            powers.append(powers[-1] @ operator)
+        return max(power.abs().sum(dim=-1).max().item() for power in powers)
+
+    for multiple in (0.5, 2.0):
+        assert growth(multiple, steps=3) == pytest.approx(1)
+    for multiple in (4.0, 64.0, 1024.0):
+        assert 1.3 < growth(multiple) < 3
+        assert growth(multiple, steps=100) < 6
+
+
 def test_crank_nicolson_is_of_second_order():
     """Halving the step takes a quarter of the error; an explicit step's error halves."""
     weights = torch.tensor([[1.0, 0.0, 2.0]], dtype=torch.float64)

@@ -244,6 +244,13 @@ def test_the_teacher_is_neither_changed_nor_saved(teacher, tmp_path, monkeypatch
     assert set() < names <= own.keys()
 
 
+def test_a_teacher_that_cannot_be_read_leaves_no_run_folder(copied, tmp_path):
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        train(distilled_run(str(copied)), tmp_path / "student")
+    assert not (tmp_path / "student").exists()
+
+
 def test_a_student_is_evaluated_without_its_teacher(copied, tmp_path, capsys):
     folder = tmp_path / "student"
     result = train(distilled_run(str(copied)), folder)
@@ -307,11 +314,17 @@ def test_loading_keeps_the_random_state_and_finds_the_best_weights(copied):
 # A stand-in for transformers
 
 
+try:
+    from transformers import TimmWrapperConfig
+except ImportError:
+    TimmWrapperConfig = None
+
+
 class FakeClassifier(nn.Module):
-    def __init__(self, names):
+    def __init__(self, names, pixels=4):
         super().__init__()
         self.config = SimpleNamespace(id2label=dict(enumerate(names)))
-        self.linear = nn.Linear(4, len(names))
+        self.linear = nn.Linear(pixels, len(names))
 
     def forward(self, pixel_values):
         return SimpleNamespace(logits=self.linear(pixel_values.mean(dim=1).flatten(1)))
@@ -350,6 +363,49 @@ def test_a_classifier_of_transformers(transformers, tmp_path):
     found = load_teacher(str(tmp_path))
     assert (found.format.height, found.format.width) == (4, 6)
     assert transformers.options_seen["place"] == str(tmp_path)
+
+
+def test_a_random_regnet_of_transformers(tmp_path):
+    library = pytest.importorskip("transformers")
+    names = dict(enumerate(NAMES))
+    config = library.RegNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], groups_width=4, id2label=names
+    )
+    model = library.RegNetForImageClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    processor = {"image_processor_type": "ConvNextImageProcessor", "do_normalize": True}
+    processor |= {"size": {"shortest_edge": 32}, "image_mean": [0.4] * 3, "image_std": [0.2] * 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    found = load_teacher(str(tmp_path))
+    assert (found.format.height, found.format.width, found.class_names) == (32, 32, NAMES)
+    pixels = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        want = model((pixels - 0.4) / 0.2).logits
+    torch.testing.assert_close(found.scores(pixels), want)
+
+
+TIMM = {"input_size": [3, 2, 4], "mean": [0.4, 0.5, 0.6], "std": [0.2, 0.25, 0.3]}
+
+
+@pytest.mark.skipif(TimmWrapperConfig is None, reason="transformers is not installed")
+def test_a_model_of_timm_has_its_format_in_the_config(transformers):
+    """Its image processor has neither do_normalize nor image_mean, and needs torchvision."""
+    settings = {"architecture": "regnety_160", "num_classes": 3, "label_names": list(NAMES)}
+    transformers.model = FakeClassifier(NAMES, pixels=8)
+    transformers.model.config = TimmWrapperConfig.from_dict(
+        {**settings, "pretrained_cfg": dict(TIMM)}
+    )
+    del transformers.processor.do_normalize
+    found = load_teacher("timm/regnety_160.deit_in1k")
+    assert (found.format.height, found.format.width, found.class_names) == (2, 4, NAMES)
+    pixels = torch.rand(2, 3, 2, 4)
+    mean, std = (torch.tensor(TIMM[key]).view(3, 1, 1) for key in ("mean", "std"))
+    torch.testing.assert_close(
+        found.scores(pixels), transformers.model((pixels - mean) / std).logits
+    )
+    transformers.model.config.pretrained_cfg = {"input_size": [3, 2, 4]}
+    with pytest.raises(ValueError, match="has a pretrained_cfg without mean, std"):
+        load_teacher("timm/regnety_160.deit_in1k")
 
 
 def test_class_names_may_differ_but_not_their_order(transformers):

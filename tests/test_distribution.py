@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from two_processes import STEPS, STOP, lightnet_run
+from two_processes import STEPS, STOP, growing_run, lightnet_run
 
 from onescan.training import read_metrics, train
 from onescan.training.folder import read_manifest
@@ -73,6 +73,16 @@ def test_two_processes_give_the_numbers_of_one(one, two, name):
     assert torch.equal(rows["labels"], theirs["labels"])
     torch.testing.assert_close(rows["losses"], theirs["losses"], atol=1e-3, rtol=1e-3)
     assert [e.processes for e in read_manifest(two / name).environments] == [2]
+
+
+@pytest.mark.slow
+def test_two_processes_grow_their_batches_as_one_does(tmp_path):
+    torchrun(SCRIPT, str(tmp_path), "growing", "growing_stopped")
+    one = train(growing_run(), tmp_path / "one").folder
+    assert_equal_runs(tmp_path / "growing", one)
+    assert len(losses(tmp_path / "growing_stopped")) == STOP + 1 < len(losses(one))
+    train(growing_run(), tmp_path / "growing_stopped")
+    assert_equal_runs(tmp_path / "growing_stopped", one)
 
 
 @pytest.mark.slow

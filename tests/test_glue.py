@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from onescan.cli import main
 from onescan.data.glue import PROBLEMS, GlueDatasetConfig
 from onescan.recipes.glue import BATCH_SIZES, FROM_MNLI, GLUE, ORDER, classifier
 from onescan.recipes.language import RECIPES as LANGUAGE
-from onescan.tasks import GlueConfig
+from onescan.report.glue import best_rate
+from onescan.tasks import Evaluation, GlueConfig
 from onescan.tasks.glue import compute_metric
-from onescan.training import TrainingConfig, evaluate
+from onescan.training import RunResult, TrainingConfig, evaluate
 from onescan.training.folder import read_manifest
 from onescan.training.optim import build_optimizer, learning_rate
 
@@ -133,6 +135,8 @@ def test_a_recipe_has_a_number_for_every_task(name):
         ("hydra", "cola", 1e-4, 8e-6, 10, 32, True),
         ("modified", "mrpc", 1e-5, 8e-6, 10, 32, True),
         ("modified", "rte", 1e-5, 1e-6, 2, 16, False),
+        ("lightnet", "mnli", 5e-5, 0.0, 5, 16, False),
+        ("lightnet", "stsb", 5e-5, 0.0, 5, 16, False),
     ],
 )
 def test_recipes_have_the_settings_of_the_paper(
@@ -142,8 +146,29 @@ def test_recipes_have_the_settings_of_the_paper(
     assert (training.learning_rate, training.weight_decay) == (rate, decay)
     assert (training.epochs, training.batch_size) == (epochs, batch_size)
     assert training.decoupled_weight_decay is decoupled
-    assert learning_rate(5, 100, training) == rate  # after a warm-up of 6%
+    assert learning_rate(9 if name == "lightnet" else 5, 100, training) == rate  # after the warm-up
     assert learning_rate(100, 100, training) == 0
+
+
+def test_lightnet_tries_four_rates_with_the_dropout_of_cramming():
+    recipe = GLUE["lightnet"]
+    assert recipe.rates_to_try == (5e-5, 4e-5, 3e-5, 2e-5)
+    assert (recipe.dropout, recipe.from_mnli) == (0.1, False)
+    training = recipe.training("cola")
+    assert (training.schedule, training.warmup, training.betas) == ("cosine", 0.1, (0.9, 0.98))
+    assert not any(GLUE[name].rates_to_try for name in GLUE if name != "lightnet")
+
+
+def result_of(*accuracies):
+    return [
+        RunResult(folder=Path(), evaluation=Evaluation(metrics={"accuracy": a}, arrays={}), steps=1)
+        for a in accuracies
+    ]
+
+
+def test_the_best_rate_has_the_highest_mean_over_seeds():
+    assert best_rate({5e-5: result_of(0.9, 0.1), 4e-5: result_of(0.6, 0.6)}) == 4e-5
+    assert best_rate({5e-5: result_of(0.5), 4e-5: result_of(0.5)}) == 5e-5
 
 
 def test_decoupled_decay_is_scaled_only_by_the_schedule():
@@ -274,6 +299,32 @@ def test_pages_have_scores_settings_and_errors(trained):
     assert len(mistakes) == 13
     assert all(cells[0].startswith("of it \u2014 ") for cells in mistakes[1:])
     assert "Largest errors" in Page((trained / "cola/report.html").read_text()).text
+
+
+def test_the_best_of_several_rates_is_reported_as_chosen_on_the_dev_set(folder, tmp_path, capsys):
+    words = ["glue", str(folder / "mlm"), "--path", str(folder / "tables"), "--tasks", "stsb"]
+    words += ["--recipe", "lightnet", "--epochs", "1", "--length", "32", "--precision", "float32"]
+    assert main([*words, "--machine.trackers", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "best of 4 learning rates (5e-05, 4e-05, 3e-05, 2e-05)" in out
+    assert "optimistic" in out
+    assert {run.name for run in (tmp_path / "stsb").iterdir() if run.is_dir()} == {
+        *("lr-5e-05", "lr-4e-05", "lr-3e-05", "lr-2e-05")
+    }
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    rates = summary["learning_rates"]["stsb"]
+    scores = {rate: score["mean"] for rate, score in rates["scores"].items()}
+    chosen = f"{rates['chosen_on_dev_set']:g}"
+    assert scores[chosen] == max(scores.values()) == summary["tasks"]["stsb"]["score"]["mean"]
+    run = read_manifest(tmp_path / f"stsb/lr-{chosen}/seed-0").run
+    assert run.training.learning_rate == rates["chosen_on_dev_set"]
+    assert run.init_from == str(folder / "mlm")  # not from MNLI
+    assert run.model.dropout == 0.1
+    page = Page((tmp_path / "report.html").read_text())
+    assert "LightNet (Sec. 6.1 of its paper)" in page.text
+    assert "optimistic" in page.text
+    by_rate = next(rows for rows in page.cells if rows[0][0] == "task" and "5e-05" in rows[0])
+    assert [cells[0] for cells in by_rate[1:]] == ["STS-B"]
 
 
 def test_without_mnli_all_tasks_start_from_the_checkpoint(folder, tmp_path, capsys):

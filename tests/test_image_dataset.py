@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from random import Random
 
 import datasets
@@ -19,6 +20,7 @@ from tiny_images import damage, encoded, serve_hub, write_folders, write_parquet
 from walks import walk
 
 from onescan.data import Example, ImageDatasetConfig, RandomCropConfig
+from onescan.recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -132,6 +134,25 @@ def test_hidden_and_empty_folders(tmp_path, caplog):
     assert len(splits.train) + len(splits.test) == 4
     assert len(caplog.messages) == 1
     assert f"'{path}/eel'" in caplog.text
+
+
+def test_the_recipe_on_cifar100_reads_the_fine_labels_of_local_files(tmp_path):
+    fine, coarse = (
+        datasets.ClassLabel(names=[f"{kind} {i}" for i in range(count)])
+        for kind, count in (("fine", 100), ("coarse", 20))
+    )
+    features = {"img": datasets.Image(), "fine_label": fine, "coarse_label": coarse}
+    labels = [99, 0, 1, 98]
+    rows = {"img": IMAGES, "fine_label": labels, "coarse_label": [0, 1, 0, 1]}
+    table = datasets.Dataset.from_dict(rows, datasets.Features(features))
+    for split in ("train", "test"):
+        table.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    data = RECIPES["cifar100_lion_s"]().data
+    splits = replace(data, path=str(tmp_path), image_size=(4, 4)).build()
+    assert splits.train.labels.tolist() == splits.test.labels.tolist() == labels
+    assert splits.class_names == tuple(fine.names)
+    with pytest.raises(ValueError, match="label_column is None, found fine_label and coarse_label"):
+        replace(data, path=str(tmp_path), label_column=None).build()
 
 
 def test_parquet_files(tmp_path):

@@ -182,6 +182,25 @@ def test_attention_dropout_applies_to_attention_weights():
         SoftmaxMixerConfig(num_heads=1, dropout=1.0).build(width=1, axes=1)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_softmax_of_feature_maps_is_the_formula(causal, tokens):
+    config = SoftmaxMixerConfig(num_heads=2, causal=causal, feature_map="shifted_silu")
+    mixer = config.build(width=12, axes=1).double()
+    x = torch.randn(2, tokens, 12, dtype=torch.float64)
+    q, k, v = (y.unflatten(-1, (2, 6)) for y in mixer.in_proj(x).chunk(3, dim=-1))
+    q, k = (torch.nn.functional.silu(y) + 0.5 for y in (q, k))
+    q, k = (y / y.square().sum(-1, keepdim=True).sqrt() for y in (q, k))
+    scores = torch.einsum("bthk,bshk->bhts", q, k) / 6**0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
+    o = torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v)
+    torch.testing.assert_close(mixer(x, Grid((tokens,)))[0], mixer.out_proj(o.flatten(-2)))
+    object.__setattr__(config, "feature_map", "gelu")  # the tests check types
+    with pytest.raises(ValueError, match="feature_map 'gelu' is unknown"):
+        config.build(width=12, axes=1)
+
+
 def test_block_is_two_shortcuts():
     block = Block(12, axes=2, mixer=LightNetMixerConfig(num_heads=2), mlp=GLUConfig(), norm="layer")
     grid = Grid((2, 3))

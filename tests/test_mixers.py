@@ -23,6 +23,7 @@ CAUSAL = {
     "independent decay": {"decay_logits": "independent", "decay_rank": None},
     "no lrpe": {"lrpe": False},
     "no norm": {"norm": "none", "gate_rank": None},
+    "no gate": {"gate": False, "decay_logits": "offset"},
 }
 SEPARATE = {name: CAUSAL[name] for name in ("offset decay", "independent decay")}
 over_separate = pytest.mark.parametrize("fields", SEPARATE.values(), ids=SEPARATE)
@@ -142,6 +143,21 @@ def test_lightnet_is_the_papers_equation(causal):
     u = x @ gate.weight.T @ mixer.gate_proj.weight.T
     want = (o * torch.sigmoid(u)) @ mixer.out_proj.weight.T
     torch.testing.assert_close(mixer(x, grid)[0], want)
+
+
+@pytest.mark.parametrize("fields", [{}, {"decay_logits": "independent", "decay_rank": 4}], ids=str)
+def test_without_a_gate_lightnet_is_the_gated_mixer_with_its_gate_fully_open(fields):
+    gated = built(LightNetMixerConfig(num_heads=HEADS, gate_rank=4, **fields))
+    mixer = built(LightNetMixerConfig(num_heads=HEADS, gate=False, **fields))
+    torch.nn.init.zeros_(gated.gate_proj.weight)  # sigmoid(0) is 1/2 for every channel
+    weights = gated.state_dict()
+    del weights["gate_proj.weight"]
+    gate = slice(3 * WIDTH, 3 * WIDTH + 4)
+    rows = weights["in_proj.weight"]
+    weights["in_proj.weight"] = torch.cat([rows[: gate.start], rows[gate.stop :]])
+    mixer.load_state_dict(weights)
+    x = tokens(2, GRID.tokens)
+    torch.testing.assert_close(mixer(x, GRID)[0], 2 * gated(x, GRID)[0])
 
 
 def loop(mixer, x, *, causal):

@@ -20,7 +20,7 @@ from report_runs import HOSTILE, LDN, LIGHTNET, LION, PatternsConfig, model, run
 from sklearn.metrics import confusion_matrix
 
 from onescan import cli, configs
-from onescan.data import Example, ImageTensors, LoadedBatch
+from onescan.data import AffineConfig, Example, ImageTensors, LoadedBatch, MixConfig
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.layers.position import AbsolutePositionConfig
 from onescan.recipes import RECIPES, find_recipe
@@ -306,6 +306,23 @@ def test_captions_match_the_charts(folders):
     assert "smoothed by 0.1" in training(smoothed).figures[0].caption
 
 
+def test_training_accuracy_is_that_of_the_batches_unless_labels_are_mixed(folders):
+    group = read_run_group(folders())
+    figures = {figure.title: figure for figure in training(group).figures}
+    assert [*figures][:4] == ["Training loss", "Test accuracy", "Training accuracy", "Test loss"]
+    accuracies = group.runs[0].column("train", "accuracy")
+    figure = figures["Training accuracy"]
+    assert f"seed 0: {percent(accuracies[-1])}" in Page(figure.body).text
+    assert "augmented" not in figure.caption
+    task = group.config.task
+    augmented = dataclasses.replace(task, augment=AffineConfig())
+    figures = training(with_config(group, dataclasses.replace(group.config, task=augmented)))
+    assert "augmented in training only" in figures.figures[2].caption
+    mixed = dataclasses.replace(task, mix=MixConfig())
+    mixed = with_config(group, dataclasses.replace(group.config, task=mixed))
+    assert "Training accuracy" not in {figure.title for figure in training(mixed).figures}
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.93, 0.9999, 1.0])
 def test_accuracy_axes_contain_the_values_and_name_their_scale(share):
     line = plots.Line("end", plots.BLUE, np.array([1.0, 2.0]), np.array([share, share]))
@@ -398,7 +415,9 @@ def test_own_data_are_in_the_title(folders, path, title):
         {"model.patch_size": (4, 4), "training.max_grad_norm": None, "model.pool": "mean"},
     ],
 )
-@pytest.mark.parametrize("recipe", ["digits", "digits/without_norm"])
+@pytest.mark.parametrize(
+    "recipe", ["digits", "digits/without_norm", "digits/without_norm/without_lrpe"]
+)
 def test_the_command_repeats_the_runs(folders, tmp_path, monkeypatch, recipe, changes):
     wanted = configs.replace(find_recipe(recipe)(), changes)
     group = with_config(read_run_group(folders(seeds=(2, 0))), wanted)

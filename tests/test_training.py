@@ -3,16 +3,27 @@ import re
 import resource
 import subprocess
 import sys
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_run import STEPS, StripesConfig, TinyModelConfig, assert_same, tiny_run, untimed
+from tiny_run import (
+    STEPS,
+    StripesConfig,
+    TinyModelConfig,
+    assert_same,
+    crash,
+    interrupt,
+    tiny_run,
+    untimed,
+)
 from torch import nn
+from two_processes import lightnet_run
 
 from onescan import configs
+from onescan.data import derive_seed
 from onescan.tasks import ImageClassification, ImageClassificationConfig
 from onescan.training import (
     MachineConfig,
@@ -72,6 +83,57 @@ def test_steps_override_epochs(tmp_path):
     result = train(tiny_run(steps=5, evaluate_every=100.0), tmp_path / "run")
     assert result.steps == 5
     assert [line["step"] for line in read_metrics(result.folder)] == [1, 2, 3, 4, 5, 5]
+
+
+GROWING = {"batch_size": 12, "initial_batch_size": 4, "batch_size_ramp": 0.5}
+
+
+def test_batches_grow(tmp_path):
+    """33 examples are 8 micro-batches per epoch, of which 3 epochs have 24."""
+    result = train(tiny_run(**GROWING, checkpoint_every=1.0), tmp_path / "run", progress=True)
+    lines = untimed(result.folder)
+    trained = [line for line in lines if line["split"] == "train"]
+    sizes = [line["batch_size"] for line in trained]
+    assert sizes == [4, 4, 4, 4, 8, 8, 12, 12, 12, 12, 12, 4]
+    assert sum(sizes) == 3 * 32
+    assert trained[-1]["epoch"] == 3
+    assert [(line["step"], line["epoch"]) for line in lines if line["split"] == "test"] == [
+        (6, 1.0),
+        (9, 2.125),  # the first step to end after the second epoch
+        (12, 3.0),
+    ]
+    assert result.steps == 12
+
+
+def test_a_grown_batch_has_the_gradient_of_all_its_examples(tmp_path):
+    """The second step reads the micro-batches 1 to 3, by weights that hardly differ from before."""
+    changes = {"batch_size": 24, "initial_batch_size": 8, "batch_size_ramp": 1e-9}
+    changes |= {"steps": None, "epochs": 1, "learning_rate": 1e-20, "evaluate_every": 9.0}
+    run = lightnet_run()
+    run = configs.replace(run, {f"training.{name}": value for name, value in changes.items()})
+    task = run.task.build(run.data.build())
+    torch.manual_seed(derive_seed(run.training.seed, "model"))
+    model = run.model.build().train()
+    plans = islice(task.batches(step=1, batch_size=8, seed=run.training.seed), 3)
+    examples = [example for plan in plans for example in plan.examples]
+    loss, _ = task.loss(model, task.train.read(examples).batch)
+    loss.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    interrupt(run, tmp_path / "run", 2)
+    line = read_metrics(tmp_path / "run")[1]
+    assert (line["batch_size"], line["step"]) == (24, 2)
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert line["gradient_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 6, 7, 9, 11])
+def test_a_run_resumes_exactly_while_its_batches_grow(tmp_path, step):
+    run = tiny_run(**GROWING, evaluate_every=0.3)
+    whole = train(run, tmp_path / "whole")
+    interrupt(run, tmp_path / "stopped", step)
+    assert_same(train(run, tmp_path / "stopped"), whole)
+    crash(run, tmp_path / "crashed", step)
+    assert_same(train(run, tmp_path / "crashed"), whole)
 
 
 def test_gradients_are_clipped(tmp_path):
@@ -258,6 +320,9 @@ def test_an_unknown_device_is_refused(tmp_path, device):
         ("betas", (0.9, 1.0)),
         ("eps", 0.0),
         ("warmup", -0.1),
+        ("initial_lr_ratio", -0.1),
+        ("initial_batch_size", 0),
+        ("initial_batch_size", 6),
         ("final_lr_ratio", 1.1),
         ("max_grad_norm", 0.0),
         ("seed", -1),
@@ -271,6 +336,12 @@ def test_an_unknown_device_is_refused(tmp_path, device):
 def test_training_settings_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=rf"training\.{name} is .*{re.escape(str(value))}"):
         TrainingConfig(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("steps", 9), ("batch_size_ramp", 0.0)])
+def test_settings_that_do_not_fit_a_growing_batch_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"training\.{name} is {value}, expected"):
+        TrainingConfig(initial_batch_size=8, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["precision", "schedule"])
@@ -339,6 +410,41 @@ def test_inverse_sqrt_halves_when_the_step_quadruples():
     config = TrainingConfig(learning_rate=2.0, warmup=25.0, schedule="inverse_sqrt")
     rates = [learning_rate(step, 1000, config) for step in (24, 99, 399)]
     assert rates == pytest.approx([2.0, 1.0, 0.5])
+
+
+def test_the_rate_of_cramming_rises_from_a_quarter_and_falls_to_zero():
+    """The triangle of arXiv:2212.14034: the peak is at 75% of the budget."""
+    config = TrainingConfig(
+        learning_rate=2.0, warmup=0.75, initial_lr_ratio=0.25, schedule="linear", final_lr_ratio=0.0
+    )
+    steps = 1000
+    for step in range(steps + 1):
+        done = step / steps
+        triangle = min(0.25 + done * 0.75 / 0.75, 4 - 4 * done)
+        # the warm-up reaches its last step one step earlier
+        assert learning_rate(step, steps, config) == pytest.approx(2 * triangle, abs=3 / steps)
+    assert max(learning_rate(step, steps, config) for step in range(steps)) == 2.0
+
+
+@given(
+    total=st.integers(1, 3000),
+    first=st.integers(1, 8),
+    times=st.integers(1, 64),
+    ramp=st.floats(0.01, 1.0),
+)
+def test_the_batch_size_grows_linearly_with_the_examples(total, first, times, ramp):
+    config = TrainingConfig(
+        batch_size=first * times, initial_batch_size=first, batch_size_ramp=ramp, epochs=1
+    )
+    plan = Plan.of(config, total)
+    ends = [plan.read(step) for step in range(plan.steps + 1)]
+    assert (ends[0], ends[-1]) == (0, total)
+    for before, after in pairwise(ends[:-1]):  # the last batch may be smaller
+        line = first * times * before / (ramp * total)  # reaches batch_size at the ramp's end
+        size = first * (after - before)
+        assert size <= first * times
+        assert size == first * times or line < size <= line + first * (1 + 1e-9)
+        assert size == first * times or before < ramp * total
 
 
 def test_a_plan_turns_epochs_into_steps():

@@ -41,6 +41,13 @@ def lightnet_run(**machine):
     )
 
 
+def growing_run(**machine):
+    """A run of one epoch whose batches grow from 16 to 128 examples."""
+    changes = {"training.steps": None, "training.epochs": 1, "training.batch_size": 128}
+    ramp = {"training.initial_batch_size": 16, "training.batch_size_ramp": 0.8}
+    return configs.replace(lightnet_run(**machine), changes | ramp)
+
+
 def interrupted_at(step):
     """Interrupt only the second process, before that step."""
     update = Loop.update
@@ -59,7 +66,8 @@ def main(folder, *names):
         assert ranks.size == 2
         for name in names:
             kind, _, variant = name.partition("_")
-            run = lightnet_run(**MACHINES[kind])
+            build = growing_run if kind == "growing" else lightnet_run
+            run = build(**MACHINES[kind])
             if variant:
                 restore = interrupted_at(STOP)
                 with contextlib.suppress(KeyboardInterrupt):
@@ -91,6 +99,7 @@ def dies_once(folder):
 MACHINES = {
     "ddp": {"workers": 1},
     "fsdp": {"fsdp": True, "gradient_accumulation_steps": 2},
+    "growing": {"gradient_accumulation_steps": 2},
 }
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from onescan.cli.options import (
 )
 
 COMMON = (
-    *("--device", "--batch-size", "--workers", "--out", "--lengths", "--text"),
+    *("--device", "--batch-size", "--workers", "--out", "--split", "--lengths", "--text"),
     *("--tasks", "--samples", "--features", "--guidance-scale"),
 )
 
@@ -43,6 +43,9 @@ def evaluate(argv: Argv) -> None:
         batch_size: int | None = None
         """Requests (--tasks) or images (--samples) per batch; affects memory, and results only by
         rounding. By default 32 requests or 64 images."""
+        split: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+        """Split of the run's data to evaluate on, such as test; by default the one that training
+        evaluated on, which is the validation split if the data has both."""
         imports: Imports = ()
         lengths: Annotated[LengthsConfig, tyro.conf.arg(name="")]
         tasks: Annotated[TasksConfig, tyro.conf.arg(name="")]
@@ -71,8 +74,10 @@ def _kind_of_evaluation(options: Any) -> Callable[[Any], None]:
         config = getattr(options, name)
         for field, value, _ in differences(config, type(config)()):
             raise ValueError(f"{field} is {str(value)!r}, but requires --{name}")
-    if given and options.workers is not None:
-        raise ValueError(f"workers is {options.workers}, but is not supported with --{given[0]}")
+    for name in ("workers", "split"):
+        if given and getattr(options, name) is not None:
+            value = getattr(options, name)
+            raise ValueError(f"{name} is {value}, but is not supported with --{given[0]}")
     if not given and options.out is not None:
         raise ValueError(f"out is '{options.out}', but requires --lengths, --tasks or --samples")
     if options.batch_size is not None and given not in (["tasks"], ["samples"]):
@@ -88,7 +93,7 @@ def _evaluate_run(options: Any) -> None:
 
     checkpoint = load(options.checkpoint)
     run, device = checkpoint.config, choose_device(options.device, Ranks())
-    task = run.task.build(run.data.build())
+    task = run.task.build(_with_split(run.data, options.split).build())
     evaluation = evaluate_model(
         checkpoint.model.to(device),
         task,
@@ -101,6 +106,15 @@ def _evaluate_run(options: Any) -> None:
         echo(f"{name:<{widest}}  {value:.4f}")
     if evaluation.left_out:
         echo(f"skipped {evaluation.left_out} unreadable {task.unit}")
+
+
+def _with_split(data: OptionsT, split: str | None) -> OptionsT:
+    """Return a data config that evaluates on another split."""
+    if split is None:
+        return data
+    if not hasattr(data, "test_split"):
+        raise ValueError(f"split is {split!r}, but {type(data).__name__} has no named splits")
+    return dataclasses.replace(data, test_split=split)  # type: ignore[type-var]
 
 
 def _evaluate_lengths(options: Any) -> None:

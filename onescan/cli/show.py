@@ -11,10 +11,12 @@ import tyro
 from onescan.cli.options import HELP, HELP_ALL, Argv, echo, parse
 
 if TYPE_CHECKING:
+    from onescan.models.presets import Preset
     from onescan.models.size import Size
 
 RowT = TypeVar("RowT")
 Word = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[WORD]")]
+NAME_WIDTH = 26  # characters
 # config class of a preset -> heading in the list of models
 MODEL_KINDS = {
     "ImageClassifierConfig": "Image classification",
@@ -27,12 +29,16 @@ MODEL_KINDS = {
 
 
 def models(argv: Argv) -> None:
-    """List the presets with their parameters and GMACs, computed and as published."""
+    """List the presets with their parameters and GMACs, computed and as published.
+
+    With the name of a preset or a recipe, show that model in detail.
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
-        word: Word = ""
-        """Show only presets whose name or group contains this word."""
+        word: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME|WORD]")] = ""
+        """Show the details of the preset, RECIPE or RECIPE/ABLATION of this name, or only presets
+        whose name or group contains this word."""
         ablations: bool = False
         """Also list the ablations of the papers."""
 
@@ -41,9 +47,11 @@ def models(argv: Argv) -> None:
     from onescan.models.size import model_size
 
     kinds = {name: MODEL_KINDS[type(row.config).__name__] for name, row in PRESETS.items()}
+    if options.word in PRESETS or not _matches(PRESETS, kinds, options.word):
+        _show_model(options.word)
+        return
     groups = dict(_groups("preset", PRESETS, kinds, options.word))
-    published = f"{'in the paper':>13}{'difference':>12}"
-    echo(f"{'':<21}{'parameters':>13}{published}{'GMACs':>8}{published}")
+    _show_heading()
     for kind, group in groups.items():
         echo(f"\n{kind}")
         for name, row in group.items():
@@ -54,16 +62,82 @@ def models(argv: Argv) -> None:
                 echo(_size_row(f"  {ablation}", size, printed))
 
 
+def _show_model(name: str) -> None:
+    """Show one model: its size, source, ablations, parameters by part, and config."""
+    from onescan.configs import replace
+    from onescan.models.size import model_size, parameters_by_part
+
+    model = _find_model(name)
+    config, printed = model.config, model.printed_ablations
+    shapes = [[*x.shape] for x in config.example_inputs() if x is not None]
+    echo(f"{name}: {MODEL_KINDS.get(type(config).__name__, type(config).__name__).lower()}")
+    echo(f"{model.source}\n\nGMACs are for inputs of shape {', '.join(map(str, shapes))}.\n")
+    _show_heading()
+    echo(_size_row("model", model_size(config), model.printed_millions, model.printed_gmacs))
+    for ablation, changes in _ablations(config).items():
+        try:
+            variant = replace(config, changes)
+            size = model_size(variant)
+        except ValueError:  # of another family
+            continue
+        if variant != config:
+            echo(_size_row(f"  {ablation}", size, printed.get(ablation)))
+    parts = parameters_by_part(config)
+    echo("\nParameters by part\n")
+    for part, count in parts.items():
+        echo(f"{part:<{NAME_WIDTH}}{count:>13,}{count / sum(parts.values()):>9.1%}")
+    echo(f"\n{type(config).__name__}\n")
+    echo("\n".join(_fields(config, indent="")))
+
+
+def _ablations(config: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Return the ablations of the paper that a model is from; LION's for softmax attention."""
+    from onescan.models import presets
+
+    mixer = type(config.mixer).__name__
+    if mixer == "LightNetMixerConfig":
+        return presets.LIGHTNET_ABLATIONS
+    if mixer == "LinearDiffusionMixerConfig":
+        return presets.LDN_ABLATIONS
+    is_long_range = type(config).__name__ == "SequenceClassifierConfig"
+    return presets.LONG_RANGE_ABLATIONS if is_long_range else presets.LION_ABLATIONS
+
+
+def _find_model(name: str) -> "Preset":
+    """Return the preset, or the model of the recipe, of this name."""
+    from onescan.models.presets import PRESETS, Preset
+    from onescan.recipes import RECIPES, find_recipe, summary
+
+    if name in PRESETS:
+        return PRESETS[name]
+    if name.partition("/")[0] not in RECIPES:
+        raise ValueError(
+            f"no preset has {name!r} in its name or group, and it is not the name of a recipe"
+        )
+    recipe = find_recipe(name)
+    return Preset(config=recipe().model, printed_millions=None, source=summary(recipe))
+
+
+def _matches(rows: Mapping[str, Any], kinds: Mapping[str, str], word: str) -> list[str]:
+    """Return the names that contain a word, or whose kind contains it."""
+    return [name for name in rows if word.lower() in f"{name} {kinds[name]}".lower()]
+
+
 def _groups(
     what: str, rows: Mapping[str, RowT], kinds: Mapping[str, str], word: str
 ) -> Iterator[tuple[str, dict[str, RowT]]]:
     """Yield the rows of each kind, if their name or their kind contains a word."""
-    found = [name for name in rows if word.lower() in f"{name} {kinds[name]}".lower()]
+    found = _matches(rows, kinds, word)
     if not found:
         raise ValueError(f"no {what} has {word!r} in its name or group")
     order = list(dict.fromkeys(kinds.values()))
     for kind, names in groupby(sorted(found, key=lambda n: order.index(kinds[n])), kinds.get):
         yield str(kind), {name: rows[name] for name in names}
+
+
+def _show_heading() -> None:
+    published = f"{'in the paper':>13}{'difference':>12}"
+    echo(f"{'':<{NAME_WIDTH}}{'parameters':>13}{published}{'GMACs':>8}{published}")
 
 
 def _size_row(
@@ -80,7 +154,7 @@ def _size_row(
     if isinstance(printed_millions, int):
         difference = "in millions"
     gmacs = size.macs / 1e9
-    row = f"{name:<21}{size.parameters:>13,}{printed:>13}{difference:>12}{gmacs:>8.2f}"
+    row = f"{name:<{NAME_WIDTH}}{size.parameters:>13,}{printed:>13}{difference:>12}{gmacs:>8.2f}"
     if printed_gmacs is None:
         return row
     return f"{row}{printed_gmacs:>13}{gmacs / printed_gmacs - 1:>12.2%}"

@@ -135,12 +135,14 @@ def glue(argv: Argv) -> None:
             default_factory=GlueRunsConfig
         )
         out: Annotated[Path, tyro.conf.arg(metavar="PATH")] = Path("runs") / "glue"
-        """Folder for the report and the runs, such as runs/glue/cola/seed-0."""
+        """Folder for the report and the runs, such as runs/glue/cola/seed-0; with several learning
+        rates, runs/glue/cola/lr-5e-05/seed-0."""
         overwrite: bool = False
         """Delete existing runs in the folder and start from scratch."""
 
     options = parse(Options, glue, argv)
     from onescan.report import check_report_path, glue_table, read_glue, write_glue, write_report
+    from onescan.report.glue import best_rate
     from onescan.training import joined
 
     config, out = options.config, options.out
@@ -155,24 +157,31 @@ def glue(argv: Argv) -> None:
         check_runs(runs, overwrite=options.overwrite)
         results = _fine_tune(runs, say, overwrite=options.overwrite)
     if ranks.is_first:
+        best = {task: best_rate(results[task]) for task in tasks}
+        by_task = {task: results[task][best[task]] for task in tasks}
         for task in tasks:
-            write_report(results[task], out / task / "report.html")
-        by_task = {task: results[task] for task in tasks}
-        outcome = read_glue(by_task, checkpoint=options.checkpoint, recipe=config.recipe)
+            write_report(by_task[task], out / task / "report.html")
+        outcome = read_glue(
+            by_task,
+            checkpoint=options.checkpoint,
+            recipe=config.recipe,
+            tried={task: results[task] for task in tasks} if config.rates_to_try else {},
+        )
         page = write_glue(outcome, out)
         echo(f"{glue_table(outcome)}\nreport: {page}")
 
 
 def _fine_tune(
     runs: "Sequence[GlueRun]", say: Callable[[str], object], *, overwrite: bool
-) -> "dict[GlueTask, list[RunResult]]":
-    """Train all runs and return the results of each task, one per seed."""
+) -> "dict[GlueTask, dict[float, list[RunResult]]]":
+    """Train all runs; return each task's results by learning rate, one per seed."""
     from onescan.training import train as train_run
 
-    results: dict[GlueTask, list[RunResult]] = {}
+    results: dict[GlueTask, dict[float, list[RunResult]]] = {}
     for task, seed, config, folder in runs:
         say(f"{task}, seed {seed}, in {folder}, initialized from {config.init_from}")
         result = train_run(config, folder, overwrite=overwrite, progress=True)
         say(_results([result]))
-        results.setdefault(task, []).append(result)
+        by_rate = results.setdefault(task, {})
+        by_rate.setdefault(config.training.learning_rate, []).append(result)
     return results

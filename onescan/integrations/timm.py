@@ -16,11 +16,11 @@ from onescan.models.image_classifier import ImageClassifier, ImageClassifierConf
 from onescan.models.presets import PRESETS, preset
 from onescan.shapes import Grid, Hidden, Images, Pooled
 
-# timm has its own DeiT
+# timm has its own DeiT and ViT
 NAMES = [
     name
     for name, each in PRESETS.items()
-    if isinstance(each.config, ImageClassifierConfig) and not name.startswith("deit_")
+    if isinstance(each.config, ImageClassifierConfig) and not name.startswith(("deit_", "vit_"))
 ]
 
 default_cfgs = {

@@ -16,6 +16,7 @@ from onescan.configs import ModelConfig, replace
 from onescan.layers.basic import MLPConfig
 from onescan.layers.decays import FixedDecayConfig, NoDecayConfig, SelectiveDecayConfig
 from onescan.layers.mixers import (
+    LINEAR_TRANSFORMERS,
     HydraMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
@@ -28,6 +29,7 @@ from onescan.layers.mixers import (
 from onescan.layers.position import (
     AbsolutePositionConfig,
     SinusoidalPositionConfig,
+    ToeplitzPositionConfig,
     TokenPositionConfig,
 )
 from onescan.models.causal_lm import CausalLMConfig
@@ -87,7 +89,7 @@ class _Row(NamedTuple):
     printed_millions: float | int | None
     changes: Mapping[str, Any] = MappingProxyType({})
     printed_gmacs: float | None = None
-    printed_ablations: tuple[float, ...] = ()
+    printed_ablations: Mapping[str, float] = MappingProxyType({})
 
 
 _LIGHTNET = _Family(ImageClassifierConfig(), "LightNet, arXiv:2405.21022, Tables 1, 7 and 15")
@@ -126,6 +128,11 @@ _LDN = _Family(
     ),
     "LDN, arXiv:2502.12381, Table 1",
 )
+# LDN's baseline, whose figures are those of ViT, arXiv:2010.11929. No patch that divides 224 gives
+# ViT-H the 120.5 GMACs of the table: patches of 16 x 16, as in LDN's own rows, give 127.3, and the
+# 14 x 14 of ViT-H/14 give 167.3; both have 632 million parameters. ViT-L has 304.3 of the printed
+# 307 million.
+_VIT = _Family(replace(_DEIT.config, {"drop_path": 0.0}), "LDN, arXiv:2502.12381, Table 1")
 # Each layer consists of two blocks: spatial and channel mixing.
 _VISION_RWKV = _Family(
     ImageClassifierConfig(
@@ -157,6 +164,10 @@ _HYDRA = _Family(
 )
 # The condition is added as tokens. With adaLN-Zero in each block, no published size matches.
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
+# Table 3 gives XL/2 672M parameters, but Table 14 680M: the difference is the output gate.
+_LIGHTNET_DIT_NO_GATE = _Family(
+    replace(DenoiserConfig(), {"mixer.gate": False}), "LightNet, arXiv:2405.21022, Table 3"
+)
 _DIT = _Family(
     DenoiserConfig(
         mixer=SoftmaxMixerConfig(),
@@ -177,7 +188,14 @@ def _lightnet_lm(source: str) -> _Family:
     )
 
 
-_LM_WIKITEXT, _LM_V1, _LM = map(_lightnet_lm, ("WikiText-103", "v1, Table 10", "Table 13"))
+_LM_WIKITEXT, _LM_V1, _LM, _LM_PILE, _LM_SPEED = map(
+    _lightnet_lm, ("Table 5", "v1, Table 10", "Table 13", "Table 6", "Table 4")
+)
+# Table 6 prints 379M, and 385M for "no share". LLaMA's 385M, 26 layers and the vocabulary 50272 fix
+# the shape, but an MLP of width 8/3 * 1024 = 2730 and a gate of rank 128 make 385.6M even without
+# separate decays. Closest to 379M is the image models' gate of rank 64 and an MLP of width 2688,
+# which is 8/3 * 1024 rounded down to a multiple of 128.
+_LM_379M = {"mixer.gate_rank": 64, "mlp.ratio": 2688 / 1024}
 
 
 def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
@@ -189,6 +207,11 @@ def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 
 _LION_LM = _gpt2(LionMixerConfig(direction="forward"), None)
 _GPT2 = _gpt2(SoftmaxMixerConfig(causal=True), TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS))
+# Linear attention, arXiv:2006.16236, has no decay to encode positions with.
+_LINEAR_LM = _gpt2(
+    replace(LINEAR_TRANSFORMERS["linear_attention_scaled"], {"direction": "forward"}),
+    TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS),
+)
 # LightNet prints 385M for Mamba and no shape. With Mamba's own width of 1024, 50 blocks have 384.8
 # million parameters; Mamba's 370M model has 48 blocks.
 _MAMBA_LM = _Family(
@@ -201,8 +224,18 @@ _MAMBA_LM = _Family(
     ),
     "Mamba, arXiv:2312.00752; LightNet, arXiv:2405.21022, Table 6",
 )
+# Table 2 gives no size. The vocabulary, depth, embedding norm and head are Cramming's,
+# arXiv:2212.14034, with LightNet's blocks and positions. Positions are one-sided (Eq. 17), as in
+# the image models: the paper mentions no other form of TPE.
 _LIGHTNET_MLM = _Family(
-    MaskedLMConfig(vocab_size=32768), "LightNet, arXiv:2405.21022, Table 2, in the Cramming setting"
+    MaskedLMConfig(
+        vocab_size=32768,
+        position=ToeplitzPositionConfig(),
+        embedding_norm=True,
+        head_transform=False,
+    ),
+    "LightNet, arXiv:2405.21022, Table 2, in the Cramming setting, arXiv:2212.14034; one-sided "
+    "TPE, as in Eq. 17",
 )
 
 
@@ -229,6 +262,14 @@ def _bert(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 
 _BERT_POSITION = TokenPositionConfig(max_tokens=BERT_MAX_TOKENS)
 _BERT = _bert(SoftmaxMixerConfig(dropout=0.1), _BERT_POSITION)
+# RoBERTa, arXiv:1907.11692, which does not use the first two of its 514 positions.
+_ROBERTA = _Family(
+    replace(
+        _BERT.config,
+        {"vocab_size": 50265, "position.max_tokens": 514, "segment_types": 1, "norm_eps": 1e-5},
+    ),
+    "LDN, arXiv:2502.12381, Sec. 5.1 and Table 3",
+)
 # App. C.5 adds a norm after LION-lit's attention. LION-lit needs positions, as it has no decay.
 _BERT_LIT = _bert(LionMixerConfig(decay=NoDecayConfig(), norm="layer"), _BERT_POSITION)
 _BERT_D, _BERT_S = _bert(_D, None), _bert(_S, None)
@@ -253,19 +294,24 @@ _LDN_MLM = _Family(
     "LDN, arXiv:2502.12381, Sec. 5.1, which gives no shape",
 )
 
+
+def _printed(*millions: float) -> Mapping[str, float]:
+    return dict(zip(PRINTED_ABLATIONS, millions, strict=True))
+
+
 # name, family, depth, width, heads, published parameters in millions
 _IMAGE_ROWS = (
     _Row(
         *("lightnet_tiny", _LIGHTNET, 12, 192, 6, 6.0),
-        printed_ablations=(6.0, 6.0, 6.0, 6.0, 6.16),
+        printed_ablations=_printed(6.0, 6.0, 6.0, 6.0, 6.16),
     ),
     _Row(
         *("lightnet_small", _LIGHTNET, 12, 384, 16, 22.64),
-        printed_ablations=(22.54, 22.63, 22.64, 22.63, 23.82),
+        printed_ablations=_printed(22.54, 22.63, 22.64, 22.63, 23.82),
     ),
     _Row(
         *("lightnet_base", _LIGHTNET, 12, 768, 16, 87.74),
-        printed_ablations=(87.54, 87.69, 87.74, 87.72, 93.64),
+        printed_ablations=_printed(87.54, 87.69, 87.74, 87.72, 93.64),
     ),
     _Row("deit_tiny", _DEIT, 12, 192, 3, 5.7),
     _Row("deit_small", _DEIT, 12, 384, 6, 22.0),
@@ -285,6 +331,9 @@ _IMAGE_ROWS = (
     _Row("lion_s_natural_tiny", _LION_S_NATURAL, 12, 192, 3, 5),
     _Row("lion_s_natural_small", _LION_S_NATURAL, 12, 384, 6, 22),
     _Row("lion_s_natural_base", _LION_S_NATURAL, 12, 768, 12, 86),
+    _Row("vit_base", _VIT, 12, 768, 12, 86, printed_gmacs=17.6),
+    _Row("vit_large", _VIT, 24, 1024, 16, 307.0, printed_gmacs=61.6),
+    _Row("vit_huge", _VIT, 32, 1280, 16, 632.0, printed_gmacs=120.5),
     _Row("vision_rwkv_tiny", _VISION_RWKV, 24, 192, 1, 6.2, printed_gmacs=1.2),
     _Row("vision_rwkv_small", _VISION_RWKV, 24, 384, 1, 23.8, printed_gmacs=4.6),
     _Row("vision_rwkv_base", _VISION_RWKV, 24, 768, 1, 93.7, printed_gmacs=18.2),
@@ -316,13 +365,27 @@ _LANGUAGE_ROWS = (
         changes={"mixer.gate_rank": 64, "vocab_size": 50265},
     ),
     _Row("lightnet_lm_150m", _LM_V1, 15, 768, 12, 150.0),
+    _Row(
+        *("lightnet_lm_379m", _LM_PILE, 26, 1024, 8, 379.0),
+        changes=_LM_379M,
+        printed_ablations={"without_tpe": 379.0, "without_lrpe": 379.0, "without_decay": 379.0},
+    ),
+    _Row(
+        *("lightnet_lm_no_share", _LM_PILE, 26, 1024, 8, 385),
+        changes={**_LM_379M, "mixer.decay_logits": "independent"},
+    ),
     _Row("lightnet_lm_380m", _LM_V1, 26, 1024, 8, 385.0),
     _Row("lightnet_lm_1b", _LM, 18, 2048, 16, 1000.0),
+    _Row(
+        *("lightnet_lm_1450m", _LM_SPEED, 24, 2048, 16, 1450.0),
+        changes={"mlp.multiple_of": 256, "tie_embeddings": False},
+    ),
     _Row("lightnet_lm_3b", _LM, 36, 2560, 20, 3000.0),
     _Row("lion_s_lm_124m", _LION_LM, 12, 768, 12, 124.0),
+    _Row("linear_attention_lm_124m", _LINEAR_LM, 12, 768, 12, 124.0),
     _Row("gpt2_small", _GPT2, 12, 768, 12, 124.0),
     _Row("mamba_lm_385m", _MAMBA_LM, 50, 1024, 1, 385.0),
-    _Row("lightnet_mlm_base", _LIGHTNET_MLM, 12, 768, 12, None),
+    _Row("lightnet_mlm_base", _LIGHTNET_MLM, 16, 768, 12, None),
     _Row("lion_lit_mlm_base", _BERT_LIT, 12, 768, 12, 110.0),
     _Row("lion_lit_mlm_large", _BERT_LIT, 24, 1024, 16, 334.0),
     _Row("lion_d_mlm_base", _BERT_D, 12, 768, 12, 110.0),
@@ -331,6 +394,7 @@ _LANGUAGE_ROWS = (
     _Row("lion_s_mlm_large", _BERT_S, 24, 1024, 16, 334.0),
     _Row("bert_base", _BERT, 12, 768, 12, 110.0),
     _Row("bert_large", _BERT, 24, 1024, 16, 334.0),
+    _Row("roberta_base", _ROBERTA, 12, 768, 12, 125.0),
     _Row("hydra_mlm_base", _HYDRA_MLM, 23, 768, 24, 112.0),
     _Row("hydra_mlm_large", _HYDRA_MLM, 45, 1024, 32, 334.0),
     _Row("ldn_mlm_base", _LDN_MLM, 24, 768, 12, 125.0),
@@ -342,19 +406,19 @@ _ROWS = (
         for row in _DENOISER_ROWS
         for patch in DENOISER_PATCHES
     ),
+    _Row("lightnet_dit_xl_672m", _LIGHTNET_DIT_NO_GATE, 42, 1152, 16, 672.0),
     *_LANGUAGE_ROWS,
 )
 
 
 def _preset_of(row: _Row) -> Preset:
     sizes = {"depth": row.depth, "width": row.width, "mixer.num_heads": row.num_heads}
-    ablations = row.printed_ablations
     return Preset(
         config=replace(row.family.config, {**sizes, **row.changes}),
         printed_millions=row.printed_millions,
         source=row.family.source,
         printed_gmacs=row.printed_gmacs,
-        printed_ablations=dict(zip(PRINTED_ABLATIONS, ablations, strict=True)) if ablations else {},
+        printed_ablations=row.printed_ablations,
     )
 
 
@@ -374,12 +438,14 @@ LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "independent_decay": {"mixer.decay_logits": "independent", "mixer.decay_rank": None},
     }
 )
-# LION, Tables 13, 14 and 16, for LION-s; the last row is ours.
+# LION, Tables 13, 14 and 16, for LION-s; with_feature_map and without_positions are for the rows of
+# Table 14 that change ViT or LION-lit.
 LION_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "fixed_decay": {"mixer.decay": FixedDecayConfig()},
         "diagonal_decay": {"mixer.decay.diagonal": True},
         "without_feature_map": {"mixer.feature_map": "identity"},
+        "with_feature_map": {"mixer.feature_map": "shifted_silu"},
         "with_positions": {"position": AbsolutePositionConfig()},
         "forward": {"mixer.direction": "forward"},
         "backward": {"mixer.direction": "backward"},

@@ -13,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from onescan.checks import check_positive
 from onescan.configs import ModelConfig
 
+LAYERS = ("blocks", "layers")  # names of the lists of equal modules
+
 
 class Size(NamedTuple):
     """Of a model, counted and not estimated.
@@ -33,6 +35,22 @@ def model_size(config: ModelConfig) -> Size:
         inputs = config.example_inputs()
         model = config.build()
     return Size(sum(p.numel() for p in model.parameters()), _macs(model, inputs))
+
+
+def parameters_by_part(config: ModelConfig) -> dict[str, int]:
+    """Count the parameters of each part of a model, without allocating.
+
+    Parts are the model's modules, such as "embedding" and "head", and the modules of a block summed
+    over all blocks, such as "blocks.mixer". Shared weights count for the part that comes first.
+    """
+    with torch.device("meta"):
+        model = config.build()
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        path = [part for part in name.split(".") if not (part.isdigit() or part == "network")]
+        part = ".".join(path[: 2 if path[0] in LAYERS else 1])
+        counts[part] = counts.get(part, 0) + parameter.numel()
+    return counts
 
 
 def count_macs(config: ModelConfig, *inputs: Tensor | None) -> int:

@@ -52,6 +52,8 @@ LIGHTNET = TrainingConfig(
     precision="bfloat16",
     evaluate_every=10.0,
 )
+# LightNet, Sec. 6.1: the largest model, which Table 3 evaluates, is trained twice as long
+LIGHTNET_TABLE_3 = replace(LIGHTNET, steps=800_000, batch_size=1024)
 # DiT, arXiv:2212.09748, Sec. 4, with as many steps as LightNet
 DIT = replace(LIGHTNET, betas=(0.9, 0.999))
 
@@ -146,6 +148,20 @@ def _cifar10(name: str, model: DenoiserConfig) -> RunConfig:
     )
 
 
+def imagenet_lightnet_dit_xl_672m() -> RunConfig:
+    r"""LightNet-XL/2 denoiser on ImageNet-1k latents, as in its Table 3; not run yet.
+
+    onescan encode FOLDER --vae stabilityai/sd-vae-ft-ema --out imagenet-latents
+    torchrun --nproc-per-node 8 -m onescan train imagenet_lightnet_dit_xl_672m \
+        --data.path imagenet-latents
+
+    0.8 million steps of 1024 images, by Sec. 6.1. Without output gates, the model has the 672M
+    parameters of Table 3; imagenet_lightnet_dit_xl_2 has the gates and the 680M of Table 14. The
+    other settings are those of Table 12. The paper does not state the sampler; it is DiT's.
+    """
+    return _imagenet("lightnet_dit_xl_672m", LIGHTNET_TABLE_3)
+
+
 def _imagenet(model: str, training: TrainingConfig) -> RunConfig:
     """Return a run on VAE latents of ImageNet-1k at 256 x 256: 4 channels of 32 x 32."""
     return RunConfig(
@@ -175,4 +191,5 @@ RECIPES = table(
         for size in ("s", "b", "l", "xl")
         for patch in (2, 4, 8)
     ),
+    imagenet_lightnet_dit_xl_672m,
 )

@@ -32,6 +32,7 @@ LDN = replace(MODEL, width=256, position=AbsolutePositionConfig(), pool="mean", 
 LDN_TASK = ImageClassificationConfig(
     augment=DeitAugmentConfig(pad=4, num_ops=0, random_erasing=0.0)
 )
+NOT_RUN = "It has not been run yet."
 RATIO = 13 / 3  # MLP ratio that gives as many parameters as LightNet
 
 
@@ -158,6 +159,39 @@ def _imagenet(model: str, training: TrainingConfig) -> RunConfig:
     )
 
 
+def imagenet_lion_s_tiny_distilled() -> RunConfig:
+    """LION-s, tiny, on ImageNet-1k, distilled from a RegNet as in LION's Table 15.
+
+    torchrun --nproc-per-node 8 -m onescan train imagenet_lion_s_tiny_distilled --data.path FOLDER
+
+    Hard distillation with a distillation token from RegNetY-16GF, as in DeiT's paper, whose recipe
+    LION follows. The teacher has the weights that DeiT's code uses, and requires timm. The same
+    network without timm is --task.teacher facebook/regnet-y-160. It has not been run yet.
+    """
+    run = _imagenet("lion_s_tiny", LION_TRAINING)
+    return replace(
+        run,
+        name="imagenet_lion_s_tiny_distilled",
+        model=configs.replace(run.model, {"distillation_token": True}),
+        task=configs.replace(run.task, {"teacher": "timm/regnety_160.deit_in1k"}),
+    )
+
+
+def _cifar100(name: str, model: str) -> RunConfig:
+    """Return a run of LION's App. C.10 to C.15: a tiny model on CIFAR-100.
+
+    The paper states that it uses ViT's recipe and code adapted from DeiT's. The other settings are
+    the defaults of that code for CIFAR-100, which enlarges the images.
+    """
+    run = _imagenet(model, LION_TRAINING)
+    return replace(
+        run,
+        name=f"cifar100_{name}",
+        model=configs.replace(run.model, {"num_classes": 100}),
+        data=ImageDatasetConfig(path="uoft-cs/cifar100", label_column="fine_label"),
+    )
+
+
 def _imagenet_row(model: str, summary: str, training: TrainingConfig) -> Recipe:
     name = f"imagenet_{model}"
     command = f"torchrun --nproc-per-node 8 -m onescan train {name} --data.path FOLDER"
@@ -212,6 +246,30 @@ RECIPES = table(
         )
         for size in ("tiny", "small", "base")
         for kind, title in LION_NAMES.items()
+    ),
+    imagenet_lion_s_tiny_distilled,
+    *(
+        row(
+            f"cifar100_{name}",
+            partial(_cifar100, name, model),
+            f"{title}, tiny, on CIFAR-100, as in LION's {tables}.",
+            f"onescan train cifar100_{name} --data.path FOLDER",
+            "The paper states neither image size nor patches and epochs. Those of DeiT's code are "
+            "used: images\nenlarged to 224 x 224, patches of 16 x 16, 300 epochs. Labels are the "
+            f"100 fine ones. {NOT_RUN}",
+        )
+        for name, model, title, tables in (
+            ("vit", "deit_tiny", "ViT", "Table 14"),
+            ("lion_lit", "lion_lit_tiny", "LION-lit", "Table 14"),
+            ("lion_s", "lion_s_tiny", "LION-s", "Tables 13, 14 and 16"),
+            ("lion_s_natural", "lion_s_natural_tiny", "LION-s natural", "Table 16"),
+        )
+    ),
+    *(
+        _imagenet_row(
+            f"vit_{size}", f"ViT, {size}, on ImageNet-1k, trained as LDN is.", LDN_TRAINING
+        )
+        for size in ("base", "large", "huge")
     ),
     *(
         _imagenet_row(

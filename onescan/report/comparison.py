@@ -38,7 +38,13 @@ from onescan.report.plots import (
     thinned,
 )
 from onescan.report.runs import Column as Values
-from onescan.report.runs import FinishedRun, SeedValues, config_differences, read_run
+from onescan.report.runs import (
+    FinishedRun,
+    SeedValues,
+    config_differences,
+    has_training_accuracy,
+    read_run,
+)
 from onescan.training.config import RunConfig
 from onescan.training.folder import MACHINE
 from onescan.training.loading import load
@@ -491,6 +497,12 @@ def _figures(rows: Sequence[Row], axis: Axis) -> list[Figure]:
             else "At each evaluation on the test set."
         )
         figures.append(Figure(title.capitalize(), chart, caption))
+    if all(has_training_accuracy(row.config) for row in rows):
+        title = "training accuracy"
+        lines = [training_curve(row, axis, "accuracy") for row in rows]
+        chart = line_chart(lines, x=axis.label, y=title, scale="share")
+        caption = "Running mean over batches, of augmented images if the recipe augments them."
+        figures.append(Figure(title.capitalize(), chart, caption))
     chart = line_chart(
         [training_curve(row, axis) for row in rows], x=axis.label, y="training loss", scale="log"
     )
@@ -507,14 +519,14 @@ def metric_curve(row: Row, axis: Axis, name: str) -> Line:
     return _over_seeds(row, curves, lambda value: metric_value(name, value))
 
 
-def training_curve(row: Row, axis: Axis) -> Line:
-    """Return the running mean of the training loss."""
+def training_curve(row: Row, axis: Axis, name: str = "loss") -> Line:
+    """Return the running mean of a metric of the training batches, the loss by default."""
     curves = []
     for run in row.runs:
-        losses = np.maximum(run.column("train", "loss"), SMALLEST)
-        indices = thinned(len(losses))
-        curves.append((_positions(axis, run, "train")[indices], smoothed(losses, indices)))
-    return _over_seeds(row, curves, "{:.3f}".format)
+        values = np.maximum(run.column("train", name), SMALLEST)
+        indices = thinned(len(values))
+        curves.append((_positions(axis, run, "train")[indices], smoothed(values, indices)))
+    return _over_seeds(row, curves, percent if name == ACCURACY else "{:.3f}".format)
 
 
 def _over_seeds(

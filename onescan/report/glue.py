@@ -1,9 +1,10 @@
 """Fine-tuning on GLUE tasks: a table for the terminal, summary.json, and a page."""
 
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,9 @@ class GlueOutcome:
     """Pretrained model. Some tasks start from its MNLI fine-tuning."""
     recipe: str
     runs: Mapping[GlueTask, tuple[FinishedRun, ...]]
-    """One run for each seed, by task."""
+    """One run for each seed, by task; with the best learning rate, if several were tried."""
+    tried: Mapping[GlueTask, Mapping[float, SeedValues]] = field(default_factory=dict)
+    """Scores with each learning rate, by task; empty if only one was tried."""
 
     @property
     def seeds(self) -> list[int]:
@@ -50,7 +53,7 @@ class GlueOutcome:
 
     def score(self, task: GlueTask) -> SeedValues:
         """Return the mean of a task's metrics."""
-        return SeedValues(tuple(glue_score(run.result.metrics) for run in self.runs[task]))
+        return scores_of(run.result for run in self.runs[task])
 
     def average(self) -> SeedValues:
         """Return the mean of all tasks' scores, for each seed."""
@@ -70,6 +73,15 @@ class GlueOutcome:
             "seeds": self.seeds,
             "tasks": tasks,
             "average": _to_dict(self.average()),
+        } | ({"learning_rates": self._rates_to_dict()} if self.tried else {})
+
+    def _rates_to_dict(self) -> dict[str, Any]:
+        return {
+            task: {
+                "chosen_on_dev_set": self.runs[task][0].manifest.run.training.learning_rate,
+                "scores": {f"{rate:g}": _to_dict(score) for rate, score in scores.items()},
+            }
+            for task, scores in self.tried.items()
         }
 
 
@@ -77,8 +89,22 @@ def _to_dict(number: SeedValues) -> dict[str, Any]:
     return {"mean": number.mean, "spread": number.std, "values": list(number.values)}
 
 
+def scores_of(results: Iterable[RunResult]) -> SeedValues:
+    """Return the mean of a task's metrics, for each seed."""
+    return SeedValues(tuple(glue_score(result.metrics) for result in results))
+
+
+def best_rate(results: Mapping[float, Sequence[RunResult]]) -> float:
+    """Return the learning rate with the highest mean score; the first of several equal ones."""
+    return max(results, key=lambda rate: scores_of(results[rate]).mean)
+
+
 def read_glue(
-    results: Mapping[GlueTask, Iterable[RunResult]], *, checkpoint: str, recipe: str
+    results: Mapping[GlueTask, Iterable[RunResult]],
+    *,
+    checkpoint: str,
+    recipe: str,
+    tried: Mapping[GlueTask, Mapping[float, Sequence[RunResult]]] = MappingProxyType({}),
 ) -> GlueOutcome:
     """Read finished runs from their folders.
 
@@ -86,6 +112,7 @@ def read_glue(
         results: One result for each seed, by task.
         checkpoint: Pretrained model that was fine-tuned.
         recipe: Name in `onescan.recipes.glue.GLUE`.
+        tried: Results with each learning rate, by task, if several were tried.
 
     Raises:
         ValueError: If the runs of a task are not different seeds of one recipe.
@@ -93,12 +120,28 @@ def read_glue(
     runs = {task: tuple(map(read_run, results[task])) for task in PROBLEMS if task in results}
     for each in runs.values():
         check_seeds(each)
-    return GlueOutcome(checkpoint=checkpoint, recipe=recipe, runs=runs)
+    scores = {
+        task: {rate: scores_of(each) for rate, each in tried[task].items()}
+        for task in PROBLEMS
+        if task in tried
+    }
+    return GlueOutcome(checkpoint=checkpoint, recipe=recipe, runs=runs, tried=scores)
 
 
 def glue_table(outcome: GlueOutcome) -> str:
     """Format every task's metrics and score, and their average, as plain text."""
-    return plain_table([HEADS, *table_rows(outcome)], left=2)
+    table = plain_table([HEADS, *table_rows(outcome)], left=2)
+    return f"{table}\n{chosen_note(outcome)}" if outcome.tried else table
+
+
+def chosen_note(outcome: GlueOutcome) -> str:
+    """Say how the learning rates were chosen, and what this does to the scores."""
+    rates = sorted({rate for scores in outcome.tried.values() for rate in scores}, reverse=True)
+    return (
+        f"Scores are the best of {len(rates)} learning rates "
+        f"({', '.join(f'{rate:g}' for rate in rates)}), chosen for each task on the dev set, the "
+        "same that is scored; they are therefore optimistic."
+    )
 
 
 def table_rows(outcome: GlueOutcome) -> list[tuple[str, str, str, str]]:
@@ -136,7 +179,8 @@ def write_glue(outcome: GlueOutcome, folder: Path) -> Path:
         kind="GLUE",
         title=f"{outcome.checkpoint} on {tasks}",
         lead=f"A masked language model, fine-tuned on {tasks} of GLUE with {seeds}, by the recipe "
-        f"{GLUE[outcome.recipe].title} of LION's Table 8.",
+        f"{GLUE[outcome.recipe].title} ({GLUE[outcome.recipe].source})."
+        + (f" {chosen_note(outcome)}" if outcome.tried else ""),
         cards=_cards(outcome),
         table=[HEADS, *rows, [*average, Markup('<b class="best">{}</b>').format(score)]],
         sections=[_scores(outcome), _settings(outcome)],
@@ -230,4 +274,18 @@ def _settings(outcome: GlueOutcome) -> Section:
         "learning rate."
     )
     table = fragment("table", rows)
-    return Section("Settings", [Figure("Training of each task", table, caption, columns=3)])
+    figures = [Figure("Training of each task", table, caption, columns=3)]
+    return Section("Settings", figures + _rates(outcome))
+
+
+def _rates(outcome: GlueOutcome) -> list[Figure]:
+    """Show the score with each learning rate, if several were tried."""
+    if not outcome.tried:
+        return []
+    rates = list(next(iter(outcome.tried.values())))
+    rows = [("task", *(f"{rate:g}" for rate in rates))]
+    for task, scores in outcome.tried.items():
+        rows.append((PROBLEMS[task].title, *(scores[r].format(2, scale=100) for r in rates)))
+    table = fragment("table", rows)
+    caption = "Score of each task by peak learning rate. The best of each row is reported above."
+    return [Figure("Score by learning rate", table, caption, columns=3)]

@@ -50,6 +50,7 @@ from onescan.report.runs import (
     RunGroup,
     SeedValues,
     config_differences,
+    has_training_accuracy,
     read_run_group,
 )
 from onescan.tasks import (
@@ -232,8 +233,8 @@ def repeat_command(group: RunGroup) -> list[str] | None:
     None if the runs are not of a recipe, or have other components than the recipe.
     """
     name = group.config.name
-    base, _, row = name.partition("/")
-    if base not in RECIPES or row not in ("", *ABLATIONS):
+    base, *ablations = name.split("/")
+    if base not in RECIPES or not ABLATIONS.keys() >= {*ablations}:
         return None
     argv = ["onescan", "train", name, "--seeds", *(str(run.seed) for run in group.runs)]
     for path, old, new in config_differences(find_recipe(name)(), group.config):
@@ -316,6 +317,7 @@ def training(group: RunGroup) -> Section:
                 f"{loss} {_per_batch(group)}; lower is better.{smoothed_labels}",
             ),
             *measured,
+            *([_training_accuracy(group)] if has_training_accuracy(group.config) else []),
             Figure(
                 "Test loss",
                 _evaluations(group, "loss", "log"),
@@ -334,6 +336,21 @@ def training(group: RunGroup) -> Section:
                 f"gradients.{clipped}",
             ),
         ],
+    )
+
+
+def _training_accuracy(group: RunGroup) -> Figure:
+    """As in LDN's Fig. 2."""
+    lines = _running(group, lambda run: run.column("train", "accuracy"), percent)
+    name = "training accuracy"
+    augmented = " Images are augmented in training only, which lowers it." * (
+        getattr(group.config.task, "augment", None) is not None
+    )
+    return Figure(
+        name.capitalize(),
+        line_chart(lines, x="epoch", y=name, scale="share", format=percent_tick),
+        f"Share of training images that are classified correctly, {_per_batch(group)}, before the "
+        f"batch updates the model.{augmented}",
     )
 
 
@@ -420,7 +437,7 @@ def _speed(group: RunGroup) -> Figure:
     unit = group.task.unit
 
     def per_second(run: FinishedRun) -> Column:
-        return run.manifest.run.training.batch_size / run.column("train", "seconds")
+        return run.batch_sizes / run.column("train", "seconds")
 
     lines = _running(group, per_second, large, statistic=np.median)
     two = " (light) and its running median (dark)" * (lines[0].raw is not None)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import nn
 
 from onescan import configs
-from onescan.tasks import Task
+from onescan.tasks import ImageClassificationConfig, Task
 from onescan.training.config import RunConfig, RunResult
 from onescan.training.folder import MACHINE, Manifest, read_manifest, read_result
 from onescan.training.loading import load
@@ -46,8 +46,15 @@ class FinishedRun:
     @property
     def throughput(self) -> float:
         """Examples per second at the median step, since the first steps are slower."""
-        seconds = float(np.median(self.column("train", "seconds")))
-        return self.manifest.run.training.batch_size / seconds
+        return 1 / float(np.median(self.column("train", "seconds") / self.batch_sizes))
+
+    @property
+    def batch_sizes(self) -> Column:
+        """Examples of each step."""
+        training = self.manifest.run.training
+        if training.initial_batch_size is not None:
+            return self.column("train", "batch_size")
+        return np.full(len(self.column("train", "seconds")), float(training.batch_size))
 
     @property
     def waiting(self) -> float:
@@ -168,6 +175,11 @@ def config_differences(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]
         for path, x, y in configs.differences(a, b)
         if path not in ignored and not path.startswith(MACHINE)
     ]
+
+
+def has_training_accuracy(run: RunConfig) -> bool:
+    """Whether the accuracy on training batches compares classes: MixUp and CutMix mix them."""
+    return isinstance(run.task, ImageClassificationConfig) and run.task.mix is None
 
 
 def check_seeds(runs: Sequence[FinishedRun]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor, nn
@@ -82,6 +83,10 @@ class Task(ABC):
         """
         del model
         return None
+
+    def prepare_training(self, device: torch.device) -> None:
+        """Load what only training needs, before the folder of the run is created."""
+        del device
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         """Change a training batch at random on its device; equal seeds give equal results."""

@@ -41,7 +41,7 @@ class DistillationConfig:
     """Temperature that divides the logits of student and teacher; soft distillation only."""
 
     def build(self, teacher: str, data: ImageSplits) -> "Distillation":
-        """Prepare the loss with the teacher of that name, which the first call loads.
+        """Prepare the loss with the teacher of that name, which `load` or the first call loads.
 
         Raises:
             ValueError: If the kind is unknown, or a number out of range.
@@ -62,9 +62,7 @@ class Distillation:
         self.config = config
         self.name = teacher
         self.format, self.class_names = data.format, data.class_names
-        self.teacher: Teacher | None = (
-            None  # loaded on first use, because evaluation does not need it
-        )
+        self.teacher: Teacher | None = None  # evaluation does not need it
 
     def loss(
         self, label_loss: Float[Tensor, ""], scores: Logits, images: Tensor
@@ -79,7 +77,7 @@ class Distillation:
         Raises:
             ValueError: If the teacher cannot be read, or does not fit the data.
         """
-        teacher_scores = self._load(images.device).scores(unit_pixels(images))
+        teacher_scores = self.load(images.device).scores(unit_pixels(images))
         teacher_loss = self._teacher_loss(scores, teacher_scores)
         agreement = (scores.argmax(dim=1) == teacher_scores.argmax(dim=1)).float().mean()
         return torch.lerp(label_loss, teacher_loss, self.config.weight), {
@@ -88,7 +86,14 @@ class Distillation:
             "teacher_agreement": agreement,
         }
 
-    def _load(self, device: torch.device) -> Teacher:
+    def load(self, device: torch.device) -> Teacher:
+        """Load the teacher, if it is not loaded yet.
+
+        Raises:
+            FileNotFoundError: See `load_teacher`.
+            ValueError: If the teacher cannot be read, or does not fit the data.
+            ImportError: See `load_teacher`.
+        """
         if self.teacher is None:
             teacher = load_teacher(self.name)
             teacher.check(self.format, self.class_names)

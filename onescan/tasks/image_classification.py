@@ -91,6 +91,10 @@ class ImageClassification(Task):
             else None
         )
 
+    def prepare_training(self, device: torch.device) -> None:
+        if self.distillation is not None:
+            self.distillation.load(device)
+
     def augment(self, batch: Batch, seed: int) -> Batch:
         images, labels = unit_pixels(batch[0]), batch[1]
         if self.augmentation:

@@ -1,6 +1,7 @@
 """Trained image classifiers, of runs or of transformers, for distillation and evaluation."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,10 @@ def _of_transformers(name: str, field: str, place: str) -> Teacher:
         model = AutoModelForImageClassification.from_pretrained(
             place, use_safetensors=True, dtype=torch.float32, trust_remote_code=False
         )
-        processor = AutoImageProcessor.from_pretrained(place, trust_remote_code=False)
+        # The image processor of timm's models has other fields and needs torchvision.
+        source = getattr(model.config, "pretrained_cfg", None)
+        if source is None:
+            source = AutoImageProcessor.from_pretrained(place, trust_remote_code=False)
     except LOAD_ERRORS as error:
         raise ValueError(
             f"{field} is {name!r}, which is neither a run nor an image classifier that "
@@ -161,23 +165,30 @@ def _of_transformers(name: str, field: str, place: str) -> Teacher:
         name=name,
         field=field,
         model=_Scores(model),
-        format=_format(f"{field} {name!r}", processor),
+        format=_format(f"{field} {name!r}", source),
         class_names=tuple(names[i] for i in range(len(names))),
         is_run=False,
     )
 
 
-def _format(teacher: str, processor: Any) -> ImageFormat:
-    if not processor.do_normalize:
-        raise ValueError(f"{teacher} does not standardize its images")
-    size = getattr(processor, "crop_size", None) or processor.size
-    height, width = (size.get(side) or size.get("shortest_edge") for side in ("height", "width"))
+def _format(teacher: str, source: Any) -> ImageFormat:
+    """Read the input format from an image processor, or from the pretrained_cfg of a timm model."""
+    if isinstance(source, Mapping):
+        if missing := {"input_size", "mean", "std"} - source.keys():
+            names = ", ".join(sorted(missing))
+            raise ValueError(f"{teacher} has a pretrained_cfg without {names}, which timm requires")
+        _, height, width = source["input_size"]
+        mean, std = source["mean"], source["std"]
+    else:
+        if not source.do_normalize:
+            raise ValueError(f"{teacher} does not standardize its images")
+        size = getattr(source, "crop_size", None) or source.size
+        height, width = (
+            size.get(side) or size.get("shortest_edge") for side in ("height", "width")
+        )
+        mean, std = source.image_mean, source.image_std
     return ImageFormat(
-        channels=len(processor.image_mean),
-        height=height,
-        width=width,
-        mean=tuple(processor.image_mean),
-        std=tuple(processor.image_std),
+        channels=len(mean), height=height, width=width, mean=tuple(mean), std=tuple(std)
     )
 
 

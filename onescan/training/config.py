@@ -23,9 +23,15 @@ class TrainingConfig:
     epochs: int = 60
     """Passes over the training data."""
     steps: int | None = None
-    """Number of optimizer steps; overrides epochs."""
+    """Number of optimizer steps; overrides epochs. Not with initial_batch_size."""
     batch_size: int = 64
     """Examples per optimizer step, summed over all processes."""
+    initial_batch_size: int | None = None
+    """Batch size of the first step, if it grows: linearly with the examples seen, in multiples of
+    this, up to batch_size. Larger batches are accumulated from batches of this size. None keeps
+    the batch size constant."""
+    batch_size_ramp: float = 0.5
+    """Fraction of the run's examples after which a growing batch size reaches batch_size."""
     precision: Precision = "float32"
     """Precision of matrix products (mixed precision). Weights, reductions and the loss stay in
     float32."""
@@ -44,6 +50,8 @@ class TrainingConfig:
     warmup: float = 0.05
     """Length of the linear warm-up: a fraction of all steps if below 1, otherwise a number of
     steps."""
+    initial_lr_ratio: float = 0.0
+    """Learning rate at the beginning of the warm-up, as a fraction of the peak."""
     schedule: Schedule = "cosine"
     """Learning rate schedule after the warm-up. inverse_sqrt decays with one over the square root
     of the step."""
@@ -68,20 +76,45 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         """Raise ValueError for a setting out of range."""
         sizes = ["epochs", "steps", "batch_size", "evaluate_every", "checkpoint_every", "patience"]
-        for name in [*sizes, "learning_rate", "eps", "max_grad_norm"]:
+        for name in [*sizes, "initial_batch_size", "learning_rate", "eps", "max_grad_norm"]:
             if getattr(self, name) is not None:
                 check_positive(**{f"training.{name}": getattr(self, name)})
         for name in ("weight_decay", "warmup", "seed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"training.{name} is {getattr(self, name)}, expected 0 or more")
-        if not 0 <= self.final_lr_ratio <= 1:
-            raise ValueError(f"training.final_lr_ratio is {self.final_lr_ratio}, expected 0 to 1")
+        for name in ("initial_lr_ratio", "final_lr_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"training.{name} is {getattr(self, name)}, expected 0 to 1")
+        if self.initial_batch_size is not None:
+            self._check_ramp(self.initial_batch_size)
         check_choice("training.precision", self.precision, get_args(Precision))
         check_choice("training.schedule", self.schedule, get_args(Schedule))
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"training.betas is {self.betas}, expected two from 0 to below 1")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"training.ema_decay is {self.ema_decay}, expected between 0 and 1")
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Examples that are read at a time; a step of a growing batch size reads several times."""
+        return self.batch_size if self.initial_batch_size is None else self.initial_batch_size
+
+    def _check_ramp(self, initial: int) -> None:
+        if self.batch_size % initial:
+            raise ValueError(
+                f"training.initial_batch_size is {initial}, expected a divisor of "
+                f"training.batch_size {self.batch_size}"
+            )
+        if not 0 < self.batch_size_ramp <= 1:
+            raise ValueError(
+                f"training.batch_size_ramp is {self.batch_size_ramp}, expected above 0 and at most "
+                "1"
+            )
+        if self.steps is not None:
+            raise ValueError(
+                f"training.steps is {self.steps}, expected None with training.initial_batch_size: "
+                "training.epochs determines the length of a run whose batch size grows"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,19 +101,20 @@ def choose_workers(workers: int | None, data: DataSet) -> int:
 
 
 def share_of_batch(settings: TrainingConfig, machine: MachineConfig, ranks: Ranks) -> slice:
-    """Return this process's part of every batch.
+    """Return this process's part of every micro-batch.
 
     Raises:
-        ValueError: If a batch cannot be split into equal parts.
+        ValueError: If a micro-batch cannot be split into equal parts.
     """
-    parts = ranks.size * machine.gradient_accumulation_steps
-    if settings.batch_size % parts:
+    parts, size = ranks.size * machine.gradient_accumulation_steps, settings.micro_batch_size
+    if size % parts:
+        name = "batch_size" if settings.initial_batch_size is None else "initial_batch_size"
         raise ValueError(
-            f"training.batch_size is {settings.batch_size}, expected a multiple of {parts}: "
+            f"training.{name} is {size}, expected a multiple of {parts}: "
             f"{ranks.size} processes times machine.gradient_accumulation_steps "
             f"{machine.gradient_accumulation_steps}"
         )
-    share = settings.batch_size // ranks.size
+    share = size // ranks.size
     return slice(ranks.rank * share, (ranks.rank + 1) * share)
 
 

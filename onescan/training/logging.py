@@ -300,13 +300,17 @@ class Progress(NamedTuple):
     steps: int
     """Steps of the whole run."""
     batch_size: int
-    """Examples per step."""
+    """Examples per step; the largest number, if it grows."""
     unit: str
     """What the examples are, in the plural."""
     metrics: dict[str, float]
     """Metrics of the last batch, and of the last evaluation as "test_..."."""
     waiting: float = 0.0
     """Share of the time so far that was spent waiting for data."""
+    examples: int = 0
+    """Examples so far."""
+    total_examples: int = 0
+    """Examples of the whole run."""
 
 
 Show = Callable[[Progress], object]
@@ -330,11 +334,10 @@ def display(progress: bool | Show, start: Progress) -> Iterator[Display]:
     if progress is not True:
         yield Display(show=progress) if progress else Display()
         return
-    size = start.batch_size
     interval_s = 0.5 if sys.stderr.isatty() else 30  # a log keeps every line, a screen the last
     with tqdm(
-        total=start.steps * size,
-        initial=start.step * size,
+        total=start.total_examples,
+        initial=start.examples,
         unit=f" {start.unit}",
         mininterval=interval_s,
         maxinterval=interval_s,
@@ -342,7 +345,7 @@ def display(progress: bool | Show, start: Progress) -> Iterator[Display]:
 
         def show(now: Progress) -> None:
             bar.set_postfix(now.metrics | {"waiting": f"{now.waiting:.1%}"}, refresh=False)
-            bar.update(now.step * size - bar.n)
+            bar.update(now.examples - bar.n)
 
         yield Display(show, lambda text: tqdm.write(text, file=sys.stderr), has_bar=True)
 

@@ -108,7 +108,7 @@ def train(
         check_installed(machine.trackers)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         task = run.task.build(run.data.build())
-        plan = Plan.of(settings, task.steps_per_epoch(settings.batch_size))
+        plan = Plan.of(settings, task.steps_per_epoch(settings.micro_batch_size))
         share = share_of_batch(settings, machine, ranks)
         build_on_meta(run.model)  # raises if it does not fit into memory
         torch.manual_seed(derive_seed(settings.seed, "model"))
@@ -118,6 +118,7 @@ def train(
 
             init_from(run.init_from, model)
         model = model.to(device)
+        task.prepare_training(device)
         if is_replaced:
             dry_run(model, task, settings, device)
         trained = prepare(model, machine, ranks, device)
@@ -170,7 +171,7 @@ class Loop:
     device: torch.device
     ranks: Ranks
     share: slice
-    """This process's part of every batch."""
+    """This process's part of every micro-batch."""
     records: Records | None
     """In rank 0 only."""
     metrics: dict[str, float]
@@ -181,6 +182,8 @@ class Loop:
     interrupts: Interrupts = field(default_factory=Interrupts)
     steps_now: int = 0
     """Steps since this start."""
+    read_now: int = 0
+    """Micro-batches since this start, without those of the first step."""
     seconds: float = 0.0
     """Time of these steps."""
     waiting_seconds: float = 0.0
@@ -222,10 +225,10 @@ class Loop:
             raise KeyboardInterrupt
 
     def read_batches(self) -> Loader:
-        """Start to read this process's part of the remaining batches."""
+        """Start to read this process's part of the remaining micro-batches."""
         plan = self.task.batches(
-            step=self.state.step,
-            batch_size=self.settings.batch_size,
+            step=self.plan.read(self.state.step),
+            batch_size=self.settings.micro_batch_size,
             seed=self.settings.seed,
             data_state=self.state.data_state,
         )
@@ -236,18 +239,25 @@ class Loop:
     def update(self, batches: Loader) -> None:
         """Run one optimizer step: read, augment, forward, backward, clip, update the weights."""
         begin, step, optimizer = perf_counter(), self.state.step, self.state.optimizer
-        batch = tuple(part.to(self.device, non_blocking=True) for part in next(batches))
-        if self.steps_now == 0:
-            self.display.write(self.summary(batch))
-        seed = derive_seed(self.settings.seed, "step", step, self.ranks.rank)
-        torch.manual_seed(seed)  # for dropout and dropped paths
-        sums = self.backward(self.task.augment(batch, seed))
+        first, end = self.plan.read(step), self.plan.read(step + 1)
+        sums: dict[str, Tensor] = {}
+        unread, waiting = 0, 0.0
+        for i in range(end - first):
+            batch = tuple(part.to(self.device, non_blocking=True) for part in next(batches))
+            if self.steps_now == i == 0:
+                self.display.write(self.summary(batch))
+            place = (step, self.ranks.rank) if i == 0 else (step, self.ranks.rank, i)
+            seed = derive_seed(self.settings.seed, "step", *place)
+            if i == 0:
+                torch.manual_seed(seed)  # for dropout and dropped paths
+            self.backward(self.task.augment(batch, seed), sums, i, end - first)
+            unread, waiting = unread + batches.unreadable, waiting + batches.waiting_s
         *values, norm = torch.stack([*sums.values(), self.clip()]).tolist()  # waits for the GPU
         metrics = dict(zip(sums, values, strict=True))
-        means = self.ranks.mean(metrics | {"unreadable": batches.unreadable})
+        means = self.ranks.mean(metrics | {"unreadable": unread})
         unreadable = round(means.pop("unreadable") * self.ranks.size)
         self.check_finite(loss=means["loss"])
-        rate = learning_rate(step, self.plan.steps, self.settings)
+        rate = learning_rate(first, self.plan.micro_batches, self.settings)
         for group in optimizer.param_groups:
             group["lr"] = rate
         self.step_optimizer(norm)
@@ -256,27 +266,28 @@ class Loop:
         self.state.data_state = batches.data_state
         if self.state.ema:
             self.state.ema.update(self.state.model, self.state.step)
-        seconds, waiting = perf_counter() - begin, batches.waiting_s
+        seconds = perf_counter() - begin
         measured = {"learning_rate": rate, "gradient_norm": norm, "seconds": seconds}
         measured |= {"waiting_seconds": waiting, "memory_mib": memory_mib(self.device)}
         counted = {"unreadable": unreadable} if unreadable else {}
+        if self.plan.ends is not None:
+            counted["batch_size"] = (end - first) * self.settings.micro_batch_size
         self.record("train", means | measured | counted)
         self.numbers |= means
-        self.count_time(seconds, waiting)
+        self.count_time(seconds, waiting, end - first)
 
-    def backward(self, batch: Batch) -> dict[str, Tensor]:
-        """Accumulate the gradient over the parts of a batch; return its metrics, the loss first."""
-        parts = self.machine.gradient_accumulation_steps
-        chunks = [tensor.chunk(parts) for tensor in batch]
-        sums: dict[str, Tensor] = {}
-        for i, part in enumerate(zip(*chunks, strict=True)):
+    def backward(self, batch: Batch, sums: dict[str, Tensor], index: int, count: int) -> None:
+        """Accumulate the gradient of one of `count` micro-batches, and its metrics in `sums`."""
+        per_batch = self.machine.gradient_accumulation_steps
+        parts = per_batch * count
+        chunks = [tensor.chunk(per_batch) for tensor in batch]
+        for i, part in enumerate(zip(*chunks, strict=True), start=index * per_batch):
             with gradient_sync(self.trained, enabled=i == parts - 1):
                 loss, metrics = self.loss(part)
                 scaled = self.state.scaler.scale(loss) if self.state.scaler else loss
                 (scaled * (1 / parts)).backward()
             for name, value in ({"loss": loss} | metrics).items():
                 sums[name] = sums.get(name, 0) + value.detach().float() / parts
-        return sums
 
     def loss(self, part: Batch) -> tuple[Tensor, Metrics]:
         """Return the task's loss; after the first step, an error of an op means divergence."""
@@ -368,7 +379,7 @@ class Loop:
     def record(self, split: Split, metrics: dict[str, float]) -> None:
         """Write one line of metrics.jsonl, and log it to the trackers."""
         if self.records:
-            epoch = self.state.step / self.plan.steps_per_epoch
+            epoch = self.plan.read(self.state.step) / self.plan.per_epoch
             self.records.add(split, step=self.state.step, epoch=epoch, metrics=metrics)
 
     def progress(self) -> Progress:
@@ -380,6 +391,8 @@ class Loop:
             unit=self.task.unit,
             metrics=dict(self.numbers),
             waiting=self.waiting_seconds / (self.seconds or 1),
+            examples=self.plan.read(self.state.step) * self.settings.micro_batch_size,
+            total_examples=self.plan.micro_batches * self.settings.micro_batch_size,
         )
 
     def summary(self, batch: Batch) -> str:
@@ -392,28 +405,35 @@ class Loop:
         split = f", {ranks.size} processes" * (ranks.size > 1)
         split += f", {parts} accumulation steps" * (parts > 1)
         resumed = f", resuming after step {self.state.step:,}" if self.state.step else ""
-        epochs = round(plan.steps / plan.steps_per_epoch, 2)
+        epochs = round(plan.micro_batches / plan.per_epoch, 2)
+        size, first = settings.batch_size, settings.initial_batch_size
+        growth = "" if first is None else f"{first} to "
+        per_epoch = "" if first else f" of {plan.per_epoch:,}"
         return (
             f"model: {name}, {parameters:,} parameters\n"
             f"data: {len(task.train):,} training and {len(task.test):,} test {task.unit}, "
             f"input shape {[*batch[0].shape[1:]]}\n"
             f"device: {device}, {settings.precision}\n"
-            f"batch size: {settings.batch_size}{split}\n"
-            f"steps: {plan.steps:,} ({epochs:,} epochs of {plan.steps_per_epoch:,}){resumed}"
+            f"batch size: {growth}{size}{split}\n"
+            f"steps: {plan.steps:,} ({epochs:,} epochs{per_epoch}){resumed}"
         )
 
-    def count_time(self, seconds: float, waiting: float) -> None:
+    def count_time(self, seconds: float, waiting: float, read: int) -> None:
         """Add up the time of the steps, and show an estimate after the first few."""
         self.steps_now += 1
         self.seconds, self.waiting_seconds = self.seconds + seconds, self.waiting_seconds + waiting
         if self.steps_now == 1:
             self.first_seconds = seconds
+            return
+        self.read_now += read
         if self.steps_now == ESTIMATE_AFTER:
-            per_step = (self.seconds - self.first_seconds) / (ESTIMATE_AFTER - 1)
-            left = self.plan.steps - self.state.step
+            per_batch = (self.seconds - self.first_seconds) / self.read_now
+            step, plan = self.state.step, self.plan
+            left = plan.micro_batches - plan.read(step)
+            unit = "steps" if plan.ends is None else "micro-batches"
             self.display.write(
-                f"estimated time: {duration(per_step * left)} for {left:,} more steps of "
-                f"{per_step:.2g} s, without evaluation"
+                f"estimated time: {duration(per_batch * left)} for {left:,} more {unit} of "
+                f"{per_batch:.2g} s, without evaluation"
             )
 
     def check_weights(self) -> None:
@@ -440,7 +460,7 @@ class Loop:
 
 def dry_run(model: nn.Module, task: Task, settings: TrainingConfig, device: torch.device) -> None:
     """Compute one loss to check that model and data match, before an existing run is removed."""
-    plan = task.batches(step=0, batch_size=settings.batch_size, seed=settings.seed)
+    plan = task.batches(step=0, batch_size=settings.micro_batch_size, seed=settings.seed)
     examples = next(plan).examples[:2]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         batch = tuple(part.to(device) for part in task.train.read(examples).batch)

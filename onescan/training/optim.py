@@ -46,34 +46,75 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 class Plan(NamedTuple):
-    """The length of a run and the interval of its evaluations and checkpoints, in steps."""
+    """The length of a run, and the interval of its evaluations and checkpoints, in micro-batches.
 
-    steps: int
-    steps_per_epoch: int
+    A step reads one micro-batch, the batch itself, unless the batch size grows: then it reads as
+    many micro-batches of the initial size as the batch consists of.
+    """
+
+    micro_batches: int
+    per_epoch: int
     evaluate_every: int
     save_every: int
+    ends: tuple[int, ...] | None = None
+    """Micro-batches after each number of steps, from 0 on; None if each step reads one."""
 
     @classmethod
-    def of(cls, config: TrainingConfig, steps_per_epoch: int) -> "Plan":
-        """Convert epochs to steps."""
+    def of(cls, config: TrainingConfig, per_epoch: int) -> "Plan":
+        """Convert epochs to micro-batches, and micro-batches to steps."""
+        total = config.steps or config.epochs * per_epoch
         return cls(
-            steps=config.steps or config.epochs * steps_per_epoch,
-            steps_per_epoch=steps_per_epoch,
-            evaluate_every=max(1, round(config.evaluate_every * steps_per_epoch)),
-            save_every=max(1, round(config.checkpoint_every * steps_per_epoch)),
+            micro_batches=total,
+            per_epoch=per_epoch,
+            evaluate_every=max(1, round(config.evaluate_every * per_epoch)),
+            save_every=max(1, round(config.checkpoint_every * per_epoch)),
+            ends=_ramp(config, total),
         )
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps."""
+        return self.micro_batches if self.ends is None else len(self.ends) - 1
+
+    def read(self, step: int) -> int:
+        """Return the number of micro-batches in the first `step` steps."""
+        return step if self.ends is None else self.ends[step]
 
     def evaluates(self, step: int) -> bool:
         """Return whether the model is evaluated after `step` steps."""
-        return step == self.steps or step > 0 == step % self.evaluate_every
+        return step == self.steps or self._passes(step, self.evaluate_every)
 
     def saves(self, step: int) -> bool:
         """Return whether a checkpoint is saved after `step` steps."""
-        return step == self.steps or step > 0 == step % self.save_every
+        return step == self.steps or self._passes(step, self.save_every)
+
+    def _passes(self, step: int, every: int) -> bool:
+        return step > 0 and self.read(step) // every > self.read(step - 1) // every
+
+
+def _ramp(config: TrainingConfig, total: int) -> tuple[int, ...] | None:
+    """Return the micro-batches after each number of steps; None if the batch size is constant.
+
+    The batch size grows linearly with the examples seen, as in Cramming, arXiv:2212.14034, where it
+    grows with time.
+
+    >>> config = TrainingConfig(batch_size=32, initial_batch_size=8, batch_size_ramp=0.5)
+    >>> _ramp(config, 32)  # batches of 1, 1, 1, 1, 2, 2, 3, 4, 4 ... times 8
+    (0, 1, 2, 3, 4, 6, 8, 11, 13, 16, 20, 24, 28, 32)
+    """
+    if config.initial_batch_size is None:
+        return None
+    largest, ends = config.batch_size // config.initial_batch_size, [0]
+    while ends[-1] < total:
+        grown = math.floor(ends[-1] * largest / (config.batch_size_ramp * total)) + 1
+        ends.append(min(ends[-1] + min(grown, largest), total))
+    return tuple(ends)
 
 
 def learning_rate(step: int, steps: int, config: TrainingConfig) -> float:
     """Return the learning rate of step `step`, counted from 0, out of `steps`.
+
+    If the batch size grows, both are counted in micro-batches.
 
     >>> config = TrainingConfig(learning_rate=8.0, warmup=4.0, final_lr_ratio=0.5)
     >>> [learning_rate(step, 8, config) for step in (0, 1, 2, 3, 4, 6)]
@@ -81,7 +122,8 @@ def learning_rate(step: int, steps: int, config: TrainingConfig) -> float:
     """
     warmup = round(config.warmup * steps if config.warmup < 1 else config.warmup)
     if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
+        risen = config.learning_rate * (step + 1) / warmup
+        return risen + config.initial_lr_ratio * (config.learning_rate - risen)
     if config.schedule == "inverse_sqrt":
         return config.learning_rate * math.sqrt(max(warmup, 1) / (step + 1))
     done = (step - warmup) / max(steps - warmup, 1)

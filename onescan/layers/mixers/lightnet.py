@@ -39,6 +39,8 @@ class LightNetMixerConfig(MixerConfig):
     rank 128: full rank would add 27M to the 379M of "shared"."""
     norm: NormName = "layer"
     """Norm of the output, before the gate, computed over all heads together."""
+    gate: bool = True
+    """Multiply the output by sigmoid(U), Eq. 15; False omits the gate and its parameters."""
     gate_rank: int | None = 64
     """Rank of the output gate; None is full rank."""
     form: Form = "auto"
@@ -107,11 +109,12 @@ class LightNetMixer(Mixer):
         self.config = config
         # in_proj computes q, k, v, and the low-rank inputs of gate_proj and decay_proj, or at full
         # rank the gate and the decay logits themselves.
-        self.in_widths = [width] * 3 + [config.gate_rank or width]
+        self.in_widths = [width] * 3 + [config.gate_rank or width] * config.gate
         if config.decay_logits != "shared":
             self.in_widths.append(config.decay_rank or width)
         self.in_proj = nn.Linear(width, sum(self.in_widths), bias=False)
-        self.gate_proj = _expand(config.gate_rank, width)
+        if config.gate:
+            self.gate_proj = _expand(config.gate_rank, width)
         if config.decay_logits != "shared":
             self.decay_proj = _expand(config.decay_rank, width)
         self.norm = build_norm(config.norm, width)
@@ -130,7 +133,8 @@ class LightNetMixer(Mixer):
     ) -> tuple[Hidden, LightNetState | None]:
         if state is not None:
             self.check_state(state, LightNetState, causal=self.config.causal)
-        q, k, v, gate, *decay = self.in_proj(x).split(self.in_widths, dim=-1)
+        q, k, v, *low_rank = self.in_proj(x).split(self.in_widths, dim=-1)
+        gate, decay = (low_rank[0], low_rank[1:]) if self.config.gate else (None, low_rank)
         q, k, v = (self._heads(y) for y in (q, k, v))  # B T H K
         logits = None
         if decay:
@@ -138,7 +142,9 @@ class LightNetMixer(Mixer):
             logits = k + logits if self.config.decay_logits == "offset" else logits
         o, state = self._attend(F.silu(q), k, v, logits, grid, keep, state)
         o = self.norm(o.flatten(-2))  # B T D
-        o = self.out_proj(o * torch.sigmoid(self.gate_proj(gate)))
+        if gate is not None:
+            o = o * torch.sigmoid(self.gate_proj(gate))
+        o = self.out_proj(o)
         return o if keep is None else o * keep.unsqueeze(-1), state
 
     def _attend(

