@@ -1,5 +1,6 @@
 """Shared by benchmarks: inputs, calls of ops and models, and imports of other libraries."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,9 +8,17 @@ from typing import Any
 import torch
 from harness import BACKWARD, TRAINING, Case, Options, find_device
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from onescan.layers.mixers import SoftmaxMixerConfig
+from onescan.layers.position import TokenPositionConfig
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.masked_lm import MaskedLMConfig
+from onescan.models.presets import preset
 from onescan.ops.backend import why_no_kernel
+
+Network = ImageClassifierConfig | MaskedLMConfig
+MASKED, PERIOD = 3, 10  # masked tokens; 30% in LION's pre-training, arXiv:2502.16249, App. C.5
 
 
 def noise(options: Options, *size: int) -> Tensor:
@@ -61,6 +70,79 @@ def model_case(
         train if mode == TRAINING else torch.no_grad()(predict),
         parameters=sum(p.numel() for p in weights),
     )
+
+
+def find_network(name: str) -> Network:
+    """Return the config of a preset; raise ValueError if it is another kind of model."""
+    config = preset(name)
+    if not isinstance(config, ImageClassifierConfig | MaskedLMConfig):
+        raise ValueError(
+            f"preset is {name!r}, expected an image classifier or a masked language model"
+        )
+    return config
+
+
+def axis_of(
+    name: str, values: Sequence[str], networks: Sequence[Network], options: Any
+) -> dict[str, Any]:
+    """Return the sizes of a benchmark, `image_size` or `tokens` of its options, and their meaning.
+
+    Raises:
+        ValueError: If some networks classify images and others are language models; `name` and
+            `values` are the option that lists them.
+    """
+    kinds = {isinstance(each, ImageClassifierConfig) for each in networks}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"{name} are {tuple(values)}, expected only image classifiers or only masked language "
+            "models"
+        )
+    if kinds == {True}:
+        image: dict[str, Any] = {"axis": "image side", "items": "images"}
+        return {**image, "sizes": options.image_size, "tokens": lambda side: side**2}
+    return {"axis": "tokens", "items": "tokens", "sizes": options.tokens}
+
+
+def resized(config: Network, size: int) -> Network:
+    """Return the config of the same model for images of this side, or at least so many tokens."""
+    if isinstance(config, ImageClassifierConfig):
+        return dataclasses.replace(config, image_size=(size, size))
+    position = config.position
+    if isinstance(position, TokenPositionConfig) and position.max_tokens < size:
+        return dataclasses.replace(config, position=TokenPositionConfig(max_tokens=size))
+    return config
+
+
+def network_case(config: Network, mode: str, size: int, options: Options) -> Case:
+    """Make the case of an image classifier, or of a masked language model.
+
+    A masked language model computes logits of masked tokens, `MASKED` of each `PERIOD`.
+    """
+    if not isinstance(config.mixer, SoftmaxMixerConfig):
+        check_backend(options)
+    model = place(resized(config, size).build, options)
+    if isinstance(config, ImageClassifierConfig):
+        return image_case(model, mode, (config.channels, size, size), options)
+    shape, device = (options.batch_size, size), find_device(options.device)
+    tokens = torch.randint(config.vocab_size, shape, device=device)
+    masks = (torch.arange(size, device=device) % PERIOD < MASKED).expand(shape)
+    labels = tokens[masks]
+
+    def predict() -> Tensor:
+        return model(tokens, positions=masks)[0]
+
+    case = model_case(model, predict, lambda: cross_entropy(predict(), labels), mode)
+    return case._replace(items=tokens.numel())
+
+
+def image_case(model: nn.Module, mode: str, size: Sequence[int], options: Options) -> Case:
+    """Make the case of an image classifier; size is (channels, height, width)."""
+    images = noise(options, options.batch_size, *size)
+    labels = torch.zeros(options.batch_size, dtype=torch.long, device=images.device)
+    case = model_case(
+        model, lambda: model(images), lambda: cross_entropy(model(images), labels), mode
+    )
+    return case._replace(items=options.batch_size)
 
 
 def place(build: Callable[[], nn.Module], options: Options) -> nn.Module:

@@ -51,15 +51,17 @@ class Shape(NamedTuple):
     multiple_of: int = 1
 
 
-# LightNet, arXiv:2405.21022: WikiText-103's, v1's Table 10, and Table 4's; small is for CPUs
+# LightNet, arXiv:2405.21022: WikiText-103's, v1's Table 10, and Table 4's; LION's is GPT-2's, 124m;
+# small is for CPUs
 SHAPES = {
     "small": Shape(256, 4, 4, 64, 8192),
     "45m": Shape(512, 6, 8, 64, 50265),
+    "124m": Shape(768, 12, 12, 64, 50257),
     "150m": Shape(768, 15, 12, 128, 50272),
     "380m": Shape(1024, 26, 8, 128, 50272),
     "1.45b": Shape(2048, 24, 16, 128, 50272, 256),
 }
-ModelSize = Literal["small", "45m", "150m", "380m", "1.45b"]
+ModelSize = Literal["small", "45m", "124m", "150m", "380m", "1.45b"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,13 @@
 """Time and memory of one more token after a context: a state of constant size, or a growing cache.
 
+python benchmarks/decode.py
+python benchmarks/decode.py --candidates lion_s lion_s_without_state softmax softmax_without_cache
+
 No text is processed. A linear state has the same size after any number of tokens, so the
 state after one token is used for all context lengths. The softmax model's cache contains noise of
-the size that it has after the context.
+the size that it has after the context. The candidates "without" read the whole context again for
+each token: LION-s as full attention, and the softmax model without a cache. The second command
+compares LION's Fig. 6, arXiv:2502.16249.
 """
 
 from dataclasses import dataclass
@@ -18,9 +23,12 @@ from results import Benchmark
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from onescan import configs
+from onescan.layers.mixers import LionMixerConfig
 from onescan.models.token_network import flatten_state, map_tensors
 
-CANDIDATES = ("lightnet", "softmax", *causal.FLA)
+RECOMPUTED = {"lion_s_without_state": "lion_s", "softmax_without_cache": "softmax"}
+CANDIDATES = ("lightnet", "lion_s", "softmax", *causal.FLA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +39,16 @@ class Options(harness.Options):
     """Context lengths."""
     model_size: causal.ModelSize = "45m"
     """Width and depth of the models."""
+    candidates: tuple[str, ...] = CANDIDATES
+    """Models to measure; ratios are relative to the first."""
 
 
 @torch.no_grad()
 def prepare(name: str, mode: str, tokens: int, options: Options) -> Case:
     token = torch.zeros(options.batch_size, 1, dtype=torch.long, device=find_device(options.device))
     state: Any
+    if name in RECOMPUTED:
+        return recomputed_case(RECOMPUTED[name], tokens, options)
     if name in causal.FLA:
         build = partial(causal.fla_model, name, options.model_size, options)
         model = place(build, options).eval()
@@ -63,6 +75,22 @@ def prepare(name: str, mode: str, tokens: int, options: Options) -> Case:
     return Case(torch.no_grad()(step), len(token), parameters, state_mib(held))
 
 
+def recomputed_case(name: str, tokens: int, options: Options) -> Case:
+    """Read a context and one more token, and compute the logits after the last one."""
+    config = causal.our_config(name, options.model_size, max_tokens=tokens + 1)
+    if isinstance(config.mixer, LionMixerConfig):
+        check_backend(options)
+        config = configs.replace(config, {"mixer.form": "full"})
+    model = place(config.build, options).eval()
+    size, device = (options.batch_size, tokens + 1), find_device(options.device)
+    text = torch.zeros(size, dtype=torch.long, device=device)
+    parameters = sum(p.numel() for p in model.parameters())
+    if config.position is not None:
+        parameters -= tokens * config.width  # one position is counted, as with a cache
+    call = torch.no_grad()(lambda: model(text, last_only=True)[0])
+    return Case(call, items=len(text), parameters=parameters)
+
+
 def lengthened(x: Tensor, tokens: int) -> Tensor:
     """Return keys, values or flags of a cache of so many tokens, given those of one token."""
     if x.dtype == torch.bool:
@@ -81,7 +109,7 @@ def state_mib(state: Any) -> float:
 def run(options: Options) -> None:
     benchmark = Benchmark(
         name="decode",
-        candidates=CANDIDATES,
+        candidates=(*CANDIDATES, *RECOMPUTED),
         modes=("decoding step",),
         sizes=options.tokens,
         axis="context length",

@@ -1,9 +1,14 @@
-"""Time and memory of the forms of a model's mixer, over image sizes and chunk sizes.
+"""Time and memory of models and of the forms of their mixers, over image or text sizes.
 
 python benchmarks/forms.py lion_d_base
 python benchmarks/forms.py lion_d_base --candidates full chunk-64
+python benchmarks/forms.py lion_d_base/recurrent deit_base
+python benchmarks/forms.py lion_s_mlm_large bert_large --tokens 128 512 2048
 
-Candidates are the forms that the model supports; the chunk form with each of --chunk-sizes.
+Candidates are the forms that a model supports, the chunk form with each of --chunk-sizes, or the
+one form given after a slash. A model without forms is one candidate. The first command is LION's
+Fig. 1 and 4 (arXiv:2502.16249); the others are for its Fig. 3, 9 and 10. "FLOPs of a head" are
+those of the formulas of its App. C.12, for softmax attention and for LION-s as a recurrence.
 """
 
 import math
@@ -13,78 +18,130 @@ from typing import Annotated, get_args, get_type_hints
 import harness
 import torch
 import tyro
-from candidates import noise, place
+from candidates import Network, axis_of, find_network, network_case, resized
 from harness import INFERENCE, Case, run_benchmark
 from results import Benchmark
 
 from onescan import configs
-from onescan.models.image_classifier import ImageClassifierConfig
-from onescan.models.presets import preset
+from onescan.layers.decays import SelectiveDecayConfig
+from onescan.layers.mixers import LionMixerConfig, SoftmaxMixerConfig
+from onescan.models.image_classifier import WITH_CLASS_TOKEN, ImageClassifierConfig
+from onescan.models.presets import PRESETS
+from onescan.models.size import attention_flops, recurrence_flops
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(harness.Options):
     """Options of the benchmark."""
 
-    preset: Annotated[str, tyro.conf.Positional]
-    """Image classifier with several forms, such as lion_d_base; see onescan models."""
+    presets: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Image classifiers or masked language models, such as lion_d_base, or one form of them, such
+    as lion_d_base/recurrent or lion_d_base/chunk-64; see onescan models."""
     image_size: tuple[int, ...] = (224, 320, 448, 640, 896, 1248)
     """Sides of the square images, in pixels."""
+    tokens: tuple[int, ...] = (128, 512, 1024, 2048, 4096)
+    """Lengths of the texts of masked language models."""
     chunk_sizes: tuple[int, ...] = (16, 64, 256)
     """Tokens per chunk; the chunk form is measured with each."""
 
 
-def config_of(options: Options, candidate: str, image_size: int) -> ImageClassifierConfig:
-    """Return the model with the mixer in one form, such as "full" or "chunk-64"."""
-    form, _, chunk_size = candidate.partition("-")
-    changes = {"image_size": (image_size, image_size), "mixer.form": form}
+def config_of(options: Options, candidate: str) -> Network:
+    """Return the config of a candidate: a model, "model/form", or a form of the only model.
+
+    Raises:
+        ValueError: If the model is unknown, or its mixer has no such form.
+    """
+    name, _, form = candidate.partition("/")
+    if name not in PRESETS and candidate not in options.presets:
+        name, form = options.presets[0], candidate
+    config = find_network(name)
+    if not form:
+        return config
+    if not hasattr(config.mixer, "form"):
+        raise ValueError(f"preset is {candidate!r}, but the mixer has no forms")
+    form, _, chunk_size = form.partition("-")
+    changes: dict[str, object] = {"mixer.form": form}
     if chunk_size:
+        if not chunk_size.isdecimal():
+            raise ValueError(f"preset is {candidate!r}, expected a number after 'chunk-'")
         changes["mixer.chunk_size"] = int(chunk_size)
-    return configs.replace(preset(options.preset), changes)
+    return configs.replace(config, changes)
 
 
 def supported(options: Options) -> tuple[str, ...]:
-    """Return the forms that the model supports; raise ValueError if it has none."""
-    model = preset(options.preset)
-    if not isinstance(model, ImageClassifierConfig) or not hasattr(model.mixer, "form"):
-        raise ValueError(
-            f"preset is {options.preset!r}, expected an image classifier whose mixer has forms"
-        )
-    forms = get_args(get_type_hints(type(model.mixer))["form"])[1:]  # the first is "auto"
-    names = [f"chunk-{n}" for n in options.chunk_sizes] if "chunk" in forms else []
-    return tuple(
-        name for name in (*(f for f in forms if f != "chunk"), *names) if runs(options, name)
-    )
+    """Return the candidates: each model, or each of its forms that it supports.
+
+    Raises:
+        ValueError: If there are no models, or one is unknown, or does not run in its given form.
+    """
+    if not options.presets:
+        raise ValueError("presets is empty, expected at least one model")
+    names: list[str] = []
+    for each in options.presets:
+        mixer = config_of(options, each).mixer
+        if "/" in each:
+            try_out(options, each)
+            names.append(each)
+        elif not hasattr(mixer, "form"):
+            names.append(each)
+        else:
+            forms = get_args(get_type_hints(type(mixer))["form"])[1:]  # the first is "auto"
+            chunks = [f"chunk-{n}" for n in options.chunk_sizes] if "chunk" in forms else []
+            prefix = f"{each}/" if len(options.presets) > 1 else ""
+            possible = (*(f for f in forms if f != "chunk"), *chunks)
+            names += [prefix + form for form in possible if runs(options, prefix + form)]
+    return tuple(names)
 
 
 def runs(options: Options, candidate: str) -> bool:
-    """Return whether the model runs in a form, tried on an image of a few patches, without data."""
+    """Return whether a candidate runs."""
     try:
-        with torch.device("meta"), torch.no_grad():
-            patch = preset(options.preset).patch_size
-            config = config_of(options, candidate, math.lcm(*patch))
-            config.build().eval()(torch.zeros(1, config.channels, *config.image_size))
+        try_out(options, candidate)
     except ValueError:
         return False
     return True
 
 
-def prepare(name: str, mode: str, image_size: int, options: Options) -> Case:
-    config = config_of(options, name, image_size)
-    model = place(config.build, options).eval()
-    images = noise(options, options.batch_size, config.channels, image_size, image_size)
-    return Case(torch.no_grad()(lambda: model(images)), items=options.batch_size)
+def try_out(options: Options, candidate: str) -> None:
+    """Run a candidate on a small example, without data."""
+    config = config_of(options, candidate)
+    is_image = isinstance(config, ImageClassifierConfig)
+    config = resized(config, math.lcm(*config.patch_size) if is_image else 8)
+    with torch.device("meta"), torch.no_grad():
+        config.build().eval()(*config.example_inputs())
+
+
+def prepare(name: str, mode: str, size: int, options: Options) -> Case:
+    config = config_of(options, name)
+    case = network_case(config, mode, size, options)
+    return case._replace(flops=head_flops(config, size))
+
+
+def head_flops(config: Network, size: int) -> int:
+    """Return the FLOPs of one head by the formulas of LION's App. C.12; 0 for other mixers."""
+    tokens, mixer = size, config.mixer
+    if isinstance(config, ImageClassifierConfig):
+        prefix = (config.pool in WITH_CLASS_TOKEN) + config.distillation_token
+        tokens = math.prod(size // p for p in config.patch_size) + prefix
+    if isinstance(mixer, SoftmaxMixerConfig):
+        return attention_flops(tokens, config.width // mixer.num_heads)
+    if (
+        isinstance(mixer, LionMixerConfig)
+        and isinstance(mixer.decay, SelectiveDecayConfig)
+        and mixer.form == "recurrent"
+    ):
+        return recurrence_flops(tokens, config.width // mixer.num_heads)
+    return 0
 
 
 def run(options: Options) -> None:
+    candidates = supported(options)
+    networks = [config_of(options, name) for name in candidates]
     benchmark = Benchmark(
         name="forms",
-        candidates=supported(options),
+        candidates=candidates,
         modes=(INFERENCE,),
-        sizes=options.image_size,
-        axis="image side",
-        items="images",
-        tokens=lambda side: side**2,
+        **axis_of("presets", options.presets, networks, options),
     )
     run_benchmark(benchmark, prepare, options)
 

@@ -77,12 +77,14 @@ class Case(NamedTuple):
         items: Tokens or images per call.
         parameters: Parameters of a model.
         state_mib: Memory of the state that is carried from call to call, in MiB.
+        flops: FLOPs of one head by a paper's formula; 0 if there is none.
     """
 
     call: Callable[[], object]
     items: int = 0
     parameters: int = 0
     state_mib: float = 0.0
+    flops: int = 0
 
 
 # From candidate, mode, size and options; runs in the case's process, and is picklable by name.
@@ -239,6 +241,7 @@ def measure_group(
                     state_mib=case.state_mib,
                     items_per_s=1000 * case.items / median,
                     parameters=case.parameters,
+                    flops=case.flops,
                 )
                 benchmark.rows.append(row)
                 if median > 1000 * options.time_limit_s:

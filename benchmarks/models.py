@@ -1,26 +1,35 @@
-"""Image classifiers in inference and training, with random weights on random images.
+"""Models in inference and training, with random weights on random images or tokens.
 
-Candidates are the image classifiers that `onescan models` lists, and timm's timm/deit_tiny,
-timm/deit_small and timm/deit_base.
+python benchmarks/models.py
+python benchmarks/models.py --candidates deit_base lion_lit_base lion_d_base lion_s_base
+python benchmarks/models.py --candidates bert_large lion_d_mlm_large lion_s_mlm_large
+
+Candidates are the image classifiers that `onescan models` lists and timm's timm/deit_tiny,
+timm/deit_small and timm/deit_base, or the masked language models. Ratios are times relative to the
+first candidate, as in LION, arXiv:2502.16249, Tables 2, 3 and 12.
 """
 
 from dataclasses import dataclass, field
 from functools import partial
 
 import harness
-import torch
-from candidates import check_backend, import_package, model_case, noise, place
+from candidates import (
+    Network,
+    axis_of,
+    find_network,
+    image_case,
+    import_package,
+    network_case,
+    place,
+)
 from harness import INFERENCE, TRAINING, Case, run_benchmark
 from results import Benchmark
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from onescan.layers.mixers import SoftmaxMixerConfig
-from onescan.models.image_classifier import ImageClassifierConfig
-from onescan.models.presets import PRESETS, preset
+from onescan.models.presets import PRESETS
 
 TIMM = {f"timm/deit_{size}": f"deit_{size}_patch16_224" for size in ("tiny", "small", "base")}
-OURS = [name for name, p in PRESETS.items() if isinstance(p.config, ImageClassifierConfig)]
+OURS = [name for name, p in PRESETS.items() if isinstance(p.config, Network)]
 DEFAULT = ("lightnet_tiny", "lion_lit_tiny", "lion_d_tiny", "lion_s_tiny", "deit_tiny")
 
 
@@ -30,29 +39,21 @@ class Options(harness.Options):
 
     image_size: tuple[int, ...] = (224,)
     """Sides of the square images, in pixels."""
+    tokens: tuple[int, ...] = (128,)
+    """Lengths of the texts of masked language models."""
     batch_size: int = 8
-    """Images per call."""
+    """Images or texts per call."""
     gradients: bool = True
     """Also measure training."""
     candidates: tuple[str, ...] = field(default=(*DEFAULT, "timm/deit_tiny"))
     """Models to measure; ratios are relative to the first."""
 
 
-def prepare(name: str, mode: str, image_size: int, options: Options) -> Case:
-    if name in TIMM:
-        build = partial(timm_model, name, image_size)
-    else:
-        config = preset(name, image_size=image_size)
-        if not isinstance(config.mixer, SoftmaxMixerConfig):
-            check_backend(options)
-        build = config.build
-    model = place(build, options)
-    images = noise(options, options.batch_size, 3, image_size, image_size)
-    labels = torch.zeros(options.batch_size, dtype=torch.long, device=images.device)
-    case = model_case(
-        model, lambda: model(images), lambda: cross_entropy(model(images), labels), mode
-    )
-    return case._replace(items=options.batch_size)
+def prepare(name: str, mode: str, size: int, options: Options) -> Case:
+    if name not in TIMM:
+        return network_case(find_network(name), mode, size, options)
+    model = place(partial(timm_model, name, size), options)
+    return image_case(model, mode, (3, size, size), options)
 
 
 def timm_model(name: str, image_size: int) -> nn.Module:
@@ -61,14 +62,12 @@ def timm_model(name: str, image_size: int) -> nn.Module:
 
 
 def run(options: Options) -> None:
+    networks = [find_network(name.removeprefix("timm/")) for name in options.candidates]
     benchmark = Benchmark(
         name="models",
         candidates=(*OURS, *TIMM),
         modes=(INFERENCE, TRAINING) if options.gradients else (INFERENCE,),
-        sizes=options.image_size,
-        axis="image side",
-        items="images",
-        tokens=lambda side: side**2,
+        **axis_of("candidates", options.candidates, networks, options),
     )
     run_benchmark(benchmark, prepare, options)
 

@@ -51,6 +51,8 @@ class Row:
     """Memory of the state that is carried from call to call."""
     items_per_s: float = 0.0
     parameters: int = 0
+    flops: int = 0
+    """FLOPs of one head by a paper's formula; 0 if there is none."""
 
     @property
     def median_ms(self) -> float:
@@ -147,6 +149,7 @@ def format_rows(benchmark: Benchmark) -> str:
         "state MiB": lambda row: f"{row.state_mib:.4g}" if row.state_mib else "",
         f"{benchmark.items}/s": lambda row: f"{row.items_per_s:.4g}" if benchmark.items else "",
         "parameters": lambda row: f"{row.parameters:,}" if row.parameters else "",
+        "FLOPs of a head": lambda row: f"{row.flops:,}" if row.flops else "",
     }
     columns = {title: of for title, of in columns.items() if any(map(of, benchmark.rows))}
     growth, lines = benchmark.growth(), []

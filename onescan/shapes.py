@@ -34,6 +34,7 @@ MemoryMask = Bool[Tensor, "B S"]
 Pooled = Float[Tensor, "B D"]
 Keep = Bool[Tensor, "B T"]
 TokenMask = Bool[Tensor, "B T"]  # selected positions
+LowerBound = Float[Tensor, " D"]  # smallest decay factor of each channel of a block
 Betas = Float[Tensor, "B T H"]  # write strengths of the delta rule
 
 LogNormalizer = Float[Tensor, "B H K"]
@@ -43,6 +44,7 @@ DecayedKeyValue = Float[Tensor, "B H K V"]
 LogDecays = Float[Tensor, "_ T _ _"]  # 1 or B, 1 or H, 1 or K: shared values are stored once
 
 ToeplitzCoefficients = Float[Tensor, "axes D E"] | Float[Tensor, "axes 2 D E"]
+JointWeights = Float[Tensor, "*directions D E"]  # a size of 2 per axis if bidirectional
 Decays = Float[Tensor, "D E"]
 DirectedDecays = Float[Tensor, "directions D E"]  # forward, and backward if there is one
 HiddenStates = Float[Tensor, "B D E"]
@@ -52,6 +54,7 @@ LineStates = Float[Tensor, "D lines E"]
 Samples = Float[Tensor, "D lines samples"]
 Powers = Float[Tensor, "D _ E"]
 Kernels = Float[Tensor, "D lags"]
+JointKernels = Float[Tensor, "D *lags"]
 Toeplitz = Float[Tensor, "D positions positions"]
 
 DiffusionKernels = Float[Tensor, "H lags"]  # 2R+1 lags: K_ts = weights[R + t - s]

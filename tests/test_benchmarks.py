@@ -7,9 +7,11 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import axes
 import candidates
 import causal
 import decay
@@ -27,7 +29,8 @@ import tyro
 from harness import BACKWARD, FORWARD, INFERENCE, TRAINING, Case, Options, run_benchmark
 from results import Benchmark, Row, exponent, quartiles
 
-from onescan.models.size import model_size
+from onescan.models.presets import preset
+from onescan.models.size import attention_flops, model_size, recurrence_flops
 from onescan.ops import decay_attention
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +56,7 @@ class FakeWorker:
         if isinstance(answer, BaseException):
             raise answer
         if self.steps == 1:
-            return float(self.size), Case(None, items=4, state_mib=0.5)
+            return float(self.size), Case(None, items=4, state_mib=0.5, flops=9000)
         return answer
 
     def close(self):
@@ -96,12 +99,13 @@ def test_statistics_of_known_times(tmp_path, capsys):
     assert first.quartiles_ms == (4.0, 4.0, 6.0)
     assert (first.ratio, second.ratio) == (1.0, 8.0)
     assert (second.peak_mib, second.state_mib, second.items_per_s) == (2.0, 0.5, 125.0)
+    assert second.flops == 9000
     powers = {each["candidate"]: (each["time"], each["memory"]) for each in result.growth()}
     assert powers["first"] == (pytest.approx(1), pytest.approx(1))
     assert powers["second"] == (pytest.approx(2), pytest.approx(1))
     shown = capsys.readouterr().out
     assert "second: time grows as T^2.00, memory as T^1.00" in shown
-    assert re.search(r"second +2 +32 +32 - 40 +8 +2 +0\.5 +125\n", shown)
+    assert re.search(r"second +2 +32 +32 - 40 +8 +2 +0\.5 +125 +9,000\n", shown)
 
 
 def test_quartiles():
@@ -250,8 +254,10 @@ SCRIPTS = {
     "decode": f"--tokens 10 --model-size small {TINY}",
     "models": f"--image-size 32 --batch-size 1 --candidates lightnet_tiny deit_tiny {TINY}",
     "forms": f"lion_d_tiny --image-size 32 --chunk-sizes 8 {TINY}",
+    "forms of masked models": "lion_s_mlm_base/chunk-4 bert_base --tokens 8 " + TINY,
     "denoisers": f"--sides 3 4 8 --depth 1 --mode inference {TINY}",
     "linear_diffusion": f"--tokens 32 64 --longest-square 32 --no-gradients {TINY}",
+    "axes": "--axes 2 3 --encodings both none --seeds 0 1 --steps 2 --out OUT",
     "stability": "--tokens 20 --out OUT",
     "language": "FILE --orders 1 2 --out OUT",
     "training": "--candidates digits digits/without_tpe --steps 8 --rounds 2 --out OUT",
@@ -265,6 +271,7 @@ QUICK = ("stability", "language")
 def test_scripts_end_to_end(name, tmp_path):
     (tmp_path / "text").write_text("to be or not to be, that is the question. " * 400)
     words = SCRIPTS[name].replace("OUT", str(tmp_path)).replace("FILE", str(tmp_path / "text"))
+    name = name.split()[0]
     command = [sys.executable, f"benchmarks/{name}.py", *words.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -286,6 +293,18 @@ def test_commands_of_pages_parse(page):
     for name, arguments in found:
         script = importlib.import_module(name)
         tyro.cli(script.Options, args=shlex.split(arguments))
+
+
+@pytest.mark.parametrize("shape", [(9,), (3, 5), (3, 4, 3)])
+def test_axes_targets_describe_the_marks(shape):
+    tokens, targets = axes.examples(shape, 200, torch.Generator().manual_seed(0))
+    for row, target in zip(tokens.reshape(-1, *shape), targets, strict=True):
+        first, second = ((row == axes.SYMBOLS + mark).nonzero() for mark in (0, 1))
+        assert len(first) == len(second) == 1
+        difference = (second - first)[0]
+        assert torch.equal(target[:, 0].bool(), difference > 0)
+        assert torch.equal(target[:, 1].bool(), difference.abs() == 1)
+    assert (targets.mean(dim=0) - 0.5).abs().max() < 0.15  # chance
 
 
 # Candidates
@@ -409,11 +428,47 @@ def test_a_cache_grows_with_the_context_and_a_state_does_not():
     assert decode.state_mib(SimpleNamespace(layers=[layer, layer])) == 4.0
 
 
+@pytest.mark.parametrize("name", decode.RECOMPUTED)
+def test_recomputed_candidates_read_the_whole_context(name, monkeypatch):
+    options = decode.Options(**LANGUAGE, batch_size=2)
+    case, state = (decode.prepare(n, "", T, options) for n in (name, decode.RECOMPUTED[name]))
+    read = []
+    hook = lambda module, args: read.append(args[0].shape[1])
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(hook)
+    logits = case.call()
+    handle.remove()
+    assert (logits.shape, read[0], case.state_mib) == ((2, 1, 8192), T + 1, 0)
+    assert case.parameters == state.parameters
+
+
 def test_image_classifiers_train_or_predict():
     options = models.Options(batch_size=2, device="cpu")
     training = models.prepare("deit_tiny", TRAINING, 32, options)
     assert sum(g.numel() for g in training.call() if g is not None) == training.parameters
     assert call(models, "lion_s_tiny", options, INFERENCE, 32).shape == (2, 1000)
+
+
+TINY_MODEL = {"width": 24, "depth": 1, "mixer.num_heads": 3}
+
+
+@pytest.mark.parametrize("name", ["lion_s_mlm_base", "bert_base"])
+def test_masked_language_models_train_or_predict(name, monkeypatch):
+    monkeypatch.setattr(candidates, "preset", partial(preset, vocab_size=99, **TINY_MODEL))
+    options = models.Options(batch_size=2, device="cpu", candidates=(name,))
+    training = models.prepare(name, TRAINING, 600, options)  # BERT has 512 positions
+    gradients = training.call()
+    assert sum(g.numel() for g in gradients if g is not None) == training.parameters
+    assert training.items == 1200
+    logits = call(models, name, options, INFERENCE, 600)
+    assert logits.shape == (2 * 180, 99)  # of the masked tokens
+
+
+def test_models_of_both_kinds_are_not_compared():
+    options = models.Options(candidates=("deit_tiny", "bert_base"))
+    with pytest.raises(ValueError, match=r"candidates are .*'bert_base'.* expected"):
+        models.run(options)
+    with pytest.raises(ValueError, match=r"presets are .*'bert_base'.* expected"):
+        forms.run(forms.Options(presets=("deit_tiny", "bert_base")))
 
 
 def test_weights_are_in_the_data_type_and_models_are_compiled_on_request(monkeypatch):
@@ -451,23 +506,76 @@ def test_models_do_not_run_on_torch_if_kernels_are_requested(module, name, optio
 
 
 @pytest.mark.parametrize(
-    ("preset", "known"),
+    ("presets", "known"),
     [
-        ("lion_d_tiny", {"full", "recurrent", "chunk-4", "chunk-8"}),
-        ("lightnet_tiny", {"one_scan", "full"}),
-        ("ldn_base", {"dense", "banded", "fft"}),
+        (["lion_d_tiny"], {"full", "recurrent", "chunk-4", "chunk-8"}),
+        (["lightnet_tiny"], {"one_scan", "full"}),
+        (["ldn_base"], {"dense", "banded", "fft"}),
+        (["lion_s_mlm_base"], {"full", "recurrent", "chunk-4", "chunk-8"}),
+        (["deit_tiny"], {"deit_tiny"}),
+        (
+            ["lion_d_tiny/recurrent", "lion_s_tiny/chunk-5", "deit_tiny", "lightnet_tiny"],
+            {"lion_d_tiny/recurrent", "lion_s_tiny/chunk-5", "deit_tiny"}
+            | {"lightnet_tiny/one_scan", "lightnet_tiny/full"},
+        ),
     ],
 )
-def test_forms_are_those_that_a_model_supports(preset, known):
-    options = forms.Options(preset=preset, chunk_sizes=(4, 8))
+def test_forms_are_those_that_models_support(presets, known, monkeypatch):
+    monkeypatch.setattr(candidates, "preset", partial(preset, **TINY_MODEL))
+    options = forms.Options(presets=tuple(presets), chunk_sizes=(4, 8))
     assert set(forms.supported(options)) == known
-    config = forms.config_of(forms.Options(preset="lion_d_tiny"), "chunk-8", 64)
-    assert (config.image_size, config.mixer.form, config.mixer.chunk_size) == ((64, 64), "chunk", 8)
 
 
-def test_models_without_forms_are_refused():
-    with pytest.raises(ValueError, match="preset is 'deit_tiny'"):
-        forms.run(forms.Options(preset="deit_tiny"))
+@pytest.mark.parametrize(
+    ("presets", "name"), [(["lion_d_tiny"], "chunk-8"), (["bert_base"], "lion_d_tiny/chunk-8")]
+)
+def test_a_candidate_names_a_model_and_its_form(presets, name):
+    config = forms.config_of(forms.Options(presets=tuple(presets)), name)
+    assert config == preset("lion_d_tiny", **{"mixer.form": "chunk", "mixer.chunk_size": 8})
+    assert forms.config_of(forms.Options(presets=("bert_base",)), "bert_base") == preset(
+        "bert_base"
+    )
+
+
+@pytest.mark.parametrize("name", ["lion_d_tiny/recurrent", "deit_tiny", "bert_base"])
+def test_models_in_a_form_predict(name, monkeypatch):
+    monkeypatch.setattr(candidates, "preset", partial(preset, **TINY_MODEL))
+    options = forms.Options(presets=(name,), device="cpu", batch_size=2)
+    size, rows = (8, 6) if name == "bert_base" else (32, 2)
+    assert call(forms, name, options, INFERENCE, size).shape[0] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "flops"),
+    [
+        ("deit_tiny", 32, attention_flops(5, 64)),  # 2 x 2 patches and the class token
+        ("bert_base", 7, attention_flops(7, 64)),
+        ("lion_s_tiny/recurrent", 32, recurrence_flops(5, 64)),
+        ("lion_s_mlm_base/recurrent", 7, recurrence_flops(7, 64)),
+        ("lion_s_tiny/full", 32, 0),
+        ("lion_d_tiny/recurrent", 32, 0),
+        ("ldn_base/dense", 32, 0),
+    ],
+)
+def test_flops_are_those_of_the_papers_formulas(name, size, flops):
+    assert forms.head_flops(forms.config_of(forms.Options(presets=(name,)), name), size) == flops
+
+
+@pytest.mark.parametrize(
+    ("presets", "message"),
+    [
+        ((), "presets is empty"),
+        (("lion_d_tinny",), "lion_d_tiny"),
+        (("lightnet_lm_45m",), "preset is 'lightnet_lm_45m'"),
+        (("deit_tiny/full",), "preset is 'deit_tiny/full', but the mixer has no forms"),
+        (("lion_d_tiny/fast",), "form is 'fast'"),
+        (("deit_tiny", "lightnet_tiny/recurrent"), "'recurrent' is unknown"),
+        (("lion_d_tiny/chunk-x",), "'lion_d_tiny/chunk-x', expected a number"),
+    ],
+)
+def test_unknown_models_and_forms_are_refused(presets, message):
+    with pytest.raises(ValueError, match=message):
+        forms.supported(forms.Options(presets=presets))
 
 
 def test_denoisers_have_about_as_many_parameters():

@@ -126,7 +126,7 @@ def test_models_are_listed_beside_the_papers_numbers(capsys):
 @pytest.mark.parametrize(
     ("argv", "first", "count"),
     [
-        (["models", "DIT_S"], "Image generation", 6),
+        (["models", "DIT_S"], "Image generation", 8),
         (["recipes", "imagenet_deit"], "Image classification", 3),
         (["recipes", "recall"], "Associative recall", 3),
     ],

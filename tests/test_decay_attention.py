@@ -31,7 +31,9 @@ B, H, K, V = 2, 3, 4, 5
 FORMS = list(dict.fromkeys((kind == "causal", form) for kind, form, _ in IMPLEMENTATIONS))
 NAMES = sorted({form for _, form in FORMS})
 DECAYS = ["none", "fixed", "scalar", "diagonal"]
-CONVENTIONS = ["source", "target"]
+CAUSAL_CONVENTIONS = ["source", "target"]
+CONVENTIONS = [*CAUSAL_CONVENTIONS, "symmetric"]
+CALLS = [*product([True], CAUSAL_CONVENTIONS), *product([False], CONVENTIONS)]
 NORMALIZERS = ["none", "sum", "max_one"]
 TENSORS = ("q", "k", "v", "log_decay")
 
@@ -39,6 +41,7 @@ over_forms = pytest.mark.parametrize(("causal", "form"), FORMS, ids=lambda x: st
 over_names = pytest.mark.parametrize("form", NAMES)
 over_decays = pytest.mark.parametrize("decay", DECAYS)
 over_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both"])
+over_calls = pytest.mark.parametrize(("causal", "decay_at"), CALLS)
 over_conventions = pytest.mark.parametrize("decay_at", CONVENTIONS)
 
 
@@ -140,7 +143,8 @@ def assert_no_less_exact_than_plain_torch(function, plain, named):
     assert_at_most_twice_the_error(*(outputs[:1] + slopes for outputs, slopes in results))
 
 
-# Any two values of different columns meet in a row, any decay, direction and convention too.
+# Any two values of different columns meet in a row, any decay, direction and convention too,
+# except that causal calls are not symmetric.
 COLUMNS = "tokens, decay, causal, decay_at, normalize, shape, keep, state"
 TABLE = [
     (1, "diagonal", True, "source", "sum", (2, 1), False, True),
@@ -148,19 +152,24 @@ TABLE = [
     (1, "none", False, "target", "sum", (1, 3), True, False),
     (1, "scalar", True, "target", "none", (1, 3), False, True),
     (2, "diagonal", False, "target", "none", (2, 1), True, False),
+    (1, "scalar", False, "symmetric", "sum", (2, 3), True, True),
     (2, "fixed", False, "source", "sum", (2, 3), False, False),
     (2, "none", True, "source", "max_one", (1, 3), False, True),
     (2, "scalar", False, "source", "none", (1, 3), True, True),
+    (2, "diagonal", False, "symmetric", "max_one", (1, 3), False, False),
     (63, "diagonal", False, "source", "none", (2, 3), True, False),
     (63, "fixed", True, "target", "sum", (2, 1), False, False),
     (63, "none", True, "target", "max_one", (2, 1), False, True),
     (63, "scalar", False, "source", "sum", (1, 3), False, True),
+    (63, "fixed", False, "symmetric", "none", (2, 1), True, False),
     (64, "diagonal", False, "target", "sum", (2, 1), False, False),
     (64, "fixed", True, "target", "sum", (1, 3), False, False),
     (64, "none", False, "source", "sum", (2, 3), True, True),
     (64, "scalar", True, "source", "max_one", (1, 3), True, False),
     (64, "scalar", True, "target", "none", (2, 3), False, True),
+    (64, "none", False, "symmetric", "sum", (1, 3), False, True),
     (65, "diagonal", False, "source", "max_one", (2, 3), False, False),
+    (65, "diagonal", False, "symmetric", "sum", (2, 1), True, True),
     (65, "fixed", False, "source", "none", (1, 3), False, False),
     (65, "fixed", True, "target", "sum", (2, 1), True, True),
     (65, "none", False, "source", "max_one", (2, 3), True, True),
@@ -168,6 +177,7 @@ TABLE = [
     (197, "diagonal", True, "target", "sum", (1, 3), False, False),
     (197, "fixed", True, "source", "max_one", (2, 3), True, True),
     (197, "none", True, "target", "none", (1, 3), True, False),
+    (197, "scalar", False, "symmetric", "none", (2, 3), False, False),
     (197, "scalar", False, "target", "max_one", (2, 1), False, False),
 ]
 
@@ -177,8 +187,9 @@ def test_any_two_values_meet_in_the_table():
         return set(combinations(enumerate(row), 2))
 
     met = set().union(*map(pairs, TABLE))
-    assert met == set().union(*map(pairs, product(*map(set, zip(*TABLE, strict=True)))))
-    assert len({row[1:4] for row in TABLE}) == len(DECAYS) * 2 * 2
+    rows = product(*map(set, zip(*TABLE, strict=True)))
+    assert met == set().union(*(pairs(row) for row in rows if row[2:4] in CALLS))
+    assert len({row[1:4] for row in TABLE}) == len(DECAYS) * len(CALLS)
 
 
 @pytest.mark.parametrize(COLUMNS, TABLE)
@@ -213,10 +224,11 @@ def masked_attention(q, k, v, log_decay, *, causal, decay_at, normalize):
     decay = (log_decay if log_decay.ndim == k.ndim else log_decay.unsqueeze(-1)).exp().expand_as(k)
     scores = q.new_zeros(len(q), len(tokens), len(tokens), q.shape[2])
     for i, j in product(tokens, tokens):
-        if decay_at == "source":
-            between = slice(j, i) if i >= j else slice(i + 1, j + 1)
-        else:
-            between = slice(j + 1, i + 1) if i >= j else slice(i, j)
+        between = {
+            "source": slice(j, i) if i >= j else slice(i + 1, j + 1),
+            "target": slice(j + 1, i + 1) if i >= j else slice(i, j),
+            "symmetric": slice(min(i, j) + 1, max(i, j) + 1),
+        }[decay_at]
         if i >= j or not causal:
             scores[:, i, j] = (q[:, i] * decay[:, between].prod(1) * k[:, j]).sum(-1)
     row_sum = scores.sum(2).unsqueeze(-1)
@@ -228,8 +240,7 @@ def masked_attention(q, k, v, log_decay, *, causal, decay_at, normalize):
     return torch.einsum("bijh,bjhv->bihv", scores, v) / divisor[normalize]
 
 
-@over_directions
-@over_conventions
+@over_calls
 @pytest.mark.parametrize("decay", DECAYS[1:])
 @pytest.mark.parametrize("normalize", NORMALIZERS)
 def test_the_definition_is_attention_under_products(causal, decay_at, decay, normalize):
@@ -253,7 +264,7 @@ def test_auto_decay_at_depends_on_direction_and_decay(form, causal, decay):
 
 
 @over_forms
-def test_a_constant_decay_fades_with_distance_in_both_conventions(causal, form):
+def test_a_constant_decay_fades_with_distance_in_every_convention(causal, form):
     tokens, decay = 20, 0.9
     one = torch.ones(1, tokens, 1, 1, dtype=torch.float64)
     v = torch.eye(tokens, dtype=torch.float64).reshape(1, tokens, 1, tokens)
@@ -261,17 +272,15 @@ def test_a_constant_decay_fades_with_distance_in_both_conventions(causal, form):
     want = decay ** (place[:, None] - place).abs()
     want = want.tril() if causal else want
     log_decay = torch.tensor([decay], dtype=torch.float64).log()
-    for decay_at, each in product(
-        ["source", "target"], [log_decay, log_decay.expand(1, tokens, 1)]
-    ):
+    conventions = CAUSAL_CONVENTIONS if causal else CONVENTIONS
+    for decay_at, each in product(conventions, [log_decay, log_decay.expand(1, tokens, 1)]):
         o, _ = decay_attention(
             one, one, v, each, causal=causal, decay_at=decay_at, form=form, chunk_size=8
         )
         assert_same([o[0, :, 0]], [want])
 
 
-@over_directions
-@over_conventions
+@over_calls
 @pytest.mark.parametrize("decay", DECAYS[1:])
 def test_decays_of_zero_and_one_and_almost(causal, decay_at, decay):
     named = inputs(40, causal=causal, decay=decay, state=True, heads=4)
@@ -291,7 +300,7 @@ def test_decays_of_zero_and_one_and_almost(causal, decay_at, decay):
             assert_same(got[1], want[1], tolerance=tolerance)
 
 
-@pairwise({"causal, form": FORMS, "decay_at": CONVENTIONS, "decay": DECAYS[2:]})
+@pairwise({"causal, decay_at": CALLS, "form": NAMES, "decay": DECAYS[2:]})
 def test_gates_that_saturate(causal, form, decay_at, decay):
     named = inputs(40, causal=causal, decay=decay, dtype=torch.float32)
     logits = 200 * torch.randint(-1, 2, named["log_decay"].shape).float()
@@ -367,7 +376,7 @@ def part(named, start, stop):
     return {n: x if n in whole else x[:, start:stop] for n, x in named.items()}
 
 
-@over_conventions
+@pytest.mark.parametrize("decay_at", CAUSAL_CONVENTIONS)
 @over_decays
 @pytest.mark.parametrize(("first", "second"), list(product(NAMES, NAMES)))
 def test_two_calls_equal_one_at_every_cut(decay_at, decay, first, second):
@@ -417,7 +426,19 @@ def test_nothing_on_one_side_is_a_state_of_zeros(wanted, tokens, form):
             assert_same(tensors_of(ends), tensors_of(of_both))
 
 
-@pairwise({"decay_at": CONVENTIONS, "decay": DECAYS, "form": NAMES})
+@over_names
+@over_decays
+def test_the_symmetric_mask_is_its_own_transpose(decay, form):
+    """With M = M^T, the gradient of v is the output of exchanged queries and keys."""
+    named = inputs(9, causal=False, decay=decay, keep=True)
+    call = partial(decay_attention, decay_at="symmetric", form=form, chunk_size=4)
+    (gradient,) = torch.autograd.grad(
+        call(**dict(named, v=named["v"].requires_grad_()))[0], named["v"], slope := named["v"].cos()
+    )
+    assert_same([call(**dict(named, q=named["k"], k=named["q"], v=slope))[0]], [gradient])
+
+
+@pairwise({"decay_at": CAUSAL_CONVENTIONS, "decay": DECAYS, "form": NAMES})
 def test_reversed_inputs_give_reversed_outputs(decay_at, decay, form):
     named = inputs(13, causal=False, decay=decay, keep=True, state=True)
     mirrored = {n: x if x.ndim == 1 else x.flip(1) for n, x in named.items() if n != "state"}
@@ -428,7 +449,7 @@ def test_reversed_inputs_give_reversed_outputs(decay_at, decay, form):
     assert_same((got.flip(1), *tensors_of(mirrored_ends[::-1])), (o, *tensors_of(ends)))
 
 
-@pairwise({"causal, form": FORMS, "decay_at": CONVENTIONS, "decay": DECAYS})
+@pairwise({"causal, decay_at": CALLS, "form": NAMES, "decay": DECAYS})
 def test_masked_tokens_do_not_change_outputs(causal, form, decay_at, decay):
     named = inputs(10, causal=causal, decay=decay, state=True)
     keep = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
@@ -631,7 +652,7 @@ def test_a_backward_may_run_in_autocast(causal, decay, form, normalize):
     cut=st.floats(0, 1),
     seed=st.integers(0, 99),
     decay=st.sampled_from(DECAYS),
-    decay_at=st.sampled_from(["source", "target"]),
+    decay_at=st.sampled_from(CAUSAL_CONVENTIONS),
 )
 def test_any_length_cut_and_mask(tokens, size, cut, seed, decay, decay_at):
     named = inputs(tokens, causal=True, decay=decay, keep=True, state=True, seed=seed)
@@ -650,7 +671,7 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, decay, decay_at):
     size=st.integers(1, 45),
     seed=st.integers(0, 99),
     decay=st.sampled_from(DECAYS),
-    decay_at=st.sampled_from(["source", "target"]),
+    decay_at=st.sampled_from(CONVENTIONS),
 )
 def test_any_length_and_mask_in_both_directions(tokens, size, seed, decay, decay_at):
     named = inputs(tokens, causal=False, decay=decay, keep=True, state=True, seed=seed)
@@ -684,7 +705,8 @@ NAN = DecayState(ONE.kv * torch.nan, ONE.k_sum)
         ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32"),
         ({"keep": torch.ones(B, 3) > 0}, r"keep has shape \(2, 3\)"),
         ({"causal": "no"}, "causal is 'no'"),
-        ({"decay_at": "sources"}, "decay_at 'sources' .*auto, source, target"),
+        ({"decay_at": "sources"}, "decay_at 'sources' .*auto, source, target, symmetric"),
+        ({"decay_at": "symmetric"}, "decay_at is 'symmetric' with causal=True, expected 'auto'"),
         ({"normalize": "max"}, "normalize 'max' .*none, sum, max_one"),
         ({"form": "full", "backend": "triton"}, "'full/triton' .*chunk/triton"),
         ({"chunk_size": 0}, "chunk_size is 0"),

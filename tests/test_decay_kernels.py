@@ -168,7 +168,8 @@ def plain(q, k, v, log_decay, *, causal, decay_at, normalize, state):
     decays = log_decay.float().reshape(*q.shape[:3], -1)  # the last axis is 1 or K
     through = decays.cumsum(1)
     before = through - decays
-    below, above = (through, before) if decay_at == "target" else (before, through)
+    below = before if decay_at == "source" else through
+    above = before if decay_at == "target" else through
     later = torch.ones(2 * q.shape[1:2], dtype=torch.bool, device=q.device).triu(1)
     exponent = torch.where(
         later[..., None, None],
@@ -221,11 +222,13 @@ TABLE = [
     (33, "diagonal", False, "source", "none", True, "left right", (5, 40)),
     (34, "diagonal", False, "source", "sum", False, "left", (5, 70)),  # values in two parts
     (63, "scalar", False, "target", "sum", False, "left right", (5, 6)),
+    (63, "scalar", False, "symmetric", "sum", True, "right", (5, 6)),
     (64, "none", True, "source", "sum", True, "left", (8, 8)),
     (64, "scalar", True, "target", "max_one", True, "", (5, 6)),
     (65, "fixed", True, "target", "sum", False, "left", (5, 6)),
     (65, "scalar", False, "source", "max_one", True, "left", (40, 6)),
     (65, "diagonal", True, "source", "none", False, "", (40, 6)),
+    (65, "diagonal", False, "symmetric", "none", False, "left right", (5, 6)),
     (130, "scalar", False, "source", "none", False, "", (5, 6)),
     (130, "fixed", False, "target", "none", True, "right", (5, 6)),
 ]

@@ -71,6 +71,7 @@ def assert_reported(run):
     page = (run.parent / "report.html").read_text()
     assert "Generated text" in page or "Predicted tokens" in page
     assert "<pre" in page
+    assert ("Half-life by block" in page) == ("lion" in str(run))
     assert onescan.load(run).metrics["perplexity"] > 1
 
 

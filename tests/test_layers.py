@@ -55,9 +55,12 @@ def test_what_patches_do_not_divide_is_refused(shape, message):
 
 @pytest.mark.parametrize("shape", [(9,), (3, 4), (2, 3, 4)])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_toeplitz_position_starts_at_the_inputs_scale_and_spares_the_prefix(shape, bidirectional):
+@pytest.mark.parametrize("joint", [False, True])
+def test_toeplitz_position_starts_at_the_inputs_scale_and_spares_the_prefix(
+    shape, bidirectional, joint
+):
     grid = Grid(shape, prefix=2)
-    config = ToeplitzPositionConfig(bidirectional=bidirectional, hidden_states=8)
+    config = ToeplitzPositionConfig(bidirectional=bidirectional, joint=joint, hidden_states=8)
     position = config.build(width=64, grid=grid)
     x = torch.randn(4, grid.tokens, 64)
     y, _ = position(x, grid)
@@ -83,8 +86,22 @@ def test_toeplitz_parameters_per_channel():
     assert sum(p.numel() for p in two.build(width=10, grid=Grid((4, 4))).parameters()) == 256 * 10
 
 
-def test_toeplitz_position_goes_on_from_a_state():
-    position = ToeplitzPositionConfig(hidden_states=4).build(width=3, grid=Grid((8,)))
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (4, 4), (4, 4, 4)])
+def test_joint_toeplitz_parameters_per_channel(shape, bidirectional):
+    """A decay per axis and direction, and a weight per combination of directions."""
+    config = ToeplitzPositionConfig(hidden_states=8, bidirectional=bidirectional, joint=True)
+    position = config.build(width=10, grid=Grid(shape))
+    directions = 1 + bidirectional
+    weights = directions ** len(shape)
+    expected = (directions * len(shape) + weights) * 8 * 10
+    assert sum(p.numel() for p in position.parameters()) == expected
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_toeplitz_position_goes_on_from_a_state(joint):
+    config = ToeplitzPositionConfig(hidden_states=4, joint=joint)
+    position = config.build(width=3, grid=Grid((8,)))
     x = torch.randn(2, 8, 3)
     want, _ = position(x, Grid((8,)))
     for cut in range(1, 8):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from html_page import Page
 from test_language_runs import train
 from tiny_language_models import BOTH, CAUSAL, SMALL, causal, ids, over_causal
 from tiny_tokenizers import WORDS, word_tokenizer
@@ -151,9 +152,10 @@ def test_lengths_that_are_too_long_are_left_out(tmp_path, text, name, left_out):
         measure_lengths(path, LengthsConfig(lengths=(64,), text=text[0]), device="cpu")
 
 
-def test_the_command_evaluates_the_test_text_of_a_run(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("recipe", ["shakespeare_lion_s", "wikitext2_mlm_lion_s"])
+def test_the_command_evaluates_the_test_text_of_a_run(tmp_path, capsys, monkeypatch, recipe):
     (tmp_path / "text.txt").write_text(TEXT)
-    run = train("shakespeare_lion_s", tmp_path / "text.txt")
+    run = train(recipe, tmp_path / "text.txt")
     tokens, _, _ = opened(str(run))
     assert bytes(tokens.tolist()[:-1]).decode() in TEXT
     assert len(tokens) < len(TEXT) / 5
@@ -164,11 +166,13 @@ def test_the_command_evaluates_the_test_text_of_a_run(tmp_path, capsys, monkeypa
     assert header.split() == ["length", "loss", "perplexity", "accuracy"]
     assert first.split()[0] == "32"
     assert skipped.startswith("skipped length 9999: ")
-    folder = tmp_path / "evaluation" / "lengths" / "shakespeare_lion_s" / "seed-0"
+    folder = tmp_path / "evaluation" / "lengths" / recipe / "seed-0"
     saved = json.loads((folder / "lengths.json").read_text())
     assert [score["length"] for score in saved["scores"]] == [32, 128]
     assert saved["trained_length"] == 32
-    assert (folder / "report.html").exists()
+    main_metric = "perplexity" if recipe == "shakespeare_lion_s" else "accuracy"
+    page = Page((folder / "report.html").read_text())
+    assert f"{main_metric} as in training: rows of 32 tokens" in page.text
 
 
 def test_tokens_are_masked_as_in_the_run(tmp_path):

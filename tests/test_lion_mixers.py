@@ -14,7 +14,12 @@ from onescan.layers.decays import (
     NoDecayConfig,
     SelectiveDecayConfig,
 )
-from onescan.layers.mixers import LINEAR_TRANSFORMERS, DeltaRuleMixerConfig, LionMixerConfig
+from onescan.layers.mixers import (
+    LINEAR_TRANSFORMERS,
+    DeltaRuleMixerConfig,
+    HGRNMixerConfig,
+    LionMixerConfig,
+)
 from onescan.layers.mixers.contract import DirectedMixerConfig
 from onescan.layers.tokens import snake_orders
 from onescan.models.image_classifier import ImageClassifierConfig
@@ -24,6 +29,7 @@ from onescan.shapes import Grid
 WIDTH, HEADS, K = 24, 3, 8
 LINE = Grid((6,))
 DECAYS = {"lit": NoDecayConfig(), "d": FixedDecayConfig(), "s": LionMixerConfig().decay}
+DIRECTED = (LionMixerConfig, DeltaRuleMixerConfig, HGRNMixerConfig)
 over_decays = pytest.mark.parametrize("decay", DECAYS.values(), ids=DECAYS)
 over_rows = pytest.mark.parametrize("row", LINEAR_TRANSFORMERS)
 
@@ -572,6 +578,10 @@ def test_autocast_does_not_narrow_the_row_sums_before_decay():
             LionMixerConfig(normalize="sum_before_mask", direction="forward"),
             "normalize is 'sum_before_mask' with direction='forward', expected 'both'",
         ),
+        (
+            LionMixerConfig(decay_at="symmetric", direction="backward"),
+            "decay_at is 'symmetric' with direction='backward', expected 'both'",
+        ),
         (LionMixerConfig(state_size=0), "state_size is 0"),
         (
             LionMixerConfig(state_size=4, decay=HippoDecayConfig()),
@@ -588,8 +598,9 @@ def test_impossible_fields_are_refused(config, message):
 @pytest.mark.parametrize(
     ("config_class", "field"),
     [
-        *((LionMixerConfig, f) for f in ("feature_map", "normalize", "decay_at", "scan")),
-        *((c, f) for c in (LionMixerConfig, DeltaRuleMixerConfig) for f in ("direction", "form")),
+        *((LionMixerConfig, f) for f in ("feature_map", "value_map", "gate")),
+        *((LionMixerConfig, f) for f in ("normalize", "decay_at", "scan")),
+        *((c, f) for c in DIRECTED for f in ("direction", "form")),
     ],
 )
 def test_unknown_names_are_refused(config_class, field):
@@ -599,7 +610,7 @@ def test_unknown_names_are_refused(config_class, field):
         config.build(width=WIDTH, axes=2)
 
 
-@pytest.mark.parametrize("config_class", [LionMixerConfig, DeltaRuleMixerConfig])
+@pytest.mark.parametrize("config_class", DIRECTED)
 def test_a_state_goes_on_along_a_line_only(config_class):
     assert issubclass(config_class, DirectedMixerConfig)
     mixer = trained(config_class(direction="forward"))

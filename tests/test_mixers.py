@@ -122,6 +122,18 @@ def test_causal_lightnet_depends_only_on_relative_positions(form, fields):
         assert state.position == 100_000_070
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_lrpe_scores_do_not_change_if_an_axis_is_reversed(axis):
+    mixer = LightNetMixerConfig(num_heads=2).build(width=16, axes=2).double()
+    grid = Grid((3, 4))
+    x = torch.randn(2, *grid.shape, 16, dtype=torch.float64)
+
+    def mixed(x):
+        return mixer(x.flatten(1, 2), grid)[0].unflatten(1, grid.shape)
+
+    torch.testing.assert_close(mixed(x.flip(1 + axis)), mixed(x).flip(1 + axis))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_lightnet_is_the_papers_equation(causal):
     """Eq. 13 to 15 with App. A.2, written out."""

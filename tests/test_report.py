@@ -24,7 +24,7 @@ from onescan.data import AffineConfig, Example, ImageTensors, LoadedBatch, MixCo
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.layers.position import AbsolutePositionConfig
 from onescan.recipes import RECIPES, find_recipe
-from onescan.report import check_report_path, images, mixers, plots, write_report
+from onescan.report import check_report_path, decays, images, mixers, plots, write_report
 from onescan.report.format import large, percent
 from onescan.report.page import COLORS, render_html
 from onescan.report.run import (
@@ -49,7 +49,7 @@ KINDS = {
 SHOWN = {  # besides those that every image classifier has
     "lightnet": {mixers.KEYS, mixers.TOEPLITZ, mixers.LRPE},
     "deit": set(),
-    "lion": {mixers.TOEPLITZ, mixers.DECAYS},
+    "lion": {mixers.TOEPLITZ, decays.DECAYS},
     "ldn": {"Diffusion"},
 }
 MANY = {

@@ -1,6 +1,7 @@
 """Figures of what models learned show the numbers of their layers."""
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -10,13 +11,24 @@ from html_page import Page, charts
 from projections import parts_of
 from report_runs import HOSTILE, LDN, LIGHTNET, LION, PatternsConfig, model, run_config
 
+from onescan.data import LabelledSequence, SequenceList, SequenceSplits
+from onescan.data.long_range import ByteFormat
+from onescan.data.text import TextDatasetConfig
 from onescan.layers.decays import FixedDecayConfig, HippoDecayConfig, NoDecayConfig
 from onescan.layers.decays import SelectiveDecayConfig as Selective
-from onescan.layers.mixers import LightNetMixerConfig
+from onescan.layers.mixers import LightNetMixerConfig, LionMixerConfig
 from onescan.layers.position import ToeplitzPosition
-from onescan.report import diffusion, mixers
+from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.masked_lm import MaskedLMConfig
+from onescan.models.sequence_classifier import SequenceClassifierConfig
+from onescan.report import decays, diffusion, mixers
 from onescan.report.runs import read_run_group
 from onescan.shapes import Grid
+from onescan.tasks import (
+    LanguageModellingConfig,
+    MaskedLanguageModellingConfig,
+    SequenceClassificationConfig,
+)
 from onescan.training import train
 
 NARROW = {"max_sigma": 1.5, "sigmas": (1.0,), "epsilon": 0.3}  # kernels that reach 3 places
@@ -30,8 +42,8 @@ def group(tmp_path_factory):
     return read_run_group([folder])
 
 
-def with_model(group, model):
-    return dataclasses.replace(group, model=model.eval())
+def with_model(group, model, **changes):
+    return dataclasses.replace(group, model=model.eval(), **changes)
 
 
 # LightNet
@@ -80,9 +92,10 @@ def test_tiles_show_all_shares_of_an_image_of_the_named_class(group, monkeypatch
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_position_kernels_are_the_response_to_an_impulse(bidirectional):
+@pytest.mark.parametrize("joint", [False, True])
+def test_position_kernels_are_the_response_to_an_impulse(bidirectional, joint):
     shape = (5, 4)
-    position = ToeplitzPosition(3, shape, 2, bidirectional)
+    position = ToeplitzPosition(3, shape, 2, bidirectional, joint)
     down, right = mixers.axis_kernels(position, shape)
     impulse = torch.zeros(1, 5, 4, 3)
     impulse[0, 2, 1] = 1
@@ -93,7 +106,7 @@ def test_position_kernels_are_the_response_to_an_impulse(bidirectional):
     for row in range(5):
         lag = row - 2  # of the impulse, upwards
         wanted = down[:, zero + lag] if lag >= 0 or bidirectional else 0 * down[:, 0]
-        wanted = wanted + (right[:, zero_right] if lag == 0 else 0)
+        wanted = wanted + (right[:, zero_right] if lag == 0 and not joint else 0)
         torch.testing.assert_close(y[row, 1], torch.as_tensor(wanted))
 
 
@@ -107,26 +120,26 @@ def lion(**changes):
 @pytest.fixture
 def quantiles(monkeypatch):
     """Half-lives of each chart of decays from now on: low, median, high; blocks; heads."""
-    drawn, dots = [], mixers.decay_dots
+    drawn, dots = [], decays.decay_dots
     monkeypatch.setattr(
-        mixers, "decay_dots", lambda each, *args: drawn.append(each) or dots(each, *args)
+        decays, "decay_dots", lambda each, *args: drawn.append(each) or dots(each, *args)
     )
     return drawn
 
 
 def test_half_lives_are_those_of_the_decays(group, quantiles):
     model = lion()
-    for block, decays in zip(
+    for block, values in zip(
         model.blocks, [[0.5, 0.9], [0.99, 0.1], [0.999, 0.5**0.5]], strict=True
     ):
-        block.mixer.decays[0].logit.data = torch.tensor(decays).logit()
-    (figure,) = mixers.learned_decays(with_model(group, model)).figures
+        block.mixer.decays[0].logit.data = torch.tensor(values).logit()
+    (figure,) = decays.learned_decays(with_model(group, model)).figures
     wanted = np.array([[1, 6.5788], [68.9676, 0.30103], [692.8, 2]])
     np.testing.assert_allclose(quantiles[0], [wanted] * 3, rtol=1e-4)
     assert all(f">{number}<" in figure.body for number in ("0.5", "0.9", "0.99", "0.999"))
     assert "edge" not in figure.caption
     model.blocks[0].mixer.decays[0].logit.data = torch.tensor([0.0, 1.0]).logit()
-    (figure,) = mixers.learned_decays(with_model(group, model)).figures
+    (figure,) = decays.learned_decays(with_model(group, model)).figures
     assert "edge" in figure.caption
     np.testing.assert_allclose(quantiles[1][1, 0], [0.100343, 69314.4], rtol=1e-4)
 
@@ -134,9 +147,9 @@ def test_half_lives_are_those_of_the_decays(group, quantiles):
 def test_decays_of_tokens_are_means_over_images(group, quantiles):
     model = lion(decay=Selective()).eval()
     torch.nn.init.normal_(model.blocks[0].mixer.decays[0].proj.weight)
-    mixers.learned_decays(with_model(group, model))
+    decays.learned_decays(with_model(group, model))
     data = PatternsConfig().build()
-    rows = torch.linspace(0, 39, mixers.DECAY_IMAGES).round().int()
+    rows = torch.linspace(0, 39, decays.DECAY_EXAMPLES).round().int()
     with torch.no_grad():  # by hand
         x, shape = model.patchify(data.format.model_input(data.test.images[rows]))
         x = torch.cat([model.class_token.expand(len(x), 1, -1), x], dim=1)
@@ -147,12 +160,79 @@ def test_decays_of_tokens_are_means_over_images(group, quantiles):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+def text_task(tmp_path, config):
+    """Texts of 3 to 8 bytes, packed in rows of 8, so that most rows hold parts of two."""
+    lines = [json.dumps({"text": "a cat sat"[: 3 + i % 6]}) for i in range(600)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    data = TextDatasetConfig(path=str(tmp_path / "text.jsonl"), length=8, cache=False)
+    return config.build(data.build())
+
+
+def text_model(config, **mixer):
+    mixer = LionMixerConfig(num_heads=2, **{"decay": Selective(), **mixer})
+    model = config(vocab_size=258, width=8, depth=2, mixer=mixer, position=None).build().eval()
+    for block in model.network.blocks:
+        torch.nn.init.normal_(block.mixer.decays[0].proj.weight)
+    return model
+
+
+def half_lives_of(logits):
+    kept = torch.nn.functional.logsigmoid(logits).mean(dim=0).exp()
+    return np.log(0.5) / np.log(kept.double().numpy())
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_decays_of_language_models_are_means_over_tokens(group, quantiles, tmp_path, is_causal):
+    if is_causal:
+        task, config = LanguageModellingConfig(), CausalLMConfig
+        model = text_model(config, direction="forward")
+    else:
+        task, config = MaskedLanguageModellingConfig(evaluation_batch_size=4), MaskedLMConfig
+        model = text_model(config)
+    task = text_task(tmp_path, task)
+    section = decays.learned_decays(with_model(group, model, task=task))
+    count = min(decays.DECAY_EXAMPLES, task.test_batch_size)
+    rows = torch.linspace(0, len(task.test) - 1, count).round().int().tolist()
+    examples = [example for example, _ in task.test.examples(seed=None)]
+    batch = task.test.read([examples[row] for row in rows]).batch
+    tokens, documents, *_ = batch if is_causal else task.masked_for_evaluation(batch)
+    tokens = tokens[:, :-1] if is_causal else tokens
+    first, second = model.network.blocks
+    logits = []
+    with torch.no_grad():  # text by text
+        for row, numbers in zip(tokens, documents[:, : tokens.shape[1]], strict=True):
+            for number in numbers.unique():
+                x = model.network.embedding(row[numbers == number])[None]
+                x, _ = first(x, Grid(x.shape[1:2]))
+                logits.append(second.mixer.decays[0].proj(second.mixer_norm(x))[0])
+    wanted = half_lives_of(torch.cat(logits))
+    np.testing.assert_allclose(quantiles[0][1, 1], wanted, rtol=1e-4)
+    assert f"geometric mean over {count} held-out rows" in section.lead
+    assert "patches" not in section.lead + section.figures[0].caption
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_padding_has_no_part_in_mean_decays(group, quantiles):
+    lengths = (1, 7, 3)
+    sequences = [LabelledSequence(np.arange(1, n + 1, dtype=np.uint8), 0) for n in lengths]
+    data, names = SequenceList(sequences=sequences), ("a", "b")
+    format = ByteFormat(max_length=9)
+    splits = SequenceSplits(train=data, test=data, class_names=names, format=format)
+    model, task = text_model(SequenceClassifierConfig), SequenceClassificationConfig().build(splits)
+    decays.learned_decays(with_model(group, model, task=task))
+    block, embedding = model.network.blocks[0], model.network.embedding
+    with torch.no_grad():
+        x = torch.cat([embedding(torch.arange(1, n + 1)) for n in lengths])
+        logits = block.mixer.decays[0].proj(block.mixer_norm(x[None]))[0]
+    np.testing.assert_allclose(quantiles[0][1, 0], half_lives_of(logits), rtol=1e-4)
+
+
 def test_each_scan_has_a_chart(group, quantiles):
     model = lion(scan="natural")
     for block in model.blocks:
         for decay, value in zip(block.mixer.decays, (0.5, 0.25), strict=True):
             torch.nn.init.constant_(decay.logit, torch.tensor(value).logit())
-    body = mixers.learned_decays(with_model(group, model)).figures[0].body
+    body = decays.learned_decays(with_model(group, model)).figures[0].body
     assert body.index("Along rows") < body.index("Along columns")
     for drawn, wanted in zip(quantiles, (1, 0.5), strict=True):
         np.testing.assert_allclose(drawn, wanted, rtol=1e-5)
@@ -163,7 +243,7 @@ def test_decays_of_channels_are_drawn_as_ranges(group, quantiles, decay):
     model = lion(decay=decay)
     for parameter in model.blocks[0].mixer.decays.parameters():
         torch.nn.init.normal_(parameter)
-    (figure,) = mixers.learned_decays(with_model(group, model)).figures
+    (figure,) = decays.learned_decays(with_model(group, model)).figures
     low, median, high = quantiles[0][:, 0]
     assert (low < median).all()
     assert (median < high).all()
@@ -327,10 +407,10 @@ def test_many_kernels_and_axes(group):
         (mixers.key_importance, model(mixer=LightNetMixerConfig(num_heads=2, decay=False))),
         (mixers.position_kernels, model(position=None)),
         (mixers.frequencies, model(mixer=LightNetMixerConfig(num_heads=2, lrpe=False))),
-        (mixers.learned_decays, LIGHTNET),
-        (mixers.learned_decays, lion(decay=NoDecayConfig()).config),
+        (decays.learned_decays, LIGHTNET),
+        (decays.learned_decays, lion(decay=NoDecayConfig()).config),
         (
-            mixers.learned_decays,
+            decays.learned_decays,
             lion(decay=FixedDecayConfig(init="retnet", learnable=False)).config,
         ),
         (diffusion.section, LIGHTNET),

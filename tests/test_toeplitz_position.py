@@ -33,7 +33,14 @@ def chunks_of(size):
 
 
 def inputs(
-    shape, *, bidirectional=False, state=False, dtype=torch.float64, seed=0, sizes=(B, D, E)
+    shape,
+    *,
+    bidirectional=False,
+    joint=False,
+    state=False,
+    dtype=torch.float64,
+    seed=0,
+    sizes=(B, D, E),
 ):
     batch, channels, states = sizes
     g = torch.Generator().manual_seed(seed)
@@ -42,12 +49,15 @@ def inputs(
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
 
     coefficients = (len(shape), *([2] if bidirectional else []), channels, states)
+    directions = [2] * len(shape) if bidirectional else []
+    weights = (*directions, channels, states) if joint else coefficients
     return {
         "x": normal(batch, math.prod(shape), channels),
         "log_decay": -normal(*coefficients).exp(),
-        "weight": normal(*coefficients),
+        "weight": normal(*weights),
         "shape": shape,
         "bidirectional": bidirectional,
+        "joint": joint,
         "state": ToeplitzState(normal(*sizes)) if state else None,
     }
 
@@ -92,9 +102,35 @@ def test_every_form_matches_the_reference_of_a_sequence(tokens, bidirectional, s
 
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_every_form_matches_the_reference_of_a_grid(shape, bidirectional):
+@pytest.mark.parametrize("joint", [False, True])
+def test_every_form_matches_the_reference_of_a_grid(shape, bidirectional, joint):
+    named = inputs(shape, bidirectional=bidirectional, joint=joint)
     with chunks_of(2):
-        assert_match_reference(IMPLEMENTATIONS, inputs(shape, bidirectional=bidirectional))
+        assert_match_reference(["fft", "auto"] if joint else IMPLEMENTATIONS, named)
+
+
+@pytest.mark.parametrize("shape", GRIDS, ids=str)
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_joint_kernel_of_one_exponential_is_one_kernel_per_axis_in_turn(shape, bidirectional):
+    named = inputs(shape, bidirectional=bidirectional, joint=True, sizes=(B, D, 1))
+    named["weight"] = torch.ones_like(named["weight"])
+    y = named["x"]
+    for axis in range(len(shape)):
+        only = torch.zeros_like(named["log_decay"])
+        only[axis] = 1
+        y, _ = toeplitz_position(**dict(named, x=y, weight=only, joint=False))
+    assert_same(toeplitz_position(**named)[:1], [y])
+
+
+@over_forms
+@pytest.mark.parametrize(("bidirectional", "state"), [(False, True), (True, False)])
+def test_along_one_axis_a_joint_kernel_is_the_same(form, bidirectional, state):
+    named = inputs((9,), bidirectional=bidirectional, state=state)
+    joint = dict(named, joint=True, weight=named["weight"][0])
+    with chunks_of(4):
+        want, got = (toeplitz_position(**given, form=form)[0] for given in (named, joint))
+        assert_match_reference([form], joint)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("tokens", [64, 65, 129])
@@ -123,14 +159,27 @@ def test_extreme_decays_match_the_reference(form, decay, bidirectional):
     assert all(torch.isfinite(x).all() for x in (*outputs, *gradients))
 
 
-@over_forms
 @pytest.mark.parametrize(
-    ("shape", "bidirectional"), [((5,), False), ((1,), False), ((5,), True), ((2, 3), False)]
+    ("form", "shape", "bidirectional", "joint"),
+    [
+        *(
+            (form, shape, bidirectional, False)
+            for form in IMPLEMENTATIONS
+            for shape, bidirectional in (
+                ((5,), False),
+                ((1,), False),
+                ((5,), True),
+                ((2, 3), False),
+            )
+        ),
+        ("fft", (2, 3), False, True),
+        ("fft", (2, 1, 3), True, True),
+    ],
 )
-def test_gradcheck(form, shape, bidirectional):
+def test_gradcheck(form, shape, bidirectional, joint):
     state = len(shape) == 1 and not bidirectional
     named, tensors = leaves(
-        inputs(shape, bidirectional=bidirectional, state=state, sizes=(1, 2, 3))
+        inputs(shape, bidirectional=bidirectional, joint=joint, state=state, sizes=(1, 2, 3))
     )
 
     def call(x, log_decay, weight, *hidden):
@@ -217,15 +266,16 @@ def errors(function, named, seeds=4):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("shape", "bidirectional"), [((17,), False), ((17,), True), ((6, 5), False)]
+    ("shape", "bidirectional", "joint"),
+    [((17,), False, False), ((17,), True, False), ((6, 5), False, False), ((6, 5), True, True)],
 )
-def test_no_less_exact_than_plain_torch(dtype, shape, bidirectional):
+def test_no_less_exact_than_plain_torch(dtype, shape, bidirectional, joint):
     """The error against float64 is at most twice what the definition makes in the same dtype."""
-    state = len(shape) == 1 and not bidirectional
-    named = {"shape": shape, "bidirectional": bidirectional, "state": state, "dtype": dtype}
+    named = {"shape": shape, "bidirectional": bidirectional, "joint": joint, "dtype": dtype}
+    named["state"] = len(shape) == 1 and not bidirectional
     plain = errors(reference.forward, named)
     with chunks_of(8):
-        for form in IMPLEMENTATIONS:
+        for form in ["fft"] if joint else IMPLEMENTATIONS:
             ours = errors(functools.partial(toeplitz_position, form=form), named)
             assert (ours <= 2 * plain).all(), (form, ours, plain)
 
@@ -302,9 +352,11 @@ def test_autocast_does_not_narrow_the_sums(form):
     assert torch.equal(state.hidden, want_state.hidden)
 
 
-@over_forms
-def test_maps_over_a_further_axis(form):
-    named = inputs((9,))
+@pytest.mark.parametrize(
+    ("form", "joint"), [*itertools.product(IMPLEMENTATIONS, [False]), ("fft", True)]
+)
+def test_maps_over_a_further_axis(form, joint):
+    named = inputs((3, 3) if joint else (9,), joint=joint)
     x = torch.stack([named["x"], 2 * named["x"]])
     with chunks_of(4):
         got = torch.func.vmap(
@@ -313,10 +365,12 @@ def test_maps_over_a_further_axis(form):
     assert_same(got, (y := reference.forward(**named)[0], 2 * y))
 
 
-@over_forms
-@pytest.mark.parametrize("shape", [(5,), (3, 2)])
-def test_no_sequences_give_no_outputs(form, shape):
-    named, tensors = leaves(dict(inputs(shape, sizes=(0, D, E))))
+@pytest.mark.parametrize(
+    ("form", "shape", "joint"),
+    [*itertools.product(IMPLEMENTATIONS, [(5,), (3, 2)], [False]), ("fft", (3, 2), True)],
+)
+def test_no_sequences_give_no_outputs(form, shape, joint):
+    named, tensors = leaves(dict(inputs(shape, joint=joint, sizes=(0, D, E))))
     with chunks_of(2):
         y, state = toeplitz_position(**named, form=form)
     assert y.shape == (0, math.prod(shape), D)
@@ -353,6 +407,8 @@ def nan(*shape):
         ({"state": ToeplitzState(torch.ones(B, D, 5))}, r"state.hidden has shape \(2, 3, 5\)"),
         ({"state": ToeplitzState(nan(B, D, E))}, "state.hidden holds 24 NaN"),
         ({"form": "scans"}, "form 'scans' is unknown .* there are: dense, scan, fft"),
+        ({"joint": 1}, "joint is 1, expected True or False"),
+        ({"joint": True}, r"weight has shape \(1, 3, 4\), expected 'D E'"),
     ],
 )
 def test_errors_name_the_argument(change, message):
@@ -370,6 +426,20 @@ def test_only_one_axis_read_forward_can_be_continued(shape, bidirectional):
         ValueError, match=r"state was given with shape .* expected one axis and bidirectional=False"
     ):
         toeplitz_position(**named)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.ones(2, D, E)}, r"weight has shape \(2, 3, 4\), expected '2 2 D E'"),
+        ({"form": "scan"}, r"form \(joint\) 'scan' is unknown.* auto, fft"),
+        ({"backend": "triton"}, r"backend \(joint\) 'triton' is unknown.* auto, torch"),
+    ],
+)
+def test_joint_kernels_have_one_form(change, message):
+    named = inputs((2, 3), bidirectional=True, joint=True, dtype=torch.float32)
+    with pytest.raises(ValueError, match=message):
+        unwrap(toeplitz_position)(**dict(named, **change))
 
 
 def test_negative_sizes_are_refused_even_where_the_product_is_right():
@@ -405,7 +475,17 @@ def test_compiles_without_a_graph_break(form, dynamic):
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_joint_kernels_compile_without_a_graph_break(dynamic, bidirectional):
+    named = inputs((3, 10), bidirectional=bidirectional, joint=True)
+    assert_compiles(named, "fft", dynamic=dynamic, backend="aot_eager")
+
+
+@pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 @over_forms
 def test_compiled_code_gives_the_same_numbers(form):
     assert_compiles(inputs((70,), state=True), form)
+    if form == "fft":
+        assert_compiles(inputs((3, 10), bidirectional=True, joint=True), form)

@@ -9,7 +9,7 @@ import torch
 from timm.models import build_model_with_cfg, register_model
 from torch import Tensor, nn
 
-from onescan.layers.block import Block
+from onescan.layers.block import Block, lower_bound_of_each
 from onescan.layers.position import AbsolutePosition
 from onescan.layers.tokens import max_pool, mean_pool
 from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
@@ -246,7 +246,7 @@ class TimmImageClassifier(ImageClassifier):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns that group parameter names, from the stem to the last block."""
         return {
-            "stem": r"^(?:patchify|class_token|position)",
+            "stem": r"^(?:patchify|class_token|position|lower_bounds)",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^(?:norm|attention_pool)", (99999,))],
         }
 
@@ -264,8 +264,9 @@ class TimmImageClassifier(ImageClassifier):
     ) -> tuple[Hidden, list[Tensor]]:
         x, grid = self.embed(images)
         embedding, after = x, []
+        bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
         for i, block in enumerate(self.blocks[:stop]):
-            x, _ = block(x, grid, embedding=embedding)
+            x, _ = block(x, grid, embedding=embedding, lower_bound=bounds[i])
             after += [x] * (i in chosen)
         return x, after
 

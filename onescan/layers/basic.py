@@ -55,12 +55,14 @@ class MLPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GLUConfig(MLPConfig):
-    """A gated linear unit with SiLU and no biases, as in LightNet."""
+    """A gated linear unit with SiLU, and without biases as in LightNet."""
 
     ratio: float = 8 / 3
+    bias: bool = False
+    """Add biases to the projections, as in HGRN."""
 
     def build(self, *, width: int) -> nn.Module:
-        return GLU(width, self.hidden_width(width))
+        return GLU(width, self.hidden_width(width), bias=self.bias)
 
 
 class MLP(nn.Module):
@@ -78,11 +80,11 @@ class MLP(nn.Module):
 class GLU(nn.Module):
     """Compute W_3 (silu(W_1 x) * W_2 x)."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, hidden, bias=False)
-        self.up_proj = nn.Linear(width, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
+        self.gate_proj = nn.Linear(width, hidden, bias=bias)
+        self.up_proj = nn.Linear(width, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Hidden) -> Hidden:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,5 +1,7 @@
 """The residual blocks of all models, with or without conditioning, and weight initialization."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -10,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.basic import EPS, MLPConfig, NormName, NormPosition, build_norm
-from onescan.layers.mixers import Mixer, MixerConfig
+from onescan.layers.mixers import LowerBounds, Mixer, MixerConfig
 from onescan.layers.position import sinusoidal_positions
 from onescan.layers.tokens import Documents
-from onescan.shapes import Grid, Hidden, Keep, Labels, Pooled, Timesteps
+from onescan.shapes import Grid, Hidden, Keep, Labels, LowerBound, Pooled, Timesteps
 
 FREQUENCIES = 256  # channels of the sinusoidal timestep embedding, as in DiT
 
@@ -30,6 +32,13 @@ def init_weights(module: nn.Module, *, std: float) -> None:
         nn.init.zeros_(module.bias)
     elif isinstance(module, Mixer):
         module.init_weights()
+
+
+def lower_bound_of_each(
+    blocks: nn.ModuleList, lower_bounds: LowerBounds | None
+) -> Sequence[LowerBound | None]:
+    """Return the lower bound that each block's mixer reads; None for mixers that read none."""
+    return [None] * len(blocks) if lower_bounds is None else lower_bounds()[: len(blocks)].unbind()
 
 
 class Block(nn.Module):
@@ -73,6 +82,7 @@ class Block(nn.Module):
         self.mixer_norm = build_norm(mixer_norm, width, affine=norm_affine, eps=norm_eps)
         self.mixer = mixer.build(width=width, axes=axes)
         self.reads_embedding = mixer.reads_embedding
+        self.reads_lower_bound = mixer.reads_lower_bound
         self.mlp_norm = self.mlp = None
         if mlp is not None:
             self.mlp_norm = build_norm(norm, width, affine=norm_affine, eps=norm_eps)
@@ -92,13 +102,18 @@ class Block(nn.Module):
         keep: Keep | None = None,
         documents: Documents | None = None,
         state: Any = None,
+        lower_bound: LowerBound | None = None,
     ) -> tuple[Hidden, Any]:
         """Return the tokens after the block and the state of its mixer; see `Mixer.forward`.
 
-        `embedding` contains the tokens before the first block, for mixers that read them.
-        `documents` are mixed separately and have no state.
+        `embedding` contains the tokens before the first block, and `lower_bound` the smallest decay
+        of each channel, for mixers that read them. `documents` are mixed separately and have no
+        state.
         """
-        options = {"embedding": embedding, "keep": keep, "documents": documents, "state": state}
+        options = {
+            "embedding": embedding, "keep": keep, "documents": documents, "state": state,
+            "lower_bound": lower_bound,
+        }  # fmt: skip
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._forward, x, grid, use_reentrant=False, **options)
         return self._forward(x, grid, **options)
@@ -112,14 +127,17 @@ class Block(nn.Module):
         keep: Keep | None,
         documents: Documents | None,
         state: Any,
+        lower_bound: LowerBound | None,
     ) -> tuple[Hidden, Any]:
         extra: dict[str, Any] = {"embedding": embedding} if self.reads_embedding else {}
+        bound: dict[str, Any] = {"lower_bound": lower_bound} if self.reads_lower_bound else {}
         is_pre = self.norm_position == "pre"
         y = self.mixer_norm(x) if is_pre else x
         if documents is None:
-            y, state = self.mixer(y, grid, keep=keep, state=state, **extra)
+            y, state = self.mixer(y, grid, keep=keep, state=state, **extra, **bound)
         else:
-            y = documents.mix_per_document(self._mix, y, keep=keep, **extra)
+            mix = partial(self._mix, **bound)
+            y = documents.mix_per_document(mix, y, keep=keep, **extra)
         x = x + self.mixer_drop_path(self.mixer_dropout(y))
         x = x if is_pre else self.mixer_norm(x)
         if self.mlp is not None and self.mlp_norm is not None:
@@ -149,18 +167,31 @@ class ConditionedBlock(Block):
         self.modulation = Modulation(width, parts=3 if mlp is None else 6)
 
     def forward(  # type: ignore[override]  # takes a condition, and no sequence arguments
-        self, x: Hidden, grid: Grid, *, condition: Pooled, embedding: Hidden | None = None
+        self,
+        x: Hidden,
+        grid: Grid,
+        *,
+        condition: Pooled,
+        embedding: Hidden | None = None,
+        lower_bound: LowerBound | None = None,
     ) -> tuple[Hidden, None]:
         """Return the tokens after the block; there is no state."""
-        arguments = (x, grid, condition, embedding)
+        arguments = (x, grid, condition, embedding, lower_bound)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._conditioned, *arguments, use_reentrant=False), None
         return self._conditioned(*arguments), None
 
     def _conditioned(
-        self, x: Hidden, grid: Grid, condition: Pooled, embedding: Hidden | None
+        self,
+        x: Hidden,
+        grid: Grid,
+        condition: Pooled,
+        embedding: Hidden | None,
+        lower_bound: LowerBound | None,
     ) -> Hidden:
-        extra = {"embedding": embedding} if self.reads_embedding else {}
+        extra: dict[str, Any] = {"embedding": embedding} if self.reads_embedding else {}
+        if self.reads_lower_bound:
+            extra["lower_bound"] = lower_bound
         shift, scale, gate, *of_mlp = self.modulation(condition)
         x = x + gate * self._mix(modulate(self.mixer_norm(x), shift, scale), grid, **extra)
         if self.mlp is not None and self.mlp_norm is not None:

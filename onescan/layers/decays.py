@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
-from onescan.shapes import Hidden
+from onescan.shapes import Hidden, LowerBound
 
 # exp(-exp(5)) is already 0 in float32, and exp of a much larger number would be infinite
 MAX_LOG_RATE = 5.0
 MIN_RATE = 1e-30  # zero-order hold divides by the rate
 GLA_TEMPERATURE = 16
 XLSTM_INPUT_CAP = 15.0
+HALF = 0.5  # of the state, above which log(lambda) is computed from 1 - lambda
 HIPPO_STD = 0.1  # standard deviation of initial weights; LION, App. C.2
 
 LogDecay = Float[Tensor, " H"] | Float[Tensor, "B T H"] | Float[Tensor, "B T H K"]
@@ -51,6 +52,11 @@ class DecayConfig(ABC):
 
     provides_keys: ClassVar[bool] = False
     """Whether the decay computes the keys, in place of the mixer's projection."""
+
+    @property
+    def reads_lower_bound(self) -> bool:
+        """Whether the decay's forward takes `lower_bound`, which models learn for each block."""
+        return False
 
     @abstractmethod
     def build(self, *, width: int, num_heads: int, head_width: int) -> "Decay":
@@ -396,8 +402,19 @@ class HGRN2DecayConfig(DecayConfig):
 
     lower_bound: float = 0.0
     """Smallest decay factor, from 0 to below 1."""
+    learned_lower_bound: bool = False
+    """Learn the smallest decay factor of each block and channel, which increases from 0 in the
+    first block. Requires lower_bound=0."""
+
+    @property
+    def reads_lower_bound(self) -> bool:
+        return self.learned_lower_bound
 
     def build(self, *, width: int, num_heads: int, head_width: int) -> "HGRN2Decay":
+        if self.learned_lower_bound and self.lower_bound:
+            raise ValueError(
+                f"decay.lower_bound is {self.lower_bound} with learned_lower_bound=True, expected 0"
+            )
         if not 0 <= self.lower_bound < 1:
             raise ValueError(
                 f"decay.lower_bound is {self.lower_bound}, expected a number from 0 to below 1"
@@ -408,7 +425,8 @@ class HGRN2DecayConfig(DecayConfig):
 class HGRN2Decay(Decay):
     """lambda = l + (1 - l) sigmoid(W x + b), k = 1 - lambda = (1 - l) sigmoid(-W x - b).
 
-    Source: HGRN-2, arXiv:2404.07904, with a constant instead of a learned lower bound l.
+    Source: HGRN-2, arXiv:2404.07904. The lower bound l is a constant, unless `learned_lower_bound`:
+    then the model learns it for each block, see `LowerBounds`.
     """
 
     def __init__(self, width: int, num_heads: int, head_width: int, lower_bound: float) -> None:
@@ -416,14 +434,32 @@ class HGRN2Decay(Decay):
         self.lower_bound = lower_bound
         self.proj = small_linear(width, num_heads * head_width, bias=True)
 
-    def forward(self, x: Hidden) -> DecayOutput:
+    def forward(self, x: Hidden, lower_bound: LowerBound | None = None) -> DecayOutput:
         z = self._heads(_wide(self.proj(x)))
+        if lower_bound is not None:
+            return DecayOutput(*bounded_decay(z, lower_bound.unflatten(-1, z.shape[2:])))
         bound, key = self.lower_bound, (1 - self.lower_bound) * torch.sigmoid(-z)
         log_decay = F.logsigmoid(z)
         if bound > 0:
             log_decay = math.log1p(-bound) + log_decay
             log_decay = torch.logaddexp(torch.full_like(z, math.log(bound)), log_decay)
         return DecayOutput(log_decay.clamp(max=0), key)  # rounding may exceed 0
+
+
+def bounded_decay(z: Tensor, lower_bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log of lambda = l + (1 - l) sigmoid(z), and 1 - lambda = (1 - l) sigmoid(-z).
+
+    Both are accurate for lambda near 0 and near 1, and gradients are finite for l = 0.
+
+    Args:
+        z: Logits in float32 or wider.
+        lower_bound: l, from 0 to below 1; broadcasts with z.
+    """
+    lower_bound = lower_bound.to(z.dtype)
+    rest = (1 - lower_bound) * torch.sigmoid(-z)
+    decay = lower_bound + (1 - lower_bound) * torch.sigmoid(z)
+    low = decay.clamp(min=torch.finfo(z.dtype).tiny).log()
+    return torch.where(rest < HALF, torch.log1p(-rest.clamp(max=HALF)), low), rest
 
 
 Activation = Literal["sigmoid", "softplus"]

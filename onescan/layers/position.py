@@ -32,16 +32,21 @@ class PositionConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ToeplitzPositionConfig(PositionConfig):
-    """MD-TPE: a learned decaying kernel along each axis, summed over axes, for any grid size."""
+    """MD-TPE: a learned decaying kernel along each axis, or over all axes, for any grid size."""
 
     hidden_states: int = 64
     """Number of exponentials per channel, axis and direction."""
     bidirectional: bool = False
     """Read both directions along each axis; the paper's Eq. 17 reads only earlier positions."""
+    joint: bool = False
+    """Use one kernel over all axes (Eq. 16) instead of a sum of one per axis (Eq. 17). The same for
+    one axis, as in text."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         check_positive(**{"position.hidden_states": self.hidden_states})
-        return ToeplitzPosition(width, grid.shape, self.hidden_states, self.bidirectional)
+        return ToeplitzPosition(
+            width, grid.shape, self.hidden_states, self.bidirectional, self.joint
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +93,12 @@ class TokenPositionConfig(PositionConfig):
 
     max_tokens: int = 1024
     """Number of positions, which is the maximum sequence length."""
+    learned: bool = True
+    """Learn the vectors; False uses sines and cosines, as in the Transformer."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         check_positive(**{"position.max_tokens": self.max_tokens})
-        return TokenPosition(width, self.max_tokens)
+        return TokenPosition(width, self.max_tokens, learned=self.learned)
 
 
 class ToeplitzPosition(nn.Module):
@@ -100,27 +107,40 @@ class ToeplitzPosition(nn.Module):
     Source: LightNet, arXiv:2405.21022, Eq. 17, with a weight for each decay:
     t_n = sum_e weight_e exp(-n exp(log_rate_e)), per channel and axis. Half-lives are initialized
     between half a token and the length of the axis. Initial outputs have the scale of x.
+
+    If joint, one Toeplitz product over all axes, Eq. 16. The paper does not parametrize it; here
+    each exponential decays along all axes: t_n = sum_e weight_e exp(-sum_s n_s exp(log_rate_se)).
+    The axes share weights, so there are (axes + 1) D E parameters in one direction, and
+    (2 axes + 2^axes) D E in both, with one kernel for each combination of directions.
     """
 
     no_weight_decay = frozenset({"log_rate", "weight"})
 
     def __init__(
-        self, width: int, shape: tuple[int, ...], hidden_states: int, bidirectional: bool
+        self,
+        width: int,
+        shape: tuple[int, ...],
+        hidden_states: int,
+        bidirectional: bool,
+        joint: bool = False,
     ) -> None:
         super().__init__()
-        self.bidirectional = bidirectional
+        axes = len(shape)
+        self.bidirectional, self.joint = bidirectional, joint and axes > 1
         half_lives = torch.stack(
             [torch.logspace(-1, math.log2(max(n, 2)), hidden_states, base=2) for n in shape]
         )
         rate = math.log(2) / half_lives  # axes E
-        weight = -torch.expm1(-rate) / (hidden_states * len(shape))
-        size = (len(shape), 2, width, hidden_states) if bidirectional else (
-            len(shape), width, hidden_states
-        )  # fmt: skip
+        weight = -torch.expm1(-rate) / (hidden_states * axes)
+        directions = (2,) if bidirectional else ()
+        size = (axes, *directions, width, hidden_states)
         between = (1,) * (len(size) - 2)
-        rate, weight = (x.reshape(len(shape), *between, -1).expand(size) for x in (rate, weight))
+        own = weight.sum(0)  # of a token on itself, the same if joint
+        rate, weight = (x.reshape(axes, *between, -1).expand(size) for x in (rate, weight))
+        if self.joint:
+            weight = own.expand(*directions * axes, width, hidden_states)
         self.log_rate = nn.Parameter(rate.log())
-        self.weight = nn.Parameter(weight * (1 + 0.1 * torch.randn(size)))
+        self.weight = nn.Parameter(weight * (1 + 0.1 * torch.randn(weight.shape)))
 
     @property
     def log_decay(self) -> Tensor:
@@ -139,14 +159,22 @@ class ToeplitzPosition(nn.Module):
         prefix, x = x[:, : grid.prefix], x[:, grid.prefix :]
         y, state = toeplitz_position(
             x, self.log_decay, self.weight, grid.shape,
-            bidirectional=self.bidirectional, state=state,
+            bidirectional=self.bidirectional, joint=self.joint, state=state,
         )  # fmt: skip
         return torch.cat([prefix, y], dim=1), state
 
     def kernels(self, lags: int) -> Tensor:
-        """Return the current kernels, [axes, (2,) D, lags], for lags 0, 1, ..."""
+        """Return the current kernels, [axes, (2,) D, lags], for lags 0, 1, ...
+
+        A joint kernel is returned along each axis, for lag 0 along the others.
+        """
         powers = (self.log_decay.unsqueeze(-1) * torch.arange(lags)).exp()  # .. E lags
-        return torch.einsum("...e,...el->...l", self.weight, powers)
+        weight: Tensor = self.weight
+        if self.joint and self.bidirectional:
+            axes = len(self.log_rate)
+            along = [weight.movedim(axis, 0).flatten(1, axes - 1)[:, 0] for axis in range(axes)]
+            weight = torch.stack(along)  # axes 2 D E
+        return torch.einsum("...e,...el->...l", weight.expand_as(self.log_rate), powers)
 
 
 class AbsolutePosition(nn.Module):
@@ -206,13 +234,23 @@ class SinusoidalPosition(nn.Module):
 
 
 class TokenPosition(nn.Module):
-    """Add a learned table, with one row per position; the state is the number of tokens so far."""
+    """Add a table with one row per position; the state is the number of tokens so far.
+
+    If it is not learned, it contains sines and cosines divided by sqrt(width). The Transformer,
+    arXiv:1706.03762, Sec. 3.4, multiplies the token embeddings by sqrt(width) instead.
+    """
 
     no_weight_decay = frozenset({"table"})
+    table: Tensor
 
-    def __init__(self, width: int, max_tokens: int) -> None:
+    def __init__(self, width: int, max_tokens: int, *, learned: bool = True) -> None:
         super().__init__()
-        self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(max_tokens, width), std=0.02))
+        if learned:
+            table = nn.init.trunc_normal_(torch.empty(max_tokens, width), std=0.02)
+            self.table = nn.Parameter(table)
+        else:
+            waves = sinusoidal_positions(torch.arange(max_tokens), width)
+            self.register_buffer("table", waves * width**-0.5)
 
     def forward(
         self, x: Hidden, grid: Grid, state: Places | None = None, keep: Keep | None = None

@@ -17,9 +17,10 @@ from onescan.layers.block import (
     Modulation,
     TimestepEmbedding,
     init_weights,
+    lower_bound_of_each,
     modulate,
 )
-from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
+from onescan.layers.mixers import LightNetMixerConfig, MixerConfig, build_lower_bounds
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
 from onescan.layers.tokens import Patchify, Unpatchify
 from onescan.shapes import DenoiserOutput, Grid, Images, Labels, Timesteps
@@ -133,6 +134,7 @@ class Denoiser(nn.Module):
             )
             for i in range(config.depth)
         )
+        self.lower_bounds = build_lower_bounds(config.mixer, depth=config.depth, width=width)
         in_norms = config.condition == "adaln_zero"
         self.norm = build_norm(config.norm, width, affine=not in_norms)
         self.modulation = Modulation(width, 2) if in_norms else None
@@ -190,8 +192,9 @@ class Denoiser(nn.Module):
         if self.position is not None:
             x, _ = self.position(x, grid)
         embedding = x
-        for block in self.blocks:
-            x, _ = block(x, grid, embedding=embedding, **options)
+        bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
+        for block, bound in zip(self.blocks, bounds, strict=True):
+            x, _ = block(x, grid, embedding=embedding, lower_bound=bound, **options)
         x = self.norm(x[:, grid.prefix :])
         if self.modulation is not None:
             x = modulate(x, *self.modulation(condition))

@@ -9,8 +9,8 @@ from torch import nn
 from onescan.checks import check_choice, check_floating, check_positive
 from onescan.configs import ModelConfig
 from onescan.layers.basic import GLUConfig, MLPConfig, NormName, build_norm
-from onescan.layers.block import Block, init_weights
-from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
+from onescan.layers.block import Block, init_weights, lower_bound_of_each
+from onescan.layers.mixers import LightNetMixerConfig, MixerConfig, build_lower_bounds
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
 from onescan.layers.tokens import AttentionPool, Patchify, max_pool, mean_pool
 from onescan.shapes import Grid, Hidden, Images, Logits, Pooled
@@ -125,6 +125,7 @@ class ImageClassifier(nn.Module):
             )
             for i in range(depth)
         )
+        self.lower_bounds = build_lower_bounds(config.mixer, depth=depth, width=width)
         self.norm = build_norm(config.norm, width)
         self.attention_pool = AttentionPool(width) if config.pool == "attention" else None
         self.head = nn.Linear(width, config.num_classes)
@@ -157,8 +158,9 @@ class ImageClassifier(nn.Module):
         """Return the normalized tokens of the last block: class, distillation, then patches."""
         x, grid = self.embed(images)
         embedding = x
-        for block in self.blocks:
-            x, _ = block(x, grid, embedding=embedding)
+        bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
+        for block, bound in zip(self.blocks, bounds, strict=True):
+            x, _ = block(x, grid, embedding=embedding, lower_bound=bound)
         return self.norm(x)
 
     def embed(self, images: Images) -> tuple[Hidden, Grid]:

@@ -13,10 +13,16 @@ from torch import nn
 from onescan.allocation import build_model
 from onescan.checks import check_choice
 from onescan.configs import ModelConfig, replace
-from onescan.layers.basic import MLPConfig
-from onescan.layers.decays import FixedDecayConfig, NoDecayConfig, SelectiveDecayConfig
+from onescan.layers.basic import GLUConfig, MLPConfig
+from onescan.layers.decays import (
+    FixedDecayConfig,
+    HGRN2DecayConfig,
+    NoDecayConfig,
+    SelectiveDecayConfig,
+)
 from onescan.layers.mixers import (
     LINEAR_TRANSFORMERS,
+    HGRNMixerConfig,
     HydraMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
@@ -37,7 +43,7 @@ from onescan.models.denoiser import DenoiserConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.masked_lm import MaskedLMConfig
 
-BERT_MAX_TOKENS, GPT2_MAX_TOKENS = 512, 1024
+BERT_MAX_TOKENS, GPT2_MAX_TOKENS, WIKITEXT_MAX_TOKENS = 512, 1024, 512
 DENOISER_PATCHES = (2, 4, 8)
 # Columns of LightNet's Tables 1 and 7 with parameter counts: keys of `LIGHTNET_ABLATIONS`.
 PRINTED_ABLATIONS = (
@@ -98,6 +104,54 @@ _DEIT = _Family(
         mixer=SoftmaxMixerConfig(), mlp=MLPConfig(), position=AbsolutePositionConfig()
     ),
     "LightNet, arXiv:2405.21022, Table 1",
+)
+
+
+# The multi-scan baselines of LightNet's Table 1. All scan rows from left to right and back.
+# HGRN and HGRN-2: no class token, biases everywhere, and the widths of GLUs that give the published
+# counts: 2 and 3 times the width. HGRN uses patches of 14 x 14; with them, HGRN-2 would not have
+# 23.8 million parameters. HGRN-2 counts a token once, where its code counts it in both scans.
+_HGRN = _Family(
+    ImageClassifierConfig(
+        patch_size=(14, 14),
+        mixer=HGRNMixerConfig(),
+        mlp=GLUConfig(ratio=2.0, bias=True),
+        position=None,
+        pool="mean",
+        drop_path=0.0,
+    ),
+    "LightNet, arXiv:2405.21022, Table 1; HGRN, arXiv:2311.04823",
+)
+_HGRN2 = _Family(
+    ImageClassifierConfig(
+        mixer=LionMixerConfig(
+            feature_map="sigmoid",
+            value_map="silu",
+            decay=HGRN2DecayConfig(learned_lower_bound=True),
+            normalize="none",
+            norm="layer",
+        ),
+        mlp=GLUConfig(ratio=3.0, bias=True),
+        position=None,
+        pool="mean",
+        drop_path=0.0,
+    ),
+    "LightNet, arXiv:2405.21022, Table 1; HGRN-2, arXiv:2404.07904",
+)
+# TransNormerLLM (TNL) with RetNet's decays and without rotations. The published counts fit
+# LightNet's gate of rank 64 and norms, and biases in the GLU only.
+_TNL_MIXER = LionMixerConfig(
+    feature_map="silu",
+    decay=FixedDecayConfig(init="retnet", learnable=False),
+    normalize="none",
+    norm="layer",
+    gate="sigmoid",
+    gate_rank=64,
+    bias=False,
+)
+_TNL = _Family(
+    ImageClassifierConfig(mixer=_TNL_MIXER, mlp=GLUConfig(bias=True), position=None),
+    "LightNet, arXiv:2405.21022, Table 1; TNL, arXiv:2307.14995",
 )
 
 
@@ -179,6 +233,13 @@ _DIT = _Family(
 )
 
 
+def _two_scans(family: _Family) -> _Family:
+    """Return LightNet's denoiser with the mixer and the MLP of a classifier, without MD-TPE."""
+    changes = {field: getattr(family.config, field) for field in ("mixer", "mlp")}
+    config = replace(DenoiserConfig(position=None), changes)
+    return _Family(config, "LightNet, arXiv:2405.21022, Table 10")
+
+
 def _lightnet_lm(source: str) -> _Family:
     """Norms have no parameters; otherwise WikiText-103's model would not have 45.07 million."""
     mixer = LightNetMixerConfig(causal=True, gate_rank=128)
@@ -196,6 +257,53 @@ _LM_WIKITEXT, _LM_V1, _LM, _LM_PILE, _LM_SPEED = map(
 # separate decays. Closest to 379M is the image models' gate of rank 64 and an MLP of width 2688,
 # which is 8/3 * 1024 rounded down to a multiple of 128.
 _LM_379M = {"mixer.gate_rank": 64, "mlp.ratio": 2688 / 1024}
+
+
+# The baselines of LightNet's Tables 5 and 6. HGRN's configuration for WikiText-103 is a Transformer
+# of 6 x 512 with tied embeddings; for Table 6, the width of TNL's GLU gives the published count.
+_HGRN_LM = _Family(
+    CausalLMConfig(
+        mixer=HGRNMixerConfig(direction="forward"),
+        mlp=GLUConfig(ratio=2.0, bias=True),
+        position=None,
+        dropout=0.1,
+    ),
+    "LightNet, arXiv:2405.21022, Table 5; HGRN, arXiv:2311.04823",
+)
+
+
+def _wikitext(mixer: MixerConfig) -> _Family:
+    position = TokenPositionConfig(max_tokens=WIKITEXT_MAX_TOKENS, learned=False)
+    return _Family(
+        CausalLMConfig(mixer=mixer, mlp=MLPConfig(), position=position, dropout=0.1),
+        "LightNet, arXiv:2405.21022, Table 5",
+    )
+
+
+_TRANSFORMER_LM = _wikitext(SoftmaxMixerConfig(causal=True))
+_LINEAR_LM = _wikitext(
+    LionMixerConfig(feature_map="elu_plus_one", decay=NoDecayConfig(), direction="forward")
+)
+_TNL_LM = _Family(
+    CausalLMConfig(
+        vocab_size=50272,
+        mixer=replace(_TNL_MIXER, {"direction": "forward", "norm": "simple_rms"}),
+        mlp=GLUConfig(ratio=21 / 8),
+        position=None,
+        norm="simple_rms",
+    ),
+    "LightNet, arXiv:2405.21022, Table 6; TNL, arXiv:2307.14995",
+)
+_LLAMA = _Family(
+    CausalLMConfig(
+        vocab_size=50272,
+        mixer=SoftmaxMixerConfig(causal=True, bias=False, rotary=True),
+        mlp=GLUConfig(multiple_of=256),
+        position=None,
+        norm="rms",
+    ),
+    "LightNet, arXiv:2405.21022, Table 6; LLaMA, arXiv:2302.13971",
+)
 
 
 def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
@@ -313,6 +421,13 @@ _IMAGE_ROWS = (
         *("lightnet_base", _LIGHTNET, 12, 768, 16, 87.74),
         printed_ablations=_printed(87.54, 87.69, 87.74, 87.72, 93.64),
     ),
+    _Row("hgrn_tiny", _HGRN, 12, 192, 3, 6.1),
+    _Row("hgrn_small", _HGRN, 12, 384, 6, 23.7),
+    _Row("tnl_tiny", _TNL, 12, 192, 3, 6.0),
+    _Row("tnl_small", _TNL, 12, 384, 6, 22.56),
+    _Row("tnl_base", _TNL, 12, 768, 12, 87.59),
+    _Row("hgrn2_tiny", _HGRN2, 12, 192, 3, 6.1),
+    _Row("hgrn2_small", _HGRN2, 12, 384, 6, 23.8),
     _Row("deit_tiny", _DEIT, 12, 192, 3, 5.7),
     _Row("deit_small", _DEIT, 12, 384, 6, 22.0),
     _Row("deit_base", _DEIT, 12, 768, 12, 86.0),
@@ -359,6 +474,11 @@ _DENOISER_ROWS = (
     _Row("dit_l", _DIT, 24, 1024, 16, 458.0),
     _Row("dit_xl", _DIT, 28, 1152, 16, 675.0),
 )
+# Table 10 gives neither sizes nor parameters; these have the shape of LightNet-S.
+_TWO_SCAN_ROWS = tuple(
+    _Row(name, _two_scans(family), 18, 384, 6, None, changes={"patch_size": (8, 8)})
+    for name, family in (("retnet_dit_s_8", _TNL), ("hgrn2_dit_s_8", _HGRN2))
+)
 _LANGUAGE_ROWS = (
     _Row(
         *("lightnet_lm_45m", _LM_WIKITEXT, 6, 512, 8, 45.07),
@@ -381,6 +501,11 @@ _LANGUAGE_ROWS = (
         changes={"mlp.multiple_of": 256, "tie_embeddings": False},
     ),
     _Row("lightnet_lm_3b", _LM, 36, 2560, 20, 3000.0),
+    _Row("transformer_lm_45m", _TRANSFORMER_LM, 6, 512, 8, 44.65),
+    _Row("linear_lm_45m", _LINEAR_LM, 6, 512, 8, 44.65),
+    _Row("hgrn_lm_46m", _HGRN_LM, 6, 512, 8, 46.25),
+    _Row("tnl_lm_380m", _TNL_LM, 26, 1024, 8, 379.0),
+    _Row("llama_385m", _LLAMA, 26, 1024, 8, 385),
     _Row("lion_s_lm_124m", _LION_LM, 12, 768, 12, 124.0),
     _Row("linear_attention_lm_124m", _LINEAR_LM, 12, 768, 12, 124.0),
     _Row("gpt2_small", _GPT2, 12, 768, 12, 124.0),
@@ -407,6 +532,7 @@ _ROWS = (
         for patch in DENOISER_PATCHES
     ),
     _Row("lightnet_dit_xl_672m", _LIGHTNET_DIT_NO_GATE, 42, 1152, 16, 672.0),
+    *_TWO_SCAN_ROWS,
     *_LANGUAGE_ROWS,
 )
 
@@ -425,17 +551,20 @@ def _preset_of(row: _Row) -> Preset:
 PRESETS: Mapping[str, Preset] = MappingProxyType({row.name: _preset_of(row) for row in _ROWS})
 
 # The mappings below contain the rows of the papers' ablation tables, as changes of a config.
-# LightNet, Tables 1, 7 and 6. Each of the last two may be the "no share" of Table 6: the text
-# describes independent parameters, but the 385M parameters match rank 128.
+# LightNet, Tables 1, 7 and 6. "separate_decay" or "independent_decay" may be the "no share" of
+# Table 6: the text describes independent parameters, but the 385M parameters match rank 128. The
+# paper prints no results for "joint_tpe", which is its Eq. 16; the last row is ours.
 LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "without_tpe": {"position": None},
+        "joint_tpe": {"position.joint": True},
         "without_lrpe": {"mixer.lrpe": False},
         "without_decay": {"mixer.decay": False},
         "without_norm": {"mixer.norm": "none"},
         "full_rank_gate": {"mixer.gate_rank": None},
         "separate_decay": {"mixer.decay_logits": "offset"},
         "independent_decay": {"mixer.decay_logits": "independent", "mixer.decay_rank": None},
+        "without_tpe_and_lrpe": {"position": None, "mixer.lrpe": False},
     }
 )
 # LION, Tables 13, 14 and 16, for LION-s; with_feature_map and without_positions are for the rows of

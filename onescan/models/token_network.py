@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from onescan.checks import check_devices, check_positive, check_shapes, check_token_ids
 from onescan.configs import ModelConfig
 from onescan.layers.basic import EPS, GLUConfig, MLPConfig, NormName, NormPosition, build_norm
-from onescan.layers.block import Block, init_weights
-from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
+from onescan.layers.block import Block, init_weights, lower_bound_of_each
+from onescan.layers.mixers import LightNetMixerConfig, MixerConfig, build_lower_bounds
 from onescan.layers.position import (
     AbsolutePositionConfig,
     PositionConfig,
@@ -134,6 +134,7 @@ class TokenNetwork(nn.Module):
             )
             for i in range(config.depth)
         )
+        self.lower_bounds = build_lower_bounds(config.mixer, depth=config.depth, width=width)
         self.norm = self._build_norm(present=config.norm_position == "pre")
         self.apply(self.init_weights)
 
@@ -201,9 +202,10 @@ class TokenNetwork(nn.Module):
         x = embedding = self.dropout(self.embedding_norm(x))
         states: list[Any] = []
         outputs: list[Hidden] = []
-        for block, mixer in zip(self.blocks, mixers, strict=True):
-            options = {"embedding": embedding, "keep": keep, "documents": per_document}
-            x, mixer = block(x, grid, state=mixer, **options)
+        options = {"embedding": embedding, "keep": keep, "documents": per_document}
+        bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
+        for block, mixer, bound in zip(self.blocks, mixers, bounds, strict=True):
+            x, mixer = block(x, grid, state=mixer, lower_bound=bound, **options)
             states.append(mixer)
             outputs = [*outputs, x][-read_outs:]
         x = self.norm(x if read_outs == 1 else torch.cat(outputs))

@@ -10,7 +10,7 @@ from onescan.layers.mixers import LightNetMixerConfig, SoftmaxMixerConfig
 from onescan.layers.position import SinusoidalPositionConfig, ToeplitzPositionConfig
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.models.presets import preset
-from onescan.recipes import row, table
+from onescan.recipes import Recipe, row, table
 from onescan.recipes.images import CIFAR10_CLASSES
 from onescan.tasks import ImageGenerationConfig
 from onescan.training import RunConfig, TrainingConfig
@@ -173,23 +173,40 @@ def _imagenet(model: str, training: TrainingConfig) -> RunConfig:
     )
 
 
+def _imagenet_row(model: str, summary: str, training: TrainingConfig) -> Recipe:
+    return row(
+        f"imagenet_{model}",
+        partial(_imagenet, model, training),
+        summary,
+        "onescan encode FOLDER --vae stabilityai/sd-vae-ft-ema --out imagenet-latents\n"
+        f"torchrun --nproc-per-node 8 -m onescan train imagenet_{model} "
+        "--data.path imagenet-latents",
+    )
+
+
 RECIPES = table(
     digits_denoiser,
     cifar10_denoiser_lightnet,
     cifar10_denoiser_dit,
     *(
-        row(
-            f"imagenet_{kind}_{size}_{patch}",
-            partial(_imagenet, f"{kind}_{size}_{patch}", training),
+        _imagenet_row(
+            f"{kind}_{size}_{patch}",
             f"{title}-{size.upper()}/{patch} denoiser on ImageNet-1k latents, as in the paper; "
             "not run yet.",
-            "onescan encode FOLDER --vae stabilityai/sd-vae-ft-ema --out imagenet-latents\n"
-            f"torchrun --nproc-per-node 8 -m onescan train imagenet_{kind}_{size}_{patch} "
-            "--data.path imagenet-latents",
+            training,
         )
         for kind, title, training in (("lightnet_dit", "LightNet", LIGHTNET), ("dit", "DiT", DIT))
         for size in ("s", "b", "l", "xl")
         for patch in (2, 4, 8)
     ),
     imagenet_lightnet_dit_xl_672m,
+    *(
+        _imagenet_row(
+            f"{kind}_dit_s_8",
+            f"{title}-S/8 denoiser with two scans on ImageNet-1k latents, as in LightNet's Table "
+            "10; not run yet.",
+            LIGHTNET,
+        )
+        for kind, title in (("retnet", "RetNet"), ("hgrn2", "HGRN-2"))
+    ),
 )

@@ -127,6 +127,11 @@ LIGHTNET_TRAINING = TrainingConfig(
     max_grad_norm=5.0,
     precision="bfloat16",
 )
+# The baselines of LightNet's Table 1. TransNormerLLM (TNL) is trained like LightNet. HGRN and
+# HGRN-2 differ by the settings of the scripts in OpenNLPLab/HGRN and OpenNLPLab/HGRN2.
+HGRN_TRAINING = replace(LIGHTNET_TRAINING, warmup=10 / 300)
+HGRN2_TINY_TRAINING = replace(LIGHTNET_TRAINING, batch_size=1024, learning_rate=7.5e-4)
+HGRN2_SMALL_TRAINING = replace(HGRN_TRAINING, learning_rate=7.5e-4, weight_decay=0.1)
 # DeiT, arXiv:2012.12877, Table 9: 5e-4 for 512 images is 1e-3 for 1024.
 DEIT_TRAINING = TrainingConfig(
     epochs=300,
@@ -224,6 +229,23 @@ RECIPES = table(
             ("tiny", 6.0, 0.05),
             ("small", 22.6, 0.05),
             ("base", 87.7, 0.1),
+        )
+    ),
+    *(
+        _imagenet_row(
+            f"{model}_{size}",
+            f"{title}, {size}, {millions} million parameters, on ImageNet-1k: two scans, as in "
+            "LightNet's Table 1.",
+            training,
+        )
+        for model, title, size, millions, training in (
+            ("hgrn", "HGRN", "tiny", 6.1, HGRN_TRAINING),
+            ("hgrn", "HGRN", "small", 23.7, HGRN_TRAINING),
+            ("tnl", "TransNormerLLM", "tiny", 6.0, LIGHTNET_TRAINING),
+            ("tnl", "TransNormerLLM", "small", 22.6, LIGHTNET_TRAINING),
+            ("tnl", "TransNormerLLM", "base", 87.6, replace(LIGHTNET_TRAINING, weight_decay=0.1)),
+            ("hgrn2", "HGRN-2", "tiny", 6.1, HGRN2_TINY_TRAINING),
+            ("hgrn2", "HGRN-2", "small", 23.8, HGRN2_SMALL_TRAINING),
         )
     ),
     *(

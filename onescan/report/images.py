@@ -83,7 +83,7 @@ def held_out_pixels(group: RunGroup, rows: Int[Tensor, " B"]) -> Images:
         ValueError: If the images are not those of the evaluation.
     """
     assert isinstance(group.task, ImageClassification)
-    examples = _examples_at(group.task.test, rows.tolist())
+    examples = examples_at(group.task.test, rows.tolist())
     if len(examples) == len(rows):
         pixels, labels = group.task.test.read(examples).batch
         if torch.equal(labels, held_out_labels(group)[rows]):
@@ -91,7 +91,7 @@ def held_out_pixels(group: RunGroup, rows: Int[Tensor, " B"]) -> Images:
     raise ValueError("the held-out images have changed since the evaluation of the runs")
 
 
-def _examples_at(data: DataSet, rows: list[int]) -> list[Example]:
+def examples_at(data: DataSet, rows: list[int]) -> list[Example]:
     """Iterate up to the last row, because a stream has no random access."""
     requested = set(rows)
     start = enumerate(islice(data.examples(seed=None), max(rows) + 1))

@@ -1,7 +1,8 @@
-"""Sections about what the layers of LightNet and LION learned."""
+"""Sections about what the layers of LightNet learned."""
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -10,14 +11,12 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from jaxtyping import Float, Int
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from onescan.layers.mixers import LightNetMixer
-from onescan.layers.mixers.lion import LionMixer, MeanDecays
 from onescan.layers.position import ToeplitzPosition
 from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
@@ -41,7 +40,6 @@ from onescan.report.plots import (
     WIDTH,
     diverging,
     label_ends,
-    log_scale,
     to_svg,
 )
 from onescan.report.runs import RunGroup
@@ -66,19 +64,10 @@ BANDS = (0.05, 0.25, 0.5, 0.75, 0.95)  # quantiles
 
 LRPE = "Rotation frequencies"
 
-DECAYS = "Learned decays"
-DECAY_IMAGES = 32
-SCANS = ("Along rows", "Along columns")  # the last axis is scanned first
-LEAST_DECAY, MOST_DECAY = 0.001, 0.99999  # values beyond are drawn here
-LAMBDAS = (0.001, 0.1, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9999)
-DECAY_MARGIN = 1.4  # factor by which the axis extends beyond the values
-HALF_WIDTH, TWO_THIRDS = 560, 768  # CSS pixels
-
 Module = TypeVar("Module", bound=nn.Module)
 Shares = Float[Tensor, "B H T"]
 Kernels = Float[np.ndarray, "channels _"]  # each axis has its own number of lags
 Lags = Int[np.ndarray, " _"]  # patches behind; negative ones lie ahead
-HalfLives = Float[np.ndarray, "blocks H channels"]  # in tokens
 
 
 def find(model: nn.Module, kind: type[Module]) -> list[Module]:
@@ -89,14 +78,16 @@ def find(model: nn.Module, kind: type[Module]) -> list[Module]:
 def run_hooked(
     model: nn.Module,
     kind: type[nn.Module],
-    hook: Callable[[nn.Module, tuple[Any, ...]], None],
-    images: Images,
+    hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+    run: Callable[[], object],
 ) -> None:
-    """Run the model with a hook before each module of one class, and remove the hooks."""
-    hooks = [module.register_forward_pre_hook(hook) for module in find(model, kind)]
+    """Call `run` with a hook before each module of one class, and remove the hooks."""
+    hooks = [
+        module.register_forward_pre_hook(hook, with_kwargs=True) for module in find(model, kind)
+    ]
     try:
         with torch.no_grad():
-            model(images)
+            run()
     finally:
         for each in hooks:
             each.remove()
@@ -113,11 +104,11 @@ def key_shares(model: nn.Module, images: Images) -> list[Shares]:
     """
     shares: list[Shares] = []
 
-    def catch(mixer: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def catch(mixer: nn.Module, arguments: tuple[Any, ...], _: dict[str, Any]) -> None:
         assert isinstance(mixer, LightNetMixer)
         shares.append(mixer.key_importance(arguments[0]))
 
-    run_hooked(model, LightNetMixer, catch, images)
+    run_hooked(model, LightNetMixer, catch, partial(model, images))
     return shares
 
 
@@ -150,7 +141,7 @@ def examples(group: RunGroup, model: ImageClassifier) -> list[Example]:
     labels, predictions = held_out_labels(group), group.array("predictions")[0]
     correct = (labels == predictions).int()
     present, heads = labels.unique(), len(_heads(model))
-    present = present[_evenly_spaced(len(present), min(MAX_EXAMPLES, max(MAX_TILES // heads, 3)))]
+    present = present[evenly_spaced(len(present), min(MAX_EXAMPLES, max(MAX_TILES // heads, 3)))]
     chosen = torch.stack([((labels == i) * (1 + correct)).argmax() for i in present])
     pixels = held_out_pixels(group, chosen)
     shares = key_shares(model, _model_input(group, pixels))
@@ -184,12 +175,12 @@ def _examples_figure(group: RunGroup, model: ImageClassifier) -> Figure:
 
 def _mean_figure(group: RunGroup, model: ImageClassifier) -> Figure:
     """Over evenly spaced images, because a data set may be sorted by class."""
-    chosen = _evenly_spaced(len(held_out_labels(group)), MAX_AVERAGED)
+    chosen = evenly_spaced(len(held_out_labels(group)), MAX_AVERAGED)
     pixels = held_out_pixels(group, torch.tensor(chosen))
     batches = [key_shares(model, _model_input(group, some)) for some in pixels.split(BATCH_SIZE)]
     means = [torch.cat(layer).mean(dim=0) for layer in zip(*batches, strict=True)]
     mean, depth = Example("mean", _rgb(pixels[:1])[0], means), len(model.blocks)
-    blocks = _evenly_spaced(depth, MAX_BLOCKS)
+    blocks = evenly_spaced(depth, MAX_BLOCKS)
     rows = [_row(model, mean, f"block {block + 1}", block) for block in blocks]
     description = "Heat maps of the mean key importance of each head"
     drawn = tiles(rows, _head_names(model), description, with_images=False)
@@ -203,10 +194,10 @@ def _mean_figure(group: RunGroup, model: ImageClassifier) -> Figure:
     )
 
 
-def _evenly_spaced(count: int, most: int) -> list[int]:
+def evenly_spaced(count: int, most: int) -> list[int]:
     """At most so many of 0 to count - 1, evenly spaced, both ends included.
 
-    >>> _evenly_spaced(3, 5), _evenly_spaced(10, 4)
+    >>> evenly_spaced(3, 5), evenly_spaced(10, 4)
     ([0, 1, 2], [0, 3, 6, 9])
     """
     return torch.linspace(0, count - 1, min(count, most)).round().int().tolist()
@@ -222,7 +213,7 @@ def _rgb(pixels: Images) -> Float[Tensor, "B height width rgb"]:
 
 
 def _heads(model: ImageClassifier) -> list[int]:
-    return _evenly_spaced(model.config.mixer.num_heads, MAX_HEADS)
+    return evenly_spaced(model.config.mixer.num_heads, MAX_HEADS)
 
 
 def _head_names(model: ImageClassifier) -> list[str]:
@@ -384,9 +375,10 @@ def position_kernels(group: RunGroup) -> Section:
         "(top) to those that span the whole axis (bottom).",
     )
     sides = "on both sides" if model.position.bidirectional else "before it"
+    where = "along all axes; shown are those " if model.position.joint else ""
     lead = (
         "Before the first block, MD-TPE replaces each patch by a weighted sum of itself and the "
-        f"patches {sides} in its column and row, channel by channel. "
+        f"patches {sides} {where}in its column and row, channel by channel. "
         f"Model of seed {group.runs[0].seed}."
     )
     return Section(TOEPLITZ, [by_distance, overview], lead)
@@ -518,124 +510,3 @@ def _frequency_dots(
 
     description = f"Dot chart of the frequencies of {features} key features {direction.lower()}"
     return to_svg(draw, description=description)
-
-
-# Decays
-
-
-def learned_decays(group: RunGroup) -> Section:
-    """The half-life of each head of each block of LION, scan by scan."""
-    model, mixers = group.model, find(group.model, LionMixer)
-    if not mixers or not isinstance(model, ImageClassifier):
-        return Section(DECAYS, lead="Not shown: this is not an image classifier of LION mixers.")
-    if not any(list(mixer.decays.parameters()) for mixer in mixers):
-        return Section(DECAYS, lead="Not shown: this model has no decays, or constant ones.")
-    if reason := unknown_rows(group):
-        return Section(DECAYS, lead=reason)
-    rows = _evenly_spaced(len(held_out_labels(group)), DECAY_IMAGES)
-    images = _model_input(group, held_out_pixels(group, torch.tensor(rows)))
-    scans = [half_lives(scan) for scan in zip(*mean_decays(model, images), strict=True)]
-    lead = (
-        "From one token to the next, a head keeps the fraction lambda of its state. After the "
-        "half-life, half of it is left; with lambda = 1 nothing would be forgotten. Where lambda "
-        f"depends on the token, this is its geometric mean over {plural(len(rows), 'test image')}. "
-        f"Model of seed {group.runs[0].seed}."
-    )
-    return Section(DECAYS, [_decay_figure(scans)], lead)
-
-
-def mean_decays(model: nn.Module, images: Images) -> list[MeanDecays]:
-    """Return the mean decay of each head, one entry per LION mixer."""
-    decays: list[MeanDecays] = []
-
-    def catch(mixer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        assert isinstance(mixer, LionMixer)
-        decays.append(mixer.mean_decays(*arguments))
-
-    run_hooked(model, LionMixer, catch, images)
-    return decays
-
-
-def half_lives(decays: tuple[Tensor, ...]) -> HalfLives:
-    """Return the half-lives in tokens of each block's decays, [H] or [H, K].
-
-    >>> half_lives((torch.tensor([0.5, 0.5**0.1]),)).round(3).tolist()
-    [[[1.0], [10.0]]]
-    """
-    stacked = torch.stack(decays).double().clamp(LEAST_DECAY, MOST_DECAY)  # blocks H (K)
-    lives: HalfLives = (math.log(0.5) / stacked.log()).numpy()
-    return lives if lives.ndim > 2 else lives[..., None]  # noqa: PLR2004
-
-
-def _decay_figure(scans: Sequence[HalfLives]) -> Figure:
-    shown = [np.quantile(scan, (0.05, 0.5, 0.95), axis=-1) for scan in scans]
-    limits = (
-        min(each.min() for each in shown) / DECAY_MARGIN,
-        max(each.max() for each in shown) * DECAY_MARGIN,
-    )
-    single = len(scans) == 1
-    panels = [
-        ("" if single else name, decay_dots(each, limits, TWO_THIRDS if single else HALF_WIDTH))
-        for name, each in zip(SCANS, shown, strict=False)
-    ]
-    channels = " A line spans the middle 90% of a head's channels, the dot is their median."
-    edge = f" Values below {LEAST_DECAY} or above {MOST_DECAY} are drawn at the edge."
-    beyond = any(
-        (scan <= _half_life(LEAST_DECAY)).any() or (scan >= _half_life(MOST_DECAY)).any()
-        for scan in scans
-    )
-    return Figure(
-        "Half-life by block",
-        fragment("panels", panels, panel=HALF_WIDTH),
-        "Each dot is a head, in their order within the block. The axis on the right shows "
-        f"lambda.{channels * (scans[0].shape[-1] > 1)}{edge * beyond}",
-        columns=2 if single else 3,
-    )
-
-
-def decay_dots(
-    quantiles: Float[np.ndarray, "3 blocks H"], limits: tuple[float, float], width: int
-) -> Markup:
-    """Draw the half-lives of heads, block by block.
-
-    Args:
-        quantiles: Low, median and high half-life over a head's channels, in tokens.
-        limits: Of the vertical axis.
-        width: In CSS pixels.
-    """
-    low, median, high = quantiles
-    blocks, heads = median.shape
-    x = np.arange(1, blocks + 1)[:, None] + 0.7 * ((np.arange(heads) + 0.5) / heads - 0.5)
-
-    def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot(xlabel="block", ylim=limits)
-        axes.set_xlim(0.5, blocks + 0.5)
-        axes.vlines(x, low, high, color=BLUE, alpha=0.35, linewidth=1.2)
-        axes.plot(x, median, ".", color=BLUE, markersize=6)
-        axes.xaxis.set_major_locator(MaxNLocator(24, integer=True))
-        axes.set_ylabel("half-life, tokens" + log_scale(axes))
-        axes.grid(visible=False, axis="x")
-        for between in range(1, blocks):
-            axes.axvline(between + 0.5, color=MUTED, alpha=0.15, linewidth=0.8)
-        _lambda_axis(axes)
-
-    description = f"Dot chart of the half-lives of {heads} heads in each of {blocks} blocks"
-    return to_svg(draw, description=description, width=width)
-
-
-def _lambda_axis(axes: Axes) -> None:
-    """Add an axis on the right with the lambda of each half-life."""
-    low, high = axes.get_ylim()
-    right = axes.twinx()
-    right.set_yscale(axes.get_yscale())
-    right.set_ylim(low, high)
-    right.minorticks_off()
-    ticks = [each for each in LAMBDAS if low <= _half_life(each) <= high]
-    right.set_yticks([_half_life(each) for each in ticks], [str(each) for each in ticks])
-    right.set_ylabel("lambda")
-    right.grid(visible=False)
-    right.spines["left"].set_visible(False)
-
-
-def _half_life(decay: float) -> float:
-    return math.log(0.5) / math.log(decay)

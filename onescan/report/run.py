@@ -17,7 +17,7 @@ from onescan.models.masked_lm import MaskedLM
 from onescan.models.presets import ABLATIONS
 from onescan.models.sequence_classifier import SequenceClassifier
 from onescan.recipes import RECIPES, find_recipe
-from onescan.report import diffusion, images, mixers, texts
+from onescan.report import decays, diffusion, images, mixers, texts
 from onescan.report.format import (
     ACCURACY,
     GIB,
@@ -491,7 +491,7 @@ def _memory(group: RunGroup) -> list[Figure]:
     ]
 
 
-TEXT: tuple[SectionOf, ...] = (training, speed, texts.generated)
+TEXT: tuple[SectionOf, ...] = (training, speed, texts.generated, decays.learned_decays)
 SECTIONS: dict[type[TaskConfig], tuple[SectionOf, ...]] = {
     ImageClassificationConfig: (
         training,
@@ -501,7 +501,7 @@ SECTIONS: dict[type[TaskConfig], tuple[SectionOf, ...]] = {
         mixers.key_importance,
         mixers.position_kernels,
         mixers.frequencies,
-        mixers.learned_decays,
+        decays.learned_decays,
         diffusion.section,
     ),
     ImageGenerationConfig: (
@@ -514,7 +514,7 @@ SECTIONS: dict[type[TaskConfig], tuple[SectionOf, ...]] = {
     ),
     LanguageModellingConfig: TEXT,
     MaskedLanguageModellingConfig: TEXT,
-    RecallTaskConfig: (training, speed, texts.recall),
-    GlueConfig: (training, speed, texts.glue_errors),
-    SequenceClassificationConfig: (training, speed),
+    RecallTaskConfig: (training, speed, texts.recall, decays.learned_decays),
+    GlueConfig: (training, speed, texts.glue_errors, decays.learned_decays),
+    SequenceClassificationConfig: (training, speed, decays.learned_decays),
 }

@@ -2,6 +2,12 @@
 
 from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig
+from onescan.layers.mixers.hgrn import (
+    HGRNMixer,
+    HGRNMixerConfig,
+    LowerBounds,
+    build_lower_bounds,
+)
 from onescan.layers.mixers.hydra import HydraMixer, HydraMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig, LightNetState
 from onescan.layers.mixers.linear_diffusion import (
@@ -20,6 +26,8 @@ __all__ = [
     "MIXERS",
     "DeltaRuleMixer",
     "DeltaRuleMixerConfig",
+    "HGRNMixer",
+    "HGRNMixerConfig",
     "HydraMixer",
     "HydraMixerConfig",
     "LightNetMixer",
@@ -30,6 +38,7 @@ __all__ = [
     "LinearDiffusionState",
     "LionMixer",
     "LionMixerConfig",
+    "LowerBounds",
     "MambaMixer",
     "MambaMixerConfig",
     "MambaState",
@@ -42,12 +51,14 @@ __all__ = [
     "SoftmaxMixerConfig",
     "SoftmaxState",
     "VisionRWKVMixerConfig",
+    "build_lower_bounds",
 ]
 
 MIXERS: dict[str, type[MixerConfig]] = {
     "lightnet": LightNetMixerConfig,
     "lion": LionMixerConfig,
     "delta_rule": DeltaRuleMixerConfig,
+    "hgrn": HGRNMixerConfig,
     "rwkv6": RWKV6MixerConfig,
     "vision_rwkv": VisionRWKVMixerConfig,
     "linear_diffusion": LinearDiffusionMixerConfig,

@@ -52,6 +52,11 @@ class MixerConfig(ABC):
         return False
 
     @property
+    def reads_lower_bound(self) -> bool:
+        """Whether the mixer's forward takes `lower_bound`, which models learn for each block."""
+        return False
+
+    @property
     def output_is_bounded(self) -> bool:
         """Whether adding the mixer's output keeps tokens bounded, unless it is scaled up."""
         return False

@@ -34,7 +34,7 @@ from onescan.layers.decays import (
 from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped
 from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
 from onescan.layers.tokens import Order, snake_orders
-from onescan.ops.decay_attention import DecayState, Form, decay_attention
+from onescan.ops.decay_attention import DecayAt, DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.numerics import (
     accumulation_dtype,
@@ -43,12 +43,12 @@ from onescan.ops.numerics import (
     safe_divide,
     to_accumulation_dtype,
 )
-from onescan.shapes import Grid, Hidden, Keep, Keys, Queries, Values
+from onescan.shapes import Grid, Hidden, Keep, Keys, LowerBound, Queries, Values
 
 MeanDecays = Float[Tensor, "scans H"] | Float[Tensor, "scans H K"]
 ScanName = Literal["flat", "natural"]
 Normalize = Literal["none", "sum", "max_one", "sum_before_mask"]
-DecayAt = Literal["auto", "source", "target"]
+Gate = Literal["none", "sigmoid", "silu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +60,25 @@ class LionMixerConfig(DirectedMixerConfig):
     each of the `num_heads` groups share queries and keys. None for heads of width / num_heads."""
     feature_map: FeatureMapName = "shifted_silu"
     """Feature map of queries and keys."""
+    value_map: FeatureMapName = "identity"
+    """Activation of values; "silu" in HGRN-2."""
     decay: DecayConfig = field(default_factory=SelectiveDecayConfig)
     """Decay of the state."""
     normalize: Normalize = "sum"
     """Divisor of the outputs; see `decay_attention`. "sum_before_mask" divides by the row sum of
     the scores before decay; it requires direction="both"."""
     decay_at: DecayAt = "auto"
-    """Which of two neighboring tokens provides the decay between them; see `decay_attention`."""
+    """Which of two neighboring tokens provides the decay between them; see `decay_attention`.
+    "symmetric" requires direction="both"."""
     scan: ScanName = "flat"
     """Scan tokens in row-major order ("flat"), or average one snake scan along each axis
     ("natural")."""
     norm: NormName = "none"
     """Norm of the output, computed over all heads together."""
+    gate: Gate = "none"
+    """Activation of an output gate, which multiplies the normalized output."""
+    gate_rank: int | None = None
+    """Rank of the gate's projection; None is full rank."""
     bias: bool = True
     """Add biases to the projections."""
     form: Form = "auto"
@@ -87,9 +94,17 @@ class LionMixerConfig(DirectedMixerConfig):
     def prefix_reads_grid(self) -> bool:
         return self.direction != "forward"
 
+    @property
+    def reads_lower_bound(self) -> bool:
+        return self.decay.reads_lower_bound
+
     def build(self, *, width: int, axes: int) -> "LionMixer":
         self.check_direction()
         check_choice("feature_map", self.feature_map, FEATURE_MAPS)
+        check_choice("value_map", self.value_map, FEATURE_MAPS)
+        check_choice("gate", self.gate, get_args(Gate))
+        if self.gate_rank is not None:
+            check_positive(gate_rank=self.gate_rank)
         check_choice("normalize", self.normalize, get_args(Normalize))
         check_choice("decay_at", self.decay_at, get_args(DecayAt))
         check_choice("scan", self.scan, get_args(ScanName))
@@ -102,6 +117,10 @@ class LionMixerConfig(DirectedMixerConfig):
         if self.normalize == "sum_before_mask" and self.direction != "both":
             raise ValueError(
                 f"normalize is 'sum_before_mask' with direction='{self.direction}', expected 'both'"
+            )
+        if self.decay_at == "symmetric" and self.direction != "both":
+            raise ValueError(
+                f"decay_at is 'symmetric' with direction='{self.direction}', expected 'both'"
             )
         if self.state_size is not None:
             check_positive(state_size=self.state_size)
@@ -141,41 +160,71 @@ class LionMixer(Mixer):
             self.key_width, self.num_heads = config.state_size, width
         keys = config.num_heads * self.key_width
         self.feature_map = FEATURE_MAPS[config.feature_map]
-        # in_proj computes q, k and v, or q and v if the decay provides keys
+        self.value_map = FEATURE_MAPS[config.value_map]
+        # in_proj computes q, k and v, or q and v if the decay provides keys; then the gate, or at
+        # low rank the input of gate_proj
         self.in_widths = [keys] * (1 if config.decay.provides_keys else 2) + [width]
+        if config.gate != "none":
+            self.in_widths.append(config.gate_rank or width)
         self.in_proj = nn.Linear(width, sum(self.in_widths), bias=config.bias)
         scans = axes if config.scan == "natural" else 1
         sizes = {"width": width, "num_heads": self.num_heads, "head_width": self.key_width}
         self.decays = nn.ModuleList(config.decay.build(**sizes) for _ in range(scans))
         self.norm = build_norm(config.norm, width)
+        self.gate_proj = None
+        if config.gate != "none" and config.gate_rank is not None:
+            self.gate_proj = nn.Linear(config.gate_rank, width, bias=config.bias)
         self.out_proj = nn.Linear(width, width, bias=config.bias)
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        q, *k, v = self.in_proj.weight.split(self.in_widths)
+        q, *k, v = self.in_proj.weight.split(self.in_widths)[: self._gate_index]
         for decay in self.decays:
             assert isinstance(decay, Decay)
             decay.init_weights(q, k[0] if k else None, v)
 
+    @property
+    def _gate_index(self) -> int | None:
+        """Index of the gate in `in_widths`; None if there is no gate."""
+        return None if self.config.gate == "none" else -1
+
     def forward(
-        self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: DecayState | None = None
+        self,
+        x: Hidden,
+        grid: Grid,
+        *,
+        keep: Keep | None = None,
+        state: DecayState | None = None,
+        lower_bound: LowerBound | None = None,
     ) -> tuple[Hidden, DecayState | None]:
         if state is not None:
             self.config.check_state(state, grid)
-        q, *projected, v = self.in_proj(x).split(self.in_widths, dim=-1)
+        parts = self.in_proj(x).split(self.in_widths, dim=-1)
+        q, *projected, v = parts[: self._gate_index]
         q = self._features(q) * self.key_width**-0.5
         k = self._features(projected[0]) if projected else None
         # Sums may overflow float16.
-        (v,) = to_accumulation_dtype(v.unflatten(-1, (self.num_heads, -1)))
-        scans = [_scan(k, decay(x), grid.prefix) for decay in self.decays]
+        (v,) = to_accumulation_dtype(self.value_map(v.unflatten(-1, (self.num_heads, -1))))
+        scans = [_scan(k, each, grid.prefix) for each in self._decay_outputs(x, lower_bound)]
         if self.config.scan == "flat":
             o, state = self._attend(q, *scans[0], v, keep, state, self.config.normalize)
         else:
             o = self._attend_naturally(q, scans, v, grid, keep)
-        o = o.flatten(-2).to(self._norm_dtype(x))
-        o = self.out_proj(self.norm(o))
+        o = self.norm(o.flatten(-2).to(self._norm_dtype(x)))
+        if self.config.gate != "none":
+            o = o * self._gate(parts[-1])
+        o = self.out_proj(o)
         return o if keep is None else o * keep.unsqueeze(-1), state
+
+    def _decay_outputs(self, x: Hidden, lower_bound: LowerBound | None) -> list[DecayOutput]:
+        """Return the decays of each scan; `lower_bound` is for decays that read it."""
+        bound = () if lower_bound is None else (lower_bound,)
+        return [decay(x, *bound) for decay in self.decays]
+
+    def _gate(self, x: Float[Tensor, "B T _"]) -> Hidden:
+        x = x if self.gate_proj is None else self.gate_proj(x)
+        return F.silu(x) if self.config.gate == "silu" else torch.sigmoid(x)
 
     def _norm_dtype(self, x: Hidden) -> torch.dtype:
         """Return the dtype of the norm's input: the widest that its weights and autocast allow."""
@@ -185,21 +234,29 @@ class LionMixer(Mixer):
         return accumulation_dtype(x.dtype) if is_autocast_enabled(x) else x.dtype
 
     @torch.no_grad()
-    def mean_decays(self, x: Hidden, grid: Grid) -> MeanDecays:
+    def mean_decays(
+        self,
+        x: Hidden,
+        grid: Grid,
+        *,
+        keep: Keep | None = None,
+        lower_bound: LowerBound | None = None,
+    ) -> MeanDecays:
         """Return the mean decay factor of each head for each scan; 1 means no decay.
 
         Input-dependent decays are multiplied along the sequence, so they are averaged geometrically
-        over all tokens of the batch except the prefix.
+        over all real tokens of the batch except the prefix.
         """
-        return torch.stack(
-            [self._mean(decay(x).log_decay, x, grid.prefix) for decay in self.decays]
-        )
+        real = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep.clone()
+        real[:, : grid.prefix] = False
+        outputs = self._decay_outputs(x, lower_bound)
+        return torch.stack([self._mean(each.log_decay, x, real) for each in outputs])
 
-    def _mean(self, log_decay: LogDecay | None, x: Hidden, prefix: int) -> Tensor:
+    def _mean(self, log_decay: LogDecay | None, x: Hidden, real: Keep) -> Tensor:
         if log_decay is None:
             return x.new_ones(self.num_heads)
         if log_decay.ndim > 1:
-            log_decay = log_decay[:, prefix:].mean(dim=(0, 1))
+            log_decay = log_decay[real].mean(dim=0)
         return log_decay.exp()
 
     def _attend(

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from onescan.checks import check_choice
 from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
+from onescan.ops.lrpe import lrpe_angles
+from onescan.ops.numerics import accumulation_dtype
 from onescan.shapes import CachedKeep, CachedKeys, Grid, Hidden, Keep
+
+ROTARY_BASE = 10_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxMixerConfig(MixerConfig):
-    """Multi-head softmax attention with biases; O(T^2)."""
+    """Multi-head softmax attention; O(T^2)."""
 
     causal: bool = False
     """Read only earlier tokens; the state then grows with every token."""
@@ -24,23 +28,26 @@ class SoftmaxMixerConfig(MixerConfig):
     """Dropout probability of the attention weights in training; 0.1 in BERT."""
     feature_map: FeatureMapName = "identity"
     """Feature map of queries and keys before the softmax; see rows 1 and 3 of LION's Table 14."""
+    bias: bool = True
+    """Add biases to the projections."""
+    rotary: bool = False
+    """Rotate queries and keys by their position (RoPE). Requires one axis."""
 
     @property
     def is_causal(self) -> bool:
         return self.causal
 
     def build(self, *, width: int, axes: int) -> "SoftmaxMixer":
-        self.head_width(width)  # raises if num_heads does not divide the width
+        head_width = self.head_width(width)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"mixer.dropout is {self.dropout}, expected 0 or more and less than 1")
         check_choice("feature_map", self.feature_map, FEATURE_MAPS)
-        return SoftmaxMixer(
-            width,
-            self.num_heads,
-            causal=self.causal,
-            dropout=self.dropout,
-            feature_map=self.feature_map,
-        )
+        if self.rotary and (axes > 1 or head_width % 2):
+            raise ValueError(
+                f"mixer.rotary is True with {axes} axes and heads of width {head_width}, expected "
+                "one axis and an even width"
+            )
+        return SoftmaxMixer(self, width)
 
 
 class SoftmaxState(NamedTuple):
@@ -58,24 +65,21 @@ class SoftmaxState(NamedTuple):
 
 
 class SoftmaxMixer(Mixer):
-    """softmax(phi(Q) phi(K)^T / sqrt(K)) V, then W_o, with dropout on the attention weights."""
+    """softmax(phi(Q) phi(K)^T / sqrt(K)) V, then W_o, with dropout on the attention weights.
 
-    def __init__(
-        self,
-        width: int,
-        num_heads: int,
-        *,
-        causal: bool = False,
-        dropout: float = 0.0,
-        feature_map: FeatureMapName = "identity",
-    ) -> None:
+    Source of rotary positions: RoFormer, arXiv:2104.09864, Eq. 34. Channels j and j + K / 2 of a
+    head are rotated by the angle n 10000^(-2j / K) at position n, as in LLaMA's code.
+    """
+
+    def __init__(self, config: SoftmaxMixerConfig, width: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.causal = causal
-        self.dropout = dropout
-        self.feature_map = FEATURE_MAPS[feature_map]
-        self.in_proj = nn.Linear(width, 3 * width)  # q, k, v
-        self.out_proj = nn.Linear(width, width)
+        self.num_heads = config.num_heads
+        self.causal = config.causal
+        self.dropout = config.dropout
+        self.feature_map = FEATURE_MAPS[config.feature_map]
+        self.rotary = config.rotary
+        self.in_proj = nn.Linear(width, 3 * width, bias=config.bias)  # q, k, v
+        self.out_proj = nn.Linear(width, width, bias=config.bias)
 
     def forward(
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: SoftmaxState | None = None
@@ -86,6 +90,9 @@ class SoftmaxMixer(Mixer):
             self.in_proj(x), "b t (three h k) -> three b h t k", three=3, h=self.num_heads
         )
         q, k = self.feature_map(q), self.feature_map(k)
+        if self.rotary:
+            start = 0 if state is None else state.k.shape[2]
+            q, k = _rotary(q, k, grid, start)
         real = keep
         if self.causal:
             real = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
@@ -118,3 +125,18 @@ class SoftmaxMixer(Mixer):
         s = torch.arange(columns, device=real.device)
         past = t.unsqueeze(1) >= s
         return (mask & past) | (t.unsqueeze(1) == s)
+
+
+def _rotary(q: Tensor, k: Tensor, grid: Grid, start: int) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys, [B, H, T, K], whose first token has position `start`."""
+    half = q.shape[-1] // 2
+    j = torch.arange(half, dtype=accumulation_dtype(q.dtype), device=q.device)
+    theta = ROTARY_BASE ** -(j / half)
+    angles = lrpe_angles(grid.shape, theta.unsqueeze(0), prefix=grid.prefix, start=start)
+    cos, sin = (table.squeeze(1).to(q.dtype) for table in (angles.cos(), angles.sin()))  # T K/2
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+    return rotated(q), rotated(k)

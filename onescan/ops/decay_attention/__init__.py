@@ -9,7 +9,7 @@ Source: LION, arXiv:2502.16249.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class DecayStates(NamedTuple):
 
 
 Form = Literal["auto", "full", "chunk", "recurrent"]
+DecayAt = Literal["auto", "source", "target", "symmetric"]
 Sides = tuple[DecayState | None, DecayState | None]
 State = DecayState | DecayStates | Sides
 
@@ -113,7 +114,7 @@ def decay_attention(
     log_decay: Tensor | None = None,
     *,
     causal: bool = False,
-    decay_at: Literal["auto", "source", "target"] = "auto",
+    decay_at: DecayAt = "auto",
     normalize: Literal["none", "sum", "max_one"] = "none",
     keep: Keep | None = None,
     state: State | None = None,
@@ -140,8 +141,10 @@ def decay_attention(
             1e-30 as 0, except in float64.
         causal: Whether each token reads only itself and earlier tokens.
         decay_at: Which of two neighboring tokens provides the decay between them: "source", the
-            first one visited (Eq. 14), or "target", the second one (Eq. 5, Theorem B.1). "auto" is
-            "target" if the call is causal or the decay is diagonal, otherwise "source".
+            first one visited (Eq. 14), "target", the second one (Eq. 5, Theorem B.1), or, in
+            bidirectional calls, "symmetric", the later one in both directions, which gives the
+            symmetric mask of Table 1. "auto" is "target" if the call is causal or the decay is
+            diagonal, otherwise "source".
         normalize: Divisor of the outputs: "none"; "sum", the row sum after decay; or "max_one",
             max(row sum, 1), with the absolute value of the row sum in causal calls (xLSTM). With
             "sum", a row sum below 1e-30 in absolute value is replaced by 1.
@@ -160,13 +163,14 @@ def decay_attention(
 
     Returns:
         The outputs in the dtype of v, and the state after the last token; for bidirectional calls,
-        the states of both directions. With decay_at="source", the decay of the last token visited
-        is already applied to a returned state.
+        the states of both directions. The decay of the last token visited is already applied to
+        a returned state with decay_at="source", and to the backward one with "symmetric".
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend does
-            not exist, the state is for the other value of `causal`, chunk_size is below 1, or, on a
-            CPU, log_decay is positive or an argument holds NaN.
+            not exist, the state is for the other value of `causal`, a causal call asks for
+            decay_at="symmetric", chunk_size is below 1, or, on a CPU, log_decay is positive or an
+            argument holds NaN.
 
     >>> q = k = torch.ones(1, 3, 1, 1)
     >>> v = torch.tensor([8.0, 4.0, 2.0]).reshape(1, 3, 1, 1)
@@ -177,7 +181,11 @@ def decay_attention(
     [10.5, 9.0, 6.0]
     """
     _check(q, k, v, log_decay, causal, keep, state, chunk_size)
-    check_choice("decay_at", decay_at, ["auto", "source", "target"])
+    check_choice("decay_at", decay_at, get_args(DecayAt))
+    if causal and decay_at == "symmetric":
+        raise ValueError(
+            "decay_at is 'symmetric' with causal=True, expected 'auto', 'source' or 'target'"
+        )
     check_choice("normalize", normalize, ["none", "sum", "max_one"])
     sides = unpack_states(state, DecayState, causal=causal)
     carried = named_state_tensors(sides, causal=causal)
@@ -204,13 +212,13 @@ def decay_attention(
             wide_decay = wide_decay.masked_fill(~keep[:, :, None, None], 0)
         if log_decay is not None:
             _check_decay(log_decay if log_decay.ndim == 1 else wide_decay)
-        ends = (wide_decay[:, -1], wide_decay[:, 0]) if decay_at == "source" else (None, None)
+        shifted, ends = directed(wide_decay, decay_at, causal=causal)
         o, outgoing = (_run_kernels if in_kernels else _run_torch)(
             choice,
             wide_q,
             wide_k,
             wide_v,
-            directed(wide_decay, decay_at, causal=causal),
+            shifted,
             sides,
             ends,
             normalize=normalize,

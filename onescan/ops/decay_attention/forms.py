@@ -43,7 +43,7 @@ BATCH = 1 << 18  # scores that fit into a CPU's caches
 VANISHED = -800.0  # exp of anything smaller is 0 in every dtype
 LOG_LEAST = math.log(MIN_DIVISOR)
 
-Sides = tuple[Tensor | None, Tensor | None]  # states from the left and the right, [B, H, K, V + 1]
+Sides = tuple[Tensor | None, Tensor | None]  # a state, [B, H, K, V + 1], or decay per direction
 
 
 class Directions(NamedTuple):
@@ -67,17 +67,24 @@ class Directions(NamedTuple):
 
 
 def directed(
-    log_decay: LogDecays, decay_at: Literal["source", "target"], *, causal: bool
-) -> Directions:
+    log_decay: LogDecays, decay_at: Literal["source", "target", "symmetric"], *, causal: bool
+) -> tuple[Directions, Sides]:
     """Shift the decays to the tokens at which the recurrences apply them.
 
     At each token, "target" applies its own decay (Eq. 5) and "source" the decay of the token
-    visited before it (Eq. 14).
+    visited before it (Eq. 14). "symmetric" is "target" forward and "source" backward (Table 1).
+
+    Returns:
+        The shifted decays, and for each direction the decay of the last token visited, which
+        "source" applies to the outgoing state; otherwise None.
     """
-    if decay_at == "target":
-        return Directions(log_decay, None if causal else log_decay)
-    forward = F.pad(log_decay, (0, 0, 0, 0, 1, -1))
-    return Directions(forward, None if causal else F.pad(log_decay, (0, 0, 0, 0, -1, 1)))
+    forward = backward = log_decay
+    last = first = None
+    if decay_at == "source":
+        forward, last = F.pad(log_decay, (0, 0, 0, 0, 1, -1)), log_decay[:, -1]
+    if decay_at != "target":
+        backward, first = F.pad(log_decay, (0, 0, 0, 0, -1, 1)), log_decay[:, 0]
+    return Directions(forward, None if causal else backward), (last, first)
 
 
 class Options(NamedTuple):

@@ -1,7 +1,8 @@
 """Reference implementation of decay attention: the equations of the paper, token by token.
 
 Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 79, Theorem B.1, with the indices of Eq. 14 for
-"source" and of Eq. 5 for "target". Each direction visits all tokens, starting from its own end:
+"source" and of Eq. 5 for "target"; Table 1 prints the mask of "symmetric", which is "target"
+forward and "source" backward. Each direction visits all tokens, starting from its own end:
 
     target:  S = diag(exp(a_t)) S + k_t v_t^T          o = S^T q_t
     source:  S = S + k_t v_t^T                         o = S^T q_t,   then S = diag(exp(a_t)) S
@@ -40,10 +41,11 @@ def forward(
         decay = wide.exp().expand_as(k)
     seen = torch.ones(batch, tokens, dtype=torch.bool) if keep is None else keep
     left, right = unpack_states(state, DecayState, causal=causal)
-    o, c, left = _visit(range(tokens), q, k, v, decay, seen, left, decay_at, whole=causal)
+    first, second = ("target", "source") if decay_at == "symmetric" else (decay_at, decay_at)
+    o, c, left = _visit(range(tokens), q, k, v, decay, seen, left, first, whole=causal)
     if not causal:
         from_right = _visit(
-            range(tokens - 1, -1, -1), q, k, v, decay, seen, right, decay_at, whole=False
+            range(tokens - 1, -1, -1), q, k, v, decay, seen, right, second, whole=False
         )
         o, c, right = o + from_right[0], c + from_right[1], from_right[2]
     if normalize == "sum":

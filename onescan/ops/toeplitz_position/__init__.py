@@ -2,6 +2,9 @@
 
 y_n = sum over axes of sum_{m <= n} t_{n-m} x_m         m and n along the axis, per channel
 t_n = sum_e weight_e exp(n log_decay_e)                 kernel   (E terms per channel and axis)
+
+or jointly over all axes, y_n = sum_{m <= n} t_{n-m} x_m with an entry of m and n for every axis and
+t_n = sum_e weight_e exp(sum over axes of n_axis log_decay_{axis,e}).
 """
 
 import math
@@ -24,7 +27,14 @@ from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.ops.toeplitz_position import forms
-from onescan.shapes import ChannelsFirst, Hidden, HiddenStates, LineStates, ToeplitzCoefficients
+from onescan.shapes import (
+    ChannelsFirst,
+    Hidden,
+    HiddenStates,
+    JointWeights,
+    LineStates,
+    ToeplitzCoefficients,
+)
 
 __all__ = ["IMPLEMENTATIONS", "ToeplitzState", "choose", "toeplitz_position"]
 
@@ -48,30 +58,37 @@ class ToeplitzState(NamedTuple):
 def toeplitz_position(
     x: Hidden,
     log_decay: ToeplitzCoefficients,
-    weight: ToeplitzCoefficients,
+    weight: ToeplitzCoefficients | JointWeights,
     shape: tuple[int, ...],
     *,
     bidirectional: bool = False,
+    joint: bool = False,
     state: ToeplitzState | None = None,
     form: Form = "auto",
     backend: Backend = "auto",
 ) -> tuple[Hidden, ToeplitzState | None]:
     """Mix tokens along each axis of their grid with weights that depend on distance only.
 
-    Source: LightNet, arXiv:2405.21022, Eq. 17. The paper's kernel is sum_e exp(n log_decay_e).
-    Extensions: weights, decays per channel and axis, and the second direction.
+    Source: LightNet, arXiv:2405.21022, Eq. 17, and Eq. 16 if joint. The paper's kernel of Eq. 17 is
+    sum_e exp(n log_decay_e); for Eq. 16 it gives none. Extensions: weights, decays per channel and
+    axis, the second direction, and the kernel of Eq. 16, whose exponentials decay along all axes.
 
     Args:
         x: Tokens ``[B, T, D]``, the grid in row-major order.
         log_decay: Log of the decay factors, finite and at most 0: ``[axes, D, E]``, or
             ``[axes, 2, D, E]`` if bidirectional.
-        weight: Weight of each exponential, in the shape of log_decay.
+        weight: Weight of each exponential, in the shape of log_decay. If joint, all axes share it:
+            ``[D, E]``, or ``[2, ..., 2, D, E]`` with a size of 2 per axis if bidirectional.
         shape: Number of tokens along each axis; ``(T,)`` for a sequence.
         bidirectional: Whether a token also reads later ones. The axis of size 2 holds the forward
             direction, lags from 0, and the backward direction, lags from 1.
+        joint: Whether one kernel spans all axes (Eq. 16), so that a token also reads tokens that
+            differ in several coordinates: ``t_n = sum_e weight_e exp(sum over axes s of
+            n_s log_decay_se)``. By FFT, in O(N log N) for N tokens. For one axis, the results and
+            forms are those without `joint`.
         state: State returned by a previous call, for one axis in one direction only.
         form: Algorithm. For N tokens along an axis, "dense" is O(N^2), "scan" O(N E) in chunks and
-            "fft" O(N log N).
+            "fft" O(N log N). Joint kernels over several axes have "fft" only.
         backend: "torch" runs anywhere; "triton" runs on a GPU, for the scan only, and supports
             first derivatives; "auto" follows `use_backend`.
 
@@ -90,7 +107,13 @@ def toeplitz_position(
     >>> y.flatten().tolist(), state.hidden.item()
     ([1.0, 0.5, 0.25, 4.125], 4.125)
     """
-    _check(x, log_decay, weight, shape, bidirectional, state)
+    _check(x, log_decay, weight, shape, bidirectional, joint, state)
+    if joint and len(shape) == 1:
+        joint, weight = False, weight.unsqueeze(0)
+    if joint:
+        check_choice("form (joint)", form, ["auto", "fft"])
+        check_choice("backend (joint)", backend, ["auto", "torch"])
+        return _jointly(x, log_decay, weight, shape, bidirectional=bidirectional), None
     if _backend(form, backend, x, log_decay, weight, state) == "triton":
         from onescan.ops.toeplitz_position import launch
 
@@ -110,6 +133,24 @@ def toeplitz_position(
     named = {} if state is None else {"state.hidden": state.hidden}
     check_no_nan(y, x=x, weight=weight, **named)
     return y.to(x.dtype), None if hidden is None else ToeplitzState(hidden.transpose(0, 1))
+
+
+def _jointly(
+    x: Hidden,
+    log_decay: ToeplitzCoefficients,
+    weight: JointWeights,
+    shape: tuple[int, ...],
+    *,
+    bidirectional: bool,
+) -> Hidden:
+    with disable_autocast(x):
+        wide_x, decay, wide_weight = to_accumulation_dtype(x, log_decay, weight)
+        if not bidirectional:
+            decay, wide_weight = decay.unsqueeze(1), wide_weight[(None,) * len(shape)]
+        lines = forms.channels_first(wide_x, shape)
+        y = forms.channels_last(forms.joint_fft(lines, decay, wide_weight))
+    check_no_nan(y, x=x, weight=weight)
+    return y.to(x.dtype)
 
 
 def choose(form: str, *, positions: int) -> str:
@@ -170,12 +211,15 @@ def _check(
     weight: Tensor,
     shape: tuple[int, ...],
     bidirectional: Any,
+    joint: Any,
     state: object,
 ) -> None:
     check_grid_shape(shape)
-    if not isinstance(bidirectional, bool):
-        raise ValueError(f"bidirectional is {bidirectional!r}, expected True or False")
+    for name, flag in (("bidirectional", bidirectional), ("joint", joint)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} is {flag!r}, expected True or False")
     pattern = f"{len(shape)} 2 D E" if bidirectional else f"{len(shape)} D E"
+    joint_pattern = "2 " * len(shape) * bidirectional + "D E"
     parts: dict[str, tuple[Tensor | None, str]] = {}
     if state is not None:
         if not isinstance(state, ToeplitzState):
@@ -190,7 +234,10 @@ def _check(
     check_floating(x=x, log_decay=log_decay, weight=weight, **carried)
     check_devices(x=x, log_decay=log_decay, weight=weight, **carried)
     sizes = check_shapes(
-        x=(x, "B T D"), log_decay=(log_decay, pattern), weight=(weight, pattern), **parts
+        x=(x, "B T D"),
+        log_decay=(log_decay, pattern),
+        weight=(weight, joint_pattern if joint else pattern),
+        **parts,
     )
     check_positive(T=sizes["T"], D=sizes["D"], E=sizes["E"])
     if math.prod(shape) != sizes["T"]:

@@ -1,4 +1,4 @@
-"""Toeplitz position encoding in plain torch: three forms, each along one axis of a grid.
+"""Toeplitz position encoding in plain torch: three forms along one axis, and one over all axes.
 
 Source: LightNet, arXiv:2405.21022, Eq. 17. A kernel is a sum of decaying exponentials,
 
@@ -13,7 +13,7 @@ Tensors are channels first, [D, lines, positions], with all lines along the axis
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from onescan.shapes import (
     Decays,
     DirectedDecays,
     Hidden,
+    JointKernels,
+    JointWeights,
     Kernels,
     Lines,
     LineStates,
@@ -60,8 +62,7 @@ def fft(
 ) -> tuple[Lines, LineStates | None]:
     """Multiply the spectra of kernel and tokens, in O(N log N)."""
     length = x.shape[-1]
-    # from 2 N on no lag wraps around; powers of two are fast
-    period = 1 << (2 * length - 1).bit_length()
+    period = _period(length)
     t = torch.fft.rfft(_kernel(log_decay, weight, length).double(), n=period).unsqueeze(1)
     # float64: each frequency mixes all tokens, so rounding errors of large tokens affect small
     # ones; flat, because compiled gradients read the strides of more axes wrongly (pytorch issue
@@ -70,6 +71,11 @@ def fft(
     spectrum = torch.fft.rfft(lines.double().flatten(0, 1), n=period).unflatten(0, lines.shape[:2])
     y = torch.fft.irfft(spectrum * t, n=period)[:, : x.shape[1], length - 1 : 2 * length - 1]
     return _with_state(y.to(x.dtype), x, log_decay, weight, hidden)
+
+
+def _period(length: int) -> int:
+    """Return the length of a transform in which no lag wraps around; powers of two are fast."""
+    return 1 << (2 * length - 1).bit_length()
 
 
 def scan(
@@ -134,6 +140,50 @@ def _states_before(
 
 
 FORMS: dict[str, Form] = {"dense": dense, "scan": scan, "fft": fft}
+
+
+def joint_fft(x: ChannelsFirst, log_decay: Tensor, weight: JointWeights) -> ChannelsFirst:
+    """Convolve over several axes at once (Eq. 16), in O(N log N) for N tokens, as in `fft`.
+
+    Args:
+        x: Tokens.
+        log_decay: Log-decays of each axis and direction, [axes, directions, D, E].
+        weight: Weights of each combination of directions, [directions, ..., directions, D, E].
+    """
+    shape = x.shape[2:]
+    periods = [_period(n) for n in shape]
+    t = _joint_kernel(log_decay, weight, shape)
+    # flat and never empty, as in `fft`
+    grids = x if x.shape[1] else F.pad(x, (0, 0) * len(shape) + (0, 1))
+    spectrum = torch.fft.rfftn(grids.double().flatten(0, 1), periods).unflatten(0, grids.shape[:2])
+    y = torch.fft.irfftn(spectrum * torch.fft.rfftn(t.double(), periods).unsqueeze(1), periods)
+    y = y[:, : x.shape[1]]
+    for axis, length in enumerate(shape):
+        y = y.narrow(axis + 2, t.shape[axis + 1] - length, length)  # from lag 0 on
+    return y.to(x.dtype)
+
+
+def _joint_kernel(log_decay: Tensor, weight: JointWeights, shape: Sequence[int]) -> JointKernels:
+    """Return t_n for the lags `_lag_powers` of every axis; axes are contracted one at a time."""
+    *tables, last = map(_lag_powers, log_decay, shape)  # directions D lags E
+    terms = weight.unsqueeze(-2)  # directions of the remaining axes, D, lags so far, E
+    for table in tables:
+        pairs = zip(terms, table, strict=True)
+        terms = sum(w.unsqueeze(-2) * powers.unsqueeze(-3) for w, powers in pairs).flatten(-3, -2)
+    t = sum(w @ powers.mT for w, powers in zip(terms, last, strict=True))
+    return t.unflatten(1, [table.shape[2] for table in tables])
+
+
+def _lag_powers(log_decay: DirectedDecays, length: int) -> Tensor:
+    """Return exp(|n| log_decay), [directions, D, lags, E], where n has the direction, otherwise 0.
+
+    Lags start at 1 - length, or at 0 if one-directional.
+    """
+    past, *future = (_powers(a, length) for a in log_decay)
+    if not future:
+        return past.unsqueeze(0)
+    ahead = F.pad(future[0][:, 1:].flip(1), (0, 0, 0, length))
+    return torch.stack([F.pad(past, (0, 0, length - 1, 0)), ahead])
 
 
 # The kernel and its exponentials. No exponent is above 0.
