@@ -80,7 +80,7 @@ def supported(options: Options) -> tuple[str, ...]:
     for each in options.presets:
         mixer = config_of(options, each).mixer
         if "/" in each:
-            try_out(options, each)
+            dry_run(options, each)
             names.append(each)
         elif not hasattr(mixer, "form"):
             names.append(each)
@@ -96,13 +96,13 @@ def supported(options: Options) -> tuple[str, ...]:
 def runs(options: Options, candidate: str) -> bool:
     """Return whether a candidate runs."""
     try:
-        try_out(options, candidate)
+        dry_run(options, candidate)
     except ValueError:
         return False
     return True
 
 
-def try_out(options: Options, candidate: str) -> None:
+def dry_run(options: Options, candidate: str) -> None:
     """Run a candidate on a small example, without data."""
     config = config_of(options, candidate)
     is_image = isinstance(config, ImageClassifierConfig)

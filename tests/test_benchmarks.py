@@ -411,8 +411,9 @@ def test_language_models_of_a_size_have_about_as_many_parameters():
     for size in ("small", "150m"):
         sizes = [model_size(causal.our_config(name, size, 512)).parameters for name in causal.OURS]
         assert max(sizes) < 1.05 * min(sizes)
-    largest = model_size(causal.our_config("lightnet", "1.45b", 1)).parameters
-    assert largest == pytest.approx(1.452e9, rel=1e-3)  # LightNet, Table 4: 1.45B
+    largest = causal.our_config("lightnet", "1.45b", 1)
+    assert model_size(largest).parameters == pytest.approx(1.452e9, rel=1e-3)
+    assert largest == preset("lightnet_lm_1450m")  # LightNet, Table 4: 1.45B
 
 
 def test_a_cache_grows_with_the_context_and_a_state_does_not():

@@ -351,6 +351,15 @@ def test_a_form_that_fits_one_length_is_refused():
         export_step(model, any_length=True)
 
 
+def test_onnx_has_no_joint_positions(tmp_path):
+    position = ToeplitzPositionConfig(hidden_states=4, bidirectional=True, joint=True)
+    model = image_classifier(mixer=LightNetMixerConfig(num_heads=2), position=position)
+    with pytest.raises(ValueError, match=r"position.joint is True, expected False"):
+        export_onnx(model, tmp_path / "model.onnx")
+    images = torch.randn(2, 1, 8, 18)
+    assert_near(export_program(model).module()(images), model(images))
+
+
 def test_onnx_has_no_crank_nicolson(tmp_path):
     mixer = LinearDiffusionMixerConfig(num_heads=2, scheme="crank_nicolson", **NEAR)
     model = image_classifier(mixer=mixer, mlp=None, position=None)

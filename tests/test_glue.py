@@ -187,7 +187,7 @@ def test_decoupled_decay_is_scaled_only_by_the_schedule():
 
 def test_the_papers_pretraining_decays_decoupled():
     recipes = [name for name in LANGUAGE if name.startswith("c4_")]
-    assert len(recipes) == 8
+    assert len(recipes) == 10
     assert all(LANGUAGE[name]().training.decoupled_weight_decay for name in recipes)
 
 

@@ -21,7 +21,7 @@ from torch.export import Dim, ExportedProgram
 from onescan.checks import check_choice, check_positive
 from onescan.configs import to_dict
 from onescan.layers.mixers import LinearDiffusionMixerConfig
-from onescan.layers.position import AbsolutePositionConfig
+from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition
 from onescan.models.causal_lm import CausalLM
 from onescan.models.image_classifier import ImageClassifier
 from onescan.models.masked_lm import MaskedLM
@@ -115,7 +115,8 @@ def export_onnx(
 
     Raises:
         ValueError: As for `export_program`; also for Crank-Nicolson diffusion, which solves a
-            linear system, and for weights that exceed the 2 GiB of an ONNX file.
+            linear system, for joint Toeplitz positions, and for weights that exceed the 2 GiB of an
+            ONNX file.
         OSError: If the file cannot be written.
     """
     _check(model)
@@ -377,6 +378,10 @@ def _check_onnx(model: Any) -> None:
     if isinstance(mixer, LinearDiffusionMixerConfig) and mixer.scheme != "explicit":
         raise ValueError(
             f"mixer.scheme is {mixer.scheme!r}, expected 'explicit': ONNX has no linear solver"
+        )
+    if any(isinstance(part, ToeplitzPosition) and part.joint for part in model.modules()):
+        raise ValueError(
+            "position.joint is True, expected False: ONNX has no FFT over several axes"
         )
     size = sum(x.numel() * x.element_size() for x in model.state_dict().values())
     if size > MAX_BYTES:

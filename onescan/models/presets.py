@@ -564,7 +564,7 @@ LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "full_rank_gate": {"mixer.gate_rank": None},
         "separate_decay": {"mixer.decay_logits": "offset"},
         "independent_decay": {"mixer.decay_logits": "independent", "mixer.decay_rank": None},
-        "without_tpe_and_lrpe": {"position": None, "mixer.lrpe": False},
+        "without_tpe_and_lrpe": {"mixer.lrpe": False, "position": None},
     }
 )
 # LION, Tables 13, 14 and 16, for LION-s; with_feature_map and without_positions are for the rows of

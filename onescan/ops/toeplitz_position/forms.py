@@ -75,7 +75,7 @@ def fft(
 
 def _period(length: int) -> int:
     """Return the length of a transform in which no lag wraps around; powers of two are fast."""
-    return 1 << (2 * length - 1).bit_length()
+    return 1 << (2 * length - 1).bit_length() if is_known(length) else 2 * length
 
 
 def scan(
@@ -177,13 +177,14 @@ def _joint_kernel(log_decay: Tensor, weight: JointWeights, shape: Sequence[int])
 def _lag_powers(log_decay: DirectedDecays, length: int) -> Tensor:
     """Return exp(|n| log_decay), [directions, D, lags, E], where n has the direction, otherwise 0.
 
-    Lags start at 1 - length, or at 0 if one-directional.
+    Lags start at -length, or at 0 if one-directional.
     """
-    past, *future = (_powers(a, length) for a in log_decay)
+    past, *future = (_powers(a, length + 1) for a in log_decay)
+    past = past[:, :-1]
     if not future:
         return past.unsqueeze(0)
     ahead = F.pad(future[0][:, 1:].flip(1), (0, 0, 0, length))
-    return torch.stack([F.pad(past, (0, 0, length - 1, 0)), ahead])
+    return torch.stack([F.pad(past, (0, 0, length, 0)), ahead])
 
 
 # The kernel and its exponentials. No exponent is above 0.
