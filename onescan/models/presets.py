@@ -316,7 +316,7 @@ def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 _LION_LM = _gpt2(LionMixerConfig(direction="forward"), None)
 _GPT2 = _gpt2(SoftmaxMixerConfig(causal=True), TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS))
 # Linear attention, arXiv:2006.16236, has no decay to encode positions with.
-_LINEAR_LM = _gpt2(
+_LINEAR_GPT2 = _gpt2(
     replace(LINEAR_TRANSFORMERS["linear_attention_scaled"], {"direction": "forward"}),
     TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS),
 )
@@ -504,10 +504,10 @@ _LANGUAGE_ROWS = (
     _Row("transformer_lm_45m", _TRANSFORMER_LM, 6, 512, 8, 44.65),
     _Row("linear_lm_45m", _LINEAR_LM, 6, 512, 8, 44.65),
     _Row("hgrn_lm_46m", _HGRN_LM, 6, 512, 8, 46.25),
-    _Row("tnl_lm_380m", _TNL_LM, 26, 1024, 8, 379.0),
+    _Row("tnl_lm_379m", _TNL_LM, 26, 1024, 8, 379.0),
     _Row("llama_385m", _LLAMA, 26, 1024, 8, 385),
     _Row("lion_s_lm_124m", _LION_LM, 12, 768, 12, 124.0),
-    _Row("linear_attention_lm_124m", _LINEAR_LM, 12, 768, 12, 124.0),
+    _Row("linear_attention_lm_124m", _LINEAR_GPT2, 12, 768, 12, 124.0),
     _Row("gpt2_small", _GPT2, 12, 768, 12, 124.0),
     _Row("mamba_lm_385m", _MAMBA_LM, 50, 1024, 1, 385.0),
     _Row("lightnet_mlm_base", _LIGHTNET_MLM, 16, 768, 12, None),
