@@ -1,8 +1,7 @@
 """The denoiser, its condition, and the parameter counts that decide how it is built."""
 
-from inspect import unwrap
-
 import re
+from inspect import unwrap
 
 import pytest
 import torch
