@@ -218,7 +218,7 @@ def test_fixed_token_positions_are_scaled_sines_and_cosines():
 
 
 LANGUAGE = (
-    "transformer_lm_45m", "linear_lm_45m", "hgrn_lm_46m", "tnl_lm_380m", "llama_385m",
+    "transformer_lm_45m", "linear_lm_45m", "hgrn_lm_46m", "tnl_lm_379m", "llama_385m",
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The denoiser, its condition, and the parameter counts that decide how it is built."""
 
+import re
 from inspect import unwrap
 
 import pytest
@@ -88,7 +89,8 @@ def test_dit_xl_has_the_cost_that_is_published():
 
 
 def test_every_size_and_patch_has_a_preset_of_the_papers_shape():
-    names = [name for name in PRESETS if "dit_" in name]
+    sizes = re.compile(r"(lightnet_)?dit_(s|b|l|xl)_[248]")
+    names = [name for name in PRESETS if sizes.fullmatch(name)]
     assert len(names) == 24
     for name in names:
         config, patch = PRESETS[name].config, int(name[-1])

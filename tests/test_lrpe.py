@@ -112,6 +112,29 @@ def test_shifting_all_positions_changes_no_output(causal, form, rise):
     assert torch.equal(output(torch.tensor(FAR)), far)
 
 
+def test_rotating_pairs_of_channels_is_not_relative_under_additive_decay():
+    """App. A.2: RoPE's rotations do not commute with the decay of each channel; LRPE's do."""
+    q, k, v = (normal(1, 9, 1, 8, seed=seed) for seed in range(3))
+    theta = torch.tensor([1.0, 0.1], dtype=torch.float64)
+
+    def output(start):
+        kv, z, outputs = k.new_zeros(4, 8), k.new_full((4,), -torch.inf), []
+        for t in range(9):
+            angle = torch.block_diag(*(_rotation((start + t) * each) for each in theta))
+            new_z = torch.logaddexp(z, k[0, t, 0, :4])
+            share = (k[0, t, 0, :4] - new_z).exp()
+            kv = (z - new_z).exp()[:, None] * kv + torch.outer(angle @ share, v[0, t, 0])
+            z = new_z
+            outputs.append(kv.T @ angle @ q[0, t, 0, :4])
+        return torch.stack(outputs)
+
+    assert (output(5) - output(0)).abs().amax(dim=1)[1:].min() > 1e-3
+
+
+def _rotation(angle):
+    return torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
+
+
 def test_far_angles_are_right_and_have_the_gradient_of_theta():
     theta = normal(2, 5, dtype=torch.float32).requires_grad_()
     slope = normal(130, 2, 5, dtype=torch.float32, seed=1)

@@ -504,7 +504,7 @@ _LANGUAGE_ROWS = (
     _Row("transformer_lm_45m", _TRANSFORMER_LM, 6, 512, 8, 44.65),
     _Row("linear_lm_45m", _LINEAR_LM, 6, 512, 8, 44.65),
     _Row("hgrn_lm_46m", _HGRN_LM, 6, 512, 8, 46.25),
-    _Row("tnl_lm_380m", _TNL_LM, 26, 1024, 8, 379.0),
+    _Row("tnl_lm_379m", _TNL_LM, 26, 1024, 8, 379.0),
     _Row("llama_385m", _LLAMA, 26, 1024, 8, 385),
     _Row("lion_s_lm_124m", _LION_LM, 12, 768, 12, 124.0),
     _Row("linear_attention_lm_124m", _LINEAR_GPT2, 12, 768, 12, 124.0),
