@@ -147,7 +147,7 @@ class LightNetMixer(Mixer):
         if gate is not None:
             o = o * torch.sigmoid(self.gate_proj(gate))
         o = self.out_proj(o)
-        return masked(o, keep), state
+        return o if keep is None else masked(o, keep), state
 
     def _attend(
         self,

@@ -215,7 +215,7 @@ class LionMixer(Mixer):
         if self.config.gate != "none":
             o = o * self._gate(parts[-1])
         o = self.out_proj(o)
-        return masked(o, keep), state
+        return o if keep is None else masked(o, keep), state
 
     def _decay_outputs(self, x: Hidden, lower_bound: LowerBound | None) -> list[DecayOutput]:
         """Return the decays of each scan; `lower_bound` is for decays that read it."""
