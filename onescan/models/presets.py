@@ -382,7 +382,7 @@ _ROBERTA = _Family(
 _BERT_LIT = _bert(LionMixerConfig(decay=NoDecayConfig(), norm="layer"), _BERT_POSITION)
 _BERT_D, _BERT_S = _bert(_D, None), _bert(_S, None)
 # Hydra's blocks replace those of BERT. Only its embedding has dropout, which this config cannot
-# express, so there is none. LION gives no shape for the large size; 45 blocks match its 334M.
+# express, so there is none. The large size has 45 blocks, as in LION's App. C.5.
 _HYDRA_MLM = _Family(
     MaskedLMConfig(
         mixer=HydraMixerConfig(),
