@@ -1,4 +1,4 @@
-"""Which position encoding learns relative positions on grids with one to four axes?
+"""Which position encodings learn relative positions on grids with one to four axes?
 
 In each example, two marked tokens lie in a grid of random symbols. Along each axis, they are
 equally likely to be neighbors or further apart, and either may come first. For each axis, the model
@@ -95,7 +95,7 @@ class Classifier(nn.Module):
 def examples(
     shape: tuple[int, ...], count: int, rng: torch.Generator
 ) -> tuple[Int[Tensor, "B T"], Targets]:
-    """Draw grids; the targets of each axis are whether the first mark comes first, and neighbors.
+    """Draw grids. The targets of an axis: is the first mark before the second, are they neighbors?
 
     Args:
         shape: Sides of the grid, each at least 3.

@@ -85,7 +85,7 @@ def find_network(name: str) -> Network:
 def axis_of(
     name: str, values: Sequence[str], networks: Sequence[Network], options: Any
 ) -> dict[str, Any]:
-    """Return the sizes of a benchmark, `image_size` or `tokens` of its options, and their meaning.
+    """Return the sizes to measure, from the options, and what they count: image sides or tokens.
 
     Raises:
         ValueError: If some networks classify images and others are language models; `name` and
@@ -104,7 +104,7 @@ def axis_of(
 
 
 def resized(config: Network, size: int) -> Network:
-    """Return the config of the same model for images of this side, or at least so many tokens."""
+    """Return the config of the same model for images of this side or at least this many tokens."""
     if isinstance(config, ImageClassifierConfig):
         return dataclasses.replace(config, image_size=(size, size))
     position = config.position
@@ -114,9 +114,9 @@ def resized(config: Network, size: int) -> Network:
 
 
 def network_case(config: Network, mode: str, size: int, options: Options) -> Case:
-    """Make the case of an image classifier, or of a masked language model.
+    """Make the case of an image classifier or a masked language model.
 
-    A masked language model computes logits of masked tokens, `MASKED` of each `PERIOD`.
+    A masked language model computes logits of the masked tokens, `MASKED` out of every `PERIOD`.
     """
     if not isinstance(config.mixer, SoftmaxMixerConfig):
         check_backend(options)

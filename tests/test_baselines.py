@@ -1,4 +1,4 @@
-"""Baselines of LightNet's tables: HGRN, HGRN-2 and TransNormerLLM as their papers' token loops."""
+"""Baselines of LightNet's tables: HGRN, HGRN2 and TransNormerLLM as their papers' token loops."""
 
 import dataclasses
 import math

@@ -68,7 +68,7 @@ def same(x):
     return x
 
 
-# Table 1: phi, the mixer's gates -> (decay, what multiplies the key or, for HGRN-2, is the key),
+# Table 1: phi, the mixer's gates -> (decay, what multiplies the key or, for HGRN2, is the key),
 # and scale.
 def keeps_all(decay, x):
     return 1, 1

@@ -47,13 +47,13 @@ class RealFirst(NamedTuple):
 class ShortConvolution(nn.Conv1d):
     """Compute y_t = bias + sum_i weight_i x_{t - W + 1 + i} for each channel, with W weights.
 
-    Masked tokens are skipped, so the convolution of the real ones is as if they were not there.
+    Masked tokens are skipped: the output is that of the real tokens alone.
     The weights have the names, shapes and initial values of `nn.Conv1d`.
 
     Args:
         width: Number of channels.
         kernel_size: Number of tokens that are read, W.
-        causal: Read the token and those before it; False reads the same number on both sides.
+        causal: Read the token and those before it; False reads as many tokens on each side.
         bias: Add a bias.
 
     Raises:

@@ -25,7 +25,7 @@ MAX_LOG_RATE = 5.0
 MIN_RATE = 1e-30  # zero-order hold divides by the rate
 GLA_TEMPERATURE = 16
 XLSTM_INPUT_CAP = 15.0
-HALF = 0.5  # of the state, above which log(lambda) is computed from 1 - lambda
+HALF = 0.5  # log(lambda) is computed from 1 - lambda if that is smaller
 HIPPO_STD = 0.1  # standard deviation of initial weights; LION, App. C.2
 
 LogDecay = Float[Tensor, " H"] | Float[Tensor, "B T H"] | Float[Tensor, "B T H K"]
@@ -396,7 +396,7 @@ class RWKV6Decay(Decay):
 
 @dataclass(frozen=True, kw_only=True)
 class HGRN2DecayConfig(DecayConfig):
-    """An input-dependent decay per key channel, with keys 1 - decay (HGRN-2)."""
+    """An input-dependent decay per key channel, with keys 1 - decay (HGRN2)."""
 
     provides_keys: ClassVar[bool] = True
 
@@ -425,7 +425,7 @@ class HGRN2DecayConfig(DecayConfig):
 class HGRN2Decay(Decay):
     """lambda = l + (1 - l) sigmoid(W x + b), k = 1 - lambda = (1 - l) sigmoid(-W x - b).
 
-    Source: HGRN-2, arXiv:2404.07904. The lower bound l is a constant, unless `learned_lower_bound`:
+    Source: HGRN2, arXiv:2404.07904. The lower bound l is a constant, unless `learned_lower_bound`:
     then the model learns it for each block, see `LowerBounds`.
     """
 

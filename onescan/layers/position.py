@@ -39,8 +39,8 @@ class ToeplitzPositionConfig(PositionConfig):
     bidirectional: bool = False
     """Read both directions along each axis; the paper's Eq. 17 reads only earlier positions."""
     joint: bool = False
-    """Use one kernel over all axes (Eq. 16) instead of a sum of one per axis (Eq. 17). The same for
-    one axis, as in text."""
+    """Use one kernel over all axes (Eq. 16) instead of a sum of one per axis (Eq. 17). Both are
+    the same for one axis, as in text."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         check_positive(**{"position.hidden_states": self.hidden_states})

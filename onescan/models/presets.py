@@ -108,9 +108,9 @@ _DEIT = _Family(
 
 
 # The multi-scan baselines of LightNet's Table 1. All scan rows from left to right and back.
-# HGRN and HGRN-2: no class token, biases everywhere, and the widths of GLUs that give the published
-# counts: 2 and 3 times the width. HGRN uses patches of 14 x 14; with them, HGRN-2 would not have
-# 23.8 million parameters. HGRN-2 counts a token once, where its code counts it in both scans.
+# HGRN and HGRN2: no class token, biases everywhere, and the widths of GLUs that give the published
+# counts: 2 and 3 times the width. HGRN uses patches of 14 x 14; with them, HGRN2 would not have
+# 23.8 million parameters. HGRN2 counts a token once, where its code counts it in both scans.
 _HGRN = _Family(
     ImageClassifierConfig(
         patch_size=(14, 14),
@@ -136,7 +136,7 @@ _HGRN2 = _Family(
         pool="mean",
         drop_path=0.0,
     ),
-    "LightNet, arXiv:2405.21022, Table 1; HGRN-2, arXiv:2404.07904",
+    "LightNet, arXiv:2405.21022, Table 1; HGRN2, arXiv:2404.07904",
 )
 # TransNormerLLM (TNL) with RetNet's decays and without rotations. The published counts fit
 # LightNet's gate of rank 64 and norms, and biases in the GLU only.
@@ -382,7 +382,7 @@ _ROBERTA = _Family(
 _BERT_LIT = _bert(LionMixerConfig(decay=NoDecayConfig(), norm="layer"), _BERT_POSITION)
 _BERT_D, _BERT_S = _bert(_D, None), _bert(_S, None)
 # Hydra's blocks replace those of BERT. Only its embedding has dropout, which this config cannot
-# express, so there is none. LION gives no shape for the large size; 45 blocks match its 334M.
+# express, so there is none. The large size has 45 blocks, as in LION's App. C.5.
 _HYDRA_MLM = _Family(
     MaskedLMConfig(
         mixer=HydraMixerConfig(),

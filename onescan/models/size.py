@@ -41,7 +41,7 @@ def parameters_by_part(config: ModelConfig) -> dict[str, int]:
     """Count the parameters of each part of a model, without allocating.
 
     Parts are the model's modules, such as "embedding" and "head", and the modules of a block summed
-    over all blocks, such as "blocks.mixer". Shared weights count for the part that comes first.
+    over all blocks, such as "blocks.mixer". Shared weights are counted in the first one.
     """
     with torch.device("meta"):
         model = config.build()

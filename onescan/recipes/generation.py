@@ -207,6 +207,6 @@ RECIPES = table(
             "10; not run yet.",
             LIGHTNET,
         )
-        for kind, title in (("retnet", "RetNet"), ("hgrn2", "HGRN-2"))
+        for kind, title in (("retnet", "RetNet"), ("hgrn2", "HGRN2"))
     ),
 )

@@ -175,8 +175,8 @@ class GlueRunsConfig:
     batch_size: int | None = None
     """Examples per optimizer step; by default the recipe's."""
     learning_rate: float | None = None
-    """Peak learning rate; by default the recipe's. With the recipe lightnet, the only one to
-    train with."""
+    """Peak learning rate; by default the recipe's. With the recipe lightnet, only this rate is
+    tried."""
     precision: Precision | None = None
     """Precision of matrix products; by default the recipe's."""
     machine: MachineConfig = field(default_factory=MachineConfig)

@@ -128,7 +128,7 @@ LIGHTNET_TRAINING = TrainingConfig(
     precision="bfloat16",
 )
 # The baselines of LightNet's Table 1. TransNormerLLM (TNL) is trained like LightNet. HGRN and
-# HGRN-2 differ by the settings of the scripts in OpenNLPLab/HGRN and OpenNLPLab/HGRN2.
+# HGRN2 differ by the settings of the scripts in OpenNLPLab/HGRN and OpenNLPLab/HGRN2.
 HGRN_TRAINING = replace(LIGHTNET_TRAINING, warmup=10 / 300)
 HGRN2_TINY_TRAINING = replace(LIGHTNET_TRAINING, batch_size=1024, learning_rate=7.5e-4)
 HGRN2_SMALL_TRAINING = replace(HGRN_TRAINING, learning_rate=7.5e-4, weight_decay=0.1)
@@ -244,8 +244,8 @@ RECIPES = table(
             ("tnl", "TransNormerLLM", "tiny", 6.0, LIGHTNET_TRAINING),
             ("tnl", "TransNormerLLM", "small", 22.6, LIGHTNET_TRAINING),
             ("tnl", "TransNormerLLM", "base", 87.6, replace(LIGHTNET_TRAINING, weight_decay=0.1)),
-            ("hgrn2", "HGRN-2", "tiny", 6.1, HGRN2_TINY_TRAINING),
-            ("hgrn2", "HGRN-2", "small", 23.8, HGRN2_SMALL_TRAINING),
+            ("hgrn2", "HGRN2", "tiny", 6.1, HGRN2_TINY_TRAINING),
+            ("hgrn2", "HGRN2", "small", 23.8, HGRN2_SMALL_TRAINING),
         )
     ),
     *(

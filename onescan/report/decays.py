@@ -24,7 +24,7 @@ from onescan.report.runs import RunGroup
 DECAYS = "Learned decays"
 DECAY_EXAMPLES = 32
 SCANS = ("Along rows", "Along columns")  # the last axis is scanned first
-LEAST_DECAY, MOST_DECAY = 0.001, 0.99999  # values beyond are drawn here
+LEAST_DECAY, MOST_DECAY = 0.001, 0.99999  # values outside are drawn at the edge
 LAMBDAS = (0.001, 0.1, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9999)
 DECAY_MARGIN = 1.4  # factor by which the axis extends beyond the values
 HALF_WIDTH, TWO_THIRDS = 560, 768  # CSS pixels
@@ -123,7 +123,7 @@ def decay_dots(
 
     Args:
         quantiles: Low, median and high half-life over a head's channels, in tokens.
-        limits: Of the vertical axis.
+        limits: Limits of the vertical axis.
         width: In CSS pixels.
     """
     low, median, high = quantiles

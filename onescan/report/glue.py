@@ -135,7 +135,7 @@ def glue_table(outcome: GlueOutcome) -> str:
 
 
 def chosen_note(outcome: GlueOutcome) -> str:
-    """Say how the learning rates were chosen, and what this does to the scores."""
+    """Describe how the learning rates were chosen, and how this affects the scores."""
     rates = sorted({rate for scores in outcome.tried.values() for rate in scores}, reverse=True)
     return (
         f"Scores are the best of {len(rates)} learning rates "

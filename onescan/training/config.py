@@ -101,7 +101,7 @@ class TrainingConfig:
 
     @property
     def micro_batch_size(self) -> int:
-        """Examples that are read at a time; a step of a growing batch size reads several times."""
+        """Examples read at a time. If the batch size grows, a step reads several micro-batches."""
         return self.batch_size if self.initial_batch_size is None else self.initial_batch_size
 
     def _check_ramp(self, initial: int) -> None:

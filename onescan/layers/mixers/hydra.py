@@ -93,7 +93,7 @@ class HydraMixer(Mixer):
         return masked(order.restore(self._mix(x, real)), keep), None
 
     def _mix(self, x: Hidden, real: Keep | None) -> Hidden:
-        """Mix tokens of which the first ones are real, `real`, and the others zero."""
+        """Mix tokens whose first ones are real (`real` is True), and whose others are zero."""
         z, u = self.in_proj(x).split(self.in_widths, dim=-1)
         u = F.silu(self.conv(u)[0])
         u, *keys = u.split([self.in_widths[0], *self.key_widths], dim=-1)
@@ -107,7 +107,7 @@ class HydraMixer(Mixer):
     def _strictly_before_and_after(
         self, x: Hidden, keys: list[Tensor], v: Values, real: Keep | None
     ) -> Values:
-        """Compute both directions in one causal call, with the reversed tokens along the batch."""
+        """Compute both directions in one causal call, the reversed tokens appended to the batch."""
         config = self.config
         forward, backward = keys[:2], keys[-2:]
         k, q = (

@@ -61,7 +61,7 @@ class LionMixerConfig(DirectedMixerConfig):
     feature_map: FeatureMapName = "shifted_silu"
     """Feature map of queries and keys."""
     value_map: FeatureMapName = "identity"
-    """Activation of values; "silu" in HGRN-2."""
+    """Activation of values; "silu" in HGRN2."""
     decay: DecayConfig = field(default_factory=SelectiveDecayConfig)
     """Decay of the state."""
     normalize: Normalize = "sum"

@@ -168,7 +168,7 @@ class SelectiveSSM(nn.Module):
         return o, MambaState(window, new_state)
 
     def _form(self, x: Hidden) -> Form:
-        # compilers unroll loops over tokens
+        # Compilers unroll the loop over tokens.
         is_slow = x.is_cuda or torch.compiler.is_compiling()
         return "recurrent" if self.config.form == "auto" and not is_slow else self.config.form
 

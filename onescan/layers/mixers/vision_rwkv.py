@@ -21,7 +21,7 @@ from onescan.ops.decay_attention import Form
 from onescan.ops.numerics import safe_divide, to_accumulation_dtype
 from onescan.shapes import Grid, Hidden, Keep
 
-MAX_GROWTH = 40.0  # of weights with the distance, in the exponent; exp(88) overflows float32
+MAX_GROWTH = 40.0  # largest growth of weights with distance, as a log; exp(89) overflows
 
 Part = Literal["spatial", "channel", "alternating"]
 Channels = Float[Tensor, " D"]
@@ -66,7 +66,7 @@ class VisionRWKVMixerConfig(MixerConfig):
 
 
 class _ShiftMixer(Mixer):
-    """The common part: inputs that are weighted means of a token and its neighbors."""
+    """Base class of both mixers: inputs are weighted means of a token and its neighbors."""
 
     no_weight_decay = frozenset({"shift_mix"})
     powers: tuple[float, ...]  # initial weights of x for each input: share of the channel ** power
