@@ -369,8 +369,9 @@ def test_other_tasks_have_no_pictures(tmp_path):
 
 
 def test_recipes_have_the_settings_of_the_paper():
-    """Table 12, column IG."""
+    """Table 12, column IG; Table 3 trains its own model longer."""
     names = [name for name in RECIPES if name.startswith("imagenet_lightnet_dit")]
+    names.remove("imagenet_lightnet_dit_xl_672m")
     assert len(names) == 12
     for name in names:
         run = find_recipe(name)()

@@ -99,8 +99,8 @@ def _ramp(config: TrainingConfig, total: int) -> tuple[int, ...] | None:
     grows with time.
 
     >>> config = TrainingConfig(batch_size=32, initial_batch_size=8, batch_size_ramp=0.5)
-    >>> _ramp(config, 32)  # batches of 1, 1, 1, 1, 2, 2, 3, 4, 4 ... times 8
-    (0, 1, 2, 3, 4, 6, 8, 11, 13, 16, 20, 24, 28, 32)
+    >>> _ramp(config, 32)  # batches of 1, 1, 1, 1, 2, 2, 3, 3, 4, 4 ... times 8
+    (0, 1, 2, 3, 4, 6, 8, 11, 14, 18, 22, 26, 30, 32)
     """
     if config.initial_batch_size is None:
         return None
