@@ -15,6 +15,7 @@ import statistics
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,13 @@ from onescan.shapes import Grid
 
 SHAPES = {1: (64,), 2: (8, 8), 3: (4, 4, 4), 4: (3, 3, 3, 3)}
 SYMBOLS = 8  # other tokens; the two marks are tokens 8 and 9
-ENCODINGS = {"both": (True, True), "MD-TPE": (True, False), "MD-LRPE": (False, True), "none": ()}
+Encoding = Literal["both", "MD-TPE", "MD-LRPE", "none"]
+ENCODINGS: dict[Encoding, tuple[bool, bool]] = {  # whether MD-TPE and MD-LRPE are used
+    "both": (True, True),
+    "MD-TPE": (True, False),
+    "MD-LRPE": (False, True),
+    "none": (False, False),
+}
 TARGETS = ("order", "distance")
 TEST_EXAMPLES = 2048
 
@@ -44,10 +51,10 @@ Accuracies = dict[str, float]  # by target
 class Options:
     """Options of the experiment."""
 
-    axes: tuple[int, ...] = tuple(SHAPES)
+    axes: tuple[Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)
     """Numbers of axes."""
-    encodings: tuple[str, ...] = tuple(ENCODINGS)
-    """Position encodings: both, MD-TPE, MD-LRPE or none."""
+    encodings: tuple[Encoding, ...] = ("both", "MD-TPE", "MD-LRPE", "none")
+    """Position encodings."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Random seeds."""
     steps: int = 400
@@ -111,11 +118,13 @@ def examples(
     return tokens, targets
 
 
-def accuracies(shape: tuple[int, ...], encoding: str, seed: int, options: Options) -> Accuracies:
+def accuracies(
+    shape: tuple[int, ...], encoding: Encoding, seed: int, options: Options
+) -> Accuracies:
     """Train a model and return the accuracy of each target on new examples, averaged over axes."""
     torch.manual_seed(seed)
     rng = torch.Generator().manual_seed(seed)
-    tpe, lrpe = ENCODINGS[encoding] or (False, False)
+    tpe, lrpe = ENCODINGS[encoding]
     model = Classifier(shape, tpe=tpe, lrpe=lrpe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(

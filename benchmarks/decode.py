@@ -1,6 +1,7 @@
 """Time and memory of one more token after a context: a state of constant size, or a growing cache.
 
 python benchmarks/decode.py
+
 python benchmarks/decode.py --candidates lion_s lion_s_without_state softmax softmax_without_cache
 
 No text is processed. A linear state has the same size after any number of tokens, so the

@@ -1,8 +1,11 @@
 """Time and memory of models and of the forms of their mixers, over image or text sizes.
 
 python benchmarks/forms.py lion_d_base
+
 python benchmarks/forms.py lion_d_base --candidates full chunk-64
+
 python benchmarks/forms.py lion_d_base/recurrent deit_base
+
 python benchmarks/forms.py lion_s_mlm_large bert_large --tokens 128 512 2048
 
 Candidates are the forms that a model supports, the chunk form with each of --chunk-sizes, or the

@@ -1,7 +1,9 @@
 """Models in inference and training, with random weights on random images or tokens.
 
 python benchmarks/models.py
+
 python benchmarks/models.py --candidates deit_base lion_lit_base lion_d_base lion_s_base
+
 python benchmarks/models.py --candidates bert_large lion_d_mlm_large lion_s_mlm_large
 
 Candidates are the image classifiers that `onescan models` lists and timm's timm/deit_tiny,

@@ -392,6 +392,7 @@ def test_another_run_in_the_folder_is_not_overwritten(runs, capsys):
         (["show", "digits", "foo"], "'digits foo'"),
         (["recipes", "nothing"], "'nothing'"),
         (["models", "nothing"], "'nothing'"),
+        (["models", "lightnte_tiny"], "perhaps you meant 'lightnet_tiny'"),
         (["trian"], "command 'trian' is unknown (perhaps you meant 'train')"),
         (["bench"], "command 'bench' is unknown"),
         (["train", "digit"], "recipe 'digit' is unknown (perhaps you meant 'digits')"),

@@ -136,7 +136,7 @@ def test_a_recipe_of_a_paper_has_its_model_size(name):
     [
         ("150m", 26 * 8, 100e9),
         ("379m", 15 * 8, 10e9),
-        ("380m", 15 * 8, 10e9),
+        ("380m", 15 * 8, 100e9),
         ("1b", 10 * 16, 300e9),
         ("3b", 36 * 48, 300e9),
     ],
@@ -196,6 +196,6 @@ def test_a_run_is_evaluated_on_its_validation_and_on_its_test_split(tmp_path, ca
     assert perplexity("--split", "test") == pytest.approx(expected, abs=1e-3)
     assert abs(expected - trained["perplexity"]) > 1
     assert main(["evaluate", str(folder), "--split", "dev"]) == 2
-    assert "data.test_split is 'dev', but" in capsys.readouterr().err
+    assert "--split is 'dev', but" in capsys.readouterr().err
     assert main(["evaluate", str(folder), "--split", "test", "--lengths", "16"]) == 2
     assert "split is test, but is not supported with --lengths" in capsys.readouterr().err

@@ -153,9 +153,12 @@ def test_mlps():
     torch.testing.assert_close(mlp(x), want)
 
 
-def test_a_hidden_width_is_a_multiple_of_a_positive_number():
-    with pytest.raises(ValueError, match="multiple_of"):
-        MLPConfig(multiple_of=0).build(width=6)
+@pytest.mark.parametrize(
+    ("field", "value"), [("multiple_of", 0), ("ratio", -1.0), ("ratio", float("nan"))]
+)
+def test_hidden_widths_are_positive(field, value):
+    with pytest.raises(ValueError, match=rf"mlp\.{field} is {value}, expected a number above 0"):
+        GLUConfig(**{field: value}).build(width=6)
 
 
 def test_drop_path_keeps_the_mean_and_drops_whole_samples():

@@ -76,8 +76,9 @@ def test_masked_tokens_give_and_get_nothing(config_class):
     x = tokens(2, GRID.tokens)
     keep = torch.rand(2, GRID.tokens) < 0.6
     y, _ = mixer(x, GRID, keep=keep)
-    other = torch.where(keep.unsqueeze(-1), x, tokens(2, GRID.tokens))
-    torch.testing.assert_close(mixer(other, GRID, keep=keep)[0], y)
+    for anything in (tokens(2, GRID.tokens), torch.full_like(x, torch.nan)):
+        other = torch.where(keep.unsqueeze(-1), x, anything)
+        torch.testing.assert_close(mixer(other, GRID, keep=keep)[0], y)
     assert (y[~keep] == 0).all()
     torch.testing.assert_close(mixer(x, GRID, keep=torch.ones_like(keep))[0], mixer(x, GRID)[0])
 
@@ -311,8 +312,16 @@ def test_key_importance_is_a_share():
         ),
         ({"gate_rank": 0}, 1, "gate_rank is 0"),
         ({"decay_rank": 0}, 1, "decay_rank is 0"),
+        ({"chunk_size": 0}, 1, "chunk_size is 0"),
     ],
 )
 def test_impossible_fields_are_refused(fields, axes, message):
     with pytest.raises(ValueError, match=message):
         LightNetMixerConfig(**{"num_heads": 3, **fields}).build(width=WIDTH, axes=axes)
+
+
+def test_unknown_forms_are_refused():
+    config = LightNetMixerConfig(num_heads=HEADS)
+    object.__setattr__(config, "form", "fast")  # past the type checks of the tests
+    with pytest.raises(ValueError, match="form 'fast' is unknown; there are: auto, one_scan"):
+        config.build(width=WIDTH, axes=1)

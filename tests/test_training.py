@@ -323,6 +323,8 @@ def test_an_unknown_device_is_refused(tmp_path, device):
         ("initial_lr_ratio", -0.1),
         ("initial_batch_size", 0),
         ("initial_batch_size", 6),
+        ("batch_size_ramp", math.nan),
+        ("batch_size_ramp", 1.5),
         ("final_lr_ratio", 1.1),
         ("max_grad_norm", 0.0),
         ("seed", -1),

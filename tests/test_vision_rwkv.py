@@ -1,5 +1,7 @@
 """Vision-RWKV: its attention against the paper's sums, its shift, and its two kinds of blocks."""
 
+import math
+
 import pytest
 import torch
 
@@ -150,6 +152,19 @@ def test_models_alternate_between_spatial_and_channel_mixing():
     assert parts == ["spatial", "channel", "spatial", "channel"]
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 5)
     assert model.blocks[0].mlp is None
+
+
+@over_parts
+def test_initial_values_are_those_of_the_originals_first_block(part):
+    mixer = MIXERS["vision_rwkv"](num_heads=HEADS, part=part).build(width=WIDTH, axes=2)
+    share = torch.arange(WIDTH) / WIDTH
+    r, *others = mixer.shift_mix
+    torch.testing.assert_close(r, share.sqrt() if part == "spatial" else share)
+    assert all(torch.equal(mix, share) for mix in others)
+    if part == "spatial":
+        assert [mixer.decay[0], mixer.decay[-1]] == [-5, 3]
+        near = torch.tensor([0.0, 0.5, -0.5]) + math.log(0.3)
+        torch.testing.assert_close(mixer.bonus[:3], near, atol=0.005, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

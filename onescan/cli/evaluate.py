@@ -93,7 +93,7 @@ def _evaluate_run(options: Any) -> None:
 
     checkpoint = load(options.checkpoint)
     run, device = checkpoint.config, choose_device(options.device, Ranks())
-    task = run.task.build(_with_split(run.data, options.split).build())
+    task = run.task.build(_build_data(run.data, options.split))
     evaluation = evaluate_model(
         checkpoint.model.to(device),
         task,
@@ -108,13 +108,16 @@ def _evaluate_run(options: Any) -> None:
         echo(f"skipped {evaluation.left_out} unreadable {task.unit}")
 
 
-def _with_split(data: OptionsT, split: str | None) -> OptionsT:
-    """Return a data config that evaluates on another split."""
+def _build_data(data: Any, split: str | None) -> Any:
+    """Build a run's data, with another split to evaluate on if one is given."""
     if split is None:
-        return data
+        return data.build()
     if not hasattr(data, "test_split"):
         raise ValueError(f"split is {split!r}, but {type(data).__name__} has no named splits")
-    return dataclasses.replace(data, test_split=split)  # type: ignore[type-var]
+    try:
+        return dataclasses.replace(data, test_split=split).build()
+    except ValueError as error:
+        raise ValueError(str(error).replace("data.test_split", "split")) from error
 
 
 def _evaluate_lengths(options: Any) -> None:

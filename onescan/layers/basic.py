@@ -48,7 +48,7 @@ class MLPConfig:
         >>> MLPConfig(ratio=8 / 3).hidden_width(1024), MLPConfig(ratio=0.29).hidden_width(100)
         (2730, 29)
         """
-        check_positive(**{"mlp.multiple_of": self.multiple_of})
+        check_positive(**{"mlp.ratio": self.ratio, "mlp.multiple_of": self.multiple_of})
         hidden = math.floor(width * self.ratio + 1e-6)  # 0.29 * 100 is slightly less than 29
         return math.ceil(hidden / self.multiple_of) * self.multiple_of
 

@@ -462,7 +462,7 @@ _IMAGE_ROWS = (
     _Row("hydra_base", _HYDRA, 24, 768, 24, 91.0),
 )
 # Parameter counts are for patches of 2 x 2. Each size is available with every patch size, such as
-# lightnet_dit_s_2. The published 33M of LightNet-S and DiT-S are 33.53, truncated, and 32.96,
+# lightnet_dit_s_2. The published 33M of LightNet-S and DiT-S are 33.53, truncated, and 32.87,
 # rounded.
 _DENOISER_ROWS = (
     _Row("lightnet_dit_s", _LIGHTNET_DIT, 18, 384, 6, 33),

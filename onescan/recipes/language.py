@@ -375,7 +375,7 @@ RECIPES = table(
             # rows are "batch size per GPU" times GPUs
             ("150m", "0.15B", 26 * 8, 100, "v1, Table 10", ""),
             ("379m", "379M", 15 * 8, 10, "Table 6", NO_SHARE),
-            ("380m", "0.385B", 15 * 8, 10, "v1, Table 10", ""),
+            ("380m", "0.385B", 15 * 8, 100, "v1, Table 10", ""),
             ("1b", "1B", 10 * 16, 300, "Table 13", ""),
             ("3b", "3B", 36 * 48, 300, "Table 13", ""),
         )

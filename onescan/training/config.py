@@ -49,7 +49,7 @@ class TrainingConfig:
     """Term that AdamW adds to the denominator for numerical stability."""
     warmup: float = 0.05
     """Length of the linear warm-up: a fraction of all steps if below 1, otherwise a number of
-    steps."""
+    steps, or of batches of initial_batch_size if the batch size grows."""
     initial_lr_ratio: float = 0.0
     """Learning rate at the beginning of the warm-up, as a fraction of the peak."""
     schedule: Schedule = "cosine"
@@ -85,6 +85,11 @@ class TrainingConfig:
         for name in ("initial_lr_ratio", "final_lr_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"training.{name} is {getattr(self, name)}, expected 0 to 1")
+        if not 0 < self.batch_size_ramp <= 1:
+            raise ValueError(
+                f"training.batch_size_ramp is {self.batch_size_ramp}, expected above 0 and at most "
+                "1"
+            )
         if self.initial_batch_size is not None:
             self._check_ramp(self.initial_batch_size)
         check_choice("training.precision", self.precision, get_args(Precision))
@@ -104,11 +109,6 @@ class TrainingConfig:
             raise ValueError(
                 f"training.initial_batch_size is {initial}, expected a divisor of "
                 f"training.batch_size {self.batch_size}"
-            )
-        if not 0 < self.batch_size_ramp <= 1:
-            raise ValueError(
-                f"training.batch_size_ramp is {self.batch_size_ramp}, expected above 0 and at most "
-                "1"
             )
         if self.steps is not None:
             raise ValueError(

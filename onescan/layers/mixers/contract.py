@@ -124,7 +124,7 @@ class Mixer(nn.Module, ABC):
         Args:
             x: Tokens, already normalized unless the mixer `normalizes_input`.
             grid: Layout of the tokens. Later calls of a causal mixer continue the first one.
-            keep: True for real tokens. Other tokens have zero output and are not read.
+            keep: True for real tokens. Other tokens have zero output, are not read and may be NaN.
             state: State returned by a previous call, for causal mixers only. None at the beginning.
 
         Returns:
@@ -140,6 +140,11 @@ class Mixer(nn.Module, ABC):
 
     def init_weights(self) -> None:
         """Initialize weights for which the model's default is unsuitable; models call this last."""
+
+
+def masked(x: Hidden, keep: Keep | None) -> Hidden:
+    """Set all tokens but the real ones to zero, even if they are NaN."""
+    return x if keep is None else x.masked_fill(~keep.unsqueeze(-1), 0)
 
 
 def flipped(x: Tensor | None) -> Any:

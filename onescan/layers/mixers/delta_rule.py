@@ -9,7 +9,7 @@ from torch import nn
 
 from onescan.checks import check_choice, check_positive
 from onescan.layers.basic import NormName, build_norm
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped
+from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
 from onescan.ops.delta_rule import DeltaState, Form, delta_rule
 from onescan.shapes import Grid, Hidden, Keep, Keys
 
@@ -72,7 +72,7 @@ class DeltaRuleMixer(Mixer):
         )  # fmt: skip
         o = (flipped(o) if backward else o).flatten(-2)
         o = self.out_proj(self.norm(o))
-        o = o if keep is None else o * keep.unsqueeze(-1)
+        o = masked(o, keep)
         return o, new_state if config.is_causal else None
 
 

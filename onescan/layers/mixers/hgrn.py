@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_positive
 from onescan.layers.basic import EPS
 from onescan.layers.decays import bounded_decay, small_linear
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, MixerConfig, flipped
+from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, MixerConfig, flipped, masked
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.lrpe import lrpe_angles, lrpe_frequencies
 from onescan.ops.numerics import to_accumulation_dtype
@@ -86,6 +86,7 @@ class HGRNMixer(Mixer):
         """Mix the tokens; see `Mixer.forward`. Without `lower_bound`, the bound is 0."""
         if state is not None:
             self.config.check_state(state, grid)
+        x = masked(x, keep)
         c, gate = self.in_proj(x).split(self.in_widths, dim=-1)
         c, z = to_accumulation_dtype(F.silu(c), self.decay_proj(x))
         c = c.unflatten(-1, (2, -1)).mT  # B T D 2
@@ -101,7 +102,7 @@ class HGRNMixer(Mixer):
             h = h + self._scan_backward(c, enter, log_decay, theta[1], keep)
         o = self.norm(h.mT.flatten(-2).to(self.norm.weight.dtype))
         o = self.out_proj(o * F.silu(gate))
-        return o if keep is None else o * keep.unsqueeze(-1), new_state
+        return masked(o, keep), new_state
 
     def _scan(
         self,

@@ -11,7 +11,7 @@ from onescan.checks import check_choice, check_positive
 from onescan.layers.basic import build_norm
 from onescan.layers.convolution import RealFirst, ShortConvolution
 from onescan.layers.decays import Mamba2Decay
-from onescan.layers.mixers.contract import Mixer, MixerConfig, flipped
+from onescan.layers.mixers.contract import Mixer, MixerConfig, flipped, masked
 from onescan.ops.decay_attention import Form, decay_attention
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.shapes import Grid, Hidden, Keep, Values
@@ -89,8 +89,8 @@ class HydraMixer(Mixer):
         # The convolution and the shift read neighbors, so the real tokens are moved together.
         order = RealFirst.of(keep)
         real = torch.arange(x.shape[1], device=x.device) < keep.sum(dim=1, keepdim=True)
-        x = order.collect(x.masked_fill(~keep.unsqueeze(-1), 0))
-        return order.restore(self._mix(x, real)) * keep.unsqueeze(-1), None
+        x = order.collect(masked(x, keep))
+        return masked(order.restore(self._mix(x, real)), keep), None
 
     def _mix(self, x: Hidden, real: Keep | None) -> Hidden:
         """Mix tokens whose first ones are real (`real` is True), and whose others are zero."""

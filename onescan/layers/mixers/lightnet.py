@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.basic import NormName, build_norm
-from onescan.layers.mixers.contract import Mixer, MixerConfig
+from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
@@ -59,6 +59,8 @@ class LightNetMixerConfig(MixerConfig):
                 f"head width {head_width} (width {width}, num_heads {self.num_heads}) leaves an "
                 f"axis of {axes} without features for lrpe"
             )
+        check_choice("form", self.form, get_args(Form))
+        check_positive(chunk_size=self.chunk_size)
         check_choice("decay_logits", self.decay_logits, ["shared", "offset", "independent"])
         if not self.decay and self.decay_logits != "shared":
             raise ValueError(
@@ -145,7 +147,7 @@ class LightNetMixer(Mixer):
         if gate is not None:
             o = o * torch.sigmoid(self.gate_proj(gate))
         o = self.out_proj(o)
-        return o if keep is None else o * keep.unsqueeze(-1), state
+        return o if keep is None else masked(o, keep), state
 
     def _attend(
         self,

@@ -31,7 +31,7 @@ from onescan.layers.decays import (
     SelectiveDecayConfig,
     XLSTMDecayConfig,
 )
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped
+from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
 from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
 from onescan.layers.tokens import Order, snake_orders
 from onescan.ops.decay_attention import DecayAt, DecayState, Form, decay_attention
@@ -215,7 +215,7 @@ class LionMixer(Mixer):
         if self.config.gate != "none":
             o = o * self._gate(parts[-1])
         o = self.out_proj(o)
-        return o if keep is None else o * keep.unsqueeze(-1), state
+        return o if keep is None else masked(o, keep), state
 
     def _decay_outputs(self, x: Hidden, lower_bound: LowerBound | None) -> list[DecayOutput]:
         """Return the decays of each scan; `lower_bound` is for decays that read it."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_positive
 from onescan.layers.convolution import ShortConvolution, Window
 from onescan.layers.decays import MambaDecayConfig
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped
+from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.shapes import Grid, Hidden, Keep, Keys
@@ -109,7 +109,7 @@ class MambaMixer(Mixer):
             self.check_state(state, MambaState, causal=config.is_causal)
         prefix = grid.prefix if config.prefix_position == "middle" else 0
         half = (x.shape[1] - prefix) // 2
-        x, real = (_swapped(y, prefix, half) for y in (x, keep))
+        x, real = (_swapped(y, prefix, half) for y in (masked(x, keep), keep))
         u, *gates = self.in_proj(x).split(self.in_widths, dim=-1)
         outputs: list[Tensor] = []
         new_state: Any = None
@@ -122,8 +122,7 @@ class MambaMixer(Mixer):
         for z in gates:
             y = y * F.silu(z)
         o = _swapped(self.out_proj(y.to(x.dtype)), half, prefix)
-        o = o if keep is None else o * keep.unsqueeze(-1)
-        return o, new_state if config.is_causal else None
+        return masked(o, keep), new_state if config.is_causal else None
 
 
 class SelectiveSSM(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
 from onescan.layers.decays import RWKV6DecayConfig
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped
+from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.shapes import Grid, Hidden, Keep, Keys, Pooled, Queries, Values
@@ -126,8 +126,7 @@ class RWKV6Mixer(Mixer):
         if state is not None:
             config.check_state(state, grid)
             self.check_state(state, RWKV6State, causal=config.is_causal)
-        if keep is not None:  # masked tokens may contain NaN
-            x = x.masked_fill(~keep.unsqueeze(-1), 0)
+        x = masked(x, keep)
         backward = config.direction == "backward"
         if backward:
             x, keep = flipped(x), flipped(keep)
@@ -146,7 +145,7 @@ class RWKV6Mixer(Mixer):
         o = o.flatten(-2).to(self.norm.weight.dtype)
         o = self.norm(o.flatten(0, 1)).view(o.shape)
         y = self.out_proj(o * F.silu(self.gate_proj(g)))
-        y = y if keep is None else y * keep.unsqueeze(-1)
+        y = masked(y, keep)
         if attention is None:
             return flipped(y) if backward else y, None
         return y, RWKV6State(attention, last_token)

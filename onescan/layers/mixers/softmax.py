@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from onescan.checks import check_choice
-from onescan.layers.mixers.contract import Mixer, MixerConfig
+from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.lrpe import lrpe_angles
 from onescan.ops.numerics import accumulation_dtype
@@ -87,7 +87,10 @@ class SoftmaxMixer(Mixer):
         if state is not None:
             self.check_state(state, SoftmaxState, causal=self.causal)
         q, k, v = rearrange(
-            self.in_proj(x), "b t (three h k) -> three b h t k", three=3, h=self.num_heads
+            self.in_proj(masked(x, keep)),
+            "b t (three h k) -> three b h t k",
+            three=3,
+            h=self.num_heads,
         )
         q, k = self.feature_map(q), self.feature_map(k)
         if self.rotary:
@@ -106,7 +109,7 @@ class SoftmaxMixer(Mixer):
             dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
         o = self.out_proj(rearrange(o, "b h t v -> b t (h v)"))
-        o = o if keep is None else o * keep.unsqueeze(-1)
+        o = masked(o, keep)
         return o, SoftmaxState(k, v, real) if self.causal and real is not None else None
 
     def _mask(self, real: Tensor | None, rows: int) -> Tensor | None:

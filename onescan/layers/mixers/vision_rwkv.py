@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.mixers.contract import Mixer, MixerConfig, flipped
+from onescan.layers.mixers.contract import Mixer, MixerConfig, flipped, masked
 from onescan.layers.mixers.rwkv6 import read_before_write
 from onescan.ops.decay_attention import Form
 from onescan.ops.numerics import safe_divide, to_accumulation_dtype
@@ -85,8 +85,7 @@ class _ShiftMixer(Mixer):
 
     def _shifted(self, x: Hidden, grid: Grid, keep: Keep | None) -> list[Hidden]:
         """Return x mu + Q-Shift(x) (1 - mu) for each input."""
-        if keep is not None:  # masked tokens are outside the grid and may contain NaN
-            x = x.masked_fill(~keep.unsqueeze(-1), 0)
+        x = masked(x, keep)  # masked tokens are outside the grid
         shifted = quad_shift(x, grid)
         return [shifted + (x - shifted) * mix for mix in self.shift_mix]
 
@@ -131,7 +130,7 @@ class SpatialMixer(_ShiftMixer):
             form=self.config.form, chunk_size=self.config.chunk_size,
         )  # fmt: skip
         y = self.out_proj(gate * o.to(gate.dtype))
-        return y if keep is None else y * keep.unsqueeze(-1), None
+        return masked(y, keep), None
 
 
 class ChannelMixer(_ShiftMixer):
@@ -141,7 +140,7 @@ class ChannelMixer(_ShiftMixer):
     parameters matches the published one.
     """
 
-    powers = (0.5, 1)  # r, k
+    powers = (1, 1)  # r, k
 
     def __init__(self, config: VisionRWKVMixerConfig, width: int) -> None:
         super().__init__(config, width)
@@ -159,7 +158,7 @@ class ChannelMixer(_ShiftMixer):
         r, k = self._shifted(x, grid, keep)
         hidden = F.relu(self.up_proj(k)).square()
         y = torch.sigmoid(self.gate_proj(r)) * self.down_proj(hidden)
-        return y if keep is None else y * keep.unsqueeze(-1), None
+        return masked(y, keep), None
 
 
 def bi_wkv(
@@ -180,7 +179,7 @@ def bi_wkv(
     Computed as linear attention with keys exp(k), where each channel is a head with one key channel
     and the values v and 1. A negative w lets weights grow with the distance, by exp(40) at most.
 
-    Source: Vision-RWKV, arXiv:2403.02308, Sec. 3 (Bi-WKV).
+    Source: Vision-RWKV, arXiv:2403.02308, Sec. 3 (Bi-WKV). The released code also divides u by T.
 
     Args:
         k: Logits of the weights.
