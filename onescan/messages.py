@@ -4,7 +4,7 @@ This module does not import torch, so that the command line can use it without t
 """
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 CONTROLS = ("Cc", "Cs")  # Unicode categories: control characters and surrogates
@@ -23,9 +23,13 @@ def unknown_choice(name: str, value: object, choices: Iterable[object]) -> Value
 def hint(value: object, choices: Iterable[object]) -> str:
     """Return the end of a message about an unknown name: the closest match and all choices."""
     known = [str(choice) for choice in choices]
-    near = get_close_matches(str(value), known, n=1)
-    closest = f" (perhaps you meant {near[0]!r})" if near else ""
-    return f"{closest}; there are: {', '.join(known) or 'none'}"
+    return f"{closest(value, known)}; there are: {', '.join(known) or 'none'}"
+
+
+def closest(value: object, choices: Sequence[str]) -> str:
+    """Return a hint at the choice that is closest to an unknown name; empty if none is close."""
+    near = get_close_matches(str(value), choices, n=1)
+    return f" (perhaps you meant {near[0]!r})" if near else ""
 
 
 def printable(text: object, keep: str = "") -> str:

@@ -72,7 +72,7 @@ def loop(mixer, x, keep=None):
         inner = mixer.out_proj.in_features
         inputs = [y[:inner] for y in projected]
         total = [0] * len(real)
-        for ssm, backward in zip(mixer.scans, mixer.is_backward, strict=True):
+        for ssm, backward in zip(mixer.scans, mixer.config.is_backward, strict=True):
             order = -1 if backward else 1
             outputs = scan(ssm, inputs[::order])[::order]
             total = [a + b for a, b in zip(total, outputs, strict=True)]

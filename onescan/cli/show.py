@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
 from onescan.cli.options import HELP, HELP_ALL, Argv, echo, parse
+from onescan.messages import closest
 
 if TYPE_CHECKING:
     from onescan.models.presets import Preset
@@ -112,11 +112,9 @@ def _find_model(name: str) -> "Preset":
     if name in PRESETS:
         return PRESETS[name]
     if name.partition("/")[0] not in RECIPES:
-        near = get_close_matches(name, [*PRESETS, *RECIPES], n=1)
-        closest = f"; perhaps you meant {near[0]!r}" if near else ""
         raise ValueError(
             f"no preset has {name!r} in its name or group, and it is not the name of a recipe"
-            f"{closest}"
+            f"{closest(name, [*PRESETS, *RECIPES])}"
         )
     recipe = find_recipe(name)
     return Preset(config=recipe().model, printed_millions=None, source=summary(recipe))

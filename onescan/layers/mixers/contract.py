@@ -90,6 +90,11 @@ class DirectedMixerConfig(MixerConfig, ABC):
             return self
         return replace(self, direction="backward" if index % 2 else "forward")
 
+    @property
+    def is_backward(self) -> tuple[bool, ...]:
+        """Whether each scan of a mixer with one scan per direction is backward."""
+        return {"forward": (False,), "backward": (True,)}.get(self.direction, (False, True))
+
     def check_direction(self) -> None:
         """Raise ValueError for a direction that does not apply to a single mixer."""
         check_choice("direction", self.direction, get_args(Direction))

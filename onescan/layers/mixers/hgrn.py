@@ -69,8 +69,8 @@ class HGRNMixer(Mixer):
         self.in_widths = [2 * width, 2 * width]
         self.in_proj = nn.Linear(width, sum(self.in_widths))  # c and the output gate
         self.decay_proj = small_linear(width, width, bias=True)
-        scans = 2 if config.direction == "both" else 1
-        self.theta = nn.Parameter(lrpe_frequencies(width, axes=1).repeat(scans, 1))  # scans D
+        theta = lrpe_frequencies(width, axes=1).repeat(len(config.is_backward), 1)
+        self.theta = nn.Parameter(theta)  # scans D
         self.norm = nn.LayerNorm(2 * width, eps=EPS)
         self.out_proj = nn.Linear(2 * width, width)
 
@@ -92,14 +92,14 @@ class HGRNMixer(Mixer):
         c = c.unflatten(-1, (2, -1)).mT  # B T D 2
         bound = z.new_zeros(()) if lower_bound is None else lower_bound
         log_decay, enter = bounded_decay(z, bound)
-        direction, theta = self.config.direction, self.theta
-        new_state = None
-        if direction == "backward":
-            h = self._scan_backward(c, enter, log_decay, theta[0], keep)
-        else:
-            h, new_state = self._scan(c, enter, log_decay, theta[0], keep, state)
-        if direction == "both":
-            h = h + self._scan_backward(c, enter, log_decay, theta[1], keep)
+        inputs = (c, enter, log_decay, keep)
+        states: list[Complex] = []
+        new_state: Any = None
+        for theta, backward in zip(self.theta, self.config.is_backward, strict=True):
+            c, enter, log_decay, real = map(flipped, inputs) if backward else inputs
+            h, new_state = self._scan(c, enter, log_decay, theta, real, state)
+            states.append(flipped(h) if backward else h)
+        h = sum(states[1:], start=states[0])
         o = self.norm(h.mT.flatten(-2).to(self.norm.weight.dtype))
         o = self.out_proj(o * F.silu(gate))
         return masked(o, keep), new_state
@@ -111,7 +111,7 @@ class HGRNMixer(Mixer):
         log_decay: ChannelDecays,
         theta: FrequencyRow,
         keep: Keep | None,
-        state: DecayState | None = None,
+        state: DecayState | None,
     ) -> tuple[Complex, DecayState | None]:
         """Return h of every token and, if the mixer is causal, the state after the last one."""
         angles = self._angles(theta, c.shape[1], keep)
@@ -128,17 +128,6 @@ class HGRNMixer(Mixer):
             kv = rotated(new_state.kv.transpose(1, 2), last).transpose(1, 2)  # B D 1 2
             new_state = new_state._replace(kv=kv)
         return rotated(o, angles), new_state
-
-    def _scan_backward(
-        self,
-        c: Complex,
-        enter: ChannelDecays,
-        log_decay: ChannelDecays,
-        theta: FrequencyRow,
-        keep: Keep | None,
-    ) -> Complex:
-        c, enter, log_decay, keep = map(flipped, (c, enter, log_decay, keep))
-        return flipped(self._scan(c, enter, log_decay, theta, keep)[0])
 
     def _angles(self, theta: FrequencyRow, tokens: int, keep: Keep | None) -> TokenAngles:
         """Return theta times the number of real tokens so far, [T, D], or [B, T, D] with `keep`."""

@@ -87,10 +87,7 @@ class MambaMixer(Mixer):
         self.in_widths = [inner] * (2 if config.gate else 1)  # x and z
         self.in_proj = nn.Linear(width, sum(self.in_widths), bias=False)
         rank = math.ceil(width / 16) if config.step_rank is None else config.step_rank
-        self.is_backward = {"forward": [False], "backward": [True], "both": [False, True]}[
-            config.direction
-        ]
-        self.scans = nn.ModuleList(SelectiveSSM(config, inner, rank) for _ in self.is_backward)
+        self.scans = nn.ModuleList(SelectiveSSM(config, inner, rank) for _ in config.is_backward)
         self.out_proj = nn.Linear(inner, width, bias=False)
         self.init_weights()
 
@@ -113,7 +110,7 @@ class MambaMixer(Mixer):
         u, *gates = self.in_proj(x).split(self.in_widths, dim=-1)
         outputs: list[Tensor] = []
         new_state: Any = None
-        for scan, backward in zip(self.scans, self.is_backward, strict=True):
+        for scan, backward in zip(self.scans, config.is_backward, strict=True):
             inputs = (u, real)
             v, seen = map(flipped, inputs) if backward else inputs
             y, new_state = scan(v, keep=seen, state=state)
