@@ -623,16 +623,18 @@ def preset(name: str, **changes: Any) -> ModelConfig:
         ValueError: If the name or a field is unknown (names the closest match), or a value has the
             wrong type.
 
-    >>> preset("lightnet_tiny", num_classes=10, image_size=32, patch_size=4).num_classes
-    10
+    >>> preset("lightnet_tiny", num_classes=10, image_size=32, patch_size=4).image_size
+    (32, 32)
+    >>> preset("lightnet_tiny", image_size=(8, 32, 32), patch_size=(2, 8, 8)).patch_size
+    (2, 8, 8)
     """
     check_choice("model", name, PRESETS)
-    squares = {
-        key: (value, value)
-        for key, value in changes.items()
-        if key in ("image_size", "patch_size") and isinstance(value, int)
-    }
-    return replace(PRESETS[name].config, {**changes, **squares})
+    config = PRESETS[name].config
+    sizes = {key: changes[key] for key in ("image_size", "patch_size") if key in changes}
+    given = [len(size) for size in sizes.values() if not isinstance(size, int)]
+    axes = given[0] if given else len(getattr(config, "image_size", ()))
+    cubes = {key: (size,) * axes for key, size in sizes.items() if isinstance(size, int)}
+    return replace(config, {**changes, **cubes})
 
 
 def build(name: str, **changes: Any) -> nn.Module:
