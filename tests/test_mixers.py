@@ -323,5 +323,5 @@ def test_impossible_fields_are_refused(fields, axes, message):
 def test_unknown_forms_are_refused():
     config = LightNetMixerConfig(num_heads=HEADS)
     object.__setattr__(config, "form", "fast")  # past the type checks of the tests
-    with pytest.raises(ValueError, match="form 'fast' is unknown; there are: auto, one_scan"):
+    with pytest.raises(ValueError, match="form 'fast' is unknown; available: auto, one_scan"):
         config.build(width=WIDTH, axes=1)

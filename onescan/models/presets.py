@@ -626,7 +626,7 @@ def preset(name: str, **changes: Any) -> ModelConfig:
     >>> preset("lightnet_tiny", num_classes=10, image_size=32, patch_size=4).num_classes
     10
     """
-    check_choice("model", name, PRESETS)
+    check_choice("model", name, PRESETS, listed_by="onescan models")
     squares = {
         key: (value, value)
         for key, value in changes.items()
