@@ -149,7 +149,7 @@ class LightNetAttention(AttentionLayer):
         q, _, _, *gate = mixer.in_proj(x).split(mixer.in_widths, dim=-1)
         _, k, v, *_ = mixer.in_proj(context).split(mixer.in_widths, dim=-1)
         q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
-        at = [None, None]
+        at: list[Tensor | None] = [None, None]
         if keys is not None:
             at = [lrpe_angles(y.shape, mixer.theta, prefix=y.prefix) for y in (grid, keys)]
         _, state = additive_decay(torch.zeros_like(k), k, v, angles=at[1], keep=keep)
