@@ -1,17 +1,19 @@
-"""Recipes that infer their settings from the user's data: image_classifier, text_classifier."""
+"""Settings that are inferred from the user's data, and predictions for files and folders."""
 
+import csv
 import json
 import random
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
+from tiny_tokenizers import WORDS, word_tokenizer
 
 from onescan.cli import main
 from onescan.configs import replace
 from onescan.data import ArrayDatasetConfig
 from onescan.recipes import find_recipe
-from onescan.recipes.own_data import for_path, infer, patches
+from onescan.recipes.own_data import for_path, infer, infer_vocabulary, patches
 from onescan.training.folder import read_manifest
 
 SHAPES = ("circle", "square", "triangle")
@@ -54,9 +56,9 @@ def test_image_settings_are_inferred(shapes):
     run, lines = inferred("image_classifier", shapes)
     assert lines[0] == (
         "data: 102 training and 18 test images in 3 classes (circle, square, triangle), "
-        "48 x 64 pixels, 3 channels"
+        "24 x 32 pixels, 3 channels"
     )
-    assert run.data.image_size == run.model.image_size == (48, 64)
+    assert run.data.image_size == run.model.image_size == (24, 32)
     assert (run.model.num_classes, run.model.channels, run.model.patch_size) == (3, 3, (4, 4))
     assert len(run.data.mean) == 3
     assert all(0 < value < 1 for value in (*run.data.mean, *run.data.std))
@@ -64,9 +66,9 @@ def test_image_settings_are_inferred(shapes):
 
 
 def test_given_settings_are_kept(shapes):
-    given = {"data.image_size": (24, 32), "training.batch_size": 7, "model.width": 48}
+    given = {"data.image_size": (36, 48), "training.batch_size": 7, "model.width": 48}
     run, _ = inferred("image_classifier", shapes, given)
-    assert run.data.image_size == run.model.image_size == (24, 32)
+    assert run.data.image_size == run.model.image_size == (36, 48)
     assert (run.training.batch_size, run.model.width) == (7, 48)
     run.model.build()
 
@@ -77,7 +79,7 @@ def test_grayscale_and_large_images(tmp_path):
         for number in range(8):
             Image.new("L", (400, 100), 9 * number).save(tmp_path / name / f"{number}.png")
     run, _ = inferred("image_classifier", tmp_path)
-    assert (run.model.channels, run.data.channels, run.data.image_size) == (1, 1, (16, 64))
+    assert (run.model.channels, run.data.channels, run.data.image_size) == (1, 1, (8, 32))
 
 
 @pytest.mark.parametrize("shape", [(10, 12), (5, 7)])
@@ -117,6 +119,31 @@ def test_one_command_trains_resumes_and_predicts(shapes, tmp_path, capsys):
     assert (run.model.num_classes, run.model.depth, run.training.epochs) == (3, 1, 1)
     again = ("train", "--config", out / "seed-0", "--out", tmp_path / "again")
     assert onescan(*again) == 0
+    capsys.readouterr()
+    (tmp_path / "images" / "deeper").mkdir(parents=True)
+    draw("circle", random.Random(1)).save(tmp_path / "images" / "deeper" / "a.png")
+    (tmp_path / "images" / "broken.png").write_text("no image")
+    for file in (tmp_path / "table.csv", tmp_path / "table.json"):
+        argv = ("predict", out / "seed-0", tmp_path / "images", "--out", file, "--top-k", 2)
+        assert onescan(*argv) == 0
+        shown = capsys.readouterr()
+        assert "broken.png" in shown.err
+        assert "a.png: " in shown.out
+    (row,) = json.loads((tmp_path / "table.json").read_text())
+    assert row["class"] in SHAPES
+    assert list(row) == ["path", "class", "confidence", "class_2", "confidence_2"]
+    with (tmp_path / "table.csv").open() as stream:
+        (same,) = csv.DictReader(stream)
+    assert same == {name: str(value) for name, value in row.items()}
+    assert onescan("predict", out / "seed-0", tmp_path / "missing.png") == 2
+    assert onescan("predict", out / "seed-0", tmp_path, "--out", "table.txt") == 2
+
+
+def test_a_tokenizer_sets_the_vocabulary(tmp_path):
+    word_tokenizer().save_pretrained(tmp_path)
+    run = replace(find_recipe("shakespeare_lightnet")(), {"data.tokenizer": str(tmp_path)})
+    assert infer_vocabulary(run, {"data.tokenizer"}).model.vocab_size == len(WORDS)
+    assert infer_vocabulary(run, {"data.tokenizer", "model.vocab_size"}) == run
 
 
 def test_missing_path_says_what_to_give(capsys):

@@ -26,17 +26,19 @@ from onescan.recipes import table
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import RunConfig, TrainingConfig
 
-MAX_SIDE = 64  # pixels of the longer side of an inferred image size
+SMALL = 2_000  # training examples below which models and images are small
+SMALL_SIDE, MAX_SIDE = 32, 64  # pixels of the longer side of an inferred image size
 MAX_TOKENS = 256  # patches per example
 PATCHES = ((4, 24), (2, 8), (1, 1))  # smallest patch for a longest axis of at least this size
 IMAGE_AXES = 2
 MIN_STD = 1e-3  # a channel with less is constant
 SAMPLE = 256  # images read to infer sizes, channels, mean and standard deviation
-EXAMPLES_SEEN = 12_000  # in training, over all epochs, if there is little data
+EXAMPLES_SEEN = 8_000  # in training, over all epochs, if there is little data
 MIN_EPOCHS, MAX_EPOCHS = 20, 120
 MAX_BATCH = 64
 # training examples below which a model has this width, depth and number of heads
-MODEL_SIZES = ((2_000, 64, 4, 4), (20_000, 128, 6, 4), (math.inf, 192, 6, 6))
+MODEL_SIZES = ((SMALL, 64, 4, 4), (20_000, 128, 6, 4), (math.inf, 192, 6, 6))
+AUGMENT = AffineConfig(translate=0.2, scale=0.2, color_jitter=0.3)  # no flips: text, left, right
 MAX_SHOWN = 10  # names of classes
 
 
@@ -54,7 +56,7 @@ def image_classifier() -> RunConfig:
     return RunConfig(
         name="image_classifier",
         data=ImageDatasetConfig(path="", test_fraction=0.15, train_crop=None, test_crop=1.0),
-        task=ImageClassificationConfig(label_smoothing=0.1),
+        task=ImageClassificationConfig(label_smoothing=0.1, augment=AUGMENT),
         model=ImageClassifierConfig(
             mixer=LightNetMixerConfig(num_heads=4, gate_rank=16),
             position=ToeplitzPositionConfig(hidden_states=16, bidirectional=True),
@@ -127,7 +129,8 @@ def _infer_images(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
         changes: dict[str, Any] = {"data.channels": found}
         size = model.image_size if "model.image_size" in given else None
         patch = model.patch_size if "model.patch_size" in given else (4, 4)
-        changes["data.image_size"] = size or _fit(sizes, patch)
+        longest = SMALL_SIDE if len(train) < SMALL else MAX_SIDE
+        changes["data.image_size"] = size or _fit(sizes, longest, patch)
         run = _changed(run, changes, given)
     channels: int = run.data.channels  # type: ignore[attr-defined]
     shape: tuple[int, ...] = run.data.image_size  # type: ignore[attr-defined]
@@ -137,9 +140,9 @@ def _infer_images(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
         run = _changed(run, {"data.mean": mean, "data.std": std}, given)
     if isinstance(run.task, ImageClassificationConfig):
         brightness = round(sum(run.data.mean) / channels, 2)  # type: ignore[attr-defined]
-        augment = AffineConfig(fill=min(max(brightness, 0.0), 1.0))
-        if run.task.augment == AffineConfig():
-            run = dataclasses.replace(run, task=dataclasses.replace(run.task, augment=augment))
+        if isinstance(run.task.augment, AffineConfig):
+            fill = min(max(brightness, 0.0), 1.0)
+            run = _changed(run, {"task.augment.fill": fill}, given)
     return _sized(run, splits, shape, channels, given)
 
 
@@ -157,7 +160,7 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     mean, std = format.mean, format.std
     run = _changed(run, {"data.mean": mean, "data.std": std}, given)
     augment = getattr(run.task, "augment", None)
-    if isinstance(format, ArrayFormat) and augment == AffineConfig():  # which is for pixels
+    if isinstance(format, ArrayFormat) and augment == AUGMENT:  # which is for pixels
         run = _replace(run, ["task", "augment"], None)
     return _sized(run, splits, shape, format.channels, given)
 
@@ -274,10 +277,10 @@ def _sample(count: int) -> list[int]:
     return [i * count // size for i in range(size)]
 
 
-def _fit(sizes: list[tuple[int, int]], patch: tuple[int, ...]) -> tuple[int, int]:
-    """Return the median size, scaled down to `MAX_SIDE`, as multiples of the patch."""
+def _fit(sizes: list[tuple[int, int]], longest: int, patch: tuple[int, ...]) -> tuple[int, int]:
+    """Return the median size, scaled down to the longest side, as multiples of the patch."""
     height, width = (sorted(side)[len(side) // 2] for side in zip(*sizes, strict=True))
-    scale = min(1.0, MAX_SIDE / max(height, width))
+    scale = min(1.0, longest / max(height, width))
     fitted = (
         max(round(side * scale / each), 1) * each
         for side, each in zip((height, width), patch, strict=True)
