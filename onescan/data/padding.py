@@ -50,6 +50,6 @@ def pad_images(
     keep = torch.zeros(len(images), *size, dtype=torch.bool, device=batch.device)
     for i, image in enumerate(images):
         inside = tuple(slice(side) for side in image.shape[1:])
-        batch[(i, slice(None), *inside)] = image
-        keep[(i, *inside)] = True
+        batch[i][(slice(None), *inside)] = image
+        keep[i][inside] = True
     return batch, keep
