@@ -2,14 +2,24 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from onescan.cli.options import HELP, HELP_ALL, Argv, LanguageModel, echo, parse, silent
+from onescan.cli.options import (
+    HELP,
+    HELP_ALL,
+    Argv,
+    LanguageModel,
+    echo,
+    metric_label,
+    metric_value,
+    parse,
+    silent,
+)
 
 if TYPE_CHECKING:
     from onescan.data.glue import GlueTask
@@ -25,6 +35,7 @@ COMMON = (
     *("--training.ema-decay", "--training.seed", "--machine.device", "--machine.workers"),
     *("--machine.gradient-accumulation-steps", "--machine.compile"),
 )
+MAX_SEED = 2**32
 USAGE = """\
 usage: onescan train RECIPE [OPTIONS]
        onescan train --config FILE [--import FILE.py] [OPTIONS]
@@ -41,12 +52,14 @@ Often used:
 
 def train(argv: Argv) -> None:
     """Train a recipe, or resume an interrupted run, and write a report."""
-    if not argv or argv[0] in (*HELP, HELP_ALL):
+    if not argv:
+        raise ValueError(f"RECIPE is missing{chr(10)}{USAGE}")
+    if argv[0] in (*HELP, HELP_ALL):
         echo(USAGE)
         return
     from onescan.training.config import RunConfig
 
-    recipe, given, argv = _what_to_train(argv)
+    recipe, given, infers, argv = _what_to_train(argv)
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -65,12 +78,17 @@ def train(argv: Argv) -> None:
     from onescan.training import joined
     from onescan.training import train as train_run
 
+    run, inferred = _inferred(options.run, _given(argv), infers=infers)
+    options = dataclasses.replace(options, run=run)
     if not options.out:
         raise ValueError("out is empty, expected a folder for the runs")
     seeds = (options.run.training.seed,) if options.seeds is None else options.seeds
     if not seeds or len(set(seeds)) < len(seeds):
         given = ", ".join(map(str, seeds)) or "empty"
         raise ValueError(f"seeds is {given}, expected at least one, and no duplicates")
+    if not 0 <= min(seeds) <= max(seeds) < MAX_SEED:
+        wrong = ", ".join(str(seed) for seed in seeds if not 0 <= seed < MAX_SEED)
+        raise ValueError(f"seeds is {wrong}, expected 0 to {MAX_SEED - 1}")
     out = Path(options.out)
     trainings = [dataclasses.replace(options.run.training, seed=seed) for seed in seeds]
     runs = [dataclasses.replace(options.run, training=training) for training in trainings]
@@ -78,6 +96,8 @@ def train(argv: Argv) -> None:
     results = []
     with joined(options.run.machine.device) as ranks:
         say = echo if ranks.is_first else silent
+        for line in inferred:
+            say(line)
         for run, seed in zip(runs, seeds, strict=True):
             folder = out / f"seed-{seed}"
             say(f"{run.name}, seed {seed}, in {folder}")
@@ -87,15 +107,50 @@ def train(argv: Argv) -> None:
         echo(f"report: {write_report(results, out / 'report.html')}")
 
 
-def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Argv]":
-    """Return the run to train, the arguments that name it, and the remaining arguments."""
+def _given(argv: Argv) -> dict[str, str]:
+    """Return the options in arguments as dotted field names, with their first value.
+
+    >>> _given(["--data.path", "shapes", "--model.patch-size=4", "4"])
+    {'data.path': 'shapes', 'model.patch_size': '4'}
+    """
+    given = {}
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            given[flag[2:].replace("-", "_")] = value if equals else following
+    return given
+
+
+def _inferred(
+    run: "RunConfig", given: Collection[str], *, infers: bool
+) -> "tuple[RunConfig, list[str]]":
+    """Infer the settings that are not given; return also lines that describe them."""
+    if "data.tokenizer" in given:
+        from onescan.recipes.own_data import infer_vocabulary
+
+        run = infer_vocabulary(run, given)
+    if not infers:
+        return run, []
+    from onescan.recipes.own_data import infer
+
+    return infer(run, given)
+
+
+def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, bool, Argv]":
+    """Return the run, the arguments that name it, whether to infer settings, and the other ones."""
     from onescan.checkpoint.run_folder import CONFIG
     from onescan.recipes import find_recipe
     from onescan.recipes.files import import_file
     from onescan.training.folder import read_manifest
 
     if argv[0] != "--config":
-        return find_recipe(argv[0])(), argv[0], argv[1:]
+        recipe = find_recipe(argv[0])
+        run = recipe()
+        if recipe.infers and not {*HELP, HELP_ALL} & set(argv):
+            from onescan.recipes.own_data import for_path
+
+            run = for_path(run, _given(argv).get("data.path", ""))
+        return run, argv[0], recipe.infers, argv[1:]
     file = Path(argv[1] if argv[1:] else "")
     folder = file if file.is_dir() else file.parent
     if not (argv[1:] and (folder / CONFIG).is_file() and file in (folder, folder / CONFIG)):
@@ -103,7 +158,7 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Argv]":
     while argv[2:3] == ["--import"] and argv[3:]:
         import_file(argv[3])
         argv = [*argv[:2], *argv[4:]]
-    return read_manifest(folder).run, f"--config {file}", argv[2:]
+    return read_manifest(folder).run, f"--config {file}", False, argv[2:]
 
 
 def _results(results: "Sequence[RunResult]") -> str:
@@ -112,7 +167,10 @@ def _results(results: "Sequence[RunResult]") -> str:
 
     lines = []
     for result in results:
-        shown = ", ".join(f"test {name} {value:.4f}" for name, value in result.metrics.items())
+        shown = ", ".join(
+            f"test {metric_label(name)} {metric_value(name, value)}"
+            for name, value in result.metrics.items()
+        )
         shown += f", data loading {waiting_share(read_metrics(result.folder)):.1%} of the time"
         note = " (already finished; --overwrite trains again)" if result.reused else ""
         lines.append(f"{result.folder}: {shown}{note}")
@@ -120,13 +178,14 @@ def _results(results: "Sequence[RunResult]") -> str:
         for name in results[0].metrics:
             values = [result.metrics[name] for result in results]
             mean, deviation = statistics.mean(values), statistics.stdev(values)
-            lines.append(f"test {name}: {mean:.4f} +- {deviation:.4f} over {len(values)} seeds")
+            shown = f"{metric_value(name, mean)} +- {metric_value(name, deviation)}"
+            lines.append(f"test {metric_label(name)}: {shown} over {len(values)} seeds")
     return "\n".join(lines)
 
 
 def glue(argv: Argv) -> None:
     """Fine-tune a masked language model on GLUE and write a report."""
-    from onescan.recipes.glue import GlueRunsConfig, check_runs, plan_glue
+    from onescan.recipes.glue import GlueRunsConfig, check_runs, lacks_mnli, plan_glue
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -146,13 +205,20 @@ def glue(argv: Argv) -> None:
     from onescan.training import joined
 
     config, out = options.config, options.out
+    if without_mnli := lacks_mnli(config):
+        config = dataclasses.replace(config, from_mnli=False)
     runs = plan_glue(config, options.checkpoint, out)
     tasks = config.selected()
     for page in (out, *(out / task for task in tasks)):
         check_report_path(page / "report.html")
     with joined(config.machine.device) as ranks:
         say = echo if ranks.is_first else silent
-        if "mnli" not in tasks and runs[0].task == "mnli":
+        if without_mnli:
+            say(
+                f"no MNLI data in {config.path}: all tasks start from {options.checkpoint}; "
+                "--no-from-mnli does so without this message"
+            )
+        elif "mnli" not in tasks and runs[0].task == "mnli":
             say("training on mnli first, to initialize other tasks; --no-from-mnli disables this")
         check_runs(runs, overwrite=options.overwrite)
         results = _fine_tune(runs, say, overwrite=options.overwrite)
