@@ -73,6 +73,8 @@ Images = Float[Tensor, "B channels height width"]
 # with as many channels as the input, or twice as many
 DenoiserOutput = Float[Tensor, "B predicted *axes"]
 Grids = Float[Tensor, "B channels *axes"]  # signals, images, video
+GridFeatures = Float[Tensor, "B D *grid"]
+GridKeep = Bool[Tensor, "..."]  # [B, *sides], True for real pixels
 Logits = Float[Tensor, "B classes"]
 Labels = Int[Tensor, " B"]
 Timesteps = Float[Tensor, " B"] | Int[Tensor, " B"]  # noise levels, from 0 to 1000
@@ -80,6 +82,11 @@ Timesteps = Float[Tensor, " B"] | Int[Tensor, " B"]  # noise levels, from 0 to 1
 
 class Grid(NamedTuple):
     """Layout of tokens: `prefix` tokens without a position, then a grid in row-major order.
+
+    Attributes:
+        shape: Number of tokens along each axis: (T,) for texts, (height, width) for images.
+        prefix: Number of tokens before the grid, such as a class token. They lie at no place of the
+            grid: position encodings skip them, and `tokens[:, prefix:]` are those of the grid.
 
     >>> Grid(shape=(14, 14), prefix=1).tokens
     197

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from onescan.data.order import batched as batched
     from onescan.data.order import derive_seed as derive_seed
     from onescan.data.order import epoch_order as epoch_order
+    from onescan.data.padding import pad_images as pad_images
     from onescan.data.recall import RecallConfig as RecallConfig
     from onescan.data.recall import RecallFormat as RecallFormat
     from onescan.data.sequences import LabelledSequence as LabelledSequence
@@ -114,6 +115,7 @@ _MODULES = {
     "batched": "order",
     "derive_seed": "order",
     "epoch_order": "order",
+    "pad_images": "padding",
     "read_image": "images",
 }
 

@@ -9,10 +9,14 @@ import torch
 from timm.models import build_model_with_cfg, register_model
 from torch import Tensor, nn
 
-from onescan.layers.block import Block, lower_bound_of_each
+from onescan.layers.block import Block
 from onescan.layers.position import AbsolutePosition
 from onescan.layers.tokens import max_pool, mean_pool
-from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
+from onescan.models.image_classifier import (
+    ImageClassifier,
+    ImageClassifierConfig,
+    chosen_blocks,
+)
 from onescan.models.presets import PRESETS, preset
 from onescan.shapes import Grid, Grids, Hidden, Pooled
 
@@ -130,52 +134,16 @@ class TimmImageClassifier(ImageClassifier):
         size, patch = self.config.image_size, self.config.patch_size
         return PatchEmbed(size, patch, self.patchify.grid_shape((self.in_chans, *size)))
 
-    def forward(self, x: Grids) -> Tensor:
+    def forward(self, x: Grids) -> Tensor:  # type: ignore[override]  # as in timm, without a mask
         """Compute class logits, per token if `global_pool` is "", or features without a head."""
         return self.forward_head(self.forward_features(x))
 
-    def forward_head(self, x: Hidden, pre_logits: bool = False) -> Tensor:
+    def forward_head(  # type: ignore[override]  # as in timm
+        self, x: Hidden, pre_logits: bool = False
+    ) -> Tensor:
         """Compute class logits from `forward_features`; with `pre_logits`, the head's input."""
         x = self.head_drop(self._pooled(x))
         return x if pre_logits else self.head(x)
-
-    def forward_intermediates(
-        self,
-        x: Grids,
-        indices: int | Sequence[int] | None = None,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-    ) -> Any:
-        """Return the normalized tokens after the last block, and the patches after some blocks.
-
-        Args:
-            x: Images.
-            indices: Indices of blocks, from the end if negative; or the number of last blocks; or
-                None for all.
-            return_prefix_tokens: Whether to return pairs of patches and class token, if there is a
-                class token.
-            norm: Whether to normalize the patches.
-            stop_early: Whether to skip the blocks after the last selected one.
-            output_fmt: "NCHW" returns patches as an image, "NLC" as a sequence.
-            intermediates_only: Whether to leave out the tokens after the last block.
-        """
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt is {output_fmt!r}, expected 'NCHW' or 'NLC'")
-        chosen = _chosen(indices, len(self.blocks))
-        last, after = self._through_blocks(x, chosen, max(chosen) + 1 if stop_early else None)
-        if norm:
-            after = [self.norm(tokens) for tokens in after]
-        prefixes = [tokens[:, : self.prefix] for tokens in after]
-        patches = [tokens[:, self.prefix :] for tokens in after]
-        if output_fmt == "NCHW":
-            shape = self.patchify.grid_shape(tuple(x.shape[1:]))
-            patches = [tokens.mT.unflatten(-1, shape).contiguous() for tokens in patches]
-        with_prefix = return_prefix_tokens and self.prefix > 0
-        found = list(zip(patches, prefixes, strict=True)) if with_prefix else patches
-        return found if intermediates_only else (self.norm(last), found)
 
     def prune_intermediate_layers(
         self,
@@ -184,7 +152,7 @@ class TimmImageClassifier(ImageClassifier):
         prune_head: bool = True,
     ) -> list[int]:
         """Remove the blocks after the last selected one; return the indices from the start."""
-        chosen = _chosen(indices, len(self.blocks))
+        chosen = chosen_blocks(indices, len(self.blocks))
         self.blocks = self.blocks[: max(chosen) + 1]
         if prune_norm:
             self.register_module("norm", nn.Identity())
@@ -263,17 +231,6 @@ class TimmImageClassifier(ImageClassifier):
             for name in getattr(module, "no_weight_decay", ())
         }
 
-    def _through_blocks(
-        self, images: Grids, chosen: list[int], stop: int | None
-    ) -> tuple[Hidden, list[Tensor]]:
-        x, grid = self.embed(images)
-        embedding, after = x, []
-        bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
-        for i, block in enumerate(self.blocks[:stop]):
-            x, _ = block(x, grid, embedding=embedding, lower_bound=bounds[i])
-            after += [x] * (i in chosen)
-        return x, after
-
     def _set_pool(self, global_pool: str) -> None:
         mixers = [self.config.mixer.for_layer(i) for i in range(self.config.depth)]
         token_reads = self.prefix > 0 and any(mixer.prefix_reads_grid for mixer in mixers)
@@ -302,17 +259,6 @@ class TimmImageClassifier(ImageClassifier):
 
 def _sizes(size: int | Sequence[int], axes: int) -> tuple[int, ...]:
     return (size,) * axes if isinstance(size, int) else tuple(size)
-
-
-def _chosen(indices: int | Sequence[int] | None, depth: int) -> list[int]:
-    if indices is None:
-        return list(range(depth))
-    if isinstance(indices, int):
-        indices = range(-indices, 0)
-    chosen = [i + depth if i < 0 else i for i in indices]
-    if not chosen or not all(0 <= i < depth for i in chosen):
-        raise ValueError(f"indices is {indices}, expected some of the {depth} blocks")
-    return chosen
 
 
 for _name in NAMES:

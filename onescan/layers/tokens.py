@@ -9,9 +9,9 @@ from einops import rearrange
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from onescan.checks import check_positive
+from onescan.checks import can_look_at_values, check_positive
 from onescan.ops.numerics import to_accumulation_dtype
-from onescan.shapes import Grid, Grids, Hidden, Keep, Pooled, Tokens
+from onescan.shapes import Grid, GridKeep, Grids, Hidden, Keep, Pooled, Tokens
 
 Indices = Int[Tensor, " T"]
 Mix = Callable[..., Hidden]
@@ -80,6 +80,36 @@ def check_sizes(image_size: tuple[int, ...], patch_size: tuple[int, ...]) -> Non
             for axis, size in enumerate(sizes)
         }
     )
+
+
+def keep_patches(keep: GridKeep, patch_size: tuple[int, ...]) -> Keep:
+    """Return which patches are real, in row-major order, given which pixels are.
+
+    The real pixels of an image are a box of whole patches that begins at the first pixel.
+
+    Raises:
+        ValueError: If they are not such a box. Checked on CPU only.
+
+    >>> keep_patches(torch.tensor([[True, True, True, True, False, False]]), (2,)).tolist()
+    [[True, True, False]]
+    """
+    if can_look_at_values(keep):
+        box, is_whole = torch.ones_like(keep), keep.new_ones(len(keep))
+        for axis, patch in enumerate(patch_size, start=1):
+            lines = keep.movedim(axis, 1).reshape(len(keep), keep.shape[axis], -1)
+            line = lines[..., 0]  # B side
+            count = line.sum(dim=1)
+            is_whole &= (count > 0) & (count % patch == 0)
+            inside = torch.arange(line.shape[1]) < count.unsqueeze(1)
+            box &= inside.reshape(len(keep), *(-1 if a == axis else 1 for a in range(1, keep.ndim)))
+        wrong = ~is_whole | (box != keep).flatten(1).any(dim=1)
+        if wrong.any():
+            raise ValueError(
+                f"keep of image {int(wrong.nonzero()[0])} is not a box of whole patches of "
+                f"{' x '.join(map(str, patch_size))} pixels that begins at the first pixel"
+            )
+    steps = (slice(None, None, patch) for patch in patch_size)
+    return keep[(slice(None), *steps)].flatten(1)
 
 
 class Unpatchify(nn.Module):

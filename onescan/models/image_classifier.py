@@ -1,9 +1,11 @@
 """Image classifiers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from onescan.checks import check_choice, check_floating, check_positive
@@ -11,9 +13,16 @@ from onescan.configs import ModelConfig
 from onescan.layers.basic import GLUConfig, MLPConfig, NormName, build_norm
 from onescan.layers.block import Block, init_weights, lower_bound_of_each
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig, build_lower_bounds
-from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
-from onescan.layers.tokens import AttentionPool, Patchify, check_sizes, max_pool, mean_pool
-from onescan.shapes import Grid, Grids, Hidden, Logits, Pooled
+from onescan.layers.position import AbsolutePosition, PositionConfig, ToeplitzPositionConfig
+from onescan.layers.tokens import (
+    AttentionPool,
+    Patchify,
+    check_sizes,
+    keep_patches,
+    max_pool,
+    mean_pool,
+)
+from onescan.shapes import Grid, GridFeatures, GridKeep, Grids, Hidden, Keep, Logits, Pooled
 
 Pool = Literal["class_token", "mean", "mean_with_class_token", "max", "attention"]
 WITH_CLASS_TOKEN = ("class_token", "mean_with_class_token")
@@ -150,60 +159,176 @@ class ImageClassifier(nn.Module):
         """Number of tokens before the patches."""
         return (self.config.pool in WITH_CLASS_TOKEN) + self.config.distillation_token
 
-    def forward(self, images: Grids) -> Logits | tuple[Logits, Logits]:
+    def forward(
+        self, images: Grids, keep: GridKeep | None = None
+    ) -> Logits | tuple[Logits, Logits]:
         """Compute class logits; see `forward_head` for the return value.
 
         Args:
-            images: Grids of any size that `patch_size` divides.
+            images: Grids of any size that `patch_size` divides, of shape [B, channels, *sides].
+            keep: True for real pixels and False for padding, of shape [B, *sides], for images of
+                mixed sizes in one batch; `onescan.data.pad_images` returns it. The real pixels of
+                an image are a box of whole patches that begins at the first pixel. The logits equal
+                those of each image alone at its own size. Padding may hold any values, even NaN.
 
         Raises:
-            ValueError: If the number of channels differs, or `patch_size` does not divide a side.
+            ValueError: If the number of channels differs, `patch_size` does not divide a side,
+                the model cannot read padded images (absolute positions, diffusion in row-major
+                order, or a class token in the middle) or, on a CPU, real pixels are not such a box.
         """
         check_floating(images=images)
-        return self.forward_head(self.forward_features(images))
+        kept = None if keep is None else self.keep_tokens(images, keep)
+        return self.forward_head(self.forward_features(images, keep), kept)
 
-    def forward_features(self, images: Grids) -> Hidden:
-        """Return the normalized tokens of the last block: class, distillation, then patches."""
-        x, grid = self.embed(images)
-        embedding = x
-        bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
-        for block, bound in zip(self.blocks, bounds, strict=True):
-            x, _ = block(x, grid, embedding=embedding, lower_bound=bound)
+    def forward_features(self, images: Grids, keep: GridKeep | None = None) -> Hidden:
+        """Return the normalized tokens of the last block, [B, prefix + patches, width].
+
+        The first `prefix` tokens are the class token and the distillation token, if the model has
+        them. The patches follow in row-major order; `forward_grid` returns them as a grid. Features
+        of padding are meaningless.
+
+        Args:
+            images: As in `forward`.
+            keep: As in `forward`.
+        """
+        x, _ = self._through_blocks(images, keep)
         return self.norm(x)
 
-    def embed(self, images: Grids) -> tuple[Hidden, Grid]:
+    def forward_grid(self, images: Grids) -> GridFeatures:
+        """Return the normalized patches of the last block as a grid, [B, width, *grid].
+
+        It contains no prefix tokens. A 1 x 1 convolution on it is a segmentation head.
+
+        >>> model = ImageClassifierConfig(width=48, depth=2, num_classes=10).build()
+        >>> model.forward_grid(torch.zeros(2, 3, 224, 160)).shape
+        torch.Size([2, 48, 14, 10])
+        """
+        (grid,) = self.forward_intermediates(images, 1, norm=True, intermediates_only=True)
+        return grid
+
+    def forward_intermediates(
+        self,
+        x: Grids,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """Return the normalized tokens after the last block, and the patches after some blocks.
+
+        Arguments and results are those of timm's models.
+
+        Args:
+            x: Images.
+            indices: Indices of blocks, from the end if negative; or the number of last blocks; or
+                None for all.
+            return_prefix_tokens: Whether to return pairs of patches and prefix tokens, if there are
+                any.
+            norm: Whether to normalize the patches.
+            stop_early: Whether to skip the blocks after the last selected one.
+            output_fmt: "NCHW" returns patches as a grid, [B, width, *grid] with as many axes as the
+                images; "NLC" as a sequence in row-major order, [B, patches, width].
+            intermediates_only: Whether to leave out the tokens after the last block.
+
+        Returns:
+            The tokens after the last block (or the last selected one, if `stop_early`), and a list
+            with one entry per selected block; only the list if `intermediates_only`.
+
+        Raises:
+            ValueError: If an index is out of range, or the format is unknown.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt is {output_fmt!r}, expected 'NCHW' or 'NLC'")
+        chosen = chosen_blocks(indices, len(self.blocks))
+        stop = max(chosen) + 1 if stop_early else None
+        last, after = self._through_blocks(x, chosen=chosen, stop=stop)
+        if norm:
+            after = [self.norm(tokens) for tokens in after]
+        prefixes = [tokens[:, : self.prefix] for tokens in after]
+        patches = [tokens[:, self.prefix :] for tokens in after]
+        if output_fmt == "NCHW":
+            shape = self.patchify.grid_shape(tuple(x.shape[1:]))
+            patches = [tokens.mT.unflatten(-1, shape).contiguous() for tokens in patches]
+        with_prefix = return_prefix_tokens and self.prefix > 0
+        found = list(zip(patches, prefixes, strict=True)) if with_prefix else patches
+        return found if intermediates_only else (self.norm(last), found)
+
+    def _through_blocks(
+        self,
+        images: Grids,
+        keep: GridKeep | None = None,
+        *,
+        chosen: Sequence[int] = (),
+        stop: int | None = None,
+    ) -> tuple[Hidden, list[Hidden]]:
+        """Return the tokens after the last block before `stop`, and those after chosen blocks."""
+        x, grid = self.embed(images, keep)
+        kept = None if keep is None else self.keep_tokens(images, keep)
+        embedding, after = x, []
+        bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
+        for i, block in enumerate(self.blocks[:stop]):
+            x, _ = block(x, grid, embedding=embedding, keep=kept, lower_bound=bounds[i])
+            after += [x] * (i in chosen)
+        return x, after
+
+    def embed(self, images: Grids, keep: GridKeep | None = None) -> tuple[Hidden, Grid]:
         """Return the tokens before the first block, and their grid."""
+        kept = None
+        if keep is not None:
+            kept = self.keep_tokens(images, keep)
+            images = images.masked_fill(~keep.unsqueeze(1), 0)  # 0 times NaN is NaN
         x, shape = self.patchify(images)  # B T D
         grid = Grid(shape, prefix=self.prefix)
         for token in (self.distillation_token, self.class_token):
             if token is not None:
                 x = torch.cat([token.expand(x.shape[0], 1, -1), x], dim=1)  # B 1+T D
         if self.position is not None:
-            x, _ = self.position(x, grid)
+            x, _ = self.position(x, grid, keep=kept)
         return x, grid
 
-    def forward_head(self, tokens: Hidden) -> Logits | tuple[Logits, Logits]:
-        """Compute class logits from the tokens of `forward_features`.
+    def keep_tokens(self, images: Grids, keep: GridKeep) -> Keep:
+        """Return which tokens are real, prefix included, given which pixels are; see `forward`."""
+        if keep.shape != (len(images), *images.shape[2:]):
+            raise ValueError(
+                f"keep has shape {tuple(keep.shape)}, expected "
+                f"{(len(images), *images.shape[2:])}, one value per pixel"
+            )
+        if isinstance(self.position, AbsolutePosition):
+            raise ValueError(
+                "keep was given with absolute positions, which are resized to one size per batch; "
+                "expected another position encoding"
+            )
+        axes = len(self.patchify.patch_size)
+        self.config.mixer.check_padding(Grid((1,) * axes, prefix=self.prefix))
+        return F.pad(keep_patches(keep, self.patchify.patch_size), (self.prefix, 0), value=True)
+
+    def forward_head(
+        self, tokens: Hidden, keep: Keep | None = None
+    ) -> Logits | tuple[Logits, Logits]:
+        """Compute class logits from the tokens of `forward_features`; `keep` is `keep_tokens`.
 
         With a distillation token, return the logits of both heads in training, and their mean
         otherwise, as in DeiT's code. DeiT's paper, arXiv:2012.12877, Sec. 4, adds the softmax
         outputs instead.
         """
-        scores = self.head(self.pooled(tokens))
+        scores = self.head(self.pooled(tokens, keep))
         if self.distillation_head is None:
             return scores
         distilled = self.distillation_head(tokens[:, 1])
         return (scores, distilled) if self.training else (scores + distilled) / 2
 
-    def pooled(self, tokens: Hidden) -> Pooled:
-        """Pool tokens into the input of the class head."""
+    def pooled(self, tokens: Hidden, keep: Keep | None = None) -> Pooled:
+        """Pool real tokens into the input of the class head."""
         if self.config.pool == "class_token":
             return tokens[:, 0]
         if self.config.distillation_token:  # only the distillation head reads this token
             tokens = torch.cat([tokens[:, :1], tokens[:, 2:]], dim=1)
+            keep = None if keep is None else keep[:, 1:]
         if self.attention_pool is not None:
-            return self.attention_pool(tokens)
-        return max_pool(tokens) if self.config.pool == "max" else mean_pool(tokens)
+            return self.attention_pool(tokens, keep)
+        return max_pool(tokens, keep) if self.config.pool == "max" else mean_pool(tokens, keep)
 
     def _init_weights(self, module: nn.Module) -> None:
         init_weights(module, std=self.config.init_std)
@@ -211,3 +336,15 @@ class ImageClassifier(nn.Module):
 
 def _token(width: int) -> nn.Parameter:
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(width), std=0.02))
+
+
+def chosen_blocks(indices: int | Sequence[int] | None, depth: int) -> list[int]:
+    """Return indices of blocks counted from 0; see `ImageClassifier.forward_intermediates`."""
+    if indices is None:
+        return list(range(depth))
+    if isinstance(indices, int):
+        indices = range(-indices, 0)
+    chosen = [i + depth if i < 0 else i for i in indices]
+    if not chosen or not all(0 <= i < depth for i in chosen):
+        raise ValueError(f"indices is {indices}, expected some of the {depth} blocks")
+    return chosen

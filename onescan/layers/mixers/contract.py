@@ -61,6 +61,12 @@ class MixerConfig(ABC):
         """Whether adding the mixer's output keeps tokens bounded, unless it is scaled up."""
         return False
 
+    def check_padding(self, grid: Grid) -> None:  # noqa: B027 - most mixers read any padding
+        """Raise ValueError if a padded grid is not mixed as without its padding.
+
+        Only the number of axes and the prefix of `grid` matter.
+        """
+
     def head_width(self, width: int) -> int:
         """Return the width of one head.
 

@@ -115,6 +115,13 @@ class LinearDiffusionMixerConfig(MixerConfig):
     def output_is_bounded(self) -> bool:
         return self.diffusion
 
+    def check_padding(self, grid: Grid) -> None:
+        if self.diffusion and not self.separable and len(grid.shape) > 1:
+            raise ValueError(
+                "keep was given with separable=False, where padding changes the distance between "
+                "the rows of a grid; expected separable=True"
+            )
+
     def for_layer(self, index: int) -> "LinearDiffusionMixerConfig":
         first = index % max(len(self.sigmas), 1)
         return replace(self, sigmas=self.sigmas[first:] + self.sigmas[:first])

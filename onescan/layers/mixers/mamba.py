@@ -50,6 +50,13 @@ class MambaMixerConfig(DirectedMixerConfig):
     def prefix_reads_grid(self) -> bool:
         return self.direction != "forward" or self.prefix_position == "middle"
 
+    def check_padding(self, grid: Grid) -> None:
+        if grid.prefix and self.prefix_position == "middle":
+            raise ValueError(
+                "keep was given with prefix_position='middle', which depends on the number of "
+                "tokens; expected prefix_position='start' or no class token"
+            )
+
     def build(self, *, width: int, axes: int) -> "MambaMixer":
         self.check_direction()
         check_choice("prefix_position", self.prefix_position, get_args(PrefixPosition))
