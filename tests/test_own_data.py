@@ -82,7 +82,7 @@ def test_grayscale_and_large_images(tmp_path):
     assert (run.model.channels, run.data.channels, run.data.image_size) == (1, 1, (8, 32))
 
 
-@pytest.mark.parametrize("shape", [(10, 12), (5, 7)])
+@pytest.mark.parametrize("shape", [(40,), (10, 12), (4, 8, 8)])
 def test_arrays_of_any_axes(tmp_path, shape):
     x = np.random.default_rng(0).normal(size=(20, *shape, 2))
     np.savez(tmp_path / "data.npz", x=x, y=np.arange(20) % 2)

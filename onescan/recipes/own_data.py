@@ -33,7 +33,7 @@ PATCHES = ((4, 24), (2, 8), (1, 1))  # smallest patch for a longest axis of at l
 IMAGE_AXES = 2
 MIN_STD = 1e-3  # a channel with less is constant
 SAMPLE = 256  # images read to infer sizes, channels, mean and standard deviation
-EXAMPLES_SEEN = 8_000  # in training, over all epochs, if there is little data
+EXAMPLES_SEEN = 12_000  # in training, over all epochs, if there is little data
 MIN_EPOCHS, MAX_EPOCHS = 20, 120
 MAX_BATCH = 64
 # training examples below which a model has this width, depth and number of heads
