@@ -647,7 +647,7 @@ def preset(name: str, **changes: Any) -> ModelConfig:
     >>> preset("lightnet_tiny", image_size=(8, 32, 32), patch_size=(2, 8, 8)).patch_size
     (2, 8, 8)
     """
-    check_choice("model", name, PRESETS)
+    check_choice("model", name, PRESETS, listed_by="onescan models")
     config = PRESETS[name].config
     sizes = {key: changes[key] for key in ("image_size", "patch_size") if key in changes}
     given = [len(size) for size in sizes.values() if not isinstance(size, int)]
