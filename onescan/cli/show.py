@@ -181,6 +181,26 @@ def recipes(argv: Argv) -> None:
             echo(f"  {name:<{widest}}  {summary(recipe)}")
 
 
+def zoo(argv: Argv) -> None:
+    """List the trained weights that come with the package."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        """No options."""
+
+    parse(Options, zoo, argv)
+    from onescan.zoo import PREFIX, card, names
+
+    cards = {f"{PREFIX}/{name}": card(name) for name in names()}
+    widest = max(map(len, cards), default=0)
+    for name, each in cards.items():
+        metrics = ", ".join(
+            f"{metric.replace('_', ' ')} {value:.4g}" for metric, value in each.metrics.items()
+        )
+        echo(f"{name:<{widest}}  {each.parameters:>9,} parameters  test {metrics}")
+        echo(f"{'':<{widest}}  {each.summary}")
+
+
 def show(argv: Argv) -> None:
     """Print the config of a recipe."""
     if not argv or {*argv} & {*HELP, HELP_ALL}:
