@@ -53,17 +53,17 @@ MODELS = {
     ),
     "digits_denoiser": Text(
         recipe="digits_denoiser",
-        summary="Linear diffusion network that generates handwritten digits of 8 x 8 pixels.",
+        summary="LightNet that generates handwritten digits of a requested class, 8 x 8 pixels.",
         data=DIGITS_DATA,
-        limits="It generates images of 8 x 8 pixels only.",
+        limits="It was trained on images of 8 x 8 pixels only.",
     ),
     "shakespeare_lightnet": Text(
         recipe="shakespeare_lightnet",
         summary="LightNet language model that generates Shakespeare byte by byte.",
         data="Tiny Shakespeare: 1.1 million characters of Shakespeare's plays (public domain), "
         "collected by A. Karpathy for char-rnn",
-        limits="It imitates the style of one author; the text has no meaning. It continues English "
-        "plays only.",
+        limits="It imitates the style of plays by one author, without a plot or facts. Other text "
+        "was not in its training data.",
     ),
     "cifar10_lightnet": Text(
         recipe="cifar10_lightnet",
