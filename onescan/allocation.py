@@ -56,20 +56,16 @@ def build_on_meta(config: ModelConfig, *, max_tensors: int | None = None) -> nn.
             bytes exceeds 64 bits.
     """
     limit = MAX_TENSORS if max_tensors is None else max_tensors
-    count = size = 0
+    count = size = parameters = 0
 
     def add(_module: nn.Module, _name: str, tensor: Tensor | None) -> None:
-        nonlocal count, size
+        nonlocal count, size, parameters
         if tensor is None or not tensor.is_meta:
             return
         count, size = count + 1, size + tensor.numel() * tensor.element_size()
         if count > limit:
             raise ValueError(f"the model has more than {limit:,} tensors, the maximum")
-        if size > memory_bytes():
-            raise ValueError(
-                f"the model needs more than {size / GIB:,.1f} GiB of memory, but this machine has "
-                f"{memory_bytes() / GIB:,.1f} GiB"
-            )
+        parameters += tensor.numel() * isinstance(tensor, nn.Parameter)
 
     hooks = [
         register_module_parameter_registration_hook(add),
@@ -77,14 +73,19 @@ def build_on_meta(config: ModelConfig, *, max_tensors: int | None = None) -> nn.
     ]
     try:
         with torch.device("meta"):
-            model: nn.Module = config.build()
+            model: nn.Module | None = config.build()
     except (RuntimeError, OverflowError, TypeError) as error:
         if "overflow" in str(error).lower():  # of the size of one tensor
             raise ValueError(f"the model cannot be built: {_first_line(error)}") from error
-        return None  # for example, because code reads values
+        model = None  # for example, because code reads values
     finally:
         for hook in hooks:
             hook.remove()
+    if size > memory_bytes():
+        raise ValueError(
+            f"the model needs {size / GIB:,.1f} GiB of memory for {parameters:,} parameters, but "
+            f"this machine has {memory_bytes() / GIB:,.1f} GiB; use a smaller width or depth"
+        )
     return model
 
 

@@ -33,16 +33,18 @@ def in_a_line(error: Exception) -> str:
     return words if len(words) <= MAX_MESSAGE else f"{words[:MAX_MESSAGE]} ..."
 
 
-def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+def check_choice(
+    name: str, value: object, choices: Iterable[object], *, listed_by: str | None = None
+) -> None:
     """Raise ValueError if `value` is not one of `choices`; names the closest match.
 
     >>> check_choice("form", "chunks", ["full", "chunk"])
     Traceback (most recent call last):
-    ValueError: form 'chunks' is unknown (perhaps you meant 'chunk'); there are: full, chunk
+    ValueError: form 'chunks' is unknown (perhaps you meant 'chunk'); available: full, chunk
     """
     known = list(choices)
     if value not in known:
-        raise unknown_choice(name, value, known)
+        raise unknown_choice(name, value, known, listed_by=listed_by)
 
 
 def check_shapes(**arguments: tuple[Any, str]) -> dict[str, int]:

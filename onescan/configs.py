@@ -17,6 +17,23 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from onescan.messages import hint
 
+# names of sizes in other libraries -> names in onescan's configs
+OTHER_NAMES = {
+    **dict.fromkeys(
+        ("hidden_size", "embed_dim", "hidden_dim", "dim", "d_model", "n_embd"), "width"
+    ),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers", "num_hidden_layers"), "depth"),
+    **dict.fromkeys(
+        ("num_heads", "n_head", "n_heads", "nhead", "num_attention_heads"), "mixer.num_heads"
+    ),
+    **dict.fromkeys(("img_size", "input_size"), "image_size"),
+    **dict.fromkeys(("in_chans", "in_channels", "num_channels"), "channels"),
+    **dict.fromkeys(("vocabulary_size", "n_vocab"), "vocab_size"),
+    **dict.fromkeys(("num_labels", "n_classes"), "num_classes"),
+    "mlp_ratio": "mlp.ratio",
+    "drop_path_rate": "drop_path",
+}
+
 INT64_LIMIT = 2**63  # larger integers cannot be stored in tensors or used as indices
 
 ConfigT = TypeVar("ConfigT")
@@ -118,8 +135,15 @@ def _load(value: Any, declared: Any, path: str) -> Any:
         except TypeError:  # try the other members of a union
             continue
     raise ValueError(
-        f"{path or 'the config'} is {reprlib.repr(value)}, expected {_type_name(declared)}"
+        f"{path or 'the config'} is {reprlib.repr(value)}, expected {_expected(declared)}"
     )
+
+
+def _expected(declared: Any) -> str:
+    """Format a type; for a base class of configs, with the classes to choose from."""
+    names = [cls.__name__ for member in _members(declared) for cls in _family(member)]
+    choices = f", one of {', '.join(names)}" if len(names) > 1 else ""
+    return f"{_type_name(declared)}{choices}"
 
 
 def _load_config(data: Mapping[str, Any], declared: Any, path: str) -> Any:
@@ -131,7 +155,7 @@ def _load_config(data: Mapping[str, Any], declared: Any, path: str) -> Any:
     name = data.get("type", members[0] if len(members) == 1 else None)
     if not isinstance(name, str) or name not in known:
         choices = ", ".join(known)
-        raise ValueError(f"{_join(path, 'type')} {_unknown(name)}; there are: {choices}")
+        raise ValueError(f"{_join(path, 'type')} {_unknown(name)}; available: {choices}")
     return _load_fields(known[name], data, path)
 
 
@@ -216,7 +240,14 @@ def _family(cls: Any) -> Iterator[type]:
 def _check_names(names: Iterable[str], fields: Collection[str], path: str) -> None:
     for name in names:
         if name not in fields:
-            raise ValueError(f"{_join(path, name)} is unknown{hint(name, fields)}")
+            message = f"{_join(path, name)} is unknown"
+            raise ValueError(f"{message}{_synonym(name, fields) or hint(name, fields)}")
+
+
+def _synonym(name: str, fields: Collection[str]) -> str:
+    """Return a hint at the field that another library calls `name`; empty if there is none."""
+    known = OTHER_NAMES.get(name, "")
+    return f"; onescan calls it {known!r}" if known.partition(".")[0] in fields else ""
 
 
 def _type_name(declared: Any) -> str:

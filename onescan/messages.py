@@ -11,25 +11,40 @@ CONTROLS = ("Cc", "Cs")  # Unicode categories: control characters and surrogates
 BIDIRECTIONAL = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
-def unknown_choice(name: str, value: object, choices: Iterable[object]) -> ValueError:
+def unknown_choice(
+    name: str, value: object, choices: Iterable[object], *, listed_by: str | None = None
+) -> ValueError:
     """Return the error for an unknown name.
 
+    Args:
+        name: What the value names, such as the argument.
+        value: The unknown name.
+        choices: The known names.
+        listed_by: Command that lists them, to name instead of many choices.
+
     >>> unknown_choice("form", "chunks", ["full", "chunk"])
-    ValueError("form 'chunks' is unknown (perhaps you meant 'chunk'); there are: full, chunk")
+    ValueError("form 'chunks' is unknown (perhaps you meant 'chunk'); available: full, chunk")
     """
-    return ValueError(f"{name} {value!r} is unknown{hint(value, choices)}")
+    if listed_by is None:
+        return ValueError(f"{name} {value!r} is unknown{hint(value, choices)}")
+    near = closest(value, [str(choice) for choice in choices], count=3)
+    return ValueError(f"{name} {value!r} is unknown{near}; `{listed_by}` lists all {name}s")
 
 
 def hint(value: object, choices: Iterable[object]) -> str:
     """Return the end of a message about an unknown name: the closest match and all choices."""
     known = [str(choice) for choice in choices]
-    return f"{closest(value, known)}; there are: {', '.join(known) or 'none'}"
+    return f"{closest(value, known)}; available: {', '.join(known) or 'none'}"
 
 
-def closest(value: object, choices: Sequence[str]) -> str:
-    """Return a hint at the choice that is closest to an unknown name; empty if none is close."""
-    near = get_close_matches(str(value), choices, n=1)
-    return f" (perhaps you meant {near[0]!r})" if near else ""
+def closest(value: object, choices: Sequence[str], *, count: int = 1) -> str:
+    """Return a hint at the choices that are closest to an unknown name; empty if none is close.
+
+    >>> closest("digit", ["digits", "recall"])
+    " (perhaps you meant 'digits')"
+    """
+    near = get_close_matches(str(value), choices, n=count)
+    return f" (perhaps you meant {' or '.join(map(repr, near))})" if near else ""
 
 
 def printable(text: object, keep: str = "") -> str:

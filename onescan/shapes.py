@@ -70,8 +70,8 @@ RowSums = Float[Tensor, "systems T"]
 Operators = Float[Tensor, "H T T"]
 
 Images = Float[Tensor, "B channels height width"]
-# with as many channels as the images, or twice as many
-DenoiserOutput = Float[Tensor, "B predicted height width"]
+# with as many channels as the input, or twice as many
+DenoiserOutput = Float[Tensor, "B predicted *axes"]
 Grids = Float[Tensor, "B channels *axes"]  # signals, images, video
 Logits = Float[Tensor, "B classes"]
 Labels = Int[Tensor, " B"]

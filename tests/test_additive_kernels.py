@@ -467,7 +467,7 @@ def test_auto_is_torch_until_a_backend_is_preferred(monkeypatch):
         assert choose("auto", "torch", x, x, x, causal=False)[2] == "torch"
     assert preferred_backend() == "auto"
     with pytest.raises(
-        ValueError, match="backend 'gpu' is unknown; there are: auto, torch, triton"
+        ValueError, match="backend 'gpu' is unknown; available: auto, torch, triton"
     ):
         next(unwrap(use_backend)("gpu"))
 

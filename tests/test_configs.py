@@ -14,6 +14,7 @@ import pytest
 import onescan
 from onescan import configs
 from onescan.data import DataConfig, Format
+from onescan.models.presets import preset
 from onescan.tasks import TaskConfig
 
 
@@ -82,7 +83,7 @@ def test_an_int_widens_to_float_and_a_list_to_tuple():
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ({"nmae": "t"}, r"nmae is unknown \(perhaps you meant 'name'\); there are: name, engine"),
+        ({"nmae": "t"}, r"nmae is unknown \(perhaps you meant 'name'\); available: name, engine"),
         ({}, "name is missing, expected str"),
         ({"name": 3}, "name is 3, expected str"),
         ({"name": "t", "limit": True}, r"limit is True, expected int \| None"),
@@ -93,12 +94,15 @@ def test_an_int_widens_to_float_and_a_list_to_tuple():
         ({"name": "t", "gauge": [1, 10**400]}, r"gauge\[1\] is 10+\.\.\.0+, expected float"),
         ({"name": "t", "limit": 2**63}, r"limit is 9223372036854775808, expected int \| None"),
         ({"name": {"a": 1}}, r"name is \{'a': 1\}, expected str"),
-        ({"name": "t", "engine": 3}, "engine is 3, expected EngineConfig"),
-        ({"name": "t", "engine": {}}, "engine.type is missing; there are: ElectricConfig, Steam"),
+        (
+            {"name": "t", "engine": 3},
+            "engine is 3, expected EngineConfig, one of ElectricConfig, SteamConfig",
+        ),
+        ({"name": "t", "engine": {}}, "engine.type is missing; available: ElectricConfig, Steam"),
         (
             {"name": "t", "engine": {"type": "StemConfig"}},
             "engine.type 'StemConfig' is not an imported class: import the file that defines it "
-            r"first \(.* --import FILE.py\); there are: ElectricConfig, SteamConfig$",
+            r"first \(.* --import FILE.py\); available: ElectricConfig, SteamConfig$",
         ),
         ({"name": "t", "engine": {"type": ["x"]}}, r"engine.type \['x'\] is not an imported class"),
         (
@@ -216,3 +220,17 @@ def _unchecked(config, **values):
     for name, value in values.items():
         object.__setattr__(config, name, value)
     return config
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("hidden_size", "width"), ("n_layer", "depth"), ("nhead", "mixer.num_heads")],
+)
+def test_names_of_other_libraries_are_translated(name, field):
+    with pytest.raises(ValueError, match=f"^{name} is unknown; onescan calls it '{field}'$"):
+        preset("lightnet_tiny", **{name: 64})
+
+
+def test_an_unknown_mixer_lists_the_mixers():
+    with pytest.raises(ValueError, match=r"mixer is 'softmax', .* one of .*SoftmaxMixerConfig"):
+        preset("lightnet_tiny", mixer="softmax")

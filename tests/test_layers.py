@@ -136,7 +136,7 @@ def test_norms(name, count):
 
 
 def test_an_unknown_norm_is_refused():
-    with pytest.raises(ValueError, match="norm 'batch' is unknown; there are: layer, rms"):
+    with pytest.raises(ValueError, match="norm 'batch' is unknown; available: layer, rms"):
         unwrap(build_norm)("batch", 7)
 
 

@@ -84,6 +84,28 @@ def test_masked_tokens_give_and_get_nothing(config_class):
 
 
 @over_mixers
+def test_nan_in_masked_tokens_does_not_reach_gradients(config_class):
+    mixer = built(config_class(num_heads=HEADS))
+    keep = torch.arange(GRID.tokens) < torch.tensor([[9], [13]])
+    x = tokens(2, GRID.tokens).masked_fill(~keep.unsqueeze(-1), torch.nan).requires_grad_()
+    y, _ = mixer(x, GRID, keep=keep)
+    y.square().sum().backward()
+    for gradient in (x.grad, *(p.grad for p in mixer.parameters())):
+        assert gradient.isfinite().all()
+
+
+@over_mixers
+def test_a_call_without_tokens_is_an_error_or_empty(config_class):
+    """Softmax attention returns an empty tensor, as torch's does."""
+    mixer = built(config_class(num_heads=HEADS), axes=1)
+    if config_class is MIXERS["softmax"]:
+        assert mixer(tokens(2, 0), Grid((0,)))[0].shape == (2, 0, WIDTH)
+        return
+    with pytest.raises(ValueError, match=r"^(T is 0|shape is \(0,\)), expected"):
+        mixer(tokens(2, 0), Grid((0,)))
+
+
+@over_mixers
 def test_heads_must_divide_the_width(config_class):
     with pytest.raises(ValueError, match="width 24 is not a multiple of num_heads 5"):
         config_class(num_heads=5).build(width=WIDTH, axes=2)
@@ -323,5 +345,5 @@ def test_impossible_fields_are_refused(fields, axes, message):
 def test_unknown_forms_are_refused():
     config = LightNetMixerConfig(num_heads=HEADS)
     object.__setattr__(config, "form", "fast")  # past the type checks of the tests
-    with pytest.raises(ValueError, match="form 'fast' is unknown; there are: auto, one_scan"):
+    with pytest.raises(ValueError, match="form 'fast' is unknown; available: auto, one_scan"):
         config.build(width=WIDTH, axes=1)

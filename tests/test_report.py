@@ -518,5 +518,5 @@ def test_fewer_held_out_images_than_evaluated(folders):
 
 def test_tasks_without_report(folders, monkeypatch):
     monkeypatch.delitem(SECTIONS, ImageClassificationConfig)
-    with pytest.raises(ValueError, match="ImageClassificationConfig; there are: ImageGeneration"):
+    with pytest.raises(ValueError, match="ImageClassificationConfig; available: ImageGeneration"):
         render_page(read_run_group(folders()))

@@ -196,7 +196,7 @@ def test_no_sequences_give_no_outputs():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"form": "fft"}, "form/backend 'fft/triton' is unknown .* there are: auto/triton, scan"),
+        ({"form": "fft"}, "form/backend 'fft/triton' is unknown .* available: auto/triton, scan"),
         ({"dtype": torch.float64}, "backend is 'triton', but kernels take"),
         ({"backend": "tritn"}, "backend 'tritn' is unknown"),
     ],

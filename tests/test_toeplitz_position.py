@@ -406,7 +406,7 @@ def nan(*shape):
         ({"state": torch.ones(B, D, E)}, "state is a Tensor"),
         ({"state": ToeplitzState(torch.ones(B, D, 5))}, r"state.hidden has shape \(2, 3, 5\)"),
         ({"state": ToeplitzState(nan(B, D, E))}, "state.hidden holds 24 NaN"),
-        ({"form": "scans"}, "form 'scans' is unknown .* there are: dense, scan, fft"),
+        ({"form": "scans"}, "form 'scans' is unknown .* available: dense, scan, fft"),
         ({"joint": 1}, "joint is 1, expected True or False"),
         ({"joint": True}, r"weight has shape \(1, 3, 4\), expected 'D E'"),
     ],

@@ -75,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error.__cause__, KeyboardInterrupt):
             return _interrupted(argv)
         if not with_traceback and _is_out_of_memory(error):
-            return _fail(f"error: not enough memory: {error}", MISTAKE)
+            reason = str(error).strip().partition(chr(10))[0] or type(error).__name__
+            advice = "use a smaller batch size, or a smaller model width or depth"
+            return _fail(f"error: not enough memory: {reason}; {advice}", MISTAKE)
         if with_traceback or "by peer" not in str(error):  # a lost connection to another process
             raise
         return _fail("error: another process failed; see its message", FAILURE)

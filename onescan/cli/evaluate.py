@@ -18,6 +18,8 @@ from onescan.cli.options import (
     echo,
     import_files,
     load_language_model,
+    metric_label,
+    metric_value,
     parse,
 )
 
@@ -101,9 +103,9 @@ def _evaluate_run(options: Any) -> None:
         workers=choose_workers(options.workers, task.test),
         progress=True,
     )
-    widest = max(map(len, evaluation.metrics))
+    widest = max(len(metric_label(name)) for name in evaluation.metrics)
     for name, value in evaluation.metrics.items():
-        echo(f"{name:<{widest}}  {value:.4f}")
+        echo(f"{metric_label(name):<{widest}}  {metric_value(name, value)}")
     if evaluation.left_out:
         echo(f"skipped {evaluation.left_out} unreadable {task.unit}")
 

@@ -213,6 +213,24 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
     return message
 
 
+def metric_label(name: str) -> str:
+    """Return the label of a metric.
+
+    >>> metric_label("bits_per_byte")
+    'bits per byte'
+    """
+    return name.replace("_", " ")
+
+
+def metric_value(name: str, value: float) -> str:
+    """Format a metric: accuracies in percent, other numbers with four significant digits.
+
+    >>> metric_value("accuracy", 0.98611), metric_value("bits_per_byte", 3.26991)
+    ('98.6%', '3.270')
+    """
+    return f"{value:.1%}" if "accuracy" in name else f"{value:#.4g}"
+
+
 def import_files(files: Sequence[Path]) -> None:
     """Run Python files that define classes of a run."""
     if files:

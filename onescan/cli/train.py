@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from onescan.cli.options import HELP, HELP_ALL, Argv, LanguageModel, echo, parse, silent
+from onescan.cli.options import (
+    HELP,
+    HELP_ALL,
+    Argv,
+    LanguageModel,
+    echo,
+    metric_label,
+    metric_value,
+    parse,
+    silent,
+)
 
 if TYPE_CHECKING:
     from onescan.data.glue import GlueTask
@@ -25,6 +35,7 @@ COMMON = (
     *("--training.ema-decay", "--training.seed", "--machine.device", "--machine.workers"),
     *("--machine.gradient-accumulation-steps", "--machine.compile"),
 )
+MAX_SEED = 2**32
 USAGE = """\
 usage: onescan train RECIPE [OPTIONS]
        onescan train --config FILE [--import FILE.py] [OPTIONS]
@@ -41,7 +52,9 @@ Often used:
 
 def train(argv: Argv) -> None:
     """Train a recipe, or resume an interrupted run, and write a report."""
-    if not argv or argv[0] in (*HELP, HELP_ALL):
+    if not argv:
+        raise ValueError(f"RECIPE is missing{chr(10)}{USAGE}")
+    if argv[0] in (*HELP, HELP_ALL):
         echo(USAGE)
         return
     from onescan.training.config import RunConfig
@@ -71,6 +84,9 @@ def train(argv: Argv) -> None:
     if not seeds or len(set(seeds)) < len(seeds):
         given = ", ".join(map(str, seeds)) or "empty"
         raise ValueError(f"seeds is {given}, expected at least one, and no duplicates")
+    if not 0 <= min(seeds) <= max(seeds) < MAX_SEED:
+        wrong = ", ".join(str(seed) for seed in seeds if not 0 <= seed < MAX_SEED)
+        raise ValueError(f"seeds is {wrong}, expected 0 to {MAX_SEED - 1}")
     out = Path(options.out)
     trainings = [dataclasses.replace(options.run.training, seed=seed) for seed in seeds]
     runs = [dataclasses.replace(options.run, training=training) for training in trainings]
@@ -112,7 +128,10 @@ def _results(results: "Sequence[RunResult]") -> str:
 
     lines = []
     for result in results:
-        shown = ", ".join(f"test {name} {value:.4f}" for name, value in result.metrics.items())
+        shown = ", ".join(
+            f"test {metric_label(name)} {metric_value(name, value)}"
+            for name, value in result.metrics.items()
+        )
         shown += f", data loading {waiting_share(read_metrics(result.folder)):.1%} of the time"
         note = " (already finished; --overwrite trains again)" if result.reused else ""
         lines.append(f"{result.folder}: {shown}{note}")
@@ -120,7 +139,8 @@ def _results(results: "Sequence[RunResult]") -> str:
         for name in results[0].metrics:
             values = [result.metrics[name] for result in results]
             mean, deviation = statistics.mean(values), statistics.stdev(values)
-            lines.append(f"test {name}: {mean:.4f} +- {deviation:.4f} over {len(values)} seeds")
+            shown = f"{metric_value(name, mean)} +- {metric_value(name, deviation)}"
+            lines.append(f"test {metric_label(name)}: {shown} over {len(values)} seeds")
     return "\n".join(lines)
 
 

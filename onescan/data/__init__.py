@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from onescan.data.long_range import PixelFormat as PixelFormat
     from onescan.data.long_range import PixelImageConfig as PixelImageConfig
     from onescan.data.long_range import RetrievalConfig as RetrievalConfig
+    from onescan.data.moving_digits import MovingDigitsConfig as MovingDigitsConfig
     from onescan.data.order import batched as batched
     from onescan.data.order import derive_seed as derive_seed
     from onescan.data.order import epoch_order as epoch_order
@@ -95,6 +96,7 @@ _MODULES = {
     "LoadedBatch": "base",
     "Mix": "augment",
     "MixConfig": "augment",
+    "MovingDigitsConfig": "moving_digits",
     "PairFormat": "glue",
     "PathfinderDataConfig": "long_range",
     "PixelFormat": "long_range",

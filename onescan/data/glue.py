@@ -219,7 +219,7 @@ def _cells(line: bytes) -> list[str]:
 def _check_columns(names: Sequence[str], columns: Sequence[str]) -> None:
     for name in names:
         if name not in columns:
-            raise ValueError(f"the column {name!r} is missing; there are: {', '.join(columns)}")
+            raise ValueError(f"the column {name!r} is missing; available: {', '.join(columns)}")
 
 
 def _read_hub(name: str, task: GlueTask, problem: GlueProblem, split: str) -> list[GlueRow]:

@@ -178,7 +178,12 @@ class DenoiserSource(Source):
     def __init__(self, path: Path, config: SamplesConfig, device: torch.device) -> None:
         own = default_sampler(path)
         self.pipeline = load_pipeline(path, sampler=config.sampler).to(device)
-        self.name, self.size = short_name(path), self.pipeline.image_size
+        try:
+            height, width = self.pipeline.image_size
+        except ValueError:
+            axes = len(self.pipeline.image_size)
+            raise ValueError(f"'{path}' generates grids of {axes} axes, expected images") from None
+        self.name, self.size = short_name(path), (height, width)
         self.class_names = _class_names(self.pipeline)
         self.count, self.seed, self.steps = config.samples, config.seed, config.steps or own.steps
         scales: tuple[float | None, ...] = tuple(sorted(config.guidance_scale))

@@ -42,7 +42,7 @@ MODELS = (ImageClassifier, MaskedLM, SequenceClassifier, CausalLM)
 
 BATCH, TOKENS, PATCHES = 2, 37, (3, 5)  # sizes of the example input for tracing
 MAX_BYTES = 2**31 - 2**24  # a protobuf file is limited to 2 GiB, including the graph
-AXES = {"images": ("batch", "channels", "height", "width"), "tokens": ("batch", "length")}
+SIDES = {1: ("samples",), 2: ("height", "width"), 3: ("frames", "height", "width")}
 FIXED_FORMS = ("full", "recurrent")  # their loops depend on the length
 NEXT = "next."  # name prefix of the state returned by a step
 
@@ -111,7 +111,8 @@ def export_onnx(
 ) -> None:
     """Write the program of `export_program` to an ONNX file, with the config in its metadata.
 
-    The output is `logits`; dynamic sizes are named batch, length, height and width.
+    The output is `logits`. Dynamic sizes are named batch, length, height and width; for signals,
+    samples, and for video also frames.
 
     Raises:
         ValueError: As for `export_program`; also for Crank-Nicolson diffusion, which solves a
@@ -237,13 +238,20 @@ def _images_of(model: ImageClassifier, batch: Any) -> tuple[Tensor, dict[int, An
     if isinstance(config.position, AbsolutePositionConfig):
         images = place.new_zeros(BATCH, config.channels, *config.image_size)
         return images, {0: batch}
-    sides = [n * patch for n, patch in zip(PATCHES, config.patch_size, strict=True)]
+    axes = len(config.patch_size)
+    counts = [PATCHES[axis % len(PATCHES)] for axis in range(axes)]
+    sides = [n * patch for n, patch in zip(counts, config.patch_size, strict=True)]
     free = [
         patch * Dim(f"{side}_in_patches", min=2) if patch > 1 else Dim(side, min=2)
-        for side, patch in zip(("height", "width"), config.patch_size, strict=True)
+        for side, patch in zip(_side_names(axes), config.patch_size, strict=True)
     ]
     images = place.new_zeros(BATCH, config.channels, *sides)
-    return images, {0: batch, 2: free[0], 3: free[1]}
+    return images, {0: batch, **dict(enumerate(free, start=2))}
+
+
+def _side_names(axes: int) -> tuple[str, ...]:
+    """Return the names of the sizes of an image, or of a grid with another number of axes."""
+    return SIDES.get(axes) or tuple(f"size_{axis}" for axis in range(axes))
 
 
 def _step_inputs(model: CausalLM, any_length: bool) -> tuple[Any, Any]:
@@ -334,7 +342,11 @@ def _name_sizes(graph: Any) -> None:
     """Replace the symbols of dynamic sizes from tracing by their names."""
     names: dict[str, str] = {}
     for value in graph.inputs:
-        axes = AXES.get(value.name, ("batch", *["cached"] * len(value.shape)))
+        axes = ("batch", *["cached"] * len(value.shape))
+        if value.name == "tokens":
+            axes = ("batch", "length")
+        elif value.name == "images":
+            axes = ("batch", "channels", *_side_names(len(value.shape) - 2))
         for size, name in zip(value.shape, axes, strict=False):
             if not isinstance(size, int):
                 names.setdefault(str(size), name)

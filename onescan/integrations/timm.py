@@ -22,13 +22,16 @@ from onescan.layers.position import AbsolutePosition
 from onescan.layers.tokens import max_pool, mean_pool
 from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
 from onescan.models.presets import PRESETS, preset
-from onescan.shapes import Grid, Hidden, Images, Pooled
+from onescan.shapes import Grid, Grids, Hidden, Pooled
 
-# timm has its own DeiT and ViT
+# timm has its own DeiT and ViT, and prepares images only
+IMAGE_AXES = 2
 NAMES = [
     name
     for name, each in PRESETS.items()
-    if isinstance(each.config, ImageClassifierConfig) and not name.startswith(("deit_", "vit_"))
+    if isinstance(each.config, ImageClassifierConfig)
+    and len(each.config.image_size) == IMAGE_AXES
+    and not name.startswith(("deit_", "vit_"))
 ]
 
 
@@ -130,8 +133,8 @@ def _build(
 class PatchEmbed(NamedTuple):
     """Sizes of an image and its patches, with timm's names."""
 
-    img_size: tuple[int, int]
-    patch_size: tuple[int, int]
+    img_size: tuple[int, ...]
+    patch_size: tuple[int, ...]
     grid_size: tuple[int, ...]
 
     @property
@@ -168,7 +171,7 @@ class TimmImageClassifier(ImageClassifier):
         size, patch = self.config.image_size, self.config.patch_size
         return PatchEmbed(size, patch, self.patchify.grid_shape((self.in_chans, *size)))
 
-    def forward(self, x: Images) -> Tensor:
+    def forward(self, x: Grids) -> Tensor:
         """Compute class logits, per token if `global_pool` is "", or features without a head."""
         return self.forward_head(self.forward_features(x))
 
@@ -179,7 +182,7 @@ class TimmImageClassifier(ImageClassifier):
 
     def forward_intermediates(
         self,
-        x: Images,
+        x: Grids,
         indices: int | Sequence[int] | None = None,
         return_prefix_tokens: bool = False,
         norm: bool = False,
@@ -255,20 +258,21 @@ class TimmImageClassifier(ImageClassifier):
 
     def set_input_size(
         self,
-        img_size: int | tuple[int, int] | None = None,
-        patch_size: int | tuple[int, int] | None = None,
+        img_size: int | tuple[int, ...] | None = None,
+        patch_size: int | tuple[int, ...] | None = None,
     ) -> None:
         """Change the default image size, and resize a table of absolute positions to it.
 
         Raises:
             ValueError: If patches do not divide the size, or patch_size differs from the model's.
         """
-        if patch_size is not None and _pair(patch_size) != self.config.patch_size:
+        axes = len(self.config.image_size)
+        if patch_size is not None and _sizes(patch_size, axes) != self.config.patch_size:
             expected = f"expected the model's {self.config.patch_size}"
             raise ValueError(f"patch_size is {patch_size}, {expected}")
         if img_size is None:
             return
-        size = _pair(img_size)
+        size = _sizes(img_size, axes)
         grid = Grid(self.patchify.grid_shape((self.in_chans, *size)), prefix=self.prefix)
         if isinstance(self.position, AbsolutePosition):
             with torch.no_grad():
@@ -301,7 +305,7 @@ class TimmImageClassifier(ImageClassifier):
         }
 
     def _through_blocks(
-        self, images: Images, chosen: list[int], stop: int | None
+        self, images: Grids, chosen: list[int], stop: int | None
     ) -> tuple[Hidden, list[Tensor]]:
         x, grid = self.embed(images)
         embedding, after = x, []
@@ -337,9 +341,8 @@ class TimmImageClassifier(ImageClassifier):
         return max_pool(tokens) if self.global_pool == "max" else mean_pool(tokens)
 
 
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width
+def _sizes(size: int | Sequence[int], axes: int) -> tuple[int, ...]:
+    return (size,) * axes if isinstance(size, int) else tuple(size)
 
 
 def _chosen(indices: int | Sequence[int] | None, depth: int) -> list[int]:

@@ -9,6 +9,7 @@ from einops import rearrange
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from onescan.checks import check_positive
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.shapes import Grid, Grids, Hidden, Keep, Pooled, Tokens
 
@@ -56,6 +57,29 @@ class Patchify(nn.Module):
                 f"{' x '.join(map(str, self.patch_size))}: each side must be a multiple"
             )
         return tuple(side // p for side, p in zip(sides, self.patch_size, strict=True))
+
+
+def check_sizes(image_size: tuple[int, ...], patch_size: tuple[int, ...]) -> None:
+    """Raise ValueError unless both have one positive number for each of at least one axis.
+
+    >>> check_sizes((8, 32, 32), (8, 8))
+    Traceback (most recent call last):
+    ValueError: patch_size is (8, 8), which has 2 axes, expected 3, as in image_size (8, 32, 32)
+    """
+    if not image_size:
+        raise ValueError("image_size is (), expected one number per axis")
+    if len(image_size) != len(patch_size):
+        raise ValueError(
+            f"patch_size is {patch_size}, which has {len(patch_size)} axes, expected "
+            f"{len(image_size)}, as in image_size {image_size}"
+        )
+    check_positive(
+        **{
+            f"{name}[{axis}]": size
+            for name, sizes in (("image_size", image_size), ("patch_size", patch_size))
+            for axis, size in enumerate(sizes)
+        }
+    )
 
 
 class Unpatchify(nn.Module):

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from onescan.checks import check_positive
+from onescan.checks import check_whole
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.token_network import NetworkState, TokenNetwork, TokenNetworkConfig
@@ -66,7 +66,7 @@ class Sampling:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}, expected 0 or more")
         if self.top_k is not None:
-            check_positive(top_k=self.top_k)
+            check_whole(1, top_k=self.top_k)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}, expected above 0 and at most 1")
 
@@ -180,7 +180,7 @@ class CausalLM(nn.Module):
         Raises:
             ValueError: See `forward`; or if `max_new_tokens` or `sampling` is out of range.
         """
-        check_positive(max_new_tokens=max_new_tokens)
+        check_whole(1, max_new_tokens=max_new_tokens)
         sampling = Sampling() if sampling is None else sampling
         sampling.check()
         logits, state = self(tokens, state, keep=keep, last_only=True)

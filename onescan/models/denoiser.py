@@ -22,8 +22,8 @@ from onescan.layers.block import (
 )
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig, build_lower_bounds
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
-from onescan.layers.tokens import Patchify, Unpatchify
-from onescan.shapes import DenoiserOutput, Grid, Images, Labels, Timesteps
+from onescan.layers.tokens import Patchify, Unpatchify, check_sizes
+from onescan.shapes import DenoiserOutput, Grid, Grids, Labels, Timesteps
 
 Condition = Literal["tokens", "adaln_zero"]
 Prediction = Literal["noise", "v", "flow"]
@@ -36,13 +36,14 @@ STEPS = 1000  # timesteps, from the image (0) to pure noise
 class DenoiserConfig(ModelConfig):
     """Config of denoisers: LightNet by default; DiT and the ablations by changing fields."""
 
-    image_size: tuple[int, int] = (32, 32)
-    """Default height and width of the image, or of its latents, which are 8 times smaller. Most
-    models accept any size that patch_size divides."""
+    image_size: tuple[int, ...] = (32, 32)
+    """Default size along each axis of the image, or of its latents, which are 8 times smaller: one
+    axis for signals, two for images, three for video and volumes. Most models accept any size that
+    patch_size divides."""
     channels: int = 4
     """Channels of the image or latents: 4 for latents, 3 for color, 1 for grayscale."""
-    patch_size: tuple[int, int] = (2, 2)
-    """Height and width of the patch that becomes one token."""
+    patch_size: tuple[int, ...] = (2, 2)
+    """Size of the patch that becomes one token, along each axis of image_size."""
     num_classes: int = 1000
     """Number of classes; 0 for an unconditional model."""
     width: int = 384
@@ -74,8 +75,8 @@ class DenoiserConfig(ModelConfig):
             width=self.width,
             depth=self.depth,
             init_std=self.init_std,
-            **{f"patch_size[{i}]": size for i, size in enumerate(self.patch_size)},
         )
+        check_sizes(self.image_size, self.patch_size)
         check_choice("condition", self.condition, get_args(Condition))
         if self.num_classes < 0:
             raise ValueError(f"num_classes is {self.num_classes}, expected 0 or more")
@@ -90,7 +91,7 @@ class DenoiserConfig(ModelConfig):
         self.check()
         return Denoiser(self)
 
-    def example_inputs(self) -> tuple[Images, Timesteps, Labels | None]:
+    def example_inputs(self) -> tuple[Grids, Timesteps, Labels | None]:
         """Return one empty image of the default size, timestep 0 and, if conditional, class 0."""
         image = torch.zeros(1, self.channels, *self.image_size)
         label = torch.zeros(1, dtype=torch.long) if self.num_classes else None
@@ -157,7 +158,7 @@ class Denoiser(nn.Module):
         return self.config.channels * (2 if self.config.learn_sigma else 1)
 
     def forward(
-        self, noisy: Images, timesteps: Timesteps, labels: Labels | None = None
+        self, noisy: Grids, timesteps: Timesteps, labels: Labels | None = None
     ) -> DenoiserOutput:
         """Predict the target that the model was trained on; see `NoiseConfig.prediction`.
 

@@ -12,8 +12,8 @@ from onescan.layers.basic import GLUConfig, MLPConfig, NormName, build_norm
 from onescan.layers.block import Block, init_weights, lower_bound_of_each
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig, build_lower_bounds
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
-from onescan.layers.tokens import AttentionPool, Patchify, max_pool, mean_pool
-from onescan.shapes import Grid, Hidden, Images, Logits, Pooled
+from onescan.layers.tokens import AttentionPool, Patchify, check_sizes, max_pool, mean_pool
+from onescan.shapes import Grid, Grids, Hidden, Logits, Pooled
 
 Pool = Literal["class_token", "mean", "mean_with_class_token", "max", "attention"]
 WITH_CLASS_TOKEN = ("class_token", "mean_with_class_token")
@@ -23,12 +23,13 @@ WITH_CLASS_TOKEN = ("class_token", "mean_with_class_token")
 class ImageClassifierConfig(ModelConfig):
     """Config of image classifiers: LightNet by default; DeiT and ablations by changing fields."""
 
-    image_size: tuple[int, int] = (224, 224)
-    """Default height and width. Most models accept any size that patch_size divides."""
+    image_size: tuple[int, ...] = (224, 224)
+    """Default size along each axis: one axis for signals, two for images, three for video and
+    volumes. Most models accept any size that patch_size divides."""
     channels: int = 3
     """Channels of the image: 3 for color, 1 for grayscale."""
-    patch_size: tuple[int, int] = (16, 16)
-    """Height and width of the patch that becomes one token."""
+    patch_size: tuple[int, ...] = (16, 16)
+    """Size of the patch that becomes one token, along each axis of image_size."""
     num_classes: int = 1000
     """Number of classes."""
     width: int = 192
@@ -62,8 +63,8 @@ class ImageClassifierConfig(ModelConfig):
             width=self.width,
             depth=self.depth,
             init_std=self.init_std,
-            **{f"patch_size[{i}]": size for i, size in enumerate(self.patch_size)},
         )
+        check_sizes(self.image_size, self.patch_size)
         if not 0 <= self.drop_path < 1:
             raise ValueError(f"drop_path is {self.drop_path}, expected 0 or more and less than 1")
         check_choice("pool", self.pool, get_args(Pool))
@@ -90,7 +91,7 @@ class ImageClassifierConfig(ModelConfig):
         self.check()
         return ImageClassifier(self)
 
-    def example_inputs(self) -> tuple[Images]:
+    def example_inputs(self) -> tuple[Grids]:
         """Return one black image of the default size."""
         return (torch.zeros(1, self.channels, *self.image_size),)
 
@@ -100,6 +101,13 @@ class ImageClassifier(nn.Module):
 
     >>> model = ImageClassifierConfig(width=48, depth=2, num_classes=10).build()
     >>> model(torch.zeros(2, 3, 224, 160)).shape  # any size that 16 divides
+    torch.Size([2, 10])
+
+    `image_size` and `patch_size` set the number of axes, here frames, height and width:
+
+    >>> sizes = {"image_size": (8, 32, 32), "patch_size": (2, 8, 8)}
+    >>> video = ImageClassifierConfig(**sizes, width=48, depth=2, num_classes=10).build()
+    >>> video(torch.zeros(2, 3, 8, 32, 32)).shape
     torch.Size([2, 10])
     """
 
@@ -142,11 +150,11 @@ class ImageClassifier(nn.Module):
         """Number of tokens before the patches."""
         return (self.config.pool in WITH_CLASS_TOKEN) + self.config.distillation_token
 
-    def forward(self, images: Images) -> Logits | tuple[Logits, Logits]:
+    def forward(self, images: Grids) -> Logits | tuple[Logits, Logits]:
         """Compute class logits; see `forward_head` for the return value.
 
         Args:
-            images: Images of any size that `patch_size` divides.
+            images: Grids of any size that `patch_size` divides.
 
         Raises:
             ValueError: If the number of channels differs, or `patch_size` does not divide a side.
@@ -154,7 +162,7 @@ class ImageClassifier(nn.Module):
         check_floating(images=images)
         return self.forward_head(self.forward_features(images))
 
-    def forward_features(self, images: Images) -> Hidden:
+    def forward_features(self, images: Grids) -> Hidden:
         """Return the normalized tokens of the last block: class, distillation, then patches."""
         x, grid = self.embed(images)
         embedding = x
@@ -163,7 +171,7 @@ class ImageClassifier(nn.Module):
             x, _ = block(x, grid, embedding=embedding, lower_bound=bound)
         return self.norm(x)
 
-    def embed(self, images: Images) -> tuple[Hidden, Grid]:
+    def embed(self, images: Grids) -> tuple[Hidden, Grid]:
         """Return the tokens before the first block, and their grid."""
         x, shape = self.patchify(images)  # B T D
         grid = Grid(shape, prefix=self.prefix)

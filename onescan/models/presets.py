@@ -216,6 +216,21 @@ _HYDRA = _Family(
     ),
     "Hydra, arXiv:2407.09941, Table 5 and App. D.2; LION, Table 2",
 )
+# Signals, such as one second at 1 kHz, and video of 16 frames. No paper states such models.
+_SIGNAL = {"image_size": (1000,), "patch_size": (10,), "channels": 1}
+_VIDEO = {"image_size": (16, 224, 224), "patch_size": (2, 16, 16)}
+_NO_PAPER = "the blocks of {0}, with patches along {1}; no paper states this model"
+
+
+def _with_axes(family: _Family, sizes: Mapping[str, Any], model: str, axes: str) -> _Family:
+    return _Family(replace(family.config, sizes), _NO_PAPER.format(model, axes))
+
+
+_LIGHTNET_SIGNAL = _with_axes(_LIGHTNET, _SIGNAL, "LightNet's image models", "one axis")
+_LIGHTNET_VIDEO = _with_axes(_LIGHTNET, _VIDEO, "LightNet's image models", "three axes")
+_LION_S_NATURAL_VIDEO = _with_axes(
+    _LION_S_NATURAL, _VIDEO, "LION-s", "three axes, each with its own scan order"
+)
 # The condition is added as tokens. With adaLN-Zero in each block, no published size matches.
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
 # Table 3 gives XL/2 672M parameters, but Table 14 680M: the difference is the output gate.
@@ -460,6 +475,10 @@ _IMAGE_ROWS = (
     _Row("vim_base", _VIM, 24, 768, 1, 98.0),
     _Row("hydra_small", _HYDRA, 22, 384, 12, 22.0),
     _Row("hydra_base", _HYDRA, 24, 768, 24, 91.0),
+    _Row("lightnet_signal_tiny", _LIGHTNET_SIGNAL, 12, 192, 6, None),
+    _Row("lightnet_video_tiny", _LIGHTNET_VIDEO, 12, 192, 6, None),
+    _Row("lightnet_video_small", _LIGHTNET_VIDEO, 12, 384, 16, None),
+    _Row("lion_s_natural_video_tiny", _LION_S_NATURAL_VIDEO, 12, 192, 3, None),
 )
 # Parameter counts are for patches of 2 x 2. Each size is available with every patch size, such as
 # lightnet_dit_s_2. The published 33M of LightNet-S and DiT-S are 33.53, truncated, and 32.87,
@@ -623,16 +642,20 @@ def preset(name: str, **changes: Any) -> ModelConfig:
         ValueError: If the name or a field is unknown (names the closest match), or a value has the
             wrong type.
 
-    >>> preset("lightnet_tiny", num_classes=10, image_size=32, patch_size=4).num_classes
-    10
+    >>> preset("lightnet_tiny", num_classes=10, image_size=32, patch_size=4).image_size
+    (32, 32)
+    >>> preset("lightnet_tiny", image_size=(8, 32, 32), patch_size=(2, 8, 8)).patch_size
+    (2, 8, 8)
     """
-    check_choice("model", name, PRESETS)
-    squares = {
-        key: (value, value)
-        for key, value in changes.items()
-        if key in ("image_size", "patch_size") and isinstance(value, int)
+    check_choice("model", name, PRESETS, listed_by="onescan models")
+    config = PRESETS[name].config
+    sizes = {key: changes[key] for key in ("image_size", "patch_size") if key in changes}
+    given = [len(size) for size in sizes.values() if not isinstance(size, int)]
+    axes = given[0] if given else len(getattr(config, "image_size", ()))
+    cubes: dict[str, Any] = {
+        key: (size,) * axes for key, size in sizes.items() if isinstance(size, int)
     }
-    return replace(PRESETS[name].config, {**changes, **squares})
+    return replace(config, {**changes, **cubes})
 
 
 def build(name: str, **changes: Any) -> nn.Module:

@@ -107,7 +107,7 @@ def find_recipe(name: str) -> Recipe:
         config = function_in(file, function)
         return Recipe(function, inspect.getdoc(config) or "", config)
     if name not in RECIPES:
-        check_choice("recipe", name, RECIPES)
+        check_choice("recipe", name, RECIPES, listed_by="onescan recipes")
     return RECIPES[name]
 
 
@@ -128,7 +128,7 @@ def ablated(recipe: Recipe, ablation: str) -> Recipe:
         except ValueError as error:
             fitting = ", ".join(name for name in ABLATIONS if _fits(run, name))
             raise ValueError(
-                f"ablation {ablation!r} does not fit the model of {run.name}; there are: {fitting}"
+                f"ablation {ablation!r} does not fit the model of {run.name}; available: {fitting}"
             ) from error
         return dataclasses.replace(run, name=f"{run.name}/{ablation}", model=model)
 

@@ -90,6 +90,12 @@ def half_lives(decays: tuple[Tensor, ...]) -> HalfLives:
     return lives if lives.ndim > 2 else lives[..., None]  # noqa: PLR2004
 
 
+def _scan_names(scans: int) -> tuple[str, ...]:
+    if scans <= len(SCANS):
+        return SCANS[:scans]
+    return tuple(f"Along axis {axis}" for axis in reversed(range(scans)))
+
+
 def _decay_figure(scans: Sequence[HalfLives]) -> Figure:
     shown = [np.quantile(scan, (0.05, 0.5, 0.95), axis=-1) for scan in scans]
     limits = (
@@ -99,7 +105,7 @@ def _decay_figure(scans: Sequence[HalfLives]) -> Figure:
     single = len(scans) == 1
     panels = [
         ("" if single else name, decay_dots(each, limits, TWO_THIRDS if single else HALF_WIDTH))
-        for name, each in zip(SCANS, shown, strict=False)
+        for name, each in zip(_scan_names(len(shown)), shown, strict=True)
     ]
     channels = " A line spans the middle 90% of a head's channels, the dot is their median."
     edge = f" Values below {LEAST_DECAY} or above {MOST_DECAY} are drawn at the edge."

@@ -18,7 +18,7 @@ from onescan.models.image_classifier import ImageClassifier
 from onescan.ops.linear_diffusion import diffusion_operator, stable_step
 from onescan.report.format import TIMES, percent, plural
 from onescan.report.images import patch_grid
-from onescan.report.mixers import find
+from onescan.report.mixers import IMAGE_DIRECTIONS, find
 from onescan.report.page import Figure, Section, fragment
 from onescan.report.plots import (
     BLUE,
@@ -116,6 +116,8 @@ def section(group: RunGroup) -> Section:
         return Section(TITLE, lead="Not shown: this is not an image classifier of LDN mixers.")
     if not mixers[0].config.diffusion:
         return Section(TITLE, lead="Not shown: this model was built without diffusion.")
+    if len(patch_grid(model)) != len(IMAGE_DIRECTIONS):
+        return Section(TITLE, lead="Not shown: the figures need images with two axes.")
     lines, (rows, columns) = diffusion_lines(model), patch_grid(model)
     lead = (
         "In each block, a token exchanges a part of itself for a weighted mean of nearby tokens. "

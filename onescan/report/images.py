@@ -1,11 +1,13 @@
 """Sections about images: predictions on held-out images, and images that a denoiser generates."""
 
+import math
 from collections import Counter
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Bool, Float, Int, UInt8
 from markupsafe import Markup
@@ -35,7 +37,7 @@ from onescan.report.plots import (
     to_svg,
 )
 from onescan.report.runs import FinishedRun, RunGroup
-from onescan.shapes import Images, Labels
+from onescan.shapes import Grids, Images, Labels
 from onescan.tasks import ImageClassification, ImageGeneration
 from onescan.training.logging import read_pictures
 
@@ -45,6 +47,9 @@ SHORT_NAME = 4  # letters; longer class names are written upright
 PAIRS = 20  # listed confusions
 ENDS = 15  # of many classes, the hardest and easiest that are shown
 MISTAKES, CORRECT = 60, 20  # shown images
+VIDEO_AXES, MAX_DRAWN_AXES = 3, 3
+MAX_FRAMES, GAP = 16, 1  # shown frames of a video, and pixels between them
+SIGNAL_SIZE = 48, 160  # height and width of a drawn signal
 TITLE = "Generated images"
 EARLIER = 6  # evaluations whose images are shown, besides the last
 LARGE, SMALL = 1280, 448  # pixels of the longer side of their images
@@ -76,7 +81,7 @@ def unknown_rows(group: RunGroup) -> str:
     return f"Not shown: only {rows:,} of {count:,} held-out images could be read."
 
 
-def held_out_pixels(group: RunGroup, rows: Int[Tensor, " B"]) -> Images:
+def held_out_pixels(group: RunGroup, rows: Int[Tensor, " B"]) -> Grids:
     """Read some of the held-out images, as pixels from 0 to 1.
 
     Raises:
@@ -97,6 +102,39 @@ def examples_at(data: DataSet, rows: list[int]) -> list[Example]:
     start = enumerate(islice(data.examples(seed=None), max(rows) + 1))
     found = {row: example for row, (example, _) in start if row in requested}
     return [found[row] for row in rows if row in found]
+
+
+def as_pictures(values: Grids) -> Images:
+    """Draw grids of one to three axes as images, with values from 0 to 1.
+
+    An image remains as it is. The frames of a video, or slices of a volume, are arranged row by
+    row, at most `MAX_FRAMES` of them. A signal is drawn as a line, scaled to its own range.
+    """
+    axes = values.ndim - 2
+    if axes == 1:
+        return torch.stack([_line_drawing(signal) for signal in values])
+    if axes == VIDEO_AXES:
+        count = values.shape[2]
+        chosen = torch.linspace(0, count - 1, min(count, MAX_FRAMES)).round().long()
+        frames = values[:, :, chosen]
+        columns = math.ceil(math.sqrt(len(chosen)))
+        missing = -len(chosen) % columns
+        frames = F.pad(frames, (0, GAP, 0, GAP, 0, missing), value=1.0)
+        return rearrange(
+            frames, "b c (rows columns) h w -> b c (rows h) (columns w)", columns=columns
+        )
+    return values
+
+
+def _line_drawing(signal: Float[Tensor, "channels samples"]) -> Float[Tensor, "1 height width"]:
+    """Draw the channels of a signal as dark lines; each column spans neighboring samples."""
+    samples = F.interpolate(signal[None].float(), SIGNAL_SIZE[1] + 1, mode="linear")[0]
+    low, high = samples.min(), samples.max()
+    rows = (high - samples) / (high - low).clamp(min=1e-12) * (SIGNAL_SIZE[0] - 1)
+    top, bottom = torch.minimum(rows[:, :-1], rows[:, 1:]), torch.maximum(rows[:, :-1], rows[:, 1:])
+    at = torch.arange(SIGNAL_SIZE[0])[:, None, None]
+    drawn = (at >= top.floor()) & (at <= bottom.ceil())  # height channels width
+    return 1 - drawn.any(dim=1)[None].float()
 
 
 def to_bytes(pixels: Images) -> UInt8[np.ndarray, "B height width rgb"]:
@@ -264,6 +302,9 @@ def predictions(group: RunGroup) -> Section:
     """Mistakes, and a sample of correct predictions."""
     if reason := unknown_rows(group):
         return Section("Test images", lead=reason)
+    assert isinstance(group.task, ImageClassification)
+    if (axes := group.task.format.axes) > MAX_DRAWN_AXES:
+        return Section("Test images", lead=f"Not shown: the examples have {axes} axes.")
     wrong = group.array("predictions") != held_out_labels(group)  # seeds images
     mistakes = _worst_first(wrong, group.array("confidence"))
     correct = (~wrong.any(dim=0)).nonzero().flatten().tolist()
@@ -310,7 +351,7 @@ def _correct(group: RunGroup, rows: list[int]) -> Figure:
 
 
 def _gallery(group: RunGroup, rows: list[int]) -> Markup:
-    pixels = to_bytes(held_out_pixels(group, torch.tensor(rows)))
+    pixels = to_bytes(as_pictures(held_out_pixels(group, torch.tensor(rows))))
     answers = [_answer(group, row, image) for row, image in zip(rows, pixels, strict=True)]
     return fragment("gallery", answers)
 

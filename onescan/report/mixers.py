@@ -58,7 +58,7 @@ SHADE = 0.35  # how much an image may darken a color
 DARK = 0.25  # images with a lower median are shown as negatives below the colors
 
 TOEPLITZ = "Position kernels"
-DIRECTIONS = (("Along columns", "patches above"), ("Along rows", "patches to the left"))
+IMAGE_DIRECTIONS = (("Along columns", "patches above"), ("Along rows", "patches to the left"))
 SINGLE_CHANNELS = 6
 BANDS = (0.05, 0.25, 0.5, 0.75, 0.95)  # quantiles
 
@@ -68,6 +68,13 @@ Module = TypeVar("Module", bound=nn.Module)
 Shares = Float[Tensor, "B H T"]
 Kernels = Float[np.ndarray, "channels _"]  # each axis has its own number of lags
 Lags = Int[np.ndarray, " _"]  # patches behind; negative ones lie ahead
+
+
+def directions(axes: int) -> tuple[tuple[str, str], ...]:
+    """Return a heading for each axis of a grid, and where positive lags lie."""
+    if axes == len(IMAGE_DIRECTIONS):
+        return IMAGE_DIRECTIONS
+    return tuple((f"Along axis {axis}", "patches before") for axis in range(axes))
 
 
 def find(model: nn.Module, kind: type[Module]) -> list[Module]:
@@ -117,6 +124,8 @@ def key_importance(group: RunGroup) -> Section:
     model, mixers = group.model, find(group.model, LightNetMixer)
     if not mixers or not isinstance(model, ImageClassifier):
         return Section(KEYS, lead="Not shown: this is not an image classifier of LightNet mixers.")
+    if len(patch_grid(model)) != len(IMAGE_DIRECTIONS):
+        return Section(KEYS, lead="Not shown: the figures need images with two axes.")
     if reason := unknown_rows(group):
         return Section(KEYS, lead=reason)
     if not mixers[0].config.decay:
@@ -357,8 +366,8 @@ def position_kernels(group: RunGroup) -> Section:
     margin = 0.05 * (high - low)
     limits = float(low - margin), float(high + margin)  # equal for all axes
     panels = [
-        (DIRECTIONS[axis][0], _bands(lags[axis], learned[axis], initial[axis], axis, limits))
-        for axis in range(len(shape))
+        (name, _bands(lags[axis], learned[axis], initial[axis], (name, behind), limits))
+        for axis, (name, behind) in enumerate(directions(len(shape)))
     ]
     by_distance = Figure(
         "Weight by distance",
@@ -376,9 +385,10 @@ def position_kernels(group: RunGroup) -> Section:
     )
     sides = "on both sides" if model.position.bidirectional else "before it"
     where = "along all axes; shown are those " if model.position.joint else ""
+    lines = "in its column and row" if len(shape) == len(IMAGE_DIRECTIONS) else "along each axis"
     lead = (
         "Before the first block, MD-TPE replaces each patch by a weighted sum of itself and the "
-        f"patches {sides} {where}in its column and row, channel by channel. "
+        f"patches {sides} {where}{lines}, channel by channel. "
         f"Model of seed {group.runs[0].seed}."
     )
     return Section(TOEPLITZ, [by_distance, overview], lead)
@@ -408,14 +418,19 @@ def _initial_position(
 
 
 def _bands(
-    lags: Lags, learned: Kernels, initial: Kernels, axis: int, limits: tuple[float, float]
+    lags: Lags,
+    learned: Kernels,
+    initial: Kernels,
+    direction: tuple[str, str],
+    limits: tuple[float, float],
 ) -> Markup:
+    name, behind = direction
     low, lower, median, upper, high = np.quantile(learned, BANDS, axis=0)
     before = np.median(initial, axis=0)
     singles = learned[_by_distance(lags, learned)][:: -(-len(learned) // SINGLE_CHANNELS)]
 
     def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot(xlabel=DIRECTIONS[axis][1], ylabel="weight", ylim=limits)
+        axes = figure.add_subplot(xlabel=behind, ylabel="weight", ylim=limits)
         axes.plot(lags, singles.T, color=MUTED, alpha=0.5, linewidth=0.6)
         axes.fill_between(lags, low, high, color=BLUE, alpha=0.15, linewidth=0)
         axes.fill_between(lags, lower, upper, color=BLUE, alpha=0.25, linewidth=0)
@@ -428,7 +443,7 @@ def _bands(
         label_ends(axes, [(end, last, "learned", BLUE), (end, first, "initial", INK)])
 
     description = (
-        f"Line chart of the kernels {DIRECTIONS[axis][0].lower()}: the median weight is "
+        f"Line chart of the kernels {name.lower()}: the median weight is "
         f"{median[lags == 0].item():.3g} at distance 0 and {median[-1]:.3g} at distance {lags[-1]}"
     )
     return to_svg(draw, description=description)
@@ -437,12 +452,12 @@ def _bands(
 def _all_channels(lags: Sequence[Lags], learned: Sequence[Kernels]) -> Markup:
     def draw(figure: Drawing) -> None:
         for i, (distances, kernels) in enumerate(zip(lags, learned, strict=True)):
-            axes = figure.add_subplot(1, len(learned), i + 1, title=DIRECTIONS[i][0])
+            axes = figure.add_subplot(1, len(learned), i + 1, title=directions(len(lags))[i][0])
             rows = kernels[_by_distance(distances, kernels)]
             rows = rows / np.abs(rows).max(axis=1, keepdims=True)
             edges = distances[0] - 0.5, distances[-1] + 0.5, len(rows), 0
             axes.imshow(diverging(rows), extent=edges, aspect="auto")
-            axes.set(xlabel=DIRECTIONS[i][1], yticks=[])
+            axes.set(xlabel=directions(len(lags))[i][1], yticks=[])
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(visible=False)
 
@@ -467,12 +482,13 @@ def frequencies(group: RunGroup) -> Section:
         return Section(LRPE, lead="Not shown: this model has no learned rotations (MD-LRPE).")
     theta = torch.stack([mixer.theta.detach() for mixer in mixers])  # blocks H K
     width = theta.shape[-1]
-    initial = lrpe_frequencies(width, axes=len(DIRECTIONS))
-    per_axis = -(-width // len(DIRECTIONS))
+    along = directions(len(patch_grid(group.model)))
+    initial = lrpe_frequencies(width, axes=len(along))
+    per_axis = -(-width // len(along))
     panels = [
         (direction, _frequency_dots(learned.numpy(), start.numpy(), direction))
         for (direction, _), learned, start in zip(
-            DIRECTIONS, theta.split(per_axis, dim=-1), initial.split(per_axis), strict=True
+            along, theta.split(per_axis, dim=-1), initial.split(per_axis), strict=True
         )
     ]
     figure = Figure(
@@ -485,7 +501,8 @@ def frequencies(group: RunGroup) -> Section:
     )
     lead = (
         f"MD-LRPE rotates feature j of queries and keys by the angle position {TIMES} theta_j, so "
-        "that their product depends on relative positions; half of the features follow each axis. "
+        "that their product depends on relative positions; each axis has an equal share of the "
+        "features. "
         f"{plural(theta[..., 0].numel(), 'head')} in {plural(len(theta), 'block')}, model of seed "
         f"{group.runs[0].seed}."
     )

@@ -99,7 +99,7 @@ def contents(group: RunGroup) -> dict[str, Any]:
     task = type(group.config.task)
     if task not in SECTIONS:
         known = ", ".join(config.__name__ for config in SECTIONS)
-        raise ValueError(f"there is no report for task {task.__name__}; there are: {known}")
+        raise ValueError(f"there is no report for task {task.__name__}; available: {known}")
     return {
         "kind": "training report",
         "title": page_title(group),

@@ -92,6 +92,11 @@ class TrainingConfig:
             )
         if self.initial_batch_size is not None:
             self._check_ramp(self.initial_batch_size)
+        elif self.batch_size_ramp != type(self).batch_size_ramp:
+            raise ValueError(
+                f"training.batch_size_ramp is {self.batch_size_ramp}, but requires "
+                "training.initial_batch_size"
+            )
         check_choice("training.precision", self.precision, get_args(Precision))
         check_choice("training.schedule", self.schedule, get_args(Schedule))
         if not all(0 <= beta < 1 for beta in self.betas):

@@ -452,7 +452,7 @@ class Loop:
         last = last_state(self.folder)
         saved = f"the last good checkpoint is {last}" if last else "no checkpoint was saved"
         return FloatingPointError(
-            f"{reason} at step {self.state.step}; {saved}; try a smaller "
+            f"training diverged at step {self.state.step}: {reason}; {saved}; try a smaller "
             f"training.learning_rate (now {self.settings.learning_rate}) or "
             f"training.max_grad_norm (now {self.settings.max_grad_norm})"
         )

@@ -15,7 +15,6 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline, ImagePipelineOutput
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from diffusers.utils.import_utils import is_accelerate_available
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice
@@ -37,11 +36,11 @@ from onescan.models.denoiser import (
     SamplerName,
     max_pixel,
 )
-from onescan.shapes import DenoiserOutput, Images, Labels
+from onescan.shapes import DenoiserOutput, Grids, Labels
 
 Generators = torch.Generator | list[torch.Generator] | None
 OUTPUTS = ("pil", "np", "pt", "latent")
-PIXEL_CHANNELS = (1, 3)
+PIXEL_CHANNELS, IMAGE_AXES = (1, 3), 2
 MAX_SEED = 2**63 - 1
 DECODE_BATCH = 8  # latents
 MAX_NAMES = 20  # classes listed in an error message
@@ -122,7 +121,7 @@ class DenoiserModel(ModelMixin, _SavedWithModule):  # type: ignore[misc]
 
     def forward(
         self,
-        hidden_states: Images,
+        hidden_states: Grids,
         timestep: Tensor | float | int,
         class_labels: Labels | None = None,
         return_dict: bool = True,
@@ -236,10 +235,9 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
         return self.transformer.network.config.num_classes
 
     @property
-    def image_size(self) -> tuple[int, int]:
-        """Default height and width of images."""
-        height, width = self.transformer.network.config.image_size
-        return height * self._stride, width * self._stride
+    def image_size(self) -> tuple[int, ...]:
+        """Default height and width of images, or the size along each axis of signals and video."""
+        return tuple(side * self._stride for side in self.transformer.network.config.image_size)
 
     def use_sampler(self, name: SamplerName | None) -> None:
         """Replace the scheduler by that of a sampler; None selects the default sampler.
@@ -278,8 +276,9 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
                 one for all images, used sequentially; None for torch's global generator.
             height: Height of the images in pixels; None for the size used in training.
             width: Width of the images in pixels; None for the size used in training.
-            output_type: "pil"; "np", [B, height, width, channels] from 0 to 1; "pt", [B, channels,
-                height, width] from 0 to 1; or "latent", the output of the model.
+            output_type: "pil", if the model has two axes; "np", [B, height, width, channels] from 0
+                to 1; "pt", [B, channels, height, width] from 0 to 1; or "latent", the output of the
+                model.
             return_dict: Whether to return an object with `images` instead of a tuple.
             batch_size: Number of images if class_labels is None. None uses the number of
                 generators, or 1.
@@ -292,6 +291,11 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
         """
         check_choice("output_type", output_type, OUTPUTS)
         config = self.transformer.network.config
+        if output_type == "pil" and (axes := len(config.image_size)) != IMAGE_AXES:
+            raise ValueError(
+                f"output_type is 'pil', but the model has {axes} axes, expected 'np', 'pt' or "
+                "'latent'"
+            )
         if output_type != "latent" and self.vae is None and self.config["pixels"] is None:
             raise ValueError(
                 f"output_type is {output_type!r}, but there is no vae to decode the model's "
@@ -317,14 +321,14 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
             )
         images: Any = sampled if output_type == "latent" else self.decode(sampled)
         if output_type in ("np", "pil"):
-            images = images.permute(0, 2, 3, 1).cpu().numpy()
+            images = images.movedim(1, -1).cpu().numpy()
         if output_type == "pil":
             images = self.numpy_to_pil(images)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     @torch.no_grad()
-    def decode(self, sampled: Images) -> Float[Tensor, "B _ _ _"]:
+    def decode(self, sampled: Grids) -> Grids:
         """Convert the output of the model to pixels from 0 to 1."""
         if self.vae is not None:
             config = self.vae.config
@@ -333,7 +337,8 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
             pixels = torch.cat([self.vae.decode(part).sample for part in parts]).float() / 2 + 0.5
         else:
             mean, std = (sampled.new_tensor(self.config["pixels"][key]) for key in ("mean", "std"))
-            pixels = sampled * std[:, None, None] + mean[:, None, None]
+            mean, std = (x.reshape(-1, *[1] * (sampled.ndim - 2)) for x in (mean, std))
+            pixels = sampled * std + mean
         return pixels.float().clamp(0, 1)
 
     @property
@@ -341,9 +346,16 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
         """Number of image pixels per model pixel, along each side."""
         return 1 if self.vae is None else 2 ** (len(self.vae.config.block_out_channels) - 1)
 
-    def _model_size(self, height: int | None, width: int | None) -> tuple[int, int]:
+    def _model_size(self, height: int | None, width: int | None) -> tuple[int, ...]:
         """Return the size of the model's sample for an image of this size."""
         default = self.image_size
+        if len(default) != IMAGE_AXES:
+            if height is not None or width is not None:
+                raise ValueError(
+                    f"height is {height} and width is {width}, but the model has {len(default)} "
+                    "axes, expected None"
+                )
+            return self.transformer.network.config.image_size
         size = (default[0] if height is None else height, default[1] if width is None else width)
         patches = [p * self._stride for p in self.transformer.network.config.patch_size]
         if any(side < p or side % p for side, p in zip(size, patches, strict=True)):
@@ -361,7 +373,7 @@ class _AsDenoiser(nn.Module):
         super().__init__()
         self.config, self.transformer = transformer.network.config, transformer
 
-    def forward(self, noisy: Images, timesteps: Tensor, labels: Tensor | None) -> DenoiserOutput:
+    def forward(self, noisy: Grids, timesteps: Tensor, labels: Tensor | None) -> DenoiserOutput:
         return self.transformer(noisy, timesteps, labels, return_dict=False)[0]
 
 
@@ -394,6 +406,8 @@ def to_diffusers(
     if not isinstance(model, Denoiser):
         raise ValueError(f"model is a {type(model).__name__}, expected a Denoiser")
     noise, sampler = noise or NoiseConfig(), sampler or SamplerConfig()
+    if vae is not None and (axes := len(model.config.image_size)) != IMAGE_AXES:
+        raise ValueError(f"vae is given, but the model has {axes} axes, expected {IMAGE_AXES}")
     if class_names and len(class_names) != model.config.num_classes:
         raise ValueError(
             f"class_names has {len(class_names)} names, expected one for each of "

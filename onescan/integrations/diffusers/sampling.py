@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
 from onescan.models.denoiser import STEPS, DenoiserConfig, NoiseConfig, SamplerConfig
-from onescan.shapes import DenoiserOutput, Images, Labels
+from onescan.shapes import DenoiserOutput, Grids, Labels
 
 Seed = int | torch.Generator
 Callback = Callable[[int], object]
@@ -162,14 +162,14 @@ def sample(
     model: Any,
     scheduler: Any,
     *,
-    size: tuple[int, int],
+    size: tuple[int, ...],
     seeds: Sequence[Seed],
     labels: Sequence[int] | Labels | None = None,
     steps: int = 50,
     guidance: float = 1.0,
     device: torch.device | None = None,
     callback: Callback | None = None,
-) -> Images:
+) -> Grids:
     """Sample one image per seed. Each image depends only on its seed and label, not on the batch.
 
     Noise is always drawn on the CPU, so it is bit-identical on every device and in every batch. The
@@ -179,7 +179,7 @@ def sample(
         model: A `Denoiser`, or a callable with the same arguments and config. It is called in
             evaluation mode, and its mode is restored afterwards.
         scheduler: A diffusers scheduler that matches the noise used in training; not modified.
-        size: Height and width of the model's images.
+        size: Size of the model's images along each axis, such as height and width.
         seeds: Seeds, or generators, which continue from their state.
         labels: One class per image, or num_classes for no class. None means no class for all.
         steps: Number of sampling steps.
@@ -224,7 +224,7 @@ def sample(
 
 def _predict(
     model: Any,
-    x: Images,
+    x: Grids,
     times: Tensor,
     labels: Labels | None,
     *,
@@ -248,11 +248,11 @@ def _step(
     scheduler: Any,
     predicted: DenoiserOutput,
     t: Tensor,
-    x: Images,
+    x: Grids,
     generators: list[torch.Generator],
     *,
     is_last: bool,
-) -> Images:
+) -> Grids:
     is_ddpm = isinstance(scheduler, DDPMScheduler)
     if not (is_ddpm and scheduler.config.variance_type in LEARNED):
         predicted = predicted[:, : x.shape[1]]
@@ -300,11 +300,13 @@ def _check_labels(
     return classes.long()
 
 
-def _check_size(config: DenoiserConfig, size: tuple[int, int]) -> None:
+def _check_size(config: DenoiserConfig, size: tuple[int, ...]) -> None:
+    if len(size) != len(config.patch_size):
+        raise ValueError(f"size is {size}, expected {len(config.patch_size)} axes, as in the model")
     if any(side < p or side % p for side, p in zip(size, config.patch_size, strict=True)):
         raise ValueError(
-            f"size is {size[0]} x {size[1]}, expected multiples of the model's patches, "
-            f"{config.patch_size[0]} x {config.patch_size[1]}"
+            f"size is {' x '.join(map(str, size))}, expected multiples of the model's patches, "
+            f"{' x '.join(map(str, config.patch_size))}"
         )
 
 

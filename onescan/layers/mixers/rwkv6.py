@@ -126,6 +126,7 @@ class RWKV6Mixer(Mixer):
         if state is not None:
             config.check_state(state, grid)
             self.check_state(state, RWKV6State, causal=config.is_causal)
+        check_positive(T=x.shape[1])
         x = masked(x, keep)
         backward = config.direction == "backward"
         if backward:

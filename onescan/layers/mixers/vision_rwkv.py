@@ -85,6 +85,7 @@ class _ShiftMixer(Mixer):
 
     def _shifted(self, x: Hidden, grid: Grid, keep: Keep | None) -> list[Hidden]:
         """Return x mu + Q-Shift(x) (1 - mu) for each input."""
+        check_positive(T=x.shape[1])
         x = masked(x, keep)  # masked tokens are outside the grid
         shifted = quad_shift(x, grid)
         return [shifted + (x - shifted) * mix for mix in self.shift_mix]
