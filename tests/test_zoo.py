@@ -99,7 +99,7 @@ def test_accuracy_is_the_one_on_the_card(name):
 def test_unknown_names_list_the_known_ones(model_zoo):
     with pytest.raises(ValueError, match=r"zoo/digit' is unknown.*meant 'zoo/digits_lightnet'"):
         onescan.load("zoo/digit")
-    with pytest.raises(ValueError, match=r"there are: .*zoo/digits_lightnet"):
+    with pytest.raises(ValueError, match=r"available: .*zoo/digits_lightnet"):
         zoo.path("nothing")
 
 
@@ -127,9 +127,9 @@ def test_commands_accept_names(model_zoo, capsys):
     assert "digit.png: " in capsys.readouterr().out
     assert main(["evaluate", DIGITS]) == 0
     accuracy = zoo.card("digits_lightnet").metrics["accuracy"]
-    assert f"{accuracy:.4f}" in capsys.readouterr().out
+    assert f"{accuracy:.1%}" in capsys.readouterr().out
     assert main(["predict", "zoo/cat", "digit.png"]) == 2
-    assert "there are: " in capsys.readouterr().err
+    assert "available: " in capsys.readouterr().err
 
 
 def test_converts_to_transformers(model_zoo, tmp_path):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from onescan.cli.options import HELP, HELP_ALL, Argv, echo, parse
+from onescan.cli.options import HELP, HELP_ALL, Argv, echo, metric_label, metric_value, parse
 from onescan.messages import closest
 
 if TYPE_CHECKING:
@@ -195,7 +195,8 @@ def zoo(argv: Argv) -> None:
     widest = max(map(len, cards), default=0)
     for name, each in cards.items():
         metrics = ", ".join(
-            f"{metric.replace('_', ' ')} {value:.4g}" for metric, value in each.metrics.items()
+            f"{metric_label(metric)} {metric_value(metric, value)}"
+            for metric, value in each.metrics.items()
         )
         echo(f"{name:<{widest}}  {each.parameters:>9,} parameters  test {metrics}")
         echo(f"{'':<{widest}}  {each.summary}")
