@@ -1,11 +1,12 @@
 """Linear-attention models for data of any number of dimensions, causal and bidirectional.
 
-The functional ops are in `onescan.ops`. Names are imported on first use, so that `import onescan`
-and `onescan --help` do not import torch.
+The functional ops are in `onescan.ops`, layers for your own networks in `onescan.nn`. Names are
+imported on first use, so that `import onescan` and `onescan --help` do not import torch.
 """
 
 from typing import TYPE_CHECKING
 
+from onescan import nn as nn
 from onescan.lazy import lazy_attributes
 
 if TYPE_CHECKING:

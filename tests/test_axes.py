@@ -150,7 +150,7 @@ def test_commands_train_evaluate_and_load(sizes, tmp_path, monkeypatch, capsys):
     argv += ["--training.epochs", "4", "--training.batch-size", "16", "--machine.device", "cpu"]
     assert main(argv) == 0
     assert main(["evaluate", "run/seed-0", "--device", "cpu"]) == 0
-    assert "accuracy  1.0000" in capsys.readouterr().out
+    assert "accuracy  100.0%" in capsys.readouterr().out
     loaded = onescan.load("run/seed-0")
     assert loaded.model.config.image_size == sizes["image_size"]
     assert loaded.format.shape == sizes["image_size"]

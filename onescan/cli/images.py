@@ -1,9 +1,13 @@
 """Commands for images: predict, sample, encode."""
 
+import csv
 import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
@@ -20,42 +24,105 @@ from onescan.messages import printable
 
 
 def predict(argv: Argv) -> None:
-    """Classify image files."""
+    """Classify image files and folders."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Checkpoint
         """Run folder, such as runs/digits/seed-0."""
-        images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
-        """Image files of any size: PNG, JPEG, WebP, GIF, BMP, TIFF or PPM."""
+        images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH...")]
+        """Image files of any size (PNG, JPEG, WebP, GIF, BMP, TIFF or PPM), and folders, whose
+        images are found at any depth and skipped if they cannot be read."""
         top_k: int = 3
         """Number of classes to print per image."""
+        out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+        """Also write the predictions to a .csv or .json file."""
         imports: Imports = ()
 
     options = parse(Options, predict, argv)
     if not options.images:
-        raise ValueError("images is empty, expected at least one image file")
+        raise ValueError("images is empty, expected at least one image file or folder")
     if options.top_k < 1:
         raise ValueError(f"top_k is {options.top_k}, expected at least 1")
+    if options.out is not None and Path(options.out).suffix not in PREDICTION_FILES:
+        raise ValueError(f"out is {options.out!r}, expected a name ending in .csv or .json")
     from onescan.tasks.image_classification import classify
     from onescan.training.loading import load
 
     import_files(options.imports)
     checkpoint = load(options.checkpoint)
-    probabilities = classify(checkpoint.model, options.images, checkpoint.format)
-    if len(checkpoint.class_names) != probabilities.shape[1]:
-        raise ValueError(
-            f"{checkpoint.folder}: class_names has {len(checkpoint.class_names)} names, expected "
-            f"{probabilities.shape[1]}, one for each class of the model"
-        )
-    names = [printable(name) for name in checkpoint.class_names]
-    for path, row in zip(options.images, probabilities, strict=True):
+    names = checkpoint.class_names
+    predictions: list[Prediction] = []
+    unreadable = []
+    for path, is_in_folder in _images_at(options.images):
+        try:
+            (row,) = classify(checkpoint.model, [path], checkpoint.format)
+        except (OSError, ValueError) as error:
+            if not is_in_folder or str(path) not in str(error):
+                raise
+            unreadable.append(str(error))
+            continue
+        if len(names) != len(row):
+            raise ValueError(
+                f"{checkpoint.folder}: class_names has {len(names)} names, expected {len(row)}, "
+                "one for each class of the model"
+            )
         top = row.topk(min(options.top_k, len(row)))
-        guesses = [
-            f"{names[index]} {probability:.1%}"
-            for probability, index in zip(top.values.tolist(), top.indices.tolist(), strict=True)
-        ]
-        echo(f"{printable(path)}: {', '.join(guesses)}")
+        guesses = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        predictions.append(Prediction(path, [(names[index], part) for index, part in guesses]))
+        shown = ", ".join(f"{printable(name)} {part:.1%}" for name, part in predictions[-1].top)
+        echo(f"{printable(path)}: {shown}")
+    for message in unreadable:
+        print(printable(f"skipped: {message}"), file=sys.stderr)
+    if not predictions:
+        found = f": {unreadable[0]}" if unreadable else ""
+        raise ValueError(f"images has no readable image{found}")
+    if options.out is not None:
+        from onescan.checkpoint.files import write_atomically
+
+        out = Path(options.out)
+        write_atomically(out, lambda partial: _write_predictions(partial, out.suffix, predictions))
+        echo(f"{out}: {len(predictions)} predictions")
+
+
+PREDICTION_FILES = (".csv", ".json")
+
+
+class Prediction(NamedTuple):
+    """The most probable classes of one image, with their probabilities, best first."""
+
+    path: Path
+    top: list[tuple[str, float]]
+
+
+def _images_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
+    """Yield files, and the images in folders, and whether they were found in a folder."""
+    for path in paths:
+        if not path.is_dir():
+            yield path, False
+            continue
+        from onescan.data.sources import images_below
+
+        for file in images_below(str(path)):
+            yield Path(file), True
+
+
+def _write_predictions(file: Path, suffix: str, predictions: Sequence[Prediction]) -> None:
+    """Write a row per image: its path, class, confidence, and the other most probable classes."""
+    rows = []
+    for path, top in predictions:
+        row: dict[str, object] = {"path": str(path)}
+        for place, (name, part) in enumerate(top, start=1):
+            number = "" if place == 1 else f"_{place}"
+            row |= {f"class{number}": name, f"confidence{number}": round(part, 6)}
+        rows.append(row)
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        if suffix == ".json":
+            json.dump(rows, stream, indent=1, ensure_ascii=False)
+            return
+        writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def sample(argv: Argv) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -59,7 +59,7 @@ def train(argv: Argv) -> None:
         return
     from onescan.training.config import RunConfig
 
-    recipe, given, argv = _what_to_train(argv)
+    recipe, given, infers, argv = _what_to_train(argv)
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -78,6 +78,8 @@ def train(argv: Argv) -> None:
     from onescan.training import joined
     from onescan.training import train as train_run
 
+    run, inferred = _inferred(options.run, _given(argv), infers=infers)
+    options = dataclasses.replace(options, run=run)
     if not options.out:
         raise ValueError("out is empty, expected a folder for the runs")
     seeds = (options.run.training.seed,) if options.seeds is None else options.seeds
@@ -94,6 +96,8 @@ def train(argv: Argv) -> None:
     results = []
     with joined(options.run.machine.device) as ranks:
         say = echo if ranks.is_first else silent
+        for line in inferred:
+            say(line)
         for run, seed in zip(runs, seeds, strict=True):
             folder = out / f"seed-{seed}"
             say(f"{run.name}, seed {seed}, in {folder}")
@@ -103,15 +107,50 @@ def train(argv: Argv) -> None:
         echo(f"report: {write_report(results, out / 'report.html')}")
 
 
-def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Argv]":
-    """Return the run to train, the arguments that name it, and the remaining arguments."""
+def _given(argv: Argv) -> dict[str, str]:
+    """Return the options in arguments as dotted field names, with their first value.
+
+    >>> _given(["--data.path", "shapes", "--model.patch-size=4", "4"])
+    {'data.path': 'shapes', 'model.patch_size': '4'}
+    """
+    given = {}
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            given[flag[2:].replace("-", "_")] = value if equals else following
+    return given
+
+
+def _inferred(
+    run: "RunConfig", given: Collection[str], *, infers: bool
+) -> "tuple[RunConfig, list[str]]":
+    """Infer the settings that are not given; return also lines that describe them."""
+    if "data.tokenizer" in given:
+        from onescan.recipes.own_data import infer_vocabulary
+
+        run = infer_vocabulary(run, given)
+    if not infers:
+        return run, []
+    from onescan.recipes.own_data import infer
+
+    return infer(run, given)
+
+
+def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, bool, Argv]":
+    """Return the run, the arguments that name it, whether to infer settings, and the other ones."""
     from onescan.checkpoint.run_folder import CONFIG
     from onescan.recipes import find_recipe
     from onescan.recipes.files import import_file
     from onescan.training.folder import read_manifest
 
     if argv[0] != "--config":
-        return find_recipe(argv[0])(), argv[0], argv[1:]
+        recipe = find_recipe(argv[0])
+        run = recipe()
+        if recipe.infers and not {*HELP, HELP_ALL} & set(argv):
+            from onescan.recipes.own_data import for_path
+
+            run = for_path(run, _given(argv).get("data.path", ""))
+        return run, argv[0], recipe.infers, argv[1:]
     file = Path(argv[1] if argv[1:] else "")
     folder = file if file.is_dir() else file.parent
     if not (argv[1:] and (folder / CONFIG).is_file() and file in (folder, folder / CONFIG)):
@@ -119,7 +158,7 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Argv]":
     while argv[2:3] == ["--import"] and argv[3:]:
         import_file(argv[3])
         argv = [*argv[:2], *argv[4:]]
-    return read_manifest(folder).run, f"--config {file}", argv[2:]
+    return read_manifest(folder).run, f"--config {file}", False, argv[2:]
 
 
 def _results(results: "Sequence[RunResult]") -> str:
@@ -146,7 +185,7 @@ def _results(results: "Sequence[RunResult]") -> str:
 
 def glue(argv: Argv) -> None:
     """Fine-tune a masked language model on GLUE and write a report."""
-    from onescan.recipes.glue import GlueRunsConfig, check_runs, plan_glue
+    from onescan.recipes.glue import GlueRunsConfig, check_runs, lacks_mnli, plan_glue
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -166,13 +205,20 @@ def glue(argv: Argv) -> None:
     from onescan.training import joined
 
     config, out = options.config, options.out
+    if without_mnli := lacks_mnli(config):
+        config = dataclasses.replace(config, from_mnli=False)
     runs = plan_glue(config, options.checkpoint, out)
     tasks = config.selected()
     for page in (out, *(out / task for task in tasks)):
         check_report_path(page / "report.html")
     with joined(config.machine.device) as ranks:
         say = echo if ranks.is_first else silent
-        if "mnli" not in tasks and runs[0].task == "mnli":
+        if without_mnli:
+            say(
+                f"no MNLI data in {config.path}: all tasks start from {options.checkpoint}; "
+                "--no-from-mnli does so without this message"
+            )
+        elif "mnli" not in tasks and runs[0].task == "mnli":
             say("training on mnli first, to initialize other tasks; --no-from-mnli disables this")
         check_runs(runs, overwrite=options.overwrite)
         results = _fine_tune(runs, say, overwrite=options.overwrite)

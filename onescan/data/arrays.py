@@ -23,6 +23,7 @@ Array = Shaped[np.ndarray, "N *_"]  # any type
 
 MIN_CLASSES, MAX_CLASSES = 2, 1_000_000
 IMAGE_AXES, MAX_AXES = 2, 8
+MAX_CHANNELS = 4  # a last axis that is longer is not taken for channels
 CHUNK = 1 << 24  # values that are standardized or checked at once
 # Raised by numpy and zipfile for damaged, encrypted or unsupported files.
 DAMAGE = (
@@ -105,6 +106,20 @@ class ArrayDatasetConfig(DataConfig):
         if isinstance(format, ImageFormat):
             return ImageSplits(train=train, test=test, class_names=classes, format=format)
         return ArraySplits(train=train, test=test, class_names=classes, format=format)
+
+    def find_axes(self) -> int:
+        """Return the number of axes of an example; a last axis of up to 4 is taken for channels.
+
+        Raises:
+            ValueError: If the data does not exist, is damaged or lacks an array.
+        """
+        arrays = _open(self.path)
+        name = "x_train" if "x_train" in arrays else "x"
+        if name not in arrays:
+            found = ", ".join(sorted(arrays)) or "none"
+            raise ValueError(f"data.path is {self.path!r}, which has no array x; found: {found}")
+        shape = self._array(arrays, name).shape[1:]
+        return max(1, len(shape) - (len(shape) > 1 and shape[-1] <= MAX_CHANNELS))
 
     def _examples(self, arrays: Mapping[str, "_Open"], suffix: str) -> tuple[Array, Labels]:
         """Open x and y of a split and check their shapes and types."""

@@ -58,7 +58,7 @@ def check_ranges(path: str, config: object, **maxima: int | float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AffineConfig(AugmentConfig):
-    """Random rotation, translation and scaling of training images."""
+    """Random rotation, translation and scaling of training images, and changes of color."""
 
     degrees: float = 10.0
     """Largest rotation in either direction, in degrees."""
@@ -68,10 +68,18 @@ class AffineConfig(AugmentConfig):
     """Largest change of scale: 0.1 scales by 0.9 to 1.1."""
     fill: float = 0.0
     """Brightness outside the image: 0 is black, 1 is white."""
+    color_jitter: float = 0.0
+    """Largest change of each channel's brightness, and of its contrast as a fraction."""
 
     def build(self) -> "RandomAffine":
         check_ranges(
-            "task.augment", self, degrees=math.inf, translate=math.inf, scale=math.inf, fill=1
+            "task.augment",
+            self,
+            degrees=math.inf,
+            translate=math.inf,
+            scale=math.inf,
+            fill=1,
+            color_jitter=1,
         )
         if self.scale >= 1:
             raise ValueError(f"task.augment.scale is {self.scale}, expected less than 1")
@@ -104,7 +112,16 @@ class RandomAffine:
         # grid_sample fills with zeros, so subtract the fill and add it again
         fill = self.config.fill
         moved = grid_sample(images.float() - fill, grid, align_corners=False) + fill
+        if self.config.color_jitter:
+            moved = self._jittered(moved, generator)
         return moved.to(images.dtype)
+
+    def _jittered(self, images: Images, generator: torch.Generator) -> Images:
+        """Change brightness and contrast of each channel of each image."""
+        draws = 2 * torch.rand(2, *images.shape[:2], 1, 1, generator=generator) - 1
+        contrast, brightness = (self.config.color_jitter * draws).to(images.device)
+        mean = images.mean(dim=(2, 3), keepdim=True)
+        return ((images - mean) * (1 + contrast) + mean + brightness).clamp(0, 1)
 
 
 def affine_matrices(

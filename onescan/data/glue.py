@@ -254,7 +254,7 @@ def _read_hub(name: str, task: GlueTask, problem: GlueProblem, split: str) -> li
     return rows
 
 
-def _find_folder(path: Path, task: GlueTask, problem: GlueProblem) -> Path:
+def find_folder(path: Path, task: GlueTask, problem: GlueProblem) -> Path:
     """Find a task's folder in the archive, by its title or name, or at `path` itself."""
     names = (problem.title.lower(), task)
     found = [each for each in sorted(path.iterdir()) if each.name.lower() in names]
@@ -456,7 +456,7 @@ class GlueDatasetConfig(DataConfig):
         """Read the training rows, then those of each held-out part."""
         path = Path(self.path).expanduser()
         if path.is_dir():
-            folder = _find_folder(path, self.task, problem)
+            folder = find_folder(path, self.task, problem)
             for file in ("train", *(part.file for part in problem.held_out)):
                 yield _read_table(folder / f"{file}.tsv", problem, self.on_error)
         elif path.exists() or not re.fullmatch(HUB_NAME, self.path):

@@ -362,7 +362,8 @@ def find_classes(
     if known and names and known != names:
         raise ValueError(
             f"data.class_names is {names}, but the classes of the data are {known}; an empty "
-            "data.class_names takes them from the data"
+            "data.class_names takes them from the data, and onescan train image_classifier infers "
+            "all such settings"
         )
     if labels is None and not (known or names):
         raise ValueError(
@@ -417,12 +418,16 @@ class ImageDataset(ImageSet):
         return len(self.places)
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
-        rows = [int(self.places[example.source]) for example in examples]
-        images = [
+        images = self.encoded([example.source for example in examples])
+        return self.reader.read(images, [example.seed for example in examples])
+
+    def encoded(self, places: Sequence[int]) -> list[EncodedImage]:
+        """Return undecoded images by their index in this dataset."""
+        rows = [int(self.places[place]) for place in places]
+        return [
             _encoded(image, int(self.labels[row]), f"row {row} of {self.split}")
             for image, row in zip(self.table.rows[rows][self.table.image], rows, strict=True)
         ]
-        return self.reader.read(images, [example.seed for example in examples])
 
 
 @dataclass(frozen=True, kw_only=True)

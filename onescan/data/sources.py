@@ -121,7 +121,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     return Path(entry).is_dir() if entry.is_symlink() else entry.is_dir()
 
 
-def _images(folder: str) -> Iterator[str]:
+def images_below(folder: str) -> Iterator[str]:
+    """Yield the files below a folder that have the name of an image."""
+    Image.init()  # registers all extensions
     kinds = tuple(Image.registered_extensions())
     return (file for file in walk(folder) if file.lower().endswith(kinds))
 
@@ -130,7 +132,7 @@ def _split_folders(folder: str) -> dict[str, list[str]]:
     """Treat subfolders as splits if one is named like a split, or else the folder as one."""
     below = {entry.name: entry.path for entry in _entries(folder) if _is_folder(entry)}
     splits = below if any(name in SPLITS for name in below) else {"train": folder}
-    return {name: [place] for name, place in splits.items() if any(_images(place))}
+    return {name: [place] for name, place in splits.items() if any(images_below(place))}
 
 
 def _folder_tables(path: str, folders: Mapping[str, str]) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def _folder_tables(path: str, folders: Mapping[str, str]) -> dict[str, Any]:
 def _images_by_class(path: str, folder: str) -> dict[str, list[str]]:
     """Group the images of a split by the first folder that they are in."""
     classes: dict[str, list[str]] = defaultdict(list)
-    for file in _images(folder):
+    for file in images_below(folder):
         name, *below = file[len(folder) :].lstrip(os.sep).split(os.sep, maxsplit=1)
         if not below:
             raise ValueError(

@@ -16,6 +16,7 @@ from onescan.training.config import RunConfig
 # file of this folder -> kind of its recipes
 KINDS = {
     "digits": "Image classification",
+    "own_data": "Your own data",
     "images": "Image classification",
     "generation": "Image generation",
     "long_range": "Long-range sequence classification",
@@ -32,6 +33,8 @@ class Recipe:
     description: str
     """Summary in one line, the command that trains it, and notes."""
     config: Callable[[], RunConfig]
+    infers: bool = False
+    """Whether `onescan.recipes.own_data.infer` completes the config by the data."""
 
     def __call__(self) -> RunConfig:
         return self.config()
@@ -133,7 +136,7 @@ def ablated(recipe: Recipe, ablation: str) -> Recipe:
         return dataclasses.replace(run, name=f"{run.name}/{ablation}", model=model)
 
     name = f"{recipe.name}/{ablation}"
-    return Recipe(name, f"{summary(recipe)} Ablation: {ablation}.", variant)
+    return Recipe(name, f"{summary(recipe)} Ablation: {ablation}.", variant, recipe.infers)
 
 
 def _ablated_model(run: RunConfig, ablation: str) -> Any:

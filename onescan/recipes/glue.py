@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from onescan.checks import check_choice
 from onescan.data.base import OnError
-from onescan.data.glue import HUB, PROBLEMS, GlueDatasetConfig, GlueTask
+from onescan.data.glue import HUB, PROBLEMS, GlueDatasetConfig, GlueTask, find_folder
 from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 from onescan.models.sequence_classifier import Pool, SequenceClassifierConfig
 from onescan.tasks import GlueConfig
@@ -217,6 +217,25 @@ class GlueRun(NamedTuple):
     seed: int
     config: RunConfig
     folder: Path
+
+
+def lacks_mnli(options: GlueRunsConfig) -> bool:
+    """Return whether tasks would start from an MNLI model, but a local folder has no MNLI data.
+
+    Without the data, only a task that is selected itself is an error.
+
+    Raises:
+        ValueError: If the options are invalid.
+    """
+    tasks, place = options.selected(), Path(options.path).expanduser()
+    would = options.from_mnli and GLUE[options.recipe].from_mnli and set(tasks) & set(FROM_MNLI)
+    if not would or MNLI in tasks or not place.is_dir():
+        return False
+    try:
+        find_folder(place, MNLI, PROBLEMS[MNLI])
+    except ValueError:
+        return True
+    return False
 
 
 def plan_glue(options: GlueRunsConfig, checkpoint: str, out: Path) -> list[GlueRun]:

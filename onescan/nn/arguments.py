@@ -1,0 +1,55 @@
+"""Arguments that all layers of `onescan.nn` share: the grid of the tokens and the padding mask."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onescan.checks import check_devices, check_floating, check_grid_shape, check_shapes
+from onescan.shapes import Grid
+
+
+def check_tokens(name: str, x: Any, dim: int) -> None:
+    """Raise ValueError if x is not a floating point tensor [B, T, dim]."""
+    check_shapes(**{name: (x, f"B T {dim}")})
+    check_floating(**{name: x})
+
+
+def grid_of(tokens: int, shape: Any, axes: int, prefix: int, *, name: str = "shape") -> Grid:
+    """Return the grid of a call.
+
+    Raises:
+        ValueError: If shape is None with several axes, has another number of axes than the layer,
+            or, together with the prefix, another number of tokens than the input.
+    """
+    if shape is None:
+        if axes > 1:
+            raise ValueError(f"{name} is None, expected the size of each of {axes} axes")
+        shape = (tokens - prefix,)
+    shape = tuple(shape) if isinstance(shape, list | tuple) else shape
+    check_grid_shape(shape)
+    grid = Grid(shape, prefix)
+    if len(shape) != axes or grid.tokens != tokens:
+        raise ValueError(
+            f"{name} is {shape} with prefix={prefix}, expected {axes} axes and {tokens} tokens"
+        )
+    return grid
+
+
+def keep_of(key_padding_mask: Any, x: Tensor) -> Tensor | None:
+    """Return the opposite of a padding mask, [B, T], for tokens x.
+
+    Raises:
+        ValueError: If the mask has another shape or device than x, or is not bool.
+    """
+    if key_padding_mask is None:
+        return None
+    check_devices(x=x, key_padding_mask=key_padding_mask)
+    sizes = {"x": (x, "B T D"), "key_padding_mask": (key_padding_mask, "B T")}
+    check_shapes(**sizes)
+    if key_padding_mask.dtype != torch.bool:
+        raise ValueError(
+            f"key_padding_mask has dtype {key_padding_mask.dtype}, expected torch.bool, True for "
+            "padding"
+        )
+    return ~key_padding_mask

@@ -1,0 +1,317 @@
+"""Attention-like layers on tokens [B, T, dim], for sequences and grids, with cross-attention."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onescan.checks import check_choice
+from onescan.layers.basic import NormName
+from onescan.layers.decays import DECAYS, NoDecayConfig
+from onescan.layers.mixers.contract import Mixer, MixerConfig
+from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig, _unit
+from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig
+from onescan.layers.mixers.linear_diffusion import LinearDiffusionMixerConfig
+from onescan.layers.mixers.lion import LionMixer, LionMixerConfig, ScanName
+from onescan.nn.arguments import check_tokens, grid_of, keep_of
+from onescan.ops.additive_decay import additive_decay
+from onescan.ops.delta_rule import DeltaState, delta_rule
+from onescan.ops.lrpe import lrpe_angles
+from onescan.ops.numerics import disable_autocast, safe_divide, to_accumulation_dtype
+from onescan.shapes import Grid, Keep
+
+
+class AttentionLayer(nn.Module):
+    """Base class of the layers: a mixer, `mixer`, behind the interface of attention layers."""
+
+    mixer: Mixer
+
+    def __init__(self, config: MixerConfig, dim: int, axes: int) -> None:
+        super().__init__()
+        self.dim, self.axes = dim, axes
+        self.causal = config.is_causal
+        self.mixer = config.build(width=dim, axes=axes)
+        self.mixer.init_weights()
+
+    def forward(
+        self,
+        x: Tensor,
+        shape: tuple[int, ...] | None = None,
+        context: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        state: Any = None,
+        return_state: bool = False,
+        *,
+        prefix: int = 0,
+        context_shape: tuple[int, ...] | None = None,
+    ) -> Any:
+        """Mix the tokens of x, or read those of a context.
+
+        Args:
+            x: Tokens ``[B, T, dim]``, those of a grid in row-major order.
+            shape: Size of each axis of the grid, without the prefix. None is one axis.
+            context: Tokens ``[B, S, dim]`` to read instead of x (cross-attention).
+            key_padding_mask: True for padding, as in torch; ``keep`` of `onescan.ops` is the
+                opposite. ``[B, T]``, or ``[B, S]`` with a context. Padding is not read and, without
+                a context, has zero output.
+            state: State returned by a previous call, to continue a sequence. Causal layers only.
+            return_state: Return the state after the last token as well, None if not causal.
+            prefix: Number of tokens before the grid, such as a class token.
+            context_shape: Size of each axis of the context's grid, for layers with rotary
+                positions. None disables positions for this call.
+
+        Returns:
+            The output ``[B, T, dim]``, or with return_state=True a pair (output, state).
+
+        Raises:
+            ValueError: If shapes do not match, the state cannot be continued, or the layer does
+                not define cross-attention.
+        """
+        check_tokens("x", x, self.dim)
+        grid = grid_of(x.shape[1], shape, self.axes, prefix)
+        if context is None:
+            if context_shape is not None:
+                raise ValueError(f"context_shape is {context_shape} without a context")
+            keep = keep_of(key_padding_mask, x)
+            o, new_state = self.mixer(x, grid, keep=keep, state=state)
+            return (o, new_state) if return_state else o
+        check_tokens("context", context, self.dim)
+        if context.shape[0] != x.shape[0]:
+            raise ValueError(f"context has {context.shape[0]} sequences, expected {x.shape[0]}")
+        if state is not None or return_state:
+            raise ValueError("state and return_state were combined with context, expected neither")
+        if self.causal:
+            raise ValueError("context was given with causal=True, expected a layer that is not")
+        self.check_context(context_shape)
+        keys = None
+        if context_shape is not None:
+            keys = grid_of(context.shape[1], context_shape, self.axes, 0, name="context_shape")
+        return self._read(x, context, grid, keys, keep_of(key_padding_mask, context))
+
+    def check_context(self, context_shape: Any) -> None:
+        """Raise ValueError if the layer does not define cross-attention, or not with positions."""
+        if context_shape is not None:
+            raise ValueError(f"context_shape is {context_shape}, expected None: no positions here")
+
+    def _read(
+        self, x: Tensor, context: Tensor, grid: Grid, keys: Grid | None, keep: Keep | None
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+class LightNetAttention(AttentionLayer):
+    """LightNet attention: each key channel weights the tokens by a softmax; O(T).
+
+    In cross-attention, the softmax is over the context. Rotary positions are used only if
+    `context_shape` is given: `x` and `context` then lie in the same coordinates, so that
+    ``layer(x, shape, context=x, context_shape=shape)`` equals self-attention.
+
+    Source: LightNet, arXiv:2405.21022, Eq. 13 to 15.
+
+    Args:
+        dim: Width of the tokens, a multiple of num_heads.
+        num_heads: Number of heads.
+        axes: Number of axes of the grid.
+        causal: Read only earlier tokens, in row-major order.
+        lrpe: Rotate queries and keys by their position (MD-LRPE).
+        norm: Norm of the output, before the gate.
+        gate: Multiply the output by a sigmoid gate.
+    """
+
+    mixer: LightNetMixer
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        axes: int = 1,
+        causal: bool = False,
+        lrpe: bool = True,
+        norm: NormName = "layer",
+        gate: bool = True,
+    ) -> None:
+        config = LightNetMixerConfig(
+            num_heads=num_heads, causal=causal, lrpe=lrpe, norm=norm, gate=gate
+        )
+        super().__init__(config, dim, axes)
+
+    def check_context(self, context_shape: Any) -> None:
+        if context_shape is not None and not self.mixer.config.lrpe:
+            raise ValueError(f"context_shape is {context_shape} with lrpe=False, expected None")
+
+    def _read(
+        self, x: Tensor, context: Tensor, grid: Grid, keys: Grid | None, keep: Keep | None
+    ) -> Tensor:
+        mixer = self.mixer
+        heads = mixer.config.num_heads
+        q, _, _, *gate = mixer.in_proj(x).split(mixer.in_widths, dim=-1)
+        _, k, v, *_ = mixer.in_proj(context).split(mixer.in_widths, dim=-1)
+        q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
+        at: list[Tensor | None] = [None, None]
+        if keys is not None:
+            at = [lrpe_angles(y.shape, mixer.theta, prefix=y.prefix) for y in (grid, keys)]
+        _, state = additive_decay(torch.zeros_like(k), k, v, angles=at[1], keep=keep)
+        # Tokens of weight exp(-inf) leave the context's state unchanged.
+        none, zeros = torch.full_like(q, -torch.inf), torch.zeros_like(q)
+        o, _ = additive_decay(F.silu(q), none, zeros, angles=at[0], state=state)
+        o = mixer.norm(o.flatten(-2))
+        if gate:
+            o = o * torch.sigmoid(mixer.gate_proj(gate[0]))
+        return mixer.out_proj(o)
+
+
+class LionAttention(AttentionLayer):
+    """LION: linear attention with a decay per token, in both directions or causal; O(T).
+
+    Cross-attention needs ``decay="none"``: a context has no distance to the tokens of x.
+
+    Source: LION, arXiv:2502.16249, Sec. 3.1 and 3.2.
+
+    Args:
+        dim: Width of the tokens, a multiple of num_heads.
+        num_heads: Number of heads.
+        axes: Number of axes of the grid.
+        causal: Read only earlier tokens, in row-major order.
+        decay: "selective" (LION-s), "fixed" (LION-d), "none" (LION-lit), or another name in
+            `onescan.layers.decays.DECAYS`.
+        scan: "flat" decays along the row-major order; "natural" averages one scan along each axis.
+    """
+
+    mixer: LionMixer
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        axes: int = 1,
+        causal: bool = False,
+        decay: str = "selective",
+        scan: ScanName = "flat",
+    ) -> None:
+        check_choice("decay", decay, DECAYS)
+        if causal and scan == "natural":
+            raise ValueError("scan is 'natural' with causal=True, expected 'flat'")
+        config = LionMixerConfig(
+            num_heads=num_heads,
+            direction="forward" if causal else "both",
+            decay=DECAYS[decay](),
+            scan=scan,
+        )
+        super().__init__(config, dim, axes)
+
+    def check_context(self, context_shape: Any) -> None:
+        super().check_context(context_shape)
+        if not isinstance(self.mixer.config.decay, NoDecayConfig):
+            raise ValueError(
+                "context was given to a layer with decay, expected decay='none', or use "
+                "LightNetAttention"
+            )
+
+    def _read(
+        self, x: Tensor, context: Tensor, grid: Grid, keys: Grid | None, keep: Keep | None
+    ) -> Tensor:
+        mixer = self.mixer
+        heads = mixer.config.num_heads
+        q = mixer.in_proj(x).chunk(3, dim=-1)[0]
+        _, k, v = mixer.in_proj(context).chunk(3, dim=-1)
+        q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
+        q, k = mixer.feature_map(q) * mixer.key_width**-0.5, mixer.feature_map(k)
+        with disable_autocast(x):
+            wide_q, k, v = to_accumulation_dtype(q, k, v)
+            if keep is not None:
+                k, v = (y.masked_fill(~keep[:, :, None, None], 0) for y in (k, v))
+            v = F.pad(v, (0, 1), value=1.0)  # the outputs for values of 1 are the row sums
+            o = torch.einsum("bthk,bhkv->bthv", wide_q, torch.einsum("bshk,bshv->bhkv", k, v))
+            o = safe_divide(o[..., :-1], o[..., -1:]).flatten(-2).to(q.dtype)
+        return mixer.out_proj(mixer.norm(o))
+
+
+class DeltaAttention(AttentionLayer):
+    """DeltaNet: a memory in which each token overwrites the value stored under its key; O(T).
+
+    In cross-attention, the queries read the memory after the last token of the context, so the
+    order of the context matters.
+
+    Sources: DeltaNet, arXiv:2406.06484; both directions, LION, arXiv:2502.16249, App. B.7.
+
+    Args:
+        dim: Width of the tokens, a multiple of num_heads.
+        num_heads: Number of heads.
+        axes: Number of axes of the grid, which is read in row-major order.
+        causal: Read only earlier tokens.
+        norm: Norm of the output.
+    """
+
+    mixer: DeltaRuleMixer
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        axes: int = 1,
+        causal: bool = False,
+        norm: NormName = "rms",
+    ) -> None:
+        direction: Any = "forward" if causal else "both"
+        config = DeltaRuleMixerConfig(num_heads=num_heads, direction=direction, norm=norm)
+        super().__init__(config, dim, axes)
+
+    def _read(
+        self, x: Tensor, context: Tensor, grid: Grid, keys: Grid | None, keep: Keep | None
+    ) -> Tensor:
+        mixer = self.mixer
+        heads = mixer.config.num_heads
+        q = mixer.in_proj(x).chunk(3, dim=-1)[0]
+        _, k, v = mixer.in_proj(context).chunk(3, dim=-1)
+        q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
+        beta = torch.sigmoid(mixer.beta_proj(context))
+        k = _unit(k)
+        _, memory = delta_rule(k, k, v, beta, causal=True, keep=keep)
+        assert isinstance(memory, DeltaState)
+        with disable_autocast(x):
+            (wide_q,) = to_accumulation_dtype(_unit(q))
+            o = torch.einsum("bthk,bhkv->bthv", wide_q, memory.kv).flatten(-2).to(q.dtype)
+        return mixer.out_proj(mixer.norm(o))
+
+
+class LinearDiffusion(AttentionLayer):
+    """LDN's layer: diffusion between neighbors, a gated local update and linear attention, summed.
+
+    Add the output to its input, which needs no norm before the layer: ``x = x + layer(x)``. There
+    is no cross-attention.
+
+    Source: LDN, arXiv:2502.12381, Sec. 3.3.
+
+    Args:
+        dim: Width of the tokens, a multiple of num_heads.
+        num_heads: Number of heads of the linear attention.
+        axes: Number of axes of the grid.
+        causal: Read only earlier tokens, in row-major order. Requires separable=False.
+        separable: Diffuse along one axis after another instead of in row-major order.
+        norm: Norm of the input of the local update and the linear attention.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        axes: int = 1,
+        causal: bool = False,
+        separable: bool = False,
+        norm: NormName = "none",
+    ) -> None:
+        config = LinearDiffusionMixerConfig(
+            num_heads=num_heads, causal=causal, separable=separable, norm=norm
+        )
+        super().__init__(config, dim, axes)
+
+    def check_context(self, context_shape: Any) -> None:
+        raise ValueError(
+            "context was given to LinearDiffusion, which has no cross-attention; use "
+            "LightNetAttention or LionAttention(decay='none')"
+        )

@@ -1,0 +1,181 @@
+"""Layers for one's own networks: self-attention, cross-attention, padding, states, positions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import onescan
+from onescan import Grid
+from onescan.nn import (
+    MDLRPE,
+    MDTPE,
+    DeltaAttention,
+    LightNetAttention,
+    LinearDiffusion,
+    LionAttention,
+)
+
+LAYERS = [LightNetAttention, LionAttention, DeltaAttention, LinearDiffusion]
+DIM, HEADS = 18, 3
+
+
+def tokens(batch, count):
+    return torch.randn(batch, count, DIM, dtype=torch.float64)
+
+
+def build(kind, **options):
+    return kind(DIM, HEADS, **options).double()
+
+
+def heads(x):
+    return x.unflatten(-1, (HEADS, -1))
+
+
+def test_the_package_exposes_its_layers():
+    assert onescan.nn.LightNetAttention is LightNetAttention
+    assert set(onescan.nn.__all__) == {kind.__name__ for kind in (*LAYERS, MDTPE, MDLRPE)}
+    with pytest.raises(AttributeError, match="LightNet'"):
+        _ = onescan.nn.LightNet
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("shape", "prefix"), [((1,), 0), ((7,), 1), ((3, 5), 1), ((2, 3, 2), 0)])
+def test_self_attention_equals_the_mixer(kind, shape, prefix):
+    layer, grid = build(kind, axes=len(shape)), Grid(shape, prefix)
+    x = tokens(2, grid.tokens)
+    expected, _ = layer.mixer(x, grid)
+    assert torch.equal(layer(x, shape, prefix=prefix), expected)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_padding_is_not_read(kind):
+    layer, x = build(kind), tokens(2, 9)
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[:, 6:] = True
+    o = layer(x.masked_fill(padding.unsqueeze(-1), torch.nan), key_padding_mask=padding)
+    torch.testing.assert_close(o[:, :6], layer(x[:, :6]))
+    assert not o[:, 6:].any()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_two_causal_calls_equal_one(kind):
+    layer, x = build(kind, causal=True), tokens(2, 7)
+    expected = layer(x)
+    for cut in range(1, 7):
+        first, state = layer(x[:, :cut], return_state=True)
+        second = layer(x[:, cut:], state=state)
+        torch.testing.assert_close(torch.cat([first, second], 1), expected)
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3)])
+def test_lightnet_reads_itself_as_context(shape):
+    layer = build(LightNetAttention, axes=len(shape))
+    x = tokens(2, Grid(shape).tokens)
+    crossed = layer(x, shape, context=x, context_shape=shape)
+    torch.testing.assert_close(crossed, layer(x, shape))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(LightNetAttention, {"lrpe": False}), (LionAttention, {"decay": "none"})]
+)
+def test_layers_without_positions_read_themselves_as_context(kind, options):
+    layer, x = build(kind, **options), tokens(2, 5)
+    torch.testing.assert_close(layer(x, context=x), layer(x))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_lightnet_cross_attention_is_a_softmax_over_the_context(queries, padded):
+    layer, x, context = build(LightNetAttention), tokens(2, queries), tokens(2, 7)
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 4:] = padded
+    q, _, _, gate = layer.mixer.in_proj(x).split(layer.mixer.in_widths, -1)
+    _, k, v, _ = layer.mixer.in_proj(context).split(layer.mixer.in_widths, -1)
+    weight = heads(k).masked_fill(padding[:, :, None, None], -torch.inf).softmax(1)
+    o = torch.einsum("bthk,bshk,bshv->bthv", heads(F.silu(q)), weight, heads(v)).flatten(2)
+    expected = layer.mixer.norm(o) * torch.sigmoid(layer.mixer.gate_proj(gate))
+    output = layer(x, context=context, key_padding_mask=padding)
+    torch.testing.assert_close(output, layer.mixer.out_proj(expected))
+    output.sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_lion_cross_attention_is_linear_attention(queries):
+    layer, x, context = build(LionAttention, decay="none"), tokens(2, queries), tokens(2, 7)
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 4:] = True
+    mixer = layer.mixer
+    q, _, _ = map(heads, mixer.in_proj(x).chunk(3, -1))
+    _, k, v = map(heads, mixer.in_proj(context).chunk(3, -1))
+    scores = torch.einsum("bthk,bshk->bhts", mixer.feature_map(q), mixer.feature_map(k))
+    scores = scores * ~padding[:, None, None]
+    scores = scores / scores.sum(-1, keepdim=True)
+    expected = mixer.out_proj(torch.einsum("bhts,bshv->bthv", scores, v).flatten(2))
+    output = layer(x, context=context, key_padding_mask=padding)
+    torch.testing.assert_close(output, expected)
+
+
+def test_delta_cross_attention_reads_the_final_state():
+    layer, causal = build(DeltaAttention), build(DeltaAttention, causal=True)
+    causal.load_state_dict(layer.state_dict())
+    context = tokens(2, 7)
+    expected = causal(context)[:, -1:]
+    torch.testing.assert_close(layer(context[:, -1:], context=context), expected)
+    padded = torch.cat([context, tokens(2, 2)], 1)
+    padding = torch.arange(9).expand(2, 9) >= 7
+    output = layer(context[:, -1:], context=padded, key_padding_mask=padding)
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "match"),
+    [
+        (LionAttention, {}, "decay='none'"),
+        (LightNetAttention, {"causal": True}, "causal=True"),
+        (LinearDiffusion, {}, "LightNetAttention"),
+    ],
+)
+def test_undefined_cross_attention_is_refused(kind, options, match):
+    x = tokens(1, 4)
+    with pytest.raises(ValueError, match=match):
+        build(kind, **options)(x, context=x)
+
+
+def test_wrong_arguments_are_named():
+    layer, x = build(LightNetAttention, axes=2), tokens(1, 6)
+    with pytest.raises(ValueError, match="shape is None"):
+        layer(x)
+    with pytest.raises(ValueError, match="shape is \\(2, 4\\)"):
+        layer(x, (2, 4))
+    with pytest.raises(ValueError, match="key_padding_mask has dtype"):
+        layer(x, (2, 3), key_padding_mask=torch.zeros(1, 6))
+    with pytest.raises(ValueError, match="context has 2 sequences"):
+        layer(x, (2, 3), context=tokens(2, 6))
+    with pytest.raises(ValueError, match="context_shape"):
+        layer(x, (2, 3), context_shape=(2, 3))
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 4), (2, 3, 2)])
+def test_mdtpe_equals_its_layer_on_any_grid(shape):
+    layer, grid = MDTPE(DIM, axes=len(shape)).double(), Grid(shape, 1)
+    x = tokens(2, grid.tokens)
+    y = layer(x, shape, prefix=1)
+    assert torch.equal(y, layer.position(x, grid)[0])
+    assert torch.equal(y[:, 0], x[:, 0])
+
+
+def test_two_causal_calls_of_mdtpe_equal_one():
+    layer, x = MDTPE(DIM, causal=True).double(), tokens(2, 7)
+    first, state = layer(x[:, :3], return_state=True)
+    second = layer(x[:, 3:], state=state)
+    torch.testing.assert_close(torch.cat([first, second], 1), layer(x))
+
+
+def test_mdlrpe_products_depend_on_relative_positions():
+    layer = MDLRPE(4, HEADS, axes=2).double()
+    q = torch.randn(1, 1, HEADS, 4, dtype=torch.float64).expand(1, 12, HEADS, 4)
+    rotated, keys = layer(q, q, (3, 4))
+    scores = torch.einsum("bthf,bshf->hts", rotated, keys)
+    scores = scores.unflatten(1, (3, 4)).unflatten(3, (3, 4))
+    torch.testing.assert_close(scores[:, 0, 0, 1, 2], scores[:, 1, 1, 2, 3])

@@ -1,0 +1,165 @@
+"""Settings that are inferred from the user's data, and predictions for files and folders."""
+
+import csv
+import json
+import random
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+from tiny_tokenizers import WORDS, word_tokenizer
+
+from onescan.cli import main
+from onescan.configs import replace
+from onescan.data import ArrayDatasetConfig
+from onescan.recipes import find_recipe
+from onescan.recipes.own_data import for_path, infer, infer_vocabulary, patches
+from onescan.training.folder import read_manifest
+
+SHAPES = ("circle", "square", "triangle")
+
+
+def draw(name, rng):
+    """Draw one shape of random place, size and colors, 64 pixels wide and 48 high."""
+    dark, bright = (tuple(rng.randint(*range_) for _ in "rgb") for range_ in ((0, 100), (150, 255)))
+    image = Image.new("RGB", (64, 48), dark)
+    r = rng.randint(8, 16)
+    x, y = rng.randint(r, 63 - r), rng.randint(r, 47 - r)
+    shape = ImageDraw.Draw(image)
+    if name == "circle":
+        shape.ellipse((x - r, y - r, x + r, y + r), fill=bright)
+    elif name == "square":
+        shape.rectangle((x - r, y - r, x + r, y + r), fill=bright)
+    else:
+        shape.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], fill=bright)
+    return image
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    """Return a folder with 40 images of each of three shapes."""
+    rng, root = random.Random(0), tmp_path_factory.mktemp("shapes")
+    for name in SHAPES:
+        (root / name).mkdir()
+        for number in range(40):
+            draw(name, rng).save(root / name / f"{number}.png")
+    return root
+
+
+def inferred(name, path, given=()):
+    """Return what `infer` returns for a recipe with a path and given values."""
+    run = replace(for_path(find_recipe(name)(), str(path)), dict(given))
+    return infer(run, dict(given))
+
+
+def test_image_settings_are_inferred(shapes):
+    run, lines = inferred("image_classifier", shapes)
+    assert lines[0] == (
+        "data: 102 training and 18 test images in 3 classes (circle, square, triangle), "
+        "24 x 32 pixels, 3 channels"
+    )
+    assert run.data.image_size == run.model.image_size == (24, 32)
+    assert (run.model.num_classes, run.model.channels, run.model.patch_size) == (3, 3, (4, 4))
+    assert len(run.data.mean) == 3
+    assert all(0 < value < 1 for value in (*run.data.mean, *run.data.std))
+    assert run.training.batch_size <= 102 / 4
+
+
+def test_given_settings_are_kept(shapes):
+    given = {"data.image_size": (36, 48), "training.batch_size": 7, "model.width": 48}
+    run, _ = inferred("image_classifier", shapes, given)
+    assert run.data.image_size == run.model.image_size == (36, 48)
+    assert (run.training.batch_size, run.model.width) == (7, 48)
+    run.model.build()
+
+
+def test_grayscale_and_large_images(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(8):
+            Image.new("L", (400, 100), 9 * number).save(tmp_path / name / f"{number}.png")
+    run, _ = inferred("image_classifier", tmp_path)
+    assert (run.model.channels, run.data.channels, run.data.image_size) == (1, 1, (8, 32))
+
+
+@pytest.mark.parametrize("shape", [(10, 12), (5, 7)])
+def test_arrays_of_any_axes(tmp_path, shape):
+    x = np.random.default_rng(0).normal(size=(20, *shape, 2))
+    np.savez(tmp_path / "data.npz", x=x, y=np.arange(20) % 2)
+    run, lines = inferred("image_classifier", tmp_path / "data.npz")
+    assert isinstance(run.data, ArrayDatasetConfig)
+    assert (run.data.axes, run.model.image_size, run.model.channels) == (len(shape), shape, 2)
+    assert " x ".join(map(str, shape)) in lines[0]
+    run.model.build()
+
+
+def test_patches_divide_sizes():
+    assert patches((48, 64)) == (4, 4)
+    assert patches((8, 8)) == (2, 2)
+    assert patches((1000,)) == (4,)
+    for shape in [(31,), (6, 9), (5, 32, 32), (97, 101)]:
+        sizes = patches(shape)
+        assert all(size % patch == 0 for size, patch in zip(shape, sizes, strict=True))
+
+
+def onescan(*argv):
+    return main([str(argument) for argument in argv])
+
+
+def test_one_command_trains_resumes_and_predicts(shapes, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ("train", "image_classifier", "--data.path", shapes, "--out", out)
+    small = ("--training.epochs", 1, "--model.depth", 1, "--model.width", 32)
+    assert onescan(*command, *small) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("data: 102 training and 18 test images in 3 classes")
+    assert onescan(*command, *small) == 0
+    assert "already finished" in capsys.readouterr().out
+    run = read_manifest(out / "seed-0").run
+    assert (run.model.num_classes, run.model.depth, run.training.epochs) == (3, 1, 1)
+    again = ("train", "--config", out / "seed-0", "--out", tmp_path / "again")
+    assert onescan(*again) == 0
+    capsys.readouterr()
+    (tmp_path / "images" / "deeper").mkdir(parents=True)
+    draw("circle", random.Random(1)).save(tmp_path / "images" / "deeper" / "a.png")
+    (tmp_path / "images" / "broken.png").write_text("no image")
+    for file in (tmp_path / "table.csv", tmp_path / "table.json"):
+        argv = ("predict", out / "seed-0", tmp_path / "images", "--out", file, "--top-k", 2)
+        assert onescan(*argv) == 0
+        shown = capsys.readouterr()
+        assert "broken.png" in shown.err
+        assert "a.png: " in shown.out
+    (row,) = json.loads((tmp_path / "table.json").read_text())
+    assert row["class"] in SHAPES
+    assert list(row) == ["path", "class", "confidence", "class_2", "confidence_2"]
+    with (tmp_path / "table.csv").open() as stream:
+        (same,) = csv.DictReader(stream)
+    assert same == {name: str(value) for name, value in row.items()}
+    assert onescan("predict", out / "seed-0", tmp_path / "missing.png") == 2
+    assert onescan("predict", out / "seed-0", tmp_path, "--out", "table.txt") == 2
+
+
+def test_a_tokenizer_sets_the_vocabulary(tmp_path):
+    word_tokenizer().save_pretrained(tmp_path)
+    run = replace(find_recipe("shakespeare_lightnet")(), {"data.tokenizer": str(tmp_path)})
+    assert infer_vocabulary(run, {"data.tokenizer"}).model.vocab_size == len(WORDS)
+    assert infer_vocabulary(run, {"data.tokenizer", "model.vocab_size"}) == run
+
+
+def test_missing_path_says_what_to_give(capsys):
+    assert onescan("train", "image_classifier") == 2
+    assert "--data.path" in capsys.readouterr().err
+
+
+def test_other_recipes_suggest_image_classifier(shapes, tmp_path, capsys):
+    argv = ("train", "cifar10_lightnet", "--data.path", shapes, "--out", tmp_path / "out")
+    assert onescan(*argv) == 2
+    assert "onescan train image_classifier" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_shapes_reach_ninety_percent(shapes, tmp_path):
+    out = tmp_path / "out"
+    assert onescan("train", "image_classifier", "--data.path", shapes, "--out", out) == 0
+    result = json.loads((out / "seed-0" / "result.json").read_text())
+    assert result["metrics"]["accuracy"] >= 0.9
