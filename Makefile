@@ -88,7 +88,7 @@ endif
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	@rm -f $@
-	$(DOCS)/bin/python -m pip install -c constraints.txt -e '.[docs,generation,text]'
+	$(DOCS)/bin/python -m pip install -c constraints.txt -e '.[docs,export,generation,text]'
 	@printf '%s' '$(CURDIR)' > $@
 
 # One environment per Triton version, with nothing but Triton: TRITON=3.6.0 selects another one. The

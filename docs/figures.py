@@ -110,7 +110,7 @@ def rotations():
         axes.plot(distance, (distance * theta[j]).cos(), label=f"$j = {j}$")
     axes.set(xlabel="distance $n - m$", ylabel=r"$\cos((n - m)\,\theta_j)$")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, ncols=4)
+    axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.15))
     return figure
 
 
