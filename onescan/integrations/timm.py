@@ -121,8 +121,13 @@ def _build(
             fields[here] = fields.pop(in_timm)
     fields["num_classes"] = num_classes or 1  # the head of 1 is removed again
     if name in TRAINED:
-        pairs = {key: _pair(fields[key]) for key in ("image_size", "patch_size") if key in fields}
-        config = configs.replace(TRAINED[name][0], fields | pairs)
+        trained = TRAINED[name][0]
+        sizes = {
+            key: _sizes(fields[key], len(trained.image_size))
+            for key in ("image_size", "patch_size")
+            if key in fields
+        }
+        config = configs.replace(trained, fields | sizes)
     else:
         config = cast(ImageClassifierConfig, preset(name, **fields))
     if config.distillation_token:
