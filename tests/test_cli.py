@@ -402,6 +402,11 @@ def test_another_run_in_the_folder_is_not_overwritten(runs, capsys):
         (["train"], "RECIPE is missing usage: onescan train RECIPE"),
         (["evaluate"], "CHECKPOINT"),
         (["generate", "x", "--top-p", "2"], "--top-p is 2.0, expected"),
+        (["evaluate", "zoo/digits_lightnet", "--samples", "9"], "--samples is 9, expected"),
+        (
+            ["evaluate", "zoo/digits_lightnet", "--samples", "99"],
+            "--samples is 99 without features",
+        ),
     ],
 )
 def test_mistakes_are_reported_in_one_line(argv, message, capsys):
@@ -422,7 +427,9 @@ def test_mistakes_are_reported_in_one_line(argv, message, capsys):
         (["--training.learning-rate", "nan"], "--training.learning-rate is nan"),
         (["--data.test-fraction=2"], "--data.test-fraction is 2.0"),
         (["--model.patch-size", "3", "3"], "patch"),
-        (["--model.mixer.num-heads", "7"], "num_heads 7"),
+        (["--model.mixer.num-heads", "7"], "--model.mixer.num-heads 7"),
+        (["--model.width", "0"], "--model.width is 0, expected"),
+        (["--model.image-size", "7", "8"], "--model.image-size is (7, 8), expected multiples"),
         (["--model.num-classes", "3"], "model.num_classes"),
         (["--model.channels", "3"], "1 channels"),
         (["--model.widht", "64"], "--model.width"),

@@ -32,6 +32,7 @@ from onescan.data.sources import (
     read_groups,
     walk,
 )
+from onescan.messages import named_type
 
 SampleBy = Literal["file", "line", "paragraph"]
 
@@ -196,7 +197,7 @@ def _read_json(path: Path, mark: Mark, column: str, sample_by: SampleBy) -> Docu
 
 def _from_object(row: Any, place: str, column: str) -> Document:
     if not isinstance(row, dict):
-        return Document("", place, f"this is a {type(row).__name__}, expected an object")
+        return Document("", place, f"this is {named_type(row)}, expected an object")
     if column not in row:
         return Document("", place, _missing_column(column, list(row)))
     return _from_value(row[column], place, column)
