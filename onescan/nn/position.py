@@ -111,7 +111,7 @@ class MDLRPE(nn.Module):
             k: Keys after their feature map, in the same layout.
             shape: Size of each axis of the grid, without the prefix. None is one axis.
             prefix: Number of tokens before the grid, which are not rotated.
-            start: Position of the first token, to continue a sequence with one axis.
+            start: Position of the first token along the first axis, to continue a sequence or grid.
         """
         grid = grid_of(q.shape[1], shape, self.axes, prefix)
         angles = lrpe_angles(grid.shape, self.theta, prefix=prefix, start=start)
