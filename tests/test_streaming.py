@@ -1,8 +1,11 @@
 """Causal grids in several calls: row by row, or frame by frame, with a state."""
 
+from inspect import unwrap
+
 import pytest
 import torch
 
+from onescan.configs import replace
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     HGRNMixerConfig,
@@ -13,6 +16,8 @@ from onescan.layers.mixers import (
     RWKV6MixerConfig,
     SoftmaxMixerConfig,
 )
+from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
+from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.ops.lrpe import lrpe_angles
 from onescan.shapes import Grid
 
@@ -95,3 +100,89 @@ def test_a_state_continues_whole_rows():
     _, state = mixer(tokens(1, 6), Grid((2, 3)))
     with pytest.raises(ValueError, match=r"state.position is 6 .* expected a multiple of 4"):
         mixer(tokens(1, 4), Grid((1, 4)), state=state)
+
+
+VIDEO = ImageClassifierConfig(
+    image_size=(5, 4, 6),
+    patch_size=(1, 2, 2),
+    channels=2,
+    num_classes=3,
+    width=WIDTH,
+    depth=2,
+    pool="mean",
+    mixer=LightNetMixerConfig(num_heads=2, causal=True),
+    position=ToeplitzPositionConfig(hidden_states=4),
+    drop_path=0.0,
+    init_std=0.3,
+)
+BY_ROW = {"image_size": (5, 6), "patch_size": (1, 2)}
+MODELS = {
+    "lightnet": VIDEO,
+    "signal": replace(VIDEO, {"image_size": (5,), "patch_size": (1,)}),
+    "image, row by row": replace(VIDEO, BY_ROW),
+    "no position": replace(VIDEO, {"position": None}),
+    "lion": replace(VIDEO, {"mixer": CAUSAL["lion"]}),
+    "delta rule": replace(VIDEO, {"mixer": CAUSAL["delta rule"]}),
+    "hgrn, lower bounds": replace(VIDEO, {"mixer": CAUSAL["hgrn"], "position": None}),
+    "linear diffusion": replace(VIDEO, {"mixer": CAUSAL["linear diffusion"], "mlp": None}),
+}
+
+
+def clips(config, frames=None):
+    frames = config.image_size[0] if frames is None else frames
+    return torch.randn(2, config.channels, frames, *config.image_size[1:], dtype=torch.float64)
+
+
+def bytes_of(state):
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    return sum(map(bytes_of, state)) if isinstance(state, tuple) else 0
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_a_model_reads_video_frame_by_frame(config):
+    model, images = config.build().double(), clips(config).requires_grad_()
+    leaves = [images, *model.blocks.parameters(), *model.patchify.parameters()]
+    want = model.forward_features(images)
+    direction = torch.randn_like(want)
+    gradients = torch.autograd.grad((want * direction).sum(), leaves)
+    for sizes in ((1, 1, 1, 1, 1), (2, 3), (5,)):
+        state, parts, memory = None, [], set()
+        for part in images.split(sizes, dim=2):
+            y, state = model.stream(part, state)
+            parts.append(y)
+            memory.add(bytes_of(state))
+        y = torch.cat(parts, dim=1)
+        torch.testing.assert_close(y, want)
+        torch.testing.assert_close(torch.autograd.grad((y * direction).sum(), leaves), gradients)
+        assert len(memory) == 1
+    torch.testing.assert_close(model.forward_head(y), model(images))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mixer": LightNetMixerConfig(num_heads=2)}, "a mixer that is not causal"),
+        ({"mixer": LionMixerConfig(direction="alternating")}, "a mixer that is not causal"),
+        ({"mixer": CAUSAL["softmax"]}, "SoftmaxMixerConfig, whose state grows"),
+        ({"pool": "mean_with_class_token"}, "1 prefix tokens, expected none"),
+        ({"position": AbsolutePositionConfig()}, "position AbsolutePosition"),
+        ({"position": ToeplitzPositionConfig(bidirectional=True)}, "bidirectional=True"),
+        ({"position": ToeplitzPositionConfig(joint=True)}, "joint=True"),
+    ],
+)
+def test_models_that_cannot_stream_say_why(change, message):
+    config = replace(VIDEO, change)
+    with pytest.raises(ValueError, match=message):
+        config.build().double().stream(clips(config))
+
+
+def test_a_stream_keeps_the_size_of_its_frames():
+    model = VIDEO.build().double()
+    _, state = model.stream(clips(VIDEO))
+    with pytest.raises(
+        ValueError, match=r"images have patches \(3, 2\) per step, expected \(2, 3\)"
+    ):
+        model.stream(clips(VIDEO).mT, state)
+    with pytest.raises(ValueError, match="state is a int, expected a StreamState"):
+        unwrap(type(model).stream)(model, clips(VIDEO), 0)
