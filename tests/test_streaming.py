@@ -18,6 +18,7 @@ from onescan.layers.mixers import (
 )
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.nn import MDTPE, DeltaAttention, LightNetAttention, LionAttention
 from onescan.ops.lrpe import lrpe_angles
 from onescan.shapes import Grid
 
@@ -186,3 +187,29 @@ def test_a_stream_keeps_the_size_of_its_frames():
         model.stream(clips(VIDEO).mT, state)
     with pytest.raises(ValueError, match="state is a int, expected a StreamState"):
         unwrap(type(model).stream)(model, clips(VIDEO), 0)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        LightNetAttention(WIDTH, 3, axes=3, causal=True),
+        LionAttention(WIDTH, 3, axes=3, causal=True),
+        DeltaAttention(WIDTH, 3, axes=3, causal=True),
+        MDTPE(WIDTH, axes=3, causal=True),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_continue_a_grid(layer):
+    layer, x = layer.double(), tokens(2, 24)
+    whole, _ = layer(x, (4, 3, 2), return_state=True)
+    first, state = layer(x[:, :6], (1, 3, 2), return_state=True)
+    rest = layer(x[:, 6:], (3, 3, 2), state=state)
+    torch.testing.assert_close(torch.cat([first, rest], dim=1), whole)
+
+
+def test_positions_in_both_directions_have_no_state():
+    layer, x = MDTPE(WIDTH, axes=2).double(), tokens(2, 6)
+    assert layer(x, (2, 3), return_state=True)[1] is None
+    _, state = MDTPE(WIDTH, axes=2, causal=True).double()(x, (2, 3), return_state=True)
+    with pytest.raises(ValueError, match="state was given with bidirectional=True"):
+        layer(x, (2, 3), state=state)
