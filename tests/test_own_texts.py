@@ -199,13 +199,54 @@ def onescan(*argv):
     return main([str(argument) for argument in argv])
 
 
-def test_one_command_trains_and_resumes(texts, tmp_path, capsys):
-    out = tmp_path / "out"
-    command = ("train", "text_classifier", "--data.path", texts, "--out", out)
+@pytest.fixture(scope="module")
+def run(texts, tmp_path_factory):
+    """Return the folder of a small trained run."""
+    out = tmp_path_factory.mktemp("runs")
+    assert onescan(*command(texts, out)) == 0
+    return out / "seed-0"
+
+
+def command(path, out):
     small = ("--training.epochs", 12, "--model.depth", 2, "--model.width", 32)
-    assert onescan(*command, *small) == 0
-    assert capsys.readouterr().out.startswith("data: 204 training and 36 test texts in 2 classes")
-    result = json.loads((out / "seed-0" / "result.json").read_text())
+    return ("train", "text_classifier", "--data.path", path, "--out", out, *small)
+
+
+def test_one_command_trains_and_resumes(texts, run, capsys):
+    result = json.loads((run / "result.json").read_text())
     assert result["metrics"]["accuracy"] >= 0.95
-    assert onescan(*command, *small) == 0
-    assert "already finished" in capsys.readouterr().out
+    assert onescan(*command(texts, run.parent)) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("data: 204 training and 36 test texts in 2 classes")
+    assert "already finished" in shown
+
+
+def test_texts_and_tables_are_predicted(run, tmp_path, capsys):
+    table = [{"id": i, "text": row["text"]} for i, row in enumerate(rows(40, seed=3))]
+    write_csv(tmp_path / "new.csv", [{"id": 0, "text": " "}, *table])
+    assert onescan("predict", run, "the soup was good", tmp_path / "new.csv", "--top-k", 1) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("the soup was good: food ")
+    assert "skipped: " in shown.err
+    assert "new.csv, line 2: the text is empty" in shown.err
+    out = tmp_path / "predictions.csv"
+    assert onescan("predict", run, tmp_path / "new.csv", "--out", out) == 0
+    with out.open() as stream:
+        predicted = list(csv.DictReader(stream))
+    assert [row["text"] for row in predicted] == [row["text"] for row in table]
+    labels = [row["label"] for row in rows(40, seed=3)]
+    assert sum(map(str.__eq__, labels, (row["class"] for row in predicted))) >= 36
+    capsys.readouterr()
+
+
+def test_inputs_that_are_no_texts_are_rejected(run, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("the rain")
+    write_csv(tmp_path / "other.csv", [{"body": "the rain"}])
+    for argument, message in [
+        (tmp_path / "missing.csv", "there is no file"),
+        (tmp_path / "notes.txt", "is not a table"),
+        (tmp_path / "other.csv", "has no such column; available: body"),
+        (" ", "inputs has an empty text"),
+    ]:
+        assert onescan("predict", run, argument) == 2
+        assert message in capsys.readouterr().err
