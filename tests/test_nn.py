@@ -33,7 +33,10 @@ def heads(x):
 
 def test_the_package_exposes_its_layers():
     assert onescan.nn.LightNetAttention is LightNetAttention
-    assert set(onescan.nn.__all__) == {kind.__name__ for kind in (*LAYERS, MDTPE, MDLRPE)}
+    assert set(onescan.nn.__all__) == {kind.__name__ for kind in (*LAYERS, MDTPE, MDLRPE)} | {
+        "MultiheadAttention",
+        "replace_attention",
+    }
     with pytest.raises(AttributeError, match="LightNet'"):
         _ = onescan.nn.LightNet
 
@@ -189,5 +192,6 @@ def test_mdlrpe_products_depend_on_relative_positions():
 )  # fmt: skip
 def test_ops_document_their_layout_first(op):
     summary, arguments = op.__doc__.split("Args:")
-    assert "``[B, T, H, " in summary and "scaled_dot_product_attention" in summary
+    assert "``[B, T, H, " in summary
+    assert "scaled_dot_product_attention" in summary
     assert op is ops.lrpe or "opposite of ``key_padding_mask``" in arguments

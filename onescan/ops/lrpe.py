@@ -40,7 +40,8 @@ def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
 
     Args:
         x: Queries or keys, [B, T, H, K], after their feature map.
-        angles: Angles from `lrpe_angles`, [T, H, K]. Their sines and cosines are computed in their dtype.
+        angles: Angles from `lrpe_angles`, [T, H, K]. Their sines and cosines are computed in their
+            dtype.
         backend: "torch" runs on any device. "triton" runs on a GPU, computes in float32 and has
             first derivatives only. "auto" chooses; see `use_backend`.
 

@@ -149,7 +149,8 @@ def decay_attention(
             max(row sum, 1), with the absolute value of the row sum in causal calls (xLSTM). With
             "sum", a row sum below 1e-30 in absolute value is replaced by 1.
         keep: True for real tokens, [B, T], the opposite of ``key_padding_mask`` in PyTorch and
-            `onescan.nn`. Other tokens have zero output and neither update nor decay the state. None keeps all tokens.
+            `onescan.nn`. Other tokens have zero output and neither update nor decay the
+            state. None keeps all tokens.
         state: For causal calls, the state returned by a previous call. For bidirectional calls, the
             states of the tokens to the left and to the right, either of which may be None.
         form: Algorithm. "full" computes attention between all pairs of tokens, O(T^2); "chunk" is
