@@ -22,8 +22,30 @@ EXTRAS = {
     "log": {"tensorboard"},
     "gpu": {"triton"},
     "timm": {"timm"},
+    "docs": {"sphinx", "pydata-sphinx-theme", "myst-nb", "ipykernel"},
     "dev": {"pytest", "pytest-xdist", "hypothesis", "beartype", "ruff", "mypy", "pre-commit"},
 }
+
+
+PAGES = [
+    "README.md",
+    *(
+        f"docs/{page}.md"
+        for page in (
+            "integrations",
+            "generation",
+            "migration",
+            "which_model",
+            "concepts/additive_decay",
+            "concepts/ldn",
+            "concepts/lion",
+            "concepts/positions",
+            "howto/export",
+            "howto/own_data",
+            "howto/sizes",
+        )
+    ),
+]
 
 
 def test_one_version():
@@ -49,7 +71,7 @@ def _unchecked():
 
 
 @pytest.mark.usefixtures("_unchecked")
-@pytest.mark.parametrize("name", ["README.md", "docs/integrations.md", "docs/generation.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_what_pages_show_runs(name, tmp_path, monkeypatch):
     page = (ROOT / name).read_text()
     blocks = list(re.finditer(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
