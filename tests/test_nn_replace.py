@@ -119,6 +119,15 @@ def test_torch_encoders_respect_padding(kind, training, replace):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_causal_torch_encoders_take_the_causal_mask(kind):
+    encoder = nn.TransformerEncoder(encoder_layer(), 2)
+    replace_attention(encoder, kind, causal=True)
+    x, mask = tokens(7), nn.Transformer.generate_square_subsequent_mask(7)
+    o = encoder.eval()(x, mask=mask, is_causal=True)
+    torch.testing.assert_close(o[:, :4], encoder(x[:, :4]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_replaced_layers_keep_the_projections(kind, bias):
     layer = nn.TransformerEncoderLayer(DIM, HEADS, 16, bias=bias).eval()
@@ -130,8 +139,10 @@ def test_replaced_layers_keep_the_projections(kind, bias):
     assert torch.equal(mixer.in_proj.weight[: 3 * DIM], old.in_proj_weight)
     if bias:
         nn.init.normal_(old.in_proj_bias)
-        replace_attention(nn.ModuleList([old, other := nn.ModuleList([old])]), kind)
-        copied = other[0].attention.mixer.in_proj.bias
+        model = nn.ModuleList([old, nn.ModuleList([old])])
+        assert replace_attention(model, kind) == ["0", "1.0"]
+        assert model[0] is model[1][0]  # a shared module stays shared
+        copied = model[0].attention.mixer.in_proj.bias
         assert torch.equal(copied[: 3 * DIM], old.in_proj_bias)
     assert mixer.out_proj is old.out_proj
 
