@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check lint types compile gpu check-kernels bench format \
-	known-python new-venv new-kernels-venv
+.PHONY: help setup demo test test-slow check lint types compile gpu check-kernels bench format docs links \
+	known-python new-venv new-kernels-venv new-docs-venv
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,6 +9,8 @@ INSTALLED := $(VENV)/.installed
 
 TRITON ?= 3.7.1
 KERNELS := .venv-kernels/$(TRITON)
+DOCS := .venv-docs
+SPHINX := $(DOCS)/bin/python -m sphinx -W --keep-going -j auto
 
 help:    ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +52,13 @@ check-kernels: $(KERNELS)/.installed  ## compile every kernel for four GPUs, wit
 bench: $(INSTALLED)  ## compare speed and memory of one scan and softmax attention
 	$(BIN)/python benchmarks/one_scan.py
 
+# Warnings, which include broken links inside the site, are errors.
+docs: $(DOCS)/.installed  ## build the documentation site in build/docs and run its notebooks
+	$(SPHINX) -b html docs build/docs
+
+links: $(DOCS)/.installed  ## check the site's links to other sites, which needs a network
+	ONESCAN_DOCS_NOTEBOOKS=off $(SPHINX) -b linkcheck docs build/links
+
 format: $(INSTALLED)  ## format the code and fix what ruff can fix
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
@@ -70,6 +79,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@printf '%s' '$(CURDIR)' > $@
 
+ifneq ($(filter docs links,$(MAKECMDGOALS)),)
+INSTALLED_DOCS := from importlib.util import find_spec; find_spec("sphinx") and print(open("$(DOCS)/.installed").read())
+ifneq ($(shell $(DOCS)/bin/python -c '$(INSTALLED_DOCS)' 2>/dev/null),$(CURDIR))
+$(DOCS)/.installed: new-docs-venv
+endif
+endif
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	@rm -f $@
+	$(DOCS)/bin/python -m pip install -c constraints.txt -e '.[docs,export,generation,text]'
+	@printf '%s' '$(CURDIR)' > $@
+
 # One environment per Triton version, with nothing but Triton: TRITON=3.6.0 selects another one. The
 # stamp is written last. After a change of Python, Triton cannot be imported.
 ifneq ($(filter check-kernels,$(MAKECMDGOALS)),)
@@ -87,6 +108,9 @@ new-venv: known-python
 
 new-kernels-venv: known-python
 	$(PYTHON) -m venv --clear $(KERNELS)
+
+new-docs-venv: known-python
+	$(PYTHON) -m venv --clear $(DOCS)
 
 known-python:
 	@$(PYTHON) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -16,6 +16,7 @@ from onescan.integrations.transformers import OnescanForImageClassification, to_
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.denoiser import DenoiserConfig
 from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.report.images import as_pictures
 
 SIGNAL = {"image_size": (40,), "patch_size": (10,)}
 VIDEO = {"image_size": (4, 8, 8), "patch_size": (2, 4, 4)}
@@ -156,3 +157,14 @@ def test_commands_train_evaluate_and_load(sizes, tmp_path, monkeypatch, capsys):
     assert loaded.format.shape == sizes["image_size"]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Along axis 0" in page
+
+
+def test_signals_and_video_are_drawn_as_images():
+    video = torch.rand(2, 1, 5, 4, 6)
+    frames = as_pictures(video)  # 2 rows of 3 frames, each with a gap of 1 pixel
+    assert frames.shape == (2, 1, 10, 21)
+    assert torch.equal(frames[:, :, 5:9, 7:13], video[:, :, 4])
+    rising = as_pictures(torch.linspace(0, 1, 500)[None, None])[0, 0]
+    assert rising[-1, 0] == rising[0, -1] == 0 < rising[0, 0] == rising[-1, -1] == 1
+    assert as_pictures(torch.ones(1, 2, 1)).shape == (1, 1, *rising.shape)
+    assert torch.equal(as_pictures(video[:, :, 0]), video[:, :, 0])

@@ -353,6 +353,10 @@ def test_missing_data(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
     with pytest.raises(ValueError, match=r"data\.path is 'some/thing'.*reach 'some/thing'$"):
         build("some/thing")
+    monkeypatch.chdir(tmp_path)
+    for mistyped in ("train/nots", "images.parquet"):  # without the network
+        with pytest.raises(ValueError, match="there is no such file or folder"):
+            build(mistyped)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"onescan\[vision\]"):
         build(cifar_like(tmp_path))

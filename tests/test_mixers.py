@@ -105,6 +105,12 @@ def test_a_call_without_tokens_is_an_error_or_empty(config_class):
         mixer(tokens(2, 0), Grid((0,)))
 
 
+@pytest.mark.parametrize("form", ["chunk", "recurrent"])
+def test_causal_forms_of_lightnet_are_rejected_when_built_without_causal(form):
+    with pytest.raises(ValueError, match=f"form is '{form}', but requires a causal mixer"):
+        built(LightNetMixerConfig(num_heads=HEADS, form=form))
+
+
 @over_mixers
 def test_heads_must_divide_the_width(config_class):
     with pytest.raises(ValueError, match="width 24 is not a multiple of num_heads 5"):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from onescan.zoo import names
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -29,6 +31,8 @@ def test_installed_wheel_runs_the_demo(tmp_path):
 
     imported = run(python, "-c", "import onescan; print(onescan.__file__)", cwd=tmp_path)
     assert (tmp_path / "venv") in Path(imported.strip()).parents
+    checked = "from onescan import zoo; print(*[zoo.path(name).name for name in zoo.names()])"
+    assert run(python, "-c", checked, cwd=tmp_path).split() == names()
     onescan = python.with_name("onescan")
     shown = run(onescan, "train", "digits", "--training.epochs", "1", cwd=tmp_path)
     assert "test accuracy" in shown

@@ -22,8 +22,16 @@ EXTRAS = {
     "log": {"tensorboard"},
     "gpu": {"triton"},
     "timm": {"timm"},
+    "docs": {"sphinx", "pydata-sphinx-theme", "myst-nb", "ipykernel"},
     "dev": {"pytest", "pytest-xdist", "hypothesis", "beartype", "ruff", "mypy", "pre-commit"},
 }
+
+
+PAGES = [
+    str(page.relative_to(ROOT))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if "tutorials" not in page.parts and "```python\n" in page.read_text()
+]
 
 
 def test_one_version():
@@ -49,7 +57,7 @@ def _unchecked():
 
 
 @pytest.mark.usefixtures("_unchecked")
-@pytest.mark.parametrize("name", ["README.md", "docs/integrations.md", "docs/generation.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_what_pages_show_runs(name, tmp_path, monkeypatch):
     page = (ROOT / name).read_text()
     blocks = list(re.finditer(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))

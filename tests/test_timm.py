@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import onescan
+from onescan import zoo
 from onescan.training.optim import parameter_groups
 
 try:  # built for another torch, it fails in many ways
@@ -48,15 +49,29 @@ def name(request):
     return request.param
 
 
+@pytest.mark.skipif("digits_lightnet" not in zoo.names(), reason="no such weights")
+def test_trained_weights_load():
+    native = onescan.load("zoo/digits_lightnet")
+    model = timm.create_model("onescan_digits_lightnet", pretrained=True).eval()
+    images = torch.linspace(-1, 1, 2 * 8 * 8).sin().reshape(2, 1, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(model(images), native.model(images))
+    data = timm.data.resolve_data_config({}, model=model)
+    assert data["input_size"] == (1, 8, 8)
+    assert data["mean"] == native.format.mean
+    assert timm.create_model("onescan_digits_lightnet", pretrained=True, num_classes=3) is not None
+
+
 def test_every_model_but_deit_is_listed():
     listed = {
         *timm.list_models("lightnet*"),
         *timm.list_models("lion_*"),
         *timm.list_models("ldn_*"),
+        *timm.list_models("onescan_*"),
     }
     ours = {name for name in timm.list_models(module="timm") if timm.is_model(name)}
     assert listed == ours
-    assert len(ours) == 21
+    assert len(ours) == 21 + len(timm.list_models("onescan_*"))
     assert timm.list_models("lion_*", pretrained=True) == []
 
 

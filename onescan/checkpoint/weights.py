@@ -105,7 +105,8 @@ def read_notes(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
 def load_model(path: Path, config: ModelConfig) -> tuple[nn.Module, dict[str, Any]]:
     """Build a model and load its weights from a file.
 
-    Shapes and dtypes are compared before anything is allocated.
+    Shapes and dtypes are compared before anything is allocated. Tensors that are stored in float16
+    are converted to float32 if the model's are.
 
     Returns:
         The model, on the CPU in evaluation mode, and the notes.
@@ -125,12 +126,26 @@ def load_model(path: Path, config: ModelConfig) -> tuple[nn.Module, dict[str, An
     except ValueError as error:
         raise ValueError(f"{path} does not match the model: {error}") from error
     if empty is not None:
-        check_sizes(stored, sizes_of(distinct(empty)), path)
+        expected = sizes_of(distinct(empty))
+        check_sizes(_widened(stored, expected), expected, path)
     tensors, notes = read_weights(path)
     model = build_unchecked(config)
-    check_sizes(stored, sizes_of(distinct(model)), path)
+    expected = sizes_of(distinct(model))
+    check_sizes(_widened(stored, expected), expected, path)
     model.load_state_dict(tensors, strict=False)  # not strict: tied weights are stored once
     return model.eval(), notes
+
+
+def _widened(
+    stored: Mapping[str, TensorSize], expected: Mapping[str, TensorSize]
+) -> dict[str, TensorSize]:
+    """Return stored sizes, with float32 for the float16 tensors that the model has in float32."""
+    return {
+        name: size._replace(dtype="float32")
+        if size.dtype == "float16" and name in expected and expected[name].dtype == "float32"
+        else size
+        for name, size in stored.items()
+    }
 
 
 def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSize]:

@@ -12,7 +12,7 @@ from onescan import __version__
 from onescan.cli.evaluate import compare, evaluate, needle
 from onescan.cli.images import encode, predict, sample
 from onescan.cli.options import HELP, Argv, echo, name_flags
-from onescan.cli.show import models, recipes, show
+from onescan.cli.show import models, recipes, show, zoo
 from onescan.cli.text import fill, generate, tokenizer
 from onescan.cli.train import glue, train
 from onescan.messages import printable, unknown_choice
@@ -37,6 +37,7 @@ COMMANDS: dict[str, Callable[[Argv], None]] = {
     "models": models,
     "recipes": recipes,
     "show": show,
+    "zoo": zoo,
 }
 RESUMABLE = ("train", "glue", "needle", "encode")  # and evaluate --samples
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from onescan.cli.options import HELP, HELP_ALL, Argv, echo, parse
+from onescan.cli.options import HELP, HELP_ALL, Argv, echo, metric_label, metric_value, parse
 from onescan.messages import closest
 
 if TYPE_CHECKING:
@@ -179,6 +179,27 @@ def recipes(argv: Argv) -> None:
         echo(f"{chr(10) * (i > 0)}{kind}")
         for name, recipe in group.items():
             echo(f"  {name:<{widest}}  {summary(recipe)}")
+
+
+def zoo(argv: Argv) -> None:
+    """List the trained weights that come with the package."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        """No options."""
+
+    parse(Options, zoo, argv)
+    from onescan.zoo import PREFIX, card, names
+
+    cards = {f"{PREFIX}/{name}": card(name) for name in names()}
+    widest = max(map(len, cards), default=0)
+    for name, each in cards.items():
+        metrics = ", ".join(
+            f"{metric_label(metric)} {metric_value(metric, value)}"
+            for metric, value in each.metrics.items()
+        )
+        echo(f"{name:<{widest}}  {each.parameters:>9,} parameters  test {metrics}")
+        echo(f"{'':<{widest}}  {each.summary}")
 
 
 def show(argv: Argv) -> None:

@@ -349,6 +349,16 @@ class DatasetSource:
         return info.num_examples or None if info else None
 
 
+def is_hub_name(path: str) -> bool:
+    """Return whether a path that does not exist may name data on a hub.
+
+    A path in an existing folder, or with the suffix of a data file, is a mistyped path.
+    """
+    is_in_folder = "/" in path and Path(path).parent.is_dir()
+    has_suffix = path.endswith((".parquet", ".csv", ".json", ".jsonl", ".txt", ".zip"))
+    return bool(re.fullmatch(HUB_NAME, path)) and not is_in_folder and not has_suffix
+
+
 def find_source(path: str, name: str | None) -> DatasetSource:
     """Find data on disk, else on the Hugging Face hub.
 
@@ -357,7 +367,7 @@ def find_source(path: str, name: str | None) -> DatasetSource:
     """
     place = Path(path).expanduser()
     if not place.exists():
-        if not re.fullmatch(HUB_NAME, path):  # a mistyped path must not wait for the network
+        if not is_hub_name(path):  # a mistyped path must not wait for the network
             raise ValueError(f"data.path is {path!r}: there is no such file or folder")
         return _find_on_hub(path, name)
     if name is not None:

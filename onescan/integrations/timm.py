@@ -1,4 +1,8 @@
-"""Image classifiers as models of timm. Importing this module registers them by name."""
+"""Image classifiers as models of timm. Importing this module registers them by name.
+
+The presets have no trained weights. The image classifiers of `onescan.zoo` are registered with the
+prefix "onescan_": `timm.create_model("onescan_digits_lightnet", pretrained=True)`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,6 +13,10 @@ import torch
 from timm.models import build_model_with_cfg, register_model
 from torch import Tensor, nn
 
+from onescan import configs, zoo
+from onescan.checkpoint.run_folder import read_config
+from onescan.checkpoint.weights import WEIGHTS
+from onescan.configs import ModelConfig
 from onescan.layers.block import Block
 from onescan.layers.position import AbsolutePosition
 from onescan.layers.tokens import max_pool, mean_pool
@@ -30,7 +38,36 @@ NAMES = [
     and not name.startswith(("deit_", "vit_"))
 ]
 
-default_cfgs = {
+
+def _trained() -> dict[str, tuple[ImageClassifierConfig, dict[str, Any]]]:
+    """Return config and preprocessing of each trained classifier of images, by timm's name."""
+    found = {}
+    for name in zoo.names():
+        folder = zoo.FOLDER / name  # timm checks no digests, but loads only safetensors
+        manifest = read_config(folder)
+        model, form = manifest["run"]["model"], manifest["format"]
+        config = configs.from_dict(ModelConfig, model)  # type: ignore[type-abstract]
+        if not isinstance(config, ImageClassifierConfig) or "crop" not in form:
+            continue  # no classifier, or not of images
+        found[f"onescan_{name}"] = (
+            config,
+            {
+                "file": str(folder / WEIGHTS),
+                "input_size": (config.channels, *config.image_size),
+                "num_classes": config.num_classes,
+                "crop_pct": form["crop"] or 1.0,
+                "crop_mode": "center" if form["crop"] else "squash",
+                "interpolation": "bicubic",
+                "mean": tuple(form["mean"]),
+                "std": tuple(form["std"]),
+                "classifier": "head",
+            },
+        )
+    return found
+
+
+TRAINED = _trained()
+default_cfgs: dict[str, dict[str, Any]] = {
     name: {
         "input_size": (3, 224, 224),
         "num_classes": 1000,
@@ -42,7 +79,7 @@ default_cfgs = {
         "classifier": "head",
     }
     for name in NAMES
-}
+} | {name: preprocessing for name, (_, preprocessing) in TRAINED.items()}
 """Preprocessing of images; timm looks for this name in the module of a registered model."""
 
 FIELDS = {"img_size": "image_size", "in_chans": "channels", "drop_path_rate": "drop_path"}
@@ -82,8 +119,17 @@ def _build(
             raise ValueError(f"{here} is {fields[here]!r}, expected it as timm's {in_timm}")
         if in_timm in fields:
             fields[here] = fields.pop(in_timm)
-    known = preset(name, num_classes=num_classes or 1, **fields)  # the head of 1 is removed again
-    config = cast(ImageClassifierConfig, known)
+    fields["num_classes"] = num_classes or 1  # the head of 1 is removed again
+    if name in TRAINED:
+        trained = TRAINED[name][0]
+        sizes = {
+            key: _sizes(fields[key], len(trained.image_size))
+            for key in ("image_size", "patch_size")
+            if key in fields
+        }
+        config = configs.replace(trained, fields | sizes)
+    else:
+        config = cast(ImageClassifierConfig, preset(name, **fields))
     if config.distillation_token:
         raise ValueError("distillation_token is True, expected False: timm reads one score")
     config.check()
@@ -261,5 +307,5 @@ def _sizes(size: int | Sequence[int], axes: int) -> tuple[int, ...]:
     return (size,) * axes if isinstance(size, int) else tuple(size)
 
 
-for _name in NAMES:
+for _name in default_cfgs:
     register_model(_entrypoint(_name))

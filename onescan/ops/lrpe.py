@@ -33,11 +33,15 @@ BLOCK = 64  # positions per block of `_axis_angles`
 def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
     """Rotate queries or keys: [x cos, x sin], in x's dtype.
 
+    The layout is ``[B, T, H, K]``, unlike the ``[B, H, T, K]`` of torch's
+    ``scaled_dot_product_attention``.
+
     Source: LightNet, arXiv:2405.21022, App. A.2 and App. B.
 
     Args:
-        x: Queries or keys, after their feature map.
-        angles: Angles from `lrpe_angles`. Their sines and cosines are computed in their dtype.
+        x: Queries or keys, [B, T, H, K], after their feature map.
+        angles: Angles from `lrpe_angles`, [T, H, K]. Their sines and cosines are computed in their
+            dtype.
         backend: "torch" runs on any device. "triton" runs on a GPU, computes in float32 and has
             first derivatives only. "auto" chooses; see `use_backend`.
 

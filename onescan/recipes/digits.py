@@ -66,7 +66,7 @@ def signal_classifier() -> RunConfig:
     return _grids("signal_classifier", ArrayDatasetConfig(path="signals.npz", axes=1), sizes)
 
 
-def _grids(name: str, data: DataConfig, sizes: dict[str, Any], *, epochs: float = 40) -> RunConfig:
+def _grids(name: str, data: DataConfig, sizes: dict[str, Any], *, epochs: int = 40) -> RunConfig:
     """Return the run of `digits` with other data and sizes, without augmentation."""
     run = digits()
     return RunConfig(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
+from onescan import zoo
 from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate, read_config
 from onescan.checkpoint.weights import load_model
 from onescan.checks import LOAD_ERRORS, in_a_line
@@ -85,8 +86,8 @@ def load_teacher(name: str, field: str = "task.teacher") -> Teacher:
 
     Args:
         name: The folder of a run or any file in it: best.safetensors selects the weights of the
-            best evaluation, all others those of the last checkpoint. Or a folder or Hugging Face
-            Hub name of a transformers image classifier.
+            best evaluation, all others those of the last checkpoint. Or "zoo/NAME", or a folder or
+            Hugging Face Hub name of a transformers image classifier.
         field: Config field that contains `name`, for error messages.
 
     Raises:
@@ -94,7 +95,7 @@ def load_teacher(name: str, field: str = "task.teacher") -> Teacher:
         ValueError: If the folder holds something else, or the weights are damaged.
         ImportError: If transformers is required and not installed.
     """
-    path = Path(name).expanduser()
+    path = zoo.resolve(Path(name).expanduser())
     with torch.random.fork_rng(devices=[]):
         if path.exists():
             teacher = _on_disk(name, field, path)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from onescan import zoo
 from onescan.checkpoint.files import damaged, is_number
 from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate
 from onescan.checkpoint.weights import REMEDY, load_model
@@ -46,6 +47,8 @@ def load(path: str | Path) -> Checkpoint:
     """Load a trained model from its run's folder, or from any file in that folder.
 
     The weights are those of the last checkpoint; for best.safetensors, of the best evaluation.
+    "zoo/NAME" loads weights that come with the package, unless there is a local path of that name.
+    The model is in float32, even if the weights are stored in float16.
 
     Nothing is unpickled, and no module outside the package is imported: import the module of a
     custom model first.
@@ -58,7 +61,7 @@ def load(path: str | Path) -> Checkpoint:
     """
     if not isinstance(path, str | PathLike):
         raise ValueError(f"path is {path!r}, expected the folder of a run")
-    path = Path(path)
+    path = zoo.resolve(Path(path))
     if not path.exists():
         raise FileNotFoundError(f"there is no run at {path}")
     folder, weights = locate(path)
@@ -98,8 +101,9 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
     No code from the folder is executed.
 
     Args:
-        name: A run's folder or its best.safetensors; or a folder or hub name of a model and a
-            tokenizer saved by transformers' `save_pretrained`.
+        name: A run's folder or its best.safetensors; "zoo/NAME" for weights that come with the
+            package; or a folder or hub name of a model and a tokenizer saved by transformers'
+            `save_pretrained`.
 
     Raises:
         ValueError: If there is no such model, it is of another class, or has no tokenizer.
@@ -110,6 +114,7 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
     from onescan.models.causal_lm import CausalLM
     from onescan.models.masked_lm import MaskedLM
 
+    name = zoo.resolve(name)
     if _is_pretrained(name):
         tokenizer, model = load_tokenizer(name), _load_pretrained(name)
     else:
@@ -146,8 +151,8 @@ def init_from(name: str, model: nn.Module) -> None:
     classifiers with different numbers of classes, these are all but the output layer.
 
     Args:
-        name: A run's folder or its best.safetensors; or a folder or hub name of a model saved by
-            transformers' `save_pretrained`.
+        name: A run's folder or its best.safetensors; "zoo/NAME" for weights that come with the
+            package; or a folder or hub name of a model saved by transformers' `save_pretrained`.
         model: Model on the CPU.
 
     Raises:
@@ -156,6 +161,7 @@ def init_from(name: str, model: nn.Module) -> None:
         FileNotFoundError: If the run has not saved any weights.
         ImportError: If transformers is needed and not installed.
     """
+    name = zoo.resolve(name)
     other = _load_pretrained(name) if _is_pretrained(name) else load(name).model
     there, here = other.state_dict(), model.state_dict()
     _check_match(name, _without_head(there), _without_head(here))

@@ -15,6 +15,7 @@ import torch
 from PIL.Image import Image
 from tqdm import tqdm
 
+from onescan import zoo
 from onescan.checkpoint.files import write_atomically
 from onescan.checks import check_choice, check_positive
 from onescan.data import ImageFormat, batched, derive_seed
@@ -40,7 +41,7 @@ def load_pipeline(
     """Load a pipeline, in evaluation mode on the CPU, without running code that comes with it.
 
     Args:
-        path: A run's folder, or its best.safetensors; or a folder saved by
+        path: A run's folder, or its best.safetensors; "zoo/NAME"; or a folder saved by
             `DenoiserPipeline.save_pretrained`.
         sampler: Name of the sampler. ``None`` uses the run's own, or the saved scheduler.
         vae: Folder or hub name of the VAE that decodes latents. ``None`` uses the one that encoded
@@ -52,7 +53,7 @@ def load_pipeline(
         ValueError: If it does not generate images, is damaged, or was trained with a kind of noise
             that the sampler does not support; or if the VAE cannot be loaded or does not fit.
     """
-    path = Path(path)
+    path = zoo.resolve(Path(path))
     name: Any = sampler
     if sampler is not None:
         check_choice("sampler", sampler, get_args(SamplerName))
@@ -67,7 +68,7 @@ def default_sampler(path: str | Path) -> SamplerConfig:
     Raises:
         ValueError: If it is a run that does not generate images.
     """
-    path = Path(path)
+    path = zoo.resolve(Path(path))
     if not is_run(path):
         return SamplerConfig()
     task = read_manifest(path if path.is_dir() else path.parent).run.task

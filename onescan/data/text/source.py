@@ -25,9 +25,9 @@ from onescan.data.base import HELD_OUT, SPLITS
 from onescan.data.order import Mark
 from onescan.data.sources import (
     GROUP,
-    HUB_NAME,
     first_line,
     import_datasets,
+    is_hub_name,
     quiet,
     read_groups,
     walk,
@@ -468,7 +468,7 @@ def find_source(path: str, query: Query, *, field: str = "data.path") -> TextSou
     """
     place = Path(path).expanduser()
     if not place.exists():
-        if not re.fullmatch(HUB_NAME, path):  # a mistyped path must not wait for the network
+        if not is_hub_name(path):  # a mistyped path must not wait for the network
             raise ValueError(f"{field} is {path!r}: there is no such file or folder")
         with _loading(path, field, "is not on disk, nor on the Hugging Face hub") as datasets:
             names = datasets.get_dataset_split_names(path, query.name)

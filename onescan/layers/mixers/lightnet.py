@@ -60,6 +60,8 @@ class LightNetMixerConfig(MixerConfig):
                 f"axis of {axes} without features for lrpe"
             )
         check_choice("form", self.form, get_args(Form))
+        if not self.causal and self.form in ("chunk", "recurrent"):
+            raise ValueError(f"form is {self.form!r}, but requires a causal mixer")
         check_positive(chunk_size=self.chunk_size)
         check_choice("decay_logits", self.decay_logits, ["shared", "offset", "independent"])
         if not self.decay and self.decay_logits != "shared":

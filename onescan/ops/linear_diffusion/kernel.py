@@ -24,7 +24,7 @@ MIN_ROW_SUM = 1e-18  # a gradient divides by its square, which must not be 0 in 
 
 
 def gaussian_kernel(past: Tensor, future: Tensor, sigma: Tensor, radius: int) -> DiffusionKernels:
-    """Compute the weights of the lags t - s = -R ... R, K_ts = phi(t - s) g(|t - s|).
+    """Compute the weights of the lags t - s = -R ... R, `K_ts = phi(t - s) g(|t - s|)`.
 
     phi is `past` for positive lags and `future` for negative ones; g is a Gaussian. The weight of
     lag 0 is zero. Source: LDN, arXiv:2502.12381, Sec. 3.3.
