@@ -26,6 +26,7 @@ from harness import INFERENCE, Case, run_benchmark
 from results import Benchmark
 
 from onescan import configs
+from onescan.checks import check_choice
 from onescan.layers.decays import SelectiveDecayConfig
 from onescan.layers.mixers import LionMixerConfig, SoftmaxMixerConfig
 from onescan.models.image_classifier import WITH_CLASS_TOKEN, ImageClassifierConfig
@@ -63,12 +64,19 @@ def config_of(options: Options, candidate: str) -> Network:
     if not hasattr(config.mixer, "form"):
         raise ValueError(f"preset is {candidate!r}, but the mixer has no forms")
     form, _, chunk_size = form.partition("-")
+    check_choice(f"form of {name}", form, forms_of(config)[1:])
     changes: dict[str, object] = {"mixer.form": form}
     if chunk_size:
         if not chunk_size.isdecimal():
             raise ValueError(f"preset is {candidate!r}, expected a number after 'chunk-'")
         changes["mixer.chunk_size"] = int(chunk_size)
     return configs.replace(config, changes)
+
+
+def forms_of(config: Network) -> tuple[str, ...]:
+    """Return the forms of a mixer that has forms; the first is "auto"."""
+    forms: tuple[str, ...] = get_args(get_type_hints(type(config.mixer))["form"])
+    return forms
 
 
 def supported(options: Options) -> tuple[str, ...]:
@@ -88,7 +96,7 @@ def supported(options: Options) -> tuple[str, ...]:
         elif not hasattr(mixer, "form"):
             names.append(each)
         else:
-            forms = get_args(get_type_hints(type(mixer))["form"])[1:]  # the first is "auto"
+            forms = forms_of(config_of(options, each))[1:]  # the first is "auto"
             chunks = [f"chunk-{n}" for n in options.chunk_sizes] if "chunk" in forms else []
             prefix = f"{each}/" if len(options.presets) > 1 else ""
             possible = (*(f for f in forms if f != "chunk"), *chunks)

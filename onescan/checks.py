@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from onescan.messages import unknown_choice
+from onescan.messages import named_type, unknown_choice
 
 MAX_MESSAGE = 300  # characters
 INTEGERS = (int, torch.SymInt)  # SymInt during export
@@ -69,7 +69,7 @@ def check_shapes(**arguments: tuple[Any, str]) -> dict[str, int]:
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is a {type(tensor).__name__}, expected a tensor {pattern!r}")
+            raise ValueError(f"{name} is {named_type(tensor)}, expected a tensor {pattern!r}")
         letters = pattern.split()
         known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters if letter in sizes)
         if tensor.ndim != len(letters) or any(
@@ -91,8 +91,8 @@ def check_positive(**numbers: int | float) -> None:
     ValueError: chunk_size is 0, expected a number above 0
     """
     for name, number in numbers.items():
-        if not 0 < number < float("inf"):  # also true for NaN
-            raise ValueError(f"{name} is {number}, expected a number above 0")
+        if isinstance(number, str | None) or not 0 < number < float("inf"):  # also true for NaN
+            raise ValueError(f"{name} is {number!r}, expected a number above 0")
 
 
 def check_whole(least: int, **numbers: Any) -> None:
@@ -112,7 +112,7 @@ def check_floating(**tensors: Any) -> None:
     """Raise ValueError if an argument is not a tensor with a floating point type."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+            raise ValueError(f"{name} is {named_type(tensor)}, expected a tensor")
         if not tensor.is_floating_point():
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected a floating point type")
 
@@ -139,7 +139,7 @@ def check_token_ids(tokens: Any, vocab_size: int, *, name: str = "tokens") -> No
     ValueError: tokens hold the ids 3 to 7, expected 0 to 4
     """
     if not isinstance(tokens, Tensor):
-        raise ValueError(f"{name} is a {type(tokens).__name__}, expected a tensor")
+        raise ValueError(f"{name} is {named_type(tokens)}, expected a tensor")
     if tokens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} has dtype {tokens.dtype}, expected torch.int64")
     if not tokens.numel() or not can_look_at_values(tokens):
@@ -168,7 +168,7 @@ def check_devices(**tensors: Any) -> None:
     """Raise ValueError if an argument is not a tensor, or is on another device than the first."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor | None):
-            raise ValueError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+            raise ValueError(f"{name} is {named_type(tensor)}, expected a tensor")
     given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     first, device = next(iter(given.items()))
     for name, other in given.items():
@@ -233,7 +233,7 @@ def unpack_states(state: Any, kind: type, *, causal: bool) -> tuple[Any, Any]:
     what = f"a {kind.__name__}" if causal else f"{kind.__name__}s"
     meaning = "" if causal else ", or a pair of a forward and a backward state"
     raise ValueError(
-        f"state is a {type(state).__name__}, expected {what}, as causal={causal} returns{meaning}"
+        f"state is {named_type(state)}, expected {what}, as causal={causal} returns{meaning}"
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from onescan.messages import hint
+from onescan.messages import hint, named_type
 
 # names of sizes in other libraries -> names in onescan's configs
 OTHER_NAMES = {
@@ -123,7 +123,7 @@ def _plain(value: Any, declared: Any, path: str) -> Any:
         return [_plain(item, None, f"{path}[{i}]") for i, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"{path} is a {type(value).__name__}, which a config cannot contain")
+    raise ValueError(f"{path} is {named_type(value)}, which a config cannot contain")
 
 
 def _load(value: Any, declared: Any, path: str) -> Any:

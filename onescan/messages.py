@@ -47,6 +47,16 @@ def closest(value: object, choices: Sequence[str], *, count: int = 1) -> str:
     return f" (perhaps you meant {' or '.join(map(repr, near))})" if near else ""
 
 
+def named_type(value: object) -> str:
+    """Return the name of a value's type with its article.
+
+    >>> named_type(3), named_type("x")
+    ('an int', 'a str')
+    """
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "AEIOaeio" or name == "ndarray" else f"a {name}"
+
+
 def printable(text: object, keep: str = "") -> str:
     r"""Escape control characters, so that text is safe to print on a terminal.
 

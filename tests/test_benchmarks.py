@@ -569,8 +569,14 @@ def test_flops_are_those_of_the_papers_formulas(name, size, flops):
         (("lion_d_tinny",), "lion_d_tiny"),
         (("lightnet_lm_45m",), "preset is 'lightnet_lm_45m'"),
         (("deit_tiny/full",), "preset is 'deit_tiny/full', but the mixer has no forms"),
-        (("lion_d_tiny/fast",), "form is 'fast'"),
-        (("deit_tiny", "lightnet_tiny/recurrent"), "'recurrent' is unknown"),
+        (
+            ("lion_d_tiny/fast",),
+            "form of lion_d_tiny 'fast' is unknown; available: full, chunk, recurrent",
+        ),
+        (
+            ("deit_tiny", "lightnet_tiny/recurrent"),
+            "form is 'recurrent', but requires a causal mixer",
+        ),
         (("lion_d_tiny/chunk-x",), "'lion_d_tiny/chunk-x', expected a number"),
     ],
 )

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -402,6 +403,11 @@ def test_another_run_in_the_folder_is_not_overwritten(runs, capsys):
         (["train"], "RECIPE is missing usage: onescan train RECIPE"),
         (["evaluate"], "CHECKPOINT"),
         (["generate", "x", "--top-p", "2"], "--top-p is 2.0, expected"),
+        (["evaluate", "zoo/digits_lightnet", "--samples", "9"], "--samples is 9, expected"),
+        (
+            ["evaluate", "zoo/digits_lightnet", "--samples", "99"],
+            "--samples is 99 without features",
+        ),
     ],
 )
 def test_mistakes_are_reported_in_one_line(argv, message, capsys):
@@ -422,7 +428,9 @@ def test_mistakes_are_reported_in_one_line(argv, message, capsys):
         (["--training.learning-rate", "nan"], "--training.learning-rate is nan"),
         (["--data.test-fraction=2"], "--data.test-fraction is 2.0"),
         (["--model.patch-size", "3", "3"], "patch"),
-        (["--model.mixer.num-heads", "7"], "num_heads 7"),
+        (["--model.mixer.num-heads", "7"], "--model.mixer.num-heads 7"),
+        (["--model.width", "0"], "--model.width is 0, expected"),
+        (["--model.image-size", "7", "8"], "--model.image-size is (7, 8), expected multiples"),
         (["--model.num-classes", "3"], "model.num_classes"),
         (["--model.channels", "3"], "1 channels"),
         (["--model.widht", "64"], "--model.width"),
@@ -434,6 +442,35 @@ def test_mistakes_are_reported_before_training(argv, message, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert_fails(capsys, ["train", "digits", *argv], message)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("recipe", ["image_classifier", "wikitext2_mlm_lightnet"])
+def test_a_hub_name_without_a_network_fails_at_once(recipe, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("datasets")
+
+    def unknown(*_):
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("onescan.data.sources.getproxies", dict)
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("waits for another try"))
+    assert_fails(capsys, ["train", recipe, "--data.path", "owner/name"], "no connection")
+
+
+@pytest.mark.parametrize("path", ["nothing.txt", "nothing/here/at/all"])
+def test_a_mistyped_path_of_text_is_named(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    argv = ["train", "wikitext2_mlm_lightnet", "--data.path", path]
+    assert_fails(capsys, argv, f"--data.path is '{path}': there is no such file or folder")
+
+
+def test_missing_memory_is_reported_in_one_line(monkeypatch, capsys):
+    def fails(_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
+
+    monkeypatch.setitem(COMMANDS, "recipes", fails)
+    assert_fails(capsys, ["recipes"], "not enough memory: DefaultCPUAllocator: can't allocate")
 
 
 def test_the_console_command_and_the_module_are_one():

@@ -252,7 +252,7 @@ def test_it_is_exported(condition):
     [
         ({"num_classes": -1}, "num_classes is -1, expected 0 or more"),
         ({"label_dropout": 1.5}, "label_dropout is 1.5"),
-        ({"patch_size": (3, 3)}, "cannot be cut into patches of 3 x 3"),
+        ({"patch_size": (3, 3)}, "expected multiples of patch_size .3, 3."),
         ({"width": 0}, "width is 0"),
         ({"channels": 0}, "channels is 0"),
     ],

@@ -397,7 +397,7 @@ def test_a_state_of_another_model_is_refused():
         causal(CAUSAL["lightnet"], depth=3)(ids(2, 1), state)
     model = causal(CAUSAL["lightnet"])
     network = model.network
-    with pytest.raises(ValueError, match="state is a int"):
+    with pytest.raises(ValueError, match="state is an int"):
         network(ids(2, 1), state=3)
     with pytest.raises(ValueError, match="state has batch size 2, expected 1"):
         model(ids(1, 1), state)

@@ -551,5 +551,5 @@ def test_no_first_widths_are_refused_by_name():
 
 def test_a_state_of_another_mixer_is_refused():
     mixer = built(causal=True)
-    with pytest.raises(ValueError, match="state is a int"):
+    with pytest.raises(ValueError, match="state is an int"):
         unwrap(type(mixer).forward)(mixer, tokens(1, 2), Grid((2,)), state=3)

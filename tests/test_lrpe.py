@@ -203,7 +203,9 @@ def test_errors_of_rotation_name_the_argument(x, message):
         unwrap(lrpe)(x, torch.ones(4, 3, 2))
 
 
-@pytest.mark.parametrize("named", [{"width": 0}, {"width": 2.5}, {"axes": 0}, {"base": -1.0}])
+@pytest.mark.parametrize(
+    "named", [{"width": 0}, {"width": 2.5}, {"axes": 0}, {"base": -1.0}, {"base": float("nan")}]
+)
 def test_errors_of_frequencies_name_the_argument(named):
     with pytest.raises(ValueError, match=f"{next(iter(named))} is .* expected a .*number"):
         unwrap(lrpe_frequencies)(**{"width": 4, "axes": 1, **named})

@@ -207,7 +207,7 @@ TOKENS, MEMORY = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4, WIDTH)
         ({"tokens": TOKENS.float()}, "tokens has dtype torch.float32"),
         ({"memory": None}, "neither of memory and state were given"),
         ({"state": 3}, "both of memory and state were given"),
-        ({"memory": None, "state": 3}, "state is a int"),
+        ({"memory": None, "state": 3}, "state is an int"),
         ({"memory": MEMORY[:1]}, r"memory has shape \(1, 4, 32\)"),
         ({"memory": MEMORY[..., :9]}, r"memory has shape \(2, 4, 9\)"),
         ({"memory": MEMORY.long()}, "memory has dtype torch.int64"),

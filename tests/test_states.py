@@ -72,3 +72,12 @@ def test_what_is_no_state_of_the_model_is_refused(tmp_path):
     save_generation_state(path, state._replace(position=None), model)
     with pytest.raises(ValueError, match=r"the model: position\.hidden is missing"):
         load_generation_state(path, model)
+
+
+def test_swapped_arguments_are_named(tmp_path):
+    model, path = LIGHTNET.build().eval(), tmp_path / "a.safetensors"
+    state = model(ids(1, 3))[1]
+    with pytest.raises(ValueError, match="path is a CausalLM, expected a path"):
+        save_generation_state(model, state, path)
+    with pytest.raises(ValueError, match="model is a NetworkState, expected a CausalLM"):
+        save_generation_state(path, model, state)

@@ -7,16 +7,27 @@ import torch
 
 from onescan import configs
 from onescan.checkpoint.weights import read_weights, save_weights
+from onescan.messages import named_type
 from onescan.models.causal_lm import CausalLM
 from onescan.models.token_network import flatten_state, unflatten_state
 
 
-def save_generation_state(path: str | Path, state: Any, model: CausalLM) -> None:
+def save_generation_state(path: Any, state: Any, model: Any) -> None:  # Any: a user passed it
     """Save the state that a model returned with its logits, replacing an older file atomically.
+
+    Args:
+        path: The file, a string or a path.
+        state: State returned by the model.
+        model: The `CausalLM`.
 
     Raises:
         OSError: If the file cannot be written. An older file is not changed.
+        ValueError: If an argument is of another type, such as swapped arguments.
     """
+    if not isinstance(path, str | Path):
+        raise ValueError(f"path is {named_type(path)}, expected a path")
+    if not isinstance(model, CausalLM):
+        raise ValueError(f"model is {named_type(model)}, expected a CausalLM")
     tensors = {name: tensor.detach().cpu() for name, tensor in flatten_state(state).items()}
     save_weights(Path(path), tensors, {"model": configs.to_dict(model.config)})
 

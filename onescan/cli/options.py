@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import tyro
 
 from onescan import zoo
-from onescan.messages import printable
+from onescan.messages import named_type, printable
 
 if TYPE_CHECKING:
     import torch
@@ -203,13 +203,25 @@ def only_options(text: str, flags: Collection[str]) -> str:
 def name_flags(message: str, argv: Sequence[str]) -> str:
     """Replace the fields in a message by the flags that set them, as the user types them.
 
+    A message may name the last part of a field only, such as width for --model.width.
+
     >>> name_flags("training.batch_size is 0", ["train", "digits", "--training.batch-size", "0"])
     '--training.batch-size is 0'
+    >>> name_flags("width is 0", ["train", "digits", "--model.width", "0"])
+    '--model.width is 0'
     """
-    for flag in {word.partition("=")[0] for word in argv if re.match(r"--[a-z]", word)}:
-        field = flag.removeprefix("--").replace("-", "_")
-        named = rf"(?<![\w.'\"/-]){re.escape(field)}(?= (?:is|has|and)\b)"
-        message = re.sub(named, "--" + field.replace("_", "-"), message)
+    flags = {word.partition("=")[0] for word in argv if re.match(r"--[a-z]", word)}
+    fields = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}
+    ends = [field.rpartition(".")[2] for field in fields.values()]
+    for field in fields.values():
+        shown = "--" + field.replace("_", "-")
+        named = rf"(?<![\w.'\"/-]){re.escape(field)}(?= (?:is|has|and|without)\b)"
+        message = re.sub(named, shown, message)
+        end = field.rpartition(".")[2]
+        if ends.count(end) == 1:
+            message = re.sub(rf"^{end}(?= (?:is|has|without)\b)", shown, message)
+            if "_" in end:  # not a word of the message
+                message = re.sub(rf"(?<![\w.'\"/-]){end}(?= \d)", shown, message)
     return message
 
 
@@ -248,5 +260,5 @@ def load_language_model(name: str, kind: str, device: str) -> "tuple[Any, Tokeni
     chosen = choose_device(device, Ranks())
     model, tokenizer = load(name)
     if type(model).__name__ != kind:
-        raise ValueError(f"checkpoint {name!r} is a {type(model).__name__}, expected a {kind}")
+        raise ValueError(f"checkpoint {name!r} is {named_type(model)}, expected a {kind}")
     return model.to(chosen), tokenizer, chosen

@@ -25,6 +25,7 @@ from onescan import configs
 from onescan.checks import in_a_line
 from onescan.data.base import DataConfig, DataSet, Example, Format, LoadedBatch
 from onescan.data.sources import HUB_NAME
+from onescan.messages import named_type
 from onescan.shapes import Images
 
 Latent = Float[Tensor, "channels height width"]
@@ -165,7 +166,7 @@ def read_json(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): restore it from a copy") from error
     if not isinstance(data, dict):
-        raise ValueError(f"{path} is damaged: it holds a {type(data).__name__}, expected an object")
+        raise ValueError(f"{path} is damaged: it holds {named_type(data)}, expected an object")
     return data
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from PIL import Image
 
@@ -55,9 +58,30 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+@contextmanager
+def without_retries() -> Iterator[None]:
+    """Use only the hub's cache if its name cannot be resolved, instead of trying for 30 seconds."""
+    from huggingface_hub import constants
+
+    libraries: tuple[Any, ...] = (constants, import_datasets().config)
+    before = [library.HF_HUB_OFFLINE for library in libraries]
+    try:
+        if not getproxies():
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        for library in libraries:
+            library.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for library, value in zip(libraries, before, strict=True):
+            library.HF_HUB_OFFLINE = value
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line.replace("OfflineModeIsEnabled", "no connection, or HF_HUB_OFFLINE is set")
 
 
 def read_groups(
@@ -389,7 +413,7 @@ def find_source(path: str, name: str | None) -> DatasetSource:
 def _find_on_hub(path: str, name: str | None) -> DatasetSource:
     datasets = import_datasets()
     try:
-        with quiet():
+        with quiet(), without_retries():
             splits = datasets.get_dataset_split_names(path, name)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(

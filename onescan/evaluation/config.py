@@ -117,7 +117,10 @@ class SamplesConfig:
         if self.samples is None or self.samples < MIN_SAMPLES:
             raise ValueError(f"samples is {self.samples}, expected at least {MIN_SAMPLES}")
         if not self.features:
-            raise ValueError("features is '', expected a run of a classifier or a TorchScript file")
+            raise ValueError(
+                f"samples is {self.samples} without features, expected features to be a run of a "
+                "classifier or a TorchScript file"
+            )
         if len(set(self.guidance_scale)) < len(self.guidance_scale):
             raise ValueError(f"guidance_scale is {self.guidance_scale}, expected each scale once")
         for scale in self.guidance_scale:

@@ -22,6 +22,7 @@ from onescan.checks import check_choice, check_positive
 from onescan.configs import to_dict
 from onescan.layers.mixers import LinearDiffusionMixerConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition
+from onescan.messages import named_type
 from onescan.models.causal_lm import CausalLM
 from onescan.models.image_classifier import ImageClassifier
 from onescan.models.masked_lm import MaskedLM
@@ -365,14 +366,14 @@ def _renamed(size: str, names: Mapping[str, str]) -> str:
 def _check(model: Any) -> None:
     if not isinstance(model, MODELS):
         known = ", ".join(kind.__name__ for kind in MODELS)
-        raise ValueError(f"model is a {type(model).__name__}, expected one of {known}")
+        raise ValueError(f"model is {named_type(model)}, expected one of {known}")
     if model.training:
         raise ValueError("model is training, expected it in eval mode: model.eval()")
 
 
 def _check_causal(model: Any) -> None:
     if not isinstance(model, CausalLM):
-        raise ValueError(f"model is a {type(model).__name__}, expected a CausalLM")
+        raise ValueError(f"model is {named_type(model)}, expected a CausalLM")
     _check(model)
 
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from onescan.checks import check_positive
 from onescan.layers.position import TokenPositionConfig
+from onescan.messages import named_type
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLM, Sampling, score_logits, token_losses
 from onescan.models.token_network import select_rows
 
@@ -64,7 +65,7 @@ class OnescanLM(TemplateLM):
         super().__init__()
         if not isinstance(model, CausalLM):
             raise ValueError(
-                f"the model is a {type(model).__name__}, expected a CausalLM: lm-eval needs the "
+                f"the model is {named_type(model)}, expected a CausalLM: lm-eval needs the "
                 "likelihood of continuations"
             )
         check_positive(batch_size=batch_size)

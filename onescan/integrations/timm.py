@@ -10,7 +10,11 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from timm.models import build_model_with_cfg, register_model
+
+try:
+    from timm.models import build_model_with_cfg, register_model
+except ModuleNotFoundError as error:
+    raise ImportError("the models of timm need timm: pip install 'onescan[timm]'") from error
 from torch import Tensor, nn
 
 from onescan import configs, zoo

@@ -15,6 +15,7 @@ from onescan.layers.basic import EPS, MLPConfig, NormName, NormPosition, build_n
 from onescan.layers.mixers import LowerBounds, Mixer, MixerConfig
 from onescan.layers.position import sinusoidal_positions
 from onescan.layers.tokens import Documents
+from onescan.messages import named_type
 from onescan.shapes import Grid, Hidden, Keep, Labels, LowerBound, Pooled, Timesteps
 
 FREQUENCIES = 256  # channels of the sinusoidal timestep embedding, as in DiT
@@ -74,7 +75,7 @@ class Block(nn.Module):
         check_choice("norm_position", norm_position, get_args(NormPosition))
         if norm_position == "post" and mixer.normalizes_input:
             raise ValueError(
-                f"norm_position is 'post' with a {type(mixer).__name__}, which normalizes its own "
+                f"norm_position is 'post' with {named_type(mixer)}, which normalizes its own "
                 "input; expected 'pre'"
             )
         self.norm_position = norm_position

@@ -54,13 +54,14 @@ class Patchify(nn.Module):
         if any(side < p or side % p for side, p in zip(sides, self.patch_size, strict=True)):
             raise ValueError(
                 f"input of size {' x '.join(map(str, sides))} cannot be cut into patches of "
-                f"{' x '.join(map(str, self.patch_size))}: each side must be a multiple"
+                f"{' x '.join(map(str, self.patch_size))}: each side must be a multiple of the "
+                "patch's"
             )
         return tuple(side // p for side, p in zip(sides, self.patch_size, strict=True))
 
 
 def check_sizes(image_size: tuple[int, ...], patch_size: tuple[int, ...]) -> None:
-    """Raise ValueError unless both have one positive number for each of at least one axis.
+    """Raise ValueError unless both have one positive number per axis, and patches fit exactly.
 
     >>> check_sizes((8, 32, 32), (8, 8))
     Traceback (most recent call last):
@@ -80,6 +81,10 @@ def check_sizes(image_size: tuple[int, ...], patch_size: tuple[int, ...]) -> Non
             for axis, size in enumerate(sizes)
         }
     )
+    if any(side % p for side, p in zip(image_size, patch_size, strict=True)):
+        raise ValueError(
+            f"image_size is {image_size}, expected multiples of patch_size {patch_size}"
+        )
 
 
 def keep_patches(keep: GridKeep, patch_size: tuple[int, ...]) -> Keep:

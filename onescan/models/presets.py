@@ -324,7 +324,7 @@ _LLAMA = _Family(
 def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
     return _Family(
         CausalLMConfig(vocab_size=50257, mixer=mixer, mlp=MLPConfig(), position=position),
-        "LION, arXiv:2502.16249, causal language modelling",
+        "LION, arXiv:2502.16249, causal language modeling",
     )
 
 

@@ -21,6 +21,7 @@ from onescan.layers.block import Block, init_weights
 from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
 from onescan.layers.mixers.linear_diffusion import LinearCrossAttention
 from onescan.layers.position import sinusoidal_positions
+from onescan.messages import named_type
 from onescan.ops.decay_attention import DecayState
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.shapes import GeneratedTokens, Grid, Hidden, Memory, MemoryMask, TokenLogits, Tokens
@@ -247,7 +248,7 @@ class SequenceDecoder(nn.Module):
 
     def _check_state(self, tokens: Tensor, memory_mask: Any, state: Any) -> None:
         if not isinstance(state, DecoderState):
-            raise ValueError(f"state is a {type(state).__name__}, expected a DecoderState")
+            raise ValueError(f"state is {named_type(state)}, expected a DecoderState")
         if memory_mask is not None:
             raise ValueError("memory_mask was given with a state, expected it only with memory")
         if any(mixer is None for mixer in state.mixers):

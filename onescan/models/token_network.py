@@ -21,6 +21,7 @@ from onescan.layers.position import (
     ToeplitzPositionConfig,
 )
 from onescan.layers.tokens import Documents
+from onescan.messages import named_type
 from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 
 
@@ -261,7 +262,7 @@ class TokenNetwork(nn.Module):
         if state is None:
             return
         if not isinstance(state, NetworkState):
-            raise ValueError(f"state is a {type(state).__name__}, expected a NetworkState")
+            raise ValueError(f"state is {named_type(state)}, expected a NetworkState")
         if not self.config.mixer.is_causal:
             raise ValueError("state was given to a bidirectional model")
         if len(state.blocks) != len(self.blocks):

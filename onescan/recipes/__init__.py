@@ -20,7 +20,7 @@ KINDS = {
     "images": "Image classification",
     "generation": "Image generation",
     "long_range": "Long-range sequence classification",
-    "language": "Language modelling",
+    "language": "Language modeling",
     "recall": "Associative recall",
 }
 

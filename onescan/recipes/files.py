@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from onescan.checks import check_choice
+from onescan.messages import named_type
 from onescan.training.config import RunConfig
 
 
@@ -49,7 +50,7 @@ def function_in(file: str, name: str) -> Callable[[], RunConfig]:
         with _errors_as(f"{where} fails"):
             run = function()
         if not isinstance(run, RunConfig):
-            raise ValueError(f"{where} returned a {type(run).__name__}, expected a RunConfig")
+            raise ValueError(f"{where} returned {named_type(run)}, expected a RunConfig")
         return run
 
     return recipe

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from onescan.checks import check_choice
 from onescan.data.base import OnError
 from onescan.data.glue import HUB, PROBLEMS, GlueDatasetConfig, GlueTask, find_folder
+from onescan.messages import named_type
 from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
 from onescan.models.sequence_classifier import Pool, SequenceClassifierConfig
 from onescan.tasks import GlueConfig
@@ -255,7 +256,7 @@ def plan_glue(options: GlueRunsConfig, checkpoint: str, out: Path) -> list[GlueR
     tasks = options.selected()
     model, tokenizer = load_language_model(checkpoint)
     if not isinstance(model, MaskedLM):
-        raise ValueError(f"{checkpoint!r} holds a {type(model).__name__}, expected a MaskedLM")
+        raise ValueError(f"{checkpoint!r} holds {named_type(model)}, expected a MaskedLM")
     recipe = GLUE[options.recipe]
     from_mnli = FROM_MNLI if options.from_mnli and recipe.from_mnli else ()
     if MNLI not in tasks and set(tasks) & set(from_mnli):

@@ -400,7 +400,7 @@ RECIPES = table(
         row(
             f"c4_{kind}_{size}",
             partial(_c4, kind, size),
-            f"{title}, {size}, masked language modelling on C4, as in LION's App. C.",
+            f"{title}, {size}, masked language modeling on C4, as in LION's App. C.",
             f"onescan train c4_{kind}_{size}",
             "30% of the tokens are masked in training and 15% in evaluation. The learning rate "
             "decays to 2%\nof its maximum, as in the authors' configuration files; the paper "

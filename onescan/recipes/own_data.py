@@ -24,6 +24,7 @@ from onescan.data.images import Pixels, open_image, unit_pixels
 from onescan.data.text.tokenizer import BYTES
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
+from onescan.messages import named_type
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.recipes import table
@@ -152,7 +153,7 @@ def _infer_images(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     """Infer the settings for image files or parquet files."""
     data, model = run.data, run.model
     if not (isinstance(data, ImageDatasetConfig) and isinstance(model, ImageClassifierConfig)):
-        raise ValueError(f"data is a {type(data).__name__}, expected an ImageDatasetConfig")
+        raise ValueError(f"data is {named_type(data)}, expected an ImageDatasetConfig")
     splits = data.build()
     if not isinstance(train := splits.train, ImageDataset):
         return run, []
@@ -182,7 +183,7 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     """Infer the settings for arrays, which are not resized."""
     data = run.data
     if not isinstance(data, ArrayDatasetConfig):
-        raise ValueError(f"data is a {type(data).__name__}, expected an ArrayDatasetConfig")
+        raise ValueError(f"data is {named_type(data)}, expected an ArrayDatasetConfig")
     if not data.axes:
         data = dataclasses.replace(data, axes=data.find_axes())
         run = dataclasses.replace(run, data=data)

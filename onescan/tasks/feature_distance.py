@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from onescan.data import ImageFormat
 from onescan.data.images import to_bytes, unit_pixels
+from onescan.messages import named_type
 from onescan.models.image_classifier import ImageClassifier
 from onescan.shapes import Hidden, Images
 from onescan.tasks.teacher import load_teacher
@@ -110,7 +111,7 @@ def load_sample_classifier(
     found.check(format, class_names)
     if not isinstance(found.model, ImageClassifier):
         raise ValueError(
-            f"{FIELD} is {name!r}, which holds a {type(found.model).__name__}, expected a run's "
+            f"{FIELD} is {name!r}, which holds {named_type(found.model)}, expected a run's "
             "ImageClassifier"
         )
     return SampleClassifier(model=found.model, format=found.format)

@@ -17,6 +17,7 @@ from onescan.data.base import Subset
 from onescan.data.image_grid import image_grid
 from onescan.data.images import AnyPixels, unit_pixels
 from onescan.data.latents import LatentFormat, LatentSplits, load_vae
+from onescan.messages import named_type
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig, max_pixel
 from onescan.shapes import Images, Labels, Timesteps
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
@@ -188,7 +189,7 @@ class ImageGeneration(Task):
         sampler, config = self.config.sampler, model.config
         if not isinstance(config, DenoiserConfig):
             raise ValueError(
-                f"the model is a {type(model).__name__}, which does not generate images: expected "
+                f"the model is {named_type(model)}, which does not generate images: expected "
                 "a Denoiser, or task.samples_per_class=0 without a classifier"
             )
         scheduler = build_scheduler(

@@ -1,4 +1,4 @@
-"""Language modelling: predict the next token (causal), or masked tokens."""
+"""Language modeling: predict the next token (causal), or masked tokens."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfi
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModellingConfig(TaskConfig):
-    """Causal language modelling with a `CausalLM`."""
+    """Causal language modeling with a `CausalLM`."""
 
     evaluation_batch_size: int = 32
     """Sequences per evaluation batch; affects memory, not results."""
@@ -74,7 +74,7 @@ class LanguageModelling(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLanguageModellingConfig(TaskConfig):
-    """Masked language modelling with a `MaskedLM`."""
+    """Masked language modeling with a `MaskedLM`."""
 
     mask_rate: float = 0.15
     """Fraction of tokens, or of words, to predict in training."""

@@ -31,7 +31,9 @@ from onescan.data.sources import (
     quiet,
     read_groups,
     walk,
+    without_retries,
 )
+from onescan.messages import named_type
 
 SampleBy = Literal["file", "line", "paragraph"]
 
@@ -196,7 +198,7 @@ def _read_json(path: Path, mark: Mark, column: str, sample_by: SampleBy) -> Docu
 
 def _from_object(row: Any, place: str, column: str) -> Document:
     if not isinstance(row, dict):
-        return Document("", place, f"this is a {type(row).__name__}, expected an object")
+        return Document("", place, f"this is {named_type(row)}, expected an object")
     if column not in row:
         return Document("", place, _missing_column(column, list(row)))
     return _from_value(row[column], place, column)
@@ -470,7 +472,8 @@ def find_source(path: str, query: Query, *, field: str = "data.path") -> TextSou
     if not place.exists():
         if not is_hub_name(path):  # a mistyped path must not wait for the network
             raise ValueError(f"{field} is {path!r}: there is no such file or folder")
-        with _loading(path, field, "is not on disk, nor on the Hugging Face hub") as datasets:
+        problem = "is not on disk, nor on the Hugging Face hub"
+        with _loading(path, field, problem) as datasets, without_retries():
             names = datasets.get_dataset_split_names(path, query.name)
         splits = {split: partial(_open_hub, path, split, query, field) for split in names}
         return TextSource(path=path, field=field, splits=splits)

@@ -26,6 +26,7 @@ from onescan.checkpoint.files import (
 from onescan.checkpoint.run_folder import TOKENIZER
 from onescan.checks import in_a_line
 from onescan.data.base import Format
+from onescan.messages import named_type
 from onescan.shapes import Tokens
 
 Ids = NDArray[np.unsignedinteger]  # of one text
@@ -347,7 +348,7 @@ def word_boundaries(tokenizer: Tokenizer) -> WordBoundaries:
         separates += [True] * (tokenizer.size - 256)
         return WordBoundaries(torch.tensor(separates), torch.tensor(separates))
     if not isinstance(tokenizer, PretrainedTokenizer):
-        raise ValueError(f"words of a {type(tokenizer).__name__} are not known")
+        raise ValueError(f"words of {named_type(tokenizer)} are not known")
     tokens = tokenizer.tokenizer.convert_ids_to_tokens(list(range(tokenizer.size)))
     if any(token.startswith(SPACES) for token in tokens):
         before = [not token[:1].isalnum() or token.startswith(SPACES) for token in tokens]

@@ -27,7 +27,7 @@ from onescan.integrations.diffusers.sampling import (
     sample,
 )
 from onescan.layers.block import Block
-from onescan.messages import hint
+from onescan.messages import hint, named_type
 from onescan.models.denoiser import (
     Denoiser,
     DenoiserConfig,
@@ -404,7 +404,7 @@ def to_diffusers(
         ValueError: If the model is not a denoiser, or arguments do not match each other.
     """
     if not isinstance(model, Denoiser):
-        raise ValueError(f"model is a {type(model).__name__}, expected a Denoiser")
+        raise ValueError(f"model is {named_type(model)}, expected a Denoiser")
     noise, sampler = noise or NoiseConfig(), sampler or SamplerConfig()
     if vae is not None and (axes := len(model.config.image_size)) != IMAGE_AXES:
         raise ValueError(f"vae is given, but the model has {axes} axes, expected {IMAGE_AXES}")

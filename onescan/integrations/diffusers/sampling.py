@@ -17,6 +17,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
+from onescan.messages import named_type
 from onescan.models.denoiser import STEPS, DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.shapes import DenoiserOutput, Grids, Labels
 
@@ -90,14 +91,14 @@ def check_scheduler(scheduler: Any, noise: NoiseConfig) -> None:
         value = scheduler.config.get(name)
         if value != expected:
             raise ValueError(
-                f"scheduler is a {type(scheduler).__name__} with {name}={value!r}, but the model "
+                f"scheduler is {named_type(scheduler)} with {name}={value!r}, but the model "
                 f"was trained with noise.prediction={noise.prediction!r} and "
                 f"noise.betas={noise.betas!r}, expected {expected!r}"
             )
     is_flow = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
     if is_flow != (noise.prediction == "flow"):
         raise ValueError(
-            f"scheduler is a {type(scheduler).__name__}, but the model was trained with "
+            f"scheduler is {named_type(scheduler)}, but the model was trained with "
             f"noise.prediction={noise.prediction!r}, expected "
             + ("one with betas" if is_flow else FlowMatchEulerDiscreteScheduler.__name__)
         )

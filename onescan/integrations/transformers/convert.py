@@ -17,6 +17,7 @@ from onescan.integrations.transformers.modeling import (
     OnescanModel,
     mark_initialized,
 )
+from onescan.messages import named_type
 from onescan.models.causal_lm import CausalLM
 from onescan.models.image_classifier import ImageClassifier
 from onescan.models.masked_lm import MaskedLM
@@ -48,7 +49,7 @@ def to_transformers(model: nn.Module, **fields: Any) -> OnescanModel:
     """
     if type(model) not in CONVERTED:
         known = ", ".join(kind.__name__ for kind in CONVERTED)
-        raise ValueError(f"model is a {type(model).__name__}, expected one of {known}")
+        raise ValueError(f"model is {named_type(model)}, expected one of {known}")
     kind: Any = CONVERTED[type(model)]
     dtype = next(model.parameters()).dtype
     config = kind.config_class.from_onescan(model.config, dtype=dtype, **fields)

@@ -24,6 +24,7 @@ from onescan.configs import ModelConfig
 from onescan.integrations.transformers.cache import StateCache
 from onescan.integrations.transformers.configuration import OnescanImageConfig, OnescanTextConfig
 from onescan.layers.block import Block
+from onescan.messages import named_type
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
 from onescan.models.masked_lm import MaskedLMConfig
@@ -213,7 +214,7 @@ class OnescanTextModel(OnescanModel):
     def _cache(self, given: Any, use_cache: bool | None) -> StateCache | None:
         if given is not None and not isinstance(given, StateCache):
             raise ValueError(
-                f"past_key_values is a {type(given).__name__}, expected the StateCache that the "
+                f"past_key_values is {named_type(given)}, expected the StateCache that the "
                 "model returned"
             )
         if not self.network.config.mixer.is_causal:

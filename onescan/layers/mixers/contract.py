@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from onescan.checks import check_choice
+from onescan.messages import named_type
 from onescan.shapes import Grid, Hidden, Keep
 
 Direction = Literal["both", "forward", "backward", "alternating"]
@@ -147,7 +148,7 @@ class Mixer(nn.Module, ABC):
         if not causal:
             raise ValueError("state was given to a mixer that is not causal")
         if not isinstance(state, kind):
-            raise ValueError(f"state is a {type(state).__name__}, expected a {kind.__name__}")
+            raise ValueError(f"state is {named_type(state)}, expected a {kind.__name__}")
 
     def init_weights(self) -> None:
         """Initialize weights for which the model's default is unsuitable; models call this last."""

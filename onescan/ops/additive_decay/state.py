@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onescan.checks import check_devices, check_floating, check_no_nan, check_shapes
+from onescan.messages import named_type
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp
 from onescan.shapes import Angles, Keep, Keys, KeyValue, LogNormalizer, Queries, Values
 
@@ -78,7 +79,7 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
 def check_state_type(name: str, state: Any) -> None:
     """Raise ValueError if this is not a state. Plain tuples are rejected, as they have no names."""
     if not isinstance(state, AdditiveDecayState):
-        raise ValueError(f"{name} is a {type(state).__name__}, expected an AdditiveDecayState")
+        raise ValueError(f"{name} is {named_type(state)}, expected an AdditiveDecayState")
 
 
 def tensors_of(name: str, state: AdditiveDecayState | None) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from onescan.checks import (
     check_whole,
     nan_probe,
 )
+from onescan.messages import named_type
 from onescan.ops.chunks import is_known
 from onescan.ops.linear_diffusion import forms
 from onescan.ops.linear_diffusion.kernel import (
@@ -276,9 +277,9 @@ def _check(x: Any, weights: Any, dt: Any, scheme: Any, keep: Any, state: Any) ->
     # Any: the arguments are not checked yet
     check_choice("scheme", scheme, get_args(Scheme))
     if not isinstance(state, DiffusionState | None):
-        raise ValueError(f"state is a {type(state).__name__}, expected a DiffusionState")
+        raise ValueError(f"state is {named_type(state)}, expected a DiffusionState")
     if state is not None and not isinstance(state.keep, torch.Tensor):
-        raise ValueError(f"state.keep is a {type(state.keep).__name__}, expected a tensor")
+        raise ValueError(f"state.keep is {named_type(state.keep)}, expected a tensor")
     if state is not None and scheme != "explicit":
         raise ValueError(f"state was given with scheme={scheme!r}, expected scheme='explicit'")
     given = {} if state is None else {"state.x": state.x, "state.keep": state.keep}

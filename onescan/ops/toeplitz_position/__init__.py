@@ -23,6 +23,7 @@ from onescan.checks import (
     check_positive,
     check_shapes,
 )
+from onescan.messages import named_type
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
@@ -244,7 +245,7 @@ def _check(
     parts: dict[str, tuple[Tensor | None, str]] = {}
     if state is not None:
         if not isinstance(state, ToeplitzState):
-            raise ValueError(f"state is a {type(state).__name__}, expected a ToeplitzState")
+            raise ValueError(f"state is {named_type(state)}, expected a ToeplitzState")
         lines = " ".join(["B", *map(str, shape[1:]), "D", "E"])
         parts["state.hidden"] = (state.hidden, lines)
     carried = {name: x for name, (x, _) in parts.items()}
