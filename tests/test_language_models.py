@@ -1,6 +1,8 @@
 """Causal and masked language models and classifiers: states, padding, sampling, and errors."""
 
 import dataclasses
+import subprocess
+import sys
 from inspect import unwrap
 
 import pytest
@@ -260,6 +262,18 @@ def test_impossible_sampling_is_refused(fields, message):
 def test_nothing_to_write_is_refused():
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         causal(CAUSAL["lion"]).generate(ids(1, 2), max_new_tokens=0)
+
+
+@pytest.mark.parametrize("options", ["Sampling(top_k=1.5), max_new_tokens=2", "max_new_tokens=1.5"])
+def test_fractions_of_tokens_are_refused(options):
+    """Run without the type checks of these tests, which would raise first."""
+    code = (
+        "import torch\nfrom onescan import build\nfrom onescan.models.causal_lm import Sampling\n"
+        "model = build('lightnet_lm_45m', width=32, depth=1, **{'mixer.num_heads': 2})\n"
+        f"model.generate(torch.zeros(1, 2, dtype=torch.long), {options})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "is 1.5, expected a whole number" in done.stderr.splitlines()[-1]
 
 
 def masked(change, **more):

@@ -348,6 +348,13 @@ def test_settings_that_do_not_fit_a_growing_batch_are_refused(name, value):
         TrainingConfig(initial_batch_size=8, **{name: value})
 
 
+def test_a_ramp_without_an_initial_batch_size_is_rejected():
+    with pytest.raises(
+        ValueError, match=r"ramp is 0\.25, but requires training.initial_batch_size"
+    ):
+        TrainingConfig(batch_size_ramp=0.25)
+
+
 @pytest.mark.parametrize("name", ["precision", "schedule"])
 def test_unknown_choices_are_refused(name):
     config = TrainingConfig()
