@@ -27,6 +27,7 @@ nitpicky = False  # jaxtyping's shape aliases have no pages
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = os.environ.get("ONESCAN_DOCS_NOTEBOOKS", "cache")  # "off": do not run them
+nb_execution_in_temp = True  # notebooks write files
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 
@@ -42,7 +43,7 @@ html_title = "onescan"
 html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 4,
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
 }
@@ -69,6 +70,13 @@ def link_from_included_file(app, relative, parent, source):
     source[0] = source[0].replace("](docs/", "](").replace("](CONTRIBUTING.md", "](contributing.md")
 
 
+def escape_unpacking(app, kind, name, thing, options, lines):
+    """Escape the stars of shapes such as [B, C, *shape], which would start emphasis."""
+    del app, kind, name, thing, options
+    lines[:] = [re.sub(r"(?<=[ \[(])\*(?=\w+[\],)])", r"\\*", line) for line in lines]
+
+
 def setup(app):
+    app.connect("autodoc-process-docstring", escape_unpacking)
     app.connect("source-read", link_inside_the_site)
     app.connect("include-read", link_from_included_file)

@@ -254,12 +254,12 @@ def test_invalid_checkpoints_and_images_are_rejected(runs, tmp_path, capsys):
     run = runs / "seed-0"
     assert_fails(capsys, ["evaluate", tmp_path / "none"], f"{tmp_path / 'none'}")
     assert_fails(capsys, ["evaluate", tmp_path], "no run")
-    assert_fails(capsys, ["predict", run], "images is empty")
+    assert_fails(capsys, ["predict", run], "inputs is empty")
     assert_fails(capsys, ["predict", run, tmp_path / "no.png"], "no.png")
     assert_fails(capsys, ["predict", run, text], "text.png is not an image")
     os.mkfifo(tmp_path / "pipe")
     assert_fails(capsys, ["predict", run, tmp_path / "pipe"], "pipe is not an image file")
-    assert_fails(capsys, ["predict", run, tmp_path], "images has no readable image")
+    assert_fails(capsys, ["predict", run, tmp_path], "inputs has no readable image")
     assert_fails(capsys, ["predict", run, text, "--top-k", "0"], "--top-k is 0")
 
 

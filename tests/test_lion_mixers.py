@@ -20,7 +20,6 @@ from onescan.layers.mixers import (
     HGRNMixerConfig,
     LionMixerConfig,
 )
-from onescan.layers.mixers.contract import DirectedMixerConfig
 from onescan.layers.tokens import snake_orders
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.presets import preset
@@ -314,10 +313,11 @@ def scan_decays(mixer, x, grid):
 @over_decays
 @pytest.mark.parametrize("scan", ["flat", "natural"])
 @pytest.mark.parametrize("normalize", ["sum", "none"])
-def test_lion_is_masked_attention_normalized_once(decay, scan, normalize):
+@pytest.mark.parametrize("shape", [(3, 4), (3, 2, 3)], ids=str)
+def test_lion_is_masked_attention_normalized_once(decay, scan, normalize, shape):
     """Sec. 3.1, with the mask that App. C.14's scans make, each in its order, on average."""
-    grid = Grid((3, 4), prefix=1)
-    mixer = trained(LionMixerConfig(decay=decay, scan=scan, normalize=normalize), axes=2)
+    grid = Grid(shape, prefix=1)
+    mixer = trained(LionMixerConfig(decay=decay, scan=scan, normalize=normalize), axes=len(shape))
     x = tokens(2, grid.tokens)
     orders = [order.token for order in snake_orders(grid, x.device)]
     orders = orders if scan == "natural" else [torch.arange(grid.tokens)]
@@ -608,16 +608,6 @@ def test_unknown_names_are_refused(config_class, field):
     object.__setattr__(config, field, "sumn")  # past the tests' own check of types
     with pytest.raises(ValueError, match=f"{field} 'sumn' is unknown"):
         config.build(width=WIDTH, axes=2)
-
-
-@pytest.mark.parametrize("config_class", DIRECTED)
-def test_a_state_goes_on_along_a_line_only(config_class):
-    assert issubclass(config_class, DirectedMixerConfig)
-    mixer = trained(config_class(direction="forward"))
-    _, state = mixer(tokens(1, 6), LINE)
-    for grid in (Grid((2, 3)), Grid((5,), prefix=1)):
-        with pytest.raises(ValueError, match=r"state was given with Grid\(.*expected one axis"):
-            mixer(tokens(1, 6), grid, state=state)
 
 
 @pytest.mark.compile

@@ -181,7 +181,6 @@ def test_frequencies_restart_for_each_axis():
         ({"start": 1.5}, "start is 1.5"),
         ({"theta": torch.full((1, 2), torch.nan)}, "theta holds NaN"),
         ({"start": 1, "prefix": 1}, "start is 1 with prefix=1"),
-        ({"start": 1, "shape": (2, 3)}, r"start is 1 with prefix=0 and shape=\(2, 3\)"),
         ({"theta": torch.ones(3)}, r"theta has shape \(3,\)"),
         ({"theta": torch.ones(3, 2, dtype=torch.int64)}, "theta has dtype torch.int64"),
     ],

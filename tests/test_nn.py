@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import onescan
-from onescan import Grid
+from onescan import Grid, ops
 from onescan.nn import (
     MDLRPE,
     MDTPE,
@@ -33,7 +33,10 @@ def heads(x):
 
 def test_the_package_exposes_its_layers():
     assert onescan.nn.LightNetAttention is LightNetAttention
-    assert set(onescan.nn.__all__) == {kind.__name__ for kind in (*LAYERS, MDTPE, MDLRPE)}
+    assert set(onescan.nn.__all__) == {kind.__name__ for kind in (*LAYERS, MDTPE, MDLRPE)} | {
+        "MultiheadAttention",
+        "replace_attention",
+    }
     with pytest.raises(AttributeError, match="LightNet'"):
         _ = onescan.nn.LightNet
 
@@ -179,3 +182,16 @@ def test_mdlrpe_products_depend_on_relative_positions():
     scores = torch.einsum("bthf,bshf->hts", rotated, keys)
     scores = scores.unflatten(1, (3, 4)).unflatten(3, (3, 4))
     torch.testing.assert_close(scores[:, 0, 0, 1, 2], scores[:, 1, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        ops.additive_decay, ops.decay_attention, ops.delta_rule, ops.linear_diffusion, ops.lrpe,
+    ],
+)  # fmt: skip
+def test_ops_document_their_layout_first(op):
+    summary, arguments = op.__doc__.split("Args:")
+    assert "``[B, T, H, " in summary
+    assert "scaled_dot_product_attention" in summary
+    assert op is ops.lrpe or "opposite of ``key_padding_mask``" in arguments

@@ -28,23 +28,9 @@ EXTRAS = {
 
 
 PAGES = [
-    "README.md",
-    *(
-        f"docs/{page}.md"
-        for page in (
-            "integrations",
-            "generation",
-            "migration",
-            "which_model",
-            "concepts/additive_decay",
-            "concepts/ldn",
-            "concepts/lion",
-            "concepts/positions",
-            "howto/export",
-            "howto/own_data",
-            "howto/sizes",
-        )
-    ),
+    str(page.relative_to(ROOT))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if "tutorials" not in page.parts and "```python\n" in page.read_text()
 ]
 
 

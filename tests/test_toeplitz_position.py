@@ -417,15 +417,48 @@ def test_errors_name_the_argument(change, message):
         unwrap(toeplitz_position)(**named)  # without the shape hook, as users call it
 
 
-@pytest.mark.parametrize(("shape", "bidirectional"), [((2, 3), False), ((6,), True)])
-def test_only_one_axis_read_forward_can_be_continued(shape, bidirectional):
-    named = dict(
-        inputs(shape, bidirectional=bidirectional), state=ToeplitzState(torch.ones(B, D, E))
-    )
-    with pytest.raises(
-        ValueError, match=r"state was given with shape .* expected one axis and bidirectional=False"
-    ):
-        toeplitz_position(**named)
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+@pytest.mark.parametrize("named", [{"bidirectional": True}, {"joint": True}], ids=str)
+def test_only_sums_read_forward_have_a_state(shape, named):
+    if len(shape) == 1 and "joint" in named:
+        return  # the same as without `joint`
+    given = inputs(shape, **named)
+    for name, value in (("state", ToeplitzState(torch.ones(B, 3, D, E))), ("return_state", True)):
+        with pytest.raises(ValueError, match=f"{name} .* expected both False"):
+            toeplitz_position(**dict(given, **{name: value}))
+
+
+@over_forms
+@pytest.mark.parametrize("shape", [(5, 3), (4, 1), (4, 3, 2)], ids=str)
+def test_a_grid_continues_along_its_first_axis(form, shape):
+    named = inputs(shape)
+    leaves = [named[name].requires_grad_() for name in ("x", "log_decay", "weight")]
+    want, none = toeplitz_position(**named, form=form)
+    assert none is None
+    assert_same([want], reference.forward(**named)[:1])
+    gradients = torch.autograd.grad(want.square().sum(), leaves)
+    row = math.prod(shape[1:])
+    for cut in range(1, shape[0]):
+        state, parts = None, []
+        with chunks_of(2):
+            for start, stop in ((0, cut), (cut, shape[0])):
+                piece = dict(named, x=named["x"][:, start * row : stop * row])
+                piece["shape"] = (stop - start, *shape[1:])
+                piece.update(state=state, return_state=True)
+                y, state = toeplitz_position(**piece, form=form)
+                parts.append(y)
+        assert state.hidden.shape == (B, *shape[1:], D, E)
+        y = torch.cat(parts, dim=1)
+        assert_same([y], [want])
+        assert_same(torch.autograd.grad(y.square().sum(), leaves), gradients)
+
+
+def test_errors_of_a_state_of_several_axes():
+    named = dict(inputs((2, 3)), state=ToeplitzState(torch.ones(B, 4, D, E)))
+    with pytest.raises(ValueError, match=r"state.hidden has shape \(2, 4, 3, 4\), expected 'B 3 D"):
+        unwrap(toeplitz_position)(**named)
+    with pytest.raises(ValueError, match=r"backend \(state of several axes\) 'triton' is unknown"):
+        toeplitz_position(**inputs((2, 3)), return_state=True, backend="triton")
 
 
 @pytest.mark.parametrize(

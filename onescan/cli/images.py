@@ -1,13 +1,11 @@
-"""Commands for images: predict, sample, encode."""
+"""Commands for images: predict (also for texts), sample, encode."""
 
-import csv
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -20,48 +18,55 @@ from onescan.cli.options import (
     import_files,
     parse,
 )
+from onescan.cli.predictions import (
+    PREDICTION_FILES,
+    Prediction,
+    text_probabilities,
+    write_predictions,
+)
 from onescan.messages import printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from onescan.training.loading import Checkpoint as TrainedModel
 
 
 def predict(argv: Argv) -> None:
-    """Classify image files and folders."""
+    """Classify image files and folders, or texts and tables of texts."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Checkpoint
         """Run folder, such as runs/digits/seed-0."""
-        images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH...")]
-        """Image files of any size (PNG, JPEG, WebP, GIF, BMP, TIFF or PPM), and folders, whose
-        images are found at any depth and skipped if they cannot be read."""
+        inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT...")]
+        """For images: files of any size (PNG, JPEG, WebP, GIF, BMP, TIFF or PPM), and folders,
+        whose images are found at any depth and skipped if they cannot be read. For texts: texts in
+        quotes, and .csv, .tsv, .jsonl or .parquet files, whose unreadable rows are skipped."""
         top_k: int = 3
-        """Number of classes to print per image."""
+        """Number of classes to print per image or text."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
         """Also write the predictions to a .csv or .json file."""
         imports: Imports = ()
 
     options = parse(Options, predict, argv)
-    if not options.images:
-        raise ValueError("images is empty, expected at least one image file or folder")
+    if not options.inputs:
+        raise ValueError("inputs is empty, expected at least one image file or folder, or text")
     if options.top_k < 1:
         raise ValueError(f"top_k is {options.top_k}, expected at least 1")
     if options.out is not None and Path(options.out).suffix not in PREDICTION_FILES:
         raise ValueError(f"out is {options.out!r}, expected a name ending in .csv or .json")
-    from onescan.tasks.image_classification import classify
+    from onescan.data import PairFormat
     from onescan.training.loading import load
 
     import_files(options.imports)
     checkpoint = load(options.checkpoint)
     names = checkpoint.class_names
+    of_texts = isinstance(checkpoint.format, PairFormat)
+    read = text_probabilities if of_texts else _image_probabilities
     predictions: list[Prediction] = []
-    unreadable = []
-    for path, is_in_folder in _images_at(options.images):
-        try:
-            (row,) = classify(checkpoint.model, [path], checkpoint.format)
-        except (OSError, ValueError) as error:
-            if not is_in_folder or str(path) not in str(error):
-                raise
-            unreadable.append(str(error))
-            continue
+    unreadable: list[str] = []
+    for given, row in read(checkpoint, options.inputs, unreadable):
         if len(names) != len(row):
             raise ValueError(
                 f"{checkpoint.folder}: class_names has {len(names)} names, expected {len(row)}, "
@@ -69,30 +74,42 @@ def predict(argv: Argv) -> None:
             )
         top = row.topk(min(options.top_k, len(row)))
         guesses = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        predictions.append(Prediction(path, [(names[index], part) for index, part in guesses]))
+        predictions.append(Prediction(given, [(names[index], part) for index, part in guesses]))
         shown = ", ".join(f"{printable(name)} {part:.1%}" for name, part in predictions[-1].top)
-        echo(f"{printable(path)}: {shown}")
+        echo(f"{printable(given)}: {shown}")
     for message in unreadable:
         print(printable(f"skipped: {message}"), file=sys.stderr)
     if not predictions:
         found = f": {unreadable[0]}" if unreadable else ""
-        raise ValueError(f"images has no readable image{found}")
+        raise ValueError(f"inputs has no readable {'text' if of_texts else 'image'}{found}")
     if options.out is not None:
         from onescan.checkpoint.files import write_atomically
 
-        out = Path(options.out)
-        write_atomically(out, lambda partial: _write_predictions(partial, out.suffix, predictions))
+        out, column = Path(options.out), "text" if of_texts else "path"
+        write_atomically(
+            out, lambda partial: write_predictions(partial, out.suffix, column, predictions)
+        )
         echo(f"{out}: {len(predictions)} predictions")
 
 
-PREDICTION_FILES = (".csv", ".json")
+def _image_probabilities(
+    checkpoint: "TrainedModel", paths: Sequence[str], unreadable: list[str]
+) -> "Iterator[tuple[str, Tensor]]":
+    """Yield the path of each image, and the probabilities of its classes.
 
+    Images in folders that cannot be read are skipped; messages on them are added to `unreadable`.
+    """
+    from onescan.tasks.image_classification import classify
 
-class Prediction(NamedTuple):
-    """The most probable classes of one image, with their probabilities, best first."""
-
-    path: Path
-    top: list[tuple[str, float]]
+    for path, is_in_folder in _images_at([Path(path) for path in paths]):
+        try:
+            (row,) = classify(checkpoint.model, [path], checkpoint.format)
+        except (OSError, ValueError) as error:
+            if not is_in_folder or str(path) not in str(error):
+                raise
+            unreadable.append(str(error))
+            continue
+        yield str(path), row
 
 
 def _images_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
@@ -105,24 +122,6 @@ def _images_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 
         for file in images_below(str(path)):
             yield Path(file), True
-
-
-def _write_predictions(file: Path, suffix: str, predictions: Sequence[Prediction]) -> None:
-    """Write a row per image: its path, class, confidence, and the other most probable classes."""
-    rows = []
-    for path, top in predictions:
-        row: dict[str, object] = {"path": str(path)}
-        for place, (name, part) in enumerate(top, start=1):
-            number = "" if place == 1 else f"_{place}"
-            row |= {f"class{number}": name, f"confidence{number}": round(part, 6)}
-        rows.append(row)
-    with file.open("w", encoding="utf-8", newline="") as stream:
-        if suffix == ".json":
-            json.dump(rows, stream, indent=1, ensure_ascii=False)
-            return
-        writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def sample(argv: Argv) -> None:

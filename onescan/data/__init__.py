@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from onescan.data.sequences import SequenceSplits as SequenceSplits
     from onescan.data.text import TextDatasetConfig as TextDatasetConfig
     from onescan.data.text import TextFormat as TextFormat
+    from onescan.data.text_table import TextTableConfig as TextTableConfig
 
 # name -> module of this folder that defines it
 _MODULES = {
@@ -112,6 +113,7 @@ _MODULES = {
     "SequenceSplits": "sequences",
     "TextDatasetConfig": "text",
     "TextFormat": "text",
+    "TextTableConfig": "text_table",
     "batched": "order",
     "derive_seed": "order",
     "epoch_order": "order",

@@ -143,6 +143,11 @@ class ToeplitzPosition(nn.Module):
         self.weight = nn.Parameter(weight * (1 + 0.1 * torch.randn(weight.shape)))
 
     @property
+    def has_state(self) -> bool:
+        """Whether calls can continue each other along the first axis."""
+        return not self.bidirectional and not self.joint
+
+    @property
     def log_decay(self) -> Tensor:
         """-exp(log_rate), which is always at most 0."""
         return -self.log_rate.exp()
@@ -153,13 +158,17 @@ class ToeplitzPosition(nn.Module):
         grid: Grid,
         state: ToeplitzState | None = None,
         keep: Keep | None = None,
+        *,
+        return_state: bool = False,
     ) -> tuple[Hidden, ToeplitzState | None]:
+        """Add positions; `return_state` is for several axes, see `toeplitz_position`."""
         if keep is not None:
             x = x.masked_fill(~keep.unsqueeze(-1), 0)
         prefix, x = x[:, : grid.prefix], x[:, grid.prefix :]
         y, state = toeplitz_position(
             x, self.log_decay, self.weight, grid.shape,
             bidirectional=self.bidirectional, joint=self.joint, state=state,
+            return_state=return_state,
         )  # fmt: skip
         return torch.cat([prefix, y], dim=1), state
 

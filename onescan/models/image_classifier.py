@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,18 @@ from onescan.checks import check_choice, check_floating, check_positive
 from onescan.configs import ModelConfig
 from onescan.layers.basic import GLUConfig, MLPConfig, NormName, build_norm
 from onescan.layers.block import Block, init_weights, lower_bound_of_each
-from onescan.layers.mixers import LightNetMixerConfig, MixerConfig, build_lower_bounds
-from onescan.layers.position import AbsolutePosition, PositionConfig, ToeplitzPositionConfig
+from onescan.layers.mixers import (
+    LightNetMixerConfig,
+    MixerConfig,
+    SoftmaxMixerConfig,
+    build_lower_bounds,
+)
+from onescan.layers.position import (
+    AbsolutePosition,
+    PositionConfig,
+    ToeplitzPosition,
+    ToeplitzPositionConfig,
+)
 from onescan.layers.tokens import (
     AttentionPool,
     Patchify,
@@ -22,6 +32,7 @@ from onescan.layers.tokens import (
     max_pool,
     mean_pool,
 )
+from onescan.ops.toeplitz_position import ToeplitzState
 from onescan.shapes import Grid, GridFeatures, GridKeep, Grids, Hidden, Keep, Logits, Pooled
 
 Pool = Literal["class_token", "mean", "mean_with_class_token", "max", "attention"]
@@ -103,6 +114,20 @@ class ImageClassifierConfig(ModelConfig):
     def example_inputs(self) -> tuple[Grids]:
         """Return one black image of the default size."""
         return (torch.zeros(1, self.channels, *self.image_size),)
+
+
+class StreamState(NamedTuple):
+    """State of `ImageClassifier.stream`; its size does not depend on the number of frames.
+
+    Attributes:
+        mixers: State of the mixer of each block.
+        position: State of the position encoding, None without one.
+        frame_shape: Number of patches along each axis but the first.
+    """
+
+    mixers: tuple[Any, ...]
+    position: ToeplitzState | None
+    frame_shape: tuple[int, ...]
 
 
 class ImageClassifier(nn.Module):
@@ -205,6 +230,71 @@ class ImageClassifier(nn.Module):
         """
         (grid,) = self.forward_intermediates(images, 1, norm=True, intermediates_only=True)
         return grid
+
+    def stream(self, images: Grids, state: StreamState | None = None) -> tuple[Hidden, StreamState]:
+        """Read the next frames of a video, or the next rows of an image, in constant memory.
+
+        Only for causal models without prefix tokens, for example `pool="mean"` with
+        `LightNetMixerConfig(causal=True)`, and without positions or with one-directional MD-TPE.
+
+        Args:
+            images: The next part along the first axis, [B, channels, *sides].
+            state: State returned for the part before it; None at the beginning.
+
+        Returns:
+            The normalized tokens of this part, and the state after it. All parts' tokens together
+            equal `forward_features` of the whole; `forward_head` computes logits from tokens.
+
+        Raises:
+            ValueError: If the model cannot stream, or the sizes of other axes have changed.
+
+        >>> config = ImageClassifierConfig(
+        ...     image_size=(8, 32, 32), patch_size=(1, 8, 8), width=48, depth=2, pool="mean",
+        ...     mixer=LightNetMixerConfig(causal=True),
+        ... )
+        >>> model, state = config.build(), None
+        >>> for frame in torch.zeros(1, 3, 8, 32, 32).split(1, dim=2):
+        ...     tokens, state = model.stream(frame, state)
+        >>> tokens.shape
+        torch.Size([1, 16, 48])
+        """
+        check_floating(images=images)
+        self._check_streams()
+        x, shape = self.patchify(images)
+        if state is None:
+            state = StreamState((None,) * len(self.blocks), None, shape[1:])
+        elif not isinstance(state, StreamState):
+            raise ValueError(f"state is a {type(state).__name__}, expected a StreamState")
+        if state.frame_shape != shape[1:]:
+            raise ValueError(
+                f"images have patches {shape[1:]} per step, expected {state.frame_shape} as before"
+            )
+        grid, position = Grid(shape), None
+        if self.position is not None:
+            x, position = self.position(x, grid, state.position, return_state=True)
+        embedding, mixers = x, []
+        bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
+        for block, bound, before in zip(self.blocks, bounds, state.mixers, strict=True):
+            x, after = block(x, grid, embedding=embedding, state=before, lower_bound=bound)
+            mixers.append(after)
+        return self.norm(x), StreamState(tuple(mixers), position, shape[1:])
+
+    def _check_streams(self) -> None:
+        """Raise ValueError if parts of an image cannot be read one after another."""
+        mixer = self.config.mixer
+        obstacle = None
+        if not all(mixer.for_layer(i).is_causal for i in range(len(self.blocks))):
+            obstacle = "a mixer that is not causal"
+        elif isinstance(mixer, SoftmaxMixerConfig):
+            obstacle = "SoftmaxMixerConfig, whose state grows with every token"
+        elif self.prefix:
+            obstacle = f"{self.prefix} prefix tokens, expected none, as with pool='mean'"
+        elif isinstance(self.position, ToeplitzPosition) and not self.position.has_state:
+            obstacle = "a position encoding with bidirectional=True or joint=True"
+        elif self.position is not None and not isinstance(self.position, ToeplitzPosition):
+            obstacle = f"position {type(self.position).__name__}, expected ToeplitzPosition or None"
+        if obstacle is not None:
+            raise ValueError(f"stream was called on a model with {obstacle}")
 
     def forward_intermediates(
         self,

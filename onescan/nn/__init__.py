@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from onescan.nn.attention import LightNetAttention as LightNetAttention
     from onescan.nn.attention import LinearDiffusion as LinearDiffusion
     from onescan.nn.attention import LionAttention as LionAttention
+    from onescan.nn.multihead import MultiheadAttention as MultiheadAttention
     from onescan.nn.position import MDLRPE as MDLRPE
     from onescan.nn.position import MDTPE as MDTPE
+    from onescan.nn.replace import replace_attention as replace_attention
 
 # name -> module that defines it
 _MODULES = {
@@ -31,6 +33,8 @@ _MODULES = {
     "LionAttention": "attention",
     "MDLRPE": "position",
     "MDTPE": "position",
+    "MultiheadAttention": "multihead",
+    "replace_attention": "replace",
 }
 
 __all__ = list(_MODULES)

@@ -5,7 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onescan.checks import check_devices, check_floating, check_grid_shape, check_shapes
+from onescan.checks import (
+    can_look_at_values,
+    check_devices,
+    check_floating,
+    check_grid_shape,
+    check_shapes,
+)
 from onescan.shapes import Grid
 
 
@@ -53,3 +59,20 @@ def keep_of(key_padding_mask: Any, x: Tensor) -> Tensor | None:
             "padding"
         )
     return ~key_padding_mask
+
+
+def bool_mask(name: str, mask: Tensor) -> Tensor:
+    """Return a mask as bool, True for what is masked, from a bool or an additive mask.
+
+    Raises:
+        ValueError: If the mask is neither bool nor floating point, or, on a CPU, has other values
+            than 0 and minus infinity (or the least finite number).
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise ValueError(f"{name} has dtype {mask.dtype}, expected torch.bool or floating point")
+    masked = mask <= torch.finfo(mask.dtype).min
+    if can_look_at_values(mask) and bool((mask != 0)[~masked].any()):
+        raise ValueError(f"{name} has values other than 0 and -inf, expected a mask without bias")
+    return masked

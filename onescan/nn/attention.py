@@ -55,7 +55,8 @@ class AttentionLayer(nn.Module):
             key_padding_mask: True for padding, as in torch; ``keep`` of `onescan.ops` is the
                 opposite. ``[B, T]``, or ``[B, S]`` with a context. Padding is not read and, without
                 a context, has zero output.
-            state: State returned by a previous call, to continue a sequence. Causal layers only.
+            state: State returned by a previous call, to continue a sequence, or a grid along its
+                first axis: row by row or frame by frame. Causal layers only, without a prefix.
             return_state: Return the state after the last token as well, None if not causal.
             prefix: Number of tokens before the grid, such as a class token.
             context_shape: Size of each axis of the context's grid, for layers with rotary

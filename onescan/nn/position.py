@@ -57,13 +57,17 @@ class MDTPE(nn.Module):
             x: Tokens ``[B, T, dim]``.
             shape: Size of each axis of the grid, without the prefix. None is one axis.
             key_padding_mask: True for padding ``[B, T]``, which is treated as zero.
-            state: State returned by a previous call; causal with one axis only.
-            return_state: Return the state after the last token as well.
+            state: State returned by a previous call, to continue a sequence, or a grid along its
+                first axis. Only with causal=True, and not with joint=True on several axes.
+            return_state: Return the state after the last token as well, None if there is none.
             prefix: Number of tokens before the grid, which are unchanged.
         """
         check_tokens("x", x, self.dim)
         grid = grid_of(x.shape[1], shape, self.axes, prefix)
-        y, new_state = self.position(x, grid, state, keep_of(key_padding_mask, x))
+        y, new_state = self.position(
+            x, grid, state, keep_of(key_padding_mask, x),
+            return_state=return_state and self.position.has_state,
+        )  # fmt: skip
         return (y, new_state) if return_state else y
 
 
@@ -111,7 +115,7 @@ class MDLRPE(nn.Module):
             k: Keys after their feature map, in the same layout.
             shape: Size of each axis of the grid, without the prefix. None is one axis.
             prefix: Number of tokens before the grid, which are not rotated.
-            start: Position of the first token, to continue a sequence with one axis.
+            start: Position of the first token along the first axis, to continue a sequence or grid.
         """
         grid = grid_of(q.shape[1], shape, self.axes, prefix)
         angles = lrpe_angles(grid.shape, self.theta, prefix=prefix, start=start)

@@ -33,11 +33,15 @@ BLOCK = 64  # positions per block of `_axis_angles`
 def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
     """Rotate queries or keys: [x cos, x sin], in x's dtype.
 
+    The layout is ``[B, T, H, K]``, unlike the ``[B, H, T, K]`` of torch's
+    ``scaled_dot_product_attention``.
+
     Source: LightNet, arXiv:2405.21022, App. A.2 and App. B.
 
     Args:
-        x: Queries or keys, after their feature map.
-        angles: Angles from `lrpe_angles`. Their sines and cosines are computed in their dtype.
+        x: Queries or keys, [B, T, H, K], after their feature map.
+        angles: Angles from `lrpe_angles`, [T, H, K]. Their sines and cosines are computed in their
+            dtype.
         backend: "torch" runs on any device. "triton" runs on a GPU, computes in float32 and has
             first derivatives only. "auto" chooses; see `use_backend`.
 
@@ -94,8 +98,8 @@ def lrpe_angles(
         shape: Number of tokens along each axis.
         theta: Radians per step along the feature's axis.
         prefix: Number of tokens before the grid, such as a class token. Their angle is 0.
-        start: Position of the first token, to continue a sequence with one axis. May be an integer
-            tensor, for export; its value is not checked.
+        start: Position of the first token along the first axis, to continue a sequence or a grid.
+            May be an integer tensor, for export; its value is not checked.
 
     Returns:
         Angles in [-2 pi, 2 pi], in float32, or float64 for float64 theta. Their gradient with
@@ -103,8 +107,7 @@ def lrpe_angles(
 
     Raises:
         ValueError: If shape has no axis or an empty one, if prefix or start is not a whole number
-            of at least 0, if start is combined with several axes or a prefix or, on a CPU, if theta
-            is not finite.
+            of at least 0, if start is combined with a prefix or, on a CPU, if theta is not finite.
 
     >>> theta = torch.tensor([[1.0, 3.0]])
     >>> lrpe_angles((2, 2), theta, prefix=1).squeeze(1).tolist()
@@ -120,7 +123,9 @@ def lrpe_angles(
     for axis, part in enumerate(theta.split(_features_per_axis(theta.shape[1], len(shape)), dim=1)):
         size = [1] * len(shape)
         size[axis] = shape[axis]
-        angles = _axis_angles(shape[axis], start, part).reshape(*size, *part.shape)
+        angles = _axis_angles(shape[axis], start if axis == 0 else 0, part).reshape(
+            *size, *part.shape
+        )
         along.append(angles.expand(*shape, *part.shape))
     angles = (along[0] if len(along) == 1 else torch.cat(along, dim=-1)).flatten(0, -3)
     return F.pad(angles, (0, 0, 0, 0, prefix, 0)) if prefix else angles
@@ -169,8 +174,5 @@ def _check_positions(shape: Any, prefix: int, start: Any) -> None:  # Any: a use
     check_grid_shape(shape)
     is_tensor = isinstance(start, Tensor)
     check_whole(0, prefix=prefix, start=0 if is_tensor else start)
-    if (is_tensor or start) and (prefix or len(shape) > 1):
-        raise ValueError(
-            f"start is {start} with prefix={prefix} and shape={shape}, expected start only with "
-            "one axis and no prefix"
-        )
+    if (is_tensor or start) and prefix:
+        raise ValueError(f"start is {start} with prefix={prefix}, expected start or prefix")

@@ -1,4 +1,4 @@
-"""The recipe for your own images or arrays, whose other settings are inferred before training."""
+"""The recipes for your own images, arrays or texts, which infer other settings before training."""
 
 import dataclasses
 import math
@@ -17,14 +17,18 @@ from onescan.data import (
     ImageDataset,
     ImageDatasetConfig,
     ImageSplits,
+    TextTableConfig,
 )
+from onescan.data.glue import GlueSet
 from onescan.data.images import Pixels, open_image, unit_pixels
+from onescan.data.text.tokenizer import BYTES
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.messages import named_type
 from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.recipes import table
-from onescan.tasks import ImageClassificationConfig
+from onescan.tasks import ImageClassificationConfig, SequenceClassificationConfig
 from onescan.training import RunConfig, TrainingConfig
 
 SMALL = 2_000  # training examples below which models and images are small
@@ -41,6 +45,8 @@ MAX_BATCH = 64
 MODEL_SIZES = ((SMALL, 64, 4, 4), (20_000, 128, 6, 4), (math.inf, 192, 6, 6))
 AUGMENT = AffineConfig(translate=0.2, scale=0.2, color_jitter=0.3)  # no flips: text, left, right
 MAX_SHOWN = 10  # names of classes
+MIN_LENGTH, MAX_LENGTH = 16, 512  # tokens of a text
+SAMPLED_TEXTS = 2_000  # to infer the length
 
 
 def image_classifier() -> RunConfig:
@@ -62,6 +68,30 @@ def image_classifier() -> RunConfig:
             mixer=LightNetMixerConfig(num_heads=4, gate_rank=16),
             position=ToeplitzPositionConfig(hidden_states=16, bidirectional=True),
             drop_path=0.0,
+            init_std=0.1,
+        ),
+        training=TrainingConfig(learning_rate=2e-3, checkpoint_every=10.0),
+    )
+
+
+def text_classifier() -> RunConfig:
+    """LightNet on your own texts; settings are inferred from the data.
+
+    onescan train text_classifier --data.path FILE.csv
+
+    FILE is a .csv, .tsv, .jsonl or .parquet file with the columns text and label (others by
+    --data.text-column and --data.label-column), or a folder with train.csv and test.csv, for
+    example. A column split may name the training and test parts; otherwise, a part of each class
+    is held out. Tokens are bytes, or those of --data.tokenizer. Classes, vocabulary, length, batch
+    size, epochs and model size that are not given as options are inferred and printed.
+    """
+    return RunConfig(
+        name="text_classifier",
+        data=TextTableConfig(path="", test_fraction=0.15),
+        task=SequenceClassificationConfig(),
+        model=SequenceClassifierConfig(
+            mixer=LightNetMixerConfig(num_heads=4, gate_rank=16),
+            position=ToeplitzPositionConfig(hidden_states=16, bidirectional=True),
             init_std=0.1,
         ),
         training=TrainingConfig(learning_rate=2e-3, checkpoint_every=10.0),
@@ -97,6 +127,8 @@ def infer(run: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[
     Raises:
         ValueError: If the data cannot be read; see `DataConfig.build`.
     """
+    if isinstance(run.data, TextTableConfig):
+        return _infer_texts(run, given)
     infer_data = _infer_arrays if isinstance(run.data, ArrayDatasetConfig) else _infer_images
     return infer_data(run, given)
 
@@ -166,6 +198,39 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     return _sized(run, splits, shape, format.channels, given)
 
 
+def _infer_texts(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
+    """Infer the settings for texts: the vocabulary, the classes and the length."""
+    splits = run.data.build()
+    vocab_size, names = splits.format.vocab_size, splits.class_names
+    run = _changed(run, {"model.vocab_size": vocab_size, "model.num_classes": len(names)}, given)
+    lengths = _text_lengths(splits.train)
+    length = min(max(2 ** math.ceil(math.log2(max(lengths))), MIN_LENGTH), MAX_LENGTH)
+    run = _changed(run, {"data.length": length}, given)
+    run = _scaled(run, len(splits.train), given)
+    data, model = run.data, run.model
+    if not (isinstance(data, TextTableConfig) and isinstance(model, SequenceClassifierConfig)):
+        return run, []
+    tokens = "bytes" if data.tokenizer == BYTES else "tokens"
+    longer = sum(length > data.length for length in lengths) / len(lengths)
+    truncated = f" ({longer:.1%} of the texts are longer and truncated)" if longer else ""
+    counts = _counts(len(splits.train), len(splits.test), splits.train, names)
+    return run, [
+        f"data: {counts}, up to {data.length} {tokens}{truncated}",
+        f"model: LightNet, {model.depth} blocks of width {model.width}, "
+        f"vocabulary of {model.vocab_size}",
+        _training(run),
+    ]
+
+
+def _text_lengths(train: GlueSet) -> list[int]:
+    """Return the number of tokens of a sample of texts, not truncated."""
+    count = min(len(train), SAMPLED_TEXTS)
+    texts = [train.rows[i * len(train) // count].texts[0] for i in range(count)]
+    encoder = train.encoder
+    special = len(encoder.before) + len(encoder.after)
+    return [len(ids) + special for ids in encoder.tokenizer.encode_many(texts)]
+
+
 def _sized(
     run: RunConfig, splits: Any, shape: tuple[int, ...], channels: int, given: Collection[str]
 ) -> tuple[RunConfig, list[str]]:
@@ -200,7 +265,8 @@ def _scaled(run: RunConfig, train: int, given: Collection[str]) -> RunConfig:
 
 def _counts(train: int, test: int, examples: Any, names: Sequence[str]) -> str:
     shown = ", ".join(names[:MAX_SHOWN]) + (", ..." if len(names) > MAX_SHOWN else "")
-    unit = "image" if isinstance(examples, ImageDataset) else "example"
+    units: dict[type, str] = {ImageDataset: "image", GlueSet: "text"}
+    unit = units.get(type(examples), "example")
     counts = f"{train:,} training and {test:,} test {unit}s"
     return f"{counts} in {len(names)} classes ({shown})"
 
@@ -304,5 +370,5 @@ def _statistics(splits: ImageSplits) -> tuple[tuple[float, ...], tuple[float, ..
 
 RECIPES = {
     name: dataclasses.replace(recipe, infers=True)
-    for name, recipe in table(image_classifier).items()
+    for name, recipe in table(image_classifier, text_classifier).items()
 }

@@ -1,5 +1,6 @@
 """Sequence classification: predict the class, or a number, of a sequence of tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from onescan.checks import check_positive
-from onescan.data.sequences import SequenceSplits
+from onescan.data.glue import PairEncoder
+from onescan.data.sequences import LabelledSequence, SequenceSplits, padded
 from onescan.shapes import Logits
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 
@@ -103,6 +105,30 @@ class SequenceClassification(Task):
                 f"sequences {of}; expected model.num_classes {classes}"
             )
         return scores.float()
+
+
+@torch.no_grad()
+def classify_texts(
+    model: nn.Module, texts: Sequence[str], encoder: PairEncoder, *, batch_size: int = 64
+) -> Float[Tensor, "texts classes"]:
+    """Return the probability of each class for texts.
+
+    Args:
+        model: Text classifier in evaluation mode, as `load` returns it.
+        texts: One or more texts.
+        encoder: Encoder of its format, as `PairFormat.open` returns it.
+        batch_size: Texts per batch; affects memory, and results only by rounding.
+
+    Raises:
+        ValueError: If a text has no tokens.
+    """
+    device = next(model.parameters()).device
+    rows = []
+    for at in range(0, len(texts), batch_size):
+        group = texts[at : at + batch_size]
+        tokens, keep, _ = padded([LabelledSequence(encoder.encode(x)[0], 0) for x in group])
+        rows.append(model(tokens.to(device), keep.to(device)).float().softmax(dim=1).cpu())
+    return torch.cat(rows)
 
 
 def _correlation(estimates: Numbers, numbers: Numbers) -> float:

@@ -115,8 +115,7 @@ class DirectedMixerConfig(MixerConfig, ABC):
         """Raise ValueError for a state that a call on this grid cannot continue."""
         if not self.is_causal:
             raise ValueError("state was given to a mixer that is not causal")
-        if len(grid.shape) > 1 or grid.prefix:
-            raise ValueError(f"state was given with {grid}, expected one axis and no prefix")
+        check_continued(grid)
 
 
 class Mixer(nn.Module, ABC):
@@ -135,7 +134,8 @@ class Mixer(nn.Module, ABC):
 
         Args:
             x: Tokens, already normalized unless the mixer `normalizes_input`.
-            grid: Layout of the tokens. Later calls of a causal mixer continue the first one.
+            grid: Layout of the tokens. Later calls of a causal mixer continue the first one along
+                the first axis, with all other sizes the same and without a prefix.
             keep: True for real tokens. Other tokens have zero output, are not read and may be NaN.
             state: State returned by a previous call, for causal mixers only. None at the beginning.
 
@@ -152,6 +152,12 @@ class Mixer(nn.Module, ABC):
 
     def init_weights(self) -> None:
         """Initialize weights for which the model's default is unsuitable; models call this last."""
+
+
+def check_continued(grid: Grid) -> None:
+    """Raise ValueError for the grid of a call that cannot continue another one."""
+    if grid.prefix:
+        raise ValueError(f"state was given with {grid}, expected no prefix")
 
 
 def masked(x: Hidden, keep: Keep | None) -> Hidden:

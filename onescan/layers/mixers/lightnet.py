@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.basic import NormName, build_norm
-from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
+from onescan.layers.mixers.contract import Mixer, MixerConfig, check_continued, masked
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
@@ -81,7 +81,7 @@ class LightNetState(NamedTuple):
     Attributes:
         attention: State of the op; a `DecayState` if decay=False.
         log_decay_normalizer: Log-normalizer of separate decay logits, float64; None for "shared".
-        position: Number of tokens seen; an integer tensor in exported programs.
+        position: Number of tokens seen, without the prefix; an integer tensor in exported programs.
     """
 
     attention: AdditiveDecayState | DecayState
@@ -137,6 +137,7 @@ class LightNetMixer(Mixer):
     ) -> tuple[Hidden, LightNetState | None]:
         if state is not None:
             self.check_state(state, LightNetState, causal=self.config.causal)
+            check_continued(grid)
         x = masked(x, keep)
         q, k, v, *low_rank = self.in_proj(x).split(self.in_widths, dim=-1)
         gate, decay = (low_rank[0], low_rank[1:]) if self.config.gate else (None, low_rank)
@@ -164,13 +165,15 @@ class LightNetMixer(Mixer):
     ) -> tuple[Values, LightNetState | None]:
         config = self.config
         position = 0 if state is None else state.position
+        seen = position + q.shape[1] - grid.prefix
         angles = None
         if config.lrpe:
-            angles = lrpe_angles(grid.shape, self.theta, prefix=grid.prefix, start=position)
+            start = _first_axis_position(position, grid)
+            angles = lrpe_angles(grid.shape, self.theta, prefix=grid.prefix, start=start)
         attention: Any = None if state is None else state.attention
         if not config.decay:
             o, attention = self._attend_undecayed(q, k, v, angles, keep, attention)
-            return o, self._state(attention, position + q.shape[1])
+            return o, self._state(attention, seen)
         decay_normalizer = log_scale = None
         if decay_logits is not None:
             before = None
@@ -189,7 +192,7 @@ class LightNetMixer(Mixer):
         )  # fmt: skip
         if log_scale is not None and config.norm == "none":
             o = _scaled(o, log_scale)
-        return o, self._state(attention, position + q.shape[1], decay_normalizer)
+        return o, self._state(attention, seen, decay_normalizer)
 
     def _attend_undecayed(
         self,
@@ -236,6 +239,19 @@ class LightNetMixer(Mixer):
 
     def _heads(self, x: Hidden) -> Keys:
         return x.unflatten(-1, (self.config.num_heads, -1))
+
+
+def _first_axis_position(position: Any, grid: Grid) -> Any:
+    """Return the position along the first axis that follows this number of tokens of a grid."""
+    if len(grid.shape) == 1:
+        return position
+    tokens = math.prod(grid.shape[1:])
+    if isinstance(position, int) and position % tokens:
+        raise ValueError(
+            f"state.position is {position} with {grid}, expected a multiple of {tokens}: a state "
+            "continues grids of the same sizes, except along the first axis"
+        )
+    return position // tokens
 
 
 def _expand(rank: int | None, width: int) -> nn.Module:

@@ -98,7 +98,9 @@ def additive_decay(
 ) -> tuple[Values, AdditiveDecayState]:
     """Compute linear attention with additive decay: per key channel, a softmax over the tokens.
 
-    Inputs have the layout ``[B, T, H, K]``, unlike torch's ``scaled_dot_product_attention``.
+    Inputs have the layout ``[B, T, H, K]``, unlike torch's ``scaled_dot_product_attention``, which
+    takes ``[B, H, T, K]``.
+
     Logits may have any size up to about 1e4.
 
     Source: LightNet, arXiv:2405.21022, Eq. 13 (causal) and Eq. 14 (not causal). LRPE is applied as
@@ -110,8 +112,9 @@ def additive_decay(
         v: Values, [B, T, H, V].
         angles: LRPE angles from `lrpe_angles`, [T, H, K]. None disables position encoding.
         causal: Whether each token reads only itself and earlier tokens.
-        keep: True for real tokens, [B, T]. Other tokens have zero output and do not change the
-            output of real ones. None keeps all tokens.
+        keep: True for real tokens, [B, T], the opposite of ``key_padding_mask`` in PyTorch and
+            `onescan.nn`. Other tokens have zero output and do not change the output of real ones.
+            None keeps all tokens.
         state: State of earlier tokens (causal), or of additional tokens (not causal), such as
             another device's part of the sequence or the context of cross-attention.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is

@@ -125,8 +125,8 @@ def decay_attention(
 ) -> tuple[Values, State | None]:
     """Compute linear attention with decay, causal or bidirectional, in linear time.
 
-    Inputs have the layout [B, T, H, .], as in flash-linear-attention, and not [B, H, T, .] as in
-    `torch.nn.functional.scaled_dot_product_attention`.
+    Inputs have the layout ``[B, T, H, K]``, unlike torch's ``scaled_dot_product_attention``, which
+    takes ``[B, H, T, K]``.
 
     Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 14, Eq. 79, Theorem B.1 (diagonal decay).
 
@@ -148,8 +148,9 @@ def decay_attention(
         normalize: Divisor of the outputs: "none"; "sum", the row sum after decay; or "max_one",
             max(row sum, 1), with the absolute value of the row sum in causal calls (xLSTM). With
             "sum", a row sum below 1e-30 in absolute value is replaced by 1.
-        keep: True for real tokens, [B, T]. Other tokens have zero output and neither update nor
-            decay the state. None keeps all tokens.
+        keep: True for real tokens, [B, T], the opposite of ``key_padding_mask`` in PyTorch and
+            `onescan.nn`. Other tokens have zero output and neither update nor decay the
+            state. None keeps all tokens.
         state: For causal calls, the state returned by a previous call. For bidirectional calls, the
             states of the tokens to the left and to the right, either of which may be None.
         form: Algorithm. "full" computes attention between all pairs of tokens, O(T^2); "chunk" is

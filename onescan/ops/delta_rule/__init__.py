@@ -71,6 +71,9 @@ def delta_rule(
 ) -> tuple[Values, DeltaState | DeltaStates]:
     """Compute linear attention in which each token overwrites the value stored under its key.
 
+    Inputs have the layout ``[B, T, H, K]``, unlike torch's ``scaled_dot_product_attention``, which
+    takes ``[B, H, T, K]``.
+
     Sources: DeltaNet, arXiv:2406.06484; both directions as in LION, arXiv:2502.16249, Table 1 and
     App. B.7. Each direction subtracts half of the token's own output; the half printed in the
     paper, q k v / 2, lacks beta.
@@ -83,8 +86,9 @@ def delta_rule(
         beta: Write strength ``[B, T, H]``, any finite number: 0 writes nothing, 1 replaces the
             stored value.
         causal: Whether a token attends only to itself and to those before it.
-        keep: ``[B, T]``, True for real tokens. The outputs of other tokens are zero, and they do
-            not affect the real tokens. None keeps all.
+        keep: ``[B, T]``, True for real tokens, the opposite of ``key_padding_mask`` in PyTorch and
+            `onescan.nn`. The outputs of other tokens are zero, and they do not affect the real
+            tokens. None keeps all.
         state: State returned by a previous call: a `DeltaState` if causal, otherwise
             `DeltaStates` or a pair, either of which may be None.
         form: Algorithm, O(T) in both cases: "chunk" uses matrix products, "recurrent" visits one

@@ -90,6 +90,9 @@ def linear_diffusion(
 ) -> Values:
     """Move each token towards the others, weighted by a kernel: one step in time.
 
+    The layout is ``[B, T, H, V]``, unlike the ``[B, H, T, V]`` of torch's
+    ``scaled_dot_product_attention``.
+
     Source: LDN, arXiv:2502.12381, Sec. 3.3, without the local update and the attention.
 
     Args:
@@ -105,8 +108,9 @@ def linear_diffusion(
             largest absolute value, at most by a factor of 3. Repeated steps stay bounded: in 200
             steps on 256 tokens, Gaussian kernels with sigma 1, 4 and 32 increased it at most by a
             factor of 5.1.
-        keep: [B, T], True for real tokens. The outputs of the others are zero; the real tokens
-            and their row sums ignore them. None keeps all.
+        keep: [B, T], True for real tokens, the opposite of ``key_padding_mask`` in PyTorch and
+            `onescan.nn`. The outputs of the others are zero; the real tokens and their row sums
+            ignore them. None keeps all.
         state: The tokens before x, which are read but not returned; for the explicit scheme only.
             Use `next_state` to compute the state for the next call.
         form: Algorithm. Explicit: "dense" in O(T^2), "banded" in O(T R), "fft" in O(T log T).

@@ -50,7 +50,8 @@ class ToeplitzState(NamedTuple):
 
     Attributes:
         hidden: ``[B, D, E]``, sum_m exp((T-1-m) log_decay) x_m over the T tokens so far, in
-            float32, or float64 for float64 inputs. Zeros before any token.
+            float32, or float64 for float64 inputs. Zeros before any token. For several axes,
+            ``[B, *shape[1:], D, E]``, one for each line along the first axis.
     """
 
     hidden: HiddenStates
@@ -65,6 +66,7 @@ def toeplitz_position(
     bidirectional: bool = False,
     joint: bool = False,
     state: ToeplitzState | None = None,
+    return_state: bool = False,
     form: Form = "auto",
     backend: Backend = "auto",
 ) -> tuple[Hidden, ToeplitzState | None]:
@@ -87,7 +89,10 @@ def toeplitz_position(
             differ in several coordinates: ``t_n = sum_e weight_e exp(sum over axes s of
             n_s log_decay_se)``. By FFT, in O(N log N) for N tokens. For one axis, the results and
             forms are those without `joint`.
-        state: State returned by a previous call, for one axis in one direction only.
+        state: State returned by a previous call, to continue a sequence, or a grid along its first
+            axis. In one direction only, and for one axis if joint.
+        return_state: Return the state for several axes as well, at the cost of E numbers per
+            channel and line along the first axis, and without kernels.
         form: Algorithm. For N tokens along an axis, "dense" is O(N^2), "scan" O(N E) in chunks and
             "fft" O(N log N). Joint kernels over several axes have "fft" only.
         backend: "torch" runs anywhere; "triton" runs on a GPU, for the scan only, and supports
@@ -95,7 +100,7 @@ def toeplitz_position(
 
     Returns:
         The mixed tokens ``[B, T, D]`` in the dtype of x, and the state after the last token, or
-        None for several axes or both directions.
+        None for both directions, and for several axes without `state` and `return_state`.
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend is
@@ -108,13 +113,17 @@ def toeplitz_position(
     >>> y.flatten().tolist(), state.hidden.item()
     ([1.0, 0.5, 0.25, 4.125], 4.125)
     """
-    _check(x, log_decay, weight, shape, bidirectional, joint, state)
+    _check(x, log_decay, weight, shape, bidirectional, joint, state, return_state)
     if joint and len(shape) == 1:
         joint, weight = False, weight.unsqueeze(0)
     if joint:
         check_choice("form (joint)", form, ["auto", "fft"])
         check_choice("backend (joint)", backend, ["auto", "torch"])
         return _jointly(x, log_decay, weight, shape, bidirectional=bidirectional), None
+    returns_lines = len(shape) > 1 and (return_state or state is not None)
+    if returns_lines:
+        check_choice("backend (state of several axes)", backend, ["auto", "torch"])
+        backend = "torch"
     if _backend(form, backend, x, log_decay, weight, state) == "triton":
         from onescan.ops.toeplitz_position import launch
 
@@ -127,13 +136,17 @@ def toeplitz_position(
         wide_x, decay, wide_weight = to_accumulation_dtype(x, log_decay, weight)
         if not bidirectional:
             decay, wide_weight = decay.unsqueeze(1), wide_weight.unsqueeze(1)
-        hidden = _hidden_before(wide_x, decay, state)
+        returns_state = not bidirectional and (len(shape) == 1 or returns_lines)
+        hidden = _hidden_before(wide_x, decay, state, shape) if returns_state else None
         lines = forms.channels_first(wide_x, shape)
         y, hidden = _along_axes(chosen, lines, decay, wide_weight, hidden)
         y = forms.channels_last(y)
     named = {} if state is None else {"state.hidden": state.hidden}
     check_no_nan(y, x=x, weight=weight, **named)
-    return y.to(x.dtype), None if hidden is None else ToeplitzState(hidden.transpose(0, 1))
+    if hidden is None:
+        return y.to(x.dtype), None
+    hidden = hidden.unflatten(1, (x.shape[0], *shape[1:])).movedim(0, -2)
+    return y.to(x.dtype), ToeplitzState(hidden)
 
 
 def _jointly(
@@ -187,23 +200,24 @@ def _along_axes(
     weight: Tensor,
     hidden: LineStates | None,
 ) -> tuple[ChannelsFirst, LineStates | None]:
-    """Sum over axes. A hidden state is given for a single axis only."""
-    results = []
-    for axis, (form, a, w) in enumerate(zip(chosen, log_decay, weight, strict=True), start=2):
-        lines = x.movedim(axis, -1)
-        y, hidden = form(lines.flatten(1, -2), a, w, hidden)
-        results.append(y.view(lines.shape).movedim(-1, axis))
-    return sum(results[1:], start=results[0]), hidden
+    """Sum over axes. The hidden state is that of the first axis."""
+    results, states = [], []
+    for axis, (form, a, w) in enumerate(zip(chosen, log_decay, weight, strict=True)):
+        lines = x.movedim(2 + axis, -1)
+        y, after = form(lines.flatten(1, -2), a, w, hidden if axis == 0 else None)
+        results.append(y.view(lines.shape).movedim(-1, 2 + axis))
+        states.append(after)
+    return sum(results[1:], start=results[0]), states[0]
 
 
-def _hidden_before(x: Hidden, log_decay: Tensor, state: ToeplitzState | None) -> LineStates | None:
-    """Return the hidden state before x, channels first, or None if there can be none."""
-    axes, directions, channels, width = log_decay.shape
-    if axes > 1 or directions > 1:
-        return None
+def _hidden_before(
+    x: Hidden, log_decay: Tensor, state: ToeplitzState | None, shape: tuple[int, ...]
+) -> LineStates:
+    """Return the hidden state before x of each line along the first axis, channels first."""
     if state is None:
-        return x.new_zeros(channels, x.shape[0], width)
-    return state.hidden.to(x.dtype).transpose(0, 1)
+        channels, width = log_decay.shape[-2:]
+        return x.new_zeros(channels, x.shape[0] * math.prod(shape[1:]), width)
+    return state.hidden.to(x.dtype).movedim(-2, 0).flatten(1, -2)
 
 
 def _check(
@@ -214,23 +228,26 @@ def _check(
     bidirectional: Any,
     joint: Any,
     state: object,
+    return_state: Any,
 ) -> None:
     check_grid_shape(shape)
-    for name, flag in (("bidirectional", bidirectional), ("joint", joint)):
+    flags = {"bidirectional": bidirectional, "joint": joint, "return_state": return_state}
+    for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ValueError(f"{name} is {flag!r}, expected True or False")
     pattern = f"{len(shape)} 2 D E" if bidirectional else f"{len(shape)} D E"
     joint_pattern = "2 " * len(shape) * bidirectional + "D E"
+    if (return_state or state is not None) and (bidirectional or (joint and len(shape) > 1)):
+        name = "return_state is True" if state is None else "state was given"
+        raise ValueError(
+            f"{name} with bidirectional={bidirectional} and joint={joint}, expected both False"
+        )
     parts: dict[str, tuple[Tensor | None, str]] = {}
     if state is not None:
         if not isinstance(state, ToeplitzState):
             raise ValueError(f"state is {named_type(state)}, expected a ToeplitzState")
-        if len(shape) > 1 or bidirectional:
-            raise ValueError(
-                f"state was given with shape {shape} and bidirectional={bidirectional}, "
-                "expected one axis and bidirectional=False"
-            )
-        parts["state.hidden"] = (state.hidden, "B D E")
+        lines = " ".join(["B", *map(str, shape[1:]), "D", "E"])
+        parts["state.hidden"] = (state.hidden, lines)
     carried = {name: x for name, (x, _) in parts.items()}
     check_floating(x=x, log_decay=log_decay, weight=weight, **carried)
     check_devices(x=x, log_decay=log_decay, weight=weight, **carried)

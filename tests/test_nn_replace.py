@@ -1,0 +1,250 @@
+"""Linear attention in encoders of PyTorch, transformers and timm."""
+
+import pytest
+import torch
+from torch import nn
+
+from onescan.nn import (
+    DeltaAttention,
+    LightNetAttention,
+    LionAttention,
+    MultiheadAttention,
+    replace_attention,
+)
+
+DIM, HEADS = 12, 2
+KINDS = {"lightnet": LightNetAttention, "lion": LionAttention, "delta": DeltaAttention}
+
+
+def tokens(count, batch=2):
+    return torch.randn(batch, count, DIM)
+
+
+def padding(batch=2, count=7, real=5):
+    return (torch.arange(count) >= real).expand(batch, count)
+
+
+def encoder_layer(batch_first=True):
+    return nn.TransformerEncoderLayer(DIM, HEADS, 16, dropout=0.0, batch_first=batch_first)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("additive", [True, False])
+def test_multihead_attention_equals_its_layer(kind, batch_first, additive):
+    attention = MultiheadAttention(DIM, HEADS, batch_first=batch_first, kind=kind)
+    assert isinstance(attention.attention, KINDS[kind])
+    x, mask = tokens(7), padding()
+    expected = attention.attention(x, key_padding_mask=mask)
+    x = x if batch_first else x.transpose(0, 1)
+    passed = torch.zeros(2, 7).masked_fill(mask, -torch.inf) if additive else mask
+    o, weights = attention(x, x, x, key_padding_mask=passed)
+    assert weights is None
+    assert torch.equal(o if batch_first else o.transpose(0, 1), expected)
+
+
+def test_multihead_attention_reads_a_context():
+    attention = MultiheadAttention(DIM, HEADS, batch_first=True)
+    x, context = tokens(3), tokens(7)
+    o, _ = attention(x, context, context, padding())
+    expected = attention.attention(x, context=context, key_padding_mask=padding())
+    assert torch.equal(o, expected)
+
+
+def test_multihead_attention_on_a_grid():
+    attention = MultiheadAttention(DIM, HEADS, batch_first=True, shape=(2, 3), prefix=1)
+    x = tokens(7)
+    assert torch.equal(attention(x, x, x)[0], attention.attention(x, (2, 3), prefix=1))
+
+
+def test_causal_multihead_attention_accepts_the_causal_mask_only():
+    attention = MultiheadAttention(DIM, HEADS, batch_first=True, causal=True)
+    x, mask = tokens(5), nn.Transformer.generate_square_subsequent_mask(5)
+    expected = attention.attention(x)
+    assert torch.equal(attention(x, x, x, attn_mask=mask, is_causal=True)[0], expected)
+    assert torch.equal(attention(x, x, x, attn_mask=mask < 0)[0], expected)
+    with pytest.raises(ValueError, match="attn_mask is not the causal mask"):
+        attention(x, x, x, attn_mask=torch.zeros(5, 5))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout": 0.1}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True},
+        {"kdim": 8}, {"vdim": 8}, {"kind": "softmax"}, {"attention": LightNetAttention(8, 2)},
+        {"attention": LightNetAttention(DIM, 3)}, {"attention": nn.Linear(DIM, DIM)},
+    ],
+)  # fmt: skip
+def test_unsupported_options_are_named(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        MultiheadAttention(DIM, HEADS, **options)
+
+
+def test_unsupported_calls_are_named():
+    attention, x = MultiheadAttention(DIM, HEADS, batch_first=True), tokens(7)
+    with pytest.raises(ValueError, match="key is not value"):
+        attention(x, x, x.clone())
+    with pytest.raises(ValueError, match="attn_mask has shape"):
+        attention(x, x, x, attn_mask=torch.zeros(7, 7))
+    with pytest.raises(ValueError, match="is_causal is True"):
+        attention(x, x, x, is_causal=True)
+    with pytest.raises(ValueError, match="query has shape"):
+        attention(x[..., 1:], x, x)
+    with pytest.raises(ValueError, match="key_padding_mask has values other than"):
+        attention(x, x, x, torch.ones(2, 7))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("replace", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_encoders_respect_padding(kind, training, replace):
+    layer = encoder_layer()
+    if replace:  # after construction, when nested tensors are enabled already
+        encoder = nn.TransformerEncoder(layer, 2)
+        names = replace_attention(encoder, kind)
+        assert names == ["layers.0.self_attn", "layers.1.self_attn"]
+    else:
+        layer.self_attn = MultiheadAttention(DIM, HEADS, batch_first=True, kind=kind)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    encoder.train(training)
+    x = tokens(7)
+    with torch.set_grad_enabled(training):
+        padded = encoder(x, src_key_padding_mask=padding())
+        torch.testing.assert_close(padded[:, :5], encoder(x[:, :5]))
+        torch.testing.assert_close(layer(x)[:, :5].shape, x[:, :5].shape)
+    if training:
+        padded[:, :5].sum().backward()
+        grads = [p.grad for p in encoder.layers[0].self_attn.parameters()]
+        assert all(grad is not None and grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_causal_torch_encoders_take_the_causal_mask(kind):
+    encoder = nn.TransformerEncoder(encoder_layer(), 2)
+    replace_attention(encoder, kind, causal=True)
+    x, mask = tokens(7), nn.Transformer.generate_square_subsequent_mask(7)
+    o = encoder.eval()(x, mask=mask, is_causal=True)
+    torch.testing.assert_close(o[:, :4], encoder(x[:, :4]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_replaced_layers_keep_the_projections(kind, bias):
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 16, bias=bias).eval()
+    old = layer.self_attn
+    replace_attention(layer, kind)
+    mixer = layer.self_attn.attention.mixer
+    assert not layer.self_attn.training
+    assert not layer.self_attn.batch_first
+    assert torch.equal(mixer.in_proj.weight[: 3 * DIM], old.in_proj_weight)
+    if bias:
+        nn.init.normal_(old.in_proj_bias)
+        model = nn.ModuleList([old, nn.ModuleList([old])])
+        assert replace_attention(model, kind) == ["0", "1.0"]
+        assert model[0] is model[1][0]  # a shared module stays shared
+        copied = model[0].attention.mixer.in_proj.bias
+        assert torch.equal(copied[: 3 * DIM], old.in_proj_bias)
+    assert mixer.out_proj is old.out_proj
+
+
+def test_models_without_supported_attention_are_unchanged():
+    with pytest.raises(ValueError, match="model is a Linear without attention"):
+        replace_attention(nn.Linear(2, 2))
+    model = nn.ModuleList([encoder_layer(), nn.MultiheadAttention(DIM, HEADS, kdim=8)])
+    with pytest.raises(ValueError, match=r"^1 has kdim"):
+        replace_attention(model)
+    assert isinstance(model[0].self_attn, nn.MultiheadAttention)
+
+
+SIZES = {
+    "hidden_size": DIM, "num_attention_heads": HEADS, "num_hidden_layers": 2,
+    "intermediate_size": 16, "hidden_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bert_respects_padding(kind, implementation):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(vocab_size=11, attn_implementation=implementation, **SIZES)
+    model = transformers.BertModel(config)
+    old = model.encoder.layer[1].attention.self
+    names = replace_attention(model, kind)
+    assert names == [f"encoder.layer.{i}.attention.self" for i in range(2)]
+    mixer = model.encoder.layer[1].attention.self.attention.mixer
+    weights = torch.cat([old.query.weight, old.key.weight, old.value.weight])
+    assert torch.equal(mixer.in_proj.weight[: 3 * DIM], weights)
+    ids = torch.randint(11, (2, 7))
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1, 5:] = 0
+    o = model(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(o[1:, :5], model(ids[1:, :5]).last_hidden_state)
+    torch.testing.assert_close(o[:1], model(ids[:1]).last_hidden_state)
+    o[mask.bool()].sum().backward()
+    grads = [p.grad for p in mixer.parameters()]
+    assert all(grad is not None and grad.isfinite().all() for grad in grads)
+
+
+def test_decoders_of_bert_are_refused():
+    transformers = pytest.importorskip("transformers")
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=11, is_decoder=True, **SIZES))
+    with pytest.raises(ValueError, match=r"encoder\.layer\.0\.attention\.self is causal"):
+        replace_attention(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grid", [{}, {"shape": (2, 3), "prefix": 1}])
+def test_vit_is_replaced(kind, grid):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(image_size=(4, 6), patch_size=2, **SIZES)
+    model = transformers.ViTModel(config)
+    names = replace_attention(model, kind, **grid)
+    assert len(names) == 2
+    o = model(torch.randn(2, 3, 4, 6)).last_hidden_state
+    assert o.shape == (2, 7, DIM)
+    o.square().sum().backward()
+    grads = [p.grad for p in model.get_submodule(names[0]).parameters()]
+    assert all(grad is not None and grad.isfinite().all() for grad in grads)
+
+
+class Attention(nn.Module):
+    """Stand-in for timm's module, with its attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = HEADS
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.proj = nn.Linear(DIM, DIM)
+        self.proj_drop = nn.Dropout(0.0)
+
+
+class ViTSelfAttention(nn.Module):
+    """Stand-in for the module of earlier versions of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_attention_heads = HEADS
+        self.query, self.key, self.value = (nn.Linear(DIM, DIM) for _ in range(3))
+
+
+def test_attention_of_timm_is_replaced():
+    model, x = nn.ModuleDict({"attn": Attention()}), tokens(7)
+    old = model["attn"]
+    assert replace_attention(model) == ["attn"]
+    new = model["attn"]
+    assert new.attention.mixer.out_proj is old.proj
+    assert torch.equal(new.attention.mixer.in_proj.weight[: 3 * DIM], old.qkv.weight)
+    o = new(x, attn_mask=~padding()[:, None, None])
+    torch.testing.assert_close(o[:, :5], new(x[:, :5]))
+    with pytest.raises(ValueError, match="differs between queries"):
+        new(x, attn_mask=torch.ones(2, 1, 7, 7, dtype=torch.bool).tril())
+    with pytest.raises(ValueError, match="is_causal"):
+        new(x, is_causal=True)
+
+
+def test_earlier_vit_attention_is_replaced():
+    model = nn.ModuleDict({"attention": ViTSelfAttention()})
+    replace_attention(model)
+    o, weights = model["attention"](tokens(7), None, False)
+    assert o.shape == (2, 7, DIM)
+    assert weights is None

@@ -1,0 +1,252 @@
+"""Text classification on the user's own tables, and predictions for new texts."""
+
+import csv
+import json
+import logging
+import random
+
+import pytest
+from tiny_tokenizers import WORDS, word_tokenizer
+
+from onescan.cli import main
+from onescan.configs import replace
+from onescan.data import TextTableConfig
+from onescan.recipes import find_recipe
+from onescan.recipes.own_data import for_path, infer, infer_vocabulary
+
+WEATHER = ("rain", "wind", "cloud", "storm")
+FOOD = ("bread", "soup", "rice", "salad")
+FILLER = ("the", "was", "very", "good", "today", "and")
+
+
+def sentence(words, rng):
+    """Return a sentence with one or two words of a class among others."""
+    chosen = [rng.choice(FILLER) for _ in range(rng.randint(3, 6))]
+    for _ in range(rng.randint(1, 2)):
+        chosen.insert(rng.randint(0, len(chosen)), rng.choice(words))
+    return " ".join(chosen)
+
+
+def rows(count=240, seed=0):
+    """Return texts with their classes."""
+    rng = random.Random(seed)
+    classes = {"weather": WEATHER, "food": FOOD}
+    return [
+        {"text": sentence(classes[label], rng), "label": label}
+        for label in (tuple(classes)[i % 2] for i in range(count))
+    ]
+
+
+def write_csv(path, table, delimiter=","):
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, fieldnames=list(table[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(table)
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_csv(tmp_path_factory.mktemp("texts") / "texts.csv", rows())
+
+
+def build(path, **changes):
+    return TextTableConfig(path=str(path), **changes).build()
+
+
+def inferred(path, given=()):
+    run = replace(for_path(find_recipe("text_classifier")(), str(path)), dict(given))
+    return infer(infer_vocabulary(run, dict(given)), dict(given))
+
+
+def test_settings_are_inferred(texts):
+    run, lines = inferred(texts)
+    assert lines == [
+        "data: 204 training and 36 test texts in 2 classes (food, weather), up to 64 bytes",
+        "model: LightNet, 4 blocks of width 64, vocabulary of 258",
+        f"training: {run.training.epochs} epochs, batch size {run.training.batch_size}",
+    ]
+    assert (run.model.num_classes, run.model.vocab_size, run.data.length) == (2, 258, 64)
+    assert run.training.batch_size <= 204 / 4
+    run, lines = inferred(texts, {"data.length": 16, "model.width": 32})
+    assert (run.data.length, run.model.width) == (16, 32)
+    assert "up to 16 bytes (99.0% of the texts are longer and truncated)" in lines[0]
+
+
+def test_a_tokenizer_sets_vocabulary_and_length(texts, tmp_path):
+    word_tokenizer(framed=True).save_pretrained(tmp_path)
+    run, lines = inferred(texts, {"data.tokenizer": str(tmp_path)})
+    assert (run.model.vocab_size, run.data.length) == (len(WORDS), 16)
+    assert "up to 16 tokens" in lines[0]
+
+
+def test_all_kinds_of_files_hold_the_same_texts(tmp_path):
+    table = [*rows(20), {"text": 'a "quoted", word\nand café\tin two lines', "label": "food"}]
+    write_csv(tmp_path / "a.csv", table)
+    write_csv(tmp_path / "a.tsv", table, delimiter="\t")
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, table)))
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "a.parquet")
+    first, *others = (build(tmp_path / f"a.{kind}") for kind in ("csv", "tsv", "jsonl", "parquet"))
+    assert first.class_names == ("food", "weather")
+    assert {*first.train.rows, *first.test.rows} == {
+        ((row["text"],), first.class_names.index(row["label"])) for row in table
+    }
+    for other in others:
+        assert (other.train.rows, other.test.rows) == (first.train.rows, first.test.rows)
+
+
+def test_columns_and_integer_labels(tmp_path):
+    table = [{"id": i, "body": row["text"], "stars": i % 11} for i, row in enumerate(rows(44))]
+    path = write_csv(tmp_path / "a.csv", table)
+    data = build(path, text_column="body", label_column="stars", test_fraction=0.25)
+    assert data.class_names == tuple(map(str, range(11)))
+    with pytest.raises(ValueError, match=r"data.text_column is 'text', but .*a.csv, line 2, has"):
+        build(path)
+    with pytest.raises(ValueError, match=r"data.label_column is .* available: id, body, stars"):
+        build(path, text_column="body")
+    with pytest.raises(ValueError, match=r"data.split_column is 'part', but"):
+        build(path, text_column="body", label_column="stars", split_column="part")
+
+
+def test_named_parts(tmp_path):
+    parts = ["train", "train", "Validation", "test"] * 10
+    table = [row | {"split": part} for row, part in zip(rows(40), parts, strict=True)]
+    for row, other in zip(table[2::4], rows(10), strict=True):
+        row["label"] = other["label"]
+    data = build(write_csv(tmp_path / "a.csv", table))
+    assert (len(data.train), len(data.test)) == (20, 10)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_csv(folder / "train.csv", rows(20))
+    write_csv(folder / "test.tsv", rows(6, seed=1), delimiter="\t")
+    data = build(folder)
+    assert (len(data.train), len(data.test)) == (20, 6)
+    table[0]["split"] = "holdout"
+    with pytest.raises(ValueError, match=r"a.csv, line 2: split is 'holdout', expected one of"):
+        build(write_csv(tmp_path / "a.csv", table))
+
+
+BAD_CSV = [
+    ("food", "line 4: 1 cells, expected 2"),
+    (",food", "line 4: the text is empty"),
+    ("soup, ", "line 4: the label is empty"),
+    ('"soup"x,food', "line 4: ',' expected after"),
+    ("caf\udce9,food", "line 4: the text is not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_CSV)
+def test_bad_rows_are_named_or_skipped(tmp_path, caplog, line, message):
+    good = write_csv(tmp_path / "a.csv", rows(20)).read_text().splitlines()
+    text = "\n".join([*good[:3], line, *good[3:]])
+    (tmp_path / "a.csv").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=f"a.csv, {message}"):
+        build(tmp_path / "a.csv")
+    with caplog.at_level(logging.WARNING):
+        data = build(tmp_path / "a.csv", on_error="skip")
+    assert len(data.train) + len(data.test) == 20
+    assert "line 4" in caplog.text
+    assert "1 rows could not be read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 21: is not JSON"),
+        ("[1]", "line 21: is not an object"),
+        ('{"text": 3, "label": 1}', "line 21: the text is 3, expected a string"),
+        ('{"text": "a", "label": 0.5}', "line 21: the label is 0.5"),
+        ('{"text": "a", "label": null}', "line 21: the label is empty"),
+        ('{"text": "a"}', "line 21, has no such column; available: text"),
+        ('{"text": "a", "label": "other"}', "line 21: no other text has the label 'other'"),
+    ],
+)
+def test_bad_json_lines_are_named(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_text("\n".join([*map(json.dumps, rows(20)), line]))
+    with pytest.raises(ValueError, match=f"a.jsonl.*{message}"):
+        build(tmp_path / "a.jsonl")
+
+
+def test_missing_and_useless_data(tmp_path):
+    (tmp_path / "damaged.parquet").write_text("no parquet")
+    (tmp_path / "empty.csv").write_text("text,label\n")
+    write_csv(tmp_path / "one.csv", rows(20)[::2])
+    (tmp_path / "folder").mkdir()
+    for name, message in [
+        ("missing.csv", "there is no file"),
+        ("data.xlsx", "expected a name ending in .csv, .tsv, .jsonl, .parquet"),
+        ("damaged.parquet", "is not a complete parquet file"),
+        ("empty.csv", "has no texts to train on"),
+        ("one.csv", "all labels are 'weather'"),
+        ("folder", "a folder without"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            build(tmp_path / name)
+
+
+def test_test_labels_must_be_classes(tmp_path):
+    write_csv(tmp_path / "train.csv", rows(20))
+    write_csv(tmp_path / "test.csv", [{"text": "a", "label": "new"}, *rows(4)])
+    with pytest.raises(ValueError, match=r"test.csv, line 2: the label 'new' is not in the train"):
+        build(tmp_path)
+    assert len(build(tmp_path, on_error="skip").test) == 4
+
+
+def onescan(*argv):
+    return main([str(argument) for argument in argv])
+
+
+@pytest.fixture(scope="module")
+def run(texts, tmp_path_factory):
+    """Return the folder of a small trained run."""
+    out = tmp_path_factory.mktemp("runs")
+    assert onescan(*command(texts, out)) == 0
+    return out / "seed-0"
+
+
+def command(path, out):
+    small = ("--training.epochs", 12, "--model.depth", 2, "--model.width", 32)
+    return ("train", "text_classifier", "--data.path", path, "--out", out, *small)
+
+
+def test_one_command_trains_and_resumes(texts, run, capsys):
+    result = json.loads((run / "result.json").read_text())
+    assert result["metrics"]["accuracy"] >= 0.95
+    assert onescan(*command(texts, run.parent)) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("data: 204 training and 36 test texts in 2 classes")
+    assert "already finished" in shown
+
+
+def test_texts_and_tables_are_predicted(run, tmp_path, capsys):
+    table = [{"id": i, "text": row["text"]} for i, row in enumerate(rows(40, seed=3))]
+    write_csv(tmp_path / "new.csv", [{"id": 0, "text": " "}, *table])
+    assert onescan("predict", run, "the soup was good", tmp_path / "new.csv", "--top-k", 1) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("the soup was good: food ")
+    assert "skipped: " in shown.err
+    assert "new.csv, line 2: the text is empty" in shown.err
+    out = tmp_path / "predictions.csv"
+    assert onescan("predict", run, tmp_path / "new.csv", "--out", out) == 0
+    with out.open() as stream:
+        predicted = list(csv.DictReader(stream))
+    assert [row["text"] for row in predicted] == [row["text"] for row in table]
+    labels = [row["label"] for row in rows(40, seed=3)]
+    assert sum(map(str.__eq__, labels, (row["class"] for row in predicted))) >= 36
+    capsys.readouterr()
+
+
+def test_inputs_that_are_no_texts_are_rejected(run, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("the rain")
+    write_csv(tmp_path / "other.csv", [{"body": "the rain"}])
+    for argument, message in [
+        (tmp_path / "missing.csv", "there is no file"),
+        (tmp_path / "notes.txt", "is not a table"),
+        (tmp_path / "other.csv", "has no such column; available: body"),
+        (" ", "inputs has an empty text"),
+    ]:
+        assert onescan("predict", run, argument) == 2
+        assert message in capsys.readouterr().err
