@@ -21,6 +21,8 @@ from tiny_run import (
 )
 from torch import nn
 
+from onescan import __version__
+from onescan.checkpoint.run_folder import write_config
 from onescan.cli import main
 from onescan.configs import from_dict, replace, to_dict
 from onescan.data import ImageFormat, MixConfig
@@ -256,7 +258,7 @@ def test_a_student_is_evaluated_without_its_teacher(copied, tmp_path, capsys):
     result = train(distilled_run(str(copied)), folder)
     shutil.rmtree(copied)
     assert main(["evaluate", str(folder)]) == 0
-    assert f"{result.metrics['accuracy']:.4f}" in capsys.readouterr().out
+    assert f"{result.metrics['accuracy']:.1%}" in capsys.readouterr().out
 
 
 def test_a_config_with_a_teacher_survives_json(teacher):
@@ -521,3 +523,11 @@ def test_an_unreadable_transformers_teacher_is_one_line_that_names_the_field(tmp
     with pytest.raises(ValueError, match=r"^task.teacher is .* transformers can load: ") as caught:
         load_teacher(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["CausalLMConfig", "MaskedLMConfig", "DenoiserConfig"])
+def test_a_run_of_another_model_is_no_teacher(kind, tmp_path):
+    write_config(tmp_path, {"onescan": __version__, "run": {"model": {"type": kind}}})
+    (tmp_path / "best.safetensors").touch()
+    with pytest.raises(ValueError, match=f"its model is a {kind}, expected an image classifier"):
+        load_teacher(str(tmp_path / "best.safetensors"))

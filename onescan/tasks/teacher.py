@@ -19,6 +19,10 @@ from onescan.data import ImageFormat
 from onescan.data.sources import HUB_NAME
 from onescan.shapes import Images, Logits
 
+NOT_CLASSIFIERS = (
+    *("CausalLMConfig", "MaskedLMConfig", "SequenceClassifierConfig", "SequenceDecoderConfig"),
+    "DenoiserConfig",
+)
 EXPECTED = "expected a run's folder, its weights, or a classifier of transformers"
 
 
@@ -125,10 +129,13 @@ def _of_run(name: str, field: str, weights: Path) -> Teacher:
         raise FileNotFoundError(f"{field} is {name!r}: no checkpoint has been saved there")
     try:
         config = read_config(weights.parent)
+        kind = config["run"]["model"].get("type")
+        if kind in NOT_CLASSIFIERS:
+            raise ValueError(f"its model is a {kind}, expected an image classifier")
         known = {key: config[key] for key in ("format", "class_names")}
         record = from_dict(_Record, known | {"model": config["run"]["model"]})
         model, _ = load_model(weights, record.model)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{field} is {name!r}, which cannot be read: {error}") from error
     return Teacher(
         name=name, field=field, model=model, format=record.format, class_names=record.class_names
