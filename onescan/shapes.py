@@ -77,6 +77,7 @@ DenoiserOutput = Float[Tensor, "B predicted *axes"]
 Grids = Float[Tensor, "B channels *axes"]  # signals, images, video
 GridFeatures = Float[Tensor, "B D *grid"]
 GridKeep = Bool[Tensor, "..."]  # [B, *sides], True for real pixels
+Pictures = Float[Tensor, "B shown *sizes"]  # pixels drawn or decoded from grids
 Logits = Float[Tensor, "B classes"]
 Labels = Int[Tensor, " B"]
 Timesteps = Float[Tensor, " B"] | Int[Tensor, " B"]  # noise levels, from 0 to 1000

@@ -328,7 +328,10 @@ def test_a_scheduler_of_another_noise_is_refused(noise, scheduler, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"class_labels": ["cta"]}, r"label 'cta' is unknown \(perhaps you meant 'cat'\); there"),
+        (
+            {"class_labels": ["cta"]},
+            r"label 'cta' is unknown \(perhaps you meant 'cat'\); available",
+        ),
         ({"class_labels": ["crane"]}, r"label 'crane' is the name of \[2, 3\], expected one of"),
         ({"class_labels": [5]}, "label 5 is not a class, expected 0 to 3, or 4 for none"),
         ({"class_labels": [0], "height": 5}, "height and width are 5 and 4"),

@@ -136,7 +136,7 @@ def test_a_recipe_is_trained_and_evaluated_from_the_command_line(tmp_path, capsy
     assert main(argv) == 0
     shown = capsys.readouterr().out
     result = read_result(tmp_path / "seed-0")
-    assert f"test accuracy {result.metrics['accuracy']:.4f}" in shown
+    assert f"test accuracy {result.metrics['accuracy']:.1%}" in shown
     assert (tmp_path / "report.html").is_file()
     assert main(["evaluate", str(tmp_path / "seed-0"), "--workers", "0"]) == 0
-    assert f"{result.metrics['loss']:.4f}" in capsys.readouterr().out
+    assert f"{result.metrics['loss']:#.4g}" in capsys.readouterr().out

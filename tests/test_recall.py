@@ -217,12 +217,12 @@ def test_a_recipe_is_trained_and_reported(tmp_path, capsys):
         argv += ["--" + field.replace("_", "-"), *values]
     assert main(argv) == 0
     shown = capsys.readouterr().out
-    assert "test 4_pairs_accuracy" in shown
+    assert "test 4 pairs accuracy" in shown
     page = Page((tmp_path / "report.html").read_text())
     assert "Recall" in page.text
     assert "reads pairs of a key and a value" in page.text
     assert main(["evaluate", str(tmp_path / "seed-0"), "--workers", "0"]) == 0
-    assert "2_pairs_accuracy" in capsys.readouterr().out
+    assert "2 pairs accuracy" in capsys.readouterr().out
 
 
 def test_the_grid_has_the_share_of_each_number_of_pairs_and_distance(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ from onescan.report.plots import (
     to_svg,
 )
 from onescan.report.runs import FinishedRun, RunGroup
-from onescan.shapes import Grids, Images, Labels
+from onescan.shapes import Grids, Images, Labels, Pictures
 from onescan.tasks import ImageClassification, ImageGeneration
 from onescan.training.logging import read_pictures
 
@@ -104,7 +104,7 @@ def examples_at(data: DataSet, rows: list[int]) -> list[Example]:
     return [found[row] for row in rows if row in found]
 
 
-def as_pictures(values: Grids) -> Images:
+def as_pictures(values: Grids) -> Pictures:
     """Draw grids of one to three axes as images, with values from 0 to 1.
 
     An image remains as it is. The frames of a video, or slices of a volume, are arranged row by

@@ -36,7 +36,7 @@ from onescan.models.denoiser import (
     SamplerName,
     max_pixel,
 )
-from onescan.shapes import DenoiserOutput, Grids, Labels
+from onescan.shapes import DenoiserOutput, Grids, Labels, Pictures
 
 Generators = torch.Generator | list[torch.Generator] | None
 OUTPUTS = ("pil", "np", "pt", "latent")
@@ -328,7 +328,7 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     @torch.no_grad()
-    def decode(self, sampled: Grids) -> Grids:
+    def decode(self, sampled: Grids) -> Pictures:
         """Convert the output of the model to pixels from 0 to 1."""
         if self.vae is not None:
             config = self.vae.config

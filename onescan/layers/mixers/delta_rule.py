@@ -60,7 +60,7 @@ class DeltaRuleMixer(Mixer):
         config, backward = self.config, self.config.direction == "backward"
         if state is not None:
             config.check_state(state, grid)
-        x = masked(x, keep)
+        x = x if keep is None else masked(x, keep)
         q, k, v = (
             y.unflatten(-1, (config.num_heads, -1)) for y in self.in_proj(x).chunk(3, dim=-1)
         )

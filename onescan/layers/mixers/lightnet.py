@@ -138,7 +138,7 @@ class LightNetMixer(Mixer):
         if state is not None:
             self.check_state(state, LightNetState, causal=self.config.causal)
             check_continued(grid)
-        x = masked(x, keep)
+        x = x if keep is None else masked(x, keep)
         q, k, v, *low_rank = self.in_proj(x).split(self.in_widths, dim=-1)
         gate, decay = (low_rank[0], low_rank[1:]) if self.config.gate else (None, low_rank)
         q, k, v = (self._heads(y) for y in (q, k, v))  # B T H K

@@ -200,7 +200,7 @@ class LionMixer(Mixer):
     ) -> tuple[Hidden, DecayState | None]:
         if state is not None:
             self.config.check_state(state, grid)
-        x = masked(x, keep)
+        x = x if keep is None else masked(x, keep)
         parts = self.in_proj(x).split(self.in_widths, dim=-1)
         q, *projected, v = parts[: self._gate_index]
         q = self._features(q) * self.key_width**-0.5
