@@ -265,8 +265,8 @@ def test_states_of_other_mixers_and_grids_are_rejected():
     _, state = mixer(tokens(1, 3), line(3))
     with pytest.raises(ValueError, match="state is a DecayState, expected a RWKV6State"):
         unwrap(type(mixer).forward)(mixer, tokens(1, 3), line(3), state=state.attention)
-    with pytest.raises(ValueError, match=r"state was given with Grid\(.*expected one axis"):
-        mixer(tokens(1, 6), Grid((2, 3)), state=state)
+    with pytest.raises(ValueError, match=r"state was given with Grid\(.*prefix"):
+        mixer(tokens(1, 7), Grid((2, 3), prefix=1), state=state)
 
 
 @pytest.mark.compile
