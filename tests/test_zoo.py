@@ -17,7 +17,11 @@ from onescan.training.loading import init_from
 
 DIGITS = "zoo/digits_lightnet"
 MAX_BYTES = 12_000_000
-WITH_DATA = ("digits_lightnet", "moving_digits_lightnet")  # whose data comes with scikit-learn
+WITH_DATA = (
+    "digits_lightnet",
+    "digits_denoiser",
+    "moving_digits_lightnet",
+)  # whose data comes with scikit-learn
 
 
 @pytest.fixture(scope="module")
