@@ -38,11 +38,12 @@ def predict(argv: Argv) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Checkpoint
-        """Run folder, such as runs/digits/seed-0."""
+        """Run folder, such as runs/digits/seed-0, or zoo/NAME (see `onescan zoo`)."""
         inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT...")]
         """For images: files of any size (PNG, JPEG, WebP, GIF, BMP, TIFF or PPM), and folders,
         whose images are found at any depth and skipped if they cannot be read. For texts: texts in
-        quotes, and .csv, .tsv, .jsonl or .parquet files, whose unreadable rows are skipped."""
+        quotation marks, and .csv, .tsv, .jsonl or .parquet files, whose unreadable rows are
+        skipped."""
         top_k: int = 3
         """Number of classes to print per image or text."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
@@ -130,7 +131,7 @@ def sample(argv: Argv) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Checkpoint
-        """Run folder, its best.safetensors, or a folder saved by
+        """Run folder, its best.safetensors, zoo/NAME (see `onescan zoo`), or a folder saved by
         DenoiserPipeline.save_pretrained."""
         labels: tuple[str, ...] = ()
         """Classes to generate, by name or number; by default cycles through all."""

@@ -52,7 +52,7 @@ def moving_digits() -> RunConfig:
 
 
 def signal_classifier() -> RunConfig:
-    """LightNet on your own labelled signals, an .npz file of x [N, samples] and y [N].
+    """LightNet on your own labeled signals, an .npz file with x [N, samples] and y [N].
 
     onescan train signal_classifier --data.path signals.npz --model.image-size 1000
 
