@@ -13,8 +13,6 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from onescan.checks import check_grid_shape, check_whole
-
 Hidden = Float[Tensor, "B T D"]
 Queries = Float[Tensor, "B T H K"]
 Keys = Float[Tensor, "B T H K"]
@@ -100,7 +98,5 @@ class Grid(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, prefix included; ValueError unless all sizes are positive."""
-        check_grid_shape(self.shape)
-        check_whole(0, prefix=self.prefix)
+        """Number of tokens, prefix included."""
         return self.prefix + math.prod(self.shape)

@@ -227,9 +227,3 @@ def test_block_is_two_shortcuts():
     x = torch.randn(2, 6, 12)
     y = x + block.mixer(block.mixer_norm(x), grid)[0]
     torch.testing.assert_close(block(x, grid)[0], y + block.mlp(block.mlp_norm(y)))
-
-
-@pytest.mark.parametrize("grid", [Grid((-1,)), Grid((-2, -3)), Grid((2.5,)), Grid((4,), prefix=-1)])
-def test_invalid_grids_are_rejected(grid):
-    with pytest.raises(ValueError, match=r"expected .* whole number"):
-        _ = grid.tokens

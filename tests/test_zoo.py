@@ -21,7 +21,11 @@ from onescan.training.sampling import default_sampler
 
 DIGITS = "zoo/digits_lightnet"
 MAX_BYTES = 12_000_000
-WITH_DATA = ("digits_lightnet", "moving_digits_lightnet")  # whose data comes with scikit-learn
+WITH_DATA = (
+    "digits_lightnet",
+    "digits_denoiser",
+    "moving_digits_lightnet",
+)  # whose data comes with scikit-learn
 
 
 @pytest.fixture(scope="module")

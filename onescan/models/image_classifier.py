@@ -32,6 +32,7 @@ from onescan.layers.tokens import (
     max_pool,
     mean_pool,
 )
+from onescan.messages import named_type
 from onescan.ops.toeplitz_position import ToeplitzState
 from onescan.shapes import Grid, GridFeatures, GridKeep, Grids, Hidden, Keep, Logits, Pooled
 
@@ -202,8 +203,9 @@ class ImageClassifier(nn.Module):
                 order, or a class token in the middle) or, on a CPU, real pixels are not such a box.
         """
         check_floating(images=images)
-        kept = None if keep is None else self.keep_tokens(images, keep)
-        return self.forward_head(self.forward_features(images, keep), kept)
+        images, kept = self._without_padding(images, keep)
+        x, _ = self._through_blocks(images, kept)
+        return self.forward_head(self.norm(x), kept)
 
     def forward_features(self, images: Grids, keep: GridKeep | None = None) -> Hidden:
         """Return the normalized tokens of the last block, [B, prefix + patches, width].
@@ -216,7 +218,7 @@ class ImageClassifier(nn.Module):
             images: As in `forward`.
             keep: As in `forward`.
         """
-        x, _ = self._through_blocks(images, keep)
+        x, _ = self._through_blocks(*self._without_padding(images, keep))
         return self.norm(x)
 
     def forward_grid(self, images: Grids) -> GridFeatures:
@@ -264,7 +266,7 @@ class ImageClassifier(nn.Module):
         if state is None:
             state = StreamState((None,) * len(self.blocks), None, shape[1:])
         elif not isinstance(state, StreamState):
-            raise ValueError(f"state is a {type(state).__name__}, expected a StreamState")
+            raise ValueError(f"state is {named_type(state)}, expected a StreamState")
         if state.frame_shape != shape[1:]:
             raise ValueError(
                 f"images have patches {shape[1:]} per step, expected {state.frame_shape} as before"
@@ -348,14 +350,13 @@ class ImageClassifier(nn.Module):
     def _through_blocks(
         self,
         images: Grids,
-        keep: GridKeep | None = None,
+        kept: Keep | None = None,
         *,
         chosen: Sequence[int] = (),
         stop: int | None = None,
     ) -> tuple[Hidden, list[Hidden]]:
         """Return the tokens after the last block before `stop`, and those after chosen blocks."""
-        x, grid = self.embed(images, keep)
-        kept = None if keep is None else self.keep_tokens(images, keep)
+        x, grid = self.embed(images, kept)
         embedding, after = x, []
         bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
         for i, block in enumerate(self.blocks[:stop]):
@@ -363,12 +364,8 @@ class ImageClassifier(nn.Module):
             after += [x] * (i in chosen)
         return x, after
 
-    def embed(self, images: Grids, keep: GridKeep | None = None) -> tuple[Hidden, Grid]:
-        """Return the tokens before the first block, and their grid."""
-        kept = None
-        if keep is not None:
-            kept = self.keep_tokens(images, keep)
-            images = images.masked_fill(~keep.unsqueeze(1), 0)  # 0 times NaN is NaN
+    def embed(self, images: Grids, kept: Keep | None = None) -> tuple[Hidden, Grid]:
+        """Return the tokens before the first block, and their grid; `kept` tokens are real."""
         x, shape = self.patchify(images)  # B T D
         grid = Grid(shape, prefix=self.prefix)
         for token in (self.distillation_token, self.class_token):
@@ -378,8 +375,10 @@ class ImageClassifier(nn.Module):
             x, _ = self.position(x, grid, keep=kept)
         return x, grid
 
-    def keep_tokens(self, images: Grids, keep: GridKeep) -> Keep:
-        """Return which tokens are real, prefix included, given which pixels are; see `forward`."""
+    def _without_padding(self, images: Grids, keep: GridKeep | None) -> tuple[Grids, Keep | None]:
+        """Set padding to zero, and return which tokens are real, prefix included; see `forward`."""
+        if keep is None:
+            return images, None
         if keep.shape != (len(images), *images.shape[2:]):
             raise ValueError(
                 f"keep has shape {tuple(keep.shape)}, expected "
@@ -392,12 +391,14 @@ class ImageClassifier(nn.Module):
             )
         axes = len(self.patchify.patch_size)
         self.config.mixer.check_padding(Grid((1,) * axes, prefix=self.prefix))
-        return F.pad(keep_patches(keep, self.patchify.patch_size), (self.prefix, 0), value=True)
+        patches = keep_patches(keep, self.patchify.patch_size)
+        images = images.masked_fill(~keep.unsqueeze(1), 0)  # 0 times NaN is NaN
+        return images, F.pad(patches, (self.prefix, 0), value=True)
 
     def forward_head(
         self, tokens: Hidden, keep: Keep | None = None
     ) -> Logits | tuple[Logits, Logits]:
-        """Compute class logits from the tokens of `forward_features`; `keep` is `keep_tokens`.
+        """Compute class logits from the tokens of `forward_features`, where `keep` is True.
 
         With a distillation token, return the logits of both heads in training, and their mean
         otherwise, as in DeiT's code. DeiT's paper, arXiv:2012.12877, Sec. 4, adds the softmax
