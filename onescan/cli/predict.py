@@ -135,7 +135,8 @@ def _text_probabilities(
         ValueError: If a table does not exist or an argument is another file.
     """
     from onescan.data import PairFormat, TextTableConfig
-    from onescan.data.text_table import KINDS, read_records, read_text
+    from onescan.data.text.source import is_table, read_rows
+    from onescan.data.text_table import read_text
     from onescan.tasks.sequence_classification import classify_texts
 
     if not (isinstance(checkpoint.format, PairFormat) and checkpoint.class_names):
@@ -144,15 +145,15 @@ def _text_probabilities(
     column = data.text_column if isinstance(data, TextTableConfig) else "text"
     texts = []
     for argument in arguments:
-        is_file_name = argument.endswith(KINDS) and len(argument.split()) == 1
+        is_file_name = is_table(Path(argument)) and len(argument.split()) == 1
         if not (is_file_name or _is_file(argument)):
             if not argument.strip():
                 raise ValueError("inputs has an empty text")
             texts.append(argument)
             continue
-        for record in read_records(Path(argument)):
+        for row in read_rows(Path(argument)):
             try:
-                texts.append(read_text(record, column))
+                texts.append(read_text(row, column))
             except ValueError as error:
                 unreadable.append(str(error))
     if texts:

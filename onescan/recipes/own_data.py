@@ -97,7 +97,7 @@ def text_classifier() -> RunConfig:
 
     onescan train text_classifier --data.path FILE.csv
 
-    FILE is a .csv, .tsv, .jsonl or .parquet file with the columns text and label (others by
+    FILE is a .csv, .tsv, .jsonl, .json or .parquet file with the columns text and label (others by
     --data.text-column and --data.label-column), or a folder with train.csv and test.csv, for
     example. A column split may name the training and test parts; otherwise, a part of each class
     is held out. Tokens are bytes, or those of --data.tokenizer. Classes, vocabulary, length, batch
