@@ -9,6 +9,7 @@ import torch
 
 import onescan
 from onescan.cli import main
+from onescan.configs import replace
 from onescan.data import MovingDigitsConfig
 from onescan.integrations.diffusers import load_pretrained, to_diffusers
 from onescan.integrations.export import export_program
@@ -16,6 +17,8 @@ from onescan.integrations.transformers import OnescanForImageClassification, to_
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.denoiser import DenoiserConfig
 from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.recipes import find_recipe
+from onescan.recipes.own_data import for_path, infer
 from onescan.report.images import as_pictures
 
 SIGNAL = {"image_size": (40,), "patch_size": (10,)}
@@ -136,7 +139,7 @@ def test_denoisers_of_any_axes_sample_through_diffusers(sizes, tmp_path):
 
 @over_sizes
 def test_commands_train_evaluate_and_load(sizes, tmp_path, monkeypatch, capsys):
-    """From arrays in a file to a report, with the sizes given as options."""
+    """From arrays in a file to a report, with sizes inferred from the arrays."""
     monkeypatch.chdir(tmp_path)
     generator = np.random.default_rng(0)
     y = np.arange(80) % 2
@@ -145,10 +148,7 @@ def test_commands_train_evaluate_and_load(sizes, tmp_path, monkeypatch, capsys):
     )
     np.savez("data.npz", x=x.astype(np.float32), y=y)
     argv = ["train", "signal_classifier", "--data.path", "data.npz", "--out", "run"]
-    argv += ["--data.axes", str(len(sizes["image_size"])), "--model.num-classes", "2"]
-    argv += ["--model.image-size", *map(str, sizes["image_size"])]
-    argv += ["--model.patch-size", *map(str, sizes["patch_size"]), "--model.depth", "1"]
-    argv += ["--training.epochs", "4", "--training.batch-size", "16", "--machine.device", "cpu"]
+    argv += ["--model.depth", "1", "--training.epochs", "4", "--machine.device", "cpu"]
     assert main(argv) == 0
     assert main(["evaluate", "run/seed-0", "--device", "cpu"]) == 0
     assert "accuracy  100.0%" in capsys.readouterr().out
@@ -157,6 +157,14 @@ def test_commands_train_evaluate_and_load(sizes, tmp_path, monkeypatch, capsys):
     assert loaded.format.shape == sizes["image_size"]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Along axis 0" in page
+
+
+def test_recipe_keeps_given_axes(tmp_path):
+    """Signals with more channels than an image has."""
+    np.savez(tmp_path / "data.npz", x=np.ones((20, 30, 12)), y=np.arange(20) % 2)
+    run = for_path(find_recipe("signal_classifier")(), str(tmp_path / "data.npz"))
+    run, _ = infer(replace(run, {"data.axes": 1}), ["data.axes"])
+    assert (run.model.image_size, run.model.channels) == ((30,), 12)
 
 
 def test_signals_and_video_are_drawn_as_images():

@@ -21,11 +21,11 @@ from tiny_run import (
 )
 from torch import nn
 
-from onescan import __version__
 from onescan.checkpoint.run_folder import write_config
 from onescan.cli import main
 from onescan.configs import from_dict, replace, to_dict
-from onescan.data import ImageFormat, MixConfig
+from onescan.data import ArrayFormat, ImageFormat, MixConfig
+from onescan.data.text import TextFormat
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.tasks import DistillationConfig, ImageClassificationConfig
 from onescan.tasks.teacher import Teacher, load_teacher
@@ -525,9 +525,16 @@ def test_an_unreadable_transformers_teacher_is_one_line_that_names_the_field(tmp
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["CausalLMConfig", "MaskedLMConfig", "DenoiserConfig"])
-def test_a_run_of_another_model_is_no_teacher(kind, tmp_path):
-    write_config(tmp_path, {"onescan": __version__, "run": {"model": {"type": kind}}})
-    (tmp_path / "best.safetensors").touch()
-    with pytest.raises(ValueError, match=f"its model is a {kind}, expected an image classifier"):
-        load_teacher(str(tmp_path / "best.safetensors"))
+@pytest.mark.parametrize(
+    ("format", "named"),
+    [
+        (TextFormat(tokenizer="bytes", vocab_size=256, fingerprint="f"), "a TextFormat"),
+        (ArrayFormat(channels=1, shape=(16,), mean=(0.0,), std=(1.0,)), "an ArrayFormat"),
+    ],
+)
+def test_a_run_on_texts_or_signals_is_no_teacher(copied, format, named):
+    manifest = json.loads((copied / "config.json").read_text())
+    manifest["format"] = {"type": type(format).__name__, **to_dict(format)}
+    write_config(copied, manifest)
+    with pytest.raises(ValueError, match=f"its format is {named}, expected an ImageFormat"):
+        load_teacher(str(copied))

@@ -321,9 +321,7 @@ def test_invalid_classifiers_are_rejected(tmp_path, classifier):
     with pytest.raises(FileNotFoundError, match=r"task.classifier is 'no/such/run'"):
         load_classifier("no/such/run")
     denoiser = train(denoiser_run(**{"training.epochs": 1}), tmp_path / "denoiser").folder
-    with pytest.raises(
-        ValueError, match="its model is a DenoiserConfig, expected an image classifier"
-    ):
+    with pytest.raises(ValueError, match="its model is a Denoiser, expected an image classifier"):
         load_classifier(str(denoiser))
     load_classifier(classifier)
 

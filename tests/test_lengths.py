@@ -13,11 +13,11 @@ from tiny_tokenizers import WORDS, word_tokenizer
 from onescan.cli import main
 from onescan.evaluation import lengths
 from onescan.evaluation.config import LengthsConfig
-from onescan.evaluation.lengths import inputs_and_labels, measure_lengths, read_tokens, run_of
+from onescan.evaluation.lengths import inputs_and_labels, measure_lengths, read_tokens
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLMConfig, score_logits, token_losses
 from onescan.models.masked_lm import MaskedLMConfig
-from onescan.training.loading import load_language_model
+from onescan.training.loading import load_language_model, run_of
 
 TEXT = "The cat sat on the mat.\nA dog looked at it, and at the door.\n" * 60
 

@@ -1,6 +1,7 @@
 """Text classification on the user's own tables, and predictions for new texts."""
 
 import csv
+import gzip
 import json
 import logging
 import random
@@ -89,7 +90,11 @@ def test_all_kinds_of_files_hold_the_same_texts(tmp_path):
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "a.parquet")
-    first, *others = (build(tmp_path / f"a.{kind}") for kind in ("csv", "tsv", "jsonl", "parquet"))
+    (tmp_path / "a.json").write_text(json.dumps(table))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    (tmp_path / "a.NDJSON").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    kinds = ("csv", "tsv", "jsonl", "parquet", "json", "csv.gz", "NDJSON")
+    first, *others = (build(tmp_path / f"a.{kind}") for kind in kinds)
     assert first.class_names == ("food", "weather")
     assert {*first.train.rows, *first.test.rows} == {
         ((row["text"],), first.class_names.index(row["label"])) for row in table
@@ -122,6 +127,7 @@ def test_named_parts(tmp_path):
     folder.mkdir()
     write_csv(folder / "train.csv", rows(20))
     write_csv(folder / "test.tsv", rows(6, seed=1), delimiter="\t")
+    (folder / "info.json").write_text("{}")
     data = build(folder)
     assert (len(data.train), len(data.test)) == (20, 6)
     table[0]["split"] = "holdout"
@@ -130,11 +136,12 @@ def test_named_parts(tmp_path):
 
 
 BAD_CSV = [
-    ("food", "line 4: 1 cells, expected 2"),
+    ("food", "line 4: there are 1 cells, expected 2"),
     (",food", "line 4: the text is empty"),
     ("soup, ", "line 4: the label is empty"),
-    ('"soup"x,food', "line 4: ',' expected after"),
-    ("caf\udce9,food", "line 4: the text is not UTF-8"),
+    ('"soup"x,food', "line 4: invalid table row: ',' expected after"),
+    ("caf\udce9,food", "line 4: invalid table row: .* byte 0xe9"),
+    ('"caf\udce9\nwas good",food', "line 4: invalid table row: .* byte 0xe9"),
 ]
 
 
@@ -155,9 +162,9 @@ def test_bad_rows_are_named_or_skipped(tmp_path, caplog, line, message):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 21: is not JSON"),
-        ("[1]", "line 21: is not an object"),
-        ('{"text": 3, "label": 1}', "line 21: the text is 3, expected a string"),
+        ("{", "line 21: this is not JSON"),
+        ("[1]", "line 21: this is a list, expected an object"),
+        ('{"text": 3, "label": 1}', "line 21: the column 'text' holds int, expected text"),
         ('{"text": "a", "label": 0.5}', "line 21: the label is 0.5"),
         ('{"text": "a", "label": null}', "line 21: the label is empty"),
         ('{"text": "a"}', "line 21, has no such column; available: text"),
@@ -172,13 +179,17 @@ def test_bad_json_lines_are_named(tmp_path, line, message):
 
 def test_missing_and_useless_data(tmp_path):
     (tmp_path / "damaged.parquet").write_text("no parquet")
+    (tmp_path / "damaged.csv.gz").write_bytes(gzip.compress(b"text")[:10] + b"\xff" * 20)
+    (tmp_path / "utf16.csv").write_bytes("text,label".encode("utf-16"))
     (tmp_path / "empty.csv").write_text("text,label\n")
     write_csv(tmp_path / "one.csv", rows(20)[::2])
     (tmp_path / "folder").mkdir()
     for name, message in [
         ("missing.csv", "there is no file"),
-        ("data.xlsx", "expected a name ending in .csv, .tsv, .jsonl, .parquet"),
-        ("damaged.parquet", "is not a complete parquet file"),
+        ("data.xlsx", "expected a name ending in .parquet, .jsonl, .ndjson, .json, .csv"),
+        ("damaged.parquet", "damaged.parquet cannot be read"),
+        ("damaged.csv.gz", "damaged.csv.gz is damaged"),
+        ("utf16.csv", "utf16.csv, line 1: invalid header: .* byte 0xff"),
         ("empty.csv", "has no texts to train on"),
         ("one.csv", "all labels are 'weather'"),
         ("folder", "a folder without"),

@@ -11,9 +11,13 @@ import onescan
 from onescan import zoo
 from onescan.checkpoint.weights import WEIGHTS, read_weights
 from onescan.cli import main
+from onescan.evaluation.config import SamplesConfig
+from onescan.evaluation.features import open_features
+from onescan.evaluation.images import open_samples
 from onescan.recipes.digits import digits
 from onescan.training.evaluation import evaluate
-from onescan.training.loading import init_from
+from onescan.training.loading import init_from, run_of
+from onescan.training.sampling import default_sampler
 
 DIGITS = "zoo/digits_lightnet"
 MAX_BYTES = 12_000_000
@@ -132,8 +136,21 @@ def test_commands_accept_names(model_zoo, capsys):
     assert main(["evaluate", DIGITS]) == 0
     accuracy = zoo.card("digits_lightnet").metrics["accuracy"]
     assert f"{accuracy:.1%}" in capsys.readouterr().out
-    assert main(["predict", "zoo/cat", "digit.png"]) == 2
-    assert "available: " in capsys.readouterr().err
+    for argv in (["predict", "zoo/cat", "digit.png"], ["generate", "zoo/cat"]):
+        assert main(argv) == 2
+        assert "available: " in capsys.readouterr().err
+    assert main(["generate", DIGITS]) == 2
+    assert f"'{DIGITS}' holds an ImageClassifier" in capsys.readouterr().err
+
+
+def test_evaluations_accept_names(model_zoo):
+    features = open_features(DIGITS, torch.device("cpu"))
+    assert features.class_names == onescan.load(DIGITS).class_names
+    assert run_of(DIGITS) == onescan.load(DIGITS).config
+    with pytest.raises(ValueError, match="ImageClassificationConfig, which does not generate"):
+        default_sampler(DIGITS)
+    with pytest.raises(ValueError, match="zoo/digits_lightnet' is a run of"):
+        open_samples(DIGITS, SamplesConfig(), features, torch.device("cpu"))
 
 
 def test_converts_to_transformers(model_zoo, tmp_path):

@@ -12,13 +12,13 @@ from onescan.models.causal_lm import CausalLM
 from onescan.models.token_network import flatten_state, unflatten_state
 
 
-def save_generation_state(path: Any, state: Any, model: Any) -> None:  # Any: a user passed it
+def save_generation_state(path: str | Path, state: Any, model: CausalLM) -> None:
     """Save the state that a model returned with its logits, replacing an older file atomically.
 
     Args:
-        path: The file, a string or a path.
+        path: The file.
         state: State returned by the model.
-        model: The `CausalLM`.
+        model: The model.
 
     Raises:
         OSError: If the file cannot be written. An older file is not changed.

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 from onescan import __version__
 from onescan.cli.evaluate import compare, evaluate, needle
-from onescan.cli.images import encode, predict, sample
+from onescan.cli.images import encode, sample
 from onescan.cli.options import HELP, Argv, echo, name_flags
+from onescan.cli.predict import predict
 from onescan.cli.show import models, recipes, show, zoo
 from onescan.cli.text import fill, generate, tokenizer
 from onescan.cli.train import glue, train

@@ -1,128 +1,13 @@
-"""Commands for images: predict (also for texts), sample, encode."""
+"""Commands that write images and latents: sample, encode."""
 
 import dataclasses
-import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from onescan.cli.options import (
-    Argv,
-    Checkpoint,
-    Device,
-    Imports,
-    echo,
-    import_files,
-    parse,
-)
-from onescan.cli.predictions import (
-    PREDICTION_FILES,
-    Prediction,
-    text_probabilities,
-    write_predictions,
-)
-from onescan.messages import printable
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from onescan.training.loading import Checkpoint as TrainedModel
-
-
-def predict(argv: Argv) -> None:
-    """Classify image files and folders, or texts and tables of texts."""
-
-    @dataclass(frozen=True, kw_only=True)
-    class Options:
-        checkpoint: Checkpoint
-        """Run folder, such as runs/digits/seed-0, or zoo/NAME (see `onescan zoo`)."""
-        inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT...")]
-        """For images: files of any size (PNG, JPEG, WebP, GIF, BMP, TIFF or PPM), and folders,
-        whose images are found at any depth and skipped if they cannot be read. For texts: texts in
-        quotation marks, and .csv, .tsv, .jsonl or .parquet files, whose unreadable rows are
-        skipped."""
-        top_k: int = 3
-        """Number of classes to print per image or text."""
-        out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-        """Also write the predictions to a .csv or .json file."""
-        imports: Imports = ()
-
-    options = parse(Options, predict, argv)
-    if not options.inputs:
-        raise ValueError("inputs is empty, expected at least one image file or folder, or text")
-    if options.top_k < 1:
-        raise ValueError(f"top_k is {options.top_k}, expected at least 1")
-    if options.out is not None and Path(options.out).suffix not in PREDICTION_FILES:
-        raise ValueError(f"out is {options.out!r}, expected a name ending in .csv or .json")
-    from onescan.data import PairFormat
-    from onescan.training.loading import load
-
-    import_files(options.imports)
-    checkpoint = load(options.checkpoint)
-    names = checkpoint.class_names
-    of_texts = isinstance(checkpoint.format, PairFormat)
-    read = text_probabilities if of_texts else _image_probabilities
-    predictions: list[Prediction] = []
-    unreadable: list[str] = []
-    for given, row in read(checkpoint, options.inputs, unreadable):
-        if len(names) != len(row):
-            raise ValueError(
-                f"{checkpoint.folder}: class_names has {len(names)} names, expected {len(row)}, "
-                "one for each class of the model"
-            )
-        top = row.topk(min(options.top_k, len(row)))
-        guesses = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        predictions.append(Prediction(given, [(names[index], part) for index, part in guesses]))
-        shown = ", ".join(f"{printable(name)} {part:.1%}" for name, part in predictions[-1].top)
-        echo(f"{printable(given)}: {shown}")
-    for message in unreadable:
-        print(printable(f"skipped: {message}"), file=sys.stderr)
-    if not predictions:
-        found = f": {unreadable[0]}" if unreadable else ""
-        raise ValueError(f"inputs has no readable {'text' if of_texts else 'image'}{found}")
-    if options.out is not None:
-        from onescan.checkpoint.files import write_atomically
-
-        out, column = Path(options.out), "text" if of_texts else "path"
-        write_atomically(
-            out, lambda partial: write_predictions(partial, out.suffix, column, predictions)
-        )
-        echo(f"{out}: {len(predictions)} predictions")
-
-
-def _image_probabilities(
-    checkpoint: "TrainedModel", paths: Sequence[str], unreadable: list[str]
-) -> "Iterator[tuple[str, Tensor]]":
-    """Yield the path of each image, and the probabilities of its classes.
-
-    Images in folders that cannot be read are skipped; messages on them are added to `unreadable`.
-    """
-    from onescan.tasks.image_classification import classify
-
-    for path, is_in_folder in _images_at([Path(path) for path in paths]):
-        try:
-            (row,) = classify(checkpoint.model, [path], checkpoint.format)
-        except (OSError, ValueError) as error:
-            if not is_in_folder or str(path) not in str(error):
-                raise
-            unreadable.append(str(error))
-            continue
-        yield str(path), row
-
-
-def _images_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Yield files, and the images in folders, and whether they were found in a folder."""
-    for path in paths:
-        if not path.is_dir():
-            yield path, False
-            continue
-        from onescan.data.sources import images_below
-
-        for file in images_below(str(path)):
-            yield Path(file), True
+from onescan.cli.options import Argv, Checkpoint, Device, Imports, echo, import_files, parse
 
 
 def sample(argv: Argv) -> None:

@@ -1,7 +1,6 @@
 """Shared by the commands: parsing, help, output and common options."""
 
 import contextlib
-import dataclasses
 import inspect
 import io
 import re
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from onescan import zoo
 from onescan.messages import named_type, printable
 
 if TYPE_CHECKING:
@@ -83,7 +81,7 @@ def parse(
     shown, errors = _Capture(), _Capture()
     try:
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):
-            parsed = tyro.cli(
+            return tyro.cli(
                 options,
                 prog=f"onescan {prog or command.__name__}",
                 description=inspect.getdoc(command),
@@ -91,7 +89,6 @@ def parse(
                 config=(tyro.conf.AvoidSubcommands,),
                 default=tyro.MISSING_NONPROP if default is None else default,
             )
-        return with_zoo_folder(parsed)
     except SystemExit:
         if message := _value_error(errors.getvalue()):
             raise ValueError(message) from None
@@ -99,14 +96,6 @@ def parse(
         echo(only_options(text, common or ()) if hides_rare and text else text, end="")
         sys.stderr.write(printable(errors.getvalue(), keep=UNESCAPED))
         raise
-
-
-def with_zoo_folder(options: OptionsT) -> OptionsT:
-    """Replace "zoo/NAME" in the options' field `checkpoint` by the folder in the package."""
-    checkpoint = getattr(options, "checkpoint", None)
-    if not isinstance(checkpoint, str | Path):
-        return options
-    return dataclasses.replace(options, checkpoint=zoo.resolve(checkpoint))  # type: ignore
 
 
 class _Capture(io.StringIO):

@@ -1,6 +1,5 @@
 """GLUE, arXiv:1804.07461: eight tasks of single texts or pairs, from its tables or the hub."""
 
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,13 @@ from jaxtyping import Integer
 from onescan.checks import check_choice
 from onescan.data.base import DataConfig, OnError
 from onescan.data.sequences import LabelledSequence, SequenceFormat, SequenceSet, SequenceSplits
-from onescan.data.sources import HUB_NAME, first_line, import_datasets, quiet
+from onescan.data.sources import (
+    HUB_NAME,
+    first_line,
+    import_datasets,
+    quiet,
+    report_unreadable,
+)
 from onescan.data.text import TextFormat, Tokenizer, load_tokenizer
 from onescan.data.text.tokenizer import BYTES
 
@@ -29,9 +34,6 @@ HUB = "nyu-mll/glue"
 ENTAILMENT = ("entailment", "not_entailment")
 INFERENCES = ("entailment", "neutral", "contradiction")
 MAX_SCORE = 5.0  # of STS-B
-MAX_LOGGED = 10  # unreadable lines of a table
-
-log = logging.getLogger("onescan")
 
 
 class HeldOut(NamedTuple):
@@ -202,10 +204,7 @@ def _read_table(path: Path, problem: GlueProblem, on_error: OnError) -> list[Glu
                     raise ValueError(failures[-1]) from error
     if not rows:
         raise ValueError(f"{path} holds no rows")
-    for failure in failures[:MAX_LOGGED]:
-        log.warning("%s", failure)
-    if failures:
-        log.warning("%s: %s lines could not be read and are left out", path, len(failures))
+    report_unreadable(str(path), failures)
     return rows
 
 

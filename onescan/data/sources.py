@@ -23,6 +23,7 @@ Chosen = dict[str, str]  # the split in each role, "train" and "test"
 HUB_NAME = r"(\w[\w.-]*/)?\w[\w.-]*"
 # Raised by the datasets library for damaged rows and for a state that is not its own.
 UNREADABLE = (AttributeError, LookupError, OSError, TypeError, ValueError)
+MAX_LOGGED = 10  # messages on unreadable rows
 GROUP = 64  # rows fetched at once; the datasets library is much slower one by one
 
 log = logging.getLogger("onescan")
@@ -82,6 +83,14 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return line.replace("OfflineModeIsEnabled", "no connection, or HF_HUB_OFFLINE is set")
+
+
+def report_unreadable(source: str, failures: Sequence[str]) -> None:
+    """Log the first messages on the unreadable rows of a dataset, and their number."""
+    for failure in failures[:MAX_LOGGED]:
+        log.warning("%s", failure)
+    if failures:
+        log.warning("%s: %s rows could not be read and are left out", source, len(failures))
 
 
 def read_groups(

@@ -1,10 +1,7 @@
-"""Labelled texts in your own tables: CSV, TSV, JSON lines or parquet."""
+"""Labelled texts in your own tables: CSV, TSV, JSON or parquet."""
 
-import csv
-import json
-import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -13,33 +10,15 @@ import torch
 
 from onescan.checks import check_choice
 from onescan.data.base import HELD_OUT, SPLITS, DataConfig, OnError, stratified_split
-from onescan.data.glue import MAX_LOGGED, GlueRow, GlueSet, PairEncoder, PairFormat
+from onescan.data.glue import GlueRow, GlueSet, PairEncoder, PairFormat
 from onescan.data.sequences import SequenceSplits
-from onescan.data.sources import first_line, import_datasets, parquet_splits, walk
+from onescan.data.sources import parquet_splits, report_unreadable, walk
 from onescan.data.text import TextFormat, load_tokenizer
+from onescan.data.text.source import READERS, Row, file_type, is_table, is_unicode, read_rows
 from onescan.data.text.tokenizer import BYTES
 
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
-KINDS = (*DELIMITERS, ".jsonl", ".parquet")
-MAX_CELL = 1 << 30  # characters of a CSV cell; the default of the csv module is 131,072
 SPLIT_COLUMN = "split"
 MIN_CLASSES = 2
-
-log = logging.getLogger("onescan")
-
-
-class Record(NamedTuple):
-    """One row of a table.
-
-    Attributes:
-        place: Its file and line, or row of a parquet file.
-        cells: Its cells by column.
-        problem: Why it cannot be read; empty if it can.
-    """
-
-    place: str
-    cells: Mapping[str, Any]
-    problem: str = ""
 
 
 class LabelledText(NamedTuple):
@@ -50,126 +29,42 @@ class LabelledText(NamedTuple):
     place: str
 
 
-# Files
+# Rows
 
 
-def read_records(file: Path) -> Iterator[Record]:
-    """Read the rows of a table; a row that cannot be read has a problem.
-
-    Raises:
-        ValueError: If the file does not exist, is of another kind, or cannot be read.
-        ImportError: If it is a parquet file, and datasets is not installed.
-    """
-    if file.suffix not in KINDS:
-        raise ValueError(f"{file} is not a table, expected a name ending in {', '.join(KINDS)}")
-    if not file.is_file():
-        raise ValueError(f"there is no file {file}")
-    if file.suffix == ".parquet":
-        yield from _parquet(file)
-        return
-    # Bytes that are not UTF-8 become surrogates, so that the rows around them can be read.
-    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        yield from _json_lines(file, lines) if file.suffix == ".jsonl" else _csv(file, lines)
-
-
-def _csv(file: Path, lines: Iterable[str]) -> Iterator[Record]:
-    reader = csv.reader(lines, delimiter=DELIMITERS[file.suffix], strict=True)
-    columns: list[str] | None = None
-    while True:
-        line = reader.line_num + 1
-        place = f"{file}, line {line}"
-        limit = csv.field_size_limit(MAX_CELL)  # of the whole process
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield Record(place, {}, str(error))
-            continue
-        finally:
-            csv.field_size_limit(limit)
-        if columns is None:
-            columns = cells
-        elif len(cells) == len(columns):
-            yield Record(place, dict(zip(columns, cells, strict=True)))
-        elif cells:  # not an empty line
-            yield Record(place, {}, f"{len(cells)} cells, expected {len(columns)}")
-
-
-def _json_lines(file: Path, lines: Iterable[str]) -> Iterator[Record]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        place = f"{file}, line {number}"
-        try:
-            cells = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            yield Record(place, {}, f"is not JSON: {error}")
-            continue
-        is_object = isinstance(cells, dict)
-        yield Record(place, cells if is_object else {}, "" if is_object else "is not an object")
-
-
-def _parquet(file: Path) -> Iterator[Record]:
-    import_datasets("text")  # requires pyarrow
-    from pyarrow import parquet
-
-    try:
-        number = 0
-        for batch in parquet.ParquetFile(file).iter_batches():
-            for cells in batch.to_pylist():
-                yield Record(f"{file}, row {number}", cells)
-                number += 1
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is not a complete parquet file: {first_line(error)}") from error
-
-
-def read_text(record: Record, column: str) -> str:
+def read_text(row: Row, column: str) -> str:
     """Return the text of a row.
 
     Raises:
         ValueError: If the row cannot be read or has no text; names the file and the line.
     """
-    problem, text = record.problem, None
-    if not problem:
-        text = _cell(record, column, "data.text_column")
-        if not isinstance(text, str):
-            problem = f"the text is {text!r}, expected a string"
-        elif not text.strip():
-            problem = "the text is empty"
-        elif not _is_unicode(text):
-            problem = "the text is not UTF-8"
-    if problem:
-        raise ValueError(f"{record.place}: {problem}")
-    return str(text)
+    if not row.fault:
+        _cell(row, column, "data.text_column")
+    document = row.document(column)
+    document.check()
+    if document.is_blank:
+        raise ValueError(f"{row.place}: the text is empty")
+    return document.text
 
 
-def _read_label(record: Record, column: str) -> str:
-    label = _cell(record, column, "data.label_column")
+def _read_label(row: Row, column: str) -> str:
+    label = _cell(row, column, "data.label_column")
     if isinstance(label, float) and label.is_integer():  # such as of a column with gaps
         label = int(label)
     name = str(label).strip()
-    if not (isinstance(label, str | int) and name and _is_unicode(name)):
+    if not (isinstance(label, str | int) and name and is_unicode(name)):
         shown = "empty" if label is None or not name else repr(label)
-        raise ValueError(f"{record.place}: the label is {shown}, expected a string or an integer")
+        raise ValueError(f"{row.place}: the label is {shown}, expected a string or an integer")
     return name
 
 
-def _cell(record: Record, column: str, field: str) -> Any:
-    if column not in record.cells:
-        names = ", ".join(map(str, record.cells)) or "none"
+def _cell(row: Row, column: str, field: str) -> Any:
+    if column not in row.cells:
+        names = ", ".join(map(str, row.cells)) or "none"
         raise ValueError(
-            f"{field} is {column!r}, but {record.place}, has no such column; available: {names}"
+            f"{field} is {column!r}, but {row.place}, has no such column; available: {names}"
         )
-    return record.cells[column]
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return row.cells[column]
 
 
 # The dataset
@@ -177,7 +72,10 @@ def _is_unicode(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TextTableConfig(DataConfig):
-    """Texts with one label each, in a .csv, .tsv, .jsonl or .parquet file, or a folder of them."""
+    """Texts with one label each, in a CSV, TSV, JSON or parquet file, or a folder of them.
+
+    JSON files hold one object per line, or a list of objects. Files may be compressed (.gz).
+    """
 
     path: str
     """The file, or a folder of files. Files named train.csv and test.csv, for example, are the
@@ -231,7 +129,7 @@ class TextTableConfig(DataConfig):
             train, test = self._held_out(train, names)
         else:
             test = list(self._of_classes(parts[held_out], names, failures))
-        self._report(failures)
+        report_unreadable(self.path, failures)
         if not test:
             raise ValueError(f"data.path is {self.path!r}, which has no texts to evaluate on")
         classes = {name: place for place, name in enumerate(names)}
@@ -251,12 +149,14 @@ class TextTableConfig(DataConfig):
         place = Path(self.path).expanduser()
         if not place.is_dir():
             return {"train": [str(place)]}
-        files = [Path(file) for file in walk(str(place)) if file.endswith(KINDS)]
-        if not files:
+        tables = sorted(file for file in map(Path, walk(str(place))) if is_table(file))
+        if not tables:
             raise ValueError(
-                f"data.path is {self.path!r}, a folder without {', '.join(KINDS)} files"
+                f"data.path is {self.path!r}, a folder without {', '.join(READERS)} files"
             )
-        return parquet_splits(place, sorted(files))
+        # A .json file next to other tables often describes them.
+        files = [file for file in tables if file_type(file) != ".json"] or tables
+        return parquet_splits(place, files)
 
     def _read(self, failures: list[str]) -> dict[str, list[LabelledText]]:
         """Read the texts of each part; add unreadable rows to `failures`."""
@@ -264,28 +164,27 @@ class TextTableConfig(DataConfig):
         files = self._files()
         for split, names in files.items():
             for name in names:
-                for record in read_records(Path(name)):
+                for row in read_rows(Path(name)):
                     try:
-                        text = read_text(record, self.text_column)
+                        text = read_text(row, self.text_column)
                         is_named = len(files) > 1 or split != "train"
-                        part = split if is_named else self._part(record)
-                        label = _read_label(record, self.label_column)
+                        part = split if is_named else self._part(row)
+                        label = _read_label(row, self.label_column)
                     except ValueError as error:
                         if self.on_error == "raise":
                             raise
                         failures.append(str(error))
                         continue
-                    parts.setdefault(part, []).append(LabelledText(text, label, record.place))
+                    parts.setdefault(part, []).append(LabelledText(text, label, row.place))
         return parts
 
-    def _part(self, record: Record) -> str:
-        if self.split_column == SPLIT_COLUMN and SPLIT_COLUMN not in record.cells:
+    def _part(self, row: Row) -> str:
+        if self.split_column == SPLIT_COLUMN and SPLIT_COLUMN not in row.cells:
             return "train"
-        part = str(_cell(record, self.split_column, "data.split_column")).strip().lower()
+        part = str(_cell(row, self.split_column, "data.split_column")).strip().lower()
         if part not in SPLITS:
             raise ValueError(
-                f"{record.place}: {self.split_column} is {part!r}, expected one of "
-                f"{', '.join(SPLITS)}"
+                f"{row.place}: {self.split_column} is {part!r}, expected one of {', '.join(SPLITS)}"
             )
         return part
 
@@ -316,12 +215,6 @@ class TextTableConfig(DataConfig):
             if self.on_error == "raise":
                 raise ValueError(problem)
             failures.append(problem)
-
-    def _report(self, failures: list[str]) -> None:
-        for failure in failures[:MAX_LOGGED]:
-            log.warning("%s", failure)
-        if failures:
-            log.warning("%s: %s rows could not be read and are left out", self.path, len(failures))
 
 
 def _class_names(examples: Iterable[LabelledText]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from onescan import configs
+from onescan import configs, zoo
 from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.checks import in_a_line
 from onescan.data import ImageFormat
@@ -79,14 +79,14 @@ def open_features(path: str | Path, device: torch.device) -> FeatureExtractor:
 
     Args:
         path: A TorchScript file (.pt, .pth, .ts, .jit) for `InceptionFeatures`; or a run's folder,
-            or best.safetensors in it, for `ClassifierFeatures`.
+            best.safetensors in it or "zoo/NAME", for `ClassifierFeatures`.
         device: Device to run on.
 
     Raises:
         FileNotFoundError: If the path does not exist.
         ValueError: If it is neither, or damaged.
     """
-    path = Path(path)
+    path = zoo.resolve(Path(path))
     if not path.exists():
         raise FileNotFoundError(f"features is '{path}', which does not exist")
     if path.suffix in TORCHSCRIPT:

@@ -19,7 +19,7 @@ from einops import rearrange
 from numpy.typing import NDArray
 from PIL import Image
 
-from onescan import configs
+from onescan import configs, zoo
 from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.checks import in_a_line
 from onescan.data import DataConfig, DataSet, Example, ImageDataset, ImageFormat, derive_seed
@@ -245,8 +245,8 @@ def open_samples(
     """Open images to evaluate.
 
     Args:
-        path: A run's folder, or best.safetensors in it; a folder that `DenoiserPipeline`'s
-            save_pretrained wrote; an .npz file; or a folder of images.
+        path: A run's folder, or best.safetensors in it; "zoo/NAME"; a folder that
+            `DenoiserPipeline`'s save_pretrained wrote; an .npz file; or a folder of images.
         config: How images are generated.
         features: Labels of an .npz file are assumed to be of its classes.
         device: Device to generate on.
@@ -256,7 +256,7 @@ def open_samples(
         ValueError: If it is none of these, or `config` asks for another way to generate images
             that already exist.
     """
-    path = Path(path)
+    path = zoo.resolve(Path(path))
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     if path.suffix != NPZ and (is_run(path) or (path / INDEX).is_file()):

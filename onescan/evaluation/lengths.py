@@ -8,7 +8,6 @@ at every length.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -40,8 +39,7 @@ from onescan.shapes import Tokens
 from onescan.tasks.language_modelling import MaskedLanguageModellingConfig
 from onescan.training.config import Precision, RunConfig
 from onescan.training.distributed import Ranks, choose_device
-from onescan.training.folder import read_manifest
-from onescan.training.loading import is_run, load_language_model
+from onescan.training.loading import load_language_model, run_of
 from onescan.training.optim import autocast
 
 Stream = Int[Tensor, " tokens"]
@@ -268,12 +266,6 @@ def inputs_and_labels(
     row = ids.unsqueeze(0)
     inputs, _, labels = task.masked_for_evaluation((row, torch.zeros_like(row)))
     return inputs[0], labels[0]
-
-
-def run_of(checkpoint: str) -> RunConfig | None:
-    """Return the config of the run that trained a model; None if it is not a run."""
-    path = Path(checkpoint)
-    return read_manifest(path if path.is_dir() else path.parent).run if is_run(path) else None
 
 
 def held_out_tokens(checkpoint: str, data: DataConfig) -> Ids:

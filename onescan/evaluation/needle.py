@@ -25,11 +25,12 @@ from onescan.data import derive_seed
 from onescan.data.text import Tokenizer
 from onescan.data.text.tokenizer import Ids
 from onescan.evaluation.config import NeedleConfig, short_name
-from onescan.evaluation.lengths import held_out_tokens, run_of
+from onescan.evaluation.lengths import held_out_tokens
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.causal_lm import CausalLM
 from onescan.models.token_network import NetworkState
 from onescan.training.folder import write_json
+from onescan.training.loading import run_of
 
 RESULTS = "needle.json"
 REMEDY = "remove it to start again, or choose another folder"

@@ -10,7 +10,7 @@ from onescan.checks import check_choice
 from onescan.layers.basic import NormName
 from onescan.layers.decays import DECAYS, NoDecayConfig
 from onescan.layers.mixers.contract import Mixer, MixerConfig
-from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig, _unit
+from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig, normalized_silu
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig
 from onescan.layers.mixers.linear_diffusion import LinearDiffusionMixerConfig
 from onescan.layers.mixers.lion import LionMixer, LionMixerConfig, ScanName
@@ -270,11 +270,11 @@ class DeltaAttention(AttentionLayer):
         _, k, v = mixer.in_proj(context).chunk(3, dim=-1)
         q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
         beta = torch.sigmoid(mixer.beta_proj(context))
-        k = _unit(k)
+        k = normalized_silu(k)
         _, memory = delta_rule(k, k, v, beta, causal=True, keep=keep)
         assert isinstance(memory, DeltaState)
         with disable_autocast(x):
-            (wide_q,) = to_accumulation_dtype(_unit(q))
+            (wide_q,) = to_accumulation_dtype(normalized_silu(q))
             o = torch.einsum("bthk,bhkv->bthv", wide_q, memory.kv).flatten(-2).to(q.dtype)
         return mixer.out_proj(mixer.norm(o))
 

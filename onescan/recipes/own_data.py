@@ -74,12 +74,30 @@ def image_classifier() -> RunConfig:
     )
 
 
+def signal_classifier() -> RunConfig:
+    """LightNet on your own signals, video or volumes; settings are inferred from the data.
+
+    onescan train signal_classifier --data.path signals.npz
+
+    The .npz file, or a folder of .npy files, holds x of shape [N, samples], or [N, samples,
+    channels], and class indices y of shape [N]. Examples with more axes are video or volumes. A
+    last axis of size 4 or less is taken to be the channels, unless --data.axes is given. Settings
+    are inferred and printed as for image_classifier.
+    """
+    return dataclasses.replace(
+        image_classifier(),
+        name="signal_classifier",
+        data=ArrayDatasetConfig(path="", test_fraction=0.15, axes=1),
+        task=ImageClassificationConfig(label_smoothing=0.1, augment=None),
+    )
+
+
 def text_classifier() -> RunConfig:
     """LightNet on your own texts; settings are inferred from the data.
 
     onescan train text_classifier --data.path FILE.csv
 
-    FILE is a .csv, .tsv, .jsonl or .parquet file with the columns text and label (others by
+    FILE is a .csv, .tsv, .jsonl, .json or .parquet file with the columns text and label (others by
     --data.text-column and --data.label-column), or a folder with train.csv and test.csv, for
     example. A column split may name the training and test parts; otherwise, a part of each class
     is held out. Tokens are bytes, or those of --data.tokenizer. Classes, vocabulary, length, batch
@@ -109,7 +127,7 @@ def for_path(run: RunConfig, path: str) -> RunConfig:
             f"data.path is missing, expected your data: onescan train {run.name} --data.path PATH"
         )
     if isinstance(run.data, ImageDatasetConfig) and _holds_arrays(path):
-        data = ArrayDatasetConfig(path=path, test_fraction=run.data.test_fraction, axes=0)
+        data = ArrayDatasetConfig(path=path, test_fraction=run.data.test_fraction)
         return dataclasses.replace(run, data=data)
     return _replace(run, ["data", "path"], path)
 
@@ -184,10 +202,9 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     data = run.data
     if not isinstance(data, ArrayDatasetConfig):
         raise ValueError(f"data is {named_type(data)}, expected an ArrayDatasetConfig")
-    if not data.axes:
-        data = dataclasses.replace(data, axes=data.find_axes())
-        run = dataclasses.replace(run, data=data)
-    splits = data.build()
+    if "data.axes" not in given:
+        run = _replace(run, ["data", "axes"], data.find_axes())
+    splits = run.data.build()
     format = splits.format
     shape = format.shape if isinstance(format, ArrayFormat) else (format.height, format.width)
     mean, std = format.mean, format.std
@@ -370,5 +387,5 @@ def _statistics(splits: ImageSplits) -> tuple[tuple[float, ...], tuple[float, ..
 
 RECIPES = {
     name: dataclasses.replace(recipe, infers=True)
-    for name, recipe in table(image_classifier, text_classifier).items()
+    for name, recipe in table(image_classifier, signal_classifier, text_classifier).items()
 }

@@ -15,14 +15,12 @@ from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate, read_c
 from onescan.checkpoint.weights import load_model
 from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.configs import ModelConfig, from_dict
-from onescan.data import ImageFormat
+from onescan.data import Format, ImageFormat
 from onescan.data.sources import HUB_NAME
+from onescan.messages import named_type
+from onescan.models.denoiser import Denoiser
 from onescan.shapes import Images, Logits
 
-NOT_CLASSIFIERS = (
-    *("CausalLMConfig", "MaskedLMConfig", "SequenceClassifierConfig", "SequenceDecoderConfig"),
-    "DenoiserConfig",
-)
 EXPECTED = "expected a run's folder, its weights, or a classifier of transformers"
 
 
@@ -78,9 +76,9 @@ class Teacher:
 class _Record:
     """The entries of a run's config.json that using its model requires."""
 
-    model: ModelConfig
-    format: ImageFormat
+    format: Format
     class_names: tuple[str, ...]
+    model: ModelConfig
 
 
 def load_teacher(name: str, field: str = "task.teacher") -> Teacher:
@@ -129,12 +127,13 @@ def _of_run(name: str, field: str, weights: Path) -> Teacher:
         raise FileNotFoundError(f"{field} is {name!r}: no checkpoint has been saved there")
     try:
         config = read_config(weights.parent)
-        kind = config["run"]["model"].get("type")
-        if kind in NOT_CLASSIFIERS:
-            raise ValueError(f"its model is a {kind}, expected an image classifier")
         known = {key: config[key] for key in ("format", "class_names")}
         record = from_dict(_Record, known | {"model": config["run"]["model"]})
+        if not isinstance(record.format, ImageFormat):
+            raise ValueError(f"its format is {named_type(record.format)}, expected an ImageFormat")
         model, _ = load_model(weights, record.model)
+        if isinstance(model, Denoiser):
+            raise ValueError(f"its model is {named_type(model)}, expected an image classifier")
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{field} is {name!r}, which cannot be read: {error}") from error
     return Teacher(

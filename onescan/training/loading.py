@@ -16,6 +16,7 @@ from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate
 from onescan.checkpoint.weights import REMEDY, load_model
 from onescan.data import Format
 from onescan.data.sources import HUB_NAME
+from onescan.messages import named_type
 from onescan.training.config import RunConfig
 from onescan.training.folder import read_manifest
 
@@ -95,6 +96,12 @@ def is_run(path: Path) -> bool:
         return False
 
 
+def run_of(checkpoint: str | Path) -> RunConfig | None:
+    """Return the config of the run that trained a model; None if it is not a run."""
+    path = zoo.resolve(Path(checkpoint))
+    return read_manifest(locate(path)[0]).run if is_run(path) else None
+
+
 def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
     """Load a language model, on the CPU in evaluation mode, and its tokenizer.
 
@@ -114,14 +121,13 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
     from onescan.models.causal_lm import CausalLM
     from onescan.models.masked_lm import MaskedLM
 
-    name = zoo.resolve(name)
     if _is_pretrained(name):
         tokenizer, model = load_tokenizer(name), _load_pretrained(name)
     else:
         run = load(name)
         if not isinstance(run.model, CausalLM | MaskedLM):
-            kind = type(run.model).__name__
-            raise ValueError(f"{name!r} holds a {kind}, expected a CausalLM or MaskedLM")
+            kind = named_type(run.model)
+            raise ValueError(f"{name!r} holds {kind}, expected a CausalLM or MaskedLM")
         if not isinstance(run.format, TextFormat):
             raise ValueError(f"{name!r} was trained on {type(run.format).__name__}, not on text")
         tokenizer, model = run.format.open(run.folder), run.model
@@ -131,7 +137,7 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
 
 def _is_pretrained(name: str) -> bool:
     """Return whether a name is for transformers: a folder with its config, or a hub name."""
-    path = Path(name)
+    path = zoo.resolve(Path(name))
     if path.exists():
         return path.is_dir() and (path / CONFIG).is_file() and not is_run(path)
     return re.fullmatch(HUB_NAME, name) is not None
@@ -161,7 +167,6 @@ def init_from(name: str, model: nn.Module) -> None:
         FileNotFoundError: If the run has not saved any weights.
         ImportError: If transformers is needed and not installed.
     """
-    name = zoo.resolve(name)
     other = _load_pretrained(name) if _is_pretrained(name) else load(name).model
     there, here = other.state_dict(), model.state_dict()
     _check_match(name, _without_head(there), _without_head(here))

@@ -15,7 +15,6 @@ import torch
 from PIL.Image import Image
 from tqdm import tqdm
 
-from onescan import zoo
 from onescan.checkpoint.files import write_atomically
 from onescan.checks import check_choice, check_positive
 from onescan.data import ImageFormat, batched, derive_seed
@@ -23,8 +22,7 @@ from onescan.data.image_grid import ImageBytes, as_image, grid_columns, grid_of_
 from onescan.data.latents import LatentFormat, load_vae
 from onescan.models.denoiser import STEPS, Denoiser, SamplerConfig, SamplerName
 from onescan.tasks.image_generation import ImageGenerationConfig
-from onescan.training.folder import read_manifest
-from onescan.training.loading import is_run, load
+from onescan.training.loading import load, run_of
 
 if TYPE_CHECKING:
     from onescan.integrations.diffusers import DenoiserPipeline
@@ -53,7 +51,7 @@ def load_pipeline(
         ValueError: If it does not generate images, is damaged, or was trained with a kind of noise
             that the sampler does not support; or if the VAE cannot be loaded or does not fit.
     """
-    path = zoo.resolve(Path(path))
+    path = Path(path)
     name: Any = sampler
     if sampler is not None:
         check_choice("sampler", sampler, get_args(SamplerName))
@@ -68,15 +66,14 @@ def default_sampler(path: str | Path) -> SamplerConfig:
     Raises:
         ValueError: If it is a run that does not generate images.
     """
-    path = zoo.resolve(Path(path))
-    if not is_run(path):
+    run = run_of(path)
+    if run is None:
         return SamplerConfig()
-    task = read_manifest(path if path.is_dir() else path.parent).run.task
-    if not isinstance(task, ImageGenerationConfig):
+    if not isinstance(run.task, ImageGenerationConfig):
         raise ValueError(
-            f"'{path}' is a run of {type(task).__name__}, which does not generate images"
+            f"'{path}' is a run of {type(run.task).__name__}, which does not generate images"
         )
-    return task.sampler
+    return run.task.sampler
 
 
 def _load_from_run(path: Path, sampler: SamplerName | None, vae: str | None) -> "DenoiserPipeline":

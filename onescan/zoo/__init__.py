@@ -102,7 +102,7 @@ def resolve(checkpoint: PathT) -> PathT:
     Raises:
         ValueError: If there is no model of this name, or a file of it is damaged.
     """
-    parts = Path(checkpoint).parts
-    if len(parts) != len((PREFIX, "NAME")) or parts[0] != PREFIX or Path(checkpoint).exists():
+    folder, name = Path(checkpoint).parent, Path(checkpoint).name
+    if folder != Path(PREFIX) or Path(checkpoint).exists():
         return checkpoint
-    return type(checkpoint)(path(parts[1]))
+    return type(checkpoint)(path(name))

@@ -1,4 +1,4 @@
-"""Documents of text from files, folders, saved datasets, or the Hugging Face hub.
+"""Documents of text from files, folders, saved datasets or the Hugging Face hub; rows of tables.
 
 Plain text, JSON and tables on disk are read here and not by the datasets library, which does
 not report the file and line of an error, cannot skip a damaged document, and first copies
@@ -10,6 +10,7 @@ import csv
 import gzip
 import json
 import re
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,8 +72,54 @@ class Document(NamedTuple):
             raise ValueError(self.message)
 
 
-Documents = Iterator[tuple[Document, Mark]]  # each with the mark of the position after it
-Reader = Callable[[Path, Mark, str, SampleBy], Documents]
+class Row(NamedTuple):
+    """One row of a table.
+
+    Attributes:
+        cells: Its values by column; empty if it cannot be read.
+        place: Its file and line, or the number of the row in a file without lines.
+        fault: Why it cannot be read, if it cannot.
+    """
+
+    cells: Mapping[str, Any]
+    place: str
+    fault: str = ""
+
+    def document(self, column: str) -> Document:
+        """Return the text in a column. It has a fault if there is none."""
+        if self.fault:
+            return Document("", self.place, self.fault)
+        if column not in self.cells:
+            return Document("", self.place, _missing_column(column, self.cells))
+        text = self.cells[column]
+        if not isinstance(text, str):
+            found = "nothing" if text is None else type(text).__name__
+            fault = f"the column {column!r} holds {found}, expected text"
+            return Document("", self.place, fault)
+        if not is_unicode(text):
+            return Document("", self.place, f"the column {column!r} holds half of a surrogate pair")
+        return Document(text, self.place)
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether UTF-8 can encode a text. JSON may contain escaped surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _missing_column(column: str, columns: Iterable[str]) -> str:
+    return f"there is no column {column!r}, expected one of: {', '.join(columns) or 'none'}"
+
+
+# Each document or row comes with the mark of the position after it.
+Documents = Iterator[tuple[Document, Mark]]
+Rows = Iterator[tuple[Row, Mark]]
+# Reads a table from a mark on. If a column is given, it reads only this one, and checks at once
+# that there is one, if the type of file has a list of columns.
+TableReader = Callable[[Path, Mark, str | None], Rows]
 
 
 # Files
@@ -116,10 +163,35 @@ def read_file(path: Path, mark: Mark, column: str, sample_by: SampleBy) -> Docum
         ValueError: If the file is damaged or has no such column.
         OSError: If it cannot be read.
     """
-    try:
-        yield from READERS.get(file_type(path), _read_plain)(path, mark, column, sample_by)
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+    if reader := READERS.get(file_type(path)):
+        for row, after in reader(path, mark, column):
+            yield row.document(column), after
+    else:
+        yield from _read_plain(path, mark, sample_by)
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a table with all columns. Those that cannot be read have a fault.
+
+    Raises:
+        ValueError: If there is no such file, it is not a table, or it is damaged.
+        ImportError: If it is a parquet file, and the datasets library is not installed.
+        OSError: If it cannot be read.
+    """
+    if not is_table(path):
+        raise ValueError(
+            f"{path} is not a table, expected a name ending in {', '.join(READERS)}, or one of "
+            "these and .gz"
+        )
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    for row, _ in READERS[file_type(path)](path, {}, None):
+        yield row
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a file has the name of a table."""
+    return file_type(path) in READERS
 
 
 def file_type(path: Path) -> str:
@@ -127,7 +199,7 @@ def file_type(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def _read_plain(path: Path, mark: Mark, _column: str, sample_by: SampleBy) -> Documents:
+def _read_plain(path: Path, mark: Mark, sample_by: SampleBy) -> Documents:
     with _open(path) as file:
         lines = Lines(file, mark)
         for number, content in _split(lines, sample_by):
@@ -155,31 +227,30 @@ def _split(lines: Lines, sample_by: SampleBy) -> Iterator[tuple[int, bytes]]:
         yield 1, content
 
 
-def _read_json_lines(path: Path, mark: Mark, column: str, _sample_by: SampleBy) -> Documents:
+def _read_json_lines(path: Path, mark: Mark, _column: str | None) -> Rows:
     with _open(path) as file:
         lines = Lines(file, mark)
         for line in lines:
             if line.strip():
-                place = f"{path}, line {lines.number}"
-                yield _parse_json_line(line, place, column), lines.mark
+                yield _parse_json_line(line, f"{path}, line {lines.number}"), lines.mark
 
 
-def _parse_json_line(line: bytes, place: str, column: str) -> Document:
+def _parse_json_line(line: bytes, place: str) -> Row:
     try:
-        return _from_object(json.loads(line), place, column)
+        return _from_object(json.loads(line), place)
     except json.JSONDecodeError as error:
-        return Document("", place, f"this is not JSON: {error.msg} at column {error.colno}")
+        return Row({}, place, f"this is not JSON: {error.msg} at column {error.colno}")
     except UnicodeDecodeError as error:
-        return Document("", place, f"this is not UTF-8: {error.reason}")
+        return Row({}, place, f"this is not UTF-8: {error.reason}")
     except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
-        return Document("", place, f"this is not JSON: {first_line(error)}")
+        return Row({}, place, f"this is not JSON: {first_line(error)}")
 
 
-def _read_json(path: Path, mark: Mark, column: str, sample_by: SampleBy) -> Documents:
+def _read_json(path: Path, mark: Mark, column: str | None) -> Rows:
     """Read a list of objects, or one object per line."""
     with _open(path) as file:
         if not file.read(64).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
-            yield from _read_json_lines(path, mark, column, sample_by)
+            yield from _read_json_lines(path, mark, column)
             return
         file.seek(0)
         try:
@@ -193,88 +264,99 @@ def _read_json(path: Path, mark: Mark, column: str, sample_by: SampleBy) -> Docu
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: this is not JSON: {first_line(error)}") from error
     for number in range(mark.get("row", 0), len(rows)):
-        yield _from_object(rows[number], f"{path}, row {number}", column), {"row": number + 1}
+        yield _from_object(rows[number], f"{path}, row {number}"), {"row": number + 1}
 
 
-def _from_object(row: Any, place: str, column: str) -> Document:
-    if not isinstance(row, dict):
-        return Document("", place, f"this is {named_type(row)}, expected an object")
-    if column not in row:
-        return Document("", place, _missing_column(column, list(row)))
-    return _from_value(row[column], place, column)
+def _from_object(value: Any, place: str) -> Row:
+    if isinstance(value, dict):
+        return Row(value, place)
+    return Row({}, place, f"this is {named_type(value)}, expected an object")
 
 
-def _read_csv(path: Path, mark: Mark, column: str, _sample_by: SampleBy) -> Documents:
+def _read_csv(path: Path, mark: Mark, column: str | None) -> Rows:
     """Read a table with a header. A quoted field may contain line breaks."""
     csv.field_size_limit(2**31 - 1)  # for the whole process; a document may be long
     dialect = csv.excel_tab if file_type(path) == ".tsv" else csv.excel
     with _open(path) as file:
         lines = Lines(file, {})
-        header = next(csv.reader(map(bytes.decode, lines), dialect, strict=True), [])
-        if column not in header:
+        try:
+            header = next(_parse_csv(lines, dialect), [])
+            _check_utf8(header)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, line 1: invalid header: {error}") from error
+        if column is not None and column not in header:
             raise ValueError(f"{path}, line 1: {_missing_column(column, header)}")
+        columns = dict.fromkeys(header) if column is None else [column]
+        places = {name: header.index(name) for name in columns}
         lines = Lines(file, mark or lines.mark)
-        # Unlike a generator expression, map continues after a decoding error.
-        rows = csv.reader(map(bytes.decode, lines), dialect, strict=True)
+        rows = _parse_csv(lines, dialect)
         while True:
             place = f"{path}, line {lines.number + 1}"
             try:
                 row = next(rows)
+                _check_utf8(row)
             except StopIteration:
                 return
             except (csv.Error, UnicodeDecodeError) as error:
-                yield Document("", place, f"invalid table row: {error}"), lines.mark
+                yield Row({}, place, f"invalid table row: {error}"), lines.mark
                 continue
             if len(row) == len(header):
-                yield Document(row[header.index(column)], place), lines.mark
+                cells = {name: row[index] for name, index in places.items()}
+                yield Row(cells, place), lines.mark
             elif row:  # otherwise, the line is empty
                 fault = f"there are {len(row)} cells, expected {len(header)}"
-                yield Document("", place, fault), lines.mark
+                yield Row({}, place, fault), lines.mark
 
 
-def _read_parquet(path: Path, mark: Mark, column: str, _sample_by: SampleBy) -> Documents:
+def _parse_csv(lines: Lines, dialect: type[csv.Dialect]) -> Iterator[list[str]]:
+    """Parse rows, in which surrogates stand for bytes that are not UTF-8.
+
+    An error in the middle of a row of several lines would make the reader begin a new row there.
+    """
+    decoded = (line.decode(errors="surrogateescape") for line in lines)
+    return csv.reader(decoded, dialect, strict=True)
+
+
+def _check_utf8(row: list[str]) -> None:
+    """Raise UnicodeDecodeError if bytes of a parsed row were not UTF-8."""
+    "\n".join(row).encode(errors="surrogateescape").decode()
+
+
+def _read_parquet(path: Path, mark: Mark, column: str | None) -> Rows:
     import_datasets("text")  # which depends on pyarrow
     from pyarrow import parquet
 
     first, row = mark.get("row", 0), 0
     try:
         with parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            if column not in columns:
-                raise ValueError(_missing_column(column, columns))
+            names = file.schema_arrow.names
+            if column is not None and column not in names:
+                raise ValueError(_missing_column(column, names))
+            columns = None if column is None else [column]
             groups = list(range(file.num_row_groups))
             while groups and row + file.metadata.row_group(groups[0]).num_rows <= first:
                 row += file.metadata.row_group(groups.pop(0)).num_rows
-            for batch in file.iter_batches(batch_size=ROWS, row_groups=groups, columns=[column]):
-                texts = batch.column(0).slice(max(first - row, 0)).to_pylist()
+            for batch in file.iter_batches(batch_size=ROWS, row_groups=groups, columns=columns):
+                cells = batch.slice(max(first - row, 0)).to_pylist()
                 row += len(batch)
-                for index, text in enumerate(texts, row - len(texts)):
-                    yield _from_value(text, f"{path}, row {index}", column), {"row": index + 1}
+                for index, values in enumerate(cells, row - len(cells)):
+                    yield Row(values, f"{path}, row {index}"), {"row": index + 1}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def _from_value(text: Any, place: str, column: str) -> Document:
-    """Check the text of a row."""
-    if not isinstance(text, str):
-        found = "nothing" if text is None else type(text).__name__
-        return Document("", place, f"the column {column!r} holds {found}, expected text")
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON may contain escaped surrogates, which UTF-8 cannot encode
-        return Document("", place, f"the column {column!r} holds half of a surrogate pair")
-    return Document(text, place)
+@contextmanager
+def _open(path: Path) -> Iterator[BufferedIOBase]:
+    """Open a file, which may be compressed, and name it in errors of its compression."""
+    is_compressed = path.name.lower().endswith(".gz")
+    with gzip.open(path) if is_compressed else path.open("rb") as file:
+        try:
+            yield file
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} is damaged: {first_line(error)}") from error
 
 
-def _missing_column(column: str, columns: list[str]) -> str:
-    return f"there is no column {column!r}, expected one of: {', '.join(columns) or 'none'}"
-
-
-def _open(path: Path) -> BufferedIOBase:
-    return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")
-
-
-READERS: dict[str, Reader] = {
+READERS: dict[str, TableReader] = {
     ".parquet": _read_parquet,
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
@@ -348,7 +430,8 @@ class RowsShard(Shard):
     def read(self, mark: Mark) -> Documents:
         for first in range(mark.get("row", 0), len(self.rows), GROUP):
             for row, text in enumerate(self.rows[first : first + GROUP][self.column], first):
-                yield _from_value(text, f"{self.name}, row {row}", self.column), {"row": row + 1}
+                found = Row({self.column: text}, f"{self.name}, row {row}")
+                yield found.document(self.column), {"row": row + 1}
 
     @property
     def cache_key(self) -> list[int | str]:
@@ -385,11 +468,12 @@ class StreamShard(Shard):
         groups = read_groups(shard, name, first=mark.get("group", 0), state=mark.get("state"))
         for group, columns, state in groups:
             if self.column not in columns:  # the dataset does not declare its columns
-                raise ValueError(f"{name}: {_missing_column(self.column, list(columns))}")
+                raise ValueError(f"{name}: {_missing_column(self.column, columns)}")
             texts = columns[self.column]
             for row in range(max(first, group), group + len(texts)):
-                document = _from_value(texts[row - group], f"{name}, row {row}", self.column)
-                yield document, {"row": row + 1, "group": group, "state": state}
+                found = Row({self.column: texts[row - group]}, f"{name}, row {row}")
+                after = {"row": row + 1, "group": group, "state": state}
+                yield found.document(self.column), after
 
 
 def read_documents(shards: Iterable[Shard]) -> Iterator[Document]:

@@ -64,7 +64,8 @@ class DeltaRuleMixer(Mixer):
         q, k, v = (
             y.unflatten(-1, (config.num_heads, -1)) for y in self.in_proj(x).chunk(3, dim=-1)
         )
-        inputs = (_unit(q), _unit(k), v, torch.sigmoid(self.beta_proj(x)), keep)
+        q, k = normalized_silu(q), normalized_silu(k)
+        inputs = (q, k, v, torch.sigmoid(self.beta_proj(x)), keep)
         q, k, v, beta, real = map(flipped, inputs) if backward else inputs
         new_state: Any
         o, new_state = delta_rule(
@@ -77,6 +78,7 @@ class DeltaRuleMixer(Mixer):
         return o, new_state if config.is_causal else None
 
 
-def _unit(x: Keys) -> Keys:
+def normalized_silu(x: Keys) -> Keys:
+    """Apply SiLU and divide by the L2 norm, as DeltaNet does with queries and keys."""
     x = F.silu(x)
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + EPS)

@@ -1,0 +1,194 @@
+"""The command that classifies images and texts: predict."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import tyro
+
+from onescan.cli.options import Argv, Checkpoint, Imports, echo, import_files, parse
+from onescan.messages import printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from onescan.training.loading import Checkpoint as TrainedModel
+
+PREDICTION_FILES = (".csv", ".json")
+
+
+class Prediction(NamedTuple):
+    """The most probable classes of one image or text, with their probabilities, best first."""
+
+    input: str  # path or text
+    top: list[tuple[str, float]]
+
+
+def predict(argv: Argv) -> None:
+    """Classify image files and folders, or texts and tables of texts."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        checkpoint: Checkpoint
+        """Run folder, such as runs/digits/seed-0, or zoo/NAME (see `onescan zoo`)."""
+        inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT...")]
+        """For images: files of any size (PNG, JPEG, WebP, GIF, BMP, TIFF or PPM), and folders,
+        whose images are found at any depth and skipped if they cannot be read. For texts: texts in
+        quotes, and .csv, .tsv, .jsonl or .parquet files, whose unreadable rows are skipped."""
+        top_k: int = 3
+        """Number of classes to print per image or text."""
+        out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+        """Also write the predictions to a .csv or .json file."""
+        imports: Imports = ()
+
+    options = parse(Options, predict, argv)
+    if not options.inputs:
+        raise ValueError("inputs is empty, expected at least one image file or folder, or text")
+    if options.top_k < 1:
+        raise ValueError(f"top_k is {options.top_k}, expected at least 1")
+    if options.out is not None and Path(options.out).suffix not in PREDICTION_FILES:
+        raise ValueError(f"out is {options.out!r}, expected a name ending in .csv or .json")
+    from onescan.data import PairFormat
+    from onescan.training.loading import load
+
+    import_files(options.imports)
+    checkpoint = load(options.checkpoint)
+    names = checkpoint.class_names
+    of_texts = isinstance(checkpoint.format, PairFormat)
+    read = _text_probabilities if of_texts else _image_probabilities
+    predictions: list[Prediction] = []
+    unreadable: list[str] = []
+    for given, row in read(checkpoint, options.inputs, unreadable):
+        if len(names) != len(row):
+            raise ValueError(
+                f"{checkpoint.folder}: class_names has {len(names)} names, expected {len(row)}, "
+                "one for each class of the model"
+            )
+        top = row.topk(min(options.top_k, len(row)))
+        guesses = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        predictions.append(Prediction(given, [(names[index], part) for index, part in guesses]))
+        shown = ", ".join(f"{printable(name)} {part:.1%}" for name, part in predictions[-1].top)
+        echo(f"{printable(given)}: {shown}")
+    for message in unreadable:
+        print(printable(f"skipped: {message}"), file=sys.stderr)
+    if not predictions:
+        found = f": {unreadable[0]}" if unreadable else ""
+        raise ValueError(f"inputs has no readable {'text' if of_texts else 'image'}{found}")
+    if options.out is not None:
+        from onescan.checkpoint.files import write_atomically
+
+        out, column = Path(options.out), "text" if of_texts else "path"
+        write_atomically(
+            out, lambda partial: _write_predictions(partial, out.suffix, column, predictions)
+        )
+        echo(f"{out}: {len(predictions)} predictions")
+
+
+def _image_probabilities(
+    checkpoint: "TrainedModel", paths: Sequence[str], unreadable: list[str]
+) -> "Iterator[tuple[str, Tensor]]":
+    """Yield the path of each image, and the probabilities of its classes.
+
+    Images in folders that cannot be read are skipped; messages on them are added to `unreadable`.
+    """
+    from onescan.tasks.image_classification import classify
+
+    for path, is_in_folder in _images_at([Path(path) for path in paths]):
+        try:
+            (row,) = classify(checkpoint.model, [path], checkpoint.format)
+        except (OSError, ValueError) as error:
+            if not is_in_folder or str(path) not in str(error):
+                raise
+            unreadable.append(str(error))
+            continue
+        yield str(path), row
+
+
+def _images_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
+    """Yield files, and the images in folders, and whether they were found in a folder."""
+    for path in paths:
+        if not path.is_dir():
+            yield path, False
+            continue
+        from onescan.data.sources import images_below
+
+        for file in images_below(str(path)):
+            yield Path(file), True
+
+
+def _text_probabilities(
+    checkpoint: "TrainedModel", arguments: Sequence[str], unreadable: list[str]
+) -> "Iterator[tuple[str, Tensor]]":
+    """Yield each text, and the probabilities of its classes.
+
+    Args:
+        checkpoint: A text classifier.
+        arguments: Texts, and tables of texts, whose column is that of the training data.
+        unreadable: Messages on the rows that cannot be read are added to it.
+
+    Raises:
+        ValueError: If a table does not exist or an argument is another file.
+    """
+    from onescan.data import PairFormat, TextTableConfig
+    from onescan.data.text.source import is_table, read_rows
+    from onescan.data.text_table import read_text
+    from onescan.tasks.sequence_classification import classify_texts
+
+    if not (isinstance(checkpoint.format, PairFormat) and checkpoint.class_names):
+        raise ValueError(f"{checkpoint.folder} holds no text classifier")
+    data = checkpoint.config.data
+    column = data.text_column if isinstance(data, TextTableConfig) else "text"
+    texts = []
+    for argument in arguments:
+        is_file_name = is_table(Path(argument)) and len(argument.split()) == 1
+        if not (is_file_name or _is_file(argument)):
+            if not argument.strip():
+                raise ValueError("inputs has an empty text")
+            texts.append(argument)
+            continue
+        for row in read_rows(Path(argument)):
+            try:
+                texts.append(read_text(row, column))
+            except ValueError as error:
+                unreadable.append(str(error))
+    if texts:
+        encoder = checkpoint.format.open(checkpoint.folder)
+        yield from zip(texts, classify_texts(checkpoint.model, texts, encoder), strict=True)
+
+
+def _is_file(argument: str) -> bool:
+    with suppress(OSError, ValueError):  # such as for a text longer than file names may be
+        return Path(argument).is_file()
+    return False
+
+
+def _write_predictions(
+    file: Path, suffix: str, column: str, predictions: Sequence[Prediction]
+) -> None:
+    """Write a row per input: itself, its class, confidence, and the other most probable classes.
+
+    Args:
+        file: File to write.
+        suffix: Its format, .csv or .json.
+        column: Name of the column of the inputs.
+        predictions: One or more predictions, with the same number of classes.
+    """
+    rows = []
+    for given, top in predictions:
+        row: dict[str, object] = {column: given}
+        for place, (name, part) in enumerate(top, start=1):
+            number = "" if place == 1 else f"_{place}"
+            row |= {f"class{number}": name, f"confidence{number}": round(part, 6)}
+        rows.append(row)
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        if suffix == ".json":
+            json.dump(rows, stream, indent=1, ensure_ascii=False)
+            return
+        writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
