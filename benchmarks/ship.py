@@ -34,8 +34,9 @@ class Text(NamedTuple):
 
 
 DIGITS_DATA = (
-    "scikit-learn's `load_digits`: 1,797 images of 8 x 8 pixels, the test part of UCI's Optical "
-    "Recognition of Handwritten Digits (E. Alpaydin and C. Kaynak, 1998; CC BY 4.0)"
+    "scikit-learn's `load_digits`: 1,797 images of 8 x 8 pixels, the test set of UCI's Optical "
+    "Recognition of Handwritten Digits (E. Alpaydin and C. Kaynak, 1998; CC BY 4.0; "
+    "https://doi.org/10.24432/C50P49). A fifth of them is held out for testing"
 )
 MODELS = {
     "digits_lightnet": Text(
@@ -43,7 +44,7 @@ MODELS = {
         summary="LightNet that classifies handwritten digits of 8 x 8 pixels.",
         data=DIGITS_DATA,
         limits="The images are tiny, centered and grayscale, with bright strokes on black. Other "
-        "images are resized to 8 x 8 pixels, and the accuracy on them was not measured.",
+        "images are resized to 8 x 8 pixels; the accuracy on them has not been measured.",
     ),
     "moving_digits_lightnet": Text(
         recipe="moving_digits",
@@ -55,21 +56,22 @@ MODELS = {
         recipe="digits_denoiser",
         summary="LightNet that generates handwritten digits of a requested class, 8 x 8 pixels.",
         data=DIGITS_DATA,
-        limits="It was trained on images of 8 x 8 pixels only.",
+        limits="It was trained only on images of 8 x 8 pixels. It generates single grayscale "
+        "digits.",
     ),
     "shakespeare_lightnet": Text(
         recipe="shakespeare_lightnet",
         summary="LightNet language model that generates Shakespeare byte by byte.",
         data="Tiny Shakespeare: 1.1 million characters of Shakespeare's plays (public domain), "
         "collected by A. Karpathy for char-rnn",
-        limits="It imitates the style of plays by one author, without a plot or facts. Other text "
-        "was not in its training data.",
+        limits="It imitates the style of Shakespeare's plays. What it writes has no plot and "
+        "states no facts. It was trained on no other text.",
     ),
     "cifar10_lightnet": Text(
         recipe="cifar10_lightnet",
         summary="LightNet that classifies photos of 32 x 32 pixels into 10 classes.",
-        data="CIFAR-10 (A. Krizhevsky, 2009): 50,000 training and 10,000 test images. Its authors "
-        "publish it for research and state no licence",
+        data="CIFAR-10 (A. Krizhevsky, 2009): 50,000 training and 10,000 test images, labeled from "
+        "the 80 Million Tiny Images. No license is stated for it",
         limits="It distinguishes only these 10 classes, and assigns any other image to one of "
         "them. Images are resized to 32 x 32 pixels. It has the biases of its training images.",
     ),
@@ -173,7 +175,7 @@ These values were measured in float32 with the weights of this folder, which are
 - **Data**: {text.data}.
 - **Training**: seed {manifest.run.training.seed}, onescan {environment.onescan}, \
 PyTorch {environment.torch}, {environment.device}. These are the weights of the last step.
-- **License of the weights**: Apache-2.0, as the package.
+- **License of the weights**: Apache-2.0, like that of the package.
 - **Limits**: {text.limits}
 
 ```bash

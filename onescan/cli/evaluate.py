@@ -36,9 +36,9 @@ def evaluate(argv: Argv) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Checkpoint
-        """Run folder, such as runs/digits/seed-0, or its best.safetensors. With --lengths and
-        --tasks also a folder or hub name of a transformers model; with --samples also a diffusers
-        pipeline, or images in an .npz file or a folder."""
+        """Run folder, such as runs/digits/seed-0, its best.safetensors, or zoo/NAME. With --lengths
+        and --tasks also a folder or hub name of a transformers model; with --samples also a
+        diffusers pipeline, or images in an .npz file or a folder."""
         device: Device = "auto"
         workers: int | None = None
         """Data loading processes; by default a number that suits the data."""

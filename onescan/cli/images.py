@@ -16,7 +16,7 @@ def sample(argv: Argv) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Checkpoint
-        """Run folder, its best.safetensors, or a folder saved by
+        """Run folder, its best.safetensors, zoo/NAME (see `onescan zoo`), or a folder saved by
         DenoiserPipeline.save_pretrained."""
         labels: tuple[str, ...] = ()
         """Classes to generate, by name or number; by default cycles through all."""

@@ -35,7 +35,7 @@ def predict(argv: Argv) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         checkpoint: Checkpoint
-        """Run folder, such as runs/digits/seed-0."""
+        """Run folder, such as runs/digits/seed-0, or zoo/NAME (see `onescan zoo`)."""
         inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT...")]
         """For images: files of any size (PNG, JPEG, WebP, GIF, BMP, TIFF or PPM), and folders,
         whose images are found at any depth and skipped if they cannot be read. For texts: texts in

@@ -42,7 +42,7 @@ usage: onescan train RECIPE [OPTIONS]
 
 Train a recipe, or resume an interrupted run, and write a report.
 
-onescan recipes lists the recipes. RECIPE/ABLATION is an ablation of the papers, and
+onescan recipes lists the recipes. RECIPE/ABLATION is an ablation from the papers, and
 FILE.py:FUNCTION is your own recipe. --config trains with the config.json of an existing run.
 onescan train RECIPE --help shows the common options and their defaults, --help-all all of them.
 Often used:

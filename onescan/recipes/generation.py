@@ -149,7 +149,7 @@ def _cifar10(name: str, model: DenoiserConfig) -> RunConfig:
 
 
 def imagenet_lightnet_dit_xl_672m() -> RunConfig:
-    r"""LightNet-XL/2 denoiser on ImageNet-1k latents, as in its Table 3; not run yet.
+    r"""LightNet-XL/2 denoiser on ImageNet-1k latents, as in LightNet's Table 3; not run yet.
 
     onescan encode FOLDER --vae stabilityai/sd-vae-ft-ema --out imagenet-latents
     torchrun --nproc-per-node 8 -m onescan train imagenet_lightnet_dit_xl_672m \

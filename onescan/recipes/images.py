@@ -209,7 +209,7 @@ RECIPES = table(
         row(
             f"cifar10_lion_{kind}",
             partial(_cifar10_lion, kind),
-            f"{title} of the same size on CIFAR-10.",
+            f"{title}, of the same size, on CIFAR-10.",
             f"onescan train cifar10_lion_{kind} --data.path FOLDER",
             "Trained like cifar10_lightnet. The 50 epochs have not been run yet.",
         )

@@ -366,7 +366,7 @@ RECIPES = table(
             f"pile_uncopyrighted_lightnet_{size}",
             partial(_pile, size, rows, billion_tokens),
             f"LightNet, {title}, on {billion_tokens} billion tokens of pile-uncopyrighted, as in "
-            f"its {table}.",
+            f"the paper's {table}.",
             f"onescan train pile_uncopyrighted_lightnet_{size}",
             f"{note}The paper reads the full Pile, which is no longer available. It does not\n"
             f"state schedule, warm-up, weight decay and tokenizer; they are our choice. {NOT_RUN}",

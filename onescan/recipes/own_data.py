@@ -80,9 +80,9 @@ def signal_classifier() -> RunConfig:
     onescan train signal_classifier --data.path signals.npz
 
     The .npz file, or a folder of .npy files, holds x of shape [N, samples], or [N, samples,
-    channels], and class indices y of shape [N]. Examples of more axes are video or volumes. A last
-    axis of at most 4 is taken for channels, unless --data.axes is given. Settings are inferred and
-    printed as for image_classifier.
+    channels], and class indices y of shape [N]. Examples with more axes are video or volumes. A
+    last axis of size 4 or less is taken to be the channels, unless --data.axes is given. Settings
+    are inferred and printed as for image_classifier.
     """
     return dataclasses.replace(
         image_classifier(),
