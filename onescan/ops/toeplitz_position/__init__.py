@@ -50,8 +50,8 @@ class ToeplitzState(NamedTuple):
 
     Attributes:
         hidden: ``[B, D, E]``, sum_m exp((T-1-m) log_decay) x_m over the T tokens so far, in
-            float32, or float64 for float64 inputs. Zeros before any token. For several axes,
-            ``[B, *shape[1:], D, E]``, one for each line along the first axis.
+            float32, or float64 for float64 inputs. Zeros before any token. For several axes, one
+            for each line along the first axis, with the sizes of the other axes after B.
     """
 
     hidden: HiddenStates
