@@ -98,6 +98,20 @@ def test_descriptions_are_wrapped_at_the_width_of_the_terminal(capsys, monkeypat
     assert "by default the run's test text. --tasks" in words  # without (default: None)
 
 
+def test_help_of_a_recipe_describes_it_and_the_settings_that_it_infers(capsys):
+    shown = {}
+    for recipe in ("image_classifier", "digits"):
+        with pytest.raises(SystemExit):
+            main(["train", recipe, "--help"])
+        shown[recipe] = capsys.readouterr().out.partition("╭")[0]
+    assert "FOLDER contains CLASS/IMAGE" in shown["image_classifier"]
+    assert ".npy files" in shown["image_classifier"]
+    assert "do not apply to settings that are inferred" in shown["image_classifier"]
+    assert max(map(len, shown["image_classifier"].splitlines())) <= 80
+    assert "\n\nLightNet on scikit-learn's 1,797 handwritten digits" in shown["digits"]
+    assert "inferred" not in shown["digits"]
+
+
 def test_only_options_keeps_positional_arguments_and_drops_empty_boxes():
     text = "\n".join([
         "usage: x", "╭─ positional arguments ─╮", "│ FILE   A file. │", "╰──╯",

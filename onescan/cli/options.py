@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from onescan.data.text import Tokenizer
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
+HELP_WIDTH = 80  # of text outside of boxes
 UNESCAPED = "\n\t"  # control characters that are printed unchanged
 
 OptionsT = TypeVar("OptionsT")
@@ -63,6 +64,7 @@ def parse(
     argv: Argv,
     *,
     prog: str | None = None,
+    description: str | None = None,
     default: OptionsT | None = None,
     common: Collection[str] | None = None,
 ) -> OptionsT:
@@ -70,9 +72,10 @@ def parse(
 
     Args:
         options: Dataclass of the options.
-        command: The command, whose docstring becomes the description.
+        command: The command.
         argv: Arguments after the command.
         prog: Name of the command in messages, if not its own.
+        description: First part of the help text, if not the docstring of the command.
         default: Defaults of all options.
         common: Flags to show with ``--help``; ``None`` shows all.
     """
@@ -84,7 +87,7 @@ def parse(
             return tyro.cli(
                 options,
                 prog=f"onescan {prog or command.__name__}",
-                description=inspect.getdoc(command),
+                description=description or inspect.getdoc(command),
                 args=argv,
                 config=(tyro.conf.AvoidSubcommands,),
                 default=tyro.MISSING_NONPROP if default is None else default,
@@ -112,7 +115,7 @@ def _value_error(text: str) -> str:
 
 
 def reflow(text: str) -> str:
-    """Wrap the descriptions in a help text of tyro, which breaks them where docstrings do.
+    """Wrap a help text of tyro, which breaks descriptions where docstrings do.
 
     Empty defaults are removed, and also None if the description states the default.
     """
@@ -121,6 +124,8 @@ def reflow(text: str) -> str:
     for line in text.splitlines():
         if line.startswith("│"):
             box.append(line[2:-2].rstrip())
+        elif not line.startswith(("╭", "╰", "usage")):
+            lines += textwrap.wrap(line, HELP_WIDTH, break_on_hyphens=False) or [""]
         else:
             width = len(line) - len("│  │")
             lines += [*(f"│ {content:<{width}} │" for content in _wrap_box(box, width)), line]

@@ -39,7 +39,8 @@ def predict(argv: Argv) -> None:
         inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT...")]
         """For images: files of any size (PNG, JPEG, WebP, GIF, BMP, TIFF or PPM), and folders,
         whose images are found at any depth and skipped if they cannot be read. For texts: texts in
-        quotes, and .csv, .tsv, .jsonl or .parquet files, whose unreadable rows are skipped."""
+        quotes, and tables (.csv, .tsv, .jsonl, .ndjson, .json or .parquet), whose unreadable rows
+        are skipped."""
         top_k: int = 3
         """Number of classes to print per image or text."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None

@@ -23,6 +23,7 @@ from onescan.cli.options import (
 
 if TYPE_CHECKING:
     from onescan.data.glue import GlueTask
+    from onescan.recipes import Recipe
     from onescan.recipes.glue import GlueRun
     from onescan.training.config import RunConfig, RunResult
 
@@ -59,7 +60,8 @@ def train(argv: Argv) -> None:
         return
     from onescan.training.config import RunConfig
 
-    recipe, given, infers, argv = _what_to_train(argv)
+    recipe, given, source, argv = _what_to_train(argv)
+    infers = source is not None and source.infers
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -72,7 +74,13 @@ def train(argv: Argv) -> None:
         """Delete existing runs in the folder and start from scratch."""
 
     options = parse(
-        Options, train, argv, prog=f"train {given}", default=Options(run=recipe), common=COMMON
+        Options,
+        train,
+        argv,
+        prog=f"train {given}",
+        description=_description(source),
+        default=Options(run=recipe),
+        common=COMMON,
     )
     from onescan.report import check_report_path, write_report
     from onescan.training import joined
@@ -136,8 +144,17 @@ def _inferred(
     return infer(run, given)
 
 
-def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, bool, Argv]":
-    """Return the run, the arguments that name it, whether to infer settings, and the other ones."""
+def _description(recipe: "Recipe | None") -> str | None:
+    """Return the first part of the help text of a recipe."""
+    if recipe is None:
+        return None
+    if not recipe.infers:
+        return recipe.description
+    return f"{recipe.description}\n\nThe defaults below do not apply to settings that are inferred."
+
+
+def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
+    """Return the run, the arguments that name it, its recipe, if any, and the other arguments."""
     from onescan.checkpoint.run_folder import CONFIG
     from onescan.recipes import find_recipe
     from onescan.recipes.files import import_file
@@ -150,7 +167,7 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, bool, Argv]":
             from onescan.recipes.own_data import for_path
 
             run = for_path(run, _given(argv).get("data.path", ""))
-        return run, argv[0], recipe.infers, argv[1:]
+        return run, argv[0], recipe, argv[1:]
     file = Path(argv[1] if argv[1:] else "")
     folder = file if file.is_dir() else file.parent
     if not (argv[1:] and (folder / CONFIG).is_file() and file in (folder, folder / CONFIG)):
@@ -158,7 +175,7 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, bool, Argv]":
     while argv[2:3] == ["--import"] and argv[3:]:
         import_file(argv[3])
         argv = [*argv[:2], *argv[4:]]
-    return read_manifest(folder).run, f"--config {file}", False, argv[2:]
+    return read_manifest(folder).run, f"--config {file}", None, argv[2:]
 
 
 def _results(results: "Sequence[RunResult]") -> str:
