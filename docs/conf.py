@@ -37,6 +37,7 @@ autodoc_typehints = "none"  # signatures show them
 autodoc_typehints_format = "short"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_attr_annotations = False  # docstrings describe shapes better
 napoleon_use_ivar = True  # otherwise attributes with docstrings would be listed twice
 
 html_theme = "pydata_sphinx_theme"
