@@ -50,6 +50,7 @@ html_theme_options = {
     "footer_end": ["theme-version"],
 }
 html_show_sourcelink = False
+html_sidebars = {"*": []}  # pages outside of sections have nothing to list there
 
 # Links to external pages are checked by `make links`, which needs a network.
 linkcheck_timeout = 20
