@@ -70,12 +70,13 @@ def check_shapes(**arguments: tuple[Any, str]) -> dict[str, int]:
             continue
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is {named_type(tensor)}, expected a tensor {pattern!r}")
-        letters = pattern.split()
-        known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters if letter in sizes)
+        letters, before = pattern.split(), dict(sizes)
         if tensor.ndim != len(letters) or any(
             size != (int(letter) if letter.isdigit() else sizes.setdefault(letter, size))
             for letter, size in zip(letters, tensor.shape, strict=True)
         ):
+            # formatted only here, because formatting a size would make torch.compile specialize it
+            known = ", ".join(f"{each}={before[each]}" for each in letters if each in before)
             with_known = f" with {known}" if known else ""
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, expected {pattern!r}{with_known}"

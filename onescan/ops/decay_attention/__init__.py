@@ -400,9 +400,12 @@ def cheapest(call: Call) -> tuple[str, str]:
     states = (3 + call.directions) * call.key_width * call.value_width
     full = all_tokens * (call.key_width + call.value_width)
     chunk = chunk_tokens * (call.key_width + call.value_width) + states
-    if full <= chunk:
-        return "full", f"{full} multiplications per token and head, {chunk} in chunks"
-    return "chunk", f"{chunk} multiplications per token and head, {full} in full"
+    chosen = "full" if full <= chunk else "chunk"
+    if torch.compiler.is_compiling():  # which would compile again for each length in a text
+        return chosen, "fewest multiplications"
+    if chosen == "full":
+        return chosen, f"{full} multiplications per token and head, {chunk} in chunks"
+    return chosen, f"{chunk} multiplications per token and head, {full} in full"
 
 
 def cheapest_kernel(call: Call) -> tuple[str, str]:

@@ -37,6 +37,7 @@ from onescan.shapes import (
 )
 
 CHUNK = 64
+COMPILED_STEP = 16  # of power tables in compiled code
 
 Form = Callable[
     [Lines, DirectedDecays, DirectedDecays, LineStates | None], tuple[Lines, LineStates | None]
@@ -192,7 +193,11 @@ def _lag_powers(log_decay: DirectedDecays, length: int) -> Tensor:
 
 def _matrix(log_decay: DirectedDecays, weight: DirectedDecays, length: int) -> Toeplitz:
     """Return t_{n-m} in row m, column n, to multiply from the right."""
-    return _kernel(log_decay, weight, length).unfold(-1, length, 1).flip(1)
+    kernel = _kernel(log_decay, weight, length)
+    if torch.compiler.is_compiling():  # which would compile unfold again for each length
+        n = torch.arange(length, device=kernel.device)
+        return kernel[..., n - n.unsqueeze(1) + length - 1]
+    return kernel.unfold(-1, length, 1).flip(1)
 
 
 def _kernel(log_decay: DirectedDecays, weight: DirectedDecays, length: int) -> Kernels:
@@ -220,7 +225,8 @@ def _sample(weight: LineStates, log_decay: Decays, length: int) -> Samples:
 
 def _power_tables(log_decay: Decays, length: int) -> tuple[Powers, Powers]:
     """Return the powers 0, S, 2 S, ... below length and the powers 0, 1, ..., S - 1."""
-    step = math.ceil(math.sqrt(length))
+    # torch.compile would compile again for each length if it traced the root
+    step = COMPILED_STEP if torch.compiler.is_compiling() else math.ceil(math.sqrt(length))
     return _powers(log_decay, length, step=step), _powers(log_decay, step)
 
 
