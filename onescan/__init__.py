@@ -7,6 +7,7 @@ imported on first use, so that `import onescan` and `onescan --help` do not impo
 from typing import TYPE_CHECKING
 
 from onescan import nn as nn
+from onescan import zoo as zoo
 from onescan.lazy import lazy_attributes
 
 if TYPE_CHECKING:

@@ -122,6 +122,17 @@ def check_alone(model, sizes=MIXED):
             torch.testing.assert_close(b, a, rtol=1e-7, atol=1e-8, msg=name)
 
 
+def test_grids_of_mixed_sizes_equal_each_image_alone():
+    model = built()
+    images = [torch.randn(3, *size, dtype=torch.float64) for size in MIXED]
+    batch, keep = pad_images(images)
+    together = model.forward_grid(batch, keep=keep)
+    for image, found in zip(images, together, strict=True):
+        alone = model.forward_grid(image.unsqueeze(0))[0]
+        rows, columns = alone.shape[1:]
+        torch.testing.assert_close(found[:, :rows, :columns], alone, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", MIXERS)
 def test_mixed_sizes_equal_each_image_alone(name):
     mixer = MIXERS[name]

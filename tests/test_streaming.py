@@ -185,6 +185,9 @@ def test_a_stream_keeps_the_size_of_its_frames():
         ValueError, match=r"images have patches \(3, 2\) per step, expected \(2, 3\)"
     ):
         model.stream(clips(VIDEO).mT, state)
+    deeper = replace(VIDEO, {"depth": VIDEO.depth + 1}).build().double()
+    with pytest.raises(ValueError, match=rf"state is of {VIDEO.depth} blocks, expected"):
+        deeper.stream(clips(VIDEO), state)
     with pytest.raises(ValueError, match="state is an int, expected a StreamState"):
         unwrap(type(model).stream)(model, clips(VIDEO), 0)
 

@@ -251,7 +251,11 @@ class GridFormat(Format, ABC):
         return (values - self._per_channel(self.mean, values)) / self._per_channel(self.std, values)
 
     def model_input(self, values: AnyGrid) -> AnyGrid:
-        """Convert what a dataset reads to the model's input; bytes are scaled to 0 to 1 first."""
+        """Standardize examples for the model.
+
+        Floats must have the range of the training data, which is 0 to 1 for images. Bytes are
+        scaled to that range.
+        """
         return self.standardize(unit_pixels(values))
 
     def _per_channel(self, constants: tuple[float, ...], like: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ def pad_images(
     >>> batch.shape, keep.sum(dim=(1, 2)).tolist()
     (torch.Size([2, 3, 64, 48]), [1536, 1024])
     """
+    if isinstance(images, Tensor):
+        raise ValueError("images is a tensor, expected a list of images [channels, *sides]")
     if not images:
         raise ValueError("images is empty, expected at least one")
     channels, axes = images[0].shape[0], images[0].ndim - 1

@@ -23,6 +23,7 @@ from onescan.layers.block import (
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig, build_lower_bounds
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
 from onescan.layers.tokens import Patchify, Unpatchify, check_sizes
+from onescan.messages import named_type
 from onescan.shapes import DenoiserOutput, Grid, Grids, Labels, Timesteps
 
 Condition = Literal["tokens", "adaln_zero"]
@@ -204,7 +205,11 @@ class Denoiser(nn.Module):
     def _check(self, noisy: Tensor, timesteps: Tensor, labels: Tensor | None) -> None:
         check_floating(noisy=noisy)
         for name, given in (("timesteps", timesteps), ("labels", labels)):
-            if given is not None and given.shape != noisy.shape[:1]:
+            if given is None:
+                continue
+            if not isinstance(given, Tensor):
+                raise ValueError(f"{name} is {named_type(given)}, expected a tensor [B]")
+            if given.shape != noisy.shape[:1]:
                 raise ValueError(
                     f"{name} has shape {tuple(given.shape)}, expected ({len(noisy)},), one for "
                     "each image"

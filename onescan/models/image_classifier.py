@@ -221,16 +221,19 @@ class ImageClassifier(nn.Module):
         x, _ = self._through_blocks(*self._without_padding(images, keep))
         return self.norm(x)
 
-    def forward_grid(self, images: Grids) -> GridFeatures:
+    def forward_grid(self, images: Grids, keep: GridKeep | None = None) -> GridFeatures:
         """Return the normalized patches of the last block as a grid, [B, width, *grid].
 
-        It contains no prefix tokens. A 1 x 1 convolution on it is a segmentation head.
+        It contains no prefix tokens. A 1 x 1 convolution on it is a segmentation head. Arguments
+        are those of `forward`; features of padding are meaningless.
 
         >>> model = ImageClassifierConfig(width=48, depth=2, num_classes=10).build()
         >>> model.forward_grid(torch.zeros(2, 3, 224, 160)).shape
         torch.Size([2, 48, 14, 10])
         """
-        (grid,) = self.forward_intermediates(images, 1, norm=True, intermediates_only=True)
+        (grid,) = self.forward_intermediates(
+            images, 1, norm=True, intermediates_only=True, keep=keep
+        )
         return grid
 
     def stream(self, images: Grids, state: StreamState | None = None) -> tuple[Hidden, StreamState]:
@@ -271,6 +274,10 @@ class ImageClassifier(nn.Module):
             raise ValueError(
                 f"images have patches {shape[1:]} per step, expected {state.frame_shape} as before"
             )
+        if len(state.mixers) != len(self.blocks):
+            raise ValueError(
+                f"state is of {len(state.mixers)} blocks, expected {len(self.blocks)}, as the model"
+            )
         grid, position = Grid(shape), None
         if self.position is not None:
             x, position = self.position(x, grid, state.position, return_state=True)
@@ -307,10 +314,11 @@ class ImageClassifier(nn.Module):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
+        keep: GridKeep | None = None,
     ) -> Any:
         """Return the normalized tokens after the last block, and the patches after some blocks.
 
-        Arguments and results are those of timm's models.
+        Arguments and results are those of timm's models, except for `keep`.
 
         Args:
             x: Images.
@@ -323,6 +331,7 @@ class ImageClassifier(nn.Module):
             output_fmt: "NCHW" returns patches as a grid, [B, width, *grid] with as many axes as the
                 images; "NLC" as a sequence in row-major order, [B, patches, width].
             intermediates_only: Whether to leave out the tokens after the last block.
+            keep: As in `forward`; features of padding are meaningless.
 
         Returns:
             The tokens after the last block (or the last selected one, if `stop_early`), and a list
@@ -335,7 +344,8 @@ class ImageClassifier(nn.Module):
             raise ValueError(f"output_fmt is {output_fmt!r}, expected 'NCHW' or 'NLC'")
         chosen = chosen_blocks(indices, len(self.blocks))
         stop = max(chosen) + 1 if stop_early else None
-        last, after = self._through_blocks(x, chosen=chosen, stop=stop)
+        x, kept = self._without_padding(x, keep)
+        last, after = self._through_blocks(x, kept, chosen=chosen, stop=stop)
         if norm:
             after = [self.norm(tokens) for tokens in after]
         prefixes = [tokens[:, : self.prefix] for tokens in after]
@@ -379,6 +389,8 @@ class ImageClassifier(nn.Module):
         """Set padding to zero, and return which tokens are real, prefix included; see `forward`."""
         if keep is None:
             return images, None
+        if keep.dtype != torch.bool:
+            raise ValueError(f"keep has data type {keep.dtype}, expected torch.bool")
         if keep.shape != (len(images), *images.shape[2:]):
             raise ValueError(
                 f"keep has shape {tuple(keep.shape)}, expected "

@@ -38,7 +38,7 @@ class Checkpoint:
     model: nn.Module
     """On the CPU, in evaluation mode."""
     format: Format
-    """How to convert raw input to the model's input."""
+    """How to convert raw input to the model's input: ``format.model_input(images)`` for grids."""
     class_names: tuple[str, ...]
     metrics: dict[str, float]
     """Metrics of these weights on held-out data; empty if they were not evaluated."""
