@@ -3,12 +3,21 @@
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.modeling_outputs import (
+    BackboneOutput,
+    BaseModelOutputWithPooling,
+    ImageClassifierOutput,
+)
 from transformers.utils.generic import can_return_tuple
 
 from onescan.integrations.transformers.configuration import OnescanImageConfig
 from onescan.integrations.transformers.modeling import OnescanModel
 from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
+
+try:
+    from transformers.backbone_utils import BackboneMixin
+except ImportError:  # older releases
+    from transformers.utils.backbone_utils import BackboneMixin
 
 
 class OnescanImageModel(OnescanModel):
@@ -60,6 +69,14 @@ class OnescanForImageClassification(OnescanModel):
     main_input_name = "pixel_values"
     input_modalities = "image"
     model: OnescanImageModel
+    image_processor: Any = None
+    """Saved with the model, if `to_transformers` was given an image format."""
+
+    def save_pretrained(self, save_directory: Any, *rest: Any, **options: Any) -> None:
+        """Save the model, and its image processor if there is one."""
+        super().save_pretrained(save_directory, *rest, **options)
+        if self.image_processor is not None:
+            self.image_processor.save_pretrained(save_directory)
 
     def wrap(self, native: ImageClassifier) -> None:
         self.wrap_base(OnescanImageModel, native)
@@ -110,3 +127,51 @@ class OnescanForImageClassification(OnescanModel):
                 labels=labels, pooled_logits=logits, config=self.config, **loss_options
             )
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=read.hidden_states)
+
+
+class OnescanBackbone(BackboneMixin, OnescanImageModel):
+    """An `ImageClassifier` as the backbone of detectors and segmenters of transformers.
+
+    The config's `out_features` or `out_indices` select the feature maps, which all have the
+    resolution of the patches. The last block's is normalized.
+    """
+
+    has_attentions = False
+
+    def __init__(self, config: OnescanImageConfig, **options: Any) -> None:
+        super().__init__(config, **options)
+        if hasattr(self, "_init_backbone"):  # older releases do not call it
+            self._init_backbone(config)
+        self.num_features = [config.width] * len(config.stage_names)
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **_: Any,
+    ) -> BackboneOutput:
+        """Compute the selected feature maps, [B, width, *grid] each.
+
+        Args:
+            pixel_values: Images [B, channels, height, width], of any size that patches divide.
+            output_hidden_states: Whether to return the output of each block.
+            output_attentions: Must be False.
+        """
+        read = OnescanImageModel.forward(  # the mixin's forward comes first
+            self,
+            pixel_values,
+            output_hidden_states=True,
+            output_attentions=output_attentions,
+            return_dict=True,
+        )
+        shape = self.network.patchify.grid_shape(tuple(pixel_values.shape[1:]))
+        chosen = [self.stage_names.index(name) for name in self.out_features]
+        patches = [read.hidden_states[i][:, self.network.prefix :] for i in chosen]
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        return BackboneOutput(
+            feature_maps=tuple(x.mT.unflatten(-1, shape).contiguous() for x in patches),
+            hidden_states=read.hidden_states if output_hidden_states else None,
+        )

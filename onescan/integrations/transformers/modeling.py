@@ -58,6 +58,8 @@ class OnescanModel(PreTrainedModel):
             # otherwise transformers 5.0 rounds the angles to float32
             self.dtype_plan: dict[str, Any] = {}
         self.wrap(self.build_native())
+        if not any(name.endswith(".theta") for name in self.state_dict()):
+            self._keep_in_fp32_modules_strict = None
         mark_initialized(self)
         self.post_init()
 
