@@ -160,5 +160,7 @@ def test_image_folders_carry_a_processor(tmp_path):
         other = ImageFormat(**{"channels": 3, "height": 16, "width": 16, **fields, **change})
         with pytest.raises(ValueError, match=message):
             to_transformers(native, image_format=other)
+    with pytest.raises(ValueError, match="image_format is a str, expected an ImageFormat"):
+        to_transformers(native, image_format="vit")
     with pytest.raises(ValueError, match="which reads no images"):
         to_transformers(causal(CAUSAL["lightnet"]), image_format=images)

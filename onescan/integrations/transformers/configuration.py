@@ -14,7 +14,7 @@ from onescan.models.image_classifier import ImageClassifierConfig
 try:
     from transformers.backbone_utils import BackboneConfigMixin
 except ImportError:  # older releases
-    from transformers.utils.backbone_utils import BackboneConfigMixin
+    from transformers.utils.backbone_utils import BackboneConfigMixin  # type: ignore[attr-defined]
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
@@ -198,7 +198,7 @@ class OnescanImageConfig(_NativeFields, BackboneConfigMixin, PreTrainedConfig):
     ) -> None:
         others = self._set_native_fields(ImageClassifierConfig(), fields)
         if out_features is None:
-            self.out_indices = out_indices
+            self.out_indices = out_indices  # type: ignore[assignment]
         else:
             self.out_features = out_features
         super().__init__(**others)

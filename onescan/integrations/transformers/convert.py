@@ -9,7 +9,6 @@ from transformers import AutoConfig
 
 from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.configs import differences
-from onescan.data.images import ImageFormat
 from onescan.integrations.transformers.configuration import OnescanTextConfig
 from onescan.integrations.transformers.image_modeling import OnescanForImageClassification
 from onescan.integrations.transformers.modeling import (
@@ -36,9 +35,7 @@ LANGUAGE_MODELS: dict[str, Any] = {
 }
 
 
-def to_transformers(
-    model: nn.Module, *, image_format: ImageFormat | None = None, **fields: Any
-) -> OnescanModel:
+def to_transformers(model: nn.Module, *, image_format: Any = None, **fields: Any) -> OnescanModel:
     """Convert a native model to a model of transformers. Both share their weights.
 
     `to_transformers(model, eos_token_id=0).save_pretrained(folder)` writes a folder for
@@ -46,7 +43,7 @@ def to_transformers(
 
     Args:
         model: A language model or a classifier.
-        image_format: How images are resized and standardized, as in `onescan.load(...).format`.
+        image_format: An `onescan.data.images.ImageFormat`, as in `onescan.load(...).format`.
             `save_pretrained` then also writes an image processor, which pipelines read.
         fields: Fields of transformers' configs, such as id2label, eos_token_id or problem_type.
 
@@ -75,7 +72,7 @@ def to_transformers(
     return converted.train(model.training)
 
 
-def image_processor(image_format: ImageFormat) -> Any:
+def image_processor(image_format: Any) -> Any:
     """Return transformers' image processor that prepares color images as a format does.
 
     Raises:
@@ -83,6 +80,8 @@ def image_processor(image_format: ImageFormat) -> Any:
     """
     from transformers import ViTImageProcessor  # slow
 
+    if not hasattr(image_format, "crop"):
+        raise ValueError(f"image_format is {named_type(image_format)}, expected an ImageFormat")
     if image_format.channels != 3:  # noqa: PLR2004
         raise ValueError(
             f"image_format has {image_format.channels} channel, expected 3: transformers' image "

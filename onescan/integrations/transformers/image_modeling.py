@@ -17,7 +17,7 @@ from onescan.models.image_classifier import ImageClassifier, ImageClassifierConf
 try:
     from transformers.backbone_utils import BackboneMixin
 except ImportError:  # older releases
-    from transformers.utils.backbone_utils import BackboneMixin
+    from transformers.utils.backbone_utils import BackboneMixin  # type: ignore[attr-defined]
 
 
 class OnescanImageModel(OnescanModel):
