@@ -31,7 +31,7 @@ class _TokenHeadModel(OnescanTextModelWithHead):
 
     def num_outputs(self) -> int:
         """Return the number of outputs per token."""
-        return self.config.num_labels
+        return self.config.num_labels  # type: ignore[return-value]
 
     def build_native(self) -> SimpleNamespace:
         config = self.config.to_onescan(CausalLMConfig)

@@ -141,7 +141,7 @@ class OnescanBackbone(BackboneMixin, OnescanImageModel):
     def __init__(self, config: OnescanImageConfig, **options: Any) -> None:
         super().__init__(config, **options)
         if hasattr(self, "_init_backbone"):  # older releases do not call it
-            self._init_backbone(config)
+            self._init_backbone(config)  # type: ignore[operator]
         self.num_features = [config.width] * len(config.stage_names)
 
     @can_return_tuple

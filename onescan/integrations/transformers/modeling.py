@@ -59,7 +59,7 @@ class OnescanModel(PreTrainedModel):
             self.dtype_plan: dict[str, Any] = {}
         self.wrap(self.build_native())
         if not any(name.endswith(".theta") for name in self.state_dict()):
-            self._keep_in_fp32_modules_strict = None
+            self._keep_in_fp32_modules_strict = []
         mark_initialized(self)
         self.post_init()
 
