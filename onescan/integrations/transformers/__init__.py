@@ -14,24 +14,36 @@ if int(transformers.__version__.split(".")[0]) < 5:  # noqa: PLR2004
         "pip install 'onescan[text]'"
     )
 
-from onescan.integrations.transformers import modeling
+from onescan.integrations.transformers import heads, image_modeling, modeling
 from onescan.integrations.transformers.cache import StateCache
 from onescan.integrations.transformers.configuration import OnescanImageConfig, OnescanTextConfig
 from onescan.integrations.transformers.convert import load_pretrained, to_transformers
+from onescan.integrations.transformers.heads import (
+    OnescanForMultipleChoice,
+    OnescanForQuestionAnswering,
+    OnescanForTokenClassification,
+)
+from onescan.integrations.transformers.image_modeling import (
+    OnescanBackbone,
+    OnescanForImageClassification,
+    OnescanImageModel,
+)
 from onescan.integrations.transformers.modeling import (
     OnescanForCausalLM,
-    OnescanForImageClassification,
     OnescanForMaskedLM,
     OnescanForSequenceClassification,
-    OnescanImageModel,
     OnescanTextModel,
 )
 
 __all__ = [
+    "OnescanBackbone",
     "OnescanForCausalLM",
     "OnescanForImageClassification",
     "OnescanForMaskedLM",
+    "OnescanForMultipleChoice",
+    "OnescanForQuestionAnswering",
     "OnescanForSequenceClassification",
+    "OnescanForTokenClassification",
     "OnescanImageConfig",
     "OnescanImageModel",
     "OnescanTextConfig",
@@ -41,22 +53,31 @@ __all__ = [
     "to_transformers",
 ]
 
-# Trainer and pipelines look up the task of a model here, and whether its labels are shifted
+# Trainer, pipelines and PEFT look up the class of a model here, and whether labels are shifted
 TASK_NAMES: dict[str, Any] = {
+    "AutoBackbone": modeling_auto.MODEL_FOR_BACKBONE_MAPPING_NAMES,
+    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
     "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "AutoModelForImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "AutoModelForMultipleChoice": modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
+    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
     "AutoModelForSequenceClassification": (
         modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     ),
+    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 }
+
+
+MODULES = (modeling, heads, image_modeling)
 
 
 def _register() -> None:
     for config in (OnescanTextConfig, OnescanImageConfig):
         transformers.AutoConfig.register(config.model_type, config)
         for auto_class, name in config.auto_classes.items():
-            getattr(transformers, auto_class).register(config, getattr(modeling, name))
+            (kind,) = {vars(part)[name] for part in MODULES if name in vars(part)}
+            getattr(transformers, auto_class).register(config, kind)
             if auto_class in TASK_NAMES:
                 TASK_NAMES[auto_class][config.model_type] = name
 

@@ -7,8 +7,14 @@ from transformers import PreTrainedConfig
 
 from onescan.configs import ModelConfig, from_dict, to_dict
 from onescan.integrations import REMOTE_MODULE, write_remote_module
+from onescan.layers.basic import MLPConfig
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.image_classifier import ImageClassifierConfig
+
+try:
+    from transformers.backbone_utils import BackboneConfigMixin
+except ImportError:  # older releases
+    from transformers.utils.backbone_utils import BackboneConfigMixin  # type: ignore[attr-defined]
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
@@ -22,6 +28,38 @@ class _NativeFields:
     attribute_map: ClassVar[dict[str, str]]
     auto_classes: ClassVar[dict[str, str]]
     """Class of this package for each Auto class of transformers."""
+    width: int
+    mixer: dict[str, Any]
+    mlp: dict[str, Any] | None
+    position: dict[str, Any] | None
+
+    # Names that tools read. Without a value, the attribute does not exist, as `hasattr` tells them.
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Number of heads of the mixer."""
+        if "num_heads" not in self.mixer:
+            raise AttributeError(f"{self.mixer['type']} has no num_heads")
+        return int(self.mixer["num_heads"])
+
+    @num_attention_heads.setter
+    def num_attention_heads(self, value: int) -> None:
+        self.mixer = {**self.mixer, "num_heads": value}
+
+    @property
+    def intermediate_size(self) -> int:
+        """Hidden width of the MLP; 0 without one."""
+        if self.mlp is None:
+            return 0
+        fields = {name: value for name, value in self.mlp.items() if name != "type"}
+        return from_dict(MLPConfig, fields | {"type": self.mlp["type"]}).hidden_width(self.width)
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Maximum length of a text, for models that have one."""
+        if not self.position or "max_tokens" not in self.position:
+            raise AttributeError("max_position_embeddings: the length is unlimited")
+        return int(self.position["max_tokens"])
 
     def save_pretrained(self, save_directory: Any, *rest: Any, **options: Any) -> None:
         """Save the config, and the module that ``trust_remote_code=True`` imports."""
@@ -82,13 +120,20 @@ class OnescanTextConfig(_NativeFields, PreTrainedConfig):
     """
 
     model_type = "onescan_text"
-    attribute_map = {"hidden_size": "width", "num_hidden_layers": "depth"}  # noqa: RUF012
+    attribute_map = {  # noqa: RUF012
+        "hidden_size": "width",
+        "num_hidden_layers": "depth",
+        "initializer_range": "init_std",
+    }
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     auto_classes = {  # noqa: RUF012
         "AutoModel": "OnescanTextModel",
         "AutoModelForCausalLM": "OnescanForCausalLM",
         "AutoModelForMaskedLM": "OnescanForMaskedLM",
+        "AutoModelForMultipleChoice": "OnescanForMultipleChoice",
+        "AutoModelForQuestionAnswering": "OnescanForQuestionAnswering",
         "AutoModelForSequenceClassification": "OnescanForSequenceClassification",
+        "AutoModelForTokenClassification": "OnescanForTokenClassification",
     }
 
     def __init__(
@@ -113,20 +158,52 @@ class OnescanTextConfig(_NativeFields, PreTrainedConfig):
         self.pad_token_id = pad_token_id
         super().__init__(**others)
 
+    @property
+    def is_decoder(self) -> bool:
+        """Whether the model is causal."""
+        return self.to_onescan(CausalLMConfig).mixer.is_causal
 
-class OnescanImageConfig(_NativeFields, PreTrainedConfig):
-    """Config of image classifiers: the fields of `ImageClassifierConfig`."""
+    @is_decoder.setter
+    def is_decoder(self, value: bool) -> None:
+        if value != self.is_decoder:
+            raise ValueError(f"is_decoder is {value}, but the mixer's is {self.is_decoder}")
+
+
+class OnescanImageConfig(_NativeFields, BackboneConfigMixin, PreTrainedConfig):
+    """Config of image models: the fields of `ImageClassifierConfig`.
+
+    `out_features` or `out_indices` select the feature maps of an `OnescanBackbone`: "stem" (0) is
+    the input of the first block, "stage1" (1) the output of the first block, and so on.
+    """
 
     model_type = "onescan_image"
     attribute_map = {  # noqa: RUF012
         "hidden_size": "width",
         "num_hidden_layers": "depth",
         "num_channels": "channels",
+        "initializer_range": "init_std",
     }
     auto_classes = {  # noqa: RUF012
+        "AutoBackbone": "OnescanBackbone",
         "AutoModel": "OnescanImageModel",
         "AutoModelForImageClassification": "OnescanForImageClassification",
     }
 
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**self._set_native_fields(ImageClassifierConfig(), fields))
+    def __init__(
+        self,
+        *,
+        out_features: list[str] | None = None,
+        out_indices: list[int] | None = None,
+        **fields: Any,
+    ) -> None:
+        others = self._set_native_fields(ImageClassifierConfig(), fields)
+        if out_features is None:
+            self.out_indices = out_indices  # type: ignore[assignment]
+        else:
+            self.out_features = out_features
+        super().__init__(**others)
+
+    @property
+    def stage_names(self) -> list[str]:
+        """Names of the feature maps that a backbone can return."""
+        return ["stem", *(f"stage{i + 1}" for i in range(self.depth))]

@@ -3,15 +3,16 @@
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import nn
 from transformers import AutoConfig
 
 from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.configs import differences
 from onescan.integrations.transformers.configuration import OnescanTextConfig
+from onescan.integrations.transformers.image_modeling import OnescanForImageClassification
 from onescan.integrations.transformers.modeling import (
     OnescanForCausalLM,
-    OnescanForImageClassification,
     OnescanForMaskedLM,
     OnescanForSequenceClassification,
     OnescanModel,
@@ -34,7 +35,7 @@ LANGUAGE_MODELS: dict[str, Any] = {
 }
 
 
-def to_transformers(model: nn.Module, **fields: Any) -> OnescanModel:
+def to_transformers(model: nn.Module, *, image_format: Any = None, **fields: Any) -> OnescanModel:
     """Convert a native model to a model of transformers. Both share their weights.
 
     `to_transformers(model, eos_token_id=0).save_pretrained(folder)` writes a folder for
@@ -42,10 +43,13 @@ def to_transformers(model: nn.Module, **fields: Any) -> OnescanModel:
 
     Args:
         model: A language model or a classifier.
+        image_format: An `onescan.data.images.ImageFormat`, as in `onescan.load(...).format`.
+            `save_pretrained` then also writes an image processor, which pipelines read.
         fields: Fields of transformers' configs, such as id2label, eos_token_id or problem_type.
 
     Raises:
-        ValueError: If the class of the model is not supported, or a field contradicts the model.
+        ValueError: If the class of the model is not supported, a field contradicts the model, or
+            transformers has no image processor for the format.
     """
     if type(model) not in CONVERTED:
         known = ", ".join(kind.__name__ for kind in CONVERTED)
@@ -59,7 +63,41 @@ def to_transformers(model: nn.Module, **fields: Any) -> OnescanModel:
         converted: OnescanModel = kind(config)
     converted.wrap(model)
     mark_initialized(converted)
+    if image_format is not None:
+        if not isinstance(converted, OnescanForImageClassification):
+            raise ValueError(
+                f"image_format was given for {named_type(model)}, which reads no images"
+            )
+        converted.image_processor = image_processor(image_format)
     return converted.train(model.training)
+
+
+def image_processor(image_format: Any) -> Any:
+    """Return transformers' image processor that prepares color images as a format does.
+
+    Raises:
+        ValueError: If images are grayscale or cropped.
+    """
+    from transformers import ViTImageProcessor  # slow
+
+    if not hasattr(image_format, "crop"):
+        raise ValueError(f"image_format is {named_type(image_format)}, expected an ImageFormat")
+    if image_format.channels != 3:  # noqa: PLR2004
+        raise ValueError(
+            f"image_format has {image_format.channels} channel, expected 3: transformers' image "
+            "processors read color images"
+        )
+    if image_format.crop is not None:
+        raise ValueError(
+            f"image_format has crop {image_format.crop}, expected None: the image processor "
+            "resizes whole images"
+        )
+    return ViTImageProcessor(
+        size={"height": image_format.height, "width": image_format.width},
+        resample=Image.Resampling.BICUBIC,
+        image_mean=list(image_format.mean),
+        image_std=list(image_format.std),
+    )
 
 
 def load_pretrained(name: str) -> CausalLM | MaskedLM:

@@ -1,0 +1,166 @@
+"""Heads, backbones and config names that other tools expect of a model in transformers."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_transformers_images import PRESETS, built
+from test_transformers_text import CAUSAL, causal
+from tiny_language_models import BOTH, VOCABULARY, ids
+from tiny_language_models import SMALL as SMALL_TEXT
+from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
+from transformers import (
+    AutoBackbone,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForTokenClassification,
+    UperNetConfig,
+    UperNetForSemanticSegmentation,
+    pipeline,
+)
+
+from onescan.data.images import ImageFormat
+from onescan.integrations.transformers import (
+    OnescanBackbone,
+    OnescanImageConfig,
+    OnescanTextConfig,
+    to_transformers,
+)
+from onescan.layers.position import TokenPositionConfig
+
+HEADS = {
+    "tokens": (AutoModelForTokenClassification, (2, 5)),
+    "answers": (AutoModelForQuestionAnswering, (2, 5)),
+    "choices": (AutoModelForMultipleChoice, (2, 3, 5)),
+}
+
+
+def with_head(auto, **fields):
+    torch.manual_seed(0)
+    return auto.from_config(OnescanTextConfig(**{**SMALL_TEXT, **BOTH["bert"], **fields})).eval()
+
+
+def labels_of(name):
+    if name == "tokens":
+        return {"labels": torch.tensor([[0, 1, 2, 1, -100], [2, 0, -100, 1, 1]])}
+    if name == "answers":
+        return {"start_positions": torch.tensor([0, 2]), "end_positions": torch.tensor([3, 4])}
+    return {"labels": torch.tensor([2, 0])}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_learns_and_is_saved(name, tmp_path):
+    auto, shape = HEADS[name]
+    model = with_head(auto, num_labels=3)
+    tokens = torch.randint(VOCABULARY, shape)
+    out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **labels_of(name))
+    labels = list(labels_of(name).values())
+    logits = {
+        "tokens": lambda: [out.logits.flatten(0, 1)],
+        "answers": lambda: [out.start_logits, out.end_logits],
+        "choices": lambda: [out.logits],
+    }[name]()
+    losses = [cross_entropy(x, y.flatten()) for x, y in zip(logits, labels, strict=True)]
+    assert_close(out.loss, sum(losses) / len(losses))
+    out.loss.backward()
+    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
+    assert all(p.grad is not None for n, p in model.named_parameters() if "segment" not in n)
+    model.save_pretrained(tmp_path)
+    again = auto.from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    assert_close(again(tokens)[0], model(tokens)[0])
+
+
+def test_heads_start_from_a_language_model(tmp_path):
+    native = causal(CAUSAL["lightnet"])
+    to_transformers(native).save_pretrained(tmp_path)
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path, num_labels=4)
+    assert model(ids(2, 5)).logits.shape == (2, 5, 4)
+    for name, weight in native.network.named_parameters():
+        assert torch.equal(model.network.get_parameter(name), weight), name
+    with pytest.raises(ValueError, match="OnescanForTokenClassification has no native model"):
+        model.to_onescan()
+
+
+def test_choices_need_an_axis():
+    model = with_head(AutoModelForMultipleChoice)
+    with pytest.raises(ValueError, match=r"input_ids has shape \(2, 5\)"):
+        model(ids(2, 5))
+
+
+def test_text_configs_have_the_names_that_tools_read():
+    config = OnescanTextConfig(**{**SMALL_TEXT, **CAUSAL["lightnet"]}, initializer_range=0.1)
+    assert config.init_std == config.initializer_range == 0.1
+    assert config.num_attention_heads == config.mixer["num_heads"]
+    mlp = causal(CAUSAL["lightnet"]).network.blocks[0].mlp
+    assert config.intermediate_size == mlp.up_proj.out_features
+    assert config.is_decoder
+    assert not hasattr(config, "max_position_embeddings")
+    config.num_attention_heads = 4
+    assert config.mixer["num_heads"] == 4
+    limited = OnescanTextConfig(**{**BOTH["bert"], "position": TokenPositionConfig(max_tokens=77)})
+    assert limited.max_position_embeddings == 77
+    assert not limited.is_decoder
+
+
+def test_only_models_with_lrpe_keep_weights_in_float32():
+    assert to_transformers(causal(CAUSAL["lightnet"]))._keep_in_fp32_modules_strict == {"theta"}
+    without = to_transformers(built(*PRESETS["deit"]))
+    assert not without._keep_in_fp32_modules_strict
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_backbone_returns_feature_maps(name, tmp_path):
+    native, pixels = built(*PRESETS[name]), torch.randn(2, 3, 16, 16)
+    to_transformers(native).save_pretrained(tmp_path)
+    backbone = OnescanBackbone.from_pretrained(tmp_path, out_indices=[0, 1, 2])
+    assert type(AutoBackbone.from_config(backbone.config)) is OnescanBackbone
+    assert backbone.out_features == ["stem", "stage1", "stage2"]
+    assert backbone.channels == [24, 24, 24]
+    maps = backbone(pixels).feature_maps
+    assert_close(maps[1], native.forward_intermediates(pixels, [0])[1][0])
+    assert_close(maps[2], native.forward_grid(pixels))
+    assert [len(x.shape) for x in maps] == [4, 4, 4]
+    only = OnescanBackbone.from_pretrained(tmp_path)
+    assert [x.shape for x in only(pixels).feature_maps] == [(2, 24, 4, 4)]
+    assert only(pixels).hidden_states is None
+
+
+def test_a_segmenter_uses_a_backbone():
+    backbone = OnescanImageConfig.from_onescan(
+        built(*PRESETS["lightnet"]).config, out_indices=[1, 2]
+    )
+    config = UperNetConfig(
+        backbone_config=backbone, hidden_size=16, num_labels=3, use_auxiliary_head=False
+    )
+    model = UperNetForSemanticSegmentation(config)
+    labels = torch.randint(3, (2, 32, 32))
+    out = model(torch.randn(2, 3, 32, 32), labels=labels)
+    assert out.logits.shape == (2, 3, 32, 32)
+    out.loss.backward()
+    patches = model.backbone.get_input_embeddings()
+    assert all(p.grad.abs().sum() > 0 for p in patches.parameters())
+
+
+def test_image_folders_carry_a_processor(tmp_path):
+    native = built(*PRESETS["lightnet"])
+    constants = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)}
+    images = ImageFormat(channels=3, height=16, width=16, **constants)
+    to_transformers(native, image_format=images).save_pretrained(tmp_path)
+    picture = Image.fromarray(torch.randint(256, (16, 16, 3), dtype=torch.uint8).numpy())
+    pixels = (torch.tensor(np.array(picture)) / 255 - torch.tensor(constants["mean"])) / (
+        torch.tensor(constants["std"])
+    )
+    want = native(pixels.permute(2, 0, 1)[None])[0].softmax(0)
+    got = pipeline("image-classification", str(tmp_path))(picture)
+    assert_close(sorted(guess["score"] for guess in got), sorted(want.tolist()), atol=1e-4, rtol=0)
+    for change, message in (({"crop": 0.9}, "crop 0.9"), ({"channels": 1}, "1 channel")):
+        fields = {name: values[: change.get("channels", 3)] for name, values in constants.items()}
+        other = ImageFormat(**{"channels": 3, "height": 16, "width": 16, **fields, **change})
+        with pytest.raises(ValueError, match=message):
+            to_transformers(native, image_format=other)
+    with pytest.raises(ValueError, match="image_format is a str, expected an ImageFormat"):
+        to_transformers(native, image_format="vit")
+    with pytest.raises(ValueError, match="which reads no images"):
+        to_transformers(causal(CAUSAL["lightnet"]), image_format=images)
