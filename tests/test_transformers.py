@@ -85,7 +85,7 @@ if not trust:
 for auto_class in {!r}:
     kind = getattr(transformers, auto_class)
     model = kind.from_pretrained(root + "/" + auto_class, trust_remote_code=trust)
-    assert type(model).__module__ == "onescan.integrations.transformers.modeling"
+    assert type(model).__module__.startswith("onescan.integrations.transformers.")
     inputs = torch.load(root + "/inputs.pt")[model.main_input_name]
     print(model(inputs)[0].double().sum().item())
 assert trust == any("modeling_onescan" in name for name in sys.modules)

@@ -468,11 +468,11 @@ def test_a_missing_tied_weight_is_reported_and_initialized(head, tmp_path):
     native = causal(CAUSAL["lightnet"]) if is_causal else masked(BOTH["lion"])
     saved(to_transformers(native), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    del weights["network.embedding.weight"]
+    del weights["model.network.embedding.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     auto = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
     model, found = auto.from_pretrained(tmp_path, output_loading_info=True)
-    assert found["missing_keys"] == {"network.embedding.weight", head}
+    assert found["missing_keys"] == {"model.network.embedding.weight", head}
     embedding = model.network.embedding.weight
     assert model.get_output_embeddings().weight is embedding
     assert embedding.device.type == "cpu"
@@ -574,3 +574,30 @@ def test_bad_input_is_refused(lightnet):
     judge = to_transformers(classifier(BOTH["lion"]))
     with pytest.raises(ValueError, match="position_ids restart within a row, but there is one"):
         judge(ids(1, 4), position_ids=torch.tensor([[0, 1, 0, 1]]))
+
+
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModelForMaskedLM])
+def test_the_base_model_reads_tokens(auto, tmp_path):
+    native = causal(CAUSAL["lightnet"]) if auto is AutoModelForCausalLM else masked(BOTH["lion"])
+    model = to_transformers(native)
+    base, tokens = getattr(model, model.base_model_prefix), ids(2, 5)
+    assert base is model.base_model is not model
+    assert base.config is model.config
+    out = base(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    assert torch.equal(out.last_hidden_state, native.network(tokens)[0])
+    assert torch.equal(model.lm_head(out.last_hidden_state), model(tokens).logits)
+
+
+def test_folders_with_names_of_older_versions_load(lightnet, tmp_path):
+    saved(lightnet, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    old = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    assert "network.embedding.weight" in old
+    save_file(old, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for auto in (AutoModelForCausalLM, AutoModel):
+        model, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert info["unexpected_keys"] <= {"lm_head.weight"}
+        read = model.base_model(ids(2, 5)).last_hidden_state
+        assert_close(read, lightnet.model(ids(2, 5)).last_hidden_state)
+    assert_close(load_pretrained(str(tmp_path))(ids(2, 5))[0], lightnet(ids(2, 5)).logits)

@@ -14,16 +14,18 @@ if int(transformers.__version__.split(".")[0]) < 5:  # noqa: PLR2004
         "pip install 'onescan[text]'"
     )
 
-from onescan.integrations.transformers import modeling
+from onescan.integrations.transformers import image_modeling, modeling
 from onescan.integrations.transformers.cache import StateCache
 from onescan.integrations.transformers.configuration import OnescanImageConfig, OnescanTextConfig
 from onescan.integrations.transformers.convert import load_pretrained, to_transformers
+from onescan.integrations.transformers.image_modeling import (
+    OnescanForImageClassification,
+    OnescanImageModel,
+)
 from onescan.integrations.transformers.modeling import (
     OnescanForCausalLM,
-    OnescanForImageClassification,
     OnescanForMaskedLM,
     OnescanForSequenceClassification,
-    OnescanImageModel,
     OnescanTextModel,
 )
 
@@ -41,8 +43,9 @@ __all__ = [
     "to_transformers",
 ]
 
-# Trainer and pipelines look up the task of a model here, and whether its labels are shifted
+# Trainer, pipelines and PEFT look up the class of a model here, and whether labels are shifted
 TASK_NAMES: dict[str, Any] = {
+    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
     "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "AutoModelForImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -56,7 +59,8 @@ def _register() -> None:
     for config in (OnescanTextConfig, OnescanImageConfig):
         transformers.AutoConfig.register(config.model_type, config)
         for auto_class, name in config.auto_classes.items():
-            getattr(transformers, auto_class).register(config, getattr(modeling, name))
+            kind = getattr(modeling, name, None) or getattr(image_modeling, name)
+            getattr(transformers, auto_class).register(config, kind)
             if auto_class in TASK_NAMES:
                 TASK_NAMES[auto_class][config.model_type] = name
 

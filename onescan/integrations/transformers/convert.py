@@ -9,9 +9,9 @@ from transformers import AutoConfig
 from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.configs import differences
 from onescan.integrations.transformers.configuration import OnescanTextConfig
+from onescan.integrations.transformers.image_modeling import OnescanForImageClassification
 from onescan.integrations.transformers.modeling import (
     OnescanForCausalLM,
-    OnescanForImageClassification,
     OnescanForMaskedLM,
     OnescanForSequenceClassification,
     OnescanModel,

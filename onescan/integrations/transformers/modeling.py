@@ -1,4 +1,4 @@
-"""Models with the interface of transformers: a common base class, text models and image models."""
+"""Models with the interface of transformers: a common base class, and text models."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import (
-    BaseModelOutput,
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
-    ImageClassifierOutput,
     MaskedLMOutput,
     SequenceClassifierOutputWithPast,
 )
@@ -22,11 +20,10 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from onescan.checks import can_look_at_values, check_shapes
 from onescan.configs import ModelConfig
 from onescan.integrations.transformers.cache import Inputs, StateCache
-from onescan.integrations.transformers.configuration import OnescanImageConfig, OnescanTextConfig
+from onescan.integrations.transformers.configuration import OnescanTextConfig
 from onescan.layers.block import Block
 from onescan.messages import named_type
 from onescan.models.causal_lm import CausalLMConfig
-from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.models.token_network import NetworkState, TokenNetwork
@@ -49,7 +46,7 @@ class OnescanModel(PreTrainedModel):
 
     native_config: ClassVar[type[ModelConfig]]
     """Config of the native model."""
-    base_model_prefix = "network"
+    base_model_prefix = "model"
     supports_gradient_checkpointing = True
     # LRPE multiplies these angles and their rounding errors by the position of a token
     _keep_in_fp32_modules_strict = ["theta"]  # noqa: RUF012
@@ -75,6 +72,12 @@ class OnescanModel(PreTrainedModel):
     def wrap(self, native: Any) -> None:
         """Use the modules of a native model, sharing its weights."""
         self.network = native
+
+    def wrap_base(self, kind: type["OnescanModel"], network: nn.Module) -> None:
+        """Set the base model, of the class `kind`, to one that contains a native network."""
+        with torch.device("meta"):
+            self.model = kind(self.config)
+        self.model.wrap(network)
 
     @contextmanager
     def record_hidden_states(
@@ -236,19 +239,31 @@ class OnescanTextModel(OnescanModel):
         return StateCache(self.network.config.depth) if given is None and use_cache else given
 
 
-class _OnescanTextModelWithHead(OnescanTextModel):
+class OnescanTextModelWithHead(OnescanModel):
     """Base class of text models with a head."""
 
+    config_class = OnescanTextConfig
     head_name = "lm_head"
     output_class: type[ModelOutput]
     returns_cache = False
-
-    def build_native(self) -> Any:
-        return OnescanModel.build_native(self)
+    model: OnescanTextModel
 
     def wrap(self, native: Any) -> None:
-        self.network = native.network
+        self.wrap_base(OnescanTextModel, native.network)
         setattr(self, self.head_name, native.head)
+
+    @property
+    def network(self) -> TokenNetwork:
+        """The native network of the base model."""
+        return self.model.network
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the token embedding."""
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: Any) -> None:
+        """Set the token embedding, possibly of another vocabulary size."""
+        self.model.set_input_embeddings(value)
 
     def to_onescan(self) -> Any:
         """Return the native model. Both share their weights."""
@@ -298,7 +313,7 @@ class _OnescanTextModelWithHead(OnescanTextModel):
 
         ``loss_options`` are options of transformers' loss functions, such as num_items_in_batch.
         """
-        read = super().forward(
+        read = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -320,14 +335,14 @@ class _OnescanTextModelWithHead(OnescanTextModel):
         )
 
 
-class OnescanForCausalLM(_OnescanTextModelWithHead, GenerationMixin):
+class OnescanForCausalLM(OnescanTextModelWithHead, GenerationMixin):
     """A `CausalLM`, which predicts the next token."""
 
     native_config = CausalLMConfig
     output_class = CausalLMOutputWithPast
     returns_cache = True
     lm_head: nn.Linear
-    _tied_weights_keys = {"lm_head.weight": "network.embedding.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.network.embedding.weight"}  # noqa: RUF012
 
     def get_output_embeddings(self) -> nn.Linear:
         """Return the map from vectors to logits."""
@@ -351,13 +366,13 @@ class OnescanForCausalLM(_OnescanTextModelWithHead, GenerationMixin):
             model_kwargs[CACHE] = StateCache(self.network.config.depth)
 
 
-class OnescanForMaskedLM(_OnescanTextModelWithHead):
+class OnescanForMaskedLM(OnescanTextModelWithHead):
     """A `MaskedLM`, which predicts masked tokens."""
 
     native_config = MaskedLMConfig
     output_class = MaskedLMOutput
     lm_head: Any
-    _tied_weights_keys = {"lm_head.scores.weight": "network.embedding.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.scores.weight": "model.network.embedding.weight"}  # noqa: RUF012
 
     def build_native(self) -> Any:
         if not self.config.tie_word_embeddings:
@@ -374,7 +389,7 @@ class OnescanForMaskedLM(_OnescanTextModelWithHead):
         self.lm_head.scores = value
 
 
-class OnescanForSequenceClassification(_OnescanTextModelWithHead):
+class OnescanForSequenceClassification(OnescanTextModelWithHead):
     """A `SequenceClassifier`: class logits, or a number, for a text or a pair of texts."""
 
     native_config = SequenceClassifierConfig
@@ -429,71 +444,3 @@ def _documents(position_ids: Tensor | None, keep: Tensor | None, inputs: Tensor)
     begins[:, 1:] |= (position_ids.diff(dim=1) <= 0) & real[:, :-1]
     begins &= real & (real.cumsum(dim=1) > 1)  # the first document of a row begins in any case
     return begins.cumsum(dim=1) if bool(begins.any()) else None
-
-
-class OnescanImageModel(OnescanModel):
-    """An `ImageClassifier` without its head: one vector per token, learned tokens first."""
-
-    config_class = OnescanImageConfig
-    native_config = ImageClassifierConfig
-    main_input_name = "pixel_values"
-    input_modalities = "image"
-    network: ImageClassifier
-
-    def to_onescan(self) -> ImageClassifier:
-        """Return the native model contained in this one."""
-        return self.network
-
-    @can_return_tuple
-    def forward(
-        self,
-        pixel_values: Tensor,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        **_: Any,
-    ) -> BaseModelOutput:
-        """Compute the normalized tokens after the last block.
-
-        Args:
-            pixel_values: Images [B, channels, height, width], of any size that patches divide.
-            output_hidden_states: Whether to return the output of each block.
-            output_attentions: Must be False.
-        """
-        with self.record_hidden_states(output_hidden_states, output_attentions) as hidden:
-            x = self.network.forward_features(pixel_values)
-        return BaseModelOutput(
-            last_hidden_state=x, hidden_states=(*hidden[:-1], x) if hidden else None
-        )
-
-
-class OnescanForImageClassification(OnescanImageModel):
-    """An `ImageClassifier`: one logit per class."""
-
-    @can_return_tuple
-    def forward(
-        self,
-        pixel_values: Tensor,
-        labels: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        **loss_options: Any,
-    ) -> ImageClassifierOutput:
-        """Compute class logits; with a distillation token, the mean of both heads.
-
-        Args:
-            pixel_values: Images [B, channels, height, width], of any size that patches divide.
-            labels: Classes [B], or labels in the form that the config's problem_type requires.
-            output_hidden_states: Whether to return the output of each block.
-            output_attentions: Must be False.
-            loss_options: Options of transformers' loss functions.
-        """
-        with self.record_hidden_states(output_hidden_states, output_attentions) as hidden:
-            logits = self.network(pixel_values)
-        if isinstance(logits, tuple):
-            logits = (logits[0] + logits[1]) / 2
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                labels=labels, pooled_logits=logits, config=self.config, **loss_options
-            )
-        return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=tuple(hidden) or None)
