@@ -39,6 +39,12 @@ class StateLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     supports_early_init = False
+    state: Any
+    snapshot: Any
+    inputs: Inputs | None  # tokens after the snapshot; only of the cache's `common`
+    num_tokens: int
+    state_tokens: int
+    snapshot_tokens: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,9 +78,7 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Drop the state."""
-        self.state: Any = None
-        self.snapshot: Any = None
-        self.inputs: Inputs | None = None  # tokens after the snapshot; only of the cache's `common`
+        self.state = self.snapshot = self.inputs = None
         self.num_tokens = self.state_tokens = self.snapshot_tokens = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -135,6 +139,8 @@ class StateCache(Cache):
         num_layers: Number of blocks. By default, the first forward determines it.
     """
 
+    layers: Any
+
     def __init__(self, num_layers: int = 0) -> None:
         self.common = StateLayer()
         super().__init__(layers=[StateLayer() for _ in range(num_layers)])
@@ -181,8 +187,7 @@ class StateCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select the beams to continue."""
-        super().reorder_cache(beam_idx)
-        self.common.reorder_cache(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select sequences of the batch."""
@@ -224,11 +229,11 @@ def _join(first: Inputs | None, second: Inputs) -> Inputs | None:
         return None
     ids = torch.cat([first.ids, second.ids], dim=1)
 
-    def join(one: Tensor | None, other: Tensor | None, default: int) -> Tensor | None:
+    def join(one: Any, other: Any, default: int) -> Tensor | None:
         if one is None and other is None:
             return None
         given = other if one is None else one
-        parts = zip((one, other), (first.ids, second.ids), strict=True)
+        parts: Any = zip((one, other), (first.ids, second.ids), strict=True)
         full = [
             torch.full_like(i, default, dtype=given.dtype) if x is None else x for x, i in parts
         ]
