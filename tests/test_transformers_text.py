@@ -232,10 +232,106 @@ def test_a_cache_can_be_emptied_and_its_rows_chosen(lightnet):
     assert_close(lightnet(tokens, past_key_values=cache).logits, lightnet(tokens).logits)
 
 
+def test_a_cache_has_one_layer_per_block(lightnet):
+    cache = lightnet(ids(2, 5)).past_key_values
+    assert len(cache.layers) == lightnet.config.num_hidden_layers
+    assert [layer.get_seq_length() for layer in cache.layers] == [5, 5]
+    given = StateCache()
+    lightnet(ids(2, 5), past_key_values=given)
+    assert len(given.layers) == 2
+    assert cache.is_croppable
+
+
+@over_causal
+@pytest.mark.parametrize("embedded", [False, True], ids=["ids", "embeddings"])
+def test_a_cropped_cache_continues_as_if_the_removed_tokens_were_never_read(change, embedded):
+    model, tokens = to_transformers(causal(change)), ids(3, TOKENS)
+    other = ids(3, TOKENS, seed=5)
+    keep = padded(tokens, LENGTHS, "left")[1].long()
+    cut = 4
+    for kept in range(cut, TOKENS):
+        cache = model(tokens[:, :cut], attention_mask=keep[:, :cut]).past_key_values
+        rest = tokens[:, cut:]
+        given = (
+            {"inputs_embeds": model.get_input_embeddings()(rest)}
+            if embedded
+            else {"input_ids": rest}
+        )
+        model(**given, attention_mask=keep, past_key_values=cache)
+        cache.crop(kept - TOKENS)
+        assert cache.get_seq_length() == kept
+        cache.batch_select_indices(torch.tensor([2, 1]))
+        mixed = torch.cat([tokens[:, :kept], other[:, kept:]], dim=1)[[2, 1]]
+        mask = torch.cat([keep[:, :kept], torch.ones_like(keep[:, kept:])], dim=1)[[2, 1]]
+        got = model(mixed[:, kept:], attention_mask=mask, past_key_values=cache)
+        want = model(mixed, attention_mask=mask)
+        assert_close(got.logits, want.logits[:, kept:])
+        assert cache.get_seq_length() == TOKENS
+
+
+@over_causal
+def test_tokens_read_one_at_a_time_are_removed_down_to_the_snapshot(change):
+    model, tokens = to_transformers(causal(change)), ids(2, TOKENS)
+    want = model(tokens).logits
+    cache = model(tokens[:, :3]).past_key_values
+    for t in range(3, TOKENS):
+        model(ids(2, 1, seed=t), past_key_values=cache)
+    cache.crop(-2)
+    cache.crop(2)  # the number of tokens to keep
+    assert_close(model(tokens[:, 2:4], past_key_values=cache).logits, want[:, 2:4])
+    with pytest.raises(ValueError, match="to 1 tokens: it has read 4 and keeps a snapshot at 2"):
+        cache.crop(-3)
+    cache.crop(-2)
+    assert_close(model(tokens[:, 2:], past_key_values=cache).logits, want[:, 2:])
+    cache.crop(0)
+    with pytest.raises(ValueError, match=f"to {TOKENS - 1} tokens: it has read {TOKENS}"):
+        cache.crop(-1)
+
+
+ASSISTED = {**GREEDY, "max_new_tokens": 12}
+
+
+@over_causal
+def test_an_assistant_changes_no_token(change):
+    model, tokens = to_transformers(causal(change)), ids(1, 7)
+    assistants = [to_transformers(causal(CAUSAL["lion"])), model]
+    for mask in (torch.ones_like(tokens), torch.tensor([[0, 0, 1, 1, 1, 1, 1]])):
+        want = model.generate(tokens, attention_mask=mask, **ASSISTED)
+        for assistant in assistants:
+            got = model.generate(tokens, attention_mask=mask, assistant_model=assistant, **ASSISTED)
+            assert torch.equal(got, want)
+
+
+@over_causal
+def test_prompt_lookup_changes_no_token(change):
+    model, tokens = to_transformers(causal(change)), ids(1, 5).repeat(1, 2)
+    for mask in (torch.ones_like(tokens), (torch.arange(10) >= 3)[None].long()):
+        want = model.generate(tokens, attention_mask=mask, **ASSISTED)
+        got = model.generate(tokens, attention_mask=mask, prompt_lookup_num_tokens=3, **ASSISTED)
+        assert torch.equal(got, want)
+
+
+def test_assisted_generation_reads_several_tokens_per_call(lightnet):
+    calls = []
+    lightnet.register_forward_pre_hook(
+        lambda _, __, options: calls.append(options["input_ids"].shape[1]), with_kwargs=True
+    )
+    assistant = to_transformers(lightnet.to_onescan())
+    assistant.generation_config.assistant_confidence_threshold = 0
+    first = lightnet.generate(
+        ids(1, 4), assistant_model=assistant, return_dict_in_generate=True, **ASSISTED
+    )
+    assert len(calls) < 4  # the assistant is always right
+    more = torch.cat([first.sequences, ids(1, 3, seed=8)], dim=1)
+    again = lightnet.generate(more, **{CACHE: first.past_key_values}, **GREEDY)
+    assert torch.equal(again, lightnet.generate(more, **GREEDY))
+
+
 def test_what_a_state_cannot_do_is_refused(lightnet):
     cache = lightnet(ids(1, 5)).past_key_values
-    with pytest.raises(ValueError, match="a state cannot be cropped"):
-        cache.crop(2)
+    cache.crop(-2)
+    with pytest.raises(ValueError, match="cannot be cropped to -2 tokens: it has read 3"):
+        cache.crop(-5)
     with pytest.raises(ValueError, match="past_key_values is a DynamicCache, expected the StateC"):
         lightnet(ids(1, 5), past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="cache_implementation is 'static', expected None"):

@@ -19,14 +19,14 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from onescan.checks import can_look_at_values, check_shapes
 from onescan.configs import ModelConfig
-from onescan.integrations.transformers.cache import StateCache
+from onescan.integrations.transformers.cache import Inputs, StateCache
 from onescan.integrations.transformers.configuration import OnescanTextConfig
 from onescan.layers.block import Block
 from onescan.messages import named_type
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
-from onescan.models.token_network import TokenNetwork
+from onescan.models.token_network import NetworkState, TokenNetwork
 
 INITIALIZED = "_is_hf_initialized"  # set by transformers on initialized tensors
 # transformers 5.24 renamed past_key_values to cache, in outputs and in arguments of `generate`.
@@ -118,7 +118,8 @@ class OnescanModel(PreTrainedModel):
         missing = [name for name, x in tensors.items() if not getattr(x, INITIALIZED, False)]
         fresh = type(self)(self.config).state_dict() if missing else {}
         for name in missing:
-            tensors[name].copy_(fresh[name])
+            if name in fresh:  # bitsandbytes adds tensors of its own, such as scales
+                tensors[name].copy_(fresh[name])
 
     def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
         """Mark tied weights as initialized, but keep all missing keys.
@@ -204,17 +205,26 @@ class OnescanTextModel(OnescanModel):
         documents = _documents(position_ids, keep, inputs)
         cache = self._cache(past_key_values if cache is None else cache, use_cache)
         segments = token_type_ids if self.network.config.segment_types else None
-        state = None if cache is None else cache.layer.state
+        given = Inputs(input_ids, inputs_embeds, segments, keep)
+        state = None if cache is None else cache.resume(self._read)
         with self.record_hidden_states(**options) as hidden:
-            read = self.network if inputs_embeds is None else self.network.read
-            x, state = read(inputs, segments=segments, keep=keep, documents=documents, state=state)
+            x, state = self._read(given, state, documents)
         if cache is not None and state is not None:
-            cache.layer.replace(state, x.shape[1])
+            cache.write(state, given)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             hidden_states=(*hidden[:-1], x) if hidden else None,  # the last one is normalized
             **{CACHE: cache if state is not None else None},  # type: ignore[arg-type]
         )
+
+    def _read(
+        self, inputs: Inputs, state: NetworkState | None, documents: Tensor | None = None
+    ) -> tuple[Tensor, NetworkState | None]:
+        ids, embeddings, segments, keep = inputs
+        options: Any = {"segments": segments, "keep": keep, "documents": documents, "state": state}
+        if embeddings is not None:
+            return self.network.read(embeddings, **options)
+        return self.network(ids, **options)
 
     def _cache(self, given: Any, use_cache: bool | None) -> StateCache | None:
         if given is not None and not isinstance(given, StateCache):
@@ -228,7 +238,7 @@ class OnescanTextModel(OnescanModel):
             return None
         if given is None and use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        return StateCache() if given is None and use_cache else given
+        return StateCache(self.network.config.depth) if given is None and use_cache else given
 
 
 class OnescanTextModelWithHead(OnescanModel):
@@ -335,7 +345,6 @@ class OnescanForCausalLM(OnescanTextModelWithHead, GenerationMixin):
     returns_cache = True
     lm_head: nn.Linear
     _tied_weights_keys = {"lm_head.weight": "model.network.embedding.weight"}  # noqa: RUF012
-    _is_stateful = True  # a state cannot be rolled back, as speculative decoding would
 
     def get_output_embeddings(self) -> nn.Linear:
         """Return the map from vectors to logits."""
@@ -356,7 +365,7 @@ class OnescanForCausalLM(OnescanTextModelWithHead, GenerationMixin):
                 f"cache_implementation is {kind!r}, expected None: there is one kind of state"
             )
         if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
-            model_kwargs[CACHE] = StateCache()
+            model_kwargs[CACHE] = StateCache(self.network.config.depth)
 
 
 class OnescanForMaskedLM(OnescanTextModelWithHead):
