@@ -5,9 +5,10 @@ from torch import nn
 
 from onescan.allocation import build_model, build_on_meta
 from onescan.checkpoint.weights import distinct
+from onescan.integrations.weights.fla import FLA_SOURCES
 from onescan.integrations.weights.source import Foreign, Source
 
-SOURCES: tuple[Source, ...] = ()
+SOURCES: tuple[Source, ...] = (*FLA_SOURCES,)
 MAX_SHOWN = 5  # names of tensors
 
 
