@@ -5,9 +5,12 @@ from torch import nn
 
 from onescan.allocation import build_model, build_on_meta
 from onescan.checkpoint.weights import distinct
+from onescan.integrations.weights.denoisers import DENOISER_SOURCES
 from onescan.integrations.weights.source import Foreign, Source
+from onescan.integrations.weights.text import TEXT_SOURCES
+from onescan.integrations.weights.vision import VISION_SOURCES
 
-SOURCES: tuple[Source, ...] = ()
+SOURCES: tuple[Source, ...] = (*VISION_SOURCES, *TEXT_SOURCES, *DENOISER_SOURCES)
 MAX_SHOWN = 5  # names of tensors
 
 
