@@ -5,10 +5,21 @@ from torch import nn
 
 from onescan.allocation import build_model, build_on_meta
 from onescan.checkpoint.weights import distinct
+from onescan.integrations.weights.denoisers import DENOISER_SOURCES
 from onescan.integrations.weights.fla import FLA_SOURCES
+from onescan.integrations.weights.lion import LION_SOURCES
 from onescan.integrations.weights.source import Foreign, Source
+from onescan.integrations.weights.text import TEXT_SOURCES
+from onescan.integrations.weights.vision import VISION_SOURCES
 
-SOURCES: tuple[Source, ...] = (*FLA_SOURCES,)
+# LION comes before vision, because its tensors are named as DeiT's
+SOURCES: tuple[Source, ...] = (
+    *LION_SOURCES,
+    *VISION_SOURCES,
+    *TEXT_SOURCES,
+    *DENOISER_SOURCES,
+    *FLA_SOURCES,
+)
 MAX_SHOWN = 5  # names of tensors
 
 

@@ -202,9 +202,9 @@ def _fields_of(model: nn.Module) -> dict[str, Any]:
     if config is not None:
         fields = dict(config.to_dict() if hasattr(config, "to_dict") else config)
         return {"model_class": type(model).__name__, **fields}
-    heads = {m.num_heads for m in model.modules() if isinstance(getattr(m, "num_heads", 0), int)}
+    heads = {getattr(m, "num_heads", None) for m in model.modules()}
     eps = {m.eps for m in model.modules() if isinstance(m, nn.LayerNorm)}
-    found = {"num_heads": heads - {0}, "norm_eps": eps}
+    found = {"num_heads": heads - {None}, "norm_eps": eps}
     return {name: values.pop() for name, values in found.items() if len(values) == 1}
 
 
@@ -224,7 +224,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     if index:  # of sharded weights
         shards = _read_json(index[0]).get("weight_map", {})
         files = sorted({path / Path(str(name)).name for name in shards.values()})
-    if not files or path.is_file() and path.suffix != SUFFIX:
+    if not files or (path.is_file() and path.suffix != SUFFIX):
         raise ValueError(
             f"{path} holds no safetensors file; pickled weights are not read, convert them to "
             "safetensors with the library that wrote them"
