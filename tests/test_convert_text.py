@@ -21,11 +21,11 @@ def _seed():
 
 
 def gpt2(**changes):
-    return randomized(transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **changes)))
+    return randomized(transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2 | changes)))
 
 
 def bert(kind="ForMaskedLM", **changes):
-    model = getattr(transformers, f"Bert{kind}")(transformers.BertConfig(**BERT, **changes))
+    model = getattr(transformers, f"Bert{kind}")(transformers.BertConfig(**BERT | changes))
     return randomized(model)
 
 
