@@ -1,5 +1,7 @@
 """Language models of flash-linear-attention, converted: the same scores, or a clear refusal."""
 
+import json
+
 import pytest
 import torch
 from fla_models import (
@@ -17,7 +19,10 @@ from fla_models import (
     lightnet_weights,
     scores,
 )
+from safetensors.torch import save_file
 
+import onescan
+from onescan.integrations.transformers import OnescanForCausalLM
 from onescan.integrations.weights import Foreign, Tensors, convert_model
 
 MODELS = {
@@ -90,3 +95,14 @@ def test_tensors_that_differ_are_refused():
     wide = {f"model.layers.{i}.attn.v_proj.weight": torch.zeros(48, WIDTH) for i in range(DEPTH)}
     with pytest.raises(ValueError, match="v_proj has 48 rows, expected 24"):
         converted(GLA | {"expand_v": 2}, weights | wide)
+
+
+def test_a_folder_is_written_for_transformers(tmp_path):
+    source, weights = tmp_path / "source", lightnet_weights()
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(LIGHTNET))
+    save_file({n: x.float() for n, x in weights.items()}, source / "model.safetensors")
+    model = onescan.convert(source, tmp_path / "out")
+    tokens = torch.randint(VOCABULARY, (2, 9))
+    loaded = OnescanForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded(tokens).logits, model(tokens)[0])
