@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from onescan.integrations.weights import convert_model, read
+from onescan.integrations.weights import SOURCES, convert_model, read
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -205,3 +205,10 @@ def test_only_safetensors_are_read(tmp_path):
 def test_other_architectures_are_refused():
     with pytest.raises(ValueError, match=r"has tensors such as weight, expected one of: transf"):
         convert_model(read(nn.Linear(2, 2)))
+
+
+def test_configs_may_omit_defaults():
+    theirs = transformers.ViTConfig().to_dict()
+    for source in SOURCES:
+        if "ViT" in source.name:
+            assert {name: theirs[name] for name in source.defaults} == source.defaults

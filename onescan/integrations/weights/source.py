@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,8 @@ class Source:
     """Return the native config; raises ValueError for a setting that is not supported."""
     weights: Callable[[Foreign], Mapping[str, Tensor]]
     """Return the tensors by their native names; tied tensors only under their first name."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that the source's config may omit."""
     rename: Mapping[str, str] | None = None
     """Regular expressions in names of tensors and their replacements, such as for names of older
     versions; applied first, in this order, before `matches`."""
