@@ -148,9 +148,19 @@ class Live(nn.Module):
         return self.weights
 
 
-def test_models_in_memory_tell_their_heads():
+def test_models_in_memory_state_their_settings():
     native = convert_model(read(Live()))
     assert native.config.mixer.num_heads == 3
+    model = Live()
+    model.blocks = nn.ModuleDict({"mlp": nn.ModuleDict({"act": nn.GELU()})})
+    convert_model(read(model))
+    model.blocks["mlp"]["act"] = nn.ReLU()
+    with pytest.raises(ValueError, match=r"mlp.act is 'ReLU\(\)' in the source's config, expected"):
+        convert_model(read(model))
+    model = Live()
+    model.global_pool = "avg"
+    with pytest.raises(ValueError, match="global_pool is 'avg' in the source's config"):
+        convert_model(read(model))
 
 
 def test_each_tensor_is_used_once():

@@ -187,7 +187,7 @@ def _timm_config(foreign: Foreign) -> ModelConfig:
             f"architecture is {name!r}, expected a plain vit_*, deit_* or deit3_* of timm, such as "
             "vit_base_patch16_224"
         )
-    foreign.expect(global_pool=("token", ""))
+    foreign.expect(**{"global_pool": ("token", ""), "mlp.act": "GELU(approximate='none')"})
     known = {"img_size", "patch_size", "in_chans", "num_classes", "global_pool"}
     for argument in fields.get("model_args", {}).keys() - known:
         raise ValueError(f"model_args of the source's config has {argument}, which is unsupported")
