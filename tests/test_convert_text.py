@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_convert_vision import randomized
 
-from onescan.integrations.weights import convert_model, read
+from onescan.integrations.weights import SOURCES, convert_model, read
 
 transformers = pytest.importorskip("transformers")
 GPT2 = {"vocab_size": 31, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 3}
@@ -97,3 +97,10 @@ def test_settings_that_are_not_supported_are_named(build, changes, message):
 def test_models_without_the_head_are_refused():
     with pytest.raises(ValueError, match=r"the source has no tensor"):
         convert_model(read(bert("Model")))
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Bert"])
+def test_configs_may_omit_defaults(kind):
+    theirs = getattr(transformers, f"{kind}Config")().to_dict()
+    (source,) = (source for source in SOURCES if f"transformers {kind}" in source.name)
+    assert {name: theirs[name] for name in source.defaults} == source.defaults

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from onescan.integrations.weights import convert_model, read
+from onescan.integrations.weights import SOURCES, convert_model, read
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -148,9 +148,19 @@ class Live(nn.Module):
         return self.weights
 
 
-def test_models_in_memory_tell_their_heads():
+def test_models_in_memory_state_their_settings():
     native = convert_model(read(Live()))
     assert native.config.mixer.num_heads == 3
+    model = Live()
+    model.blocks = nn.ModuleDict({"mlp": nn.ModuleDict({"act": nn.GELU()})})
+    convert_model(read(model))
+    model.blocks["mlp"]["act"] = nn.ReLU()
+    with pytest.raises(ValueError, match=r"mlp.act is 'ReLU\(\)' in the source's config, expected"):
+        convert_model(read(model))
+    model = Live()
+    model.global_pool = "avg"
+    with pytest.raises(ValueError, match="global_pool is 'avg' in the source's config"):
+        convert_model(read(model))
 
 
 def test_each_tensor_is_used_once():
@@ -205,3 +215,10 @@ def test_only_safetensors_are_read(tmp_path):
 def test_other_architectures_are_refused():
     with pytest.raises(ValueError, match=r"has tensors such as weight, expected one of: transf"):
         convert_model(read(nn.Linear(2, 2)))
+
+
+def test_configs_may_omit_defaults():
+    theirs = transformers.ViTConfig().to_dict()
+    for source in SOURCES:
+        if "ViT" in source.name:
+            assert {name: theirs[name] for name in source.defaults} == source.defaults

@@ -66,7 +66,8 @@ def _find(foreign: Foreign) -> tuple[Source, Foreign]:
     """Return the first source that matches, and the model with renamed tensors."""
     for source in SOURCES:
         renamed = Foreign(
-            fields=foreign.fields, tensors=foreign.tensors.renamed(source.rename or {})
+            fields={**source.defaults, **foreign.fields},
+            tensors=foreign.tensors.renamed(source.rename or {}),
         )
         if source.matches(renamed):
             return source, renamed

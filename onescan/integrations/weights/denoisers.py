@@ -109,6 +109,7 @@ def _diffusers_config(foreign: Foreign) -> ModelConfig:
 
 
 def _original_config(foreign: Foreign) -> ModelConfig:
+    foreign.expect(**{"mlp.act": "GELU(approximate='tanh')"})
     width, _, patch, _ = foreign.tensors.shape("x_embedder.proj.weight")
     patches = foreign.tensors.shape("pos_embed")[1]
     hidden = foreign.tensors.shape("blocks.0.mlp.fc1.weight")[0]

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,8 @@ class Source:
     """Return the native config; raises ValueError for a setting that is not supported."""
     weights: Callable[[Foreign], Mapping[str, Tensor]]
     """Return the tensors by their native names; tied tensors only under their first name."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that the source's config may omit."""
     rename: Mapping[str, str] | None = None
     """Regular expressions in names of tensors and their replacements, such as for names of older
     versions; applied first, in this order, before `matches`."""
@@ -194,9 +196,9 @@ def find(source: str | Path) -> Path:
 
 
 def _fields_of(model: nn.Module) -> dict[str, Any]:
-    """Return the config of a model in memory, and what a model without a config tells about itself.
+    """Return the config of a model in memory, or the settings of its layers if it has none.
 
-    timm and the original DiT have no config: heads and epsilons are attributes of their layers.
+    The models of timm and the original DiT have no config.
     """
     config: Any = getattr(model, "config", None)
     if config is not None:
@@ -204,7 +206,13 @@ def _fields_of(model: nn.Module) -> dict[str, Any]:
         return {"model_class": type(model).__name__, **fields}
     heads = {getattr(m, "num_heads", None) for m in model.modules()}
     eps = {m.eps for m in model.modules() if isinstance(m, nn.LayerNorm)}
-    found = {"num_heads": heads - {None}, "norm_eps": eps}
+    act = {str(m) for name, m in model.named_modules() if name.endswith("mlp.act")}
+    found: dict[str, set[Any]] = {
+        "num_heads": heads - {None},
+        "norm_eps": eps,
+        "mlp.act": act,
+        "global_pool": {getattr(model, "global_pool", "token")},
+    }
     return {name: values.pop() for name, values in found.items() if len(values) == 1}
 
 

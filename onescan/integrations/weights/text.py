@@ -14,6 +14,16 @@ from onescan.models.masked_lm import MaskedLMConfig
 # GPT-2's first weights have no prefix, and BERT's name the parts of norms gamma and beta.
 GPT2_NAMES = {r"^(wte|wpe|h|ln_f)\.": r"transformer.\1."}
 BERT_NAMES = {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"}
+GPT2_DEFAULTS = {
+    "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
+    "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+BERT_DEFAULTS = {
+    "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "intermediate_size": 3072, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
+}  # fmt: skip
 RATIO = 4  # of the widths of GPT-2's MLP and its tokens
 
 
@@ -142,6 +152,7 @@ TEXT_SOURCES = (
         matches=lambda foreign: foreign.fields.get("model_type") == "gpt2",
         config=_gpt2_config,
         weights=_gpt2_weights,
+        defaults=GPT2_DEFAULTS,
         rename=GPT2_NAMES,
     ),
     Source(
@@ -149,6 +160,7 @@ TEXT_SOURCES = (
         matches=lambda foreign: foreign.fields.get("model_type") == "bert",
         config=_bert_config,
         weights=_bert_weights,
+        defaults=BERT_DEFAULTS,
         rename=BERT_NAMES,
     ),
 )

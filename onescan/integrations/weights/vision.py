@@ -39,6 +39,11 @@ LEGACY = {
     r"intermediate\.dense\.": "mlp.fc1.",
     r"(layers\.\d+)\.output\.dense\.": r"\1.mlp.fc2.",
 }
+DEFAULTS = {
+    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "intermediate_size": 3072, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "image_size": 224,
+    "patch_size": 16, "num_channels": 3,
+}  # fmt: skip
 
 
 class LinearNames(NamedTuple):
@@ -182,7 +187,7 @@ def _timm_config(foreign: Foreign) -> ModelConfig:
             f"architecture is {name!r}, expected a plain vit_*, deit_* or deit3_* of timm, such as "
             "vit_base_patch16_224"
         )
-    foreign.expect(global_pool=("token", ""))
+    foreign.expect(**{"global_pool": ("token", ""), "mlp.act": "GELU(approximate='none')"})
     known = {"img_size", "patch_size", "in_chans", "num_classes", "global_pool"}
     for argument in fields.get("model_args", {}).keys() - known:
         raise ValueError(f"model_args of the source's config has {argument}, which is unsupported")
@@ -250,6 +255,7 @@ VISION_SOURCES = (
         matches=lambda foreign: _of_transformers(foreign, "vit"),
         config=_vit_config,
         weights=_vit_weights,
+        defaults=DEFAULTS,
         rename=LEGACY,
     ),
     Source(
@@ -257,6 +263,7 @@ VISION_SOURCES = (
         matches=lambda foreign: _of_transformers(foreign, "deit"),
         config=_vit_config,
         weights=_vit_weights,
+        defaults=DEFAULTS,
         rename=LEGACY,
     ),
     Source(
