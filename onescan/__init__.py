@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from onescan.models.sequence_decoder import SequenceDecoderConfig as SequenceDecoderConfig
     from onescan.ops.backend import use_backend as use_backend
     from onescan.shapes import Grid as Grid
+    from onescan.training.convert import convert as convert
     from onescan.training.loading import load as load
     from onescan.training.loop import train as train
 
@@ -56,6 +57,7 @@ _MODULES = {
     "SequenceDecoder": "models.sequence_decoder",
     "SequenceDecoderConfig": "models.sequence_decoder",
     "build": "models.presets",
+    "convert": "training.convert",
     "load": "training.loading",
     "load_generation_state": "checkpoint.generation_state",
     "preset": "models.presets",

@@ -583,6 +583,8 @@ def test_autocast_does_not_narrow_the_row_sums_before_decay():
             "decay_at is 'symmetric' with direction='backward', expected 'both'",
         ),
         (LionMixerConfig(state_size=0), "state_size is 0"),
+        (LionMixerConfig(key_width=0), "key_width is 0"),
+        (LionMixerConfig(state_size=4, norm_heads=True), "state_size is 4 .* norm_heads=True"),
         (
             LionMixerConfig(state_size=4, decay=HippoDecayConfig()),
             "state_size is 4 with decay=HippoDecayConfig, expected None",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from onescan import __version__
+from onescan.cli.convert import convert
 from onescan.cli.evaluate import compare, evaluate, needle
 from onescan.cli.images import encode, sample
 from onescan.cli.options import HELP, Argv, echo, name_flags
@@ -35,6 +36,7 @@ COMMANDS: dict[str, Callable[[Argv], None]] = {
     "needle": needle,
     "tokenizer": tokenizer,
     "encode": encode,
+    "convert": convert,
     "models": models,
     "recipes": recipes,
     "show": show,

@@ -1,17 +1,30 @@
 """The parts of a block that process each token separately: norms and MLPs."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
 from onescan.shapes import Hidden
 
 NormName = Literal["layer", "rms", "simple_rms", "none"]
 NormPosition = Literal["pre", "post"]
+
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "gelu": F.gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+        "relu": F.relu,
+        "silu": F.silu,
+    }
+)
 
 # smaller than the variance of a mean over 100,000 tokens
 EPS = 1e-6
@@ -38,9 +51,12 @@ class MLPConfig:
     """Hidden width divided by model width."""
     multiple_of: int = 1
     """Round the hidden width up to a multiple of this."""
+    activation: Activation = "gelu"
+    """Activation function; gelu_tanh is the approximation of GPT-2 and DiT."""
 
     def build(self, *, width: int) -> nn.Module:
-        return MLP(width, self.hidden_width(width))
+        check_choice("mlp.activation", self.activation, get_args(Activation))
+        return MLP(width, self.hidden_width(width), activation=self.activation)
 
     def hidden_width(self, width: int) -> int:
         """Return the hidden width for a model width.
@@ -58,33 +74,40 @@ class GLUConfig(MLPConfig):
     """A gated linear unit with SiLU, and without biases as in LightNet."""
 
     ratio: float = 8 / 3
+    activation: Activation = "silu"
     bias: bool = False
     """Add biases to the projections, as in HGRN."""
 
     def build(self, *, width: int) -> nn.Module:
-        return GLU(width, self.hidden_width(width), bias=self.bias)
+        check_choice("mlp.activation", self.activation, get_args(Activation))
+        hidden = self.hidden_width(width)
+        return GLU(width, hidden, bias=self.bias, activation=self.activation)
 
 
 class MLP(nn.Module):
-    """Compute W_2 gelu(W_1 x)."""
+    """Compute W_2 gelu(W_1 x), or with another activation."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, *, activation: Activation = "gelu") -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.up_proj = nn.Linear(width, hidden)
         self.down_proj = nn.Linear(hidden, width)
 
     def forward(self, x: Hidden) -> Hidden:
-        return self.down_proj(F.gelu(self.up_proj(x)))
+        return self.down_proj(self.activation(self.up_proj(x)))
 
 
 class GLU(nn.Module):
-    """Compute W_3 (silu(W_1 x) * W_2 x)."""
+    """Compute W_3 (silu(W_1 x) * W_2 x), or with another activation."""
 
-    def __init__(self, width: int, hidden: int, *, bias: bool = False) -> None:
+    def __init__(
+        self, width: int, hidden: int, *, bias: bool = False, activation: Activation = "silu"
+    ) -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.gate_proj = nn.Linear(width, hidden, bias=bias)
         self.up_proj = nn.Linear(width, hidden, bias=bias)
         self.down_proj = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Hidden) -> Hidden:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

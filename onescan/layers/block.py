@@ -67,6 +67,7 @@ class Block(nn.Module):
         norm: NormName,
         norm_position: NormPosition = "pre",
         norm_eps: float = EPS,
+        mlp_norm_eps: float | None = None,
         norm_affine: bool = True,
         drop_path: float = 0.0,
         dropout: float = 0.0,
@@ -86,7 +87,8 @@ class Block(nn.Module):
         self.reads_lower_bound = mixer.reads_lower_bound
         self.mlp_norm = self.mlp = None
         if mlp is not None:
-            self.mlp_norm = build_norm(norm, width, affine=norm_affine, eps=norm_eps)
+            eps = norm_eps if mlp_norm_eps is None else mlp_norm_eps
+            self.mlp_norm = build_norm(norm, width, affine=norm_affine, eps=eps)
             self.mlp = mlp.build(width=width)
         bounded = mixer.output_is_bounded
         self.mixer_drop_path = DropPath(drop_path, scale_up=not bounded)
@@ -161,10 +163,8 @@ class ConditionedBlock(Block):
     Source: DiT, arXiv:2212.09748, Fig. 3.
     """
 
-    def __init__(
-        self, width: int, *, axes: int, mixer: MixerConfig, mlp: MLPConfig | None, norm: NormName
-    ) -> None:
-        super().__init__(width, axes=axes, mixer=mixer, mlp=mlp, norm=norm, norm_affine=False)
+    def __init__(self, width: int, *, mlp: MLPConfig | None, **options: Any) -> None:
+        super().__init__(width, mlp=mlp, norm_affine=False, **options)
         self.modulation = Modulation(width, parts=3 if mlp is None else 6)
 
     def forward(  # type: ignore[override]  # takes a condition, and no sequence arguments
@@ -226,19 +226,20 @@ class DropPath(nn.Module):
 class TimestepEmbedding(nn.Module):
     """Embed the noise level, from 0 to 1000, as W_2 silu(W_1 [sin, cos](t n)).
 
-    Timesteps may be fractional.
+    Timesteps may be fractional. See `sinusoidal_positions` for `inclusive`.
 
     Source: DiT, arXiv:2212.09748, Sec. 3.2.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, inclusive: bool = False) -> None:
         super().__init__()
+        self.inclusive = inclusive
         self.in_proj = nn.Linear(FREQUENCIES, width)
         self.out_proj = nn.Linear(width, width)
 
     def forward(self, timesteps: Timesteps, dtype: torch.dtype) -> Pooled:
         """Embed timesteps, in the dtype of the tokens."""
-        waves = sinusoidal_positions(timesteps, FREQUENCIES).to(dtype)
+        waves = sinusoidal_positions(timesteps, FREQUENCIES, inclusive=self.inclusive).to(dtype)
         return self.out_proj(F.silu(self.in_proj(waves)))
 
 

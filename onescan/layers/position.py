@@ -58,9 +58,11 @@ class AbsolutePositionConfig(PositionConfig):
 
 
 def sinusoidal_positions(
-    positions: Float[Tensor, " T"] | Int[Tensor, " T"], width: int
+    positions: Float[Tensor, " T"] | Int[Tensor, " T"], width: int, *, inclusive: bool = False
 ) -> Float[Tensor, "T D"]:
     """Compute the sine and cosine of n / 10000^(2i / D), i = 0 ... D/2 - 1.
+
+    With `inclusive`, of n / 10000^(2i / (D - 2)), whose last frequency is 1/10000, as in DDPM.
 
     Angles are computed and reduced in float64, so they are accurate for large positions, except on
     MPS, which does not support float64.
@@ -73,7 +75,8 @@ def sinusoidal_positions(
     >>> sinusoidal_positions(torch.tensor([0]), width=4).tolist()
     [[0.0, 0.0, 1.0, 1.0]]
     """
-    exponents = to_float64(torch.arange(0, width, 2, device=positions.device)) / width
+    exponents = to_float64(torch.arange(0, width, 2, device=positions.device))
+    exponents = exponents / (width - 2 * inclusive)
     angles = wrap_angle(positions.unsqueeze(1) * 10_000.0**-exponents)
     angles = angles.to(accumulation_dtype(positions.dtype))
     return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_choice, check_floating, check_positive
 from onescan.configs import ModelConfig
-from onescan.layers.basic import GLUConfig, MLPConfig, NormName, build_norm
+from onescan.layers.basic import EPS, GLUConfig, MLPConfig, NormName, build_norm
 from onescan.layers.block import (
     Block,
     ConditionedBlock,
@@ -59,6 +59,11 @@ class DenoiserConfig(ModelConfig):
     """Position encoding after the embedding; None for no encoding."""
     norm: NormName = "layer"
     """Norm of every block, except before mixers that normalize their input, and before the head."""
+    mlp_norm_eps: float = EPS
+    """Epsilon added to the variance in the norms before MLPs; 1e-5 in diffusers' DiT."""
+    inclusive_frequencies: bool = False
+    """The last frequency of the timestep embedding is exactly 1/10000, as in diffusers' DiT; with
+    False it is 10000^(-127/128), as in the original."""
     condition: Condition = "tokens"
     """How to condition on timestep and class: two tokens before the patches, or every norm."""
     learn_sigma: bool = True
@@ -75,6 +80,7 @@ class DenoiserConfig(ModelConfig):
             channels=self.channels,
             width=self.width,
             depth=self.depth,
+            mlp_norm_eps=self.mlp_norm_eps,
             init_std=self.init_std,
         )
         check_sizes(self.image_size, self.patch_size)
@@ -117,7 +123,7 @@ class Denoiser(nn.Module):
         width = config.width
         self.patchify = Patchify(config.channels, config.patch_size, width)
         shape = self.patchify.grid_shape((config.channels, *config.image_size))
-        self.time = TimestepEmbedding(width)
+        self.time = TimestepEmbedding(width, inclusive=config.inclusive_frequencies)
         self.label = None
         if config.num_classes:
             self.label = LabelEmbedding(config.num_classes, width, dropout=config.label_dropout)
@@ -133,6 +139,7 @@ class Denoiser(nn.Module):
                 mixer=config.mixer.for_layer(i),
                 mlp=config.mlp,
                 norm=config.norm,
+                mlp_norm_eps=config.mlp_norm_eps,
             )
             for i in range(config.depth)
         )

@@ -10,7 +10,7 @@ from torch import nn
 
 from onescan.checks import check_choice, check_floating, check_positive
 from onescan.configs import ModelConfig
-from onescan.layers.basic import GLUConfig, MLPConfig, NormName, build_norm
+from onescan.layers.basic import EPS, GLUConfig, MLPConfig, NormName, build_norm
 from onescan.layers.block import Block, init_weights, lower_bound_of_each
 from onescan.layers.mixers import (
     LightNetMixerConfig,
@@ -65,6 +65,8 @@ class ImageClassifierConfig(ModelConfig):
     """Position encoding after the embedding; None for no encoding."""
     norm: NormName = "layer"
     """Norm of every block, except before mixers that normalize their input, and before the head."""
+    norm_eps: float = EPS
+    """Epsilon added to the variance in every norm."""
     pool: Pool = "class_token"
     """Input of the head: a learned extra token; the mean or the maximum over patches; their mean
     weighted by learned attention; or the mean of all tokens, the extra one included."""
@@ -83,6 +85,7 @@ class ImageClassifierConfig(ModelConfig):
             num_classes=self.num_classes,
             width=self.width,
             depth=self.depth,
+            norm_eps=self.norm_eps,
             init_std=self.init_std,
         )
         check_sizes(self.image_size, self.patch_size)
@@ -164,12 +167,13 @@ class ImageClassifier(nn.Module):
                 mixer=config.mixer.for_layer(i),
                 mlp=config.mlp,
                 norm=config.norm,
+                norm_eps=config.norm_eps,
                 drop_path=config.drop_path * i / max(depth - 1, 1),
             )
             for i in range(depth)
         )
         self.lower_bounds = build_lower_bounds(config.mixer, depth=depth, width=width)
-        self.norm = build_norm(config.norm, width)
+        self.norm = build_norm(config.norm, width, eps=config.norm_eps)
         self.attention_pool = AttentionPool(width) if config.pool == "attention" else None
         self.head = nn.Linear(width, config.num_classes)
         for part in (self.blocks, self.head):

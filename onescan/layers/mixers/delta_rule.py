@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from onescan.checks import check_choice, check_positive
+from onescan.layers.basic import EPS as NORM_EPS
 from onescan.layers.basic import NormName, build_norm
 from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
 from onescan.ops.delta_rule import DeltaState, Form, delta_rule
+from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.shapes import Grid, Hidden, Keep, Keys
 
 # Vectors shorter than this are treated as zero. The queries and keys of a blank patch have length
@@ -22,8 +24,14 @@ EPS = 1e-6
 class DeltaRuleMixerConfig(DirectedMixerConfig):
     """DeltaNet: a memory in which each token overwrites the value stored under its key."""
 
+    value_map: FeatureMapName = "identity"
+    """Activation of values; "silu" in flash-linear-attention."""
     norm: NormName = "rms"
     """Norm of the output, computed over all heads together."""
+    norm_heads: bool = False
+    """Compute the norm over each head separately, with weights that all heads share."""
+    norm_eps: float = NORM_EPS
+    """Epsilon of the norm of the output."""
     bias: bool = False
     """Add biases to the projections."""
     form: Form = "auto"
@@ -34,7 +42,8 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
     def build(self, *, width: int, axes: int) -> "DeltaRuleMixer":
         self.check_direction()
         check_choice("form", self.form, get_args(Form))
-        check_positive(chunk_size=self.chunk_size)
+        check_choice("value_map", self.value_map, FEATURE_MAPS)
+        check_positive(chunk_size=self.chunk_size, norm_eps=self.norm_eps)
         self.head_width(width)  # raises if num_heads does not divide the width
         return DeltaRuleMixer(self, width)
 
@@ -51,7 +60,9 @@ class DeltaRuleMixer(Mixer):
         self.config = config
         self.in_proj = nn.Linear(width, 3 * width, bias=config.bias)  # q, k, v
         self.beta_proj = nn.Linear(width, config.num_heads, bias=config.bias)
-        self.norm = build_norm(config.norm, width)
+        self.value_map = FEATURE_MAPS[config.value_map]
+        norm_width = config.head_width(width) if config.norm_heads else width
+        self.norm = build_norm(config.norm, norm_width, eps=config.norm_eps)
         self.out_proj = nn.Linear(width, width, bias=config.bias)
 
     def forward(
@@ -65,6 +76,7 @@ class DeltaRuleMixer(Mixer):
             y.unflatten(-1, (config.num_heads, -1)) for y in self.in_proj(x).chunk(3, dim=-1)
         )
         q, k = normalized_silu(q), normalized_silu(k)
+        v = self.value_map(v)
         inputs = (q, k, v, torch.sigmoid(self.beta_proj(x)), keep)
         q, k, v, beta, real = map(flipped, inputs) if backward else inputs
         new_state: Any
@@ -72,8 +84,9 @@ class DeltaRuleMixer(Mixer):
             q, k, v, beta, causal=config.direction != "both", keep=real, state=state,
             form=config.form, chunk_size=config.chunk_size,
         )  # fmt: skip
-        o = (flipped(o) if backward else o).flatten(-2)
-        o = self.out_proj(self.norm(o))
+        o = flipped(o) if backward else o
+        o = self.norm(o).flatten(-2) if config.norm_heads else self.norm(o.flatten(-2))
+        o = self.out_proj(o)
         o = masked(o, keep)
         return o, new_state if config.is_causal else None
 

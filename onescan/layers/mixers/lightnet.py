@@ -10,13 +10,15 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_choice, check_positive
-from onescan.layers.basic import NormName, build_norm
+from onescan.layers.basic import EPS, NormName, build_norm
 from onescan.layers.mixers.contract import Mixer, MixerConfig, check_continued, masked
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
 from onescan.shapes import Angles, Grid, Hidden, Keep, Keys, LogNormalizer, Queries, Values
+
+GateActivation = Literal["sigmoid", "silu"]
 
 MAX_LOG_GAIN = 4.0  # up to this gain, the norm's epsilon has the intended effect, even in float16
 
@@ -25,6 +27,8 @@ MAX_LOG_GAIN = 4.0  # up to this gain, the norm's epsilon has the intended effec
 class LightNetMixerConfig(MixerConfig):
     """LightNet attention; each ablation of the paper is one field."""
 
+    key_width: int | None = None
+    """Query and key channels per head. None for width / num_heads, which values always have."""
     causal: bool = False
     """Read only earlier tokens (Eq. 13) instead of all tokens (Eq. 14)."""
     lrpe: bool = True
@@ -39,8 +43,12 @@ class LightNetMixerConfig(MixerConfig):
     rank 128: full rank would add 27M to the 379M of "shared"."""
     norm: NormName = "layer"
     """Norm of the output, before the gate, computed over all heads together."""
+    norm_eps: float = EPS
+    """Epsilon of the norm of the output."""
     gate: bool = True
     """Multiply the output by sigmoid(U), Eq. 15; False omits the gate and its parameters."""
+    gate_activation: GateActivation = "sigmoid"
+    """Activation of the output gate; "silu" in flash-linear-attention."""
     gate_rank: int | None = 64
     """Rank of the output gate; None is full rank."""
     form: Form = "auto"
@@ -54,11 +62,16 @@ class LightNetMixerConfig(MixerConfig):
 
     def build(self, *, width: int, axes: int) -> "LightNetMixer":
         head_width = self.head_width(width)
+        if self.key_width is not None:
+            check_positive(key_width=self.key_width)
+            head_width = self.key_width
         if self.lrpe and -(-head_width // axes) * (axes - 1) >= head_width:
             raise ValueError(
                 f"head width {head_width} (width {width}, num_heads {self.num_heads}) leaves an "
                 f"axis of {axes} without features for lrpe"
             )
+        check_positive(norm_eps=self.norm_eps)
+        check_choice("gate_activation", self.gate_activation, get_args(GateActivation))
         check_choice("form", self.form, get_args(Form))
         if not self.causal and self.form in ("chunk", "recurrent"):
             raise ValueError(f"form is {self.form!r}, but requires a causal mixer")
@@ -72,7 +85,7 @@ class LightNetMixerConfig(MixerConfig):
             rank = getattr(self, name)
             if rank is not None:
                 check_positive(**{name: rank})
-        return LightNetMixer(self, width, axes)
+        return LightNetMixer(self, width, head_width, axes)
 
 
 class LightNetState(NamedTuple):
@@ -108,23 +121,24 @@ class LightNetMixer(Mixer):
 
     no_weight_decay = frozenset({"theta"})
 
-    def __init__(self, config: LightNetMixerConfig, width: int, axes: int) -> None:
+    def __init__(self, config: LightNetMixerConfig, width: int, key_width: int, axes: int) -> None:
         super().__init__()
         self.config = config
+        keys = config.num_heads * key_width
         # in_proj computes q, k, v, and the low-rank inputs of gate_proj and decay_proj, or at full
         # rank the gate and the decay logits themselves.
-        self.in_widths = [width] * 3 + [config.gate_rank or width] * config.gate
+        self.in_widths = [keys, keys, width] + [config.gate_rank or width] * config.gate
         if config.decay_logits != "shared":
-            self.in_widths.append(config.decay_rank or width)
+            self.in_widths.append(config.decay_rank or keys)
         self.in_proj = nn.Linear(width, sum(self.in_widths), bias=False)
         if config.gate:
             self.gate_proj = _expand(config.gate_rank, width)
         if config.decay_logits != "shared":
-            self.decay_proj = _expand(config.decay_rank, width)
-        self.norm = build_norm(config.norm, width)
+            self.decay_proj = _expand(config.decay_rank, keys)
+        self.norm = build_norm(config.norm, width, eps=config.norm_eps)
         self.out_proj = nn.Linear(width, width, bias=False)
         if config.lrpe:
-            frequencies = lrpe_frequencies(width // config.num_heads, axes)
+            frequencies = lrpe_frequencies(key_width, axes)
             self.theta = nn.Parameter(frequencies.repeat(config.num_heads, 1))  # H K
 
     def forward(
@@ -149,7 +163,8 @@ class LightNetMixer(Mixer):
         o, state = self._attend(F.silu(q), k, v, logits, grid, keep, state)
         o = self.norm(o.flatten(-2))  # B T D
         if gate is not None:
-            o = o * torch.sigmoid(self.gate_proj(gate))
+            gate = self.gate_proj(gate)
+            o = o * (F.silu(gate) if self.config.gate_activation == "silu" else gate.sigmoid())
         o = self.out_proj(o)
         return o if keep is None else masked(o, keep), state
 

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.basic import NormName, build_norm
+from onescan.layers.basic import EPS, NormName, build_norm
 from onescan.layers.decays import (
     Decay,
     DecayConfig,
@@ -58,6 +58,8 @@ class LionMixerConfig(DirectedMixerConfig):
     state_size: int | None = None
     """Make each channel a separate head with this many key channels, as in Mamba. The channels of
     each of the `num_heads` groups share queries and keys. None for heads of width / num_heads."""
+    key_width: int | None = None
+    """Query and key channels per head. None for width / num_heads, which values always have."""
     feature_map: FeatureMapName = "shifted_silu"
     """Feature map of queries and keys."""
     value_map: FeatureMapName = "identity"
@@ -75,6 +77,10 @@ class LionMixerConfig(DirectedMixerConfig):
     ("natural")."""
     norm: NormName = "none"
     """Norm of the output, computed over all heads together."""
+    norm_heads: bool = False
+    """Compute the norm over each head separately, with weights that all heads share."""
+    norm_eps: float = EPS
+    """Epsilon of the norm of the output."""
     gate: Gate = "none"
     """Activation of an output gate, which multiplies the normalized output."""
     gate_rank: int | None = None
@@ -109,7 +115,7 @@ class LionMixerConfig(DirectedMixerConfig):
         check_choice("decay_at", self.decay_at, get_args(DecayAt))
         check_choice("scan", self.scan, get_args(ScanName))
         check_choice("form", self.form, get_args(Form))
-        check_positive(chunk_size=self.chunk_size)
+        check_positive(chunk_size=self.chunk_size, norm_eps=self.norm_eps)
         if self.scan == "natural" and self.normalize not in ("none", "sum"):
             raise ValueError(
                 f"normalize is '{self.normalize}' with scan='natural', expected 'none' or 'sum'"
@@ -122,13 +128,21 @@ class LionMixerConfig(DirectedMixerConfig):
             raise ValueError(
                 f"decay_at is 'symmetric' with direction='{self.direction}', expected 'both'"
             )
-        if self.state_size is not None:
-            check_positive(state_size=self.state_size)
+        for name in ("state_size", "key_width"):
+            size = getattr(self, name)
+            if size is None:
+                continue
+            check_positive(**{name: size})
             if isinstance(self.decay, HippoDecayConfig):
                 raise ValueError(
-                    f"state_size is {self.state_size} with decay=HippoDecayConfig, expected None: "
+                    f"{name} is {size} with decay=HippoDecayConfig, expected None: "
                     "its initialization needs one key channel per value channel"
                 )
+        if self.state_size is not None and (self.key_width is not None or self.norm_heads):
+            raise ValueError(
+                f"state_size is {self.state_size} with key_width={self.key_width} and "
+                f"norm_heads={self.norm_heads}, expected None and False"
+            )
         return LionMixer(self, width, axes)
 
 
@@ -155,7 +169,7 @@ class LionMixer(Mixer):
         super().__init__()
         self.config = config
         head_width = config.head_width(width)
-        self.key_width, self.num_heads = head_width, config.num_heads
+        self.key_width, self.num_heads = config.key_width or head_width, config.num_heads
         if config.state_size is not None:
             self.key_width, self.num_heads = config.state_size, width
         keys = config.num_heads * self.key_width
@@ -170,7 +184,8 @@ class LionMixer(Mixer):
         scans = axes if config.scan == "natural" else 1
         sizes = {"width": width, "num_heads": self.num_heads, "head_width": self.key_width}
         self.decays = nn.ModuleList(config.decay.build(**sizes) for _ in range(scans))
-        self.norm = build_norm(config.norm, width)
+        norm_width = head_width if config.norm_heads else width
+        self.norm = build_norm(config.norm, norm_width, eps=config.norm_eps)
         self.gate_proj = None
         if config.gate != "none" and config.gate_rank is not None:
             self.gate_proj = nn.Linear(config.gate_rank, width, bias=config.bias)
@@ -212,7 +227,9 @@ class LionMixer(Mixer):
             o, state = self._attend(q, *scans[0], v, keep, state, self.config.normalize)
         else:
             o = self._attend_naturally(q, scans, v, grid, keep)
-        o = self.norm(o.flatten(-2).to(self._norm_dtype(x)))
+        o = o if self.config.norm_heads else o.flatten(-2)
+        o = self.norm(o.to(self._norm_dtype(x)))
+        o = o.flatten(-2) if self.config.norm_heads else o
         if self.config.gate != "none":
             o = o * self._gate(parts[-1])
         o = self.out_proj(o)

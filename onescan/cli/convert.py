@@ -1,0 +1,31 @@
+"""The command that converts weights of other libraries: convert."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from onescan.cli.options import Argv, echo, parse
+
+
+def convert(argv: Argv) -> None:
+    """Convert a model of transformers, timm or diffusers."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+        """Folder with config.json and safetensors files, safetensors file, or hub name."""
+        out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
+        """Output folder: of an image classifier for predict, of a language model for generate and
+        fill, of a denoiser for sample."""
+        num_heads: int | None = None
+        """Number of attention heads, for a file without config.json; by default that of the
+        published model of the same width."""
+
+    options = parse(Options, convert, argv)
+    from onescan.training.convert import convert as convert_weights
+
+    model = convert_weights(options.source, options.out, num_heads=options.num_heads)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    echo(f"{options.out}: {type(model).__name__} with {count:,} parameters")
