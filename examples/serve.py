@@ -80,8 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         """Return an iterator over the tokens of a request."""
         tokenizer, device = self.server.tokenizer, self.server.device
         prompt = torch.tensor([tokenizer.begin(options.prompt)], device=device)
-        rng = torch.Generator(device).manual_seed(options.seed)
-        count = options.max_new_tokens
+        rng, count = torch.Generator(device).manual_seed(options.seed), options.max_new_tokens
         return self.server.worker.stream(prompt, options, max_new_tokens=count, generator=rng)
 
     def send_tokens(self, tokens):
@@ -117,4 +116,5 @@ if __name__ == "__main__":
     model, tokenizer = load_language_model(arguments.checkpoint)
     model, address = model.to(arguments.device), (arguments.host, arguments.port)
     with Server(address, model, tokenizer) as server, suppress(KeyboardInterrupt):
+        print(f"listening on {arguments.host}:{server.server_port}", flush=True)
         server.serve_forever()

@@ -2,6 +2,10 @@
 
 import http.client
 import json
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -126,3 +130,18 @@ def test_the_load_test_prints_both_rates(capsys):
     load_test.main([CHECKPOINT, "--clients", "3", "--new-tokens", "4"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["1 at a time", "3 at a time"]
+
+
+@pytest.mark.slow
+def test_an_interrupt_stops_the_server_with_a_request_running():
+    command = [sys.executable, serve.__file__, CHECKPOINT, "--port", "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        port = re.fullmatch(r"listening on 127\.0\.0\.1:(\d+)\n", process.stdout.readline())[1]
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=300)
+        connection.request("POST", "/generate", json.dumps({"max_new_tokens": 10**9}))
+        assert connection.getresponse().readline().startswith(b"data: ")
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors

@@ -20,7 +20,7 @@ from onescan.models.causal_lm import CausalLM, Sampling
 from onescan.models.token_network import flatten_state, select_rows, unflatten_state
 from onescan.shapes import Tokens
 
-START = 2**20  # position of the first token to generate, and the maximum length of a prompt
+START = 2**16  # position of the first token to generate, and the maximum length of a prompt
 
 
 @dataclass(eq=False, kw_only=True)
