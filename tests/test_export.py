@@ -7,6 +7,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from tiny_language_models import padded
 
 from onescan.integrations import export
 from onescan.integrations.export import (
@@ -269,6 +270,21 @@ def test_an_onnx_file_of_texts_takes_any_length_and_padding(tmp_path, traced, ch
         tokens, keep = ids(2, length), torch.rand(2, length) < 0.8
         assert_near(program(tokens, keep), model(tokens, keep))
         assert_near(run(session, tokens=tokens, keep=keep)[0], model(tokens, keep))
+
+
+@pytest.mark.parametrize("name", ["bert", pytest.param("lightnet", marks=pytest.mark.slow), "lion"])
+def test_an_onnx_masked_model_takes_padding_on_either_side(tmp_path, name):
+    model = MaskedLMConfig(**{**TEXT, **BOTH[name]}).build().eval()
+    export_onnx(model, tmp_path / "model.onnx", extra_inputs=("keep",))
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for lengths in ((5, 2, 7), (1, 131)):
+        tokens = ids(len(lengths), max(lengths))
+        for side in ("right", "left"):
+            rows, keep = padded(tokens, lengths, side)
+            (scores,) = run(session, tokens=rows, keep=keep)
+            assert_near(scores, model(rows, keep))
+            for row, real, text, length in zip(scores, keep, tokens, lengths, strict=True):
+                assert_near(row[real.numpy()], model(text[None, :length])[0])
 
 
 @pytest.mark.parametrize("name", [pytest.param("lightnet", marks=pytest.mark.slow), "gpt2"])

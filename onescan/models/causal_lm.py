@@ -18,6 +18,7 @@ from onescan.shapes import GeneratedTokens, Keep, TokenLogits, Tokens
 
 IGNORE_INDEX = -100  # label of tokens without a loss, as in torch's cross_entropy
 CHUNK_TOKENS = 2048  # tokens of a batch whose logits are in memory at a time
+MIN_TEMPERATURE = 1e-30  # logits divided by less would overflow
 MAX_LOSS = 700  # nats; the exponential of a larger number overflows a float
 
 
@@ -65,6 +66,10 @@ class Sampling:
         """Raise ValueError if a number is out of range."""
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}, expected 0 or more")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature is {self.temperature}, expected 0 or at least {MIN_TEMPERATURE}"
+            )
         if self.top_k is not None:
             check_whole(1, top_k=self.top_k)
         if not 0 < self.top_p <= 1:
