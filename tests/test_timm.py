@@ -26,6 +26,8 @@ from timm.utils import ModelEmaV2
 
 import onescan.integrations.timm  # registers the models
 
+pytestmark = pytest.mark.integrations
+
 SMALL = {"depth": 3, "width": 24, "num_classes": 5, "patch_size": 8}
 HEADS = {"lightnet_tiny": 2, "lion_lit_tiny": 2, "lion_s_natural_tiny": 2, "ldn_base": 4}
 GRID = (4, 6)
