@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check lint types compile gpu check-kernels bench format docs links \
-	known-python new-venv new-kernels-venv new-docs-venv
+.PHONY: help setup demo test test-slow check lint types compile gpu check-kernels integrations bench format docs links \
+	known-python new-venv new-kernels-venv new-docs-venv new-integrations-venv
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,6 +10,7 @@ INSTALLED := $(VENV)/.installed
 TRITON ?= 3.7.1
 KERNELS := .venv-kernels/$(TRITON)
 DOCS := .venv-docs
+INTEGRATIONS := .venv-integrations
 SPHINX := $(DOCS)/bin/python -m sphinx -W --keep-going -j auto
 
 help:    ## list the targets
@@ -48,6 +49,13 @@ gpu: $(INSTALLED)  ## test every kernel against its reference, on a GPU
 
 check-kernels: $(KERNELS)/.installed  ## compile every kernel for four GPUs, without one
 	PYTHONPATH=. $(KERNELS)/bin/python benchmarks/check_kernels.py
+
+# An environment of its own, because timm needs torchvision, which fits another torch than the one in
+# .venv. From PyPI, torch includes several GB of GPU libraries on Linux; PIP_EXTRA_INDEX_URL or
+# PIP_FIND_LINKS can name a source of CPU builds.
+integrations: $(INTEGRATIONS)/.installed  ## run the tests that need timm, PEFT or TRL, in .venv-integrations
+	$(INTEGRATIONS)/bin/python -m pytest -m integrations \
+		$$(grep -l mark.integrations tests/test_*.py)
 
 bench: $(INSTALLED)  ## compare speed and memory of one scan and softmax attention
 	$(BIN)/python benchmarks/one_scan.py
@@ -91,6 +99,20 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(DOCS)/bin/python -m pip install -c constraints.txt -e '.[docs,export,generation,text]'
 	@printf '%s' '$(CURDIR)' > $@
 
+ifneq ($(filter integrations,$(MAKECMDGOALS)),)
+INSTALLED_INTEGRATIONS := from importlib.util import find_spec; \
+	find_spec("timm") and print(open("$(INTEGRATIONS)/.installed").read())
+ifneq ($(shell $(INTEGRATIONS)/bin/python -c '$(INSTALLED_INTEGRATIONS)' 2>/dev/null),$(CURDIR))
+$(INTEGRATIONS)/.installed: new-integrations-venv
+endif
+endif
+
+$(INTEGRATIONS)/.installed: pyproject.toml constraints-integrations.txt
+	@rm -f $@
+	$(INTEGRATIONS)/bin/python -m pip install -c constraints-integrations.txt \
+		-e '.[generation,text,timm]' pytest hypothesis beartype peft trl
+	@printf '%s' '$(CURDIR)' > $@
+
 # One environment per Triton version, with nothing but Triton: TRITON=3.6.0 selects another one. The
 # stamp is written last. After a change of Python, Triton cannot be imported.
 ifneq ($(filter check-kernels,$(MAKECMDGOALS)),)
@@ -111,6 +133,9 @@ new-kernels-venv: known-python
 
 new-docs-venv: known-python
 	$(PYTHON) -m venv --clear $(DOCS)
+
+new-integrations-venv: known-python
+	$(PYTHON) -m venv --clear $(INTEGRATIONS)
 
 known-python:
 	@$(PYTHON) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

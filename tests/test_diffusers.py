@@ -437,3 +437,52 @@ def test_labels_that_are_none_are_refused(asked, message):
 def test_a_single_label_is_no_list(asked):
     with pytest.raises(ValueError, match="class_labels is"):
         unwrap(find_labels)(asked, {0: "three"}, num_classes=3)
+
+
+@pytest.mark.parametrize("labels", [1, "dog", torch.tensor(1), [[1]], torch.tensor([[1]])])
+def test_a_label_may_be_bare_or_nested(labels):
+    pipe = pipeline(class_names=NAMES)
+    options = {"num_inference_steps": 2, "output_type": "pt"}
+    found = pipe(labels, generator=seeded(1), **options).images
+    assert torch.equal(found, pipe([1], generator=seeded(1), **options).images)
+
+
+def test_several_images_of_each_class():
+    pipe = pipeline()
+    seeds, options = (1, 2, 3, 4), {"num_inference_steps": 2, "output_type": "pt"}
+    found = pipe([0, 1], num_images_per_prompt=2, generator=seeded(*seeds), **options).images
+    assert torch.equal(found, pipe([0, 0, 1, 1], generator=seeded(*seeds), **options).images)
+    free = pipe(None, num_images_per_prompt=3, **options).images
+    assert len(free) == 3
+    with pytest.raises(ValueError, match="num_images_per_prompt is 0"):
+        pipe([0], num_images_per_prompt=0)
+
+
+def test_initial_latents_replace_the_noise():
+    pipe = pipeline()
+    options = {"num_inference_steps": 2, "output_type": "pt"}
+    noise = torch.cat([torch.randn(1, 1, 4, 4, generator=each) for each in seeded(1, 2)])
+    found = pipe([0, 1], latents=noise, **options).images
+    assert torch.equal(found, made_by(pipe, num_inference_steps=2))
+    assert len(pipe(None, latents=noise, **options).images) == 2
+    with pytest.raises(ValueError, match=r"latents has shape \(2, 1, 4, 4\).*expected \(1, 1, 4"):
+        pipe([0], latents=noise, **options)
+
+
+def test_a_callback_sees_and_changes_each_step():
+    pipe = pipeline()
+    seen = []
+
+    def watch(given, step, timestep, tensors):
+        assert given is pipe
+        seen.append((step, int(timestep), tensors["latents"].clone()))
+        return {"latents": torch.zeros_like(tensors["latents"])} if step == 3 else tensors
+
+    latents = made_by(pipe, output_type="latent", callback_on_step_end=watch)
+    assert [step for step, _, _ in seen] == [0, 1, 2, 3]
+    assert [time for _, time, _ in seen] == [999, 749, 499, 249]
+    assert torch.equal(seen[-1][2], made_by(pipe, output_type="latent"))
+    assert not latents.any()
+    assert torch.equal(made_by(pipe, callback_on_step_end=lambda *_: None), made_by(pipe))
+    with pytest.raises(ValueError, match="callback_on_step_end_tensor_inputs 'prompt'"):
+        made_by(pipe, callback_on_step_end_tensor_inputs=["prompt"])

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import onescan
 from onescan import zoo
+from onescan.models.presets import PRESETS
 from onescan.training.optim import parameter_groups
 
 try:  # built for another torch, it fails in many ways
@@ -25,6 +27,8 @@ from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV2
 
 import onescan.integrations.timm  # registers the models
+
+pytestmark = pytest.mark.integrations
 
 SMALL = {"depth": 3, "width": 24, "num_classes": 5, "patch_size": 8}
 HEADS = {"lightnet_tiny": 2, "lion_lit_tiny": 2, "lion_s_natural_tiny": 2, "ldn_base": 4}
@@ -62,16 +66,11 @@ def test_trained_weights_load():
     assert timm.create_model("onescan_digits_lightnet", pretrained=True, num_classes=3) is not None
 
 
-def test_every_model_but_deit_is_listed():
-    listed = {
-        *timm.list_models("lightnet*"),
-        *timm.list_models("lion_*"),
-        *timm.list_models("ldn_*"),
-        *timm.list_models("onescan_*"),
-    }
-    ours = {name for name in timm.list_models(module="timm") if timm.is_model(name)}
-    assert listed == ours
-    assert len(ours) == 21 + len(timm.list_models("onescan_*"))
+def test_every_model_but_timms_own_is_listed():
+    ours = set(timm.list_models(module="timm"))
+    presets = set(ours) - set(timm.list_models("onescan_*"))
+    assert {"lightnet_tiny", "lion_lit_tiny", "ldn_base"} < presets < set(PRESETS)
+    assert not [name for name in ours if name.startswith(("deit_", "vit_"))]
     assert timm.list_models("lion_*", pretrained=True) == []
 
 
@@ -318,3 +317,73 @@ def test_data_and_averages_follow_the_model():
     torch.nn.init.normal_(trained.head.weight)
     average.update(trained)
     assert torch.equal(average.module(IMAGES), trained(IMAGES))
+
+
+def test_frozen_weights_stay_frozen(name):
+    model = timm.create_model(name, **fields(name))
+    model.requires_grad_(False)
+    model.set_input_size((64, 64))
+    model.reset_classifier(0, "")
+    assert not [key for key, weight in model.named_parameters() if weight.requires_grad]
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_scripts_and_graphs_are_refused(name):
+    model, _ = pair(name)
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.script cannot compile this model"):
+        torch.jit.script(model)
+    with pytest.raises(NotImplementedError, match=r"torch\.fx cannot trace this model"):
+        torch.fx.symbolic_trace(model)
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace cannot trace this model"):
+        torch.jit.trace(model, IMAGES)
+
+
+def test_every_parameter_gets_a_gradient(name):
+    model = timm.create_model(name, **fields(name)).train()
+    model(IMAGES).square().mean().backward()
+    assert not [key for key, weight in model.named_parameters() if weight.grad is None]
+
+
+def test_models_run_on_the_meta_device_and_in_another_dtype(name):
+    with torch.device("meta"):
+        model = timm.create_model(name, **fields(name), device="meta").eval()
+    assert model(IMAGES.to("meta")).shape == (2, 5)
+    model, _ = pair(name)
+    model(IMAGES)
+    assert model.bfloat16()(IMAGES.bfloat16()).dtype == torch.bfloat16
+
+
+def test_checkpointed_features_keep_gradients(name):
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        options = {"features_only": True, "out_indices": (0, 2)}
+        features = timm.create_model(name, **fields(name), **options).train()
+        features.model.set_grad_checkpointing(recompute)
+        sum(maps.square().mean() for maps in features(IMAGES)).backward()
+        gradients.append([weight.grad for weight in features.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_pruned_model_uses_all_its_parameters(name):
+    model = timm.create_model(name, **fields(name)).train()
+    assert model.prune_intermediate_layers(1, prune_head=False) == [2]
+    assert model.prune_intermediate_layers([0]) == [0]
+    assert len(model.blocks) == 1
+    model(IMAGES).square().mean().backward()
+    assert not [key for key, weight in model.named_parameters() if weight.grad is None]
+
+
+@pytest.mark.skipif("cifar10_lightnet" not in zoo.names(), reason="no such weights")
+def test_trained_weights_fit_other_channels_and_classes():
+    create = partial(timm.create_model, "onescan_cifar10_lightnet", pretrained=True)
+    size = create().pretrained_cfg["input_size"]
+    images = torch.linspace(-1, 1, size[1] * size[2]).sin().reshape(1, 1, *size[1:])
+    assert create().eval()(images.expand(1, *size)).shape == (1, 10)
+    assert create(in_chans=1, num_classes=5).eval()(images).shape == (1, 5)
+    gray, color = (create(in_chans=count).eval() for count in (1, 3))
+    torch.testing.assert_close(gray(images), color(images.expand(1, *size)))
+    headless = create(num_classes=0).eval()
+    assert headless(images.expand(1, *size)).shape == (1, headless.num_features)
+    features = create(features_only=True, out_indices=(0, 1)).eval()
+    assert len(features(images.expand(1, *size))) == 2

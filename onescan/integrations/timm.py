@@ -4,6 +4,7 @@ The presets have no trained weights. The image classifiers of `onescan.zoo` are 
 prefix "onescan_": `timm.create_model("onescan_digits_lightnet", pretrained=True)`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("the models of timm need timm: pip install 'onescan[timm]'") from error
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from onescan import configs, zoo
 from onescan.checkpoint.run_folder import read_config
@@ -86,6 +88,7 @@ default_cfgs: dict[str, dict[str, Any]] = {
 } | {name: preprocessing for name, (_, preprocessing) in TRAINED.items()}
 """Preprocessing of images; timm looks for this name in the module of a registered model."""
 
+INSTEAD = "use torch.export, as onescan.integrations.export does"
 FIELDS = {"img_size": "image_size", "in_chans": "channels", "drop_path_rate": "drop_path"}
 DEFAULT_POOLS = {
     "class_token": "token",
@@ -102,7 +105,14 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
     def create(pretrained: bool = False, **options: Any) -> nn.Module:
         features = {"out_indices": 3, "feature_cls": "getter"}
         build = partial(_build, name)
-        return build_model_with_cfg(build, name, pretrained, feature_cfg=features, **options)
+        return build_model_with_cfg(
+            build,
+            name,
+            pretrained,
+            pretrained_filter_fn=_adapt_channels,
+            feature_cfg=features,
+            **options,
+        )
 
     create.__name__ = create.__qualname__ = name
     return create
@@ -141,6 +151,21 @@ def _build(
     if global_pool is not None or not num_classes:
         model.reset_classifier(num_classes, global_pool)
     return model.to(device=device, dtype=dtype)
+
+
+def _adapt_channels(weights: dict[str, Tensor], model: "TimmImageClassifier") -> dict[str, Tensor]:
+    """Adapt the patch embedding of trained weights to the channels of a model.
+
+    A gray image, repeated over the channels, has the same embedding for any number of channels.
+    """
+    name = "patchify.proj.weight"
+    area, channels = math.prod(model.config.patch_size), model.in_chans
+    weight = weights[name]
+    if weight.shape[1] % area or weight.shape[1] == channels * area:
+        return weights  # another patch size, which the loading of weights reports
+    # Channels come before the pixels of a patch. Stored weights may have half precision.
+    of_gray = weight.float().unflatten(1, (-1, area)).sum(1)
+    return weights | {name: of_gray.repeat(1, channels) / channels}
 
 
 class PatchEmbed(NamedTuple):
@@ -184,8 +209,12 @@ class TimmImageClassifier(ImageClassifier):
         size, patch = self.config.image_size, self.config.patch_size
         return PatchEmbed(size, patch, self.patchify.grid_shape((self.in_chans, *size)))
 
-    def forward(self, x: Grids) -> Tensor:  # type: ignore[override]  # as in timm, without a mask
+    def forward(self, x: Grids | Proxy) -> Tensor:  # type: ignore[override]  # as in timm, without a mask
         """Compute class logits, per token if `global_pool` is "", or features without a head."""
+        if isinstance(x, Proxy):
+            raise NotImplementedError(f"torch.fx cannot trace this model; {INSTEAD}")
+        if torch.jit.is_tracing():
+            raise NotImplementedError(f"torch.jit.trace cannot trace this model; {INSTEAD}")
         return self.forward_head(self.forward_features(x))
 
     def forward_head(  # type: ignore[override]  # as in timm
@@ -194,6 +223,9 @@ class TimmImageClassifier(ImageClassifier):
         """Compute class logits from `forward_features`; with `pre_logits`, the head's input."""
         x = self.head_drop(self._pooled(x))
         return x if pre_logits else self.head(x)
+
+    def __prepare_scriptable__(self) -> "TimmImageClassifier":  # called by torch.jit.script
+        raise NotImplementedError(f"torch.jit.script cannot compile this model; {INSTEAD}")
 
     def prune_intermediate_layers(
         self,
@@ -255,7 +287,9 @@ class TimmImageClassifier(ImageClassifier):
             with torch.no_grad():
                 nothing = self.position.table.new_zeros(1, grid.tokens, self.embed_dim)
                 table, _ = self.position(nothing, grid)
-            self.position.table, self.position.grid = nn.Parameter(table[0]), grid
+            learned = self.position.table.requires_grad
+            self.position.table = nn.Parameter(table[0], requires_grad=learned)
+            self.position.grid = grid
         self.config = replace(self.config, image_size=size)
         self._traits = {**getattr(self, "_traits", {}), "img_size": size}  # saved by timm
 

@@ -2,13 +2,14 @@
 
 import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.loaders.peft import PeftAdapterMixin
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin
@@ -39,6 +40,8 @@ from onescan.models.denoiser import (
 from onescan.shapes import DenoiserOutput, Grids, Labels, Pictures
 
 Generators = torch.Generator | list[torch.Generator] | None
+ClassLabels = int | str | Tensor | Sequence[Any]
+StepEndCallback = Callable[["DenoiserPipeline", int, Tensor, dict[str, Any]], dict[str, Any] | None]
 OUTPUTS = ("pil", "np", "pt", "latent")
 PIXEL_CHANNELS, IMAGE_AXES = (1, 3), 2
 MAX_SEED = 2**63 - 1
@@ -78,8 +81,8 @@ class _SavedWithModule(ConfigMixin):
         return loaded
 
 
-class DenoiserModel(ModelMixin, _SavedWithModule):  # type: ignore[misc]
-    """A `Denoiser` with the interface of diffusers' transformers.
+class DenoiserModel(ModelMixin, _SavedWithModule, PeftAdapterMixin):  # type: ignore[misc]
+    """A `Denoiser` with the interface of diffusers' transformers, including LoRA adapters.
 
     `DenoiserModel.from_onescan(native)` shares the weights of a native model, and `to_onescan()`
     returns the native model.
@@ -163,6 +166,7 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
 
     model_cpu_offload_seq = "transformer->vae"  # type: ignore[assignment]
     _optional_components = ["vae"]  # noqa: RUF012
+    _callback_tensor_inputs = ["latents"]  # noqa: RUF012
     saved_fields = {  # noqa: RUF012
         "_class_name": [REMOTE_MODULE, "DenoiserPipeline"],
         "transformer": [REMOTE_MODULE, "DenoiserModel"],
@@ -255,7 +259,7 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
     @torch.no_grad()
     def __call__(
         self,
-        class_labels: Sequence[int | str] | Tensor | None = None,
+        class_labels: ClassLabels | None = None,
         num_inference_steps: int = 50,
         guidance_scale: float = 1.0,
         generator: Generators = None,
@@ -265,11 +269,16 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
         return_dict: bool = True,
         batch_size: int | None = None,
         callback: Callback | None = None,
+        num_images_per_prompt: int = 1,
+        latents: Grids | None = None,
+        callback_on_step_end: StepEndCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> ImagePipelineOutput | tuple[Any]:
         """Generate images.
 
         Args:
-            class_labels: One class per image, by number or name; None for images of any class.
+            class_labels: One class per image, by number or name, or one class for a single image.
+                Nested lists are flattened. None for images of any class.
             num_inference_steps: Number of sampling steps.
             guidance_scale: Scale of classifier-free guidance; 1 disables it.
             generator: One generator per image, so that an image does not depend on the others; or
@@ -284,6 +293,14 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
                 generators, or 1.
             callback: Called after each step with the number of completed steps; replaces the
                 progress bar.
+            num_images_per_prompt: Number of consecutive images per class, or per image of
+                batch_size.
+            latents: Initial noise [B, channels, height, width] in the size of the model's sample;
+                None draws it from the generators.
+            callback_on_step_end: Called after each step with the pipeline, the index of the step,
+                its timestep and a dict of tensors. It may return a dict with new "latents".
+            callback_on_step_end_tensor_inputs: Names of the tensors for callback_on_step_end; only
+                "latents" exists.
 
         Raises:
             ValueError: If the scheduler does not match the noise used in training, a class is
@@ -302,10 +319,31 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
                 "latents, expected 'latent'"
             )
         check_scheduler(self.scheduler, self.noise)
-        labels = None
+        if num_images_per_prompt < 1:
+            raise ValueError(
+                f"num_images_per_prompt is {num_images_per_prompt}, expected 1 or more"
+            )
+        for name in callback_on_step_end_tensor_inputs:
+            check_choice("callback_on_step_end_tensor_inputs", name, self._callback_tensor_inputs)
+        labels, count = None, batch_size
         if class_labels is not None:
-            plain = class_labels.tolist() if isinstance(class_labels, Tensor) else class_labels
+            plain = _flat(class_labels)
             labels = find_labels(plain, self.names, num_classes=config.num_classes)
+            labels = [label for label in labels for _ in range(num_images_per_prompt)]
+            count = len(labels)
+        elif batch_size is not None or num_images_per_prompt > 1:
+            count = (batch_size or 1) * num_images_per_prompt
+        elif latents is not None and not isinstance(generator, list):
+            count = len(latents)
+
+        def on_step_end(step: int, timestep: Tensor, sampled: Grids) -> Grids:
+            if callback_on_step_end is None:
+                return sampled
+            tensors = dict.fromkeys(callback_on_step_end_tensor_inputs, sampled)
+            return (callback_on_step_end(self, step, timestep, tensors) or {}).get(
+                "latents", sampled
+            )
+
         bar: Any = nullcontext() if callback else self.progress_bar(total=num_inference_steps)
         with bar:
             sampled = sample(
@@ -313,11 +351,13 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
                 self.scheduler,
                 labels=labels,
                 size=self._model_size(height, width),
-                seeds=_generators(generator, len(labels) if labels is not None else batch_size),
+                seeds=_generators(generator, count),
                 steps=num_inference_steps,
                 guidance=float(guidance_scale),
                 device=self._execution_device,
                 callback=callback or (lambda _: bar.update()),
+                latents=latents,
+                on_step_end=on_step_end,
             )
         images: Any = sampled if output_type == "latent" else self.decode(sampled)
         if output_type in ("np", "pil"):
@@ -446,6 +486,15 @@ def _generators(given: Generators, count: int | None) -> list[torch.Generator]:
         return [given] * count
     seeds = torch.randint(MAX_SEED, (count,)).tolist()
     return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def _flat(labels: ClassLabels) -> list[Any]:
+    """Return labels as one list, in order: a single label, a tensor, or nested lists of them."""
+    if isinstance(labels, Tensor):
+        return labels.reshape(-1).tolist()
+    if isinstance(labels, str) or not isinstance(labels, Sequence):
+        return [labels]
+    return [label for part in labels for label in _flat(part)]
 
 
 def find_labels(

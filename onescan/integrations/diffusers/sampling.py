@@ -23,6 +23,7 @@ from onescan.shapes import DenoiserOutput, Grids, Labels
 
 Seed = int | torch.Generator
 Callback = Callable[[int], object]
+StepEnd = Callable[[int, Tensor, Grids], Grids]  # index of the step, its timestep, sample
 
 SCHEDULERS: dict[str, type[SchedulerMixin]] = {
     "ddpm": DDPMScheduler,
@@ -170,6 +171,8 @@ def sample(
     guidance: float = 1.0,
     device: torch.device | None = None,
     callback: Callback | None = None,
+    latents: Grids | None = None,
+    on_step_end: StepEnd | None = None,
 ) -> Grids:
     """Sample one image per seed. Each image depends only on its seed and label, not on the batch.
 
@@ -187,6 +190,10 @@ def sample(
         guidance: Scale of classifier-free guidance, arXiv:2207.12598. 1 disables it.
         device: Device to sample on; None for the device of the model's weights.
         callback: Called after each step with the number of completed steps.
+        latents: Initial noise [B, channels, *size], instead of noise drawn from the seeds, which
+            then provide only the noise that a scheduler adds.
+        on_step_end: Called after each step with its index from 0, its timestep and the sample;
+            returns the sample to continue with.
 
     Returns:
         Images as the model was trained on them: standardized pixels, or scaled latents.
@@ -207,8 +214,17 @@ def sample(
     device = device or torch.device("cpu" if weight is None else weight.device)
     generators = [_generator(seed) for seed in seeds]
     shape = (1, config.channels, *size)
-    noise = [torch.randn(shape, generator=each, device=each.device) for each in generators]
-    x = torch.cat([each.to(device) for each in noise])
+    if latents is None:
+        noise = [torch.randn(shape, generator=each, device=each.device) for each in generators]
+        x = torch.cat([each.to(device) for each in noise])
+    else:
+        expected = (len(seeds), *shape[1:])
+        if latents.shape != expected or not latents.is_floating_point():
+            raise ValueError(
+                f"latents has shape {tuple(latents.shape)} and dtype {latents.dtype}, expected "
+                f"{expected} floating-point numbers"
+            )
+        x = latents.to(device, torch.float32)
     x = x.double() if dtype == torch.float64 else x
     if classes is not None:
         classes = classes.to(device)
@@ -218,6 +234,8 @@ def sample(
             predicted = _predict(model, x, times, classes, guidance=guidance, dtype=dtype)
             is_last = done == len(scheduler.timesteps)
             x = _step(scheduler, predicted, t, x, generators, is_last=is_last)
+            if on_step_end is not None:
+                x = on_step_end(done - 1, t, x)
             if callback is not None:
                 callback(done)
     return x
