@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from onescan.integrations.transformers import to_transformers
 from onescan.layers.mixers import LightNetMixerConfig
 
+pytestmark = pytest.mark.integrations
 WIDE = LightNetMixerConfig(num_heads=2, causal=True)
 
 

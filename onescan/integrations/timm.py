@@ -213,7 +213,7 @@ class TimmImageClassifier(ImageClassifier):
         """Compute class logits, per token if `global_pool` is "", or features without a head."""
         if isinstance(x, Proxy):
             raise NotImplementedError(f"torch.fx cannot trace this model; {INSTEAD}")
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise NotImplementedError(f"torch.jit.trace cannot trace this model; {INSTEAD}")
         return self.forward_head(self.forward_features(x))
 
