@@ -14,7 +14,7 @@ from onescan.layers.basic import NormName, build_norm
 from onescan.layers.mixers.contract import Mixer, MixerConfig, check_continued, masked
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
-from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
+from onescan.ops.lrpe import check_axes_have_features, lrpe, lrpe_angles, lrpe_frequencies
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
 from onescan.shapes import Angles, Grid, Hidden, Keep, Keys, LogNormalizer, Queries, Values
 
@@ -54,11 +54,9 @@ class LightNetMixerConfig(MixerConfig):
 
     def build(self, *, width: int, axes: int) -> "LightNetMixer":
         head_width = self.head_width(width)
-        if self.lrpe and -(-head_width // axes) * (axes - 1) >= head_width:
-            raise ValueError(
-                f"head width {head_width} (width {width}, num_heads {self.num_heads}) leaves an "
-                f"axis of {axes} without features for lrpe"
-            )
+        if self.lrpe:
+            described = f"head width {head_width} (width {width}, num_heads {self.num_heads})"
+            check_axes_have_features(head_width, axes, described=described)
         check_choice("form", self.form, get_args(Form))
         if not self.causal and self.form in ("chunk", "recurrent"):
             raise ValueError(f"form is {self.form!r}, but requires a causal mixer")
