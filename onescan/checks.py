@@ -162,10 +162,12 @@ def as_grid_shape(shape: Any, *, name: str = "shape") -> tuple[int, ...]:
     ValueError: shape is (3, 2.5), expected one positive whole number per axis
     """
     sizes: Any = shape if isinstance(shape, list | tuple) else ()
-    if not (sizes and all(isinstance(n, (*INTEGERS, Integral)) and n > 0 for n in sizes)):
+    whole = all(isinstance(n, (*INTEGERS, Integral)) for n in sizes)
+    if not (sizes and whole and all(n > 0 for n in sizes)):
         raise ValueError(f"{name} is {shape!r}, expected one positive whole number per axis")
     # NumPy's integers become Python's, but SymInt must stay symbolic.
-    return tuple([n if isinstance(n, INTEGERS) else int(n) for n in sizes])
+    converted: list[Any] = [n if isinstance(n, INTEGERS) else int(n) for n in sizes]
+    return tuple(converted)
 
 
 def check_devices(**tensors: Any) -> None:

@@ -222,10 +222,10 @@ def replace_attention(
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerDecoderLayer):
+            what = f"has a decoder layer, {name!r}" if name else "is a decoder layer"
             raise ValueError(
-                f"model is a {type(model).__name__} with a decoder layer{name and f', {name!r}'}, "
-                "expected an encoder: linear attention does not support the masks of decoders; "
-                "pass an encoder by itself, such as model.encoder"
+                f"model {what}, expected an encoder: linear attention does not support the masks "
+                "of decoders; pass the encoder by itself, such as model.encoder"
             )
     new: dict[nn.Module, nn.Module] = {}
     names = []
