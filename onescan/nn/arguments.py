@@ -42,9 +42,9 @@ def grid_of(tokens: int, shape: Any, axes: int, prefix: int, *, name: str = "sha
     shape = as_grid_shape(shape, name=name)
     grid = Grid(shape, prefix)
     if len(shape) != axes or grid.tokens != tokens:
-        wanted = "1 axis" if axes == 1 else f"{axes} axes"
+        expected = "1 axis" if axes == 1 else f"{axes} axes"
         raise ValueError(
-            f"{name} is {shape} with prefix={prefix}, expected {wanted} and {tokens} tokens"
+            f"{name} is {shape} with prefix={prefix}, expected {expected} and {tokens} tokens"
         )
     return grid
 
