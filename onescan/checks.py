@@ -1,6 +1,7 @@
 """Argument checks. Error messages name the argument, its value and the expected value."""
 
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -152,17 +153,22 @@ def check_token_ids(tokens: Any, vocab_size: int, *, name: str = "tokens") -> No
         )
 
 
-def check_grid_shape(shape: Any) -> None:
-    """Raise ValueError if the shape of a grid is not a tuple of positive whole numbers.
+def as_grid_shape(shape: Any, *, name: str = "shape") -> tuple[int, ...]:
+    """Return the shape of a grid as a tuple, from a tuple or list of positive whole numbers.
 
-    >>> check_grid_shape((3, 2.5))
+    >>> as_grid_shape([3, 4])
+    (3, 4)
+    >>> as_grid_shape((3, 2.5))
     Traceback (most recent call last):
     ValueError: shape is (3, 2.5), expected one positive whole number per axis
     """
-    if not (
-        isinstance(shape, tuple) and shape and all(isinstance(n, INTEGERS) and n > 0 for n in shape)
-    ):
-        raise ValueError(f"shape is {shape!r}, expected one positive whole number per axis")
+    sizes: Any = shape if isinstance(shape, list | tuple) else ()
+    whole = all(isinstance(n, (*INTEGERS, Integral)) for n in sizes)
+    if not (sizes and whole and all(n > 0 for n in sizes)):
+        raise ValueError(f"{name} is {shape!r}, expected one positive whole number per axis")
+    # NumPy's integers become Python's, but SymInt must stay symbolic.
+    converted: list[Any] = [n if isinstance(n, INTEGERS) else int(n) for n in sizes]
+    return tuple(converted)
 
 
 def check_devices(**tensors: Any) -> None:

@@ -332,7 +332,7 @@ def test_key_importance_is_a_share():
 @pytest.mark.parametrize(
     ("fields", "axes", "message"),
     [
-        ({"num_heads": 12}, 4, "head width 2 .* leaves an axis of 4 without features"),
+        ({"num_heads": 12}, 4, "head width 2 .* leaves the last of 4 axes without features"),
         (
             {"decay": False, "decay_logits": "offset"},
             1,

@@ -1,5 +1,8 @@
 """Layers for one's own networks: self-attention, cross-attention, padding, states, positions."""
 
+from inspect import unwrap
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,9 @@ from onescan.nn import (
     LightNetAttention,
     LinearDiffusion,
     LionAttention,
+    MultiheadAttention,
 )
+from onescan.nn.arguments import grid_of
 
 LAYERS = [LightNetAttention, LionAttention, DeltaAttention, LinearDiffusion]
 DIM, HEADS = 18, 3
@@ -135,14 +140,85 @@ def test_delta_cross_attention_reads_the_final_state():
     ("kind", "options", "match"),
     [
         (LionAttention, {}, "decay='none'"),
-        (LightNetAttention, {"causal": True}, "causal=True"),
+        (LightNetAttention, {"causal": True}, "context was given to a causal layer"),
         (LinearDiffusion, {}, "LightNetAttention"),
     ],
 )
-def test_undefined_cross_attention_is_refused(kind, options, match):
+@pytest.mark.parametrize("context_shape", [None, (4,)])
+def test_undefined_cross_attention_is_refused(kind, options, match, context_shape):
     x = tokens(1, 4)
     with pytest.raises(ValueError, match=match):
-        build(kind, **options)(x, context=x)
+        build(kind, **options)(x, context=x, context_shape=context_shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(LightNetAttention, {}), (LionAttention, {"decay": "none"}), (DeltaAttention, {})],
+)
+def test_empty_inputs_are_refused(kind, options):
+    layer, x = build(kind, **options), tokens(1, 4)
+    with pytest.raises(ValueError, match=r"^context has 0 tokens, expected at least 1"):
+        layer(x, context=x[:, :0])
+    with pytest.raises(ValueError, match="0 tokens with prefix=0, expected at least 1"):
+        layer(x[:, :0])
+    with pytest.raises(ValueError, match="4 tokens with prefix=10, expected at least 11"):
+        layer(x, prefix=10)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_states_need_a_causal_layer(kind):
+    layer, x = build(kind), tokens(1, 4)
+    with pytest.raises(
+        ValueError, match=r"^return_state is True, expected a layer with causal=True"
+    ):
+        layer(x, return_state=True)
+    with pytest.raises(ValueError, match=r"^state was given, expected a layer with causal=True"):
+        layer(x, state=object())
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "joint": True}])
+def test_states_of_mdtpe_need_one_direction_and_separate_axes(options):
+    layer, x = MDTPE(DIM, axes=2, **options).double(), tokens(1, 4)
+    with pytest.raises(ValueError, match=r"^return_state is True, expected a layer with causal=T"):
+        layer(x, (2, 2), return_state=True)
+
+
+SIZES = {
+    **{kind: {"dim": DIM, "num_heads": HEADS, "axes": 1} for kind in LAYERS},
+    MDTPE: {"dim": DIM, "axes": 1, "hidden_states": 4, "length": 8},
+    MDLRPE: {"head_dim": 4, "num_heads": HEADS, "axes": 1},
+    MultiheadAttention: {"embed_dim": DIM, "num_heads": HEADS},
+}
+
+
+@pytest.mark.parametrize("value", [0, -1, True])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in SIZES for name in SIZES[kind]])
+def test_sizes_are_positive_whole_numbers(kind, name, value):
+    with pytest.raises(
+        ValueError, match=f"^{name} is {value}, expected a whole number of at least"
+    ):
+        kind(**SIZES[kind] | {name: value})
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda: MDLRPE(4, 2, axes=3), lambda: LightNetAttention(8, 2, axes=3)]
+)
+def test_each_axis_needs_rotary_features(layer):
+    with pytest.raises(
+        ValueError, match=r"head_?.* 4 .*leaves the last of 3 axes without features"
+    ):
+        layer()
+
+
+@pytest.mark.parametrize("shape", [[3, 4], tuple(np.array([3, 4]))])
+def test_shapes_are_sequences_of_whole_numbers(shape):
+    assert unwrap(grid_of)(12, shape, 2, 0) == Grid((3, 4))
+    theta = torch.ones(1, 2)
+    angles = unwrap(ops.lrpe_angles)(shape, theta)
+    assert torch.equal(angles, ops.lrpe_angles((3, 4), theta))
+    x, decay, weight = torch.randn(1, 12, 2), -torch.ones(2, 2, 3), torch.ones(2, 2, 3)
+    y, _ = unwrap(ops.toeplitz_position)(x, decay, weight, shape)
+    assert torch.equal(y, ops.toeplitz_position(x, decay, weight, (3, 4))[0])
 
 
 def test_wrong_arguments_are_named():
@@ -151,6 +227,8 @@ def test_wrong_arguments_are_named():
         layer(x)
     with pytest.raises(ValueError, match="shape is \\(2, 4\\)"):
         layer(x, (2, 4))
+    with pytest.raises(ValueError, match="expected 1 axis and 6 tokens"):
+        build(LightNetAttention)(x, (2, 3))
     with pytest.raises(ValueError, match="key_padding_mask has dtype"):
         layer(x, (2, 3), key_padding_mask=torch.zeros(1, 6))
     with pytest.raises(ValueError, match="context has 2 sequences"):

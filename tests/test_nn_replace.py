@@ -82,7 +82,7 @@ def test_unsupported_options_are_named(options):
 
 def test_unsupported_calls_are_named():
     attention, x = MultiheadAttention(DIM, HEADS, batch_first=True), tokens(7)
-    with pytest.raises(ValueError, match="key is not value"):
+    with pytest.raises(ValueError, match="the same tensor for both; add positions"):
         attention(x, x, x.clone())
     with pytest.raises(ValueError, match="attn_mask has shape"):
         attention(x, x, x, attn_mask=torch.zeros(7, 7))
@@ -154,6 +154,21 @@ def test_models_without_supported_attention_are_unchanged():
     with pytest.raises(ValueError, match=r"^1 has kdim"):
         replace_attention(model)
     assert isinstance(model[0].self_attn, nn.MultiheadAttention)
+
+
+def test_an_attention_layer_itself_is_not_replaced():
+    with pytest.raises(ValueError, match=r"itself an attention layer.*onescan\.nn\.Multihead"):
+        replace_attention(nn.MultiheadAttention(DIM, HEADS))
+
+
+@pytest.mark.parametrize("part", ["decoder", "decoder.layers.0", ""])
+def test_decoders_of_torch_are_refused(part):
+    model = nn.Transformer(DIM, HEADS, 1, 1, 16, batch_first=True)
+    names = list(model.state_dict())
+    with pytest.raises(ValueError, match="expected an encoder"):
+        replace_attention(model.get_submodule(part))
+    assert list(model.state_dict()) == names
+    assert replace_attention(model.encoder) == ["layers.0.self_attn"]
 
 
 SIZES = {

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from onescan.checks import (
+    as_grid_shape,
     can_look_at_values,
     check_devices,
     check_floating,
-    check_grid_shape,
     check_shapes,
+    check_whole,
 )
 from onescan.shapes import Grid
 
@@ -25,21 +26,34 @@ def grid_of(tokens: int, shape: Any, axes: int, prefix: int, *, name: str = "sha
     """Return the grid of a call.
 
     Raises:
-        ValueError: If shape is None with several axes, has another number of axes than the layer,
-            or, together with the prefix, another number of tokens than the input.
+        ValueError: If the grid is empty, or if shape is None with several axes, has another number
+            of axes than the layer, or, together with the prefix, another number of tokens than the
+            input.
     """
+    check_whole(0, prefix=prefix)
+    if tokens <= prefix:
+        raise ValueError(
+            f"the input has {tokens} tokens with prefix={prefix}, expected at least {prefix + 1}"
+        )
     if shape is None:
         if axes > 1:
             raise ValueError(f"{name} is None, expected the size of each of {axes} axes")
         shape = (tokens - prefix,)
-    shape = tuple(shape) if isinstance(shape, list | tuple) else shape
-    check_grid_shape(shape)
+    shape = as_grid_shape(shape, name=name)
     grid = Grid(shape, prefix)
     if len(shape) != axes or grid.tokens != tokens:
+        expected = "1 axis" if axes == 1 else f"{axes} axes"
         raise ValueError(
-            f"{name} is {shape} with prefix={prefix}, expected {axes} axes and {tokens} tokens"
+            f"{name} is {shape} with prefix={prefix}, expected {expected} and {tokens} tokens"
         )
     return grid
+
+
+def check_continuable(can_continue: bool, state: Any, return_state: bool, expected: str) -> None:
+    """Raise ValueError if a state is passed to or requested from a layer that has none."""
+    if not can_continue and (state is not None or return_state):
+        what = "return_state is True" if state is None else "state was given"
+        raise ValueError(f"{what}, expected {expected}")
 
 
 def keep_of(key_padding_mask: Any, x: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onescan.checks import check_choice
+from onescan.checks import check_choice, check_whole
 from onescan.layers.basic import NormName
 from onescan.layers.decays import DECAYS, NoDecayConfig
 from onescan.layers.mixers.contract import Mixer, MixerConfig
@@ -14,7 +14,7 @@ from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfi
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig
 from onescan.layers.mixers.linear_diffusion import LinearDiffusionMixerConfig
 from onescan.layers.mixers.lion import LionMixer, LionMixerConfig, ScanName
-from onescan.nn.arguments import check_tokens, grid_of, keep_of
+from onescan.nn.arguments import check_continuable, check_tokens, grid_of, keep_of
 from onescan.ops.additive_decay import additive_decay
 from onescan.ops.delta_rule import DeltaState, delta_rule
 from onescan.ops.lrpe import lrpe_angles
@@ -29,6 +29,7 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, config: MixerConfig, dim: int, axes: int) -> None:
         super().__init__()
+        check_whole(1, dim=dim, num_heads=config.num_heads, axes=axes)
         self.dim, self.axes = dim, axes
         self.causal = config.is_causal
         self.mixer = config.build(width=dim, axes=axes)
@@ -56,8 +57,10 @@ class AttentionLayer(nn.Module):
                 opposite. ``[B, T]``, or ``[B, S]`` with a context. Padding is not read and, without
                 a context, has zero output.
             state: State returned by a previous call, to continue a sequence, or a grid along its
-                first axis: row by row or frame by frame. Causal layers only, without a prefix.
-            return_state: Return the state after the last token as well, None if not causal.
+                first axis: row by row or frame by frame. Causal layers only, without a prefix. It
+                is part of the autograd graph: on long streams, detach its tensors between training
+                steps or use `torch.no_grad`.
+            return_state: Return the state after the last token as well. Causal layers only.
             prefix: Number of tokens before the grid, such as a class token.
             context_shape: Size of each axis of the context's grid, for layers with rotary
                 positions. None disables positions for this call.
@@ -66,24 +69,27 @@ class AttentionLayer(nn.Module):
             The output ``[B, T, dim]``, or with return_state=True a pair (output, state).
 
         Raises:
-            ValueError: If shapes do not match, the state cannot be continued, or the layer does
-                not define cross-attention.
+            ValueError: If shapes do not match, the layer has no state or cannot continue the given
+                one, or it does not define cross-attention.
         """
         check_tokens("x", x, self.dim)
         grid = grid_of(x.shape[1], shape, self.axes, prefix)
         if context is None:
             if context_shape is not None:
                 raise ValueError(f"context_shape is {context_shape} without a context")
+            check_continuable(self.causal, state, return_state, "a layer with causal=True")
             keep = keep_of(key_padding_mask, x)
             o, new_state = self.mixer(x, grid, keep=keep, state=state)
             return (o, new_state) if return_state else o
         check_tokens("context", context, self.dim)
+        if context.shape[1] == 0:
+            raise ValueError("context has 0 tokens, expected at least 1")
         if context.shape[0] != x.shape[0]:
             raise ValueError(f"context has {context.shape[0]} sequences, expected {x.shape[0]}")
         if state is not None or return_state:
             raise ValueError("state and return_state were combined with context, expected neither")
         if self.causal:
-            raise ValueError("context was given with causal=True, expected a layer that is not")
+            raise ValueError("context was given to a causal layer, expected causal=False")
         self.check_context(context_shape)
         keys = None
         if context_shape is not None:
@@ -93,7 +99,10 @@ class AttentionLayer(nn.Module):
     def check_context(self, context_shape: Any) -> None:
         """Raise ValueError if the layer does not define cross-attention, or not with positions."""
         if context_shape is not None:
-            raise ValueError(f"context_shape is {context_shape}, expected None: no positions here")
+            raise ValueError(
+                f"context_shape is {context_shape}, expected None: {type(self).__name__} does not "
+                "encode positions in cross-attention"
+            )
 
     def _read(
         self, x: Tensor, context: Tensor, grid: Grid, keys: Grid | None, keep: Keep | None
@@ -166,7 +175,8 @@ class LightNetAttention(AttentionLayer):
 class LionAttention(AttentionLayer):
     """LION: linear attention with a decay per token, in both directions or causal; O(T).
 
-    Cross-attention needs ``decay="none"``: a context has no distance to the tokens of x.
+    Cross-attention needs ``decay="none"``: a decay depends on the distance between two tokens,
+    which is not defined between the tokens of x and those of a context.
 
     Source: LION, arXiv:2502.16249, Sec. 3.1 and 3.2.
 
@@ -177,7 +187,8 @@ class LionAttention(AttentionLayer):
         causal: Read only earlier tokens, in row-major order.
         decay: "selective" (LION-s), "fixed" (LION-d), "none" (LION-lit), or another name in
             `onescan.layers.decays.DECAYS`.
-        scan: "flat" decays along the row-major order; "natural" averages one scan along each axis.
+        scan: "flat" decays along the row-major order; "natural" averages one scan along each axis
+            and requires causal=False.
     """
 
     mixer: LionMixer
@@ -204,12 +215,12 @@ class LionAttention(AttentionLayer):
         super().__init__(config, dim, axes)
 
     def check_context(self, context_shape: Any) -> None:
-        super().check_context(context_shape)
         if not isinstance(self.mixer.config.decay, NoDecayConfig):
             raise ValueError(
                 "context was given to a layer with decay, expected decay='none', or use "
                 "LightNetAttention"
             )
+        super().check_context(context_shape)
 
     def _read(
         self, x: Tensor, context: Tensor, grid: Grid, keys: Grid | None, keep: Keep | None
@@ -282,8 +293,8 @@ class DeltaAttention(AttentionLayer):
 class LinearDiffusion(AttentionLayer):
     """LDN's layer: diffusion between neighbors, a gated local update and linear attention, summed.
 
-    Add the output to its input, which needs no norm before the layer: ``x = x + layer(x)``. There
-    is no cross-attention.
+    Add the output to the input, without a norm before the layer: ``x = x + layer(x)``. There is
+    no cross-attention.
 
     Source: LDN, arXiv:2502.12381, Sec. 3.3.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onescan.checks import can_look_at_values, check_choice, check_shapes
+from onescan.checks import can_look_at_values, check_choice, check_shapes, check_whole
 from onescan.nn.arguments import bool_mask, check_tokens
 from onescan.nn.attention import AttentionLayer, DeltaAttention, LightNetAttention, LionAttention
 
@@ -91,6 +91,7 @@ class MultiheadAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        check_whole(1, embed_dim=embed_dim, num_heads=num_heads)
         for name, value, expected in (
             ("dropout", dropout, 0.0),
             ("bias", bias, True),
@@ -101,7 +102,8 @@ class MultiheadAttention(nn.Module):
         ):
             if value != expected:
                 raise ValueError(
-                    f"{name} is {value}, expected {expected}: linear attention has no such option"
+                    f"{name} is {value}, expected {expected}: other values are not supported by "
+                    "linear attention"
                 )
         if attention is None:
             attention = build_attention(kind, embed_dim, num_heads, shape, options)
@@ -136,8 +138,10 @@ class MultiheadAttention(nn.Module):
 
         Args:
             query: Tokens ``[B, T, embed_dim]`` if batch_first, otherwise ``[T, B, embed_dim]``.
-            key: The query itself, or a context ``[B, S, embed_dim]`` or ``[S, B, embed_dim]``.
-            value: The same tensor as key.
+            key: The same tensor object as query for self-attention. Any other tensor is a context,
+                ``[B, S, embed_dim]`` or ``[S, B, embed_dim]``.
+            value: The same tensor object as key. Add positions to this tensor, not only to queries
+                and keys.
             key_padding_mask: ``[B, S]``, True or -inf for padding.
             need_weights: Ignored: the weights are always None.
             attn_mask: None or, for a causal layer, the causal mask ``[T, T]``, True or -inf for
@@ -149,7 +153,10 @@ class MultiheadAttention(nn.Module):
             ValueError: If key is not value, a mask is not supported, or shapes do not match.
         """
         if key is not value:
-            raise ValueError("key is not value, expected the same tensor for both")
+            raise ValueError(
+                "key and value are different tensors, expected the same tensor for both; add "
+                "positions to this tensor before the call"
+            )
         check_tokens("query", query, self.embed_dim)
         check_tokens("key", key, self.embed_dim)
         x = query if self.batch_first else query.transpose(0, 1)

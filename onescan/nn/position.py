@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onescan.checks import check_positive
+from onescan.checks import check_whole
 from onescan.layers.position import ToeplitzPosition
-from onescan.nn.arguments import check_tokens, grid_of, keep_of
-from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
+from onescan.nn.arguments import check_continuable, check_tokens, grid_of, keep_of
+from onescan.ops.lrpe import check_axes_have_features, lrpe, lrpe_angles, lrpe_frequencies
 
 
 class MDTPE(nn.Module):
@@ -37,7 +37,7 @@ class MDTPE(nn.Module):
         length: int = 64,
     ) -> None:
         super().__init__()
-        check_positive(dim=dim, axes=axes, hidden_states=hidden_states, length=length)
+        check_whole(1, dim=dim, axes=axes, hidden_states=hidden_states, length=length)
         self.dim, self.axes = dim, axes
         self.position = ToeplitzPosition(dim, (length,) * axes, hidden_states, not causal, joint)
 
@@ -56,18 +56,24 @@ class MDTPE(nn.Module):
         Args:
             x: Tokens ``[B, T, dim]``.
             shape: Size of each axis of the grid, without the prefix. None is one axis.
-            key_padding_mask: True for padding ``[B, T]``, which is treated as zero.
+            key_padding_mask: True for padding ``[B, T]``, which is read as zero. The output at
+                padded positions is not zero.
             state: State returned by a previous call, to continue a sequence, or a grid along its
                 first axis. Only with causal=True, and not with joint=True on several axes.
-            return_state: Return the state after the last token as well, None if there is none.
+            return_state: Return the state after the last token as well, under the same conditions.
             prefix: Number of tokens before the grid, which are unchanged.
+
+        Raises:
+            ValueError: If shapes do not match, or the layer has no state or cannot continue the
+                given one.
         """
         check_tokens("x", x, self.dim)
         grid = grid_of(x.shape[1], shape, self.axes, prefix)
+        expected = "a layer with causal=True and, on several axes, joint=False"
+        check_continuable(self.position.has_state, state, return_state, expected)
         y, new_state = self.position(
-            x, grid, state, keep_of(key_padding_mask, x),
-            return_state=return_state and self.position.has_state,
-        )  # fmt: skip
+            x, grid, state, keep_of(key_padding_mask, x), return_state=return_state
+        )
         return (y, new_state) if return_state else y
 
 
@@ -94,6 +100,8 @@ class MDLRPE(nn.Module):
         self, head_dim: int, num_heads: int, *, axes: int = 1, base: float = 10000.0
     ) -> None:
         super().__init__()
+        check_whole(1, head_dim=head_dim, num_heads=num_heads, axes=axes)
+        check_axes_have_features(head_dim, axes, described=f"head_dim {head_dim}")
         self.axes = axes
         frequencies = lrpe_frequencies(head_dim, axes, base)
         self.theta = nn.Parameter(frequencies.repeat(num_heads, 1))

@@ -188,7 +188,8 @@ def replace_attention(
     """Replace the softmax attention of an encoder by linear attention, in place.
 
     Supported are `torch.nn.MultiheadAttention`, ``BertSelfAttention``, ``ViTAttention`` and
-    ``ViTSelfAttention`` of transformers, and ``Attention`` of timm.
+    ``ViTSelfAttention`` of transformers, and ``Attention`` of timm. Decoders are not supported; of
+    an `nn.Transformer`, pass the encoder: ``replace_attention(model.encoder)``.
 
     The projections of queries, keys, values and outputs are copied, with their biases. Decays,
     gates, the norm of the output and rotary frequencies are new, and dropout of attention weights
@@ -212,12 +213,20 @@ def replace_attention(
 
     Raises:
         ValueError: If the model has no supported attention, or one with an option that linear
-            attention lacks. The model is then unchanged.
+            attention lacks, or if it contains an `nn.TransformerDecoderLayer`. The model is then
+            unchanged.
 
     >>> layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
     >>> replace_attention(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
     ['layers.0.self_attn', 'layers.1.self_attn']
     """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerDecoderLayer):
+            what = f"has a decoder layer, {name!r}" if name else "is a decoder layer"
+            raise ValueError(
+                f"model {what}, expected an encoder: linear attention does not support the masks "
+                "of decoders; pass the encoder by itself, such as model.encoder"
+            )
     new: dict[nn.Module, nn.Module] = {}
     names = []
     for name, module in model.named_modules(remove_duplicate=False):
@@ -229,6 +238,12 @@ def replace_attention(
                 continue
             new[module] = replacement
         names.append((name, new[module]))
+    if not names and _source("model", model) is not None:
+        raise ValueError(
+            f"model is itself an attention layer, a {type(model).__name__}, expected a model that "
+            "contains such layers; build a onescan.nn.MultiheadAttention or wrap the layer in an "
+            "nn.ModuleList"
+        )
     if not names:
         raise ValueError(
             f"model is a {type(model).__name__} without attention to replace, expected modules "

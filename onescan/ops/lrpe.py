@@ -14,10 +14,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from onescan.checks import (
+    as_grid_shape,
     can_look_at_values,
     check_devices,
     check_floating,
-    check_grid_shape,
     check_positive,
     check_shapes,
     check_whole,
@@ -115,7 +115,8 @@ def lrpe_angles(
     """
     check_shapes(theta=(theta, "H K"))
     check_floating(theta=theta)
-    _check_positions(shape, prefix, start)
+    shape = as_grid_shape(shape)
+    _check_positions(prefix, start)
     if can_look_at_values(theta) and not theta.detach().isfinite().all():
         raise ValueError("theta holds NaN or infinity, expected finite frequencies")
     (theta,) = to_accumulation_dtype(theta)
@@ -166,12 +167,20 @@ def lrpe_frequencies(width: int, axes: int, base: float = 10000.0) -> FrequencyR
     return base ** (-2.0 * j / width)
 
 
+def check_axes_have_features(width: int, axes: int, *, described: str) -> None:
+    """Raise ValueError if the heads are too narrow to rotate features of each axis."""
+    if _features_per_axis(width, axes) * (axes - 1) >= width:
+        raise ValueError(
+            f"{described} leaves the last of {axes} axes without features for lrpe; a multiple of "
+            f"{axes} gives each axis the same number"
+        )
+
+
 def _features_per_axis(width: int, axes: int) -> int:
     return -(-width // axes)
 
 
-def _check_positions(shape: Any, prefix: int, start: Any) -> None:  # Any: a user passed it
-    check_grid_shape(shape)
+def _check_positions(prefix: int, start: Any) -> None:  # Any: a user passed it
     is_tensor = isinstance(start, Tensor)
     check_whole(0, prefix=prefix, start=0 if is_tensor else start)
     if (is_tensor or start) and prefix:

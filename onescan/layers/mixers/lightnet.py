@@ -14,7 +14,7 @@ from onescan.layers.basic import EPS, NormName, build_norm
 from onescan.layers.mixers.contract import Mixer, MixerConfig, check_continued, masked
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
-from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
+from onescan.ops.lrpe import check_axes_have_features, lrpe, lrpe_angles, lrpe_frequencies
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
 from onescan.shapes import Angles, Grid, Hidden, Keep, Keys, LogNormalizer, Queries, Values
 
@@ -65,11 +65,9 @@ class LightNetMixerConfig(MixerConfig):
         if self.key_width is not None:
             check_positive(key_width=self.key_width)
             head_width = self.key_width
-        if self.lrpe and -(-head_width // axes) * (axes - 1) >= head_width:
-            raise ValueError(
-                f"head width {head_width} (width {width}, num_heads {self.num_heads}) leaves an "
-                f"axis of {axes} without features for lrpe"
-            )
+        if self.lrpe:
+            described = f"head width {head_width} (width {width}, num_heads {self.num_heads})"
+            check_axes_have_features(head_width, axes, described=described)
         check_positive(norm_eps=self.norm_eps)
         check_choice("gate_activation", self.gate_activation, get_args(GateActivation))
         check_choice("form", self.form, get_args(Form))

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from onescan.checks import (
+    as_grid_shape,
     can_look_at_values,
     check_choice,
     check_devices,
     check_floating,
-    check_grid_shape,
     check_no_nan,
     check_positive,
     check_shapes,
@@ -113,6 +113,7 @@ def toeplitz_position(
     >>> y.flatten().tolist(), state.hidden.item()
     ([1.0, 0.5, 0.25, 4.125], 4.125)
     """
+    shape = as_grid_shape(shape)
     _check(x, log_decay, weight, shape, bidirectional, joint, state, return_state)
     if joint and len(shape) == 1:
         joint, weight = False, weight.unsqueeze(0)
@@ -230,7 +231,6 @@ def _check(
     state: object,
     return_state: Any,
 ) -> None:
-    check_grid_shape(shape)
     flags = {"bidirectional": bidirectional, "joint": joint, "return_state": return_state}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
