@@ -73,6 +73,22 @@ def test_any_number_of_axes(tmp_path, kind, axes, channels):
     torch.testing.assert_close(whole.std(dim=1, correction=0), torch.ones(channels or 1))
 
 
+def test_channels_first_are_read_as_channels_last(tmp_path):
+    last = RNG.integers(0, 256, (COUNT, 6, 5, 3), dtype=np.uint8)
+    first = np.moveaxis(last, -1, 1)
+    options = {"test_fraction": 0.25}
+    expected = build(save(tmp_path / "a", x=last, y=Y), **options)
+    splits = build(save(tmp_path / "b", x=first, y=Y), channels_first=True, **options)
+    assert splits.format == expected.format
+    assert torch.equal(read(splits.test)[0], read(expected.test)[0])
+
+
+def test_configs_without_the_field_are_channels_last():
+    saved = configs.to_dict(ArrayDatasetConfig(path="a.npz", axes=1))
+    del saved["channels_first"]
+    assert not configs.from_dict(ArrayDatasetConfig, saved).channels_first
+
+
 @pytest.mark.parametrize("kind", ["npz", "folder", "compressed"])
 def test_uncompressed_files_are_mapped_into_memory(tmp_path, kind):
     x = np.asfortranarray(values(COUNT, 4, 3))

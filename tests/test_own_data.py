@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -91,6 +92,37 @@ def test_arrays_of_any_axes(tmp_path, shape):
     assert (run.data.axes, run.model.image_size, run.model.channels) == (len(shape), shape, 2)
     assert " x ".join(map(str, shape)) in lines[0]
     run.model.build()
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "expected", "line"),
+    [
+        ((2, 200), {}, (1, True, (200,), 2), "200 values, 2 channels, channels first"),
+        ((3, 8, 16, 16), {}, (3, True, (8, 16, 16), 3), "channels first"),
+        ((3, 3), {}, (1, False, (3,), 3), "channels last"),
+        ((200, 2), {"data.channels_first": True}, (1, True, (2,), 200), "channels first"),
+        ((2, 200), {"data.channels_first": False}, (2, False, (2, 200), 1), "2 x 200 pixels"),
+        ((2, 200), {"data.axes": 1}, (1, True, (200,), 2), "channels first"),
+        ((2, 200), {"data.axes": 2}, (2, True, (2, 200), 1), "no axis of channels"),
+        ((100, 6), {}, (2, False, (100, 6), 1), "if the last axis holds channels, pass --data.ax"),
+        ((6, 100), {}, (2, False, (6, 100), 1), "first axis .* --data.axes 1 --data.channels-fi"),
+        ((32, 32), {}, (2, False, (32, 32), 1), "no axis of channels$"),
+    ],
+)
+def test_layout_of_arrays(tmp_path, shape, given, expected, line):
+    x = np.random.default_rng(0).normal(size=(20, *shape))
+    np.savez(tmp_path / "data.npz", x=x, y=np.arange(20) % 2)
+    run, lines = inferred("signal_classifier", tmp_path / "data.npz", given)
+    data, model = run.data, run.model
+    assert (data.axes, data.channels_first, model.image_size, model.channels) == expected
+    assert re.search(line, lines[0])
+    assert run.data.build().format.channels == model.channels
+
+
+def test_flag_of_channels_last_is_kept(tmp_path):
+    np.savez(tmp_path / "data.npz", x=np.ones((20, 2, 200)), y=np.arange(20) % 2)
+    run = for_path(find_recipe("signal_classifier")(), str(tmp_path / "data.npz"))
+    assert infer(run, {"data.no_channels_first"})[0].model.image_size == (2, 200)
 
 
 def test_patches_divide_sizes():

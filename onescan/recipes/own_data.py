@@ -55,7 +55,8 @@ def image_classifier() -> RunConfig:
     onescan train image_classifier --data.path FOLDER
 
     FOLDER contains CLASS/IMAGE, or train/CLASS/IMAGE and val/CLASS/IMAGE, or parquet files; or
-    arrays as .npy files x and y (--data.path also takes a .npz file) of any number of axes.
+    arrays as .npy files x and y (--data.path also takes a .npz file) of any number of axes, see
+    signal_classifier.
     Classes, channels, sizes, patches, mean, standard deviation, batch size, epochs and model size
     that are not given as options are inferred and printed. Without a test split, a part of each
     class is held out.
@@ -79,10 +80,11 @@ def signal_classifier() -> RunConfig:
 
     onescan train signal_classifier --data.path signals.npz
 
-    The .npz file, or a folder of .npy files, holds x of shape [N, samples], or [N, samples,
-    channels], and class indices y of shape [N]. Examples with more axes are video or volumes. A
-    last axis of size 4 or less is taken to be the channels, unless --data.axes is given. Settings
-    are inferred and printed as for image_classifier.
+    The .npz file, or a folder of .npy files, holds x of shape [N, samples], [N, channels, samples]
+    or [N, samples, channels], and class indices y of shape [N]. Examples with more axes are video
+    or volumes. A last axis, else an axis 1, of size 4 or less is taken to be the channels;
+    --data.axes and --data.channels-first set the layout. Settings are inferred and printed as for
+    image_classifier.
     """
     return dataclasses.replace(
         image_classifier(),
@@ -202,9 +204,10 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     data = run.data
     if not isinstance(data, ArrayDatasetConfig):
         raise ValueError(f"data is {named_type(data)}, expected an ArrayDatasetConfig")
-    if "data.axes" not in given:
-        run = _replace(run, ["data", "axes"], data.find_axes())
-    splits = run.data.build()
+    fields = {name.removeprefix("data.").removeprefix("no_") for name in given}
+    data, layout = data.infer_layout(fields)
+    run = dataclasses.replace(run, data=data)
+    splits = data.build()
     format = splits.format
     shape = format.shape if isinstance(format, ArrayFormat) else (format.height, format.width)
     mean, std = format.mean, format.std
@@ -212,7 +215,8 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     augment = getattr(run.task, "augment", None)
     if isinstance(format, ArrayFormat) and augment == AUGMENT:  # which is for pixels
         run = _replace(run, ["task", "augment"], None)
-    return _sized(run, splits, shape, format.channels, given)
+    run, (first, *others) = _sized(run, splits, shape, format.channels, given)
+    return run, [f"{first}, {layout}", *others]
 
 
 def _infer_texts(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
