@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 
     from onescan.training.loading import Checkpoint as TrainedModel
 
+ARRAY_FILES = (".npz", ".npy")
 PREDICTION_FILES = (".csv", ".json")
 
 
 class Prediction(NamedTuple):
-    """The most probable classes of one image or text, with their probabilities, best first."""
+    """The most probable classes of one input, with their probabilities, best first."""
 
-    input: str  # path or text
+    input: str  # path, path and row of an array, or text
     top: list[tuple[str, float]]
 
 
 def predict(argv: Argv) -> None:
-    """Classify image files and folders, or texts and tables of texts."""
+    """Classify image files and folders, arrays, or texts and tables of texts."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -38,18 +39,19 @@ def predict(argv: Argv) -> None:
         """Run folder, such as runs/digits/seed-0, or zoo/NAME (see `onescan zoo`)."""
         inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT...")]
         """For images: files of any size (PNG, JPEG, WebP, GIF, BMP, TIFF or PPM), and folders,
-        whose images are found at any depth and skipped if they cannot be read. For texts: texts in
-        quotes, and tables (.csv, .tsv, .jsonl, .ndjson, .json or .parquet), whose unreadable rows
-        are skipped."""
+        whose images are found at any depth and skipped if they cannot be read. For arrays (signals,
+        video): .npz files with an array x, and .npy files, of the shape and type of the training
+        data. For texts: texts in quotes, and tables (.csv, .tsv, .jsonl, .ndjson, .json or
+        .parquet), whose unreadable rows are skipped."""
         top_k: int = 3
-        """Number of classes to print per image or text."""
+        """Number of classes to print per input."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
         """Also write the predictions to a .csv or .json file."""
         imports: Imports = ()
 
     options = parse(Options, predict, argv)
     if not options.inputs:
-        raise ValueError("inputs is empty, expected at least one image file or folder, or text")
+        raise ValueError("inputs is empty, expected at least one image, folder, array or text")
     if options.top_k < 1:
         raise ValueError(f"top_k is {options.top_k}, expected at least 1")
     if options.out is not None and Path(options.out).suffix not in PREDICTION_FILES:
@@ -93,21 +95,35 @@ def predict(argv: Argv) -> None:
 def _image_probabilities(
     checkpoint: "TrainedModel", paths: Sequence[str], unreadable: list[str]
 ) -> "Iterator[tuple[str, Tensor]]":
-    """Yield the path of each image, and the probabilities of its classes.
+    """Yield the path of each image or the row of an array, and the probabilities of its classes.
 
     Images in folders that cannot be read are skipped; messages on them are added to `unreadable`.
     """
-    from onescan.tasks.image_classification import classify
+    from onescan.data import ArrayDatasetConfig, GridFormat
+    from onescan.data.arrays import read_inputs
+    from onescan.tasks.image_classification import classify, classify_arrays
 
-    for path, is_in_folder in _images_at([Path(path) for path in paths]):
+    config, format = checkpoint.config.data, checkpoint.format
+    arrays = [path for path in paths if Path(path).suffix in ARRAY_FILES]
+    if arrays and isinstance(format, GridFormat):
+        layout = isinstance(config, ArrayDatasetConfig) and config.channels_first
+        paths = [path for path in paths if path not in arrays]
+        for path in arrays:
+            data = read_inputs(path, format, channels_first=layout)
+            try:
+                for row, scores in enumerate(classify_arrays(checkpoint.model, data, format)):
+                    yield f"{path}[{row}]", scores
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+    for file, is_in_folder in _images_at([Path(path) for path in paths]):
         try:
-            (row,) = classify(checkpoint.model, [path], checkpoint.format)
+            (scores,) = classify(checkpoint.model, [file], format)
         except (OSError, ValueError) as error:
-            if not is_in_folder or str(path) not in str(error):
+            if not is_in_folder or str(file) not in str(error):
                 raise
             unreadable.append(str(error))
             continue
-        yield str(path), row
+        yield str(file), scores
 
 
 def _images_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:

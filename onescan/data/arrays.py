@@ -330,6 +330,54 @@ class ArraySplits:
     format: ArrayFormat
 
 
+def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) -> ArrayDataset:
+    """Open the examples to classify: the array x of a `.npz` file, or a `.npy` file.
+
+    Args:
+        path: The file. If a `.npz` file holds a single array, its name may be another one.
+        format: Format that the model was trained on.
+        channels_first: Layout to prefer if x fits with channels first and with channels last.
+
+    Returns:
+        The examples, with labels 0.
+
+    Raises:
+        ValueError: If there is no such file, it is damaged, or x has another shape or type.
+    """
+    place = Path(path).expanduser()
+    if not place.is_file():
+        raise ValueError(f"there is no file {path}")
+    arrays = {"x": _opens_file(place)} if place.suffix == ".npy" else _open(path)
+    name = next(iter(arrays)) if len(arrays) == 1 else "x"
+    if name not in arrays:
+        raise ValueError(f"{path} has no array x; found: {', '.join(sorted(arrays)) or 'none'}")
+    try:
+        x = arrays[name]()
+    except DAMAGE as error:
+        raise ValueError(f"{path}: {name} cannot be read: {error}") from error
+    if x.dtype.kind not in "fiub":
+        raise ValueError(f"{path}: {name} holds {x.dtype}, expected real numbers")
+    shape = format.shape if isinstance(format, ArrayFormat) else _image_size(format)
+    rows = torch.arange(len(x) if x.ndim else 0)
+    for is_first in (channels_first, not channels_first):
+        data = ArrayDataset(
+            x=x, labels=rows * 0, places=rows, axes=len(shape), channels_first=is_first
+        )
+        if x.ndim - len(shape) in (1, 2) and data.shape == (format.channels, *shape):
+            return data
+    sizes = ", ".join(map(str, shape))
+    expected = f"[N, {format.channels}, {sizes}] or [N, {sizes}, {format.channels}]"
+    if format.channels == 1:
+        expected = f"[N, {sizes}]"
+    raise ValueError(f"{path}: {name} has shape {x.shape}, expected {expected}")
+
+
+def _image_size(format: GridFormat) -> tuple[int, ...]:
+    if not isinstance(format, ImageFormat):
+        raise ValueError(f"the model was trained on {type(format).__name__}, not on arrays")
+    return format.height, format.width
+
+
 # Files
 
 _Open = Callable[[], Array]
