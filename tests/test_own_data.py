@@ -178,6 +178,40 @@ def test_a_tokenizer_sets_the_vocabulary(tmp_path):
     assert infer_vocabulary(run, {"data.tokenizer", "model.vocab_size"}) == run
 
 
+def test_unknown_options_are_reported_before_a_missing_path(capsys):
+    with pytest.raises(SystemExit):
+        onescan("train", "image_classifier", "--data.pth", "one")
+    shown = capsys.readouterr().err
+    assert "--data.pth" in shown
+    assert "--data.path" in shown
+    assert "missing" not in shown
+
+
+@pytest.mark.parametrize(("count", "classes"), [(12, 3), (4, 2), (14, 7)])
+def test_more_are_held_out_of_small_data(tmp_path, count, classes):
+    np.savez(tmp_path / "data.npz", x=np.eye(count, 20), y=np.arange(count) % classes)
+    run, lines = inferred("signal_classifier", tmp_path / "data.npz")
+    assert len(run.data.build().test) == classes
+    assert lines[-1].startswith("held out: ")
+    with pytest.raises(ValueError, match=r"expected 0\."):
+        inferred("signal_classifier", tmp_path / "data.npz", {"data.test_fraction": 0.01})
+
+
+def test_labels_that_start_at_one_are_warned_of(tmp_path):
+    np.savez(tmp_path / "data.npz", x=np.ones((30, 40)), y=np.arange(30) % 3 + 1)
+    _, lines = inferred("signal_classifier", tmp_path / "data.npz")
+    assert lines[-1] == "warning: no training examples of class 0; labels count from 0"
+
+
+def test_corrupt_images_say_how_to_skip_them(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(8):
+            (tmp_path / name / f"{number}.png").write_text("no image")
+    with pytest.raises(ValueError, match=r"--data\.on-error skip"):
+        inferred("image_classifier", tmp_path)
+
+
 def test_missing_path_says_what_to_give(capsys):
     assert onescan("train", "image_classifier") == 2
     assert "--data.path" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from onescan.training.loading import Checkpoint as TrainedModel
 
 ARRAY_FILES = (".npz", ".npy")
+MAX_SKIPPED = 10  # messages on inputs that cannot be read
 PREDICTION_FILES = (".csv", ".json")
 
 
@@ -45,6 +47,8 @@ def predict(argv: Argv) -> None:
         .parquet), whose unreadable rows are skipped."""
         top_k: int = 3
         """Number of classes to print per input."""
+        text_column: str | None = None
+        """Column of the texts in tables; by default that of the training data."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
         """Also write the predictions to a .csv or .json file."""
         imports: Imports = ()
@@ -63,7 +67,11 @@ def predict(argv: Argv) -> None:
     checkpoint = load(options.checkpoint)
     names = checkpoint.class_names
     of_texts = isinstance(checkpoint.format, PairFormat)
-    read = _text_probabilities if of_texts else _image_probabilities
+    read = (
+        partial(_text_probabilities, column=options.text_column)
+        if of_texts
+        else _image_probabilities
+    )
     predictions: list[Prediction] = []
     unreadable: list[str] = []
     for given, row in read(checkpoint, options.inputs, unreadable):
@@ -77,8 +85,10 @@ def predict(argv: Argv) -> None:
         predictions.append(Prediction(given, [(names[index], part) for index, part in guesses]))
         shown = ", ".join(f"{printable(name)} {part:.1%}" for name, part in predictions[-1].top)
         echo(f"{printable(given)}: {shown}")
-    for message in unreadable:
+    for message in unreadable[:MAX_SKIPPED]:
         print(printable(f"skipped: {message}"), file=sys.stderr)
+    if len(unreadable) > MAX_SKIPPED:
+        print(f"skipped: {len(unreadable) - MAX_SKIPPED} more", file=sys.stderr)
     if not predictions:
         found = f": {unreadable[0]}" if unreadable else ""
         raise ValueError(f"inputs has no readable {'text' if of_texts else 'image'}{found}")
@@ -139,17 +149,18 @@ def _images_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 
 
 def _text_probabilities(
-    checkpoint: "TrainedModel", arguments: Sequence[str], unreadable: list[str]
+    checkpoint: "TrainedModel", arguments: Sequence[str], unreadable: list[str], column: str | None
 ) -> "Iterator[tuple[str, Tensor]]":
     """Yield each text, and the probabilities of its classes.
 
     Args:
         checkpoint: A text classifier.
-        arguments: Texts, and tables of texts, whose column is that of the training data.
+        arguments: Texts, and tables of texts.
         unreadable: Messages on the rows that cannot be read are added to it.
+        column: Column of the texts in tables; None is that of the training data.
 
     Raises:
-        ValueError: If a table does not exist or an argument is another file.
+        ValueError: If a table does not exist or has no such column, or an argument is another file.
     """
     from onescan.data import PairFormat, TextTableConfig
     from onescan.data.text.source import is_table, read_rows
@@ -159,7 +170,8 @@ def _text_probabilities(
     if not (isinstance(checkpoint.format, PairFormat) and checkpoint.class_names):
         raise ValueError(f"{checkpoint.folder} holds no text classifier")
     data = checkpoint.config.data
-    column = data.text_column if isinstance(data, TextTableConfig) else "text"
+    if column is None:
+        column = data.text_column if isinstance(data, TextTableConfig) else "text"
     texts = []
     for argument in arguments:
         is_file_name = is_table(Path(argument)) and len(argument.split()) == 1
@@ -168,7 +180,14 @@ def _text_probabilities(
                 raise ValueError("inputs has an empty text")
             texts.append(argument)
             continue
-        for row in read_rows(Path(argument)):
+        rows = list(read_rows(Path(argument)))
+        columns = dict.fromkeys(str(name) for row in rows for name in row.cells)
+        if columns and column not in columns:
+            raise ValueError(
+                f"{argument} has no column {column!r}; available: {', '.join(columns)} "
+                "(--text-column selects one)"
+            )
+        for row in rows:
             try:
                 texts.append(read_text(row, column))
             except ValueError as error:

@@ -176,7 +176,7 @@ class ArrayDatasetConfig(DataConfig):
         if x.dtype.kind not in "fiub":
             raise ValueError(f"{where} x{suffix} holds {x.dtype}, expected real numbers")
         if y.dtype.kind not in "iub":
-            raise ValueError(f"{where} y{suffix} holds {y.dtype}, expected whole numbers")
+            raise ValueError(f"{where} y{suffix} holds {y.dtype}, expected integers")
         if y.shape != (len(x),):
             raise ValueError(f"{where} y{suffix} has shape {y.shape}, expected ({len(x)},)")
         if y.min() < 0 or y.max() >= MAX_CLASSES:

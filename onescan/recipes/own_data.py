@@ -19,6 +19,7 @@ from onescan.data import (
     ImageSplits,
     TextTableConfig,
 )
+from onescan.data.base import HeldOutError
 from onescan.data.glue import GlueSet
 from onescan.data.images import Pixels, open_image, unit_pixels
 from onescan.data.text.tokenizer import BYTES
@@ -119,15 +120,7 @@ def text_classifier() -> RunConfig:
 
 
 def for_path(run: RunConfig, path: str) -> RunConfig:
-    """Return the run with the config that reads the data at `path`.
-
-    Raises:
-        ValueError: If `path` is empty.
-    """
-    if not path:
-        raise ValueError(
-            f"data.path is missing, expected your data: onescan train {run.name} --data.path PATH"
-        )
+    """Return the run with the config that reads the data at `path`."""
     if isinstance(run.data, ImageDatasetConfig) and _holds_arrays(path):
         data = ArrayDatasetConfig(path=path, test_fraction=run.data.test_fraction)
         return dataclasses.replace(run, data=data)
@@ -145,8 +138,25 @@ def infer(run: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[
         The config with inferred values, and lines that describe them.
 
     Raises:
-        ValueError: If the data cannot be read; see `DataConfig.build`.
+        ValueError: If `data.path` is empty, or the data cannot be read; see `DataConfig.build`.
     """
+    if not run.data.path:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"data.path is missing, expected your data: onescan train {run.name} --data.path PATH"
+        )
+    try:
+        return _infer(run, given)
+    except HeldOutError as error:
+        if "data.test_fraction" in given:
+            raise
+        run, lines = _infer(_replace(run, ["data", "test_fraction"], error.fraction), given)
+        return run, [
+            *lines,
+            f"held out: {error.fraction:.1%}, because each class needs a test example",
+        ]
+
+
+def _infer(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
     if isinstance(run.data, TextTableConfig):
         return _infer_texts(run, given)
     infer_data = _infer_arrays if isinstance(run.data, ArrayDatasetConfig) else _infer_images
@@ -216,7 +226,15 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     if isinstance(format, ArrayFormat) and augment == AUGMENT:  # which is for pixels
         run = _replace(run, ["task", "augment"], None)
     run, (first, *others) = _sized(run, splits, shape, format.channels, given)
-    return run, [f"{first}, {layout}", *others]
+    lines = [f"{first}, {layout}", *others]
+    train: Any = splits.train
+    counts = train.labels[train.places].bincount(minlength=len(splits.class_names))
+    if empty := [name for name, count in zip(splits.class_names, counts, strict=True) if not count]:
+        lines.append(
+            f"warning: no training examples of class {', '.join(empty[:MAX_SHOWN])}"
+            f"{', ...' if len(empty) > MAX_SHOWN else ''}; labels count from 0"
+        )
+    return run, lines
 
 
 def _infer_texts(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
@@ -353,7 +371,10 @@ def _survey(train: ImageDataset) -> tuple[list[tuple[int, int]], int]:
                 is_gray = is_gray and image.mode[0] in "1LFI"
         except (OSError, ValueError) as error:
             if train.reader.on_error == "raise":
-                raise ValueError(f"{encoded.name} cannot be read as an image: {error}") from error
+                raise ValueError(
+                    f"{encoded.name} cannot be read as an image: {error} (--data.on-error skip "
+                    "skips such images)"
+                ) from error
     if not sizes:
         raise ValueError(f"none of {len(_sample(len(train)))} images can be read")
     return sizes, 1 if is_gray else 3

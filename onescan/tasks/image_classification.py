@@ -33,6 +33,7 @@ from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfi
 from onescan.tasks.distillation import DistillationConfig
 
 TOP = 5
+IMAGE_AXES = 2
 ROWS = 64  # arrays that are classified at once
 MANY_CLASSES = 100  # from which the top-5 accuracy is reported
 
@@ -86,6 +87,7 @@ class ImageClassification(Task):
         self.config = config
         self.train, self.test = data.train, data.test
         self.format: GridFormat = data.format
+        self.unit = "images" if self.format.axes == IMAGE_AXES else "examples"
         self.class_names = data.class_names
         self.test_batch_size = config.evaluation_batch_size
         self.repeats = config.augment_repeats
