@@ -215,9 +215,9 @@ def stratified_split(
             f"class {sizes.tolist().index(1)} has one example, expected 2 to hold one out"
         )
     if not classes <= held_out <= count - classes:
-        wanted = classes if held_out < classes else count - classes
-        near = round(wanted / count, 4)
-        near = near if math.ceil(near * count) == wanted else (wanted - 0.5) / count
+        target = classes if held_out < classes else count - classes
+        near = round(target / count, 4)
+        near = near if math.ceil(near * count) == target else (target - 0.5) / count
         raise HeldOutError(
             f"data.test_fraction is {fraction}, which holds out {held_out} of {count} examples, "
             f"expected {near:.4g}, for example: both parts need an example per class, {classes}",
