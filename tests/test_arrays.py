@@ -1,14 +1,17 @@
 """Arrays from .npz and .npy files: shapes, types, labels, standardization and training."""
 
+import csv
 import zipfile
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tiny_run import tiny_run
 
 from onescan import configs
+from onescan.cli import main
 from onescan.data import (
     ArrayDatasetConfig,
     ArrayFormat,
@@ -71,6 +74,22 @@ def test_any_number_of_axes(tmp_path, kind, axes, channels):
     whole = splits.format.model_input(read(splits.train)[0]).transpose(0, 1).flatten(1)
     torch.testing.assert_close(whole.mean(dim=1), torch.zeros(channels or 1), atol=1e-5, rtol=0)
     torch.testing.assert_close(whole.std(dim=1, correction=0), torch.ones(channels or 1))
+
+
+def test_channels_first_are_read_as_channels_last(tmp_path):
+    last = RNG.integers(0, 256, (COUNT, 6, 5, 3), dtype=np.uint8)
+    first = np.moveaxis(last, -1, 1)
+    options = {"test_fraction": 0.25}
+    expected = build(save(tmp_path / "a", x=last, y=Y), **options)
+    splits = build(save(tmp_path / "b", x=first, y=Y), channels_first=True, **options)
+    assert splits.format == expected.format
+    assert torch.equal(read(splits.test)[0], read(expected.test)[0])
+
+
+def test_configs_without_the_field_are_channels_last():
+    saved = configs.to_dict(ArrayDatasetConfig(path="a.npz", axes=1))
+    del saved["channels_first"]
+    assert not configs.from_dict(ArrayDatasetConfig, saved).channels_first
 
 
 @pytest.mark.parametrize("kind", ["npz", "folder", "compressed"])
@@ -168,7 +187,7 @@ FOUR = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
         ({"x": X.astype(str)}, {}, "x holds <U32"),
         ({"x": X.astype(object)}, {}, "x cannot be read"),
         ({"y": Y.astype(object)}, {}, "y cannot be read"),
-        ({"y": Y.astype(float)}, {}, "y holds float64"),
+        ({"y": Y.astype(float)}, {}, "y holds float64, expected integers"),
         ({"y": Y[:, None]}, {}, r"y has shape \(12, 1\), expected \(12,\)"),
         ({"y": Y[:5]}, {}, r"y has shape \(5,\), expected \(12,\)"),
         ({"y": Y - 1}, {}, r"y\[0\] is -1, expected 0 to"),
@@ -226,6 +245,50 @@ def test_missing_files_are_named(tmp_path):
     for name, message in (("nowhere", "no such file"), ("a.npy", r"expected a \.npz file or a")):
         with pytest.raises(ValueError, match=rf"data\.path is .*{name}.*{message}"):
             build(str(tmp_path / name))
+
+
+@pytest.fixture(scope="module")
+def signals(tmp_path_factory):
+    """Return the folder of a run on signals with 2 channels, channels first."""
+    root = tmp_path_factory.mktemp("signals")
+    x = values(40, 2, 40) + 300 * (np.arange(40) % 2)[:, None, None]
+    path = save(root / "a", x=x, y=np.arange(40) % 2)
+    argv = ["train", "signal_classifier", "--data.path", path, "--out", str(root / "out")]
+    argv += ["--model.depth", "1", "--model.width", "16", "--training.epochs", "8"]
+    assert main(argv) == 0
+    return root / "out" / "seed-0"
+
+
+def test_arrays_are_predicted(signals, tmp_path, capsys):
+    y = np.array([1, 0, 0, 1, 1])
+    x = (values(5, 2, 40) + 300 * y[:, None, None]).astype(np.float32)
+    table = tmp_path / "p.csv"
+    np.save(tmp_path / "x.npy", x)
+    last = np.moveaxis(x, 1, -1)
+    paths = [save(tmp_path / "a", x=x, y=y), save(tmp_path / "b", other=last)]
+    for path in [*paths, str(tmp_path / "x.npy")]:
+        assert main(["predict", str(signals), path, "--out", str(table), "--top-k", "1"]) == 0
+        with table.open() as file:
+            rows = list(csv.DictReader(file))
+        assert [row["path"] for row in rows] == [f"{path}[{row}]" for row in range(5)]
+        assert [int(row["class"]) for row in rows] == y.tolist()
+    capsys.readouterr()
+
+
+def test_arrays_that_cannot_be_predicted_are_named(signals, tmp_path, capsys):
+    x = np.ones((3, 2, 40))
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    for path, message in [
+        (save(tmp_path / "a", x=x[:, :, :30]), "expected [N, 2, 40] or [N, 40, 2]"),
+        (save(tmp_path / "b", u=x, v=x), "has no array x; found: u, v"),
+        (save(tmp_path / "c", x=np.where(x, np.nan, x)), "c.npz: example 0 of x has values"),
+        (save(tmp_path / "d", x=x.astype(str)), "d.npz: x holds"),
+        (save(tmp_path / "e", x=x.astype(object)), "e.npz: x cannot be read"),
+        (tmp_path / "none.npz", "there is no file"),
+        (tmp_path / "a.png", "the model reads arrays (.npz or .npy files), not image files"),
+    ]:
+        assert main(["predict", str(signals), str(path)]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("channels", [3, 5])

@@ -149,6 +149,7 @@ def test_commands_train_evaluate_and_load(sizes, tmp_path, monkeypatch, capsys):
     np.savez("data.npz", x=x.astype(np.float32), y=y)
     argv = ["train", "signal_classifier", "--data.path", "data.npz", "--out", "run"]
     argv += ["--model.depth", "1", "--training.epochs", "4", "--machine.device", "cpu"]
+    argv += ["--data.axes", str(len(sizes["image_size"]))]  # 4 frames could be channels
     assert main(argv) == 0
     assert main(["evaluate", "run/seed-0", "--device", "cpu"]) == 0
     assert "accuracy  100.0%" in capsys.readouterr().out

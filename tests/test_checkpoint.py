@@ -442,7 +442,7 @@ def test_image_files_are_classified(whole, tmp_path):
     torch.testing.assert_close(probabilities, checkpoint.model(images).softmax(dim=1).detach())
     with pytest.raises(FileNotFoundError, match=r"nowhere\.png"):
         classify(checkpoint.model, [paths[0], tmp_path / "nowhere.png"], checkpoint.format)
-    with pytest.raises(ValueError, match="the model reads Format, not images"):
+    with pytest.raises(ValueError, match="the model reads other data, not image files"):
         classify(checkpoint.model, paths, Format())
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -93,6 +94,37 @@ def test_arrays_of_any_axes(tmp_path, shape):
     run.model.build()
 
 
+@pytest.mark.parametrize(
+    ("shape", "given", "expected", "line"),
+    [
+        ((2, 200), {}, (1, True, (200,), 2), "200 values, 2 channels, channels first"),
+        ((3, 8, 16, 16), {}, (3, True, (8, 16, 16), 3), "channels first"),
+        ((3, 3), {}, (1, False, (3,), 3), "channels last"),
+        ((200, 2), {"data.channels_first": True}, (1, True, (2,), 200), "channels first"),
+        ((2, 200), {"data.channels_first": False}, (2, False, (2, 200), 1), "2 x 200 pixels"),
+        ((2, 200), {"data.axes": 1}, (1, True, (200,), 2), "channels first"),
+        ((2, 200), {"data.axes": 2}, (2, True, (2, 200), 1), "no axis of channels"),
+        ((100, 6), {}, (2, False, (100, 6), 1), "if the last axis holds channels, pass --data.ax"),
+        ((6, 100), {}, (2, False, (6, 100), 1), "first axis .* --data.axes 1 --data.channels-fi"),
+        ((32, 32), {}, (2, False, (32, 32), 1), "no axis of channels$"),
+    ],
+)
+def test_layout_of_arrays(tmp_path, shape, given, expected, line):
+    x = np.random.default_rng(0).normal(size=(20, *shape))
+    np.savez(tmp_path / "data.npz", x=x, y=np.arange(20) % 2)
+    run, lines = inferred("signal_classifier", tmp_path / "data.npz", given)
+    data, model = run.data, run.model
+    assert (data.axes, data.channels_first, model.image_size, model.channels) == expected
+    assert re.search(line, lines[0])
+    assert run.data.build().format.channels == model.channels
+
+
+def test_flag_of_channels_last_is_kept(tmp_path):
+    np.savez(tmp_path / "data.npz", x=np.ones((20, 2, 200)), y=np.arange(20) % 2)
+    run = for_path(find_recipe("signal_classifier")(), str(tmp_path / "data.npz"))
+    assert infer(run, {"data.no_channels_first"})[0].model.image_size == (2, 200)
+
+
 def test_patches_divide_sizes():
     assert patches((48, 64)) == (4, 4)
     assert patches((8, 8)) == (2, 2)
@@ -144,6 +176,40 @@ def test_a_tokenizer_sets_the_vocabulary(tmp_path):
     run = replace(find_recipe("shakespeare_lightnet")(), {"data.tokenizer": str(tmp_path)})
     assert infer_vocabulary(run, {"data.tokenizer"}).model.vocab_size == len(WORDS)
     assert infer_vocabulary(run, {"data.tokenizer", "model.vocab_size"}) == run
+
+
+def test_unknown_options_are_reported_before_a_missing_path(capsys):
+    with pytest.raises(SystemExit):
+        onescan("train", "image_classifier", "--data.pth", "one")
+    shown = capsys.readouterr().err
+    assert "--data.pth" in shown
+    assert "--data.path" in shown
+    assert "missing" not in shown
+
+
+@pytest.mark.parametrize(("count", "classes"), [(12, 3), (4, 2), (14, 7)])
+def test_more_are_held_out_of_small_data(tmp_path, count, classes):
+    np.savez(tmp_path / "data.npz", x=np.eye(count, 20), y=np.arange(count) % classes)
+    run, lines = inferred("signal_classifier", tmp_path / "data.npz")
+    assert len(run.data.build().test) == classes
+    assert lines[-1].startswith("held out: ")
+    with pytest.raises(ValueError, match=r"expected 0\."):
+        inferred("signal_classifier", tmp_path / "data.npz", {"data.test_fraction": 0.01})
+
+
+def test_labels_that_start_at_one_are_warned_of(tmp_path):
+    np.savez(tmp_path / "data.npz", x=np.ones((30, 40)), y=np.arange(30) % 3 + 1)
+    _, lines = inferred("signal_classifier", tmp_path / "data.npz")
+    assert lines[-1] == "warning: no training examples of class 0; labels count from 0"
+
+
+def test_corrupt_images_say_how_to_skip_them(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(8):
+            (tmp_path / name / f"{number}.png").write_text("no image")
+    with pytest.raises(ValueError, match=r"--data\.on-error skip"):
+        inferred("image_classifier", tmp_path)
 
 
 def test_missing_path_says_what_to_give(capsys):

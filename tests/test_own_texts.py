@@ -182,6 +182,7 @@ def test_missing_and_useless_data(tmp_path):
     (tmp_path / "damaged.csv.gz").write_bytes(gzip.compress(b"text")[:10] + b"\xff" * 20)
     (tmp_path / "utf16.csv").write_bytes("text,label".encode("utf-16"))
     (tmp_path / "empty.csv").write_text("text,label\n")
+    (tmp_path / "semicolons.csv").write_text("text;label\nthe rain;weather\n")
     write_csv(tmp_path / "one.csv", rows(20)[::2])
     (tmp_path / "folder").mkdir()
     for name, message in [
@@ -189,7 +190,8 @@ def test_missing_and_useless_data(tmp_path):
         ("data.xlsx", "expected a name ending in .parquet, .jsonl, .ndjson, .json, .csv"),
         ("damaged.parquet", "damaged.parquet cannot be read"),
         ("damaged.csv.gz", "damaged.csv.gz is damaged"),
-        ("utf16.csv", "utf16.csv, line 1: invalid header: .* byte 0xff"),
+        ("utf16.csv", "utf16.csv, line 1: invalid header: .* byte 0xff.* expected UTF-8"),
+        ("semicolons.csv", "line 1: .* separated by semicolons, expected commas"),
         ("empty.csv", "has no texts to train on"),
         ("one.csv", "all labels are 'weather'"),
         ("folder", "a folder without"),
@@ -250,13 +252,23 @@ def test_texts_and_tables_are_predicted(run, tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_column_of_texts_is_selected_and_few_messages_are_printed(run, tmp_path, capsys):
+    blank = [{"body": " "}] * 15
+    write_csv(tmp_path / "new.csv", [*blank, {"body": "the rain was cold"}])
+    assert onescan("predict", run, tmp_path / "new.csv", "--text-column", "body") == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("the rain was cold: weather ")
+    assert shown.err.count("skipped: ") == 11
+    assert "skipped: 5 more" in shown.err
+
+
 def test_inputs_that_are_no_texts_are_rejected(run, tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("the rain")
     write_csv(tmp_path / "other.csv", [{"body": "the rain"}])
     for argument, message in [
         (tmp_path / "missing.csv", "there is no file"),
         (tmp_path / "notes.txt", "is not a table"),
-        (tmp_path / "other.csv", "has no such column; available: body"),
+        (tmp_path / "other.csv", "other.csv has no column 'text'; available: body (--text"),
         (" ", "inputs has an empty text"),
     ]:
         assert onescan("predict", run, argument) == 2

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -19,18 +20,20 @@ if TYPE_CHECKING:
 
     from onescan.training.loading import Checkpoint as TrainedModel
 
+ARRAY_FILES = (".npz", ".npy")
+MAX_SKIPPED = 10  # messages on inputs that cannot be read
 PREDICTION_FILES = (".csv", ".json")
 
 
 class Prediction(NamedTuple):
-    """The most probable classes of one image or text, with their probabilities, best first."""
+    """The most probable classes of one input, with their probabilities, best first."""
 
-    input: str  # path or text
+    input: str  # path, path and row of an array, or text
     top: list[tuple[str, float]]
 
 
 def predict(argv: Argv) -> None:
-    """Classify image files and folders, or texts and tables of texts."""
+    """Classify image files and folders, arrays, or texts and tables of texts."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -38,18 +41,21 @@ def predict(argv: Argv) -> None:
         """Run folder, such as runs/digits/seed-0, or zoo/NAME (see `onescan zoo`)."""
         inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT...")]
         """For images: files of any size (PNG, JPEG, WebP, GIF, BMP, TIFF or PPM), and folders,
-        whose images are found at any depth and skipped if they cannot be read. For texts: texts in
-        quotes, and tables (.csv, .tsv, .jsonl, .ndjson, .json or .parquet), whose unreadable rows
-        are skipped."""
+        whose images are found at any depth and skipped if they cannot be read. For arrays (signals,
+        video): .npz files with an array x, and .npy files, of the shape and type of the training
+        data. For texts: texts in quotes, and tables (.csv, .tsv, .jsonl, .ndjson, .json or
+        .parquet), whose unreadable rows are skipped."""
         top_k: int = 3
-        """Number of classes to print per image or text."""
+        """Number of classes to print per input."""
+        text_column: str | None = None
+        """Column of the texts in tables; by default that of the training data."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
         """Also write the predictions to a .csv or .json file."""
         imports: Imports = ()
 
     options = parse(Options, predict, argv)
     if not options.inputs:
-        raise ValueError("inputs is empty, expected at least one image file or folder, or text")
+        raise ValueError("inputs is empty, expected at least one image, folder, array or text")
     if options.top_k < 1:
         raise ValueError(f"top_k is {options.top_k}, expected at least 1")
     if options.out is not None and Path(options.out).suffix not in PREDICTION_FILES:
@@ -61,7 +67,11 @@ def predict(argv: Argv) -> None:
     checkpoint = load(options.checkpoint)
     names = checkpoint.class_names
     of_texts = isinstance(checkpoint.format, PairFormat)
-    read = _text_probabilities if of_texts else _image_probabilities
+    read = (
+        partial(_text_probabilities, column=options.text_column)
+        if of_texts
+        else _image_probabilities
+    )
     predictions: list[Prediction] = []
     unreadable: list[str] = []
     for given, row in read(checkpoint, options.inputs, unreadable):
@@ -75,8 +85,10 @@ def predict(argv: Argv) -> None:
         predictions.append(Prediction(given, [(names[index], part) for index, part in guesses]))
         shown = ", ".join(f"{printable(name)} {part:.1%}" for name, part in predictions[-1].top)
         echo(f"{printable(given)}: {shown}")
-    for message in unreadable:
+    for message in unreadable[:MAX_SKIPPED]:
         print(printable(f"skipped: {message}"), file=sys.stderr)
+    if len(unreadable) > MAX_SKIPPED:
+        print(f"skipped: {len(unreadable) - MAX_SKIPPED} more", file=sys.stderr)
     if not predictions:
         found = f": {unreadable[0]}" if unreadable else ""
         raise ValueError(f"inputs has no readable {'text' if of_texts else 'image'}{found}")
@@ -93,21 +105,35 @@ def predict(argv: Argv) -> None:
 def _image_probabilities(
     checkpoint: "TrainedModel", paths: Sequence[str], unreadable: list[str]
 ) -> "Iterator[tuple[str, Tensor]]":
-    """Yield the path of each image, and the probabilities of its classes.
+    """Yield the path of each image or the row of an array, and the probabilities of its classes.
 
     Images in folders that cannot be read are skipped; messages on them are added to `unreadable`.
     """
-    from onescan.tasks.image_classification import classify
+    from onescan.data import ArrayDatasetConfig, GridFormat
+    from onescan.data.arrays import read_inputs
+    from onescan.tasks.image_classification import classify, classify_arrays
 
-    for path, is_in_folder in _images_at([Path(path) for path in paths]):
+    config, format = checkpoint.config.data, checkpoint.format
+    arrays = [path for path in paths if Path(path).suffix in ARRAY_FILES]
+    if arrays and isinstance(format, GridFormat):
+        layout = isinstance(config, ArrayDatasetConfig) and config.channels_first
+        paths = [path for path in paths if path not in arrays]
+        for path in arrays:
+            data = read_inputs(path, format, channels_first=layout)
+            try:
+                for row, scores in enumerate(classify_arrays(checkpoint.model, data, format)):
+                    yield f"{path}[{row}]", scores
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+    for file, is_in_folder in _images_at([Path(path) for path in paths]):
         try:
-            (row,) = classify(checkpoint.model, [path], checkpoint.format)
+            (scores,) = classify(checkpoint.model, [file], format)
         except (OSError, ValueError) as error:
-            if not is_in_folder or str(path) not in str(error):
+            if not is_in_folder or str(file) not in str(error):
                 raise
             unreadable.append(str(error))
             continue
-        yield str(path), row
+        yield str(file), scores
 
 
 def _images_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
@@ -123,17 +149,18 @@ def _images_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 
 
 def _text_probabilities(
-    checkpoint: "TrainedModel", arguments: Sequence[str], unreadable: list[str]
+    checkpoint: "TrainedModel", arguments: Sequence[str], unreadable: list[str], column: str | None
 ) -> "Iterator[tuple[str, Tensor]]":
     """Yield each text, and the probabilities of its classes.
 
     Args:
         checkpoint: A text classifier.
-        arguments: Texts, and tables of texts, whose column is that of the training data.
+        arguments: Texts, and tables of texts.
         unreadable: Messages on the rows that cannot be read are added to it.
+        column: Column of the texts in tables; None is that of the training data.
 
     Raises:
-        ValueError: If a table does not exist or an argument is another file.
+        ValueError: If a table does not exist or has no such column, or an argument is another file.
     """
     from onescan.data import PairFormat, TextTableConfig
     from onescan.data.text.source import is_table, read_rows
@@ -143,7 +170,8 @@ def _text_probabilities(
     if not (isinstance(checkpoint.format, PairFormat) and checkpoint.class_names):
         raise ValueError(f"{checkpoint.folder} holds no text classifier")
     data = checkpoint.config.data
-    column = data.text_column if isinstance(data, TextTableConfig) else "text"
+    if column is None:
+        column = data.text_column if isinstance(data, TextTableConfig) else "text"
     texts = []
     for argument in arguments:
         is_file_name = is_table(Path(argument)) and len(argument.split()) == 1
@@ -152,7 +180,14 @@ def _text_probabilities(
                 raise ValueError("inputs has an empty text")
             texts.append(argument)
             continue
-        for row in read_rows(Path(argument)):
+        rows = list(read_rows(Path(argument)))
+        columns = dict.fromkeys(str(name) for row in rows for name in row.cells)
+        if columns and column not in columns:
+            raise ValueError(
+                f"{argument} has no column {column!r}; available: {', '.join(columns)} "
+                "(--text-column selects one)"
+            )
+        for row in rows:
             try:
                 texts.append(read_text(row, column))
             except ValueError as error:

@@ -122,7 +122,7 @@ def _given(argv: Argv) -> dict[str, str]:
     {'data.path': 'shapes', 'model.patch_size': '4'}
     """
     given = {}
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):  # argv may be empty
         flag, equals, value = word.partition("=")
         if flag.startswith("--"):
             given[flag[2:].replace("-", "_")] = value if equals else following
@@ -166,7 +166,8 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
         if recipe.infers and not {*HELP, HELP_ALL} & set(argv):
             from onescan.recipes.own_data import for_path
 
-            run = for_path(run, _given(argv).get("data.path", ""))
+            if path := _given(argv).get("data.path"):  # a missing one is reported after parsing
+                run = for_path(run, path)
         return run, argv[0], recipe, argv[1:]
     file = Path(argv[1] if argv[1:] else "")
     folder = file if file.is_dir() else file.parent

@@ -2,12 +2,12 @@
 
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import SEEK_CUR
 from pathlib import Path
 from tokenize import TokenError
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ Array = Shaped[np.ndarray, "N *_"]  # any type
 
 MIN_CLASSES, MAX_CLASSES = 2, 1_000_000
 IMAGE_AXES, MAX_AXES = 2, 8
-MAX_CHANNELS = 4  # a last axis that is longer is not taken for channels
+MAX_CHANNELS = 4  # an axis that is longer is not taken for channels
+FEW = 9  # an axis that is shorter, or this much shorter than another one, may hold channels
 CHUNK = 1 << 24  # values that are standardized or checked at once
 # Raised by numpy and zipfile for damaged, encrypted or unsupported files.
 DAMAGE = (
@@ -44,15 +45,18 @@ class ArrayDatasetConfig(DataConfig):
     """Labelled arrays: a `.npz` file, or a folder of `.npy` files.
 
     The arrays are called x and y, which are split by class, or x_train, y_train, x_test and y_test.
-    x has shape [N, *axes] or, with channels, [N, *axes, C]; y has shape [N] and holds class indices
-    from 0. Bytes are scaled to 0 to 1; other types are converted to float32. Files that are not
-    compressed are mapped into memory instead of being read.
+    x has shape [N, *axes] or, with channels, [N, *axes, C], or [N, C, *axes] with channels_first; y
+    has shape [N] and holds class indices from 0. Bytes are scaled to 0 to 1; other types are
+    converted to float32. Files that are not compressed are mapped into memory instead of being
+    read.
     """
 
     path: str
     """A .npz file, or a folder of .npy files."""
     axes: int = 2
     """Number of axes of an example: 1 for signals, 2 for images, 3 for volumes and video."""
+    channels_first: bool = False
+    """Whether the channels of x, if any, are its axis 1 instead of its last axis."""
     test_fraction: float = 0.1
     """Fraction of each class held out if there is no x_test."""
     split_seed: int = 0
@@ -83,8 +87,9 @@ class ArrayDatasetConfig(DataConfig):
         names = ("train", "test") if has_splits else ("",)
         pairs = [self._examples(arrays, f"_{name}" if name else "") for name in names]
         classes = self._classes(pairs)
+        layout: dict[str, Any] = {"axes": self.axes, "channels_first": self.channels_first}
         sets = [
-            ArrayDataset(x=x, labels=labels, places=torch.arange(len(x)), axes=self.axes)
+            ArrayDataset(x=x, labels=labels, places=torch.arange(len(x)), **layout)
             for x, labels in pairs
         ]
         if has_splits:
@@ -99,7 +104,7 @@ class ArrayDatasetConfig(DataConfig):
                 sets[0].labels, fraction=self.test_fraction, seed=self.split_seed
             )
             train, test = (
-                ArrayDataset(x=sets[0].x, labels=sets[0].labels, places=places, axes=self.axes)
+                ArrayDataset(x=sets[0].x, labels=sets[0].labels, places=places, **layout)
                 for places in parts
             )
         format = self._format(train)
@@ -107,8 +112,17 @@ class ArrayDatasetConfig(DataConfig):
             return ImageSplits(train=train, test=test, class_names=classes, format=format)
         return ArraySplits(train=train, test=test, class_names=classes, format=format)
 
-    def find_axes(self) -> int:
-        """Return the number of axes of an example; a last axis of up to 4 is taken for channels.
+    def infer_layout(self, given: Collection[str] = ()) -> tuple["ArrayDatasetConfig", str]:
+        """Infer the number of axes and the place of the channels from the shape of x.
+
+        An axis of up to 4 values is taken for channels: the last one or else, before at least one
+        more axis, axis 1.
+
+        Args:
+            given: "axes" and "channels_first" if these fields are to be kept.
+
+        Returns:
+            The config, and a description of the layout.
 
         Raises:
             ValueError: If the data does not exist, is damaged or lacks an array.
@@ -119,7 +133,28 @@ class ArrayDatasetConfig(DataConfig):
             found = ", ".join(sorted(arrays)) or "none"
             raise ValueError(f"data.path is {self.path!r}, which has no array x; found: {found}")
         shape = self._array(arrays, name).shape[1:]
-        return max(1, len(shape) - (len(shape) > 1 and shape[-1] <= MAX_CHANNELS))
+        is_last = len(shape) > 1 and shape[-1] <= MAX_CHANNELS
+        is_first = len(shape) > 1 and shape[0] <= MAX_CHANNELS and not is_last
+        axes, channels_first = self.axes, self.channels_first
+        if "channels_first" not in given:
+            channels_first = is_first
+        elif channels_first:
+            is_first, is_last = len(shape) > 1, False
+        else:
+            is_first = False
+        if "axes" not in given:
+            axes = max(1, len(shape) - (is_first or is_last))
+        config = replace(self, axes=axes, channels_first=channels_first)
+        if len(shape) == axes + 1:
+            return config, "channels first" if channels_first else "channels last"
+        hint = "no axis of channels"
+        if "axes" not in given and len(shape) > 1:
+            few = next((i for i in (-1, 0) if shape[i] < FEW or shape[i] * FEW <= max(shape)), None)
+            if few is not None:
+                place = "last axis" if few else "first axis"
+                flag = "" if few else " --data.channels-first"
+                hint += f"; if the {place} holds channels, pass --data.axes {axes - 1}{flag}"
+        return config, hint
 
     def _examples(self, arrays: Mapping[str, "_Open"], suffix: str) -> tuple[Array, Labels]:
         """Open x and y of a split and check their shapes and types."""
@@ -132,15 +167,16 @@ class ArrayDatasetConfig(DataConfig):
                 )
         x, y = (self._array(arrays, f"{name}{suffix}") for name in "xy")
         where = f"data.path is {self.path!r}, where"
+        with_channels = "[N, C, *axes]" if self.channels_first else "[N, *axes, C]"
         if x.ndim - self.axes not in (1, 2) or 0 in x.shape:
             raise ValueError(
-                f"{where} x{suffix} has shape {x.shape}, expected [N, *axes] or [N, *axes, C] with "
-                f"data.axes={self.axes}, and no size 0"
+                f"{where} x{suffix} has shape {x.shape}, expected [N, *axes] or {with_channels} "
+                f"with data.axes={self.axes}, and no size 0"
             )
         if x.dtype.kind not in "fiub":
             raise ValueError(f"{where} x{suffix} holds {x.dtype}, expected real numbers")
         if y.dtype.kind not in "iub":
-            raise ValueError(f"{where} y{suffix} holds {y.dtype}, expected whole numbers")
+            raise ValueError(f"{where} y{suffix} holds {y.dtype}, expected integers")
         if y.shape != (len(x),):
             raise ValueError(f"{where} y{suffix} has shape {y.shape}, expected ({len(x)},)")
         if y.min() < 0 or y.max() >= MAX_CLASSES:
@@ -213,16 +249,18 @@ class ArrayDataset(ImageSet):
     """Examples of an array with labels: a batch is (x, labels), x [B, C, *axes] as bytes or floats.
 
     Attributes:
-        x: All examples, channels last if there are any.
+        x: All examples, with or without channels.
         labels: Class index of each example.
         places: Examples that belong to this dataset, in its order.
         axes: Number of axes of an example.
+        channels_first: Whether the channels of x, if any, are its axis 1 instead of its last.
     """
 
     x: Array
     labels: Labels
     places: Int[Tensor, " places"]
     axes: int
+    channels_first: bool = False
 
     def __len__(self) -> int:
         return len(self.places)
@@ -230,8 +268,10 @@ class ArrayDataset(ImageSet):
     @property
     def shape(self) -> tuple[int, ...]:
         """Channels and size of each axis."""
-        channels = self.x.shape[self.axes + 1] if self.x.ndim > self.axes + 1 else 1
-        return channels, *self.x.shape[1 : self.axes + 1]
+        shape = self.x.shape[1:]
+        if len(shape) == self.axes:
+            return 1, *shape
+        return shape if self.channels_first else (shape[-1], *shape[:-1])
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         """Read a batch.
@@ -275,6 +315,8 @@ class ArrayDataset(ImageSet):
         tensor = torch.from_numpy(values if values.dtype == np.uint8 else values.astype(np.float32))
         if tensor.ndim == self.axes + 1:
             return tensor.unsqueeze(1)
+        if self.channels_first:
+            return tensor
         return tensor.movedim(-1, 1).contiguous()
 
 
@@ -286,6 +328,54 @@ class ArraySplits:
     test: ArrayDataset
     class_names: tuple[str, ...]
     format: ArrayFormat
+
+
+def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) -> ArrayDataset:
+    """Open the examples to classify: the array x of a `.npz` file, or a `.npy` file.
+
+    Args:
+        path: The file. If a `.npz` file holds a single array, its name may be another one.
+        format: Format that the model was trained on.
+        channels_first: Layout to prefer if x fits with channels first and with channels last.
+
+    Returns:
+        The examples, with labels 0.
+
+    Raises:
+        ValueError: If there is no such file, it is damaged, or x has another shape or type.
+    """
+    place = Path(path).expanduser()
+    if not place.is_file():
+        raise ValueError(f"there is no file {path}")
+    arrays = {"x": _opens_file(place)} if place.suffix == ".npy" else _open(path)
+    name = next(iter(arrays)) if len(arrays) == 1 else "x"
+    if name not in arrays:
+        raise ValueError(f"{path} has no array x; found: {', '.join(sorted(arrays)) or 'none'}")
+    try:
+        x = arrays[name]()
+    except DAMAGE as error:
+        raise ValueError(f"{path}: {name} cannot be read: {error}") from error
+    if x.dtype.kind not in "fiub":
+        raise ValueError(f"{path}: {name} holds {x.dtype}, expected real numbers")
+    shape = format.shape if isinstance(format, ArrayFormat) else _image_size(format)
+    rows = torch.arange(len(x) if x.ndim else 0)
+    for is_first in (channels_first, not channels_first):
+        data = ArrayDataset(
+            x=x, labels=rows * 0, places=rows, axes=len(shape), channels_first=is_first
+        )
+        if x.ndim - len(shape) in (1, 2) and data.shape == (format.channels, *shape):
+            return data
+    sizes = ", ".join(map(str, shape))
+    expected = f"[N, {format.channels}, {sizes}] or [N, {sizes}, {format.channels}]"
+    if format.channels == 1:
+        expected = f"[N, {sizes}]"
+    raise ValueError(f"{path}: {name} has shape {x.shape}, expected {expected}")
+
+
+def _image_size(format: GridFormat) -> tuple[int, ...]:
+    if not isinstance(format, ImageFormat):
+        raise ValueError(f"the model was trained on {type(format).__name__}, not on arrays")
+    return format.height, format.width
 
 
 # Files

@@ -182,14 +182,26 @@ class Subset(DataSet):
                 yield each
 
 
+class HeldOutError(ValueError):
+    """A fraction to hold out that is too small or too large.
+
+    Attributes:
+        fraction: A fraction that is not.
+    """
+
+    def __init__(self, message: str, fraction: float) -> None:
+        super().__init__(message)
+        self.fraction = fraction
+
+
 def stratified_split(
     labels: Labels, *, fraction: float, seed: int
 ) -> tuple[Int[Tensor, " train"], Int[Tensor, " test"]]:
     """Split the indices of labels into a training and a test part of every class.
 
     Raises:
-        ValueError: If `fraction` is not between 0 and 1, or leaves fewer examples than classes in
-            either part, or if a class has a single example.
+        ValueError: If `fraction` is not between 0 and 1, or a class has a single example.
+        HeldOutError: If either part has fewer examples than classes.
     """
     from sklearn.model_selection import train_test_split  # imported on use: half a second
 
@@ -198,14 +210,18 @@ def stratified_split(
     sizes = labels.bincount()
     count, classes = len(labels), int((sizes > 0).sum())
     held_out = math.ceil(fraction * count)
-    if not classes <= held_out <= count - classes:
-        raise ValueError(
-            f"data.test_fraction is {fraction}, which holds out {held_out} of {count} examples, "
-            f"expected {classes} to {count - classes}: at least as many as classes"
-        )
     if (sizes == 1).any():
         raise ValueError(
             f"class {sizes.tolist().index(1)} has one example, expected 2 to hold one out"
+        )
+    if not classes <= held_out <= count - classes:
+        target = classes if held_out < classes else count - classes
+        near = round(target / count, 4)
+        near = near if math.ceil(near * count) == target else (target - 0.5) / count
+        raise HeldOutError(
+            f"data.test_fraction is {fraction}, which holds out {held_out} of {count} examples, "
+            f"expected {near:.4g}, for example: both parts need an example per class, {classes}",
+            fraction=near,
         )
     train, test = train_test_split(
         range(count), test_size=fraction, random_state=seed, stratify=labels.numpy()

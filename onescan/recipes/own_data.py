@@ -19,6 +19,7 @@ from onescan.data import (
     ImageSplits,
     TextTableConfig,
 )
+from onescan.data.base import HeldOutError
 from onescan.data.glue import GlueSet
 from onescan.data.images import Pixels, open_image, unit_pixels
 from onescan.data.text.tokenizer import BYTES
@@ -55,7 +56,8 @@ def image_classifier() -> RunConfig:
     onescan train image_classifier --data.path FOLDER
 
     FOLDER contains CLASS/IMAGE, or train/CLASS/IMAGE and val/CLASS/IMAGE, or parquet files; or
-    arrays as .npy files x and y (--data.path also takes a .npz file) of any number of axes.
+    arrays as .npy files x and y (--data.path also takes a .npz file) of any number of axes, see
+    signal_classifier.
     Classes, channels, sizes, patches, mean, standard deviation, batch size, epochs and model size
     that are not given as options are inferred and printed. Without a test split, a part of each
     class is held out.
@@ -79,10 +81,11 @@ def signal_classifier() -> RunConfig:
 
     onescan train signal_classifier --data.path signals.npz
 
-    The .npz file, or a folder of .npy files, holds x of shape [N, samples], or [N, samples,
-    channels], and class indices y of shape [N]. Examples with more axes are video or volumes. A
-    last axis of size 4 or less is taken to be the channels, unless --data.axes is given. Settings
-    are inferred and printed as for image_classifier.
+    The .npz file, or a folder of .npy files, holds x of shape [N, samples], [N, channels, samples]
+    or [N, samples, channels], and class indices y of shape [N]. Examples with more axes are video
+    or volumes. A last axis, else an axis 1, of size 4 or less is taken to be the channels;
+    --data.axes and --data.channels-first set the layout. Settings are inferred and printed as for
+    image_classifier.
     """
     return dataclasses.replace(
         image_classifier(),
@@ -117,15 +120,7 @@ def text_classifier() -> RunConfig:
 
 
 def for_path(run: RunConfig, path: str) -> RunConfig:
-    """Return the run with the config that reads the data at `path`.
-
-    Raises:
-        ValueError: If `path` is empty.
-    """
-    if not path:
-        raise ValueError(
-            f"data.path is missing, expected your data: onescan train {run.name} --data.path PATH"
-        )
+    """Return the run with the config that reads the data at `path`."""
     if isinstance(run.data, ImageDatasetConfig) and _holds_arrays(path):
         data = ArrayDatasetConfig(path=path, test_fraction=run.data.test_fraction)
         return dataclasses.replace(run, data=data)
@@ -143,8 +138,25 @@ def infer(run: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[
         The config with inferred values, and lines that describe them.
 
     Raises:
-        ValueError: If the data cannot be read; see `DataConfig.build`.
+        ValueError: If `data.path` is empty, or the data cannot be read; see `DataConfig.build`.
     """
+    if not run.data.path:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"data.path is missing, expected your data: onescan train {run.name} --data.path PATH"
+        )
+    try:
+        return _infer(run, given)
+    except HeldOutError as error:
+        if "data.test_fraction" in given:
+            raise
+        run, lines = _infer(_replace(run, ["data", "test_fraction"], error.fraction), given)
+        return run, [
+            *lines,
+            f"held out: {error.fraction:.1%}, because each class needs a test example",
+        ]
+
+
+def _infer(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
     if isinstance(run.data, TextTableConfig):
         return _infer_texts(run, given)
     infer_data = _infer_arrays if isinstance(run.data, ArrayDatasetConfig) else _infer_images
@@ -202,9 +214,10 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     data = run.data
     if not isinstance(data, ArrayDatasetConfig):
         raise ValueError(f"data is {named_type(data)}, expected an ArrayDatasetConfig")
-    if "data.axes" not in given:
-        run = _replace(run, ["data", "axes"], data.find_axes())
-    splits = run.data.build()
+    fields = {name.removeprefix("data.").removeprefix("no_") for name in given}
+    data, layout = data.infer_layout(fields)
+    run = dataclasses.replace(run, data=data)
+    splits = data.build()
     format = splits.format
     shape = format.shape if isinstance(format, ArrayFormat) else (format.height, format.width)
     mean, std = format.mean, format.std
@@ -212,7 +225,16 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     augment = getattr(run.task, "augment", None)
     if isinstance(format, ArrayFormat) and augment == AUGMENT:  # which is for pixels
         run = _replace(run, ["task", "augment"], None)
-    return _sized(run, splits, shape, format.channels, given)
+    run, (first, *others) = _sized(run, splits, shape, format.channels, given)
+    lines = [f"{first}, {layout}", *others]
+    train: Any = splits.train
+    counts = train.labels[train.places].bincount(minlength=len(splits.class_names))
+    if empty := [name for name, count in zip(splits.class_names, counts, strict=True) if not count]:
+        lines.append(
+            f"warning: no training examples of class {', '.join(empty[:MAX_SHOWN])}"
+            f"{', ...' if len(empty) > MAX_SHOWN else ''}; labels count from 0"
+        )
+    return run, lines
 
 
 def _infer_texts(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
@@ -349,7 +371,10 @@ def _survey(train: ImageDataset) -> tuple[list[tuple[int, int]], int]:
                 is_gray = is_gray and image.mode[0] in "1LFI"
         except (OSError, ValueError) as error:
             if train.reader.on_error == "raise":
-                raise ValueError(f"{encoded.name} cannot be read as an image: {error}") from error
+                raise ValueError(
+                    f"{encoded.name} cannot be read as an image: {error} (--data.on-error skip "
+                    "skips such images)"
+                ) from error
     if not sizes:
         raise ValueError(f"none of {len(_sample(len(train)))} images can be read")
     return sizes, 1 if is_gray else 3

@@ -1,6 +1,6 @@
 """Image classification: cross-entropy on augmented images, optionally with distillation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,13 +12,18 @@ from torch.nn.functional import cross_entropy
 from onescan.checks import check_positive
 from onescan.data import (
     AffineConfig,
+    ArrayDataset,
+    ArrayFormat,
     ArraySplits,
     AugmentConfig,
+    Example,
     Format,
     GridFormat,
     ImageFormat,
     ImageSplits,
     MixConfig,
+    PairFormat,
+    TextFormat,
     derive_seed,
     read_image,
 )
@@ -28,6 +33,8 @@ from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfi
 from onescan.tasks.distillation import DistillationConfig
 
 TOP = 5
+IMAGE_AXES = 2
+ROWS = 64  # arrays that are classified at once
 MANY_CLASSES = 100  # from which the top-5 accuracy is reported
 
 
@@ -80,6 +87,7 @@ class ImageClassification(Task):
         self.config = config
         self.train, self.test = data.train, data.test
         self.format: GridFormat = data.format
+        self.unit = "images" if self.format.axes == IMAGE_AXES else "examples"
         self.class_names = data.class_names
         self.test_batch_size = config.evaluation_batch_size
         self.repeats = config.augment_repeats
@@ -175,11 +183,49 @@ def classify(
         ValueError: If a file is not a complete image, or the model does not classify images.
     """
     if not isinstance(format, ImageFormat):
-        raise ValueError(f"the model reads {type(format).__name__}, not images")
+        raise ValueError(f"the model reads {_inputs(format)}, not image files")
+    _check_classifier(model)
+    device = next(model.parameters()).device
+    images = (read_image(path, format)[None].to(device) for path in paths)
+    return torch.cat([model(image).softmax(dim=1).cpu() for image in images])
+
+
+@torch.no_grad()
+def classify_arrays(
+    model: nn.Module, data: ArrayDataset, format: GridFormat
+) -> Iterator[Float[Tensor, " classes"]]:
+    """Yield the probability of each class for each example, in order.
+
+    Args:
+        model: Classifier in evaluation mode, as `load` returns it.
+        data: Examples as `onescan.data.arrays.read_inputs` returns them.
+        format: Format that the model was trained on, as `load` returns it.
+
+    Raises:
+        ValueError: If a value is not finite, or the model is not a classifier.
+    """
+    _check_classifier(model)
+    device = next(model.parameters()).device
+    for first in range(0, len(data), ROWS):
+        rows = [Example(row) for row in range(first, min(first + ROWS, len(data)))]
+        values = format.model_input(data.read(rows).batch[0].to(device))
+        yield from model(values).softmax(dim=1).cpu()
+
+
+def _inputs(format: Format) -> str:
+    """Describe what a model reads, for messages.
+
+    >>> from onescan.data import ArrayFormat
+    >>> _inputs(ArrayFormat(channels=2, shape=(200,), mean=(0.0, 0.0), std=(1.0, 1.0)))
+    'arrays (.npz or .npy files)'
+    """
+    if isinstance(format, ArrayFormat):
+        return "arrays (.npz or .npy files)"
+    return "text" if isinstance(format, PairFormat | TextFormat) else "other data"
+
+
+def _check_classifier(model: nn.Module) -> None:
     from onescan.models.denoiser import Denoiser
 
     if isinstance(model, Denoiser):
         raise ValueError("the model is a Denoiser, which generates images, expected a classifier")
-    device = next(model.parameters()).device
-    images = (read_image(path, format)[None].to(device) for path in paths)
-    return torch.cat([model(image).softmax(dim=1).cpu() for image in images])

@@ -283,7 +283,14 @@ def _read_csv(path: Path, mark: Mark, column: str | None) -> Rows:
             header = next(_parse_csv(lines, dialect), [])
             _check_utf8(header)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}, line 1: invalid header: {error}") from error
+            raise ValueError(
+                f"{path}, line 1: invalid header: {error}; expected UTF-8 text, with cells "
+                f"separated by {'tabs' if dialect is csv.excel_tab else 'commas'}"
+            ) from error
+        if len(header) == 1 and ";" in header[0] and column != header[0]:
+            raise ValueError(
+                f"{path}, line 1: the cells are separated by semicolons, expected commas"
+            )
         if column is not None and column not in header:
             raise ValueError(f"{path}, line 1: {_missing_column(column, header)}")
         columns = dict.fromkeys(header) if column is None else [column]
