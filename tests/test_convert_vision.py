@@ -213,7 +213,9 @@ def test_only_safetensors_are_read(tmp_path):
 
 
 def test_other_architectures_are_refused():
-    with pytest.raises(ValueError, match=r"has tensors such as weight, expected one of: .*BertForMaskedLM"):
+    with pytest.raises(
+        ValueError, match=r"has tensors such as weight, expected one of: .*BertForMaskedLM"
+    ):
         convert_model(read(nn.Linear(2, 2)))
 
 
