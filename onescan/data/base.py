@@ -212,15 +212,17 @@ def stratified_split(
     held_out = math.ceil(fraction * count)
     if (sizes == 1).any():
         raise ValueError(
-            f"class {sizes.tolist().index(1)} has one example, expected 2 to hold one out"
+            f"class {sizes.tolist().index(1)} has one example, expected at least 2, to hold one out"
         )
     if not classes <= held_out <= count - classes:
         target = classes if held_out < classes else count - classes
         near = round(target / count, 4)
         near = near if math.ceil(near * count) == target else (target - 0.5) / count
+        most = count - classes
+        allowed = f"{classes} to {most}" if classes < most else f"{classes}"
         raise HeldOutError(
             f"data.test_fraction is {fraction}, which holds out {held_out} of {count} examples, "
-            f"expected {near:.4g}, for example: both parts need an example per class, {classes}",
+            f"expected {allowed}, an example of each class in both parts, as with {near:.4g}",
             fraction=near,
         )
     train, test = train_test_split(
