@@ -127,6 +127,13 @@ def test_a_backbone_returns_feature_maps(name, tmp_path):
     assert only(pixels).hidden_states is None
 
 
+def test_names_and_indices_of_feature_maps_agree():
+    config = OnescanImageConfig(depth=3, out_features=["stage1", "stage3"], out_indices=[1, -1])
+    assert list(config.out_indices) == [1, 3]
+    with pytest.raises(ValueError, match=r"expected out_indices \[1, 3\]"):
+        OnescanImageConfig(depth=3, out_features=["stage1", "stage3"], out_indices=[0, 2])
+
+
 def test_a_segmenter_uses_a_backbone():
     backbone = OnescanImageConfig.from_onescan(
         built(*PRESETS["lightnet"]).config, out_indices=[1, 2]

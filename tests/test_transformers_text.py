@@ -327,6 +327,12 @@ def test_assisted_generation_reads_several_tokens_per_call(lightnet):
     assert torch.equal(again, lightnet.generate(more, **GREEDY))
 
 
+def test_a_dynamic_cache_is_the_default_state(lightnet):
+    want = lightnet.generate(ids(1, 5), **GREEDY)
+    got = lightnet.generate(ids(1, 5), cache_implementation="dynamic", **GREEDY)
+    assert torch.equal(got, want)
+
+
 def test_what_a_state_cannot_do_is_refused(lightnet):
     cache = lightnet(ids(1, 5)).past_key_values
     cache.crop(-2)
@@ -334,7 +340,7 @@ def test_what_a_state_cannot_do_is_refused(lightnet):
         cache.crop(-5)
     with pytest.raises(ValueError, match="past_key_values is a DynamicCache, expected the StateC"):
         lightnet(ids(1, 5), past_key_values=DynamicCache())
-    with pytest.raises(ValueError, match="cache_implementation is 'static', expected None"):
+    with pytest.raises(ValueError, match="cache_implementation is 'static', expected None or 'dy"):
         lightnet.generate(ids(1, 5), cache_implementation="static", **GREEDY)
     other = to_transformers(causal(CAUSAL["lightnet"], depth=3))
     with pytest.raises(ValueError, match="state is from a model with 2 blocks, expected 3"):

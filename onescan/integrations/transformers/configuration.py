@@ -201,6 +201,13 @@ class OnescanImageConfig(_NativeFields, BackboneConfigMixin, PreTrainedConfig):
             self.out_indices = out_indices  # type: ignore[assignment]
         else:
             self.out_features = out_features
+            end = len(self.stage_names)
+            given = [i + end if i < 0 else i for i in out_indices or ()]
+            if given and given != list(self.out_indices):
+                raise ValueError(
+                    f"out_features {out_features} and out_indices {out_indices} select different "
+                    f"feature maps, expected out_indices {list(self.out_indices)}"
+                )
         super().__init__(**others)
 
     @property

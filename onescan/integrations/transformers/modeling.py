@@ -360,9 +360,10 @@ class OnescanForCausalLM(OnescanTextModelWithHead, GenerationMixin):
     ) -> None:
         """Provide `generate` with an empty state."""
         kind = generation_config.cache_implementation
-        if kind is not None:
+        if kind not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation is {kind!r}, expected None: there is one kind of state"
+                f"cache_implementation is {kind!r}, expected None or 'dynamic': there is one kind "
+                "of state"
             )
         if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE] = StateCache(self.network.config.depth)
