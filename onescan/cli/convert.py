@@ -10,7 +10,7 @@ from onescan.cli.options import Argv, echo, parse
 
 
 def convert(argv: Argv) -> None:
-    """Convert a model of transformers, timm or diffusers."""
+    """Convert a model of transformers, timm, diffusers, flash-linear-attention or LION."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:

@@ -56,11 +56,10 @@ def image_classifier() -> RunConfig:
     onescan train image_classifier --data.path FOLDER
 
     FOLDER contains CLASS/IMAGE, or train/CLASS/IMAGE and val/CLASS/IMAGE, or parquet files; or
-    arrays as .npy files x and y (--data.path also takes a .npz file) of any number of axes, see
-    signal_classifier.
-    Classes, channels, sizes, patches, mean, standard deviation, batch size, epochs and model size
-    that are not given as options are inferred and printed. Without a test split, a part of each
-    class is held out.
+    arrays as .npy files x and y (--data.path also takes a .npz file) of any number of axes, as for
+    signal_classifier. Classes, channels, sizes, patches, mean, standard deviation, batch size,
+    epochs and model size that are not given as options are inferred and printed. Without a test
+    split, a part of each class is held out.
     """
     return RunConfig(
         name="image_classifier",

@@ -1,6 +1,6 @@
 """Image models with the interface of transformers."""
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import (
@@ -20,22 +20,27 @@ except ImportError:  # older releases
     from transformers.utils.backbone_utils import BackboneMixin  # type: ignore[attr-defined]
 
 
-class OnescanImageModel(OnescanModel):
-    """An `ImageClassifier` without its head: one vector per token, learned tokens first."""
+class _ReadsImages(OnescanModel):
+    """Base class of models that contain an `ImageClassifier`."""
 
     config_class = OnescanImageConfig
     native_config = ImageClassifierConfig
     main_input_name = "pixel_values"
     input_modalities = "image"
-    network: ImageClassifier
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the layer that turns patches into tokens."""
-        return self.network.patchify
+        return self.to_onescan().patchify
 
     def to_onescan(self) -> ImageClassifier:
         """Return the native model contained in this one."""
-        return self.network
+        return cast(ImageClassifier, self.network)
+
+
+class OnescanImageModel(_ReadsImages):
+    """An `ImageClassifier` without its head: one vector per token, learned tokens first."""
+
+    network: ImageClassifier
 
     @can_return_tuple
     def forward(
@@ -61,13 +66,9 @@ class OnescanImageModel(OnescanModel):
         )
 
 
-class OnescanForImageClassification(OnescanModel):
+class OnescanForImageClassification(_ReadsImages):
     """An `ImageClassifier`: one logit per class."""
 
-    config_class = OnescanImageConfig
-    native_config = ImageClassifierConfig
-    main_input_name = "pixel_values"
-    input_modalities = "image"
     model: OnescanImageModel
     image_processor: Any = None
     """Saved with the model, if `to_transformers` was given an image format."""
@@ -85,14 +86,6 @@ class OnescanForImageClassification(OnescanModel):
     def network(self) -> ImageClassifier:
         """The native model, head included."""
         return self.model.network
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the layer that turns patches into tokens."""
-        return self.network.patchify
-
-    def to_onescan(self) -> ImageClassifier:
-        """Return the native model contained in this one."""
-        return self.network
 
     @can_return_tuple
     def forward(

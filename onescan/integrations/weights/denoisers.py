@@ -13,8 +13,7 @@ import math
 from torch import Tensor
 
 from onescan.configs import ModelConfig, replace
-from onescan.integrations.weights.source import Foreign, Source
-from onescan.integrations.weights.vision import (
+from onescan.integrations.weights.maps import (
     LinearNames,
     activation,
     copied,
@@ -22,6 +21,7 @@ from onescan.integrations.weights.vision import (
     num_heads,
     patch_embedding,
 )
+from onescan.integrations.weights.source import Foreign, Source
 from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.layers.position import SinusoidalPositionConfig

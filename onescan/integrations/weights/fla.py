@@ -50,7 +50,10 @@ class Architecture:
 
 
 def _config(foreign: Foreign) -> ModelConfig:
-    architecture = ARCHITECTURES[foreign.fields["model_type"]]
+    name = foreign.fields["model_type"]
+    if name in DIFFERENCES:
+        raise ValueError(f"model_type is {name!r}: {DIFFERENCES[name]}")
+    architecture = ARCHITECTURES[name]
     foreign.expect(**COMMON, **architecture.expected)
     tensors = foreign.tensors
     vocab_size, width = tensors.shape("model.embeddings.weight")
@@ -216,28 +219,14 @@ DIFFERENCES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def _refused(foreign: Foreign) -> ModelConfig:
-    name = foreign.fields["model_type"]
-    raise ValueError(f"model_type is {name!r}: {DIFFERENCES[name]}")
-
-
-def _matches(names: Mapping[str, Any]) -> Callable[[Foreign], bool]:
-    return lambda foreign: (
-        foreign.fields.get("model_type") in names and "model.embeddings.weight" in foreign.tensors
-    )
-
-
 FLA_SOURCES = (
     Source(
         name="flash-linear-attention LightNet, GLA and DeltaNet",
-        matches=_matches(ARCHITECTURES),
+        matches=lambda foreign: (
+            foreign.fields.get("model_type") in (*ARCHITECTURES, *DIFFERENCES)
+            and "model.embeddings.weight" in foreign.tensors
+        ),
         config=_config,
         weights=_weights,
-    ),
-    Source(
-        name="other models of flash-linear-attention",
-        matches=_matches(DIFFERENCES),
-        config=_refused,
-        weights=lambda foreign: {},
     ),
 )

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from onescan.checks import check_choice
 from onescan.configs import ModelConfig
+from onescan.integrations.weights.maps import LinearNames, copied, merged, patch_embedding
 from onescan.integrations.weights.source import Foreign, Source
-from onescan.integrations.weights.vision import LinearNames, copied, merged, patch_embedding
 from onescan.layers.basic import MLPConfig
 from onescan.layers.decays import (
     DecayConfig,

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from onescan.configs import ModelConfig
+from onescan.integrations.weights.maps import LinearNames, activation, copied, merged
 from onescan.integrations.weights.source import Foreign, Source
-from onescan.integrations.weights.vision import LinearNames, activation, copied, merged
 from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.layers.position import TokenPositionConfig
