@@ -87,6 +87,9 @@ def test_choices_need_an_axis():
     model = with_head(AutoModelForMultipleChoice)
     with pytest.raises(ValueError, match=r"input_ids has shape \(2, 5\)"):
         model(ids(2, 5))
+    tokens = ids(6, 5)
+    scores = model(tokens.view(2, 3, 5)).logits.flatten()
+    torch.testing.assert_close(model.to_onescan()(tokens)[:, 0], scores)
 
 
 def test_text_configs_have_the_names_that_tools_read():

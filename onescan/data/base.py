@@ -186,7 +186,7 @@ class HeldOutError(ValueError):
     """A fraction to hold out that is too small or too large.
 
     Attributes:
-        fraction: A fraction that is not.
+        fraction: The nearest valid fraction.
     """
 
     def __init__(self, message: str, fraction: float) -> None:
