@@ -14,7 +14,6 @@ if int(transformers.__version__.split(".")[0]) < 5:  # noqa: PLR2004
         "pip install 'onescan[text]'"
     )
 
-from onescan.integrations.transformers import heads, image_modeling, modeling
 from onescan.integrations.transformers.cache import StateCache
 from onescan.integrations.transformers.configuration import OnescanImageConfig, OnescanTextConfig
 from onescan.integrations.transformers.convert import load_pretrained, to_transformers
@@ -69,15 +68,11 @@ TASK_NAMES: dict[str, Any] = {
 }
 
 
-MODULES = (modeling, heads, image_modeling)
-
-
 def _register() -> None:
     for config in (OnescanTextConfig, OnescanImageConfig):
         transformers.AutoConfig.register(config.model_type, config)
         for auto_class, name in config.auto_classes.items():
-            (kind,) = {vars(part)[name] for part in MODULES if name in vars(part)}
-            getattr(transformers, auto_class).register(config, kind)
+            getattr(transformers, auto_class).register(config, globals()[name])
             if auto_class in TASK_NAMES:
                 TASK_NAMES[auto_class][config.model_type] = name
 

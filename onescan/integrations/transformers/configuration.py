@@ -51,8 +51,7 @@ class _NativeFields:
         """Hidden width of the MLP; 0 without one."""
         if self.mlp is None:
             return 0
-        fields = {name: value for name, value in self.mlp.items() if name != "type"}
-        return from_dict(MLPConfig, fields | {"type": self.mlp["type"]}).hidden_width(self.width)
+        return from_dict(MLPConfig, self.mlp).hidden_width(self.width)
 
     @property
     def max_position_embeddings(self) -> int:
