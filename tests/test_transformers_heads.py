@@ -108,7 +108,8 @@ def test_text_configs_have_the_names_that_tools_read():
 
 
 def test_only_models_with_lrpe_keep_weights_in_float32():
-    assert to_transformers(causal(CAUSAL["lightnet"]))._keep_in_fp32_modules_strict == {"theta"}
+    kept = to_transformers(causal(CAUSAL["lightnet"]))._keep_in_fp32_modules_strict
+    assert set(kept) == {"theta"}  # a list in some versions
     without = to_transformers(built(*PRESETS["deit"]))
     assert not without._keep_in_fp32_modules_strict
 

@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     DynamicCache,
 )
+from transformers.generation import configuration_utils
 
 import onescan
 from onescan.configs import to_dict
@@ -239,7 +240,7 @@ def test_a_cache_has_one_layer_per_block(lightnet):
     given = StateCache()
     lightnet(ids(2, 5), past_key_values=given)
     assert len(given.layers) == 2
-    assert cache.is_croppable
+    assert all(layer.is_croppable for layer in cache.layers)
 
 
 @over_causal
@@ -288,7 +289,8 @@ def test_tokens_read_one_at_a_time_are_removed_down_to_the_snapshot(change):
         cache.crop(-1)
 
 
-ASSISTED = {**GREEDY, "max_new_tokens": 12}
+# transformers 5.0 needs an end-of-text token for prompt lookup
+ASSISTED = {**GREEDY, "max_new_tokens": 12, "eos_token_id": -1, "pad_token_id": 0}
 
 
 @over_causal
@@ -327,15 +329,19 @@ def test_assisted_generation_reads_several_tokens_per_call(lightnet):
     assert torch.equal(again, lightnet.generate(more, **GREEDY))
 
 
-def test_a_dynamic_cache_is_the_default_state(lightnet):
+@pytest.mark.parametrize(
+    "kind", {"dynamic", "dynamic_full"} & set(configuration_utils.DYNAMIC_CACHE_IMPLEMENTATIONS)
+)
+def test_a_dynamic_cache_is_the_default_state(lightnet, kind):
     want = lightnet.generate(ids(1, 5), **GREEDY)
-    got = lightnet.generate(ids(1, 5), cache_implementation="dynamic", **GREEDY)
+    got = lightnet.generate(ids(1, 5), cache_implementation=kind, **GREEDY)
     assert torch.equal(got, want)
 
 
 def test_what_a_state_cannot_do_is_refused(lightnet):
     cache = lightnet(ids(1, 5)).past_key_values
-    cache.crop(-2)
+    cache.crop(torch.tensor(-2))  # as assisted generation of transformers 5.14 does
+    assert cache.get_seq_length() == 3
     with pytest.raises(ValueError, match="cannot be cropped to -2 tokens: it has read 3"):
         cache.crop(-5)
     with pytest.raises(ValueError, match="past_key_values is a DynamicCache, expected the StateC"):

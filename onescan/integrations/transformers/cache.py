@@ -199,7 +199,7 @@ class StateCache(Cache):
         super().batch_repeat_interleave(repeats)
         self.common.batch_repeat_interleave(repeats)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the last tokens.
 
         A state cannot be rolled back, so the cache keeps a snapshot: the state before the last call
@@ -215,7 +215,7 @@ class StateCache(Cache):
             ValueError: If tokens before the snapshot would have to be removed.
         """
         for layer in (self.common, *self.layers):
-            layer.crop(tokens_to_remove)
+            layer.crop(int(tokens_to_remove))  # a tensor in some versions of transformers
 
     def _replace(self, state: NetworkState, new_tokens: int, *, snapshot: bool) -> None:
         self.common.replace(state.position, new_tokens, snapshot=snapshot)

@@ -121,16 +121,18 @@ class OnescanModel(PreTrainedModel):
             if name in fresh:  # bitsandbytes adds tensors of its own, such as scales
                 tensors[name].copy_(fresh[name])
 
-    def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
+    def mark_tied_weights_as_initialized(self, *loading_info: Any) -> None:
         """Mark tied weights as initialized, but keep all missing keys.
 
         For models outside of its own package, transformers removes the keys of marked parameters
         from the missing keys. Both names of a tied weight refer to the same parameter, so if both
-        are missing, both would be removed, and the weight would never be allocated.
+        are missing, both would be removed, and the weight would never be allocated. The first
+        releases of transformers 5 remove no keys and pass no argument.
         """
-        missing = set(loading_info.missing_keys)
-        super().mark_tied_weights_as_initialized(loading_info)
-        loading_info.missing_keys = missing
+        missing = [set(info.missing_keys) for info in loading_info]
+        super().mark_tied_weights_as_initialized(*loading_info)
+        for info, keys in zip(loading_info, missing, strict=True):
+            info.missing_keys = keys
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
@@ -360,7 +362,8 @@ class OnescanForCausalLM(OnescanTextModelWithHead, GenerationMixin):
     ) -> None:
         """Provide `generate` with an empty state."""
         kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic"):
+        # transformers before 5.24 sets "dynamic_full" for assisted generation
+        if kind not in (None, "dynamic", "dynamic_full"):
             raise ValueError(
                 f"cache_implementation is {kind!r}, expected None or 'dynamic': there is one kind "
                 "of state"
