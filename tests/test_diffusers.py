@@ -486,3 +486,22 @@ def test_a_callback_sees_and_changes_each_step():
     assert torch.equal(made_by(pipe, callback_on_step_end=lambda *_: None), made_by(pipe))
     with pytest.raises(ValueError, match="callback_on_step_end_tensor_inputs 'prompt'"):
         made_by(pipe, callback_on_step_end_tensor_inputs=["prompt"])
+
+
+def test_a_callback_changes_the_guidance_scale():
+    pipe, batches, scales = pipeline(), [], []
+    pipe.transformer.register_forward_pre_hook(lambda _, given: batches.append(len(given[0])))
+
+    def reduce(given, step, timestep, tensors):
+        scales.append(given.guidance_scale)
+        given._guidance_scale = max(1.0, given.guidance_scale - 1)
+
+    reduced = made_by(pipe, guidance_scale=3.0, callback_on_step_end=reduce)
+    assert scales == [3.0, 2.0, 1.0, 1.0]
+    assert batches == [4, 4, 2, 2]
+    assert pipe.guidance_scale == 1
+    assert pipe.num_timesteps == 4
+    assert not torch.allclose(reduced, made_by(pipe, guidance_scale=3.0))
+    always = pipeline(native(label_dropout=0.0))
+    with pytest.raises(ValueError, match=r"guidance is 2.0, but the model was trained with label"):
+        made_by(always, callback_on_step_end=lambda given, *_: setattr(given, "_guidance_scale", 2))

@@ -25,6 +25,7 @@ from onescan.integrations.diffusers.sampling import (
     Callback,
     build_scheduler,
     check_scheduler,
+    prepare_scheduler,
     sample,
 )
 from onescan.layers.block import Block
@@ -204,6 +205,7 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
             ValueError: If components do not match each other.
         """
         super().__init__()
+        self._guidance_scale, self._num_timesteps = 1.0, 0
         trained = from_dict(NoiseConfig, noise or {})
         trained.check()
         check_scheduler(scheduler, trained)
@@ -232,6 +234,16 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
     def names(self) -> dict[int, str]:
         """Names of classes by their numbers."""
         return {int(number): name for number, name in self.config["id2label"].items()}
+
+    @property
+    def guidance_scale(self) -> float:
+        """Scale of guidance of the next step. callback_on_step_end may set `_guidance_scale`."""
+        return float(self._guidance_scale)
+
+    @property
+    def num_timesteps(self) -> int:
+        """Number of steps of the last call."""
+        return self._num_timesteps
 
     @property
     def num_classes(self) -> int:
@@ -298,7 +310,8 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
             latents: Initial noise [B, channels, height, width] in the size of the model's sample;
                 None draws it from the generators.
             callback_on_step_end: Called after each step with the pipeline, the index of the step,
-                its timestep and a dict of tensors. It may return a dict with new "latents".
+                its timestep and a dict of tensors. It may return a dict with new "latents", and set
+                the pipeline's `_guidance_scale` for the next steps.
             callback_on_step_end_tensor_inputs: Names of the tensors for callback_on_step_end; only
                 "latents" exists.
 
@@ -344,7 +357,9 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
                 "latents", sampled
             )
 
-        bar: Any = nullcontext() if callback else self.progress_bar(total=num_inference_steps)
+        self._guidance_scale = float(guidance_scale)
+        self._num_timesteps = len(prepare_scheduler(self.scheduler, num_inference_steps).timesteps)
+        bar: Any = nullcontext() if callback else self.progress_bar(total=self.num_timesteps)
         with bar:
             sampled = sample(
                 _AsDenoiser(self.transformer),
@@ -353,7 +368,7 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
                 size=self._model_size(height, width),
                 seeds=_generators(generator, count),
                 steps=num_inference_steps,
-                guidance=float(guidance_scale),
+                guidance=lambda: self.guidance_scale,
                 device=self._execution_device,
                 callback=callback or (lambda _: bar.update()),
                 latents=latents,

@@ -168,7 +168,7 @@ def sample(
     seeds: Sequence[Seed],
     labels: Sequence[int] | Labels | None = None,
     steps: int = 50,
-    guidance: float = 1.0,
+    guidance: float | Callable[[], float] = 1.0,
     device: torch.device | None = None,
     callback: Callback | None = None,
     latents: Grids | None = None,
@@ -187,7 +187,8 @@ def sample(
         seeds: Seeds, or generators, which continue from their state.
         labels: One class per image, or num_classes for no class. None means no class for all.
         steps: Number of sampling steps.
-        guidance: Scale of classifier-free guidance, arXiv:2207.12598. 1 disables it.
+        guidance: Scale of classifier-free guidance, arXiv:2207.12598, or a function that returns
+            the scale of the next step. 1 disables it.
         device: Device to sample on; None for the device of the model's weights.
         callback: Called after each step with the number of completed steps.
         latents: Initial noise [B, channels, *size], instead of noise drawn from the seeds, which
@@ -205,7 +206,9 @@ def sample(
             variances that the model does not predict.
     """
     config: DenoiserConfig = model.config
-    classes = _check_labels(config, labels, count=len(seeds), guidance=guidance)
+    scale = guidance if callable(guidance) else lambda: guidance
+    _check_guidance(config, scale(), has_labels=labels is not None)
+    classes = _check_labels(config, labels, count=len(seeds))
     _check_size(config, size)
     _check_variances(config, scheduler)
     scheduler = prepare_scheduler(scheduler, steps)
@@ -231,7 +234,8 @@ def sample(
     with _evaluating(model):
         for done, t in enumerate(scheduler.timesteps, 1):
             times = torch.full((len(x),), t.item(), dtype=t.dtype, device=device)
-            predicted = _predict(model, x, times, classes, guidance=guidance, dtype=dtype)
+            _check_guidance(config, weight := scale(), has_labels=classes is not None)
+            predicted = _predict(model, x, times, classes, guidance=weight, dtype=dtype)
             is_last = done == len(scheduler.timesteps)
             x = _step(scheduler, predicted, t, x, generators, is_last=is_last)
             if on_step_end is not None:
@@ -284,24 +288,36 @@ def _step(
     return result.prev_sample
 
 
-def _check_labels(
-    config: DenoiserConfig, labels: Sequence[int] | Labels | None, *, count: int, guidance: float
-) -> Labels | None:
-    """Check labels and guidance against the model, and return the labels as a tensor."""
-    if count < 1:
-        raise ValueError("seeds is empty, expected one for each image")
+def _check_guidance(config: DenoiserConfig, guidance: float, *, has_labels: bool) -> None:
+    """Check that the model and the labels allow this scale of guidance."""
     if not 0 <= guidance < float("inf"):
         raise ValueError(f"guidance is {guidance}, expected 0 or more")
+    if guidance == 1:
+        return
+    if config.num_classes == 0:
+        why = "the model has no classes"
+    elif config.label_dropout == 0:
+        why = f"the model was trained with label_dropout={config.label_dropout}"
+    elif not has_labels:
+        why = "labels is None"
+    else:
+        return
+    raise ValueError(f"guidance is {guidance}, but {why}, expected 1")
+
+
+def _check_labels(
+    config: DenoiserConfig, labels: Sequence[int] | Labels | None, *, count: int
+) -> Labels | None:
+    """Check labels against the model, and return them as a tensor."""
+    if count < 1:
+        raise ValueError("seeds is empty, expected one for each image")
     has_no_class = config.num_classes == 0 or config.label_dropout > 0
-    trained = f"the model was trained with label_dropout={config.label_dropout}"
-    if guidance != 1 and (config.num_classes == 0 or not has_no_class):
-        why = "the model has no classes" if config.num_classes == 0 else trained
-        raise ValueError(f"guidance is {guidance}, but {why}, expected 1")
     if labels is None:
         if not has_no_class:
-            raise ValueError(f"labels is None, but {trained}, expected a class for each image")
-        if guidance != 1:
-            raise ValueError(f"guidance is {guidance}, but labels is None, expected 1")
+            raise ValueError(
+                "labels is None, but the model was trained with "
+                f"label_dropout={config.label_dropout}, expected a class for each image"
+            )
         return None
     classes = torch.as_tensor(labels, device="cpu")
     if config.num_classes == 0:
