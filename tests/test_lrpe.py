@@ -171,6 +171,21 @@ def test_frequencies_restart_for_each_axis():
 
 
 @pytest.mark.parametrize(
+    ("default", "expected"),
+    [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
+    ids=["bfloat16", "float64"],
+)
+def test_frequencies_have_at_least_float32(default, expected):
+    torch.set_default_dtype(default)
+    try:
+        got = lrpe_frequencies(16, axes=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got.dtype == expected
+    torch.testing.assert_close(got.float(), lrpe_frequencies(16, axes=1))
+
+
+@pytest.mark.parametrize(
     ("named", "message"),
     [
         ({"shape": (2, 0)}, r"shape is \(2, 0\)"),

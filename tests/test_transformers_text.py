@@ -557,6 +557,10 @@ def test_angles_keep_their_precision(lightnet, tmp_path):
     assert model.network.blocks[0].mixer.in_proj.weight.dtype == torch.bfloat16
     out = model.generate(ids(2, 4), **GREEDY)
     assert out.shape == (2, 10)
+    fresh = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    mixer = fresh.network.blocks[0].mixer
+    assert mixer.in_proj.weight.dtype == torch.bfloat16
+    assert torch.equal(mixer.theta, type(fresh)(model.config).network.blocks[0].mixer.theta)
 
 
 def test_a_config_may_be_given_as_onescans_own():

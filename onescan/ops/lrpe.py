@@ -24,7 +24,12 @@ from onescan.checks import (
 )
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
-from onescan.ops.numerics import to_accumulation_dtype, to_float64, wrap_angle
+from onescan.ops.numerics import (
+    accumulation_dtype,
+    to_accumulation_dtype,
+    to_float64,
+    wrap_angle,
+)
 from onescan.shapes import Angles, Frequencies, FrequencyRow, Keys, RotatedKeys
 
 BLOCK = 64  # positions per block of `_axis_angles`
@@ -156,7 +161,8 @@ def lrpe_frequencies(width: int, axes: int, base: float = 10000.0) -> FrequencyR
     """Return the initial theta of one head: base^(-2j/K), with j restarting at 0 for each axis.
 
     Source: LightNet, arXiv:2405.21022, Eq. 20. All axes share their frequencies as in App. B.
-    Otherwise the angles of the last axes would hardly change.
+    Otherwise the angles of the last axes would hardly change. The result has the default dtype, but
+    at least float32, because an angle contains the rounding error of theta times the position.
 
     >>> lrpe_frequencies(4, axes=2).tolist()
     [1.0, 0.009999999776482582, 1.0, 0.009999999776482582]
@@ -164,7 +170,7 @@ def lrpe_frequencies(width: int, axes: int, base: float = 10000.0) -> FrequencyR
     check_whole(1, width=width, axes=axes)
     check_positive(base=base)
     j = torch.arange(width) % _features_per_axis(width, axes)
-    return base ** (-2.0 * j / width)
+    return base ** (-2.0 * j.to(accumulation_dtype(torch.get_default_dtype())) / width)
 
 
 def check_axes_have_features(width: int, axes: int, *, described: str) -> None:
