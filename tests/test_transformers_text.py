@@ -356,6 +356,17 @@ def test_what_a_state_cannot_do_is_refused(lightnet):
         encoder(ids(1, 5), past_key_values=cache)
 
 
+def test_the_config_enables_gradient_checkpointing():
+    config = to_transformers(causal(CAUSAL["lightnet"])).config
+    config.gradient_checkpointing = True
+    model, calls = AutoModelForCausalLM.from_config(config).train(), []
+    for block in model.network.blocks:
+        block.mixer.register_forward_hook(lambda *_: calls.append(1))
+    model(ids(2, 5), labels=ids(2, 5)).loss.backward()
+    assert len(calls) == 4  # twice per block
+    assert not hasattr(model.config, "gradient_checkpointing")
+
+
 def test_a_state_is_not_returned_where_none_is_wanted(lightnet):
     assert lightnet(ids(1, 5), use_cache=False).past_key_values is None
     assert lightnet.train()(ids(1, 5)).past_key_values is None

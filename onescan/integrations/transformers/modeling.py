@@ -77,9 +77,12 @@ class OnescanModel(PreTrainedModel):
 
     def wrap_base(self, kind: type["OnescanModel"], network: nn.Module) -> None:
         """Set the base model, of the class `kind`, to one that contains a native network."""
+        checkpointing = getattr(self.config, "gradient_checkpointing", False)
         with torch.device("meta"):
             self.model = kind(self.config)
         self.model.wrap(network)
+        if checkpointing:  # the base model enabled it for other blocks, and removed it
+            self.config.gradient_checkpointing = True
 
     @contextmanager
     def record_hidden_states(
