@@ -234,8 +234,8 @@ def sample(
     with _evaluating(model):
         for done, t in enumerate(scheduler.timesteps, 1):
             times = torch.full((len(x),), t.item(), dtype=t.dtype, device=device)
-            _check_guidance(config, weight := scale(), has_labels=classes is not None)
-            predicted = _predict(model, x, times, classes, guidance=weight, dtype=dtype)
+            _check_guidance(config, current := scale(), has_labels=classes is not None)
+            predicted = _predict(model, x, times, classes, guidance=current, dtype=dtype)
             is_last = done == len(scheduler.timesteps)
             x = _step(scheduler, predicted, t, x, generators, is_last=is_last)
             if on_step_end is not None:
