@@ -95,7 +95,7 @@ def test_settings_that_are_not_supported_are_named(build, changes, message):
 
 
 def test_models_without_the_head_are_refused():
-    with pytest.raises(ValueError, match=r"the source has no tensor"):
+    with pytest.raises(ValueError, match="no head that predicts masked tokens, expected a BertFor"):
         convert_model(read(bert("Model")))
 
 

@@ -63,9 +63,10 @@ def test_settings_that_are_not_supported_are_named():
         convert_model(read(of_transformers("ViT", hidden_act="tanh")))
     with pytest.raises(ValueError, match=r"hidden_dropout_prob is 0.1 in the source's config"):
         convert_model(read(of_transformers("ViT", hidden_dropout_prob=0.1)))
-    config = transformers.DeiTConfig(**SIZES)
-    with pytest.raises(ValueError, match="expected a DeiTForImageClassificationWithTeacher"):
-        convert_model(read(transformers.DeiTForImageClassification(config)))
+    for kind in ("ViT", "DeiT"):
+        encoder = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")())
+        with pytest.raises(ValueError, match="no classification head, expected a ViTForImageClass"):
+            convert_model(read(encoder))
 
 
 def timm_weights(*, distilled=False, deit3=False, width=24, depth=2):

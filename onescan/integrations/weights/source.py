@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,17 +43,22 @@ class Tensors:
     def renamed(self, rules: Mapping[str, str]) -> "Tensors":
         """Return all tensors, unused, under new names: regular expressions and replacements."""
         tensors: dict[str, Tensor] = {}
-        for name, tensor in self._all.items():
-            for pattern, replacement in rules.items():
-                name = re.sub(pattern, replacement, name)
+        for old, tensor in self._all.items():
+            name = renamed(old, rules)
             if name in tensors:
                 raise ValueError(f"the source has several tensors that mean {name}")
             tensors[name] = tensor
         return Tensors(tensors)
 
+    def get(self, name: str) -> Tensor:
+        """Return a tensor without using it; ValueError if it is missing."""
+        if name not in self._all:
+            raise ValueError(f"the source has no tensor {name}")
+        return self._all[name]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without using it; ValueError if it is missing."""
-        return tuple(self._get(name).shape)
+        return tuple(self.get(name).shape)
 
     def take(self, name: str) -> Tensor:
         """Return and use a tensor.
@@ -61,7 +66,7 @@ class Tensors:
         Raises:
             ValueError: If it is missing, or was used before.
         """
-        tensor = self._get(name)
+        tensor = self.get(name)
         if name not in self._unused:
             raise ValueError(f"the tensor {name} is used twice")
         del self._unused[name]
@@ -90,11 +95,6 @@ class Tensors:
     def unused(self) -> list[str]:
         """Names of the tensors that were neither used nor dropped."""
         return list(self._unused)
-
-    def _get(self, name: str) -> Tensor:
-        if name not in self._all:
-            raise ValueError(f"the source has no tensor {name}")
-        return self._all[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +129,20 @@ class Foreign:
             raise ValueError(f"the source's config has no {name}")
         return self.fields[name]
 
+    def changed(
+        self,
+        *,
+        fields: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        without: Iterable[str] = (),
+    ) -> "Foreign":
+        """Return the model with some fields and tensors replaced, and without some tensors."""
+        kept = [name for name in self.tensors if name not in set(without)]
+        return Foreign(
+            fields={**self.fields, **(fields or {})},
+            tensors=Tensors({name: self.tensors.get(name) for name in kept} | dict(tensors or {})),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -144,9 +158,18 @@ class Source:
     """Return the tensors by their native names; tied tensors only under their first name."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the source's config may omit."""
-    rename: Mapping[str, str] | None = None
+    rename: Mapping[str, str] = field(default_factory=dict)
     """Regular expressions in names of tensors and their replacements, such as for names of older
     versions; applied first, in this order, before `matches`."""
+    adapt: Callable[[Foreign], Foreign] = lambda foreign: foreign
+    """Applied before `config` and `weights`, to models that are written in another way."""
+
+
+def renamed(name: str, rules: Mapping[str, str]) -> str:
+    """Apply regular expressions and their replacements to a name."""
+    for pattern, replacement in rules.items():
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def read(source: str | Path | nn.Module, *, num_heads: int | None = None) -> Foreign:
