@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onescan.checks import check_choice
+from onescan.checks import check_choice, check_whole
 from onescan.configs import replace
 from onescan.integrations.weights.maps import (
     SAME,
@@ -168,6 +168,7 @@ def _original_config(foreign: Foreign) -> DenoiserConfig:
 
 
 def _fields(config: Any) -> dict[str, Any]:
+    check_whole(1, num_classes=config.num_classes)
     fields = DIT.write(config, CLASSES[0])
     for name in ("image_size", "patch_size"):
         first, *others = sides = getattr(config, name)
