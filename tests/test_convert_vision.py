@@ -50,6 +50,12 @@ def test_models_of_transformers_have_equal_scores(kind, changes):
     assert native.config.distillation_token == (kind == "DeiT")
 
 
+def test_a_deit_with_one_head_has_equal_scores():
+    model = randomized(transformers.DeiTForImageClassification(transformers.DeiTConfig(**SIZES)))
+    native = convert_model(read(model))
+    assert_equal_scores(model, native, torch.randn(2, 3, 24, 24, dtype=torch.double))
+
+
 @pytest.mark.parametrize("kind", ["ViT", "DeiT"])
 def test_folders_of_transformers_are_read(kind, tmp_path):
     model = of_transformers(kind)
@@ -64,7 +70,9 @@ def test_settings_that_are_not_supported_are_named():
     with pytest.raises(ValueError, match=r"hidden_dropout_prob is 0.1 in the source's config"):
         convert_model(read(of_transformers("ViT", hidden_dropout_prob=0.1)))
     for kind in ("ViT", "DeiT"):
-        encoder = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")())
+        encoder = getattr(transformers, f"{kind}Model")(
+            getattr(transformers, f"{kind}Config")(**SIZES)
+        )
         with pytest.raises(ValueError, match="no classification head, expected a ViTForImageClass"):
             convert_model(read(encoder))
 
