@@ -245,3 +245,5 @@ def test_bad_arguments_of_the_way_back_are_named(tmp_path):
         onescan.convert(torch.nn.Linear(2, 2), to="transformers")
     with pytest.raises(FileNotFoundError):
         onescan.convert(tmp_path / "nothing" / "here", to="transformers")
+    with pytest.raises(ValueError, match="which is a run; to='transformers' or 'diffusers'"):
+        onescan.convert(onescan.zoo.path("digits_lightnet"))

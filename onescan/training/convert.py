@@ -86,6 +86,11 @@ def convert(
 
 def _import(source: str | Path | nn.Module, num_heads: int | None) -> tuple[nn.Module, Write]:
     place = source if isinstance(source, nn.Module) else find(source)
+    if not isinstance(place, nn.Module) and is_run(place):
+        raise ValueError(
+            f"source is {str(source)!r}, which is a run; to='transformers' or 'diffusers' converts "
+            "it to another library"
+        )
     foreign = read(place, num_heads=num_heads)
     model, folder = convert_model(foreign), None
     if not isinstance(place, nn.Module):

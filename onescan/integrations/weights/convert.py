@@ -118,7 +118,9 @@ def _find(foreign: Foreign) -> tuple[Source, Foreign]:
         )
         if source.matches(candidate):
             return source, source.adapt(candidate)
+    first = next(iter(foreign.tensors), None)
     kind = foreign.fields.get("model_type") or foreign.fields.get("_class_name")
-    what = f"is a {kind!r}" if kind else f"has tensors such as {next(iter(foreign.tensors), None)}"
-    known = ", ".join(source.name for source in SOURCES)
+    unnamed = f"has no config.json that names a model, and tensors such as {first}"
+    what = f"is a {kind!r}" if kind else unnamed
+    known = "; ".join(source.name for source in SOURCES)
     raise ValueError(f"the source {what}, expected one of: {known}")

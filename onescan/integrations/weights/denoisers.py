@@ -63,15 +63,14 @@ DIT_BASE = DenoiserConfig(
     condition="adaln_zero",
     inclusive_frequencies=True,
 )
+# names of native fields -> names in diffusers
+DIT_FIELDS = {
+    "channels": "in_channels", "depth": "num_layers", "mixer.num_heads": "num_attention_heads",
+    "num_classes": "num_embeds_ada_norm", "mlp_norm_eps": "norm_eps",
+}  # fmt: skip
 DIT = Fields(
     base=DIT_BASE,
-    names={
-        "channels": "in_channels",
-        "depth": "num_layers",
-        "mixer.num_heads": "num_attention_heads",
-        "num_classes": "num_embeds_ada_norm",
-        "mlp_norm_eps": "norm_eps",
-    },
+    names=DIT_FIELDS,
     others=("image_size", "patch_size", "width", "mlp.activation", "learn_sigma"),
 )
 EMBEDDING = "transformer_blocks.{}.norm1.emb"  # of timesteps and classes, in each block

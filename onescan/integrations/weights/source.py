@@ -19,6 +19,7 @@ from onescan.messages import named_type
 CONFIG, SUFFIX = "config.json", ".safetensors"
 DOWNLOADED = ("*.json", f"*{SUFFIX}", "*.txt", "*.model")  # files that are read from the hub
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+SHARD = re.compile(rf".*-\d+-of-0*[1-9]\d*{re.escape(SUFFIX)}")
 PIPELINE = "transformer"  # folder of the denoiser in a pipeline of diffusers
 
 
@@ -56,9 +57,16 @@ class Tensors:
             raise ValueError(f"the source has no tensor {name}")
         return self._all[name]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without using it; ValueError if it is missing."""
-        return tuple(self.get(name).shape)
+    def shape(self, name: str, axes: int | None = None) -> tuple[int, ...]:
+        """Return the shape of a tensor without using it.
+
+        Raises:
+            ValueError: If it is missing, or has another number of axes than expected.
+        """
+        shape = tuple(self.get(name).shape)
+        if axes is not None and len(shape) != axes:
+            raise ValueError(f"{name} is {shape} in the source, expected {axes} axes")
+        return shape
 
     def take(self, name: str) -> Tensor:
         """Return and use a tensor.
@@ -187,10 +195,6 @@ def read(source: str | Path | nn.Module, *, num_heads: int | None = None) -> For
     extra = {} if num_heads is None else {"num_heads": num_heads}
     if isinstance(source, nn.Module):
         return Foreign(fields=_fields_of(source) | extra, tensors=Tensors(source.state_dict()))
-    if not isinstance(source, str | Path):
-        raise ValueError(
-            f"source is {named_type(source)}, expected a folder, a file, a hub name or a model"
-        )
     path = find(source)
     folder = path if path.is_dir() else path.parent
     config = folder / CONFIG
@@ -200,6 +204,10 @@ def read(source: str | Path | nn.Module, *, num_heads: int | None = None) -> For
 
 def find(source: str | Path) -> Path:
     """Return the folder or file of a source; a hub name is downloaded, without any code."""
+    if not isinstance(source, str | Path):
+        raise ValueError(
+            f"source is {named_type(source)}, expected a folder, a file, a hub name or a model"
+        )
     path = Path(source)
     if not path.exists():
         if not HUB_NAME.fullmatch(str(source)):
@@ -253,8 +261,13 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     index = sorted(path.glob(f"*{SUFFIX}.index.json")) if path.is_dir() else []
     if index:  # of sharded weights
-        shards = _read_json(index[0]).get("weight_map", {})
-        files = sorted({path / Path(str(name)).name for name in shards.values()})
+        shards = _read_json(index[0]).get("weight_map")
+        given = shards.values() if isinstance(shards, dict) else ()
+        files = sorted({path / Path(str(name)).name for name in given})
+        if missing := next((file.name for file in files if not file.is_file()), None):
+            raise ValueError(f"{index[0]} names {missing}, but there is no such file")
+    if path.is_file() and SHARD.fullmatch(path.name):
+        raise ValueError(f"{path} is one of several shards, expected their folder")
     if not files or (path.is_file() and path.suffix != SUFFIX):
         raise ValueError(
             f"{path} holds no safetensors file; pickled weights are not read, convert them to "

@@ -24,28 +24,25 @@ from onescan.models.masked_lm import MaskedLMConfig
 # GPT-2's first weights have no prefix, and BERT's name the parts of norms gamma and beta.
 GPT2_NAMES = {r"^(wte|wpe|h|ln_f)\.": r"transformer.\1."}
 BERT_NAMES = {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"}
+# names of RoBERTa and DistilBERT -> names of BERT
 ROBERTA_NAMES = {
+    **BERT_NAMES,
     r"^roberta\.": "bert.",
     r"^lm_head\.dense\.": "cls.predictions.transform.dense.",
     r"^lm_head\.layer_norm\.": "cls.predictions.transform.LayerNorm.",
     r"^lm_head\.": "cls.predictions.",
 }
 DISTILBERT_NAMES = {
-    r"^distilbert\.transformer\.": "bert.encoder.",
-    r"^distilbert\.": "bert.",
-    r"\.attention\.q_lin\.": ".attention.self.query.",
-    r"\.attention\.k_lin\.": ".attention.self.key.",
-    r"\.attention\.v_lin\.": ".attention.self.value.",
-    r"\.attention\.out_lin\.": ".attention.output.dense.",
-    r"\.sa_layer_norm\.": ".attention.output.LayerNorm.",
-    r"\.ffn\.lin1\.": ".intermediate.dense.",
-    r"\.ffn\.lin2\.": ".output.dense.",
+    r"^distilbert\.transformer\.": "bert.encoder.", r"^distilbert\.": "bert.",
+    r"\.q_lin\.": ".self.query.", r"\.k_lin\.": ".self.key.", r"\.v_lin\.": ".self.value.",
+    r"\.out_lin\.": ".output.dense.", r"\.sa_layer_norm\.": ".attention.output.LayerNorm.",
+    r"\.ffn\.lin1\.": ".intermediate.dense.", r"\.ffn\.lin2\.": ".output.dense.",
     r"\.output_layer_norm\.": ".output.LayerNorm.",
     r"^vocab_transform\.": "cls.predictions.transform.dense.",
     r"^vocab_layer_norm\.": "cls.predictions.transform.LayerNorm.",
     r"^vocab_projector\.bias$": "cls.predictions.bias",
     r"^vocab_projector\.": "cls.predictions.decoder.",
-}
+}  # fmt: skip
 # names of fields of DistilBERT's config -> those of BERT
 DISTILBERT_FIELDS = {
     "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
@@ -67,6 +64,32 @@ DISTILBERT_DEFAULTS = {
     "vocab_size": 30522, "dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072,
     "dropout": 0.1, "attention_dropout": 0.1, "activation": "gelu", "max_position_embeddings": 512,
 }  # fmt: skip
+# names of native fields -> names in the source
+GPT2_FIELDS = {
+    "vocab_size": "vocab_size", "width": "n_embd", "depth": "n_layer", "dropout": "resid_pdrop",
+    "mixer.num_heads": "n_head", "mixer.dropout": "attn_pdrop", "norm_eps": "layer_norm_epsilon",
+    "position.max_tokens": "n_positions", "tie_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+BERT_FIELDS = {
+    "vocab_size": "vocab_size", "width": "hidden_size", "depth": "num_hidden_layers",
+    "mixer.num_heads": "num_attention_heads", "mixer.dropout": "attention_probs_dropout_prob",
+    "position.max_tokens": "max_position_embeddings", "segment_types": "type_vocab_size",
+    "norm_eps": "layer_norm_eps", "dropout": "hidden_dropout_prob",
+}  # fmt: skip
+# names of native layers -> names in the source
+GPT2_NORMS = {"mixer_norm": "ln_1", "mlp_norm": "ln_2"}
+GPT2_MAPS = {
+    "mixer.in_proj": "attn.c_attn", "mixer.out_proj": "attn.c_proj",
+    "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj",
+}  # fmt: skip
+BERT_LAYERS: Mapping[str, Names] = {
+    "mixer.in_proj": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "mixer.out_proj": "attention.output.dense", "mixer_norm": "attention.output.LayerNorm",
+    "mlp.up_proj": "intermediate.dense", "mlp.down_proj": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}  # fmt: skip
+BERT_POSITIONS = "bert.embeddings.position_embeddings.weight"
+# tensors that are not converted
 CAUSAL_MASKS = r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"
 BERT_UNUSED = r"bert\.pooler\..*|cls\.seq_relationship\..*|bert\.embeddings\.position_ids"
 RATIO = 4  # of the widths of GPT-2's MLP and its tokens
@@ -75,27 +98,10 @@ GPT2 = Fields(
     base=CausalLMConfig(
         mixer=SoftmaxMixerConfig(causal=True), mlp=MLPConfig(), position=TokenPositionConfig()
     ),
-    names={
-        "vocab_size": "vocab_size",
-        "width": "n_embd",
-        "depth": "n_layer",
-        "mixer.num_heads": "n_head",
-        "mixer.dropout": "attn_pdrop",
-        "position.max_tokens": "n_positions",
-        "norm_eps": "layer_norm_epsilon",
-        "dropout": "resid_pdrop",
-        "tie_embeddings": "tie_word_embeddings",
-    },
+    names=GPT2_FIELDS,
     hidden="n_inner",
     activation="activation_function",
 )
-GPT2_NORMS = {"mixer_norm": "ln_1", "mlp_norm": "ln_2"}
-GPT2_MAPS = {
-    "mixer.in_proj": "attn.c_attn",
-    "mixer.out_proj": "attn.c_proj",
-    "mlp.up_proj": "mlp.c_fc",
-    "mlp.down_proj": "mlp.c_proj",
-}
 BERT = Fields(
     base=MaskedLMConfig(
         mixer=SoftmaxMixerConfig(),
@@ -104,28 +110,9 @@ BERT = Fields(
         embedding_norm=True,
         norm_position="post",
     ),
-    names={
-        "vocab_size": "vocab_size",
-        "width": "hidden_size",
-        "depth": "num_hidden_layers",
-        "mixer.num_heads": "num_attention_heads",
-        "mixer.dropout": "attention_probs_dropout_prob",
-        "position.max_tokens": "max_position_embeddings",
-        "segment_types": "type_vocab_size",
-        "norm_eps": "layer_norm_eps",
-        "dropout": "hidden_dropout_prob",
-    },
+    names=BERT_FIELDS,
     hidden="intermediate_size",
 )
-BERT_LAYERS: Mapping[str, Names] = {
-    "mixer.in_proj": ("attention.self.query", "attention.self.key", "attention.self.value"),
-    "mixer.out_proj": "attention.output.dense",
-    "mixer_norm": "attention.output.LayerNorm",
-    "mlp.up_proj": "intermediate.dense",
-    "mlp.down_proj": "output.dense",
-    "mlp_norm": "output.LayerNorm",
-}
-BERT_POSITIONS = "bert.embeddings.position_embeddings.weight"
 
 
 def _gpt2_config(foreign: Foreign) -> CausalLMConfig:
@@ -255,7 +242,7 @@ TEXT_SOURCES = (
         config=_bert_config,
         weights=weights_by(bert_rules, _bert_config, unused=BERT_UNUSED),
         defaults=ROBERTA_DEFAULTS,
-        rename=BERT_NAMES | ROBERTA_NAMES,
+        rename=ROBERTA_NAMES,
         adapt=_of_roberta,
     ),
     Source(

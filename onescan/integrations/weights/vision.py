@@ -44,6 +44,21 @@ DEFAULTS = {
     "intermediate_size": 3072, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "image_size": 224,
     "patch_size": 16, "num_channels": 3, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+# names of native fields, and of native layers -> names in the source
+VIT_FIELDS = {
+    "channels": "num_channels", "width": "hidden_size", "depth": "num_hidden_layers",
+    "mixer.num_heads": "num_attention_heads", "mixer.dropout": "attention_probs_dropout_prob",
+    "norm_eps": "layer_norm_eps",
+}  # fmt: skip
+VIT_LAYERS: Mapping[str, Names] = {
+    "mixer.in_proj": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    "mixer.out_proj": "attention.o_proj", "mixer_norm": "layernorm_before",
+    "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2", "mlp_norm": "layernorm_after",
+}  # fmt: skip
+TIMM_LAYERS: Mapping[str, Names] = {
+    "mixer.in_proj": ("attn.qkv",), "mixer.out_proj": "attn.proj", "mixer_norm": "norm1",
+    "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2", "mlp_norm": "norm2",
+}  # fmt: skip
 VIT = Fields(
     base=ImageClassifierConfig(
         mixer=SoftmaxMixerConfig(),
@@ -51,35 +66,11 @@ VIT = Fields(
         position=AbsolutePositionConfig(),
         drop_path=0.0,
     ),
-    names={
-        "channels": "num_channels",
-        "width": "hidden_size",
-        "depth": "num_hidden_layers",
-        "mixer.num_heads": "num_attention_heads",
-        "mixer.dropout": "attention_probs_dropout_prob",
-        "norm_eps": "layer_norm_eps",
-    },
+    names=VIT_FIELDS,
     others=("image_size", "patch_size", "num_classes", "distillation_token"),
     hidden="intermediate_size",
     activation="hidden_act",
 )
-VIT_LAYERS: Mapping[str, Names] = {
-    "mixer_norm": "layernorm_before",
-    "mixer.in_proj": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-    "mixer.out_proj": "attention.o_proj",
-    "mlp_norm": "layernorm_after",
-    "mlp.up_proj": "mlp.fc1",
-    "mlp.down_proj": "mlp.fc2",
-}
-# also the names of LION
-TIMM_LAYERS: Mapping[str, Names] = {
-    "mixer_norm": "norm1",
-    "mixer.in_proj": ("attn.qkv",),
-    "mixer.out_proj": "attn.proj",
-    "mlp_norm": "norm2",
-    "mlp.up_proj": "mlp.fc1",
-    "mlp.down_proj": "mlp.fc2",
-}
 IMAGE_AXES = 2
 
 
@@ -98,7 +89,7 @@ def _vit_config(foreign: Foreign) -> ImageClassifierConfig:
             "DeiTForImageClassification or DeiTForImageClassificationWithTeacher"
         )
     changes = {name: _pair(name, foreign.need(name)) for name in ("image_size", "patch_size")}
-    classes, *_ = foreign.tensors.shape(head)
+    classes, _ = foreign.tensors.shape(head, 2)
     return VIT.read(foreign, {**changes, "num_classes": classes, "distillation_token": distilled})
 
 
@@ -167,10 +158,10 @@ def _timm_config(foreign: Foreign) -> ImageClassifierConfig:
     for argument in fields.get("model_args", {}).keys() - known:
         raise ValueError(f"model_args of the source's config has {argument}, which is unsupported")
     distilled = "dist_token" in tensors
-    width = tensors.shape("patch_embed.proj.weight")[0]
+    width, *_ = tensors.shape("patch_embed.proj.weight", 4)
     return timm_config(
         foreign,
-        patches=tensors.shape("pos_embed")[1] - 1 - distilled,
+        patches=tensors.shape("pos_embed", 3)[1] - 1 - distilled,
         mixer=SoftmaxMixerConfig(num_heads=num_heads(foreign, width)),
         position=AbsolutePositionConfig(),
         norm_eps=fields.get("norm_eps", EPS),
@@ -183,15 +174,15 @@ def timm_config(foreign: Foreign, *, patches: int, **fields: Any) -> ImageClassi
     tensors, side = foreign.tensors, math.isqrt(patches)
     if side**2 != patches:
         raise ValueError(f"pos_embed is for {patches} patches, expected those of a square image")
-    width, channels, *patch = tensors.shape("patch_embed.proj.weight")
+    width, channels, *patch = tensors.shape("patch_embed.proj.weight", 4)
     return ImageClassifierConfig(
         image_size=(side * patch[0], side * patch[1]),
         patch_size=(patch[0], patch[1]),
         channels=channels,
-        num_classes=tensors.shape("head.weight")[0],
+        num_classes=tensors.shape("head.weight", 2)[0],
         width=width,
         depth=tensors.count("blocks."),
-        mlp=MLPConfig(ratio=tensors.shape("blocks.0.mlp.fc1.weight")[0] / width),
+        mlp=MLPConfig(ratio=tensors.shape("blocks.0.mlp.fc1.weight", 2)[0] / width),
         drop_path=0.0,
         **fields,
     )
