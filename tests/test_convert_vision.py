@@ -257,7 +257,7 @@ def test_other_architectures_are_refused():
     [
         ({"hidden_size": "24"}, "width is '24', expected int"),
         ({"intermediate_size": "40"}, "intermediate_size is '40', expected a whole number"),
-        ({"num_hidden_layers": 10**12}, "the source has no tensor vit.layers.2.layernorm_before"),
+        ({"num_hidden_layers": 10**12}, "the source has no tensor vit.layers.2.attention.q_proj"),
         (
             {"image_size": [1, 2, 3]},
             r"image_size is \[1, 2, 3\] in the source's config, expected one",

@@ -99,14 +99,13 @@ def _config(foreign: Foreign) -> ImageClassifierConfig:
     tensors, decay = foreign.tensors, _decay(foreign)
     pool = foreign.fields.get("global_pool", "avg")
     check_choice("global_pool", pool, POOLS)
-    width, _, *patch = tensors.shape("patch_embed.proj.weight")
+    width, _, side, _ = tensors.shape("patch_embed.proj.weight", 4)
     has_positions = "pos_embed" in tensors
+    patches = tensors.shape("pos_embed", 3)[1] - 1 if has_positions else (IMAGE_SIZE // side) ** 2
     is_lit = isinstance(decay, NoDecayConfig)
     return timm_config(
         foreign,
-        patches=tensors.shape("pos_embed")[1] - 1
-        if has_positions
-        else (IMAGE_SIZE // patch[0]) ** 2,
+        patches=patches,
         mixer=LionMixerConfig(
             num_heads=_num_heads(foreign, width),
             feature_map="elu_plus_one" if is_lit else "shifted_silu",
@@ -179,7 +178,7 @@ LION_SOURCES = (
         config=_bert_config,
         weights=weights_by(_bert_rules, _bert_config, unused=BERT_UNUSED),
         defaults=BERT_DEFAULTS,
-        rename=BERT_NAMES,
+        rename={r"^model\.": "", **BERT_NAMES},  # the prefix of Composer, which trains them
         adapt=_without_positions,
     ),
 )

@@ -200,10 +200,10 @@ def _of_roberta(foreign: Foreign) -> Foreign:
     """Return a RoBERTa as a BERT: its positions count from the padding token's id + 1."""
     pad = foreign.need("pad_token_id")
     check_whole(0, pad_token_id=pad)
-    fields = {"max_position_embeddings": foreign.need("max_position_embeddings") - pad - 1}
-    if BERT_POSITIONS not in foreign.tensors:
+    if BERT_POSITIONS not in foreign.tensors:  # of an encoder without a head
         return foreign
     table = foreign.tensors.get(BERT_POSITIONS)[pad + 1 :]
+    fields = {"max_position_embeddings": len(table)}
     return foreign.changed(fields=fields, tensors={BERT_POSITIONS: table})
 
 
