@@ -1,4 +1,4 @@
-"""LION's image classifiers, converted: the same scores as the paper's equations."""
+"""LION's models, converted: the same scores as the paper's equations."""
 
 import pytest
 import torch
@@ -6,8 +6,10 @@ from torch.nn.functional import gelu, layer_norm, silu
 
 from onescan.integrations.weights import Foreign, Tensors, convert_model
 from onescan.models.image_classifier import ImageClassifier
+from onescan.models.masked_lm import MaskedLM
 
 WIDTH, HEADS, DEPTH, PATCH, SIDE, CLASSES = 128, 2, 2, 16, 4, 7
+VOCABULARY, TOKENS = 31, 9
 KINDS = {
     "lit": {"decay": "lit"},
     "d": {"decay": "d"},
@@ -154,3 +156,120 @@ def test_tensors_without_a_counterpart_are_refused():
         converted(fields, {n: x for n, x in weights.items() if n != "blocks.1.attn.a_i"})
     with pytest.raises(ValueError, match="global_pool 'max' is unknown"):
         converted({"global_pool": "max"}, weights)
+
+
+def stored_bert(kind, *, positions=False, norm=False):
+    """Return a config and random weights with the names of LION's masked language models."""
+    sizes = {
+        "bert.embeddings.word_embeddings": (VOCABULARY, WIDTH),
+        "bert.embeddings.position_embeddings": (TOKENS, WIDTH),
+        "bert.embeddings.token_type_embeddings": (2, WIDTH),
+        "cls.predictions.transform.dense": (WIDTH, WIDTH),
+    }
+    norms = ["bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"]
+    for i in range(DEPTH):
+        layer = f"bert.encoder.layer.{i}"
+        for name in ("attention.self.query", "attention.self.key", "attention.self.value"):
+            sizes[f"{layer}.{name}"] = (WIDTH, WIDTH)
+        sizes |= {
+            f"{layer}.attention.output.dense": (WIDTH, WIDTH),
+            f"{layer}.intermediate.dense": (4 * WIDTH, WIDTH),
+            f"{layer}.output.dense": (WIDTH, 4 * WIDTH),
+        }
+        norms += [f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"]
+        norms += [f"{layer}.attention.self.layer_norm"] * norm
+        if kind == "lion-s":
+            sizes[f"{layer}.attention.self.Wa_i"] = (HEADS, WIDTH)
+    weights = {f"{name}.weight": random(*shape, scale=2) for name, shape in sizes.items()}
+    for name, (rows, _) in sizes.items():
+        if "_embeddings" not in name:
+            weights[f"{name}.bias"] = random(rows)
+    for name in norms:
+        weights |= {f"{name}.weight": 1 + random(WIDTH), f"{name}.bias": random(WIDTH)}
+    if kind == "lion-d":
+        for i in range(DEPTH):
+            weights[f"bert.encoder.layer.{i}.attention.self.ai"] = random(HEADS) + 1
+    weights["cls.predictions.bias"] = random(VOCABULARY)
+    weights["cls.predictions.decoder.weight"] = weights["bert.embeddings.word_embeddings.weight"]
+    weights["cls.predictions.decoder.bias"] = weights["cls.predictions.bias"]
+    fields = {
+        "model_type": "bert", "arch_type": kind, "layer_norm_after": norm, "hidden_size": WIDTH,
+        "vocab_size": VOCABULARY, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS,
+        "intermediate_size": 4 * WIDTH, "max_position_embeddings": TOKENS, "hidden_act": "gelu",
+        "position_embedding_type": "absolute" if positions else "none",
+    }  # fmt: skip
+    return fields, weights
+
+
+def bert_logits(tokens, keep, fields, weights):
+    """App. C.5 of the paper: BERT, with (Q K^T / sqrt(K) * M) V as its attention."""
+    kind, embeddings = fields["arch_type"], "bert.embeddings"
+
+    def norm(x, name, eps=1e-12):
+        return layer_norm(x, (WIDTH,), weights[f"{name}.weight"], weights[f"{name}.bias"], eps)
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    words = weights[f"{embeddings}.word_embeddings.weight"]
+    x = words[tokens] + weights[f"{embeddings}.token_type_embeddings.weight"][0]
+    if fields["position_embedding_type"] == "absolute":
+        x = x + weights[f"{embeddings}.position_embeddings.weight"][: tokens.shape[1]]
+    x = norm(x, f"{embeddings}.LayerNorm")
+    for i in range(DEPTH):
+        layer = f"bert.encoder.layer.{i}"
+        q, k, v = (
+            linear(x, f"{layer}.attention.self.{name}").unflatten(-1, (HEADS, -1))
+            for name in ("query", "key", "value")
+        )
+        scores = torch.einsum("bihk,bjhk->bhij", q, k) / (WIDTH // HEADS) ** 0.5
+        scores = scores * keep[:, None, None, :]
+        for b in range(len(x)):
+            for h in range(HEADS):
+                decays = torch.ones(x.shape[1], dtype=x.dtype)
+                if kind == "lion-d":
+                    decays = torch.sigmoid(weights[f"{layer}.attention.self.ai"][h]) * decays
+                if kind == "lion-s":
+                    decays = 1 - torch.sigmoid(linear(x[b], f"{layer}.attention.self.Wa_i")[:, h])
+                scores[b, h] *= mask(decays)
+        o = torch.einsum("bhij,bjhv->bihv", scores, v).flatten(2)
+        if fields["layer_norm_after"]:
+            o = norm(o, f"{layer}.attention.self.layer_norm", eps=1e-5)
+        x = norm(
+            x + linear(o, f"{layer}.attention.output.dense"), f"{layer}.attention.output.LayerNorm"
+        )
+        y = linear(gelu(linear(x, f"{layer}.intermediate.dense")), f"{layer}.output.dense")
+        x = norm(x + y, f"{layer}.output.LayerNorm")
+    head = "cls.predictions"
+    x = norm(gelu(linear(x, f"{head}.transform.dense")), f"{head}.transform.LayerNorm")
+    return x @ words.T + weights[f"{head}.bias"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "lion-lit", "positions": True, "norm": True},
+        {"kind": "lion-d"},
+        {"kind": "lion-s"},
+        {"kind": "lion-s", "norm": True},
+    ],
+    ids=str,
+)
+def test_masked_language_models_have_equal_scores_with_padding(options):
+    fields, weights = stored_bert(**options)
+    saved = {f"model.{name}": tensor for name, tensor in weights.items()}  # by Composer
+    model = convert_model(Foreign(fields=fields, tensors=Tensors(saved)))
+    assert isinstance(model, MaskedLM)
+    tokens = torch.randint(VOCABULARY, (2, TOKENS))
+    keep = torch.arange(TOKENS) < torch.tensor([[TOKENS], [5]])
+    expected = bert_logits(tokens, keep, fields, weights)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(model(tokens, keep)[keep], expected[keep], atol=1e-10, rtol=1e-10)
+
+
+def test_masked_language_models_without_a_counterpart_are_refused():
+    fields, weights = stored_bert("lion-d")
+    with pytest.raises(ValueError, match="arch_type 'lion-x' is unknown"):
+        convert_model(Foreign(fields=fields | {"arch_type": "lion-x"}, tensors=Tensors(weights)))
+    with pytest.raises(ValueError, match=r"which has no bert.encoder.layer.0.attention.self.ai"):
+        convert_model(Foreign(fields=fields | {"arch_type": "lion-lit"}, tensors=Tensors(weights)))

@@ -1,4 +1,4 @@
-"""GPT-2 and BERT of transformers, converted: equal scores, and errors for the rest."""
+"""Language models of transformers, converted: equal scores, and errors for the rest."""
 
 import pytest
 import torch
@@ -27,6 +27,17 @@ def gpt2(**changes):
 def bert(kind="ForMaskedLM", **changes):
     model = getattr(transformers, f"Bert{kind}")(transformers.BertConfig(**BERT | changes))
     return randomized(model)
+
+
+def roberta(kind="Roberta", **changes):
+    config = getattr(transformers, f"{kind}Config")(**BERT | {"pad_token_id": 3} | changes)
+    return randomized(getattr(transformers, f"{kind}ForMaskedLM")(config))
+
+
+def distilbert(**changes):
+    sizes = {"vocab_size": 31, "dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 40}
+    config = transformers.DistilBertConfig(**{**sizes, "max_position_embeddings": 16, **changes})
+    return randomized(transformers.DistilBertForMaskedLM(config))
 
 
 def assert_close(actual, expected):
@@ -59,9 +70,32 @@ def test_bert_has_equal_scores_with_padding_and_segments():
         assert_close(native(tokens), model(tokens).logits)
 
 
-@pytest.mark.parametrize("build", [gpt2, bert])
+@pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert"])
+def test_roberta_has_equal_scores_with_padding_and_segments(kind):
+    model, tokens = roberta(kind), torch.randint(4, 31, (2, 9))
+    native = convert_model(read(model))
+    assert native.config.position.max_tokens == 16 - 4  # positions begin after the padding's id
+    keep = torch.arange(9) < torch.tensor([[9], [6]])
+    tokens = tokens.masked_fill(~keep, 3)
+    segments = torch.randint(2, (2, 9))
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=keep.long(), token_type_ids=segments).logits
+        assert_close(native(tokens, keep, segments=segments)[keep], expected[keep])
+
+
+@pytest.mark.parametrize("changes", [{}, {"sinusoidal_pos_embds": True}])
+def test_distilbert_has_equal_scores_with_padding(changes):
+    model, tokens = distilbert(**changes), torch.randint(31, (2, 9))
+    native = convert_model(read(model))
+    keep = torch.arange(9) < torch.tensor([[9], [6]])
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=keep.long()).logits
+        assert_close(native(tokens, keep)[keep], expected[keep])
+
+
+@pytest.mark.parametrize("build", [gpt2, bert, roberta])
 def test_folders_are_read_with_the_names_of_older_versions(build, tmp_path):
-    model, tokens = build(), torch.randint(31, (2, 9))
+    model, tokens = build(), torch.randint(4, 31, (2, 9))  # no padding of RoBERTa
     model.save_pretrained(tmp_path)
     foreign = read(tmp_path)
     old = {r"^transformer\.": "", r"LayerNorm\.weight": "LayerNorm.gamma"}
@@ -87,6 +121,8 @@ def test_the_pooler_of_bert_is_dropped():
         (gpt2, {"embd_pdrop": 0.3}, "embd_pdrop is 0.3 in the source's config, expected 0.1"),
         (bert, {"hidden_act": "relu"}, "hidden_act is 'relu' in the source's config"),
         (bert, {"is_decoder": True}, "is_decoder is True in the source's config"),
+        (roberta, {"hidden_act": "relu"}, "hidden_act is 'relu' in the source's config"),
+        (distilbert, {"activation": "relu"}, "hidden_act is 'relu' in the source's config"),
     ],
 )
 def test_settings_that_are_not_supported_are_named(build, changes, message):
@@ -95,11 +131,13 @@ def test_settings_that_are_not_supported_are_named(build, changes, message):
 
 
 def test_models_without_the_head_are_refused():
-    with pytest.raises(ValueError, match=r"the source has no tensor"):
+    with pytest.raises(ValueError, match="no head that predicts masked tokens, expected"):
+        convert_model(read(transformers.RobertaModel(transformers.RobertaConfig(**BERT))))
+    with pytest.raises(ValueError, match="no head that predicts masked tokens, expected a BertFor"):
         convert_model(read(bert("Model")))
 
 
-@pytest.mark.parametrize("kind", ["GPT2", "Bert"])
+@pytest.mark.parametrize("kind", ["GPT2", "Bert", "Roberta", "DistilBert"])
 def test_configs_may_omit_defaults(kind):
     theirs = getattr(transformers, f"{kind}Config")().to_dict()
     (source,) = (source for source in SOURCES if f"transformers {kind}" in source.name)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from onescan.integrations.weights import SOURCES, convert_model, read
+from onescan.integrations.weights import SOURCES, Foreign, Tensors, convert_model, read
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -50,6 +50,12 @@ def test_models_of_transformers_have_equal_scores(kind, changes):
     assert native.config.distillation_token == (kind == "DeiT")
 
 
+def test_a_deit_with_one_head_has_equal_scores():
+    model = randomized(transformers.DeiTForImageClassification(transformers.DeiTConfig(**SIZES)))
+    native = convert_model(read(model))
+    assert_equal_scores(model, native, torch.randn(2, 3, 24, 24, dtype=torch.double))
+
+
 @pytest.mark.parametrize("kind", ["ViT", "DeiT"])
 def test_folders_of_transformers_are_read(kind, tmp_path):
     model = of_transformers(kind)
@@ -63,9 +69,12 @@ def test_settings_that_are_not_supported_are_named():
         convert_model(read(of_transformers("ViT", hidden_act="tanh")))
     with pytest.raises(ValueError, match=r"hidden_dropout_prob is 0.1 in the source's config"):
         convert_model(read(of_transformers("ViT", hidden_dropout_prob=0.1)))
-    config = transformers.DeiTConfig(**SIZES)
-    with pytest.raises(ValueError, match="expected a DeiTForImageClassificationWithTeacher"):
-        convert_model(read(transformers.DeiTForImageClassification(config)))
+    for kind in ("ViT", "DeiT"):
+        encoder = getattr(transformers, f"{kind}Model")(
+            getattr(transformers, f"{kind}Config")(**SIZES)
+        )
+        with pytest.raises(ValueError, match="no classification head, expected a ViTForImageClass"):
+            convert_model(read(encoder))
 
 
 def timm_weights(*, distilled=False, deit3=False, width=24, depth=2):
@@ -208,15 +217,80 @@ def test_only_safetensors_are_read(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="cannot be read"):
         read(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    for content, message in (
+        ("[]", "is not a JSON object"),
+        ('{"weight_map": [1]}', "holds no safetensors file"),
+        ('{"weight_map": {"a": "model-1-of-2.safetensors"}}', "names model-1-of-2.*no such file"),
+    ):
+        index.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no file or folder /no/such/folder"):
         read("/no/such/folder")
 
 
+def test_shards_are_read_together(tmp_path):
+    model = of_transformers("ViT")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    first, *others = sorted(tmp_path.glob("*.safetensors"))
+    assert others
+    images = torch.randn(2, 3, 24, 24, dtype=torch.double)
+    assert_equal_scores(model, convert_model(read(tmp_path)), images)
+    with pytest.raises(ValueError, match="is one of several shards, expected their folder"):
+        read(first)
+
+
 def test_other_architectures_are_refused():
     with pytest.raises(
-        ValueError, match=r"has tensors such as weight, expected one of: .*BertForMaskedLM"
+        ValueError,
+        match=r"no config.json that names a model, and tensors such as weight, .*BertFor",
     ):
         convert_model(read(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="the source is a 'swin', expected one of"):
+        convert_model(Foreign(fields={"model_type": "swin"}, tensors=Tensors({})))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": "24"}, "width is '24', expected int"),
+        ({"intermediate_size": "40"}, "intermediate_size is '40', expected a whole number"),
+        ({"num_hidden_layers": 10**12}, "the source has no tensor vit.layers.2.attention.q_proj"),
+        (
+            {"image_size": [1, 2, 3]},
+            r"image_size is \[1, 2, 3\] in the source's config, expected one",
+        ),
+        ({"patch_size": None}, "the source's config has no patch_size"),
+    ],
+)
+def test_wrong_configs_are_named(fields, message):
+    foreign = read(of_transformers("ViT"))
+    with pytest.raises(ValueError, match=message):
+        convert_model(foreign.changed(fields=fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        (
+            "vit.embeddings.cls_token",
+            (24,),
+            r"cls_token is \(24,\) in the source, which does not f",
+        ),
+        ("classifier.weight", (), r"classifier.weight is \(\) in the source, expected 2 axes"),
+        (
+            "vit.layers.0.attention.q_proj.weight",
+            (24, 2),
+            "is .24, 2. and .24, 24. and .24, 24. in",
+        ),
+    ],
+)
+def test_wrong_shapes_are_named(name, shape, message):
+    foreign = read(of_transformers("ViT"))
+    with pytest.raises(ValueError, match=message):
+        convert_model(foreign.changed(tensors={name: torch.zeros(shape)}))
 
 
 def test_configs_may_omit_defaults():

@@ -1,28 +1,35 @@
-"""Convert a model of another library, and write it as a folder that the commands read."""
+"""Convert a model of another library or to one, and write a folder that programs read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 
-from onescan import __version__, configs
+from onescan import __version__, configs, zoo
 from onescan.checkpoint.files import write_atomically
 from onescan.checkpoint.run_folder import write_config
 from onescan.checkpoint.weights import WEIGHTS, save_weights, whole_weights
+from onescan.checks import check_choice
 from onescan.data import ImageDatasetConfig, ImageFormat
-from onescan.integrations.weights import convert_model, read
+from onescan.data.text import TextFormat, load_tokenizer
+from onescan.integrations.weights import convert_back, convert_model, read
 from onescan.integrations.weights.source import find
 from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
 from onescan.tasks.image_classification import ImageClassificationConfig
 from onescan.training.config import RunConfig
 from onescan.training.folder import Manifest
+from onescan.training.loading import is_run, load, load_language_model
+from onescan.training.sampling import INDEX, load_pipeline
 
 PREPROCESSOR = "preprocessor_config.json"  # of transformers' image models
 TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+Library = Literal["onescan", "transformers", "diffusers"]
+Write = Callable[..., object]  # writes a folder, given its temporary path and its name
 NO_DATA = "unknown"  # path of the data that a converted model was trained on
 
 
@@ -30,19 +37,24 @@ def convert(
     source: str | Path | nn.Module,
     out: str | Path | None = None,
     *,
+    to: Library = "onescan",
     num_heads: int | None = None,
 ) -> nn.Module:
-    """Convert a model of another library, with its weights, to a native model.
+    """Convert a model of another library, with its weights, to a native model, or back.
 
     See the guide "Convert weights of other libraries" for the supported models. Only safetensors
     files are read, nothing is unpickled, and no code of the source is executed.
 
     Args:
         source: A folder with config.json and safetensors files, a safetensors file, a name on the
-            Hugging Face Hub, or a model in memory.
+            Hugging Face Hub, or a model in memory. With another `to`, a native model, or whatever
+            `onescan.load`, ``onescan generate`` or ``onescan sample`` reads.
         out: Folder to write, or ``None``. It contains an image classifier as a run for `load`, a
             language model with its tokenizer for transformers' ``from_pretrained``, or a denoiser
-            as a pipeline of diffusers.
+            as a pipeline of diffusers. With another `to`, it is for the ``from_pretrained`` of that
+            library, with the tokenizer or image processor.
+        to: "onescan"; or "transformers" or "diffusers", to convert a native model with softmax
+            attention to the same architecture of that library.
         num_heads: Number of attention heads, for tensors without a config; by default that of the
             published model of the same width.
 
@@ -54,22 +66,71 @@ def convert(
         FileNotFoundError: If there is no such file or folder.
         ValueError: If the architecture or a setting is not supported, a tensor is missing, unused
             or of another shape (names it), `out` exists and is not empty, or `source` cannot be
-            read.
-        ImportError: If transformers or diffusers is required to write `out` and not installed.
+            read. With another `to`, if that library has no such model, or the field of the config
+            that it does not have.
+        ImportError: If transformers or diffusers is required and not installed.
     """
+    check_choice("to", to, get_args(Library))
     if out is not None and Path(out).exists() and not _is_empty(Path(out)):
         raise ValueError(f"out is {str(out)!r}, which exists, expected a new folder")
-    place = source if isinstance(source, nn.Module) else find(source)
-    foreign = read(place, num_heads=num_heads)
-    model = convert_model(foreign)
+    if to != "onescan" and num_heads is not None:
+        raise ValueError(f"num_heads is {num_heads} with to={to!r}, expected None")
+    model, write = _import(source, num_heads) if to == "onescan" else _export(source, to)
     if out is not None:
-        out, folder = Path(out), None
-        if not isinstance(place, nn.Module):
-            folder = place if place.is_dir() else place.parent
+        out = Path(out)
         if out.exists():
             out.rmdir()
-        write_atomically(out, lambda path: _write(path, out.name, model, foreign.fields, folder))
+        write_atomically(out, partial(write, name=out.name))
     return model
+
+
+def _import(source: str | Path | nn.Module, num_heads: int | None) -> tuple[nn.Module, Write]:
+    place = source if isinstance(source, nn.Module) else find(source)
+    if not isinstance(place, nn.Module) and is_run(place):
+        raise ValueError(
+            f"source is {str(source)!r}, which is a run; to='transformers' or 'diffusers' converts "
+            "it to another library"
+        )
+    foreign = read(place, num_heads=num_heads)
+    model, folder = convert_model(foreign), None
+    if not isinstance(place, nn.Module):
+        folder = place if place.is_dir() else place.parent
+    return model, partial(_write, model=model, fields=foreign.fields, folder=folder)
+
+
+def _export(source: str | Path | nn.Module, library: str) -> tuple[nn.Module, Write]:
+    native, fields, save_more = _load(source)
+    model = convert_back(native, library, **fields)
+
+    def write(out: Path, name: str) -> None:
+        model.save_pretrained(out)
+        save_more(out)
+
+    return model, write
+
+
+def _load(
+    source: str | Path | nn.Module,
+) -> tuple[nn.Module, dict[str, Any], Callable[[Path], object]]:
+    """Return a native model, fields of transformers' config, and what saves its preprocessing."""
+    if isinstance(source, nn.Module):
+        return source, {}, lambda out: None
+    path = zoo.resolve(Path(source))
+    if (path / INDEX).is_file():
+        return load_pipeline(path).transformer.to_onescan(), {}, lambda out: None
+    run = load(path) if is_run(path) else None
+    if run is None or isinstance(run.format, TextFormat):
+        model, tokenizer = load_language_model(str(source))
+        special = getattr(tokenizer, "tokenizer", None)  # bytes have none
+        ids = {name: getattr(special, name, None) for name in TOKEN_IDS}
+        return model, {k: v for k, v in ids.items() if v is not None}, tokenizer.save
+    if isinstance(run.format, ImageFormat) and isinstance(run.model, ImageClassifier):
+        from onescan.integrations.transformers.convert import image_processor  # slow
+
+        names = dict(enumerate(run.class_names))
+        fields = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+        return run.model, fields, image_processor(run.format).save_pretrained
+    return run.model, {}, lambda out: None
 
 
 def _is_empty(path: Path) -> bool:
@@ -77,7 +138,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def _write(
-    out: Path, name: str, model: nn.Module, fields: Mapping[str, Any], folder: Path | None
+    out: Path, *, name: str, model: nn.Module, fields: Mapping[str, Any], folder: Path | None
 ) -> None:
     if isinstance(model, ImageClassifier):
         _write_run(out, name, model, fields, folder)
@@ -91,8 +152,6 @@ def _write(
         ids = {name: fields[name] for name in TOKEN_IDS if fields.get(name) is not None}
         to_transformers(model, **ids).save_pretrained(out)
         if folder is not None and any((folder / file).is_file() for file in TOKENIZERS):
-            from onescan.data.text import load_tokenizer
-
             load_tokenizer(str(folder)).save(out)
 
 

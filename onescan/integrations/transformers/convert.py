@@ -76,9 +76,9 @@ def image_processor(image_format: Any) -> Any:
     """Return transformers' image processor that prepares color images as a format does.
 
     Raises:
-        ValueError: If images are grayscale or cropped.
+        ValueError: If images are grayscale, or cropped and not square.
     """
-    from transformers import ViTImageProcessor  # slow
+    from transformers import CLIPImageProcessor, ViTImageProcessor  # slow
 
     if not hasattr(image_format, "crop"):
         raise ValueError(f"image_format is {named_type(image_format)}, expected an ImageFormat")
@@ -87,17 +87,21 @@ def image_processor(image_format: Any) -> Any:
             f"image_format has {image_format.channels} channel, expected 3: transformers' image "
             "processors read color images"
         )
-    if image_format.crop is not None:
+    size = {"height": image_format.height, "width": image_format.width}
+    options: dict[str, Any] = {
+        "resample": Image.Resampling.BICUBIC,
+        "image_mean": list(image_format.mean),
+        "image_std": list(image_format.std),
+    }
+    if image_format.crop is None:
+        return ViTImageProcessor(size=size, **options)
+    if image_format.height != image_format.width:
         raise ValueError(
-            f"image_format has crop {image_format.crop}, expected None: the image processor "
-            "resizes whole images"
+            f"image_format has crop {image_format.crop} and size {tuple(size.values())}, expected "
+            "crop None or a square"
         )
-    return ViTImageProcessor(
-        size={"height": image_format.height, "width": image_format.width},
-        resample=Image.Resampling.BICUBIC,
-        image_mean=list(image_format.mean),
-        image_std=list(image_format.std),
-    )
+    shorter = round(image_format.height / image_format.crop)
+    return CLIPImageProcessor(size={"shortest_edge": shorter}, crop_size=size, **options)
 
 
 def load_pretrained(name: str) -> CausalLM | MaskedLM:

@@ -1,18 +1,23 @@
-"""The table of supported architectures, and the conversion of one model."""
+"""The tables of supported architectures, and the conversion of one model in both directions."""
+
+from importlib import import_module
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onescan.allocation import build_model, build_on_meta
-from onescan.checkpoint.weights import distinct
-from onescan.integrations.weights.denoisers import DENOISER_SOURCES
+from onescan.checkpoint.weights import distinct, whole_weights
+from onescan.integrations.weights.denoisers import DENOISER_SOURCES, DENOISER_TARGET
 from onescan.integrations.weights.fla import FLA_SOURCES
 from onescan.integrations.weights.lion import LION_SOURCES
-from onescan.integrations.weights.source import Foreign, Source
-from onescan.integrations.weights.text import TEXT_SOURCES
-from onescan.integrations.weights.vision import VISION_SOURCES
+from onescan.integrations.weights.maps import Target
+from onescan.integrations.weights.source import Foreign, Source, renamed
+from onescan.integrations.weights.text import TEXT_SOURCES, TEXT_TARGETS
+from onescan.integrations.weights.vision import VISION_SOURCES, VISION_TARGET
+from onescan.messages import named_type
 
-# LION comes before vision, because its tensors are named as DeiT's
+# LION comes first, because its tensors are named as those of DeiT and BERT
 SOURCES: tuple[Source, ...] = (
     *LION_SOURCES,
     *VISION_SOURCES,
@@ -20,6 +25,7 @@ SOURCES: tuple[Source, ...] = (
     *DENOISER_SOURCES,
     *FLA_SOURCES,
 )
+TARGETS: tuple[Target, ...] = (VISION_TARGET, *TEXT_TARGETS, DENOISER_TARGET)
 MAX_SHOWN = 5  # names of tensors
 
 
@@ -62,16 +68,59 @@ def convert_model(foreign: Foreign) -> nn.Module:
     return model.eval()
 
 
+def convert_back(model: nn.Module, library: str, **fields: Any) -> Any:
+    """Return a model of another library with the weights of a native model with softmax attention.
+
+    The model is in evaluation mode, and its dtype is that of the native model.
+
+    Args:
+        model: A native model.
+        library: transformers or diffusers.
+        fields: Further fields of the config.
+
+    Raises:
+        ValueError: If the library has no such model, or a field of the native config has no
+            counterpart; names it.
+        ImportError: If the library is not installed.
+    """
+    config: Any = getattr(model, "config", None)
+    target = next((target for target in TARGETS if type(config) is target.config), None)
+    if target is None or target.library != library:
+        known = ", ".join(
+            each.config.__name__.removesuffix("Config")
+            for each in TARGETS
+            if each.library == library
+        )
+        raise ValueError(
+            f"the model is {named_type(model)}, which cannot be converted to {library}; expected "
+            f"one of {known}"
+        )
+    kind = getattr(import_module(library), target.model(config))
+    settings = target.fields(config) | fields
+    with torch.random.fork_rng(devices=[]):  # keep the caller's random state
+        other = kind(**settings) if library == "diffusers" else kind(kind.config_class(**settings))
+    native = whole_weights(model)
+    tensors: dict[str, Tensor] = {}
+    for rule in target.rules(config):
+        tensors |= rule.write(native[rule.native])
+    names = {name: renamed(name, target.rename) for name in other.state_dict()}
+    nn.Module.to(other, next(model.parameters()).dtype)  # without warnings of diffusers
+    other.load_state_dict({name: tensors[new] for name, new in names.items()})
+    return other.eval()
+
+
 def _find(foreign: Foreign) -> tuple[Source, Foreign]:
     """Return the first source that matches, and the model with renamed tensors."""
     for source in SOURCES:
-        renamed = Foreign(
+        candidate = Foreign(
             fields={**source.defaults, **foreign.fields},
-            tensors=foreign.tensors.renamed(source.rename or {}),
+            tensors=foreign.tensors.renamed(source.rename),
         )
-        if source.matches(renamed):
-            return source, renamed
+        if source.matches(candidate):
+            return source, source.adapt(candidate)
+    first = next(iter(foreign.tensors), None)
     kind = foreign.fields.get("model_type") or foreign.fields.get("_class_name")
-    what = f"is a {kind!r}" if kind else f"has tensors such as {next(iter(foreign.tensors), None)}"
-    known = ", ".join(source.name for source in SOURCES)
+    unnamed = f"has no config.json that names a model, and tensors such as {first}"
+    what = f"is a {kind!r}" if kind else unnamed
+    known = "; ".join(source.name for source in SOURCES)
     raise ValueError(f"the source {what}, expected one of: {known}")

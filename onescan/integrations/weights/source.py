@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from onescan.messages import named_type
 CONFIG, SUFFIX = "config.json", ".safetensors"
 DOWNLOADED = ("*.json", f"*{SUFFIX}", "*.txt", "*.model")  # files that are read from the hub
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+SHARD = re.compile(rf".*-\d+-of-0*[1-9]\d*{re.escape(SUFFIX)}")
 PIPELINE = "transformer"  # folder of the denoiser in a pipeline of diffusers
 
 
@@ -43,17 +44,29 @@ class Tensors:
     def renamed(self, rules: Mapping[str, str]) -> "Tensors":
         """Return all tensors, unused, under new names: regular expressions and replacements."""
         tensors: dict[str, Tensor] = {}
-        for name, tensor in self._all.items():
-            for pattern, replacement in rules.items():
-                name = re.sub(pattern, replacement, name)
+        for old, tensor in self._all.items():
+            name = renamed(old, rules)
             if name in tensors:
                 raise ValueError(f"the source has several tensors that mean {name}")
             tensors[name] = tensor
         return Tensors(tensors)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without using it; ValueError if it is missing."""
-        return tuple(self._get(name).shape)
+    def get(self, name: str) -> Tensor:
+        """Return a tensor without using it; ValueError if it is missing."""
+        if name not in self._all:
+            raise ValueError(f"the source has no tensor {name}")
+        return self._all[name]
+
+    def shape(self, name: str, axes: int | None = None) -> tuple[int, ...]:
+        """Return the shape of a tensor without using it.
+
+        Raises:
+            ValueError: If it is missing, or has another number of axes than expected.
+        """
+        shape = tuple(self.get(name).shape)
+        if axes is not None and len(shape) != axes:
+            raise ValueError(f"{name} is {shape} in the source, expected {axes} axes")
+        return shape
 
     def take(self, name: str) -> Tensor:
         """Return and use a tensor.
@@ -61,7 +74,7 @@ class Tensors:
         Raises:
             ValueError: If it is missing, or was used before.
         """
-        tensor = self._get(name)
+        tensor = self.get(name)
         if name not in self._unused:
             raise ValueError(f"the tensor {name} is used twice")
         del self._unused[name]
@@ -90,11 +103,6 @@ class Tensors:
     def unused(self) -> list[str]:
         """Names of the tensors that were neither used nor dropped."""
         return list(self._unused)
-
-    def _get(self, name: str) -> Tensor:
-        if name not in self._all:
-            raise ValueError(f"the source has no tensor {name}")
-        return self._all[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +137,20 @@ class Foreign:
             raise ValueError(f"the source's config has no {name}")
         return self.fields[name]
 
+    def changed(
+        self,
+        *,
+        fields: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        without: Iterable[str] = (),
+    ) -> "Foreign":
+        """Return the model with some fields and tensors replaced, and without some tensors."""
+        kept = [name for name in self.tensors if name not in set(without)]
+        return Foreign(
+            fields={**self.fields, **(fields or {})},
+            tensors=Tensors({name: self.tensors.get(name) for name in kept} | dict(tensors or {})),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -144,9 +166,18 @@ class Source:
     """Return the tensors by their native names; tied tensors only under their first name."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the source's config may omit."""
-    rename: Mapping[str, str] | None = None
+    rename: Mapping[str, str] = field(default_factory=dict)
     """Regular expressions in names of tensors and their replacements, such as for names of older
     versions; applied first, in this order, before `matches`."""
+    adapt: Callable[[Foreign], Foreign] = lambda foreign: foreign
+    """Applied before `config` and `weights`, to models that are written in another way."""
+
+
+def renamed(name: str, rules: Mapping[str, str]) -> str:
+    """Apply regular expressions and their replacements to a name."""
+    for pattern, replacement in rules.items():
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def read(source: str | Path | nn.Module, *, num_heads: int | None = None) -> Foreign:
@@ -164,10 +195,6 @@ def read(source: str | Path | nn.Module, *, num_heads: int | None = None) -> For
     extra = {} if num_heads is None else {"num_heads": num_heads}
     if isinstance(source, nn.Module):
         return Foreign(fields=_fields_of(source) | extra, tensors=Tensors(source.state_dict()))
-    if not isinstance(source, str | Path):
-        raise ValueError(
-            f"source is {named_type(source)}, expected a folder, a file, a hub name or a model"
-        )
     path = find(source)
     folder = path if path.is_dir() else path.parent
     config = folder / CONFIG
@@ -177,6 +204,10 @@ def read(source: str | Path | nn.Module, *, num_heads: int | None = None) -> For
 
 def find(source: str | Path) -> Path:
     """Return the folder or file of a source; a hub name is downloaded, without any code."""
+    if not isinstance(source, str | Path):
+        raise ValueError(
+            f"source is {named_type(source)}, expected a folder, a file, a hub name or a model"
+        )
     path = Path(source)
     if not path.exists():
         if not HUB_NAME.fullmatch(str(source)):
@@ -230,8 +261,13 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     index = sorted(path.glob(f"*{SUFFIX}.index.json")) if path.is_dir() else []
     if index:  # of sharded weights
-        shards = _read_json(index[0]).get("weight_map", {})
-        files = sorted({path / Path(str(name)).name for name in shards.values()})
+        shards = _read_json(index[0]).get("weight_map")
+        given = shards.values() if isinstance(shards, dict) else ()
+        files = sorted({path / Path(str(name)).name for name in given})
+        if missing := next((file.name for file in files if not file.is_file()), None):
+            raise ValueError(f"{index[0]} names {missing}, but there is no such file")
+    if path.is_file() and SHARD.fullmatch(path.name):
+        raise ValueError(f"{path} is one of several shards, expected their folder")
     if not files or (path.is_file() and path.suffix != SUFFIX):
         raise ValueError(
             f"{path} holds no safetensors file; pickled weights are not read, convert them to "
