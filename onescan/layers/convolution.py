@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from onescan.checks import check_positive
 from onescan.shapes import Hidden, Keep
 
-Window = Float[Tensor, "B _ D"]  # the last kernel_size - 1 real tokens
+Window = Float[Tensor, "B _ channels"]  # the last kernel_size - 1 real tokens
 BatchIndices = Int[Tensor, "B T"]
 
 

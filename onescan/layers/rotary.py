@@ -1,18 +1,21 @@
 """Rotary positions (RoPE): queries and keys are rotated by their position along one axis."""
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from onescan.ops.lrpe import lrpe_angles
 from onescan.ops.numerics import accumulation_dtype
-from onescan.shapes import Angles, Grid, Position
+from onescan.shapes import Grid, Position
+
+RotaryAngles = Float[Tensor, "T 1 _"]  # K / 2 in each head
 
 BASE = 10_000.0
 
 
 def rotary_angles(
     grid: Grid, width: int, *, start: Position, dtype: torch.dtype, device: torch.device
-) -> Angles:
+) -> RotaryAngles:
     """Return the angles n 10000^(-2j / K) of positions n, for j < K / 2, as [T, 1, K / 2].
 
     Args:

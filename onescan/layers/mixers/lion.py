@@ -34,7 +34,7 @@ from onescan.layers.decays import (
 )
 from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
 from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
-from onescan.layers.rotary import check_rotary, rotary_angles, rotated
+from onescan.layers.rotary import RotaryAngles, check_rotary, rotary_angles, rotated
 from onescan.layers.tokens import Order, snake_orders
 from onescan.ops.decay_attention import DecayAt, DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
@@ -45,7 +45,7 @@ from onescan.ops.numerics import (
     safe_divide,
     to_accumulation_dtype,
 )
-from onescan.shapes import Angles, Grid, Hidden, Keep, Keys, LowerBound, Position, Queries, Values
+from onescan.shapes import Grid, Hidden, Keep, Keys, LowerBound, Position, Queries, Values
 
 MeanDecays = Float[Tensor, "scans H"] | Float[Tensor, "scans H K"]
 ScanName = Literal["flat", "natural"]
@@ -290,7 +290,7 @@ class LionMixer(Mixer):
         self.check_state(state, LionState, causal=True)
         return state.attention, state.window, state.position or 0
 
-    def _angles(self, u: Hidden, grid: Grid, start: Position) -> Angles | None:
+    def _angles(self, u: Hidden, grid: Grid, start: Position) -> RotaryAngles | None:
         if not self.config.rotary:
             return None
         return rotary_angles(grid, self.key_width, start=start, dtype=u.dtype, device=u.device)
@@ -305,7 +305,7 @@ class LionMixer(Mixer):
             return flipped(self.conv(flipped(u), keep=flipped(keep))[0]), None
         return self.conv(u, keep=keep, state=window)
 
-    def _qkv(self, u: Hidden, angles: Angles | None) -> tuple[Queries, Keys | None, Values]:
+    def _qkv(self, u: Hidden, angles: RotaryAngles | None) -> tuple[Queries, Keys | None, Values]:
         """Return queries, keys (None if the decay provides them) and values."""
         q, *projected, v = u.split(self.qkv_widths, dim=-1)
         q = self._features(q, angles) * self.key_width**-0.5
@@ -374,7 +374,7 @@ class LionMixer(Mixer):
     def _attend_naturally(
         self,
         u: Hidden,
-        angles: Angles | None,
+        angles: RotaryAngles | None,
         decays: Sequence[DecayOutput],
         grid: Grid,
         keep: Keep | None,
@@ -416,7 +416,7 @@ class LionMixer(Mixer):
         u, _ = self._convolved(u.index_select(1, order.token), keep)
         return u.index_select(1, order.step)
 
-    def _features(self, x: Hidden, angles: Angles | None) -> Keys:
+    def _features(self, x: Hidden, angles: RotaryAngles | None) -> Keys:
         """Apply the feature map and the rotation, and repeat a group for each of its heads."""
         x = self.feature_map(x.unflatten(-1, (self.config.num_heads, -1)))
         if angles is not None:  # of the distance in this mixer's direction
