@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from onescan.layers.basic import GLUConfig, MLPConfig
+from onescan.layers.decays import FixedDecayConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     HydraMixerConfig,
@@ -29,6 +30,26 @@ CAUSAL = {
     },
     "lion": {"mixer": LionMixerConfig(num_heads=3, direction="forward"), "position": None},
     "delta": {"mixer": DeltaRuleMixerConfig(num_heads=3, direction="forward"), "position": TPE},
+    "deltanet": {
+        "mixer": DeltaRuleMixerConfig(
+            num_heads=3, direction="forward", conv_size=4, value_map="silu", gate="silu"
+        ),
+        "position": None,
+    },
+    "retnet": {
+        "mixer": LionMixerConfig(
+            num_heads=3,
+            direction="forward",
+            feature_map="identity",
+            decay=FixedDecayConfig(),
+            normalize="none",
+            norm="rms",
+            value_width=16,
+            gate="silu",
+            rotary=True,
+        ),
+        "position": None,
+    },
     "rwkv6": {"mixer": RWKV6MixerConfig(num_heads=3, direction="forward"), "position": None},
     "mamba": {"mixer": MambaMixerConfig(direction="forward", state_size=4), "position": None},
     "ldn": {
@@ -48,6 +69,7 @@ BOTH = {
         "position": ToeplitzPositionConfig(hidden_states=4, bidirectional=True),
     },
     "lion": {"mixer": LionMixerConfig(num_heads=3), "position": None},
+    "delta": {"mixer": DeltaRuleMixerConfig(num_heads=3, conv_size=5), "position": None},
     "vim": {"mixer": MambaMixerConfig(state_size=4), "position": None},
     "hydra": {"mixer": HydraMixerConfig(num_heads=3, state_size=4), "position": None},
     "ldn": {

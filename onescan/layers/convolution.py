@@ -83,7 +83,11 @@ class ShortConvolution(nn.Conv1d):
 
         Returns:
             The convolved tokens, and the last W - 1 real inputs; None if not causal.
+
+        Raises:
+            ValueError: If there are no tokens.
         """
+        check_positive(T=x.shape[1])
         order = None if keep is None else RealFirst.of(keep)
         if keep is not None and order is not None:
             x = order.collect(x.masked_fill(~keep.unsqueeze(-1), 0))  # 0 times NaN is NaN

@@ -166,6 +166,7 @@ class DeltaRuleMixer(Mixer):
             return None, None
         self.config.check_state(state, grid)
         if self.conv is None:
+            self.check_state(state, DeltaState, causal=True)
             return state, None
         self.check_state(state, DeltaRuleState, causal=True)
         return state.attention, state.window

@@ -286,6 +286,7 @@ class LionMixer(Mixer):
             return None, None, 0
         self.config.check_state(state, grid)
         if self.conv is None and not self.config.rotary:
+            self.check_state(state, DecayState, causal=True)
             return state, None, 0
         self.check_state(state, LionState, causal=True)
         return state.attention, state.window, state.position or 0
