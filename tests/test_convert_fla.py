@@ -128,6 +128,10 @@ def test_tensors_that_differ_are_refused():
         converted(GLA, weights | {f"{layer}.b_proj.weight": torch.zeros(3, 24)})
     with pytest.raises(ValueError, match=f"no tensor {layer}.v_proj.weight"):
         converted(GLA, {n: x for n, x in weights.items() if n != f"{layer}.v_proj.weight"})
+    shared = RETNET | {"num_heads": 4, "num_kv_heads": 2}
+    odd = retnet_weights(shared) | {"model.layers.0.attn.k_proj.weight": torch.zeros(13, 24)}
+    with pytest.raises(ValueError, match=r"k_proj.weight has 13 rows, expected a multiple of 2"):
+        converted(shared, odd)
     settings = GLA | {"use_short_conv": True, "feature_map": "relu"}
     with pytest.raises(ValueError, match=r"feature_map is 'relu' .* expected None"):
         converted(settings, gla_weights(settings))

@@ -105,15 +105,7 @@ def _weights(foreign: Foreign) -> dict[str, Tensor]:
     renamed |= {f"mlp.{part}_proj": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
     for i in range(tensors.count("model.layers.")):
         layer, block = f"model.layers.{i}", f"network.blocks.{i}"
-        rows = [_taken(foreign, f"{layer}.attn.{x}_proj.weight") for x in "qkv"]
-        if f"{layer}.attn.{architecture.gate}.weight" in tensors:
-            rows.append(tensors.take(f"{layer}.attn.{architecture.gate}.weight"))
-        weights[f"{block}.mixer.in_proj.weight"] = torch.cat(rows)
-        for part in ("weight", "bias"):
-            if f"{layer}.attn.q_conv1d.{part}" in tensors:
-                names = [f"{layer}.attn.{x}_conv1d.{part}" for x in "qkv"]
-                merged = torch.cat([_taken(foreign, name) for name in names])
-                weights[f"{block}.mixer.conv.{part}"] = merged
+        weights |= _merged(foreign, f"{layer}.attn", f"{block}.mixer", architecture.gate)
         for name, native in renamed.items():
             for part in ("weight", "bias"):
                 if f"{layer}.{name}.{part}" in tensors:
@@ -125,12 +117,28 @@ def _weights(foreign: Foreign) -> dict[str, Tensor]:
     return weights
 
 
+def _merged(foreign: Foreign, attn: str, mixer: str, gate: str) -> dict[str, Tensor]:
+    """Return the merged projection and, if present, the merged convolution."""
+    tensors = foreign.tensors
+    rows = [_taken(foreign, f"{attn}.{x}_proj.weight") for x in "qkv"]
+    if f"{attn}.{gate}.weight" in tensors:
+        rows.append(tensors.take(f"{attn}.{gate}.weight"))
+    weights = {f"{mixer}.in_proj.weight": torch.cat(rows)}
+    for part in ("weight", "bias"):
+        if f"{attn}.q_conv1d.{part}" in tensors:
+            filters = [_taken(foreign, f"{attn}.{x}_conv1d.{part}") for x in "qkv"]
+            weights[f"{mixer}.conv.{part}"] = torch.cat(filters)
+    return weights
+
+
 def _taken(foreign: Foreign, name: str) -> Tensor:
-    """Return and use a tensor, with the rows of heads that share keys and values repeated."""
+    """Return and use a tensor; rows of keys and values that heads share are repeated for each."""
     tensor, heads = foreign.tensors.take(name), foreign.fields.get("num_heads")
     shared = foreign.fields.get("num_kv_heads") or heads
     if shared == heads or not SHARED.search(name):
         return tensor
+    if len(tensor) % shared:
+        raise ValueError(f"{name} has {len(tensor)} rows, expected a multiple of {shared} heads")
     return tensor.unflatten(0, (shared, -1)).repeat_interleave(heads // shared, 0).flatten(0, 1)
 
 

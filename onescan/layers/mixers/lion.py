@@ -468,11 +468,11 @@ RETNET = FixedDecayConfig(init="retnet", learnable=False)
 # The linear transformers of LION's Table 1.
 # They are bidirectional; direction="forward" gives the causal recurrences, which are the only ones
 # in the table. Feature maps are those of the original models, except for the random features of
-# gated RFA. Convolutions, output gates, token shifts, RetNet's rotation, RWKV-6's bonus and Mamba's
-# skip connection D x are omitted. The original RWKV-6 reads the state before decaying it; it is
-# `RWKV6MixerConfig`. Outputs without scaling grow with the number of tokens, hence the norm. All
-# original models apply the decay of the reading token ("target"), which is the default for diagonal
-# decays.
+# gated RFA. Convolutions, output gates and RetNet's rotation are omitted; `conv_size`, `gate` and
+# `rotary` add them. Also omitted are token shifts, RWKV-6's bonus and Mamba's skip connection D x.
+# The original RWKV-6 reads the state before decaying it; it is `RWKV6MixerConfig`. Outputs without
+# scaling grow with the number of tokens, hence the norm. All original models apply the decay of the
+# reading token ("target"), which is the default for diagonal decays.
 LINEAR_TRANSFORMERS: Mapping[str, DirectedMixerConfig] = MappingProxyType(
     {
         "linear_attention": LionMixerConfig(
