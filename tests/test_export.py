@@ -65,12 +65,6 @@ CAUSAL = {
         "mixer": DeltaRuleMixerConfig(num_heads=2, direction="forward", chunk_size=CHUNK),
         "position": None,
     },
-    "deltanet": {
-        "mixer": DeltaRuleMixerConfig(
-            num_heads=2, direction="forward", chunk_size=CHUNK, conv_size=4, gate="silu"
-        ),
-        "position": None,
-    },
     "retnet": {
         "mixer": LionMixerConfig(
             num_heads=2,
@@ -81,6 +75,7 @@ CAUSAL = {
             normalize="none",
             norm="rms",
             value_width=16,
+            conv_size=4,
             rotary=True,
         ),
         "position": None,

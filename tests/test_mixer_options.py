@@ -319,6 +319,18 @@ def test_a_state_of_another_config_is_refused(name):
             each(x, Grid((2,)), state=states[other])
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["deltanet", "retention, convolution"])
+def test_a_mixer_compiles_whole(name):
+    mixer, x = trained(CAUSAL[name]), tokens(2, 5).detach()
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    want, whole = mixer(x, Grid((5,)))
+    first, state = compiled(x[:, :3], Grid((3,)))
+    rest, state = compiled(x[:, 3:], Grid((2,)), state=state)
+    torch.testing.assert_close(torch.cat([first, rest], dim=1), want)
+    torch.testing.assert_close(state, whole)
+
+
 LION, DELTA, LIGHTNET = (
     partial(config, num_heads=HEADS)
     for config in (LionMixerConfig, DeltaRuleMixerConfig, LightNetMixerConfig)

@@ -289,7 +289,8 @@ class LionMixer(Mixer):
             self.check_state(state, DecayState, causal=True)
             return state, None, 0
         self.check_state(state, LionState, causal=True)
-        return state.attention, state.window, state.position or 0
+        position = 0 if state.position is None else state.position  # a tensor in exported programs
+        return state.attention, state.window, position
 
     def _angles(self, u: Hidden, grid: Grid, start: Position) -> RotaryAngles | None:
         if not self.config.rotary:
