@@ -30,6 +30,21 @@ CAUSAL = {
     },
     "lion": {"mixer": LionMixerConfig(num_heads=3, direction="forward"), "position": None},
     "delta": {"mixer": DeltaRuleMixerConfig(num_heads=3, direction="forward"), "position": TPE},
+    "rwkv6": {"mixer": RWKV6MixerConfig(num_heads=3, direction="forward"), "position": None},
+    "mamba": {"mixer": MambaMixerConfig(direction="forward", state_size=4), "position": None},
+    "ldn": {
+        "mixer": LinearDiffusionMixerConfig(num_heads=3, causal=True, sigmas=(1.0,), max_sigma=2.0),
+        "mlp": None,
+        "position": PLACES,
+    },
+    "gpt2": {
+        "mixer": SoftmaxMixerConfig(num_heads=3, causal=True),
+        "mlp": MLPConfig(),
+        "position": PLACES,
+    },
+}
+# options of mixers, with parts of their own in the state
+OPTIONS = {
     "deltanet": {
         "mixer": DeltaRuleMixerConfig(
             num_heads=3, direction="forward", conv_size=4, value_map="silu", gate="silu"
@@ -50,18 +65,6 @@ CAUSAL = {
         ),
         "position": None,
     },
-    "rwkv6": {"mixer": RWKV6MixerConfig(num_heads=3, direction="forward"), "position": None},
-    "mamba": {"mixer": MambaMixerConfig(direction="forward", state_size=4), "position": None},
-    "ldn": {
-        "mixer": LinearDiffusionMixerConfig(num_heads=3, causal=True, sigmas=(1.0,), max_sigma=2.0),
-        "mlp": None,
-        "position": PLACES,
-    },
-    "gpt2": {
-        "mixer": SoftmaxMixerConfig(num_heads=3, causal=True),
-        "mlp": MLPConfig(),
-        "position": PLACES,
-    },
 }
 BOTH = {
     "lightnet": {
@@ -69,7 +72,6 @@ BOTH = {
         "position": ToeplitzPositionConfig(hidden_states=4, bidirectional=True),
     },
     "lion": {"mixer": LionMixerConfig(num_heads=3), "position": None},
-    "delta": {"mixer": DeltaRuleMixerConfig(num_heads=3, conv_size=5), "position": None},
     "vim": {"mixer": MambaMixerConfig(state_size=4), "position": None},
     "hydra": {"mixer": HydraMixerConfig(num_heads=3, state_size=4), "position": None},
     "ldn": {
@@ -89,6 +91,9 @@ BOTH = {
     },
 }
 over_causal = pytest.mark.parametrize("change", CAUSAL.values(), ids=CAUSAL)
+over_all_causal = pytest.mark.parametrize(
+    "change", [*CAUSAL.values(), *OPTIONS.values()], ids=[*CAUSAL, *OPTIONS]
+)
 over_both = pytest.mark.parametrize("change", BOTH.values(), ids=BOTH)
 
 
