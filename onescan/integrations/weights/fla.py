@@ -133,7 +133,8 @@ def _merged(foreign: Foreign, attn: str, mixer: str, gate: str) -> dict[str, Ten
 
 def _taken(foreign: Foreign, name: str) -> Tensor:
     """Return and use a tensor; rows of keys and values that heads share are repeated for each."""
-    tensor, heads = foreign.tensors.take(name), foreign.fields.get("num_heads")
+    tensor = foreign.tensors.take(name)
+    heads: Any = foreign.fields.get("num_heads")  # None in some LightNets, which share nothing
     shared = foreign.fields.get("num_kv_heads") or heads
     if shared == heads or not SHARED.search(name):
         return tensor
