@@ -30,6 +30,7 @@ Memory = Float[Tensor, "B S D"]  # S tokens of another sequence
 CachedKeys = Float[Tensor, "B H S K"]
 CachedKeep = Bool[Tensor, "B S"]
 Places = Int[Tensor, " B"]  # number of tokens so far in each sequence
+Position = int | Int[Tensor, ""]  # number of tokens so far; a tensor in exported programs
 MemoryMask = Bool[Tensor, "B S"]
 Pooled = Float[Tensor, "B D"]
 Keep = Bool[Tensor, "B T"]

@@ -4,12 +4,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tiny_language_models import CAUSAL, causal, ids
+from tiny_language_models import CAUSAL, OPTIONS, causal, ids
 
 from onescan.models.causal_lm import Sampling
 from onescan.models.continuous_batch import BatchWorker, ContinuousBatch
 
-CONSTANT = [name for name in CAUSAL if name != "gpt2"]
+CONSTANT = {name: change for name, change in (CAUSAL | OPTIONS).items() if name != "gpt2"}
 SAMPLINGS = (None, Sampling(temperature=0.9, top_k=5, top_p=0.9), Sampling(temperature=1.5))
 PROMPTS, NEW, STARTS = (3, 11, 1), (6, 4, 9), (0, 2, 3)  # tokens, tokens, step of joining
 
@@ -18,9 +18,9 @@ def rng(seed):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("name", CONSTANT)
-def test_sequences_get_the_tokens_of_generate(name):
-    model = causal(CAUSAL[name])
+@pytest.mark.parametrize("change", CONSTANT.values(), ids=CONSTANT)
+def test_sequences_get_the_tokens_of_generate(change):
+    model = causal(change)
     batch, sequences = ContinuousBatch(model), []
     for step in range(20):
         for i in (i for i, start in enumerate(STARTS) if start == step):

@@ -6,17 +6,18 @@ import pytest
 import torch
 from fla_models import (
     DELTA_NET,
-    DEPTH,
     GLA,
     LIGHTNET,
+    RETNET,
     VOCABULARY,
-    WIDTH,
     delta_net,
     delta_net_weights,
     gla,
     gla_weights,
     lightnet,
     lightnet_weights,
+    retnet,
+    retnet_weights,
     scores,
 )
 from safetensors.torch import save_file
@@ -25,6 +26,7 @@ import onescan
 from onescan.integrations.transformers import OnescanForCausalLM
 from onescan.integrations.weights import Foreign, Tensors, convert_model
 
+CONVOLUTIONS = {"use_short_conv": True, "conv_size": 3, "conv_bias": True}
 MODELS = {
     "lightnet": (LIGHTNET, lightnet_weights, lightnet),
     "lightnet, tied": (LIGHTNET | {"tie_word_embeddings": True}, lightnet_weights, lightnet),
@@ -33,9 +35,43 @@ MODELS = {
         lightnet_weights,
         lightnet,
     ),
+    "lightnet, convolutions": (LIGHTNET | CONVOLUTIONS, lightnet_weights, lightnet),
     "gla": (GLA, gla_weights, gla),
     "gla, no gate": (GLA | {"use_output_gate": False, "expand_k": 1}, gla_weights, gla),
+    "gla, convolutions": (
+        GLA | CONVOLUTIONS | {"expand_v": 2, "num_kv_heads": 1},
+        gla_weights,
+        gla,
+    ),
+    "gla, relu": (GLA | {"feature_map": "relu", "elementwise_affine": False}, gla_weights, gla),
+    "retnet": (RETNET, retnet_weights, retnet),
+    "retnet, shared keys": (
+        RETNET | CONVOLUTIONS | {"num_heads": 4, "num_kv_heads": 2, "use_output_gate": False},
+        retnet_weights,
+        retnet,
+    ),
     "delta_net": (DELTA_NET, delta_net_weights, delta_net),
+    "delta_net, no convolutions": (
+        DELTA_NET | {"use_short_conv": False, "allow_neg_eigval": True},
+        delta_net_weights,
+        delta_net,
+    ),
+    "delta_net, gate": (
+        DELTA_NET | CONVOLUTIONS | {"use_gate": True, "expand_k": 0.5, "expand_v": 2},
+        delta_net_weights,
+        delta_net,
+    ),
+    "delta_net, elu": (
+        DELTA_NET | {"qk_activation": "elu", "qk_norm": "sum", "use_beta": False},
+        delta_net_weights,
+        delta_net,
+    ),
+    "delta_net, relu": (DELTA_NET | {"qk_activation": "relu"}, delta_net_weights, delta_net),
+    "delta_net, identity": (
+        DELTA_NET | {"qk_activation": "identity"},
+        delta_net_weights,
+        delta_net,
+    ),
 }
 over_models = pytest.mark.parametrize(("settings", "draw", "mixer"), MODELS.values(), ids=MODELS)
 
@@ -70,11 +106,11 @@ REFUSED = {
     "convolutions": (LIGHTNET, {"use_short_conv": True}, "use_short_conv is True"),
     "hybrid": (LIGHTNET, {"attn": {"layers": [0]}}, "attn is {'layers': .0.}"),
     "activation": (LIGHTNET, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    "feature map": (GLA, {"feature_map": "relu"}, "feature_map is 'relu'"),
-    "shared keys": (GLA, {"num_kv_heads": 1}, "num_kv_heads is 1 .* expected None or 3"),
-    "norm of keys": (DELTA_NET, {"qk_norm": "sum"}, "qk_norm is 'sum'"),
-    "gate": (DELTA_NET, {"use_gate": True}, "use_gate is True"),
-    "rotation": (GLA, {"model_type": "retnet"}, "queries and keys are rotated"),
+    "feature map": (GLA, {"feature_map": "gelu"}, "feature_map 'gelu' is unknown"),
+    "shared keys": (GLA, {"num_kv_heads": 2}, "num_kv_heads is 2, expected a divisor of .* 3"),
+    "norm of keys": (DELTA_NET, {"qk_norm": "softmax"}, "qk_norm is 'softmax'"),
+    "activation of keys": (DELTA_NET, {"qk_activation": "tanh"}, "qk_activation 'tanh' is unknown"),
+    "decay": (DELTA_NET, {"model_type": "gated_deltanet"}, "its state decays"),
 }
 
 
@@ -88,13 +124,17 @@ def test_settings_that_differ_are_refused(settings, changes, message):
 
 def test_tensors_that_differ_are_refused():
     weights, layer = gla_weights(), "model.layers.1.attn"
-    with pytest.raises(ValueError, match=f"which has no {layer}.q_conv1d.weight"):
-        converted(GLA, weights | {f"{layer}.q_conv1d.weight": torch.zeros(12, 1, 4)})
+    with pytest.raises(ValueError, match=f"which has no {layer}.b_proj.weight"):
+        converted(GLA, weights | {f"{layer}.b_proj.weight": torch.zeros(3, 24)})
     with pytest.raises(ValueError, match=f"no tensor {layer}.v_proj.weight"):
         converted(GLA, {n: x for n, x in weights.items() if n != f"{layer}.v_proj.weight"})
-    wide = {f"model.layers.{i}.attn.v_proj.weight": torch.zeros(48, WIDTH) for i in range(DEPTH)}
-    with pytest.raises(ValueError, match="v_proj has 48 rows, expected 24"):
-        converted(GLA | {"expand_v": 2}, weights | wide)
+    shared = RETNET | {"num_heads": 4, "num_kv_heads": 2}
+    odd = retnet_weights(shared) | {"model.layers.0.attn.k_proj.weight": torch.zeros(13, 24)}
+    with pytest.raises(ValueError, match=r"k_proj.weight has 13 rows, expected a multiple of 2"):
+        converted(shared, odd)
+    settings = GLA | {"use_short_conv": True, "feature_map": "relu"}
+    with pytest.raises(ValueError, match=r"feature_map is 'relu' .* expected None"):
+        converted(settings, gla_weights(settings))
 
 
 def test_a_folder_is_written_for_transformers(tmp_path):

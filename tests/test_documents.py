@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_language_models import BOTH, SMALL, built, causal, ids, over_both, over_causal
+from tiny_language_models import BOTH, SMALL, built, causal, ids, over_all_causal, over_both
 from torch.nn.functional import cross_entropy
 
 from onescan.layers.tokens import Documents
@@ -53,7 +53,7 @@ def assert_packing_changes_nothing(model, tokens):
         torch.testing.assert_close(got[name], want[name], rtol=1e-7, atol=1e-9, msg=name)
 
 
-@over_causal
+@over_all_causal
 def test_a_causal_model_separates_documents(change):
     model = causal(change)
     tokens = ids(2, 10)

@@ -21,6 +21,7 @@ from onescan.integrations.export import (
     solve_unit_triangular,
 )
 from onescan.layers.basic import GLUConfig, MLPConfig
+from onescan.layers.decays import FixedDecayConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     HydraMixerConfig,
@@ -62,6 +63,21 @@ CAUSAL = {
     },
     "delta": {
         "mixer": DeltaRuleMixerConfig(num_heads=2, direction="forward", chunk_size=CHUNK),
+        "position": None,
+    },
+    "retnet": {
+        "mixer": LionMixerConfig(
+            num_heads=2,
+            direction="forward",
+            chunk_size=CHUNK,
+            feature_map="identity",
+            decay=FixedDecayConfig(),
+            normalize="none",
+            norm="rms",
+            value_width=16,
+            conv_size=4,
+            rotary=True,
+        ),
         "position": None,
     },
     "mamba": {

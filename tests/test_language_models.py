@@ -17,6 +17,7 @@ from tiny_language_models import (
     built,
     causal,
     ids,
+    over_all_causal,
     over_both,
     over_causal,
     padded,
@@ -52,7 +53,7 @@ from onescan.recipes import RECIPES, find_recipe
 from onescan.shapes import Grid
 
 
-@over_causal
+@over_all_causal
 def test_cached_and_chunked_calls_equal_one_at_every_cut(change):
     model, tokens = causal(change), ids(2, TOKENS)
     want, whole = model(tokens)
@@ -79,7 +80,7 @@ def test_no_token_hears_of_a_later_one(change):
     assert (got[:, 5:] != want[:, 5:]).any(dim=-1).all()
 
 
-@over_causal
+@over_all_causal
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_equals_single_runs(change, side):
     model, tokens, lengths = causal(change), ids(3, TOKENS), (4, TOKENS, 1)
@@ -95,7 +96,7 @@ def test_a_padded_batch_equals_single_runs(change, side):
             torch.testing.assert_close(after[b : b + 1], want, atol=1e-9, rtol=1e-9)
 
 
-@over_causal
+@over_all_causal
 def test_beams_reorder_states(change):
     model, tokens, more = causal(change), ids(3, 5), ids(4, 2, seed=1)
     rows = torch.tensor([2, 0, 0, 1])
@@ -144,7 +145,7 @@ def test_token_places_are_counted_over_real_tokens():
         position(torch.zeros(2, 2, 3), Grid((2,)), taken)
 
 
-@over_causal
+@over_all_causal
 def test_a_state_survives_being_flattened(change):
     model, tokens = causal(change), ids(2, 5)
     _, state = model(tokens)

@@ -8,7 +8,12 @@ from torch import nn
 
 from onescan.configs import replace
 from onescan.layers.decays import DECAYS
-from onescan.layers.mixers import LINEAR_TRANSFORMERS, MIXERS, LionMixerConfig
+from onescan.layers.mixers import (
+    LINEAR_TRANSFORMERS,
+    MIXERS,
+    DeltaRuleMixerConfig,
+    LionMixerConfig,
+)
 from onescan.models.presets import PRESETS, build, preset
 from onescan.shapes import Grid
 
@@ -20,6 +25,8 @@ MIXER_CONFIGS = {
     **{name: config() for name, config in MIXERS.items()},
     **{f"decay {name}": LionMixerConfig(decay=config()) for name, config in DECAYS.items()},
     **{f"row {name}": config for name, config in LINEAR_TRANSFORMERS.items()},
+    "delta rule, convolution": DeltaRuleMixerConfig(conv_size=3, gate="silu"),
+    "lion, convolution": LionMixerConfig(conv_size=3, gate="silu", scan="natural"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pkgutil
+from functools import partial
 from importlib import import_module
 from inspect import isabstract, unwrap
 
@@ -10,7 +11,13 @@ import torch
 from projections import parts_of
 
 from onescan.layers import mixers
-from onescan.layers.mixers import MIXERS, LightNetMixerConfig, MixerConfig
+from onescan.layers.mixers import (
+    MIXERS,
+    DeltaRuleMixerConfig,
+    LightNetMixerConfig,
+    LionMixerConfig,
+    MixerConfig,
+)
 from onescan.ops.additive_decay import reference
 from onescan.ops.lrpe import lrpe_angles
 from onescan.shapes import Grid
@@ -27,7 +34,16 @@ CAUSAL = {
 }
 SEPARATE = {name: CAUSAL[name] for name in ("offset decay", "independent decay")}
 over_separate = pytest.mark.parametrize("fields", SEPARATE.values(), ids=SEPARATE)
-over_mixers = pytest.mark.parametrize("config_class", MIXERS.values(), ids=MIXERS)
+OPTIONS = {
+    "lightnet, convolution": partial(LightNetMixerConfig, conv_size=3, conv_bias=True),
+    "lion, convolution": partial(LionMixerConfig, conv_size=3, scan="natural", gate="silu"),
+    "delta rule, convolution": partial(
+        DeltaRuleMixerConfig, conv_size=3, key_width=5, value_width=6, gate="silu"
+    ),
+    "delta rule, sum": partial(DeltaRuleMixerConfig, feature_map="relu", qk_norm="sum", beta=False),
+}
+CONFIGS = MIXERS | OPTIONS
+over_mixers = pytest.mark.parametrize("config_class", CONFIGS.values(), ids=CONFIGS)
 
 
 def tokens(*shape):

@@ -12,6 +12,7 @@ from tiny_language_models import (
     built,
     causal,
     ids,
+    over_all_causal,
     over_both,
     over_causal,
     padded,
@@ -155,7 +156,7 @@ def test_cached_and_uncached_scores_are_equal_at_every_cut(change):
         assert rest.past_key_values.get_seq_length() == TOKENS
 
 
-@over_causal
+@over_all_causal
 def test_generate_writes_what_the_model_itself_writes(change):
     native, tokens = causal(change), ids(2, 4)
     model = to_transformers(native)
@@ -175,7 +176,7 @@ def test_padding_changes_no_score(change, side):
         assert_close(got[real], model(row[None, :n]).logits[0])
 
 
-@over_causal
+@over_all_causal
 def test_texts_of_several_lengths_are_continued_together(change):
     model, tokens = to_transformers(causal(change)), ids(3, TOKENS)
     rows, keep = padded(tokens, LENGTHS, "left")
@@ -243,7 +244,7 @@ def test_a_cache_has_one_layer_per_block(lightnet):
     assert all(layer.is_croppable for layer in cache.layers)
 
 
-@over_causal
+@over_all_causal
 @pytest.mark.parametrize("embedded", [False, True], ids=["ids", "embeddings"])
 def test_a_cropped_cache_continues_as_if_the_removed_tokens_were_never_read(change, embedded):
     model, tokens = to_transformers(causal(change)), ids(3, TOKENS)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from onescan.layers.basic import GLUConfig, MLPConfig
+from onescan.layers.decays import FixedDecayConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     HydraMixerConfig,
@@ -42,6 +43,29 @@ CAUSAL = {
         "position": PLACES,
     },
 }
+# options of mixers, with parts of their own in the state
+OPTIONS = {
+    "deltanet": {
+        "mixer": DeltaRuleMixerConfig(
+            num_heads=3, direction="forward", conv_size=4, value_map="silu", gate="silu"
+        ),
+        "position": None,
+    },
+    "retnet": {
+        "mixer": LionMixerConfig(
+            num_heads=3,
+            direction="forward",
+            feature_map="identity",
+            decay=FixedDecayConfig(),
+            normalize="none",
+            norm="rms",
+            value_width=16,
+            gate="silu",
+            rotary=True,
+        ),
+        "position": None,
+    },
+}
 BOTH = {
     "lightnet": {
         "mixer": LightNetMixerConfig(num_heads=3),
@@ -67,6 +91,9 @@ BOTH = {
     },
 }
 over_causal = pytest.mark.parametrize("change", CAUSAL.values(), ids=CAUSAL)
+over_all_causal = pytest.mark.parametrize(
+    "change", [*CAUSAL.values(), *OPTIONS.values()], ids=[*CAUSAL, *OPTIONS]
+)
 over_both = pytest.mark.parametrize("change", BOTH.values(), ids=BOTH)
 
 

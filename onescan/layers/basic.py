@@ -15,6 +15,7 @@ from onescan.shapes import Hidden
 
 NormName = Literal["layer", "rms", "simple_rms", "none"]
 NormPosition = Literal["pre", "post"]
+Gate = Literal["none", "sigmoid", "silu"]  # activation of a mixer's output gate
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from onescan.checks import check_positive
 from onescan.shapes import Hidden, Keep
 
-Window = Float[Tensor, "B _ D"]  # the last kernel_size - 1 real tokens
+Window = Float[Tensor, "B _ channels"]  # the last kernel_size - 1 real tokens
 BatchIndices = Int[Tensor, "B T"]
 
 
@@ -83,7 +83,11 @@ class ShortConvolution(nn.Conv1d):
 
         Returns:
             The convolved tokens, and the last W - 1 real inputs; None if not causal.
+
+        Raises:
+            ValueError: If there are no tokens.
         """
+        check_positive(T=x.shape[1])
         order = None if keep is None else RealFirst.of(keep)
         if keep is not None and order is not None:
             x = order.collect(x.masked_fill(~keep.unsqueeze(-1), 0))  # 0 times NaN is NaN

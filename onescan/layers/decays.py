@@ -146,6 +146,11 @@ class NoDecay(Decay):
         return DecayOutput(None)
 
 
+def retnet_logits(num_heads: int) -> Float[Tensor, " H"]:
+    """Return the logits of RetNet's decays, 1 - 2^(-5 - head), in float64."""
+    return (2.0 ** (5 + torch.arange(num_heads, dtype=torch.float64)) - 1).log()
+
+
 FixedInit = Literal["normal", "retnet"]
 
 
@@ -175,7 +180,7 @@ class FixedDecay(Decay):
         super().__init__(num_heads)
         logit = torch.randn(num_heads)
         if config.init == "retnet":
-            logit = (2.0 ** (5 + torch.arange(num_heads)) - 1).log()
+            logit = retnet_logits(num_heads).float()
         if config.learnable:
             self.logit = nn.Parameter(logit)
         else:

@@ -10,7 +10,7 @@ from onescan.checks import check_choice, check_whole
 from onescan.layers.basic import NormName
 from onescan.layers.decays import DECAYS, NoDecayConfig
 from onescan.layers.mixers.contract import Mixer, MixerConfig
-from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig, normalized_silu
+from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig
 from onescan.layers.mixers.linear_diffusion import LinearDiffusionMixerConfig
 from onescan.layers.mixers.lion import LionMixer, LionMixerConfig, ScanName
@@ -280,12 +280,11 @@ class DeltaAttention(AttentionLayer):
         q = mixer.in_proj(x).chunk(3, dim=-1)[0]
         _, k, v = mixer.in_proj(context).chunk(3, dim=-1)
         q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
-        beta = torch.sigmoid(mixer.beta_proj(context))
-        k = normalized_silu(k)
-        _, memory = delta_rule(k, k, v, beta, causal=True, keep=keep)
+        k = mixer.normalized(k)
+        _, memory = delta_rule(k, k, v, mixer.beta(context), causal=True, keep=keep)
         assert isinstance(memory, DeltaState)
         with disable_autocast(x):
-            (wide_q,) = to_accumulation_dtype(normalized_silu(q))
+            (wide_q,) = to_accumulation_dtype(mixer.normalized(q))
             o = torch.einsum("bthk,bhkv->bthv", wide_q, memory.kv).flatten(-2).to(q.dtype)
         return mixer.out_proj(mixer.norm(o))
 

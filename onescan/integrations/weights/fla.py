@@ -1,8 +1,9 @@
-"""Language models of flash-linear-attention (fla): LightNet, GLA and DeltaNet, as `CausalLM`.
+"""Language models of flash-linear-attention (fla), as `CausalLM`: LightNet, GLA, RetNet, DeltaNet.
 
 Names of tensors and settings are those of https://github.com/fla-org/flash-linear-attention.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onescan.checks import check_choice
 from onescan.configs import ModelConfig
 from onescan.integrations.weights.source import Foreign, Source, Tensors
 from onescan.layers.basic import GLUConfig, NormName
-from onescan.layers.decays import GLADecayConfig
+from onescan.layers.decays import FixedDecayConfig, GLADecayConfig, retnet_logits
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     LightNetMixerConfig,
@@ -22,15 +24,30 @@ from onescan.layers.mixers import (
     MixerConfig,
 )
 from onescan.models.causal_lm import CausalLMConfig
+from onescan.ops.feature_maps import FeatureMapName
 
 # The fused norm and gate of fla's LightNet ignores the `norm_eps` of the config.
 LIGHTNET_EPS = 1e-6
 ATTENTION = "model.layers.0.attn"
+# tensors with rows for each of num_kv_heads
+SHARED = re.compile(r"\.(k_proj|v_proj|k_conv1d|v_conv1d|gk_proj\.1)\.")
+FEATURE_MAPS: dict[str, FeatureMapName] = {
+    "identity": "identity",
+    "relu": "relu",
+    "sigmoid": "sigmoid",
+    "silu": "silu",
+    "swish": "silu",
+}
+QK_ACTIVATIONS: dict[str, FeatureMapName] = {
+    "silu": "silu",
+    "relu": "relu",
+    "elu": "elu_plus_one",
+    "identity": "identity",
+}
 # Settings of all models, with the only supported values; see `Foreign.expect`.
 COMMON = {
     "attn": None,
     "attnres_block_size": None,
-    "use_short_conv": False,
     "hidden_act": ("swish", "silu"),
 }
 
@@ -41,10 +58,11 @@ class Architecture:
 
     mixer: Callable[[Foreign], MixerConfig]
     """Return the mixer, from the config and the shapes of the first layer."""
-    in_proj: tuple[str, ...]
-    """Linear layers whose rows `in_proj` merges, in order; a gate (g_proj) is optional."""
     renamed: Mapping[str, str]
-    """Name of each other module of the layer, if present -> native name."""
+    """Name of a module of the layer, if present -> native name."""
+    gate: str = "g_proj"
+    """Linear layer of the output gate, or the first of two, if present. `in_proj` merges its rows
+    with those of q_proj, k_proj and v_proj."""
     expected: Mapping[str, Any] = field(default_factory=dict)
     """Further settings with the only supported values."""
 
@@ -83,18 +101,46 @@ def _weights(foreign: Foreign) -> dict[str, Tensor]:
     else:
         weights["head.weight"] = tensors.take("lm_head.weight")
     renamed = {f"attn.{name}": f"mixer.{native}" for name, native in architecture.renamed.items()}
-    renamed |= {"attn_norm": "mixer_norm", "mlp_norm": "mlp_norm"}
+    renamed |= {"attn.o_proj": "mixer.out_proj", "attn_norm": "mixer_norm", "mlp_norm": "mlp_norm"}
     renamed |= {f"mlp.{part}_proj": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
     for i in range(tensors.count("model.layers.")):
         layer, block = f"model.layers.{i}", f"network.blocks.{i}"
-        merged = [f"{layer}.attn.{name}.weight" for name in architecture.in_proj]
-        rows = [tensors.take(name) for name in merged if name in tensors or "g_proj" not in name]
-        weights[f"{block}.mixer.in_proj.weight"] = torch.cat(rows)
+        weights |= _merged(foreign, f"{layer}.attn", f"{block}.mixer", architecture.gate)
         for name, native in renamed.items():
             for part in ("weight", "bias"):
                 if f"{layer}.{name}.{part}" in tensors:
-                    weights[f"{block}.{native}.{part}"] = tensors.take(f"{layer}.{name}.{part}")
+                    taken = _taken(foreign, f"{layer}.{name}.{part}")
+                    weights[f"{block}.{native}.{part}"] = taken
+        if foreign.fields["model_type"] == "retnet":
+            logits = retnet_logits(foreign.need("num_heads"))
+            weights[f"{block}.mixer.decays.0.logit"] = logits.to(embedding.dtype)
     return weights
+
+
+def _merged(foreign: Foreign, attn: str, mixer: str, gate: str) -> dict[str, Tensor]:
+    """Return the merged projection and, if present, the merged convolution."""
+    tensors = foreign.tensors
+    rows = [_taken(foreign, f"{attn}.{x}_proj.weight") for x in "qkv"]
+    if f"{attn}.{gate}.weight" in tensors:
+        rows.append(tensors.take(f"{attn}.{gate}.weight"))
+    weights = {f"{mixer}.in_proj.weight": torch.cat(rows)}
+    for part in ("weight", "bias"):
+        if f"{attn}.q_conv1d.{part}" in tensors:
+            filters = [_taken(foreign, f"{attn}.{x}_conv1d.{part}") for x in "qkv"]
+            weights[f"{mixer}.conv.{part}"] = torch.cat(filters)
+    return weights
+
+
+def _taken(foreign: Foreign, name: str) -> Tensor:
+    """Return and use a tensor; rows of keys and values that heads share are repeated for each."""
+    tensor = foreign.tensors.take(name)
+    heads: Any = foreign.fields.get("num_heads")  # None in some LightNets, which share nothing
+    shared = foreign.fields.get("num_kv_heads") or heads
+    if shared == heads or not SHARED.search(name):
+        return tensor
+    if len(tensor) % shared:
+        raise ValueError(f"{name} has {len(tensor)} rows, expected a multiple of {shared} heads")
+    return tensor.unflatten(0, (shared, -1)).repeat_interleave(heads // shared, 0).flatten(0, 1)
 
 
 def _is_tied(foreign: Foreign) -> bool:
@@ -106,122 +152,143 @@ def _lightnet(foreign: Foreign) -> MixerConfig:
     tensors = foreign.tensors
     keys, width = tensors.shape(f"{ATTENTION}.q_proj.weight")
     num_heads = foreign.fields.get("num_heads") or width // foreign.need("expand_ratio")
-    key_width = keys // num_heads
     return LightNetMixerConfig(
         num_heads=num_heads,
-        key_width=_key_width(keys, width, num_heads),
+        key_width=_head_width(keys, width, num_heads),
         causal=True,
         lrpe=False,
         norm=_norm(tensors, "g_norm"),
         # fla divides scores by the square root of the key width, onescan does not
-        norm_eps=LIGHTNET_EPS * key_width,
+        norm_eps=LIGHTNET_EPS * (keys // num_heads),
         gate_activation="silu",
         gate_rank=tensors.shape(f"{ATTENTION}.g_proj.0.weight")[0],
+        **_convolution(foreign),
     )
 
 
 def _gla(foreign: Foreign) -> MixerConfig:
+    rank = foreign.tensors.shape(f"{ATTENTION}.gk_proj.0.weight")[0]
+    return _linear_attention(foreign, decay=GLADecayConfig(rank=rank))
+
+
+def _retnet(foreign: Foreign) -> MixerConfig:
+    decay = FixedDecayConfig(init="retnet", learnable=False)
+    return _linear_attention(foreign, decay=decay, rotary=True)
+
+
+def _linear_attention(foreign: Foreign, **fields: Any) -> MixerConfig:
     tensors, num_heads = foreign.tensors, foreign.need("num_heads")
     keys, width = tensors.shape(f"{ATTENTION}.q_proj.weight")
-    foreign.expect(num_kv_heads=(None, num_heads))
-    _check_rows(tensors, "v_proj", width)
-    has_gate = f"{ATTENTION}.g_proj.weight" in tensors
-    norm = "g_norm_swish_gate"
+    values = tensors.shape(f"{ATTENTION}.o_proj.weight")[1]
+    shared = foreign.fields.get("num_kv_heads") or num_heads
+    if num_heads % shared:
+        raise ValueError(f"num_kv_heads is {shared}, expected a divisor of num_heads {num_heads}")
+    convolution, norm = _convolution(foreign), "g_norm_swish_gate"
+    if convolution:  # fla's convolutions include SiLU
+        foreign.expect(feature_map=None)
+    feature_map = foreign.fields.get("feature_map") or "identity"
+    check_choice("feature_map", feature_map, FEATURE_MAPS)
     return LionMixerConfig(
         num_heads=num_heads,
-        key_width=_key_width(keys, width, num_heads),
+        key_width=_head_width(keys, width, num_heads),
+        value_width=_head_width(values, width, num_heads),
         direction="forward",
-        feature_map="identity",
-        decay=GLADecayConfig(rank=tensors.shape(f"{ATTENTION}.gk_proj.0.weight")[0]),
+        feature_map="silu" if convolution else FEATURE_MAPS[feature_map],
+        value_map="silu" if convolution else "identity",
         normalize="none",
         norm=_norm(tensors, norm if f"{ATTENTION}.{norm}.weight" in tensors else "g_norm"),
         norm_heads=True,
         norm_eps=foreign.need("norm_eps"),
-        gate="silu" if has_gate else "none",
+        gate="silu" if f"{ATTENTION}.g_proj.weight" in tensors else "none",
         bias=False,
+        **convolution,
+        **fields,
     )
 
 
 def _delta_net(foreign: Foreign) -> MixerConfig:
     tensors, num_heads = foreign.tensors, foreign.need("num_heads")
-    _, width = tensors.shape(f"{ATTENTION}.q_proj.weight")
-    for name in ("q_proj", "v_proj"):
-        _check_rows(tensors, name, width)
+    keys, width = tensors.shape(f"{ATTENTION}.q_proj.weight")
+    values = tensors.shape(f"{ATTENTION}.v_proj.weight")[0]
+    activation = foreign.fields.get("qk_activation", "silu")
+    check_choice("qk_activation", activation, QK_ACTIVATIONS)
     return DeltaRuleMixerConfig(
         num_heads=num_heads,
+        key_width=_head_width(keys, width, num_heads),
+        value_width=_head_width(values, width, num_heads),
         direction="forward",
+        feature_map=QK_ACTIVATIONS[activation],
+        qk_norm=foreign.fields.get("qk_norm", "l2"),
         value_map="silu",
+        beta=foreign.fields.get("use_beta", True),
+        negative_eigenvalues=foreign.fields.get("allow_neg_eigval", False),
         norm="rms",
         norm_heads=True,
         # fla divides scores by the square root of the key width, onescan does not
-        norm_eps=foreign.need("norm_eps") * (width // num_heads),
+        norm_eps=foreign.need("norm_eps") * (keys // num_heads),
+        gate="silu" if f"{ATTENTION}.g_proj.weight" in tensors else "none",
+        **_convolution(foreign),
     )
+
+
+def _convolution(foreign: Foreign) -> dict[str, Any]:
+    """Return the settings of short convolutions; none if there are no convolutions."""
+    name = f"{ATTENTION}.q_conv1d"
+    if f"{name}.weight" not in foreign.tensors:
+        if foreign.fields["model_type"] != "retnet":  # which ignores the setting
+            foreign.expect(use_short_conv=False)
+        return {}
+    size = foreign.tensors.shape(f"{name}.weight")[-1]
+    return {"conv_size": size, "conv_bias": f"{name}.bias" in foreign.tensors}
 
 
 def _norm(tensors: Tensors, name: str) -> NormName:
     return "rms" if f"{ATTENTION}.{name}.weight" in tensors else "simple_rms"
 
 
-def _key_width(keys: int, width: int, num_heads: int) -> int | None:
-    """Return the key width, None if it is the default."""
-    return None if keys == width else keys // num_heads
-
-
-def _check_rows(tensors: Tensors, name: str, width: int) -> None:
-    rows, _ = tensors.shape(f"{ATTENTION}.{name}.weight")
-    if rows != width:
-        raise ValueError(
-            f"{name} has {rows} rows, expected {width}, the width of the model: expand_k and "
-            "expand_v of this architecture must be 1"
-        )
+def _head_width(channels: int, width: int, num_heads: int) -> int | None:
+    """Return the width of heads with this number of channels in total, None if it is default."""
+    return None if channels == width else channels // num_heads
 
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "lightnet": Architecture(
-            mixer=_lightnet,
-            in_proj=("q_proj", "k_proj", "v_proj", "g_proj.0"),
-            renamed={"g_proj.1": "gate_proj", "g_norm": "norm", "o_proj": "out_proj"},
+            mixer=_lightnet, gate="g_proj.0", renamed={"g_proj.1": "gate_proj", "g_norm": "norm"}
         ),
         "gla": Architecture(
             mixer=_gla,
-            in_proj=("q_proj", "k_proj", "v_proj", "g_proj"),
             renamed={
                 "gk_proj.0": "decays.0.down_proj",
                 "gk_proj.1": "decays.0.up_proj",
                 "g_norm_swish_gate": "norm",
                 "g_norm": "norm",
-                "o_proj": "out_proj",
             },
-            expected={"feature_map": None, "clamp_min": None, "use_gk": True, "use_gv": False},
+            expected={"clamp_min": None, "use_gk": True, "use_gv": False},
+        ),
+        "retnet": Architecture(
+            mixer=_retnet, renamed={"g_norm_swish_gate": "norm", "g_norm": "norm"}
         ),
         "delta_net": Architecture(
             mixer=_delta_net,
-            in_proj=("q_proj", "k_proj", "v_proj"),
-            renamed={"b_proj": "beta_proj", "o_norm": "norm", "o_proj": "out_proj"},
+            renamed={"b_proj": "beta_proj", "o_norm": "norm"},
             expected={
-                "use_gate": False,
-                "use_beta": True,
-                "qk_activation": "silu",
-                "qk_norm": "l2",
-                "allow_neg_eigval": False,
+                "qk_norm": ("l2", "sum"),
+                "use_beta": (True, False),
+                "allow_neg_eigval": (True, False),
             },
         ),
     }
 )
 # Models that are refused, and what the native layer lacks.
 DIFFERENCES: Mapping[str, str] = MappingProxyType(
-    {
-        "retnet": "its queries and keys are rotated, which LionMixerConfig does not support",
-        "gated_deltanet": "its layers have short convolutions and an output gate, which "
-        "DeltaRuleMixerConfig does not support",
-    }
+    {"gated_deltanet": "its state decays, which DeltaRuleMixerConfig does not support"}
 )
 
 
 FLA_SOURCES = (
     Source(
-        name="flash-linear-attention LightNet, GLA and DeltaNet",
+        name="flash-linear-attention LightNet, GLA, RetNet and DeltaNet",
         matches=lambda foreign: (
             foreign.fields.get("model_type") in (*ARCHITECTURES, *DIFFERENCES)
             and "model.embeddings.weight" in foreign.tensors

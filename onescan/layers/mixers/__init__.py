@@ -1,7 +1,7 @@
 """Every mixer; `MIXERS` lists their configs by name."""
 
 from onescan.layers.mixers.contract import Mixer, MixerConfig
-from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig
+from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig, DeltaRuleState
 from onescan.layers.mixers.hgrn import (
     HGRNMixer,
     HGRNMixerConfig,
@@ -15,7 +15,7 @@ from onescan.layers.mixers.linear_diffusion import (
     LinearDiffusionMixerConfig,
     LinearDiffusionState,
 )
-from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixer, LionMixerConfig
+from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixer, LionMixerConfig, LionState
 from onescan.layers.mixers.mamba import MambaMixer, MambaMixerConfig, MambaState
 from onescan.layers.mixers.rwkv6 import RWKV6Mixer, RWKV6MixerConfig, RWKV6State
 from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig, SoftmaxState
@@ -26,6 +26,7 @@ __all__ = [
     "MIXERS",
     "DeltaRuleMixer",
     "DeltaRuleMixerConfig",
+    "DeltaRuleState",
     "HGRNMixer",
     "HGRNMixerConfig",
     "HydraMixer",
@@ -38,6 +39,7 @@ __all__ = [
     "LinearDiffusionState",
     "LionMixer",
     "LionMixerConfig",
+    "LionState",
     "LowerBounds",
     "MambaMixer",
     "MambaMixerConfig",

@@ -84,7 +84,6 @@ class HydraMixer(Mixer):
     ) -> tuple[Hidden, None]:
         if state is not None:
             self.check_state(state, object, causal=False)
-        check_positive(T=x.shape[1])
         if keep is None:
             return self._mix(x, None), None
         # The convolution and the shift read neighbors, so the real tokens are moved together.

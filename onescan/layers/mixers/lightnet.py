@@ -6,17 +6,27 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int
 from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.basic import EPS, NormName, build_norm
+from onescan.layers.convolution import ShortConvolution, Window
 from onescan.layers.mixers.contract import Mixer, MixerConfig, check_continued, masked
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import check_axes_have_features, lrpe, lrpe_angles, lrpe_frequencies
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
-from onescan.shapes import Angles, Grid, Hidden, Keep, Keys, LogNormalizer, Queries, Values
+from onescan.shapes import (
+    Angles,
+    Grid,
+    Hidden,
+    Keep,
+    Keys,
+    LogNormalizer,
+    Position,
+    Queries,
+    Values,
+)
 
 GateActivation = Literal["sigmoid", "silu"]
 
@@ -31,6 +41,12 @@ class LightNetMixerConfig(MixerConfig):
     """Query and key channels per head. None for width / num_heads, which values always have."""
     causal: bool = False
     """Read only earlier tokens (Eq. 13) instead of all tokens (Eq. 14)."""
+    conv_size: int | None = None
+    """Tokens that a short convolution of queries, keys and values reads in row-major order: the
+    current one and those before it if causal, otherwise as many on each side, which requires an
+    odd number. None omits it, as in the paper."""
+    conv_bias: bool = False
+    """Add a bias to the convolution."""
     lrpe: bool = True
     """Rotate queries and keys by their position (MD-LRPE)."""
     decay: bool = True
@@ -93,11 +109,13 @@ class LightNetState(NamedTuple):
         attention: State of the op; a `DecayState` if decay=False.
         log_decay_normalizer: Log-normalizer of separate decay logits, float64; None for "shared".
         position: Number of tokens seen, without the prefix; an integer tensor in exported programs.
+        window: The last inputs of the convolution, [B, conv_size - 1, channels]; None without one.
     """
 
     attention: AdditiveDecayState | DecayState
     log_decay_normalizer: LogNormalizer | None
-    position: int | Int[Tensor, ""]
+    position: Position
+    window: Window | None = None
 
 
 class LightNetMixer(Mixer):
@@ -125,10 +143,16 @@ class LightNetMixer(Mixer):
         keys = config.num_heads * key_width
         # in_proj computes q, k, v, and the low-rank inputs of gate_proj and decay_proj, or at full
         # rank the gate and the decay logits themselves.
-        self.in_widths = [keys, keys, width] + [config.gate_rank or width] * config.gate
+        self.qkv_widths = [keys, keys, width]
+        self.in_widths = self.qkv_widths + [config.gate_rank or width] * config.gate
         if config.decay_logits != "shared":
             self.in_widths.append(config.decay_rank or keys)
         self.in_proj = nn.Linear(width, sum(self.in_widths), bias=False)
+        self.conv = None
+        if config.conv_size is not None:
+            self.conv = ShortConvolution(
+                sum(self.qkv_widths), config.conv_size, causal=config.causal, bias=config.conv_bias
+            )
         if config.gate:
             self.gate_proj = _expand(config.gate_rank, width)
         if config.decay_logits != "shared":
@@ -151,9 +175,8 @@ class LightNetMixer(Mixer):
             self.check_state(state, LightNetState, causal=self.config.causal)
             check_continued(grid)
         x = x if keep is None else masked(x, keep)
-        q, k, v, *low_rank = self.in_proj(x).split(self.in_widths, dim=-1)
+        q, k, v, low_rank, window = self._project(x, keep, None if state is None else state.window)
         gate, decay = (low_rank[0], low_rank[1:]) if self.config.gate else (None, low_rank)
-        q, k, v = (self._heads(y) for y in (q, k, v))  # B T H K
         logits = None
         if decay:
             logits = self._heads(self.decay_proj(decay[0]))
@@ -163,8 +186,19 @@ class LightNetMixer(Mixer):
         if gate is not None:
             gate = self.gate_proj(gate)
             o = o * (F.silu(gate) if self.config.gate_activation == "silu" else gate.sigmoid())
-        o = self.out_proj(o)
-        return o if keep is None else masked(o, keep), state
+        o = masked(self.out_proj(o), keep)
+        return o, state if state is None else state._replace(window=window)
+
+    def _project(
+        self, x: Hidden, keep: Keep | None, window: Window | None
+    ) -> tuple[Queries, Keys, Values, tuple[Tensor, ...], Window | None]:
+        """Return q, k and v, the inputs of gate_proj and decay_proj, and the next window."""
+        widths = [sum(self.qkv_widths), *self.in_widths[len(self.qkv_widths) :]]
+        u, *low_rank = self.in_proj(x).split(widths, dim=-1)
+        if self.conv is not None:
+            u, window = self.conv(u, keep=keep, state=window)
+        q, k, v = (self._heads(y) for y in u.split(self.qkv_widths, dim=-1))
+        return q, k, v, tuple(low_rank), window
 
     def _attend(
         self,
@@ -233,7 +267,7 @@ class LightNetMixer(Mixer):
     def _state(
         self,
         attention: AdditiveDecayState | DecayState | None,
-        position: int | Int[Tensor, ""],
+        position: Position,
         decay_normalizer: LogNormalizer | None = None,
     ) -> LightNetState | None:
         if not self.config.causal or attention is None:
@@ -247,8 +281,8 @@ class LightNetMixer(Mixer):
         It is the softmax of keys over tokens, averaged over key channels. If all keys were equal,
         it would be 1 / T.
         """
-        _, k, *_ = self.in_proj(x).split(self.in_widths, dim=-1)
-        return self._heads(k).softmax(dim=1).mean(dim=-1).mT
+        _, k, *_ = self._project(x, None, None)
+        return k.softmax(dim=1).mean(dim=-1).mT
 
     def _heads(self, x: Hidden) -> Keys:
         return x.unflatten(-1, (self.config.num_heads, -1))

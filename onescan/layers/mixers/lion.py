@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.basic import EPS, NormName, build_norm
+from onescan.layers.basic import EPS, Gate, NormName, build_norm
+from onescan.layers.convolution import ShortConvolution, Window
 from onescan.layers.decays import (
     Decay,
     DecayConfig,
@@ -33,6 +34,7 @@ from onescan.layers.decays import (
 )
 from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
 from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
+from onescan.layers.rotary import RotaryAngles, check_rotary, rotary_angles, rotated
 from onescan.layers.tokens import Order, snake_orders
 from onescan.ops.decay_attention import DecayAt, DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
@@ -43,12 +45,11 @@ from onescan.ops.numerics import (
     safe_divide,
     to_accumulation_dtype,
 )
-from onescan.shapes import Grid, Hidden, Keep, Keys, LowerBound, Queries, Values
+from onescan.shapes import Grid, Hidden, Keep, Keys, LowerBound, Position, Queries, Values
 
 MeanDecays = Float[Tensor, "scans H"] | Float[Tensor, "scans H K"]
 ScanName = Literal["flat", "natural"]
 Normalize = Literal["none", "sum", "max_one", "sum_before_mask"]
-Gate = Literal["none", "sigmoid", "silu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,18 @@ class LionMixerConfig(DirectedMixerConfig):
     """Make each channel a separate head with this many key channels, as in Mamba. The channels of
     each of the `num_heads` groups share queries and keys. None for heads of width / num_heads."""
     key_width: int | None = None
-    """Query and key channels per head. None for width / num_heads, which values always have."""
+    """Query and key channels per head. None for width / num_heads."""
+    value_width: int | None = None
+    """Value channels per head. None for width / num_heads."""
+    conv_size: int | None = None
+    """Tokens that a short convolution of queries, keys and values reads along each scan, before
+    their activations: the current one and those before it, or as many on each side with
+    direction="both", which requires an odd number. None omits it; 4 in flash-linear-attention."""
+    conv_bias: bool = False
+    """Add a bias to the convolution."""
+    rotary: bool = False
+    """Rotate queries and keys by their position (RoPE), as in RetNet. Requires one axis and
+    normalize="none", as rotated scores may be negative."""
     feature_map: FeatureMapName = "shifted_silu"
     """Feature map of queries and keys."""
     value_map: FeatureMapName = "identity"
@@ -128,7 +140,13 @@ class LionMixerConfig(DirectedMixerConfig):
             raise ValueError(
                 f"decay_at is 'symmetric' with direction='{self.direction}', expected 'both'"
             )
-        for name in ("state_size", "key_width"):
+        if self.rotary:
+            check_rotary(axes, self.state_size or self.key_width or self.head_width(width))
+            if self.normalize != "none":
+                raise ValueError(
+                    f"normalize is {self.normalize!r} with rotary=True, expected 'none'"
+                )
+        for name in ("state_size", "key_width", "value_width"):
             size = getattr(self, name)
             if size is None:
                 continue
@@ -138,24 +156,45 @@ class LionMixerConfig(DirectedMixerConfig):
                     f"{name} is {size} with decay=HippoDecayConfig, expected None: "
                     "its initialization needs one key channel per value channel"
                 )
-        if self.state_size is not None and (self.key_width is not None or self.norm_heads):
+        if self.state_size is not None and (
+            self.key_width is not None or self.value_width is not None or self.norm_heads
+        ):
             raise ValueError(
-                f"state_size is {self.state_size} with key_width={self.key_width} and "
-                f"norm_heads={self.norm_heads}, expected None and False"
+                f"state_size is {self.state_size} with key_width={self.key_width}, "
+                f"value_width={self.value_width} and norm_heads={self.norm_heads}, expected None, "
+                "None and False"
             )
         return LionMixer(self, width, axes)
+
+
+class LionState(NamedTuple):
+    """State of a causal mixer with a convolution or rotary positions; otherwise a `DecayState`.
+
+    Attributes:
+        attention: State of the op.
+        window: The last inputs of the convolution, [B, conv_size - 1, channels]; None without one.
+        position: Number of tokens seen, without the prefix; None without rotary positions.
+    """
+
+    attention: DecayState
+    window: Window | None
+    position: Position | None
 
 
 class Scan(NamedTuple):
     """Inputs of one scan.
 
     Attributes:
+        q: Queries.
         k: Keys, multiplied by the decay's factor.
         log_decay: Log of the decay of each token or each head; None disables decay.
+        v: Values.
     """
 
+    q: Queries
     k: Keys
     log_decay: LogDecay | None
+    v: Values
 
 
 class LionMixer(Mixer):
@@ -173,36 +212,38 @@ class LionMixer(Mixer):
         if config.state_size is not None:
             self.key_width, self.num_heads = config.state_size, width
         keys = config.num_heads * self.key_width
+        values = config.num_heads * (config.value_width or head_width)
         self.feature_map = FEATURE_MAPS[config.feature_map]
         self.value_map = FEATURE_MAPS[config.value_map]
         # in_proj computes q, k and v, or q and v if the decay provides keys; then the gate, or at
         # low rank the input of gate_proj
-        self.in_widths = [keys] * (1 if config.decay.provides_keys else 2) + [width]
-        if config.gate != "none":
-            self.in_widths.append(config.gate_rank or width)
+        self.qkv_widths = [keys] * (1 if config.decay.provides_keys else 2) + [values]
+        gates = [] if config.gate == "none" else [config.gate_rank or values]
+        self.in_widths = self.qkv_widths + gates
         self.in_proj = nn.Linear(width, sum(self.in_widths), bias=config.bias)
+        self.conv = None
+        if config.conv_size is not None:
+            self.conv = ShortConvolution(
+                sum(self.qkv_widths), config.conv_size,
+                causal=config.direction != "both", bias=config.conv_bias,
+            )  # fmt: skip
         scans = axes if config.scan == "natural" else 1
         sizes = {"width": width, "num_heads": self.num_heads, "head_width": self.key_width}
         self.decays = nn.ModuleList(config.decay.build(**sizes) for _ in range(scans))
-        norm_width = head_width if config.norm_heads else width
+        norm_width = values // config.num_heads if config.norm_heads else values
         self.norm = build_norm(config.norm, norm_width, eps=config.norm_eps)
         self.gate_proj = None
         if config.gate != "none" and config.gate_rank is not None:
-            self.gate_proj = nn.Linear(config.gate_rank, width, bias=config.bias)
-        self.out_proj = nn.Linear(width, width, bias=config.bias)
+            self.gate_proj = nn.Linear(config.gate_rank, values, bias=config.bias)
+        self.out_proj = nn.Linear(values, width, bias=config.bias)
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        q, *k, v = self.in_proj.weight.split(self.in_widths)[: self._gate_index]
+        q, *k, v = self.in_proj.weight.split(self.in_widths)[: len(self.qkv_widths)]
         for decay in self.decays:
             assert isinstance(decay, Decay)
             decay.init_weights(q, k[0] if k else None, v)
-
-    @property
-    def _gate_index(self) -> int | None:
-        """Index of the gate in `in_widths`; None if there is no gate."""
-        return None if self.config.gate == "none" else -1
 
     def forward(
         self,
@@ -210,39 +251,75 @@ class LionMixer(Mixer):
         grid: Grid,
         *,
         keep: Keep | None = None,
-        state: DecayState | None = None,
+        state: DecayState | LionState | None = None,
         lower_bound: LowerBound | None = None,
-    ) -> tuple[Hidden, DecayState | None]:
-        if state is not None:
-            self.config.check_state(state, grid)
+    ) -> tuple[Hidden, DecayState | LionState | None]:
+        attention, window, position = self._unpacked(state, grid)
         x = x if keep is None else masked(x, keep)
-        parts = self.in_proj(x).split(self.in_widths, dim=-1)
-        q, *projected, v = parts[: self._gate_index]
-        q = self._features(q) * self.key_width**-0.5
-        k = self._features(projected[0]) if projected else None
-        # Sums may overflow float16.
-        (v,) = to_accumulation_dtype(self.value_map(v.unflatten(-1, (self.num_heads, -1))))
-        scans = [_scan(k, each, grid.prefix) for each in self._decay_outputs(x, lower_bound)]
+        qkv_width = sum(self.qkv_widths)
+        u, *gate = self.in_proj(x).split([qkv_width, *self.in_widths[len(self.qkv_widths) :]], -1)
+        angles = self._angles(u, grid, position)
+        decays = self._decay_outputs(x, lower_bound)
         if self.config.scan == "flat":
-            o, state = self._attend(q, *scans[0], v, keep, state, self.config.normalize)
+            u, window = self._convolved(u, keep, window)
+            scan = _scan(self._qkv(u, angles), decays[0], grid.prefix)
+            o, attention = self._attend(scan, keep, attention, self.config.normalize)
         else:
-            o = self._attend_naturally(q, scans, v, grid, keep)
+            o = self._attend_naturally(u, angles, decays, grid, keep)
         o = o if self.config.norm_heads else o.flatten(-2)
         o = self.norm(o.to(self._norm_dtype(x)))
         o = o.flatten(-2) if self.config.norm_heads else o
         if self.config.gate != "none":
-            o = o * self._gate(parts[-1])
-        o = self.out_proj(o)
-        return o if keep is None else masked(o, keep), state
+            z = gate[0] if self.gate_proj is None else self.gate_proj(gate[0])
+            o = o * FEATURE_MAPS[self.config.gate](z)
+        o = masked(self.out_proj(o), keep)
+        if attention is None or (self.conv is None and angles is None):
+            return o, attention
+        seen = None if angles is None else position + x.shape[1] - grid.prefix
+        return o, LionState(attention, window, seen)
+
+    def _unpacked(
+        self, state: Any, grid: Grid
+    ) -> tuple[DecayState | None, Window | None, Position]:
+        """Return the state of the op, the window and the position of a state."""
+        if state is None:
+            return None, None, 0
+        self.config.check_state(state, grid)
+        if self.conv is None and not self.config.rotary:
+            self.check_state(state, DecayState, causal=True)
+            return state, None, 0
+        self.check_state(state, LionState, causal=True)
+        position = 0 if state.position is None else state.position  # a tensor in exported programs
+        return state.attention, state.window, position
+
+    def _angles(self, u: Hidden, grid: Grid, start: Position) -> RotaryAngles | None:
+        if not self.config.rotary:
+            return None
+        return rotary_angles(grid, self.key_width, start=start, dtype=u.dtype, device=u.device)
+
+    def _convolved(
+        self, u: Hidden, keep: Keep | None, window: Window | None = None
+    ) -> tuple[Hidden, Window | None]:
+        """Convolve queries, keys and values in this mixer's direction along the order of tokens."""
+        if self.conv is None:
+            return u, None
+        if self.config.direction == "backward":
+            return flipped(self.conv(flipped(u), keep=flipped(keep))[0]), None
+        return self.conv(u, keep=keep, state=window)
+
+    def _qkv(self, u: Hidden, angles: RotaryAngles | None) -> tuple[Queries, Keys | None, Values]:
+        """Return queries, keys (None if the decay provides them) and values."""
+        q, *projected, v = u.split(self.qkv_widths, dim=-1)
+        q = self._features(q, angles) * self.key_width**-0.5
+        k = self._features(projected[0], angles) if projected else None
+        # Sums may overflow float16.
+        (v,) = to_accumulation_dtype(self.value_map(v.unflatten(-1, (self.num_heads, -1))))
+        return q, k, v
 
     def _decay_outputs(self, x: Hidden, lower_bound: LowerBound | None) -> list[DecayOutput]:
         """Return the decays of each scan; `lower_bound` is for decays that read it."""
         bound = () if lower_bound is None else (lower_bound,)
         return [decay(x, *bound) for decay in self.decays]
-
-    def _gate(self, x: Float[Tensor, "B T _"]) -> Hidden:
-        x = x if self.gate_proj is None else self.gate_proj(x)
-        return F.silu(x) if self.config.gate == "silu" else torch.sigmoid(x)
 
     def _norm_dtype(self, x: Hidden) -> torch.dtype:
         """Return the dtype of the norm's input: the widest that its weights and autocast allow."""
@@ -278,17 +355,11 @@ class LionMixer(Mixer):
         return log_decay.exp()
 
     def _attend(
-        self,
-        q: Queries,
-        k: Keys,
-        log_decay: LogDecay | None,
-        v: Values,
-        keep: Keep | None,
-        state: DecayState | None,
-        normalize: Normalize,
+        self, scan: Scan, keep: Keep | None, state: DecayState | None, normalize: Normalize
     ) -> tuple[Values, DecayState | None]:
         """Attend in this mixer's direction along the order of the tokens."""
         config = self.config
+        q, k, log_decay, v = scan
         if normalize == "sum_before_mask":
             q, normalize = _divided_by_row_sum(q, k, keep), "none"
         backward = config.direction == "backward"
@@ -303,47 +374,66 @@ class LionMixer(Mixer):
         return flipped(o) if backward else o, new_state
 
     def _attend_naturally(
-        self, q: Queries, scans: Sequence[Scan], v: Values, grid: Grid, keep: Keep | None
+        self,
+        u: Hidden,
+        angles: RotaryAngles | None,
+        decays: Sequence[DecayOutput],
+        grid: Grid,
+        keep: Keep | None,
     ) -> Values:
         """Attend along all scans, concatenated along the batch, and average the outputs."""
-        if grid.tokens != q.shape[1] or len(grid.shape) != len(scans):
+        if grid.tokens != u.shape[1] or len(grid.shape) != len(decays):
             raise ValueError(
-                f"x has {q.shape[1]} tokens and {grid} {grid.tokens} on {len(grid.shape)} axes, "
-                f"expected as many, on {len(scans)} axes"
+                f"x has {u.shape[1]} tokens and {grid} {grid.tokens} on {len(grid.shape)} axes, "
+                f"expected as many, on {len(decays)} axes"
             )
-        orders = snake_orders(grid, q.device)
+        orders = snake_orders(grid, u.device)
+        if self.conv is None:
+            projected = [self._qkv(u, angles)] * len(orders)
+        else:
+            along = (self._convolved_along(u, order, keep) for order in orders)
+            projected = [self._qkv(each, angles) for each in along]
+        scans = [_scan(*each, grid.prefix) for each in zip(projected, decays, strict=True)]
         normalizes = self.config.normalize == "sum"
+        values = [scan.v for scan in scans]
         if normalizes:  # outputs for values of 1 are the row sums
-            v = F.pad(v, (0, 1), value=1.0)
-        o, _ = self._attend(
-            _reordered([q] * len(scans), orders),
+            values = [F.pad(v, (0, 1), value=1.0) for v in values]
+        together = Scan(
+            _reordered([scan.q for scan in scans], orders),
             _reordered([scan.k for scan in scans], orders),
-            _reordered([_per_token(scan.log_decay, q) for scan in scans], orders),
-            _reordered([v] * len(scans), orders),
-            _reordered([keep] * len(scans), orders),
-            state=None,
-            normalize="none",
+            _reordered([_per_token(scan.log_decay, scan.q) for scan in scans], orders),
+            _reordered(values, orders),
         )
-        each = zip(o.unflatten(0, (len(scans), q.shape[0])).unbind(), orders, strict=True)
+        keep = _reordered([keep] * len(scans), orders)
+        o, _ = self._attend(together, keep, state=None, normalize="none")
+        each = zip(o.unflatten(0, (len(scans), u.shape[0])).unbind(), orders, strict=True)
         o = torch.stack([x.index_select(1, order.step) for x, order in each]).mean(dim=0)
         if normalizes:
             o = safe_divide(o[..., :-1], o[..., -1:])
         return o
 
-    def _features(self, x: Hidden) -> Keys:
-        """Apply the feature map per head or group, and repeat a group for each of its heads."""
+    def _convolved_along(self, u: Hidden, order: Order, keep: Keep | None) -> Hidden:
+        """Convolve the tokens in this order, and return them in their own."""
+        keep = None if keep is None else keep.index_select(1, order.token)
+        u, _ = self._convolved(u.index_select(1, order.token), keep)
+        return u.index_select(1, order.step)
+
+    def _features(self, x: Hidden, angles: RotaryAngles | None) -> Keys:
+        """Apply the feature map and the rotation, and repeat a group for each of its heads."""
         x = self.feature_map(x.unflatten(-1, (self.config.num_heads, -1)))
+        if angles is not None:  # of the distance in this mixer's direction
+            x = rotated(x, -angles if self.config.direction == "backward" else angles)
         if self.config.state_size is None:
             return x
         return x.repeat_interleave(self.num_heads // self.config.num_heads, dim=2)
 
 
-def _scan(k: Keys | None, decay: DecayOutput, prefix: int) -> Scan:
+def _scan(qkv: tuple[Queries, Keys | None, Values], decay: DecayOutput, prefix: int) -> Scan:
     """Apply the decay's factor to the keys; input-dependent decays are disabled for the prefix.
 
     A fixed decay per head also applies to the prefix: lambda^|i - j| between any two tokens.
     """
-    log_decay, key = decay
+    (q, k, v), (log_decay, key) = qkv, decay
     if k is None:
         assert key is not None, "a decay that provides keys returned none"
         k = key
@@ -351,7 +441,7 @@ def _scan(k: Keys | None, decay: DecayOutput, prefix: int) -> Scan:
         k = k * key
     if prefix and log_decay is not None and log_decay.ndim > 1:
         log_decay = torch.cat([torch.zeros_like(log_decay[:, :prefix]), log_decay[:, prefix:]], 1)
-    return Scan(k, log_decay)
+    return Scan(q, k, log_decay, v)
 
 
 def _divided_by_row_sum(q: Queries, k: Keys, keep: Keep | None) -> Queries:
@@ -379,11 +469,11 @@ RETNET = FixedDecayConfig(init="retnet", learnable=False)
 # The linear transformers of LION's Table 1.
 # They are bidirectional; direction="forward" gives the causal recurrences, which are the only ones
 # in the table. Feature maps are those of the original models, except for the random features of
-# gated RFA. Convolutions, output gates, token shifts, RetNet's rotation, RWKV-6's bonus and Mamba's
-# skip connection D x are omitted. The original RWKV-6 reads the state before decaying it; it is
-# `RWKV6MixerConfig`. Outputs without scaling grow with the number of tokens, hence the norm. All
-# original models apply the decay of the reading token ("target"), which is the default for diagonal
-# decays.
+# gated RFA. Convolutions, output gates and RetNet's rotation are omitted; `conv_size`, `gate` and
+# `rotary` add them. Also omitted are token shifts, RWKV-6's bonus and Mamba's skip connection D x.
+# The original RWKV-6 reads the state before decaying it; it is `RWKV6MixerConfig`. Outputs without
+# scaling grow with the number of tokens, hence the norm. All original models apply the decay of the
+# reading token ("target"), which is the default for diagonal decays.
 LINEAR_TRANSFORMERS: Mapping[str, DirectedMixerConfig] = MappingProxyType(
     {
         "linear_attention": LionMixerConfig(

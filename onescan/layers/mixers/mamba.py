@@ -111,7 +111,6 @@ class MambaMixer(Mixer):
         if state is not None:
             config.check_state(state, grid)
             self.check_state(state, MambaState, causal=config.is_causal)
-        check_positive(T=x.shape[1])
         prefix = grid.prefix if config.prefix_position == "middle" else 0
         half = (x.shape[1] - prefix) // 2
         x, real = (_swapped(y, prefix, half) for y in (masked(x, keep), keep))

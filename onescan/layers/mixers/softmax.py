@@ -10,12 +10,9 @@ from torch import Tensor, nn
 
 from onescan.checks import check_choice
 from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
+from onescan.layers.rotary import check_rotary, rotary_angles, rotated
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
-from onescan.ops.lrpe import lrpe_angles
-from onescan.ops.numerics import accumulation_dtype
 from onescan.shapes import CachedKeep, CachedKeys, Grid, Hidden, Keep
-
-ROTARY_BASE = 10_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +39,8 @@ class SoftmaxMixerConfig(MixerConfig):
         if not 0 <= self.dropout < 1:
             raise ValueError(f"mixer.dropout is {self.dropout}, expected 0 or more and less than 1")
         check_choice("feature_map", self.feature_map, FEATURE_MAPS)
-        if self.rotary and (axes > 1 or head_width % 2):
-            raise ValueError(
-                f"mixer.rotary is True with {axes} axes and heads of width {head_width}, expected "
-                "one axis and an even width"
-            )
+        if self.rotary:
+            check_rotary(axes, head_width)
         return SoftmaxMixer(self, width)
 
 
@@ -65,11 +59,7 @@ class SoftmaxState(NamedTuple):
 
 
 class SoftmaxMixer(Mixer):
-    """softmax(phi(Q) phi(K)^T / sqrt(K)) V, then W_o, with dropout on the attention weights.
-
-    Source of rotary positions: RoFormer, arXiv:2104.09864, Eq. 34. Channels j and j + K / 2 of a
-    head are rotated by the angle n 10000^(-2j / K) at position n, as in LLaMA's code.
-    """
+    """softmax(phi(Q) phi(K)^T / sqrt(K)) V, then W_o, with dropout on the attention weights."""
 
     def __init__(self, config: SoftmaxMixerConfig, width: int) -> None:
         super().__init__()
@@ -95,7 +85,10 @@ class SoftmaxMixer(Mixer):
         q, k = self.feature_map(q), self.feature_map(k)
         if self.rotary:
             start = 0 if state is None else state.k.shape[2]
-            q, k = _rotary(q, k, grid, start)
+            angles = rotary_angles(
+                grid, q.shape[-1], start=start, dtype=q.dtype, device=q.device
+            ).squeeze(1)  # T K/2
+            q, k = rotated(q, angles), rotated(k, angles)
         real = keep
         if self.causal:
             real = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
@@ -128,18 +121,3 @@ class SoftmaxMixer(Mixer):
         s = torch.arange(columns, device=real.device)
         past = t.unsqueeze(1) >= s
         return (mask & past) | (t.unsqueeze(1) == s)
-
-
-def _rotary(q: Tensor, k: Tensor, grid: Grid, start: int) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys, [B, H, T, K], whose first token has position `start`."""
-    half = q.shape[-1] // 2
-    j = torch.arange(half, dtype=accumulation_dtype(q.dtype), device=q.device)
-    theta = ROTARY_BASE ** -(j / half)
-    angles = lrpe_angles(grid.shape, theta.unsqueeze(0), prefix=grid.prefix, start=start)
-    cos, sin = (table.squeeze(1).to(q.dtype) for table in (angles.cos(), angles.sin()))  # T K/2
-
-    def rotated(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
-
-    return rotated(q), rotated(k)
