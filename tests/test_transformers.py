@@ -19,14 +19,17 @@ from transformers import (
     default_data_collator,
     pipeline,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import onescan
 from onescan.integrations.transformers import to_transformers
+from onescan.layers.mixers import HGRNMixerConfig
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 
 TEXT = ["the cat sat on the mat", "a dog", "the dog sat on a cat", "on the mat"]
+HGRN = {"mixer": HGRNMixerConfig(num_heads=3, direction="forward"), "position": None}
 WORD_SIZES = {**SMALL, "vocab_size": len(WORDS)}
 
 
@@ -299,24 +302,43 @@ def test_smoothed_labels_are_shifted_as_others_are(tmp_path):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_recomputed_gradients_are_the_same(name):
-    gradients = []
-    for recompute in (False, True):
-        torch.manual_seed(0)
-        model = to_transformers(causal_lm(name))
-        model._set_gradient_checkpointing(enable=recompute)
-        assert all(block.recompute == recompute for block in model.network.blocks)
-        tokens = torch.tensor([[5, 6, 7, 8, 5, 10]])
-        model(tokens, labels=tokens).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for plain, again in zip(*gradients, strict=True):
-        assert (plain is None and again is None) or torch.equal(plain, again)
-
-
-def test_users_switch_recomputing_on_and_off():
-    model = to_transformers(causal_lm())
+def checkpointing(model, *, enable, **options):
     stem = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    for what, recompute in (("enable", True), ("disable", False)):
-        getattr(model, f"{stem}_checkpointing_{what}")()
-        assert [block.recompute for block in model.network.blocks] == [recompute] * 2
+    given = {f"{stem}_checkpointing_kwargs": options} if options else {}
+    getattr(model, f"{stem}_checkpointing_{'enable' if enable else 'disable'}")(**given)
+
+
+def test_checkpointing_is_switched_on_and_off():
+    model = to_transformers(causal_lm())
+
+    def flags():
+        blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        assert blocks == list(model.network.blocks)
+        return [block.gradient_checkpointing for block in blocks]
+
+    assert flags() == [False] * 2
+    checkpointing(model, enable=True)
+    assert flags() == [True] * 2
+    checkpointing(model, enable=False)
+    assert flags() == [False] * 2
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("change", [*CAUSAL.values(), HGRN], ids=[*CAUSAL, "hgrn"])
+def test_checkpointing_changes_no_gradient(change, use_reentrant):
+    tokens = torch.tensor([[5, 6, 7, 8, 5, 10]])
+    gradients = []
+    for enable in (False, True):
+        torch.manual_seed(0)
+        model = to_transformers(CausalLMConfig(**{**WORD_SIZES, **change}).build()).train()
+        if enable:
+            checkpointing(model, enable=True, use_reentrant=use_reentrant)
+        calls = []
+        model.network.blocks[0].mixer.register_forward_pre_hook(
+            lambda *_, calls=calls: calls.append(1)
+        )
+        model(tokens, labels=tokens).loss.backward()
+        assert len(calls) == 1 + enable
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient is gradients[1][name] is None or torch.equal(gradient, gradients[1][name])

@@ -3,12 +3,15 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -41,6 +44,13 @@ def mark_initialized(module: nn.Module) -> None:
         setattr(tensor, INITIALIZED, not tensor.is_meta)
 
 
+class OnescanBlock(GradientCheckpointingLayer, Block):
+    """A `Block` with the gradient checkpointing of transformers.
+
+    Models change the class of their blocks to this one, as FSDP2 changes that of its modules.
+    """
+
+
 class OnescanModel(PreTrainedModel):
     """Base class of all models, which contain the modules of a native model."""
 
@@ -50,7 +60,7 @@ class OnescanModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     # LRPE multiplies these angles and their rounding errors by the position of a token
     _keep_in_fp32_modules_strict = ["theta"]  # noqa: RUF012
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    _no_split_modules = ["OnescanBlock"]  # noqa: RUF012
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -74,6 +84,8 @@ class OnescanModel(PreTrainedModel):
     def wrap(self, native: Any) -> None:
         """Use the modules of a native model, sharing its weights."""
         self.network = native
+        for block in self._blocks():
+            block.__class__ = OnescanBlock
 
     def wrap_base(self, kind: type["OnescanModel"], network: nn.Module) -> None:
         """Set the base model, of the class `kind`, to one that contains a native network."""
@@ -132,13 +144,15 @@ class OnescanModel(PreTrainedModel):
         super().mark_tied_weights_as_initialized(loading_info)
         loading_info.missing_keys = missing
 
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
+    def _set_gradient_checkpointing(  # type: ignore[override]  # older releases lack every_n_layers
+        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any
     ) -> None:
-        """Make the blocks recompute their activations, without reentrant autograd."""
-        for i, block in enumerate(self._blocks()):
-            block.recompute = enable and i % every_n_layers == 0
-        self.gradient_checkpointing = enable  # read by is_gradient_checkpointing
+        """Enable gradient checkpointing, always with ``use_reentrant=False``.
+
+        Reentrant checkpointing would drop the gradients of tensors that blocks take by name.
+        """
+        function = partial(gradient_checkpointing_func, use_reentrant=False)
+        super()._set_gradient_checkpointing(enable, function, **options)
 
     def _blocks(self) -> list[Block]:
         return [module for module in self.modules() if isinstance(module, Block)]
