@@ -391,11 +391,6 @@ class OnescanForMaskedLM(OnescanTextModelWithHead):
     lm_head: Any
     _tied_weights_keys = {"lm_head.scores.weight": "model.network.embedding.weight"}  # noqa: RUF012
 
-    def build_native(self) -> Any:
-        if not self.config.tie_word_embeddings:
-            raise ValueError("tie_word_embeddings is False, but a MaskedLM always ties them")
-        return super().build_native()
-
     def get_output_embeddings(self) -> nn.Linear:
         """Return the map from vectors to logits."""
         return self.lm_head.scores
