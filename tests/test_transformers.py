@@ -1,12 +1,14 @@
 """The models in transformers: registered by an import, in pipelines, trained by Trainer."""
 
 import os
+import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from PIL import Image
 from tiny_language_models import BOTH, CAUSAL, SMALL
 from tiny_tokenizers import WORDS, word_tokenizer
@@ -22,7 +24,13 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import onescan
-from onescan.integrations.transformers import to_transformers
+from onescan.integrations.transformers import (
+    OnescanForCausalLM,
+    OnescanForMaskedLM,
+    OnescanForSequenceClassification,
+    OnescanImageProcessor,
+    to_transformers,
+)
 from onescan.layers.mixers import HGRNMixerConfig
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
@@ -91,6 +99,9 @@ for auto_class in {!r}:
     assert type(model).__module__.startswith("onescan.integrations.transformers.")
     inputs = torch.load(root + "/inputs.pt")[model.main_input_name]
     print(model(inputs)[0].double().sum().item())
+folder = root + "/AutoModelForImageClassification"
+processor = transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust)
+assert type(processor).__module__ == "onescan.integrations.transformers.image_processing"
 assert trust == any("modeling_onescan" in name for name in sys.modules)
 """
 AUTO_CLASSES = {
@@ -115,6 +126,7 @@ def test_a_new_process_loads_saved_folders(trust, tmp_path):
             "modeling_onescan.py"
         ]
         want.append(model(inputs[model.main_input_name]).logits.double().sum().item())
+    OnescanImageProcessor().save_pretrained(tmp_path / "AutoModelForImageClassification")
     code = LOAD.format(str(tmp_path), trust, list(AUTO_CLASSES))
     done = run_python(code, HF_MODULES_CACHE=str(tmp_path / "modules"))
     assert done.returncode == 0, done.stderr
@@ -128,6 +140,36 @@ from transformers import AutoModel
 AutoModel.from_pretrained({str(tmp_path)!r}, trust_remote_code=False)
 """)
     assert "trust_remote_code=True" in done.stderr
+
+
+CARDS = {
+    "causal": (causal_lm, OnescanForCausalLM, "text-generation"),
+    "masked": (masked_lm, OnescanForMaskedLM, "fill-mask"),
+    "classes": (classifier, OnescanForSequenceClassification, "text-classification"),
+}
+
+
+@pytest.mark.parametrize(("build", "kind", "tag"), CARDS.values(), ids=CARDS)
+def test_saved_folders_have_a_model_card(build, kind, tag, tmp_path, monkeypatch):
+    model = to_transformers(build())
+    model.save_pretrained(tmp_path / "path/to/folder")
+    readme = tmp_path / "path/to/folder/README.md"
+    card = ModelCard.load(readme)
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": tag,
+        "tags": ["onescan"],
+    }
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert f"| parameters | {count:,} |\n" in card.text
+    assert f"| mixer | {type(model.to_onescan().config.mixer).__name__[:-6]} |\n" in card.text
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1], names)  # noqa: S102
+    assert type(names["model"]) is kind
+    readme.write_text("mine")
+    model.save_pretrained(readme.parent)
+    assert readme.read_text() == "mine"
 
 
 @pytest.fixture

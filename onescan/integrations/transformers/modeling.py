@@ -22,6 +22,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from onescan.checks import can_look_at_values, check_shapes
 from onescan.configs import ModelConfig
+from onescan.integrations.card import write_model_card
 from onescan.integrations.transformers.cache import Inputs, StateCache
 from onescan.integrations.transformers.configuration import OnescanTextConfig
 from onescan.layers.block import Block
@@ -56,6 +57,8 @@ class OnescanModel(PreTrainedModel):
 
     native_config: ClassVar[type[ModelConfig]]
     """Config of the native model."""
+    pipeline_tag: ClassVar[str | None] = None
+    """Task of the Hugging Face Hub, for the model card."""
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     # LRPE multiplies these angles and their rounding errors by the position of a token
@@ -92,6 +95,24 @@ class OnescanModel(PreTrainedModel):
         with torch.device("meta"):
             self.model = kind(self.config)
         self.model.wrap(network)
+
+    def save_pretrained(
+        self, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
+    ) -> None:
+        """Save the model, with a model card if the folder has no README.md."""
+        super().save_pretrained(save_directory, is_main_process, *rest, **options)
+        if not is_main_process:
+            return
+        name, package = type(self).__name__, __package__
+        write_model_card(
+            save_directory,
+            self.config.to_onescan(self.native_config),
+            title=name,
+            usage=f"from {package} import {name}\n\n"
+            f'model = {name}.from_pretrained("path/to/folder")',
+            parameters=self.num_parameters(),
+            metadata={"library_name": "transformers", "pipeline_tag": self.pipeline_tag},
+        )
 
     @contextmanager
     def record_hidden_states(
@@ -354,6 +375,7 @@ class OnescanTextModelWithHead(OnescanModel):
 class OnescanForCausalLM(OnescanTextModelWithHead, GenerationMixin):
     """A `CausalLM`, which predicts the next token."""
 
+    pipeline_tag = "text-generation"
     native_config = CausalLMConfig
     output_class = CausalLMOutputWithPast
     returns_cache = True
@@ -386,6 +408,7 @@ class OnescanForCausalLM(OnescanTextModelWithHead, GenerationMixin):
 class OnescanForMaskedLM(OnescanTextModelWithHead):
     """A `MaskedLM`, which predicts masked tokens."""
 
+    pipeline_tag = "fill-mask"
     native_config = MaskedLMConfig
     output_class = MaskedLMOutput
     lm_head: Any
@@ -404,6 +427,7 @@ class OnescanForMaskedLM(OnescanTextModelWithHead):
 class OnescanForSequenceClassification(OnescanTextModelWithHead):
     """A `SequenceClassifier`: class logits, or a number, for a text or a pair of texts."""
 
+    pipeline_tag = "text-classification"
     native_config = SequenceClassifierConfig
     output_class = SequenceClassifierOutputWithPast
     head_name = "classifier"
