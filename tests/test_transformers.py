@@ -144,7 +144,7 @@ AutoModel.from_pretrained({str(tmp_path)!r}, trust_remote_code=False)
 
 CARDS = {
     "causal": (causal_lm, OnescanForCausalLM, "text-generation"),
-    "masked": (masked_lm, OnescanForMaskedLM, "fill-mask"),
+    "masked": (lambda: masked_lm("bert"), OnescanForMaskedLM, "fill-mask"),
     "classes": (classifier, OnescanForSequenceClassification, "text-classification"),
 }
 
@@ -363,6 +363,9 @@ def test_checkpointing_is_switched_on_and_off():
     assert flags() == [True] * 2
     checkpointing(model, enable=False)
     assert flags() == [False] * 2
+    model.config.gradient_checkpointing = True
+    model = OnescanForCausalLM(model.config)
+    assert flags() == [True] * 2
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -1,11 +1,12 @@
 """The model card (README.md) in folders for transformers and diffusers."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from onescan.checkpoint.files import write_atomically
-from onescan.configs import ModelConfig, to_dict
+from onescan.configs import ModelConfig
 
 README = "README.md"
 SUMMARIZED = ("width", "depth", "mixer", "mlp", "position", "vocab_size", "image_size")
@@ -53,9 +54,10 @@ def write_model_card(
     if path.exists():
         return
     fields = {name: value for name, value in metadata.items() if value is not None}
-    values = {name: value for name, value in to_dict(config).items() if name in SUMMARIZED}
     rows = {"parameters": f"{parameters:,}"} | {
-        name.replace("_", " "): _summary(value) for name, value in values.items()
+        name.replace("_", " "): _summary(getattr(config, name))
+        for name in SUMMARIZED
+        if hasattr(config, name)
     }
     text = CARD.format(
         metadata="\n".join([*(f"{k}: {v}" for k, v in fields.items()), "tags:", "- onescan"]),
@@ -69,9 +71,9 @@ def write_model_card(
 
 
 def _summary(value: Any) -> str:
-    """Return a field of a config as text; of a part of the network, its class."""
-    if value is None:
-        return "none"
-    if isinstance(value, Mapping):
-        return str(value["type"]).removesuffix("Config")
-    return " x ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    """Return a field of a config as text; of a part of the network, the name of its class."""
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__.removesuffix("Config")
+    if isinstance(value, tuple):
+        return " x ".join(map(str, value))
+    return "none" if value is None else str(value)

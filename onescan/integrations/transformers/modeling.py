@@ -92,9 +92,12 @@ class OnescanModel(PreTrainedModel):
 
     def wrap_base(self, kind: type["OnescanModel"], network: nn.Module) -> None:
         """Set the base model, of the class `kind`, to one that contains a native network."""
+        checkpointing = getattr(self.config, "gradient_checkpointing", False)
         with torch.device("meta"):
             self.model = kind(self.config)
         self.model.wrap(network)
+        if checkpointing:  # the base model has removed it, before its blocks were replaced
+            self.config.gradient_checkpointing = True
 
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
