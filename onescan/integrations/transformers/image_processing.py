@@ -77,7 +77,7 @@ class OnescanImageProcessor(BaseImageProcessor):
             crop=self.crop_pct,
         )
 
-    def preprocess(self, images: Any, return_tensors: str | None = "pt") -> BatchFeature:  # type: ignore[override]
+    def preprocess(self, images: Any, return_tensors: str | None = "pt") -> BatchFeature:
         """Prepare one image or several.
 
         Args:
@@ -89,7 +89,6 @@ class OnescanImageProcessor(BaseImageProcessor):
             ``pixel_values`` of shape [B, channels, height, width].
         """
         image_format = self.to_onescan()
-        pixels = [
-            image_format.from_pil(to_pil_image(image)) for image in make_flat_list_of_images(images)
-        ]
+        flat: Any = make_flat_list_of_images(images)
+        pixels = [image_format.from_pil(to_pil_image(image)) for image in flat]
         return BatchFeature({"pixel_values": torch.stack(pixels)}, tensor_type=return_tensors)

@@ -157,16 +157,17 @@ class OnescanModel(PreTrainedModel):
             if name in fresh:  # bitsandbytes adds tensors of its own, such as scales
                 tensors[name].copy_(fresh[name])
 
-    def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
+    def mark_tied_weights_as_initialized(self, *loading_info: Any) -> None:
         """Mark tied weights as initialized, but keep all missing keys.
 
         For models outside of its own package, transformers removes the keys of marked parameters
         from the missing keys. Both names of a tied weight refer to the same parameter, so if both
         are missing, both would be removed, and the weight would never be allocated.
         """
-        missing = set(loading_info.missing_keys)
-        super().mark_tied_weights_as_initialized(loading_info)
-        loading_info.missing_keys = missing
+        missing = [set(info.missing_keys) for info in loading_info]  # none in transformers 5.0
+        super().mark_tied_weights_as_initialized(*loading_info)
+        for info, keys in zip(loading_info, missing, strict=True):
+            info.missing_keys = keys
 
     def _set_gradient_checkpointing(  # type: ignore[override]  # older releases lack every_n_layers
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any
