@@ -9,7 +9,6 @@ from transformers.image_transforms import to_pil_image
 from transformers.image_utils import make_flat_list_of_images
 
 from onescan.data.images import ImageFormat
-from onescan.integrations import REMOTE_MODULE
 
 
 class OnescanImageProcessor(BaseImageProcessor):
@@ -49,8 +48,14 @@ class OnescanImageProcessor(BaseImageProcessor):
         self.image_std = list(image_std)
         self.crop_pct = crop_pct
         self.do_normalize = True
-        self.auto_map = {"AutoImageProcessor": f"{REMOTE_MODULE}.{type(self).__name__}"}
         self.to_onescan()  # checks the fields
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields to save, without the class: the model's config names it.
+
+        Pipelines would also look for a video processor of a class that is named here.
+        """
+        return {k: v for k, v in super().to_dict().items() if k != "image_processor_type"}
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoImageProcessor") -> None:
