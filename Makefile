@@ -53,7 +53,7 @@ check-kernels: $(KERNELS)/.installed  ## compile every kernel for four GPUs, wit
 # An environment of its own, because timm needs torchvision, which fits another torch than the one in
 # .venv. From PyPI, torch includes several GB of GPU libraries on Linux; PIP_EXTRA_INDEX_URL or
 # PIP_FIND_LINKS can name a source of CPU builds.
-integrations: $(INTEGRATIONS)/.installed  ## run the tests that need timm, PEFT or TRL, in .venv-integrations
+integrations: $(INTEGRATIONS)/.installed  ## run the tests that need timm, PEFT, TRL and others, in .venv-integrations
 	$(INTEGRATIONS)/bin/python -m pytest -m integrations \
 		$$(grep -l mark.integrations tests/test_*.py)
 
@@ -110,7 +110,7 @@ endif
 $(INTEGRATIONS)/.installed: pyproject.toml constraints-integrations.txt
 	@rm -f $@
 	$(INTEGRATIONS)/bin/python -m pip install -c constraints-integrations.txt \
-		-e '.[generation,text,timm]' pytest hypothesis beartype peft trl
+		-e '.[generation,text,timm]' pytest hypothesis beartype peft trl bitsandbytes torchao
 	@printf '%s' '$(CURDIR)' > $@
 
 # One environment per Triton version, with nothing but Triton: TRITON=3.6.0 selects another one. The

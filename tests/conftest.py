@@ -45,6 +45,7 @@ def pytest_configure(config):
         "Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",
         "The .grad attribute of a Tensor:UserWarning",
         ".*may lead to deadlocks:DeprecationWarning",
+        "invalid escape sequence::.*/torchao/",  # not cached if first imported by onescan
     ):
         config.addinivalue_line("filterwarnings", f"ignore:{warning}")
 

@@ -16,8 +16,8 @@ import onescan
 from onescan import configs
 from onescan.cli import main
 from onescan.data.images import ImageFormat, read_image
-from onescan.integrations.transformers.convert import image_processor
 from onescan.integrations.weights import convert_back, convert_model, read
+from onescan.training.convert import image_processor
 
 transformers = pytest.importorskip("transformers")
 diffusers = pytest.importorskip("diffusers")

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from inspect import unwrap
 
+import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -16,6 +18,7 @@ from diffusers import (
     PNDMScheduler,
 )
 from diffusers.training_utils import EMAModel
+from huggingface_hub import ModelCard
 from PIL.Image import Image
 from safetensors.torch import load_file
 from torch import nn
@@ -54,6 +57,29 @@ def native(kind="lightnet", **changes):
         if "unpatchify" in name or "modulation" in name:
             nn.init.normal_(parameter, std=0.2)
     return model
+
+
+UNCONDITIONAL = "unconditional-image-generation"
+
+
+@pytest.mark.parametrize(
+    ("changes", "tag", "shape"),
+    [
+        ({}, None, (4, 4)),
+        ({"num_classes": 0, "channels": 4}, UNCONDITIONAL, (4, 4, 4)),
+        ({"image_size": (8,), "patch_size": (2,)}, None, (8, 1)),
+    ],
+    ids=["pixels", "latents", "signals"],
+)
+def test_saved_pipelines_have_a_model_card(changes, tag, shape, tmp_path, monkeypatch):
+    pipe = pipeline(native(**changes))
+    pipe.save_pretrained(tmp_path / "path/to/folder")
+    card = ModelCard.load(tmp_path / "path/to/folder/README.md")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("diffusers", tag)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1], names)  # noqa: S102
+    assert np.shape(names["image"]) == shape
 
 
 def pipeline(model=None, **parts):

@@ -171,12 +171,11 @@ def test_trees_keep_what_is_no_tensor():
 
 
 def test_heads_are_tied_unless_asked_otherwise():
-    tied = CausalLMConfig(**SMALL).build()
-    assert tied.head.weight is tied.network.embedding.weight
-    apart = CausalLMConfig(**SMALL, tie_embeddings=False).build()
-    assert apart.head.weight is not apart.network.embedding.weight
-    masked = MaskedLMConfig(**SMALL).build()
-    assert masked.head.scores.weight is masked.network.embedding.weight
+    for tied in (True, False):
+        decoder = CausalLMConfig(**SMALL, tie_embeddings=tied).build()
+        encoder = MaskedLMConfig(**SMALL, tie_embeddings=tied).build()
+        assert (decoder.head.weight is decoder.network.embedding.weight) == tied
+        assert (encoder.head.scores.weight is encoder.network.embedding.weight) == tied
 
 
 def test_last_only_scores_the_last_token():

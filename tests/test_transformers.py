@@ -1,12 +1,14 @@
 """The models in transformers: registered by an import, in pipelines, trained by Trainer."""
 
 import os
+import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from PIL import Image
 from tiny_language_models import BOTH, CAUSAL, SMALL
 from tiny_tokenizers import WORDS, word_tokenizer
@@ -19,14 +21,23 @@ from transformers import (
     default_data_collator,
     pipeline,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import onescan
-from onescan.integrations.transformers import to_transformers
+from onescan.integrations.transformers import (
+    OnescanForCausalLM,
+    OnescanForMaskedLM,
+    OnescanForSequenceClassification,
+    OnescanImageProcessor,
+    to_transformers,
+)
+from onescan.layers.mixers import HGRNMixerConfig
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 
 TEXT = ["the cat sat on the mat", "a dog", "the dog sat on a cat", "on the mat"]
+HGRN = {"mixer": HGRNMixerConfig(num_heads=3, direction="forward"), "position": None}
 WORD_SIZES = {**SMALL, "vocab_size": len(WORDS)}
 
 
@@ -88,6 +99,9 @@ for auto_class in {!r}:
     assert type(model).__module__.startswith("onescan.integrations.transformers.")
     inputs = torch.load(root + "/inputs.pt")[model.main_input_name]
     print(model(inputs)[0].double().sum().item())
+folder = root + "/AutoModelForImageClassification"
+processor = transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust)
+assert type(processor).__module__ == "onescan.integrations.transformers.image_processing"
 assert trust == any("modeling_onescan" in name for name in sys.modules)
 """
 AUTO_CLASSES = {
@@ -112,6 +126,7 @@ def test_a_new_process_loads_saved_folders(trust, tmp_path):
             "modeling_onescan.py"
         ]
         want.append(model(inputs[model.main_input_name]).logits.double().sum().item())
+    OnescanImageProcessor().save_pretrained(tmp_path / "AutoModelForImageClassification")
     code = LOAD.format(str(tmp_path), trust, list(AUTO_CLASSES))
     done = run_python(code, HF_MODULES_CACHE=str(tmp_path / "modules"))
     assert done.returncode == 0, done.stderr
@@ -125,6 +140,36 @@ from transformers import AutoModel
 AutoModel.from_pretrained({str(tmp_path)!r}, trust_remote_code=False)
 """)
     assert "trust_remote_code=True" in done.stderr
+
+
+CARDS = {
+    "causal": (causal_lm, OnescanForCausalLM, "text-generation"),
+    "masked": (lambda: masked_lm("bert"), OnescanForMaskedLM, "fill-mask"),
+    "classes": (classifier, OnescanForSequenceClassification, "text-classification"),
+}
+
+
+@pytest.mark.parametrize(("build", "kind", "tag"), CARDS.values(), ids=CARDS)
+def test_saved_folders_have_a_model_card(build, kind, tag, tmp_path, monkeypatch):
+    model = to_transformers(build())
+    model.save_pretrained(tmp_path / "path/to/folder")
+    readme = tmp_path / "path/to/folder/README.md"
+    card = ModelCard.load(readme)
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": tag,
+        "tags": ["onescan"],
+    }
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert f"| parameters | {count:,} |\n" in card.text
+    assert f"| mixer | {type(model.to_onescan().config.mixer).__name__[:-6]} |\n" in card.text
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1], names)  # noqa: S102
+    assert type(names["model"]) is kind
+    readme.write_text("mine")
+    model.save_pretrained(readme.parent)
+    assert readme.read_text() == "mine"
 
 
 @pytest.fixture
@@ -300,24 +345,46 @@ def test_smoothed_labels_are_shifted_as_others_are(tmp_path):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_recomputed_gradients_are_the_same(name):
-    gradients = []
-    for recompute in (False, True):
-        torch.manual_seed(0)
-        model = to_transformers(causal_lm(name))
-        model._set_gradient_checkpointing(enable=recompute)
-        assert all(block.recompute == recompute for block in model.network.blocks)
-        tokens = torch.tensor([[5, 6, 7, 8, 5, 10]])
-        model(tokens, labels=tokens).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for plain, again in zip(*gradients, strict=True):
-        assert (plain is None and again is None) or torch.equal(plain, again)
-
-
-def test_users_switch_recomputing_on_and_off():
-    model = to_transformers(causal_lm())
+def checkpointing(model, *, enable, **options):
     stem = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    for what, recompute in (("enable", True), ("disable", False)):
-        getattr(model, f"{stem}_checkpointing_{what}")()
-        assert [block.recompute for block in model.network.blocks] == [recompute] * 2
+    given = {f"{stem}_checkpointing_kwargs": options} if options else {}
+    getattr(model, f"{stem}_checkpointing_{'enable' if enable else 'disable'}")(**given)
+
+
+def test_checkpointing_is_switched_on_and_off():
+    model = to_transformers(causal_lm())
+
+    def flags():
+        blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        assert blocks == list(model.network.blocks)
+        return [block.gradient_checkpointing for block in blocks]
+
+    assert flags() == [False] * 2
+    checkpointing(model, enable=True)
+    assert flags() == [True] * 2
+    checkpointing(model, enable=False)
+    assert flags() == [False] * 2
+    model.config.gradient_checkpointing = True
+    model = OnescanForCausalLM(model.config)
+    assert flags() == [True] * 2
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("change", [*CAUSAL.values(), HGRN], ids=[*CAUSAL, "hgrn"])
+def test_checkpointing_changes_no_gradient(change, use_reentrant):
+    tokens = torch.tensor([[5, 6, 7, 8, 5, 10]])
+    gradients = []
+    for enable in (False, True):
+        torch.manual_seed(0)
+        model = to_transformers(CausalLMConfig(**{**WORD_SIZES, **change}).build()).train()
+        if enable:
+            checkpointing(model, enable=True, use_reentrant=use_reentrant)
+        calls = []
+        model.network.blocks[0].mixer.register_forward_pre_hook(
+            lambda *_, calls=calls: calls.append(1)
+        )
+        model(tokens, labels=tokens).loss.backward()
+        assert len(calls) == 1 + enable
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient is gradients[1][name] is None or torch.equal(gradient, gradients[1][name])

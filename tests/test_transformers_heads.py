@@ -1,12 +1,9 @@
 """Heads, backbones and config names that other tools expect of a model in transformers."""
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from test_transformers_images import PRESETS, built
-from test_transformers_text import CAUSAL, causal
-from tiny_language_models import BOTH, VOCABULARY, ids
+from tiny_language_models import BOTH, CAUSAL, VOCABULARY, causal, ids
 from tiny_language_models import SMALL as SMALL_TEXT
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
@@ -17,10 +14,8 @@ from transformers import (
     AutoModelForTokenClassification,
     UperNetConfig,
     UperNetForSemanticSegmentation,
-    pipeline,
 )
 
-from onescan.data.images import ImageFormat
 from onescan.integrations.transformers import (
     OnescanBackbone,
     OnescanImageConfig,
@@ -152,26 +147,3 @@ def test_a_segmenter_uses_a_backbone():
     out.loss.backward()
     patches = model.backbone.get_input_embeddings()
     assert all(p.grad.abs().sum() > 0 for p in patches.parameters())
-
-
-def test_image_folders_carry_a_processor(tmp_path):
-    native = built(*PRESETS["lightnet"])
-    constants = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)}
-    images = ImageFormat(channels=3, height=16, width=16, **constants)
-    to_transformers(native, image_format=images).save_pretrained(tmp_path)
-    picture = Image.fromarray(torch.randint(256, (16, 16, 3), dtype=torch.uint8).numpy())
-    pixels = (torch.tensor(np.array(picture)) / 255 - torch.tensor(constants["mean"])) / (
-        torch.tensor(constants["std"])
-    )
-    want = native(pixels.permute(2, 0, 1)[None])[0].softmax(0)
-    got = pipeline("image-classification", str(tmp_path))(picture)
-    assert_close(sorted(guess["score"] for guess in got), sorted(want.tolist()), atol=1e-4, rtol=0)
-    for change, message in (({"crop": 0.9}, "crop 0.9"), ({"channels": 1}, "1 channel")):
-        fields = {name: values[: change.get("channels", 3)] for name, values in constants.items()}
-        other = ImageFormat(**{"channels": 3, "height": 16, "width": 16, **fields, **change})
-        with pytest.raises(ValueError, match=message):
-            to_transformers(native, image_format=other)
-    with pytest.raises(ValueError, match="image_format is a str, expected an ImageFormat"):
-        to_transformers(native, image_format="vit")
-    with pytest.raises(ValueError, match="which reads no images"):
-        to_transformers(causal(CAUSAL["lightnet"]), image_format=images)

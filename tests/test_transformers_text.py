@@ -113,6 +113,18 @@ def test_untied_heads_stay_apart(tmp_path):
     assert_close(model(ids(2, 5)).logits, native(ids(2, 5))[0])
 
 
+def test_untied_heads_of_masked_models_stay_apart(tmp_path):
+    native = masked(BOTH["lion"], tie_embeddings=False)
+    model = AutoModelForMaskedLM.from_pretrained(saved(to_transformers(native), tmp_path))
+    assert model.lm_head.scores.weight is not model.network.embedding.weight
+    assert_close(model(ids(2, 5)).logits, native(ids(2, 5)))
+    assert_close(load_pretrained(str(tmp_path))(ids(2, 5)), native(ids(2, 5)))
+    again = model.to_onescan()
+    assert not again.config.tie_embeddings
+    for name, weight in native.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+
+
 def test_a_model_loads_in_another_precision(lightnet, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(saved(lightnet, tmp_path), dtype=torch.bfloat16)
     logits = model(ids(2, 5)).logits
@@ -137,9 +149,6 @@ def test_what_a_config_cannot_be_is_refused():
         AutoModelForCausalLM.from_config(
             OnescanTextConfig.from_onescan(masked(BOTH["lion"]).config)
         )
-    untied = OnescanTextConfig.from_onescan(masked(BOTH["lion"]).config, tie_word_embeddings=False)
-    with pytest.raises(ValueError, match="tie_word_embeddings is False, but a MaskedLM"):
-        AutoModelForMaskedLM.from_config(untied)
     with pytest.raises(ValueError, match="model is a Linear, expected one of CausalLM, MaskedLM,"):
         to_transformers(torch.nn.Linear(2, 2))
 
@@ -515,13 +524,14 @@ def test_a_resized_untied_head_keeps_its_weights(initialize):
         assert torch.equal(weight, before[name]), name
 
 
-def test_a_masked_models_vocabulary_can_grow(tmp_path):
-    model = to_transformers(masked(BOTH["lion"]))
+@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
+def test_a_masked_models_vocabulary_can_grow(tie_embeddings, tmp_path):
+    model = to_transformers(masked(BOTH["lion"], tie_embeddings=tie_embeddings))
     want = model(ids(2, 5)).logits
     model.resize_token_embeddings(20, mean_resizing=False)
     got = model(ids(2, 5)).logits
     assert_close(got[..., :VOCABULARY], want)
-    assert model.lm_head.scores.weight is model.network.embedding.weight
+    assert (model.lm_head.scores.weight is model.network.embedding.weight) == tie_embeddings
     again = AutoModelForMaskedLM.from_pretrained(saved(model, tmp_path))
     assert_close(again(ids(2, 5)).logits, got)
 

@@ -157,11 +157,18 @@ def decode(
     """
     try:
         with open_image(file) as image:
-            resized = _resize(image, "L" if channels == 1 else "RGB", (width, height), crop)
+            return to_pixels(image, channels=channels, height=height, width=width, crop=crop)
     except UnidentifiedImageError:
         raise ValueError(f"is not an image in one of the formats {', '.join(FORMATS)}") from None
     except DAMAGE as error:
         raise ValueError(f"cannot be read as an image: {error}") from error
+
+
+def to_pixels(
+    image: Image.Image, *, channels: int, height: int, width: int, crop: Crop
+) -> AnyPixels:
+    """Crop and resize an opened image; see `decode`."""
+    resized = _resize(image, "L" if channels == 1 else "RGB", (width, height), crop)
     values = torch.from_numpy(np.array(resized))
     if resized.mode == "RGB":
         return rearrange(values, "height width channels -> channels height width")
@@ -306,6 +313,11 @@ class ImageFormat(GridFormat):
             width=self.width,
             crop=crop or self.box,
         )
+
+    def from_pil(self, image: Image.Image) -> Pixels:
+        """Convert an opened image to the model's input: upright, cropped, resized, standardized."""
+        shape = {"channels": self.channels, "height": self.height, "width": self.width}
+        return self.model_input(to_pixels(image, **shape, crop=self.box))
 
     def pixels(self, made: Pixels) -> Pixels:
         """Convert what a model generates, standardized as its input, to pixels from 0 to 1."""

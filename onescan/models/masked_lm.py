@@ -17,6 +17,8 @@ class MaskedLMConfig(TextEncoderConfig):
 
     head_transform: bool = True
     """Add a linear layer with GELU and a norm before the output layer, as in BERT."""
+    tie_embeddings: bool = True
+    """Share the weights of the token embedding and the output layer."""
 
     def build(self) -> "MaskedLM":
         """Build the network with new weights from torch's global generator.
@@ -47,7 +49,8 @@ class MaskedLM(nn.Module):
         self.network = TokenNetwork(config)
         self.head = MaskedHead(config)
         self.head.apply(self.network.init_weights)
-        self.head.scores.weight = self.network.embedding.weight
+        if config.tie_embeddings:
+            self.head.scores.weight = self.network.embedding.weight
 
     def forward(
         self,
@@ -85,7 +88,7 @@ class MaskedLM(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """W' norm(gelu(W x)) + b, where W' is the embedding matrix."""
+    """W' norm(gelu(W x)) + b, where W' may be the embedding matrix."""
 
     def __init__(self, config: MaskedLMConfig) -> None:
         super().__init__()

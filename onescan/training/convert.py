@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from PIL import Image
 from torch import nn
 
 from onescan import __version__, configs, zoo
@@ -125,12 +126,40 @@ def _load(
         ids = {name: getattr(special, name, None) for name in TOKEN_IDS}
         return model, {k: v for k, v in ids.items() if v is not None}, tokenizer.save
     if isinstance(run.format, ImageFormat) and isinstance(run.model, ImageClassifier):
-        from onescan.integrations.transformers.convert import image_processor  # slow
-
         names = dict(enumerate(run.class_names))
         fields = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
         return run.model, fields, image_processor(run.format).save_pretrained
     return run.model, {}, lambda out: None
+
+
+def image_processor(form: ImageFormat) -> Any:
+    """Return transformers' own image processor that prepares color images as a format does.
+
+    Raises:
+        ValueError: If images are grayscale, or cropped and not square.
+    """
+    from transformers import CLIPImageProcessor, ViTImageProcessor  # slow
+
+    if form.channels != 3:  # noqa: PLR2004
+        raise ValueError(
+            f"the images have {form.channels} channel, expected 3: transformers' image processors "
+            "read color images"
+        )
+    size = {"height": form.height, "width": form.width}
+    options: dict[str, Any] = {
+        "resample": Image.Resampling.BICUBIC,
+        "image_mean": list(form.mean),
+        "image_std": list(form.std),
+    }
+    if form.crop is None:
+        return ViTImageProcessor(size=size, **options)
+    if form.height != form.width:
+        raise ValueError(
+            f"the images have crop {form.crop} and size {tuple(size.values())}, expected crop None "
+            "or a square"
+        )
+    shorter = round(form.height / form.crop)
+    return CLIPImageProcessor(size={"shortest_edge": shorter}, crop_size=size, **options)
 
 
 def _is_empty(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -122,6 +123,9 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
     from onescan.models.masked_lm import MaskedLM
 
     if _is_pretrained(name):
+        with suppress(ImportError):  # load_tokenizer explains it
+            import onescan.integrations.transformers  # noqa: F401  # AutoTokenizer reads the config
+
         tokenizer, model = load_tokenizer(name), _load_pretrained(name)
     else:
         run = load(name)

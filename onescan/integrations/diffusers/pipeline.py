@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from onescan.checks import check_choice
 from onescan.configs import from_dict, to_dict
 from onescan.integrations import REMOTE_MODULE, write_remote_module
+from onescan.integrations.card import write_model_card
 from onescan.integrations.diffusers.sampling import (
     Callback,
     build_scheduler,
@@ -223,6 +224,28 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
             pixels=pixels,
             # JSON does not support numbers as keys
             id2label={str(number): name for number, name in (id2label or {}).items()},
+        )
+
+    def save_pretrained(self, save_directory: Any, *rest: Any, **options: Any) -> None:
+        """Save all components, with a model card if the folder has no README.md."""
+        super().save_pretrained(save_directory, *rest, **options)
+        config, name = self.transformer.network.config, type(self).__name__
+        is_image = len(config.image_size) == IMAGE_AXES
+        arguments = "[0]" if config.num_classes else "batch_size=1"
+        if self.vae is None and self.config["pixels"] is None:
+            arguments += ', output_type="latent"'
+        elif not is_image:
+            arguments += ', output_type="np"'
+        tag = "unconditional-image-generation" if is_image and not config.num_classes else None
+        write_model_card(
+            save_directory,
+            config,
+            title=name,
+            usage=f"from onescan.integrations.diffusers import {name}\n\n"
+            f'pipeline = {name}.from_pretrained("path/to/folder")\n'
+            f"image = pipeline({arguments}).images[0]",
+            parameters=self.transformer.num_parameters(),
+            metadata={"library_name": "diffusers", "pipeline_tag": tag},
         )
 
     @property

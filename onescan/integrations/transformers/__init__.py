@@ -27,6 +27,7 @@ from onescan.integrations.transformers.image_modeling import (
     OnescanForImageClassification,
     OnescanImageModel,
 )
+from onescan.integrations.transformers.image_processing import OnescanImageProcessor
 from onescan.integrations.transformers.modeling import (
     OnescanForCausalLM,
     OnescanForMaskedLM,
@@ -45,6 +46,7 @@ __all__ = [
     "OnescanForTokenClassification",
     "OnescanImageConfig",
     "OnescanImageModel",
+    "OnescanImageProcessor",
     "OnescanTextConfig",
     "OnescanTextModel",
     "StateCache",

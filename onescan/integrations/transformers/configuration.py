@@ -186,6 +186,7 @@ class OnescanImageConfig(_NativeFields, BackboneConfigMixin, PreTrainedConfig):
         "AutoBackbone": "OnescanBackbone",
         "AutoModel": "OnescanImageModel",
         "AutoModelForImageClassification": "OnescanForImageClassification",
+        "AutoImageProcessor": "OnescanImageProcessor",
     }
 
     def __init__(

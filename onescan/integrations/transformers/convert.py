@@ -3,14 +3,15 @@
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import nn
 from transformers import AutoConfig
 
 from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.configs import differences
+from onescan.data.images import ImageFormat
 from onescan.integrations.transformers.configuration import OnescanTextConfig
 from onescan.integrations.transformers.image_modeling import OnescanForImageClassification
+from onescan.integrations.transformers.image_processing import OnescanImageProcessor
 from onescan.integrations.transformers.modeling import (
     OnescanForCausalLM,
     OnescanForMaskedLM,
@@ -49,7 +50,7 @@ def to_transformers(model: nn.Module, *, image_format: Any = None, **fields: Any
 
     Raises:
         ValueError: If the class of the model is not supported, a field contradicts the model, or
-            transformers has no image processor for the format.
+            an image format is given for a model that reads no images.
     """
     if type(model) not in CONVERTED:
         known = ", ".join(kind.__name__ for kind in CONVERTED)
@@ -68,40 +69,10 @@ def to_transformers(model: nn.Module, *, image_format: Any = None, **fields: Any
             raise ValueError(
                 f"image_format was given for {named_type(model)}, which reads no images"
             )
-        converted.image_processor = image_processor(image_format)
+        if not isinstance(image_format, ImageFormat):
+            raise ValueError(f"image_format is {named_type(image_format)}, expected an ImageFormat")
+        converted.image_processor = OnescanImageProcessor.from_onescan(image_format)
     return converted.train(model.training)
-
-
-def image_processor(image_format: Any) -> Any:
-    """Return transformers' image processor that prepares color images as a format does.
-
-    Raises:
-        ValueError: If images are grayscale, or cropped and not square.
-    """
-    from transformers import CLIPImageProcessor, ViTImageProcessor  # slow
-
-    if not hasattr(image_format, "crop"):
-        raise ValueError(f"image_format is {named_type(image_format)}, expected an ImageFormat")
-    if image_format.channels != 3:  # noqa: PLR2004
-        raise ValueError(
-            f"image_format has {image_format.channels} channel, expected 3: transformers' image "
-            "processors read color images"
-        )
-    size = {"height": image_format.height, "width": image_format.width}
-    options: dict[str, Any] = {
-        "resample": Image.Resampling.BICUBIC,
-        "image_mean": list(image_format.mean),
-        "image_std": list(image_format.std),
-    }
-    if image_format.crop is None:
-        return ViTImageProcessor(size=size, **options)
-    if image_format.height != image_format.width:
-        raise ValueError(
-            f"image_format has crop {image_format.crop} and size {tuple(size.values())}, expected "
-            "crop None or a square"
-        )
-    shorter = round(image_format.height / image_format.crop)
-    return CLIPImageProcessor(size={"shortest_edge": shorter}, crop_size=size, **options)
 
 
 def load_pretrained(name: str) -> CausalLM | MaskedLM:

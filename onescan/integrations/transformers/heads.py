@@ -51,6 +51,7 @@ class _TokenHeadModel(OnescanTextModelWithHead):
 class OnescanForTokenClassification(_TokenHeadModel):
     """A `TokenNetwork` with class logits for each token, for example for named entities."""
 
+    pipeline_tag = "token-classification"
     head_name = "classifier"
     classifier: nn.Linear
 
@@ -62,6 +63,7 @@ class OnescanForTokenClassification(_TokenHeadModel):
 class OnescanForQuestionAnswering(_TokenHeadModel):
     """A `TokenNetwork` with logits for the first and the last token of an answer in the text."""
 
+    pipeline_tag = "question-answering"
     head_name = "qa_outputs"
     qa_outputs: nn.Linear
 
@@ -114,6 +116,8 @@ class OnescanForQuestionAnswering(_TokenHeadModel):
 
 class OnescanForMultipleChoice(OnescanForSequenceClassification):
     """A `SequenceClassifier` with one output, which scores each of several continuations."""
+
+    pipeline_tag = "multiple-choice"
 
     def build_native(self) -> Any:
         config = self.config.to_onescan(SequenceClassifierConfig)

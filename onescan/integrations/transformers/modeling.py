@@ -3,12 +3,15 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -19,6 +22,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from onescan.checks import can_look_at_values, check_shapes
 from onescan.configs import ModelConfig
+from onescan.integrations.card import write_model_card
 from onescan.integrations.transformers.cache import Inputs, StateCache
 from onescan.integrations.transformers.configuration import OnescanTextConfig
 from onescan.layers.block import Block
@@ -41,16 +45,25 @@ def mark_initialized(module: nn.Module) -> None:
         setattr(tensor, INITIALIZED, not tensor.is_meta)
 
 
+class OnescanBlock(GradientCheckpointingLayer, Block):
+    """A `Block` with the gradient checkpointing of transformers.
+
+    Models change the class of their blocks to this one, as FSDP2 changes that of its modules.
+    """
+
+
 class OnescanModel(PreTrainedModel):
     """Base class of all models, which contain the modules of a native model."""
 
     native_config: ClassVar[type[ModelConfig]]
     """Config of the native model."""
+    pipeline_tag: ClassVar[str | None] = None
+    """Task of the Hugging Face Hub, for the model card."""
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     # LRPE multiplies these angles and their rounding errors by the position of a token
     _keep_in_fp32_modules_strict = ["theta"]  # noqa: RUF012
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    _no_split_modules = ["OnescanBlock"]  # noqa: RUF012
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -74,6 +87,8 @@ class OnescanModel(PreTrainedModel):
     def wrap(self, native: Any) -> None:
         """Use the modules of a native model, sharing its weights."""
         self.network = native
+        for block in self._blocks():
+            block.__class__ = OnescanBlock
 
     def wrap_base(self, kind: type["OnescanModel"], network: nn.Module) -> None:
         """Set the base model, of the class `kind`, to one that contains a native network."""
@@ -81,8 +96,26 @@ class OnescanModel(PreTrainedModel):
         with torch.device("meta"):
             self.model = kind(self.config)
         self.model.wrap(network)
-        if checkpointing:  # the base model enabled it for other blocks, and removed it
+        if checkpointing:  # the base model has removed it, before its blocks were replaced
             self.config.gradient_checkpointing = True
+
+    def save_pretrained(
+        self, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
+    ) -> None:
+        """Save the model, with a model card if the folder has no README.md."""
+        super().save_pretrained(save_directory, is_main_process, *rest, **options)
+        if not is_main_process:
+            return
+        name, package = type(self).__name__, __package__
+        write_model_card(
+            save_directory,
+            self.config.to_onescan(self.native_config),
+            title=name,
+            usage=f"from {package} import {name}\n\n"
+            f'model = {name}.from_pretrained("path/to/folder")',
+            parameters=self.num_parameters(),
+            metadata={"library_name": "transformers", "pipeline_tag": self.pipeline_tag},
+        )
 
     @contextmanager
     def record_hidden_states(
@@ -132,18 +165,20 @@ class OnescanModel(PreTrainedModel):
         are missing, both would be removed, and the weight would never be allocated. The first
         releases of transformers 5 remove no keys and pass no argument.
         """
-        missing = [set(info.missing_keys) for info in loading_info]
+        missing = [set(info.missing_keys) for info in loading_info]  # none in transformers 5.0
         super().mark_tied_weights_as_initialized(*loading_info)
         for info, keys in zip(loading_info, missing, strict=True):
             info.missing_keys = keys
 
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
+    def _set_gradient_checkpointing(  # type: ignore[override]  # older releases lack every_n_layers
+        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any
     ) -> None:
-        """Make the blocks recompute their activations, without reentrant autograd."""
-        for i, block in enumerate(self._blocks()):
-            block.recompute = enable and i % every_n_layers == 0
-        self.gradient_checkpointing = enable  # read by is_gradient_checkpointing
+        """Enable gradient checkpointing, always with ``use_reentrant=False``.
+
+        Reentrant checkpointing would drop the gradients of tensors that blocks take by name.
+        """
+        function = partial(gradient_checkpointing_func, use_reentrant=False)
+        super()._set_gradient_checkpointing(enable, function, **options)
 
     def _blocks(self) -> list[Block]:
         return [module for module in self.modules() if isinstance(module, Block)]
@@ -345,6 +380,7 @@ class OnescanTextModelWithHead(OnescanModel):
 class OnescanForCausalLM(OnescanTextModelWithHead, GenerationMixin):
     """A `CausalLM`, which predicts the next token."""
 
+    pipeline_tag = "text-generation"
     native_config = CausalLMConfig
     output_class = CausalLMOutputWithPast
     returns_cache = True
@@ -378,15 +414,11 @@ class OnescanForCausalLM(OnescanTextModelWithHead, GenerationMixin):
 class OnescanForMaskedLM(OnescanTextModelWithHead):
     """A `MaskedLM`, which predicts masked tokens."""
 
+    pipeline_tag = "fill-mask"
     native_config = MaskedLMConfig
     output_class = MaskedLMOutput
     lm_head: Any
     _tied_weights_keys = {"lm_head.scores.weight": "model.network.embedding.weight"}  # noqa: RUF012
-
-    def build_native(self) -> Any:
-        if not self.config.tie_word_embeddings:
-            raise ValueError("tie_word_embeddings is False, but a MaskedLM always ties them")
-        return super().build_native()
 
     def get_output_embeddings(self) -> nn.Linear:
         """Return the map from vectors to logits."""
@@ -401,6 +433,7 @@ class OnescanForMaskedLM(OnescanTextModelWithHead):
 class OnescanForSequenceClassification(OnescanTextModelWithHead):
     """A `SequenceClassifier`: class logits, or a number, for a text or a pair of texts."""
 
+    pipeline_tag = "text-classification"
     native_config = SequenceClassifierConfig
     output_class = SequenceClassifierOutputWithPast
     head_name = "classifier"

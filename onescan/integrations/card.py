@@ -1,0 +1,79 @@
+"""The model card (README.md) in folders for transformers and diffusers."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onescan.checkpoint.files import write_atomically
+from onescan.configs import ModelConfig
+
+README = "README.md"
+SUMMARIZED = ("width", "depth", "mixer", "mlp", "position", "vocab_size", "image_size")
+CARD = """---
+{metadata}
+---
+
+# {title}
+
+{summary}
+
+```python
+{usage}
+```
+
+| | |
+|---|---|
+{rows}
+"""
+
+
+def write_model_card(
+    folder: Any,
+    config: ModelConfig,
+    *,
+    title: str,
+    usage: str,
+    parameters: int,
+    metadata: Mapping[str, str | None],
+) -> None:
+    """Write the model card of a saved model, unless the folder has a README.md.
+
+    It states what the config and the weights determine. License, data and results are left to the
+    author.
+
+    Args:
+        folder: Folder of the model.
+        config: Config of the native model.
+        title: Name of the class.
+        usage: Code that loads the model.
+        parameters: Number of parameters.
+        metadata: Fields for the Hugging Face Hub, without those that are ``None``.
+    """
+    path = Path(folder) / README
+    if path.exists():
+        return
+    fields = {name: value for name, value in metadata.items() if value is not None}
+    rows = {"parameters": f"{parameters:,}"} | {
+        name.replace("_", " "): _summary(getattr(config, name))
+        for name in SUMMARIZED
+        if hasattr(config, name)
+    }
+    text = CARD.format(
+        metadata="\n".join([*(f"{k}: {v}" for k, v in fields.items()), "tags:", "- onescan"]),
+        title=title,
+        summary=f"A model of onescan in the format of {fields['library_name']}. "
+        "Loading it requires the package `onescan`.",
+        usage=usage,
+        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
+    )
+    write_atomically(path, lambda file: file.write_text(text))
+
+
+def _summary(value: Any) -> str:
+    """Return a field of a config as text; of a part of the network, the name of its class."""
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__.removesuffix("Config")
+    if isinstance(value, tuple):
+        return " x ".join(map(str, value))
+    return "none" if value is None else str(value)

@@ -1,0 +1,99 @@
+"""An image processor with the interface of transformers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import BaseImageProcessor, BatchFeature
+from transformers.image_transforms import to_pil_image
+from transformers.image_utils import make_flat_list_of_images
+
+from onescan.data.images import ImageFormat
+
+
+class OnescanImageProcessor(BaseImageProcessor):
+    """Prepare images as `onescan predict` does: crop, resize and standardize them.
+
+    Args:
+        size: Height and width of the result.
+        image_mean: Mean of each channel, for pixels from 0 to 1. One number selects grayscale.
+        image_std: Standard deviation of each channel.
+        crop_pct: Center crop with the aspect ratio of `size`, as a fraction of the largest one.
+            None resizes the whole image.
+        options: Further fields of the processor's file.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    >>> processor = OnescanImageProcessor(size={"height": 8, "width": 16}, crop_pct=1.0)
+    >>> processor(torch.zeros(3, 20, 20, dtype=torch.uint8)).pixel_values.shape
+    torch.Size([1, 3, 8, 16])
+    """
+
+    model_input_names = ["pixel_values"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        *,
+        size: dict[str, int] | None = None,
+        image_mean: Sequence[float] = (0.5, 0.5, 0.5),
+        image_std: Sequence[float] = (0.5, 0.5, 0.5),
+        crop_pct: float | None = None,
+        **options: Any,
+    ) -> None:
+        options.pop("do_normalize", None)
+        super().__init__(**options)
+        self.size = {"height": 224, "width": 224} if size is None else dict(size)
+        self.image_mean = list(image_mean)
+        self.image_std = list(image_std)
+        self.crop_pct = crop_pct
+        self.do_normalize = True
+        self.to_onescan()  # checks the fields
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields to save, without the class: the model's config names it.
+
+        Pipelines would also look for a video processor of a class that is named here.
+        """
+        return {k: v for k, v in super().to_dict().items() if k != "image_processor_type"}
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoImageProcessor") -> None:
+        """Do nothing, because the auto_map is complete without copying source code."""
+
+    @classmethod
+    def from_onescan(cls, image_format: ImageFormat) -> "OnescanImageProcessor":
+        """Convert the format of a run's images."""
+        return cls(
+            size={"height": image_format.height, "width": image_format.width},
+            image_mean=image_format.mean,
+            image_std=image_format.std,
+            crop_pct=image_format.crop,
+        )
+
+    def to_onescan(self) -> ImageFormat:
+        """Convert to the format of a run's images."""
+        return ImageFormat(
+            channels=len(self.image_mean),
+            height=self.size["height"],
+            width=self.size["width"],
+            mean=tuple(self.image_mean),
+            std=tuple(self.image_std),
+            crop=self.crop_pct,
+        )
+
+    def preprocess(self, images: Any, return_tensors: str | None = "pt") -> BatchFeature:
+        """Prepare one image or several.
+
+        Args:
+            images: PIL images, or arrays or tensors [channels, height, width] or [height, width,
+                channels] with values from 0 to 255, or floats from 0 to 1.
+            return_tensors: "pt" for tensors, "np" for arrays.
+
+        Returns:
+            ``pixel_values`` of shape [B, channels, height, width].
+        """
+        image_format = self.to_onescan()
+        flat: Any = make_flat_list_of_images(images)
+        pixels = [image_format.from_pil(to_pil_image(image)) for image in flat]
+        return BatchFeature({"pixel_values": torch.stack(pixels)}, tensor_type=return_tensors)

@@ -1,0 +1,74 @@
+"""The image processor of transformers: the scores of `onescan predict`, saved and loaded."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import ExifTags, Image
+from test_transformers_images import PRESETS, SMALL, built
+from tiny_language_models import CAUSAL, causal
+from torch.testing import assert_close
+from transformers import pipeline
+
+import onescan
+from onescan.data.images import ImageFormat, read_image
+from onescan.integrations.transformers import OnescanImageProcessor, to_transformers
+
+FORMATS = {
+    "whole": {"channels": 3, "height": 16, "width": 16},
+    "crop": {"channels": 3, "height": 16, "width": 16, "crop": 1.0},
+    "small crop, wide": {"channels": 3, "height": 16, "width": 32, "crop": 0.875},
+    "gray, tall": {"channels": 1, "height": 24, "width": 12, "crop": 1.0},
+}
+
+
+@pytest.mark.parametrize("fields", FORMATS.values(), ids=FORMATS)
+def test_a_pipeline_classifies_as_predict_does(fields, tmp_path, monkeypatch):
+    mean, std = (0.4, 0.5, 0.6)[: fields["channels"]], (0.2, 0.3, 0.4)[: fields["channels"]]
+    images = ImageFormat(**fields, mean=mean, std=std)
+    size = (images.height, images.width)
+    native = onescan.build(
+        "lightnet_tiny", **{**SMALL, "image_size": size}, channels=images.channels
+    )
+    native.eval()
+    to_transformers(native, image_format=images).save_pretrained(tmp_path / "model")
+    noise = np.random.default_rng(0).integers(0, 256, (11, 9, 3), dtype=np.uint8)
+    picture = Image.fromarray(noise).resize((90, 110))
+    picture.save(tmp_path / "picture.png")
+    picture.getexif()[ExifTags.Base.Orientation] = 6
+    picture.save(tmp_path / "large.jpg", exif=picture.getexif())
+    monkeypatch.setattr("builtins.input", pytest.fail)  # asks whether to trust code
+    classify = pipeline("image-classification", str(tmp_path / "model"))
+    assert classify.image_processor.to_onescan() == images
+    for name, tolerance in (("picture.png", 1e-5), ("large.jpg", 0.02)):
+        with torch.no_grad():
+            want = native(read_image(tmp_path / name, images)[None])[0].softmax(0).tolist()
+        got = {guess["label"]: guess["score"] for guess in classify(str(tmp_path / name))}
+        assert got == pytest.approx(
+            {f"LABEL_{i}": score for i, score in enumerate(want)}, abs=tolerance
+        )
+
+
+def test_the_image_processor_takes_arrays_and_lists():
+    processor = OnescanImageProcessor(size={"height": 8, "width": 8}, crop_pct=1.0)
+    pixels = torch.randint(256, (20, 30, 3), dtype=torch.uint8)
+    same = (
+        Image.fromarray(pixels.numpy()),
+        pixels.numpy(),
+        pixels.permute(2, 0, 1),
+        pixels.permute(2, 0, 1) / 255,
+    )
+    want = processor(same[0]).pixel_values
+    assert want.shape == (1, 3, 8, 8)
+    for image in same:
+        assert_close(processor([image, image]).pixel_values, want.repeat(2, 1, 1, 1))
+    assert isinstance(processor(same[0], return_tensors="np").pixel_values, np.ndarray)
+    with pytest.raises(ValueError, match="crop is 2"):
+        OnescanImageProcessor(crop_pct=2.0)
+
+
+def test_image_formats_are_for_image_models():
+    images = ImageFormat(channels=1, height=8, width=8, mean=(0.5,), std=(0.5,))
+    with pytest.raises(ValueError, match="image_format is a str, expected an ImageFormat"):
+        to_transformers(built(*PRESETS["lightnet"]), image_format="vit")
+    with pytest.raises(ValueError, match="which reads no images"):
+        to_transformers(causal(CAUSAL["lightnet"]), image_format=images)
