@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from onescan import __version__
+from onescan.cli.check_gpu import check_gpu
 from onescan.cli.convert import convert
 from onescan.cli.evaluate import compare, evaluate, needle
 from onescan.cli.images import encode, sample
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Callable[[Argv], None]] = {
     "tokenizer": tokenizer,
     "encode": encode,
     "convert": convert,
+    "check-gpu": check_gpu,
     "models": models,
     "recipes": recipes,
     "show": show,
