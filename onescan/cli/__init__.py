@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from onescan import __version__
-from onescan.cli.check_gpu import check_gpu
 from onescan.cli.convert import convert
 from onescan.cli.evaluate import compare, evaluate, needle
+from onescan.cli.gpu import check_gpu
 from onescan.cli.images import encode, sample
 from onescan.cli.options import HELP, Argv, echo, name_flags
 from onescan.cli.predict import predict

@@ -300,7 +300,7 @@ def record_checks(gpu: str, checks: Sequence[KernelCheck], here: dict[str, str])
 # The calls of each op; the first one is timed.
 
 
-def _additive(form: str, *, causal: bool, lrpe: bool, state: bool) -> Call:
+def _additive(form: Any, *, causal: bool, lrpe: bool, state: bool) -> Call:
     def inputs(size: Size, draw: Draw) -> Inputs:
         features = size.width * (2 if lrpe else 1)
         drawn = {"q": draw(*size), "k": 2 * draw(*size), "v": draw(*size)}
@@ -321,7 +321,7 @@ def _additive(form: str, *, causal: bool, lrpe: bool, state: bool) -> Call:
     return Call(run, inputs, has_gradients=form != "recurrent")
 
 
-def _decay(form: str, *, diagonal: bool, causal: bool, state: bool = False) -> Call:
+def _decay(form: Any, *, diagonal: bool, causal: bool, state: bool = False) -> Call:
     def inputs(size: Size, draw: Draw) -> Inputs:
         drawn = {"q": draw(*size).abs(), "k": draw(*size).abs(), "v": draw(*size)}
         drawn["log_decay"] = logsigmoid(2 + 2 * draw(*(size if diagonal else size[:3])))

@@ -30,14 +30,11 @@ def check_gpu(argv: Argv) -> None:
     options = parse(Options, check_gpu, argv, prog="check-gpu")
     device, name = _find_gpu(options.device)
     from onescan.evaluation.kernels import TOLERANCES, check_kernels, record_checks
-    from onescan.ops.backend import is_interpreted
     from onescan.ops.kernel_record import versions
 
     here = versions()
     if here is None:
         raise ImportError("triton is not installed: pip install 'onescan[gpu]'")
-    if is_interpreted():
-        raise ValueError("TRITON_INTERPRET is 1, expected 0: interpreted kernels skip the GPU")
     echo(f"{name}, {', '.join(f'{package} {number}' for package, number in here.items())}\n")
     names = [str(dtype).removeprefix("torch.") for dtype in TOLERANCES]
     limits = [f"{limit:.0e}" for limit in TOLERANCES.values()]
@@ -62,17 +59,20 @@ def _find_gpu(device: str) -> "tuple[torch.device, str]":
 
     Raises:
         OSError: If torch cannot use any GPU.
-        ValueError: If this GPU does not exist.
+        ValueError: If this GPU does not exist, or Triton interprets kernels instead.
     """
     import torch
 
-    from onescan.training.distributed import Ranks, choose_device
-
     if not torch.cuda.is_available():
         raise OSError("check-gpu needs a GPU, but torch finds none that it can use")
+    from onescan.ops.backend import is_interpreted
+    from onescan.training.distributed import Ranks, choose_device
+
     chosen = choose_device(device, Ranks())
     if chosen.type != "cuda":
         raise ValueError(f"device is {device!r}, expected a GPU: cuda, cuda:1, ...")
+    if is_interpreted():
+        raise ValueError("TRITON_INTERPRET is 1, expected 0: interpreted kernels run on the CPU")
     return chosen, torch.cuda.get_device_properties(chosen).name
 
 
