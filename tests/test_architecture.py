@@ -24,7 +24,7 @@ EVERYWHERE = SOURCES | {
 
 # From bottom to top; a layer imports itself and the layers below it.
 LAYERS = [
-    {"lazy", "messages", "shapes", "checks", "configs", "allocation"},
+    {"lazy", "messages", "cache", "shapes", "checks", "configs", "allocation"},
     {"kernels"},
     {"ops"},
     {"layers"},

@@ -22,11 +22,14 @@ from tiny_run import (
 from two_processes import lightnet_run
 
 from onescan import configs
+from onescan.cli import main
 from onescan.data import Example, ImageTensors, LoadedBatch
 from onescan.layers.mixers.lightnet import LightNetMixer
+from onescan.ops.backend import preferred_backend
 from onescan.tasks import BatchPlan, ImageClassification
-from onescan.training import data, evaluate, load, loop, read_metrics, train
+from onescan.training import MachineConfig, data, evaluate, load, loop, read_metrics, train
 from onescan.training.data import Loader
+from onescan.training.folder import read_manifest
 from onescan.training.optim import EMA, build_scaler, underflowed
 from onescan.training.state import TrainingState
 
@@ -88,6 +91,63 @@ def test_impossible_settings_are_refused(tmp_path, name, value):
     run = configs.replace(tiny_run(), {f"machine.{name}": value})  # a model without blocks
     with pytest.raises(ValueError, match=rf"machine\.{name}.* {value}"):
         train(run, tmp_path)
+
+
+# Backend and precision
+
+
+@pytest.fixture
+def settings_seen(monkeypatch):
+    """The backend and the precision of matrix products at each call of a LightNet mixer."""
+    seen, forward = set(), LightNetMixer.forward
+
+    def spying(self, *args, **kwargs):
+        seen.add((preferred_backend(), torch.get_float32_matmul_precision()))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LightNetMixer, "forward", spying)
+    return seen
+
+
+def test_backend_and_matmul_precision_hold_in_training_and_evaluation(tmp_path, settings_seen):
+    run = short_run(backend="torch", matmul_precision="high")
+    train(run, tmp_path)
+    assert settings_seen == {("torch", "high")}
+    assert (preferred_backend(), torch.get_float32_matmul_precision()) == ("auto", "highest")
+    (environment,) = read_manifest(tmp_path).environments
+    assert (environment.backend, environment.matmul_precision) == ("torch", "high")
+    assert environment.kernels == ()
+
+
+def test_commands_compute_as_requested(settings_seen):
+    flags = ["--backend", "torch", "--matmul-precision", "medium", "--workers", "0"]
+    assert main(["evaluate", "zoo/digits_lightnet", *flags]) == 0
+    assert settings_seen == {("torch", "medium")}
+    assert (preferred_backend(), torch.get_float32_matmul_precision()) == ("auto", "highest")
+
+
+def test_a_resumed_run_shows_what_has_changed(tmp_path, capsys):
+    interrupt(short_run(), tmp_path, 3)
+    capsys.readouterr()
+    run = short_run(backend="torch", matmul_precision="high")
+    train(run, tmp_path, progress=True)
+    changes = [line for line in capsys.readouterr().err.splitlines() if "changed: " in line]
+    assert changes == [
+        "changed: backend was auto, is torch",
+        "changed: matmul_precision was highest, is high",
+    ]
+    assert [e.since_step for e in read_manifest(tmp_path).environments] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "known"),
+    [("backend", "cuda", "auto, torch, triton"), ("matmul_precision", "tf32", "highest, high")],
+)
+def test_unknown_machine_settings_are_refused(setting, value, known):
+    machine = MachineConfig()
+    object.__setattr__(machine, setting, value)  # past the type checks of tests
+    with pytest.raises(ValueError, match=rf"machine\.{setting} '{value}' is unknown.*{known}"):
+        machine.__post_init__()
 
 
 @pytest.mark.compile

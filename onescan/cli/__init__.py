@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from onescan import __version__
 from onescan.cli.convert import convert
 from onescan.cli.evaluate import compare, evaluate, needle
+from onescan.cli.gpu import check_gpu
 from onescan.cli.images import encode, sample
 from onescan.cli.options import HELP, Argv, echo, name_flags
 from onescan.cli.predict import predict
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Callable[[Argv], None]] = {
     "tokenizer": tokenizer,
     "encode": encode,
     "convert": convert,
+    "check-gpu": check_gpu,
     "models": models,
     "recipes": recipes,
     "show": show,

@@ -11,6 +11,7 @@ import tyro
 from onescan.cli.options import (
     Argv,
     Checkpoint,
+    Compute,
     Device,
     Imports,
     LanguageModel,
@@ -40,6 +41,7 @@ def evaluate(argv: Argv) -> None:
         and --tasks also a folder or hub name of a transformers model; with --samples also a
         diffusers pipeline, or images in an .npz file or a folder."""
         device: Device = "auto"
+        compute: Compute
         workers: int | None = None
         """Data loading processes; by default a number that suits the data."""
         batch_size: int | None = None
@@ -60,7 +62,8 @@ def evaluate(argv: Argv) -> None:
     options = parse(Options, evaluate, argv, common=COMMON)
     run = _kind_of_evaluation(options)
     import_files(options.imports)
-    run(options)
+    with options.compute.applied():
+        run(options)
 
 
 def _kind_of_evaluation(options: Any) -> Callable[[Any], None]:
@@ -212,6 +215,7 @@ def needle(argv: Argv) -> None:
         out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
         """Folder for needle.json and the report; by default evaluation/needle/CHECKPOINT."""
         device: Device = "auto"
+        compute: Compute
 
     options = parse(Options, needle, argv)
     model, tokenizer, _ = load_language_model(options.checkpoint, "CausalLM", options.device)
@@ -225,5 +229,6 @@ def needle(argv: Argv) -> None:
     haystack = (
         held_out_haystack(options.checkpoint) if file is None else read_haystack(file, tokenizer)
     )
-    grid = measure_needles(name, model, tokenizer, haystack, options.config, out, progress=True)
+    with options.compute.applied():
+        grid = measure_needles(name, model, tokenizer, haystack, options.config, out, progress=True)
     echo(f"{needle_table(grid)}\nreport: {write_needles(grid, out / 'report.html')}")

@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 
 import tyro
 
-from onescan.cli.options import Argv, Checkpoint, Device, Imports, echo, import_files, parse
+from onescan.cli.options import (
+    Argv,
+    Checkpoint,
+    Compute,
+    Device,
+    Imports,
+    echo,
+    import_files,
+    parse,
+)
 
 
 def sample(argv: Argv) -> None:
@@ -40,6 +49,7 @@ def sample(argv: Argv) -> None:
         vae: str | None = None
         """Folder or hub name of the VAE, if it has moved since the latents were encoded."""
         device: Device = "auto"
+        compute: Compute
         imports: Imports = ()
 
     options = parse(Options, sample, argv)
@@ -79,7 +89,8 @@ def sample(argv: Argv) -> None:
         if classes in labels:  # the unconditional label, not a class
             raise ValueError(f"label {classes} is out of range, expected 0 to {classes - 1}")
         config = dataclasses.replace(config, labels=tuple(labels))
-    count = write_samples(pipeline.to(device), config, out, progress=True)
+    with options.compute.applied():
+        count = write_samples(pipeline.to(device), config, out, progress=True)
     echo(f"{out}: {count} image{'s' if count > 1 else ''}")
 
 

@@ -6,9 +6,10 @@ import io
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -44,6 +45,29 @@ Imports = Annotated[
         help="Python file to run first, because it defines classes of the run.",
     ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """How a command computes."""
+
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    """Backend of the ops: torch, triton (kernels), or auto, which uses the kernels of GPUs on which
+    they were checked (onescan check-gpu)."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Precision of float32 matrix products: float32, TensorFloat-32 or bfloat16, where the hardware
+    has them."""
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Apply the settings inside the context."""
+        from onescan.training.optim import compute_settings
+
+        with compute_settings(self.backend, self.matmul_precision):
+            yield
+
+
+Compute = Annotated[ComputeConfig, tyro.conf.arg(name="")]
 Device = Annotated[
     str, tyro.conf.arg(help="Device: cpu, cuda, ...; auto uses a GPU if there is one.")
 ]

@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from onescan.cli.options import Argv, Device, LanguageModel, echo, load_language_model, parse
+from onescan.cli.options import (
+    Argv,
+    Compute,
+    Device,
+    LanguageModel,
+    echo,
+    load_language_model,
+    parse,
+)
 from onescan.messages import printable
 
 SEED_LIMIT = 2**63  # of torch's generators
@@ -34,6 +42,7 @@ def generate(argv: Argv) -> None:
         seed: int = 0
         """Random seed."""
         device: Device = "auto"
+        compute: Compute
 
     options = parse(Options, generate, argv)
     if options.max_new_tokens < 1:
@@ -58,9 +67,10 @@ def generate(argv: Argv) -> None:
         max_new_tokens=options.max_new_tokens,
         generator=torch.Generator(device).manual_seed(options.seed),
     )
-    echo(prompt + next(pieces, ""), end="", flush=True)
-    for piece in pieces:
-        echo(piece, end="", flush=True)
+    with options.compute.applied():
+        echo(prompt + next(pieces, ""), end="", flush=True)
+        for piece in pieces:
+            echo(piece, end="", flush=True)
     echo()
 
 
@@ -75,12 +85,15 @@ def fill(argv: Argv) -> None:
         top_k: int = 5
         """Number of predictions per mask."""
         device: Device = "auto"
+        compute: Compute
 
     options = parse(Options, fill, argv)
     model, tokenizer, _ = load_language_model(options.checkpoint, "MaskedLM", options.device)
     from onescan.tasks.text_generation import fill_masks
 
-    for guesses in fill_masks(model, tokenizer, options.text, top_k=options.top_k):
+    with options.compute.applied():
+        masks = fill_masks(model, tokenizer, options.text, top_k=options.top_k)
+    for guesses in masks:
         echo(", ".join(f"{printable(guess.text)} {guess.probability:.1%}" for guess in guesses))
 
 

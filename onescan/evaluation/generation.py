@@ -16,12 +16,12 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from onescan import __version__, configs
+from onescan.cache import cache_root
 from onescan.checkpoint.files import damaged, locked, parse_json, remove, write_atomically
 from onescan.checkpoint.weights import read_weights
 from onescan.data import DataConfig, ImageSplits
 from onescan.data.image_grid import image_grid
 from onescan.data.images import unit_pixels
-from onescan.data.text.corpus import cache_folder
 from onescan.evaluation.config import SamplesConfig
 from onescan.evaluation.features import FeatureExtractor, open_features
 from onescan.evaluation.image_scores import (
@@ -343,7 +343,7 @@ def _check_count(reference: str, count: int) -> None:
 
 def reference_cache() -> Path:
     """Return the folder of cached statistics: below $ONESCAN_CACHE, or the user's home."""
-    return cache_folder().parent / "generation"
+    return cache_root() / "generation"
 
 
 def measure_generation(

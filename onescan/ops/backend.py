@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from onescan.checks import check_choice
 from onescan.kernels.chips import WIDEST_HEAD
+from onescan.ops.kernel_record import read_record
 
 if TYPE_CHECKING:
     from onescan.kernels.common import Case, Kernel
@@ -24,9 +25,19 @@ Backend = Literal["auto", "torch", "triton"]
 
 BACKENDS = ("auto", "torch", "triton")
 
+# Parts of the ops that have kernels of their own.
+KERNEL_OPS = (
+    *("additive_decay.one_scan", "additive_decay.chunk", "additive_decay.recurrent"),
+    *("decay_attention.scalar", "decay_attention.diagonal", "toeplitz_position", "lrpe"),
+)
+
 # GPUs, by torch.cuda.get_device_name, on which `make gpu` has passed. On others "auto" means torch,
 # because compilers have miscompiled correct kernels on individual chips before.
 VALIDATED_GPUS: frozenset[str] = frozenset()
+
+# GPUs and ops that passed `onescan check-gpu` here. It is read on import, because torch.compile
+# cannot trace reading a file.
+CHECKED_KERNELS = read_record()
 
 _preferred = "auto"
 
@@ -35,9 +46,10 @@ _preferred = "auto"
 def use_backend(backend: Backend) -> Iterator[None]:
     """Set what "auto" means inside a `with` block, in all ops and therefore in whole models.
 
-    With "triton", every call that kernels support uses them, even on a GPU that is not in
-    `VALIDATED_GPUS`; all other calls run in torch. The setting applies to the whole process, not
-    to one thread. With activation checkpointing, the backward pass must run inside the context too.
+    With "triton", every call that kernels support uses them, even on a GPU on which they were not
+    checked (`onescan check-gpu`); all other calls run in torch. The setting applies to the whole
+    process, not to one thread. With activation checkpointing, the backward pass must run inside the
+    context too.
 
     Raises:
         ValueError: If the backend is unknown.
@@ -61,7 +73,11 @@ def preferred_backend() -> str:
 
 
 def resolved_backend(
-    backend: str, has_kernel: bool, *tensors: Tensor | None, widest: int | None = WIDEST_HEAD
+    backend: str,
+    has_kernel: bool,
+    *tensors: Tensor | None,
+    op: str,
+    widest: int | None = WIDEST_HEAD,
 ) -> str:
     """Return the backend of a call, "torch" or "triton".
 
@@ -69,6 +85,7 @@ def resolved_backend(
         backend: The requested backend.
         has_kernel: Whether the form in question has a kernel.
         tensors: Inputs of the call.
+        op: One of `KERNEL_OPS`, to which the kernel belongs if there is one.
         widest: Maximum size of their last axis; None for no limit.
 
     Raises:
@@ -82,7 +99,7 @@ def resolved_backend(
         return backend
     if backend == "torch" or _preferred == "torch" or not has_kernel:
         return "torch"
-    if _preferred == "auto" and not _is_validated(tensors):
+    if _preferred == "auto" and not _is_validated(op, tensors):
         return "torch"
     return "torch" if why_no_kernel(*tensors, widest=widest) else "triton"
 
@@ -125,11 +142,24 @@ def _is_transformed(tensors: list[Tensor]) -> bool:
     )
 
 
-def _is_validated(tensors: tuple[Tensor | None, ...]) -> bool:
+def validated_ops(device: torch.device) -> tuple[str, ...]:
+    """Return which of `KERNEL_OPS` the backend "auto" runs as kernels on a device."""
+    if device.type != "cuda":
+        return ()
+    gpu = torch.cuda.get_device_properties(device).name
+    return tuple(op for op in KERNEL_OPS if is_validated(op, gpu))
+
+
+def is_validated(op: str, gpu: str) -> bool:
+    """Return whether the kernels of an op were checked on a GPU, by the project or by the user."""
+    return gpu in VALIDATED_GPUS or (gpu, op) in CHECKED_KERNELS
+
+
+def _is_validated(op: str, tensors: tuple[Tensor | None, ...]) -> bool:
     devices = {x.device for x in tensors if x is not None}
     # properties rather than get_device_name, which torch.compile cannot trace
     return all(
-        x.type == "cuda" and torch.cuda.get_device_properties(x).name in VALIDATED_GPUS
+        x.type == "cuda" and is_validated(op, torch.cuda.get_device_properties(x).name)
         for x in devices
     )
 

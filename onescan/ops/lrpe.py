@@ -61,7 +61,7 @@ def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
     check_shapes(x=(x, "B T H K"), angles=(angles, "T H K"))
     check_floating(x=x, angles=angles)
     check_devices(x=x, angles=angles)
-    if resolved_backend(backend, True, x, angles) == "triton":
+    if resolved_backend(backend, True, x, angles, op="lrpe") == "triton":
         from onescan.ops import lrpe_launch
 
         return lrpe_launch.forward(x, angles)

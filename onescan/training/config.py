@@ -8,9 +8,11 @@ from typing import Literal, get_args
 from onescan.checks import check_choice, check_positive
 from onescan.configs import ModelConfig
 from onescan.data import DataConfig
+from onescan.ops.backend import BACKENDS, Backend
 from onescan.tasks import Evaluation, TaskConfig
 
 Precision = Literal["float32", "bfloat16", "float16"]
+MatmulPrecision = Literal["highest", "high", "medium"]
 Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt"]
 MAX_WORKERS = 1024
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
@@ -143,6 +145,12 @@ class MachineConfig:
     memory."""
     compile: bool = False
     """Compile each block with torch.compile."""
+    backend: Backend = "auto"
+    """Backend of the ops: torch, triton (kernels, wherever an op has one for the call), or auto,
+    which uses the kernels of GPUs on which they were checked (onescan check-gpu)."""
+    matmul_precision: MatmulPrecision = "highest"
+    """Precision of float32 matrix products, as in torch.set_float32_matmul_precision: highest is
+    float32, high TensorFloat-32 and medium bfloat16, where the hardware has them."""
     fsdp: bool = False
     """With several processes, shard weights, gradients and optimizer state (FSDP2) instead of
     replicating them (DDP)."""
@@ -152,6 +160,8 @@ class MachineConfig:
     def __post_init__(self) -> None:
         """Raise ValueError for a setting out of range."""
         check_positive(**{"machine.gradient_accumulation_steps": self.gradient_accumulation_steps})
+        check_choice("machine.backend", self.backend, BACKENDS)
+        check_choice("machine.matmul_precision", self.matmul_precision, get_args(MatmulPrecision))
         for name in self.trackers or ():
             check_choice("machine.trackers", name, get_args(TrackerName))
         if self.workers is not None and not 0 <= self.workers <= MAX_WORKERS:

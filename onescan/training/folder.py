@@ -40,6 +40,7 @@ from onescan.checkpoint.files import (
 from onescan.checkpoint.run_folder import CONFIG, TOKENIZER, read_config, write_config
 from onescan.checkpoint.weights import BEST, WEIGHTS, read_weights, save_weights
 from onescan.data import Format
+from onescan.ops.backend import validated_ops
 from onescan.tasks import Evaluation, Task
 from onescan.training.config import RunConfig, RunResult
 from onescan.training.logging import EVENTS, METRICS, PICTURES, TENSORBOARD, TRACKER_ID, WANDB
@@ -77,6 +78,9 @@ class Environment:
     device: str
     processes: int
     commit: str | None  # of the working directory; with "-dirty" if it had changes
+    backend: str = "auto"
+    kernels: tuple[str, ...] = ()  # ops that backend "auto" runs as kernels on the device
+    matmul_precision: str = "highest"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +140,11 @@ def prepare_run_dir(folder: Path, run: RunConfig, *, overwrite: bool) -> None:
 
 def write_manifest(
     folder: Path, run: RunConfig, task: Task, device: torch.device, *, step: int, processes: int
-) -> None:
+) -> tuple[str, ...]:
     """Write config.json and the files of the format; for a resumed run, add the environment.
+
+    Returns:
+        How the environment of a resumed run differs from the last one.
 
     Raises:
         ValueError: If the data has changed since the run began.
@@ -151,13 +158,17 @@ def write_manifest(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         processes=processes,
         commit=_commit(),
+        backend=run.machine.backend,
+        kernels=validated_ops(device),
+        matmul_precision=run.machine.matmul_precision,
     )
     before: tuple[Environment, ...] = ()
     if step > 0:
         there = read_manifest(folder)
         _check_same_data(folder, there, task)
         before = tuple(e for e in there.environments if e.since_step < step)
-    same = before and dataclasses.replace(before[-1], since_step=step) == here
+    changes = _changes(before[-1], here) if before else ()
+    same = before and not changes
     manifest = Manifest(
         onescan=__version__,
         run=run,
@@ -170,6 +181,31 @@ def write_manifest(
     if step == 0:
         with writing(folder):
             task.format.save(folder)
+    return changes
+
+
+def _changes(before: Environment, now: Environment) -> tuple[str, ...]:
+    """Describe the fields in which two environments differ, except for their first step."""
+    pairs = {
+        field.name: (getattr(before, field.name), getattr(now, field.name))
+        for field in dataclasses.fields(Environment)
+        if field.name != "since_step"
+    }
+    return tuple(
+        f"{name} was {_shown(old)}, is {_shown(new)}"
+        for name, (old, new) in pairs.items()
+        if old != new
+    )
+
+
+def _shown(value: object) -> str:
+    """Return a field of an environment as text.
+
+    >>> _shown(("lrpe", "toeplitz_position")), _shown(()), _shown(2)
+    ('lrpe, toeplitz_position', 'none', '2')
+    """
+    text = ", ".join(value) if isinstance(value, tuple) else str(value)
+    return text or "none"
 
 
 def read_manifest(folder: Path) -> Manifest:

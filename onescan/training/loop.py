@@ -63,6 +63,7 @@ from onescan.training.optim import (
     autocast,
     build_optimizer,
     build_scaler,
+    compute_settings,
     gathered,
     learning_rate,
     lower_scale,
@@ -106,6 +107,7 @@ def train(
             return finished
         device = choose_device(machine.device, ranks)
         check_installed(machine.trackers)
+        stack.enter_context(compute_settings(machine.backend, machine.matmul_precision))
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         task = run.task.build(run.data.build())
         plan = Plan.of(settings, task.steps_per_epoch(settings.micro_batch_size))
@@ -133,7 +135,7 @@ def train(
         ranks.first(lambda: prepare_run_dir(folder, run, overwrite=overwrite))
         _restore(folder, state, ranks)
         where = {"step": state.step, "processes": ranks.size}
-        ranks.first(lambda: write_manifest(folder, run, task, device, **where))
+        changes = ranks.first(lambda: write_manifest(folder, run, task, device, **where))
         records = _enter_first(stack, ranks, lambda: closing(Records(folder, run, upto=state.step)))
         loop = Loop(
             folder=folder,
@@ -148,6 +150,7 @@ def train(
             share=share,
             records=records,
             metrics=records.metrics if records else {},
+            changes=changes,
         )
         shown = progress if ranks.is_first else False
         loop.display = stack.enter_context(display(shown, loop.progress()))
@@ -176,6 +179,8 @@ class Loop:
     """In rank 0 only."""
     metrics: dict[str, float]
     """Metrics of the last evaluation."""
+    changes: tuple[str, ...] = ()
+    """How the environment of a resumed run differs from that of its last start."""
     display: Display = field(default_factory=Display)
     numbers: dict[str, float] = field(default_factory=dict)
     """Metrics of the last batch and the last evaluation, to show."""
@@ -416,6 +421,7 @@ class Loop:
             f"device: {device}, {settings.precision}\n"
             f"batch size: {growth}{size}{split}\n"
             f"steps: {plan.steps:,} ({epochs:,} epochs{per_epoch}){resumed}"
+            + "".join(f"\nchanged: {change}" for change in self.changes)
         )
 
     def count_time(self, seconds: float, waiting: float, read: int) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import AdamW, Optimizer
 
-from onescan.training.config import Precision, TrainingConfig
+from onescan.ops.backend import Backend, use_backend
+from onescan.training.config import MatmulPrecision, Precision, TrainingConfig
 
 MIN_LOSS_SCALE = 1.0  # a smaller scale cannot keep gradients from vanishing
 
@@ -137,6 +138,22 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     if precision == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=getattr(torch, precision))
+
+
+@contextmanager
+def compute_settings(backend: Backend, matmul_precision: MatmulPrecision) -> Iterator[None]:
+    """Set the backend of the ops and the precision of float32 matrix products inside the context.
+
+    Raises:
+        ValueError: If the backend is unknown.
+    """
+    before = torch.get_float32_matmul_precision()
+    with use_backend(backend):
+        torch.set_float32_matmul_precision(matmul_precision)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
 
 
 def build_scaler(precision: Precision, device: torch.device) -> GradScaler | None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from onescan.cache import CACHE, cache_root
 from onescan.checkpoint.files import remove, write_atomically
 from onescan.data.base import OnError
 from onescan.data.order import batched
@@ -31,7 +32,6 @@ MAX_MESSAGES = 10  # documents that cannot be read
 PROGRESS_DELAY_S = 2  # before a progress bar appears
 
 VERSION = 1  # of the cache
-CACHE = "ONESCAN_CACHE"  # environment variable: folder of all caches
 MIN_CACHED_BYTES = 1 << 22  # smaller texts are tokenized in seconds and not cached
 TOKENS, ENDS, NOTES = "tokens.npy", "ends.npy", "notes.json"
 
@@ -248,7 +248,7 @@ def raise_long_document(document: Document, tokens: int, length: int) -> None:
 
 def cache_folder() -> Path:
     """Return the folder of tokenized text: in $ONESCAN_CACHE, or in the user's home."""
-    return Path(os.environ.get(CACHE) or "~/.cache/onescan").expanduser() / "text"
+    return cache_root() / "text"
 
 
 @contextmanager

@@ -201,7 +201,8 @@ def decay_attention(
     )
     decays = log_decay is not None
     has_kernel = _has_kernel(form, causal=causal, decays=decays, call=call)
-    runs_on: Any = resolved_backend(backend, has_kernel, q, k, v)
+    op = f"decay_attention.{'diagonal' if call.is_diagonal else 'scalar'}"
+    runs_on: Any = resolved_backend(backend, has_kernel, q, k, v, op=op)
     choice = choose(form, runs_on, causal=causal, decays=decays, call=call)
     if decay_at == "auto":
         decay_at = "target" if causal or call.is_diagonal else "source"

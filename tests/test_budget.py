@@ -1,0 +1,48 @@
+"""A budget of launches, bytes and waits on a GPU, counted without one.
+
+gpu_counts.md lists the counts of two blocks of some models, under bfloat16 autocast. A change that
+alters one updates the file in the same commit:
+
+    python benchmarks/gpu_counts.py --budget > tests/gpu_counts.md
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+BUDGET = (ROOT / "tests" / "gpu_counts.md").read_text().splitlines()
+PINNED = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.mark.skipif(
+    torch.__version__.partition("+")[0] != PINNED, reason="other versions decompose operators anew"
+)
+def test_models_keep_to_their_budget():
+    pytest.importorskip("triton")
+    command = [sys.executable, "benchmarks/gpu_counts.py", "--budget"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.splitlines() == BUDGET
+
+
+def test_the_budget_has_no_waits():
+    rows = [dict(zip(cells(BUDGET[0]), cells(line), strict=True)) for line in BUDGET[2:]]
+    waiting = [row["model"] for row in rows if row["waits"] != "0"]
+    assert [name for name in waiting if not name.endswith("packed")] == []
+
+
+def test_float64_is_left_to_angles():
+    rows = [dict(zip(cells(BUDGET[0]), cells(line), strict=True)) for line in BUDGET[2:]]
+    counted = [row for row in rows if row["waits"]]
+    assert len(counted) >= 8
+    for row in counted:
+        assert float(row["float64 GB"]) <= 0.01 * float(row["GB"])
