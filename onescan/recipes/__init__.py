@@ -21,6 +21,7 @@ KINDS = {
     "generation": "Image generation",
     "long_range": "Long-range sequence classification",
     "language": "Language modeling",
+    "linearize": "From softmax to linear attention",
     "recall": "Associative recall",
 }
 
@@ -35,6 +36,9 @@ class Recipe:
     config: Callable[[], RunConfig]
     infers: bool = False
     """Whether `onescan.recipes.own_data.infer` completes the config by the data."""
+    adapt: Callable[[RunConfig, Mapping[str, str]], RunConfig] | None = None
+    """Changes the config by the options of `onescan train`, given by dotted name, that determine
+    the defaults of all others."""
 
     def __call__(self) -> RunConfig:
         return self.config()
@@ -136,7 +140,8 @@ def ablated(recipe: Recipe, ablation: str) -> Recipe:
         return dataclasses.replace(run, name=f"{run.name}/{ablation}", model=model)
 
     name = f"{recipe.name}/{ablation}"
-    return Recipe(name, f"{summary(recipe)} Ablation: {ablation}.", variant, recipe.infers)
+    described = f"{summary(recipe)} Ablation: {ablation}."
+    return dataclasses.replace(recipe, name=name, description=described, config=variant)
 
 
 def _ablated_model(run: RunConfig, ablation: str) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 from uuid import uuid4
 
 import numpy as np
@@ -72,12 +72,9 @@ def _parse(text: bytes, place: str) -> dict[str, Any]:
     remedy = "remove the file to continue without its history"
     line: dict[str, Any] = from_json(text, place, remedy)
     match line:
-        case {
-            "step": int(),
-            "epoch": int() | float(),
-            "split": "transfer" | "train" | "test",
-            **metrics,
-        }:
+        case {"step": int(), "epoch": int() | float(), "split": split, **metrics} if (
+            split in get_args(Split)
+        ):
             numbers = (line["step"], line["epoch"], *metrics.values())
             if all(number is None or is_number(number) for number in numbers):
                 return {name: math.nan if it is None else it for name, it in line.items()}
@@ -90,7 +87,7 @@ def waiting_share(lines: Iterable[Mapping[str, Any]]) -> float:
     >>> waiting_share([{"split": "train", "seconds": 2.0, "waiting_seconds": 0.5}])
     0.25
     """
-    trained = [line for line in lines if line["split"] == "train"]
+    trained = [line for line in lines if line["split"] != "test"]
     seconds = sum(line["seconds"] for line in trained)
     return sum(line["waiting_seconds"] for line in trained) / seconds if seconds else 0.0
 
