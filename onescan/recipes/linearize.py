@@ -120,9 +120,9 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
         known = {field: getattr(source.data, field) for field in IMAGE_FIELDS}
         data = dataclasses.replace(data, **known)
     else:
-        length = data.length
-        if isinstance(model.position, TokenPositionConfig):
-            length = min(length, model.position.max_tokens)
+        position: Any = getattr(model, "position", None)
+        has_limit = isinstance(position, TokenPositionConfig)
+        length = min(data.length, position.max_tokens) if has_limit else data.length
         data = dataclasses.replace(data, tokenizer=name, length=length)
     run = dataclasses.replace(run, model=model, data=data, init_from=name)
     return with_mixer(run, given.get("model.mixer", MIXER))

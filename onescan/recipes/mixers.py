@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from onescan import configs
 from onescan.checks import check_choice
 from onescan.layers.decays import FixedDecayConfig, NoDecayConfig
 from onescan.layers.mixers import (
@@ -52,4 +53,4 @@ def with_mixer(run: RunConfig, name: str) -> RunConfig:
     else:
         changes["causal"] = old.is_causal
     mixer = dataclasses.replace(new, **changes)
-    return dataclasses.replace(run, model=dataclasses.replace(run.model, mixer=mixer))  # type: ignore[call-arg]
+    return dataclasses.replace(run, model=configs.replace(run.model, {"mixer": mixer}))

@@ -279,7 +279,9 @@ class Loop:
         means = self.ranks.mean(metrics | {"unreadable": unread})
         unreadable = round(means.pop("unreadable") * self.ranks.size)
         self.check_finite(loss=means["loss"])
-        rate = self.plan.learning_rate(step, self.settings, self.transfer and self.transfer.config)
+        rate = self.plan.learning_rate(
+            step, self.settings, self.transfer.config if self.transfer else None
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         self.step_optimizer(norm)
