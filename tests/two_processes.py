@@ -11,8 +11,7 @@ from onescan import configs
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.recipes.digits import digits
 from onescan.tasks import ImageClassification
-from onescan.training import MachineConfig, TrainingConfig, joined, train
-from onescan.training.config import TransferConfig
+from onescan.training import MachineConfig, TrainingConfig, TransferConfig, joined, train
 from onescan.training.loop import Loop
 
 STEPS, STOP = 12, 7

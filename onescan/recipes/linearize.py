@@ -10,16 +10,16 @@ from typing import Any
 
 from onescan.data import DeitAugmentConfig, ImageDatasetConfig
 from onescan.data.text import TextDatasetConfig
+from onescan.layers.mixers import MixerConfig
 from onescan.layers.position import TokenPositionConfig
 from onescan.messages import named_type
 from onescan.models.presets import preset
 from onescan.recipes import table
 from onescan.recipes.mixers import with_mixer
 from onescan.tasks import ImageClassificationConfig, LanguageModellingConfig
-from onescan.training import RunConfig, TrainingConfig
-from onescan.training.config import TransferConfig
+from onescan.training import RunConfig, TrainingConfig, TransferConfig
 from onescan.training.convert import NO_DATA
-from onescan.training.loading import load_source, run_of
+from onescan.training.loading import load_pretrained_model, run_of
 
 MIXER = "lion_s"
 IMAGE_FIELDS = ("image_size", "channels", "mean", "std", "test_crop")  # that the teacher determines
@@ -92,7 +92,7 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
 
     Args:
         run: One of these recipes.
-        given: The user's options by dotted name, of which init_from and model.mixer are read.
+        given: The user's options by dotted name, of which init_from is read.
 
     Raises:
         ValueError: If init_from is missing, cannot be read, or holds a model of another class.
@@ -104,12 +104,13 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
             f"onescan train {run.name} --init-from PATH"
         )
     source = run_of(name)
-    model: Any = load_source(name).model.config if source is None else source.model
+    model: Any = load_pretrained_model(name).model.config if source is None else source.model
     if not isinstance(model, type(run.model)):
         raise ValueError(
             f"init_from is {name!r}, which holds the weights of {named_type(model)}, expected "
             f"{named_type(run.model)}"
         )
+    mixer: MixerConfig = run.model.mixer  # type: ignore[attr-defined]
     data: Any = run.data
     if source is not None and getattr(source.data, "path", None) != NO_DATA:
         run = dataclasses.replace(
@@ -125,7 +126,7 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
         length = min(data.length, position.max_tokens) if has_limit else data.length
         data = dataclasses.replace(data, tokenizer=name, length=length)
     run = dataclasses.replace(run, model=model, data=data, init_from=name)
-    return with_mixer(run, given.get("model.mixer", MIXER))
+    return with_mixer(run, mixer)
 
 
 RECIPES = {

@@ -31,20 +31,24 @@ NAMED_MIXERS: Mapping[str, MixerConfig] = MappingProxyType(
 KEPT = ("num_heads", "bias")
 
 
-def with_mixer(run: RunConfig, name: str) -> RunConfig:
-    """Return a run whose model has another mixer, with as many heads, biases and its causality.
+def with_mixer(run: RunConfig, mixer: str | MixerConfig) -> RunConfig:
+    """Return a run with another mixer, which has the heads, biases and direction of the old one.
+
+    Args:
+        run: Run to change.
+        mixer: Key of `NAMED_MIXERS`, or a config.
 
     Raises:
-        ValueError: If there is no such name (states the closest), the model has no mixer, or the
-            mixer cannot be causal.
+        ValueError: If there is no such name (states the closest), or the model has no mixer.
     """
-    check_choice("model.mixer", name, NAMED_MIXERS)
-    old = getattr(run.model, "mixer", None)
+    if isinstance(mixer, str):
+        check_choice("model.mixer", mixer, NAMED_MIXERS)
+        mixer = NAMED_MIXERS[mixer]
+    old, new = getattr(run.model, "mixer", None), mixer
     if not isinstance(old, MixerConfig):
         raise ValueError(
-            f"model.mixer is {name!r}, but the model is a {named_type(run.model)}, without a mixer"
+            f"model.mixer is {named_type(new)}, but a {named_type(run.model)} has no mixer"
         )
-    new = NAMED_MIXERS[name]
     changes: dict[str, Any] = {
         field: getattr(old, field) for field in KEPT if hasattr(old, field) and hasattr(new, field)
     }
@@ -52,5 +56,5 @@ def with_mixer(run: RunConfig, name: str) -> RunConfig:
         changes["direction"] = getattr(old, "direction", "forward" if old.is_causal else "both")
     else:
         changes["causal"] = old.is_causal
-    mixer = dataclasses.replace(new, **changes)
-    return dataclasses.replace(run, model=configs.replace(run.model, {"mixer": mixer}))
+    changed = configs.replace(run.model, {"mixer": dataclasses.replace(new, **changes)})
+    return dataclasses.replace(run, model=changed)

@@ -153,7 +153,7 @@ def _load_pretrained(name: str) -> "CausalLM | MaskedLM":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class PretrainedModel:
     """A trained model to start from."""
 
     name: str
@@ -164,7 +164,7 @@ class Source:
     """Input format of a run; None for a model of transformers."""
 
 
-def load_source(name: str) -> Source:
+def load_pretrained_model(name: str) -> PretrainedModel:
     """Load a model to start from. Nothing is unpickled, and no code from its folder is executed.
 
     Args:
@@ -178,9 +178,9 @@ def load_source(name: str) -> Source:
         ImportError: If transformers is needed and not installed.
     """
     if _is_pretrained(name):
-        return Source(name=name, model=_load_pretrained(name), format=None)
+        return PretrainedModel(name=name, model=_load_pretrained(name), format=None)
     run = load(name)
-    return Source(name=name, model=run.model, format=run.format)
+    return PretrainedModel(name=name, model=run.model, format=run.format)
 
 
 def init_from(name: str, model: nn.Module) -> str:
@@ -196,7 +196,7 @@ def init_from(name: str, model: nn.Module) -> str:
     all its other weights keep their random values.
 
     Args:
-        name: See `load_source`.
+        name: See `load_pretrained_model`.
         model: Model on the CPU.
 
     Returns:
@@ -208,13 +208,13 @@ def init_from(name: str, model: nn.Module) -> str:
         FileNotFoundError: If the run has not saved any weights.
         ImportError: If transformers is needed and not installed.
     """
-    other = load_source(name).model
+    other = load_pretrained_model(name).model
     there, here = other.state_dict(), model.state_dict()
     theirs, ours = _mixers(other), _mixers(model)
     replaced = [key for key in ours if key in theirs and type(ours[key]) is not type(theirs[key])]
-    separate = (HEAD, *(f"{key}." for key in replaced))
-    if replaced:
-        separate += tuple(f"{key}." for each in (other, model) for key in _lower_bounds(each))
+    inside = tuple(f"{key}." for key in replaced)
+    bounds = [f"{key}." for each in (other, model) for key in _lower_bounds(each)]
+    separate = (HEAD, *inside, *(bounds if replaced else ()))
     loaded, kept = (
         {key: weight for key, weight in weights.items() if not key.startswith(separate)}
         for weights in (there, here)
@@ -225,7 +225,7 @@ def init_from(name: str, model: nn.Module) -> str:
         loaded |= {key: there[key] for key in shared if there[key].shape == here[key].shape}
     model.load_state_dict(loaded, strict=False)
     mixers = Counter(_copy_projections(theirs[key], ours[key]) for key in replaced)
-    new = [key for key in here if key not in loaded and not key.startswith(separate[1:])]
+    new = [key for key in here if key not in loaded and not key.startswith(inside)]
     return "; ".join(
         [
             f"copied from {name}: {len(loaded)} tensors",

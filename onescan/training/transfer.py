@@ -6,9 +6,9 @@ m and m' are the mixers of teacher and student in one layer, and x the teacher's
 layer, so layers learn independently of each other. The sums are over all real tokens of a batch. A
 mixer whose output is zero has a loss of 1.
 
-Sources: the first stage of LoLCATs, arXiv:2410.10254, Sec. 3.1, which does not divide by the norm
-of the output; Hedgehog, arXiv:2402.04347, Sec. 4.2, matches attention weights instead, which linear
-attention with a decay, a gate or a norm does not have.
+Source: the first stage of LoLCATs, arXiv:2410.10254, which trains only feature maps, without the
+normalization. Hedgehog, arXiv:2402.04347, matches attention weights instead, which mixers with an
+output norm or gate do not have.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from onescan.layers.mixers import LowerBounds
 from onescan.shapes import LowerBound
 from onescan.tasks import Batch, Task
 from onescan.training.config import RunConfig, TransferConfig
-from onescan.training.loading import Source, load_source
+from onescan.training.loading import PretrainedModel, load_pretrained_model
 
 STANDARDIZATION = ("channels", "mean", "std")
 
@@ -97,13 +97,14 @@ class AttentionTransfer:
         """Load the teacher, if it is not loaded yet.
 
         Raises:
-            FileNotFoundError, ImportError: See `load_source`.
+            FileNotFoundError, ImportError: See `load_pretrained_model`.
             ValueError: If it cannot be read, or reads images of another standardization.
         """
         if self.teacher is None:
-            source = load_source(self.name)
-            _check_format(source, task)
-            self.teacher = source.model.eval().requires_grad_(False).to(device)
+            with torch.random.fork_rng(devices=[]):  # keep the random state of this step
+                loaded = load_pretrained_model(self.name)
+            _check_format(loaded, task)
+            self.teacher = loaded.model.requires_grad_(False).to(device)
         return self.teacher
 
     def release(self) -> None:
@@ -143,14 +144,14 @@ def _finish(*_: Any) -> None:
     raise _FinishedError
 
 
-def _check_format(source: Source, task: Task) -> None:
-    """Raise ValueError if the teacher would read standardized images as others."""
-    if not (isinstance(source.format, GridFormat) and isinstance(task.format, GridFormat)):
+def _check_format(teacher: PretrainedModel, task: Task) -> None:
+    """Raise ValueError if images are standardized differently for teacher and student."""
+    if not (isinstance(teacher.format, GridFormat) and isinstance(task.format, GridFormat)):
         return
     for name in STANDARDIZATION:
-        theirs, ours = getattr(source.format, name), getattr(task.format, name)
+        theirs, ours = getattr(teacher.format, name), getattr(task.format, name)
         if theirs != ours:
             raise ValueError(
-                f"data.{name} is {ours}, expected {theirs}, with which init_from {source.name!r} "
+                f"data.{name} is {ours}, expected {theirs}, with which init_from {teacher.name!r} "
                 "was trained"
             )
