@@ -18,7 +18,7 @@ from onescan.cli import main
 from onescan.data.text import TextDatasetConfig
 from onescan.integrations.transformers import to_transformers
 from onescan.layers.basic import MLPConfig
-from onescan.layers.decays import HGRN2DecayConfig, NoDecayConfig
+from onescan.layers.decays import HGRN2DecayConfig, NoDecayConfig, SelectiveDecayConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     HGRNMixerConfig,
@@ -538,7 +538,8 @@ def test_linearize_vit_takes_data_and_settings_from_a_run(teachers):
     run = recipe.adapt(recipe(), {"init_from": folder})
     taught = image_run()
     changes = {"name": "linearize_vit", "init_from": folder, "transfer": TransferConfig()}
-    model = dataclasses.replace(IMAGES, mixer=LionMixerConfig(num_heads=HEADS))
+    mixer = LightNetMixerConfig(num_heads=HEADS, bias=True)
+    model = dataclasses.replace(IMAGES, mixer=mixer)
     expected = dataclasses.replace(taught, **changes, model=model, machine=MachineConfig())
     assert run == expected
 
@@ -558,18 +559,19 @@ def test_linearize_vit_reads_other_images_with_a_converted_model(teachers, tmp_p
     write_folders(tmp_path / "data" / "val", "a", "b", "c")
     onescan_train(
         "linearize_vit", "--init-from", str(converted), "--data.path", str(tmp_path / "data"),
-        "--model.mixer", "lightnet", "--model.mixer.gate-rank", "4", "--training.steps", "3",
+        "--model.mixer", "lion_lit", "--model.mixer.chunk-size", "8", "--training.steps", "3",
         "--training.batch-size", "4", "--transfer.steps", "2", "--out", str(tmp_path / "out"),
     )  # fmt: skip
     said = capsys.readouterr().err
-    assert "2 mixers, LightNetMixer in place of SoftmaxMixer: copied query, key, value, o" in said
+    copied = "copied query, key, value, output, new nothing"
+    assert f"2 mixers, LionMixer in place of SoftmaxMixer: {copied}" in said
     assert "attention transfer: 2 of 3 batches" in said
     assert "attention transfer ended after step 2" in said
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Loss of attention transfer" in page
     assert "Training loss" in page
     run = read_manifest(tmp_path / "out" / "seed-0").run
-    mixer = LightNetMixerConfig(num_heads=HEADS, bias=True, gate_rank=4)
+    mixer = dataclasses.replace(LIT, chunk_size=8)
     assert run.model == dataclasses.replace(IMAGES, mixer=mixer)
     assert run.data.image_size == (4, 4)
     assert run.transfer.steps == 2
@@ -587,7 +589,8 @@ def test_linearize_gpt2_begins_from_a_folder_of_transformers(teachers, tmp_path)
     run = read_manifest(tmp_path / "out" / "seed-0").run
     assert run.model.position == TEXT.position
     assert run.data.length == TEXT.position.max_tokens
-    assert run.model.mixer == LionMixerConfig(num_heads=HEADS, direction="forward")
+    decay = SelectiveDecayConfig(initial_decay=0.99)
+    assert run.model.mixer == LionMixerConfig(num_heads=HEADS, direction="forward", decay=decay)
 
 
 def test_recipes_refuse_missing_and_other_models(teachers):

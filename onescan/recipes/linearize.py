@@ -10,7 +10,8 @@ from typing import Any
 
 from onescan.data import DeitAugmentConfig, ImageDatasetConfig
 from onescan.data.text import TextDatasetConfig
-from onescan.layers.mixers import MixerConfig
+from onescan.layers.decays import SelectiveDecayConfig
+from onescan.layers.mixers import LionMixerConfig, MixerConfig
 from onescan.layers.position import TokenPositionConfig
 from onescan.messages import named_type
 from onescan.models.presets import preset
@@ -21,20 +22,21 @@ from onescan.training import RunConfig, TrainingConfig, TransferConfig
 from onescan.training.convert import NO_DATA
 from onescan.training.loading import load_pretrained_model, run_of
 
-MIXER = "lion_s"
+# Softmax attention reads distant tokens, so decays begin close to 1.
+NEAR_SOFTMAX = LionMixerConfig(decay=SelectiveDecayConfig(initial_decay=0.99))
 IMAGE_FIELDS = ("image_size", "channels", "mean", "std", "test_crop")  # that the teacher determines
 
 
 def linearize_vit() -> RunConfig:
-    """LION-s that begins as a trained ViT or DeiT, on ImageNet-1k or your own images.
+    """LightNet that begins as a trained ViT or DeiT, on ImageNet-1k or your own images.
 
     onescan train linearize_vit --init-from MODEL --data.path FOLDER
 
     MODEL is a run with softmax attention, or the output of onescan convert. FOLDER contains images
     as for the other recipes. Size, patches, width, depth, MLP, positions and the standardization of
     pixels are those of MODEL. If it was trained by onescan, so are data, task and training
-    settings, and --data.path is not needed. --model.mixer selects another mixer, such as lightnet
-    or lion_lit.
+    settings, and --data.path is not needed. --model.mixer selects another mixer, such as lion_lit
+    or lion_s.
 
     First, each mixer learns to reproduce that of MODEL in the same layer (--transfer.steps). Then
     all weights are trained on the labels, and with --task.teacher MODEL also by distillation.
@@ -49,7 +51,7 @@ def linearize_vit() -> RunConfig:
         transfer=TransferConfig(),
         training=TrainingConfig(epochs=30, batch_size=256, learning_rate=5e-4),
     )
-    return with_mixer(run, MIXER)
+    return with_mixer(run, "lightnet")
 
 
 def linearize_gpt2() -> RunConfig:
@@ -84,7 +86,7 @@ def linearize_gpt2() -> RunConfig:
             checkpoint_every=0.1,
         ),
     )
-    return with_mixer(run, MIXER)
+    return with_mixer(run, NEAR_SOFTMAX)
 
 
 def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
