@@ -65,7 +65,7 @@ def linearize_gpt2() -> RunConfig:
     settings, and --data.path is not needed. --model.mixer selects another mixer, such as lightnet.
 
     First, each mixer learns to reproduce that of MODEL in the same layer (--transfer.steps). Then
-    all weights are trained to predict the next token. The result is fed at most as many tokens as
+    all weights are trained to predict the next token. The new model reads at most as many tokens as
     MODEL has positions. Without --init-from, the defaults are those of GPT-2 with 124 million
     parameters. It has not been run at this size yet.
     """
