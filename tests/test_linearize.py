@@ -18,7 +18,7 @@ from onescan.cli import main
 from onescan.data.text import TextDatasetConfig
 from onescan.integrations.transformers import to_transformers
 from onescan.layers.basic import MLPConfig
-from onescan.layers.decays import HGRN2DecayConfig, NoDecayConfig, SelectiveDecayConfig
+from onescan.layers.decays import HGRN2DecayConfig, NoDecayConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     HGRNMixerConfig,
@@ -589,8 +589,7 @@ def test_linearize_gpt2_begins_from_a_folder_of_transformers(teachers, tmp_path)
     run = read_manifest(tmp_path / "out" / "seed-0").run
     assert run.model.position == TEXT.position
     assert run.data.length == TEXT.position.max_tokens
-    decay = SelectiveDecayConfig(initial_decay=0.99)
-    assert run.model.mixer == LionMixerConfig(num_heads=HEADS, direction="forward", decay=decay)
+    assert run.model.mixer == LightNetMixerConfig(num_heads=HEADS, causal=True, bias=True)
 
 
 def test_recipes_refuse_missing_and_other_models(teachers):

@@ -10,8 +10,6 @@ from typing import Any
 
 from onescan.data import DeitAugmentConfig, ImageDatasetConfig
 from onescan.data.text import TextDatasetConfig
-from onescan.layers.decays import SelectiveDecayConfig
-from onescan.layers.mixers import LionMixerConfig, MixerConfig
 from onescan.layers.position import TokenPositionConfig
 from onescan.messages import named_type
 from onescan.models.presets import preset
@@ -22,8 +20,7 @@ from onescan.training import RunConfig, TrainingConfig, TransferConfig
 from onescan.training.convert import NO_DATA
 from onescan.training.loading import load_pretrained_model, run_of
 
-# Softmax attention reads distant tokens, so decays begin close to 1.
-NEAR_SOFTMAX = LionMixerConfig(decay=SelectiveDecayConfig(initial_decay=0.99))
+MIXER = "lightnet"
 IMAGE_FIELDS = ("image_size", "channels", "mean", "std", "test_crop")  # that the teacher determines
 
 
@@ -51,18 +48,18 @@ def linearize_vit() -> RunConfig:
         transfer=TransferConfig(),
         training=TrainingConfig(epochs=30, batch_size=256, learning_rate=5e-4),
     )
-    return with_mixer(run, "lightnet")
+    return with_mixer(run, MIXER)
 
 
 def linearize_gpt2() -> RunConfig:
-    """Causal LION-s that begins as a trained GPT-2, on your own text.
+    """Causal LightNet that begins as a trained GPT-2, on your own text.
 
     onescan train linearize_gpt2 --init-from MODEL --data.path FILE
 
     MODEL is a causal language model with softmax attention: a run, or the output of onescan
     convert. FILE is text as for the other recipes. Width, depth, MLP, learned positions, vocabulary
     and tokenizer are those of MODEL. If it was trained by onescan, so are data, task and training
-    settings, and --data.path is not needed. --model.mixer selects another mixer, such as lightnet.
+    settings, and --data.path is not needed. --model.mixer selects another mixer, such as lion_s.
 
     First, each mixer learns to reproduce that of MODEL in the same layer (--transfer.steps). Then
     all weights are trained to predict the next token. The new model reads at most as many tokens as
@@ -86,7 +83,7 @@ def linearize_gpt2() -> RunConfig:
             checkpoint_every=0.1,
         ),
     )
-    return with_mixer(run, NEAR_SOFTMAX)
+    return with_mixer(run, MIXER)
 
 
 def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
@@ -112,7 +109,6 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
             f"init_from is {name!r}, which holds the weights of {named_type(model)}, expected "
             f"{named_type(run.model)}"
         )
-    mixer: MixerConfig = run.model.mixer  # type: ignore[attr-defined]
     data: Any = run.data
     if source is not None and getattr(source.data, "path", None) != NO_DATA:
         run = dataclasses.replace(
@@ -128,7 +124,7 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
         length = min(data.length, position.max_tokens) if has_limit else data.length
         data = dataclasses.replace(data, tokenizer=name, length=length)
     run = dataclasses.replace(run, model=model, data=data, init_from=name)
-    return with_mixer(run, mixer)
+    return with_mixer(run, MIXER)
 
 
 RECIPES = {

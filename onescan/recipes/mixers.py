@@ -31,23 +31,21 @@ NAMED_MIXERS: Mapping[str, MixerConfig] = MappingProxyType(
 KEPT = ("num_heads", "bias")
 
 
-def with_mixer(run: RunConfig, mixer: str | MixerConfig) -> RunConfig:
+def with_mixer(run: RunConfig, name: str) -> RunConfig:
     """Return a run with another mixer, which has the heads, biases and direction of the old one.
 
     Args:
         run: Run to change.
-        mixer: Key of `NAMED_MIXERS`, or a config.
+        name: Key of `NAMED_MIXERS`.
 
     Raises:
         ValueError: If there is no such name (states the closest), or the model has no mixer.
     """
-    if isinstance(mixer, str):
-        check_choice("model.mixer", mixer, NAMED_MIXERS)
-        mixer = NAMED_MIXERS[mixer]
-    old, new = getattr(run.model, "mixer", None), mixer
+    check_choice("model.mixer", name, NAMED_MIXERS)
+    new, old = NAMED_MIXERS[name], getattr(run.model, "mixer", None)
     if not isinstance(old, MixerConfig):
         raise ValueError(
-            f"model.mixer is {named_type(new)}, but a {named_type(run.model)} has no mixer"
+            f"model.mixer is {name!r}, but the model, {named_type(run.model)}, has no mixer"
         )
     changes: dict[str, Any] = {
         field: getattr(old, field) for field in KEPT if hasattr(old, field) and hasattr(new, field)
