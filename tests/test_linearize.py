@@ -592,6 +592,14 @@ def test_linearize_gpt2_begins_from_a_folder_of_transformers(teachers, tmp_path)
     assert run.model.mixer == LightNetMixerConfig(num_heads=HEADS, causal=True, bias=True)
 
 
+def test_ablations_change_the_model_of_the_teacher(teachers):
+    recipe = find_recipe("linearize_vit/without_lrpe")
+    run = recipe.adapt(recipe(), {"init_from": str(teachers / "images")})
+    mixer = LightNetMixerConfig(num_heads=HEADS, bias=True, lrpe=False)
+    assert run.model == dataclasses.replace(IMAGES, mixer=mixer)
+    assert run.name == "linearize_vit/without_lrpe"
+
+
 def test_recipes_refuse_missing_and_other_models(teachers):
     run = find_recipe("linearize_vit")()
     with pytest.raises(ValueError, match=r"init_from is missing.* linearize_vit --init-from"):

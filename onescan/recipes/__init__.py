@@ -128,8 +128,7 @@ def ablated(recipe: Recipe, ablation: str) -> Recipe:
 
     check_choice("ablation", ablation, ABLATIONS)
 
-    def variant() -> RunConfig:
-        run = recipe()
+    def changed(run: RunConfig) -> RunConfig:
         try:
             model = _ablated_model(run, ablation)
         except ValueError as error:
@@ -139,9 +138,14 @@ def ablated(recipe: Recipe, ablation: str) -> Recipe:
             ) from error
         return dataclasses.replace(run, name=f"{run.name}/{ablation}", model=model)
 
-    name = f"{recipe.name}/{ablation}"
-    described = f"{summary(recipe)} Ablation: {ablation}."
-    return dataclasses.replace(recipe, name=name, description=described, config=variant)
+    adapt = recipe.adapt
+    return dataclasses.replace(
+        recipe,
+        name=f"{recipe.name}/{ablation}",
+        description=f"{summary(recipe)} Ablation: {ablation}.",
+        config=lambda: changed(recipe()),
+        adapt=None if adapt is None else lambda _, given: changed(adapt(recipe(), given)),
+    )
 
 
 def _ablated_model(run: RunConfig, ablation: str) -> Any:
