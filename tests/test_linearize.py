@@ -589,7 +589,7 @@ def test_linearize_gpt2_begins_from_a_folder_of_transformers(teachers, tmp_path)
     run = read_manifest(tmp_path / "out" / "seed-0").run
     assert run.model.position == TEXT.position
     assert run.data.length == TEXT.position.max_tokens
-    assert run.model.mixer == LightNetMixerConfig(num_heads=HEADS, causal=True, bias=True)
+    assert run.model.mixer == LionMixerConfig(num_heads=HEADS, direction="forward")
 
 
 def test_ablations_change_the_model_of_the_teacher(teachers):

@@ -12,6 +12,7 @@ from onescan.data import DeitAugmentConfig, ImageDatasetConfig
 from onescan.data.text import TextDatasetConfig
 from onescan.layers.position import TokenPositionConfig
 from onescan.messages import named_type
+from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.presets import preset
 from onescan.recipes import table
 from onescan.recipes.mixers import with_mixer
@@ -20,7 +21,7 @@ from onescan.training import RunConfig, TrainingConfig, TransferConfig
 from onescan.training.convert import NO_DATA
 from onescan.training.loading import load_pretrained_model, run_of
 
-MIXER = "lightnet"
+VIT_MIXER, GPT2_MIXER = "lightnet", "lion_s"  # best after short training in docs/results.md
 IMAGE_FIELDS = ("image_size", "channels", "mean", "std", "test_crop")  # that the teacher determines
 
 
@@ -48,18 +49,18 @@ def linearize_vit() -> RunConfig:
         transfer=TransferConfig(),
         training=TrainingConfig(epochs=30, batch_size=256, learning_rate=5e-4),
     )
-    return with_mixer(run, MIXER)
+    return with_mixer(run, VIT_MIXER)
 
 
 def linearize_gpt2() -> RunConfig:
-    """Causal LightNet that begins as a trained GPT-2, on your own text.
+    """Causal LION-s that begins as a trained GPT-2, on your own text.
 
     onescan train linearize_gpt2 --init-from MODEL --data.path FILE
 
     MODEL is a causal language model with softmax attention: a run, or the output of onescan
     convert. FILE is text as for the other recipes. Width, depth, MLP, learned positions, vocabulary
     and tokenizer are those of MODEL. If it was trained by onescan, so are data, task and training
-    settings, and --data.path is not needed. --model.mixer selects another mixer, such as lion_s.
+    settings, and --data.path is not needed. --model.mixer selects another mixer, such as lightnet.
 
     First, each mixer learns to reproduce that of MODEL in the same layer (--transfer.steps). Then
     all weights are trained to predict the next token. The new model reads at most as many tokens as
@@ -83,7 +84,7 @@ def linearize_gpt2() -> RunConfig:
             checkpoint_every=0.1,
         ),
     )
-    return with_mixer(run, MIXER)
+    return with_mixer(run, GPT2_MIXER)
 
 
 def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
@@ -124,7 +125,8 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
         length = min(data.length, position.max_tokens) if has_limit else data.length
         data = dataclasses.replace(data, tokenizer=name, length=length)
     run = dataclasses.replace(run, model=model, data=data, init_from=name)
-    return with_mixer(run, MIXER)
+    reads_images = isinstance(model, ImageClassifierConfig)
+    return with_mixer(run, VIT_MIXER if reads_images else GPT2_MIXER)
 
 
 RECIPES = {
