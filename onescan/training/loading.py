@@ -240,13 +240,12 @@ def _copy_projections(source: Mixer, target: Mixer) -> str:
     copied: list[str] = []
     rows: Counter[str] = Counter()
     for role, projection in target.projections.items():
-        other = source.projections.get(role)
-        if other is None or not projection.corresponds_to(other):
+        if role not in source.projections:
             continue
-        theirs, ours = (
-            projection_weights(mixer, each)
-            for mixer, each in ((source, other), (target, projection))
-        )
+        theirs = projection_weights(source, source.projections[role])
+        ours = projection_weights(target, projection)
+        if not ours.corresponds_to(theirs):
+            continue
         copy_projection(theirs, ours)
         has_no_bias = theirs.bias is not None and ours.bias is None
         copied.append(f"{role} (without bias)" if has_no_bias else role)

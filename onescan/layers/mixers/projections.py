@@ -47,7 +47,9 @@ def merged_projections(
     >>> merged_projections([4, 6], nn.Linear(6, 6), heads=2)["value"]
     Projection(layer='in_proj', start=4, stop=10, heads=1)
     """
-    roles: list[Role] = ["query", "key", "value"] if len(widths) > 2 else ["query", "value"]
+    roles: list[Role] = ["query", "key", "value"]
+    if len(widths) < len(roles):
+        roles.remove("key")
     merged = {
         role: Projection("in_proj", stop - width, stop, 1 if role == "value" else heads)
         for role, width, stop in zip(roles, widths, accumulate(widths), strict=True)
