@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from two_processes import STEPS, STOP, growing_run, lightnet_run
+from two_processes import STEPS, STOP, growing_run, lightnet_run, softmax_run, transfer_run
 
 from onescan.training import read_metrics, train
 from onescan.training.folder import read_manifest
@@ -73,6 +73,17 @@ def test_two_processes_give_the_numbers_of_one(one, two, name):
     assert torch.equal(rows["labels"], theirs["labels"])
     torch.testing.assert_close(rows["losses"], theirs["losses"], atol=1e-3, rtol=1e-3)
     assert [e.processes for e in read_manifest(two / name).environments] == [2]
+
+
+@pytest.mark.slow
+def test_two_processes_transfer_attention_as_one_does(tmp_path):
+    train(softmax_run(), tmp_path / "teacher")
+    one = train(transfer_run(tmp_path / "teacher"), tmp_path / "one").folder
+    torchrun(SCRIPT, "transfers", str(tmp_path))
+    for split in ("transfer", "train", "test"):
+        ours, theirs = losses(tmp_path / "two", split), losses(one, split)
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
+    assert len(losses(one, "transfer")) == STEPS // 2
 
 
 @pytest.mark.slow

@@ -651,3 +651,17 @@ def test_natural_scans_refuse_a_grid_that_is_not_the_tokens(grid):
         ValueError, match=r"x has 20 tokens and Grid\(.* expected as many, on 2 axes"
     ):
         mixer(torch.randn(2, 20, WIDTH), grid)
+
+
+def test_selective_decays_begin_at_their_initial_value():
+    x, grid = torch.zeros(1, 3, 8), Grid((3,))
+    for decay in (0.5, 0.9):
+        mixer = LionMixerConfig(num_heads=2, decay=SelectiveDecayConfig(initial_decay=decay))
+        model = ImageClassifierConfig(
+            image_size=(4, 4), patch_size=(2, 2), width=8, depth=1, mixer=mixer, position=None
+        ).build()
+        expected = torch.full((1, 2), decay)
+        torch.testing.assert_close(model.blocks[0].mixer.mean_decays(x, grid), expected)
+    for decay in (0.0, 1.0):
+        with pytest.raises(ValueError, match=rf"decay\.initial_decay is {decay}, expected between"):
+            SelectiveDecayConfig(initial_decay=decay).build(width=8, num_heads=2, head_width=4)

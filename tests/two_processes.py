@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from onescan import configs
+from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.recipes.digits import digits
 from onescan.tasks import ImageClassification
-from onescan.training import MachineConfig, TrainingConfig, joined, train
+from onescan.training import MachineConfig, TrainingConfig, TransferConfig, joined, train
 from onescan.training.loop import Loop
 
 STEPS, STOP = 12, 7
@@ -46,6 +47,19 @@ def growing_run(**machine):
     changes = {"training.steps": None, "training.epochs": 1, "training.batch_size": 128}
     ramp = {"training.initial_batch_size": 16, "training.batch_size_ramp": 0.8}
     return configs.replace(lightnet_run(**machine), changes | ramp)
+
+
+def softmax_run():
+    """The teacher of `transfer_run`, for one process."""
+    mixer = SoftmaxMixerConfig(num_heads=2)
+    run = configs.replace(lightnet_run(), {"model.mixer": mixer, "training.ema_decay": None})
+    return configs.replace(run, {"training.steps": 2})
+
+
+def transfer_run(teacher):
+    """A run whose first half is attention transfer, which changes only mixers."""
+    run = lightnet_run()
+    return dataclasses.replace(run, init_from=str(teacher), transfer=TransferConfig(steps=0.5))
 
 
 def interrupted_at(step):
@@ -102,5 +116,15 @@ MACHINES = {
     "growing": {"gradient_accumulation_steps": 2},
 }
 
+
+def transfers(folder):
+    """Train with attention transfer from the run in FOLDER/teacher."""
+    train(transfer_run(Path(folder) / "teacher"), Path(folder) / "two")
+
+
 if __name__ == "__main__":
-    dies_once(sys.argv[2]) if sys.argv[1] == "dies_once" else main(*sys.argv[1:])
+    alone = {"dies_once": dies_once, "transfers": transfers}
+    if sys.argv[1] in alone:
+        alone[sys.argv[1]](sys.argv[2])
+    else:
+        main(*sys.argv[1:])

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 COMMON = (
     *("--out", "--seeds", "--overwrite", "--init-from", "--data.path", "--model.image-size"),
     *("--model.width", "--model.depth", "--task.teacher", "--task.classifier"),
+    *("--transfer.steps", "--transfer.learning-rate"),
     *("--training.epochs", "--training.steps", "--training.batch-size"),
     *("--training.learning-rate", "--training.weight-decay", "--training.precision"),
     *("--training.ema-decay", "--training.seed", "--machine.device", "--machine.workers"),
@@ -45,6 +46,7 @@ Train a recipe, or resume an interrupted run, and write a report.
 
 onescan recipes lists the recipes. RECIPE/ABLATION is an ablation from the papers, and
 FILE.py:FUNCTION is your own recipe. --config trains with the config.json of an existing run.
+--model.mixer NAME replaces the mixer of a recipe's model: lightnet, lion_s, softmax, ...
 onescan train RECIPE --help shows the common options and their defaults, --help-all all of them.
 Often used:
   --data.path, --training.epochs, --training.batch-size, --training.learning-rate, --seeds,
@@ -129,6 +131,18 @@ def _given(argv: Argv) -> dict[str, str]:
     return given
 
 
+def _without(flag: str, argv: Argv) -> Argv:
+    """Return the arguments without an option and its value.
+
+    >>> _without("--a", ["--a", "1", "--b"]), _without("--a", ["--a=1", "--b"])
+    (['--b'], ['--b'])
+    """
+    if flag in argv:
+        at = argv.index(flag)
+        return [*argv[:at], *argv[at + 2 :]]
+    return [word for word in argv if not word.startswith(f"{flag}=")]
+
+
 def _inferred(
     run: "RunConfig", given: Collection[str], *, infers: bool
 ) -> "tuple[RunConfig, list[str]]":
@@ -162,13 +176,14 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
 
     if argv[0] != "--config":
         recipe = find_recipe(argv[0])
-        run = recipe()
-        if recipe.infers and not {*HELP, HELP_ALL} & set(argv):
-            from onescan.recipes.own_data import for_path
+        run, name, given = recipe(), argv[0], _given(argv)
+        if recipe.adapt is not None and not {*HELP, HELP_ALL} & set(argv):
+            run = recipe.adapt(run, given)
+        if mixer := given.get("model.mixer"):
+            from onescan.recipes.mixers import with_mixer
 
-            if path := _given(argv).get("data.path"):  # a missing one is reported after parsing
-                run = for_path(run, path)
-        return run, argv[0], recipe, argv[1:]
+            run, argv = with_mixer(run, mixer), _without("--model.mixer", argv)
+        return run, name, recipe, argv[1:]
     file = Path(argv[1] if argv[1:] else "")
     folder = file if file.is_dir() else file.parent
     if not (argv[1:] and (folder / CONFIG).is_file() and file in (folder, folder / CONFIG)):

@@ -198,8 +198,15 @@ class SelectiveDecayConfig(DecayConfig):
     """One decay per key channel, instead of one per head."""
     couple_key: bool = False
     """Multiply the key by 1 - decay, so that new inputs replace forgotten ones."""
+    initial_decay: float = 0.5
+    """Decay at initialization, between 0 and 1, for an input of zero. LION's is 0.5, so that a
+    token first reads few others; close to 1, it reads all of them, as in softmax attention."""
 
     def build(self, *, width: int, num_heads: int, head_width: int) -> "SelectiveDecay":
+        if not 0 < self.initial_decay < 1:
+            raise ValueError(
+                f"decay.initial_decay is {self.initial_decay}, expected between 0 and 1"
+            )
         return SelectiveDecay(self, width, num_heads, head_width)
 
 
@@ -225,6 +232,12 @@ class SelectiveDecay(Decay):
         self.proj = small_linear(
             width, num_heads * (head_width if config.diagonal else 1), bias=True
         )
+
+    @torch.no_grad()
+    def init_weights(self, q: Weight, k: Weight | None, v: Weight) -> None:
+        del q, k, v
+        decay = self.config.initial_decay
+        nn.init.constant_(self.proj.bias, math.log(decay / (1 - decay)))
 
     def forward(self, x: Hidden) -> DecayOutput:
         z = self._heads(_wide(self.proj(x)))

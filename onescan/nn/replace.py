@@ -7,6 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_shapes
+from onescan.layers.mixers.projections import (
+    ProjectionWeights,
+    copy_projection,
+    projection_weights,
+)
 from onescan.nn.arguments import bool_mask
 from onescan.nn.attention import AttentionLayer
 from onescan.nn.multihead import MultiheadAttention, build_attention
@@ -134,16 +139,19 @@ def _source(name: str, module: nn.Module) -> _Source | None:
 def _copy_weights(source: _Source, layer: AttentionLayer) -> None:
     """Copy the projections of queries, keys and values, and use the source's output projection."""
     mixer: Any = layer.mixer
-    rows = source.weight.shape[0]
-    if mixer.in_proj.out_features >= rows:
-        mixer.in_proj.weight[:rows] = source.weight
-        if source.bias is not None:
-            if mixer.in_proj.bias is None:
-                bias = mixer.in_proj.weight.new_zeros(mixer.in_proj.out_features)
-                mixer.in_proj.bias = nn.Parameter(bias)
-            mixer.in_proj.bias[:rows] = source.bias
-        elif mixer.in_proj.bias is not None:
-            mixer.in_proj.bias[:rows] = 0
+    if source.bias is not None and mixer.in_proj.bias is None:
+        bias = mixer.in_proj.weight.new_zeros(mixer.in_proj.out_features)
+        mixer.in_proj.bias = nn.Parameter(bias)
+    parts = zip(("query", "key", "value"), source.weight.chunk(3), strict=True)
+    biases = [None] * 3 if source.bias is None else source.bias.chunk(3)
+    for (role, weight), bias in zip(parts, biases, strict=True):
+        projection = mixer.projections.get(role)
+        if projection is None:
+            continue
+        heads = 1 if role == "value" else source.num_heads
+        theirs, ours = ProjectionWeights(weight, bias, heads), projection_weights(mixer, projection)
+        if ours.corresponds_to(theirs):
+            copy_projection(theirs, ours)
     mixer.out_proj = source.out_proj
 
 
@@ -194,8 +202,7 @@ def replace_attention(
     The projections of queries, keys, values and outputs are copied, with their biases. Decays,
     gates, the norm of the output and rotary frequencies are new, and dropout of attention weights
     and norms of queries and keys are removed. The model therefore computes something else and
-    needs training. A decay that computes keys by itself, such as HGRN2's, leaves no place for the
-    projections of queries, keys and values, which are then new as well.
+    needs training. The keys of a decay that computes them by itself, such as HGRN2's, are new.
 
     To load the weights of such a model, build it, call this function and then
     ``load_state_dict``.

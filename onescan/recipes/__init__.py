@@ -21,6 +21,7 @@ KINDS = {
     "generation": "Image generation",
     "long_range": "Long-range sequence classification",
     "language": "Language modeling",
+    "linearize": "From softmax to linear attention",
     "recall": "Associative recall",
 }
 
@@ -35,6 +36,9 @@ class Recipe:
     config: Callable[[], RunConfig]
     infers: bool = False
     """Whether `onescan.recipes.own_data.infer` completes the config by the data."""
+    adapt: Callable[[RunConfig, Mapping[str, str]], RunConfig] | None = None
+    """Changes the config by the options of `onescan train`, given by dotted name, that determine
+    the defaults of all others."""
 
     def __call__(self) -> RunConfig:
         return self.config()
@@ -124,8 +128,7 @@ def ablated(recipe: Recipe, ablation: str) -> Recipe:
 
     check_choice("ablation", ablation, ABLATIONS)
 
-    def variant() -> RunConfig:
-        run = recipe()
+    def changed(run: RunConfig) -> RunConfig:
         try:
             model = _ablated_model(run, ablation)
         except ValueError as error:
@@ -135,8 +138,14 @@ def ablated(recipe: Recipe, ablation: str) -> Recipe:
             ) from error
         return dataclasses.replace(run, name=f"{run.name}/{ablation}", model=model)
 
-    name = f"{recipe.name}/{ablation}"
-    return Recipe(name, f"{summary(recipe)} Ablation: {ablation}.", variant, recipe.infers)
+    adapt = recipe.adapt
+    return dataclasses.replace(
+        recipe,
+        name=f"{recipe.name}/{ablation}",
+        description=f"{summary(recipe)} Ablation: {ablation}.",
+        config=lambda: changed(recipe()),
+        adapt=None if adapt is None else lambda _, given: changed(adapt(recipe(), given)),
+    )
 
 
 def _ablated_model(run: RunConfig, ablation: str) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,12 @@ def text_classifier() -> RunConfig:
         ),
         training=TrainingConfig(learning_rate=2e-3, checkpoint_every=10.0),
     )
+
+
+def adapt(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
+    """Return the run for the user's data, the option data.path; `infer` reports a missing one."""
+    path = given.get("data.path")
+    return for_path(run, path) if path else run
 
 
 def for_path(run: RunConfig, path: str) -> RunConfig:
@@ -254,8 +260,7 @@ def _infer_texts(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, lis
     counts = _counts(len(splits.train), len(splits.test), splits.train, names)
     return run, [
         f"data: {counts}, up to {data.length} {tokens}{truncated}",
-        f"model: LightNet, {model.depth} blocks of width {model.width}, "
-        f"vocabulary of {model.vocab_size}",
+        f"{_described(model)}, vocabulary of {model.vocab_size}",
         _training(run),
     ]
 
@@ -284,7 +289,7 @@ def _sized(
     patch = " x ".join(map(str, model.patch_size))
     return run, [
         f"data: {_counts(train, test, splits.train, names)}, {sizes} {unit}, {of_channels}",
-        f"model: LightNet, {model.depth} blocks of width {model.width}, patches of {patch}",
+        f"{_described(model)}, patches of {patch}",
         _training(run),
     ]
 
@@ -299,6 +304,11 @@ def _scaled(run: RunConfig, train: int, given: Collection[str]) -> RunConfig:
     batch = min(MAX_BATCH, 2 ** int(math.log2(max(1, train / 6))))
     epochs = min(max(math.ceil(EXAMPLES_SEEN / train), MIN_EPOCHS), MAX_EPOCHS)
     return _changed(run, {"training.batch_size": batch, "training.epochs": epochs}, given)
+
+
+def _described(model: Any) -> str:
+    mixer = type(model.mixer).__name__.removesuffix("MixerConfig")
+    return f"model: {mixer}, {model.depth} blocks of width {model.width}"
 
 
 def _counts(train: int, test: int, examples: Any, names: Sequence[str]) -> str:
@@ -410,6 +420,6 @@ def _statistics(splits: ImageSplits) -> tuple[tuple[float, ...], tuple[float, ..
 
 
 RECIPES = {
-    name: dataclasses.replace(recipe, infers=True)
+    name: dataclasses.replace(recipe, infers=True, adapt=adapt)
     for name, recipe in table(image_classifier, signal_classifier, text_classifier).items()
 }

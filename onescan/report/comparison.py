@@ -452,7 +452,7 @@ def _over_time(rows: Sequence[Row]) -> Section:
     )
 
     def elapsed(run: FinishedRun) -> Values:
-        seconds = [line["seconds"] if line["split"] == "train" else 0 for line in run.records]
+        seconds = [line["seconds"] if line["split"] != "test" else 0 for line in run.records]
         return np.cumsum(seconds) / size
 
     lead = (

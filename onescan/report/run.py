@@ -66,6 +66,7 @@ from onescan.tasks import (
 )
 from onescan.training.config import RunResult
 from onescan.training.folder import Environment
+from onescan.training.logging import Split
 
 SectionOf = Callable[[RunGroup], Section]
 
@@ -311,6 +312,7 @@ def training(group: RunGroup) -> Section:
     return Section(
         "Training",
         [
+            *([_transfer_loss(group)] if group.runs[0].has_transfer else []),
             Figure(
                 "Training loss",
                 _batches(group, "loss", "training loss"),
@@ -336,6 +338,17 @@ def training(group: RunGroup) -> Section:
                 f"gradients.{clipped}",
             ),
         ],
+    )
+
+
+def _transfer_loss(group: RunGroup) -> Figure:
+    """The loss of the first phase, in which only the mixers are trained."""
+    return Figure(
+        "Loss of attention transfer",
+        _batches(group, "loss", "transfer loss", split="transfer"),
+        "Squared error of the mixers' outputs, divided by the squared norm of the teacher's and "
+        "averaged over layers. Only mixers are trained in this phase, and the other figures begin "
+        "after it.",
     )
 
 
@@ -378,13 +391,20 @@ def _per_batch(group: RunGroup) -> str:
     return "per batch (light) and its running mean (dark)" if half_window(batches) else "per batch"
 
 
-def _batches(group: RunGroup, name: str, y: str, *, threshold: float | None = None) -> Markup:
-    """A recorded number of every training batch."""
+def _batches(
+    group: RunGroup,
+    name: str,
+    y: str,
+    *,
+    split: Split = "train",
+    threshold: float | None = None,
+) -> Markup:
+    """A recorded number of every batch of training, or of attention transfer."""
 
     def values(run: FinishedRun) -> Column:
-        return np.maximum(run.column("train", name), SMALLEST)
+        return np.maximum(run.column(split, name), SMALLEST)
 
-    lines = _running(group, values, "{:.3f}".format)
+    lines = _running(group, values, "{:.3f}".format, split=split)
     return line_chart(lines, x="epoch", y=y, scale="log", threshold=threshold)
 
 
@@ -393,13 +413,14 @@ def _running(
     values: Callable[[FinishedRun], Column],
     format: Callable[[float], str],
     *,
+    split: Split = "train",
     statistic: Callable[[Column], float] = np.mean,
     with_raw: bool = True,
 ) -> list[Line]:
     """A line for each run: the running mean, or another statistic, of a number of every batch."""
     lines = []
     for i, run in enumerate(group.runs):
-        y, epochs = values(run), run.column("train", "epoch")
+        y, epochs = values(run), run.column(split, "epoch")
         shown = thinned(len(y))
         smooth = smoothed(y, shown, statistic)
         raw = y[shown] if with_raw and half_window(len(y)) else None

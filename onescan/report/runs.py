@@ -41,7 +41,12 @@ class FinishedRun:
     @property
     def seconds(self) -> float:
         """Time spent on training steps, without evaluations and checkpoints."""
-        return float(self.column("train", "seconds").sum())
+        return float(self._all_steps("seconds").sum())
+
+    @property
+    def has_transfer(self) -> bool:
+        """Whether the run began with attention transfer."""
+        return any(line["split"] == "transfer" for line in self.records)
 
     @property
     def throughput(self) -> float:
@@ -59,12 +64,12 @@ class FinishedRun:
     @property
     def waiting(self) -> float:
         """Share of the training time that was spent waiting for data."""
-        return float(self.column("train", "waiting_seconds").sum()) / self.seconds
+        return float(self._all_steps("waiting_seconds").sum()) / self.seconds
 
     @property
     def memory_mib(self) -> float:
         """Peak memory of the GPU, or of the CPU where there is no GPU."""
-        return float(self.column("train", "memory_mib").max())
+        return float(self._all_steps("memory_mib").max())
 
     def column(self, split: Split, name: str) -> Column:
         """Return all values of a recorded metric, in the order of steps."""
@@ -73,6 +78,11 @@ class FinishedRun:
             path = self.result.folder / METRICS
             raise ValueError(f"{path} is damaged: it lacks {name!r} of {split} lines")
         return np.array([line[name] for line in lines], float)
+
+    def _all_steps(self, name: str) -> Column:
+        """Return all values of a metric of the training steps, first those of the transfer."""
+        splits: list[Split] = ["transfer", "train"] if self.has_transfer else ["train"]
+        return np.concatenate([self.column(split, name) for split in splits])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,12 @@
 """Training: `train` trains the model of a `RunConfig`, and `load` loads it afterwards."""
 
-from onescan.training.config import MachineConfig, RunConfig, RunResult, TrainingConfig
+from onescan.training.config import (
+    MachineConfig,
+    RunConfig,
+    RunResult,
+    TrainingConfig,
+    TransferConfig,
+)
 from onescan.training.distributed import Ranks, joined
 from onescan.training.evaluation import evaluate
 from onescan.training.loading import Checkpoint, load
@@ -16,6 +22,7 @@ __all__ = [
     "RunConfig",
     "RunResult",
     "TrainingConfig",
+    "TransferConfig",
     "evaluate",
     "joined",
     "learning_rate",

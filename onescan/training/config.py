@@ -125,6 +125,26 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """Attention transfer, the first phase of a run whose mixers are new; see `AttentionTransfer`.
+
+    Both phases go through the learning rate schedule, with its warm-up, once.
+    """
+
+    steps: float = 0.3
+    """Length of the phase: a fraction of all steps if below 1, otherwise a number of steps, or of
+    batches of initial_batch_size if the batch size grows."""
+    learning_rate: float | None = None
+    """Peak learning rate of the phase; None uses training.learning_rate."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a setting out of range."""
+        check_positive(**{"transfer.steps": self.steps})
+        if self.learning_rate is not None:
+            check_positive(**{"transfer.learning_rate": self.learning_rate})
+
+
+@dataclass(frozen=True, kw_only=True)
 class MachineConfig:
     """Hardware settings, which may change when a run is resumed without changing its results.
 
@@ -179,7 +199,11 @@ class RunConfig:
     task: TaskConfig
     init_from: str | None = None
     """Pre-trained weights to start from: a run's folder, its best.safetensors, or a model saved by
-    transformers. All weights but the head must match. None initializes randomly."""
+    transformers. All weights but the head must match; mixers may be of another class. None
+    initializes randomly."""
+    transfer: TransferConfig | None = None
+    """Attention transfer: before it trains on the task, train only the mixers, to reproduce those
+    of init_from. None trains on the task alone."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
@@ -188,6 +212,13 @@ class RunConfig:
         path = Path(self.name) if isinstance(self.name, str) else Path()
         if path.is_absolute() or ".." in path.parts or not path.parts:
             raise ValueError(f"name is {self.name!r}, expected a relative path below runs/")
+        if self.transfer is not None and self.init_from is None:
+            raise ValueError("transfer is set, but init_from is None, expected the teacher")
+        if self.transfer is not None and self.machine.fsdp:
+            raise ValueError(
+                "machine.fsdp is True with transfer, expected False: attention transfer calls "
+                "mixers outside of their blocks"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

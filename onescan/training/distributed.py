@@ -86,6 +86,13 @@ class Ranks:
         for tensor in tensors if self.size > 1 else ():
             dist.broadcast(tensor, 0)
 
+    def average_gradients(self, model: nn.Module) -> None:
+        """Average gradients of backward passes that DDP did not take part in."""
+        for parameter in model.parameters() if self.size > 1 else ():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.size
+
     def gather(self, item: ResultT) -> list[ResultT]:
         """Collect one object from each process, ordered by rank, in every process."""
         if self.size == 1:

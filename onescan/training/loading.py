@@ -1,6 +1,7 @@
 """Load trained models: a run, a language model with its tokenizer, or weights to start from."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate
 from onescan.checkpoint.weights import REMEDY, load_model
 from onescan.data import Format
 from onescan.data.sources import HUB_NAME
+from onescan.layers.mixers import LowerBounds, Mixer
+from onescan.layers.mixers.projections import copy_projection, projection_weights
 from onescan.messages import named_type
 from onescan.training.config import RunConfig
 from onescan.training.folder import read_manifest
@@ -153,17 +156,55 @@ def _load_pretrained(name: str) -> "CausalLM | MaskedLM":
     return load_pretrained(name)
 
 
-def init_from(name: str, model: nn.Module) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PretrainedModel:
+    """A trained model to start from."""
+
+    name: str
+    """Path or name, as given by the user."""
+    model: nn.Module
+    """On the CPU, in evaluation mode."""
+    format: Format | None
+    """Input format of a run; None for a model of transformers."""
+
+
+def load_pretrained_model(name: str) -> PretrainedModel:
+    """Load a model to start from. Nothing is unpickled, and no code from its folder is executed.
+
+    Args:
+        name: A run's folder or its best.safetensors; "zoo/NAME" for weights that come with the
+            package; or a folder or hub name of a language model that onescan wrote with
+            transformers' `save_pretrained`.
+
+    Raises:
+        ValueError: If there is no such model, or it is damaged.
+        FileNotFoundError: If the run has not saved any weights.
+        ImportError: If transformers is needed and not installed.
+    """
+    if _is_pretrained(name):
+        return PretrainedModel(name=name, model=_load_pretrained(name), format=None)
+    run = load(name)
+    return PretrainedModel(name=name, model=run.model, format=run.format)
+
+
+def init_from(name: str, model: nn.Module) -> str:
     """Initialize a model with the weights of another one.
 
     All weights but those of the head must match. The head keeps its random weights, unless the
     other head is of the same class: then its weights of matching shape are loaded too. For
     classifiers with different numbers of classes, these are all but the output layer.
 
+    Mixers may be of another class, such as LION in place of softmax attention. Their projections of
+    queries, keys, values and outputs are then copied where both have them, with equal shapes and
+    numbers of heads; see `Mixer.projections`. A bias that only the new mixer has becomes zero, and
+    all its other weights keep their random values.
+
     Args:
-        name: A run's folder or its best.safetensors; "zoo/NAME" for weights that come with the
-            package; or a folder or hub name of a model saved by transformers' `save_pretrained`.
+        name: See `load_pretrained_model`.
         model: Model on the CPU.
+
+    Returns:
+        What was copied and what is new, in one line.
 
     Raises:
         ValueError: If there is no such model, or weights are missing or of another shape (names
@@ -171,18 +212,67 @@ def init_from(name: str, model: nn.Module) -> None:
         FileNotFoundError: If the run has not saved any weights.
         ImportError: If transformers is needed and not installed.
     """
-    other = _load_pretrained(name) if _is_pretrained(name) else load(name).model
+    other = load_pretrained_model(name).model
     there, here = other.state_dict(), model.state_dict()
-    _check_match(name, _without_head(there), _without_head(here))
-    loaded = _without_head(there)
+    theirs, ours = _mixers(other), _mixers(model)
+    replaced = [key for key in ours if key in theirs and type(ours[key]) is not type(theirs[key])]
+    inside = tuple(f"{key}." for key in replaced)
+    bounds = [f"{key}." for each in (other, model) for key in _lower_bounds(each)]
+    separate = (HEAD, *inside, *(bounds if replaced else ()))
+    loaded, kept = (
+        {key: weight for key, weight in weights.items() if not key.startswith(separate)}
+        for weights in (there, here)
+    )
+    _check_match(name, loaded, kept)
     if _head_class(other) is _head_class(model):
-        shared = here.keys() & there.keys()
+        shared = [key for key in here if key.startswith(HEAD) and key in there]
         loaded |= {key: there[key] for key in shared if there[key].shape == here[key].shape}
     model.load_state_dict(loaded, strict=False)
+    mixers = Counter(_copy_projections(theirs[key], ours[key]) for key in replaced)
+    new = [key for key in here if key not in loaded and not key.startswith(inside)]
+    return "; ".join(
+        [
+            f"copied from {name}: {len(loaded)} tensors",
+            *(f"{count} mixers, {described}" for described, count in mixers.items()),
+            *([f"new: {', '.join(new)}"] if new else []),
+        ]
+    )
 
 
-def _without_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: weight for key, weight in weights.items() if not key.startswith(HEAD)}
+def _copy_projections(source: Mixer, target: Mixer) -> str:
+    """Copy the projections that two mixers have in common; describe what is copied and new."""
+    copied: list[str] = []
+    rows: Counter[str] = Counter()
+    for role, projection in target.projections.items():
+        if role not in source.projections:
+            continue
+        theirs = projection_weights(source, source.projections[role])
+        ours = projection_weights(target, projection)
+        if not ours.corresponds_to(theirs):
+            continue
+        copy_projection(theirs, ours)
+        has_no_bias = theirs.bias is not None and ours.bias is None
+        copied.append(f"{role} (without bias)" if has_no_bias else role)
+        rows[projection.layer] += projection.stop - projection.start
+    new = []
+    for name, tensor in target.state_dict().items():
+        left = len(tensor) - rows[name.rpartition(".")[0]] if tensor.ndim else 1
+        if left:
+            is_part = tensor.ndim and left < len(tensor)
+            new.append(f"{left} rows of {name}" if is_part else name)
+    return (
+        f"{type(target).__name__} in place of {type(source).__name__}: "
+        f"copied {', '.join(copied) or 'nothing'}, new {', '.join(new) or 'nothing'}"
+    )
+
+
+def _mixers(model: nn.Module) -> dict[str, Mixer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Mixer)}
+
+
+def _lower_bounds(model: nn.Module) -> list[str]:
+    """Return the names of the lower bounds of decays, which belong to the mixers of all blocks."""
+    return [name for name, module in model.named_modules() if isinstance(module, LowerBounds)]
 
 
 def _head_class(model: nn.Module) -> type | None:

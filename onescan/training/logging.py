@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 from uuid import uuid4
 
 import numpy as np
@@ -40,7 +40,7 @@ METRICS, PICTURES = "metrics.jsonl", "pictures"
 TENSORBOARD, WANDB, TRACKER_ID = "tensorboard", "wandb", "tracker_id"  # in a run's folder
 EVENTS = re.compile(r"events\.out\.tfevents\..*")  # files of TensorBoard
 PROJECT = "onescan"  # in trackio and wandb
-Split = Literal["train", "test"]
+Split = Literal["transfer", "train", "test"]  # "transfer" is the first phase of training
 NO_METRICS = frozenset({"step", "epoch", "split", "unreadable"})
 # the only numbers that differ between two equal runs
 TIMING = frozenset({"seconds", "waiting_seconds", "memory_mib"})
@@ -51,7 +51,9 @@ log = logging.getLogger("onescan")
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """Read a run's metrics: step, epoch, split ("train" or "test"), and numbers by name.
+    """Read a run's metrics: step, epoch, split and numbers by name.
+
+    The split is "train" or "test", or "transfer" for the steps of attention transfer.
 
     An unfinished last line, left by a killed run, is ignored.
 
@@ -70,7 +72,9 @@ def _parse(text: bytes, place: str) -> dict[str, Any]:
     remedy = "remove the file to continue without its history"
     line: dict[str, Any] = from_json(text, place, remedy)
     match line:
-        case {"step": int(), "epoch": int() | float(), "split": "train" | "test", **metrics}:
+        case {"step": int(), "epoch": int() | float(), "split": split, **metrics} if (
+            split in get_args(Split)
+        ):
             numbers = (line["step"], line["epoch"], *metrics.values())
             if all(number is None or is_number(number) for number in numbers):
                 return {name: math.nan if it is None else it for name, it in line.items()}
@@ -83,7 +87,7 @@ def waiting_share(lines: Iterable[Mapping[str, Any]]) -> float:
     >>> waiting_share([{"split": "train", "seconds": 2.0, "waiting_seconds": 0.5}])
     0.25
     """
-    trained = [line for line in lines if line["split"] == "train"]
+    trained = [line for line in lines if line["split"] != "test"]
     seconds = sum(line["seconds"] for line in trained)
     return sum(line["waiting_seconds"] for line in trained) / seconds if seconds else 0.0
 

@@ -46,6 +46,7 @@ from onescan.training.folder import (
     write_manifest,
     write_result,
 )
+from onescan.training.loading import init_from
 from onescan.training.logging import (
     Display,
     Progress,
@@ -65,11 +66,11 @@ from onescan.training.optim import (
     build_scaler,
     compute_settings,
     gathered,
-    learning_rate,
     lower_scale,
     underflowed,
 )
 from onescan.training.state import TrainingState, last_state, restore_state, save_state
+from onescan.training.transfer import AttentionTransfer
 
 ESTIMATE_AFTER = 6  # steps; the first one is slow and does not count
 
@@ -110,19 +111,20 @@ def train(
         stack.enter_context(compute_settings(machine.backend, machine.matmul_precision))
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         task = run.task.build(run.data.build())
-        plan = Plan.of(settings, task.steps_per_epoch(settings.micro_batch_size))
+        per_epoch = task.steps_per_epoch(settings.micro_batch_size)
+        plan = Plan.of(settings, per_epoch, run.transfer)
+        transfer = AttentionTransfer.of(run)
         share = share_of_batch(settings, machine, ranks)
         build_on_meta(run.model)  # raises if it does not fit into memory
         torch.manual_seed(derive_seed(settings.seed, "model"))
         model = build_unchecked(run.model)
+        initialized = ""
         if run.init_from and (is_replaced or not ranks.first(lambda: last_state(folder))):
-            from onescan.training.loading import init_from  # imports every model
-
-            init_from(run.init_from, model)
+            initialized = init_from(run.init_from, model)
         model = model.to(device)
         task.prepare_training(device)
         if is_replaced:
-            dry_run(model, task, settings, device)
+            dry_run(model, task, settings, device, transfer)
         trained = prepare(model, machine, ranks, device)
         state = TrainingState(
             model=model,
@@ -143,6 +145,8 @@ def train(
             machine=machine,
             task=task,
             plan=plan,
+            transfer=transfer,
+            initialized=initialized,
             state=state,
             trained=trained,
             device=device,
@@ -168,6 +172,10 @@ class Loop:
     machine: MachineConfig
     task: Task
     plan: Plan
+    transfer: AttentionTransfer | None
+    """The loss of the first phase, if there is one."""
+    initialized: str
+    """What was copied from other weights, to show; empty if nothing was."""
     state: TrainingState
     trained: nn.Module
     """The model as called in training, wrapped by DDP or FSDP2 if there are several processes."""
@@ -213,6 +221,7 @@ class Loop:
                     return evaluation
                 self.update(batches)
                 self.display.show(self.progress())
+                self.end_transfer()
                 self.stop_if_requested()
 
     @property
@@ -222,6 +231,17 @@ class Loop:
         return self.state.step >= self.plan.steps or (
             patience is not None and self.state.evaluations_without_improvement >= patience
         )
+
+    def end_transfer(self) -> None:
+        """After the last step of attention transfer, free the teacher's memory."""
+        step = self.state.step
+        if self.transfer and self.plan.is_transfer(step - 1) and not self.plan.is_transfer(step):
+            self.transfer.release()
+            last = self.numbers["transfer_loss"]
+            self.display.write(
+                f"attention transfer ended after step {step:,} with a loss of {last:.3g}; all "
+                "weights train on the task from now on"
+            )
 
     def stop_if_requested(self) -> None:
         """Save a checkpoint and stop, if any process was interrupted."""
@@ -257,12 +277,16 @@ class Loop:
                 torch.manual_seed(seed)  # for dropout and dropped paths
             self.backward(self.task.augment(batch, seed), sums, i, end - first)
             unread, waiting = unread + batches.unreadable, waiting + batches.waiting_s
+        if self.plan.is_transfer(step):
+            self.ranks.average_gradients(self.state.model)
         *values, norm = torch.stack([*sums.values(), self.clip()]).tolist()  # waits for the GPU
         metrics = dict(zip(sums, values, strict=True))
         means = self.ranks.mean(metrics | {"unreadable": unread})
         unreadable = round(means.pop("unreadable") * self.ranks.size)
         self.check_finite(loss=means["loss"])
-        rate = learning_rate(first, self.plan.micro_batches, self.settings)
+        rate = self.plan.learning_rate(
+            step, self.settings, self.transfer.config if self.transfer else None
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         self.step_optimizer(norm)
@@ -277,8 +301,9 @@ class Loop:
         counted = {"unreadable": unreadable} if unreadable else {}
         if self.plan.ends is not None:
             counted["batch_size"] = (end - first) * self.settings.micro_batch_size
-        self.record("train", means | measured | counted)
-        self.numbers |= means
+        is_transfer = self.plan.is_transfer(step)
+        self.record("transfer" if is_transfer else "train", means | measured | counted)
+        self.numbers |= {"transfer_loss": means["loss"]} if is_transfer else means
         self.count_time(seconds, waiting, end - first)
 
     def backward(self, batch: Batch, sums: dict[str, Tensor], index: int, count: int) -> None:
@@ -295,9 +320,11 @@ class Loop:
                 sums[name] = sums.get(name, 0) + value.detach().float() / parts
 
     def loss(self, part: Batch) -> tuple[Tensor, Metrics]:
-        """Return the task's loss; after the first step, an error of an op means divergence."""
+        """Return the phase's loss; after the first step, an error of an op means divergence."""
         try:
             with autocast(self.settings.precision, self.device):
+                if self.transfer and self.plan.is_transfer(self.state.step):
+                    return self.transfer.loss(self.state.model, self.task, part), {}
                 return self.task.loss(self.trained, part)
         except ValueError as error:
             if self.steps_now == 0:
@@ -354,6 +381,8 @@ class Loop:
         is_new = state.step > state.evaluated_step
         if is_new and state.add_score(self.task.score(self.metrics)):
             self.save_weights(BEST)
+        if self.plan.read(state.step) <= self.plan.transfer:
+            state.evaluations_without_improvement = 0
         return evaluation
 
     def save(self) -> None:
@@ -421,7 +450,17 @@ class Loop:
             f"device: {device}, {settings.precision}\n"
             f"batch size: {growth}{size}{split}\n"
             f"steps: {plan.steps:,} ({epochs:,} epochs{per_epoch}){resumed}"
-            + "".join(f"\nchanged: {change}" for change in self.changes)
+            f"{self.phases()}" + "".join(f"\nchanged: {change}" for change in self.changes)
+        )
+
+    def phases(self) -> str:
+        """Describe what the weights start from and attention transfer, if a run has them."""
+        started = f"\ninitialized: {self.initialized}" if self.initialized else ""
+        if not (self.transfer and self.plan.is_transfer(self.state.step)):
+            return started
+        return (
+            f"{started}\nattention transfer: {self.plan.transfer:,} of {self.plan.micro_batches:,} "
+            f"batches, from {self.transfer.name}; only mixers train"
         )
 
     def count_time(self, seconds: float, waiting: float, read: int) -> None:
@@ -464,14 +503,23 @@ class Loop:
         )
 
 
-def dry_run(model: nn.Module, task: Task, settings: TrainingConfig, device: torch.device) -> None:
-    """Compute one loss to check that model and data match, before an existing run is removed."""
+def dry_run(
+    model: nn.Module,
+    task: Task,
+    settings: TrainingConfig,
+    device: torch.device,
+    transfer: AttentionTransfer | None = None,
+) -> None:
+    """Compute a loss of each phase to check that model and data match, before a run is removed."""
     plan = task.batches(step=0, batch_size=settings.micro_batch_size, seed=settings.seed)
     examples = next(plan).examples[:2]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         batch = tuple(part.to(device) for part in task.train.read(examples).batch)
         with eval_mode(model), autocast(settings.precision, device):
-            task.loss(model, task.augment(batch, 0))
+            batch = task.augment(batch, 0)
+            task.loss(model, batch)
+            if transfer:
+                transfer.loss(model, task, batch)
 
 
 def _check_shared(folder: Path, token: str | None, ranks: Ranks) -> None:

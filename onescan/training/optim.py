@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import AdamW, Optimizer
 
 from onescan.ops.backend import Backend, use_backend
-from onescan.training.config import MatmulPrecision, Precision, TrainingConfig
+from onescan.training.config import MatmulPrecision, Precision, TrainingConfig, TransferConfig
 
 MIN_LOSS_SCALE = 1.0  # a smaller scale cannot keep gradients from vanishing
 
@@ -59,18 +60,47 @@ class Plan(NamedTuple):
     save_every: int
     ends: tuple[int, ...] | None = None
     """Micro-batches after each number of steps, from 0 on; None if each step reads one."""
+    transfer: int = 0
+    """Micro-batches of attention transfer, the first phase."""
 
     @classmethod
-    def of(cls, config: TrainingConfig, per_epoch: int) -> "Plan":
-        """Convert epochs to micro-batches, and micro-batches to steps."""
+    def of(
+        cls, config: TrainingConfig, per_epoch: int, transfer: TransferConfig | None = None
+    ) -> "Plan":
+        """Convert epochs to micro-batches, and micro-batches to steps.
+
+        Raises:
+            ValueError: If attention transfer leaves no steps to train on the task.
+        """
         total = config.steps or config.epochs * per_epoch
+        length = 0.0 if transfer is None else transfer.steps
+        phase = round(length * total if length < 1 else length)
+        if phase >= total:
+            raise ValueError(
+                f"transfer.steps is {length:g}, expected a fraction of all {total} steps, or fewer"
+            )
         return cls(
+            transfer=phase,
             micro_batches=total,
             per_epoch=per_epoch,
             evaluate_every=max(1, round(config.evaluate_every * per_epoch)),
             save_every=max(1, round(config.checkpoint_every * per_epoch)),
             ends=_ramp(config, total),
         )
+
+    def is_transfer(self, step: int) -> bool:
+        """Return whether step `step`, counted from 0, belongs to attention transfer."""
+        return self.read(step) < self.transfer
+
+    def learning_rate(
+        self, step: int, config: TrainingConfig, transfer: TransferConfig | None
+    ) -> float:
+        """Return the learning rate of step `step`. Each phase goes through the schedule once."""
+        done = self.read(step)
+        if transfer is None or done >= self.transfer:
+            return learning_rate(done - self.transfer, self.micro_batches - self.transfer, config)
+        peak = transfer.learning_rate or config.learning_rate
+        return learning_rate(done, self.transfer, replace(config, learning_rate=peak))
 
     @property
     def steps(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from onescan.checks import check_choice
+from onescan.layers.mixers.projections import Projections
 from onescan.messages import named_type
 from onescan.shapes import Grid, Hidden, Keep
 
@@ -142,6 +143,15 @@ class Mixer(nn.Module, ABC):
         Returns:
             The mixed tokens, and the state after the last token (None if there is none).
         """
+
+    @property
+    def projections(self) -> Projections:
+        """The mixer's maps to queries, keys, values and outputs; by default none of them.
+
+        A mixer declares a map if it is of the same meaning as in softmax attention, so that a model
+        can be initialized with the maps of another one.
+        """
+        return {}
 
     def check_state(self, state: Any, kind: type, *, causal: bool) -> None:
         """Raise ValueError for a state that a mixer cannot continue."""

@@ -11,6 +11,7 @@ from onescan.layers.basic import EPS as NORM_EPS
 from onescan.layers.basic import Gate, NormName, build_norm
 from onescan.layers.convolution import ShortConvolution, Window
 from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
+from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.ops.delta_rule import DeltaState, Form, delta_rule
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.numerics import safe_divide
@@ -124,6 +125,10 @@ class DeltaRuleMixer(Mixer):
         norm_width = values // config.num_heads if config.norm_heads else values
         self.norm = build_norm(config.norm, norm_width, eps=config.norm_eps)
         self.out_proj = nn.Linear(values, width, bias=config.bias)
+
+    @property
+    def projections(self) -> Projections:
+        return merged_projections(self.qkv_widths, self.out_proj, heads=self.config.num_heads)
 
     def forward(
         self,

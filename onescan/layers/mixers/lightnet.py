@@ -12,6 +12,7 @@ from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.basic import EPS, NormName, build_norm
 from onescan.layers.convolution import ShortConvolution, Window
 from onescan.layers.mixers.contract import Mixer, MixerConfig, check_continued, masked
+from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import check_axes_have_features, lrpe, lrpe_angles, lrpe_frequencies
@@ -67,6 +68,8 @@ class LightNetMixerConfig(MixerConfig):
     """Activation of the output gate; "silu" in flash-linear-attention."""
     gate_rank: int | None = 64
     """Rank of the output gate; None is full rank."""
+    bias: bool = False
+    """Add biases to in_proj and out_proj, for weights of other models that have them."""
     form: Form = "auto"
     """Algorithm of the op; see `additive_decay`."""
     chunk_size: int = 64
@@ -147,7 +150,7 @@ class LightNetMixer(Mixer):
         self.in_widths = self.qkv_widths + [config.gate_rank or width] * config.gate
         if config.decay_logits != "shared":
             self.in_widths.append(config.decay_rank or keys)
-        self.in_proj = nn.Linear(width, sum(self.in_widths), bias=False)
+        self.in_proj = nn.Linear(width, sum(self.in_widths), bias=config.bias)
         self.conv = None
         if config.conv_size is not None:
             self.conv = ShortConvolution(
@@ -158,10 +161,14 @@ class LightNetMixer(Mixer):
         if config.decay_logits != "shared":
             self.decay_proj = _expand(config.decay_rank, keys)
         self.norm = build_norm(config.norm, width, eps=config.norm_eps)
-        self.out_proj = nn.Linear(width, width, bias=False)
+        self.out_proj = nn.Linear(width, width, bias=config.bias)
         if config.lrpe:
             frequencies = lrpe_frequencies(key_width, axes)
             self.theta = nn.Parameter(frequencies.repeat(config.num_heads, 1))  # H K
+
+    @property
+    def projections(self) -> Projections:
+        return merged_projections(self.qkv_widths, self.out_proj, heads=self.config.num_heads)
 
     def forward(
         self,

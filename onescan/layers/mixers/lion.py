@@ -34,6 +34,7 @@ from onescan.layers.decays import (
 )
 from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
 from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
+from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import RotaryAngles, check_rotary, rotary_angles, rotated
 from onescan.layers.tokens import Order, snake_orders
 from onescan.ops.decay_attention import DecayAt, DecayState, Form, decay_attention
@@ -244,6 +245,10 @@ class LionMixer(Mixer):
         for decay in self.decays:
             assert isinstance(decay, Decay)
             decay.init_weights(q, k[0] if k else None, v)
+
+    @property
+    def projections(self) -> Projections:
+        return merged_projections(self.qkv_widths, self.out_proj, heads=self.config.num_heads)
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_positive
 from onescan.layers.decays import RWKV6DecayConfig
 from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
+from onescan.layers.mixers.projections import Projection, Projections
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.shapes import Grid, Hidden, Keep, Keys, Pooled, Queries, Values
@@ -100,6 +101,16 @@ class RWKV6Mixer(Mixer):
         self.norm = nn.GroupNorm(heads, width, eps=GROUP_NORM_EPS)
         self.out_proj = nn.Linear(width, width, bias=False)
         self.init_weights()
+
+    @property
+    def projections(self) -> Projections:
+        width, heads = self.out_proj.out_features, self.config.num_heads
+        return {
+            "query": Projection("q_proj", 0, width, heads),
+            "key": Projection("k_proj", 0, width, heads),
+            "value": Projection("v_proj", 0, width),
+            "output": Projection("out_proj", 0, width),
+        }
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from onescan.checks import check_choice
 from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
+from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import check_rotary, rotary_angles, rotated
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.shapes import CachedKeep, CachedKeys, Grid, Hidden, Keep
@@ -70,6 +71,11 @@ class SoftmaxMixer(Mixer):
         self.rotary = config.rotary
         self.in_proj = nn.Linear(width, 3 * width, bias=config.bias)  # q, k, v
         self.out_proj = nn.Linear(width, width, bias=config.bias)
+
+    @property
+    def projections(self) -> Projections:
+        widths = [self.out_proj.in_features] * 3
+        return merged_projections(widths, self.out_proj, heads=self.num_heads)
 
     def forward(
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: SoftmaxState | None = None
