@@ -35,6 +35,7 @@ MemoryMask = Bool[Tensor, "B S"]
 Pooled = Float[Tensor, "B D"]
 Keep = Bool[Tensor, "B T"]
 TokenMask = Bool[Tensor, "B T"]  # selected positions
+Starts = Bool[Tensor, "B T"]  # first tokens of packed sequences
 LowerBound = Float[Tensor, " D"]  # smallest decay factor of each channel of a block
 Betas = Float[Tensor, "B T H"]  # write strengths of the delta rule
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from onescan.checks import (
     can_look_at_values,
@@ -44,6 +45,7 @@ from onescan.ops.backend import (
     wants_gradient,
 )
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
+from onescan.ops.packing import Packing, packing_of
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
 __all__ = ["IMPLEMENTATIONS", "AdditiveDecayState", "additive_decay", "choose", "merge_states"]
@@ -81,6 +83,8 @@ IMPLEMENTATIONS: dict[tuple[bool, str, str], Forward] = {
     (True, "chunk", "triton"): _chunk_kernels,
     (True, "recurrent", "triton"): _recurrent_kernels,
 }
+# Forms that take packed sequences.
+PACKED = {False: ["one_scan"], True: ["chunk"]}
 
 
 def additive_decay(
@@ -91,11 +95,12 @@ def additive_decay(
     angles: Angles | None = None,
     causal: bool = False,
     keep: Keep | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     state: AdditiveDecayState | None = None,
     form: Form = "auto",
     backend: Backend = "auto",
     chunk_size: int = 64,
-) -> tuple[Values, AdditiveDecayState]:
+) -> tuple[Values, AdditiveDecayState | None]:
     """Compute linear attention with additive decay: per key channel, a softmax over the tokens.
 
     Inputs have the layout ``[B, T, H, K]``, unlike torch's ``scaled_dot_product_attention``, which
@@ -115,6 +120,11 @@ def additive_decay(
         keep: True for real tokens, [B, T], the opposite of ``key_padding_mask`` in PyTorch and
             `onescan.nn`. Other tokens have zero output and do not change the output of real ones.
             None keeps all tokens.
+        cu_seqlens: Offsets of several sequences packed in one row, as in flash-attention: int32,
+            [S + 1], from 0 to T, on the CPU or the device of q. With several rows, offsets count
+            the tokens of all rows, up to B * T, and every row begins with a new sequence. Angles
+            are still those of the tokens of a row. Not with `state`, and with the forms "one_scan"
+            and "chunk" in torch only.
         state: State of earlier tokens (causal), or of additional tokens (not causal), such as
             another device's part of the sequence or the context of cross-attention.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
@@ -128,12 +138,13 @@ def additive_decay(
             multiple of 8 between 8 and 64, or, in kernels, to a power of two between 16 and 64.
 
     Returns:
-        The outputs in the dtype of v, and the state of all tokens including the incoming state.
+        The outputs in the dtype of v, and the state of all tokens including the incoming state;
+        None with cu_seqlens.
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend does
-            not exist, chunk_size is below 1, or, on a CPU, an argument holds NaN or an infinity
-            that causes NaN.
+            not exist, chunk_size is below 1, cu_seqlens is invalid or the form does not take it,
+            or, on a CPU, an argument holds NaN or an infinity that causes NaN.
 
     >>> q = k = torch.zeros(1, 3, 1, 1)
     >>> v = torch.tensor([3.0, 5.0, 10.0]).reshape(1, 3, 1, 1)
@@ -145,7 +156,10 @@ def additive_decay(
     _check(q, k, v, angles, causal, keep, state, chunk_size)
     named = {"q": q, "k": k, "v": v, "angles": angles, **tensors_of("state", state)}
     dtype = v.dtype
-    choice = choose(form, backend, q, k, v, angles, *(state or ()), causal=causal)
+    packing = packing_of(cu_seqlens, q, state=state)
+    choice = choose(
+        form, backend, q, k, v, angles, *(state or ()), causal=causal, packed=packing is not None
+    )
     dropped = None
     if choice[2] == "triton":  # kernels read any dtype and apply `keep` themselves
         state = None if state is None else canonical(state, torch.float32)
@@ -156,17 +170,24 @@ def additive_decay(
             dropped, keep = ~keep[:, :, None, None], None
             k, v = k.masked_fill(dropped, -torch.inf), v.masked_fill(dropped, 0)
     with disable_autocast(q):
-        inputs = AdditiveInputs(q, k, v, angles, state, keep, chunk_size)
+        inputs = AdditiveInputs(q, k, v, angles, state, keep, chunk_size, packing)
         o, outgoing = IMPLEMENTATIONS[choice](inputs)
     if dropped is not None:
         o = o.masked_fill(dropped, 0)
     if can_look_at_values(o):
         check_no_nan(nan_probe(o, outgoing.kv), **named)
-    return o.to(dtype), outgoing
+    return o.to(dtype), None if packing is not None else outgoing
 
 
 def choose(
-    form: str, backend: Backend, q: Queries, k: Keys, v: Values, *others: Any, causal: bool
+    form: str,
+    backend: Backend,
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *others: Any,
+    causal: bool,
+    packed: bool = False,
 ) -> tuple[bool, str, str]:
     """Return the key in IMPLEMENTATIONS of the implementation that a call runs."""
     direction = "causal" if causal else "not causal"
@@ -174,7 +195,12 @@ def choose(
     check_choice(f"form ({direction})", form, ["auto", *dict.fromkeys(f for _, f, _ in here)])
     chosen: str = form
     if form == "auto":
-        chosen = ("recurrent" if q.shape[1] == 1 else "chunk") if causal else "one_scan"
+        is_step = q.shape[1] == 1 and not packed
+        chosen = ("recurrent" if is_step else "chunk") if causal else "one_scan"
+    if packed:
+        check_choice(f"form ({direction}, cu_seqlens)", chosen, PACKED[causal])
+        check_choice("backend (cu_seqlens)", backend, ["auto", "torch"])
+        return causal, chosen, "torch"
     has_kernel = (causal, chosen, "triton") in IMPLEMENTATIONS
     widest = WIDEST_HEAD
     if causal and (q.device.type == "cuda" or is_interpreted()):  # kernels only run there

@@ -32,8 +32,11 @@ from onescan.ops.additive_decay.state import (
 from onescan.ops.chunks import length_of_chunks, linear_scan, number_of_chunks
 from onescan.ops.lrpe import rotary_tables, rotate
 from onescan.ops.numerics import LOG_ZERO, logaddexp, logcumsumexp
+from onescan.ops.packing import Packing
 from onescan.shapes import Angles as Table  # of cosines or sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
+
+PACKED_CHUNK = 64  # tokens; chunks of packed sequences are padded
 
 # Tuned on a CPU:
 LARGE = 1 << 15  # elements per sample; for smaller samples, a loop over samples is slower
@@ -42,8 +45,10 @@ TILE = 1 << 20  # elements of k or q per tile, so that a tile fits the caches
 
 def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     """Sum over all tokens, then read the sum with every query: O(T)."""
-    q, k, v, angles, state, *_ = inputs
+    q, k, v, angles, state, *_, packing = inputs
     tables = rotary_tables(angles, k.dtype)
+    if packing is not None:
+        return _scan_sequences(q, k, v, tables, packing)
     context = _context(k, v, tables, state)
     read_out = _ReadOut.apply if is_profitable(q, context.kv, *tables) else _read_out
     return read_out(q, context.kv, *tables), context
@@ -164,6 +169,35 @@ def differentiable_gradients(
     outputs, given = zip(*[(x, slope) for x, slope in pairs if x.requires_grad], strict=True)
     found = iter(torch.autograd.grad(outputs, differentiable, given, create_graph=True))
     return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
+
+
+def _scan_sequences(
+    q: Queries, k: Keys, v: Values, tables: tuple[Table | None, Table | None], packing: Packing
+) -> tuple[Values, AdditiveDecayState]:
+    """Compute one scan for each packed sequence: sums of chunks, added up by sequence."""
+    chunks = packing.chunks(PACKED_CHUNK)
+    sequence, size = chunks.sequence.flatten(), (packing.sequences,)
+
+    def rows(x: Tensor) -> Tensor:  # B T . . to chunks C . .
+        return x.unflatten(1, (-1, PACKED_CHUNK)).flatten(0, 1)
+
+    q, k, v = (rows(chunks.from_tokens(x)) for x in (q, k, v))
+    cos, sin = (None if x is None else rows(chunks.from_row(x)) for x in tables)
+    k = k.masked_fill(~rows(chunks.is_real)[..., None, None], -torch.inf)
+
+    peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO)  # chunks H K
+    whole = peak.new_full(size + peak.shape[1:], LOG_ZERO)
+    peak = whole.scatter_reduce(0, sequence[:, None, None].expand_as(peak), peak, "amax")
+    weight = (k - peak[sequence].unsqueeze(1)).exp()
+    total = torch.zeros_like(peak).index_add(0, sequence, weight.sum(dim=1))  # S H K
+    total = torch.where(total > 0, total, 1)
+    kv = torch.einsum("nchf,nchv->nhfv", rotate(weight, cos, sin), v)
+    kv = kv.new_zeros(size + kv.shape[1:]).index_add(0, sequence, kv)
+    kv = kv / per_feature(total, kv)
+
+    o = torch.einsum("nchf,nhfv->nchv", rotate(q, cos, sin), kv.index_select(0, sequence))
+    o = chunks.to_tokens(o.unflatten(0, (packing.batch, -1)).flatten(1, 2))
+    return o, AdditiveDecayState(peak.double() + total.double().log(), kv)
 
 
 # One scan for all samples together: works on any device, when compiled, and with any derivative.

@@ -12,6 +12,7 @@ from torch import Tensor
 from onescan.checks import check_devices, check_floating, check_no_nan, check_shapes
 from onescan.messages import named_type
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp
+from onescan.ops.packing import Packing
 from onescan.shapes import Angles, Keep, Keys, KeyValue, LogNormalizer, Queries, Values
 
 
@@ -33,7 +34,7 @@ class AdditiveInputs(NamedTuple):
     """Validated inputs of every form; see `additive_decay` for the fields.
 
     Forms in plain torch receive them in one dtype, float32 or float64, with `keep` already applied
-    to k and v.
+    to k and v. Only the forms "one_scan" and "chunk" receive a `packing`.
     """
 
     q: Queries
@@ -43,6 +44,7 @@ class AdditiveInputs(NamedTuple):
     state: AdditiveDecayState | None
     keep: Keep | None
     chunk_size: int
+    packing: Packing | None = None
 
 
 def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayState:

@@ -29,8 +29,9 @@ from onescan.checks import (
 from onescan.ops.backend import Backend, resolved_backend, wants_gradient
 from onescan.ops.chunks import is_known
 from onescan.ops.decay_attention import forms
-from onescan.ops.decay_attention.forms import Directions, directed, padded
+from onescan.ops.decay_attention.forms import Directions, directed, padded, separated
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
+from onescan.ops.packing import Packing, packing_of
 from onescan.shapes import DecayedKeys, DecayedKeyValue, Keep, Keys, LogDecays, Queries, Values
 
 __all__ = [
@@ -117,6 +118,7 @@ def decay_attention(
     decay_at: DecayAt = "auto",
     normalize: Literal["none", "sum", "max_one"] = "none",
     keep: Keep | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     state: State | None = None,
     form: Form = "auto",
     backend: Backend = "auto",
@@ -151,6 +153,10 @@ def decay_attention(
         keep: True for real tokens, [B, T], the opposite of ``key_padding_mask`` in PyTorch and
             `onescan.nn`. Other tokens have zero output and neither update nor decay the
             state. None keeps all tokens.
+        cu_seqlens: Offsets of several sequences packed in one row, as in flash-attention: int32,
+            [S + 1], from 0 to T, on the CPU or the device of q. With several rows, offsets count
+            the tokens of all rows, up to B * T, and every row begins with a new sequence. Sequences
+            are separated by a log-decay of -inf. Not with `state`.
         state: For causal calls, the state returned by a previous call. For bidirectional calls, the
             states of the tokens to the left and to the right, either of which may be None.
         form: Algorithm. "full" computes attention between all pairs of tokens, O(T^2); "chunk" is
@@ -165,13 +171,14 @@ def decay_attention(
     Returns:
         The outputs in the dtype of v, and the state after the last token; for bidirectional calls,
         the states of both directions. The decay of the last token visited is already applied to
-        a returned state with decay_at="source", and to the backward one with "symmetric".
+        a returned state with decay_at="source", and to the backward one with "symmetric". With
+        cu_seqlens, the state is None.
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend does
             not exist, the state is for the other value of `causal`, a causal call asks for
-            decay_at="symmetric", chunk_size is below 1, or, on a CPU, log_decay is positive or an
-            argument holds NaN.
+            decay_at="symmetric", chunk_size is below 1, cu_seqlens is invalid or, on a CPU,
+            log_decay is positive or an argument holds NaN.
 
     >>> q = k = torch.ones(1, 3, 1, 1)
     >>> v = torch.tensor([8.0, 4.0, 2.0]).reshape(1, 3, 1, 1)
@@ -188,6 +195,8 @@ def decay_attention(
             "decay_at is 'symmetric' with causal=True, expected 'auto', 'source' or 'target'"
         )
     check_choice("normalize", normalize, ["none", "sum", "max_one"])
+    packing = packing_of(cu_seqlens, q, state=state)
+    return_state = return_state and packing is None
     sides = unpack_states(state, DecayState, causal=causal)
     carried = named_state_tensors(sides, causal=causal)
     call = Call(
@@ -199,7 +208,7 @@ def decay_attention(
         is_diagonal=log_decay is not None and PATTERNS[log_decay.ndim] == "B T H K",
         is_learning=wants_gradient(q, k, v, log_decay, *carried.values()),
     )
-    decays = log_decay is not None
+    decays = log_decay is not None or packing is not None
     has_kernel = _has_kernel(form, causal=causal, decays=decays, call=call)
     op = f"decay_attention.{'diagonal' if call.is_diagonal else 'scalar'}"
     runs_on: Any = resolved_backend(backend, has_kernel, q, k, v, op=op)
@@ -215,6 +224,8 @@ def decay_attention(
         if log_decay is not None:
             _check_decay(log_decay if log_decay.ndim == 1 else wide_decay)
         shifted, ends = directed(wide_decay, decay_at, causal=causal)
+        if packing is not None:
+            shifted = separated(shifted, packing.starts)
         o, outgoing = (_run_kernels if in_kernels else _run_torch)(
             choice,
             wide_q,

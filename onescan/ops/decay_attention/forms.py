@@ -87,6 +87,17 @@ def directed(
     return Directions(forward, None if causal else backward), (last, first)
 
 
+def separated(decays: Directions, starts: Tensor) -> Directions:
+    """Separate sequences by log-decays of -inf, given which tokens are their first, [B, T]."""
+    forward, backward = decays
+    starts = starts[:, :, None, None]
+    forward = forward.masked_fill(starts, -torch.inf)
+    if backward is not None:
+        ends = F.pad(starts[:, 1:], (0, 0, 0, 0, 0, 1), value=True)
+        backward = backward.masked_fill(ends, -torch.inf)
+    return Directions(forward, backward)
+
+
 class Options(NamedTuple):
     """Options of every form, as in `decay_attention`.
 

@@ -7,6 +7,8 @@ o_t = (S_t + S'_t - beta_t k_t v_t^T)^T q_t                output, bidirectional
 
 from typing import Any, Literal, NamedTuple
 
+from torch import Tensor
+
 from onescan.checks import (
     can_look_at_values,
     check_choice,
@@ -22,6 +24,7 @@ from onescan.checks import (
 )
 from onescan.ops.delta_rule import forms
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
+from onescan.ops.packing import Packing, packing_of
 from onescan.shapes import Betas, Keep, Keys, KeyValue, Queries, Values
 
 __all__ = ["IMPLEMENTATIONS", "DeltaState", "DeltaStates", "choose", "delta_rule"]
@@ -65,10 +68,11 @@ def delta_rule(
     *,
     causal: bool = False,
     keep: Keep | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     state: DeltaState | Sides | None = None,
     form: Form = "auto",
     chunk_size: int = 64,
-) -> tuple[Values, DeltaState | DeltaStates]:
+) -> tuple[Values, DeltaState | DeltaStates | None]:
     """Compute linear attention in which each token overwrites the value stored under its key.
 
     Inputs have the layout ``[B, T, H, K]``, unlike torch's ``scaled_dot_product_attention``, which
@@ -89,6 +93,10 @@ def delta_rule(
         keep: ``[B, T]``, True for real tokens, the opposite of ``key_padding_mask`` in PyTorch and
             `onescan.nn`. The outputs of other tokens are zero, and they do not affect the real
             tokens. None keeps all.
+        cu_seqlens: Offsets of several sequences packed in one row, as in flash-attention: int32,
+            ``[S + 1]``, from 0 to T, on the CPU or the device of q. With several rows, offsets count
+            the tokens of all rows, up to B * T, and every row begins with a new sequence. Not with
+            `state`.
         state: State returned by a previous call: a `DeltaState` if causal, otherwise
             `DeltaStates` or a pair, either of which may be None.
         form: Algorithm, O(T) in both cases: "chunk" uses matrix products, "recurrent" visits one
@@ -98,12 +106,12 @@ def delta_rule(
 
     Returns:
         The outputs ``[B, T, H, V]`` in the dtype of v, and the state: a `DeltaState` if causal,
-        otherwise `DeltaStates`.
+        otherwise `DeltaStates`; None with cu_seqlens.
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form is unknown, the
-            state is for the other value of `causal`, chunk_size is below 1 or, on a CPU, an
-            argument holds NaN or an infinity that causes NaN.
+            state is for the other value of `causal`, chunk_size is below 1, cu_seqlens is invalid
+            or, on a CPU, an argument holds NaN or an infinity that causes NaN.
 
     >>> import torch
     >>> q = k = torch.ones(1, 3, 1, 1)
@@ -115,6 +123,7 @@ def delta_rule(
     [5.25, 4.5, 3.0]
     """
     _check(q, k, v, beta, causal, keep, state, chunk_size)
+    packing = packing_of(cu_seqlens, q, state=state)
     implementation = IMPLEMENTATIONS[choose(form, tokens=q.shape[1])]
     sides = unpack_states(state, DeltaState, causal=causal)
     incoming = [None if side is None else side.kv for side in sides[: 1 if causal else 2]]
@@ -125,10 +134,13 @@ def delta_rule(
             wide_q, wide_k, wide_v = (x.masked_fill(masked.unsqueeze(-1), 0) for x in inputs[:3])
             inputs = forms.Inputs(wide_q, wide_k, wide_v, inputs.beta.masked_fill(masked, 0))
         run = forms.causal if causal else forms.bidirectional
-        o, *outgoing = run(implementation, inputs, *incoming, chunk_size=chunk_size)
+        starts = None if packing is None else packing.starts
+        o, *outgoing = run(implementation, inputs, *incoming, chunk_size=chunk_size, starts=starts)
     if can_look_at_values(o):
         named = {"q": q, "k": k, "v": v, "beta": beta, **named_state_tensors(sides, causal=causal)}
         check_no_nan(nan_probe(o, *outgoing), **named)
+    if packing is not None:
+        return o.to(v.dtype), None
     states = [DeltaState(kv) for kv in outgoing]
     return o.to(v.dtype), states[0] if causal else DeltaStates(*states)
 

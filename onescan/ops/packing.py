@@ -1,0 +1,249 @@
+"""Several sequences packed into the rows of a batch, given by their offsets `cu_seqlens`.
+
+As in flash-attention, sequence i consists of the tokens from cu_seqlens[i] up to cu_seqlens[i + 1].
+With several rows, offsets count the tokens of all rows, one row after another.
+
+Nothing here waits for a device: sizes depend on shapes, and on values only if these are on the CPU.
+"""
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from onescan.checks import can_look_at_values
+from onescan.messages import named_type
+from onescan.ops.numerics import apply_function
+
+EXPECTED = "offsets [S + 1] of S sequences"
+
+
+class Packing:
+    """Which sequence each token belongs to, and chunks of tokens of a single sequence each.
+
+    Ops accept a `Packing` in place of `cu_seqlens`. Models build one for all layers, because it
+    computes its index tensors only once.
+
+    >>> packing = Packing(torch.tensor([0, 3, 4]), batch=1, tokens=4)
+    >>> packing.sequence.tolist(), packing.starts.tolist()
+    ([[0, 0, 0, 1]], [[True, False, False, True]])
+    >>> packing.chunks(2).source.tolist()  # 4 represents padding
+    [[0, 1, 2, 4, 3, 4]]
+
+    Args:
+        cu_seqlens: Offsets, [S + 1], on the CPU or on `device`. Rows begin with a new sequence.
+        batch: Number of rows B.
+        tokens: Number of tokens per row, T.
+        device: Device of the index tensors; None for that of the offsets.
+    """
+
+    def __init__(
+        self, cu_seqlens: Tensor, *, batch: int, tokens: int, device: torch.device | None = None
+    ) -> None:
+        self.cu_seqlens, self.batch, self.tokens = cu_seqlens, batch, tokens
+        self.device = cu_seqlens.device if device is None else device
+        self._chunks: dict[int, Chunks] = {}
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences S."""
+        return self.cu_seqlens.shape[0] - 1
+
+    @cached_property
+    def sequence(self) -> Int[Tensor, "B T"]:
+        """Index of the sequence of each token."""
+        return self._to_device(self._sequence)
+
+    @cached_property
+    def starts(self) -> Bool[Tensor, "B T"]:
+        """Whether each token is the first one of its sequence."""
+        return self._to_device(self._starts)
+
+    def chunks(self, size: int) -> "Chunks":
+        """Return chunks of up to `size` tokens, each of a single sequence.
+
+        Every row has the same number of chunks. It is exact for offsets on the CPU; for those on
+        another device, it is the bound T // size + S - B + 1.
+        """
+        if size not in self._chunks:
+            self._chunks[size] = Chunks(*(self._to_device(x) for x in self._indices(size)))
+        return self._chunks[size]
+
+    def _to_device(self, x: Tensor) -> Tensor:
+        return x.to(self.device, non_blocking=True)
+
+    @cached_property
+    def _sequence(self) -> Tensor:
+        tokens = torch.arange(self.batch * self.tokens, device=self.cu_seqlens.device)
+        ends = self.cu_seqlens[1:].long()
+        return torch.searchsorted(ends, tokens, right=True).view(self.batch, self.tokens)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Number of earlier tokens of the same sequence, [B, T]."""
+        tokens = torch.arange(self.batch * self.tokens, device=self.cu_seqlens.device)
+        return tokens.view_as(self._sequence) - self.cu_seqlens.long()[self._sequence]
+
+    @property
+    def _starts(self) -> Tensor:
+        return self._places == 0
+
+    def _indices(self, size: int) -> tuple[Tensor, ...]:
+        """Return the fields of `Chunks`, on the device of the offsets."""
+        sequence, places, (batch, tokens) = self._sequence, self._places, self._sequence.shape
+        # chunks of the row up to that of each token, which begins where places is 0, size, ...
+        chunk = (places % size == 0).cumsum(1) - 1
+        count = tokens // size + max(self.sequences - batch, 0) + 1
+        if can_look_at_values(chunk):
+            count = int(chunk[:, -1:].amax()) + 1 if chunk.numel() else 1
+        slots = chunk * size + places % size
+        row = torch.arange(tokens, device=slots.device).expand(batch, -1)
+        source = slots.new_full((batch, count * size), tokens).scatter_(1, slots, row)
+        first = source[:, ::size].clamp(max=max(tokens - 1, 0))
+        is_used = source[:, ::size] < tokens
+        begins = (places.gather(1, first) == 0) | ~is_used
+        return source, slots, sequence.gather(1, first), begins
+
+
+class Chunks(NamedTuple):
+    """Chunks of C tokens, each of a single sequence, [B, N, C], padded after its tokens.
+
+    Attributes:
+        source: The token of its row at each place of the chunks, [B, N * C]; T for padding.
+        slots: The place of each token, [B, T].
+        sequence: The sequence of each chunk, [B, N]. Chunks without tokens repeat one of the row.
+        begins: Whether each chunk is the first one of its sequence, [B, N]; True without tokens.
+    """
+
+    source: Int[Tensor, "B places"]
+    slots: Int[Tensor, "B T"]
+    sequence: Int[Tensor, "B N"]
+    begins: Bool[Tensor, "B N"]
+
+    @property
+    def is_real(self) -> Bool[Tensor, "B places"]:
+        """Whether there is a token at each place."""
+        return self.source < self.slots.shape[1]
+
+    def from_tokens(self, x: Tensor) -> Tensor:
+        """Move tokens, [B, T, ...], to the places of the chunks, [B, N * C, ...]; padding is 0."""
+        return _rearrange(x, self.source, self.slots)
+
+    def from_row(self, x: Tensor) -> Tensor:
+        """Move what all rows share, [T, ...], to the places of the chunks, [B, N * C, ...]."""
+        index = self.source.clamp(max=len(x) - 1)
+        return x.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Move the places of the chunks, [B, N * C, ...], back to tokens, [B, T, ...]."""
+        return _rearrange(x, self.slots, self.source)
+
+
+def _rearrange(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _select(x, index)
+    return apply_function(_Rearrange, x, index, inverse)
+
+
+def _select(x: Tensor, index: Tensor) -> Tensor:
+    """Select x[b, index[b]] for each row b, or 0 where an index is out of range."""
+    batch, tokens = x.shape[:2]
+    rows = torch.arange(batch, device=index.device).unsqueeze(1) * tokens
+    inside = index < tokens
+    flat = (index.clamp(max=max(tokens - 1, 0)) + rows).flatten()
+    selected = x.flatten(0, 1).index_select(0, flat).unflatten(0, index.shape)
+    return selected.masked_fill(~inside.view(*inside.shape, *(1,) * (x.ndim - 2)), 0)
+
+
+class _Rearrange(torch.autograd.Function):
+    """Select by an index without duplicates; the gradient selects by its inverse."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        return _select(x, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        index, inverse = ctx.saved_tensors
+        return _Rearrange.apply(gradient, inverse, index), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return _Rearrange.apply(tangent, *ctx.saved_tensors)
+
+
+def packing_of(cu_seqlens: Any, x: Tensor, *, state: Any = None) -> Packing | None:
+    """Return the packing of tokens x, [B, T, ...], from an op's argument.
+
+    Raises:
+        ValueError: If the offsets have another type or shape, a state is given or, for offsets on
+            the CPU, they do not run from 0 to B * T, decrease, or cross the end of a row.
+
+    >>> packing_of(torch.tensor([0, 2, 5]), torch.ones(1, 4, 3))
+    Traceback (most recent call last):
+    ValueError: cu_seqlens ends at 5, expected 4, the number of tokens
+    """
+    if cu_seqlens is None:
+        return None
+    if state is not None:
+        raise ValueError("cu_seqlens and state were both given, expected only one of them")
+    batch, tokens = x.shape[:2]
+    if isinstance(cu_seqlens, Packing):
+        of = cu_seqlens.batch, cu_seqlens.tokens
+        if of != (batch, tokens):
+            raise ValueError(f"cu_seqlens is for {of} rows and tokens, expected {(batch, tokens)}")
+        return cu_seqlens
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens is {named_type(cu_seqlens)}, expected a tensor: {EXPECTED}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}, expected torch.int32")
+    if cu_seqlens.ndim != 1 or not len(cu_seqlens):
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, expected {EXPECTED}")
+    if cu_seqlens.device not in (x.device, torch.device("cpu")):
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, expected cpu or {x.device}")
+    if can_look_at_values(cu_seqlens):
+        _check_values(cu_seqlens, batch, tokens)
+    return Packing(cu_seqlens, batch=batch, tokens=tokens, device=x.device)
+
+
+def _check_values(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0:
+        raise ValueError(f"cu_seqlens begins with {first}, expected 0")
+    if last != batch * tokens:
+        raise ValueError(
+            f"cu_seqlens ends at {last}, expected {batch * tokens}, the number of tokens"
+        )
+    decreases = cu_seqlens.diff() < 0
+    if decreases.any():
+        i = int(decreases.nonzero()[0])
+        pair = f"{int(cu_seqlens[i])} to {int(cu_seqlens[i + 1])}"
+        raise ValueError(f"cu_seqlens decreases from {pair}, expected offsets in order")
+    rows = torch.arange(0, batch * tokens, tokens, dtype=cu_seqlens.dtype)
+    crossed = ~torch.isin(rows, cu_seqlens)
+    if crossed.any():
+        row = int(rows[crossed][0])
+        raise ValueError(
+            f"cu_seqlens has no offset {row}, where a row of {tokens} tokens begins; expected "
+            "each sequence within one row"
+        )
+
+
+def refuse_cu_seqlens(cu_seqlens: Any, what: str, expected: str) -> None:
+    """Raise ValueError if offsets are given to a form that has none.
+
+    >>> refuse_cu_seqlens(torch.tensor([0, 4]), "form 'fft'", "'dense' or 'banded'")
+    Traceback (most recent call last):
+    ValueError: cu_seqlens was given with form 'fft', expected 'dense' or 'banded'
+    """
+    if cu_seqlens is not None:
+        raise ValueError(f"cu_seqlens was given with {what}, expected {expected}")
