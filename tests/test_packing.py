@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from op_checks import assert_same
 
-from onescan.ops import decay_attention, delta_rule
-from onescan.ops.packing import Packing, packing_of
+from onescan.ops import additive_decay, decay_attention, delta_rule
 
 H, K, V = 2, 4, 3
 # rows of equal length: single tokens, empty sequences, lengths around multiples of 4 and of 8
@@ -52,7 +51,10 @@ def assert_packing_changes_nothing(op, tensors, shared, lengths, keep=None):
     separate = torch.cat(rows)
     assert_same([packed], [separate])
     slope = randn(*packed.shape, seed=9)
-    gradients = (torch.autograd.grad((o * slope).sum(), leaves) for o in (packed, separate))
+    gradients = (
+        torch.autograd.grad((o * slope).sum(), leaves, materialize_grads=True)
+        for o in (packed, separate)
+    )
     assert_same(*gradients)
 
 
@@ -125,3 +127,25 @@ def test_delta_rule(lengths, causal, form):
     tensors.append(randn(*shape, H, seed=1))
     for keep in (None, real(lengths)):
         assert_packing_changes_nothing(op, tensors, [], lengths, keep)
+
+
+@over_lengths
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lrpe", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 200.0])
+def test_additive_decay(lengths, causal, lrpe, scale):
+    shape = tokens_of(lengths)
+
+    def op(tensors, shared, start=0, **options):
+        q, k, v = tensors
+        (angles,) = shared if lrpe else (None,)
+        if angles is not None:
+            angles = angles[start : start + q.shape[1]]
+        o, _ = additive_decay(q, k, v, angles=angles, causal=causal, chunk_size=8, **options)
+        return o
+
+    tensors = [randn(*shape, H, n, seed=n) for n in (K, K + 1, V)]
+    tensors[1] = scale * tensors[1][..., 1:]
+    angles = [randn(shape[1], H, K, seed=7)] if lrpe else []
+    for keep in (None, real(lengths)):
+        assert_packing_changes_nothing(op, tensors, angles, lengths, keep)

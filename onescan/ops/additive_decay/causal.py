@@ -21,11 +21,15 @@ logits, without branches on values and without float64 copies of q, k or v.
 
 References are constants. They cancel from the result, so no gradient flows through them.
 
+With packed sequences, each chunk holds tokens of one sequence, and no state enters the first chunk
+of a sequence.
+
 Source: LightNet, arXiv:2405.21022, Eq. 13 and App. A.2.
 """
 
 import itertools
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,14 +37,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onescan.ops.additive_decay.forms import (
+    chunked_inputs,
     differentiable_gradients,
+    halve_chunks,
     is_transformed,
     recursive_halving,
+    sum_by_sequence,
 )
 from onescan.ops.additive_decay.state import (
     AdditiveDecayState,
     AdditiveInputs,
-    empty_state,
     per_feature,
     per_key,
 )
@@ -60,18 +66,16 @@ LEAST_EXPONENT = -87.0  # exp is many times slower if its result is subnormal
 
 def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     """Compute causal additive decay in chunks."""
-    q, k, v, angles, state, _, chunk_size = inputs
-    if state is None:
-        state = empty_state(k, v, angles)
-    tensors = (q, k, v, angles, *state)
-    if not torch.compiler.is_compiling() and is_transformed(*tensors):
+    blocks = min(max(inputs.chunk_size // BLOCK, 1), MOST_BLOCKS)
+    inputs = inputs._replace(chunk_size=blocks * BLOCK)
+    if not torch.compiler.is_compiling() and is_transformed(*inputs[:4], *(inputs.state or ())):
         return recursive_halving(inputs)
-    blocks = min(max(chunk_size // BLOCK, 1), MOST_BLOCKS)
+    tensors, chunks = chunked_inputs(inputs)
     if wants_gradient(*tensors) and not torch.compiler.is_exporting():
         o, *after = _CausalScan.apply(*tensors, blocks)
     else:
         o, *after = _scan_tiles(*tensors, blocks)[0]
-    return o, AdditiveDecayState(*after)
+    return o if chunks is None else chunks.to_tokens(o), AdditiveDecayState(*after)
 
 
 class _Factors(NamedTuple):
@@ -79,7 +83,7 @@ class _Factors(NamedTuple):
 
     Attributes:
         v: Values, [B, H, N, C, V].
-        table: Cosines and sines, [H, N, C, 2, K]; None without LRPE.
+        table: Cosines and sines, [1 or B, H, N, C, 2, K]; None without LRPE.
         p: q_t / n_t relative to the references of tokens, [B, H, N, C, K].
         reciprocal: 1 / n_t relative to the same references, [B, H, N, J, 8, K].
         w_token: Weights of keys relative to the references of tokens, [B, H, N, C, K].
@@ -97,6 +101,7 @@ class _Factors(NamedTuple):
         kv_out: Outgoing state, [B, H, F, V].
         kv: States before each chunk, times g_0, [B, H, N, F, V].
         scores: Weights of values, [B, H, N, C, C].
+        begins: Chunks that begin a packed sequence, [B, 1, N, 1]; None if there are none.
     """
 
     v: Tensor
@@ -116,15 +121,17 @@ class _Factors(NamedTuple):
     kv_out: Tensor
     kv: Tensor
     scores: Tensor
+    begins: Tensor | None
 
 
 def _scan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    angles: Tensor | None,
+    table: Tensor | None,
     z_in: Tensor,
     kv_in: Tensor,
+    begins: Tensor | None,
     blocks: int,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], _Factors]:
     """Return the outputs, the outgoing log-normalizer and state, and data for the backward."""
@@ -133,10 +140,8 @@ def _scan(
     block_climb, token_climb = CLIMB[k.dtype]
     q, v = _to_chunks(q, chunks, size), _to_chunks(v, chunks, size)  # B H N C .
     k = _to_chunks(k, chunks, size, fill=-torch.inf).unflatten(3, (blocks, BLOCK))  # B H N J 8 K
-    table = None
-    if angles is not None:
-        angles = _to_chunks(angles.unsqueeze(0), chunks, size).squeeze(0)
-        table = torch.stack([angles.cos(), angles.sin()], dim=-2).to(k.dtype)  # H N C 2 K
+    if table is not None:
+        table = _to_chunks(table.flatten(-2), chunks, size).unflatten(-1, (2, -1))  # . H N C 2 K
 
     # 1. Masses of blocks relative to their maxima, and log-normalizers between chunks.
     peak = k.amax(-2).clamp_(min=LOG_ZERO)  # B H N J K
@@ -144,11 +149,18 @@ def _scan(
     mass = weight.sum(-2)
     top = peak.amax(-2)
     own = (mass * _exp_(peak - top.unsqueeze(-2))).sum(-2).double().log() + top.double()
-    z = torch.cat([z_in.unsqueeze(2), own.clamp_(min=LOG_ZERO)], 2).logcumsumexp(2)  # B H N+1 K
+    z = torch.cat([z_in.unsqueeze(2), own.clamp_(min=LOG_ZERO)], 2)
+    z = z.logcumsumexp(2) if begins is None else sum_by_sequence(z, begins)  # B H N+1 K
     boundary = z.to(k.dtype)
     # LOG_ZERO changes when rounded to float32. Without tokens, set the mass to 1.
     chunk_mass = torch.where(z > LOG_ZERO, z - boundary, 0).exp().to(k.dtype)
     before, after = boundary[:, :, :-1], boundary[:, :, 1:]
+    mass_before, mass_out = chunk_mass[:, :, :-1], chunk_mass[:, :, -1]
+    if begins is not None:
+        before, mass_before = (
+            before.masked_fill(begins, LOG_ZERO),
+            mass_before.masked_fill(begins, 1),
+        )
     kept = _exp_(before - after)
 
     # 2. Factors of blocks. Before block j there are 8 j tokens, and the state with a mass of 1.
@@ -166,7 +178,7 @@ def _scan(
         _exp_(peak - reference[..., 1:, :]).mul_(g[..., 1:, :]),
     )
     mass = mass * scale
-    mass = torch.cat([(chunk_mass[:, :, :-1] * enter).unsqueeze(-2), mass[..., :-1, :]], -2)
+    mass = torch.cat([(mass_before * enter).unsqueeze(-2), mass[..., :-1, :]], -2)
     mass = mass.cumsum(-2)
     w_block = weight.mul_(scale.unsqueeze(-2)).flatten(3, 4)
 
@@ -202,30 +214,33 @@ def _scan(
     scores = _scores(p_far @ w_far.mT, _rotate(p, table), _rotate(w_token, table))
     added = w_far.mT @ v
     added.mul_(per_feature(leave, added))
-    kv, last = linear_scan(
-        kv_in * per_feature(chunk_mass[:, :, 0], kv_in), added, per_feature(kept, added)
-    )
+    mass_in = mass_before[:, :, 0]
+    if begins is not None:
+        is_last = F.pad(begins[:, :, 1:], (0, 0, 0, 1))  # states end with their sequence
+        kept = kept.masked_fill(is_last, 0)
+        added.masked_fill_(is_last.unsqueeze(-1), 0)
+        mass_in = mass_in.masked_fill(begins[:, :, 0], 0)
+    kv, last = linear_scan(kv_in * per_feature(mass_in, kv_in), added, per_feature(kept, added))
     kv = kv * per_feature(enter, kv)
     o = scores @ v
     _add_product_(o, p_far, kv)
-    mass_in, mass_out = chunk_mass[:, :, 0], chunk_mass[:, :, -1]
     kv_out = last / per_feature(mass_out, last)
     return (_to_tokens(o, tokens), z[:, :, -1], kv_out), _Factors(
         v, table, p, reciprocal, w_token, w_block, to_block, to_chunk,
-        enter, leave, kept, mass_in, mass_out, kv_in, kv_out, kv, scores,
+        enter, leave, kept, mass_in, mass_out, kv_in, kv_out, kv, scores, begins,
     )  # fmt: skip
 
 
 def _scan_gradients(
-    saved: _Factors, do: Tensor, dz: Tensor, dkv: Tensor, *, of_angles: bool
+    saved: _Factors, do: Tensor, dz: Tensor, dkv: Tensor, *, of_table: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Return gradients of q, k, v, angles, z_in and kv_in.
+    """Return gradients of q, k, v, the table, z_in and kv_in.
 
     The gradient of n_t is -h_t with h_t = q_t dq_t / n_t per channel. The logit of a key receives
     the sum of -h_t over the tokens that read the key, times the weight of the key.
     """
     (v, table, p, reciprocal, w_token, w_block, to_block, to_chunk,
-     enter, leave, kept, mass_in, mass_out, kv_in, kv_out, kv, scores) = saved  # fmt: skip
+     enter, leave, kept, mass_in, mass_out, kv_in, kv_out, kv, scores, begins) = saved  # fmt: skip
     tokens, blocks = do.shape[1], to_chunk.shape[3]
     in_blocks = reciprocal.shape
     do = _to_chunks(do, v.shape[2], v.shape[3])
@@ -256,10 +271,15 @@ def _scan_gradients(
     # The gradient of the last normalizer, since z = log(mass) + constant and kv = sum / mass.
     dkv = dkv / per_feature(mass_out, dkv)
     y = per_key(kv_out * dkv, mass_out) - (dz / mass_out).to(dkv.dtype)
-    y, y_in = linear_scan(y, of_blocks.select(-2, 0) * enter, kept, backward=True)
+    of_state = of_blocks.select(-2, 0) * enter
+    if begins is not None:
+        of_state = of_state.masked_fill(begins, 0)
+    y, y_in = linear_scan(y, of_state, kept, backward=True)
     x = F.pad(of_blocks[..., 1:, :], (0, 0, 0, 1)) + (leave * y).unsqueeze(-2)
     added = p_far.mT @ do
     added.mul_(per_feature(enter, added))
+    if begins is not None:
+        added.masked_fill_(begins.unsqueeze(-1), 0)
     dkv, dkv_in = linear_scan(dkv, added, per_feature(kept, added), backward=True)
     dkv = dkv * per_feature(leave, dkv)
     dz_in = mass_in * (per_key(kv_in * dkv_in, mass_in) - y_in)
@@ -270,20 +290,20 @@ def _scan_gradients(
     _add_product_(dw_far, v, dkv.mT)
     dw_token = (near.mT @ _in_blocks(p_token)).view_as(dw_far)
     _add_product_(dv, w_far, dkv)
-    dangles = None
-    if of_angles and table is not None:
+    dtable = None
+    if of_table and table is not None:
         both = dp.unflatten(-1, (2, -1)) * p.unsqueeze(-2)
         for slope, weight in ((dw_far, w_block), (dw_token, w_token)):
             both.addcmul_(slope.unflatten(-1, (2, -1)), weight.unsqueeze(-2))
-        cos, sin = table.unbind(-2)
-        of_cos, of_sin = both.sum(0).unbind(-2)
-        dangles = _to_tokens((of_sin * cos - of_cos * sin).unsqueeze(0), tokens).squeeze(0)
+        dtable = _to_tokens(both.sum_to_size(table.shape).flatten(-2), tokens).unflatten(
+            -1, (2, -1)
+        )
     dk = _rotate_back(dw_far, table).view(in_blocks).sub_(x.unsqueeze(-2))
     dk.mul_(w_block.view(in_blocks))
     dw = _rotate_back(dw_token, table).view(in_blocks).sub_(later)
     dk.addcmul_(dw, w_token.view(in_blocks))
     dq, dk, dv = (_to_tokens(g.reshape(*v.shape[:4], -1), tokens) for g in (dq, dk, dv))
-    return dq, dk, dv, dangles, dz_in, dkv_in
+    return dq, dk, dv, dtable, dz_in, dkv_in
 
 
 class _CausalScan(torch.autograd.Function):
@@ -298,10 +318,12 @@ class _CausalScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dz: Tensor, dkv: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, angles, z_in, kv_in, *rest = ctx.saved_tensors
+        q, k, v, table, z_in, kv_in, begins, *rest = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            inputs = (q, k, v, angles, z_in, kv_in)
-            return *differentiable_gradients(_plain, inputs, (do, dz, dkv)), None
+            inputs = (q, k, v, table, z_in, kv_in, begins)
+            size = ctx.blocks * BLOCK
+            plain = partial(halve_chunks, size=size)
+            return *differentiable_gradients(plain, inputs, (do, dz, dkv)), None
         tiles = [
             _Factors(*part) for part in zip(*[iter(rest)] * len(_Factors._fields), strict=True)
         ]
@@ -309,34 +331,36 @@ class _CausalScan(torch.autograd.Function):
         parts = []
         for saved, slope in zip(tiles[::-1], do.split(lengths, dim=1)[::-1], strict=True):
             *made, dz, dkv = _scan_gradients(
-                saved, slope, dz, dkv, of_angles=ctx.needs_input_grad[3]
+                saved, slope, dz, dkv, of_table=ctx.needs_input_grad[3]
             )
             parts.append(made)
-        *slopes, of_angles = zip(*parts[::-1], strict=True)
+        *slopes, of_table = zip(*parts[::-1], strict=True)
         dq, dk, dv = (torch.cat(x, dim=1) for x in slopes)
-        dangles = None if of_angles[0] is None else torch.cat(of_angles)
-        return dq, dk, dv, dangles, dz.to(z_in.dtype), dkv, None
+        dtable = None if of_table[0] is None else torch.cat(of_table, dim=1)
+        return dq, dk, dv, dtable, dz.to(z_in.dtype), dkv, None, None
 
 
 def _scan_tiles(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    angles: Tensor | None,
+    table: Tensor | None,
     z: Tensor,
     kv: Tensor,
+    begins: Tensor | None,
     blocks: int,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], list[_Factors]]:
     """Scan one tile after another, so that the data of a tile fits the caches of a CPU."""
-    lengths = _tile_lengths(k, blocks)
+    lengths, size = _tile_lengths(k, blocks), blocks * BLOCK
     if len(lengths) == 1:
-        outputs, saved = _scan(q, k, v, angles, z, kv, blocks)
+        outputs, saved = _scan(q, k, v, table, z, kv, begins, blocks)
         return outputs, [saved]
     o, tiles, start = torch.empty_like(v), [], 0
     for length in lengths:
-        at = slice(start, start + length)
-        tile_angles = None if angles is None else angles[at]
-        (o[:, at], z, kv), saved = _scan(q[:, at], k[:, at], v[:, at], tile_angles, z, kv, blocks)
+        at = slice(None), slice(start, start + length)
+        parts = (None if x is None else x[at] for x in (q, k, v, table))
+        here = None if begins is None else begins[:, :, start // size : (start + length) // size]
+        (o[at], z, kv), saved = _scan(*parts, z, kv, here, blocks)
         tiles.append(saved)
         start += length
     return (o, z, kv), tiles
@@ -350,16 +374,6 @@ def _tile_lengths(k: Tensor, blocks: int) -> list[int]:
     length = max(1, TILE // max(1, k[:, :size].numel())) * size
     whole, rest = divmod(k.shape[1], length)
     return [length] * whole + [rest] * (rest > 0)
-
-
-def _plain(
-    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, z_in: Tensor, kv_in: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the same outputs with plain operations, which can be differentiated twice."""
-    state = AdditiveDecayState(z_in, kv_in)
-    size = BLOCK * MOST_BLOCKS
-    o, state = recursive_halving(AdditiveInputs(q, k, v, angles, state, None, size))
-    return o, *state
 
 
 def _to_chunks(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:

@@ -32,7 +32,7 @@ from onescan.ops.additive_decay.state import (
 from onescan.ops.chunks import length_of_chunks, linear_scan, number_of_chunks
 from onescan.ops.lrpe import rotary_tables, rotate
 from onescan.ops.numerics import LOG_ZERO, logaddexp, logcumsumexp
-from onescan.ops.packing import Packing
+from onescan.ops.packing import Chunks, Packing
 from onescan.shapes import Angles as Table  # of cosines or sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 
@@ -101,28 +101,77 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
     float64 and only their differences are converted to float32, because float32 has a spacing of
     1e-3 near a logit of 1e4.
     """
-    q, k, v, angles, state, _, chunk_size = inputs
+    tensors, chunks = chunked_inputs(inputs)
+    size = inputs.chunk_size if chunks else length_of_chunks(inputs.chunk_size, inputs.k.shape[1])
+    o, *after = halve_chunks(*tensors, size=size)
+    return o if chunks is None else chunks.to_tokens(o), AdditiveDecayState(*after)
+
+
+def chunked_inputs(inputs: AdditiveInputs) -> tuple[tuple[Any, ...], Chunks | None]:
+    """Return the tensors of `halve_chunks`, and the chunks of packed sequences."""
+    q, k, v, angles, state, _, size, packing = inputs
+    state = empty_state(k, v, angles) if state is None else state
+    tables, chunks, begins = rotary_tables(angles, k.dtype), None, None
+    if packing is not None:
+        chunks = packing.chunks(size)
+        q, k, v = (chunks.from_tokens(x) for x in (q, k, v))
+        k = k.masked_fill(~chunks.is_real[..., None, None], -torch.inf)
+        begins = chunks.begins[:, None, :, None]
+    table = None
+    if angles is not None:
+        shared = torch.stack(tables, dim=-2)  # T H 2 K
+        table = shared.unsqueeze(0) if chunks is None else chunks.from_row(shared)
+    return (q, k, v, table, *state, begins), chunks
+
+
+def halve_chunks(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    table: Tensor | None,
+    z_in: LogNormalizer,
+    kv_in: KeyValue,
+    begins: Tensor | None,
+    *,
+    size: int,
+) -> tuple[Values, LogNormalizer, KeyValue]:
+    """Compute chunks of `size` tokens by recursive halving, with plain operations.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        table: Cosines and sines, [1 or B, T, H, 2, K]; None without LRPE.
+        z_in: Log-normalizer before the first token.
+        kv_in: State before the first token.
+        begins: Chunks that begin a packed sequence, [B, 1, N, 1]; None if there are none.
+        size: Tokens per chunk.
+    """
     tokens = k.shape[1]
-    size = length_of_chunks(chunk_size, tokens)
     count = number_of_chunks(tokens, size)
-    z_in, kv_in = empty_state(k, v, angles) if state is None else state
-    tables = rotary_tables(angles, k.dtype)
-    cut = [_power_of_two(x.unsqueeze(0), count, size).squeeze(0) for x in tables if x is not None]
-    cos, sin = cut or (None, None)  # H N C K
+    cos = sin = None
+    if table is not None:
+        cos, sin = (_power_of_two(x, count, size) for x in table.unbind(-2))  # . H N C K
     q, v = _power_of_two(q, count, size), _power_of_two(v, count, size)  # B H N C .
     k = _power_of_two(k.double(), count, size, fill=-torch.inf)
 
     # 1. Log-normalizers within each chunk, before and after each chunk, and up to each token.
     z_inside = logcumsumexp(k.clamp(min=LOG_ZERO))
     z_chunk = z_inside[..., -1, :]  # B H N K
-    z_after = logcumsumexp(torch.cat([z_in.unsqueeze(2), z_chunk], dim=2))
+    z_after = torch.cat([z_in.unsqueeze(2), z_chunk], dim=2)
+    z_after = logcumsumexp(z_after) if begins is None else sum_by_sequence(z_after, begins)
     z_before, z_after = z_after[:, :, :-1], z_after[:, :, 1:]
+    if begins is not None:
+        z_before = z_before.masked_fill(begins, LOG_ZERO)
     z = logaddexp(z_before.unsqueeze(-2), z_inside)
 
     # 2. States before each chunk.
     kv_chunk = rotate(share(k, z_chunk.unsqueeze(-2), q), cos, sin).mT @ v  # B H N F V
     kv_chunk = kv_chunk * per_feature(share(z_chunk, z_after, q), kv_chunk)
     decay = per_feature(share(z_before, z_after, q), kv_chunk)  # B H N F 1
+    if begins is not None:
+        is_last = F.pad(begins[:, :, 1:], (0, 0, 0, 1)).unsqueeze(-1)
+        decay, kv_chunk = decay.masked_fill(is_last, 0), kv_chunk.masked_fill(is_last, 0)
     kv_before, kv = linear_scan(kv_in, kv_chunk, decay)
     o = rotate(q * share(z_before.unsqueeze(-2), z, q), cos, sin) @ kv_before
 
@@ -143,7 +192,23 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
         o = o + F.pad(crossing, (0, 0, half, 0)).flatten(-3, -2)
         half *= 2
     o = rearrange(o[..., :size, :], "b h n c v -> b (n c) h v").narrow(1, 0, tokens)
-    return o, AdditiveDecayState(z_after[:, :, -1], kv)
+    return o, z_after[:, :, -1], kv
+
+
+def sum_by_sequence(z: Tensor, begins: Tensor) -> Tensor:
+    """Compute log sum exp over the chunks of a sequence so far, in a logarithmic number of steps.
+
+    Args:
+        z: State before the first chunk, then log-normalizers of the chunks, [B, H, N + 1, K].
+        begins: Chunks that begin a sequence, [B, 1, N, 1].
+    """
+    alone, step = F.pad(begins, (0, 0, 1, 0), value=True), 1
+    while step < z.shape[2]:
+        earlier = F.pad(z[:, :, :-step], (0, 0, step, 0), value=LOG_ZERO)
+        z = logaddexp(z, earlier.masked_fill(alone, LOG_ZERO))
+        alone = alone | F.pad(alone[:, :, :-step], (0, 0, step, 0), value=True)
+        step *= 2
+    return z
 
 
 def _power_of_two(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:

@@ -94,9 +94,9 @@ def delta_rule(
             `onescan.nn`. The outputs of other tokens are zero, and they do not affect the real
             tokens. None keeps all.
         cu_seqlens: Offsets of several sequences packed in one row, as in flash-attention: int32,
-            ``[S + 1]``, from 0 to T, on the CPU or the device of q. With several rows, offsets count
-            the tokens of all rows, up to B * T, and every row begins with a new sequence. Not with
-            `state`.
+            ``[S + 1]``, from 0 to T, on the CPU or the device of q. With several rows, offsets
+            count the tokens of all rows, up to B * T, and every row begins with a new sequence.
+            Not with `state`.
         state: State returned by a previous call: a `DeltaState` if causal, otherwise
             `DeltaStates` or a pair, either of which may be None.
         form: Algorithm, O(T) in both cases: "chunk" uses matrix products, "recurrent" visits one
