@@ -36,6 +36,7 @@ Pooled = Float[Tensor, "B D"]
 Keep = Bool[Tensor, "B T"]
 TokenMask = Bool[Tensor, "B T"]  # selected positions
 Starts = Bool[Tensor, "B T"]  # first tokens of packed sequences
+ChunkStarts = Bool[Tensor, "B N"]  # first chunks of packed sequences
 LowerBound = Float[Tensor, " D"]  # smallest decay factor of each channel of a block
 Betas = Float[Tensor, "B T H"]  # write strengths of the delta rule
 

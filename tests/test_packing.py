@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from op_checks import assert_same
 
-from onescan.ops import additive_decay, decay_attention, delta_rule
+from onescan.ops import additive_decay, decay_attention, delta_rule, toeplitz_position
 
 H, K, V = 2, 4, 3
 # rows of equal length: single tokens, empty sequences, lengths around multiples of 4 and of 8
@@ -149,3 +149,23 @@ def test_additive_decay(lengths, causal, lrpe, scale):
     angles = [randn(shape[1], H, K, seed=7)] if lrpe else []
     for keep in (None, real(lengths)):
         assert_packing_changes_nothing(op, tensors, angles, lengths, keep)
+
+
+@pytest.mark.parametrize(
+    "lengths", [*LENGTHS.values(), [[65, 0, 200, 64, 300, 1, 127], [757]]], ids=[*LENGTHS, "chunks"]
+)
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("form", ["auto", "dense", "scan"])
+def test_toeplitz_position(lengths, bidirectional, form):
+    def op(tensors, shared, keep=None, start=0, **options):
+        (x,), (log_rate, weight) = tensors, shared
+        y, _ = toeplitz_position(
+            x, -log_rate.exp(), weight, (x.shape[1],), bidirectional=bidirectional, form=form,
+            **options,
+        )  # fmt: skip
+        return y
+
+    directions = (2,) if bidirectional else ()
+    shared = [randn(1, *directions, 3, 2, seed=n) for n in (5, 6)]
+    x = randn(*tokens_of(lengths), 3)
+    assert_packing_changes_nothing(op, [x], shared, lengths)

@@ -27,6 +27,7 @@ from onescan.messages import named_type
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
+from onescan.ops.packing import Chunks, Packing, packing_of
 from onescan.ops.toeplitz_position import forms
 from onescan.shapes import (
     ChannelsFirst,
@@ -65,6 +66,7 @@ def toeplitz_position(
     *,
     bidirectional: bool = False,
     joint: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
     state: ToeplitzState | None = None,
     return_state: bool = False,
     form: Form = "auto",
@@ -89,6 +91,10 @@ def toeplitz_position(
             differ in several coordinates: ``t_n = sum_e weight_e exp(sum over axes s of
             n_s log_decay_se)``. By FFT, in O(N log N) for N tokens. For one axis, the results and
             forms are those without `joint`.
+        cu_seqlens: Offsets of several sequences packed in one row, as in flash-attention: int32,
+            ``[S + 1]``, from 0 to T, on the CPU or the device of x. With several rows, offsets
+            count the tokens of all rows, up to B * T, and every row begins with a new sequence.
+            For one axis, with the forms "dense" and "scan" in torch, and not with a state.
         state: State returned by a previous call, to continue a sequence, or a grid along its first
             axis. In one direction only, and for one axis if joint.
         return_state: Return the state for several axes as well, at the cost of E numbers per
@@ -100,11 +106,13 @@ def toeplitz_position(
 
     Returns:
         The mixed tokens ``[B, T, D]`` in the dtype of x, and the state after the last token, or
-        None for both directions, and for several axes without `state` and `return_state`.
+        None for both directions, with cu_seqlens, and for several axes without `state` and
+        `return_state`.
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend is
-            unknown or cannot run, a state cannot be continued or, on a CPU, log_decay is positive
+            unknown or cannot run, a state cannot be continued, cu_seqlens is invalid or the call
+            does not take it, or, on a CPU, log_decay is positive
             or x, weight or state holds NaN.
 
     >>> x = torch.tensor([1.0, 0.0, 0.0, 4.0]).reshape(1, 4, 1)
@@ -115,8 +123,12 @@ def toeplitz_position(
     """
     shape = as_grid_shape(shape)
     _check(x, log_decay, weight, shape, bidirectional, joint, state, return_state)
+    packing = packing_of(cu_seqlens, x, state=state)
     if joint and len(shape) == 1:
         joint, weight = False, weight.unsqueeze(0)
+    if packing is not None:
+        _check_packed(shape, form, backend, return_state=return_state)
+        backend = "torch"
     if joint:
         check_choice("form (joint)", form, ["auto", "fft"])
         check_choice("backend (joint)", backend, ["auto", "torch"])
@@ -125,7 +137,7 @@ def toeplitz_position(
     if returns_lines:
         check_choice("backend (state of several axes)", backend, ["auto", "torch"])
         backend = "torch"
-    if _backend(form, backend, x, log_decay, weight, state) == "triton":
+    if packing is None and _backend(form, backend, x, log_decay, weight, state) == "triton":
         from onescan.ops.toeplitz_position import launch
 
         before = None if state is None else state.hidden
@@ -137,6 +149,11 @@ def toeplitz_position(
         wide_x, decay, wide_weight = to_accumulation_dtype(x, log_decay, weight)
         if not bidirectional:
             decay, wide_weight = decay.unsqueeze(1), wide_weight.unsqueeze(1)
+        if packing is not None:
+            size = shape[0] if form == "dense" else forms.CHUNK
+            y = _packed(wide_x, decay, wide_weight, packing.chunks(size), size)
+            check_no_nan(y, x=x, weight=weight)
+            return y.to(x.dtype), None
         returns_state = not bidirectional and (len(shape) == 1 or returns_lines)
         hidden = _hidden_before(wide_x, decay, state, shape) if returns_state else None
         lines = forms.channels_first(wide_x, shape)
@@ -148,6 +165,24 @@ def toeplitz_position(
         return y.to(x.dtype), None
     hidden = hidden.unflatten(1, (x.shape[0], *shape[1:])).movedim(0, -2)
     return y.to(x.dtype), ToeplitzState(hidden)
+
+
+def _packed(x: Hidden, log_decay: Tensor, weight: Tensor, chunks: Chunks, size: int) -> Hidden:
+    """Mix packed sequences along one axis, in chunks of up to `size` tokens."""
+    x = chunks.from_tokens(x)
+    lines = forms.channels_first(x, (x.shape[1],))
+    y, _ = forms.scan(lines, log_decay[0], weight[0], None, chunk_size=size, begins=chunks.begins)
+    return chunks.to_tokens(forms.channels_last(y))
+
+
+def _check_packed(shape: tuple[int, ...], form: str, backend: str, *, return_state: bool) -> None:
+    """Raise ValueError for a call that does not take packed sequences."""
+    if len(shape) > 1:
+        raise ValueError(f"cu_seqlens was given with shape {shape}, expected one axis")
+    if return_state:
+        raise ValueError("return_state is True with cu_seqlens, expected False")
+    check_choice("form (cu_seqlens)", form, ["auto", "dense", "scan"])
+    check_choice("backend (cu_seqlens)", backend, ["auto", "torch"])
 
 
 def _jointly(

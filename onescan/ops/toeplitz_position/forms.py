@@ -23,6 +23,7 @@ from torch import Tensor
 from onescan.ops.chunks import is_known, linear_scan, number_of_chunks
 from onescan.shapes import (
     ChannelsFirst,
+    ChunkStarts,
     Decays,
     DirectedDecays,
     Hidden,
@@ -86,8 +87,13 @@ def scan(
     hidden: LineStates | None,
     *,
     chunk_size: int = CHUNK,
+    begins: ChunkStarts | None = None,
 ) -> tuple[Lines, LineStates | None]:
-    """Multiply by a Toeplitz matrix within chunks and carry E sums between them, in O(N E)."""
+    """Multiply by a Toeplitz matrix within chunks and carry E sums between them, in O(N E).
+
+    If sequences are packed, each chunk is part of one sequence, and `begins` marks the first chunk
+    of each, [B, N]. Sums are not carried between sequences.
+    """
     channels, lines, length = x.shape
     if is_known(length) and length <= chunk_size:
         return dense(x, log_decay, weight, hidden)
@@ -103,7 +109,12 @@ def scan(
             to_end = to_end.flip(1)
         added = (chunks @ to_end).unflatten(1, (lines, count))  # D lines chunks E
         first = torch.zeros_like(added[:, :, 0]) if hidden is None else hidden
-        before = _states_before(added, chunk_size * a, first, backward=bool(backward))
+        passes = None
+        if begins is not None:
+            ends = F.pad(begins[:, 1:], (0, 1), value=True)
+            passes = (~(begins if backward else ends)).to(x.dtype)[None, :, :, None]
+            added = added * passes
+        before = _states_before(added, chunk_size * a, first, passes, backward=bool(backward))
         y = torch.baddbmm(y, before.flatten(1, 2), from_start.mT)
     y = y.view(channels, lines, count * chunk_size).narrow(-1, 0, length)
     if hidden is None:
@@ -116,28 +127,44 @@ def scan(
 
 
 def _states_before(
-    added: Tensor, log_decay: Decays, first: LineStates, *, backward: bool
+    added: Tensor,
+    log_decay: Decays,
+    first: LineStates,
+    passes: Tensor | None = None,
+    *,
+    backward: bool,
 ) -> Tensor:
     """Compute the state before each chunk from the contribution of each chunk, `D lines chunks E`.
 
     Chunks are combined in pairs, recursively: work is linear in their number, and rounding errors
-    grow with its logarithm.
+    grow with its logarithm. `passes`, [1, lines, chunks, 1], is 0 for chunks after which the state
+    is zero, whose contributions are zero, and otherwise 1; None for ones.
     """
     count = added.shape[2]
+    decay = log_decay.exp()[:, None, None]
     if not is_known(count):
-        return linear_scan(first, added, log_decay.exp()[:, None, None], backward=backward)[0]
+        kept = decay if passes is None else decay * passes
+        return linear_scan(first, added, kept, backward=backward)[0]
     if count == 1:
         return first.unsqueeze(2)
-    if count % 2:
-        added = F.pad(added, (0, 0, 0, 1))
-    near, far = added.unflatten(2, (-1, 2)).unbind(3)
-    if backward:
-        near, far = far, near
-    decay = log_decay.exp()[:, None, None]
-    pairs = _states_before(torch.addcmul(far, decay, near), 2 * log_decay, first, backward=backward)
-    inside = torch.addcmul(near, decay, pairs)
+    near, far = _pairs(added, backward=backward)
+    decay_near = decay_far = decay
+    if passes is not None:
+        of_near, of_far = _pairs(passes, backward=backward)
+        decay_near, decay_far, passes = decay * of_near, decay * of_far, of_near * of_far
+    both = torch.addcmul(far, decay_far, near)
+    pairs = _states_before(both, 2 * log_decay, first, passes, backward=backward)
+    inside = torch.addcmul(near, decay_near, pairs)
     states = torch.stack([inside, pairs] if backward else [pairs, inside], dim=3)
     return states.flatten(2, 3)[:, :, :count]
+
+
+def _pairs(x: Tensor, *, backward: bool) -> tuple[Tensor, Tensor]:
+    """Split neighboring chunks into those visited first and second."""
+    if x.shape[2] % 2:
+        x = F.pad(x, (0, 0, 0, 1))
+    left, right = x.unflatten(2, (-1, 2)).unbind(3)
+    return (right, left) if backward else (left, right)
 
 
 FORMS: dict[str, Form] = {"dense": dense, "scan": scan, "fft": fft}
