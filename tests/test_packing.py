@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 from op_checks import assert_same
 
-from onescan.ops import additive_decay, decay_attention, delta_rule, toeplitz_position
+from onescan.ops import (
+    additive_decay,
+    decay_attention,
+    delta_rule,
+    linear_diffusion,
+    toeplitz_position,
+)
 
 H, K, V = 2, 4, 3
 # rows of equal length: single tokens, empty sequences, lengths around multiples of 4 and of 8
@@ -169,3 +175,17 @@ def test_toeplitz_position(lengths, bidirectional, form):
     shared = [randn(1, *directions, 3, 2, seed=n) for n in (5, 6)]
     x = randn(*tokens_of(lengths), 3)
     assert_packing_changes_nothing(op, [x], shared, lengths)
+
+
+@over_lengths
+@pytest.mark.parametrize("radius", [0, 2, 9])
+@pytest.mark.parametrize("form", ["auto", "dense", "banded"])
+def test_linear_diffusion(lengths, radius, form):
+    def op(tensors, shared, start=0, **options):
+        (x,), (weights, dt) = tensors, shared
+        return linear_diffusion(x, weights.exp(), dt.sigmoid(), form=form, **options)
+
+    shared = [randn(H, 2 * radius + 1, seed=5), randn(H, seed=6)]
+    x = randn(*tokens_of(lengths), H, V)
+    for keep in (None, real(lengths)):
+        assert_packing_changes_nothing(op, [x], shared, lengths, keep)

@@ -32,6 +32,7 @@ from onescan.ops.linear_diffusion.kernel import (
     stable_step,
 )
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
+from onescan.ops.packing import Packing, packing_of
 from onescan.shapes import (
     AllTokens,
     DiffusionKernels,
@@ -60,6 +61,7 @@ Form = Literal["auto", "dense", "banded", "fft"]
 
 IMPLEMENTATIONS = forms.PRODUCTS  # of the explicit step
 SOLVERS = forms.SOLVERS  # of Crank-Nicolson
+PACKED = ("dense", "banded")  # forms of the explicit step that take packed sequences
 
 # Measured on a CPU with benchmarks/linear_diffusion.py; no other device was measured.
 FFT_COST = 2500  # multiplications per token and channel that take as long as the FFT
@@ -85,6 +87,7 @@ def linear_diffusion(
     *,
     scheme: Scheme = "explicit",
     keep: Keep | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     state: DiffusionState | None = None,
     form: Form = "auto",
 ) -> Values:
@@ -111,6 +114,10 @@ def linear_diffusion(
         keep: [B, T], True for real tokens, the opposite of ``key_padding_mask`` in PyTorch and
             `onescan.nn`. The outputs of the others are zero; the real tokens and their row sums
             ignore them. None keeps all.
+        cu_seqlens: Offsets of several sequences packed in one row, as in flash-attention: int32,
+            [S + 1], from 0 to T, on the CPU or the device of x. With several rows, offsets count
+            the tokens of all rows, up to B * T, and every row begins with a new sequence. For the
+            explicit scheme with the forms "dense" and "banded"; not with `state`.
         state: The tokens before x, which are read but not returned; for the explicit scheme only.
             Use `next_state` to compute the state for the next call.
         form: Algorithm. Explicit: "dense" in O(T^2), "banded" in O(T R), "fft" in O(T log T).
@@ -122,7 +129,8 @@ def linear_diffusion(
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the scheme or form is
-            unknown, a state is combined with Crank-Nicolson or, on a CPU, weights or dt are
+            unknown, a state is combined with Crank-Nicolson, cu_seqlens is invalid or the scheme or
+            form does not take it, or, on a CPU, weights or dt are
             negative or an argument holds NaN.
 
     >>> x = torch.tensor([0.0, 0.0, 4.0, 0.0]).reshape(1, 4, 1, 1)
@@ -131,15 +139,18 @@ def linear_diffusion(
     [0.0, 1.0, 2.0, 1.0]
     """
     _check(x, weights, dt, scheme, keep, state)
+    packing = packing_of(cu_seqlens, x, state=state)
     tokens, radius = x.shape[1], weights.shape[1] // 2
     context = 0 if state is None else radius
-    chosen = _choose(form, scheme, context + tokens, radius)
+    chosen = _choose(form, scheme, context + tokens, radius, packed=packing is not None)
     with disable_autocast(x):
         inputs, seen = _all_tokens(x, keep, state)
         inputs, wide_weights, wide_dt = to_accumulation_dtype(inputs, weights, dt)
         lags = torch.arange(-radius, radius + 1, device=x.device)
         rates = wide_dt.unsqueeze(1) * wide_weights.masked_fill(lags == 0, 0)  # dt K, H 2R+1
-        if scheme == "explicit":
+        if packing is not None:
+            y = forms.packed_explicit(chosen, inputs, rates, keep, packing.sequence)
+        elif scheme == "explicit":
             y = forms.explicit(IMPLEMENTATIONS[chosen], inputs, rates, seen, tokens)
         else:
             y = forms.crank_nicolson(SOLVERS[chosen], inputs, rates, seen)
@@ -238,8 +249,11 @@ def choose(form: str, *, scheme: str, tokens: int, radius: int) -> Choice:
     return Choice(chosen, f"{costs[chosen]} multiplications per token and channel, {others}")
 
 
-def _choose(form: str, scheme: str, tokens: int, radius: int) -> str:
+def _choose(form: str, scheme: str, tokens: int, radius: int, *, packed: bool = False) -> str:
     """Return only the form, because formatting the reason would specialize symbolic lengths."""
+    if packed:
+        check_choice("scheme (cu_seqlens)", scheme, ["explicit"])
+        check_choice("form (scheme='explicit', cu_seqlens)", form, ["auto", *PACKED])
     if form != "auto":
         known = IMPLEMENTATIONS if scheme == "explicit" else SOLVERS
         check_choice(f"form (scheme={scheme!r})", form, known)
@@ -250,7 +264,7 @@ def _choose(form: str, scheme: str, tokens: int, radius: int) -> str:
         return "dense" if tokens <= FEW_BLOCKS * forms.solve_block_size(radius) else "banded"
     costs = _costs(tokens, radius)
     best = "dense"
-    for other in costs:  # comparisons: symbolic lengths cannot be sorted
+    for other in PACKED if packed else costs:  # comparisons: symbolic lengths cannot be sorted
         best = other if costs[other] < costs[best] else best
     return best
 
