@@ -85,6 +85,7 @@ class Block(nn.Module):
         self.mixer = mixer.build(width=width, axes=axes)
         self.reads_embedding = mixer.reads_embedding
         self.reads_lower_bound = mixer.reads_lower_bound
+        self.takes_cu_seqlens = mixer.takes_cu_seqlens
         self.mlp_norm = self.mlp = None
         if mlp is not None:
             eps = norm_eps if mlp_norm_eps is None else mlp_norm_eps
@@ -136,7 +137,10 @@ class Block(nn.Module):
         bound: dict[str, Any] = {"lower_bound": lower_bound} if self.reads_lower_bound else {}
         is_pre = self.norm_position == "pre"
         y = self.mixer_norm(x) if is_pre else x
-        if documents is None:
+        if documents is not None and self.takes_cu_seqlens:
+            packing = documents.packing
+            y, _ = self.mixer(y, grid, keep=keep, cu_seqlens=packing, **extra, **bound)
+        elif documents is None:
             y, state = self.mixer(y, grid, keep=keep, state=state, **extra, **bound)
         else:
             mix = partial(self._mix, **bound)

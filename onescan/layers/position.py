@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_positive
 from onescan.ops.numerics import accumulation_dtype, to_float64, wrap_angle
+from onescan.ops.packing import Packing
 from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
 from onescan.shapes import Grid, Hidden, Keep, Places
 
@@ -162,16 +163,17 @@ class ToeplitzPosition(nn.Module):
         state: ToeplitzState | None = None,
         keep: Keep | None = None,
         *,
+        cu_seqlens: Packing | None = None,
         return_state: bool = False,
     ) -> tuple[Hidden, ToeplitzState | None]:
-        """Add positions; `return_state` is for several axes, see `toeplitz_position`."""
+        """Add positions; for `cu_seqlens` and `return_state`, see `toeplitz_position`."""
         if keep is not None:
             x = x.masked_fill(~keep.unsqueeze(-1), 0)
         prefix, x = x[:, : grid.prefix], x[:, grid.prefix :]
         y, state = toeplitz_position(
             x, self.log_decay, self.weight, grid.shape,
-            bidirectional=self.bidirectional, joint=self.joint, state=state,
-            return_state=return_state,
+            bidirectional=self.bidirectional, joint=self.joint, cu_seqlens=cu_seqlens,
+            state=state, return_state=return_state,
         )  # fmt: skip
         return torch.cat([prefix, y], dim=1), state
 

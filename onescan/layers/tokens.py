@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_positive
 from onescan.ops.numerics import to_accumulation_dtype
+from onescan.ops.packing import Packing
 from onescan.shapes import Grid, GridKeep, Grids, Hidden, Keep, Pooled, Tokens
 
 Indices = Int[Tensor, " T"]
@@ -198,60 +200,106 @@ class _Group(NamedTuple):
     """Documents of similar length, one per row."""
 
     positions: Int[Tensor, "texts longest"]  # in the flattened batch; padding repeats the first
-    inside: Bool[Tensor, "texts longest"]
-    is_full: bool  # all have the same length
+    inside: Bool[Tensor, "texts longest"] | None  # None if all have the same length
 
 
 class Documents:
-    """The documents of a packed batch, regrouped with one document per row.
+    """The documents of a packed batch, as offsets for ops that take them, or regrouped.
 
-    Mixers process each row separately, so no document reads another. All documents of a group are
-    more than half as long as its longest, which limits padding.
+    Index tensors are computed on the CPU and copied to the device without waiting for it.
 
-    >>> documents = Documents(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
+    >>> documents = Documents.from_numbers(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
+    >>> documents.packing.cu_seqlens.tolist()
+    [0, 2, 4, 5, 8]
     >>> [tuple(group.positions.shape) for group in documents.groups]
     [(3, 3), (1, 1)]
 
     Args:
-        numbers: Document number of each token, [B, T]. A document ends where the number changes.
+        packing: Offsets of the documents.
     """
 
-    def __init__(self, numbers: Tokens) -> None:
+    def __init__(self, packing: Packing) -> None:
+        self.packing = packing
+
+    @classmethod
+    def from_numbers(cls, numbers: Tokens, device: torch.device | None = None) -> "Documents":
+        """Return the documents, given the number of each token's document, [B, T].
+
+        A document ends where the number changes. Numbers on another device than the CPU are copied
+        there, which waits for that device.
+        """
+        numbers, device = numbers.cpu(), device or numbers.device
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers.diff(dim=1) != 0
         starts = begins.flatten().nonzero()[:, 0]
-        lengths = starts.diff(append=starts.new_tensor([numbers.numel()]))
-        lengths, order = lengths.sort(descending=True, stable=True)
-        starts, self.groups = starts[order], []
-        first, counts = 0, lengths.tolist()
+        offsets = torch.cat([starts, starts.new_tensor([numbers.numel()])]).int()
+        batch, tokens = numbers.shape
+        return cls(Packing(offsets, batch=batch, tokens=tokens, device=device))
+
+    @property
+    def are_rows(self) -> bool:
+        """Whether each document is a whole row."""
+        return self.packing.sequences == self.packing.batch
+
+    @cached_property
+    def groups(self) -> list[_Group]:
+        """The documents, one per row.
+
+        All documents of a group are more than half as long as its longest, which limits padding.
+        """
+        starts, lengths = self._sorted
+        counts, groups, first = lengths.tolist(), [], 0
         while first < len(counts):
             last = sum(2 * count > counts[first] for count in counts)  # counts are sorted
             last = max(last, first + 1)
-            self.groups.append(_group(starts[first:last], lengths[first:last], counts[first]))
+            steps = torch.arange(counts[first])
+            inside = steps < lengths[first:last, None]
+            positions = starts[first:last, None] + steps.where(inside, 0)
+            is_full = bool(inside.all())
+            groups.append(
+                _Group(self._to_device(positions), None if is_full else self._to_device(inside))
+            )
             first = last
-        grouped = [group.positions[group.inside] for group in self.groups]
-        self._inverse = torch.cat(grouped).argsort()
+        return groups
+
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        """The first token and the length of each document, from the longest to the shortest."""
+        offsets = self.packing.cu_seqlens.cpu().long()
+        lengths, order = offsets.diff().sort(descending=True, stable=True)
+        some = lengths > 0
+        return offsets[:-1][order[some]], lengths[some]
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """The place of each token in the rows of all groups, padding included."""
+        starts, lengths = self._sorted
+        longest = torch.cat(
+            [lengths.new_full((len(g.positions),), g.positions.shape[1]) for g in self.groups]
+        )
+        rows = longest.cumsum(0) - longest
+        places = torch.repeat_interleave(rows - starts, lengths)
+        tokens = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
+        tokens = tokens + torch.arange(len(tokens))
+        return self._to_device(torch.empty_like(tokens).scatter_(0, tokens, places + tokens))
+
+    def _to_device(self, x: Tensor) -> Tensor:
+        return x.to(self.packing.device, non_blocking=True)
 
     def mix_per_document(
         self, mix: Mix, x: Hidden, *, keep: Keep | None, **others: Hidden
     ) -> Hidden:
         """Apply `mix(x, grid, keep=keep, **others)` to each document, and undo the regrouping."""
         mixed = []
-        for positions, inside, is_full in self.groups:
-            kept = None if is_full else inside
+        for positions, inside in self.groups:
+            kept = inside
             if keep is not None:
-                kept = inside & keep.flatten()[positions]
+                kept = keep.flatten()[positions]
+                kept = kept if inside is None else kept & inside
             rows = {name: tensor.flatten(0, 1)[positions] for name, tensor in others.items()}
             y = mix(x.flatten(0, 1)[positions], Grid((positions.shape[1],)), keep=kept, **rows)
-            mixed.append(y[inside])
-        return torch.cat(mixed).index_select(0, self._inverse).view(x.shape)
-
-
-def _group(starts: Int[Tensor, " texts"], lengths: Int[Tensor, " texts"], longest: int) -> _Group:
-    steps = torch.arange(longest, device=starts.device)
-    inside = steps < lengths[:, None]
-    positions = starts[:, None] + steps.where(inside, 0)
-    return _Group(positions, inside, bool(inside.all()))
+            mixed.append(y.flatten(0, 1))
+        return torch.cat(mixed).index_select(0, self._places).view(x.shape)
 
 
 def mean_pool(x: Hidden, keep: Keep | None = None) -> Pooled:

@@ -129,6 +129,7 @@ class CausalLM(nn.Module):
         *,
         keep: Keep | None = None,
         documents: Tokens | None = None,
+        cu_seqlens: Tensor | None = None,
         last_only: bool = False,
     ) -> tuple[TokenLogits, NetworkState | None]:
         """Compute the logits of the token after each token.
@@ -139,18 +140,24 @@ class CausalLM(nn.Module):
             keep: True for real tokens, False for padding, which may be on either side. Padding on
                 the right also occupies positions, so do not continue from a state after it.
             documents: Number of the document that each token belongs to, for several documents in
-                one row. Tokens read only their own document.
+                one row. Tokens read only their own document. Keep it on the CPU: numbers on another
+                device are copied to the CPU, which waits for that device once.
+            cu_seqlens: Offsets of the documents instead of their numbers, as in flash-attention:
+                int32, ``[S + 1]``, from 0 to T. With several rows, offsets count the tokens of all
+                rows, up to B * T, and every row begins with a new document.
             last_only: Compute only the logits after the last token, which saves memory.
 
         Returns:
             Logits of shape ``[B, T, vocab_size]``, or ``[B, 1, vocab_size]`` with ``last_only``,
-            and the state after the last token; ``None`` with ``documents``.
+            and the state after the last token; ``None`` with documents.
 
         Raises:
             ValueError: If shapes do not match, there are no tokens, the state is of another model,
                 or, on a CPU, an id is outside the vocabulary.
         """
-        x, state = self.network(tokens, keep=keep, documents=documents, state=state)
+        x, state = self.network(
+            tokens, keep=keep, documents=documents, cu_seqlens=cu_seqlens, state=state
+        )
         return self.head(x[:, -1:] if last_only else x), state
 
     @torch.no_grad()

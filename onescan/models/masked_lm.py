@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from onescan.checks import check_shapes
 from onescan.layers.basic import build_norm
@@ -59,6 +59,7 @@ class MaskedLM(nn.Module):
         *,
         segments: Tokens | None = None,
         documents: Tokens | None = None,
+        cu_seqlens: Tensor | None = None,
         read_outs: int = 1,
         positions: TokenMask | None = None,
     ) -> ReadOutLogits:
@@ -69,7 +70,11 @@ class MaskedLM(nn.Module):
             keep: True for real tokens, masked ones included; False for padding.
             segments: Segment of each token, for models with segment embeddings.
             documents: Number of the document that each token belongs to, for several documents in
-                one row. Tokens read only their own document.
+                one row. Tokens read only their own document. Keep it on the CPU: numbers on another
+                device are copied to the CPU, which waits for that device once.
+            cu_seqlens: Offsets of the documents instead of their numbers, as in flash-attention:
+                int32, ``[S + 1]``, from 0 to T. With several rows, offsets count the tokens of all
+                rows, up to B * T, and every row begins with a new document.
             read_outs: Number of last blocks to apply the head to. Their logits are concatenated
                 along the batch, ``[read_outs * B, T, vocab_size]``, in the order of the blocks.
             positions: True for positions whose logits to compute, which saves memory. The result
@@ -80,8 +85,14 @@ class MaskedLM(nn.Module):
                 of blocks, or, on a CPU, an id is outside the vocabulary.
         """
         check_shapes(tokens=(tokens, "B T"), positions=(positions, "B T"))
-        options = {"segments": segments, "keep": keep, "documents": documents}
-        x, _ = self.network(tokens, **options, read_outs=read_outs)
+        x, _ = self.network(
+            tokens,
+            segments=segments,
+            keep=keep,
+            documents=documents,
+            cu_seqlens=cu_seqlens,
+            read_outs=read_outs,
+        )
         if positions is not None:
             x = x[positions.repeat(read_outs, 1)].unsqueeze(0)
         return self.head(x)

@@ -18,10 +18,12 @@ from onescan.layers.position import (
     AbsolutePositionConfig,
     PositionConfig,
     SinusoidalPositionConfig,
+    ToeplitzPosition,
     ToeplitzPositionConfig,
 )
 from onescan.layers.tokens import Documents
 from onescan.messages import named_type
+from onescan.ops.packing import packing_of
 from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 
 
@@ -146,6 +148,7 @@ class TokenNetwork(nn.Module):
         segments: Tokens | None = None,
         keep: Keep | None = None,
         documents: Tokens | None = None,
+        cu_seqlens: Tensor | None = None,
         state: NetworkState | None = None,
         read_outs: int = 1,
     ) -> tuple[ReadOuts, NetworkState | None]:
@@ -156,14 +159,18 @@ class TokenNetwork(nn.Module):
             segments: Segment of each token, for networks with segment embeddings.
             keep: True for real tokens, False for padding on either side.
             documents: Number of the document that each token belongs to, for several documents in
-                one row. Tokens read only their own document.
-            state: State returned by a previous call of a causal network. Not with ``documents``.
+                one row. Tokens read only their own document. Keep it on the CPU: numbers on another
+                device are copied to the CPU, which waits for that device once.
+            cu_seqlens: Offsets of the documents instead of their numbers, as in flash-attention:
+                int32, ``[S + 1]``, from 0 to T. With several rows, offsets count the tokens of all
+                rows, up to B * T, and every row begins with a new document.
+            state: State returned by a previous call of a causal network. Not with documents.
             read_outs: Number of last blocks whose outputs to return, concatenated along the batch
                 in the order of the blocks.
 
         Returns:
             Vectors of shape ``[read_outs * B, T, D]``, and the state after the last token; ``None``
-            with ``documents``.
+            with documents.
 
         Raises:
             ValueError: If shapes, dtypes or devices do not match, there are no tokens, the state is
@@ -173,7 +180,13 @@ class TokenNetwork(nn.Module):
         check_shapes(tokens=(tokens, "B T"), segments=(segments, "B T"), keep=(keep, "B T"))
         x = self.embedding(tokens)
         return self.read(
-            x, segments=segments, keep=keep, documents=documents, state=state, read_outs=read_outs
+            x,
+            segments=segments,
+            keep=keep,
+            documents=documents,
+            cu_seqlens=cu_seqlens,
+            state=state,
+            read_outs=read_outs,
         )
 
     def read(
@@ -183,20 +196,24 @@ class TokenNetwork(nn.Module):
         segments: Tokens | None = None,
         keep: Keep | None = None,
         documents: Tokens | None = None,
+        cu_seqlens: Tensor | None = None,
         state: NetworkState | None = None,
         read_outs: int = 1,
     ) -> tuple[ReadOuts, NetworkState | None]:
         """Apply the network to vectors instead of token ids; see `forward` for the arguments."""
-        self._check(x, segments, keep, documents, state)
+        self._check(x, segments, keep, documents, cu_seqlens, state)
         if not 1 <= read_outs <= len(self.blocks):
             raise ValueError(f"read_outs is {read_outs}, expected 1 to {len(self.blocks)} blocks")
         grid = Grid((x.shape[1],))
-        per_document = None if documents is None or not len(x) else Documents(documents)
+        is_packed = documents is not None or cu_seqlens is not None
+        per_document = _separated(x, documents, cu_seqlens)
         position, mixers = (None, (None,) * len(self.blocks)) if state is None else state
         if self.segment_embedding is not None:
             kinds = x.new_zeros(x.shape[:2], dtype=torch.long) if segments is None else segments
             x = x + self.segment_embedding(kinds)
-        if per_document is not None:
+        if per_document is not None and isinstance(self.position, ToeplitzPosition):
+            x, _ = self.position(x, grid, keep=keep, cu_seqlens=per_document.packing)
+        elif per_document is not None and self.position is not None:
             x = per_document.mix_per_document(self._encode_positions, x, keep=keep)
         elif self.position is not None:
             x, position = self.position(x, grid, position, keep)
@@ -210,7 +227,7 @@ class TokenNetwork(nn.Module):
             states.append(mixer)
             outputs = [*outputs, x][-read_outs:]
         x = self.norm(x if read_outs == 1 else torch.cat(outputs))
-        return x, None if per_document is not None else NetworkState(position, tuple(states))
+        return x, None if is_packed else NetworkState(position, tuple(states))
 
     @property
     def device(self) -> torch.device:
@@ -236,21 +253,33 @@ class TokenNetwork(nn.Module):
         return build_norm(name, self.config.width, eps=self.config.norm_eps)
 
     def _encode_positions(self, x: Hidden, grid: Grid, *, keep: Keep | None) -> Hidden:
-        return x if self.position is None else self.position(x, grid, None, keep)[0]
+        assert self.position is not None
+        return self.position(x, grid, None, keep)[0]
 
-    def _check(self, x: Hidden, segments: Any, keep: Any, documents: Any, state: Any) -> None:
-        # Any: user input
-        alike = {"segments": segments, "keep": keep, "documents": documents}
+    def _check(
+        self,
+        x: Hidden,
+        segments: Any,
+        keep: Any,
+        documents: Any,
+        cu_seqlens: Any,
+        state: Any,
+    ) -> None:  # Any: user input
+        alike = {"segments": segments, "keep": keep}
         patterns = {name: (tensor, "B T") for name, tensor in alike.items()}
-        sizes = check_shapes(x=(x, "B T D"), **patterns)
+        sizes = check_shapes(x=(x, "B T D"), **patterns, documents=(documents, "B T"))
         check_positive(T=sizes["T"])
         check_devices(x=x, **alike)
+        if documents is not None and documents.device not in (x.device, torch.device("cpu")):
+            raise ValueError(f"documents is on {documents.device}, expected cpu or {x.device}")
         if x.shape[-1] != self.config.width:
             raise ValueError(f"x is of width {x.shape[-1]}, expected {self.config.width}")
         if documents is not None and documents.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"documents has dtype {documents.dtype}, expected torch.int64")
-        if documents is not None and state is not None:
-            raise ValueError("documents and state were both given, expected only one of them")
+        options = {"documents": documents, "cu_seqlens": cu_seqlens, "state": state}
+        given = [name for name, value in options.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} were both given, expected only one of them")
         if segments is not None and not self.config.segment_types:
             raise ValueError("segments were given, but the model has none: segment_types is 0")
         if segments is not None:
@@ -276,6 +305,19 @@ class TokenNetwork(nn.Module):
                     f"state has batch size {len(part)}, expected {len(x)}: {path} has shape "
                     f"{tuple(part.shape)}"
                 )
+
+
+def _separated(x: Hidden, documents: Tokens | None, cu_seqlens: Tensor | None) -> Documents | None:
+    """Return the documents of a batch; None if each is a whole row, which is faster."""
+    if not len(x):
+        return None
+    if documents is not None:
+        separated = Documents.from_numbers(documents, x.device)
+    elif (packing := packing_of(cu_seqlens, x)) is not None:
+        separated = Documents(packing)
+    else:
+        return None
+    return None if separated.are_rows else separated
 
 
 # A state is a tree of nested tuples; its leaves are tensors, numbers and None.

@@ -59,6 +59,11 @@ class MixerConfig(ABC):
         return False
 
     @property
+    def takes_cu_seqlens(self) -> bool:
+        """Whether the mixer's forward takes `cu_seqlens`, the offsets of packed sequences."""
+        return False
+
+    @property
     def output_is_bounded(self) -> bool:
         """Whether adding the mixer's output keeps tokens bounded, unless it is scaled up."""
         return False

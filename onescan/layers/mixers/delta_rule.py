@@ -15,6 +15,7 @@ from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.ops.delta_rule import DeltaState, Form, delta_rule
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.numerics import safe_divide
+from onescan.ops.packing import Packing
 from onescan.shapes import Betas, Grid, Hidden, Keep, Keys
 
 # Vectors shorter than this are treated as zero. The queries and keys of a blank patch have length
@@ -64,6 +65,10 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
     """Algorithm of the op; see `delta_rule`."""
     chunk_size: int = 64
     """Tokens per chunk of the chunk form."""
+
+    @property
+    def takes_cu_seqlens(self) -> bool:
+        return self.conv_size is None and self.direction in ("both", "forward")
 
     def build(self, *, width: int, axes: int) -> "DeltaRuleMixer":
         self.check_direction()
@@ -136,6 +141,7 @@ class DeltaRuleMixer(Mixer):
         grid: Grid,
         *,
         keep: Keep | None = None,
+        cu_seqlens: Packing | None = None,
         state: DeltaState | DeltaRuleState | None = None,
     ) -> tuple[Hidden, DeltaState | DeltaRuleState | None]:
         config, backward = self.config, self.config.direction == "backward"
@@ -153,8 +159,8 @@ class DeltaRuleMixer(Mixer):
         new_state: Any
         o, new_state = delta_rule(
             self.normalized(q), self.normalized(k), self.value_map(v), beta,
-            causal=config.direction != "both", keep=real, state=attention,
-            form=config.form, chunk_size=config.chunk_size,
+            causal=config.direction != "both", keep=real, cu_seqlens=cu_seqlens,
+            state=attention, form=config.form, chunk_size=config.chunk_size,
         )  # fmt: skip
         o = flipped(o) if backward else o
         o = self.norm(o).flatten(-2) if config.norm_heads else self.norm(o.flatten(-2))

@@ -17,6 +17,7 @@ from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import check_axes_have_features, lrpe, lrpe_angles, lrpe_frequencies
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
+from onescan.ops.packing import Packing
 from onescan.shapes import (
     Angles,
     Grid,
@@ -78,6 +79,12 @@ class LightNetMixerConfig(MixerConfig):
     @property
     def is_causal(self) -> bool:
         return self.causal
+
+    @property
+    def takes_cu_seqlens(self) -> bool:
+        takes_form = self.form in ("auto", "one_scan", "chunk")
+        is_shared = self.decay and self.decay_logits == "shared"
+        return takes_form and is_shared and self.conv_size is None
 
     def build(self, *, width: int, axes: int) -> "LightNetMixer":
         head_width = self.head_width(width)
@@ -176,6 +183,7 @@ class LightNetMixer(Mixer):
         grid: Grid,
         *,
         keep: Keep | None = None,
+        cu_seqlens: Packing | None = None,
         state: LightNetState | None = None,
     ) -> tuple[Hidden, LightNetState | None]:
         if state is not None:
@@ -188,7 +196,7 @@ class LightNetMixer(Mixer):
         if decay:
             logits = self._heads(self.decay_proj(decay[0]))
             logits = k + logits if self.config.decay_logits == "offset" else logits
-        o, state = self._attend(F.silu(q), k, v, logits, grid, keep, state)
+        o, state = self._attend(F.silu(q), k, v, logits, grid, keep, cu_seqlens, state)
         o = self.norm(o.flatten(-2))  # B T D
         if gate is not None:
             gate = self.gate_proj(gate)
@@ -215,6 +223,7 @@ class LightNetMixer(Mixer):
         decay_logits: Keys | None,
         grid: Grid,
         keep: Keep | None,
+        cu_seqlens: Packing | None,
         state: LightNetState | None,
     ) -> tuple[Values, LightNetState | None]:
         config = self.config
@@ -241,7 +250,7 @@ class LightNetMixer(Mixer):
             gain = (log_gain - log_scale).to(accumulation_dtype(q.dtype)).exp()
             q = (q * gain).to(q.dtype)
         o, attention = additive_decay(
-            q, k, v, angles=angles, causal=config.causal, keep=keep,
+            q, k, v, angles=angles, causal=config.causal, keep=keep, cu_seqlens=cu_seqlens,
             state=attention, form=config.form, chunk_size=config.chunk_size,
         )  # fmt: skip
         if log_scale is not None and config.norm == "none":

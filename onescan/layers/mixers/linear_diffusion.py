@@ -29,6 +29,7 @@ from onescan.ops.linear_diffusion import (
     stable_step,
 )
 from onescan.ops.numerics import disable_autocast, safe_divide, to_accumulation_dtype
+from onescan.ops.packing import Packing
 from onescan.shapes import (
     DiffusionKernels,
     Grid,
@@ -110,6 +111,11 @@ class LinearDiffusionMixerConfig(MixerConfig):
     @property
     def reads_embedding(self) -> bool:
         return self.local_update or self.input_residual
+
+    @property
+    def takes_cu_seqlens(self) -> bool:
+        is_explicit = self.scheme == "explicit" and self.form != "fft" and not self.separable
+        return is_explicit or not self.diffusion
 
     @property
     def output_is_bounded(self) -> bool:
@@ -203,6 +209,7 @@ class LinearDiffusionMixer(Mixer):
         grid: Grid,
         *,
         keep: Keep | None = None,
+        cu_seqlens: Packing | None = None,
         state: LinearDiffusionState | None = None,
         embedding: Hidden | None = None,
     ) -> tuple[Hidden, LinearDiffusionState | None]:
@@ -212,6 +219,7 @@ class LinearDiffusionMixer(Mixer):
             x: Tokens, not normalized.
             grid: Layout of the tokens.
             keep: True for real tokens.
+            cu_seqlens: Offsets of packed sequences.
             state: State returned by a previous call, for causal mixers only.
             embedding: The tokens before the first block. None uses x.
         """
@@ -224,7 +232,7 @@ class LinearDiffusionMixer(Mixer):
         old = new = LinearDiffusionState(None, None) if state is None else state
         parts: list[Tensor] = []
         if config.diffusion:
-            parts.append(self._diffuse(x, grid, keep, old.diffusion) - x)
+            parts.append(self._diffuse(x, grid, keep, cu_seqlens, old.diffusion) - x)
             if config.causal:
                 (diffusion,) = self.diffusions
                 assert isinstance(diffusion, Diffusion)
@@ -234,7 +242,7 @@ class LinearDiffusionMixer(Mixer):
             parts.append(self.dropout(self.local_update(embedding, y)))
         if self.attention is not None:
             attended, attention = self.attention(
-                y, causal=config.causal, keep=keep, state=old.attention
+                y, causal=config.causal, keep=keep, cu_seqlens=cu_seqlens, state=old.attention
             )
             parts.append(self.dropout(attended))
             new = new._replace(attention=attention)
@@ -246,7 +254,12 @@ class LinearDiffusionMixer(Mixer):
         return change, new if config.causal else None
 
     def _diffuse(
-        self, x: Hidden, grid: Grid, keep: Keep | None, state: DiffusionState | None
+        self,
+        x: Hidden,
+        grid: Grid,
+        keep: Keep | None,
+        cu_seqlens: Packing | None,
+        state: DiffusionState | None,
     ) -> Hidden:
         """Return the tokens after one step of each diffusion.
 
@@ -254,7 +267,7 @@ class LinearDiffusionMixer(Mixer):
         """
         if not self.config.separable:
             (diffusion,) = self.diffusions
-            return diffusion(x, keep=keep, state=state)
+            return diffusion(x, keep=keep, cu_seqlens=cu_seqlens, state=state)
         if grid.tokens != x.shape[1] or len(grid.shape) != len(self.diffusions):
             raise ValueError(
                 f"x has {x.shape[1]} tokens and {grid} {grid.tokens} on {len(grid.shape)} axes, "
@@ -319,13 +332,18 @@ class Diffusion(nn.Module):
         )  # initially half of the longest stable step
 
     def forward(
-        self, x: Hidden, *, keep: Keep | None = None, state: DiffusionState | None = None
+        self,
+        x: Hidden,
+        *,
+        keep: Keep | None = None,
+        cu_seqlens: Packing | None = None,
+        state: DiffusionState | None = None,
     ) -> Hidden:
         """Return the tokens after one step."""
         weights = self.weights()
         moved = linear_diffusion(
             x.unflatten(-1, (len(weights), -1)), weights, self.dt(weights),
-            scheme=self.scheme, keep=keep, state=state, form=self.form,
+            scheme=self.scheme, keep=keep, cu_seqlens=cu_seqlens, state=state, form=self.form,
         )  # fmt: skip
         return moved.flatten(-2)
 
@@ -415,13 +433,14 @@ class LinearAttention(nn.Module):
         *,
         causal: bool = False,
         keep: Keep | None = None,
+        cu_seqlens: Packing | None = None,
         state: DecayState | None = None,
     ) -> tuple[Hidden, DecayState | None]:
         """Attend to all tokens, or only to earlier ones if causal, with a state."""
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in self.in_proj(x).chunk(3, dim=-1))
         o, new_state = decay_attention(
             self.feature_map(q), self.feature_map(k), v, causal=causal, normalize="sum", keep=keep,
-            state=state, return_state=causal,
+            cu_seqlens=cu_seqlens, state=state, return_state=causal,
         )  # fmt: skip
         assert new_state is None or isinstance(new_state, DecayState)
         return o.flatten(-2), new_state

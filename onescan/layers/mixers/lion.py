@@ -46,6 +46,7 @@ from onescan.ops.numerics import (
     safe_divide,
     to_accumulation_dtype,
 )
+from onescan.ops.packing import Packing
 from onescan.shapes import Grid, Hidden, Keep, Keys, LowerBound, Position, Queries, Values
 
 MeanDecays = Float[Tensor, "scans H"] | Float[Tensor, "scans H K"]
@@ -108,6 +109,11 @@ class LionMixerConfig(DirectedMixerConfig):
     @property
     def is_causal(self) -> bool:
         return self.direction == "forward" and self.scan == "flat"
+
+    @property
+    def takes_cu_seqlens(self) -> bool:
+        takes_scan = self.scan == "flat" and self.direction in ("both", "forward")
+        return takes_scan and self.conv_size is None and self.normalize != "sum_before_mask"
 
     @property
     def prefix_reads_grid(self) -> bool:
@@ -256,6 +262,7 @@ class LionMixer(Mixer):
         grid: Grid,
         *,
         keep: Keep | None = None,
+        cu_seqlens: Packing | None = None,
         state: DecayState | LionState | None = None,
         lower_bound: LowerBound | None = None,
     ) -> tuple[Hidden, DecayState | LionState | None]:
@@ -268,7 +275,8 @@ class LionMixer(Mixer):
         if self.config.scan == "flat":
             u, window = self._convolved(u, keep, window)
             scan = _scan(self._qkv(u, angles), decays[0], grid.prefix)
-            o, attention = self._attend(scan, keep, attention, self.config.normalize)
+            normalize = self.config.normalize
+            o, attention = self._attend(scan, keep, attention, normalize, cu_seqlens)
         else:
             o = self._attend_naturally(u, angles, decays, grid, keep)
         o = o if self.config.norm_heads else o.flatten(-2)
@@ -360,7 +368,12 @@ class LionMixer(Mixer):
         return log_decay.exp()
 
     def _attend(
-        self, scan: Scan, keep: Keep | None, state: DecayState | None, normalize: Normalize
+        self,
+        scan: Scan,
+        keep: Keep | None,
+        state: DecayState | None,
+        normalize: Normalize,
+        cu_seqlens: Packing | None = None,
     ) -> tuple[Values, DecayState | None]:
         """Attend in this mixer's direction along the order of the tokens."""
         config = self.config
@@ -373,7 +386,7 @@ class LionMixer(Mixer):
         new_state: Any
         o, new_state = decay_attention(
             q, k, v, log_decay, causal=config.direction != "both", decay_at=config.decay_at,
-            normalize=normalize, keep=keep, state=state,
+            normalize=normalize, keep=keep, cu_seqlens=cu_seqlens, state=state,
             form=config.form, chunk_size=config.chunk_size, return_state=config.is_causal,
         )  # fmt: skip
         return flipped(o) if backward else o, new_state

@@ -358,9 +358,9 @@ def _scan_tiles(
     o, tiles, start = torch.empty_like(v), [], 0
     for length in lengths:
         at = slice(None), slice(start, start + length)
-        parts = (None if x is None else x[at] for x in (q, k, v, table))
+        part = None if table is None else table[at]
         here = None if begins is None else begins[:, :, start // size : (start + length) // size]
-        (o[at], z, kv), saved = _scan(*parts, z, kv, here, blocks)
+        (o[at], z, kv), saved = _scan(q[at], k[at], v[at], part, z, kv, here, blocks)
         tiles.append(saved)
         start += length
     return (o, z, kv), tiles

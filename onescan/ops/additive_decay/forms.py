@@ -38,6 +38,9 @@ from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 
 PACKED_CHUNK = 64  # tokens; chunks of packed sequences are padded
 
+# q, k, v, table, z_in, kv_in and begins, as in `halve_chunks`.
+ChunkInputs = tuple[Tensor, Tensor, Tensor, Tensor | None, LogNormalizer, KeyValue, Tensor | None]
+
 # Tuned on a CPU:
 LARGE = 1 << 15  # elements per sample; for smaller samples, a loop over samples is slower
 TILE = 1 << 20  # elements of k or q per tile, so that a tile fits the caches
@@ -107,19 +110,19 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
     return o if chunks is None else chunks.to_tokens(o), AdditiveDecayState(*after)
 
 
-def chunked_inputs(inputs: AdditiveInputs) -> tuple[tuple[Any, ...], Chunks | None]:
+def chunked_inputs(inputs: AdditiveInputs) -> tuple[ChunkInputs, Chunks | None]:
     """Return the tensors of `halve_chunks`, and the chunks of packed sequences."""
     q, k, v, angles, state, _, size, packing = inputs
     state = empty_state(k, v, angles) if state is None else state
-    tables, chunks, begins = rotary_tables(angles, k.dtype), None, None
+    (cos, sin), chunks, begins = rotary_tables(angles, k.dtype), None, None
     if packing is not None:
         chunks = packing.chunks(size)
         q, k, v = (chunks.from_tokens(x) for x in (q, k, v))
         k = k.masked_fill(~chunks.is_real[..., None, None], -torch.inf)
         begins = chunks.begins[:, None, :, None]
     table = None
-    if angles is not None:
-        shared = torch.stack(tables, dim=-2)  # T H 2 K
+    if cos is not None and sin is not None:
+        shared = torch.stack([cos, sin], dim=-2)  # T H 2 K
         table = shared.unsqueeze(0) if chunks is None else chunks.from_row(shared)
     return (q, k, v, table, *state, begins), chunks
 
