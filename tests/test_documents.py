@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 from onescan.layers.tokens import Documents
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
+from onescan.ops.packing import Packing, document_offsets
 
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2], [7, 5, 5, 5, 5, 5, 5, 5, 5, 7]])
 
@@ -93,7 +94,7 @@ def test_recomputation_does_not_change_gradients():
 def test_documents_of_similar_length_are_grouped():
     lengths = [9, 8, 5, 4, 4, 2, 1, 1]
     numbers = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
-    documents = Documents.from_numbers(numbers)
+    documents = Documents(Packing(document_offsets(numbers), batch=1, tokens=34))
     shapes = [tuple(group.positions.shape) for group in documents.groups]
     assert shapes == [(3, 9), (2, 4), (1, 2), (2, 1)]
     x = torch.arange(34.0).reshape(1, 34, 1)

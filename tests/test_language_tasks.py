@@ -138,7 +138,7 @@ class Uniform(torch.nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
 
-    def forward(self, tokens, documents=None):
+    def forward(self, tokens, cu_seqlens=None):
         return torch.zeros(*tokens.shape, self.vocab_size)
 
 
@@ -149,7 +149,7 @@ class Oracle(torch.nn.Module):
         super().__init__()
         self.answers, self.config = answers, SimpleNamespace(vocab_size=258)
 
-    def forward(self, tokens, documents=None):
+    def forward(self, tokens, cu_seqlens=None):
         logits = torch.zeros(*tokens.shape, 258)
         if self.answers is not None:
             logits.scatter_(2, self.answers[..., None], 50.0)

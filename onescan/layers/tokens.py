@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from onescan.checks import can_look_at_values, check_positive
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.ops.packing import Packing
-from onescan.shapes import Grid, GridKeep, Grids, Hidden, Keep, Pooled, Tokens
+from onescan.shapes import Grid, GridKeep, Grids, Hidden, Keep, Pooled
 
 Indices = Int[Tensor, " T"]
 Mix = Callable[..., Hidden]
@@ -208,9 +208,7 @@ class Documents:
 
     Index tensors are computed on the CPU and copied to the device without waiting for it.
 
-    >>> documents = Documents.from_numbers(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
-    >>> documents.packing.cu_seqlens.tolist()
-    [0, 2, 4, 5, 8]
+    >>> documents = Documents(Packing(torch.tensor([0, 2, 4, 5, 8]), batch=2, tokens=4))
     >>> [tuple(group.positions.shape) for group in documents.groups]
     [(3, 3), (1, 1)]
 
@@ -220,26 +218,6 @@ class Documents:
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
-
-    @classmethod
-    def from_numbers(cls, numbers: Tokens, device: torch.device | None = None) -> "Documents":
-        """Return the documents, given the number of each token's document, [B, T].
-
-        A document ends where the number changes. Numbers on another device than the CPU are copied
-        there, which waits for that device.
-        """
-        numbers, device = numbers.cpu(), device or numbers.device
-        begins = torch.ones_like(numbers, dtype=torch.bool)
-        begins[:, 1:] = numbers.diff(dim=1) != 0
-        starts = begins.flatten().nonzero()[:, 0]
-        offsets = torch.cat([starts, starts.new_tensor([numbers.numel()])]).int()
-        batch, tokens = numbers.shape
-        return cls(Packing(offsets, batch=batch, tokens=tokens, device=device))
-
-    @property
-    def are_rows(self) -> bool:
-        """Whether each document is a whole row."""
-        return self.packing.sequences == self.packing.batch
 
     @cached_property
     def groups(self) -> list[_Group]:

@@ -14,6 +14,7 @@ from onescan.checks import check_whole
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.token_network import NetworkState, TokenNetwork, TokenNetworkConfig
+from onescan.ops.packing import Packing
 from onescan.shapes import GeneratedTokens, Keep, TokenLogits, Tokens
 
 IGNORE_INDEX = -100  # label of tokens without a loss, as in torch's cross_entropy
@@ -129,7 +130,7 @@ class CausalLM(nn.Module):
         *,
         keep: Keep | None = None,
         documents: Tokens | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         last_only: bool = False,
     ) -> tuple[TokenLogits, NetworkState | None]:
         """Compute the logits of the token after each token.

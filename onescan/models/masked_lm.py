@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from onescan.checks import check_shapes
 from onescan.layers.basic import build_norm
 from onescan.models.token_network import TextEncoderConfig, TokenNetwork
+from onescan.ops.packing import Packing
 from onescan.shapes import Hidden, Keep, ReadOutLogits, TokenLogits, TokenMask, Tokens
 
 
@@ -59,7 +60,7 @@ class MaskedLM(nn.Module):
         *,
         segments: Tokens | None = None,
         documents: Tokens | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         read_outs: int = 1,
         positions: TokenMask | None = None,
     ) -> ReadOutLogits:
@@ -79,6 +80,7 @@ class MaskedLM(nn.Module):
                 along the batch, ``[read_outs * B, T, vocab_size]``, in the order of the blocks.
             positions: True for positions whose logits to compute, which saves memory. The result
                 has shape ``[1, read_outs * P, vocab_size]`` for P positions. ``None`` selects all.
+                Keep it on the CPU: counting positions on another device waits for it.
 
         Raises:
             ValueError: If shapes do not match, there are no tokens, `read_outs` exceeds the number
@@ -94,7 +96,9 @@ class MaskedLM(nn.Module):
             read_outs=read_outs,
         )
         if positions is not None:
-            x = x[positions.repeat(read_outs, 1)].unsqueeze(0)
+            places = positions.repeat(read_outs, 1).flatten().nonzero()[:, 0]
+            places = places.to(x.device, non_blocking=True)
+            x = x.flatten(0, 1).index_select(0, places).unsqueeze(0)
         return self.head(x)
 
 

@@ -23,7 +23,7 @@ from onescan.layers.position import (
 )
 from onescan.layers.tokens import Documents
 from onescan.messages import named_type
-from onescan.ops.packing import packing_of
+from onescan.ops.packing import Packing, document_offsets, packing_of
 from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 
 
@@ -148,7 +148,7 @@ class TokenNetwork(nn.Module):
         segments: Tokens | None = None,
         keep: Keep | None = None,
         documents: Tokens | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         state: NetworkState | None = None,
         read_outs: int = 1,
     ) -> tuple[ReadOuts, NetworkState | None]:
@@ -196,7 +196,7 @@ class TokenNetwork(nn.Module):
         segments: Tokens | None = None,
         keep: Keep | None = None,
         documents: Tokens | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         state: NetworkState | None = None,
         read_outs: int = 1,
     ) -> tuple[ReadOuts, NetworkState | None]:
@@ -307,17 +307,14 @@ class TokenNetwork(nn.Module):
                 )
 
 
-def _separated(x: Hidden, documents: Tokens | None, cu_seqlens: Tensor | None) -> Documents | None:
+def _separated(
+    x: Hidden, documents: Tokens | None, cu_seqlens: Tensor | Packing | None
+) -> Documents | None:
     """Return the documents of a batch; None if each is a whole row, which is faster."""
-    if not len(x):
-        return None
     if documents is not None:
-        separated = Documents.from_numbers(documents, x.device)
-    elif (packing := packing_of(cu_seqlens, x)) is not None:
-        separated = Documents(packing)
-    else:
-        return None
-    return None if separated.are_rows else separated
+        cu_seqlens = document_offsets(documents)
+    packing = packing_of(cu_seqlens, x)
+    return None if packing is None or packing.sequences == len(x) else Documents(packing)
 
 
 # A state is a tree of nested tuples; its leaves are tensors, numbers and None.

@@ -16,6 +16,7 @@ from torch import Tensor
 from onescan.checks import can_look_at_values
 from onescan.messages import named_type
 from onescan.ops.numerics import apply_function
+from onescan.shapes import Tokens
 
 EXPECTED = "offsets [S + 1] of S sequences"
 
@@ -179,6 +180,21 @@ class _Rearrange(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
         return _Rearrange.apply(tangent, *ctx.saved_tensors)
+
+
+def document_offsets(numbers: Tokens) -> Int[Tensor, " offsets"]:
+    """Return cu_seqlens, given the number of each token's document; it ends where that changes.
+
+    The result is on the CPU. Numbers on another device are copied there, which waits for it.
+
+    >>> document_offsets(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])).tolist()
+    [0, 2, 4, 5, 8]
+    """
+    numbers = numbers.cpu()
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers.diff(dim=1) != 0
+    starts = begins.flatten().nonzero()[:, 0]
+    return torch.cat([starts, starts.new_tensor([numbers.numel()])]).int()
 
 
 def packing_of(cu_seqlens: Any, x: Tensor, *, state: Any = None) -> Packing | None:

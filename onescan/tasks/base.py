@@ -88,6 +88,10 @@ class Task(ABC):
         """Load what only training needs, before the folder of the run is created."""
         del device
 
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        """Move a batch to the device; tasks may keep parts on the CPU that they read there."""
+        return tuple(part.to(device, non_blocking=True) for part in batch)
+
     def augment(self, batch: Batch, seed: int) -> Batch:
         """Change a training batch at random on its device; equal seeds give equal results."""
         del seed

@@ -12,6 +12,7 @@ from onescan.checks import check_positive
 from onescan.data.text import TextSplits, Tokenizer
 from onescan.data.text.tokenizer import word_boundaries
 from onescan.models.causal_lm import IGNORE_INDEX, perplexity
+from onescan.ops.packing import Packing, document_offsets
 from onescan.shapes import Tokens
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 
@@ -48,6 +49,11 @@ class LanguageModelling(Task):
         self.tokenizer = data.tokenizer
         self.test_batch_size = config.evaluation_batch_size
 
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        """Move the tokens; offsets of documents are computed on the CPU."""
+        tokens, documents = batch
+        return tokens.to(device, non_blocking=True), documents
+
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         logits, labels = self._logits(model, batch)
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -66,8 +72,10 @@ class LanguageModelling(Task):
     def _logits(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tokens]:
         """Return logits and labels of all tokens but the last; a document's end has no label."""
         tokens, documents = batch
-        logits, _ = model(tokens[:, :-1], documents=per_document(documents[:, :-1]))
+        packing = packing_of_documents(documents[:, :-1], tokens.device)
+        logits, _ = model(tokens[:, :-1], cu_seqlens=packing)
         continues = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
+        continues = continues.to(tokens.device, non_blocking=True)
         self.tokenizer.check_vocabulary(logits.shape[-1])
         return logits.float(), tokens[:, 1:].where(continues, IGNORE_INDEX)
 
@@ -135,6 +143,11 @@ class MaskedLanguageModelling(Task):
         self.test_batch_size = config.evaluation_batch_size
         self.words = word_boundaries(self.tokenizer) if config.whole_word_mask else None
 
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        """Keep the batch on the CPU, where masks are drawn and counted; the model's input moves."""
+        del device
+        return batch
+
     def augment(self, batch: Batch, seed: int) -> Batch:
         """Mask tokens for training.
 
@@ -168,11 +181,11 @@ class MaskedLanguageModelling(Task):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         masked, documents, labels = batch
         positions, read_outs = labels != IGNORE_INDEX, self.config.supervised_blocks
-        logits = model(
-            masked, documents=per_document(documents), read_outs=read_outs, positions=positions
-        )
+        masked = _to_model(masked, model)
+        packing = packing_of_documents(documents, masked.device)
+        logits = model(masked, cu_seqlens=packing, read_outs=read_outs, positions=positions)
         self.tokenizer.check_vocabulary(logits.shape[-1])
-        logits, targets = logits[0].float(), labels[positions]
+        logits, targets = logits[0].float(), _to_model(labels[positions], model)
         count = max(len(targets), 1)
         loss = cross_entropy(logits, targets.repeat(read_outs), reduction="sum")
         right = logits[len(logits) - len(targets) :].argmax(-1) == targets
@@ -180,9 +193,10 @@ class MaskedLanguageModelling(Task):
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         masked, documents, labels = self.masked_for_evaluation(batch)
-        logits = model(masked, documents=per_document(documents))
+        masked = _to_model(masked, model)
+        logits = model(masked, cu_seqlens=packing_of_documents(documents, masked.device))
         self.tokenizer.check_vocabulary(logits.shape[-1])
-        return token_rows(logits.float(), labels, self.tokenizer)
+        return token_rows(logits.float(), labels.to(logits.device), self.tokenizer)
 
     def evaluate(self, rows: Rows) -> Evaluation:
         return evaluate_tokens(rows)
@@ -206,9 +220,19 @@ class MaskedLanguageModelling(Task):
         return is_text & (draw < rate)
 
 
-def per_document(documents: Tokens) -> Tokens | None:
-    """Return the documents of a batch; None if each row has only one, which is faster."""
-    return documents if bool((documents != documents[:, :1]).any()) else None
+def packing_of_documents(documents: Tokens, device: torch.device) -> Packing | None:
+    """Return the offsets of the documents of a batch; None if each row has only one.
+
+    A `Packing` keeps them on the CPU, while wrappers of the model move tensors to the device.
+    """
+    batch, tokens = documents.shape
+    packing = Packing(document_offsets(documents), batch=batch, tokens=tokens, device=device)
+    return packing if packing.sequences > batch else None
+
+
+def _to_model(x: Tensor, model: nn.Module) -> Tensor:
+    """Copy a tensor to the device of the model, without waiting for it."""
+    return x.to(next(model.parameters(), x).device, non_blocking=True)
 
 
 def token_rows(

@@ -88,9 +88,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def _predict(
     model: nn.Module, task: Task, batch: Batch, precision: Precision, device: torch.device
 ) -> Rows:
-    on_device = tuple(part.to(device, non_blocking=True) for part in batch)
     with autocast(precision, device):
-        rows = task.predict(model, on_device)
+        rows = task.predict(model, task.to_device(batch, device))
     return {name: row.cpu() for name, row in rows.items()}
 
 

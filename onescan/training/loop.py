@@ -268,7 +268,7 @@ class Loop:
         sums: dict[str, Tensor] = {}
         unread, waiting = 0, 0.0
         for i in range(end - first):
-            batch = tuple(part.to(self.device, non_blocking=True) for part in next(batches))
+            batch = self.task.to_device(next(batches), self.device)
             if self.steps_now == i == 0:
                 self.display.write(self.summary(batch))
             place = (step, self.ranks.rank) if i == 0 else (step, self.ranks.rank, i)
@@ -514,7 +514,7 @@ def dry_run(
     plan = task.batches(step=0, batch_size=settings.micro_batch_size, seed=settings.seed)
     examples = next(plan).examples[:2]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        batch = tuple(part.to(device) for part in task.train.read(examples).batch)
+        batch = task.to_device(task.train.read(examples).batch, device)
         with eval_mode(model), autocast(settings.precision, device):
             batch = task.augment(batch, 0)
             task.loss(model, batch)

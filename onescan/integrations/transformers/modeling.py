@@ -485,4 +485,5 @@ def _documents(position_ids: Tensor | None, keep: Tensor | None, inputs: Tensor)
     begins = (position_ids == 0).expand(batch, -1).clone()
     begins[:, 1:] |= (position_ids.diff(dim=1) <= 0) & real[:, :-1]
     begins &= real & (real.cumsum(dim=1) > 1)  # the first document of a row begins in any case
+    begins = begins.cpu()  # waits for the device, once; models read documents on the CPU
     return begins.cumsum(dim=1) if bool(begins.any()) else None
