@@ -66,7 +66,10 @@ LEAST_EXPONENT = -87.0  # exp is many times slower if its result is subnormal
 
 def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     """Compute causal additive decay in chunks."""
-    blocks = min(max(inputs.chunk_size // BLOCK, 1), MOST_BLOCKS)
+    size = inputs.chunk_size
+    if inputs.packing is not None:
+        size = inputs.packing.chunk_size(size)
+    blocks = min(max(size // BLOCK, 1), MOST_BLOCKS)
     inputs = inputs._replace(chunk_size=blocks * BLOCK)
     if not torch.compiler.is_compiling() and is_transformed(*inputs[:4], *(inputs.state or ())):
         return recursive_halving(inputs)

@@ -36,8 +36,6 @@ from onescan.ops.packing import Chunks, Packing
 from onescan.shapes import Angles as Table  # of cosines or sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 
-PACKED_CHUNK = 64  # tokens; chunks of packed sequences are padded
-
 # q, k, v, table, z_in, kv_in and begins, as in `halve_chunks`.
 ChunkInputs = tuple[Tensor, Tensor, Tensor, Tensor | None, LogNormalizer, KeyValue, Tensor | None]
 
@@ -117,8 +115,8 @@ def chunked_inputs(inputs: AdditiveInputs) -> tuple[ChunkInputs, Chunks | None]:
     (cos, sin), chunks, begins = rotary_tables(angles, k.dtype), None, None
     if packing is not None:
         chunks = packing.chunks(size)
-        q, k, v = (chunks.from_tokens(x) for x in (q, k, v))
-        k = k.masked_fill(~chunks.is_real[..., None, None], -torch.inf)
+        q, v = chunks.from_tokens(q), chunks.from_tokens(v)
+        k = chunks.from_tokens(k, fill=-torch.inf)
         begins = chunks.begins[:, None, :, None]
     table = None
     if cos is not None and sin is not None:
@@ -243,15 +241,16 @@ def _scan_sequences(
     q: Queries, k: Keys, v: Values, tables: tuple[Table | None, Table | None], packing: Packing
 ) -> tuple[Values, AdditiveDecayState]:
     """Compute one scan for each packed sequence: sums of chunks, added up by sequence."""
-    chunks = packing.chunks(PACKED_CHUNK)
+    length = packing.chunk_size()
+    chunks = packing.chunks(length)
     sequence, size = chunks.sequence.flatten(), (packing.sequences,)
 
     def rows(x: Tensor) -> Tensor:  # B T . . to chunks C . .
-        return x.unflatten(1, (-1, PACKED_CHUNK)).flatten(0, 1)
+        return x.unflatten(1, (-1, length)).flatten(0, 1)
 
-    q, k, v = (rows(chunks.from_tokens(x)) for x in (q, k, v))
+    q, v = rows(chunks.from_tokens(q)), rows(chunks.from_tokens(v))
+    k = rows(chunks.from_tokens(k, fill=-torch.inf))
     cos, sin = (None if x is None else rows(chunks.from_row(x)) for x in tables)
-    k = k.masked_fill(~rows(chunks.is_real)[..., None, None], -torch.inf)
 
     peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO)  # chunks H K
     whole = peak.new_full(size + peak.shape[1:], LOG_ZERO)
