@@ -18,7 +18,7 @@ from onescan.messages import named_type
 from onescan.ops.numerics import apply_function
 from onescan.shapes import Tokens
 
-LONG = 128  # average length from which on padding to chunks of 64 tokens is cheap
+LONG = 256  # average length from which on padding to chunks of 64 tokens is cheap
 EXPECTED = "offsets [S + 1] of S sequences"
 
 
