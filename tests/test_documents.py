@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_language_models import BOTH, SMALL, built, causal, ids, over_all_causal, over_both
+from tiny_language_models import BOTH, CAUSAL, SMALL, built, causal, ids, over_all_causal, over_both
 from torch.nn.functional import cross_entropy
 
 from onescan.layers.tokens import Documents
@@ -120,3 +120,25 @@ def test_documents_and_state_exclude_each_other():
     with pytest.raises(ValueError, match="documents and state were both given"):
         model(tokens, state, documents=NUMBERS)
     assert model(tokens, documents=NUMBERS)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [(causal, x) for x in CAUSAL.values()] + [(masked, x) for x in BOTH.values()],
+    ids=[*CAUSAL, *(f"{name}, masked" for name in BOTH)],
+)
+def test_a_packed_step_reads_no_values_of_device_tensors(config, change):
+    """Meta tensors have no values, so whatever would wait for a GPU raises."""
+    model = config(change).train().to("meta")
+    packing = Packing(document_offsets(NUMBERS), batch=2, tokens=10, device=torch.device("meta"))
+    logits = scores(model, ids(2, 10).to("meta"), cu_seqlens=packing)
+    logits.square().sum().backward()
+    assert all(p.grad is not None for p in model.network.blocks.parameters())
+
+
+def test_offsets_and_numbers_are_alike():
+    model, tokens = masked(BOTH["lightnet"]), ids(2, 10)
+    packed = scores(model, tokens, documents=NUMBERS)
+    assert torch.equal(scores(model, tokens, cu_seqlens=document_offsets(NUMBERS)), packed)
+    with pytest.raises(ValueError, match="documents and cu_seqlens were both given"):
+        model(tokens, documents=NUMBERS, cu_seqlens=document_offsets(NUMBERS))

@@ -12,6 +12,7 @@ from onescan.ops import (
     linear_diffusion,
     toeplitz_position,
 )
+from onescan.ops.packing import Packing, packing_of
 
 H, K, V = 2, 4, 3
 # rows of equal length: single tokens, empty sequences, lengths around multiples of 4 and of 8
@@ -189,3 +190,98 @@ def test_linear_diffusion(lengths, radius, form):
     x = randn(*tokens_of(lengths), H, V)
     for keep in (None, real(lengths)):
         assert_packing_changes_nothing(op, [x], shared, lengths, keep)
+
+
+BAD = [
+    ([0, 4], "cu_seqlens is a list, expected a tensor"),
+    (torch.tensor([0.0, 4.0]), "cu_seqlens has dtype torch.float32, expected torch.int32"),
+    (torch.tensor([[0, 4]]), r"cu_seqlens has shape \(1, 2\), expected offsets"),
+    (torch.tensor([], dtype=torch.int32), r"cu_seqlens has shape \(0,\)"),
+    (torch.tensor([0, 4], device="meta"), "cu_seqlens is on meta, expected cpu"),
+    (torch.tensor([1, 8]), "cu_seqlens begins with 1, expected 0"),
+    (torch.tensor([0, 7]), "cu_seqlens ends at 7, expected 8, the number of tokens"),
+    (torch.tensor([0, 4, 3, 8]), "cu_seqlens decreases from 4 to 3"),
+    (torch.tensor([0, 3, 8]), "cu_seqlens has no offset 4, where a row of 4 tokens begins"),
+    (Packing(torch.tensor([0, 4]), batch=1, tokens=4), r"cu_seqlens is for \(1, 4\) rows"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), BAD)
+def test_bad_offsets(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        packing_of(wrong, torch.ones(2, 4, 1))
+
+
+OFFSETS = torch.tensor([0, 2, 4], dtype=torch.int32)
+Q = torch.ones(1, 4, 1, 2)
+KERNEL = (torch.ones(1, 3), torch.full((1,), 0.1))
+COEFFICIENTS = (-torch.ones(1, 2, 3), torch.ones(1, 2, 3))
+REFUSED = {
+    "additive full": (lambda **o: additive_decay(Q, Q, Q, form="full", **o), "form .*'full'"),
+    "additive steps": (
+        lambda **o: additive_decay(Q, Q, Q, causal=True, form="recurrent", **o),
+        "form .*'recurrent'",
+    ),
+    "additive kernels": (
+        lambda **o: additive_decay(Q, Q, Q, backend="triton", **o), "backend .*'triton'"
+    ),
+    "additive state": (
+        lambda **o: additive_decay(Q, Q, Q, state=additive_decay(Q, Q, Q)[1], **o), "and state"
+    ),
+    "decay state": (
+        lambda **o: decay_attention(
+            Q, Q, Q, causal=True, state=decay_attention(Q, Q, Q, causal=True)[1], **o
+        ),
+        "and state",
+    ),
+    "diffusion fft": (lambda **o: linear_diffusion(Q, *KERNEL, form="fft", **o), "form .*'fft'"),
+    "diffusion implicit": (
+        lambda **o: linear_diffusion(Q, *KERNEL, scheme="crank_nicolson", **o),
+        "scheme .*'crank_nicolson'",
+    ),
+    "toeplitz fft": (
+        lambda **o: toeplitz_position(Q[:, :, 0], *COEFFICIENTS, (4,), form="fft", **o),
+        "form .*'fft'",
+    ),
+    "toeplitz grid": (
+        lambda **o: toeplitz_position(
+            Q[:, :, 0], *(x.expand(2, 2, 3) for x in COEFFICIENTS), (2, 2), **o
+        ),
+        r"shape \(2, 2\), expected one axis",
+    ),
+    "toeplitz state": (
+        lambda **o: toeplitz_position(Q[:, :, 0], *COEFFICIENTS, (4,), return_state=True, **o),
+        "return_state is True",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_calls_without_packed_sequences(call, message):
+    with pytest.raises(ValueError, match=f"{message}") as error:
+        call(cu_seqlens=OFFSETS)
+    assert "cu_seqlens" in str(error.value)
+
+
+def test_offsets_on_a_device_bound_the_number_of_chunks(monkeypatch):
+    """Without a look at values, the chunks are the same, followed by empty ones."""
+    cu_seqlens = offsets([[1, 0, 5, 8, 0, 3], [17]])
+    exact = Packing(cu_seqlens, batch=2, tokens=17).chunks(4)
+    monkeypatch.setattr("onescan.ops.packing.can_look_at_values", lambda _: False)
+    bound = Packing(cu_seqlens, batch=2, tokens=17).chunks(4)
+    count = exact.begins.shape[1]
+    assert bound.begins.shape[1] == 17 // 4 + 7 - 2 + 1 > count
+    assert torch.equal(bound.slots, exact.slots)
+    assert torch.equal(bound.source[:, : 4 * count], exact.source)
+    assert (bound.source[:, 4 * count :] == 17).all()
+    assert bound.begins[:, count:].all()
+
+
+def test_second_derivatives_of_packed_additive_decay():
+    q, k, v = (randn(1, 6, 1, 2, seed=n).requires_grad_() for n in range(3))
+    options = {"causal": True, "chunk_size": 8, "cu_seqlens": torch.tensor([0, 2, 6])}
+    call = lambda *x: additive_decay(*x, **options)[0]
+    assert torch.autograd.gradgradcheck(call, (q, k, v))
+    out, tangent = torch.func.jvp(call, (q, k, v), (q, k, v))
+    torch.testing.assert_close(out, call(q, k, v))
+    assert tangent.isfinite().all()

@@ -60,8 +60,16 @@ class MixerConfig(ABC):
 
     @property
     def takes_cu_seqlens(self) -> bool:
-        """Whether the mixer's forward takes `cu_seqlens`, the offsets of packed sequences."""
+        """Whether the mixer's forward takes `cu_seqlens`, the offsets of packed sequences.
+
+        Blocks regroup the sequences of other mixers, with one per row.
+        """
         return False
+
+    @property
+    def kernels_take_cu_seqlens(self) -> bool:
+        """Whether it also takes them with kernels; False regroups, which kernels make faster."""
+        return True
 
     @property
     def output_is_bounded(self) -> bool:

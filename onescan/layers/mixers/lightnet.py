@@ -86,6 +86,10 @@ class LightNetMixerConfig(MixerConfig):
         is_shared = self.decay and self.decay_logits == "shared"
         return takes_form and is_shared and self.conv_size is None
 
+    @property
+    def kernels_take_cu_seqlens(self) -> bool:
+        return False
+
     def build(self, *, width: int, axes: int) -> "LightNetMixer":
         head_width = self.head_width(width)
         if self.key_width is not None:
