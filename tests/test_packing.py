@@ -285,3 +285,41 @@ def test_second_derivatives_of_packed_additive_decay():
     out, tangent = torch.func.jvp(call, (q, k, v), (q, k, v))
     torch.testing.assert_close(out, call(q, k, v))
     assert tangent.isfinite().all()
+
+
+def _toeplitz(q, k, v, **options):
+    del q, k
+    return toeplitz_position(
+        v[:, :, 0], *COEFFICIENTS, (v.shape[1],), form="scan", **options
+    )  # fmt: skip
+
+
+SEPARATE = {
+    "additive": additive_decay,
+    "causal additive": lambda *x, **o: additive_decay(*x, causal=True, chunk_size=8, **o),
+    "decay": lambda *x, **o: decay_attention(*x, -torch.ones(1), chunk_size=8, **o),
+    "delta": lambda *x, **o: delta_rule(*x, torch.ones(1, 30, 1), chunk_size=8, **o),
+    "diffusion": lambda q, k, v, **o: (linear_diffusion(v, *KERNEL, **o), None),
+    "toeplitz": _toeplitz,
+}
+
+
+@pytest.mark.parametrize("op", SEPARATE.values(), ids=SEPARATE)
+def test_sequences_are_separated_exactly(op):
+    """In float32, a sequence changes by no bit if there are huge values beside it."""
+    cut, cu_seqlens = 11, torch.tensor([0, 4, 11, 30])
+    plain = [randn(1, 30, 1, 2, seed=n).float() for n in range(3)]
+    found = []
+    for factor in (1.0, 1e15):
+        for here, there in ((slice(cut), slice(cut, 30)), (slice(cut, 30), slice(cut))):
+            tensors = [x.clone() for x in plain]
+            tensors[2][:, there] *= factor
+            leaves = [x.requires_grad_() for x in tensors]
+            o, _ = op(*leaves, cu_seqlens=cu_seqlens)
+            slope = torch.ones_like(o)
+            slope[:, there] *= factor
+            grads = torch.autograd.grad(o, leaves, slope, materialize_grads=True)
+            found.append([x[:, here] for x in (o, *grads)])
+    for got, want in ((found[2], found[0]), (found[3], found[1])):
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x, y)
