@@ -296,7 +296,7 @@ def _toeplitz(q, k, v, **options):
 
 SEPARATE = {
     "additive": additive_decay,
-    "causal additive": lambda *x, **o: additive_decay(*x, causal=True, chunk_size=8, **o),
+    "causal additive": lambda *x, **o: additive_decay(*x, causal=True, **o),
     "decay": lambda *x, **o: decay_attention(*x, -torch.ones(1), chunk_size=8, **o),
     "delta": lambda *x, **o: delta_rule(*x, torch.ones(1, 30, 1), chunk_size=8, **o),
     "diffusion": lambda q, k, v, **o: (linear_diffusion(v, *KERNEL, **o), None),
