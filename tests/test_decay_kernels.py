@@ -525,3 +525,39 @@ def test_what_all_values_share_leaves_no_gradient_of_a_row_sum(causal):
     kernel = gradients(HALF, DEVICE, backend="triton", form="chunk")
     for found, expected in zip(kernel, gradients(torch.float64, "cpu"), strict=True):
         assert (found - expected).abs().max() <= rounding
+
+
+@over_dtypes
+@pytest.mark.parametrize(
+    ("causal", "decay"), [(True, "scalar"), (False, "diagonal"), (False, "none")]
+)
+def test_packed_sequences(causal, decay, dtype):
+    """A packed call equals the reference for each sequence, values and gradients."""
+    cu_seqlens = torch.tensor([0, 1, 9, 9, 30, 40], dtype=torch.int32)
+    named = inputs(40, causal=causal, decay=decay)
+    del named["state"]
+    slope = rounded(torch.randn(named["v"].shape, generator=torch.Generator().manual_seed(1)))
+
+    def found(call, dtype):
+        leaves = {name: x.to(DEVICE, dtype).requires_grad_() for name, x in named.items()}
+        o = call(**leaves)
+        grads = torch.autograd.grad(o, list(leaves.values()), slope.to(o))
+        return [x.double() for x in (o, *grads)]
+
+    def separate(**leaves):
+        spans = zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
+        rows = [
+            decay_attention(
+                **{name: x[:, a:b] for name, x in leaves.items()}, causal=causal, form="full",
+                normalize="sum", decay_at="target", backend="torch",
+            )[0]
+            for a, b in spans if a < b
+        ]  # fmt: skip
+        return torch.cat(rows, dim=1)
+
+    def packed(**leaves):
+        options = {"normalize": "sum", "decay_at": "target", "cu_seqlens": cu_seqlens}
+        return in_kernels(**leaves, causal=causal, **options)[0]
+
+    for x, y in zip(found(packed, dtype), found(separate, torch.float64), strict=True):
+        assert (x - y).abs().max() <= TOLERANCES[dtype] * y.abs().max()
