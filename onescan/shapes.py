@@ -35,6 +35,7 @@ MemoryMask = Bool[Tensor, "B S"]
 Pooled = Float[Tensor, "B D"]
 Keep = Bool[Tensor, "B T"]
 TokenMask = Bool[Tensor, "B T"]  # selected positions
+TokenIndices = Int[Tensor, " P"]  # selected positions, in the flattened batch
 Starts = Bool[Tensor, "B T"]  # first tokens of packed sequences
 ChunkStarts = Bool[Tensor, "B N"]  # first chunks of packed sequences
 LowerBound = Float[Tensor, " D"]  # smallest decay factor of each channel of a block

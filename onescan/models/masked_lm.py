@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,7 +10,7 @@ from onescan.checks import check_shapes
 from onescan.layers.basic import build_norm
 from onescan.models.token_network import TextEncoderConfig, TokenNetwork
 from onescan.ops.packing import Packing
-from onescan.shapes import Hidden, Keep, ReadOutLogits, TokenLogits, TokenMask, Tokens
+from onescan.shapes import Hidden, Keep, ReadOutLogits, TokenIndices, TokenLogits, TokenMask, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class MaskedLM(nn.Module):
         documents: Tokens | None = None,
         cu_seqlens: Tensor | Packing | None = None,
         read_outs: int = 1,
-        positions: TokenMask | None = None,
+        positions: TokenMask | TokenIndices | None = None,
     ) -> ReadOutLogits:
         """Compute the logits of the tokens at each position.
 
@@ -78,15 +79,17 @@ class MaskedLM(nn.Module):
                 rows, up to B * T, and every row begins with a new document.
             read_outs: Number of last blocks to apply the head to. Their logits are concatenated
                 along the batch, ``[read_outs * B, T, vocab_size]``, in the order of the blocks.
-            positions: True for positions whose logits to compute, which saves memory. The result
-                has shape ``[1, read_outs * P, vocab_size]`` for P positions. ``None`` selects all.
-                Keep it on the CPU: counting positions on another device waits for it.
+            positions: True for positions whose logits to compute, which saves memory, or indices
+                [P] of these positions in the flattened batch. The result has shape
+                ``[1, read_outs * P, vocab_size]`` for P positions. ``None`` selects all. Counting
+                the positions of a mask waits for its device; indices do not.
 
         Raises:
             ValueError: If shapes do not match, there are no tokens, `read_outs` exceeds the number
                 of blocks, or, on a CPU, an id is outside the vocabulary.
         """
-        check_shapes(tokens=(tokens, "B T"), positions=(positions, "B T"))
+        is_mask = positions is not None and positions.dtype == torch.bool
+        check_shapes(tokens=(tokens, "B T"), positions=(positions, "B T" if is_mask else "P"))
         x, _ = self.network(
             tokens,
             segments=segments,
@@ -96,9 +99,13 @@ class MaskedLM(nn.Module):
             read_outs=read_outs,
         )
         if positions is not None:
-            places = positions.repeat(read_outs, 1).flatten().nonzero()[:, 0]
+            places = positions.flatten().nonzero()[:, 0] if is_mask else positions
             places = places.to(x.device, non_blocking=True)
-            x = x.flatten(0, 1).index_select(0, places).unsqueeze(0)
+            x = (
+                x.reshape(read_outs, -1, x.shape[-1])
+                .index_select(1, places)
+                .view(1, -1, x.shape[-1])
+            )
         return self.head(x)
 
 

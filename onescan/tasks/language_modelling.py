@@ -180,12 +180,19 @@ class MaskedLanguageModelling(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         masked, documents, labels = batch
-        positions, read_outs = labels != IGNORE_INDEX, self.config.supervised_blocks
+        positions = (labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
+        targets = _to_model(labels.flatten()[positions], model)
+        read_outs = self.config.supervised_blocks
         masked = _to_model(masked, model)
         packing = packing_of_documents(documents, masked.device)
-        logits = model(masked, cu_seqlens=packing, read_outs=read_outs, positions=positions)
+        logits = model(
+            masked,
+            cu_seqlens=packing,
+            read_outs=read_outs,
+            positions=_to_model(positions, model),
+        )
         self.tokenizer.check_vocabulary(logits.shape[-1])
-        logits, targets = logits[0].float(), _to_model(labels[positions], model)
+        logits = logits[0].float()
         count = max(len(targets), 1)
         loss = cross_entropy(logits, targets.repeat(read_outs), reduction="sum")
         right = logits[len(logits) - len(targets) :].argmax(-1) == targets
