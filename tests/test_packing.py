@@ -323,3 +323,21 @@ def test_sequences_are_separated_exactly(op):
     for got, want in ((found[2], found[0]), (found[3], found[1])):
         for x, y in zip(got, want, strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("op", SEPARATE.values(), ids=SEPARATE)
+def test_compiles_without_a_graph_break(op):
+    def call(*tensors):
+        return op(*tensors, cu_seqlens=torch.tensor([0, 4, 11, 30]))[0]
+
+    tensors = [randn(1, 30, 1, 2, seed=n).float().requires_grad_() for n in range(3)]
+    found = [
+        (o, *torch.autograd.grad(o.sum(), tensors, materialize_grads=True))
+        for o in (
+            call(*tensors),
+            torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors),
+        )
+    ]
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y)

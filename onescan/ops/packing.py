@@ -6,7 +6,7 @@ With several rows, offsets count the tokens of all rows, one row after another.
 Nothing here waits for a device: sizes depend on shapes, and on values only if these are on the CPU.
 """
 
-from functools import cached_property
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -46,22 +46,22 @@ class Packing:
     ) -> None:
         self.cu_seqlens, self.batch, self.tokens = cu_seqlens, batch, tokens
         self.device = cu_seqlens.device if device is None else device
-        self._chunks: dict[int, Chunks] = {}
+        self._cache: dict[str | int, Any] = {}  # torch.compile cannot trace cached_property
 
     @property
     def sequences(self) -> int:
         """Number of sequences S."""
         return self.cu_seqlens.shape[0] - 1
 
-    @cached_property
+    @property
     def sequence(self) -> Int[Tensor, "B T"]:
         """Index of the sequence of each token."""
-        return self._to_device(self._sequence)
+        return self._once("sequence", lambda: self._to_device(self._sequence_of_tokens()))
 
-    @cached_property
+    @property
     def starts(self) -> Bool[Tensor, "B T"]:
         """Whether each token is the first one of its sequence."""
-        return self._to_device(self._starts)
+        return self._once("starts", lambda: self._to_device(self._place_of_tokens() == 0))
 
     def chunk_size(self, most: int = 64) -> int:
         """Return a number of tokens per chunk: shorter chunks need less padding.
@@ -77,32 +77,32 @@ class Packing:
         Every row has the same number of chunks. It is exact for offsets on the CPU; for those on
         another device, it is the bound T // size + S - B + 1.
         """
-        if size not in self._chunks:
-            self._chunks[size] = Chunks(*(self._to_device(x) for x in self._indices(size)))
-        return self._chunks[size]
+        indices = self._indices
+        return self._once(size, lambda: Chunks(*map(self._to_device, indices(size))))
+
+    def _once(self, key: str | int, compute: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = compute()
+        return self._cache[key]
 
     def _to_device(self, x: Tensor) -> Tensor:
         return x.to(self.device, non_blocking=True)
 
-    @cached_property
-    def _sequence(self) -> Tensor:
+    def _sequence_of_tokens(self) -> Tensor:
         tokens = torch.arange(self.batch * self.tokens, device=self.cu_seqlens.device)
         ends = self.cu_seqlens[1:].long()
         return torch.searchsorted(ends, tokens, right=True).view(self.batch, self.tokens)
 
-    @cached_property
-    def _places(self) -> Tensor:
-        """Number of earlier tokens of the same sequence, [B, T]."""
+    def _place_of_tokens(self) -> Tensor:
+        """Return the number of earlier tokens of the same sequence, [B, T]."""
+        sequence = self._sequence_of_tokens()
         tokens = torch.arange(self.batch * self.tokens, device=self.cu_seqlens.device)
-        return tokens.view_as(self._sequence) - self.cu_seqlens.long()[self._sequence]
-
-    @property
-    def _starts(self) -> Tensor:
-        return self._places == 0
+        return tokens.view_as(sequence) - self.cu_seqlens.long()[sequence]
 
     def _indices(self, size: int) -> tuple[Tensor, ...]:
         """Return the fields of `Chunks`, on the device of the offsets."""
-        sequence, places, (batch, tokens) = self._sequence, self._places, self._sequence.shape
+        sequence, places = self._sequence_of_tokens(), self._place_of_tokens()
+        batch, tokens = sequence.shape
         # chunks of the row up to that of each token, which begins where places is 0, size, ...
         chunk = (places % size == 0).cumsum(1) - 1
         count = tokens // size + max(self.sequences - batch, 0) + 1
