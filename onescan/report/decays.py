@@ -55,7 +55,7 @@ def learned_decays(group: RunGroup) -> Section:
 def mean_decays(model: nn.Module, run: Callable[[], object]) -> list[MeanDecays]:
     """Return the mean decay of each head while `run` applies the model, per LION mixer.
 
-    A mixer is called once for each group of documents of a batch; its calls are averaged
+    A mixer may be called once for each group of documents of a batch; calls are averaged
     geometrically, weighted by their numbers of tokens.
     """
     calls: dict[nn.Module, list[tuple[int, MeanDecays]]] = {

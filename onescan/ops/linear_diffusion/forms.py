@@ -125,20 +125,20 @@ def packed_explicit(
     Blocks of C tokens read windows as in `banded_product`, or all tokens if the form is "dense",
     through a copy of K that is zero between different sequences and for masked tokens.
     """
-    tokens, radius = x.shape[1], rates.shape[1] // 2
-    reach = min(radius, tokens - 1)  # longer lags connect no tokens
-    rates = rates[:, radius - reach : radius + reach + 1]
-    size = tokens if form == "dense" else band_block_size(reach)
+    tokens, middle = x.shape[1], rates.shape[1] // 2
+    radius = min(middle, tokens - 1)  # longer lags connect no tokens
+    rates = rates[:, middle - radius : middle + radius + 1]
+    size = tokens if form == "dense" else band_block_size(radius)
     rest = number_of_chunks(tokens, size) * size - tokens
     if keep is not None:
         sequence = sequence.masked_fill(~keep, -1)
     blocks = F.pad(sequence, (0, rest), value=-1).unflatten(1, (-1, size))
-    windows = F.pad(sequence, (reach, reach + rest), value=-2).unfold(1, size + 2 * reach, size)
+    windows = F.pad(sequence, (radius, radius + rest), value=-2).unfold(1, size + 2 * radius, size)
     is_same = blocks.unsqueeze(-1) == windows.unsqueeze(-2)  # B N C C+2R
     moved = []
     for head, kernel in zip(_heads(x), rates, strict=True):
         band = _band(kernel, size) * is_same
-        around = F.pad(head, (0, 0, reach, reach + rest)).unfold(1, size + 2 * reach, size)
+        around = F.pad(head, (0, 0, radius, radius + rest)).unfold(1, size + 2 * radius, size)
         mixed = (band @ around.mT).flatten(1, 2)[:, :tokens]  # B T V
         row_sums = band.sum(-1).flatten(1, 2)[:, :tokens].unsqueeze(-1)
         moved.append(torch.addcmul(mixed, 1 - row_sums, head))
