@@ -87,7 +87,7 @@ class Block(nn.Module):
         self.reads_embedding = mixer.reads_embedding
         self.reads_lower_bound = mixer.reads_lower_bound
         self.takes_cu_seqlens = mixer.takes_cu_seqlens
-        self.kernels_take_cu_seqlens = mixer.kernels_take_cu_seqlens
+        self.regroups_for = mixer.regroups_for
         self.mlp_norm = self.mlp = None
         if mlp is not None:
             eps = norm_eps if mlp_norm_eps is None else mlp_norm_eps
@@ -157,9 +157,9 @@ class Block(nn.Module):
 
     def _takes_offsets(self, x: Hidden) -> bool:
         """Return whether to pass offsets of documents to the mixer instead of regrouping them."""
-        if self.kernels_take_cu_seqlens or not self.takes_cu_seqlens:
+        if self.regroups_for is None or not self.takes_cu_seqlens:
             return self.takes_cu_seqlens
-        return resolved_backend("auto", True, x, widest=None) == "torch"
+        return resolved_backend("auto", True, x, op=self.regroups_for, widest=None) == "torch"
 
     def _mix(self, x: Hidden, grid: Grid, **options: Any) -> Hidden:
         mixed, _ = self.mixer(x, grid, **options)

@@ -67,9 +67,9 @@ class MixerConfig(ABC):
         return False
 
     @property
-    def kernels_take_cu_seqlens(self) -> bool:
-        """Whether it also takes them with kernels; False regroups, which kernels make faster."""
-        return True
+    def regroups_for(self) -> str | None:
+        """Op whose kernels take no `cu_seqlens`: where they run, blocks regroup the sequences."""
+        return None
 
     @property
     def output_is_bounded(self) -> bool:

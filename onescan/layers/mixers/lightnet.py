@@ -87,8 +87,8 @@ class LightNetMixerConfig(MixerConfig):
         return takes_form and is_shared and self.conv_size is None
 
     @property
-    def kernels_take_cu_seqlens(self) -> bool:
-        return False
+    def regroups_for(self) -> str:
+        return f"additive_decay.{'chunk' if self.causal else 'one_scan'}"
 
     def build(self, *, width: int, axes: int) -> "LightNetMixer":
         head_width = self.head_width(width)
