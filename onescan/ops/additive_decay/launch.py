@@ -100,14 +100,16 @@ def _new_outputs(
 def _new_gradients(
     q: Tensor, k: Tensor, v: Tensor, wants_dangles: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Allocate the gradients of q, k, v and, for each sample, of angles."""
-    dangles = torch.empty_like(k, dtype=torch.float32) if wants_dangles else None
+    """Allocate the gradients of q, k, v and, for each sample, of angles, in their dtype."""
+    dangles = torch.empty_like(k) if wants_dangles else None
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dangles
 
 
 def _summed(dangles: Tensor | None, k: Tensor) -> Tensor:
     """Sum the gradients of angles over samples. Without gradients, return an empty tensor."""
-    return k.new_empty((), dtype=torch.float32) if dangles is None else dangles.sum(0)
+    if dangles is None:
+        return k.new_empty((), dtype=torch.float32)
+    return dangles.sum(0, dtype=torch.float32)
 
 
 @torch.library.custom_op("onescan::one_scan", mutates_args=())
