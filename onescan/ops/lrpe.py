@@ -134,10 +134,8 @@ def _axis_tables(
 ) -> list[Tensor]:
     """Return the angles of each axis that has features, [n, H, features of the axis]."""
     widths = _features_per_axis(theta.shape[1], len(shape))
-    if len(shape) > 1 and isinstance(start, int) and not start and all(map(is_known, shape)):
-        # the axes share their positions, so one table serves all of them
-        parts = _axis_angles(max(shape), 0, theta).split(widths, dim=-1)
-        return [part[:n] for part, n in zip(parts, shape, strict=False)]
+    if isinstance(start, int) and not start and all(map(is_known, shape)) and len(set(shape)) == 1:
+        return list(_axis_angles(shape[0], 0, theta).split(widths, dim=-1))  # all in one table
     return [
         _axis_angles(shape[axis], 0 if axis else start, part)
         for axis, part in enumerate(theta.split(widths, dim=1))

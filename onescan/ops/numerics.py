@@ -255,3 +255,17 @@ def is_autocast_enabled(x: Tensor) -> bool:
     """Return whether autocast is enabled for the device of x."""
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """Convert the input of several layers as autocast would for each of them; x if disabled.
+
+    >>> to_autocast_dtype(torch.ones(1)).dtype
+    torch.float32
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     to_autocast_dtype(torch.ones(1)).dtype
+    torch.bfloat16
+    """
+    if not is_autocast_enabled(x) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))

@@ -15,7 +15,13 @@ from onescan.layers.mixers.contract import Mixer, MixerConfig, check_continued, 
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import check_axes_have_features, lrpe, lrpe_angles, lrpe_frequencies
-from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
+from onescan.ops.numerics import (
+    LOG_ZERO,
+    accumulation_dtype,
+    logaddexp,
+    logcumsumexp,
+    to_autocast_dtype,
+)
 from onescan.shapes import (
     Angles,
     Grid,
@@ -185,6 +191,7 @@ class LightNetMixer(Mixer):
         o = self.norm(o.flatten(-2))  # B T D
         if gate is not None:
             gate = self.gate_proj(gate)
+            o = to_autocast_dtype(o)  # as out_proj would, because norms return float32
             o = o * (F.silu(gate) if self.config.gate_activation == "silu" else gate.sigmoid())
         o = masked(self.out_proj(o), keep)
         return o, state if state is None else state._replace(window=window)

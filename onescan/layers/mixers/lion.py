@@ -43,6 +43,7 @@ from onescan.ops.numerics import (
     is_autocast_enabled,
     safe_divide,
     to_accumulation_dtype,
+    to_autocast_dtype,
 )
 from onescan.shapes import Grid, Hidden, Keep, Keys, LowerBound, Position, Queries, Values
 
@@ -270,7 +271,7 @@ class LionMixer(Mixer):
         o = o.flatten(-2) if self.config.norm_heads else o
         if self.config.gate != "none":
             z = gate[0] if self.gate_proj is None else self.gate_proj(gate[0])
-            o = o * FEATURE_MAPS[self.config.gate](z)
+            o = to_autocast_dtype(o) * FEATURE_MAPS[self.config.gate](z)  # norms return float32
         o = masked(self.out_proj(o), keep)
         if attention is None or (self.conv is None and angles is None):
             return o, attention
@@ -434,9 +435,10 @@ class LionMixer(Mixer):
 
 
 def _scan(qkv: tuple[Queries, Keys | None, Values], decay: DecayOutput, prefix: int) -> Scan:
-    """Apply the decay's factor to the keys, in the queries' dtype; the prefix has no decay.
+    """Apply the decay's factor to the keys, and convert them to the dtype of the queries.
 
-    A fixed decay per head also applies to the prefix: lambda^|i - j| between any two tokens.
+    Input-dependent decays are disabled for the prefix. A fixed decay per head also applies to the
+    prefix: lambda^|i - j| between any two tokens.
     """
     (q, k, v), (log_decay, key) = qkv, decay
     if k is None:
