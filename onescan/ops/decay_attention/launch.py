@@ -132,7 +132,7 @@ def _decay_chunks_backward(
     c: Tensor, normalizer: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v, decays and the incoming states."""
-    gradients = dq, dk, dv, ddecays, dkv_in, dsum_in = _new_gradients(q, k, v, decays)
+    dq, dk, dv, ddecays, dkv_in, dsum_in = _new_gradients(q, k, v, decays)
     scale, dc = _scales(o, do, c, normalizer)
     kv, k_sum = torch.empty_like(dkv_in), torch.empty_like(dsum_in)
     before = _states(k, v, None, None, decays, keep, kv_in, sum_in, kv, k_sum)
@@ -161,7 +161,7 @@ def _decay_chunks_backward(
         launch(
             kernels.key_gradients, case, (lines,), *given, *after, *of_keys, *lengths, ABOVE=both
         )
-    return gradients
+    return dq, dk, dv, ddecays, dkv_in, dsum_in
 
 
 @_decay_chunks_backward.register_fake
@@ -178,8 +178,8 @@ def _new_gradients(
     """Allocate what `_decay_chunks_backward` returns."""
     dsum = decays.new_empty(len(decays), k.shape[0], *k.shape[2:])
     dkv = dsum.new_empty(*dsum.shape, v.shape[-1])
-    of_inputs = (torch.empty_like(x) for x in (q, k, v, decays))
-    return *of_inputs, dkv, dsum
+    dq, dk, dv, ddecays = (torch.empty_like(x) for x in (q, k, v, decays))
+    return dq, dk, dv, ddecays, dkv, dsum
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
