@@ -82,10 +82,10 @@ def row_sums_of(
         ones = keep.to(weights.dtype)[:, :, None, None].expand(-1, -1, weights.shape[0], 1)
         return _products(product, ones, weights, rows)
     radius = weights.shape[1] // 2
-    t = torch.arange(rows, device=weights.device)
-    future = F.pad(weights[:, :radius].flip(1).cumsum(1), (1, 0))  # sums over 0, 1, ... R lags
-    past = F.pad(weights[:, radius + 1 :].cumsum(1), (1, 0))
-    row_sums = past[:, t.clamp(max=radius)] + future[:, (rows - 1 - t).clamp(max=radius)]
+    # sums over 0, 1, ... rows - 1 lags on each side, of which at most R are not zero
+    past, future = weights[:, radius + 1 :], weights[:, :radius].flip(1)
+    past, future = (F.pad(x, (1, rows - 1 - radius)).cumsum(1) for x in (past, future))
+    row_sums = past + future.flip(1)
     return row_sums.mT[None, :, :, None]
 
 
