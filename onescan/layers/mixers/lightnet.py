@@ -200,11 +200,14 @@ class LightNetMixer(Mixer):
         self, x: Hidden, keep: Keep | None, window: Window | None
     ) -> tuple[Queries, Keys, Values, tuple[Tensor, ...], Window | None]:
         """Return q, k and v, the inputs of gate_proj and decay_proj, and the next window."""
-        widths = [sum(self.qkv_widths), *self.in_widths[len(self.qkv_widths) :]]
-        u, *low_rank = self.in_proj(x).split(widths, dim=-1)
-        if self.conv is not None:
+        if self.conv is None:  # a single split, as the gradient of each is a copy
+            q, k, v, *low_rank = self.in_proj(x).split(self.in_widths, dim=-1)
+        else:
+            widths = [sum(self.qkv_widths), *self.in_widths[len(self.qkv_widths) :]]
+            u, *low_rank = self.in_proj(x).split(widths, dim=-1)
             u, window = self.conv(u, keep=keep, state=window)
-        q, k, v = (self._heads(y) for y in u.split(self.qkv_widths, dim=-1))
+            q, k, v = u.split(self.qkv_widths, dim=-1)
+        q, k, v = (self._heads(y) for y in (q, k, v))
         return q, k, v, tuple(low_rank), window
 
     def _attend(
