@@ -69,8 +69,8 @@ AllTokens = Float[Tensor, "B S H V"]  # tokens of a state and of a call, S in to
 LastTokens = Float[Tensor, "B rows H V"]
 LastColumns = Float[Tensor, "rows _"]  # columns of the last tokens
 Toeplitz2d = Float[Tensor, "rows columns"]
-Systems = Float[Tensor, "systems T _"]  # one for all sequences, or one for each
-RowSums = Float[Tensor, "systems T"]
+Systems = Float[Tensor, "H systems T _"]  # one for all sequences, or one for each
+RowSums = Float[Tensor, "H systems T"]
 Operators = Float[Tensor, "H T T"]
 
 Images = Float[Tensor, "B channels height width"]

@@ -1,5 +1,7 @@
 """Comparisons that the tests of several ops share."""
 
+import sys
+
 import torch
 
 
@@ -20,3 +22,10 @@ def assert_at_most_twice_the_error(ours, plain, exact):
 
     ours, plain = errors(ours), errors(plain)
     assert all(x <= 2 * y for x, y in zip(ours, plain, strict=True)), (ours, plain)
+
+
+def multiply_in_bfloat16(monkeypatch, op):
+    """Let an op in plain torch multiply bfloat16 inputs as it does on a GPU."""
+    monkeypatch.setattr(
+        sys.modules[f"onescan.ops.{op}"], "product_dtype", lambda *tensors: torch.bfloat16
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_checks import assert_at_most_twice_the_error
+from op_checks import assert_at_most_twice_the_error, multiply_in_bfloat16
 from pairwise import pairwise
 
 from onescan.ops.additive_decay import (
@@ -461,6 +461,25 @@ def test_no_less_exact_than_plain_torch(causal, form, dtype):
     runs = [(ours, named), (plain, named), (plain, exact)]
     results = (outputs_and_gradients(*run) for run in runs)
     assert_at_most_twice_the_error(*(outputs[:1] + slopes for outputs, slopes in results))
+
+
+@pytest.mark.parametrize("scale", [2.0, 20.0])
+@pytest.mark.parametrize("state", [True, False])
+def test_bfloat16_products_are_no_less_exact_than_plain_torch(state, scale, monkeypatch):
+    """On a GPU, products of one scan are bfloat16, and its state is float32."""
+    multiply_in_bfloat16(monkeypatch, "additive_decay")
+    named = inputs(48, dtype=torch.bfloat16, state=state, scale=scale)
+    exact = {
+        n: AdditiveDecayState(*(y.double() for y in x)) if n == "state" else x.double()
+        for n, x in named.items()
+    }
+    plain = partial(reference.forward, causal=False)
+    runs = [(additive_decay, named), (plain, named), (plain, exact)]
+    results = (outputs_and_gradients(*run) for run in runs)
+    assert_at_most_twice_the_error(*(outputs[:1] + slopes for outputs, slopes in results))
+    o, after = additive_decay(**named)
+    assert o.dtype == torch.bfloat16
+    assert after.kv.dtype == torch.float32
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -99,7 +99,7 @@ def test_imports_point_down():
 
 
 def is_launch_file(path: Path) -> bool:
-    """Return whether a file launches kernels: ops/NAME/launch.py, ops/lrpe_launch.py."""
+    """Return whether a file launches kernels: ops/NAME/launch.py, ops/NAME_launch.py."""
     return PACKAGE / "ops" in path.parents and path.stem.endswith("launch")
 
 
@@ -126,13 +126,16 @@ def test_device_code_imports_triton_alone():
     assert_rule("onescan/kernels imports the standard library, triton and itself", broken)
 
 
+OPS_WITH_KERNELS = ("__init__.py", "lrpe.py", "feature_maps.py")
+
+
 def test_kernels_are_imported_by_ops_on_use():
     broken = [
         f"{at(path, line)} imports {module}"
         for path, tree in SOURCES.items()
         if not is_launch_file(path)
-        for line, module in imports(tree, at_import=path.name in ("__init__.py", "lrpe.py"))
-        if re.search(r"\.ops\.(\w+\.|lrpe_)launch\b", module)
+        for line, module in imports(tree, at_import=path.name in OPS_WITH_KERNELS)
+        if re.search(r"\.ops\.(\w+\.|lrpe_|feature_map_)launch\b", module)
     ]
     assert_rule(
         "launch files are imported only by the __init__.py of an op, inside functions", broken

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from harness import measure_peak_mib
 from hypothesis import given
 from hypothesis import strategies as st
-from op_checks import assert_at_most_twice_the_error
+from op_checks import assert_at_most_twice_the_error, multiply_in_bfloat16
 from pairwise import pairwise
 from torch.utils._pytree import tree_map
 
@@ -562,6 +562,24 @@ def test_no_less_exact_than_plain_torch(causal, form, decay, dtype):
         partial(reference.forward, causal=causal, decay_at=default_decay_at(causal, decay)),
         inputs(48, causal=causal, decay=decay, dtype=dtype, width=16),
     )
+
+
+@pytest.mark.parametrize("normalize", NORMALIZERS)
+@pytest.mark.parametrize("state", [True, False])
+def test_bfloat16_products_are_no_less_exact_than_plain_torch(state, normalize, monkeypatch):
+    """On a GPU, products of the undecayed sum are bfloat16, and its states are float32."""
+    multiply_in_bfloat16(monkeypatch, "decay_attention")
+    named = inputs(
+        48, causal=False, decay="none", dtype=torch.bfloat16, width=16, positive=True, state=state
+    )
+    exact = tree_map(torch.Tensor.double, named)
+    plain = partial(reference.forward, causal=False, decay_at="source", normalize=normalize)
+    runs = [(partial(decay_attention, normalize=normalize), named), (plain, named), (plain, exact)]
+    results = (outputs_and_gradients(*run) for run in runs)
+    assert_at_most_twice_the_error(*(outputs[:1] + slopes for outputs, slopes in results))
+    o, after = decay_attention(**named, normalize=normalize)
+    assert o.dtype == torch.bfloat16
+    assert {x.dtype for x in tensors_of(after)} == {torch.float32}
 
 
 @pytest.mark.parametrize("tokens", [70, 300])

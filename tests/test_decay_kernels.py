@@ -478,7 +478,7 @@ def test_operators_are_as_torch_wants_them(decay, normalizer):
     q, k, v, log_decay = (named[n].requires_grad_() for n in ("q", "k", "v", "log_decay"))
     side = on_device(torch.rand(1, 1, 5, 6), torch.rand(1, 1, 5))
     enters = [x[None].requires_grad_() for x in side]
-    arguments = (q, k, v, log_decay[None], named["keep"], *enters, normalizer)
+    arguments = (q, k, v, log_decay[None], named["keep"], *enters, normalizer, True)
     torch.library.opcheck(torch.ops.onescan.decay_chunks, arguments)
     with torch.no_grad():
         steps = (q, k, v, log_decay, named["keep"], *side, normalizer)

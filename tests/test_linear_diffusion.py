@@ -243,6 +243,21 @@ def test_autocast_does_not_narrow_the_sums(scheme, form):
         assert torch.equal(linear_diffusion(**named, scheme=scheme, form=form), want)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_backward_pass_of_crank_nicolson_reuses_the_factors(keep, monkeypatch):
+    """Blocks of 32 tokens are factored once, for all heads together."""
+    factored = []
+    factor = torch.linalg.lu_factor_ex
+    monkeypatch.setattr(
+        torch.linalg, "lu_factor_ex", lambda x: (factored.append(x.shape), factor(x))[1]
+    )
+    named, tensors = leaves(inputs(100, 8, keep=keep))
+    y = linear_diffusion(**named, scheme="crank_nicolson", form="banded")
+    y.square().sum().backward()
+    assert factored == [(H, B if keep else 1, 32, 32)] * 4
+    assert all(x.grad is not None for x in tensors)
+
+
 @over_forms
 def test_a_large_token_does_not_drown_what_it_does_not_reach(form):
     """In float32 a spectrum of 1e6 among ones would cost all six digits of the others."""

@@ -19,10 +19,12 @@ from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     HGRNMixerConfig,
     LionMixerConfig,
+    lion,
 )
 from onescan.layers.tokens import snake_orders
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.presets import preset
+from onescan.ops.decay_attention import decay_attention
 from onescan.shapes import Grid
 
 WIDTH, HEADS, K = 24, 3, 8
@@ -532,6 +534,28 @@ def test_mixed_precision_stays_near_the_whole(dtype, scan):
     half, _ = mixer.to(dtype)(x.to(dtype), grid)
     assert half.dtype == dtype
     assert (half.float() - want).abs().max() < 0.05 * want.abs().max()
+
+
+@pytest.mark.parametrize("decay", [*DECAYS.values(), SelectiveDecayConfig(couple_key=True)])
+@pytest.mark.parametrize("autocasts", [True, False])
+def test_the_op_reads_queries_keys_and_values_in_the_narrow_type(decay, autocasts, monkeypatch):
+    read = {}
+
+    def attend(q, k, v, log_decay, **options):
+        read.update(q=q.dtype, k=k.dtype, v=v.dtype)
+        if log_decay is not None:
+            read["log_decay"] = log_decay.dtype
+        return decay_attention(q, k, v, log_decay, **options)
+
+    monkeypatch.setattr(lion, "decay_attention", attend)
+    mixer = LionMixerConfig(num_heads=HEADS, decay=decay).build(width=WIDTH, axes=1)
+    x = torch.randn(2, 6, WIDTH)
+    if not autocasts:
+        mixer, x = mixer.bfloat16(), x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        mixer(x, LINE)
+    assert read.pop("log_decay", torch.float32) == torch.float32
+    assert read == dict.fromkeys("qkv", torch.bfloat16)
 
 
 def test_what_natural_scans_divide_has_not_been_rounded():

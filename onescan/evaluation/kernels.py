@@ -28,6 +28,7 @@ from onescan.ops.additive_decay import reference as additive_reference
 from onescan.ops.backend import KERNEL_OPS
 from onescan.ops.decay_attention import DecayState, DecayStates
 from onescan.ops.decay_attention import reference as decay_reference
+from onescan.ops.feature_maps import shifted_silu
 from onescan.ops.kernel_record import read_results, record_path
 
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 2e-5}
@@ -380,6 +381,16 @@ def _lrpe() -> Call:
     return Call(run, inputs)
 
 
+def _shifted_silu() -> Call:
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        return {"x": 2 * draw(*size)}
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        return (shifted_silu(x["x"], backend=backend or "torch"),)
+
+    return Call(run, inputs)
+
+
 CALLS: dict[str, tuple[Call, ...]] = {
     "additive_decay.one_scan": (
         _additive("one_scan", causal=False, lrpe=True, state=False),
@@ -405,4 +416,5 @@ CALLS: dict[str, tuple[Call, ...]] = {
     ),
     "toeplitz_position": (_toeplitz(bidirectional=False), _toeplitz(bidirectional=True)),
     "lrpe": (_lrpe(),),
+    "shifted_silu": (_shifted_silu(),),
 }

@@ -14,6 +14,7 @@ FILES = (
     "one_scan",
     "toeplitz",
     "lrpe",
+    "feature_maps",
     "additive_step",
     "decay_states",
     "decay_scalar",

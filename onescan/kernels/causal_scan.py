@@ -522,7 +522,7 @@ def key_gradients(
                 OPERAND, PRECISION,
             )  # fmt: skip
             if HAS_DANGLES:
-                da = tl.load(dangles + at, mask=written, other=0)
+                da = tl.load(dangles + at, mask=written, other=0).to(tl.float32)
                 da += dangle + w * (of_sin * cos - of_cos * sin)
                 tl.store(dangles + at, da, mask=written)
             of_cos = of_cos * cos + of_sin * sin

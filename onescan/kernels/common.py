@@ -24,7 +24,7 @@ LOG_ZERO = tl.constexpr(-1e30)  # as in onescan.ops.numerics
 LENGTHS = ("batch", "tokens", "split", "parts", "chunks", "lines", "length", "groups", "stride")
 
 # Types of pointers by name; all others are float32.
-DATA = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "x", "y", "dx", "dy")
+DATA = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "dangles", "x", "y", "dx", "dy")
 OPERANDS = ("before", "after", "kv_rounded", "dkv_rounded")
 OTHERS = {"keep": "i1", "z_in": "fp64", "z": "fp64"}
 

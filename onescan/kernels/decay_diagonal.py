@@ -105,17 +105,17 @@ def level_factors(
 
 @kernel(
     read_blocks,
-    {"BELOW": True, "NORMALIZER": 1, "o": "*fp32"},
-    {"BELOW": True, "ABOVE": True, "NORMALIZER": 1, "o": "*fp32"},
+    {"BELOW": True, "NORMALIZER": 1, "HAS_WIDE_O": True},
+    {"BELOW": True, "ABOVE": True, "NORMALIZER": 1, "HAS_WIDE_O": True},
     {"BELOW": True, "ABOVE": True, "NORMALIZER": 1, "TRANSPOSED": True},
 )
 def read(
     q, k, v, scale, decays, keep, before, before_sum,
-    o, c,
+    o, wide_o, c,
     batch, tokens, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BELOW: tl.constexpr, ABOVE: tl.constexpr, TRANSPOSED: tl.constexpr,
-    NORMALIZER: tl.constexpr, HAS_KEEP: tl.constexpr,
+    NORMALIZER: tl.constexpr, HAS_WIDE_O: tl.constexpr, HAS_KEEP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,8 @@ def read(
     BOTH: tl.constexpr = BELOW and ABOVE
     line = tl.arange(0, BLOCK_T) * H
     rows = line[:, None]
-    q, k, v, o = q + begin * K, k + begin * K, v + begin * V, o + begin * V
+    q, k, v = q + begin * K, k + begin * K, v + begin * V
+    o, wide_o = o + begin * V, wide_o + begin * V
     of_right = (batch * H).to(tl.int64) * tokens * (1 if BOTH else 0)
     below_line = ((lower * batch + sample) * H + head) * chunks + chunk
     above_line = (((1 - lower) * batch + sample) * H + head) * chunks + chunk
@@ -181,8 +182,11 @@ def read(
             factor, _ = scale_of(total, NORMALIZER)
     values = load_tile(v, rows, valid, start, V, BLOCK_V)
     acc += product(weights, values, OPERAND, PRECISION)
+    acc *= factor[:, None]
     there = (t < tokens)[:, None] & (e < V)[None, :]
-    tl.store(o + rows * V + e[None, :], acc * factor[:, None], mask=there)
+    tl.store(o + rows * V + e[None, :], acc, mask=there)
+    if HAS_WIDE_O:
+        tl.store(wide_o + rows * V + e[None, :], acc, mask=there)
 
 
 @jit

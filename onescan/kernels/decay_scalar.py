@@ -92,28 +92,30 @@ def read_state(
 
 @kernel(
     read_blocks,
-    {"BELOW": True, "NORMALIZER": 1, "o": "*fp32"},
-    {"BELOW": True, "ABOVE": True, "NORMALIZER": 1, "o": "*fp32"},
+    {"BELOW": True, "NORMALIZER": 1, "HAS_WIDE_O": True},
+    {"BELOW": True, "ABOVE": True, "NORMALIZER": 1, "HAS_WIDE_O": True},
     {"BELOW": True, "ABOVE": True, "NORMALIZER": 1, "TRANSPOSED": True},
 )
 def read(
     q, k, v, scale, decays, keep, before, before_sum,
-    o, c,
+    o, wide_o, c,
     batch, tokens, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BELOW: tl.constexpr, ABOVE: tl.constexpr, TRANSPOSED: tl.constexpr,
-    NORMALIZER: tl.constexpr, HAS_KEEP: tl.constexpr,
+    NORMALIZER: tl.constexpr, HAS_WIDE_O: tl.constexpr, HAS_KEEP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of a chunk and, with normalization, its row sums c [B, T, H].
 
+    wide_o: the same outputs in float32, for the backward pass.
     TRANSPOSED: compute gradients of values instead. Pass keys as q, queries as k, dO as v, and
     gradients of states as states. The triangles above and below the diagonal are swapped.
     """
     head, sample, chunk, t, valid, begin = chunk_of(keep, batch, tokens, H, HAS_KEEP, BLOCK_T)
     lower: tl.constexpr = 1 if TRANSPOSED else 0  # direction of the scores below the diagonal
-    q, k, v, o = q + begin * K, k + begin * K, v + begin * V, o + begin * V
+    q, k, v = q + begin * K, k + begin * K, v + begin * V
+    o, wide_o = o + begin * V, wide_o + begin * V
     line = tl.arange(0, BLOCK_T) * H
     rows = line[:, None]
     own, below, _ = cumulative_decay(decays, lower * BELOW * batch + sample, t, tokens, head, H)
@@ -161,7 +163,10 @@ def read(
             )  # fmt: skip
         e = start + tl.arange(0, BLOCK_V)
         there = (t < tokens)[:, None] & (e < V)[None, :]
-        tl.store(o + rows * V + e[None, :], acc * factor[:, None], mask=there)
+        acc *= factor[:, None]
+        tl.store(o + rows * V + e[None, :], acc, mask=there)
+        if HAS_WIDE_O:
+            tl.store(wide_o + rows * V + e[None, :], acc, mask=there)
 
 
 @jit

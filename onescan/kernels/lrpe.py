@@ -84,14 +84,14 @@ def rotate(
         tl.store(to + K, values * sin, mask=there)
 
 
-@kernel(blocks_of, {"HAS_DANGLES": False}, {"HAS_DANGLES": True})
+@kernel(blocks_of, {"HAS_ANGLE_SUMS": False}, {"HAS_ANGLE_SUMS": True})
 def rotate_back(
     dy, x, angles,
-    dx, dangles,
+    dx, angle_sums,
     batch, length, parts,
-    K: tl.constexpr, HAS_DANGLES: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, HAS_ANGLE_SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write dx, and the contribution of one part of the samples to dangles, [parts, T, H, K]."""
+    """Write dx, and the sum of da over each part of the samples, [parts, T, H, K]."""
     program = tl.program_id(0).to(tl.int64)
     part = program % parts
     i = program // parts * BLOCK + tl.arange(0, BLOCK)
@@ -104,8 +104,8 @@ def rotate_back(
         of_cos = tl.load(gradient, mask=there, other=0).to(tl.float32)
         of_sin = tl.load(gradient + K, mask=there, other=0).to(tl.float32)
         tl.store(dx + sample * length + i, of_cos * cos + of_sin * sin, mask=there)
-        if HAS_DANGLES:
+        if HAS_ANGLE_SUMS:
             values = tl.load(x + sample * length + i, mask=there, other=0).to(tl.float32)
             angle_sum += values * (of_sin * cos - of_cos * sin)
-    if HAS_DANGLES:
-        tl.store(dangles + part * length + i, angle_sum, mask=there)
+    if HAS_ANGLE_SUMS:
+        tl.store(angle_sums + part * length + i, angle_sum, mask=there)

@@ -399,7 +399,7 @@ def collect_tile(
                 )  # fmt: skip
             cos, sin = load_rotary(rotary, start, r, head, c, tokens, H, K)
             if HAS_DANGLES:
-                da = tl.load(dangles + at, mask=written, other=0)
+                da = tl.load(dangles + at, mask=written, other=0).to(tl.float32)
                 tl.store(dangles + at, da + w * (of_sin * cos - of_cos * sin), mask=written)
             of_cos = of_cos * cos + of_sin * sin
         away = tl.load(offset + c, mask=c < K, other=0)

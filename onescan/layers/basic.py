@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
+from onescan.ops.numerics import to_autocast_dtype
 from onescan.shapes import Hidden
 
 NormName = Literal["layer", "rms", "simple_rms", "none"]
@@ -111,4 +112,5 @@ class GLU(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Hidden) -> Hidden:
+        x = to_autocast_dtype(x)  # once for both projections
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

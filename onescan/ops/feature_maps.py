@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from onescan.ops.backend import Backend, resolved_backend
+from onescan.ops.numerics import disable_autocast
 from onescan.shapes import Queries
 
 FeatureMapName = Literal["identity", "silu", "relu", "elu_plus_one", "sigmoid", "shifted_silu"]
@@ -25,15 +27,22 @@ def elu_plus_one(x: Queries) -> Queries:
     return F.elu(x) + 1
 
 
-def shifted_silu(x: Queries) -> Queries:
+def shifted_silu(x: Queries, *, backend: Backend = "auto") -> Queries:
     """Return (silu(x) + 0.5) / ||silu(x) + 0.5|| over the channels of a head, which is positive.
 
-    silu is never below -0.28, so the norm is never 0. Source: LION, arXiv:2502.16249, Sec. 3.2.
+    silu is never below -0.28, so the norm is never 0. The result has the dtype of x, also under
+    autocast. The backend "triton" computes it in one kernel, with first derivatives only.
+    Source: LION, arXiv:2502.16249, Sec. 3.2.
 
     >>> shifted_silu(torch.zeros(1, 1, 1, 4)).flatten().tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
-    return F.normalize(F.silu(x) + 0.5, dim=-1)
+    if resolved_backend(backend, True, x, op="shifted_silu") == "triton":
+        from onescan.ops import feature_map_launch  # imports Triton
+
+        return feature_map_launch.shifted_silu(x)
+    with disable_autocast(x):
+        return F.normalize(F.silu(x) + 0.5, dim=-1)
 
 
 FEATURE_MAPS: Mapping[FeatureMapName, Callable[[Queries], Queries]] = MappingProxyType(

@@ -24,12 +24,7 @@ from onescan.checks import (
 )
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
-from onescan.ops.numerics import (
-    accumulation_dtype,
-    to_accumulation_dtype,
-    to_float64,
-    wrap_angle,
-)
+from onescan.ops.numerics import accumulation_dtype, to_accumulation_dtype, wrap_angle
 from onescan.shapes import Angles, Frequencies, FrequencyRow, Keys, RotatedKeys
 
 BLOCK = 64  # positions per block of `_axis_angles`
@@ -126,15 +121,25 @@ def lrpe_angles(
         raise ValueError("theta holds NaN or infinity, expected finite frequencies")
     (theta,) = to_accumulation_dtype(theta)
     along = []  # of each axis that has features: 1 .. n .. 1 H K
-    for axis, part in enumerate(theta.split(_features_per_axis(theta.shape[1], len(shape)), dim=1)):
+    for axis, table in enumerate(_axis_tables(shape, start, theta)):
         size = [1] * len(shape)
         size[axis] = shape[axis]
-        angles = _axis_angles(shape[axis], start if axis == 0 else 0, part).reshape(
-            *size, *part.shape
-        )
-        along.append(angles.expand(*shape, *part.shape))
+        along.append(table.reshape(*size, *table.shape[1:]).expand(*shape, *table.shape[1:]))
     angles = (along[0] if len(along) == 1 else torch.cat(along, dim=-1)).flatten(0, -3)
     return F.pad(angles, (0, 0, 0, 0, prefix, 0)) if prefix else angles
+
+
+def _axis_tables(
+    shape: tuple[int, ...], start: int | Int[Tensor, ""], theta: Frequencies
+) -> list[Tensor]:
+    """Return the angles of each axis that has features, [n, H, features of the axis]."""
+    widths = _features_per_axis(theta.shape[1], len(shape))
+    if isinstance(start, int) and not start and all(map(is_known, shape)) and len(set(shape)) == 1:
+        return list(_axis_angles(shape[0], 0, theta).split(widths, dim=-1))  # all in one table
+    return [
+        _axis_angles(shape[axis], 0 if axis else start, part)
+        for axis, part in enumerate(theta.split(widths, dim=1))
+    ]
 
 
 def _axis_angles(count: int, start: int | Int[Tensor, ""], theta: Frequencies) -> Angles:
@@ -144,17 +149,26 @@ def _axis_angles(count: int, start: int | Int[Tensor, ""], theta: Frequencies) -
     float64 operations on long axes.
     """
     if not is_known(count) or count <= BLOCK:
-        return _reduced_angles(torch.arange(count, device=theta.device) + start, theta)
-    blocks = torch.arange(0, count, BLOCK, device=theta.device) + start
-    inside = torch.arange(BLOCK, device=theta.device)
-    coarse, fine = (_reduced_angles(x, theta) for x in (blocks, inside))
+        return _reduced_angles(count, start, 1, theta)
+    coarse = _reduced_angles(-(-count // BLOCK), start, BLOCK, theta)
+    fine = _reduced_angles(BLOCK, 0, 1, theta)
     return (coarse.unsqueeze(1) + fine).flatten(0, 1)[:count]
 
 
-def _reduced_angles(positions: Int[Tensor, " T"], theta: Frequencies) -> Angles:
-    """Multiply positions by theta and reduce to [-pi, pi] in float64; rounded to theta's dtype."""
-    wide = to_float64(theta)
-    return wrap_angle(positions.to(wide.dtype)[:, None, None] * wide).to(theta.dtype)
+def _reduced_angles(
+    count: int, start: int | Int[Tensor, ""], step: int, theta: Frequencies
+) -> Angles:
+    """Multiply positions, `step` apart, by theta and reduce to [-pi, pi] in float64.
+
+    The result is rounded to theta's dtype.
+    """
+    wide = torch.float32 if theta.device.type == "mps" else torch.float64
+    positions = torch.arange(count, dtype=wide, device=theta.device)
+    if step != 1:
+        positions = positions * step
+    if isinstance(start, Tensor) or start:
+        positions = positions + start
+    return wrap_angle(positions[:, None, None] * theta).to(theta.dtype)
 
 
 def lrpe_frequencies(width: int, axes: int, base: float = 10000.0) -> FrequencyRow:

@@ -33,6 +33,17 @@ def to_accumulation_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
+def product_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype in which plain torch multiplies inputs: their own if it is bfloat16.
+
+    All others are multiplied in the dtype of sums. CPUs always do so, as many of them emulate
+    bfloat16, and so does float16, in which sums over tokens may overflow.
+    """
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
+    narrow = dtype == torch.bfloat16 and tensors[0].device.type != "cpu"
+    return dtype if narrow else accumulation_dtype(dtype)
+
+
 def to_float64(x: Tensor) -> Tensor:
     """Convert a tensor to float64, except on MPS, which does not support it."""
     return x if x.device.type == "mps" else x.double()
@@ -255,3 +266,17 @@ def is_autocast_enabled(x: Tensor) -> bool:
     """Return whether autocast is enabled for the device of x."""
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """Convert the input of several layers as autocast would for each of them; x if disabled.
+
+    >>> to_autocast_dtype(torch.ones(1)).dtype
+    torch.float32
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     to_autocast_dtype(torch.ones(1)).dtype
+    torch.bfloat16
+    """
+    if not is_autocast_enabled(x) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))

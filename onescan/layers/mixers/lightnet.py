@@ -16,7 +16,13 @@ from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import check_axes_have_features, lrpe, lrpe_angles, lrpe_frequencies
-from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
+from onescan.ops.numerics import (
+    LOG_ZERO,
+    accumulation_dtype,
+    logaddexp,
+    logcumsumexp,
+    to_autocast_dtype,
+)
 from onescan.ops.packing import Packing
 from onescan.shapes import (
     Angles,
@@ -204,6 +210,7 @@ class LightNetMixer(Mixer):
         o = self.norm(o.flatten(-2))  # B T D
         if gate is not None:
             gate = self.gate_proj(gate)
+            o = to_autocast_dtype(o)  # as out_proj would, because norms return float32
             o = o * (F.silu(gate) if self.config.gate_activation == "silu" else gate.sigmoid())
         o = masked(self.out_proj(o), keep)
         return o, state if state is None else state._replace(window=window)
@@ -212,11 +219,14 @@ class LightNetMixer(Mixer):
         self, x: Hidden, keep: Keep | None, window: Window | None
     ) -> tuple[Queries, Keys, Values, tuple[Tensor, ...], Window | None]:
         """Return q, k and v, the inputs of gate_proj and decay_proj, and the next window."""
-        widths = [sum(self.qkv_widths), *self.in_widths[len(self.qkv_widths) :]]
-        u, *low_rank = self.in_proj(x).split(widths, dim=-1)
-        if self.conv is not None:
+        if self.conv is None:  # a single split, as the gradient of each is a copy
+            q, k, v, *low_rank = self.in_proj(x).split(self.in_widths, dim=-1)
+        else:
+            widths = [sum(self.qkv_widths), *self.in_widths[len(self.qkv_widths) :]]
+            u, *low_rank = self.in_proj(x).split(widths, dim=-1)
             u, window = self.conv(u, keep=keep, state=window)
-        q, k, v = (self._heads(y) for y in u.split(self.qkv_widths, dim=-1))
+            q, k, v = u.split(self.qkv_widths, dim=-1)
+        q, k, v = (self._heads(y) for y in (q, k, v))
         return q, k, v, tuple(low_rank), window
 
     def _attend(

@@ -357,8 +357,9 @@ class Diffusion(nn.Module):
     def weights(self) -> DiffusionKernels:
         """Return the current kernels, for lags t - s = -R ... R."""
         (past,) = to_accumulation_dtype(self.raw_past)
-        future = torch.zeros_like(past)
-        if self.raw_future is not None:
+        if self.raw_future is None:
+            future = torch.zeros_like(past)
+        else:
             (future,) = to_accumulation_dtype(self.raw_future)
             future = F.softplus(future)
         return gaussian_kernel(F.softplus(past), future, self.sigma(), self.radius)

@@ -40,11 +40,11 @@ from onescan.layers.tokens import Order, snake_orders
 from onescan.ops.decay_attention import DecayAt, DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.numerics import (
-    accumulation_dtype,
     disable_autocast,
     is_autocast_enabled,
     safe_divide,
     to_accumulation_dtype,
+    to_autocast_dtype,
 )
 from onescan.ops.packing import Packing
 from onescan.shapes import Grid, Hidden, Keep, Keys, LowerBound, Position, Queries, Values
@@ -280,11 +280,11 @@ class LionMixer(Mixer):
         else:
             o = self._attend_naturally(u, angles, decays, grid, keep)
         o = o if self.config.norm_heads else o.flatten(-2)
-        o = self.norm(o.to(self._norm_dtype(x)))
+        o = self.norm(o.to(self._norm_dtype(x, o)))
         o = o.flatten(-2) if self.config.norm_heads else o
         if self.config.gate != "none":
             z = gate[0] if self.gate_proj is None else self.gate_proj(gate[0])
-            o = o * FEATURE_MAPS[self.config.gate](z)
+            o = to_autocast_dtype(o) * FEATURE_MAPS[self.config.gate](z)  # norms return float32
         o = masked(self.out_proj(o), keep)
         if attention is None or (self.conv is None and angles is None):
             return o, attention
@@ -325,8 +325,9 @@ class LionMixer(Mixer):
         q, *projected, v = u.split(self.qkv_widths, dim=-1)
         q = self._features(q, angles) * self.key_width**-0.5
         k = self._features(projected[0], angles) if projected else None
-        # Sums may overflow float16.
-        (v,) = to_accumulation_dtype(self.value_map(v.unflatten(-1, (self.num_heads, -1))))
+        v = self.value_map(v.unflatten(-1, (self.num_heads, -1)))
+        if v.dtype == torch.float16 and not self._divides_by_row_sum:
+            (v,) = to_accumulation_dtype(v)  # sums may overflow float16
         return q, k, v
 
     def _decay_outputs(self, x: Hidden, lower_bound: LowerBound | None) -> list[DecayOutput]:
@@ -334,12 +335,17 @@ class LionMixer(Mixer):
         bound = () if lower_bound is None else (lower_bound,)
         return [decay(x, *bound) for decay in self.decays]
 
-    def _norm_dtype(self, x: Hidden) -> torch.dtype:
-        """Return the dtype of the norm's input: the widest that its weights and autocast allow."""
+    @property
+    def _divides_by_row_sum(self) -> bool:
+        """Whether the op divides its outputs by row sums, which makes them means of values."""
+        return self.config.normalize == "sum" and self.config.scan == "flat"
+
+    def _norm_dtype(self, x: Hidden, o: Tensor) -> torch.dtype:
+        """Return the dtype of the norm's input: that of its weights, or one for `out_proj`."""
         scale = getattr(self.norm, "weight", None)
         if scale is not None:
             return scale.dtype
-        return accumulation_dtype(x.dtype) if is_autocast_enabled(x) else x.dtype
+        return o.dtype if is_autocast_enabled(x) else x.dtype
 
     @torch.no_grad()
     def mean_decays(
@@ -414,8 +420,8 @@ class LionMixer(Mixer):
         scans = [_scan(*each, grid.prefix) for each in zip(projected, decays, strict=True)]
         normalizes = self.config.normalize == "sum"
         values = [scan.v for scan in scans]
-        if normalizes:  # outputs for values of 1 are the row sums
-            values = [F.pad(v, (0, 1), value=1.0) for v in values]
+        if normalizes:  # outputs for values of 1 are the row sums, which are not rounded
+            values = [F.pad(v, (0, 1), value=1.0) for v in to_accumulation_dtype(*values)]
         together = Scan(
             _reordered([scan.q for scan in scans], orders),
             _reordered([scan.k for scan in scans], orders),
@@ -447,9 +453,10 @@ class LionMixer(Mixer):
 
 
 def _scan(qkv: tuple[Queries, Keys | None, Values], decay: DecayOutput, prefix: int) -> Scan:
-    """Apply the decay's factor to the keys; input-dependent decays are disabled for the prefix.
+    """Apply the decay's factor to the keys, and convert them to the dtype of the queries.
 
-    A fixed decay per head also applies to the prefix: lambda^|i - j| between any two tokens.
+    Input-dependent decays are disabled for the prefix. A fixed decay per head also applies to the
+    prefix: lambda^|i - j| between any two tokens.
     """
     (q, k, v), (log_decay, key) = qkv, decay
     if k is None:
@@ -458,8 +465,9 @@ def _scan(qkv: tuple[Queries, Keys | None, Values], decay: DecayOutput, prefix: 
     elif key is not None:
         k = k * key
     if prefix and log_decay is not None and log_decay.ndim > 1:
-        log_decay = torch.cat([torch.zeros_like(log_decay[:, :prefix]), log_decay[:, prefix:]], 1)
-    return Scan(q, k, log_decay, v)
+        before = (0, 0) * (log_decay.ndim - 2) + (prefix, 0)
+        log_decay = F.pad(log_decay[:, prefix:], before)
+    return Scan(q, k.to(q.dtype), log_decay, v)
 
 
 def _divided_by_row_sum(q: Queries, k: Keys, keep: Keep | None) -> Queries:

@@ -44,7 +44,12 @@ from onescan.ops.backend import (
     resolved_backend,
     wants_gradient,
 )
-from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
+from onescan.ops.numerics import (
+    accumulation_dtype,
+    disable_autocast,
+    product_dtype,
+    to_accumulation_dtype,
+)
 from onescan.ops.packing import Packing, packing_of
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
@@ -164,8 +169,11 @@ def additive_decay(
     if choice[2] == "triton":  # kernels read any dtype and apply `keep` themselves
         state = None if state is None else canonical(state, torch.float32)
     else:
-        q, k, v = to_accumulation_dtype(q, k, v)
-        state = None if state is None else canonical(state, v.dtype)
+        if choice[1] == "one_scan" and packing is None:
+            q, k, v = (x.to(product_dtype(q, k, v)) for x in (q, k, v))
+        else:
+            q, k, v = to_accumulation_dtype(q, k, v)
+        state = None if state is None else canonical(state, accumulation_dtype(v.dtype))
         if keep is not None:
             dropped, keep = ~keep[:, :, None, None], None
             k, v = k.masked_fill(dropped, -torch.inf), v.masked_fill(dropped, 0)

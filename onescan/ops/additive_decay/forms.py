@@ -31,7 +31,7 @@ from onescan.ops.additive_decay.state import (
 )
 from onescan.ops.chunks import length_of_chunks, linear_scan, number_of_chunks
 from onescan.ops.lrpe import rotary_tables, rotate
-from onescan.ops.numerics import LOG_ZERO, logaddexp, logcumsumexp
+from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
 from onescan.ops.packing import Chunks, Packing
 from onescan.shapes import Angles as Table  # of cosines or sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
@@ -45,7 +45,10 @@ TILE = 1 << 20  # elements of k or q per tile, so that a tile fits the caches
 
 
 def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
-    """Sum over all tokens, then read the sum with every query: O(T)."""
+    """Sum over all tokens, then read the sum with every query: O(T).
+
+    Products of bfloat16 inputs are bfloat16; weights, their sums and the state are float32.
+    """
     q, k, v, angles, state, *_, packing = inputs
     tables = rotary_tables(angles, k.dtype)
     if packing is not None:
@@ -284,17 +287,17 @@ def _summary(
 ) -> tuple[LogNormalizer, KeyValue]:
     """Return the log-normalizer and kv of these tokens only."""
     # The result does not depend on the maximum, so no gradient flows through it.
-    peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO)  # B H K
+    peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO).to(accumulation_dtype(k.dtype))  # B H K
     weight = (k - peak.unsqueeze(1)).exp_()
     total = weight.sum(dim=1)  # B H K
     total = torch.where(total > 0, total, 1)  # if all logits are -inf, the mean is 0
-    kv = torch.einsum("bthf,bthv->bhfv", rotate(weight, cos, sin), v)
+    kv = torch.einsum("bthf,bthv->bhfv", rotate(weight.to(v.dtype), cos, sin), v).to(total.dtype)
     return peak.double() + total.double().log(), kv / per_feature(total, kv)
 
 
 def _read_out(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> Values:
     """Return kv^T R(q)."""
-    return torch.einsum("bthf,bhfv->bthv", rotate(q, cos, sin), kv)
+    return torch.einsum("bthf,bhfv->bthv", rotate(q, cos, sin), kv.to(q.dtype))
 
 
 # One scan per sample, tile by tile: faster on a CPU, and needs less memory. Products read the

@@ -100,14 +100,16 @@ def _new_outputs(
 def _new_gradients(
     q: Tensor, k: Tensor, v: Tensor, wants_dangles: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Allocate the gradients of q, k, v and, for each sample, of angles."""
-    dangles = torch.empty_like(k, dtype=torch.float32) if wants_dangles else None
+    """Allocate the gradients of q, k, v and, for each sample, of angles, in their dtype."""
+    dangles = torch.empty_like(k) if wants_dangles else None
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dangles
 
 
 def _summed(dangles: Tensor | None, k: Tensor) -> Tensor:
     """Sum the gradients of angles over samples. Without gradients, return an empty tensor."""
-    return k.new_empty((), dtype=torch.float32) if dangles is None else dangles.sum(0)
+    if dangles is None:
+        return k.new_empty((), dtype=torch.float32)
+    return dangles.sum(0, dtype=torch.float32)
 
 
 @torch.library.custom_op("onescan::one_scan", mutates_args=())
@@ -148,8 +150,8 @@ def _(
 
 @torch.library.custom_op("onescan::one_scan_backward", mutates_args=())
 def _one_scan_backward(
-    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None,
-    keep: Tensor | None, kv: Tensor, scale: Tensor, wants_dangles: bool,
+    do: Tensor, dz: Tensor | None, dkv: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    angles: Tensor | None, keep: Tensor | None, kv: Tensor, scale: Tensor, wants_dangles: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v and angles, the total gradient of kv, and <kv, dkv> - dz."""
     batch, tokens, heads, _ = k.shape
@@ -162,9 +164,10 @@ def _one_scan_backward(
         scan.spread, case, (batch * heads * parts, keys),
         q, do, rotary, keep, as_multiplied(kv, k.dtype), dq, dangles, sums, batch, tokens, split,
     )  # fmt: skip
-    whole = sums.sum(0) + dkv.contiguous()
+    whole = sums.sum(0) if dkv is None else sums.sum(0) + dkv.contiguous()
     rounded = as_multiplied(whole, k.dtype)  # so that components common to all values cancel
-    offset = (per_key(kv * rounded, k) - dz).float()
+    offset = per_key(kv * rounded, k)
+    offset = offset if dz is None else (offset - dz).float()
     split, parts = _tiles(k, case, scan.collect_blocks(case))
     launch(
         scan.collect, case, (batch * heads * parts,),
@@ -175,8 +178,8 @@ def _one_scan_backward(
 
 @_one_scan_backward.register_fake
 def _(
-    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None,
-    keep: Tensor | None, kv: Tensor, scale: Tensor, wants_dangles: bool,
+    do: Tensor, dz: Tensor | None, dkv: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    angles: Tensor | None, keep: Tensor | None, kv: Tensor, scale: Tensor, wants_dangles: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     *made, dangles = _new_gradients(q, k, v, wants_dangles)
     return *made, _summed(dangles, k), torch.empty_like(kv), torch.empty_like(scale[0])
@@ -184,15 +187,17 @@ def _(
 
 def _save_for_one_scan(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs, *output[1:])
+    ctx.set_materialize_grads(False)  # zeros for states that nobody reads
 
 
 def _backward_of_one_scan(
-    ctx: Any, do: Tensor, dz: Tensor, dkv: Tensor, *_: Any
+    ctx: Any, do: Tensor | None, dz: Tensor | None, dkv: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     q, k, v, angles, keep, z_in, kv_in, z, kv, scale = ctx.saved_tensors
     wants_dangles = angles is not None and ctx.needs_input_grad[3]
+    do = torch.zeros_like(v) if do is None else do.contiguous()
     dq, dk, dv, dangles, whole, offset = _one_scan_backward(
-        do.contiguous(), dz, dkv, q, k, v, angles, keep, kv, scale, wants_dangles
+        do, dz, dkv, q, k, v, angles, keep, kv, scale, wants_dangles
     )
     dz_in = dkv_in = None
     if z_in is not None:

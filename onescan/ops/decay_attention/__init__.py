@@ -30,7 +30,12 @@ from onescan.ops.backend import Backend, resolved_backend, wants_gradient
 from onescan.ops.chunks import is_known
 from onescan.ops.decay_attention import forms
 from onescan.ops.decay_attention.forms import Directions, directed, padded, separated
-from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
+from onescan.ops.numerics import (
+    accumulation_dtype,
+    disable_autocast,
+    product_dtype,
+    to_accumulation_dtype,
+)
 from onescan.ops.packing import Packing, packing_of
 from onescan.shapes import DecayedKeys, DecayedKeyValue, Keep, Keys, LogDecays, Queries, Values
 
@@ -213,12 +218,19 @@ def decay_attention(
     op = f"decay_attention.{'diagonal' if call.is_diagonal else 'scalar'}"
     runs_on: Any = resolved_backend(backend, has_kernel, q, k, v, op=op)
     choice = choose(form, runs_on, causal=causal, decays=decays, call=call)
-    if decay_at == "auto":
+    if not decays:
+        decay_at = "target"  # which shifts nothing
+    elif decay_at == "auto":
         decay_at = "target" if causal or call.is_diagonal else "source"
     in_kernels = choice.backend == "triton"
     with disable_autocast(q):
-        wide_q, wide_k, wide_v = (q, k, v) if in_kernels else to_accumulation_dtype(q, k, v)
-        wide_decay = _broadcast(log_decay, torch.float32 if in_kernels else wide_k.dtype, k)
+        if in_kernels:
+            wide_q, wide_k, wide_v = q, k, v
+        elif choice[:2] == ("both, no decay", "chunk"):
+            wide_q, wide_k, wide_v = (x.to(product_dtype(q, k, v)) for x in (q, k, v))
+        else:
+            wide_q, wide_k, wide_v = to_accumulation_dtype(q, k, v)
+        wide_decay = _broadcast(log_decay, accumulation_dtype(wide_k.dtype), k)
         if keep is not None:
             wide_decay = wide_decay.masked_fill(~keep[:, :, None, None], 0)
         if log_decay is not None:
@@ -267,7 +279,7 @@ def _run_torch(
         k,
         v,
         decays,
-        tuple(_joined(side, v.dtype) for side in sides),
+        tuple(_joined(side, accumulation_dtype(v.dtype)) for side in sides),
         forms.Options(normalize, chunk_size, return_state),
     )
     return o, DecayStates(*map(_split, leaves, ends)) if return_state else None

@@ -30,6 +30,7 @@ from onescan.ops.chunks import (
 )
 from onescan.ops.numerics import (
     MIN_DIVISOR,
+    accumulation_dtype,
     apply_function,
     broadcast_divide,
     disable_autocast,
@@ -153,22 +154,37 @@ def _visit(
 def one_scan(
     q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
 ) -> tuple[Values, Sides]:
-    """Compute Q (K^T V) without decay, in both directions at once (LION-lit, Eq. 181 to 183)."""
-    own = torch.einsum("bthk,bthv->bhkv", k, F.pad(v, (0, 1), value=1.0))
-    left, right = (0 if side is None else side for side in enters)
-    total = own + left + right
-    leaves = own + left, own + right
-    if options.normalize != "max_one":
-        return _divided(
-            torch.einsum("bthk,bhkv->bthv", q, total), options.normalize, causal=False
-        ), leaves
-    # float64, because terms of opposite sign may cancel to a row sum near 1
-    o = torch.einsum("bthk,bhkv->bthv", q, total[..., :-1])
-    k_sum = to_float64(k).sum(dim=1) + sum(side[..., -1] for side in enters if side is not None)
-    row_sum = torch.einsum("bthk,bhk->bth", to_float64(q), k_sum).to(q.dtype).unsqueeze(-1)
-    return broadcast_divide(
-        o, _divisor(row_sum, options.normalize, causal=False)[0], overwrite=True
-    ), leaves
+    """Compute Q (K^T V) without decay, in both directions at once (LION-lit, Eq. 181 to 183).
+
+    Products of bfloat16 inputs are bfloat16; states and row sums are float32.
+    """
+    own = _total(k, v)
+    left, right = (own if side is None else own + side for side in enters)
+    total = left if enters[1] is None else left + enters[1]
+    normalize = options.normalize
+    if normalize != "max_one" and total.dtype == q.dtype:
+        o = torch.einsum("bthk,bhkv->bthv", q, total)
+        return _divided(o, normalize, causal=False), (left, right)
+    o = torch.einsum("bthk,bhkv->bthv", q, total[..., :-1].to(q.dtype))
+    if normalize == "none":
+        return o, (left, right)
+    k_sum, wide_q = total[..., -1], q.to(total.dtype)
+    if normalize == "max_one":
+        # float64, because terms of opposite sign may cancel to a row sum near 1
+        k_sum = to_float64(k).sum(dim=1) + sum(side[..., -1] for side in enters if side is not None)
+        wide_q = to_float64(q)
+    row_sum = torch.einsum("bthk,bhk->bth", wide_q, k_sum).to(total.dtype).unsqueeze(-1)
+    divisor, _ = _divisor(row_sum, normalize, causal=False)
+    return broadcast_divide(o, divisor.to(o.dtype), overwrite=True), (left, right)
+
+
+def _total(k: Keys, v: Values) -> Tensor:
+    """Sum k v^T, and k in an additional column, over all tokens: [B, H, K, V + 1]."""
+    wide = accumulation_dtype(k.dtype)
+    if k.dtype == wide:
+        return torch.einsum("bthk,bthv->bhkv", k, F.pad(v, (0, 1), value=1.0))
+    kv, k_sum = torch.einsum("bthk,bthv->bhkv", k, v), k.sum(dim=1, dtype=wide)
+    return torch.cat([kv.to(wide), k_sum.unsqueeze(-1)], dim=-1)
 
 
 def _divided(o: Tensor, normalize: str, *, causal: bool) -> Tensor:

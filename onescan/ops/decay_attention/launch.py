@@ -35,9 +35,10 @@ def chunk(
     given = [x for x in decays if x is not None]
     logs = torch.stack([_per_token(x, k) for x in given])
     kv, k_sum = _stacked(enters, k, v, len(given))
-    o, _, kv, k_sum = _decay_chunks(q, k, v, logs, keep, kv, k_sum, normalizer)
+    is_learning = wants_gradient(q, k, v, logs, kv, k_sum)
+    o, kv, k_sum, *_ = _decay_chunks(q, k, v, logs, keep, kv, k_sum, normalizer, is_learning)
     leaves = [DecayState(*side) for side in zip(kv.unbind(), k_sum.unbind(), strict=True)]
-    return o.to(v.dtype), (leaves[0], leaves[1] if len(leaves) > 1 else None)
+    return o, (leaves[0], leaves[1] if len(leaves) > 1 else None)
 
 
 def recurrent(
@@ -90,55 +91,57 @@ def _stacked(
 @torch.library.custom_op("onescan::decay_chunks", mutates_args=())
 def _decay_chunks(
     q: Tensor, k: Tensor, v: Tensor, decays: Tensor, keep: Tensor | None, kv_in: Tensor | None,
-    sum_in: Tensor | None, normalizer: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the outputs, their row sums (empty without normalization) and the outgoing states."""
-    o, c, kv, k_sum = _new_outputs(k, v, decays, normalizer)
+    sum_in: Tensor | None, normalizer: str, is_learning: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the outputs, the outgoing states, the row sums and the outputs in float32.
+
+    Row sums are empty without normalization. Outputs in float32 are empty unless the backward pass
+    needs them: the gradient of a row sum is a small difference of values computed from normalized
+    outputs.
+    """
+    o, kv, k_sum, c, wide_o = made = _new_outputs(k, v, decays, normalizer, is_learning)
     before, before_sum = _states(k, v, None, None, decays, keep, kv_in, sum_in, kv, k_sum)
-    _read(q, k, v, None, decays, keep, before, before_sum, o, c, normalizer=normalizer)
-    return o, c, kv, k_sum
+    _read(
+        q, k, v, None, decays, keep, before, before_sum, o, wide_o if wide_o.numel() else None, c,
+        normalizer=normalizer,
+    )  # fmt: skip
+    return made
 
 
 @_decay_chunks.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, decays: Tensor, *others: Any
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return _new_outputs(k, v, decays, others[-1])
+def _(q: Tensor, k: Tensor, v: Tensor, decays: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return _new_outputs(k, v, decays, *others[-2:])
 
 
 def _new_outputs(
-    k: Tensor, v: Tensor, decays: Tensor, normalizer: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate outputs, row sums and outgoing states.
-
-    Normalized outputs are float32, because the gradient of the row sum is a small difference of
-    values computed from them.
-    """
+    k: Tensor, v: Tensor, decays: Tensor, normalizer: str, is_learning: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Allocate what `_decay_chunks` returns."""
     divides = normalizer != "none"
-    o = torch.empty_like(v, dtype=torch.float32 if divides else v.dtype)
+    widens = divides and is_learning and v.dtype != torch.float32
     c = v.new_empty(k.shape[:3] if divides else (0,), dtype=torch.float32)
     k_sum = c.new_empty(len(decays), k.shape[0], *k.shape[2:])
-    return o, c, k_sum.new_empty(*k_sum.shape, v.shape[-1]), k_sum
+    kv = k_sum.new_empty(*k_sum.shape, v.shape[-1])
+    return torch.empty_like(v), kv, k_sum, c, c.new_empty(v.shape if widens else (0,))
 
 
 @torch.library.custom_op("onescan::decay_chunks_backward", mutates_args=())
 def _decay_chunks_backward(
-    do: Tensor, dkv: Tensor, dsum: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor,
-    keep: Tensor | None, kv_in: Tensor | None, sum_in: Tensor | None, o: Tensor, c: Tensor,
-    normalizer: str,
+    do: Tensor, dkv: Tensor | None, dsum: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    decays: Tensor, keep: Tensor | None, kv_in: Tensor | None, sum_in: Tensor | None, o: Tensor,
+    c: Tensor, normalizer: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v, decays and the incoming states."""
-    dq, dk, dv, ddecays, dkv_in, dsum_in = (
-        torch.empty_like(x) for x in (q, k, v, decays, dkv, dsum)
-    )
+    dq, dk, dv, ddecays, dkv_in, dsum_in = _new_gradients(q, k, v, decays)
     scale, dc = _scales(o, do, c, normalizer)
-    kv, k_sum = torch.empty_like(dkv), torch.empty_like(dsum)
+    kv, k_sum = torch.empty_like(dkv_in), torch.empty_like(dsum_in)
     before = _states(k, v, None, None, decays, keep, kv_in, sum_in, kv, k_sum)
     after = _states(
         q, do, scale, dc, decays, keep, dkv, dsum, dkv_in, dsum_in, gradient=True
     )  # fmt: skip
     _read(
-        k, q, do, scale, decays, keep, *after, dv, None, normalizer=normalizer, transposed=True
+        k, q, do, scale, decays, keep, *after, dv, None, None, normalizer=normalizer,
+        transposed=True,
     )  # fmt: skip
     batch, tokens, heads, key_width = k.shape
     case = _case(k, v, decays)
@@ -163,26 +166,43 @@ def _decay_chunks_backward(
 
 @_decay_chunks_backward.register_fake
 def _(
-    do: Tensor, dkv: Tensor, dsum: Tensor, q: Tensor, k: Tensor, v: Tensor, decays: Tensor,
-    keep: Tensor | None, kv_in: Tensor | None, sum_in: Tensor | None, o: Tensor, c: Tensor,
-    normalizer: str,
+    do: Tensor, dkv: Tensor | None, dsum: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    decays: Tensor, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(torch.empty_like(x) for x in (q, k, v, decays, dkv, dsum))
+    return _new_gradients(q, k, v, decays)
+
+
+def _new_gradients(
+    q: Tensor, k: Tensor, v: Tensor, decays: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Allocate what `_decay_chunks_backward` returns."""
+    dsum = decays.new_empty(len(decays), k.shape[0], *k.shape[2:])
+    dkv = dsum.new_empty(*dsum.shape, v.shape[-1])
+    dq, dk, dv, ddecays = (torch.empty_like(x) for x in (q, k, v, decays))
+    return dq, dk, dv, ddecays, dkv, dsum
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.normalizer = inputs
-    ctx.save_for_backward(*tensors, *output[:2])
+    *tensors, ctx.normalizer, _ = inputs
+    o, _, _, c, wide_o = output
+    ctx.save_for_backward(*tensors, wide_o if wide_o.numel() else o, c)
+    ctx.set_materialize_grads(False)  # zeros for states, row sums and wide outputs
 
 
 def _backward(
-    ctx: Any, do: Tensor, _: Tensor, dkv: Tensor, dsum: Tensor
+    ctx: Any, do: Tensor | None, dkv: Tensor | None, dsum: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    gradients = (x.contiguous() for x in (do.to(saved[0].dtype), dkv, dsum))
-    *made, dkv_in, dsum_in = _decay_chunks_backward(*gradients, *saved, ctx.normalizer)
-    enters = (None, None) if saved[5] is None else (dkv_in, dsum_in)
-    return *made, None, *enters, None
+    q, k, v, decays, keep, kv_in, sum_in, o, c = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do.contiguous()
+    if dkv is not None or dsum is not None:
+        shape = len(decays), k.shape[0], *k.shape[2:]
+        dsum = decays.new_zeros(shape) if dsum is None else dsum.contiguous()
+        dkv = decays.new_zeros(*shape, v.shape[-1]) if dkv is None else dkv.contiguous()
+    *made, dkv_in, dsum_in = _decay_chunks_backward(
+        do, dkv, dsum, q, k, v, decays, keep, kv_in, sum_in, o, c, ctx.normalizer
+    )
+    enters = (None, None) if kv_in is None else (dkv_in, dsum_in)
+    return *made, None, *enters, None, None
 
 
 _decay_chunks.register_autograd(_backward, setup_context=_save_for_backward)
@@ -246,8 +266,8 @@ def _states(
 
 def _read(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None, decays: Tensor, keep: Tensor | None,
-    before: Tensor, before_sum: Tensor, o: Tensor, c: Tensor | None, *, normalizer: str,
-    transposed: bool = False,
+    before: Tensor, before_sum: Tensor, o: Tensor, wide_o: Tensor | None, c: Tensor | None, *,
+    normalizer: str, transposed: bool = False,
 ) -> None:  # fmt: skip
     """Write outputs and row sums, or gradients of values if `transposed`."""
     batch, tokens, heads, _ = k.shape
@@ -260,7 +280,7 @@ def _read(
     programs = -(-v.shape[-1] // blocks.values) if case.diagonal else 1
     launch(
         kernels.read, case, (batch * heads * chunks, programs),
-        q, k, v, scale, decays, keep, before, before_sum, o, c, batch, tokens, chunks,
+        q, k, v, scale, decays, keep, before, before_sum, o, wide_o, c, batch, tokens, chunks,
         BELOW=both or not transposed, ABOVE=both or transposed, TRANSPOSED=transposed,
         NORMALIZER=NORMALIZERS[normalizer],
     )  # fmt: skip

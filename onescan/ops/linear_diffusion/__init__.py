@@ -24,7 +24,7 @@ from onescan.checks import (
 )
 from onescan.messages import named_type
 from onescan.ops.chunks import is_known
-from onescan.ops.linear_diffusion import forms
+from onescan.ops.linear_diffusion import crank_nicolson, forms
 from onescan.ops.linear_diffusion.kernel import (
     check_kernels,
     gaussian_kernel,
@@ -60,7 +60,7 @@ Scheme = Literal["explicit", "crank_nicolson"]
 Form = Literal["auto", "dense", "banded", "fft"]
 
 IMPLEMENTATIONS = forms.PRODUCTS  # of the explicit step
-SOLVERS = forms.SOLVERS  # of Crank-Nicolson
+SOLVERS = crank_nicolson.SOLVERS  # of Crank-Nicolson
 PACKED = ("dense", "banded")  # forms of the explicit step that take packed sequences
 
 # Measured on a CPU with benchmarks/linear_diffusion.py; no other device was measured.
@@ -153,7 +153,8 @@ def linear_diffusion(
         elif scheme == "explicit":
             y = forms.explicit(IMPLEMENTATIONS[chosen], inputs, rates, seen, tokens)
         else:
-            y = forms.crank_nicolson(SOLVERS[chosen], inputs, rates, seen)
+            size = SOLVERS[chosen](radius)
+            y = crank_nicolson.crank_nicolson(size, inputs, rates, seen)
         if keep is not None:
             y = y.masked_fill(~keep[:, :, None, None], 0)
     if can_look_at_values(y):
@@ -241,7 +242,7 @@ def choose(form: str, *, scheme: str, tokens: int, radius: int) -> Choice:
     if form != "auto":
         return Choice(chosen, "requested")
     if scheme != "explicit":
-        size = forms.solve_block_size(radius)
+        size = crank_nicolson.solve_block_size(radius)
         compared = "at most" if chosen == "dense" else "more than"
         return Choice(chosen, f"{compared} {FEW_BLOCKS} blocks of {size} tokens")
     costs = _costs(tokens, radius)
@@ -261,7 +262,9 @@ def _choose(form: str, scheme: str, tokens: int, radius: int, *, packed: bool = 
     if not is_known(tokens):  # symbolic: a form that suits any length
         return "banded" if scheme == "explicit" else "dense"
     if scheme != "explicit":
-        return "dense" if tokens <= FEW_BLOCKS * forms.solve_block_size(radius) else "banded"
+        return (
+            "dense" if tokens <= FEW_BLOCKS * crank_nicolson.solve_block_size(radius) else "banded"
+        )
     costs = _costs(tokens, radius)
     best = "dense"
     for other in PACKED if packed else costs:  # comparisons: symbolic lengths cannot be sorted

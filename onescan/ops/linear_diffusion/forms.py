@@ -1,8 +1,8 @@
-"""One step of diffusion in plain torch: explicit and implicit, each in several forms.
+"""One explicit step of diffusion in plain torch, in several forms.
 
 Source: LDN, arXiv:2502.12381, Sec. 3.3. K is a Toeplitz matrix with one kernel per head, shared by
 all sequences and channels. An explicit step multiplies by K: as a dense matrix in O(T^2), as a
-band in O(T R), or by FFT in O(T log T). A Crank-Nicolson step solves a linear system.
+band in O(T R), or by FFT in O(T log T). `crank_nicolson.py` has the implicit step.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +21,14 @@ from onescan.shapes import (
     Keep,
     LastColumns,
     LastTokens,
-    RowSums,
-    Systems,
     Toeplitz2d,
     TokenColumns,
     Values,
 )
 
 BAND_BLOCK = 64  # matrix products with fewer rows are no faster
-SOLVE_BLOCK = 32  # linear systems with fewer tokens are no faster
 
 Product = Callable[[TokenColumns, DiffusionKernel, int], LastColumns]
-Solve = Callable[[Systems, DiffusionKernel, RowSums, Tensor | None], Systems]
 
 
 # The explicit step, h' = (1 - dt K 1) h + dt K h.
@@ -45,7 +41,7 @@ def explicit(
 
     Up to the stable step it is a weighted mean of tokens, Sec. 4.4.
     """
-    row_sums = _row_sums(product, rates, keep, rows)
+    row_sums = row_sums_of(product, rates, keep, rows)
     mixed, own = _products(product, x, rates, rows), x[:, -rows:]
     if torch.compiler.is_compiling():  # the compiler cannot trace a function with a jvp
         return torch.addcmul(mixed, 1 - row_sums, own)
@@ -78,16 +74,18 @@ def _columns(head: Tensor) -> TokenColumns:
     return head.transpose(0, 1).flatten(1)
 
 
-def _row_sums(product: Product, weights: DiffusionKernels, keep: Keep | None, rows: int) -> Tensor:
+def row_sums_of(
+    product: Product, weights: DiffusionKernels, keep: Keep | None, rows: int
+) -> Tensor:
     """Sum K_ts over the real tokens s, for the last rows: [1 or B, rows, H, 1]."""
     if keep is not None:
         ones = keep.to(weights.dtype)[:, :, None, None].expand(-1, -1, weights.shape[0], 1)
         return _products(product, ones, weights, rows)
     radius = weights.shape[1] // 2
-    t = torch.arange(rows, device=weights.device)
-    future = F.pad(weights[:, :radius].flip(1).cumsum(1), (1, 0))  # sums over 0, 1, ... R lags
-    past = F.pad(weights[:, radius + 1 :].cumsum(1), (1, 0))
-    row_sums = past[:, t.clamp(max=radius)] + future[:, (rows - 1 - t).clamp(max=radius)]
+    # sums over 0, 1, ... rows - 1 lags on each side, of which at most R are not zero
+    past, future = weights[:, radius + 1 :], weights[:, :radius].flip(1)
+    past, future = (F.pad(x, (1, rows - 1 - radius)).cumsum(1) for x in (past, future))
+    row_sums = past + future.flip(1)
     return row_sums.mT[None, :, :, None]
 
 
@@ -150,10 +148,10 @@ def packed_explicit(
 
 def dense_product(x: TokenColumns, weights: DiffusionKernel, rows: int) -> LastColumns:
     """Multiply by K as a matrix, O(T^2)."""
-    return _matrix(weights, rows, x.shape[0]) @ x
+    return toeplitz_matrix(weights, rows, x.shape[0]) @ x
 
 
-def _matrix(weights: DiffusionKernel, rows: int, columns: int) -> Toeplitz2d:
+def toeplitz_matrix(weights: DiffusionKernel, rows: int, columns: int) -> Toeplitz2d:
     """Return the last rows of K for `columns` tokens, zero beyond the radius."""
     radius = weights.shape[0] // 2
     # lags from 1 - rows, of the first row and the last column, to columns - 1
@@ -230,7 +228,7 @@ class _Banded(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weights = ctx.saved_tensors
         dx = _Banded.apply(gradient, weights.flip(0)) if ctx.needs_input_grad[0] else None
-        return dx, _correlation(gradient, x, weights) if ctx.needs_input_grad[1] else None
+        return dx, correlation(gradient, x, weights) if ctx.needs_input_grad[1] else None
 
 
 def _banded_product(x: Tensor, weights: Tensor) -> Tensor:
@@ -279,13 +277,13 @@ def _band(weights: Tensor, size: int) -> Tensor:
     return F.pad(weights, (size - 1, size - 1)).unfold(0, window, 1).flip(1)
 
 
-def _correlation(y: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+def correlation(y: Tensor, x: Tensor, weights: Tensor) -> Tensor:
     """Compute the gradient of the kernel: the sum of y_t x_{t-r} over tokens and columns."""
     radius = len(weights) // 2
     size = band_block_size(radius)
     count = _unpadded_blocks(len(x), size, radius)
     if count < 1:
-        return _diagonal_sums(_padded_outer_products(y, x, size, radius), radius)
+        return diagonal_sums(_padded_outer_products(y, x, size, radius), radius)
     end = (count + 1) * size
     first = F.pad(y[:size] @ x[: size + radius].mT, (radius, 0))
     # the last tokens also read R tokens before them, whose own rows are zero here
@@ -293,7 +291,7 @@ def _correlation(y: Tensor, x: Tensor, weights: Tensor) -> Tensor:
     last = _padded_outer_products(y_end, x[end - radius :], size, radius)
     blocks = y[size:end].unflatten(0, (count, size))
     band = torch.addbmm(first + last, blocks, _unpadded_windows(x, count, size, radius))
-    return _diagonal_sums(band, radius)
+    return diagonal_sums(band, radius)
 
 
 def _padded_outer_products(y: Tensor, x: Tensor, size: int, radius: int) -> Tensor:
@@ -302,7 +300,7 @@ def _padded_outer_products(y: Tensor, x: Tensor, size: int, radius: int) -> Tens
     return (blocks @ _padded_windows(x, size, radius)).sum(0)
 
 
-def _diagonal_sums(band: Tensor, radius: int) -> Tensor:
+def diagonal_sums(band: Tensor, radius: int) -> Tensor:
     """Sum over each lag r, found in column j = t + R - r of row t.
 
     Padding each row by one column shifts row t by t, which turns diagonals into columns.
@@ -317,100 +315,3 @@ PRODUCTS: dict[str, Product] = {
     "banded": banded_product,
     "fft": fft_product,
 }
-
-
-# The implicit step, (I - dt/2 L) h' = (I + dt/2 L) h with L = K - diag(K 1).
-
-
-def crank_nicolson(solve: Solve, x: Values, rates: DiffusionKernels, keep: Keep | None) -> Values:
-    """Compute the implicit step as h' = 2 (I - dt/2 L)^-1 h - h; `rates` is dt K.
-
-    A step of n times the stable one loses about log10(n) digits, hence float64.
-    """
-    wide_x, half = to_float64(x), to_float64(rates) / 2
-    row_sums = _row_sums(banded_product, half, keep, x.shape[1]).squeeze(3)
-    heads = []
-    for head, kernel, sums in zip(_heads(wide_x), half, row_sums.unbind(2), strict=True):  # B T V
-        if keep is not None:
-            heads.append(solve(head, kernel, sums, keep))
-            continue
-        solved = solve(_columns(head).unsqueeze(0), kernel, sums, None)  # one system for all
-        heads.append(solved[0].unflatten(1, (head.shape[0], head.shape[2])).transpose(0, 1))
-    return (2 * torch.stack(heads, dim=2) - wide_x).to(x.dtype)
-
-
-def dense_solve(
-    rhs: Systems, weights: DiffusionKernel, row_sums: RowSums, keep: Tensor | None
-) -> Systems:
-    """Solve (I + diag(K 1) - K) y = rhs by elimination, O(T^3).
-
-    Each diagonal entry exceeds the sum of the rest of its row, so no pivoting is needed.
-
-    Args:
-        rhs: Right-hand sides: one system for each sequence, or one for all.
-        weights: dt/2 K.
-        row_sums: Row sums of dt/2 K over real tokens.
-        keep: [systems, T], True for real tokens; None keeps all.
-    """
-    coupling = _matrix(weights, rhs.shape[1], rhs.shape[1])
-    if keep is not None:
-        coupling = coupling * (keep.unsqueeze(1) & keep.unsqueeze(2))
-    return _solve(torch.diag_embed(1 + row_sums) - coupling, rhs)
-
-
-def banded_solve(
-    rhs: Systems, weights: DiffusionKernel, row_sums: RowSums, keep: Tensor | None
-) -> Systems:
-    """Solve the system of `dense_solve` by block elimination, O(T C^2) for C >= R.
-
-    Each block is coupled to its neighbors only: y_i = z_i + G_i y_{i+1}, with z and G computed
-    from the first block to the last, and y from the last to the first.
-    """
-    systems, tokens, _ = rhs.shape
-    size = solve_block_size(weights.shape[0] // 2)
-    padding = -tokens % size
-    if padding:
-        keep = rhs.new_ones(systems, tokens, dtype=torch.bool) if keep is None else keep
-        rhs, row_sums = F.pad(rhs, (0, 0, 0, padding)), F.pad(row_sums, (0, padding))
-        keep = F.pad(keep, (0, padding))
-    pair = _matrix(weights, 2 * size, 2 * size)  # of two neighboring blocks
-    own, after, before = pair[:size, :size], pair[:size, size:], pair[size:, :size]
-    diagonals = torch.diag_embed((1 + row_sums).unflatten(1, (-1, size))).unbind(1)
-    kept = [None] * len(diagonals) if keep is None else keep.unflatten(1, (-1, size)).unbind(1)
-    z: list[Tensor] = []
-    gain: list[Tensor] = []
-    for i, (b, diagonal) in enumerate(
-        zip(rhs.unflatten(1, (-1, size)).unbind(1), diagonals, strict=True)
-    ):
-        system = diagonal - _masked(own, kept[i], kept[i])
-        if i:
-            from_before = _masked(before, kept[i], kept[i - 1])
-            system = system - from_before @ gain[-1]
-            b = b + from_before @ z[-1]
-        to_after = _masked(after, kept[i], kept[i + 1] if i + 1 < len(kept) else kept[i])
-        solved = _solve(system, torch.cat([b, to_after.expand_as(system)], dim=-1))
-        z.append(solved[..., :-size])
-        gain.append(solved[..., -size:])
-    y = [z[-1]]
-    for each, g in zip(reversed(z[:-1]), reversed(gain[:-1]), strict=True):
-        y.append(each + g @ y[-1])
-    return torch.cat(y[::-1], dim=1)[:, :tokens]
-
-
-def solve_block_size(radius: int) -> int:
-    """Return C, the block size for which a block is coupled only to its two neighbors."""
-    return max(SOLVE_BLOCK, radius)
-
-
-def _solve(system: Tensor, rhs: Tensor) -> Tensor:
-    return torch.linalg.solve_ex(system, rhs)[0]  # solve would synchronize with the GPU
-
-
-def _masked(block: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
-    """Return a block of the kernel for each system, zero where a token is masked."""
-    if rows is None or columns is None:
-        return block.unsqueeze(0)
-    return block * (rows.unsqueeze(2) & columns.unsqueeze(1))
-
-
-SOLVERS: dict[str, Solve] = {"dense": dense_solve, "banded": banded_solve}

@@ -1,0 +1,73 @@
+"""The feature map of LION, [silu(x) + 1/2] / ||silu(x) + 1/2||, and its gradient.
+
+    u = silu(x) + 1/2,   y = u / ||u||,   dx = silu'(x) (dy - (y . dy) y) / ||u||
+
+x is read where the projection wrote it, among other channels of the same token. u is recomputed in
+the backward pass.
+
+Source: LION, arXiv:2502.16249, Sec. 3.2.
+"""
+
+import triton.language as tl
+
+from onescan.kernels.common import Blocks, Case, Example, jit, kernel, power_of_two
+
+EXAMPLES = (Example(64, 64), Example(96, 96))
+
+
+def blocks_of(case: Case) -> Blocks:
+    """Return the blocks: about 2,048 numbers of whole heads."""
+    keys = power_of_two(case.key_width)
+    return Blocks(tokens=max(1, 2048 // keys), keys=keys, values=1, warps=4, stages=1)
+
+
+@jit
+def load_rows(x, row, c, lines, stride, H: tl.constexpr, K: tl.constexpr):
+    """Load heads of x [tokens, H, K], whose tokens are `stride` apart, and say which exist."""
+    there = (row < lines)[:, None] & (c < K)[None, :]
+    place = row // H * stride + row % H * K
+    return tl.load(x + place[:, None] + c[None, :], mask=there, other=0).to(tl.float32), there
+
+
+@jit
+def normalized(values, there):
+    """Return silu(x) + 1/2 divided by its norm, the norm, and sigmoid(x)."""
+    small = tl.exp(-tl.abs(values))  # cannot overflow
+    gate = tl.where(values < 0, small, 1.0) / (1 + small)
+    u = tl.where(there, values * gate + 0.5, 0.0)
+    norm = tl.sqrt(tl.sum(u * u, 1))[:, None]
+    norm = tl.where(norm == 0, 1.0, norm)  # heads beyond the last
+    return u / norm, norm, gate
+
+
+@kernel(blocks_of)
+def shifted_silu(
+    x,
+    y,
+    lines, stride,
+    H: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write y [tokens, H, K]; lines is tokens * H."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    c = tl.arange(0, BLOCK_K)
+    values, there = load_rows(x, row, c, lines, stride, H, K)
+    unit, _, _ = normalized(values, there)
+    tl.store(y + row[:, None] * K + c[None, :], unit, mask=there)
+
+
+@kernel(blocks_of)
+def shifted_silu_backward(
+    dy, x,
+    dx,
+    lines, stride,
+    H: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write dx [tokens, H, K]."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    c = tl.arange(0, BLOCK_K)
+    values, there = load_rows(x, row, c, lines, stride, H, K)
+    unit, norm, gate = normalized(values, there)
+    place = row[:, None] * K + c[None, :]
+    slope = tl.load(dy + place, mask=there, other=0).to(tl.float32)
+    of_silu = (slope - unit * tl.sum(unit * slope, 1)[:, None]) / norm
+    tl.store(dx + place, of_silu * gate * (1 + values * (1 - gate)), mask=there)
