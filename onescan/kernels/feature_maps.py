@@ -23,7 +23,7 @@ def blocks_of(case: Case) -> Blocks:
 
 @jit
 def load_rows(x, row, c, lines, stride, H: tl.constexpr, K: tl.constexpr):
-    """Load heads of x [tokens, H, K], whose tokens are `stride` apart, and say which exist."""
+    """Load heads of x [tokens, H, K], whose tokens are `stride` apart, and a mask of valid ones."""
     there = (row < lines)[:, None] & (c < K)[None, :]
     place = row // H * stride + row % H * K
     return tl.load(x + place[:, None] + c[None, :], mask=there, other=0).to(tl.float32), there

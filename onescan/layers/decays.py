@@ -199,8 +199,8 @@ class SelectiveDecayConfig(DecayConfig):
     couple_key: bool = False
     """Multiply the key by 1 - decay, so that new inputs replace forgotten ones."""
     initial_decay: float = 0.5
-    """Decay at initialization, between 0 and 1, for an input of zero. LION's is 0.5, so that a
-    token first reads few others; close to 1, it reads all of them, as in softmax attention."""
+    """Decay at initialization, between 0 and 1, for an input of zero. With LION's 0.5, a token
+    initially reads few others; close to 1, it reads all of them, as in softmax attention."""
 
     def build(self, *, width: int, num_heads: int, head_width: int) -> "SelectiveDecay":
         if not 0 < self.initial_decay < 1:

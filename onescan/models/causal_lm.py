@@ -141,8 +141,8 @@ class CausalLM(nn.Module):
             keep: True for real tokens, False for padding, which may be on either side. Padding on
                 the right also occupies positions, so do not continue from a state after it.
             documents: Number of the document that each token belongs to, for several documents in
-                one row. Tokens read only their own document. Keep it on the CPU: numbers on another
-                device are copied to the CPU, which waits for that device once.
+                one row. Tokens read only their own document. Pass it on the CPU: a tensor on
+                another device is copied to the CPU, which waits for that device once.
             cu_seqlens: Offsets of the documents instead of their numbers, as in flash-attention:
                 int32, ``[S + 1]``, from 0 to T. With several rows, offsets count the tokens of all
                 rows, up to B * T, and every row begins with a new document.

@@ -72,17 +72,17 @@ class MaskedLM(nn.Module):
             keep: True for real tokens, masked ones included; False for padding.
             segments: Segment of each token, for models with segment embeddings.
             documents: Number of the document that each token belongs to, for several documents in
-                one row. Tokens read only their own document. Keep it on the CPU: numbers on another
-                device are copied to the CPU, which waits for that device once.
+                one row. Tokens read only their own document. Pass it on the CPU: a tensor on
+                another device is copied to the CPU, which waits for that device once.
             cu_seqlens: Offsets of the documents instead of their numbers, as in flash-attention:
                 int32, ``[S + 1]``, from 0 to T. With several rows, offsets count the tokens of all
                 rows, up to B * T, and every row begins with a new document.
             read_outs: Number of last blocks to apply the head to. Their logits are concatenated
                 along the batch, ``[read_outs * B, T, vocab_size]``, in the order of the blocks.
-            positions: True for positions whose logits to compute, which saves memory, or indices
-                [P] of these positions in the flattened batch. The result has shape
-                ``[1, read_outs * P, vocab_size]`` for P positions. ``None`` selects all. Counting
-                the positions of a mask waits for its device; indices do not.
+            positions: Positions whose logits to compute, which saves memory: a mask ``[B, T]``, or
+                indices ``[P]`` into the flattened batch. The result has shape
+                ``[1, read_outs * P, vocab_size]`` for P positions. ``None`` selects all. Unlike
+                indices, a mask makes the host wait for its device.
 
         Raises:
             ValueError: If shapes do not match, there are no tokens, `read_outs` exceeds the number

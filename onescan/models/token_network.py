@@ -159,8 +159,8 @@ class TokenNetwork(nn.Module):
             segments: Segment of each token, for networks with segment embeddings.
             keep: True for real tokens, False for padding on either side.
             documents: Number of the document that each token belongs to, for several documents in
-                one row. Tokens read only their own document. Keep it on the CPU: numbers on another
-                device are copied to the CPU, which waits for that device once.
+                one row. Tokens read only their own document. Pass it on the CPU: a tensor on
+                another device is copied to the CPU, which waits for that device once.
             cu_seqlens: Offsets of the documents instead of their numbers, as in flash-attention:
                 int32, ``[S + 1]``, from 0 to T. With several rows, offsets count the tokens of all
                 rows, up to B * T, and every row begins with a new document.

@@ -36,8 +36,8 @@ KERNEL_OPS = (
 # because compilers have miscompiled correct kernels on individual chips before.
 VALIDATED_GPUS: frozenset[str] = frozenset()
 
-# GPUs and ops that passed `onescan check-gpu` here. It is read on import, because torch.compile
-# cannot trace reading a file.
+# Pairs (GPU, op) that passed `onescan check-gpu` on this machine. Read on import, because
+# torch.compile cannot trace reading a file.
 CHECKED_KERNELS = read_record()
 
 _preferred = "auto"

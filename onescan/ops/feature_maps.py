@@ -30,7 +30,7 @@ def elu_plus_one(x: Queries) -> Queries:
 def shifted_silu(x: Queries, *, backend: Backend = "auto") -> Queries:
     """Return (silu(x) + 0.5) / ||silu(x) + 0.5|| over the channels of a head, which is positive.
 
-    silu is never below -0.28, so the norm is never 0. The result has the dtype of x, also under
+    silu is never below -0.28, so the norm is never 0. The result has the dtype of x, even under
     autocast. The backend "triton" computes it in one kernel, with first derivatives only.
     Source: LION, arXiv:2502.16249, Sec. 3.2.
 

@@ -1,4 +1,4 @@
-"""The user's record of kernels that have passed `onescan check-gpu`.
+"""The record of kernels that have passed `onescan check-gpu` on this machine.
 
 It is a JSON file in the cache folder, one for each combination of versions of onescan, torch and
 Triton, because each of them changes the compiled kernels:
@@ -39,9 +39,9 @@ def record_path(of: dict[str, str]) -> Path:
 
 
 def read_results() -> dict[str, dict[str, bool]]:
-    """Return by GPU whether each op passed; empty without a record.
+    """Return whether each op passed, by GPU; empty without a record.
 
-    A record that is damaged, or that is not for these versions, is ignored with a warning.
+    A record that is damaged or for other versions is ignored with a warning.
     """
     try:
         # finding the versions takes longer than importing this module
@@ -56,7 +56,7 @@ def read_results() -> dict[str, dict[str, bool]]:
         case {"gpus": dict(gpus), **rest} if rest == here and all(map(_are_results, gpus.values())):
             return gpus
     path = record_path(here)
-    warnings.warn(f"ignored {path}: it does not hold results for {here}", stacklevel=2)
+    warnings.warn(f"ignored {path}: it does not contain results for {here}", stacklevel=2)
     return {}
 
 

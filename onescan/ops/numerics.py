@@ -34,10 +34,10 @@ def to_accumulation_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def product_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype in which plain torch multiplies inputs: their own if it is bfloat16.
+    """Return the dtype in which plain torch multiplies inputs: bfloat16, or that of sums.
 
-    All others are multiplied in the dtype of sums. CPUs always do so, as many of them emulate
-    bfloat16, and so does float16, in which sums over tokens may overflow.
+    bfloat16 inputs are multiplied in bfloat16, except on CPUs, many of which emulate it. All others
+    are multiplied in the dtype of sums, because sums over tokens may overflow float16.
     """
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
     narrow = dtype == torch.bfloat16 and tensors[0].device.type != "cpu"

@@ -23,7 +23,7 @@ EXPECTED = "offsets [S + 1] of S sequences"
 
 
 class Packing:
-    """Which sequence each token belongs to, and chunks of tokens of a single sequence each.
+    """Index tensors of packed sequences: the sequence of each token, and chunks of sequences.
 
     Ops accept a `Packing` in place of `cu_seqlens`. Models build one for all layers, because it
     computes its index tensors only once.
@@ -64,7 +64,7 @@ class Packing:
         return self._once("starts", lambda: self._to_device(self._place_of_tokens() == 0))
 
     def chunk_size(self, most: int = 64) -> int:
-        """Return a number of tokens per chunk: shorter chunks need less padding.
+        """Return the number of tokens per chunk: shorter sequences use shorter, less padded chunks.
 
         On a CPU, additive decay is fastest with 32 tokens for sequences of 40 and 80 on average.
         """
@@ -74,8 +74,8 @@ class Packing:
     def chunks(self, size: int) -> "Chunks":
         """Return chunks of up to `size` tokens, each of a single sequence.
 
-        Every row has the same number of chunks. It is exact for offsets on the CPU; for those on
-        another device, it is the bound T // size + S - B + 1.
+        Every row has the same number of chunks: as many as needed if the offsets are on the CPU,
+        otherwise the upper bound T // size + S - B + 1.
         """
         indices = self._indices
         return self._once(size, lambda: Chunks(*map(self._to_device, indices(size))))
@@ -137,7 +137,7 @@ class Chunks(NamedTuple):
         return _rearrange(x, self.source, self.slots, fill)
 
     def from_row(self, x: Tensor) -> Tensor:
-        """Move what all rows share, [T, ...], to the places of the chunks, [B, N * C, ...]."""
+        """Move values that rows share, [T, ...], to the places of the chunks, [B, N * C, ...]."""
         index = self.source.clamp(max=len(x) - 1)
         return x.index_select(0, index.flatten()).unflatten(0, index.shape)
 
@@ -191,9 +191,10 @@ class _Rearrange(torch.autograd.Function):
 
 
 def document_offsets(numbers: Tokens) -> Int[Tensor, " offsets"]:
-    """Return cu_seqlens, given the number of each token's document; it ends where that changes.
+    """Return cu_seqlens, given the number of each token's document, [B, T].
 
-    The result is on the CPU. Numbers on another device are copied there, which waits for it.
+    A document ends where the number changes. The result is on the CPU. Numbers on another device
+    are copied to the CPU, which waits for that device.
 
     >>> document_offsets(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])).tolist()
     [0, 2, 4, 5, 8]

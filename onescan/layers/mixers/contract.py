@@ -62,7 +62,7 @@ class MixerConfig(ABC):
     def takes_cu_seqlens(self) -> bool:
         """Whether the mixer's forward takes `cu_seqlens`, the offsets of packed sequences.
 
-        Blocks regroup the sequences of other mixers, with one per row.
+        For mixers that do not, blocks regroup the sequences so that each row contains one.
         """
         return False
 
@@ -159,10 +159,10 @@ class Mixer(nn.Module, ABC):
 
     @property
     def projections(self) -> Projections:
-        """The mixer's maps to queries, keys, values and outputs; by default none of them.
+        """The mixer's projections of queries, keys, values and outputs; by default none of them.
 
-        A mixer declares a map if it is of the same meaning as in softmax attention, so that a model
-        can be initialized with the maps of another one.
+        A mixer declares those that have the same meaning as in softmax attention, so that it can be
+        initialized with the projections of another mixer.
         """
         return {}
 

@@ -34,9 +34,9 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
     value_width: int | None = None
     """Value channels per head. None for width / num_heads."""
     conv_size: int | None = None
-    """Tokens that a short convolution of queries, keys and values reads before their activations:
-    the current one and those before it in the mixer's direction, or as many on each side with
-    direction="both", which requires an odd number. None omits it; 4 in DeltaNet."""
+    """Kernel size of a short convolution of queries, keys and values, before their activations. It
+    reads the current token and those before it in the mixer's direction. With direction="both", it
+    is centered and requires an odd size. None omits it; DeltaNet uses 4."""
     conv_bias: bool = False
     """Add a bias to the convolution."""
     feature_map: FeatureMapName = "silu"
@@ -47,7 +47,7 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
     value_map: FeatureMapName = "identity"
     """Activation of values; "silu" in flash-linear-attention."""
     beta: bool = True
-    """Compute a write strength beta per token and head, from 0 to 1; False writes at strength 1."""
+    """Compute a write strength beta from 0 to 1 per token and head; False sets it to 1."""
     negative_eigenvalues: bool = False
     """Double beta, so that the eigenvalue 1 - beta of the transition ranges from -1 to 1, as in
     arXiv:2411.12537."""

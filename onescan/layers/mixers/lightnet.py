@@ -50,9 +50,9 @@ class LightNetMixerConfig(MixerConfig):
     causal: bool = False
     """Read only earlier tokens (Eq. 13) instead of all tokens (Eq. 14)."""
     conv_size: int | None = None
-    """Tokens that a short convolution of queries, keys and values reads in row-major order: the
-    current one and those before it if causal, otherwise as many on each side, which requires an
-    odd number. None omits it, as in the paper."""
+    """Kernel size of a short convolution of queries, keys and values, in row-major order. If
+    causal, it reads the current token and those before it; otherwise, it is centered and requires
+    an odd size. None omits it, as in the paper."""
     conv_bias: bool = False
     """Add a bias to the convolution."""
     lrpe: bool = True
@@ -76,7 +76,7 @@ class LightNetMixerConfig(MixerConfig):
     gate_rank: int | None = 64
     """Rank of the output gate; None is full rank."""
     bias: bool = False
-    """Add biases to in_proj and out_proj, for weights of other models that have them."""
+    """Add biases to in_proj and out_proj, for weights of models that have them."""
     form: Form = "auto"
     """Algorithm of the op; see `additive_decay`."""
     chunk_size: int = 64

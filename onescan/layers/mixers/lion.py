@@ -66,9 +66,9 @@ class LionMixerConfig(DirectedMixerConfig):
     value_width: int | None = None
     """Value channels per head. None for width / num_heads."""
     conv_size: int | None = None
-    """Tokens that a short convolution of queries, keys and values reads along each scan, before
-    their activations: the current one and those before it, or as many on each side with
-    direction="both", which requires an odd number. None omits it; 4 in flash-linear-attention."""
+    """Kernel size of a short convolution of queries, keys and values along each scan, before their
+    activations. It reads the current token and those before it. With direction="both", it is
+    centered and requires an odd size. None omits it; flash-linear-attention uses 4."""
     conv_bias: bool = False
     """Add a bias to the convolution."""
     rotary: bool = False

@@ -1,7 +1,7 @@
-"""The linear maps that mixers have in common: to queries, keys, values and outputs.
+"""The projections that mixers have in common: of queries, keys, values and outputs.
 
 A mixer declares in `Mixer.projections` which rows of which layer compute them, so that it can be
-initialized with the maps of a mixer of another kind.
+initialized with the projections of a mixer of another class.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ class Projection(NamedTuple):
         layer: Name of the layer in the mixer.
         start: First row.
         stop: Row after the last one.
-        heads: Number of heads that share queries and keys, which are compared within a head; 1 for
-            values and outputs.
+        heads: Number of heads of queries and keys, which must match because scores are computed
+            within heads; 1 for values and outputs.
     """
 
     layer: str
@@ -71,7 +71,7 @@ class ProjectionWeights(NamedTuple):
     heads: int
 
     def corresponds_to(self, other: "ProjectionWeights") -> bool:
-        """Return whether both map equally many channels to equally many, in as many heads."""
+        """Return whether both have the same shape and number of heads."""
         return self.weight.shape == other.weight.shape and self.heads == other.heads
 
 
@@ -85,7 +85,7 @@ def projection_weights(mixer: nn.Module, projection: Projection) -> ProjectionWe
 
 @torch.no_grad()
 def copy_projection(source: ProjectionWeights, target: ProjectionWeights) -> None:
-    """Copy a linear map; a bias that the source lacks becomes zero."""
+    """Copy a projection; a bias that the source lacks is set to zero."""
     target.weight.copy_(source.weight)
     if target.bias is not None:
         target.bias.copy_(torch.zeros_like(target.bias) if source.bias is None else source.bias)

@@ -128,8 +128,8 @@ def additive_decay(
         cu_seqlens: Offsets of several sequences packed in one row, as in flash-attention: int32,
             [S + 1], from 0 to T, on the CPU or the device of q. With several rows, offsets count
             the tokens of all rows, up to B * T, and every row begins with a new sequence. Angles
-            are still those of the tokens of a row. Not with `state`, and with the forms "one_scan"
-            and "chunk" in torch only.
+            remain those of the positions in a row. Not with `state`; only with the forms "one_scan"
+            and "chunk", in torch.
         state: State of earlier tokens (causal), or of additional tokens (not causal), such as
             another device's part of the sequence or the context of cross-attention.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is

@@ -116,8 +116,8 @@ def linear_diffusion(
             ignore them. None keeps all.
         cu_seqlens: Offsets of several sequences packed in one row, as in flash-attention: int32,
             [S + 1], from 0 to T, on the CPU or the device of x. With several rows, offsets count
-            the tokens of all rows, up to B * T, and every row begins with a new sequence. For the
-            explicit scheme with the forms "dense" and "banded"; not with `state`.
+            the tokens of all rows, up to B * T, and every row begins with a new sequence. Only for
+            the explicit scheme, with the forms "dense" and "banded"; not with `state`.
         state: The tokens before x, which are read but not returned; for the explicit scheme only.
             Use `next_state` to compute the state for the next call.
         form: Algorithm. Explicit: "dense" in O(T^2), "banded" in O(T R), "fft" in O(T log T).
