@@ -3,7 +3,7 @@
 Values, states and gradients of each op are compared with its reference, for single tokens and odd
 lengths, in bfloat16, float16 and float32. An op passes if no error is larger than the tolerance of
 the dtype, as a fraction of the largest value of the tensor. The results are recorded in the user's
-cache, see `onescan.ops.kernel_record`.
+cache; see `onescan.ops.kernel_record`.
 """
 
 import json
@@ -178,7 +178,7 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def results(call: Call, inputs: Inputs, backend: Any) -> list[Tensor]:
-    """Return the outputs of a call, and the gradients of a random loss for all inputs."""
+    """Return the outputs of a call, and the gradients of a random loss with respect to inputs."""
     if not call.has_gradients:
         with torch.no_grad():
             return [*call.run(inputs, backend)]
@@ -213,7 +213,7 @@ def time_call(
     copied: float,
     seconds: float,
 ) -> dict[str, Speed]:
-    """Time a call forward and, if the kernels have gradients, with its backward pass.
+    """Time the forward pass of a call and, if the kernels have gradients, both passes together.
 
     Args:
         call: The call.
@@ -248,7 +248,7 @@ def time_call(
 
 
 def without_gradients(call: Call, inputs: Inputs, backend: Any) -> None:
-    """Compute the outputs of a call only."""
+    """Compute the outputs of a call without gradients."""
     with torch.no_grad():
         call.run(inputs, backend)
 

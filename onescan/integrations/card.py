@@ -39,8 +39,8 @@ def write_model_card(
 ) -> None:
     """Write the model card of a saved model, unless the folder has a README.md.
 
-    It states what the config and the weights determine. License, data and results are left to the
-    author.
+    The card only contains what is known from the config and the weights. License, data and results
+    are left to the author.
 
     Args:
         folder: Folder of the model.
@@ -62,8 +62,8 @@ def write_model_card(
     text = CARD.format(
         metadata="\n".join([*(f"{k}: {v}" for k, v in fields.items()), "tags:", "- onescan"]),
         title=title,
-        summary=f"A model of onescan in the format of {fields['library_name']}. "
-        "Loading it requires the package `onescan`.",
+        summary=f"An onescan model in {fields['library_name']} format. Loading it requires the "
+        "package `onescan`.",
         usage=usage,
         rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
     )
@@ -71,7 +71,7 @@ def write_model_card(
 
 
 def _summary(value: Any) -> str:
-    """Return a field of a config as text; of a part of the network, the name of its class."""
+    """Return a config field as text; for a nested config, the name of its class."""
     if dataclasses.is_dataclass(value):
         return type(value).__name__.removesuffix("Config")
     if isinstance(value, tuple):

@@ -260,7 +260,7 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
 
     @property
     def guidance_scale(self) -> float:
-        """Scale of guidance of the next step. callback_on_step_end may set `_guidance_scale`."""
+        """Guidance scale of the next step. callback_on_step_end may set `_guidance_scale`."""
         return float(self._guidance_scale)
 
     @property

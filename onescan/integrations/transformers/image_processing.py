@@ -18,9 +18,9 @@ class OnescanImageProcessor(BaseImageProcessor):
         size: Height and width of the result.
         image_mean: Mean of each channel, for pixels from 0 to 1. One number selects grayscale.
         image_std: Standard deviation of each channel.
-        crop_pct: Center crop with the aspect ratio of `size`, as a fraction of the largest one.
-            None resizes the whole image.
-        options: Further fields of the processor's file.
+        crop_pct: Size of the center crop, which has the aspect ratio of `size`, as a fraction of
+            the largest possible crop. None resizes the whole image.
+        options: Further fields of preprocessor_config.json.
 
     Raises:
         ValueError: If a number is out of range.
@@ -51,9 +51,9 @@ class OnescanImageProcessor(BaseImageProcessor):
         self.to_onescan()  # checks the fields
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields to save, without the class: the model's config names it.
+        """Return the fields to save, without the class, which the model's config names.
 
-        Pipelines would also look for a video processor of a class that is named here.
+        If it were named here, pipelines would also look for a video processor of that class.
         """
         return {k: v for k, v in super().to_dict().items() if k != "image_processor_type"}
 

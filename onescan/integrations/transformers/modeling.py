@@ -48,7 +48,7 @@ def mark_initialized(module: nn.Module) -> None:
 class OnescanBlock(GradientCheckpointingLayer, Block):
     """A `Block` with the gradient checkpointing of transformers.
 
-    Models change the class of their blocks to this one, as FSDP2 changes that of its modules.
+    Models replace the class of their blocks by this one, as FSDP2 does with its modules.
     """
 
 
@@ -96,7 +96,7 @@ class OnescanModel(PreTrainedModel):
         with torch.device("meta"):
             self.model = kind(self.config)
         self.model.wrap(network)
-        if checkpointing:  # the base model has removed it, before its blocks were replaced
+        if checkpointing:  # the base model removed it before its blocks were replaced
             self.config.gradient_checkpointing = True
 
     def save_pretrained(
@@ -173,9 +173,9 @@ class OnescanModel(PreTrainedModel):
     def _set_gradient_checkpointing(  # type: ignore[override]  # older releases lack every_n_layers
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any
     ) -> None:
-        """Enable gradient checkpointing, always with ``use_reentrant=False``.
+        """Enable or disable gradient checkpointing, always with ``use_reentrant=False``.
 
-        Reentrant checkpointing would drop the gradients of tensors that blocks take by name.
+        Reentrant checkpointing would drop the gradients of tensors passed as keyword arguments.
         """
         function = partial(gradient_checkpointing_func, use_reentrant=False)
         super()._set_gradient_checkpointing(enable, function, **options)
@@ -485,5 +485,5 @@ def _documents(position_ids: Tensor | None, keep: Tensor | None, inputs: Tensor)
     begins = (position_ids == 0).expand(batch, -1).clone()
     begins[:, 1:] |= (position_ids.diff(dim=1) <= 0) & real[:, :-1]
     begins &= real & (real.cumsum(dim=1) > 1)  # the first document of a row begins in any case
-    begins = begins.cpu()  # waits for the device, once; models read documents on the CPU
+    begins = begins.cpu()  # waits for the device once; models read documents on the CPU
     return begins.cumsum(dim=1) if bool(begins.any()) else None

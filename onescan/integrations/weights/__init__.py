@@ -1,8 +1,8 @@
 """Convert models of other libraries to native models and back, by the names of their weights.
 
-No code of the other library runs to read a model, and nothing is unpickled. `source.py` defines a
-row of the table `SOURCES` and how to read a model; `maps.py` how to relate its names and settings
-to native ones in both directions; the other files contain the rows.
+Reading a model runs no code of the other library and unpickles nothing. `source.py` defines how to
+read a model and what a row of the table `SOURCES` contains, and `maps.py` how names and settings
+correspond to native ones, in both directions. The other files contain the rows.
 """
 
 from onescan.integrations.weights.convert import SOURCES as SOURCES

@@ -75,12 +75,12 @@ def convert_back(model: nn.Module, library: str, **fields: Any) -> Any:
 
     Args:
         model: A native model.
-        library: transformers or diffusers.
-        fields: Further fields of the config.
+        library: "transformers" or "diffusers".
+        fields: Further fields of the library's config.
 
     Raises:
         ValueError: If the library has no such model, or a field of the native config has no
-            counterpart; names it.
+            counterpart (names it).
         ImportError: If the library is not installed.
     """
     config: Any = getattr(model, "config", None)

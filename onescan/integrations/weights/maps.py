@@ -1,4 +1,4 @@
-"""Maps between native models and those of other libraries, stated once for both directions.
+"""Correspondence between native models and those of other libraries, for both directions.
 
 A `Rule` relates a native tensor to the tensors of a source, and `Fields` their configs.
 """
@@ -68,7 +68,7 @@ class Rule(NamedTuple):
     copies: tuple[str, ...] = ()
     """Further names of the first tensor, such as those of tied weights; may be missing."""
     may_be_missing: bool = False
-    """Biases that are missing are zero."""
+    """Use zeros for missing tensors, which must be biases."""
 
     def read(self, tensors: Tensors) -> Tensor:
         """Return the native tensor.
@@ -166,7 +166,7 @@ class Fields:
     """The fields of a native config, and those of a source that mean the same."""
 
     base: ModelConfig
-    """The native config. Its other fields have no counterpart: models of the source have these."""
+    """The native config. Fields that are not listed below always have these values."""
     names: Mapping[str, str]
     """Native name -> name in the source."""
     others: tuple[str, ...] = ()
@@ -203,7 +203,7 @@ class Fields:
             model: Name of the source's model, for messages.
 
         Raises:
-            ValueError: If a field has no counterpart in the source; names it.
+            ValueError: If a field has no counterpart in the source (names it).
         """
         free = {*self.names, *self.others, *TRAINING_ONLY}
         free |= {"mlp.ratio", "mlp.multiple_of"} if self.hidden is not None else set()

@@ -170,7 +170,7 @@ class Source:
     """Regular expressions in names of tensors and their replacements, such as for names of older
     versions; applied first, in this order, before `matches`."""
     adapt: Callable[[Foreign], Foreign] = lambda foreign: foreign
-    """Applied before `config` and `weights`, to models that are written in another way."""
+    """Applied before `config` and `weights`, to models that store tensors or fields differently."""
 
 
 def renamed(name: str, rules: Mapping[str, str]) -> str:
