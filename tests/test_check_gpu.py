@@ -119,7 +119,7 @@ def test_the_command_succeeds_when_all_ops_pass(capsys):
 
 def test_without_a_gpu_the_command_fails(capsys):
     assert main(["check-gpu"]) == 1
-    message = "onescan: error: check-gpu needs a GPU, but torch finds none that it can use\n"
+    message = "onescan: error: check-gpu requires a GPU, but torch finds none that it can use\n"
     assert capsys.readouterr().err == message
 
 

@@ -10,7 +10,7 @@ from onescan.cli.options import Argv, echo, parse
 
 
 def convert(argv: Argv) -> None:
-    """Convert a model of transformers, timm, diffusers, flash-linear-attention or LION, or back."""
+    """Convert a model of transformers, timm, diffusers, fla or LION to onescan, or back."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -21,11 +21,11 @@ def convert(argv: Argv) -> None:
         """Output folder: of an image classifier for predict, of a language model for generate and
         fill, of a denoiser for sample."""
         to: Literal["onescan", "transformers", "diffusers"] = "onescan"
-        """Library whose model is written. A native model with softmax attention becomes a ViT,
-        DeiT, GPT-2 or BERT of transformers, or a DiT of diffusers."""
+        """Library to convert to. A native model with softmax attention becomes a ViT, DeiT, GPT-2
+        or BERT of transformers, or a DiT of diffusers."""
         num_heads: int | None = None
-        """Number of attention heads, for a file without config.json; by default that of the
-        published model of the same width."""
+        """Number of attention heads, for a file without config.json. Default: that of the published
+        model of the same width."""
 
     options = parse(Options, convert, argv)
     from onescan.training.convert import convert as convert_weights

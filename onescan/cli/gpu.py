@@ -18,9 +18,9 @@ OP_WIDTH, COLUMN = 26, 20  # characters
 def check_gpu(argv: Argv) -> None:
     """Check the Triton kernels on this machine's GPU, and record which ops may use them.
 
-    Compares values and gradients with float64 references, and times kernels, plain torch and, where
-    installed, flash-linear-attention. From then on, the backend "auto" runs the kernels of the ops
-    that passed on GPUs of this name, until onescan, torch or Triton changes.
+    Compares values and gradients with float64 references, and times kernels, plain torch and, if
+    installed, flash-linear-attention. Afterwards, the backend "auto" uses the kernels of the ops
+    that passed, on GPUs of this name, until onescan, torch or Triton changes.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def _find_gpu(device: str) -> "tuple[torch.device, str]":
     import torch
 
     if not torch.cuda.is_available():
-        raise OSError("check-gpu needs a GPU, but torch finds none that it can use")
+        raise OSError("check-gpu requires a GPU, but torch finds none that it can use")
     from onescan.ops.backend import is_interpreted
     from onescan.training.distributed import Ranks, choose_device
 

@@ -49,14 +49,14 @@ Imports = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """How a command computes."""
+    """Backend and precision of a command."""
 
     backend: Literal["auto", "torch", "triton"] = "auto"
-    """Backend of the ops: torch, triton (kernels), or auto, which uses the kernels of GPUs on which
-    they were checked (onescan check-gpu)."""
+    """Backend of the ops: torch, triton (kernels), or auto, which uses kernels that have been
+    checked on this GPU (onescan check-gpu)."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """Precision of float32 matrix products: float32, TensorFloat-32 or bfloat16, where the hardware
-    has them."""
+    """Precision of float32 matrix products: highest is float32, high TensorFloat-32 and medium
+    bfloat16, where the hardware supports them."""
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

@@ -37,8 +37,8 @@ class Recipe:
     infers: bool = False
     """Whether `onescan.recipes.own_data.infer` completes the config by the data."""
     adapt: Callable[[RunConfig, Mapping[str, str]], RunConfig] | None = None
-    """Changes the config by the options of `onescan train`, given by dotted name, that determine
-    the defaults of all others."""
+    """Adapts the config to the options of `onescan train`, by dotted name, that determine the
+    defaults of other options."""
 
     def __call__(self) -> RunConfig:
         return self.config()

@@ -1,7 +1,7 @@
-"""Linear models that begin as trained softmax models: attention transfer, then training.
+"""Linear models initialized from trained softmax models: attention transfer, then training.
 
-Given `--init-from`, both recipes take the model from its config, except for the mixer, and from a
-run of onescan also data, task and training settings; see `from_teacher`.
+Both recipes take the model, except for the mixer, from the config of `--init-from`. If that is a
+trained run, they also take its data, task and training settings; see `from_teacher`.
 """
 
 import dataclasses
@@ -26,19 +26,20 @@ IMAGE_FIELDS = ("image_size", "channels", "mean", "std", "test_crop")  # that th
 
 
 def linearize_vit() -> RunConfig:
-    """LightNet that begins as a trained ViT or DeiT, on ImageNet-1k or your own images.
+    """LightNet initialized from a trained ViT or DeiT, on ImageNet-1k or your own images.
 
     onescan train linearize_vit --init-from MODEL --data.path FOLDER
 
     MODEL is a run with softmax attention, or the output of onescan convert. FOLDER contains images
-    as for the other recipes. Size, patches, width, depth, MLP, positions and the standardization of
-    pixels are those of MODEL. If it was trained by onescan, so are data, task and training
-    settings, and --data.path is not needed. --model.mixer selects another mixer, such as lion_lit
-    or lion_s.
+    as for the other recipes. Image and patch size, width, depth, MLP, positions and the
+    standardization of images are those of MODEL. If it was trained by onescan, so are data, task
+    and training settings, and --data.path is not needed. --model.mixer selects another mixer, such
+    as lion_lit or lion_s.
 
-    First, each mixer learns to reproduce that of MODEL in the same layer (--transfer.steps). Then
-    all weights are trained on the labels, and with --task.teacher MODEL also by distillation.
-    Without --init-from, the defaults are those of DeiT-tiny. It has not been run on ImageNet yet.
+    First, each mixer learns to reproduce the mixer of MODEL in the same layer (--transfer.steps).
+    Then all weights are trained on the labels, and with --task.teacher MODEL also by distillation.
+    The defaults shown without --init-from are those of DeiT-tiny. This recipe has not been run on
+    ImageNet yet.
     """
     run = RunConfig(
         name="linearize_vit",
@@ -53,7 +54,7 @@ def linearize_vit() -> RunConfig:
 
 
 def linearize_gpt2() -> RunConfig:
-    """Causal LION-s that begins as a trained GPT-2, on your own text.
+    """Causal LION-s initialized from a trained GPT-2, on your own text.
 
     onescan train linearize_gpt2 --init-from MODEL --data.path FILE
 
@@ -62,10 +63,10 @@ def linearize_gpt2() -> RunConfig:
     and tokenizer are those of MODEL. If it was trained by onescan, so are data, task and training
     settings, and --data.path is not needed. --model.mixer selects another mixer, such as lightnet.
 
-    First, each mixer learns to reproduce that of MODEL in the same layer (--transfer.steps). Then
-    all weights are trained to predict the next token. The new model reads at most as many tokens as
-    MODEL has positions. Without --init-from, the defaults are those of GPT-2 with 124 million
-    parameters. It has not been run at this size yet.
+    First, each mixer learns to reproduce the mixer of MODEL in the same layer (--transfer.steps).
+    Then all weights are trained to predict the next token. The new model reads at most as many
+    tokens as MODEL has positions. The defaults shown without --init-from are those of GPT-2 with
+    124 million parameters. This recipe has not been run at this size yet.
     """
     run = RunConfig(
         name="linearize_gpt2",
@@ -88,11 +89,11 @@ def linearize_gpt2() -> RunConfig:
 
 
 def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
-    """Return the run with the settings of the model that it begins from.
+    """Return the run with the settings of the model that it starts from.
 
     Args:
         run: One of these recipes.
-        given: The user's options by dotted name, of which init_from is read.
+        given: The user's options by dotted name; only init_from is read.
 
     Raises:
         ValueError: If init_from is missing, cannot be read, or holds a model of another class.
@@ -107,7 +108,7 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
     model: Any = load_pretrained_model(name).model.config if source is None else source.model
     if not isinstance(model, type(run.model)):
         raise ValueError(
-            f"init_from is {name!r}, which holds the weights of {named_type(model)}, expected "
+            f"init_from is {name!r}, which contains the weights of {named_type(model)}, expected "
             f"{named_type(run.model)}"
         )
     data: Any = run.data

@@ -1,4 +1,4 @@
-"""Other mixers for the model of a recipe, by name: `onescan train RECIPE --model.mixer NAME`."""
+"""Replace the mixer of a recipe's model, by name: `onescan train RECIPE --model.mixer NAME`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,14 +32,14 @@ KEPT = ("num_heads", "bias")
 
 
 def with_mixer(run: RunConfig, name: str) -> RunConfig:
-    """Return a run with another mixer, which has the heads, biases and direction of the old one.
+    """Return a run with another mixer, which keeps the number of heads, biases and direction.
 
     Args:
         run: Run to change.
         name: Key of `NAMED_MIXERS`.
 
     Raises:
-        ValueError: If there is no such name (states the closest), or the model has no mixer.
+        ValueError: If there is no such name (names the closest), or the model has no mixer.
     """
     check_choice("model.mixer", name, NAMED_MIXERS)
     new, old = NAMED_MIXERS[name], getattr(run.model, "mixer", None)

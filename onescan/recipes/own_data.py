@@ -119,7 +119,7 @@ def text_classifier() -> RunConfig:
 
 
 def adapt(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
-    """Return the run for the user's data, the option data.path; `infer` reports a missing one."""
+    """Adapt the run to the user's data, the option data.path; `infer` reports a missing path."""
     path = given.get("data.path")
     return for_path(run, path) if path else run
 

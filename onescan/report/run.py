@@ -344,10 +344,10 @@ def training(group: RunGroup) -> Section:
 def _transfer_loss(group: RunGroup) -> Figure:
     """The loss of the first phase, in which only the mixers are trained."""
     return Figure(
-        "Loss of attention transfer",
+        "Attention transfer loss",
         _batches(group, "loss", "transfer loss", split="transfer"),
         "Squared error of the mixers' outputs, divided by the squared norm of the teacher's and "
-        "averaged over layers. Only mixers are trained in this phase, and the other figures begin "
+        "averaged over layers. Only the mixers are trained in this phase; the other figures start "
         "after it.",
     )
 

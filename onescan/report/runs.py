@@ -80,7 +80,7 @@ class FinishedRun:
         return np.array([line[name] for line in lines], float)
 
     def _all_steps(self, name: str) -> Column:
-        """Return all values of a metric of the training steps, first those of the transfer."""
+        """Return all values of a metric of the training steps, including attention transfer."""
         splits: list[Split] = ["transfer", "train"] if self.has_transfer else ["train"]
         return np.concatenate([self.column(split, name) for split in splits])
 

@@ -128,7 +128,7 @@ class TrainingConfig:
 class TransferConfig:
     """Attention transfer, the first phase of a run whose mixers are new; see `AttentionTransfer`.
 
-    Both phases go through the learning rate schedule, with its warm-up, once.
+    Each phase runs through the whole learning rate schedule, including warm-up.
     """
 
     steps: float = 0.3
@@ -166,11 +166,11 @@ class MachineConfig:
     compile: bool = False
     """Compile each block with torch.compile."""
     backend: Backend = "auto"
-    """Backend of the ops: torch, triton (kernels, wherever an op has one for the call), or auto,
-    which uses the kernels of GPUs on which they were checked (onescan check-gpu)."""
+    """Backend of the ops: torch, triton (kernels, for all calls that they support), or auto, which
+    uses kernels that have been checked on this GPU (onescan check-gpu)."""
     matmul_precision: MatmulPrecision = "highest"
     """Precision of float32 matrix products, as in torch.set_float32_matmul_precision: highest is
-    float32, high TensorFloat-32 and medium bfloat16, where the hardware has them."""
+    float32, high TensorFloat-32 and medium bfloat16, where the hardware supports them."""
     fsdp: bool = False
     """With several processes, shard weights, gradients and optimizer state (FSDP2) instead of
     replicating them (DDP)."""
@@ -202,8 +202,8 @@ class RunConfig:
     transformers. All weights but the head must match; mixers may be of another class. None
     initializes randomly."""
     transfer: TransferConfig | None = None
-    """Attention transfer: before it trains on the task, train only the mixers, to reproduce those
-    of init_from. None trains on the task alone."""
+    """Attention transfer: before training on the task, train only the mixers, to reproduce those of
+    init_from. None trains on the task only."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
@@ -213,11 +213,11 @@ class RunConfig:
         if path.is_absolute() or ".." in path.parts or not path.parts:
             raise ValueError(f"name is {self.name!r}, expected a relative path below runs/")
         if self.transfer is not None and self.init_from is None:
-            raise ValueError("transfer is set, but init_from is None, expected the teacher")
+            raise ValueError("transfer is set, but init_from is None, expected a teacher")
         if self.transfer is not None and self.machine.fsdp:
             raise ValueError(
                 "machine.fsdp is True with transfer, expected False: attention transfer calls "
-                "mixers outside of their blocks"
+                "mixers outside their blocks"
             )
 
 

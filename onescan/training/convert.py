@@ -1,4 +1,4 @@
-"""Convert a model of another library or to one, and write a folder that programs read."""
+"""Convert models from and to other libraries, and save the results."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -41,22 +41,22 @@ def convert(
     to: Library = "onescan",
     num_heads: int | None = None,
 ) -> nn.Module:
-    """Convert a model of another library, with its weights, to a native model, or back.
+    """Convert a model of another library with its weights to a native model, or back.
 
     See the guide "Convert weights of other libraries" for the supported models. Only safetensors
     files are read, nothing is unpickled, and no code of the source is executed.
 
     Args:
         source: A folder with config.json and safetensors files, a safetensors file, a name on the
-            Hugging Face Hub, or a model in memory. With another `to`, a native model, or whatever
-            `onescan.load`, ``onescan generate`` or ``onescan sample`` reads.
+            Hugging Face Hub, or a model in memory. If `to` is another library: a native model, or a
+            name that `onescan.load`, ``onescan generate`` or ``onescan sample`` accepts.
         out: Folder to write, or ``None``. It contains an image classifier as a run for `load`, a
             language model with its tokenizer for transformers' ``from_pretrained``, or a denoiser
-            as a pipeline of diffusers. With another `to`, it is for the ``from_pretrained`` of that
-            library, with the tokenizer or image processor.
+            as a pipeline of diffusers. If `to` is another library, the folder is for the
+            ``from_pretrained`` of that library and includes the tokenizer or image processor.
         to: "onescan"; or "transformers" or "diffusers", to convert a native model with softmax
-            attention to the same architecture of that library.
-        num_heads: Number of attention heads, for tensors without a config; by default that of the
+            attention to the same architecture in that library.
+        num_heads: Number of attention heads, for tensors without a config. Default: that of the
             published model of the same width.
 
     Returns:
@@ -67,8 +67,8 @@ def convert(
         FileNotFoundError: If there is no such file or folder.
         ValueError: If the architecture or a setting is not supported, a tensor is missing, unused
             or of another shape (names it), `out` exists and is not empty, or `source` cannot be
-            read. With another `to`, if that library has no such model, or the field of the config
-            that it does not have.
+            read; if `to` is another library, also if it has no such model, or no counterpart of a
+            config field (names it).
         ImportError: If transformers or diffusers is required and not installed.
     """
     check_choice("to", to, get_args(Library))
@@ -113,7 +113,10 @@ def _export(source: str | Path | nn.Module, library: str) -> tuple[nn.Module, Wr
 def _load(
     source: str | Path | nn.Module,
 ) -> tuple[nn.Module, dict[str, Any], Callable[[Path], object]]:
-    """Return a native model, fields of transformers' config, and what saves its preprocessing."""
+    """Return a native model, fields of transformers' config, and a function that saves the rest.
+
+    The rest is the tokenizer or the image processor, if there is one.
+    """
     if isinstance(source, nn.Module):
         return source, {}, lambda out: None
     path = zoo.resolve(Path(source))
@@ -133,7 +136,7 @@ def _load(
 
 
 def image_processor(form: ImageFormat) -> Any:
-    """Return transformers' own image processor that prepares color images as a format does.
+    """Return an image processor of transformers that prepares color images according to a format.
 
     Raises:
         ValueError: If images are grayscale, or cropped and not square.

@@ -87,7 +87,7 @@ class Ranks:
             dist.broadcast(tensor, 0)
 
     def average_gradients(self, model: nn.Module) -> None:
-        """Average gradients of backward passes that DDP did not take part in."""
+        """Average gradients over processes, after backward passes that bypass DDP."""
         for parameter in model.parameters() if self.size > 1 else ():
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)

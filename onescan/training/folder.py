@@ -144,7 +144,7 @@ def write_manifest(
     """Write config.json and the files of the format; for a resumed run, add the environment.
 
     Returns:
-        How the environment of a resumed run differs from the last one.
+        How the environment of a resumed run differs from that of its last start.
 
     Raises:
         ValueError: If the data has changed since the run began.

@@ -194,10 +194,10 @@ def init_from(name: str, model: nn.Module) -> str:
     other head is of the same class: then its weights of matching shape are loaded too. For
     classifiers with different numbers of classes, these are all but the output layer.
 
-    Mixers may be of another class, such as LION in place of softmax attention. Their projections of
-    queries, keys, values and outputs are then copied where both have them, with equal shapes and
-    numbers of heads; see `Mixer.projections`. A bias that only the new mixer has becomes zero, and
-    all its other weights keep their random values.
+    Mixers may be of another class, such as LION in place of softmax attention. The projections of
+    queries, keys, values and outputs that both mixers have, with the same shape and number of
+    heads, are then copied; see `Mixer.projections`. Biases that the source lacks are set to zero.
+    All other weights of the new mixer keep their random values.
 
     Args:
         name: See `load_pretrained_model`.

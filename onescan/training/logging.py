@@ -53,9 +53,8 @@ log = logging.getLogger("onescan")
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """Read a run's metrics: step, epoch, split and numbers by name.
 
-    The split is "train" or "test", or "transfer" for the steps of attention transfer.
-
-    An unfinished last line, left by a killed run, is ignored.
+    The split is "train", "test", or "transfer" for the steps of attention transfer. An unfinished
+    last line, left by a killed run, is ignored.
 
     Raises:
         ValueError: If any other line is damaged (names it), or the path is not a regular file.

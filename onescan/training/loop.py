@@ -175,7 +175,7 @@ class Loop:
     transfer: AttentionTransfer | None
     """The loss of the first phase, if there is one."""
     initialized: str
-    """What was copied from other weights, to show; empty if nothing was."""
+    """Description of the weights copied from another model; empty if there are none."""
     state: TrainingState
     trained: nn.Module
     """The model as called in training, wrapped by DDP or FSDP2 if there are several processes."""
@@ -240,7 +240,7 @@ class Loop:
             last = self.numbers["transfer_loss"]
             self.display.write(
                 f"attention transfer ended after step {step:,} with a loss of {last:.3g}; all "
-                "weights train on the task from now on"
+                "weights are trained on the task from now on"
             )
 
     def stop_if_requested(self) -> None:
@@ -454,13 +454,13 @@ class Loop:
         )
 
     def phases(self) -> str:
-        """Describe what the weights start from and attention transfer, if a run has them."""
+        """Describe the initialization from another model and attention transfer, if any."""
         started = f"\ninitialized: {self.initialized}" if self.initialized else ""
         if not (self.transfer and self.plan.is_transfer(self.state.step)):
             return started
         return (
             f"{started}\nattention transfer: {self.plan.transfer:,} of {self.plan.micro_batches:,} "
-            f"batches, from {self.transfer.name}; only mixers train"
+            f"batches, from {self.transfer.name}; only mixers are trained"
         )
 
     def count_time(self, seconds: float, waiting: float, read: int) -> None:
@@ -510,7 +510,7 @@ def dry_run(
     device: torch.device,
     transfer: AttentionTransfer | None = None,
 ) -> None:
-    """Compute a loss of each phase to check that model and data match, before a run is removed."""
+    """Compute the loss of each phase once, to check that model and data match."""
     plan = task.batches(step=0, batch_size=settings.micro_batch_size, seed=settings.seed)
     examples = next(plan).examples[:2]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():

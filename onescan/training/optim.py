@@ -77,7 +77,8 @@ class Plan(NamedTuple):
         phase = round(length * total if length < 1 else length)
         if phase >= total:
             raise ValueError(
-                f"transfer.steps is {length:g}, expected a fraction of all {total} steps, or fewer"
+                f"transfer.steps is {length:g}, expected fewer than all {total} steps, or a "
+                "fraction of them"
             )
         return cls(
             transfer=phase,

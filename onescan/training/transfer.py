@@ -2,13 +2,13 @@
 
 L = mean over layers of sum_t |m'(x_t) - m(x_t)|^2 / sum_t |m(x_t)|^2
 
-m and m' are the mixers of teacher and student in one layer, and x the teacher's input of that
-layer, so layers learn independently of each other. The sums are over all real tokens of a batch. A
-mixer whose output is zero has a loss of 1.
+m and m' are the mixers of teacher and student in one layer, and x is the input of the teacher's
+mixer, so layers learn independently of each other. The sums are over all real tokens of a batch. A
+student that outputs zeros has a loss of 1.
 
-Source: the first stage of LoLCATs, arXiv:2410.10254, which trains only feature maps, without the
-normalization. Hedgehog, arXiv:2402.04347, matches attention weights instead, which mixers with an
-output norm or gate do not have.
+Source: the first stage of LoLCATs, arXiv:2410.10254, which trains only feature maps and does not
+normalize the loss. Hedgehog, arXiv:2402.04347, matches attention weights instead, which mixers with
+an output norm or gate do not have.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class _FinishedError(Exception):
 
 
 class AttentionTransfer:
-    """The loss of attention transfer from one teacher, which the first call loads."""
+    """The loss of attention transfer from a teacher, which is loaded by the first call."""
 
     def __init__(self, config: TransferConfig, teacher: str) -> None:
         self.config, self.name = config, teacher
@@ -48,7 +48,7 @@ class AttentionTransfer:
         if run.transfer is None:
             return None
         if not run.init_from:
-            raise ValueError(f"init_from is {run.init_from!r}, expected the teacher for transfer")
+            raise ValueError(f"init_from is {run.init_from!r}, expected a teacher for transfer")
         return cls(run.transfer, run.init_from)
 
     def loss(self, student: nn.Module, task: Task, batch: Batch) -> Float[Tensor, ""]:
@@ -114,8 +114,8 @@ class AttentionTransfer:
     def _check(self, theirs: list[Block], ours: list[Block]) -> None:
         if not theirs or len(theirs) != len(ours):
             raise ValueError(
-                f"init_from is {self.name!r}, whose model has {len(theirs)} blocks, expected as "
-                f"many as the model, {len(ours)}, and at least one"
+                f"init_from is {self.name!r}, whose model has {len(theirs)} blocks, expected "
+                f"{len(ours)}, as in the model, and at least one"
             )
         if any(block.reads_embedding for block in ours):
             raise ValueError(
@@ -152,6 +152,6 @@ def _check_format(teacher: PretrainedModel, task: Task) -> None:
         theirs, ours = getattr(teacher.format, name), getattr(task.format, name)
         if theirs != ours:
             raise ValueError(
-                f"data.{name} is {ours}, expected {theirs}, with which init_from {teacher.name!r} "
-                "was trained"
+                f"data.{name} is {ours}, expected {theirs}, as in the training of init_from "
+                f"{teacher.name!r}"
             )
