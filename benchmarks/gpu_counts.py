@@ -66,8 +66,8 @@ WAITS = {
     "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_select", "nonzero",
     "unique_consecutive", "unique_dim",
 }
-# Autocast on CUDA computes these in its own dtype, these in the widest dtype of their arguments,
-# and all others that it has a rule for in float32.
+# Autocast on CUDA runs operators in LOW_PRECISION in its own dtype, those in WIDEST_DTYPE in the
+# widest dtype of their arguments, and all others that it has a rule for in float32.
 LOW_PRECISION = {
     "_convolution", "_scaled_dot_product_flash_attention", "addbmm", "addmm", "addmv", "addr",
     "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_tbc",
