@@ -22,7 +22,14 @@ from torch.utils.benchmark import Timer
 
 from onescan.checkpoint.files import check_regular, write_atomically
 from onescan.checks import in_a_line
-from onescan.ops import additive_decay, decay_attention, lrpe, toeplitz_position
+from onescan.ops import (
+    additive_decay,
+    decay_attention,
+    linear_diffusion,
+    lrpe,
+    stable_step,
+    toeplitz_position,
+)
 from onescan.ops.additive_decay import AdditiveDecayState
 from onescan.ops.additive_decay import reference as additive_reference
 from onescan.ops.backend import KERNEL_OPS
@@ -30,14 +37,19 @@ from onescan.ops.decay_attention import DecayState, DecayStates
 from onescan.ops.decay_attention import reference as decay_reference
 from onescan.ops.feature_maps import shifted_silu
 from onescan.ops.kernel_record import read_results, record_path
+from onescan.ops.linear_diffusion import DiffusionState
+from onescan.ops.linear_diffusion import reference as diffusion_reference
 
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 2e-5}
 SMALLEST = 0.1  # errors of smaller tensors are fractions of this
 # dtypes of the inputs that are not in the dtype of the call
 DTYPES = {
-    **dict.fromkeys(("angles", "log_decay", "weight", "kv", "k_sum"), torch.float32),
+    **dict.fromkeys(
+        ("angles", "log_decay", "weight", "weights", "dt", "kv", "k_sum"), torch.float32
+    ),
     "log_normalizer": torch.float64,
 }
+DIFFUSION_RADIUS = 35  # tokens
 COPIED_BYTES = 1 << 28  # of the measured copy
 
 Inputs = dict[str, Tensor]
@@ -391,6 +403,26 @@ def _shifted_silu() -> Call:
     return Call(run, inputs)
 
 
+def _linear_diffusion(*, state: bool) -> Call:
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        weights = draw(size.heads, 2 * DIFFUSION_RADIUS + 1).abs()
+        drawn = {"x": draw(*size), "weights": weights, "dt": 0.9 * stable_step(weights)}
+        if state:
+            drawn["before"] = draw(size.batch, DIFFUSION_RADIUS, size.heads, size.width)
+        return drawn
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        before = None
+        if state:
+            seen = x["before"].new_ones(x["before"].shape[:2], dtype=torch.bool)
+            before = DiffusionState(x["before"], seen)
+        op: Any = partial(linear_diffusion, form="banded", backend=backend)
+        op = diffusion_reference.forward if backend is None else op
+        return (op(x["x"], x["weights"], x["dt"], state=before),)
+
+    return Call(run, inputs)
+
+
 CALLS: dict[str, tuple[Call, ...]] = {
     "additive_decay.one_scan": (
         _additive("one_scan", causal=False, lrpe=True, state=False),
@@ -417,4 +449,5 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "toeplitz_position": (_toeplitz(bidirectional=False), _toeplitz(bidirectional=True)),
     "lrpe": (_lrpe(),),
     "shifted_silu": (_shifted_silu(),),
+    "linear_diffusion": (_linear_diffusion(state=False), _linear_diffusion(state=True)),
 }

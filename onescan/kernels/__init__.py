@@ -15,6 +15,7 @@ FILES = (
     "toeplitz",
     "lrpe",
     "feature_maps",
+    "diffusion",
     "additive_step",
     "decay_states",
     "decay_scalar",

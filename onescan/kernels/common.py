@@ -21,12 +21,15 @@ import triton.language as tl
 LOG_ZERO = tl.constexpr(-1e30)  # as in onescan.ops.numerics
 
 # Arguments that differ from call to call. Kernels are not recompiled for other values.
-LENGTHS = ("batch", "tokens", "split", "parts", "chunks", "lines", "length", "groups", "stride")
+LENGTHS = (
+    *("batch", "tokens", "split", "parts", "chunks", "lines", "length", "groups", "stride"),
+    "radius",
+)
 
 # Types of pointers by name; all others are float32.
 DATA = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "dangles", "x", "y", "dx", "dy")
 OPERANDS = ("before", "after", "kv_rounded", "dkv_rounded")
-OTHERS = {"keep": "i1", "z_in": "fp64", "z": "fp64"}
+OTHERS = {"keep": "i1", "sequence": "i64", "z_in": "fp64", "z": "fp64"}
 
 
 class Case(NamedTuple):

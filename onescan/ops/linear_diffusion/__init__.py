@@ -23,6 +23,7 @@ from onescan.checks import (
     nan_probe,
 )
 from onescan.messages import named_type
+from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
 from onescan.ops.linear_diffusion import crank_nicolson, forms
 from onescan.ops.linear_diffusion.kernel import (
@@ -62,6 +63,7 @@ Form = Literal["auto", "dense", "banded", "fft"]
 IMPLEMENTATIONS = forms.PRODUCTS  # of the explicit step
 SOLVERS = crank_nicolson.SOLVERS  # of Crank-Nicolson
 PACKED = ("dense", "banded")  # forms of the explicit step that take packed sequences
+KERNELS = ("banded",)  # forms of the explicit step with Triton kernels
 
 # Measured on a CPU with benchmarks/linear_diffusion.py; no other device was measured.
 FFT_COST = 2500  # multiplications per token and channel that take as long as the FFT
@@ -90,6 +92,7 @@ def linear_diffusion(
     cu_seqlens: Tensor | Packing | None = None,
     state: DiffusionState | None = None,
     form: Form = "auto",
+    backend: Backend = "auto",
 ) -> Values:
     """Move each token towards the others, weighted by a kernel: one step in time.
 
@@ -123,15 +126,18 @@ def linear_diffusion(
         form: Algorithm. Explicit: "dense" in O(T^2), "banded" in O(T R), "fft" in O(T log T).
             Crank-Nicolson solves one linear system, or with keep one for each sequence: "dense" in
             O(T^3), "banded" in O(T R^2).
+        backend: "torch" runs on any device. "triton" runs the banded explicit step on a GPU, for
+            any radius and with `keep`, `cu_seqlens` and `state`; it multiplies in the dtype of x,
+            sums in float32 and has first derivatives only. "auto" chooses; see `use_backend`.
 
     Returns:
         The tokens after the step, [B, T, H, V], in the dtype of x.
 
     Raises:
-        ValueError: If shapes or devices do not match, a dtype is wrong, the scheme or form is
-            unknown, a state is combined with Crank-Nicolson, cu_seqlens is invalid or the scheme or
-            form does not take it, or, on a CPU, weights or dt are
-            negative or an argument holds NaN.
+        ValueError: If shapes or devices do not match, a dtype is wrong, the scheme, form or backend
+            is unknown, the backend cannot run the call, a state is combined with Crank-Nicolson,
+            cu_seqlens is invalid or the scheme or form does not take it, or, on a CPU, weights or
+            dt are negative or an argument holds NaN.
 
     >>> x = torch.tensor([0.0, 0.0, 4.0, 0.0]).reshape(1, 4, 1, 1)
     >>> neighbors, dt = torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([0.25])
@@ -143,11 +149,19 @@ def linear_diffusion(
     tokens, radius = x.shape[1], weights.shape[1] // 2
     context = 0 if state is None else radius
     chosen = _choose(form, scheme, context + tokens, radius, packed=packing is not None)
+    inputs, seen = _all_tokens(x, keep, state)
+    if _backend(form, scheme, backend, x, weights, dt, state) == "triton":
+        from onescan.ops.linear_diffusion import launch
+
+        sequence = None if packing is None else packing.sequence
+        with disable_autocast(x):
+            rates = _rates(*to_accumulation_dtype(weights, dt))
+            return launch.explicit(inputs, rates, seen, sequence, tokens).to(x.dtype)
     with disable_autocast(x):
-        inputs, seen = _all_tokens(x, keep, state)
-        inputs, wide_weights, wide_dt = to_accumulation_dtype(inputs, weights, dt)
-        lags = torch.arange(-radius, radius + 1, device=x.device)
-        rates = wide_dt.unsqueeze(1) * wide_weights.masked_fill(lags == 0, 0)  # dt K, H 2R+1
+        if seen is not None:
+            inputs = inputs.masked_fill(~seen[:, :, None, None], 0)
+        inputs, *wide = to_accumulation_dtype(inputs, weights, dt)
+        rates = _rates(*wide)
         if packing is not None:
             y = forms.packed_explicit(chosen, inputs, rates, keep, packing.sequence)
         elif scheme == "explicit":
@@ -280,14 +294,35 @@ def _costs(tokens: int, radius: int) -> dict[str, int]:
     }
 
 
+def _backend(
+    form: str, scheme: str, backend: str, x: Tensor, weights: Tensor, dt: Tensor,
+    state: DiffusionState | None,
+) -> str:  # fmt: skip
+    """Return the backend of a call; kernels support any width."""
+    tensors = (x, weights, dt, None if state is None else state.x)
+    has_kernel = scheme == "explicit" and form in ("auto", *KERNELS)
+    resolved = resolved_backend(backend, has_kernel, *tensors, op="linear_diffusion", widest=None)
+    if resolved == "triton":
+        known = [f"explicit/{name}/triton" for name in ("auto", *KERNELS)]
+        check_choice("scheme/form/backend", f"{scheme}/{form}/{resolved}", known)
+    return resolved
+
+
+def _rates(weights: DiffusionKernels, dt: StepSizes) -> DiffusionKernels:
+    """Return dt K, [H, 2R+1], without the weight of lag 0."""
+    radius = weights.shape[1] // 2
+    lags = torch.arange(-radius, radius + 1, device=weights.device)
+    return dt.unsqueeze(1) * weights.masked_fill(lags == 0, 0)
+
+
 def _all_tokens(
     x: Values, keep: Keep | None, state: DiffusionState | None
 ) -> tuple[AllTokens, Bool[Tensor, "B S"] | None]:
-    """Return the state's tokens and x, zero where masked, and which of them are real."""
-    if state is not None:
-        new = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
-        x, keep = torch.cat([state.x, x], dim=1), torch.cat([state.keep, new], dim=1)
-    return (x if keep is None else x.masked_fill(~keep[:, :, None, None], 0)), keep
+    """Return the state's tokens and x, and which of them are real."""
+    if state is None:
+        return x, keep
+    new = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
+    return torch.cat([state.x, x], dim=1), torch.cat([state.keep, new], dim=1)
 
 
 def _check(x: Any, weights: Any, dt: Any, scheme: Any, keep: Any, state: Any) -> None:
