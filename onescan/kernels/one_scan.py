@@ -46,7 +46,7 @@ EXAMPLES = (
     Example(96, 96, lrpe=True, flags={"HAS_KEEP": True, "HAS_KV_IN": True, "HAS_DANGLES": True}),
     Example(128, 128, lrpe=True, flags={"HAS_DANGLES": True}),
     Example(64, 64, lrpe=True, flags={"HAS_DANGLES": True, **PACKED}),
-    Example(128, 128, lrpe=True, flags={"HAS_KEEP": True, "HAS_DANGLES": True, **PACKED}),
+    Example(128, 128, lrpe=True, flags={"HAS_DANGLES": True, **PACKED}),
 )
 
 
@@ -325,8 +325,8 @@ def collect(
 ):  # fmt: skip
     """Compute the gradients of keys and values of one part, and add to the gradients of angles.
 
-    Without packed sequences, a part is a single tile, unless dkv stays in registers from tile to
-    tile.
+    A part is a single tile, unless dkv stays in registers from tile to tile. With packed sequences,
+    a part has as many tiles as the second axis of the grid, with one program each.
     """
     program = tl.program_id(0).to(tl.int64)
     sample, head, part = program % batch, program // batch % H, program // batch // H
@@ -340,7 +340,6 @@ def collect(
     held = (dkv_rounded, dkv_rounded)
     if HOLDS:  # keep dkv in registers from tile to tile
         held = load_halves(dkv_rounded, tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), K, V, LRPE)
-    if HOLDS or HAS_SPANS:
         for start in range(begin, stop, BLOCK_T):
             collect_tile(
                 k, v, rotary, keep, reference, total, dkv_rounded, offset, held, dk, dv, dangles,
@@ -348,6 +347,12 @@ def collect(
                 BLOCK_T, BLOCK_K, BLOCK_V, BLOCK_W, OPERAND, PRECISION,
             )  # fmt: skip
     else:
+        if HAS_SPANS:
+            begin += tl.program_id(1) * BLOCK_T
+            if begin >= stop:
+                return
+        else:
+            stop = tokens
         collect_tile(
             k, v, rotary, keep, reference, total, dkv_rounded, offset, held, dk, dv, dangles,
             sample, head, begin, stop, tokens, H, K, V, LRPE, HAS_KEEP, HAS_DANGLES, HOLDS,
@@ -373,7 +378,7 @@ def collect_tile(
     half: tl.constexpr = K * V
     t = start + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_V)
-    valid = (valid_tokens(keep, sample, t, tokens, HAS_KEEP) & (t < stop))[:, None]
+    valid = valid_tokens(keep + sample * tokens, 0, t, stop, HAS_KEEP)[:, None]
     r = tl.arange(0, BLOCK_T)[:, None]
     row = (sample * tokens + start) * H + head
     there = (e < V)[None, :]

@@ -186,9 +186,11 @@ def _one_scan_backward(
     rounded = as_multiplied(whole, k.dtype)  # so that components common to all values cancel
     offset = per_key(kv * rounded, k)
     offset = offset if dz is None else (offset - dz).float()
-    split, parts = _tiles(k, case, scan.collect_blocks(case), spans)
+    blocks = scan.collect_blocks(case)
+    tiles = 1 if spans is None or blocks.holds(case) else -(-split // blocks.tokens)
+    split, parts = _tiles(k, case, blocks, spans)
     launch(
-        scan.collect, case, (batch * heads * parts,),
+        scan.collect, case, (batch * heads * parts, tiles),
         k, v, rotary, keep, *scale, rounded, offset, dk, dv, dangles,
         spans, batch, tokens, split, parts,
     )  # fmt: skip
