@@ -27,6 +27,8 @@ from onescan.layers.mixers.lightnet import LightNetMixerConfig
 from onescan.ops.additive_decay import AdditiveDecayState, additive_decay, choose, reference
 from onescan.ops.backend import chip_of, name_of, preferred_backend, use_backend
 from onescan.ops.lrpe import lrpe_angles, lrpe_frequencies
+from onescan.ops.numerics import LOG_ZERO
+from onescan.ops.packing import Packing
 from onescan.shapes import Grid
 
 pytest.importorskip("triton")
@@ -163,6 +165,15 @@ def test_tokens_that_are_not_kept_change_nothing(causal):
     )
     for found, expected in zip(case.by_kernel(), first, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_without_tokens_all_is_zero(causal):
+    case = Case(2, 20, 1, 5, 6, causal=causal, state=False)
+    case.keep[1] = False
+    o, z, kv, dq, dk, dv, _ = case.by_kernel()
+    assert all((x[1] == 0).all() for x in (o, kv, dq, dk, dv))
+    assert (z[1] <= LOG_ZERO).all()
 
 
 @pytest.mark.parametrize("climb", [3.6, -5.0, 300.0])
@@ -320,6 +331,73 @@ def test_errors_are_at_most_twice_those_of_plain_torch(dtype, causal):
     within_twice_plain(Case(1, 70, 1, 32, 32, causal=causal, dtype=dtype, keep=False, state=False))
 
 
+def assert_packing_equals_separate_calls(case, *lengths, cu_device="cpu"):
+    """Compare values and gradients with the definition of each sequence, in rows of `lengths`."""
+    offsets = torch.tensor([0, *(n for row in lengths for n in row)]).cumsum(0)
+
+    def results(op, dtype, device):
+        given = [x.to(dtype) for x in (case.q, case.k, case.v)]
+        if case.angles is not None:
+            given.append(case.angles.to(torch.promote_types(dtype, SINGLE)))
+        given = [x.to(device).requires_grad_() for x in given]
+        keep = None if case.keep is None else case.keep.to(device)
+        o = op(*given[:3], *given[3:] or [None], keep)
+        gradients = torch.autograd.grad((o.double() * case.o_slope.to(device)).sum(), given)
+        return [x.detach().double().cpu() for x in (o, *gradients)]
+
+    def separate(q, k, v, angles, keep):
+        o = torch.zeros_like(v)
+        for start, length in zip(offsets.tolist(), offsets.diff().tolist(), strict=False):
+            if not length:
+                continue
+            row, first = divmod(start, q.shape[1])
+            part = slice(first, first + length)
+            at = slice(row, row + 1), part
+            o[at] = reference.forward(
+                q[at], k[at], v[at], angles=None if angles is None else angles[part],
+                causal=case.causal, keep=None if keep is None else keep[at],
+            )[0]  # fmt: skip
+        return o
+
+    def packed(q, k, v, angles, keep):
+        return additive_decay(
+            q, k, v, angles=angles, causal=case.causal, keep=keep, form=FORMS[case.causal],
+            cu_seqlens=offsets.int().to(cu_device), backend="triton",
+        )[0]  # fmt: skip
+
+    expected = results(separate, torch.float64, "cpu")
+    for found, wanted in zip(results(packed, case.dtype, DEVICE), expected, strict=True):
+        error = (found - wanted).abs().max()
+        assert error <= ROUNDING[case.dtype] * wanted.abs().max().clamp(min=1)
+
+
+@pairwise(
+    {"causal": [False, True], "lrpe": [False, True], "keep": [False, True], "dtype": DTYPES},
+    rest_is_slow=True,
+)
+def test_packed_sequences(causal, lrpe, keep, dtype, monkeypatch):
+    from onescan.ops.additive_decay import launch
+
+    monkeypatch.setattr(launch, "LEAST_SPLIT", 64)
+    case = Case(1, 193, 1, 5, 6, causal=causal, lrpe=lrpe, keep=keep, state=False, dtype=dtype)
+    assert_packing_equals_separate_calls(case, [0, 1, 63, 0, 64, 65, 0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_of_any_logits(causal):
+    case = Case(1, 24, 1, 6, 5, causal=causal, state=False, climb=5.0)
+    case.keep[:, :4] = case.keep[:, 20:] = False  # all tokens of the first and last sequence
+    case.k[:, 4:14] = (case.k[:, 4:14] + 3000).float().double()
+    assert_packing_equals_separate_calls(case, [4, 10, 6, 4])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_offsets_on_the_device_bound_the_number_of_chunks(causal, monkeypatch):
+    monkeypatch.setattr("onescan.ops.packing.can_look_at_values", lambda _: False)
+    case = Case(2, 20, 1, 5, 6, causal=causal, state=False)
+    assert_packing_equals_separate_calls(case, [3, 0, 17], [20], cu_device=DEVICE)
+
+
 # heads, widths of a key and of a value, LRPE: few, as a kernel is compiled anew for each
 HEADS = [
     (2, 1, 1, True),
@@ -362,12 +440,16 @@ def test_torch_accepts_the_operators(causal):
     narrow = [x.float() for x in (case.q, case.k, case.v, case.angles, case.state[1])]
     *given, kv, z = (x.requires_grad_() for x in on_device(*narrow, case.state[0]))
     keep = case.keep.to(DEVICE)
+    spans, firsts = Packing(torch.tensor([0, 3, 20]), batch=1, tokens=20).spans(16)
+    spans, firsts = on_device(spans, firsts)
     if causal:
-        torch.library.opcheck(launch._causal_scan, (*given, keep, z, kv, 16))
-        torch.library.opcheck(launch._causal_scan, (*given[:3], *[None] * 4, 16))
+        torch.library.opcheck(launch._causal_scan, (*given, keep, z, kv, None, 16))
+        torch.library.opcheck(launch._causal_scan, (*given[:3], *[None] * 5, 16))
+        torch.library.opcheck(launch._causal_scan, (*given, keep, None, None, spans, 16))
     else:
-        torch.library.opcheck(launch._one_scan, (*given, keep, z, kv))
-        torch.library.opcheck(launch._one_scan, (*given[:3], *[None] * 4))
+        torch.library.opcheck(launch._one_scan, (*given, keep, z, kv, None, None))
+        torch.library.opcheck(launch._one_scan, (*given[:3], *[None] * 6))
+        torch.library.opcheck(launch._one_scan, (*given, keep, None, None, spans, firsts))
 
 
 @pytest.mark.compile

@@ -20,6 +20,9 @@ through later tokens:
 If logits rise by more than 40 within a chunk, 1 / n_t exceeds the range of float32. In such a
 chunk, each token has its own reference, computed row by row, which is slower and equally exact.
 
+With packed sequences, a chunk holds tokens of one sequence. n_{c-1} is 0 in the first chunk of a
+sequence, so that neither the state nor a gradient passes from one sequence to another.
+
 Source: LightNet, arXiv:2405.21022, Eq. 13 and App. A.2.
 """
 
@@ -38,6 +41,7 @@ from onescan.kernels.common import (
     power_of_two,
     product,
     rows_by_keys,
+    span_of,
     store_halves,
     valid_tokens,
 )
@@ -50,6 +54,8 @@ EXAMPLES = (
     Example(64, 64, flags={"HAS_KEEP": True, "HAS_KV_IN": True}),
     Example(96, 96, lrpe=True, flags={"HAS_KEEP": True, "HAS_KV_IN": True, "HAS_DANGLES": True}),
     Example(128, 128, lrpe=True, flags={"HAS_DANGLES": True}),
+    Example(64, 64, lrpe=True, flags={"HAS_DANGLES": True, "HAS_SPANS": True}),
+    Example(128, 128, lrpe=True, flags={"HAS_KEEP": True, "HAS_DANGLES": True, "HAS_SPANS": True}),
 )
 
 
@@ -90,9 +96,9 @@ def chunk_blocks(case: Case) -> Blocks:
 def carry_forward(
     k, v, rotary, keep, z_in, kv_in,
     reference, mass, before, z, kv,
-    tokens, chunks,
+    spans, tokens, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_KV_IN: tl.constexpr,
+    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_KV_IN: tl.constexpr, HAS_SPANS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +124,7 @@ def carry_forward(
         cos_half, sin_half = load_halves(kv_in + of_head * width, c, e, K, V, LRPE)
         cos_half, sin_half = cos_half * n[:, None], sin_half * n[:, None]
     for chunk in range(chunks):
-        start = chunk * CHUNK
+        start, stop, continues, _ = span_of(spans, sample, chunk, chunks, CHUNK, tokens, HAS_SPANS)
         at = ((sample * (chunks + 1) + chunk) * H + head) * K + c
         finite = tl.where(n > 0, m, LOG_ZERO)
         tl.store(reference + at, finite, mask=c < K)
@@ -126,7 +132,10 @@ def carry_forward(
         scale = (1 / tl.where(n > 0, n, 1.0))[:, None]
         there = before + ((sample * chunks + chunk) * H + head) * width
         store_halves(there, c, e, cos_half * scale, sin_half * scale, K, V, LRPE)
-        valid = valid_tokens(keep, sample, start + tl.arange(0, CHUNK), tokens, HAS_KEEP)[:, None]
+        if HAS_SPANS:  # without tokens so far, the state and the normalizer are multiplied by 0
+            m = tl.where(continues, m, float("-inf"))
+        t = start + tl.arange(0, CHUNK)
+        valid = (valid_tokens(keep, sample, t, tokens, HAS_KEEP) & (t < stop))[:, None]
         row = (sample * tokens + start) * H + head
         at_k = row * K + r * (H * K) + c[None, :]
         logits = tl.load(k + at_k, mask=valid & (c < K)[None, :], other=float("-inf"))
@@ -157,19 +166,24 @@ def carry_forward(
 
 @jit
 def chunk_of(
-    keep, tokens, chunks, H: tl.constexpr, HAS_KEEP: tl.constexpr, CHUNK: tl.constexpr
+    keep, spans, tokens, chunks,
+    H: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_SPANS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return a program's head, first token, valid tokens, and the offsets of its data.
+    """Return a program's head and tokens, whether a state enters, and the offsets of its data.
 
+    The tokens are given by the first one, and by which exist and which are real, both [C, 1].
     `row` is an index into [B, T, H], `normalizer` into [B, N + 1, H] and `state` into [B, N, H].
     """
     program = tl.program_id(0).to(tl.int64)
     chunk, head, sample = program % chunks, program // chunks % H, program // chunks // H
-    start = chunk * CHUNK
-    valid = valid_tokens(keep, sample, start + tl.arange(0, CHUNK), tokens, HAS_KEEP)[:, None]
+    start, stop, continues, _ = span_of(spans, sample, chunk, chunks, CHUNK, tokens, HAS_SPANS)
+    t = start + tl.arange(0, CHUNK)
+    exists = (t < stop)[:, None]
+    valid = valid_tokens(keep, sample, t, tokens, HAS_KEEP)[:, None] & exists
     row = (sample * tokens + start) * H + head
     normalizer = (sample * (chunks + 1) + chunk) * H + head
-    return head, start, valid, row, normalizer, (sample * chunks + chunk) * H + head
+    state = (sample * chunks + chunk) * H + head
+    return head, start, exists, valid, continues, row, normalizer, state
 
 
 @jit
@@ -178,7 +192,8 @@ def load_logits(
 ):  # fmt: skip
     """Load the logits of a tile [C, K], and the normalizers of the incoming state and all tokens.
 
-    The normalizer of a token is exp(peak) * total, and that of the state is exp(r_in) * n_in.
+    The normalizer of a token is exp(peak) * total, and that of the state is exp(r_in) * n_in, which
+    is 0 unless `inside`.
     Logits are `steep` if they rise too much for all tokens to share one peak.
     """
     logits = tl.load(k, mask=here, other=float("-inf")).to(tl.float32)
@@ -280,9 +295,9 @@ def weights_after(logits, reference, mass, mask):
 def read_chunks(
     q, k, v, rotary, keep, reference, mass, before,
     o,
-    tokens, chunks,
+    spans, tokens, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, TRANSPOSED: tl.constexpr,
+    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_SPANS: tl.constexpr, TRANSPOSED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -291,7 +306,9 @@ def read_chunks(
     TRANSPOSED: compute gradients of values instead. Pass dO as v, the gradient of the state after
     the chunk as before, and dV as o.
     """
-    head, start, valid, row, normalizer, state = chunk_of(keep, tokens, chunks, H, HAS_KEEP, CHUNK)
+    head, start, exists, valid, continues, row, normalizer, state = chunk_of(
+        keep, spans, tokens, chunks, H, HAS_KEEP, HAS_SPANS, CHUNK
+    )
     r, e = tl.arange(0, CHUNK)[:, None], tl.arange(0, BLOCK_V)
     half: tl.constexpr = K * V
     reference, mass = reference + normalizer * K, mass + normalizer * K
@@ -304,7 +321,7 @@ def read_chunks(
         here = valid & (c < K)[None, :]
         queries = tl.load(q + at, mask=here, other=0).to(tl.float32)
         logits, r_in, n_in, peak, total, steep = load_logits(
-            k + at, reference + c, mass + c, here, c < K, CHUNK, BLOCK_K
+            k + at, reference + c, mass + c, here, (c < K) & continues, CHUNK, BLOCK_K
         )
         cos, sin = queries, queries
         if LRPE:
@@ -331,21 +348,24 @@ def read_chunks(
         acc = tl.where(valid, acc, 0.0)
     else:
         acc += product(scores, values, OPERAND, PRECISION)
-    tl.store(o + at_v, acc, mask=(start + r < tokens) & (e < V)[None, :])
+    tl.store(o + at_v, acc, mask=exists & (e < V)[None, :])
 
 
 @kernel(chunk_blocks)
 def query_gradients(
     q, k, v, rotary, keep, reference, mass, before, do,
     dq, dangles,
-    tokens, chunks,
+    spans, tokens, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_DANGLES: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the queries of one chunk, and of the angles through queries."""
-    head, start, valid, row, normalizer, state = chunk_of(keep, tokens, chunks, H, HAS_KEEP, CHUNK)
+    head, start, exists, valid, continues, row, normalizer, state = chunk_of(
+        keep, spans, tokens, chunks, H, HAS_KEEP, HAS_SPANS, CHUNK
+    )
     r = tl.arange(0, CHUNK)[:, None]
     half: tl.constexpr = K * V
     reference, mass = reference + normalizer * K, mass + normalizer * K
@@ -357,7 +377,7 @@ def query_gradients(
         at = row * K + r * (H * K) + c[None, :]
         here = valid & (c < K)[None, :]
         logits, r_in, n_in, peak, total, steep = load_logits(
-            k + at, reference + c, mass + c, here, c < K, CHUNK, BLOCK_K
+            k + at, reference + c, mass + c, here, (c < K) & continues, CHUNK, BLOCK_K
         )
         share = state_share(peak, total, r_in, n_in)
         dq_cos = share * rows_by_keys(
@@ -383,7 +403,7 @@ def query_gradients(
                 dq_sin += product(dscores, w * sin, OPERAND, PRECISION) / total
                 w *= cos
             dq_cos += product(dscores, w, OPERAND, PRECISION) / total
-        written = (start + r < tokens) & (c < K)[None, :]
+        written = exists & (c < K)[None, :]
         if LRPE:
             if HAS_DANGLES:
                 queries = tl.load(q + at, mask=here, other=0).to(tl.float32)
@@ -396,9 +416,9 @@ def query_gradients(
 def carry_backward(
     q, k, rotary, keep, reference, mass, do, dq, dz_out, dkv_out,
     after, dmass, dz_in, dkv_in,
-    tokens, chunks,
+    spans, tokens, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr,
+    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_SPANS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -420,17 +440,21 @@ def carry_backward(
     n_out = tl.load(mass + at, mask=c < K, other=1)
     for back in range(chunks):
         chunk = chunks - 1 - back
-        start = chunk * CHUNK
+        start, stop, continues, _ = span_of(spans, sample, chunk, chunks, CHUNK, tokens, HAS_SPANS)
         there = after + ((sample * chunks + chunk) * H + head) * width
         store_halves(there, c, e, cos_half, sin_half, K, V, LRPE)
         tl.store(dmass + ((sample * chunks + chunk) * H + head) * K + c, d, mask=c < K)
-        valid = valid_tokens(keep, sample, start + tl.arange(0, CHUNK), tokens, HAS_KEEP)[:, None]
+        t = start + tl.arange(0, CHUNK)
+        valid = (valid_tokens(keep, sample, t, tokens, HAS_KEEP) & (t < stop))[:, None]
         row = (sample * tokens + start) * H + head
         at_k = row * K + r * (H * K) + c[None, :]
         here = valid & (c < K)[None, :]
         at = ((sample * (chunks + 1) + chunk) * H + head) * K + c
+        if HAS_SPANS:  # the next chunk may not have read the state after this one
+            r_out = tl.load(reference + at + H * K, mask=c < K, other=LOG_ZERO)
+            n_out = tl.load(mass + at + H * K, mask=c < K, other=1)
         _, r_in, n_in, peak, total, _ = load_logits(
-            k + at_k, reference + at, mass + at, here, c < K, CHUNK, BLOCK_K
+            k + at_k, reference + at, mass + at, here, (c < K) & continues, CHUNK, BLOCK_K
         )
         kept = n_in * tl.exp(r_in - r_out) / tl.where(n_out > 0, n_out, 1.0)
         queries = tl.load(q + at_k, mask=here, other=0).to(tl.float32)
@@ -455,14 +479,17 @@ def carry_backward(
 def key_gradients(
     q, k, v, rotary, keep, reference, mass, after, dmass, do, dq,
     dk, dangles,
-    tokens, chunks,
+    spans, tokens, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_DANGLES: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the keys of one chunk, and add to the gradients of the angles."""
-    head, start, valid, row, normalizer, state = chunk_of(keep, tokens, chunks, H, HAS_KEEP, CHUNK)
+    head, start, exists, valid, continues, row, normalizer, state = chunk_of(
+        keep, spans, tokens, chunks, H, HAS_KEEP, HAS_SPANS, CHUNK
+    )
     r = tl.arange(0, CHUNK)[:, None]
     half: tl.constexpr = K * V
     reference, mass = reference + normalizer * K, mass + normalizer * K
@@ -477,7 +504,7 @@ def key_gradients(
         here = valid & (c < K)[None, :]
         queries = tl.load(q + at, mask=here, other=0).to(tl.float32)
         logits, _, _, peak, total, steep = load_logits(
-            k + at, reference + c, mass + c, here, c < K, CHUNK, BLOCK_K
+            k + at, reference + c, mass + c, here, (c < K) & continues, CHUNK, BLOCK_K
         )
         cos, sin = queries, queries
         if LRPE:
@@ -515,7 +542,7 @@ def key_gradients(
             v, row, after, r, c, valid, H, K, V, CHUNK, BLOCK_K, BLOCK_W, OPERAND, PRECISION
         )
         later = tl.load(dmass + c, mask=c < K, other=0)[None, :]
-        written = (start + r < tokens) & (c < K)[None, :]
+        written = exists & (c < K)[None, :]
         if LRPE:
             of_sin = rows_by_keys(
                 v, row, after + half, r, c, valid, H, K, V, CHUNK, BLOCK_K, BLOCK_W,

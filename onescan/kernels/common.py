@@ -29,7 +29,9 @@ LENGTHS = (
 # Types of pointers by name; all others are float32.
 DATA = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "dangles", "x", "y", "dx", "dy")
 OPERANDS = ("before", "after", "kv_rounded", "dkv_rounded")
-OTHERS = {"keep": "i1", "sequence": "i64", "z_in": "fp64", "z": "fp64"}
+OTHERS = {
+    "keep": "i1", "sequence": "i64", "spans": "i32", "firsts": "i32", "z_in": "fp64", "z": "fp64",
+}  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -288,6 +290,23 @@ def valid_tokens(keep, sample, t, tokens, HAS_KEEP: tl.constexpr):
     if HAS_KEEP:
         valid &= tl.load(keep + sample * tokens + t, mask=valid, other=0) != 0
     return valid
+
+
+@jit
+def span_of(
+    spans, sample, chunk, chunks, size, tokens, HAS_SPANS: tl.constexpr
+):  # fmt: skip
+    """Return a chunk's first token, the end of its tokens, whether a state enters, its sequence.
+
+    spans: see `Packing.spans`. Without them, each sample is a sequence of chunks of `size` tokens.
+    """
+    start, stop = chunk * size, tl.minimum((chunk + 1) * size, tokens)
+    continues, sequence = tl.full((), 1, tl.int1), sample
+    if HAS_SPANS:
+        spans += (sample * chunks + chunk) * 4
+        start, stop = tl.load(spans), tl.load(spans + 1)
+        continues, sequence = tl.load(spans + 2) != 0, tl.load(spans + 3).to(tl.int64)
+    return start, stop, continues, sequence
 
 
 @jit

@@ -12,6 +12,8 @@ In the backward pass, with G = dKV the gradient of KV and <.,.> a sum over value
 Here R_t(x) = [x cos, x sin] and R_t^T([x, y]) = x cos + y sin. Tokens are summed in parts, each
 relative to its own maximum, and the parts are merged as in `merge_states`.
 
+With packed sequences, a part holds tokens of one sequence, and KV, n and G are those of a sequence.
+
 Source: LightNet, arXiv:2405.21022, Eq. 14 and App. A.2.
 """
 
@@ -30,10 +32,12 @@ from onescan.kernels.common import (
     power_of_two,
     product,
     rows_by_keys,
+    span_of,
     store_halves,
     valid_tokens,
 )
 
+PACKED = {"HAS_SPANS": True, "HAS_FIRSTS": True}
 EXAMPLES = (
     Example(16, 16, lrpe=True, flags={"HAS_DANGLES": True}),
     Example(32, 32, lrpe=True, flags={"HAS_KEEP": True, "HAS_KV_IN": True, "HAS_DANGLES": True}),
@@ -41,6 +45,8 @@ EXAMPLES = (
     Example(64, 64, flags={"HAS_KEEP": True, "HAS_KV_IN": True}),
     Example(96, 96, lrpe=True, flags={"HAS_KEEP": True, "HAS_KV_IN": True, "HAS_DANGLES": True}),
     Example(128, 128, lrpe=True, flags={"HAS_DANGLES": True}),
+    Example(64, 64, lrpe=True, flags={"HAS_DANGLES": True, **PACKED}),
+    Example(128, 128, lrpe=True, flags={"HAS_DANGLES": True, **PACKED}),
 )
 
 
@@ -96,18 +102,19 @@ def _kv_bytes(case: Case) -> int:
 def summarize(
     k, v, rotary, keep,
     peak, mass, sums,
-    batch, tokens, split,
+    spans, batch, tokens, split, parts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr,
+    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_SPANS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum the tokens of one part, with weights relative to the largest logit of the part.
 
-    The sum of weights is exp(peak) * mass, [P, B, H, K]; sums are [P, B, H, F, V].
+    The sum of weights is exp(peak) * mass, [B, P, H, K]; sums are [B, P, H, F, V].
     """
     program = tl.program_id(0).to(tl.int64)
     sample, head, part = program % batch, program // batch % H, program // batch // H
+    begin, stop, _, _ = span_of(spans, sample, part, parts, split, tokens, HAS_SPANS)
     c = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     e = tl.arange(0, BLOCK_V)
     r = tl.arange(0, BLOCK_T)[:, None]
@@ -116,8 +123,7 @@ def summarize(
     n = tl.zeros([BLOCK_K], tl.float32)
     cos_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # kv for cosines; the only one without LRPE
     sin_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # kv for sines
-    stop = tl.minimum((part + 1) * split, tokens)
-    for start in range(part * split, stop, BLOCK_T):
+    for start in range(begin, stop, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         valid = valid_tokens(keep, sample, t, tokens, HAS_KEEP) & (t < stop)
         row = (sample * tokens + start) * H + head
@@ -136,7 +142,7 @@ def summarize(
             sin_half = sin_half * kept[:, None] + own
             w *= cos
         cos_half = cos_half * kept[:, None] + product(tl.trans(w), values, OPERAND, PRECISION)
-    row = (part * batch + sample) * H + head
+    row = (sample * parts + part) * H + head
     tl.store(peak + row * K + c, m, mask=c < K)
     tl.store(mass + row * K + c, n, mask=c < K)
     sums += row * (K * V * (2 if LRPE else 1))
@@ -147,13 +153,14 @@ def summarize(
 def merge(
     peak, mass, sums, z_in, kv_in,
     reference, total, z, kv,
-    batch, parts,
+    firsts, parts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    F: tl.constexpr, HAS_KV_IN: tl.constexpr,
+    F: tl.constexpr, HAS_KV_IN: tl.constexpr, HAS_FIRSTS: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Merge all parts and the incoming state, with one log-normalizer z in float64.
+    """Merge all parts of a sequence and the incoming state, with one log-normalizer z in float64.
 
+    firsts: the first part of each packed sequence, and the end of the last one.
     z = reference + log(total), with both numbers rounded to float32, as `collect` reads them.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -169,9 +176,13 @@ def merge(
         m = tl.load(z_in + row * K + c)
         n += tl.where(m > LOG_ZERO, 1.0, 0.0)
         acc = tl.load(kv_in + place, mask=inside, other=0) * n[:, None]
-    stride = (batch * H).to(tl.int64)
-    for part in range(parts):
-        there = part * stride + row
+    group, head = row // H, row % H
+    first, last = group * parts, (group + 1) * parts
+    if HAS_FIRSTS:
+        first = tl.load(firsts + group).to(tl.int64)
+        last = tl.load(firsts + group + 1).to(tl.int64)
+    for part in range(first, last):
+        there = part * H + head
         own_m = tl.load(peak + there * K + c).to(tl.float64)
         own_n = tl.load(mass + there * K + c)
         own = tl.load(sums + there * (F * V) + f[:, None] * V + e[None, :], mask=inside, other=0)
@@ -182,38 +193,39 @@ def merge(
         m, n = higher, n * before + own_n * now
     weighs = n > 0
     # round the reference to float32, and move its rounding error into the total
-    finite = tl.where(weighs, m, LOG_ZERO)
+    finite = tl.where(weighs, m, 0.0)
     rounded = finite.to(tl.float32)
     rest = tl.exp((finite - rounded.to(tl.float64)).to(tl.float32))
     n = tl.where(weighs, n * rest, 1.0)
     tl.store(kv + place, acc * (rest / n)[:, None], mask=inside)
-    first = f < K
-    tl.store(reference + row * K + c, rounded, mask=first)
-    tl.store(total + row * K + c, n, mask=first)
+    once = f < K
+    tl.store(reference + row * K + c, rounded, mask=once)
+    tl.store(total + row * K + c, n, mask=once)
     exact = tl.where(weighs, rounded.to(tl.float64) + tl.log(n.to(tl.float64)), LOG_ZERO)
-    tl.store(z + row * K + c, exact, mask=first)
+    tl.store(z + row * K + c, exact, mask=once)
 
 
 @kernel(read_blocks)
 def read_out(
     q, rotary, keep, kv_rounded,
     o,
-    batch, tokens, split,
+    spans, batch, tokens, split, parts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HOLDS: tl.constexpr,
+    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_SPANS: tl.constexpr, HOLDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute O = R(q) kv for the tokens of one part."""
     program = tl.program_id(0).to(tl.int64)
     sample, head, part = program % batch, program // batch % H, program // batch // H
+    begin, stop, _, group = span_of(spans, sample, part, parts, split, tokens, HAS_SPANS)
     e = tl.arange(0, BLOCK_V)
     r = tl.arange(0, BLOCK_T)[:, None]
     half: tl.constexpr = K * V
-    kv_rounded += (sample * H + head) * (half * (2 if LRPE else 1))
+    kv_rounded += (group * H + head) * (half * (2 if LRPE else 1))
     if HOLDS:  # keep kv in registers from tile to tile
         cos_half, sin_half = load_halves(kv_rounded, tl.arange(0, BLOCK_K), e, K, V, LRPE)
-    for start in range(part * split, tl.minimum((part + 1) * split, tokens), BLOCK_T):
+    for start in range(begin, stop, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         valid = valid_tokens(keep, sample, t, tokens, HAS_KEEP)
         row = (sample * tokens + start) * H + head
@@ -231,36 +243,37 @@ def read_out(
             acc += product(queries, cos_half, OPERAND, PRECISION)
         # queries of masked tokens are loaded as 0, so their outputs are 0
         place = o + row * V + r * (H * V) + e[None, :]
-        tl.store(place, acc, mask=(t < tokens)[:, None] & (e < V)[None, :])
+        tl.store(place, acc, mask=(t < stop)[:, None] & (e < V)[None, :])
 
 
 @kernel(sum_blocks)
 def spread(
     q, do, rotary, keep, kv_rounded,
     dq, dangles, sums,
-    batch, tokens, split,
+    spans, batch, tokens, split, parts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_DANGLES: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients of queries, and the sum of one part for that of kv, [P, B, H, F, V]."""
+    """Compute gradients of queries, and the sum of one part for that of kv, [B, P, H, F, V]."""
     program = tl.program_id(0).to(tl.int64)
     sample, head, part = program % batch, program // batch % H, program // batch // H
+    begin, stop, _, group = span_of(spans, sample, part, parts, split, tokens, HAS_SPANS)
     c = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     e = tl.arange(0, BLOCK_V)
     half: tl.constexpr = K * V
     r = tl.arange(0, BLOCK_T)[:, None]
     width: tl.constexpr = half * (2 if LRPE else 1)
-    kv_rounded += (sample * H + head) * width
+    kv_rounded += (group * H + head) * width
     HOLDS: tl.constexpr = BLOCK_W == BLOCK_V  # keep kv in registers from tile to tile
     if HOLDS:
         kv_cos, kv_sin = load_halves(kv_rounded, c, e, K, V, LRPE)
         kv_cos, kv_sin = tl.trans(kv_cos), tl.trans(kv_sin)
     cos_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     sin_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    stop = tl.minimum((part + 1) * split, tokens)
-    for start in range(part * split, stop, BLOCK_T):
+    for start in range(begin, stop, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         valid = valid_tokens(keep, sample, t, tokens, HAS_KEEP) & (t < stop)
         row = (sample * tokens + start) * H + head
@@ -295,7 +308,7 @@ def spread(
         cos_half += product(tl.trans(queries), gradient_o, OPERAND, PRECISION)
         written = (t < stop)[:, None] & (c < K)[None, :]
         tl.store(dq + at, gradient, mask=written)
-    sums += ((part * batch + sample) * H + head) * width
+    sums += ((sample * parts + part) * H + head) * width
     store_halves(sums, c, e, cos_half, sin_half, K, V, LRPE)
 
 
@@ -303,37 +316,46 @@ def spread(
 def collect(
     k, v, rotary, keep, reference, total, dkv_rounded, offset,
     dk, dv, dangles,
-    batch, tokens, split,
+    spans, batch, tokens, split, parts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_DANGLES: tl.constexpr, HOLDS: tl.constexpr,
+    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_DANGLES: tl.constexpr,
+    HAS_SPANS: tl.constexpr, HOLDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of keys and values of one part, and add to the gradients of angles.
 
-    A part is a single tile, unless dkv stays in registers from tile to tile.
+    A part is a single tile, unless dkv stays in registers from tile to tile. With packed sequences,
+    a part has as many tiles as the second axis of the grid, with one program each.
     """
     program = tl.program_id(0).to(tl.int64)
     sample, head, part = program % batch, program // batch % H, program // batch // H
-    of_head = sample * H + head
+    begin, stop, _, group = span_of(spans, sample, part, parts, split, tokens, HAS_SPANS)
+    of_head = group * H + head
     half: tl.constexpr = K * V
     dkv_rounded += of_head * (half * (2 if LRPE else 1))
     reference += of_head * K
     total += of_head * K
     offset += of_head * K
+    held = (dkv_rounded, dkv_rounded)
     if HOLDS:  # keep dkv in registers from tile to tile
         held = load_halves(dkv_rounded, tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), K, V, LRPE)
-        for start in range(part * split, tl.minimum((part + 1) * split, tokens), BLOCK_T):
+        for start in range(begin, stop, BLOCK_T):
             collect_tile(
                 k, v, rotary, keep, reference, total, dkv_rounded, offset, held, dk, dv, dangles,
-                sample, head, start, tokens, H, K, V, LRPE, HAS_KEEP, HAS_DANGLES, HOLDS,
+                sample, head, start, stop, tokens, H, K, V, LRPE, HAS_KEEP, HAS_DANGLES, HOLDS,
                 BLOCK_T, BLOCK_K, BLOCK_V, BLOCK_W, OPERAND, PRECISION,
             )  # fmt: skip
     else:
+        if HAS_SPANS:
+            begin += tl.program_id(1) * BLOCK_T
+            if begin >= stop:
+                return
+        else:
+            stop = tokens
         collect_tile(
-            k, v, rotary, keep, reference, total, dkv_rounded, offset, (dkv_rounded, dkv_rounded),
-            dk, dv, dangles, sample, head, part * split, tokens,
-            H, K, V, LRPE, HAS_KEEP, HAS_DANGLES, HOLDS,
+            k, v, rotary, keep, reference, total, dkv_rounded, offset, held, dk, dv, dangles,
+            sample, head, begin, stop, tokens, H, K, V, LRPE, HAS_KEEP, HAS_DANGLES, HOLDS,
             BLOCK_T, BLOCK_K, BLOCK_V, BLOCK_W, OPERAND, PRECISION,
         )  # fmt: skip
 
@@ -342,13 +364,13 @@ def collect(
 def collect_tile(
     k, v, rotary, keep, reference, total, dkv_rounded, offset, held,
     dk, dv, dangles,
-    sample, head, start, tokens,
+    sample, head, start, stop, tokens,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_DANGLES: tl.constexpr, HOLDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the tile that begins at `start`.
+    """Compute the gradients of the tile that begins at `start`, in a part that ends at `stop`.
 
     If HOLDS, `held` contains the halves of dkv. Otherwise gradients of keys are computed before
     gradients of values, because registers cannot hold both.
@@ -356,7 +378,7 @@ def collect_tile(
     half: tl.constexpr = K * V
     t = start + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_V)
-    valid = valid_tokens(keep, sample, t, tokens, HAS_KEEP)[:, None]
+    valid = valid_tokens(keep + sample * tokens, 0, t, stop, HAS_KEEP)[:, None]
     r = tl.arange(0, BLOCK_T)[:, None]
     row = (sample * tokens + start) * H + head
     there = (e < V)[None, :]
@@ -388,7 +410,7 @@ def collect_tile(
                 PRECISION,
             )
         w = weights_of(k + at, valid, reference, total, c, K)
-        written = (t < tokens)[:, None] & (c < K)[None, :]
+        written = (t < stop)[:, None] & (c < K)[None, :]
         if LRPE:
             if HOLDS:
                 of_sin = product(values, tl.trans(sin_half), OPERAND, PRECISION)
@@ -421,7 +443,7 @@ def collect_tile(
                 w *= cos
             acc += product(w, cos_half, OPERAND, PRECISION)
     acc = tl.where(valid, acc, 0.0)
-    tl.store(dv + at_v, acc, mask=(t < tokens)[:, None] & there)
+    tl.store(dv + at_v, acc, mask=(t < stop)[:, None] & there)
 
 
 @jit

@@ -16,7 +16,6 @@ from onescan.layers.mixers import LowerBounds, Mixer, MixerConfig
 from onescan.layers.position import sinusoidal_positions
 from onescan.layers.tokens import Documents
 from onescan.messages import named_type
-from onescan.ops.backend import resolved_backend
 from onescan.shapes import Grid, Hidden, Keep, Labels, LowerBound, Pooled, Timesteps
 
 FREQUENCIES = 256  # channels of the sinusoidal timestep embedding, as in DiT
@@ -87,7 +86,6 @@ class Block(nn.Module):
         self.reads_embedding = mixer.reads_embedding
         self.reads_lower_bound = mixer.reads_lower_bound
         self.takes_cu_seqlens = mixer.takes_cu_seqlens
-        self.regroups_for = mixer.regroups_for
         self.mlp_norm = self.mlp = None
         if mlp is not None:
             eps = norm_eps if mlp_norm_eps is None else mlp_norm_eps
@@ -139,7 +137,7 @@ class Block(nn.Module):
         bound: dict[str, Any] = {"lower_bound": lower_bound} if self.reads_lower_bound else {}
         is_pre = self.norm_position == "pre"
         y = self.mixer_norm(x) if is_pre else x
-        if documents is not None and self._takes_offsets(y):
+        if documents is not None and self.takes_cu_seqlens:
             packing = documents.packing
             y, _ = self.mixer(y, grid, keep=keep, cu_seqlens=packing, **extra, **bound)
         elif documents is None:
@@ -154,12 +152,6 @@ class Block(nn.Module):
             x = x + self.drop_path(self.dropout(y))
             x = x if is_pre else self.mlp_norm(x)
         return x, state
-
-    def _takes_offsets(self, x: Hidden) -> bool:
-        """Return whether to pass offsets of documents to the mixer instead of regrouping them."""
-        if self.regroups_for is None or not self.takes_cu_seqlens:
-            return self.takes_cu_seqlens
-        return resolved_backend("auto", True, x, op=self.regroups_for, widest=None) == "torch"
 
     def _mix(self, x: Hidden, grid: Grid, **options: Any) -> Hidden:
         mixed, _ = self.mixer(x, grid, **options)

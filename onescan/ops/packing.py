@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -80,6 +81,21 @@ class Packing:
         indices = self._indices
         return self._once(size, lambda: Chunks(*map(self._to_device, indices(size))))
 
+    def spans(self, size: int) -> tuple[Int[Tensor, "B N 4"], Int[Tensor, " offsets"]]:
+        """Return the tokens of each chunk of up to `size` tokens, as kernels read them.
+
+        Returns:
+            For each chunk, its first token and the end of its tokens, whether it continues a
+            sequence, and the index of the sequence; and for each sequence, its first chunk in all
+            rows, with the number of chunks at the end. Both are int32.
+
+        >>> spans, firsts = Packing(torch.tensor([0, 3, 4]), batch=1, tokens=4).spans(2)
+        >>> spans.tolist(), firsts.tolist()
+        ([[[0, 2, 0, 0], [2, 3, 1, 0], [3, 4, 0, 1]]], [0, 2, 3])
+        """
+        compute = self._spans
+        return self._once(f"spans of {size}", lambda: tuple(map(self._to_device, compute(size))))
+
     def _once(self, key: str | int, compute: Callable[[], Any]) -> Any:
         if key not in self._cache:
             self._cache[key] = compute()
@@ -115,6 +131,14 @@ class Packing:
         is_used = source[:, ::size] < tokens
         begins = (places.gather(1, first) == 0) | ~is_used
         return source, slots, sequence.gather(1, first), begins
+
+    def _spans(self, size: int) -> tuple[Tensor, Tensor]:
+        source, _, sequence, begins = self._indices(size)
+        start = source[:, ::size]
+        stop = F.pad(start[:, 1:], (0, 1), value=self.tokens)
+        sequences = torch.arange(self.sequences + 1, device=sequence.device)
+        firsts = torch.searchsorted(sequence.flatten(), sequences)
+        return torch.stack([start, stop, ~begins, sequence], dim=-1).int(), firsts.int()
 
 
 class Chunks(NamedTuple):

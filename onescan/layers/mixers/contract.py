@@ -67,11 +67,6 @@ class MixerConfig(ABC):
         return False
 
     @property
-    def regroups_for(self) -> str | None:
-        """Op whose kernels take no `cu_seqlens`: where they run, blocks regroup the sequences."""
-        return None
-
-    @property
     def output_is_bounded(self) -> bool:
         """Whether adding the mixer's output keeps tokens bounded, unless it is scaled up."""
         return False

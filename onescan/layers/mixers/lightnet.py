@@ -92,10 +92,6 @@ class LightNetMixerConfig(MixerConfig):
         is_shared = self.decay and self.decay_logits == "shared"
         return takes_form and is_shared and self.conv_size is None
 
-    @property
-    def regroups_for(self) -> str:
-        return f"additive_decay.{'chunk' if self.causal else 'one_scan'}"
-
     def build(self, *, width: int, axes: int) -> "LightNetMixer":
         head_width = self.head_width(width)
         if self.key_width is not None:

@@ -62,13 +62,13 @@ Forward = Callable[[AdditiveInputs], tuple[Values, AdditiveDecayState]]
 def _one_scan_kernels(x: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     from onescan.ops.additive_decay import launch  # imports Triton
 
-    return launch.one_scan(*x[:5], keep=x.keep, chunk_size=x.chunk_size)
+    return launch.one_scan(*x[:5], keep=x.keep, chunk_size=x.chunk_size, packing=x.packing)
 
 
 def _chunk_kernels(x: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     from onescan.ops.additive_decay import launch
 
-    return launch.chunk(*x[:5], keep=x.keep, chunk_size=x.chunk_size)
+    return launch.chunk(*x[:5], keep=x.keep, chunk_size=x.chunk_size, packing=x.packing)
 
 
 def _recurrent_kernels(x: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
@@ -129,7 +129,7 @@ def additive_decay(
             [S + 1], from 0 to T, on the CPU or the device of q. With several rows, offsets count
             the tokens of all rows, up to B * T, and every row begins with a new sequence. Angles
             remain those of the positions in a row. Not with `state`; only with the forms "one_scan"
-            and "chunk", in torch.
+            and "chunk".
         state: State of earlier tokens (causal), or of additional tokens (not causal), such as
             another device's part of the sequence or the context of cross-attention.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
@@ -207,8 +207,6 @@ def choose(
         chosen = ("recurrent" if is_step else "chunk") if causal else "one_scan"
     if packed:
         check_choice(f"form ({direction}, cu_seqlens)", chosen, PACKED[causal])
-        check_choice("backend (cu_seqlens)", backend, ["auto", "torch"])
-        return causal, chosen, "torch"
     has_kernel = (causal, chosen, "triton") in IMPLEMENTATIONS
     widest = WIDEST_HEAD
     if causal and (q.device.type == "cuda" or is_interpreted()):  # kernels only run there

@@ -30,6 +30,7 @@ from onescan.ops.backend import (
     wants_gradient,
 )
 from onescan.ops.lrpe_launch import rotary_table
+from onescan.ops.packing import Packing
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
 LEAST_SPLIT = 256  # tokens; the sums of a part take as much memory as 128 tokens with K = V = 64
@@ -37,21 +38,29 @@ LEAST_SPLIT = 256  # tokens; the sums of a part take as much memory as 128 token
 
 def one_scan(
     q: Queries, k: Keys, v: Values, angles: Angles | None, state: AdditiveDecayState | None, *,
-    keep: Keep | None, chunk_size: int,
+    keep: Keep | None, chunk_size: int, packing: Packing | None,
 ) -> tuple[Values, AdditiveDecayState]:  # fmt: skip
-    """Compute outputs and the state of all tokens."""
+    """Compute outputs and the state of all tokens, or of each packed sequence."""
     q, k, v, keep, z_in, kv_in = _contiguous(q, k, v, keep, state)
-    o, z, kv, *_ = _one_scan(q, k, v, angles, keep, z_in, kv_in)
+    spans = firsts = None
+    if packing is not None:
+        case = case_of(k, v, lrpe=angles is not None)
+        spans, firsts = packing.spans(_split(k, scan.sum_blocks(case))[0])
+    o, z, kv, *_ = _one_scan(q, k, v, angles, keep, z_in, kv_in, spans, firsts)
     return o, AdditiveDecayState(z, kv)
 
 
 def chunk(
     q: Queries, k: Keys, v: Values, angles: Angles | None, state: AdditiveDecayState | None, *,
-    keep: Keep | None, chunk_size: int,
+    keep: Keep | None, chunk_size: int, packing: Packing | None,
 ) -> tuple[Values, AdditiveDecayState]:  # fmt: skip
     """Compute outputs and the state after the last token."""
     q, k, v, keep, z_in, kv_in = _contiguous(q, k, v, keep, state)
-    o, z, kv = _causal_scan(q, k, v, angles, keep, z_in, kv_in, chunk_size)
+    spans = None
+    if packing is not None:
+        case = case_of(k, v, lrpe=angles is not None, chunk_size=chunk_size)
+        spans, _ = packing.spans(causal_scan.chunk_length(case))
+    o, z, kv = _causal_scan(q, k, v, angles, keep, z_in, kv_in, spans, chunk_size)
     return o, AdditiveDecayState(z, kv)
 
 
@@ -87,10 +96,12 @@ def _contiguous(
 
 
 def _new_outputs(
-    k: Tensor, v: Tensor, angles: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Allocate o, z and kv."""
+    k: Tensor, v: Tensor, angles: Tensor | None, firsts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate o, and z and kv of each sample or packed sequence."""
     batch, _, heads, key_width = k.shape
+    if firsts is not None:
+        batch = firsts.shape[0] - 1
     features = key_width * (1 if angles is None else 2)
     z = k.new_empty(batch, heads, key_width, dtype=torch.float64)
     kv = k.new_empty(batch, heads, features, v.shape[-1], dtype=torch.float32)
@@ -115,63 +126,73 @@ def _summed(dangles: Tensor | None, k: Tensor) -> Tensor:
 @torch.library.custom_op("onescan::one_scan", mutates_args=())
 def _one_scan(
     q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None,
-    z_in: Tensor | None, kv_in: Tensor | None,
+    z_in: Tensor | None, kv_in: Tensor | None, spans: Tensor | None, firsts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o, z, kv, and z split into a reference and a sum relative to it, called `scale`."""
     batch, tokens, heads, key_width = k.shape
     case = case_of(k, v, lrpe=angles is not None)
-    o, z, kv = _new_outputs(k, v, angles)
+    o, z, kv = _new_outputs(k, v, angles, firsts)
     rotary = None if angles is None else rotary_table(angles, k.dtype)
-    split, parts, keys = _split(k, scan.sum_blocks(case))
-    peak, mass = k.new_empty(2, parts, batch, heads, key_width, dtype=torch.float32)
-    sums = kv.new_empty(parts, *kv.shape)
+    split, parts, keys = _split(k, scan.sum_blocks(case), spans)
+    peak, mass = k.new_empty(2, batch, parts, heads, key_width, dtype=torch.float32)
+    sums = kv.new_empty(batch, parts, *kv.shape[1:])
     launch(
         scan.summarize, case, (batch * heads * parts, keys),
-        k, v, rotary, keep, peak, mass, sums, batch, tokens, split,
+        k, v, rotary, keep, peak, mass, sums, spans, batch, tokens, split, parts,
     )  # fmt: skip
     scale = kv.new_empty(2, *z.shape)
-    grid = (batch * heads, -(-kv.shape[2] // scan.sum_blocks(case).keys))
-    launch(scan.merge, case, grid, peak, mass, sums, z_in, kv_in, *scale, z, kv, batch, parts)
-    split, parts = _tiles(k, case, scan.read_blocks(case))
+    grid = (len(kv) * heads, -(-kv.shape[2] // scan.sum_blocks(case).keys))
+    launch(scan.merge, case, grid, peak, mass, sums, z_in, kv_in, *scale, z, kv, firsts, parts)
+    split, parts = _tiles(k, case, scan.read_blocks(case), spans)
     launch(
         scan.read_out, case, (batch * heads * parts,),
-        q, rotary, keep, as_multiplied(kv, k.dtype), o, batch, tokens, split,
+        q, rotary, keep, as_multiplied(kv, k.dtype), o, spans, batch, tokens, split, parts,
     )  # fmt: skip
     return o, z, kv, scale
 
 
 @_one_scan.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, *_: Any
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, *others: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    o, z, kv = _new_outputs(k, v, angles)
+    o, z, kv = _new_outputs(k, v, angles, others[-1])
     return o, z, kv, kv.new_empty(2, *z.shape)
 
 
 @torch.library.custom_op("onescan::one_scan_backward", mutates_args=())
 def _one_scan_backward(
     do: Tensor, dz: Tensor | None, dkv: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    angles: Tensor | None, keep: Tensor | None, kv: Tensor, scale: Tensor, wants_dangles: bool,
+    angles: Tensor | None, keep: Tensor | None, spans: Tensor | None, firsts: Tensor | None,
+    kv: Tensor, scale: Tensor, wants_dangles: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v and angles, the total gradient of kv, and <kv, dkv> - dz."""
     batch, tokens, heads, _ = k.shape
     case = case_of(k, v, lrpe=angles is not None)
     dq, dk, dv, dangles = _new_gradients(q, k, v, wants_dangles)
     rotary = None if angles is None else rotary_table(angles, k.dtype)
-    split, parts, keys = _split(k, scan.sum_blocks(case))
-    sums = kv.new_empty(parts, *kv.shape)
+    split, parts, keys = _split(k, scan.sum_blocks(case), spans)
+    sums = kv.new_empty(batch, parts, *kv.shape[1:])
     launch(
         scan.spread, case, (batch * heads * parts, keys),
-        q, do, rotary, keep, as_multiplied(kv, k.dtype), dq, dangles, sums, batch, tokens, split,
+        q, do, rotary, keep, as_multiplied(kv, k.dtype), dq, dangles, sums,
+        spans, batch, tokens, split, parts,
     )  # fmt: skip
-    whole = sums.sum(0) if dkv is None else sums.sum(0) + dkv.contiguous()
+    if firsts is None:
+        whole = sums.sum(1)
+    else:
+        whole = torch.segment_reduce(sums.flatten(0, 1), "sum", offsets=firsts, unsafe=True)
+    if dkv is not None:
+        whole = whole + dkv.contiguous()
     rounded = as_multiplied(whole, k.dtype)  # so that components common to all values cancel
     offset = per_key(kv * rounded, k)
     offset = offset if dz is None else (offset - dz).float()
-    split, parts = _tiles(k, case, scan.collect_blocks(case))
+    blocks = scan.collect_blocks(case)
+    tiles = 1 if spans is None or blocks.holds(case) else -(-split // blocks.tokens)
+    split, parts = _tiles(k, case, blocks, spans)
     launch(
-        scan.collect, case, (batch * heads * parts,),
-        k, v, rotary, keep, *scale, rounded, offset, dk, dv, dangles, batch, tokens, split,
+        scan.collect, case, (batch * heads * parts, tiles),
+        k, v, rotary, keep, *scale, rounded, offset, dk, dv, dangles,
+        spans, batch, tokens, split, parts,
     )  # fmt: skip
     return dq, dk, dv, _summed(dangles, k), whole, offset
 
@@ -179,7 +200,8 @@ def _one_scan_backward(
 @_one_scan_backward.register_fake
 def _(
     do: Tensor, dz: Tensor | None, dkv: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    angles: Tensor | None, keep: Tensor | None, kv: Tensor, scale: Tensor, wants_dangles: bool,
+    angles: Tensor | None, keep: Tensor | None, spans: Tensor | None, firsts: Tensor | None,
+    kv: Tensor, scale: Tensor, wants_dangles: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     *made, dangles = _new_gradients(q, k, v, wants_dangles)
     return *made, _summed(dangles, k), torch.empty_like(kv), torch.empty_like(scale[0])
@@ -193,11 +215,11 @@ def _save_for_one_scan(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward_of_one_scan(
     ctx: Any, do: Tensor | None, dz: Tensor | None, dkv: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, angles, keep, z_in, kv_in, z, kv, scale = ctx.saved_tensors
+    q, k, v, angles, keep, z_in, kv_in, spans, firsts, z, kv, scale = ctx.saved_tensors
     wants_dangles = angles is not None and ctx.needs_input_grad[3]
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dq, dk, dv, dangles, whole, offset = _one_scan_backward(
-        do, dz, dkv, q, k, v, angles, keep, kv, scale, wants_dangles
+        do, dz, dkv, q, k, v, angles, keep, spans, firsts, kv, scale, wants_dangles
     )
     dz_in = dkv_in = None
     if z_in is not None:
@@ -205,26 +227,30 @@ def _backward_of_one_scan(
         dkv_in = whole * per_feature(share, whole)
         inner = per_key(kv_in * whole, k)
         dz_in = (share * (inner - offset)).to(z_in.dtype)
-    return dq, dk, dv, dangles.to(angles.dtype) if wants_dangles else None, None, dz_in, dkv_in
+    dangles = dangles.to(angles.dtype) if wants_dangles else None
+    return dq, dk, dv, dangles, None, dz_in, dkv_in, None, None
 
 
 _one_scan.register_autograd(_backward_of_one_scan, setup_context=_save_for_one_scan)
 
 
-def _split(k: Tensor, blocks: Blocks) -> tuple[int, int, int]:
+def _split(k: Tensor, blocks: Blocks, spans: Tensor | None = None) -> tuple[int, int, int]:
     """Return tokens per part, the number of parts, and the number of blocks of keys."""
     batch, tokens, heads, key_width = k.shape
     keys = -(-key_width // blocks.keys)
     target = -(-target_programs(k.device) // max(1, batch * heads * keys))  # a batch may be empty
     split = max(LEAST_SPLIT, -(-tokens // target))
     split = -(-split // blocks.tokens) * blocks.tokens
-    return split, -(-tokens // split), keys
+    return split, -(-tokens // split) if spans is None else spans.shape[1], keys
 
 
-def _tiles(k: Tensor, case: Case, blocks: Blocks) -> tuple[int, int]:
-    """Return the tokens per part and the number of parts: one tile per part unless kv is held."""
-    if blocks.holds(case):
-        return _split(k, blocks)[:2]
+def _tiles(k: Tensor, case: Case, blocks: Blocks, spans: Tensor | None) -> tuple[int, int]:
+    """Return the tokens per part and the number of parts: one tile per part unless kv is held.
+
+    With packed sequences, parts are those of `spans`.
+    """
+    if blocks.holds(case) or spans is not None:
+        return _split(k, blocks, spans)[:2]
     return blocks.tokens, -(-k.shape[1] // blocks.tokens)
 
 
@@ -252,13 +278,13 @@ class _Chunks(NamedTuple):
 
 def _carry(
     k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None, z_in: Tensor | None,
-    kv_in: Tensor | None, z: Tensor, kv: Tensor, chunk_size: int,
+    kv_in: Tensor | None, spans: Tensor | None, z: Tensor, kv: Tensor, chunk_size: int,
 ) -> _Chunks:  # fmt: skip
     """Compute the states before each chunk, and write the state after the last one to z and kv."""
     batch, tokens, heads, key_width = k.shape
     case = case_of(k, v, lrpe=angles is not None, chunk_size=chunk_size)
     blocks = causal_scan.carry_blocks(case)
-    count = -(-tokens // blocks.tokens)
+    count = -(-tokens // blocks.tokens) if spans is None else spans.shape[1]
     reference = k.new_empty(batch, count + 1, heads, key_width, dtype=torch.float32)
     chunks = _Chunks(
         case=case,
@@ -271,7 +297,7 @@ def _carry(
     )
     launch(
         causal_scan.carry_forward, case, chunks.carry_grid,
-        k, v, chunks.rotary, keep, z_in, kv_in, *chunks[-3:], z, kv, tokens, count,
+        k, v, chunks.rotary, keep, z_in, kv_in, *chunks[-3:], z, kv, spans, tokens, count,
     )  # fmt: skip
     return chunks
 
@@ -279,15 +305,16 @@ def _carry(
 @torch.library.custom_op("onescan::causal_scan", mutates_args=())
 def _causal_scan(
     q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None,
-    z_in: Tensor | None, kv_in: Tensor | None, chunk_size: int,
+    z_in: Tensor | None, kv_in: Tensor | None, spans: Tensor | None, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o, and z and kv after the last token."""
     batch, tokens, heads, _ = k.shape
     o, z, kv = _new_outputs(k, v, angles)
-    chunks = _carry(k, v, angles, keep, z_in, kv_in, z, kv, chunk_size)
+    chunks = _carry(k, v, angles, keep, z_in, kv_in, spans, z, kv, chunk_size)
     launch(
         causal_scan.read_chunks, chunks.case, (batch * heads * chunks.number,),
-        q, k, v, chunks.rotary, keep, *chunks[-3:], o, tokens, chunks.number, TRANSPOSED=False,
+        q, k, v, chunks.rotary, keep, *chunks[-3:], o, spans, tokens, chunks.number,
+        TRANSPOSED=False,
     )  # fmt: skip
     return o, z, kv
 
@@ -302,19 +329,19 @@ def _(
 @torch.library.custom_op("onescan::causal_scan_backward", mutates_args=())
 def _causal_scan_backward(
     do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None,
-    keep: Tensor | None, z_in: Tensor | None, kv_in: Tensor | None, chunk_size: int,
-    wants_dangles: bool,
+    keep: Tensor | None, z_in: Tensor | None, kv_in: Tensor | None, spans: Tensor | None,
+    chunk_size: int, wants_dangles: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v and angles, and of z and kv before the first token."""
     batch, tokens, heads, _ = k.shape
     _, z, kv = _new_outputs(k, v, angles)
-    chunks = _carry(k, v, angles, keep, z_in, kv_in, z, kv, chunk_size)
+    chunks = _carry(k, v, angles, keep, z_in, kv_in, spans, z, kv, chunk_size)
     case, rotary, count, scale = chunks.case, chunks.rotary, chunks.number, chunks[-3:-1]
     dq, dk, dv, dangles = _new_gradients(q, k, v, wants_dangles)
     grid = (batch * heads * count,)
     launch(
         causal_scan.query_gradients, case, grid,
-        q, k, v, rotary, keep, *scale, chunks.before, do, dq, dangles, tokens, count,
+        q, k, v, rotary, keep, *scale, chunks.before, do, dq, dangles, spans, tokens, count,
     )  # fmt: skip
     after = torch.empty_like(chunks.before)
     dmass = chunks.mass.new_empty(batch, count, *k.shape[2:])
@@ -323,15 +350,15 @@ def _causal_scan_backward(
     launch(
         causal_scan.carry_backward, case, chunks.carry_grid,
         q, k, rotary, keep, *scale, do, dq, dz_out, dkv.contiguous(),
-        after, dmass, dz_in, dkv_in, tokens, count,
+        after, dmass, dz_in, dkv_in, spans, tokens, count,
     )  # fmt: skip
     launch(
         causal_scan.key_gradients, case, grid,
-        q, k, v, rotary, keep, *scale, after, dmass, do, dq, dk, dangles, tokens, count,
+        q, k, v, rotary, keep, *scale, after, dmass, do, dq, dk, dangles, spans, tokens, count,
     )  # fmt: skip
     launch(
         causal_scan.read_chunks, case, grid,
-        q, k, do, rotary, keep, *scale, after, dv, tokens, count, TRANSPOSED=True,
+        q, k, do, rotary, keep, *scale, after, dv, spans, tokens, count, TRANSPOSED=True,
     )  # fmt: skip
     if kv_in is not None:
         dz_in = dz_in + per_key(kv_in * dkv_in, k)
@@ -362,7 +389,7 @@ def _backward_of_chunks(
     )
     dangles = dangles.to(angles.dtype) if wants_dangles else None
     dstate = (None, None) if z_in is None else (dz_in.to(z_in.dtype), dkv_in)
-    return dq, dk, dv, dangles, None, *dstate, None
+    return dq, dk, dv, dangles, None, *dstate, None, None
 
 
 _causal_scan.register_autograd(_backward_of_chunks, setup_context=_save_for_chunks)
