@@ -218,6 +218,8 @@ def test_a_language_model_is_written_with_its_tokenizer(build, auto, tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     tokenizer.save_pretrained(tmp_path / "theirs")
     onescan.convert(tmp_path / "theirs", tmp_path / "ours")
+    with pytest.raises(ValueError, match="which is a model of onescan; to='transformers' or"):
+        onescan.convert(tmp_path / "ours")
     onescan.convert(tmp_path / "ours", tmp_path / "back", to="transformers")
     auto_class = getattr(transformers, f"AutoModelFor{auto}")
     back, info = auto_class.from_pretrained(tmp_path / "back", output_loading_info=True)
@@ -231,6 +233,8 @@ def test_a_language_model_is_written_with_its_tokenizer(build, auto, tmp_path):
 def test_a_pipeline_is_written_as_a_transformer_of_diffusers(tmp_path):
     model = of_diffusers().float()
     onescan.convert(model, tmp_path / "pipeline")
+    with pytest.raises(ValueError, match="which is a model of onescan; to='transformers' or"):
+        onescan.convert(tmp_path / "pipeline")
     onescan.convert(tmp_path / "pipeline", tmp_path / "back", to="diffusers")
     assert_same_weights(diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "back"), model)
 
@@ -247,3 +251,10 @@ def test_bad_arguments_of_the_way_back_are_named(tmp_path):
         onescan.convert(tmp_path / "nothing" / "here", to="transformers")
     with pytest.raises(ValueError, match="which is a run; to='transformers' or 'diffusers'"):
         onescan.convert(onescan.zoo.path("digits_lightnet"))
+
+
+def test_a_folder_of_another_library_is_named_as_such(tmp_path):
+    of_transformers("ViT").save_pretrained(tmp_path / "vit")
+    says = "holds ViTForImageClassification, expected one of .*; onescan convert reads models of"
+    with pytest.raises(ValueError, match=says):
+        onescan.convert(tmp_path / "vit", to="transformers")

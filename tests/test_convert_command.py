@@ -91,3 +91,21 @@ def test_an_existing_folder_is_not_overwritten(tmp_path, capsys):
         onescan.convert(tmp_path, tmp_path)
     assert main(["convert", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]) == 2
     assert "there is no file or folder" in capsys.readouterr().err
+
+
+def test_a_number_of_heads_that_contradicts_the_source_is_refused(tmp_path):
+    of_transformers("ViT").save_pretrained(tmp_path / "vit")
+    with pytest.raises(ValueError, match="num_heads is 2, but the source has 3 heads"):
+        onescan.convert(tmp_path / "vit", num_heads=2)
+    assert onescan.convert(tmp_path / "vit", num_heads=3).config.mixer.num_heads == 3
+
+
+def test_grayscale_images_need_the_constants_of_their_pixels(tmp_path):
+    of_transformers("ViT", num_channels=1).save_pretrained(tmp_path / "gray")
+    with pytest.raises(ValueError, match=r"1 channel, but its preprocessor_config\.json states no"):
+        onescan.convert(tmp_path / "gray", tmp_path / "run")
+    constants = {"image_mean": [0.5], "image_std": [0.25]}
+    (tmp_path / "gray" / "preprocessor_config.json").write_text(json.dumps(constants))
+    onescan.convert(tmp_path / "gray", tmp_path / "run")
+    form = onescan.load(tmp_path / "run").format
+    assert (form.channels, form.mean, form.std) == (1, (0.5,), (0.25,))

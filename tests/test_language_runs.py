@@ -10,9 +10,12 @@ from tiny_run import press_ctrl_c_at
 import onescan
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, TextDatasetConfig
+from onescan.layers.mixers import SoftmaxMixerConfig
+from onescan.layers.position import TokenPositionConfig
+from onescan.models.causal_lm import CausalLMConfig
 from onescan.recipes.language import RECIPES as LANGUAGE
 from onescan.report import texts
-from onescan.tasks import MaskedLanguageModellingConfig
+from onescan.tasks import LanguageModellingConfig, MaskedLanguageModellingConfig
 from onescan.training import evaluate, learning_rate
 from onescan.training import train as train_run
 from onescan.training.folder import read_manifest
@@ -73,6 +76,17 @@ def assert_reported(run):
     assert "<pre" in page
     assert ("Half-life by block" in page) == ("lion" in str(run))
     assert onescan.load(run).metrics["perplexity"] > 1
+
+
+@pytest.mark.parametrize("limit", [4, 12, 300])
+def test_texts_on_a_report_are_within_the_limit_of_the_model(limit, text, monkeypatch):
+    data = TextDatasetConfig(path=str(text), length=limit, cache=False)
+    task = LanguageModellingConfig().build(data.build())
+    position = TokenPositionConfig(max_tokens=limit)
+    mixer = SoftmaxMixerConfig(num_heads=2, causal=True)
+    model = CausalLMConfig(vocab_size=258, width=8, depth=1, mixer=mixer, position=position)
+    monkeypatch.setattr(texts, "NEW_TOKENS", 1000)
+    assert len(texts._continuations(task, model.build().eval())) > 1
 
 
 def test_a_run_generates_text_and_its_parent_folder_is_rejected(lightnet, capsys):

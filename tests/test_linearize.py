@@ -477,6 +477,14 @@ def test_bad_settings_are_refused(teachers, tmp_path):
     assert not (tmp_path / "refused").exists()
 
 
+def test_a_model_that_does_not_fit_the_task_is_refused_before_transfer(
+    teachers, tmp_path, monkeypatch
+):
+    run = configs.replace(student_of(teachers / "images", LIT), {"model.num_classes": 7})
+    monkeypatch.setattr(AttentionTransfer, "loss", None)  # not called
+    refused(run, r"scores of shape \(8, 7\).* expected model.num_classes 3", tmp_path)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BrightConfig(StripesConfig):
     """Stripes that are standardized by other constants."""

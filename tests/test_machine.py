@@ -126,6 +126,16 @@ def test_commands_compute_as_requested(settings_seen):
     assert (preferred_backend(), torch.get_float32_matmul_precision()) == ("auto", "highest")
 
 
+def test_the_triton_backend_needs_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="backend is 'triton', but torch finds no GPU"):
+        train(short_run(backend="triton", device="cpu"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert main(["evaluate", "zoo/digits_lightnet", "--backend", "triton"]) == 2
+    assert "is 'triton', but torch finds no GPU" in capsys.readouterr().err
+
+
 def test_a_resumed_run_shows_what_has_changed(tmp_path, capsys):
     interrupt(short_run(), tmp_path, 3)
     capsys.readouterr()

@@ -124,6 +124,13 @@ def why_no_kernel(*tensors: Tensor | None, widest: int | None = WIDEST_HEAD) -> 
     return None
 
 
+def why_no_kernels() -> str | None:
+    """Return why no kernel can run on this machine, or None if some can."""
+    if not torch.cuda.is_available() and not is_interpreted():
+        return "torch finds no GPU that it can use"
+    return why_no_kernel()
+
+
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Return whether any of the tensors requires a gradient."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 
 from onescan.data import DataSet
+from onescan.layers.position import TokenPositionConfig
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLM, Sampling
 from onescan.models.masked_lm import MaskedLM
 from onescan.report.format import percent, plural
@@ -40,11 +41,17 @@ def generated(group: RunGroup) -> Section:
 
 def _continuations(task: LanguageModelling, model: CausalLM) -> list[Figure]:
     figures = []
+    position = model.config.position
+    limit = position.max_tokens if isinstance(position, TokenPositionConfig) else None
     for row, (tokens, _) in _rows(task.test):
-        prompt = task.tokenizer.decode(tokens[0, :PROMPT].tolist())
+        length = PROMPT if limit is None else min(PROMPT, limit // 2)
+        prompt = task.tokenizer.decode(tokens[0, :length].tolist())
+        new = NEW_TOKENS
+        if limit is not None:
+            new = max(1, min(NEW_TOKENS, limit - len(task.tokenizer.begin(prompt))))
         generator = torch.Generator().manual_seed(row)
         pieces = generate_text(
-            model, task.tokenizer, prompt, SAMPLING, max_new_tokens=NEW_TOKENS, generator=generator
+            model, task.tokenizer, prompt, SAMPLING, max_new_tokens=new, generator=generator
         )
         body = fragment("text", [(prompt, "b"), ("".join(pieces), "")])
         caption = (

@@ -93,10 +93,26 @@ def _import(source: str | Path | nn.Module, num_heads: int | None) -> tuple[nn.M
             "it to another library"
         )
     foreign = read(place, num_heads=num_heads)
+    if is_native(foreign.fields):
+        raise ValueError(
+            f"source is {str(source)!r}, which is a model of onescan; to='transformers' or "
+            "'diffusers' converts it to another library"
+        )
     model, folder = convert_model(foreign), None
+    config: Any = model.config
+    heads = config.mixer.num_heads
+    if num_heads not in (None, heads):
+        raise ValueError(f"num_heads is {num_heads}, but the source has {heads} heads")
     if not isinstance(place, nn.Module):
         folder = place if place.is_dir() else place.parent
     return model, partial(_write, model=model, fields=foreign.fields, folder=folder)
+
+
+def is_native(fields: Mapping[str, Any]) -> bool:
+    """Return whether the config of a folder of transformers or diffusers is a native model's."""
+    return str(fields.get("model_type")).startswith("onescan_") or (
+        fields.get("_class_name") == "DenoiserModel"
+    )
 
 
 def _export(source: str | Path | nn.Module, library: str) -> tuple[nn.Module, Write]:
@@ -192,6 +208,11 @@ def _write_run(
 ) -> None:
     height, width = model.config.image_size
     pixels = _pixels(fields, folder, height)
+    if len(pixels["mean"]) != model.config.channels:
+        raise ValueError(
+            f"the source has {model.config.channels} channel, but its {PREPROCESSOR} states no "
+            "image_mean and image_std of as many numbers"
+        )
     names = fields.get("id2label") or fields.get("label_names") or range(model.config.num_classes)
     if isinstance(names, Mapping):
         names = [label for _, label in sorted(names.items(), key=lambda item: int(item[0]))]

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -126,10 +125,12 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
     from onescan.models.masked_lm import MaskedLM
 
     if _is_pretrained(name):
-        with suppress(ImportError):  # load_tokenizer explains it
-            import onescan.integrations.transformers  # noqa: F401  # AutoTokenizer reads the config
-
-        tokenizer, model = load_tokenizer(name), _load_pretrained(name)
+        try:
+            model = _load_pretrained(name)  # first, because its errors name what the folder holds
+        except ImportError:
+            load_tokenizer(name)  # explains what is missing
+            raise
+        tokenizer = load_tokenizer(name)
     else:
         run = load(name)
         if not isinstance(run.model, CausalLM | MaskedLM):

@@ -324,12 +324,20 @@ class Loop:
         try:
             with autocast(self.settings.precision, self.device):
                 if self.transfer and self.plan.is_transfer(self.state.step):
+                    if self.steps_now == 0:
+                        self.check_task(part)
                     return self.transfer.loss(self.state.model, self.task, part), {}
                 return self.task.loss(self.trained, part)
         except ValueError as error:
             if self.steps_now == 0:
                 raise
             raise self.failure(str(error)) from error
+
+    @torch.no_grad()
+    def check_task(self, part: Batch) -> None:
+        """Before attention transfer, raise ValueError if the model does not fit the task."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            self.task.loss(self.state.model, part)
 
     def clip(self) -> Tensor:
         """Clip the gradient, and return its norm before clipping."""

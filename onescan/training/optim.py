@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import AdamW, Optimizer
 
-from onescan.ops.backend import Backend, use_backend
+from onescan.ops.backend import Backend, use_backend, why_no_kernels
 from onescan.training.config import MatmulPrecision, Precision, TrainingConfig, TransferConfig
 
 MIN_LOSS_SCALE = 1.0  # a smaller scale cannot keep gradients from vanishing
@@ -176,8 +176,10 @@ def compute_settings(backend: Backend, matmul_precision: MatmulPrecision) -> Ite
     """Set the backend of the ops and the precision of float32 matrix products inside the context.
 
     Raises:
-        ValueError: If the backend is unknown.
+        ValueError: If the backend is unknown, or "triton" without Triton or a GPU.
     """
+    if backend == "triton" and (obstacle := why_no_kernels()):
+        raise ValueError(f"backend is 'triton', but {obstacle}")
     before = torch.get_float32_matmul_precision()
     with use_backend(backend):
         torch.set_float32_matmul_precision(matmul_precision)

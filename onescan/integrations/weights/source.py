@@ -199,6 +199,10 @@ def read(source: str | Path | nn.Module, *, num_heads: int | None = None) -> For
     folder = path if path.is_dir() else path.parent
     config = folder / CONFIG
     fields = _read_json(config) if config.is_file() else {}
+    if num_heads is not None and fields.get("num_heads", num_heads) != num_heads:
+        raise ValueError(
+            f"num_heads is {num_heads}, but the source has {fields['num_heads']} heads"
+        )
     return Foreign(fields=fields | extra, tensors=Tensors(_read_tensors(path)))
 
 
