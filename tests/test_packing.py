@@ -222,9 +222,6 @@ REFUSED = {
         lambda **o: additive_decay(Q, Q, Q, causal=True, form="recurrent", **o),
         "form .*'recurrent'",
     ),
-    "additive kernels": (
-        lambda **o: additive_decay(Q, Q, Q, backend="triton", **o), "backend .*'triton'"
-    ),
     "additive state": (
         lambda **o: additive_decay(Q, Q, Q, state=additive_decay(Q, Q, Q)[1], **o), "and state"
     ),

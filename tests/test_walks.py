@@ -24,6 +24,6 @@ def test_a_call_enters_few_files(name, monkeypatch):
 
 def test_a_walk_counts_files_lines_and_switches():
     lines, switches = walk(lambda: lrpe_frequencies(4, axes=2))
-    assert list(lines) == ["ops/lrpe.py", "checks.py"]
+    assert list(lines) == ["ops/lrpe.py", "checks.py", "ops/numerics.py"]
     assert lines["checks.py"] == 5  # three of check_whole, two of check_positive
-    assert switches == 4  # there and back, twice
+    assert switches == 5  # to the checks and back, twice, and to the numerics

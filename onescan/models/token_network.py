@@ -313,8 +313,10 @@ def _separated(
     """Return the documents of a batch; None if each is a whole row, which is faster."""
     if documents is not None:
         cu_seqlens = document_offsets(documents)
+    if cu_seqlens is None:
+        return None
     packing = packing_of(cu_seqlens, x)
-    return None if packing is None or packing.sequences == len(x) else Documents(packing)
+    return None if packing.sequences == len(x) else Documents(packing)
 
 
 # A state is a tree of nested tuples; its leaves are tensors, numbers and None.

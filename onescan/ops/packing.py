@@ -230,7 +230,7 @@ def document_offsets(numbers: Tokens) -> Int[Tensor, " offsets"]:
     return torch.cat([starts, starts.new_tensor([numbers.numel()])]).int()
 
 
-def packing_of(cu_seqlens: Any, x: Tensor, *, state: Any = None) -> Packing | None:
+def packing_of(cu_seqlens: Any, x: Tensor, *, state: Any = None) -> Packing:
     """Return the packing of tokens x, [B, T, ...], from an op's argument.
 
     Raises:
@@ -241,8 +241,6 @@ def packing_of(cu_seqlens: Any, x: Tensor, *, state: Any = None) -> Packing | No
     Traceback (most recent call last):
     ValueError: cu_seqlens ends at 5, expected 4, the number of tokens
     """
-    if cu_seqlens is None:
-        return None
     if state is not None:
         raise ValueError("cu_seqlens and state were both given, expected only one of them")
     batch, tokens = x.shape[:2]

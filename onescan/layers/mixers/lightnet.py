@@ -208,7 +208,8 @@ class LightNetMixer(Mixer):
             gate = self.gate_proj(gate)
             o = to_autocast_dtype(o)  # as out_proj would, because norms return float32
             o = o * (F.silu(gate) if self.config.gate_activation == "silu" else gate.sigmoid())
-        o = masked(self.out_proj(o), keep)
+        o = self.out_proj(o)
+        o = o if keep is None else masked(o, keep)
         return o, state if state is None else state._replace(window=window)
 
     def _project(

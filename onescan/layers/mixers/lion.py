@@ -285,7 +285,8 @@ class LionMixer(Mixer):
         if self.config.gate != "none":
             z = gate[0] if self.gate_proj is None else self.gate_proj(gate[0])
             o = to_autocast_dtype(o) * FEATURE_MAPS[self.config.gate](z)  # norms return float32
-        o = masked(self.out_proj(o), keep)
+        o = self.out_proj(o)
+        o = o if keep is None else masked(o, keep)
         if attention is None or (self.conv is None and angles is None):
             return o, attention
         seen = None if angles is None else position + x.shape[1] - grid.prefix

@@ -161,7 +161,7 @@ def additive_decay(
     _check(q, k, v, angles, causal, keep, state, chunk_size)
     named = {"q": q, "k": k, "v": v, "angles": angles, **tensors_of("state", state)}
     dtype = v.dtype
-    packing = packing_of(cu_seqlens, q, state=state)
+    packing = None if cu_seqlens is None else packing_of(cu_seqlens, q, state=state)
     choice = choose(
         form, backend, q, k, v, angles, *(state or ()), causal=causal, packed=packing is not None
     )

@@ -200,7 +200,7 @@ def decay_attention(
             "decay_at is 'symmetric' with causal=True, expected 'auto', 'source' or 'target'"
         )
     check_choice("normalize", normalize, ["none", "sum", "max_one"])
-    packing = packing_of(cu_seqlens, q, state=state)
+    packing = None if cu_seqlens is None else packing_of(cu_seqlens, q, state=state)
     return_state = return_state and packing is None
     sides = unpack_states(state, DecayState, causal=causal)
     carried = named_state_tensors(sides, causal=causal)

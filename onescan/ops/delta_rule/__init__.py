@@ -123,7 +123,7 @@ def delta_rule(
     [5.25, 4.5, 3.0]
     """
     _check(q, k, v, beta, causal, keep, state, chunk_size)
-    packing = packing_of(cu_seqlens, q, state=state)
+    packing = None if cu_seqlens is None else packing_of(cu_seqlens, q, state=state)
     implementation = IMPLEMENTATIONS[choose(form, tokens=q.shape[1])]
     sides = unpack_states(state, DeltaState, causal=causal)
     incoming = [None if side is None else side.kv for side in sides[: 1 if causal else 2]]

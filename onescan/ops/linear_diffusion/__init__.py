@@ -145,7 +145,7 @@ def linear_diffusion(
     [0.0, 1.0, 2.0, 1.0]
     """
     _check(x, weights, dt, scheme, keep, state)
-    packing = packing_of(cu_seqlens, x, state=state)
+    packing = None if cu_seqlens is None else packing_of(cu_seqlens, x, state=state)
     tokens, radius = x.shape[1], weights.shape[1] // 2
     context = 0 if state is None else radius
     chosen = _choose(form, scheme, context + tokens, radius, packed=packing is not None)

@@ -123,7 +123,7 @@ def toeplitz_position(
     """
     shape = as_grid_shape(shape)
     _check(x, log_decay, weight, shape, bidirectional, joint, state, return_state)
-    packing = packing_of(cu_seqlens, x, state=state)
+    packing = None if cu_seqlens is None else packing_of(cu_seqlens, x, state=state)
     if joint and len(shape) == 1:
         joint, weight = False, weight.unsqueeze(0)
     if packing is not None:
