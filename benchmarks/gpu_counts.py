@@ -53,6 +53,7 @@ from onescan.ops import backend as backends
 DEVICE = "fake_gpu"
 MULTIPROCESSORS = 132  # of an H100, which determines how kernels split their work
 GB = 1e9
+DOCUMENTS = 9  # in each row of packed models
 HEADING = ("model", "backend", "forward", "backward", "GB", "float64 GB", "kept GB", "waits")
 
 # fmt: off
@@ -238,7 +239,8 @@ def example(model: Model, config: Any) -> tuple[tuple[Tensor, ...], dict[str, An
         shape = config.example_inputs()[0].shape
         return (torch.empty(model.batch_size, *shape[1:]),), {}
     tokens = torch.empty(model.batch_size, model.tokens, dtype=torch.long)
-    return (tokens,), {"documents": torch.empty_like(tokens)} if model.packed else {}
+    offsets = torch.empty(model.batch_size * DOCUMENTS + 1, dtype=torch.int32)
+    return (tokens,), {"cu_seqlens": offsets} if model.packed else {}
 
 
 # The device

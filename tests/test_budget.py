@@ -36,13 +36,10 @@ def test_models_keep_to_their_budget():
 
 def test_the_budget_has_no_waits():
     rows = [dict(zip(cells(BUDGET[0]), cells(line), strict=True)) for line in BUDGET[2:]]
-    waiting = [row["model"] for row in rows if row["waits"] != "0"]
-    assert [name for name in waiting if not name.endswith("packed")] == []
+    assert [row["model"] for row in rows if row["waits"] != "0"] == []
 
 
 def test_float64_is_left_to_angles():
     rows = [dict(zip(cells(BUDGET[0]), cells(line), strict=True)) for line in BUDGET[2:]]
-    counted = [row for row in rows if row["waits"]]
-    assert len(counted) >= 8
-    for row in counted:
+    for row in rows:
         assert float(row["float64 GB"]) <= 0.01 * float(row["GB"])
