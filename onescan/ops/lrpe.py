@@ -134,7 +134,8 @@ def _axis_tables(
 ) -> list[Tensor]:
     """Return the angles of each axis that has features, [n, H, features of the axis]."""
     widths = _features_per_axis(theta.shape[1], len(shape))
-    if isinstance(start, int) and not start and all(map(is_known, shape)) and len(set(shape)) == 1:
+    is_eager = not torch.compiler.is_compiling() and all(map(is_known, shape))  # no guards on sizes
+    if is_eager and isinstance(start, int) and not start and len(set(shape)) == 1:
         return list(_axis_angles(shape[0], 0, theta).split(widths, dim=-1))  # all in one table
     return [
         _axis_angles(shape[axis], 0 if axis else start, part)
