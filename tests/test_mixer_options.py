@@ -149,15 +149,16 @@ def test_a_convolution_follows_each_natural_scan(direction):
     config = replace(directed(CONVOLUTIONS["lion"], direction), fields)
     config = replace(config, {"decay": NoDecayConfig()})
     natural, grid, x = trained(config, axes=2), Grid((3, 4), prefix=1), tokens(2, 13)
-    flat = replace(natural.config, {"scan": "flat"}).build(width=WIDTH, axes=2).double()
-    flat.load_state_dict(natural.state_dict())
+    flat = replace(natural.config, {"scan": "flat", "gate": "none"})
+    flat = flat.build(width=WIDTH, axes=2).double()
+    weights = natural.state_dict()
+    weights["in_proj.weight"] = weights["in_proj.weight"][: flat.in_proj.out_features]
+    flat.load_state_dict(weights)
+    flat.out_proj = nn.Identity()
     gate = nn.functional.linear(x, parts_of(natural)[-1].weight)
     keep, outputs = masks(2, 13), []
     for order in snake_orders(grid, x.device):
-        flat.config = replace(flat.config, {"gate": "none"})
-        u = x[:, order.token]
-        flat.out_proj = nn.Identity()
-        o, _ = flat(u, grid, keep=keep[:, order.token])
+        o, _ = flat(x[:, order.token], grid, keep=keep[:, order.token])
         outputs.append(o[:, order.step])
     expected = natural.out_proj(sum(outputs) / 2 * torch.sigmoid(gate))
     torch.testing.assert_close(natural(x, grid, keep=keep)[0], expected)

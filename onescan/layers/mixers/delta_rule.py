@@ -147,8 +147,9 @@ class DeltaRuleMixer(Mixer):
         config, backward = self.config, self.config.direction == "backward"
         attention, window = self._unpacked(state, grid)
         x = masked(x, keep)
-        qkv_width = sum(self.qkv_widths)
-        u, *gate = self.in_proj(x).split([qkv_width, *self.in_widths[len(self.qkv_widths) :]], -1)
+        u, gate = self.in_proj(x), None
+        if config.gate != "none":
+            u, gate = u.split([sum(self.qkv_widths), self.in_widths[-1]], dim=-1)
         inputs = (u, self.beta(x), keep)
         u, beta, real = map(flipped, inputs) if backward else inputs
         if self.conv is not None:
@@ -164,8 +165,8 @@ class DeltaRuleMixer(Mixer):
         )  # fmt: skip
         o = flipped(o) if backward else o
         o = self.norm(o).flatten(-2) if config.norm_heads else self.norm(o.flatten(-2))
-        if config.gate != "none":
-            o = o * FEATURE_MAPS[config.gate](gate[0])
+        if gate is not None:
+            o = o * FEATURE_MAPS[config.gate](gate)
         o = masked(self.out_proj(o), keep)
         if not config.is_causal:
             return o, None

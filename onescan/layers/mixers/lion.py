@@ -268,8 +268,9 @@ class LionMixer(Mixer):
     ) -> tuple[Hidden, DecayState | LionState | None]:
         attention, window, position = self._unpacked(state, grid)
         x = x if keep is None else masked(x, keep)
-        qkv_width = sum(self.qkv_widths)
-        u, *gate = self.in_proj(x).split([qkv_width, *self.in_widths[len(self.qkv_widths) :]], -1)
+        u, gate = self.in_proj(x), None
+        if self.config.gate != "none":
+            u, gate = u.split([sum(self.qkv_widths), self.in_widths[-1]], dim=-1)
         angles = self._angles(u, grid, position)
         decays = self._decay_outputs(x, lower_bound)
         if self.config.scan == "flat":
@@ -282,9 +283,9 @@ class LionMixer(Mixer):
         o = o if self.config.norm_heads else o.flatten(-2)
         o = self.norm(o.to(self._norm_dtype(x, o)))
         o = o.flatten(-2) if self.config.norm_heads else o
-        if self.config.gate != "none":
-            z = gate[0] if self.gate_proj is None else self.gate_proj(gate[0])
-            o = to_autocast_dtype(o) * FEATURE_MAPS[self.config.gate](z)  # norms return float32
+        if gate is not None:
+            gate = gate if self.gate_proj is None else self.gate_proj(gate)
+            o = to_autocast_dtype(o) * FEATURE_MAPS[self.config.gate](gate)  # norms return float32
         o = self.out_proj(o)
         o = o if keep is None else masked(o, keep)
         if attention is None or (self.conv is None and angles is None):
