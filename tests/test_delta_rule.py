@@ -322,7 +322,7 @@ PAIR = DeltaStates(ONE, None)
         ({"beta": 1.0}, "beta is a float"),
         ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32"),
         ({"causal": "no"}, "causal is 'no'"),
-        ({"form": "full"}, "form 'full' .*chunk, recurrent"),
+        ({"form": "dense"}, "form 'dense' .*full, chunk, recurrent"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5"),
         ({"v": torch.ones(B, 4, H, 0)}, "V is 0"),
