@@ -203,7 +203,8 @@ def _own_output(inputs: Inputs) -> Values:
 
     The r-th update writes beta_r (v_r - the value that the updates before it stored under its key).
     """
-    keys, written = inputs.k.unbind(2), list[Tensor]()
+    keys = inputs.k.unbind(2)
+    written: list[Tensor] = []
     for k, v, beta in zip(keys, inputs.v.unbind(2), inputs.beta.unbind(2), strict=True):
         for earlier, value in zip(keys, written, strict=False):
             v = v - row_dot(k, earlier) * value
