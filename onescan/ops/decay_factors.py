@@ -61,13 +61,16 @@ def decay_factors(log_decay: Tensor, dtype: torch.dtype, *, backward: bool) -> D
     """
     sums = _sums(log_decay, backward=backward)
     end = sums[..., :1, :] if backward else sums[..., -1:, :]
-    return DecayFactors(_exp(sums, dtype), _exp(end - sums, dtype), _exp(end, dtype))
+    return DecayFactors(exp_decay(sums, dtype), exp_decay(end - sums, dtype), exp_decay(end, dtype))
 
 
-def _exp(logs: Tensor, dtype: torch.dtype) -> Tensor:
+def exp_decay(logs: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the exponential in a dtype. Except in float64, results below `MIN_DIVISOR` become 0.
 
     Products with smaller factors can be subnormal in float32, which is many times slower on a CPU.
+
+    >>> exp_decay(torch.tensor([0.0, -80.0, -torch.inf]), torch.float32).tolist()
+    [1.0, 0.0, 0.0]
     """
     logs = logs.to(dtype)
     if dtype != torch.float64:
@@ -91,7 +94,7 @@ def _scalar_decays(sums: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     size = below.shape[-1]
     is_below = torch.ones(size, size, dtype=torch.bool, device=below.device).tril()
     other = above[0] if above else below.new_full((), -torch.inf)
-    return _exp(torch.where(is_below, below, other), dtype)
+    return exp_decay(torch.where(is_below, below, other), dtype)
 
 
 def _differences(sums: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,7 +123,7 @@ def _levels(sums: Tensor, dtype: torch.dtype, *, backward: bool) -> Iterator[tup
     while length < sums.shape[-2]:
         first, second = halves(sums, length, backward=backward)
         boundary = first[..., :1, :] if backward else first[..., -1:, :]
-        yield _exp(second - boundary, dtype), _exp(boundary - first, dtype)
+        yield exp_decay(second - boundary, dtype), exp_decay(boundary - first, dtype)
         length *= 2
 
 

@@ -9,7 +9,7 @@ Each form runs from the first token to the last. A token decays the state, then 
 Inputs are in the accumulation dtype, and masked tokens are zero.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -20,8 +20,7 @@ from einops import rearrange
 from torch import Tensor
 
 from onescan.ops.chunks import chunk_scan, length_of_chunks, number_of_chunks
-from onescan.ops.decay_factors import decay_factors, decayed_scores, padded
-from onescan.ops.numerics import row_dot
+from onescan.ops.decay_factors import decay_factors, decayed_scores, exp_decay, padded
 from onescan.shapes import (
     KeyValue,
     LogDecays,
@@ -94,9 +93,8 @@ def chunk(inputs: Inputs, kv: KeyValue, *, chunk_size: int) -> tuple[Values, Key
         q_in, k_in, k_out = q, k, k
     else:
         log_decay = split(inputs.log_decay.unsqueeze(2))  # B H N 1 C .
-        rows = torch.cat([writes, q.unsqueeze(4)], dim=3)
-        pairs, _ = decayed_scores(rows, keys, [log_decay.unsqueeze(4)])
-        stored, scores = pairs.split([updates, 1], dim=3)
+        product = _decayed_product(log_decay.unsqueeze(4), k.dtype)
+        stored, scores = product(writes, keys), product(q.unsqueeze(4), keys)
         enter, leave, through = decay_factors(log_decay, k.dtype, backward=False)
         q_in, k_in, k_out = q * enter, k * enter, k * leave
         kept = kept * through.squeeze(3)
@@ -127,8 +125,23 @@ def _split_chunks(x: Tensor, *, count: int, size: int) -> Tensor:
     return rearrange(x, "b (n c) r h x -> b h n r c x", n=count, c=size).contiguous()
 
 
+def _decayed_product(log_decay: Tensor, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function of rows and keys that computes their products with decay, [..., C, C].
+
+    Products with later keys are zero.
+    """
+    if log_decay.shape[-1] > 1:
+        return lambda rows, keys: decayed_scores(rows, keys, [log_decay])[0]
+    size = log_decay.shape[-2]
+    is_past = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
+    # each sum is computed directly, because gradients of differences of sums would lose precision
+    sums = torch.where(is_past, log_decay, 0).cumsum(-2).masked_fill(is_past.mT, -torch.inf)
+    decays = exp_decay(sums, dtype)
+    return lambda rows, keys: rows @ keys.mT * decays
+
+
 def _join_updates(x: Tensor) -> Tensor:
-    return rearrange(x, "b h n r c x -> b h n (c r) x")
+    return x.transpose(3, 4).flatten(3, 4)  # B H N (C R) .
 
 
 def _join_pairs(x: Tensor) -> Tensor:
@@ -195,22 +208,21 @@ def bidirectional(
     (forward, reversed_backward), (last, first) = (
         x.unflatten(0, (2, inputs.v.shape[0])) for x in (o, kv)
     )
-    return forward + reversed_backward.flip(1) - _own_output(inputs), last, first
+    updates = list(zip(*(x.unbind(2) for x in inputs[1:4]), strict=True))
+    own = _read_updates(inputs.q, updates)
+    return forward + reversed_backward.flip(1) - own, last, first
 
 
-def _own_output(inputs: Inputs) -> Values:
-    """Return what each token reads of its own updates, given an empty state before it.
+def _read_updates(q: Queries, updates: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Values:
+    """Return what queries read of the updates (k, v, beta) of their own token alone.
 
-    The r-th update writes beta_r (v_r - the value that the updates before it stored under its key).
+    A query reads beta (q . k) v of the last update. It reads the state before this update as the
+    vector q - beta (q . k) k.
     """
-    keys = inputs.k.unbind(2)
-    written: list[Tensor] = []
-    for k, v, beta in zip(keys, inputs.v.unbind(2), inputs.beta.unbind(2), strict=True):
-        for earlier, value in zip(keys, written, strict=False):
-            v = v - row_dot(k, earlier) * value
-        written.append(beta.unsqueeze(-1) * v)
-    reads = [row_dot(inputs.q, k) * value for k, value in zip(keys, written, strict=True)]
-    return sum(reads[1:], start=reads[0])
+    *earlier, (k, v, beta) = updates
+    weight = (beta * (q * k).sum(-1)).unsqueeze(-1)
+    o = weight * v
+    return o + _read_updates(q - weight * k, earlier) if earlier else o
 
 
 def _separated(inputs: Inputs, starts: Starts | None) -> Inputs:
