@@ -27,12 +27,14 @@ from onescan.checks import (
 from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
 from onescan.ops.additive_decay import causal as causal_chunks
 from onescan.ops.additive_decay import forms
+from onescan.ops.additive_decay.ranks import merged_before
 from onescan.ops.additive_decay.state import (
     AdditiveDecayState,
     AdditiveInputs,
     canonical,
     check_state_type,
     merge_states,
+    merged,
     tensors_of,
 )
 from onescan.ops.backend import (
@@ -44,13 +46,15 @@ from onescan.ops.backend import (
     resolved_backend,
     wants_gradient,
 )
+from onescan.ops.lrpe import rotary_tables
 from onescan.ops.numerics import (
     accumulation_dtype,
     disable_autocast,
     product_dtype,
     to_accumulation_dtype,
 )
-from onescan.ops.packing import Packing, packing_of
+from onescan.ops.packing import Packing, packing_of, refuse_cu_seqlens
+from onescan.ops.parallel import Group, SequenceGroup, is_empty, one_token, sequence_group
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
 __all__ = ["IMPLEMENTATIONS", "AdditiveDecayState", "additive_decay", "choose", "merge_states"]
@@ -88,8 +92,9 @@ IMPLEMENTATIONS: dict[tuple[bool, str, str], Forward] = {
     (True, "chunk", "triton"): _chunk_kernels,
     (True, "recurrent", "triton"): _recurrent_kernels,
 }
-# Forms that take packed sequences.
+# Forms that take packed sequences, and forms that run over a process group.
 PACKED = {False: ["one_scan"], True: ["chunk"]}
+OVER_RANKS = {False: ["one_scan"], True: ["chunk", "full", "recurrent"]}
 
 
 def additive_decay(
@@ -105,6 +110,7 @@ def additive_decay(
     form: Form = "auto",
     backend: Backend = "auto",
     chunk_size: int = 64,
+    group: Group | None = None,
 ) -> tuple[Values, AdditiveDecayState | None]:
     """Compute linear attention with additive decay: per key channel, a softmax over the tokens.
 
@@ -141,6 +147,9 @@ def additive_decay(
             `use_backend`.
         chunk_size: Maximum number of tokens per chunk, for the form "chunk" only. Rounded down to a
             multiple of 8 between 8 and 64, or, in kernels, to a power of two between 16 and 64.
+        group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
+            None for that of `sequence_parallel`, if any. If not causal, only the form "one_scan",
+            in torch. Not with cu_seqlens.
 
     Returns:
         The outputs in the dtype of v, and the state of all tokens including the incoming state;
@@ -149,7 +158,8 @@ def additive_decay(
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend does
             not exist, chunk_size is below 1, cu_seqlens is invalid or the form does not take it,
-            or, on a CPU, an argument holds NaN or an infinity that causes NaN.
+            the form does not run over a group or, on a CPU, an argument holds NaN or an infinity
+            that causes NaN.
 
     >>> q = k = torch.zeros(1, 3, 1, 1)
     >>> v = torch.tensor([3.0, 5.0, 10.0]).reshape(1, 3, 1, 1)
@@ -158,13 +168,21 @@ def additive_decay(
     >>> additive_decay(q + 1, k, v, causal=True)[0].flatten().round(decimals=3).tolist()
     [3.0, 4.0, 6.0]
     """
+    ranks = sequence_group(group)
+    if empty := is_empty(ranks, q):
+        q, k, v = one_token(q, k, v)
+        (angles,), keep = one_token(angles, dim=0), q.new_zeros(q.shape[:2], dtype=torch.bool)
     _check(q, k, v, angles, causal, keep, state, chunk_size)
     named = {"q": q, "k": k, "v": v, "angles": angles, **tensors_of("state", state)}
     dtype = v.dtype
+    if ranks is not None:
+        refuse_cu_seqlens(cu_seqlens, "a group", "one of them")
     packing = None if cu_seqlens is None else packing_of(cu_seqlens, q, state=state)
     choice = choose(
-        form, backend, q, k, v, angles, *(state or ()), causal=causal, packed=packing is not None
-    )
+        form, backend, q, k, v, angles, *(state or ()), causal=causal, packed=packing is not None,
+        over_ranks=ranks is not None,
+    )  # fmt: skip
+    state = state if ranks is None or ranks.is_first else None
     dropped = None
     if choice[2] == "triton":  # kernels read any dtype and apply `keep` themselves
         state = None if state is None else canonical(state, torch.float32)
@@ -178,12 +196,17 @@ def additive_decay(
             dropped, keep = ~keep[:, :, None, None], None
             k, v = k.masked_fill(dropped, -torch.inf), v.masked_fill(dropped, 0)
     with disable_autocast(q):
-        inputs = AdditiveInputs(q, k, v, angles, state, keep, chunk_size, packing)
+        last = None
+        if ranks is not None and causal:
+            state, last = _carried(ranks, k, v, angles, state, keep)
+        inputs = AdditiveInputs(q, k, v, angles, state, keep, chunk_size, packing, ranks)
         o, outgoing = IMPLEMENTATIONS[choice](inputs)
+        outgoing = outgoing if last is None else last
     if dropped is not None:
         o = o.masked_fill(dropped, 0)
     if can_look_at_values(o):
         check_no_nan(nan_probe(o, outgoing.kv), **named)
+    o = o[:, :0] if empty else o
     return o.to(dtype), None if packing is not None else outgoing
 
 
@@ -196,6 +219,7 @@ def choose(
     *others: Any,
     causal: bool,
     packed: bool = False,
+    over_ranks: bool = False,
 ) -> tuple[bool, str, str]:
     """Return the key in IMPLEMENTATIONS of the implementation that a call runs."""
     direction = "causal" if causal else "not causal"
@@ -207,7 +231,10 @@ def choose(
         chosen = ("recurrent" if is_step else "chunk") if causal else "one_scan"
     if packed:
         check_choice(f"form ({direction}, cu_seqlens)", chosen, PACKED[causal])
-    has_kernel = (causal, chosen, "triton") in IMPLEMENTATIONS
+    if over_ranks:
+        check_choice(f"form ({direction}, group)", chosen, OVER_RANKS[causal])
+        here = here if causal else [(causal, chosen, "torch")]
+    has_kernel = (causal, chosen, "triton") in here
     widest = WIDEST_HEAD
     if causal and (q.device.type == "cuda" or is_interpreted()):  # kernels only run there
         widest = widest_causal_head(name_of(data_type(q, k, v)), chip_of(q.device))
@@ -219,6 +246,24 @@ def choose(
     known = [f"{f}/{b}" for _, f, b in here]
     check_choice(f"form/backend ({direction})", f"{chosen}/{runs_on}", known)
     return causal, chosen, runs_on
+
+
+def _carried(
+    ranks: SequenceGroup,
+    k: Keys,
+    v: Values,
+    angles: Angles | None,
+    state: AdditiveDecayState | None,
+    keep: Keep | None,
+) -> tuple[AdditiveDecayState, AdditiveDecayState]:
+    """Return the states before the tokens of this rank, and after those of all ranks."""
+    k, v = to_accumulation_dtype(k, v)
+    if keep is not None:
+        dropped = ~keep[:, :, None, None]
+        k, v = k.masked_fill(dropped, -torch.inf), v.masked_fill(dropped, 0)
+    own = forms.context_of(k, v, rotary_tables(angles, k.dtype), state)
+    before, last = merged_before(ranks, own)
+    return before if state is None else merged(state, before), last
 
 
 def _check(

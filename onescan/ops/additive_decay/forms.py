@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onescan.checks import can_look_at_values, is_plain
+from onescan.ops.additive_decay.ranks import merged_over_ranks
 from onescan.ops.additive_decay.state import (
     AdditiveDecayState,
     AdditiveInputs,
@@ -49,11 +50,13 @@ def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 
     Products of bfloat16 inputs are bfloat16; weights, their sums and the state are float32.
     """
-    q, k, v, angles, state, *_, packing = inputs
+    q, k, v, angles, state, *_, packing, ranks = inputs
     tables = rotary_tables(angles, k.dtype)
     if packing is not None:
         return _scan_sequences(q, k, v, tables, packing)
-    context = _context(k, v, tables, state)
+    context = context_of(k, v, tables, state)
+    if ranks is not None:
+        context = merged_over_ranks(ranks, context)
     read_out = _ReadOut.apply if is_profitable(q, context.kv, *tables) else _read_out
     return read_out(q, context.kv, *tables), context
 
@@ -62,7 +65,7 @@ def full(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     """Compute attention between all pairs of tokens: O(T^2)."""
     q, k, v, angles, state, *_ = inputs
     tables = rotary_tables(angles, k.dtype)
-    context = _context(k, v, tables, state)
+    context = context_of(k, v, tables, state)
     z = context.log_normalizer.unsqueeze(1)  # B 1 H K
     q, weight = rotate(q, *tables), rotate(share(k.double(), z, k), *tables)
     o = torch.einsum("bthf,bshf,bshv->bthv", q, weight, v)
@@ -113,7 +116,7 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
 
 def chunked_inputs(inputs: AdditiveInputs) -> tuple[ChunkInputs, Chunks | None]:
     """Return the tensors of `halve_chunks`, and the chunks of packed sequences."""
-    q, k, v, angles, state, _, size, packing = inputs
+    q, k, v, angles, state, _, size, packing, _ = inputs
     state = empty_state(k, v, angles) if state is None else state
     (cos, sin), chunks, begins = rotary_tables(angles, k.dtype), None, None
     if packing is not None:
@@ -273,7 +276,7 @@ def _scan_sequences(
 # One scan for all samples together: works on any device, when compiled, and with any derivative.
 
 
-def _context(
+def context_of(
     k: Keys, v: Values, tables: tuple[Table | None, Table | None], state: AdditiveDecayState | None
 ) -> AdditiveDecayState:
     """Return the state of these tokens, merged with the incoming state."""

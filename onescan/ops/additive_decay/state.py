@@ -13,6 +13,7 @@ from onescan.checks import check_devices, check_floating, check_no_nan, check_sh
 from onescan.messages import named_type
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp
 from onescan.ops.packing import Packing
+from onescan.ops.parallel import SequenceGroup
 from onescan.shapes import Angles, Keep, Keys, KeyValue, LogNormalizer, Queries, Values
 
 
@@ -34,7 +35,8 @@ class AdditiveInputs(NamedTuple):
     """Validated inputs of every form; see `additive_decay` for the fields.
 
     Forms in plain torch receive them in one dtype, float32 or float64, with `keep` already applied
-    to k and v. Only the forms "one_scan" and "chunk" receive a `packing`.
+    to k and v. Only the forms "one_scan" and "chunk" receive a `packing`, and only "one_scan" the
+    `ranks` of a group; the causal forms receive the state of the earlier ranks.
     """
 
     q: Queries
@@ -45,6 +47,7 @@ class AdditiveInputs(NamedTuple):
     keep: Keep | None
     chunk_size: int
     packing: Packing | None = None
+    ranks: SequenceGroup | None = None
 
 
 def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayState:

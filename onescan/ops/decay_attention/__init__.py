@@ -31,6 +31,7 @@ from onescan.ops.backend import Backend, resolved_backend, wants_gradient
 from onescan.ops.chunks import is_known
 from onescan.ops.decay_attention import forms
 from onescan.ops.decay_attention.forms import Directions, directed, separated
+from onescan.ops.decay_attention.ranks import carried_states
 from onescan.ops.decay_factors import padded
 from onescan.ops.numerics import (
     accumulation_dtype,
@@ -38,7 +39,14 @@ from onescan.ops.numerics import (
     product_dtype,
     to_accumulation_dtype,
 )
-from onescan.ops.packing import Packing, packing_of
+from onescan.ops.packing import Packing, packing_of, refuse_cu_seqlens
+from onescan.ops.parallel import (
+    Group,
+    SequenceGroup,
+    is_empty,
+    one_token,
+    sequence_group,
+)
 from onescan.shapes import DecayedKeys, DecayedKeyValue, Keep, Keys, LogDecays, Queries, Values
 
 __all__ = [
@@ -131,6 +139,7 @@ def decay_attention(
     backend: Backend = "auto",
     chunk_size: int = 64,
     return_state: bool = True,
+    group: Group | None = None,
 ) -> tuple[Values, State | None]:
     """Compute linear attention with decay, causal or bidirectional, in linear time.
 
@@ -174,6 +183,8 @@ def decay_attention(
         chunk_size: Number of tokens per chunk for the chunk form; rounded up to a power of two for
             diagonal decay.
         return_state: If False, return None instead of the state and skip the work for it.
+        group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
+            None for that of `sequence_parallel`, if any. Not with cu_seqlens.
 
     Returns:
         The outputs in the dtype of v, and the state after the last token; for bidirectional calls,
@@ -195,6 +206,12 @@ def decay_attention(
     >>> decay_attention(q, k, v, half)[0].flatten().tolist()
     [10.5, 9.0, 6.0]
     """
+    ranks = sequence_group(group)
+    if empty := is_empty(ranks, q):
+        q, k, v = one_token(q, k, v)
+        keep = q.new_zeros(q.shape[:2], dtype=torch.bool)
+        if log_decay is not None and log_decay.ndim > 1:
+            (log_decay,) = one_token(log_decay)
     _check(q, k, v, log_decay, causal, keep, state, chunk_size)
     check_choice("decay_at", decay_at, get_args(DecayAt))
     if causal and decay_at == "symmetric":
@@ -202,6 +219,8 @@ def decay_attention(
             "decay_at is 'symmetric' with causal=True, expected 'auto', 'source' or 'target'"
         )
     check_choice("normalize", normalize, ["none", "sum", "max_one"])
+    if ranks is not None:
+        refuse_cu_seqlens(cu_seqlens, "a group", "one of them")
     packing = None if cu_seqlens is None else packing_of(cu_seqlens, q, state=state)
     return_state = return_state and packing is None
     sides = unpack_states(state, DecayState, causal=causal)
@@ -240,6 +259,9 @@ def decay_attention(
         shifted, ends = directed(wide_decay, decay_at, causal=causal)
         if packing is not None:
             shifted = separated(shifted, packing.starts)
+        last = None
+        if ranks is not None:
+            sides, last = _carried(ranks, wide_k, wide_v, shifted, sides, ends, keep)
         o, outgoing = (_run_kernels if in_kernels else _run_torch)(
             choice,
             wide_q,
@@ -251,12 +273,34 @@ def decay_attention(
             normalize=normalize,
             keep=keep,
             chunk_size=chunk_size,
-            return_state=return_state,
+            return_state=return_state and ranks is None,
         )
+        if return_state and last is not None:
+            outgoing = last
     if can_look_at_values(o):
         seen = sum(x.detach().sum() for x in carried.values())
         check_no_nan(o.detach().sum() + seen, q=q, k=k, v=v, **carried)
+    o = o[:, :0] if empty else o
     return o.to(v.dtype), outgoing.forward if causal and outgoing else outgoing
+
+
+def _carried(
+    ranks: SequenceGroup,
+    k: Keys,
+    v: Values,
+    decays: Directions,
+    sides: Sides,
+    ends: tuple[Tensor | None, Tensor | None],
+    keep: Keep | None,
+) -> tuple[Sides, DecayStates]:
+    """Return the states that enter this rank from both sides, and those of the whole sequence."""
+    k, v = to_accumulation_dtype(k, v)
+    if keep is not None:
+        k, v = (x.masked_fill(~keep[:, :, None, None], 0) for x in (k, v))
+    matrices = _joined(sides[0], k.dtype), _joined(sides[1], k.dtype)
+    entering, leaving = carried_states(ranks, k, v, decays, ends, matrices)
+    forward, backward = (_split(x, None) for x in entering)
+    return (forward, backward), DecayStates(*(_split(x, None) for x in leaving))
 
 
 def _run_torch(

@@ -1,0 +1,63 @@
+"""States of linear attention with decay over the ranks of a group; see `onescan.ops.parallel`.
+
+The tokens of a rank update the state S that enters it in one direction as S' = P S + U.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onescan.ops.decay_attention.forms import Directions, Sides
+from onescan.ops.decay_factors import decay_factors
+from onescan.ops.parallel import SequenceGroup, carry
+from onescan.shapes import Keys, Values
+
+
+def carried_states(
+    ranks: SequenceGroup, k: Keys, v: Values, decays: Directions, ends: Sides, sides: Sides
+) -> tuple[Sides, Sides]:
+    """Return the states that enter this rank from both sides, and those of the whole sequence.
+
+    States are matrices with a column of sums of keys, [B, H, K, V + 1], and None for a direction
+    that does not exist.
+
+    Args:
+        ranks: The ranks.
+        k: Keys, zero for masked tokens.
+        v: Values.
+        decays: Log-decays of each direction.
+        ends: Log-decay of each direction after the last token visited, if any.
+        sides: States before the first rank and after the last one, read there; None for zeros.
+    """
+    is_outermost = ranks.is_first, ranks.is_last
+    enters = [side if here else None for side, here in zip(sides, is_outermost, strict=True)]
+    updates = [
+        (own if enter is None else torch.addcmul(own, kept, enter), kept)
+        for (own, kept), enter in zip(_updates(k, v, decays, ends), enters, strict=False)
+    ]
+    states = carry(ranks, updates)
+    entering: list[Tensor | None] = [None, None]
+    leaving: list[Tensor | None] = [None, None]
+    for d, ((before, last), enter) in enumerate(zip(states, enters, strict=False)):
+        entering[d], leaving[d] = before if enter is None else before + enter, last
+    return (entering[0], entering[1]), (leaving[0], leaving[1])
+
+
+def _updates(
+    k: Keys, v: Values, decays: Directions, ends: Sides
+) -> Sequence[tuple[Tensor, Tensor]]:
+    """Return U, [B, H, K, V + 1], and P, [B, H, 1 or K, 1], of each direction."""
+    k, v = k.transpose(1, 2), F.pad(v, (0, 1), value=1.0).transpose(1, 2)
+    updates = []
+    for backward, (logs, end) in enumerate(zip(decays, ends, strict=True)):
+        if logs is None:
+            continue
+        _, leave, through = decay_factors(logs.transpose(1, 2), k.dtype, backward=bool(backward))
+        own, kept = (k * leave).mT @ v, through.mT
+        if end is not None:
+            decay = end.exp().unsqueeze(-1)
+            own, kept = own * decay, kept * decay
+        updates.append((own, kept.expand(*own.shape[:2], -1, 1)))
+    return updates

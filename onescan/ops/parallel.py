@@ -1,0 +1,297 @@
+"""One sequence over several processes: the token axis lies over a process group, in rank order.
+
+Each rank passes its own tokens to an op with ``group=``, and receives their outputs, which are the
+same as on one process. Shares may have different lengths, and a share may be empty (T = 0). What
+ranks exchange is the small state of a linear-time op, so its size does not depend on the number of
+tokens, except for `toeplitz_position` over the rows of a grid.
+
+                                    collective    numbers that a rank receives, W ranks
+    additive_decay, not causal      all-reduce    B H (2 K + F V), at most twice
+    additive_decay, causal          all-gather    W B H (K + F V)
+    decay_attention                 all-gather    W B H (K V + 2 K), per direction
+    delta_rule                      all-gather    W B H (K K + K V), per direction
+    linear_diffusion, explicit      all-to-all    2 B R H V, the tokens within its radius R
+    toeplitz_position               all-gather    W B D E, per direction and line across the ranks,
+                                 or all-to-all    2 B T D / W, whichever is less
+
+A recurrence is linear in the state that enters a share, S' = P S + U. Ranks gather P and U of every
+share, combine those before their own (or after it, in the backward direction), and run the op from
+that state. FFTs need all tokens at once and are not available, nor is Crank-Nicolson, which solves
+a system over all tokens.
+
+Rules:
+
+- All ranks make the same calls in the same order with the same options, and their inputs agree in
+  all sizes but T. Apart from `keep` in the recurrences, an optional argument is passed on every
+  rank or on none.
+- The outputs belong to the tokens of the rank. A state that is returned is that of the whole
+  sequence, on every rank. A state that is passed in comes before the whole sequence and is read on
+  the first rank; a state of later tokens is read on the last rank.
+- Gradients are those of the sum of all ranks' losses. A gradient of something that the ranks share,
+  such as a parameter, is the rank's part, to be summed over the ranks.
+- Every rank that takes part in the forward pass also runs the backward pass, from a loss that
+  depends on its outputs. A rank whose loss is not needed multiplies it by 0. Then every rank meets
+  the same collectives in the same order: autograd visits them in the opposite order of the forward
+  pass, and each of them is one node that the outputs of every rank depend on, whether or not tokens
+  of other ranks reach them. There are first derivatives only.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from onescan.messages import named_type
+from onescan.ops.chunks import linear_scan
+
+
+class SequenceGroup:
+    """A process group over which the token axis of a sequence lies, in rank order.
+
+    Ops accept one in place of a process group. If it has the lengths, ops that need them do not
+    exchange them.
+
+    Args:
+        group: A process group of this process.
+        lengths: Number of tokens on each rank; None to exchange them when an op needs them.
+
+    Raises:
+        ValueError: If group is not a process group of this process, or lengths do not have one
+            whole number of at least 0 for each rank.
+    """
+
+    def __init__(self, group: Any, lengths: Sequence[int] | None = None) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"group is {named_type(group)}, expected a process group of this process"
+            )
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        if lengths is not None:
+            are_whole = all(isinstance(n, int) and n >= 0 for n in lengths)
+            if len(lengths) != self.size or not are_whole:
+                raise ValueError(
+                    f"lengths is {lengths!r}, expected a whole number for each of {self.size} ranks"
+                )
+        self._lengths = None if lengths is None else list(lengths)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first tokens."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last tokens."""
+        return self.rank == self.size - 1
+
+    def lengths(self, x: Tensor) -> list[int]:
+        """Return the number of tokens of each rank, given those of this rank, [B, T, ...].
+
+        Raises:
+            ValueError: If x has another number of tokens than the lengths of this group.
+        """
+        tokens = x.shape[1]
+        if self._lengths is None:
+            return self.gather_number(tokens, x.device).tolist()
+        if self._lengths[self.rank] != tokens:
+            raise ValueError(
+                f"group has lengths {self._lengths}, but rank {self.rank} has {tokens} tokens"
+            )
+        return list(self._lengths)
+
+    def gather_number(self, number: int, device: torch.device) -> Tensor:
+        """Return a number of each rank, [W], without waiting for the device."""
+        own = torch.tensor([number], device=device)
+        numbers = own.new_empty(self.size, 1)
+        dist.all_gather(list(numbers), own, group=self.group)
+        return numbers.squeeze(1)
+
+
+Group = SequenceGroup | dist.ProcessGroup
+
+_current: SequenceGroup | None = None
+
+
+@contextmanager
+def sequence_parallel(group: Group | None) -> Iterator[None]:
+    """Let the token axis of all ops in a `with` block lie over a process group.
+
+    It is the default of their argument ``group``. The setting applies to the whole process, not to
+    one thread. With activation checkpointing, the backward pass must run inside the context too.
+
+    Args:
+        group: A process group, or a `SequenceGroup`, which has the length of each rank; None for
+            ops whose tokens are all on this process.
+
+    Raises:
+        ValueError: If group is not a process group of this process.
+    """
+    global _current
+    before, _current = _current, None if group is None else _as_sequence_group(group)
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def sequence_group(group: Group | None) -> SequenceGroup | None:
+    """Return the group of a call: its argument, or that of `sequence_parallel`.
+
+    None if all tokens are on this process, also if it is the only one of the group.
+    """
+    found = _current if group is None else _as_sequence_group(group)
+    return None if found is None or found.size == 1 else found
+
+
+def _as_sequence_group(group: Any) -> SequenceGroup:
+    return group if isinstance(group, SequenceGroup) else SequenceGroup(group)
+
+
+def is_empty(group: SequenceGroup | None, x: Any) -> bool:
+    """Return whether this rank of a group has no tokens x, [B, T, ...]."""
+    return group is not None and isinstance(x, Tensor) and x.shape[1:2] == (0,)
+
+
+def one_token(*tensors: Tensor | None, dim: int = 1) -> tuple[Any, ...]:
+    """Append a token of zeros to each tensor of an empty share, for the op to mask.
+
+    The graph of a rank without tokens is then like that of the others.
+    """
+    return tuple(
+        None if x is None else F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, 1)) for x in tensors
+    )
+
+
+# Collectives with gradients.
+
+
+def gather(group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Gather tensors that have the same shapes on every rank: [W, ...] for each."""
+    return _Gather.apply(group, *tensors)
+
+
+def exchange(
+    group: SequenceGroup, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+) -> list[Tensor]:
+    """Send one tensor to each rank, and receive one from each.
+
+    Args:
+        group: The ranks.
+        parts: The tensor for each rank, in one dtype.
+        shapes: The shape of the tensor from each rank.
+    """
+    send, receive = [x.numel() for x in parts], [torch.Size(shape).numel() for shape in shapes]
+    flat = torch.cat([x.reshape(-1) for x in parts])
+    received = _Exchange.apply(group, flat, send, receive).split(receive)
+    return [x.view(shape) for x, shape in zip(received, shapes, strict=True)]
+
+
+def carry(
+    group: SequenceGroup, updates: Sequence[tuple[Tensor, Tensor]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Carry states from rank to rank, S' = P S + U with an elementwise factor P.
+
+    Args:
+        group: The ranks.
+        updates: U and P of this rank for the forward direction and, if there is one, the backward
+            direction, [., ., ...]. P has as many axes as U, in a shape that broadcasts to it.
+
+    Returns:
+        For each direction the state that enters this rank, and the state that leaves the last rank
+        visited.
+    """
+    gathered = iter(gather(group, *(x for pair in updates for x in pair)))
+    carried = []
+    for backward in range(len(updates)):
+        added, kept = (next(gathered).movedim(0, 2).contiguous() for _ in range(2))
+        state = torch.zeros_like(added[:, :, 0])
+        before, last = linear_scan(state, added, kept, backward=backward > 0)
+        carried.append((before[:, :, group.rank], last))
+    return carried
+
+
+def halo(group: SequenceGroup, x: Tensor, lengths: Sequence[int], radius: int) -> list[Tensor]:
+    """Return the tokens of other ranks up to `radius` before and after this rank's, [B, ., ...].
+
+    They may lie on several short ranks. A rank without tokens receives none.
+    """
+    ends = list(accumulate(lengths))
+    starts = [end - length for end, length in zip(ends, lengths, strict=True)]
+
+    def sent(source: int, target: int) -> tuple[int, int]:
+        """Return the tokens that the target reads from the source, as offsets in the source."""
+        if source == target or not lengths[target]:
+            return 0, 0
+        if source < target:
+            first = max(starts[source], starts[target] - radius)
+            return min(first, ends[source]) - starts[source], lengths[source]
+        return 0, max(min(ends[source], ends[target] + radius) - starts[source], 0)
+
+    rank, ranks = group.rank, range(group.size)
+    parts = [x[:, slice(*sent(rank, target))] for target in ranks]
+    counts = [end - start for start, end in (sent(source, rank) for source in ranks)]
+    shapes = [(x.shape[0], count, *x.shape[2:]) for count in counts]
+    received = exchange(group, parts, shapes)
+    return [torch.cat(side, dim=1) for side in (received[: rank + 1], received[rank:])]
+
+
+class _Gather(torch.autograd.Function):
+    """Gather tensors of every rank. In the backward, each rank sums the gradients of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        own = _as_bytes([x.unsqueeze(0) for x in tensors])
+        together = own.new_empty(group.size, own.shape[1])
+        dist.all_gather(list(together), own[0], group=group.group)
+        return _from_bytes(together, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        sent = _as_bytes(gradients)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group.group)
+        parts = _from_bytes(received, [x[0] for x in gradients])
+        return None, *(x.sum(0) for x in parts)
+
+
+def _as_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Pack tensors of several dtypes, [W, ...], into bytes [W, .], for a single collective."""
+    return torch.cat([x.flatten(1).contiguous().view(torch.uint8) for x in tensors], dim=1)
+
+
+def _from_bytes(packed: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the tensors in packed bytes, [W, ...]."""
+    parts = packed.split([x.numel() * x.element_size() for x in like], dim=1)
+    copies = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    pairs = zip(copies, like, strict=True)
+    return tuple(part.view(x.dtype).view(len(packed), *x.shape) for part, x in pairs)
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchange the parts of a flat tensor. The backward sends the gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: SequenceGroup, x: Tensor, send: list[int], receive: list[int]
+    ) -> Tensor:
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        received = x.new_empty(sum(receive))
+        dist.all_to_all_single(received, x, receive, send, group=group.group)
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        sent = gradient.new_empty(sum(ctx.send))
+        dist.all_to_all_single(
+            sent, gradient.contiguous(), ctx.send, ctx.receive, group=ctx.group.group
+        )
+        return None, sent, None, None

@@ -1,0 +1,156 @@
+"""Processes of a group on this machine, for the tests of ops over several ranks."""
+
+import itertools
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from onescan.ops.parallel import SequenceGroup
+
+TIMEOUT_S = 60
+GRACE_S = 2  # for the other ranks after one has failed
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single")
+
+
+def run_ranks(size, check, folder):
+    """Call check(group) in that many processes, with groups of 2, 3, ... of them."""
+    ranks = []
+    for rank in range(size):
+        if not (pid := os.fork()):
+            _run_rank(rank, size, check, folder)
+        ranks.append(pid)
+    failed = _failed(ranks)
+    errors = "\n".join(path.read_text() for path in sorted(folder.glob("rank*")))
+    assert not failed, f"ranks {failed} failed\n{errors}"
+
+
+def _run_rank(rank, size, check, folder):
+    """Run in a child, which ends without pytest's own exit."""
+    code = 1
+    try:
+        store = dist.FileStore(str(folder / "store"), size)
+        options = {"store": store, "rank": rank, "world_size": size}
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S / 2), **options)
+        for count in range(2, size + 1):
+            group = dist.new_group(range(count))
+            if rank < count:
+                torch.manual_seed(0)
+                check(group)
+        dist.barrier()
+        code = 0
+    except BaseException:
+        (folder / f"rank{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _failed(pids):
+    """Wait for all processes, and return the ranks of those that failed or had to be killed."""
+    failed, until = {}, time.monotonic() + TIMEOUT_S
+    waiting = dict(enumerate(pids))
+    while waiting:
+        for rank, pid in [*waiting.items()]:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del waiting[rank]
+                if status:
+                    failed[rank], until = status, min(until, time.monotonic() + GRACE_S)
+            elif time.monotonic() > until:
+                os.kill(pid, 9)
+                os.waitpid(pid, 0)
+                del waiting[rank]
+                failed[rank] = "timeout"
+        time.sleep(0.005)
+    return failed
+
+
+def splits(tokens, ranks):
+    """Return uneven lengths of shares, and lengths with empty shares."""
+    half = tokens // 2
+    uneven = [*range(1, ranks), tokens - ranks * (ranks - 1) // 2]
+    return [uneven, [half, *[0] * (ranks - 2), tokens - half] if ranks > 2 else [0, tokens]]
+
+
+def assert_same_over_ranks(op, tokens, shared, lengths, group, *, per_line=1):
+    """An op on shares of its tokens is equal to the op on all of them, and so are its gradients.
+
+    Args:
+        op: Function of the tensors in `tokens` and `shared`, and of a group or None. Returns its
+            outputs, [B, T, ...], and a list of states, which are the same on every rank.
+        tokens: Tensors with a T axis, by name; `angles` has it first, all others second.
+        shared: Tensors that are the same on every rank.
+        lengths: Positions of each rank.
+        group: The process group.
+        per_line: Tokens per position.
+    """
+    rank = dist.get_rank(group)
+    ends = [*itertools.accumulate(lengths, initial=0)]
+    at = slice(ends[rank] * per_line, ends[rank + 1] * per_line)
+
+    def share(name, x):
+        return x[at] if name == "angles" else x[:, at]
+
+    def differentiable(tensors):
+        return {
+            name: x.detach().clone().requires_grad_(x.is_floating_point())
+            for name, x in tensors.items()
+        }
+
+    whole, own = differentiable(tokens | shared), differentiable(shared)
+    own |= differentiable({name: share(name, x) for name, x in tokens.items()})
+    want, want_states = op(**whole, group=None)
+    weights = [torch.rand_like(x) for x in (want, *want_states)]
+    sum((x * w).sum() for x, w in zip((want, *want_states), weights, strict=True)).backward()
+
+    got, got_states = op(**own, group=group)
+    close = {"atol": 1e-9, "rtol": 1e-9}
+    torch.testing.assert_close(got, want[:, at], **close)
+    loss = (got * weights[0][:, at]).sum()
+    for x, y, weight in zip(got_states, want_states, weights[1:], strict=True):
+        torch.testing.assert_close(x, y, **close)
+        loss = loss + (x * weight).sum() * (2 * rank + 1) / len(lengths) ** 2  # a sum of 1
+    loss.backward()
+    for name, x in own.items():
+        if not x.requires_grad:
+            continue
+        slope = whole[name].grad
+        if name in shared:
+            total = torch.zeros_like(x) if x.grad is None else x.grad.clone()
+            dist.all_reduce(total, group=group)
+            torch.testing.assert_close(total, slope, msg=f"gradient of {name}", **close)
+        else:
+            torch.testing.assert_close(x.grad, share(name, slope), **close)
+
+
+class Traffic:
+    """Count the bytes that a rank receives in collectives, and their calls."""
+
+    def __enter__(self):
+        self.bytes, self.calls = 0, []
+        self._before = {name: getattr(dist, name) for name in COLLECTIVES}
+        for name, function in self._before.items():
+            setattr(dist, name, self._counting(name, function))
+        return self
+
+    def __exit__(self, *_):
+        for name, function in self._before.items():
+            setattr(dist, name, function)
+
+    def _counting(self, name, function):
+        def call(output, *arguments, **options):
+            self.calls.append(name)
+            outputs = output if isinstance(output, list) else [output]
+            self.bytes += sum(x.numel() * x.element_size() for x in outputs)
+            return function(output, *arguments, **options)
+
+        return call
+
+
+def sequence_group(group, lengths):
+    return SequenceGroup(group, lengths)

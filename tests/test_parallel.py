@@ -1,0 +1,106 @@
+"""Ops over several ranks: outputs and gradients of one process, and what the ranks exchange."""
+
+import pytest
+import torch
+from ranks import assert_same_over_ranks, run_ranks, splits
+
+from onescan.ops import (
+    AdditiveDecayState,
+    DecayState,
+    DecayStates,
+    additive_decay,
+    decay_attention,
+)
+
+B, T, H, K, V = 2, 13, 2, 4, 3
+SIDES = ("left", "right")
+
+
+def rand(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def qkv(tokens=T):
+    return {"q": rand(B, tokens, H, K), "k": rand(B, tokens, H, K), "v": rand(B, tokens, H, V)}
+
+
+@pytest.fixture
+def over_ranks(tmp_path):
+    """Run a check in groups of 2, 3 and 4 processes."""
+    return lambda check: run_ranks(4, check, tmp_path)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_additive_decay(over_ranks, causal):
+    def op(q, k, v, group, angles=None, keep=None, z=None, kv=None, **options):
+        state = None if z is None else AdditiveDecayState(z, kv)
+        options |= {"angles": angles, "keep": keep, "state": state}
+        return additive_decay(q, k, v, causal=causal, group=group, **options)
+
+    def check(group):
+        for lengths in splits(T, group.size()):
+            tokens = qkv()
+            assert_same_over_ranks(op, tokens, {}, lengths, group)
+            tokens |= {"angles": rand(T, H, K), "keep": torch.rand(B, T) > 0.3}
+            tokens["k"] *= 300  # weights that differ by more than any float holds
+            state = {"z": rand(B, H, K), "kv": rand(B, H, 2 * K, V)}
+            assert_same_over_ranks(op, tokens, state, lengths, group)
+
+    over_ranks(check)
+
+
+def decays(*shape):
+    """Log-decays of which some are 0, and some reset the state."""
+    log_decay = -rand(*shape).abs()
+    return log_decay.masked_fill(torch.rand(shape) < 0.1, -torch.inf)
+
+
+# causal, decay_at, normalize, whether the decay is diagonal
+DECAY_CALLS = [
+    (True, "target", "max_one", False),
+    (True, "source", "none", True),
+    (False, "source", "sum", False),
+    (False, "target", "none", True),
+    (False, "symmetric", "max_one", False),
+]
+
+
+@pytest.mark.parametrize(("causal", "decay_at", "normalize", "is_diagonal"), DECAY_CALLS)
+def test_decay_attention(over_ranks, causal, decay_at, normalize, is_diagonal):
+    def op(q, k, v, log_decay, group, keep=None, **state):
+        kvs, k_sums = ([x for name, x in state.items() if name.endswith(e)] for e in ("_kv", "_k"))
+        sides = [*map(DecayState, kvs, k_sums)]
+        o, outgoing = decay_attention(
+            q.exp(), k.exp(), v, log_decay,
+            causal=causal, decay_at=decay_at, normalize=normalize, keep=keep, group=group,
+            state=(sides[0] if causal else DecayStates(*sides)) if sides else None, chunk_size=4,
+        )  # fmt: skip
+        return o, [x for side in ([outgoing] if causal else outgoing) for x in side]
+
+    def check(group):
+        per_token = {"log_decay": decays(B, T, H, K) if is_diagonal else decays(B, T, H)}
+        sides = SIDES[:1] if causal else SIDES
+        state = {f"{side}_kv": rand(B, H, K, V) for side in sides}
+        state |= {f"{side}_k": rand(B, H, K) for side in sides}
+        for lengths in splits(T, group.size()):
+            tokens = qkv() | per_token
+            assert_same_over_ranks(op, tokens, {}, lengths, group)
+            tokens["keep"] = torch.rand(B, T) > 0.3
+            assert_same_over_ranks(op, tokens, state, lengths, group)
+        fixed = {"log_decay": -rand(H).abs()}
+        assert_same_over_ranks(op, qkv(), fixed | state, lengths, group)
+
+    over_ranks(check)
+
+
+@pytest.mark.parametrize("normalize", ["none", "max_one"])
+def test_attention_without_decay(over_ranks, normalize):
+    def op(q, k, v, group):
+        o, outgoing = decay_attention(q, k, v, normalize=normalize, group=group)
+        return o, [x for side in outgoing for x in side]
+
+    def check(group):
+        for lengths in splits(T, group.size()):
+            assert_same_over_ranks(op, qkv(), {}, lengths, group)
+
+    over_ranks(check)
