@@ -77,7 +77,7 @@ def splits(tokens, ranks):
     return [uneven, [half, *[0] * (ranks - 2), tokens - half] if ranks > 2 else [0, tokens]]
 
 
-def assert_same_over_ranks(op, tokens, shared, lengths, group, *, per_line=1):
+def assert_same_over_ranks(op, tokens, shared, lengths, group, *, per_position=1, prefix=0):
     """An op on shares of its tokens is equal to the op on all of them, and so are its gradients.
 
     Args:
@@ -87,11 +87,13 @@ def assert_same_over_ranks(op, tokens, shared, lengths, group, *, per_line=1):
         shared: Tensors that are the same on every rank.
         lengths: Positions of each rank.
         group: The process group.
-        per_line: Tokens per position.
+        per_position: Tokens per position.
+        prefix: Additional tokens of the first rank.
     """
     rank = dist.get_rank(group)
     ends = [*itertools.accumulate(lengths, initial=0)]
-    at = slice(ends[rank] * per_line, ends[rank + 1] * per_line)
+    ends = [0, *(prefix + end * per_position for end in ends[1:])]
+    at = slice(ends[rank], ends[rank + 1])
 
     def share(name, x):
         return x[at] if name == "angles" else x[:, at]

@@ -2,14 +2,19 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import assert_same_over_ranks, run_ranks, splits
 
 from onescan.ops import (
     AdditiveDecayState,
     DecayState,
     DecayStates,
+    DiffusionState,
     additive_decay,
     decay_attention,
+    linear_diffusion,
+    lrpe,
+    lrpe_angles,
 )
 
 B, T, H, K, V = 2, 13, 2, 4, 3
@@ -102,5 +107,50 @@ def test_attention_without_decay(over_ranks, normalize):
     def check(group):
         for lengths in splits(T, group.size()):
             assert_same_over_ranks(op, qkv(), {}, lengths, group)
+
+    over_ranks(check)
+
+
+@pytest.mark.parametrize("radius", [2, 5, 40])
+def test_linear_diffusion(over_ranks, radius):
+    def op(x, weights, dt, group, keep=None, before=None):
+        state = None if before is None else DiffusionState(before, before[:, :, 0, 0] > -1)
+        o = linear_diffusion(x, weights.exp(), dt.exp(), keep=keep, state=state, group=group)
+        return o, []
+
+    def check(group):
+        shared = {"weights": rand(H, 2 * radius + 1), "dt": rand(H)}
+        for lengths in splits(T, group.size()):
+            tokens = {"x": rand(B, T, H, V)}
+            assert_same_over_ranks(op, tokens, shared, lengths, group)
+            tokens["keep"] = torch.rand(B, T) > 0.3
+            with_state = shared | {"before": rand(B, radius, H, V)}
+            assert_same_over_ranks(op, tokens, with_state, lengths, group)
+
+    over_ranks(check)
+
+
+def test_lrpe(over_ranks):
+    columns, prefix = 3, 2
+
+    def op(x, theta, group):
+        tokens = x.shape[1] - (prefix if group is None or dist.get_rank(group) == 0 else 0)
+        shape = (tokens // columns, columns)
+        own_prefix = x.shape[1] - tokens
+        angles = lrpe_angles(shape, theta, prefix=own_prefix, start=0, group=group)
+        return lrpe(x, angles), []
+
+    def check(group):
+        for lengths in splits(T, group.size()):
+            tokens = {"x": rand(B, prefix + T * columns, H, K)}
+            assert_same_over_ranks(
+                op,
+                tokens,
+                {"theta": rand(H, K)},
+                lengths,
+                group,
+                per_position=columns,
+                prefix=prefix,
+            )
 
     over_ranks(check)

@@ -25,6 +25,7 @@ from onescan.checks import (
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
 from onescan.ops.numerics import accumulation_dtype, to_accumulation_dtype, wrap_angle
+from onescan.ops.parallel import Group, is_empty_grid, sequence_group
 from onescan.shapes import Angles, Frequencies, FrequencyRow, Keys, RotatedKeys
 
 BLOCK = 64  # positions per block of `_axis_angles`
@@ -83,6 +84,7 @@ def lrpe_angles(
     *,
     prefix: int = 0,
     start: int | Int[Tensor, ""] = 0,
+    group: Group | None = None,
 ) -> Angles:
     """Compute the angle of each token of a grid in row-major order, modulo 2 pi.
 
@@ -100,6 +102,10 @@ def lrpe_angles(
         prefix: Number of tokens before the grid, such as a class token. Their angle is 0.
         start: Position of the first token along the first axis, to continue a sequence or a grid.
             May be an integer tensor, for export; its value is not checked.
+        group: Process group over which the first axis lies in rank order; `shape` is then the part
+            of this rank, possibly without positions, and `start` the position of the first rank's
+            first token. A prefix lies on the first rank. None for the group of
+            `onescan.ops.parallel.sequence_parallel`, if any.
 
     Returns:
         Angles in [-2 pi, 2 pi], in float32, or float64 for float64 theta. Their gradient with
@@ -107,7 +113,8 @@ def lrpe_angles(
 
     Raises:
         ValueError: If shape has no axis or an empty one, if prefix or start is not a whole number
-            of at least 0, if start is combined with a prefix or, on a CPU, if theta is not finite.
+            of at least 0, if start is combined with a prefix, if a prefix lies on another rank than
+            the first or, on a CPU, if theta is not finite.
 
     >>> theta = torch.tensor([[1.0, 3.0]])
     >>> lrpe_angles((2, 2), theta, prefix=1).squeeze(1).tolist()
@@ -115,8 +122,19 @@ def lrpe_angles(
     """
     check_shapes(theta=(theta, "H K"))
     check_floating(theta=theta)
+    ranks = sequence_group(group)
+    if empty := is_empty_grid(ranks, shape):
+        shape = (1, *shape[1:])
     shape = as_grid_shape(shape)
     _check_positions(prefix, start)
+    if ranks is not None:
+        before = ranks.sum_before(0 if empty else shape[0], theta.device)
+        if not ranks.is_first:
+            if prefix:
+                raise ValueError(
+                    f"prefix is {prefix} on rank {ranks.rank}, expected 0: it lies on rank 0"
+                )
+            start = start + before
     if can_look_at_values(theta) and not theta.detach().isfinite().all():
         raise ValueError("theta holds NaN or infinity, expected finite frequencies")
     (theta,) = to_accumulation_dtype(theta)
@@ -126,6 +144,7 @@ def lrpe_angles(
         size[axis] = shape[axis]
         along.append(table.reshape(*size, *table.shape[1:]).expand(*shape, *table.shape[1:]))
     angles = (along[0] if len(along) == 1 else torch.cat(along, dim=-1)).flatten(0, -3)
+    angles = angles[:0] if empty else angles
     return F.pad(angles, (0, 0, 0, 0, prefix, 0)) if prefix else angles
 
 

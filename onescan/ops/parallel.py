@@ -105,8 +105,12 @@ class SequenceGroup:
             )
         return list(self._lengths)
 
+    def sum_before(self, number: int, device: torch.device) -> Tensor:
+        """Return the sum of the numbers of earlier ranks, [], without waiting for the device."""
+        return self.gather_number(number, device)[: self.rank].sum()
+
     def gather_number(self, number: int, device: torch.device) -> Tensor:
-        """Return a number of each rank, [W], without waiting for the device."""
+        """Return the number of each rank, [W], without waiting for the device."""
         own = torch.tensor([number], device=device)
         numbers = own.new_empty(self.size, 1)
         dist.all_gather(list(numbers), own, group=self.group)
@@ -153,9 +157,19 @@ def _as_sequence_group(group: Any) -> SequenceGroup:
     return group if isinstance(group, SequenceGroup) else SequenceGroup(group)
 
 
+def refuse_group(group: SequenceGroup, what: str, reason: str) -> None:
+    """Raise ValueError for a call that cannot lie over several ranks."""
+    raise ValueError(f"group has {group.size} ranks, but {what} runs on one: {reason}")
+
+
 def is_empty(group: SequenceGroup | None, x: Any) -> bool:
     """Return whether this rank of a group has no tokens x, [B, T, ...]."""
     return group is not None and isinstance(x, Tensor) and x.shape[1:2] == (0,)
+
+
+def is_empty_grid(group: SequenceGroup | None, shape: Any) -> bool:
+    """Return whether the part of a grid on this rank of a group has no positions."""
+    return group is not None and isinstance(shape, list | tuple) and [*shape[:1]] == [0]
 
 
 def one_token(*tensors: Tensor | None, dim: int = 1) -> tuple[Any, ...]:

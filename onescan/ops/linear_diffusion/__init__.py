@@ -33,7 +33,15 @@ from onescan.ops.linear_diffusion.kernel import (
     stable_step,
 )
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
-from onescan.ops.packing import Packing, packing_of
+from onescan.ops.packing import Packing, packing_of, refuse_cu_seqlens
+from onescan.ops.parallel import (
+    Group,
+    SequenceGroup,
+    halo,
+    one_token,
+    refuse_group,
+    sequence_group,
+)
 from onescan.shapes import (
     AllTokens,
     DiffusionKernels,
@@ -62,7 +70,8 @@ Form = Literal["auto", "dense", "banded", "fft"]
 
 IMPLEMENTATIONS = forms.PRODUCTS  # of the explicit step
 SOLVERS = crank_nicolson.SOLVERS  # of Crank-Nicolson
-PACKED = ("dense", "banded")  # forms of the explicit step that take packed sequences
+# forms of the explicit step that take packed sequences, and run over a process group
+LOCAL = ("dense", "banded")
 KERNELS = ("banded",)  # forms of the explicit step with Triton kernels
 
 # Measured on a CPU with benchmarks/linear_diffusion.py; no other device was measured.
@@ -93,6 +102,7 @@ def linear_diffusion(
     state: DiffusionState | None = None,
     form: Form = "auto",
     backend: Backend = "auto",
+    group: Group | None = None,
 ) -> Values:
     """Move each token towards the others, weighted by a kernel: one step in time.
 
@@ -129,6 +139,9 @@ def linear_diffusion(
         backend: "torch" runs on any device. "triton" runs the banded explicit step on a GPU, for
             any radius and with `keep`, `cu_seqlens` and `state`; it multiplies in the dtype of x,
             sums in float32 and has first derivatives only. "auto" chooses; see `use_backend`.
+        group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
+            None for that of `sequence_parallel`, if any. Only for the explicit scheme, with the
+            forms "dense" and "banded"; not with cu_seqlens.
 
     Returns:
         The tokens after the step, [B, T, H, V], in the dtype of x.
@@ -136,27 +149,37 @@ def linear_diffusion(
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the scheme, form or backend
             is unknown, the backend cannot run the call, a state is combined with Crank-Nicolson,
-            cu_seqlens is invalid or the scheme or form does not take it, or, on a CPU, weights or
-            dt are negative or an argument holds NaN.
+            cu_seqlens is invalid or the scheme or form does not take it, they do not run over a
+            group, or, on a CPU, weights or dt are negative or an argument holds NaN.
 
     >>> x = torch.tensor([0.0, 0.0, 4.0, 0.0]).reshape(1, 4, 1, 1)
     >>> neighbors, dt = torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([0.25])
     >>> linear_diffusion(x, neighbors, dt).flatten().tolist()
     [0.0, 1.0, 2.0, 1.0]
     """
-    _check(x, weights, dt, scheme, keep, state)
+    ranks = sequence_group(group)
+    _check(x, weights, dt, scheme, keep, state, tokens=0 if ranks is not None else 1)
+    if ranks is not None:
+        refuse_cu_seqlens(cu_seqlens, "a group", "one of them")
+        _refuse_ranks(ranks, scheme, form)
     packing = None if cu_seqlens is None else packing_of(cu_seqlens, x, state=state)
     tokens, radius = x.shape[1], weights.shape[1] // 2
-    context = 0 if state is None else radius
-    chosen = _choose(form, scheme, context + tokens, radius, packed=packing is not None)
-    inputs, seen = _all_tokens(x, keep, state)
+    rows, start = tokens, 0
+    if ranks is None:
+        inputs, seen = _all_tokens(x, keep, state)
+    else:
+        inputs, seen, start = _tokens_around(ranks, x, keep, state, radius)
+        rows = inputs.shape[1]
+    is_local = packing is not None or ranks is not None
+    chosen = _choose(form, scheme, inputs.shape[1], radius, is_local=is_local)
     if _backend(form, scheme, backend, x, weights, dt, state) == "triton":
         from onescan.ops.linear_diffusion import launch
 
         sequence = None if packing is None else packing.sequence
         with disable_autocast(x):
             rates = _rates(*to_accumulation_dtype(weights, dt))
-            return launch.explicit(inputs, rates, seen, sequence, tokens).to(x.dtype)
+            y = launch.explicit(inputs, rates, seen, sequence, rows)
+            return (y if ranks is None else y.narrow(1, start, tokens)).to(x.dtype)
     with disable_autocast(x):
         if seen is not None:
             inputs = inputs.masked_fill(~seen[:, :, None, None], 0)
@@ -165,7 +188,8 @@ def linear_diffusion(
         if packing is not None:
             y = forms.packed_explicit(chosen, inputs, rates, keep, packing.sequence)
         elif scheme == "explicit":
-            y = forms.explicit(IMPLEMENTATIONS[chosen], inputs, rates, seen, tokens)
+            y = forms.explicit(IMPLEMENTATIONS[chosen], inputs, rates, seen, rows)
+            y = y if ranks is None else y.narrow(1, start, tokens)
         else:
             size = SOLVERS[chosen](radius)
             y = crank_nicolson.crank_nicolson(size, inputs, rates, seen)
@@ -264,11 +288,11 @@ def choose(form: str, *, scheme: str, tokens: int, radius: int) -> Choice:
     return Choice(chosen, f"{costs[chosen]} multiplications per token and channel, {others}")
 
 
-def _choose(form: str, scheme: str, tokens: int, radius: int, *, packed: bool = False) -> str:
+def _choose(form: str, scheme: str, tokens: int, radius: int, *, is_local: bool = False) -> str:
     """Return only the form, because formatting the reason would specialize symbolic lengths."""
-    if packed:
+    if is_local:
         check_choice("scheme (cu_seqlens)", scheme, ["explicit"])
-        check_choice("form (scheme='explicit', cu_seqlens)", form, ["auto", *PACKED])
+        check_choice("form (scheme='explicit', cu_seqlens)", form, ["auto", *LOCAL])
     if form != "auto":
         known = IMPLEMENTATIONS if scheme == "explicit" else SOLVERS
         check_choice(f"form (scheme={scheme!r})", form, known)
@@ -281,7 +305,7 @@ def _choose(form: str, scheme: str, tokens: int, radius: int, *, packed: bool = 
         )
     costs = _costs(tokens, radius)
     best = "dense"
-    for other in PACKED if packed else costs:  # comparisons: symbolic lengths cannot be sorted
+    for other in LOCAL if is_local else costs:  # comparisons: symbolic lengths cannot be sorted
         best = other if costs[other] < costs[best] else best
     return best
 
@@ -325,7 +349,43 @@ def _all_tokens(
     return torch.cat([state.x, x], dim=1), torch.cat([state.keep, new], dim=1)
 
 
-def _check(x: Any, weights: Any, dt: Any, scheme: Any, keep: Any, state: Any) -> None:
+def _tokens_around(
+    ranks: SequenceGroup, x: Values, keep: Keep | None, state: DiffusionState | None, radius: int
+) -> tuple[AllTokens, Bool[Tensor, "B S"] | None, int]:
+    """Return the tokens of this rank and those of other ranks that they read.
+
+    A state belongs to the tokens of the first rank.
+
+    Returns:
+        The tokens, which of them are real, and how many there are before x.
+    """
+    lengths, tokens = ranks.lengths(x), x.shape[1]
+    if state is not None:
+        lengths[0] += radius
+        keep = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
+        x, keep = _all_tokens(x, keep, state if ranks.is_first else None)
+    before, after = halo(ranks, x, lengths, radius)
+    inputs, seen = torch.cat([before, x, after], dim=1), keep
+    if keep is not None:
+        before_keep, after_keep = (y.bool() for y in halo(ranks, keep.byte(), lengths, radius))
+        seen = torch.cat([before_keep, keep, after_keep], dim=1)
+    if not inputs.shape[1]:  # a token whose output is dropped
+        (inputs,), seen = one_token(inputs), None
+    return inputs, seen, before.shape[1] + x.shape[1] - tokens
+
+
+def _refuse_ranks(ranks: SequenceGroup, scheme: str, form: str) -> None:
+    """Raise ValueError for a call that needs all tokens in one process."""
+    if scheme != "explicit":
+        reason = "it solves a system over all tokens; expected 'explicit'"
+        refuse_group(ranks, f"scheme {scheme!r}", reason)
+    if form == "fft":
+        refuse_group(ranks, "form 'fft'", "an FFT needs all tokens; expected 'dense' or 'banded'")
+
+
+def _check(
+    x: Any, weights: Any, dt: Any, scheme: Any, keep: Any, state: Any, *, tokens: int
+) -> None:
     # Any: the arguments are not checked yet
     check_choice("scheme", scheme, get_args(Scheme))
     if not isinstance(state, DiffusionState | None):
@@ -340,7 +400,7 @@ def _check(x: Any, weights: Any, dt: Any, scheme: Any, keep: Any, state: Any) ->
     sizes = check_shapes(
         x=(x, "B T H V"), weights=(weights, "H lags"), dt=(dt, "H"), keep=(keep, "B T")
     )
-    check_positive(**{letter: sizes[letter] for letter in "THV"})
+    check_positive(**{letter: sizes[letter] for letter in "THV" if tokens or letter != "T"})
     check_kernels(weights)
     masks = {"keep": keep}
     if state is not None:
