@@ -3,22 +3,25 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import assert_same_over_ranks, run_ranks, splits
+from ranks import Traffic, assert_same_over_ranks, run_ranks, splits
 
 from onescan.ops import (
     AdditiveDecayState,
     DecayState,
     DecayStates,
     DiffusionState,
+    ToeplitzState,
     additive_decay,
     decay_attention,
     linear_diffusion,
     lrpe,
     lrpe_angles,
+    toeplitz_position,
 )
 
 B, T, H, K, V = 2, 13, 2, 4, 3
 SIDES = ("left", "right")
+COEFFICIENTS = ("log_decay", "weight")
 
 
 def rand(*shape):
@@ -152,5 +155,45 @@ def test_lrpe(over_ranks):
                 per_position=columns,
                 prefix=prefix,
             )
+
+    over_ranks(check)
+
+
+# columns, bidirectional, E, whether the tokens are exchanged
+TOEPLITZ_CALLS = [
+    (1, False, 3, False),
+    (1, True, 2, False),
+    (1, True, 40, True),
+    (3, False, 30, True),
+    (3, False, 1, False),
+    (3, True, 30, True),
+]
+
+
+@pytest.mark.parametrize(("columns", "bidirectional", "width", "exchanged"), TOEPLITZ_CALLS)
+def test_toeplitz_position(over_ranks, columns, bidirectional, width, exchanged):
+    rows, channels = 50, 5
+
+    def op(x, log_decay, weight, group, hidden=None):
+        shape = (x.shape[1] // columns, columns)[: 1 + (columns > 1)]
+        y, state = toeplitz_position(
+            x, -log_decay.exp(), weight, shape, bidirectional=bidirectional, group=group,
+            state=None if hidden is None else ToeplitzState(hidden),
+        )  # fmt: skip
+        return y, [] if state is None else [*state]
+
+    def check(group):
+        axes, directions = 1 + (columns > 1), (2,) * bidirectional
+        shared = {name: rand(axes, *directions, channels, width) for name in COEFFICIENTS}
+        for lengths in splits(rows, group.size()):
+            tokens = {"x": rand(B, rows * columns, channels)}
+            with Traffic() as traffic:
+                assert_same_over_ranks(op, tokens, shared, lengths, group, per_position=columns)
+            assert (traffic.calls.count("all_to_all_single") > 1) == exchanged
+            if not bidirectional:
+                state = {"hidden": rand(B, *(columns,) * (axes - 1), channels, width)}
+                assert_same_over_ranks(
+                    op, tokens, shared | state, lengths, group, per_position=columns
+                )
 
     over_ranks(check)

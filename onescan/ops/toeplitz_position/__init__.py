@@ -8,6 +8,7 @@ t_n = sum_e weight_e exp(sum over axes of n_axis log_decay_{axis,e}).
 """
 
 import math
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,8 +28,18 @@ from onescan.messages import named_type
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
-from onescan.ops.packing import Chunks, Packing, packing_of
+from onescan.ops.packing import Chunks, Packing, packing_of, refuse_cu_seqlens
+from onescan.ops.parallel import (
+    Group,
+    SequenceGroup,
+    is_empty,
+    is_empty_grid,
+    one_token,
+    refuse_group,
+    sequence_group,
+)
 from onescan.ops.toeplitz_position import forms
+from onescan.ops.toeplitz_position.ranks import by_channels, carried, moves_less_by_channels
 from onescan.shapes import (
     ChannelsFirst,
     Hidden,
@@ -71,6 +82,7 @@ def toeplitz_position(
     return_state: bool = False,
     form: Form = "auto",
     backend: Backend = "auto",
+    group: Group | None = None,
 ) -> tuple[Hidden, ToeplitzState | None]:
     """Mix tokens along each axis of their grid with weights that depend on distance only.
 
@@ -103,6 +115,9 @@ def toeplitz_position(
             "fft" O(N log N). Joint kernels over several axes have "fft" only.
         backend: "torch" runs anywhere; "triton" runs on a GPU, for the scan only, and supports
             first derivatives; "auto" follows `use_backend`.
+        group: Process group over which the first axis lies in rank order; `shape` is then the part
+            of this rank. See `onescan.ops.parallel`. None for the group of `sequence_parallel`, if
+            any. With the forms "dense" and "scan"; not with cu_seqlens, nor joint kernels.
 
     Returns:
         The mixed tokens ``[B, T, D]`` in the dtype of x, and the state after the last token, or
@@ -112,7 +127,7 @@ def toeplitz_position(
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend is
             unknown or cannot run, a state cannot be continued, cu_seqlens is invalid or the call
-            does not take it, or, on a CPU, log_decay is positive
+            does not take it, the call cannot run over a group, or, on a CPU, log_decay is positive
             or x, weight or state holds NaN.
 
     >>> x = torch.tensor([1.0, 0.0, 0.0, 4.0]).reshape(1, 4, 1)
@@ -121,9 +136,58 @@ def toeplitz_position(
     >>> y.flatten().tolist(), state.hidden.item()
     ([1.0, 0.5, 0.25, 4.125], 4.125)
     """
+    ranks, own = sequence_group(group), x
+    if empty := is_empty_grid(ranks, shape) and is_empty(ranks, x):
+        shape = as_grid_shape((1, *shape[1:]))  # of zeros, whose outputs are dropped
+        x = one_token(x)[0].expand(-1, math.prod(shape), -1)
     shape = as_grid_shape(shape)
     _check(x, log_decay, weight, shape, bidirectional, joint, state, return_state)
+    if ranks is not None:
+        refuse_cu_seqlens(cu_seqlens, "a group", "one of them")
+        _refuse_ranks(ranks, form, joint=joint and len(shape) > 1)
     packing = None if cu_seqlens is None else packing_of(cu_seqlens, x, state=state)
+    mix = partial(
+        _mix, bidirectional=bidirectional, joint=joint, packing=packing, form=form, backend=backend
+    )
+    if ranks is None:
+        return mix(x, log_decay, weight, shape, state=state, return_state=return_state)
+
+    def mix_here(*inputs: Any) -> Hidden:
+        return mix(*inputs, state=None, return_state=False)[0]
+
+    returns_state = not bidirectional and (len(shape) == 1 or return_state or state is not None)
+    lines = math.prod(shape[1:])
+    if not returns_state:
+        lengths = ranks.lengths(own)
+        if moves_less_by_channels(ranks, lengths, lines, log_decay):
+            return by_channels(mix_here, ranks, own, log_decay, weight, shape, lengths), None
+    y = mix_here(x, log_decay, weight, shape)
+    with disable_autocast(x):
+        wide_x, decay, wide_weight = to_accumulation_dtype(x, log_decay[0], weight[0])
+        if not bidirectional:
+            decay, wide_weight = decay.unsqueeze(0), wide_weight.unsqueeze(0)
+        hidden = _hidden_before(wide_x, decay, state, shape)
+        length = 0 if empty else shape[0]
+        read, hidden = carried(ranks, wide_x, decay, wide_weight, shape, hidden, length=length)
+        y = (y + read).to(x.dtype)
+    return y[:, :0] if empty else y, _as_state(hidden, x, shape) if returns_state else None
+
+
+def _mix(
+    x: Hidden,
+    log_decay: ToeplitzCoefficients,
+    weight: ToeplitzCoefficients | JointWeights,
+    shape: tuple[int, ...],
+    *,
+    bidirectional: bool,
+    joint: bool,
+    packing: Packing | None,
+    state: ToeplitzState | None,
+    return_state: bool,
+    form: Form,
+    backend: Backend,
+) -> tuple[Hidden, ToeplitzState | None]:
+    """Compute a call on one process, with checked arguments."""
     if joint and len(shape) == 1:
         joint, weight = False, weight.unsqueeze(0)
     if packing is not None:
@@ -161,10 +225,12 @@ def toeplitz_position(
         y = forms.channels_last(y)
     named = {} if state is None else {"state.hidden": state.hidden}
     check_no_nan(y, x=x, weight=weight, **named)
-    if hidden is None:
-        return y.to(x.dtype), None
-    hidden = hidden.unflatten(1, (x.shape[0], *shape[1:])).movedim(0, -2)
-    return y.to(x.dtype), ToeplitzState(hidden)
+    return y.to(x.dtype), None if hidden is None else _as_state(hidden, x, shape)
+
+
+def _as_state(hidden: LineStates, x: Hidden, shape: tuple[int, ...]) -> ToeplitzState:
+    """Return the state of a call, given the hidden state of each line, channels first."""
+    return ToeplitzState(hidden.unflatten(1, (x.shape[0], *shape[1:])).movedim(0, -2))
 
 
 def _packed(x: Hidden, log_decay: Tensor, weight: Tensor, chunks: Chunks, size: int) -> Hidden:
@@ -173,6 +239,14 @@ def _packed(x: Hidden, log_decay: Tensor, weight: Tensor, chunks: Chunks, size: 
     lines = forms.channels_first(x, (x.shape[1],))
     y, _ = forms.scan(lines, log_decay[0], weight[0], None, chunk_size=size, begins=chunks.begins)
     return chunks.to_tokens(forms.channels_last(y))
+
+
+def _refuse_ranks(ranks: SequenceGroup, form: str, *, joint: bool) -> None:
+    """Raise ValueError for a call that needs all tokens in one process."""
+    if joint:
+        refuse_group(ranks, "a joint kernel", "its FFT needs all tokens; expected joint=False")
+    if form == "fft":
+        refuse_group(ranks, "form 'fft'", "an FFT needs all tokens; expected 'dense' or 'scan'")
 
 
 def _check_packed(shape: tuple[int, ...], form: str, backend: str, *, return_state: bool) -> None:

@@ -123,7 +123,7 @@ def scan(
     last = x.narrow(-1, start, length - start)
     if not is_known(length):  # zeros in front add nothing to the state
         last = F.pad(last, (chunk_size - last.shape[-1], 0))
-    return y, _advance(before[:, :, -1], last, log_decay[0], length - start)
+    return y, advance(before[:, :, -1], last, log_decay[0], length - start)
 
 
 def _states_before(
@@ -230,15 +230,14 @@ def _matrix(log_decay: DirectedDecays, weight: DirectedDecays, length: int) -> T
 def _kernel(log_decay: DirectedDecays, weight: DirectedDecays, length: int) -> Kernels:
     """Return t_n for the lags 1 - length .. length - 1; negative ones are 0 if one-directional."""
     past, *future = (
-        _sample(w.unsqueeze(1), a, length).squeeze(1)
-        for a, w in zip(log_decay, weight, strict=True)
+        sample(w.unsqueeze(1), a, length).squeeze(1) for a, w in zip(log_decay, weight, strict=True)
     )
     if not future:
         return F.pad(past, (length - 1, 0))
     return torch.cat([future[0][:, 1:].flip(-1), past], dim=-1)
 
 
-def _sample(weight: LineStates, log_decay: Decays, length: int) -> Samples:
+def sample(weight: LineStates, log_decay: Decays, length: int) -> Samples:
     """Compute sum_e weight_e exp(n log_decay_e), n = 0 .. length - 1, for lines of weights.
 
     exp((i S + j) a) = exp(i S a) exp(j a), so the samples are a matrix product of two tables of
@@ -276,11 +275,11 @@ def _with_state(
     """Add the outputs of the tokens before x to y, and return the state after x."""
     if hidden is None:
         return y, None
-    before = _sample(weight[0].unsqueeze(1) * hidden, log_decay[0], x.shape[-1] + 1)[..., 1:]
-    return y + before, _advance(hidden, x, log_decay[0])
+    before = sample(weight[0].unsqueeze(1) * hidden, log_decay[0], x.shape[-1] + 1)[..., 1:]
+    return y + before, advance(hidden, x, log_decay[0])
 
 
-def _advance(
+def advance(
     hidden: LineStates, x: Lines, log_decay: Decays, length: int | None = None
 ) -> LineStates:
     """Return the state after the last `length` tokens of x, given the state before them.

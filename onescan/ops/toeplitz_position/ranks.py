@@ -1,0 +1,106 @@
+"""Toeplitz position encoding over the ranks of a group; see `onescan.ops.parallel`.
+
+The first axis lies over the ranks; along the others, each rank has whole lines. There are two ways:
+
+- `carried`: each rank adds what its tokens read from the E sums of earlier and of later ranks, for
+  each channel and each line that crosses the ranks.
+- `by_channels`: ranks exchange tokens, so that each has all tokens of some channels, and exchange
+  the outputs back.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from onescan.ops.parallel import SequenceGroup, carry, exchange
+from onescan.ops.toeplitz_position import forms
+from onescan.shapes import Hidden, LineStates
+
+Mix = Callable[[Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
+
+
+def moves_less_by_channels(
+    ranks: SequenceGroup, lengths: Sequence[int], lines: int, log_decay: Tensor
+) -> bool:
+    """Return whether exchanging tokens moves less than gathering sums.
+
+    Args:
+        ranks: The ranks.
+        lengths: Number of tokens of each rank.
+        lines: Number of lines that cross the ranks, per sample.
+        log_decay: As in `toeplitz_position`, [axes, ..., D, E].
+    """
+    channels, width = log_decay.shape[-2:]
+    sums = ranks.size * lines * log_decay[0].numel() // channels
+    return channels >= ranks.size and 2 * sum(lengths) // ranks.size < sums and width > 0
+
+
+def carried(
+    ranks: SequenceGroup,
+    x: Hidden,
+    log_decay: Tensor,
+    weight: Tensor,
+    shape: tuple[int, ...],
+    hidden: LineStates,
+    *,
+    length: int,
+) -> tuple[Hidden, LineStates]:
+    """Return what the tokens read from other ranks, and the state after the last rank.
+
+    Args:
+        ranks: The ranks.
+        x: Tokens in the dtype of sums.
+        log_decay: Log-decays of the first axis, [directions, D, E].
+        weight: Weights of the first axis, [directions, D, E].
+        shape: The part of the grid on this rank.
+        hidden: State before the first rank, read there.
+        length: Number of positions along the first axis; 0 if x represents an empty part.
+    """
+    lines = forms.channels_first(x, shape).movedim(2, -1)
+    flat = lines.flatten(1, -2)  # D lines positions
+    enters = [hidden if ranks.is_first else torch.zeros_like(hidden), torch.zeros_like(hidden)]
+    updates = []
+    for backward, (a, enter) in enumerate(zip(log_decay, enters, strict=False)):
+        own = forms.advance(enter, flat.flip(-1) if backward else flat, a, length)
+        updates.append((own, (length * a).exp().unsqueeze(1)))
+    states = carry(ranks, updates)
+    y = torch.zeros_like(flat)
+    for backward, ((before, _), enter) in enumerate(zip(states, enters, strict=False)):
+        first = weight[backward].unsqueeze(1) * (before + enter)
+        read = forms.sample(first, log_decay[backward], flat.shape[-1] + 1)[..., 1:]
+        y = y + (read.flip(-1) if backward else read)
+    return forms.channels_last(y.view(lines.shape).movedim(-1, 2)), states[0][1]
+
+
+def by_channels(
+    mix: Mix,
+    ranks: SequenceGroup,
+    x: Hidden,
+    log_decay: Tensor,
+    weight: Tensor,
+    shape: tuple[int, ...],
+    lengths: Sequence[int],
+) -> Hidden:
+    """Mix all tokens of a part of the channels on each rank.
+
+    Args:
+        mix: Function of tokens, log-decays, weights and the shape of the grid.
+        ranks: The ranks.
+        x: Tokens of this rank, possibly none.
+        log_decay: As in `toeplitz_position`.
+        weight: As in `toeplitz_position`.
+        shape: The part of the grid on this rank; its first size is not read.
+        lengths: Number of tokens of each rank.
+    """
+    batch, tokens, channels = x.shape
+    bounds = [channels * rank // ranks.size for rank in range(ranks.size + 1)]
+    widths = [end - start for start, end in pairwise(bounds)]
+    own, width = slice(*bounds[ranks.rank : ranks.rank + 2]), widths[ranks.rank]
+    shapes = [(batch, length, width) for length in lengths]
+    whole = torch.cat(exchange(ranks, x.split(widths, dim=-1), shapes), dim=1)
+    shape = (whole.shape[1] // torch.Size(shape[1:]).numel(), *shape[1:])
+    y = mix(whole, log_decay[..., own, :], weight[..., own, :], shape)
+    shapes = [(batch, tokens, width) for width in widths]
+    return torch.cat(exchange(ranks, y.split(lengths, dim=1), shapes), dim=-1)
