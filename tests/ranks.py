@@ -10,8 +10,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from onescan.ops.parallel import SequenceGroup
-
 TIMEOUT_S = 60
 GRACE_S = 2  # for the other ranks after one has failed
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single")
@@ -152,7 +150,3 @@ class Traffic:
             return function(output, *arguments, **options)
 
         return call
-
-
-def sequence_group(group, lengths):
-    return SequenceGroup(group, lengths)

@@ -1,5 +1,7 @@
 """Ops over several ranks: outputs and gradients of one process, and what the ranks exchange."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from onescan.ops import (
     lrpe_angles,
     toeplitz_position,
 )
+from onescan.ops.parallel import SequenceGroup, sequence_parallel
 
 B, T, H, K, V = 2, 13, 2, 4, 3
 SIDES = ("left", "right")
@@ -197,3 +200,147 @@ def test_toeplitz_position(over_ranks, columns, bidirectional, width, exchanged)
                 )
 
     over_ranks(check)
+
+
+def test_a_rank_that_needs_no_loss(over_ranks):
+    """The other ranks' gradients are those of their losses alone, and no rank waits forever."""
+
+    def check(group):
+        rank, last = dist.get_rank(group), group.size() - 1
+        tokens = qkv()
+        whole = [x.clone().requires_grad_() for x in tokens.values()]
+        at = slice(rank, rank + 1) if rank < last else slice(last, T)
+        own = [x[:, at].clone().requires_grad_() for x in tokens.values()]
+        for causal in (False, True):
+            o, state = additive_decay(*whole, causal=causal)
+            (o[:, :1].sum() + state.kv.sum()).backward()
+            o, state = additive_decay(*own, causal=causal, group=group)
+            # each rank uses another result, and those between the first and the last none
+            loss = state.kv.sum() if rank == last else o.sum() * (rank == 0)
+            loss.backward()
+        for x, y in zip(own, whole, strict=True):
+            gradient = torch.zeros_like(x) if x.grad is None else x.grad
+            torch.testing.assert_close(gradient, y.grad[:, at], atol=1e-9, rtol=1e-9)
+
+    over_ranks(check)
+
+
+def small_inputs(tokens, *, diagonal=False):
+    q, k, v = qkv(tokens).values()
+    return q, k, v, -rand(B, tokens, H, K).abs() if diagonal else -rand(B, tokens, H).abs()
+
+
+# Numbers of float64 that a rank receives in the forward pass, for W ranks.
+TRAFFIC = {
+    "additive": (
+        lambda n, group: additive_decay(*qkv(n).values(), group=group)[0],
+        lambda ranks: B * H * (2 * K + K * V),
+    ),
+    "causal additive": (
+        lambda n, group: additive_decay(*qkv(n).values(), causal=True, group=group)[0],
+        lambda ranks: ranks * B * H * (K + K * V),
+    ),
+    "causal decay": (
+        lambda n, group: decay_attention(*small_inputs(n), causal=True, group=group)[0],
+        lambda ranks: ranks * B * H * (K * (V + 1) + 1),
+    ),
+    "diagonal decay": (
+        lambda n, group: decay_attention(*small_inputs(n, diagonal=True), group=group)[0],
+        lambda ranks: ranks * 2 * B * H * (K * (V + 1) + K),
+    ),
+    "toeplitz": (
+        lambda n, group: toeplitz_position(
+            rand(B, n, H), -rand(1, H, K).abs(), rand(1, H, K), (n,), group=group
+        )[0],
+        lambda ranks: ranks * (B * H * K + H * K),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_traffic_does_not_grow_with_the_length(over_ranks, name):
+    run, numbers = TRAFFIC[name]
+
+    def check(group):
+        for tokens in (3, 70):
+            with Traffic() as traffic:
+                run(tokens, group)
+            assert traffic.bytes == 8 * numbers(group.size())
+
+    over_ranks(check)
+
+
+def test_diffusion_moves_the_tokens_within_its_radius(over_ranks):
+    def check(group):
+        for tokens in (4, 70):
+            x = rand(B, tokens, H, V)
+            ranks = SequenceGroup(group, [tokens] * group.size())
+            with Traffic() as traffic:
+                linear_diffusion(x, torch.ones(H, 7).double(), torch.ones(H).double(), group=ranks)
+            sides = 1 + (0 < ranks.rank < group.size() - 1)
+            assert traffic.calls == ["all_to_all_single"]
+            assert traffic.bytes == 8 * sides * B * 3 * H * V
+
+    over_ranks(check)
+
+
+def test_the_group_of_a_context(over_ranks):
+    def check(group):
+        q, k, v = qkv().values()
+        want = additive_decay(q, k, v, causal=True, group=group)[0]
+        alone = additive_decay(q, k, v, causal=True)[0]
+        with sequence_parallel(group):
+            torch.testing.assert_close(additive_decay(q, k, v, causal=True)[0], want)
+            with sequence_parallel(None):
+                torch.testing.assert_close(additive_decay(q, k, v, causal=True)[0], alone)
+        torch.testing.assert_close(additive_decay(q, k, v, causal=True)[0], alone)
+
+    over_ranks(check)
+
+
+def refusals(group):
+    """Yield calls over a group that raise, with a part of each message."""
+    (q, k, v), x = qkv().values(), rand(B, T, H, V)
+    ones, grid = torch.ones(H, 3).double(), rand(B, 12, H)
+    diffusion = partial(linear_diffusion, x, ones, ones[:, 0], group=group)
+    mdtpe = partial(toeplitz_position, group=group)
+    decays, weight = -torch.ones(2, H, 1).double(), torch.ones(2, H, 1).double()
+    offsets = torch.tensor([0, T, 2 * T])
+    size = group.size()
+    yield lambda: diffusion(form="fft"), f"group has {size} ranks, but form 'fft' runs on one"
+    yield lambda: diffusion(scheme="crank_nicolson"), "it solves a system over all tokens"
+    yield lambda: diffusion(cu_seqlens=offsets), "cu_seqlens was given with a group"
+    yield lambda: mdtpe(grid, decays, weight, (4, 3), form="fft"), "an FFT needs all tokens"
+    yield lambda: mdtpe(grid, decays, weight[0], (4, 3), joint=True), "its FFT needs all tokens"
+    yield (
+        lambda: additive_decay(q, k, v, form="full", group=group),
+        "form .*group.* 'full' is unknown",
+    )
+    yield lambda: additive_decay(q, k, v, cu_seqlens=offsets, group=group), "cu_seqlens was given"
+    yield lambda: decay_attention(q, k, v, cu_seqlens=offsets, group=group), "cu_seqlens was given"
+    yield lambda: SequenceGroup(group, [1]), r"lengths is \[1\], expected a whole number for each"
+    yield (
+        lambda: linear_diffusion(x, ones, ones[:, 0], group=SequenceGroup(group, [0] * size)),
+        f"rank {dist.get_rank(group)} has {T} tokens",
+    )
+    if dist.get_rank(group):
+        yield (
+            lambda: lrpe_angles((3,), rand(H, K), prefix=1, group=group),
+            "prefix is 1 on rank",
+        )
+    else:
+        lrpe_angles((3,), rand(H, K), prefix=1, group=group)
+
+
+def test_calls_that_need_one_process(over_ranks):
+    def check(group):
+        for call, message in refusals(group):
+            with pytest.raises(ValueError, match=message):
+                call()
+
+    over_ranks(check)
+
+
+def test_a_group_must_be_a_process_group():
+    with pytest.raises(ValueError, match="group is a str, expected a process group"):
+        SequenceGroup("world")

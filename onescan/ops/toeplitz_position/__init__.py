@@ -184,8 +184,8 @@ def _mix(
     packing: Packing | None,
     state: ToeplitzState | None,
     return_state: bool,
-    form: Form,
-    backend: Backend,
+    form: str,
+    backend: str,
 ) -> tuple[Hidden, ToeplitzState | None]:
     """Compute a call on one process, with checked arguments."""
     if joint and len(shape) == 1:
