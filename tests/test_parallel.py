@@ -5,16 +5,20 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import Traffic, assert_same_over_ranks, run_ranks, splits
 
 from onescan.ops import (
     AdditiveDecayState,
     DecayState,
     DecayStates,
+    DeltaState,
+    DeltaStates,
     DiffusionState,
     ToeplitzState,
     additive_decay,
     decay_attention,
+    delta_rule,
     linear_diffusion,
     lrpe,
     lrpe_angles,
@@ -113,6 +117,37 @@ def test_attention_without_decay(over_ranks, normalize):
     def check(group):
         for lengths in splits(T, group.size()):
             assert_same_over_ranks(op, qkv(), {}, lengths, group)
+
+    over_ranks(check)
+
+
+# causal, channels of the decay (0 for none), updates per token
+DELTA_CALLS = [(True, 0, 1), (True, K, 2), (False, 1, 1), (False, K, 2)]
+
+
+@pytest.mark.parametrize(("causal", "channels", "updates"), DELTA_CALLS)
+def test_delta_rule(over_ranks, causal, channels, updates):
+    sides = SIDES[:1] if causal else SIDES
+
+    def op(q, k, v, beta, group, log_decay=None, keep=None, **kvs):
+        states = [DeltaState(kvs[side]) for side in sides if kvs]
+        o, outgoing = delta_rule(
+            q, k, v, beta, log_decay, causal=causal, keep=keep, group=group, chunk_size=4,
+            state=(states[0] if causal else DeltaStates(*states)) if states else None,
+        )  # fmt: skip
+        return o, [side.kv for side in ([outgoing] if causal else outgoing)]
+
+    def check(group):
+        r = (updates,) if updates > 1 else ()
+        tokens = {"q": rand(B, T, H, K), "k": F.normalize(rand(B, T, *r, H, K), dim=-1)}
+        tokens |= {"v": rand(B, T, *r, H, V), "beta": torch.rand(B, T, *r, H).double()}
+        if channels:
+            tokens["log_decay"] = decays(B, T, H) if channels == 1 else decays(B, T, H, K)
+        for lengths in splits(T, group.size()):
+            assert_same_over_ranks(op, tokens, {}, lengths, group)
+            masked = tokens | {"keep": torch.rand(B, T) > 0.3}
+            state = {side: rand(B, H, K, V) for side in sides}
+            assert_same_over_ranks(op, masked, state, lengths, group)
 
     over_ranks(check)
 
@@ -248,6 +283,10 @@ TRAFFIC = {
         lambda n, group: decay_attention(*small_inputs(n, diagonal=True), group=group)[0],
         lambda ranks: ranks * 2 * B * H * (K * (V + 1) + K),
     ),
+    "delta rule": (
+        lambda n, group: delta_rule(*qkv(n).values(), torch.rand(B, n, H), group=group)[0],
+        lambda ranks: ranks * 2 * B * H * (K * K + K * V),
+    ),
     "toeplitz": (
         lambda n, group: toeplitz_position(
             rand(B, n, H), -rand(1, H, K).abs(), rand(1, H, K), (n,), group=group
@@ -318,6 +357,8 @@ def refusals(group):
     )
     yield lambda: additive_decay(q, k, v, cu_seqlens=offsets, group=group), "cu_seqlens was given"
     yield lambda: decay_attention(q, k, v, cu_seqlens=offsets, group=group), "cu_seqlens was given"
+    yield lambda: delta_rule(q, k, v, v[..., 0], cu_seqlens=offsets, group=group), "cu_seqlens was"
+    yield lambda: delta_rule(q, k, v, v[..., 0], form="recurrent", group=group), "form .group."
     yield lambda: SequenceGroup(group, [1]), r"lengths is \[1\], expected a whole number for each"
     yield (
         lambda: linear_diffusion(x, ones, ones[:, 0], group=SequenceGroup(group, [0] * size)),

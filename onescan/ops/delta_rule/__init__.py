@@ -10,6 +10,7 @@ per key channel, and DeltaProduct several updates (I - beta k k^T) S + beta k v^
 
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from onescan.checks import (
@@ -27,8 +28,10 @@ from onescan.checks import (
     unpack_states,
 )
 from onescan.ops.delta_rule import forms
+from onescan.ops.delta_rule.ranks import EnteringStates
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
-from onescan.ops.packing import Packing, packing_of
+from onescan.ops.packing import Packing, packing_of, refuse_cu_seqlens
+from onescan.ops.parallel import Group, is_empty, one_token, sequence_group
 from onescan.shapes import (
     Keep,
     KeyValue,
@@ -43,6 +46,7 @@ __all__ = ["IMPLEMENTATIONS", "DeltaState", "DeltaStates", "choose", "delta_rule
 
 Form = Literal["auto", "full", "chunk", "recurrent"]
 IMPLEMENTATIONS = forms.FORMS
+OVER_RANKS = ("chunk", "full")  # forms that run over a process group
 PATTERNS = {3: "B T H", 4: "B T H K"}  # of log_decay, by rank
 
 
@@ -86,6 +90,7 @@ def delta_rule(
     state: DeltaState | Sides | None = None,
     form: Form = "auto",
     chunk_size: int = 64,
+    group: Group | None = None,
 ) -> tuple[Values, DeltaState | DeltaStates | None]:
     """Compute linear attention in which each token overwrites the value stored under its key.
 
@@ -136,6 +141,9 @@ def delta_rule(
         chunk_size: Updates per chunk of the chunk form: R per token. Rounded up to a power of two
             tokens for decays per key channel. Precision decreases if it is many times the key
             width.
+        group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
+            None for that of `sequence_parallel`, if any. With the forms "chunk" and "full"; not
+            with cu_seqlens.
 
     Returns:
         The outputs ``[B, T, H, V]`` in the dtype of v, and the state: a `DeltaState` if causal,
@@ -158,9 +166,15 @@ def delta_rule(
     >>> delta_rule(q, k, v, half, half.log(), causal=True)[0].flatten().tolist()
     [4.0, 3.0, 1.75]
     """
+    ranks = sequence_group(group)
+    if empty := is_empty(ranks, q):
+        q, k, v, beta, log_decay = one_token(q, k, v, beta, log_decay)
+        keep = q.new_zeros(q.shape[:2], dtype=torch.bool)
     _check(q, k, v, beta, log_decay, causal, keep, state, chunk_size)
+    if ranks is not None:
+        refuse_cu_seqlens(cu_seqlens, "a group", "one of them")
     packing = None if cu_seqlens is None else packing_of(cu_seqlens, q, state=state)
-    implementation = IMPLEMENTATIONS[choose(form, tokens=q.shape[1])]
+    chosen = choose(form, tokens=q.shape[1], over_ranks=ranks is not None)
     sides = unpack_states(state, DeltaState, causal=causal)
     incoming = [None if side is None else side.kv for side in sides[: 1 if causal else 2]]
     with disable_autocast(q):
@@ -168,11 +182,18 @@ def delta_rule(
         if inputs.log_decay is not None:
             check_log_decay(inputs.log_decay)
         run = forms.causal if causal else forms.bidirectional
-        starts = None if packing is None else packing.starts
-        o, *outgoing = run(implementation, inputs, *incoming, chunk_size=chunk_size, starts=starts)
+        options: dict[str, Any] = {"chunk_size": chunk_size}
+        options["starts"] = None if packing is None else packing.starts
+        entering = None
+        if ranks is not None:
+            entering = options["entering"] = EnteringStates(ranks, len(q))
+        o, *outgoing = run(IMPLEMENTATIONS[chosen], inputs, *incoming, **options)
+        if entering is not None:
+            outgoing = list(entering.last.split(len(q)))
     if can_look_at_values(o):
         named = {"q": q, "k": k, "v": v, "beta": beta, **named_state_tensors(sides, causal=causal)}
         check_no_nan(nan_probe(o, *outgoing), **named)
+    o = o[:, :0] if empty else o
     if packing is not None:
         return o.to(v.dtype), None
     states = [DeltaState(kv) for kv in outgoing]
@@ -201,10 +222,12 @@ def _inputs(
     return forms.Inputs(*inputs)
 
 
-def choose(form: str, *, tokens: int) -> str:
+def choose(form: str, *, tokens: int, over_ranks: bool = False) -> str:
     """Return the form that a call uses."""
+    if over_ranks:  # all ranks take the same form, whatever their number of tokens
+        check_choice("form (group)", form, ["auto", *OVER_RANKS])
     if form == "auto":
-        form = "recurrent" if tokens == 1 else "chunk"
+        form = "recurrent" if tokens == 1 and not over_ranks else "chunk"
     check_choice("form", form, IMPLEMENTATIONS)
     return form
 

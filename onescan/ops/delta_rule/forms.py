@@ -12,7 +12,7 @@ Inputs are in the accumulation dtype, and masked tokens are zero.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,17 +52,23 @@ class Inputs(NamedTuple):
 
 
 Form = Callable[..., tuple[Values, KeyValue]]
+# From an initial state, and how each chunk updates a state, to the state before the first chunk.
+Enter = Callable[[KeyValue, Tensor, Tensor], KeyValue]
 
 
-def full(inputs: Inputs, kv: KeyValue, *, chunk_size: int) -> tuple[Values, KeyValue]:
+def full(
+    inputs: Inputs, kv: KeyValue, *, chunk_size: int, entering: Enter | None = None
+) -> tuple[Values, KeyValue]:
     """Compute attention between all pairs of tokens, O(T^2), as a single chunk.
 
     Without an incoming state, O = lower(Q K^T) (I + A)^-1 diag(beta) V, with A as in `chunk`.
     """
-    return chunk(inputs, kv, chunk_size=inputs.k.shape[1] * inputs.k.shape[2])
+    return chunk(inputs, kv, chunk_size=inputs.k.shape[1] * inputs.k.shape[2], entering=entering)
 
 
-def chunk(inputs: Inputs, kv: KeyValue, *, chunk_size: int) -> tuple[Values, KeyValue]:
+def chunk(
+    inputs: Inputs, kv: KeyValue, *, chunk_size: int, entering: Enter | None = None
+) -> tuple[Values, KeyValue]:
     """Compute the recurrence with matrix products inside chunks, in O(T).
 
     In a chunk with incoming state S, token t writes n_t = beta_t (v_t - S^T k_t - the value that
@@ -112,6 +118,8 @@ def chunk(inputs: Inputs, kv: KeyValue, *, chunk_size: int) -> tuple[Values, Key
     # 2. How each chunk updates a state, and the state before each chunk.
     transition = kept - k_out.mT @ w  # B H N K K
     added = k_out.mT @ u  # B H N K V
+    if entering is not None:
+        kv = entering(kv, transition, added)
     before, kv = chunk_scan(lambda kv, kept, new: kept @ kv + new, kv, transition, added)
 
     # 3. Each token reads the state before its chunk and the values written in its chunk so far.
@@ -172,10 +180,10 @@ FORMS: dict[str, Form] = {"full": full, "chunk": chunk, "recurrent": recurrent}
 
 
 def causal(
-    form: Form, inputs: Inputs, kv: KeyValue | None, *, chunk_size: int, starts: Starts | None
+    form: Form, inputs: Inputs, kv: KeyValue | None, *, starts: Starts | None, **options: Any
 ) -> tuple[Values, KeyValue]:
     """Run a form from the first token to the last, from the state kv, or from zeros if None."""
-    return form(_separated(inputs, starts), _initial(kv, inputs), chunk_size=chunk_size)
+    return form(_separated(inputs, starts), _initial(kv, inputs), **options)
 
 
 def bidirectional(
@@ -184,8 +192,8 @@ def bidirectional(
     forward_kv: KeyValue | None,
     backward_kv: KeyValue | None,
     *,
-    chunk_size: int,
     starts: Starts | None,
+    **options: Any,
 ) -> tuple[Values, KeyValue, KeyValue]:
     """Add the outputs of both directions, and count each token's own updates once.
 
@@ -204,7 +212,7 @@ def bidirectional(
     if starts is not None:
         ends = F.pad(starts[:, 1:], (0, 1), value=True)
         starts = torch.cat([starts, ends.flip(1)])
-    o, kv = form(_separated(both, starts), kv, chunk_size=chunk_size)
+    o, kv = form(_separated(both, starts), kv, **options)
     (forward, reversed_backward), (last, first) = (
         x.unflatten(0, (2, inputs.v.shape[0])) for x in (o, kv)
     )

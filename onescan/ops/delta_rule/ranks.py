@@ -1,0 +1,65 @@
+"""States of the delta rule over the ranks of a group; see `onescan.ops.parallel`.
+
+The chunks of a rank update the state S that enters it in one direction as S' = P S + U, where P is
+the product of their transitions, a K x K matrix per head.
+"""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onescan.ops.chunks import chunk_scan
+from onescan.ops.parallel import SequenceGroup, gather
+from onescan.shapes import KeyValue
+
+
+class EnteringStates:
+    """Compute the states that enter a rank from how its chunks update a state.
+
+    Args:
+        ranks: The ranks.
+        batch: Samples per direction. The second direction, if any, is the backward one.
+
+    Attributes:
+        last: States of the whole sequence after a call, with directions along the batch axis.
+    """
+
+    last: KeyValue
+
+    def __init__(self, ranks: SequenceGroup, batch: int) -> None:
+        self.ranks, self.batch = ranks, batch
+
+    def __call__(self, kv: KeyValue, transition: Tensor, added: Tensor) -> KeyValue:
+        """Return the states that enter this rank.
+
+        Args:
+            kv: States before the first rank and after the last one, read there.
+            transition: P of each chunk, [B, H, N, K, K].
+            added: U of each chunk, [B, H, N, K, V].
+        """
+        width, ranks = kv.shape[-2], self.ranks
+        one = torch.eye(width, dtype=kv.dtype, device=kv.device).expand_as(transition[:, :, 0])
+        _, both = chunk_scan(  # of P and U, side by side
+            _step,
+            torch.cat([one, torch.zeros_like(kv)], dim=-1),
+            transition,
+            F.pad(added, (width, 0)),
+        )
+        kept, own = both.split([width, kv.shape[-1]], dim=-1)
+        is_outermost = kv.new_tensor([ranks.is_first, ranks.is_last]).repeat_interleave(self.batch)
+        kv = kv * is_outermost[: len(kv), None, None, None]
+        gathered = [x.movedim(0, 2) for x in gather(ranks, kept, own + kept @ kv)]
+        enters, leaves = [], []
+        for backward, (start, end) in enumerate(pairwise(range(0, len(kv) + 1, self.batch))):
+            empty, parts = torch.zeros_like(kv[start:end]), [x[start:end] for x in gathered]
+            before, last = chunk_scan(_step, empty, *parts, backward=bool(backward))
+            enters.append(before[:, :, ranks.rank])
+            leaves.append(last)
+        self.last = torch.cat(leaves)
+        return kv + torch.cat(enters)
+
+
+def _step(kv: Tensor, kept: Tensor, new: Tensor) -> Tensor:
+    return kept @ kv + new
