@@ -108,6 +108,58 @@ def test_decay_attention(over_ranks, causal, decay_at, normalize, is_diagonal):
     over_ranks(check)
 
 
+# Offsets of two rows of T tokens: sequences on one rank or several, ends where ranks end.
+OFFSETS = torch.tensor([0, 1, 1, 3, 8, T, T + 6, T + 7, 2 * T], dtype=torch.int32)
+
+
+def diffuse(x, weights, dt, **options):
+    return linear_diffusion(x, weights.exp(), dt.exp(), **options), None
+
+
+PACKED = {
+    "decay, causal": (
+        partial(decay_attention, causal=True, chunk_size=4),
+        lambda: (qkv() | {"log_decay": decays(B, T, H)}, {}),
+    ),
+    "decay, both": (
+        partial(decay_attention, normalize="max_one", chunk_size=4, decay_at="source"),
+        lambda: (qkv() | {"log_decay": decays(B, T, H)}, {}),
+    ),
+    "no decay": (partial(decay_attention, chunk_size=4), lambda: (qkv(), {})),
+    "delta rule, causal": (
+        partial(delta_rule, causal=True, chunk_size=4),
+        lambda: (qkv() | {"beta": 0.1 * rand(B, T, H)}, {}),
+    ),
+    "delta rule, both": (
+        partial(delta_rule, chunk_size=4),
+        lambda: (qkv() | {"beta": 0.1 * rand(B, T, H), "log_decay": decays(B, T, H, K)}, {}),
+    ),
+    "diffusion": (
+        diffuse,
+        lambda: ({"x": rand(B, T, H, V)}, {"weights": rand(H, 9), "dt": rand(H)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences(over_ranks, name):
+    run, inputs = PACKED[name]
+
+    def op(group, **tensors):
+        o, state = run(**tensors, cu_seqlens=OFFSETS, group=group)
+        assert state is None
+        return o, []
+
+    def check(group):
+        for lengths in splits(T, group.size()):
+            tokens, shared = inputs()
+            assert_same_over_ranks(op, tokens, shared, lengths, group)
+            tokens["keep"] = torch.rand(B, T) > 0.3
+            assert_same_over_ranks(op, tokens, shared, lengths, group)
+
+    over_ranks(check)
+
+
 @pytest.mark.parametrize("normalize", ["none", "max_one"])
 def test_attention_without_decay(over_ranks, normalize):
     def op(q, k, v, group):
@@ -348,7 +400,6 @@ def refusals(group):
     size = group.size()
     yield lambda: diffusion(form="fft"), f"group has {size} ranks, but form 'fft' runs on one"
     yield lambda: diffusion(scheme="crank_nicolson"), "it solves a system over all tokens"
-    yield lambda: diffusion(cu_seqlens=offsets), "cu_seqlens was given with a group"
     yield lambda: mdtpe(grid, decays, weight, (4, 3), form="fft"), "an FFT needs all tokens"
     yield lambda: mdtpe(grid, decays, weight[0], (4, 3), joint=True), "its FFT needs all tokens"
     yield (
@@ -356,8 +407,6 @@ def refusals(group):
         "form .*group.* 'full' is unknown",
     )
     yield lambda: additive_decay(q, k, v, cu_seqlens=offsets, group=group), "cu_seqlens was given"
-    yield lambda: decay_attention(q, k, v, cu_seqlens=offsets, group=group), "cu_seqlens was given"
-    yield lambda: delta_rule(q, k, v, v[..., 0], cu_seqlens=offsets, group=group), "cu_seqlens was"
     yield lambda: delta_rule(q, k, v, v[..., 0], form="recurrent", group=group), "form .group."
     yield lambda: SequenceGroup(group, [1]), r"lengths is \[1\], expected a whole number for each"
     yield (

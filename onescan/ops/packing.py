@@ -6,7 +6,8 @@ With several rows, offsets count the tokens of all rows, one row after another.
 Nothing here waits for a device: sizes depend on shapes, and on values only if these are on the CPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,12 @@ class Packing:
     @property
     def starts(self) -> Bool[Tensor, "B T"]:
         """Whether each token is the first one of its sequence."""
-        return self._once("starts", lambda: self._to_device(self._place_of_tokens() == 0))
+        return self._once("starts", lambda: self._to_device(self._starts_of_tokens()))
+
+    @property
+    def ends(self) -> Bool[Tensor, "B T"]:
+        """Whether each token is the last one of its sequence."""
+        return self._once("ends", lambda: self._to_device(self._ends_of_tokens()))
 
     def chunk_size(self, most: int = 64) -> int:
         """Return the number of tokens per chunk: shorter sequences use shorter, less padded chunks.
@@ -104,10 +110,21 @@ class Packing:
     def _to_device(self, x: Tensor) -> Tensor:
         return x.to(self.device, non_blocking=True)
 
+    def sequence_at(self, rows: Tensor, places: Tensor) -> Tensor:
+        """Return the sequence of the tokens at some places of some rows."""
+        ends = self.cu_seqlens[1:].long()
+        return torch.searchsorted(ends, rows * self.tokens + places, right=True)
+
     def _sequence_of_tokens(self) -> Tensor:
         tokens = torch.arange(self.batch * self.tokens, device=self.cu_seqlens.device)
         ends = self.cu_seqlens[1:].long()
         return torch.searchsorted(ends, tokens, right=True).view(self.batch, self.tokens)
+
+    def _starts_of_tokens(self) -> Tensor:
+        return self._place_of_tokens() == 0
+
+    def _ends_of_tokens(self) -> Tensor:
+        return F.pad((self._place_of_tokens() == 0)[:, 1:], (0, 1), value=True)
 
     def _place_of_tokens(self) -> Tensor:
         """Return the number of earlier tokens of the same sequence, [B, T]."""
@@ -139,6 +156,77 @@ class Packing:
         sequences = torch.arange(self.sequences + 1, device=sequence.device)
         firsts = torch.searchsorted(sequence.flatten(), sequences)
         return torch.stack([start, stop, ~begins, sequence], dim=-1).int(), firsts.int()
+
+
+class PackingShare(Packing):
+    """The part of packed sequences on one rank of a process group; see `onescan.ops.parallel`.
+
+    It is the packing of the rank's tokens, where `starts`, `ends` and the chunks that begin a
+    sequence are those of the whole sequences. A rank without tokens has a masked one in each row.
+
+    >>> whole = Packing(torch.tensor([0, 3, 6]), batch=1, tokens=6)
+    >>> second = PackingShare(whole, lengths=[2, 4], rank=1)
+    >>> second.starts.tolist(), second.ends.tolist()
+    ([[False, True, False, False]], [[True, False, False, True]])
+    >>> second.heads.tolist(), second.tails.tolist()
+    ([[0], [0]], [[0], [1]])
+
+    Args:
+        whole: The packing of all tokens.
+        lengths: Number of tokens per row on each rank.
+        rank: The rank.
+
+    Attributes:
+        heads: The sequence of the first token of each row on each rank, [W, B]; -1 if there is
+            none.
+        tails: The sequence of the last token.
+    """
+
+    def __init__(self, whole: Packing, lengths: Sequence[int], rank: int) -> None:
+        offsets, total = whole.cu_seqlens.long(), max(whole.tokens, 1)
+        rows = torch.arange(whole.batch, device=offsets.device)
+        self.whole, self.tokens_before, tokens = whole, sum(lengths[:rank]), lengths[rank]
+        cut = (offsets % total - self.tokens_before).clamp(0, tokens) + offsets // total * tokens
+        if not tokens:
+            cut = torch.arange(whole.batch + 1, device=offsets.device)
+        elif can_look_at_values(cut):
+            cut = cut.unique_consecutive()
+        super().__init__(cut, batch=whole.batch, tokens=max(tokens, 1), device=whole.device)
+        first = rows * total + self.tokens_before
+        self._continues, self._continued = (
+            ~torch.isin(edge, offsets) | (not tokens) for edge in (first, first + tokens)
+        )
+        ends, has_tokens = torch.tensor([*accumulate(lengths)]), torch.tensor(lengths) > 0
+        ends = ends.to(offsets.device)
+        starts = ends - torch.tensor(lengths, device=offsets.device)
+        has_tokens = has_tokens.to(offsets.device).unsqueeze(1)
+        self.heads, self.tails = (
+            self._to_device(torch.where(has_tokens, whole.sequence_at(rows, places), -1))
+            for places in (starts.unsqueeze(1), ends.unsqueeze(1) - 1)
+        )
+
+    def sequences_around(self, before: int, after: int) -> Int[Tensor, "B S"]:
+        """Return the sequence of each token, and of so many tokens of other ranks around them."""
+        start = self.tokens_before - before
+        stop = self.tokens_before + self.tokens + after
+        rows = torch.arange(self.batch, device=self.cu_seqlens.device).unsqueeze(1)
+        places = torch.arange(start, stop, device=self.cu_seqlens.device)
+        return self._to_device(self.whole.sequence_at(rows, places))
+
+    def _starts_of_tokens(self) -> Tensor:
+        starts = super()._starts_of_tokens()
+        starts[:, 0] &= ~self._continues
+        return starts
+
+    def _ends_of_tokens(self) -> Tensor:
+        ends = super()._ends_of_tokens()
+        ends[:, -1] &= ~self._continued
+        return ends
+
+    def _indices(self, size: int) -> tuple[Tensor, ...]:
+        *others, begins = super()._indices(size)
+        begins[:, 0] &= ~self._continues
+        return *others, begins
 
 
 class Chunks(NamedTuple):
@@ -230,8 +318,16 @@ def document_offsets(numbers: Tokens) -> Int[Tensor, " offsets"]:
     return torch.cat([starts, starts.new_tensor([numbers.numel()])]).int()
 
 
-def packing_of(cu_seqlens: Any, x: Tensor, *, state: Any = None) -> Packing:
+def packing_of(
+    cu_seqlens: Any, x: Tensor, *, state: Any = None, tokens: int | None = None
+) -> Packing:
     """Return the packing of tokens x, [B, T, ...], from an op's argument.
+
+    Args:
+        cu_seqlens: Offsets, or a `Packing`.
+        x: The tokens.
+        state: The op's state, which cannot be combined with offsets.
+        tokens: Number of tokens per row if x has only a part of them.
 
     Raises:
         ValueError: If the offsets have another type or shape, a state is given or, for offsets on
@@ -243,7 +339,7 @@ def packing_of(cu_seqlens: Any, x: Tensor, *, state: Any = None) -> Packing:
     """
     if state is not None:
         raise ValueError("cu_seqlens and state were both given, expected only one of them")
-    batch, tokens = x.shape[:2]
+    batch, tokens = x.shape[0], x.shape[1] if tokens is None else tokens
     if isinstance(cu_seqlens, Packing):
         of = cu_seqlens.batch, cu_seqlens.tokens
         if of != (batch, tokens):

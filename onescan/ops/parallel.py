@@ -24,6 +24,8 @@ Rules:
 - All ranks make the same calls in the same order with the same options, and their inputs agree in
   all sizes but T. Apart from `keep` in the recurrences, an optional argument is passed on every
   rank or on none.
+- `cu_seqlens` holds the offsets of all tokens, the same on every rank, as on one process. Packed
+  sequences may lie on several ranks.
 - The outputs belong to the tokens of the rank. A state that is returned is that of the whole
   sequence, on every rank. A state that is passed in comes before the whole sequence and is read on
   the first rank; a state of later tokens is read on the last rank.
@@ -49,6 +51,7 @@ from torch.autograd.function import once_differentiable
 
 from onescan.messages import named_type
 from onescan.ops.chunks import linear_scan
+from onescan.ops.packing import Packing, PackingShare, packing_of
 
 
 class SequenceGroup:
@@ -180,6 +183,25 @@ def one_token(*tensors: Tensor | None, dim: int = 1) -> tuple[Any, ...]:
     return tuple(
         None if x is None else F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, 1)) for x in tensors
     )
+
+
+def packing_over(
+    group: SequenceGroup | None, cu_seqlens: Any, x: Tensor, *, state: Any = None
+) -> Packing | PackingShare | None:
+    """Return the packing of this rank's tokens x, [B, T, ...], from an op's argument, if given.
+
+    Raises:
+        ValueError: As `packing_of`.
+    """
+    if cu_seqlens is None:
+        return None
+    if group is None:
+        return packing_of(cu_seqlens, x, state=state)
+    if isinstance(cu_seqlens, PackingShare):
+        return packing_of(cu_seqlens, x, state=state, tokens=max(x.shape[1], 1))
+    lengths = group.lengths(x)
+    whole = packing_of(cu_seqlens, x, state=state, tokens=sum(lengths))
+    return PackingShare(whole, lengths, group.rank)
 
 
 # Collectives with gradients.

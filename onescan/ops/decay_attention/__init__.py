@@ -39,12 +39,13 @@ from onescan.ops.numerics import (
     product_dtype,
     to_accumulation_dtype,
 )
-from onescan.ops.packing import Packing, packing_of, refuse_cu_seqlens
+from onescan.ops.packing import Packing
 from onescan.ops.parallel import (
     Group,
     SequenceGroup,
     is_empty,
     one_token,
+    packing_over,
     sequence_group,
 )
 from onescan.shapes import DecayedKeys, DecayedKeyValue, Keep, Keys, LogDecays, Queries, Values
@@ -184,7 +185,7 @@ def decay_attention(
             diagonal decay.
         return_state: If False, return None instead of the state and skip the work for it.
         group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
-            None for that of `sequence_parallel`, if any. Not with cu_seqlens.
+            None for that of `sequence_parallel`, if any.
 
     Returns:
         The outputs in the dtype of v, and the state after the last token; for bidirectional calls,
@@ -206,7 +207,7 @@ def decay_attention(
     >>> decay_attention(q, k, v, half)[0].flatten().tolist()
     [10.5, 9.0, 6.0]
     """
-    ranks = sequence_group(group)
+    ranks, own = sequence_group(group), q
     if empty := is_empty(ranks, q):
         q, k, v = one_token(q, k, v)
         keep = q.new_zeros(q.shape[:2], dtype=torch.bool)
@@ -219,9 +220,7 @@ def decay_attention(
             "decay_at is 'symmetric' with causal=True, expected 'auto', 'source' or 'target'"
         )
     check_choice("normalize", normalize, ["none", "sum", "max_one"])
-    if ranks is not None:
-        refuse_cu_seqlens(cu_seqlens, "a group", "one of them")
-    packing = None if cu_seqlens is None else packing_of(cu_seqlens, q, state=state)
+    packing = packing_over(ranks, cu_seqlens, own, state=state)
     return_state = return_state and packing is None
     sides = unpack_states(state, DecayState, causal=causal)
     carried = named_state_tensors(sides, causal=causal)
@@ -258,7 +257,7 @@ def decay_attention(
             check_log_decay(log_decay if log_decay.ndim == 1 else wide_decay)
         shifted, ends = directed(wide_decay, decay_at, causal=causal)
         if packing is not None:
-            shifted = separated(shifted, packing.starts)
+            shifted = separated(shifted, packing)
         last = None
         if ranks is not None:
             sides, last = _carried(ranks, wide_k, wide_v, shifted, sides, ends, keep)

@@ -37,6 +37,7 @@ from onescan.ops.numerics import (
     row_dot,
     to_float64,
 )
+from onescan.ops.packing import Packing
 from onescan.shapes import Keys, LogDecays, Queries, Values
 
 BLOCK = 1 << 21  # scores of the samples and heads that a CPU works on at a time
@@ -86,14 +87,12 @@ def directed(
     return Directions(forward, None if causal else backward), (last, first)
 
 
-def separated(decays: Directions, starts: Tensor) -> Directions:
-    """Separate sequences by log-decays of -inf, given which tokens are their first, [B, T]."""
+def separated(decays: Directions, packing: Packing) -> Directions:
+    """Separate packed sequences by log-decays of -inf."""
     forward, backward = decays
-    starts = starts[:, :, None, None]
-    forward = forward.masked_fill(starts, -torch.inf)
+    forward = forward.masked_fill(packing.starts[:, :, None, None], -torch.inf)
     if backward is not None:
-        ends = F.pad(starts[:, 1:], (0, 0, 0, 0, 0, 1), value=True)
-        backward = backward.masked_fill(ends, -torch.inf)
+        backward = backward.masked_fill(packing.ends[:, :, None, None], -torch.inf)
     return Directions(forward, backward)
 
 

@@ -30,8 +30,8 @@ from onescan.checks import (
 from onescan.ops.delta_rule import forms
 from onescan.ops.delta_rule.ranks import EnteringStates
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
-from onescan.ops.packing import Packing, packing_of, refuse_cu_seqlens
-from onescan.ops.parallel import Group, is_empty, one_token, sequence_group
+from onescan.ops.packing import Packing
+from onescan.ops.parallel import Group, is_empty, one_token, packing_over, sequence_group
 from onescan.shapes import (
     Keep,
     KeyValue,
@@ -142,8 +142,7 @@ def delta_rule(
             tokens for decays per key channel. Precision decreases if it is many times the key
             width.
         group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
-            None for that of `sequence_parallel`, if any. With the forms "chunk" and "full"; not
-            with cu_seqlens.
+            None for that of `sequence_parallel`, if any. With the forms "chunk" and "full".
 
     Returns:
         The outputs ``[B, T, H, V]`` in the dtype of v, and the state: a `DeltaState` if causal,
@@ -166,14 +165,12 @@ def delta_rule(
     >>> delta_rule(q, k, v, half, half.log(), causal=True)[0].flatten().tolist()
     [4.0, 3.0, 1.75]
     """
-    ranks = sequence_group(group)
+    ranks, own = sequence_group(group), q
     if empty := is_empty(ranks, q):
         q, k, v, beta, log_decay = one_token(q, k, v, beta, log_decay)
         keep = q.new_zeros(q.shape[:2], dtype=torch.bool)
     _check(q, k, v, beta, log_decay, causal, keep, state, chunk_size)
-    if ranks is not None:
-        refuse_cu_seqlens(cu_seqlens, "a group", "one of them")
-    packing = None if cu_seqlens is None else packing_of(cu_seqlens, q, state=state)
+    packing = packing_over(ranks, cu_seqlens, own, state=state)
     chosen = choose(form, tokens=q.shape[1], over_ranks=ranks is not None)
     sides = unpack_states(state, DeltaState, causal=causal)
     incoming = [None if side is None else side.kv for side in sides[: 1 if causal else 2]]
@@ -182,8 +179,7 @@ def delta_rule(
         if inputs.log_decay is not None:
             check_log_decay(inputs.log_decay)
         run = forms.causal if causal else forms.bidirectional
-        options: dict[str, Any] = {"chunk_size": chunk_size}
-        options["starts"] = None if packing is None else packing.starts
+        options: dict[str, Any] = {"chunk_size": chunk_size, "packing": packing}
         entering = None
         if ranks is not None:
             entering = options["entering"] = EnteringStates(ranks, len(q))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from onescan.ops.chunks import chunk_scan, length_of_chunks, number_of_chunks
 from onescan.ops.decay_factors import decay_factors, decayed_scores, exp_decay, padded
+from onescan.ops.packing import Packing
 from onescan.shapes import (
     KeyValue,
     LogDecays,
@@ -180,10 +181,12 @@ FORMS: dict[str, Form] = {"full": full, "chunk": chunk, "recurrent": recurrent}
 
 
 def causal(
-    form: Form, inputs: Inputs, kv: KeyValue | None, *, starts: Starts | None, **options: Any
+    form: Form, inputs: Inputs, kv: KeyValue | None, *, packing: Packing | None, **options: Any
 ) -> tuple[Values, KeyValue]:
     """Run a form from the first token to the last, from the state kv, or from zeros if None."""
-    return form(_separated(inputs, starts), _initial(kv, inputs), **options)
+    if packing is not None:
+        inputs = _separated(inputs, packing.starts)
+    return form(inputs, _initial(kv, inputs), **options)
 
 
 def bidirectional(
@@ -192,7 +195,7 @@ def bidirectional(
     forward_kv: KeyValue | None,
     backward_kv: KeyValue | None,
     *,
-    starts: Starts | None,
+    packing: Packing | None,
     **options: Any,
 ) -> tuple[Values, KeyValue, KeyValue]:
     """Add the outputs of both directions, and count each token's own updates once.
@@ -209,10 +212,9 @@ def bidirectional(
     # one call: the reversed sequences are concatenated along the batch axis
     both = Inputs(*(torch.cat([x, x.flip(1)]) for x in inputs if x is not None))
     kv = torch.cat([_initial(kv, inputs) for kv in (forward_kv, backward_kv)])
-    if starts is not None:
-        ends = F.pad(starts[:, 1:], (0, 1), value=True)
-        starts = torch.cat([starts, ends.flip(1)])
-    o, kv = form(_separated(both, starts), kv, **options)
+    if packing is not None:
+        both = _separated(both, torch.cat([packing.starts, packing.ends.flip(1)]))
+    o, kv = form(both, kv, **options)
     (forward, reversed_backward), (last, first) = (
         x.unflatten(0, (2, inputs.v.shape[0])) for x in (o, kv)
     )
@@ -233,10 +235,8 @@ def _read_updates(q: Queries, updates: Sequence[tuple[Tensor, Tensor, Tensor]]) 
     return o + _read_updates(q - weight * k, earlier) if earlier else o
 
 
-def _separated(inputs: Inputs, starts: Starts | None) -> Inputs:
+def _separated(inputs: Inputs, starts: Starts) -> Inputs:
     """Separate packed sequences by log-decays of -inf, given which tokens are their first."""
-    if starts is None:
-        return inputs
     log_decay = inputs.q.new_zeros(()) if inputs.log_decay is None else inputs.log_decay
     log_decay = torch.where(starts[:, :, None, None], -torch.inf, log_decay)
     return inputs._replace(log_decay=log_decay)

@@ -33,12 +33,13 @@ from onescan.ops.linear_diffusion.kernel import (
     stable_step,
 )
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
-from onescan.ops.packing import Packing, packing_of, refuse_cu_seqlens
+from onescan.ops.packing import Packing, PackingShare
 from onescan.ops.parallel import (
     Group,
     SequenceGroup,
     halo,
     one_token,
+    packing_over,
     refuse_group,
     sequence_group,
 )
@@ -141,7 +142,7 @@ def linear_diffusion(
             sums in float32 and has first derivatives only. "auto" chooses; see `use_backend`.
         group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
             None for that of `sequence_parallel`, if any. Only for the explicit scheme, with the
-            forms "dense" and "banded"; not with cu_seqlens.
+            forms "dense" and "banded".
 
     Returns:
         The tokens after the step, [B, T, H, V], in the dtype of x.
@@ -160,9 +161,8 @@ def linear_diffusion(
     ranks = sequence_group(group)
     _check(x, weights, dt, scheme, keep, state, tokens=0 if ranks is not None else 1)
     if ranks is not None:
-        refuse_cu_seqlens(cu_seqlens, "a group", "one of them")
         _refuse_ranks(ranks, scheme, form)
-    packing = None if cu_seqlens is None else packing_of(cu_seqlens, x, state=state)
+    packing = packing_over(ranks, cu_seqlens, x, state=state)
     tokens, radius = x.shape[1], weights.shape[1] // 2
     rows, start = tokens, 0
     if ranks is None:
@@ -170,12 +170,14 @@ def linear_diffusion(
     else:
         inputs, seen, start = _tokens_around(ranks, x, keep, state, radius)
         rows = inputs.shape[1]
+    sequence = None if packing is None else packing.sequence
+    if isinstance(packing, PackingShare):
+        sequence = packing.sequences_around(start, rows - start - packing.tokens)
     is_local = packing is not None or ranks is not None
     chosen = _choose(form, scheme, inputs.shape[1], radius, is_local=is_local)
     if _backend(form, scheme, backend, x, weights, dt, state) == "triton":
         from onescan.ops.linear_diffusion import launch
 
-        sequence = None if packing is None else packing.sequence
         with disable_autocast(x):
             rates = _rates(*to_accumulation_dtype(weights, dt))
             y = launch.explicit(inputs, rates, seen, sequence, rows)
@@ -185,14 +187,14 @@ def linear_diffusion(
             inputs = inputs.masked_fill(~seen[:, :, None, None], 0)
         inputs, *wide = to_accumulation_dtype(inputs, weights, dt)
         rates = _rates(*wide)
-        if packing is not None:
-            y = forms.packed_explicit(chosen, inputs, rates, keep, packing.sequence)
+        if sequence is not None:
+            y = forms.packed_explicit(chosen, inputs, rates, seen, sequence)
         elif scheme == "explicit":
             y = forms.explicit(IMPLEMENTATIONS[chosen], inputs, rates, seen, rows)
-            y = y if ranks is None else y.narrow(1, start, tokens)
         else:
             size = SOLVERS[chosen](radius)
             y = crank_nicolson.crank_nicolson(size, inputs, rates, seen)
+        y = y if ranks is None else y.narrow(1, start, tokens)
         if keep is not None:
             y = y.masked_fill(~keep[:, :, None, None], 0)
     if can_look_at_values(y):
