@@ -53,8 +53,15 @@ from onescan.ops.numerics import (
     product_dtype,
     to_accumulation_dtype,
 )
-from onescan.ops.packing import Packing, packing_of, refuse_cu_seqlens
-from onescan.ops.parallel import Group, SequenceGroup, is_empty, one_token, sequence_group
+from onescan.ops.packing import Packing, PackingShare
+from onescan.ops.parallel import (
+    Group,
+    SequenceGroup,
+    is_empty,
+    one_token,
+    packing_over,
+    sequence_group,
+)
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
 __all__ = ["IMPLEMENTATIONS", "AdditiveDecayState", "additive_decay", "choose", "merge_states"]
@@ -148,8 +155,8 @@ def additive_decay(
         chunk_size: Maximum number of tokens per chunk, for the form "chunk" only. Rounded down to a
             multiple of 8 between 8 and 64, or, in kernels, to a power of two between 16 and 64.
         group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
-            None for that of `sequence_parallel`, if any. If not causal, only the form "one_scan",
-            in torch. Not with cu_seqlens.
+            None for that of `sequence_parallel`, if any. If not causal, only the form "one_scan".
+            In torch, except for causal calls without cu_seqlens.
 
     Returns:
         The outputs in the dtype of v, and the state of all tokens including the incoming state;
@@ -168,16 +175,14 @@ def additive_decay(
     >>> additive_decay(q + 1, k, v, causal=True)[0].flatten().round(decimals=3).tolist()
     [3.0, 4.0, 6.0]
     """
-    ranks = sequence_group(group)
+    ranks, own = sequence_group(group), q
     if empty := is_empty(ranks, q):
         q, k, v = one_token(q, k, v)
         (angles,), keep = one_token(angles, dim=0), q.new_zeros(q.shape[:2], dtype=torch.bool)
     _check(q, k, v, angles, causal, keep, state, chunk_size)
     named = {"q": q, "k": k, "v": v, "angles": angles, **tensors_of("state", state)}
     dtype = v.dtype
-    if ranks is not None:
-        refuse_cu_seqlens(cu_seqlens, "a group", "one of them")
-    packing = None if cu_seqlens is None else packing_of(cu_seqlens, q, state=state)
+    packing = packing_over(ranks, cu_seqlens, own, state=state)
     choice = choose(
         form, backend, q, k, v, angles, *(state or ()), causal=causal, packed=packing is not None,
         over_ranks=ranks is not None,
@@ -198,7 +203,7 @@ def additive_decay(
     with disable_autocast(q):
         last = None
         if ranks is not None and causal:
-            state, last = _carried(ranks, k, v, angles, state, keep)
+            state, last = _carried(ranks, k, v, angles, state, keep, packing)
         inputs = AdditiveInputs(q, k, v, angles, state, keep, chunk_size, packing, ranks)
         o, outgoing = IMPLEMENTATIONS[choice](inputs)
         outgoing = outgoing if last is None else last
@@ -233,7 +238,8 @@ def choose(
         check_choice(f"form ({direction}, cu_seqlens)", chosen, PACKED[causal])
     if over_ranks:
         check_choice(f"form ({direction}, group)", chosen, OVER_RANKS[causal])
-        here = here if causal else [(causal, chosen, "torch")]
+        if packed or not causal:
+            here = [(causal, chosen, "torch")]
     has_kernel = (causal, chosen, "triton") in here
     widest = WIDEST_HEAD
     if causal and (q.device.type == "cuda" or is_interpreted()):  # kernels only run there
@@ -255,14 +261,19 @@ def _carried(
     angles: Angles | None,
     state: AdditiveDecayState | None,
     keep: Keep | None,
+    packing: Packing | None,
 ) -> tuple[AdditiveDecayState, AdditiveDecayState]:
     """Return the states before the tokens of this rank, and after those of all ranks."""
     k, v = to_accumulation_dtype(k, v)
     if keep is not None:
         dropped = ~keep[:, :, None, None]
         k, v = k.masked_fill(dropped, -torch.inf), v.masked_fill(dropped, 0)
+    share = packing if isinstance(packing, PackingShare) else None
+    if share is not None:  # only the last sequence continues
+        is_last = share.sequence == share.sequence[:, -1:]
+        k = k.masked_fill(~is_last[:, :, None, None], -torch.inf)
     own = forms.context_of(k, v, rotary_tables(angles, k.dtype), state)
-    before, last = merged_before(ranks, own)
+    before, last = merged_before(ranks, own, share)
     return before if state is None else merged(state, before), last
 
 

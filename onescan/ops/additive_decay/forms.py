@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onescan.checks import can_look_at_values, is_plain
-from onescan.ops.additive_decay.ranks import merged_over_ranks
+from onescan.ops.additive_decay.ranks import merged_over_ranks, merged_sequences
 from onescan.ops.additive_decay.state import (
     AdditiveDecayState,
     AdditiveInputs,
@@ -33,7 +33,8 @@ from onescan.ops.additive_decay.state import (
 from onescan.ops.chunks import length_of_chunks, linear_scan, number_of_chunks
 from onescan.ops.lrpe import rotary_tables, rotate
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
-from onescan.ops.packing import Chunks, Packing
+from onescan.ops.packing import Chunks, Packing, PackingShare
+from onescan.ops.parallel import SequenceGroup
 from onescan.shapes import Angles as Table  # of cosines or sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 
@@ -53,7 +54,7 @@ def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     q, k, v, angles, state, *_, packing, ranks = inputs
     tables = rotary_tables(angles, k.dtype)
     if packing is not None:
-        return _scan_sequences(q, k, v, tables, packing)
+        return _scan_sequences(q, k, v, tables, packing, ranks)
     context = context_of(k, v, tables, state)
     if ranks is not None:
         context = merged_over_ranks(ranks, context)
@@ -244,9 +245,17 @@ def differentiable_gradients(
 
 
 def _scan_sequences(
-    q: Queries, k: Keys, v: Values, tables: tuple[Table | None, Table | None], packing: Packing
+    q: Queries,
+    k: Keys,
+    v: Values,
+    tables: tuple[Table | None, Table | None],
+    packing: Packing,
+    ranks: SequenceGroup | None,
 ) -> tuple[Values, AdditiveDecayState]:
-    """Compute one scan for each packed sequence: sums of chunks, added up by sequence."""
+    """Compute one scan for each packed sequence: sums of chunks, added up by sequence.
+
+    Over several ranks, those of the first and the last sequence of a row include other ranks.
+    """
     length = packing.chunk_size()
     chunks = packing.chunks(length)
     sequence, size = chunks.sequence.flatten(), (packing.sequences,)
@@ -267,10 +276,19 @@ def _scan_sequences(
     kv = torch.einsum("nchf,nchv->nhfv", rotate(weight, cos, sin), v)
     kv = kv.new_zeros(size + kv.shape[1:]).index_add(0, sequence, kv)
     kv = kv / per_feature(total, kv)
+    states = AdditiveDecayState(peak.double() + total.double().log(), kv)
+    if ranks is not None and isinstance(packing, PackingShare):
+        ends = merged_sequences(ranks, states, packing)
+        kv = torch.cat([kv, *(state.kv for state in ends)])
+        of_head = len(states.kv) + torch.arange(packing.batch, device=kv.device).unsqueeze(1)
+        of_tail = of_head + packing.batch
+        first, last = packing.sequence[:, :1], packing.sequence[:, -1:]
+        index = torch.where(chunks.sequence == last, of_tail, chunks.sequence)
+        sequence = torch.where(chunks.sequence == first, of_head, index).flatten()
 
     o = torch.einsum("nchf,nhfv->nchv", rotate(q, cos, sin), kv.index_select(0, sequence))
     o = chunks.to_tokens(o.unflatten(0, (packing.batch, -1)).flatten(1, 2))
-    return o, AdditiveDecayState(peak.double() + total.double().log(), kv)
+    return o, states
 
 
 # One scan for all samples together: works on any device, when compiled, and with any derivative.

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from onescan.ops.additive_decay.state import AdditiveDecayState, per_feature, per_key, share
 from onescan.ops.numerics import LOG_ZERO
+from onescan.ops.packing import PackingShare
 from onescan.ops.parallel import SequenceGroup, gather
 
 
@@ -22,12 +23,43 @@ def merged_over_ranks(group: SequenceGroup, state: AdditiveDecayState) -> Additi
 
 
 def merged_before(
-    group: SequenceGroup, state: AdditiveDecayState
+    group: SequenceGroup, state: AdditiveDecayState, packing: PackingShare | None = None
 ) -> tuple[AdditiveDecayState, AdditiveDecayState]:
-    """Merge the canonical states of the earlier ranks, and those of all ranks."""
+    """Merge the canonical states of the earlier ranks, and those of all ranks.
+
+    If sequences are packed, the states are those of the last sequence of each row on each rank, and
+    the first result is the state of the sequence that continues on this rank.
+    """
     z, kv = gather(group, *state)
     is_earlier = torch.arange(group.size, device=z.device).view(-1, 1, 1, 1) < group.rank
-    return _sum(z, kv, is_earlier), _sum(z, kv, torch.ones_like(is_earlier))
+    included = is_earlier
+    if packing is not None:
+        is_same = packing.tails == packing.heads[group.rank]
+        included = is_earlier & is_same[:, :, None, None]
+    return _sum(z, kv, included), _sum(z, kv, torch.ones_like(is_earlier))
+
+
+def merged_sequences(
+    group: SequenceGroup, states: AdditiveDecayState, packing: PackingShare
+) -> tuple[AdditiveDecayState, AdditiveDecayState]:
+    """Merge the states of the sequences at both ends of the rank's rows with those on other ranks.
+
+    Args:
+        group: The ranks.
+        states: States of the rank's tokens of each sequence, [S, ...].
+        packing: The sequences.
+
+    Returns:
+        States of the whole first and the whole last sequence of each row, [B, ...].
+    """
+    at = packing.sequence[:, [0, -1]].mT  # 2 B
+    z, kv = (x.flatten(0, 1) for x in gather(group, *(x[at] for x in states)))
+    # a sequence that is both the first and the last one counts once
+    tails = packing.tails.masked_fill(packing.tails == packing.heads, -2)
+    numbers = torch.stack([packing.heads, tails], dim=1).flatten(0, 1)  # 2W B
+    ends = packing.heads[group.rank], packing.tails[group.rank]
+    head, tail = (_sum(z, kv, (numbers == number)[:, :, None, None]) for number in ends)
+    return head, tail
 
 
 def _sum(z: Tensor, kv: Tensor, included: Tensor) -> AdditiveDecayState:

@@ -28,13 +28,14 @@ from onescan.messages import named_type
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
-from onescan.ops.packing import Chunks, Packing, packing_of, refuse_cu_seqlens
+from onescan.ops.packing import Chunks, Packing
 from onescan.ops.parallel import (
     Group,
     SequenceGroup,
     is_empty,
     is_empty_grid,
     one_token,
+    packing_over,
     refuse_group,
     sequence_group,
 )
@@ -117,7 +118,7 @@ def toeplitz_position(
             first derivatives; "auto" follows `use_backend`.
         group: Process group over which the first axis lies in rank order; `shape` is then the part
             of this rank. See `onescan.ops.parallel`. None for the group of `sequence_parallel`, if
-            any. With the forms "dense" and "scan"; not with cu_seqlens, nor joint kernels.
+            any. With the forms "dense" and "scan"; not with joint kernels.
 
     Returns:
         The mixed tokens ``[B, T, D]`` in the dtype of x, and the state after the last token, or
@@ -143,9 +144,10 @@ def toeplitz_position(
     shape = as_grid_shape(shape)
     _check(x, log_decay, weight, shape, bidirectional, joint, state, return_state)
     if ranks is not None:
-        refuse_cu_seqlens(cu_seqlens, "a group", "one of them")
         _refuse_ranks(ranks, form, joint=joint and len(shape) > 1)
-    packing = None if cu_seqlens is None else packing_of(cu_seqlens, x, state=state)
+    packing = packing_over(ranks, cu_seqlens, own, state=state)
+    if packing is not None:
+        _check_packed(shape, form, backend, return_state=return_state)
     mix = partial(
         _mix, bidirectional=bidirectional, joint=joint, packing=packing, form=form, backend=backend
     )
@@ -156,8 +158,9 @@ def toeplitz_position(
         return mix(*inputs, state=None, return_state=False)[0]
 
     returns_state = not bidirectional and (len(shape) == 1 or return_state or state is not None)
+    returns_state = returns_state and packing is None
     lines = math.prod(shape[1:])
-    if not returns_state:
+    if not returns_state and packing is None:
         lengths = ranks.lengths(own)
         if moves_less_by_channels(ranks, lengths, lines, log_decay):
             return by_channels(mix_here, ranks, own, log_decay, weight, shape, lengths), None
@@ -168,7 +171,9 @@ def toeplitz_position(
             decay, wide_weight = decay.unsqueeze(0), wide_weight.unsqueeze(0)
         hidden = _hidden_before(wide_x, decay, state, shape)
         length = 0 if empty else shape[0]
-        read, hidden = carried(ranks, wide_x, decay, wide_weight, shape, hidden, length=length)
+        read, hidden = carried(
+            ranks, wide_x, decay, wide_weight, shape, hidden, length=length, packing=packing
+        )
         y = (y + read).to(x.dtype)
     return y[:, :0] if empty else y, _as_state(hidden, x, shape) if returns_state else None
 
@@ -190,9 +195,7 @@ def _mix(
     """Compute a call on one process, with checked arguments."""
     if joint and len(shape) == 1:
         joint, weight = False, weight.unsqueeze(0)
-    if packing is not None:
-        _check_packed(shape, form, backend, return_state=return_state)
-        backend = "torch"
+    backend = backend if packing is None else "torch"
     if joint:
         check_choice("form (joint)", form, ["auto", "fft"])
         check_choice("backend (joint)", backend, ["auto", "torch"])

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from onescan.ops.packing import Packing
 from onescan.ops.parallel import SequenceGroup, carry, exchange
 from onescan.ops.toeplitz_position import forms
 from onescan.shapes import Hidden, LineStates
@@ -46,6 +47,7 @@ def carried(
     hidden: LineStates,
     *,
     length: int,
+    packing: Packing | None = None,
 ) -> tuple[Hidden, LineStates]:
     """Return what the tokens read from other ranks, and the state after the last rank.
 
@@ -57,20 +59,32 @@ def carried(
         shape: The part of the grid on this rank.
         hidden: State before the first rank, read there.
         length: Number of positions along the first axis; 0 if x represents an empty part.
+        packing: Packed sequences on this rank, for one axis.
     """
     lines = forms.channels_first(x, shape).movedim(2, -1)
     flat = lines.flatten(1, -2)  # D lines positions
     enters = [hidden if ranks.is_first else torch.zeros_like(hidden), torch.zeros_like(hidden)]
     updates = []
     for backward, (a, enter) in enumerate(zip(log_decay, enters, strict=False)):
-        own = forms.advance(enter, flat.flip(-1) if backward else flat, a, length)
-        updates.append((own, (length * a).exp().unsqueeze(1)))
+        seen, kept = flat, (length * a).exp().unsqueeze(1)
+        if packing is not None:  # only the last sequence visited continues
+            edge = packing.sequence[:, :1] if backward else packing.sequence[:, -1:]
+            seen = flat * (packing.sequence == edge)
+            begins = packing.ends if backward else packing.starts
+            kept = kept * ~begins.any(dim=1)[:, None]
+        own = forms.advance(enter, seen.flip(-1) if backward else seen, a, length)
+        updates.append((own, kept))
     states = carry(ranks, updates)
     y = torch.zeros_like(flat)
     for backward, ((before, _), enter) in enumerate(zip(states, enters, strict=False)):
         first = weight[backward].unsqueeze(1) * (before + enter)
         read = forms.sample(first, log_decay[backward], flat.shape[-1] + 1)[..., 1:]
-        y = y + (read.flip(-1) if backward else read)
+        read = read.flip(-1) if backward else read
+        if packing is not None:  # only the first sequence visited continues
+            begins = packing.ends.flip(1) if backward else packing.starts
+            is_continued = begins.cumsum(dim=1) == 0
+            read = read * (is_continued.flip(1) if backward else is_continued)
+        y = y + read
     return forms.channels_last(y.view(lines.shape).movedim(-1, 2)), states[0][1]
 
 
