@@ -19,6 +19,7 @@ from onescan.ops.linear_diffusion import (
     stable_step,
 )
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
+from onescan.ops.parallel import SequenceGroup, sequence_parallel
 from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "DeltaState",
     "DeltaStates",
     "DiffusionState",
+    "SequenceGroup",
     "ToeplitzState",
     "additive_decay",
     "decay_attention",
@@ -39,6 +41,7 @@ __all__ = [
     "lrpe_frequencies",
     "merge_states",
     "next_state",
+    "sequence_parallel",
     "stable_step",
     "toeplitz_position",
     "use_backend",

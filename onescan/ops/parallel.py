@@ -2,17 +2,18 @@
 
 Each rank passes its own tokens to an op with ``group=``, and receives their outputs, which are the
 same as on one process. Shares may have different lengths, and a share may be empty (T = 0). What
-ranks exchange is the small state of a linear-time op, so its size does not depend on the number of
-tokens, except for `toeplitz_position` over the rows of a grid.
+ranks exchange are states and neighboring tokens, whose size does not depend on the number of
+tokens. Only `toeplitz_position` may exchange tokens, where that is less. A rank receives, from W
+ranks with T tokens in total, in the forward pass and again in the backward pass::
 
-                                    collective    numbers that a rank receives, W ranks
-    additive_decay, not causal      all-reduce    B H (2 K + F V), at most twice
-    additive_decay, causal          all-gather    W B H (K + F V)
-    decay_attention                 all-gather    W B H (K V + 2 K), per direction
-    delta_rule                      all-gather    W B H (K K + K V), per direction
-    linear_diffusion, explicit      all-to-all    2 B R H V, the tokens within its radius R
-    toeplitz_position               all-gather    W B D E, per direction and line across the ranks,
-                                 or all-to-all    2 B T D / W, whichever is less
+    additive_decay          all-reduce    B H (2 K + F V)
+    additive_decay, causal  all-gather    W B H (K + F V)
+    decay_attention         all-gather    W B H (K V + 2 K)      per direction
+    delta_rule              all-gather    W B H (K K + K V)      per direction
+    linear_diffusion        all-to-all    2 B R H V              of radius R
+    toeplitz_position       all-gather    W (B L + 1) D E        per direction, for L lines
+                            all-to-all    2 B T D / W            if that is less
+    lrpe_angles             all-gather    W                      in the forward pass only
 
 A recurrence is linear in the state that enters a share, S' = P S + U. Ranks gather P and U of every
 share, combine those before their own (or after it, in the backward direction), and run the op from
@@ -131,6 +132,7 @@ def sequence_parallel(group: Group | None) -> Iterator[None]:
 
     It is the default of their argument ``group``. The setting applies to the whole process, not to
     one thread. With activation checkpointing, the backward pass must run inside the context too.
+    Other parts of a model, such as pooling and learned positions, are not affected.
 
     Args:
         group: A process group, or a `SequenceGroup`, which has the length of each rank; None for
