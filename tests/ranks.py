@@ -68,11 +68,10 @@ def _failed(pids):
     return failed
 
 
-def splits(tokens, ranks):
-    """Return uneven lengths of shares, and lengths with empty shares."""
+def split(tokens, ranks):
+    """Return uneven lengths of shares: short ones, and empty ones at both ends and between."""
     half = tokens // 2
-    uneven = [*range(1, ranks), tokens - ranks * (ranks - 1) // 2]
-    return [uneven, [half, *[0] * (ranks - 2), tokens - half] if ranks > 2 else [0, tokens]]
+    return {2: [0, tokens], 3: [1, tokens - 3, 2], 4: [half, 0, tokens - half, 0]}[ranks]
 
 
 def assert_same_over_ranks(op, tokens, shared, lengths, group, *, per_position=1, prefix=0):
