@@ -286,6 +286,15 @@ def test_a_normalizer_that_float32_cannot_hold_comes_in_whole(causal):
     case.check()
 
 
+@pytest.mark.parametrize("empty", [LOG_ZERO, -torch.inf])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_state_of_no_tokens_changes_nothing(causal, empty):
+    case = Case(1, 20, 1, 4, 4, causal=causal, lrpe=False, keep=False)
+    z, kv = case.state
+    case.state = torch.full_like(z, empty), torch.zeros_like(kv)
+    case.check()
+
+
 def test_what_all_values_share_leaves_no_gradient_of_keys():
     case = Case(1, 40, 1, 8, 8, lrpe=False, keep=False, state=False, dtype=HALF)
     case.v, case.kv_slope = (case.v.half() + 30).double(), torch.zeros_like(case.kv_slope)

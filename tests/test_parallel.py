@@ -24,6 +24,7 @@ from onescan.ops import (
     lrpe_angles,
     toeplitz_position,
 )
+from onescan.ops.packing import Packing, PackingShare
 from onescan.ops.parallel import SequenceGroup, sequence_parallel
 
 B, T, H, K, V = 2, 13, 2, 4, 3
@@ -164,7 +165,11 @@ def test_packed_sequences(over_ranks, name):
     run, inputs = PACKED[name]
 
     def op(group, **tensors):
-        o, state = run(**tensors, cu_seqlens=OFFSETS, group=group)
+        offsets = OFFSETS
+        if group is not None and group.size() == 3:  # shared by several calls
+            whole = Packing(OFFSETS, batch=B, tokens=T)
+            offsets = PackingShare(whole, split(T, 3), dist.get_rank(group))
+        o, state = run(**tensors, cu_seqlens=offsets, group=group)
         assert state is None
         return o, []
 
@@ -294,6 +299,31 @@ def test_toeplitz_position(over_ranks, columns, bidirectional, width, exchanged)
     over_ranks(check)
 
 
+KERNELS = {
+    "additive": lambda q, k, v, a, w, **options: additive_decay(q, k, v, causal=True, **options),
+    "decay": lambda q, k, v, a, w, **options: decay_attention(q, k, v, a, **options),
+    "diffusion": lambda q, k, v, a, w, **options: (
+        linear_diffusion(v, w.abs(), w[:, 0].abs(), form="banded", **options),
+    ),
+    "toeplitz": lambda q, k, v, a, w, **options: toeplitz_position(
+        v.flatten(2), -w.view(1, -1, 1).abs(), w.view(1, -1, 1), (v.shape[1],), form="scan",
+        **options,
+    ),
+}  # fmt: skip
+
+
+def test_kernels_over_ranks(tmp_path):
+    def check(group):
+        tokens = [x[:1].float() for x in qkv().values()] + [-torch.rand(1, T, H)]
+        weights = torch.rand(H, 3)
+        at = slice(0, 5) if dist.get_rank(group) == 0 else slice(5, T)
+        for run in KERNELS.values():
+            o = run(*(x[:, at] for x in tokens), weights, group=group, backend="triton")[0]
+            torch.testing.assert_close(o, run(*tokens, weights)[0][:, at], atol=1e-5, rtol=1e-5)
+
+    run_ranks(2, check, tmp_path)
+
+
 def test_a_rank_that_needs_no_loss(over_ranks):
     """The other ranks' gradients are those of their losses alone, and no rank waits forever."""
 
@@ -387,6 +417,7 @@ def test_the_group_of_a_context(over_ranks):
             torch.testing.assert_close(additive_decay(q, k, v, causal=True)[0], want)
             with sequence_parallel(None):
                 torch.testing.assert_close(additive_decay(q, k, v, causal=True)[0], alone)
+            torch.testing.assert_close(additive_decay(q, k, v, causal=True)[0], want)
         torch.testing.assert_close(additive_decay(q, k, v, causal=True)[0], alone)
 
     over_ranks(check)

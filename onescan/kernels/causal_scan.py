@@ -118,7 +118,7 @@ def carry_forward(
     sin_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_KV_IN:
         exact = tl.load(z_in + of_head * K + c, mask=c < K, other=LOG_ZERO)
-        some = exact > LOG_ZERO
+        some = exact > LOG_ZERO / 2  # the constant may be rounded to float32, and z_in is not
         m = tl.where(some, exact.to(tl.float32), float("-inf"))
         n = tl.where(some, tl.exp((exact - tl.where(some, m, 0.0)).to(tl.float32)), 0.0)
         cos_half, sin_half = load_halves(kv_in + of_head * width, c, e, K, V, LRPE)
