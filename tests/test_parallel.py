@@ -300,21 +300,16 @@ def test_toeplitz_position(over_ranks, columns, bidirectional, width, exchanged)
 
 
 KERNELS = {
-    "additive": lambda q, k, v, a, w, **options: additive_decay(q, k, v, causal=True, **options),
-    "decay": lambda q, k, v, a, w, **options: decay_attention(q, k, v, a, **options),
-    "diffusion": lambda q, k, v, a, w, **options: (
+    "additive": lambda q, k, v, w, **options: additive_decay(q, k, v, causal=True, **options),
+    "diffusion": lambda q, k, v, w, **options: (
         linear_diffusion(v, w.abs(), w[:, 0].abs(), form="banded", **options),
     ),
-    "toeplitz": lambda q, k, v, a, w, **options: toeplitz_position(
-        v.flatten(2), -w.view(1, -1, 1).abs(), w.view(1, -1, 1), (v.shape[1],), form="scan",
-        **options,
-    ),
-}  # fmt: skip
+}
 
 
 def test_kernels_over_ranks(tmp_path):
     def check(group):
-        tokens = [x[:1].float() for x in qkv().values()] + [-torch.rand(1, T, H)]
+        tokens = [x[:1].float() for x in qkv().values()]
         weights = torch.rand(H, 3)
         at = slice(0, 5) if dist.get_rank(group) == 0 else slice(5, T)
         for run in KERNELS.values():
