@@ -28,7 +28,7 @@ def blocks_of(case: Case) -> Blocks:
 
 @jit
 def cosine_and_sine(angle):
-    """Compute cosines and sines of float32 angles up to 1e9 radians, with float32 accuracy.
+    """Compute float32 cosines and sines of angles up to 1e9 radians, in float32 or float64.
 
     The compiler's own functions use a table in memory for large angles. Here multiples of pi / 2
     are subtracted in float64, and Taylor series are evaluated at the remainder, at most pi / 4.

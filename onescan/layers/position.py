@@ -175,7 +175,7 @@ class ToeplitzPosition(nn.Module):
             bidirectional=self.bidirectional, joint=self.joint, cu_seqlens=cu_seqlens,
             state=state, return_state=return_state,
         )  # fmt: skip
-        return torch.cat([prefix, y], dim=1), state
+        return torch.cat([prefix, y], dim=1) if grid.prefix else y, state
 
     def kernels(self, lags: int) -> Tensor:
         """Return the current kernels, [axes, (2,) D, lags], for lags 0, 1, ...
