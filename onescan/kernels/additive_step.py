@@ -29,7 +29,10 @@ from onescan.kernels.lrpe import cosine_and_sine
 
 EXAMPLES = (
     Example(64, 64, lrpe=True, flags={"HAS_KV_IN": True, "HAS_THETA": True, "MAP": 1}),
-    Example(128, 128, lrpe=True, flags={"HAS_KV_IN": True, "HAS_THETA": True, "HAS_KEEP": True}),
+    Example(
+        *(128, 128, True),
+        flags={"HAS_KV_IN": True, "HAS_THETA": True, "HAS_START": True, "HAS_KEEP": True, "MAP": 1},
+    ),
     Example(128, 128, flags={"HAS_KV_IN": True}),
     Example(256, 256, lrpe=True, flags={"HAS_KV_IN": True}),
 )
@@ -41,11 +44,7 @@ def step_blocks(case: Case) -> Blocks:
     return Blocks(1, power_of_two(case.key_width), values, warps=4, stages=1)
 
 
-@kernel(
-    step_blocks,
-    {},
-    {"HAS_START": True, "theta": "*bf16"},
-)
+@kernel(step_blocks)
 def step(
     q, k, v, angles, theta, start, keep, z_in, kv_in,
     o, z, kv,

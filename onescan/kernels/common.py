@@ -31,7 +31,7 @@ LENGTHS = (
 )
 
 # Types of pointers by name; all others are float32.
-DATA = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "dangles", "x", "y", "dx", "dy")
+DATA = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "dangles", "x", "y", "dx", "dy", "theta")
 OPERANDS = ("before", "after", "kv_rounded", "dkv_rounded")
 OTHERS = {
     "keep": "i1", "sequence": "i64", "start": "i64", "spans": "i32", "firsts": "i32",
