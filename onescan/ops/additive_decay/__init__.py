@@ -22,6 +22,7 @@ from onescan.checks import (
     check_positive,
     check_sequence_options,
     check_shapes,
+    check_whole,
     nan_probe,
 )
 from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
@@ -246,6 +247,8 @@ def _check(
     given = {} if angles is None else {"angles": angles}
     if isinstance(angles, RotaryPositions):
         given = {"angles.theta": angles.theta}
+        start: Any = angles.start
+        check_whole(0, **{"angles.start": 0 if isinstance(start, Tensor) else start})
     check_floating(q=q, k=k, v=v, **given, **incoming)
     check_devices(q=q, k=k, v=v, keep=keep, **given, **incoming)
     features = k.shape[-1] * (1 if angles is None else 2)

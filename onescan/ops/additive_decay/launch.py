@@ -79,7 +79,7 @@ def recurrent(
         ValueError: If a gradient is required.
     """
     theta, begin = (None, 0) if positions is None else positions
-    position, start = (0, begin) if isinstance(begin, Tensor) else (begin, None)
+    position, start = (0, begin.to(k.device)) if isinstance(begin, Tensor) else (begin, None)
     if wants_gradient(q, k, v, angles, theta, *(state or ())):
         raise ValueError(
             "form/backend is 'recurrent/triton', which has no gradients, and an input needs one: "
