@@ -128,7 +128,6 @@ IMAGES = {
         "pool": "mean",
     },
 }
-over_causal = pytest.mark.parametrize("change", CAUSAL.values(), ids=CAUSAL)
 # programs of the others are looked at where they become files
 over_both = pytest.mark.parametrize("name", ["lightnet", "delta", "hydra", "ldn", "bert"])
 over_images = pytest.mark.parametrize("name", ["lion natural", "ldn separable"])
