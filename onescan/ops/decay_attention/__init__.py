@@ -90,6 +90,12 @@ def _chunks_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
     return chunk(*arguments, **options)
 
 
+def _one_scan_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
+    from onescan.ops.decay_attention.launch import one_scan
+
+    return one_scan(*arguments, **options)
+
+
 def _steps_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
     from onescan.ops.decay_attention.launch import recurrent
 
@@ -110,6 +116,7 @@ IMPLEMENTATIONS: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("causal", "chunk", "triton"): _chunks_in_triton,
     ("causal", "recurrent", "triton"): _steps_in_triton,
     ("both", "chunk", "triton"): _chunks_in_triton,
+    ("both, no decay", "chunk", "triton"): _one_scan_in_triton,
 }
 
 
@@ -215,7 +222,8 @@ def decay_attention(
     )
     decays = log_decay is not None or packing is not None
     has_kernel = _has_kernel(form, causal=causal, decays=decays, call=call)
-    op = f"decay_attention.{'diagonal' if call.is_diagonal else 'scalar'}"
+    kernels = "scalar" if causal or decays else "no_decay"
+    op = f"decay_attention.{'diagonal' if call.is_diagonal else kernels}"
     runs_on: Any = resolved_backend(backend, has_kernel, q, k, v, op=op)
     choice = choose(form, runs_on, causal=causal, decays=decays, call=call)
     if not decays:
