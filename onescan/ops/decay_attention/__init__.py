@@ -234,10 +234,10 @@ def decay_attention(
     with disable_autocast(q):
         if in_kernels:
             wide_q, wide_k, wide_v = q, k, v
-        elif choice[:2] == ("both, no decay", "chunk"):
-            wide_q, wide_k, wide_v = (x.to(product_dtype(q, k, v)) for x in (q, k, v))
-        else:
+        elif choice.form == "recurrent":
             wide_q, wide_k, wide_v = to_accumulation_dtype(q, k, v)
+        else:
+            wide_q, wide_k, wide_v = (x.to(product_dtype(q, k, v)) for x in (q, k, v))
         wide_decay = _broadcast(log_decay, accumulation_dtype(wide_k.dtype), k)
         if keep is not None:
             wide_decay = wide_decay.masked_fill(~keep[:, :, None, None], 0)
