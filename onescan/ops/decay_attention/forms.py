@@ -567,8 +567,8 @@ def _results(
     chunks = -(-tokens // size)
     is_read = saves_states and (chunks > 1 or inputs.enters is not None)
     states = (directions, batch, heads, chunks, *state) if is_read else (0,)
-    wide = accumulation_dtype(v.dtype)
-    return v.new_empty(v.shape), *(v.new_empty(x, dtype=wide) for x in (sums, leaves, states))
+    wide = partial(v.new_empty, dtype=accumulation_dtype(v.dtype))
+    return v.new_empty(v.shape), wide(sums), wide(leaves), wide(states)
 
 
 def _blocks(v: Tensor, size: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:

@@ -250,7 +250,9 @@ def _linear_attention(
     """
     o = torch.empty_like(v)
     kv, k_sum = _sums(k, v, None, None, keep)
-    total, total_sum = (kv, k_sum) if kv_in is None else (kv + kv_in, k_sum + sum_in)
+    total, total_sum = kv, k_sum
+    if kv_in is not None and sum_in is not None:
+        total, total_sum = kv + kv_in, k_sum + sum_in
     kernel = linear_attention.read
     _launch_tiles(kernel, k, v, q, total, total_sum, keep, o, NORMALIZER=NORMALIZERS[normalizer])
     return o, kv, k_sum
