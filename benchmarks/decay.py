@@ -1,7 +1,8 @@
 """Bidirectional attention with decay that depends on the token, compared with softmax attention.
 
 As in LION, arXiv:2502.16249. flash-linear-attention's causal kernels run in both directions, in two
-calls or on a doubled batch. "copy" copies as many bytes as an op must read and write at least.
+calls or on a doubled batch. "delta_rule" is Gated DeltaNet in both directions, or KDA with diagonal
+decay. "copy" copies as many bytes as an op must read and write at least.
 """
 
 from collections.abc import Callable
@@ -15,9 +16,9 @@ from candidates import copy_case, import_fla, noise, op_case, softmax
 from harness import BACKWARD, FORWARD, Case, run_benchmark
 from results import Benchmark
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, normalize
 
-from onescan.ops import decay_attention
+from onescan.ops import decay_attention, delta_rule
 
 FORMS = ("auto", "chunk", "full")
 FLA = ("fla_two_calls", "fla_doubled_batch")
@@ -46,8 +47,15 @@ def prepare(name: str, mode: str, tokens: int, options: Options) -> Case:
         return op_case(softmax, (q, k, v), mode, options)
     if name == "copy":
         return copy_case((q, k, v, log_decay), mode)
+    if name == "delta_rule":
+        beta = noise(options, *shape[:-1]).sigmoid()
+        return op_case(update, (q, normalize(k, dim=-1), v, beta, log_decay), mode, options)
     op = fla_op(name, options) if name in FLA else our_op(name, options)
     return op_case(op, (q, k, v, log_decay), mode, options)
+
+
+def update(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
+    return delta_rule(q, k, v, beta, log_decay)[0]
 
 
 def our_op(form: str, options: Options) -> Callable[..., Tensor]:
@@ -86,7 +94,7 @@ def fla_op(name: str, options: Options) -> Callable[..., Tensor]:
 def run(options: Options) -> None:
     benchmark = Benchmark(
         name="decay",
-        candidates=(*FORMS, "softmax", *FLA, "copy"),
+        candidates=(*FORMS, "delta_rule", "softmax", *FLA, "copy"),
         modes=(FORWARD, BACKWARD) if options.gradients else (FORWARD,),
         sizes=options.tokens,
     )

@@ -221,6 +221,22 @@ def check_no_nan(result: Tensor, **arguments: Tensor | None) -> None:
                 raise ValueError(f"{name} holds {count} {what} of {tensor.numel()} values")
 
 
+def check_log_decay(log_decay: Tensor) -> None:
+    """Raise ValueError for NaN or positive values, if the values can be read.
+
+    >>> check_log_decay(torch.tensor([-1.0, 0.5]))
+    Traceback (most recent call last):
+    ValueError: log_decay reaches 0.5, expected at most 0, a decay of 1
+    """
+    if not can_look_at_values(log_decay) or not log_decay.numel():
+        return
+    highest = log_decay.detach().amax().item()
+    if highest != highest:
+        check_no_nan(log_decay, log_decay=log_decay)
+    if highest > 0:
+        raise ValueError(f"log_decay reaches {highest:.6g}, expected at most 0, a decay of 1")
+
+
 def unpack_states(state: Any, kind: type, *, causal: bool) -> tuple[Any, Any]:
     """Return the forward and the backward state of a call, each a `kind` or None.
 

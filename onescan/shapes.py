@@ -40,6 +40,9 @@ Starts = Bool[Tensor, "B T"]  # first tokens of packed sequences
 ChunkStarts = Bool[Tensor, "B N"]  # first chunks of packed sequences
 LowerBound = Float[Tensor, " D"]  # smallest decay factor of each channel of a block
 Betas = Float[Tensor, "B T H"]  # write strengths of the delta rule
+UpdateKeys = Float[Tensor, "B T *R H K"]  # R updates per token, or no such axis for a single one
+UpdateValues = Float[Tensor, "B T *R H V"]
+UpdateBetas = Float[Tensor, "B T *R H"]
 
 LogNormalizer = Float[Tensor, "B H K"]
 KeyValue = Float[Tensor, "B H F V"]

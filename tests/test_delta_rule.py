@@ -24,7 +24,21 @@ from onescan.ops.delta_rule import (
 B, H, K, V = 2, 3, 4, 5
 FORMS = [(causal, form) for causal in (True, False) for form in IMPLEMENTATIONS]
 over_forms = pytest.mark.parametrize(("causal", "form"), FORMS, ids=lambda x: str(x))
+over_kinds = pytest.mark.parametrize(
+    ("decay", "updates"), [(None, None), ("scalar", None), ("diagonal", 2)]
+)
+over_cases = pytest.mark.parametrize(
+    ("causal", "form", "decay", "updates"),
+    [
+        *((causal, form, None, None) for causal, form in FORMS if form != "full"),
+        (False, "chunk", "scalar", 2),
+        (False, "chunk", "diagonal", None),
+        (True, "full", "scalar", None),
+        (True, "recurrent", "diagonal", 2),
+    ],
+)
 TENSORS = ("q", "k", "v", "beta")
+DECAYS = [None, "scalar", "diagonal"]
 
 
 def inputs(
@@ -38,7 +52,10 @@ def inputs(
     scale=1.0,
     heads=H,
     width=K,
+    decay=None,
+    updates=None,
 ):
+    each = () if updates is None else (updates,)
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -46,10 +63,13 @@ def inputs(
 
     named = {
         "q": normal(B, tokens, heads, width),
-        "k": F.normalize(normal(B, tokens, heads, width), dim=-1),
-        "v": normal(B, tokens, heads, V) * scale,
-        "beta": 2 * normal(B, tokens, heads).sigmoid(),
+        "k": F.normalize(normal(B, tokens, *each, heads, width), dim=-1),
+        "v": normal(B, tokens, *each, heads, V) * scale,
+        "beta": 2 * normal(B, tokens, *each, heads).sigmoid(),
     }
+    if decay is not None:
+        size = (B, tokens, heads, width)[: 3 if decay == "scalar" else 4]
+        named["log_decay"] = -normal(*size).exp()
     named = {name: x.to(dtype) for name, x in named.items()}
     if keep:
         named["keep"] = torch.rand(B, tokens, generator=g) < 0.6
@@ -72,8 +92,9 @@ def state_of(matrices):
 
 def leaves(named):
     """The same arguments with gradients wanted, and the list of what has one."""
-    tensors = [named[name].clone().requires_grad_() for name in TENSORS]
-    named = dict(named, **dict(zip(TENSORS, tensors, strict=True)))
+    names = [*TENSORS, *(["log_decay"] if "log_decay" in named else [])]
+    tensors = [named[name].clone().requires_grad_() for name in names]
+    named = dict(named, **dict(zip(names, tensors, strict=True)))
     if "state" in named:
         kv = [x.clone().requires_grad_() for x in matrices(named["state"])]
         named["state"] = state_of(kv)
@@ -107,19 +128,95 @@ def assert_matches_reference(named, *, causal, form, sizes=(64,)):
         "causal, form": FORMS,
         "tokens": [1, 2, 17, 64],
         "keep, state": [(False, False), (True, False), (True, True)],
+        "decay": DECAYS,
+        "updates": [None, 1, 2, 3],
     }
 )
-def test_every_form_matches_the_reference(causal, form, tokens, keep, state):
-    named = inputs(tokens, causal=causal, keep=keep, state=state)
+def test_every_form_matches_the_reference(causal, form, tokens, keep, state, decay, updates):
+    named = inputs(tokens, causal=causal, keep=keep, state=state, decay=decay, updates=updates)
     sizes = {1, 7, 16, 64, tokens + 1} if form == "chunk" else {64}
     assert_matches_reference(named, causal=causal, form=form, sizes=sizes)
 
 
 @over_forms
-@pytest.mark.parametrize("tokens", [63, 65, 197])
-def test_one_head_and_lengths_around_a_chunk_and_of_an_image(causal, form, tokens):
-    named = inputs(tokens, causal=causal, keep=True, state=True, heads=1)
+@pytest.mark.parametrize(("tokens", "decay"), [(63, "scalar"), (65, "diagonal"), (197, None)])
+def test_one_head_and_lengths_around_a_chunk_and_of_an_image(causal, form, tokens, decay):
+    named = inputs(tokens, causal=causal, keep=True, state=True, heads=1, decay=decay)
     assert_matches_reference(named, causal=causal, form=form)
+
+
+@over_forms
+@pytest.mark.parametrize("decay", DECAYS[1:])
+@pytest.mark.parametrize("updates", [None, 2])
+def test_decays_from_one_to_zero(causal, form, decay, updates):
+    named = inputs(70, causal=causal, state=True, decay=decay, updates=updates)
+    named["log_decay"] = extreme(named["log_decay"])
+    assert_matches_reference(named, causal=causal, form=form)
+
+
+def extreme(log_decay):
+    """Replace some log-decays by 0, small and large ones, the lowest number, and -inf."""
+    g = torch.Generator().manual_seed(3)
+    choices = torch.tensor([0, -1e-6, -60, -800, torch.finfo(torch.float64).min, -torch.inf])
+    choices = torch.cat([choices.double(), torch.full((6,), torch.nan, dtype=torch.float64)])
+    picked = choices[torch.randint(len(choices), log_decay.shape, generator=g)]
+    return torch.where(picked.isnan(), log_decay, picked)
+
+
+@over_forms
+@pytest.mark.parametrize("decay", DECAYS[1:])
+def test_a_decay_of_zero_empties_the_state(causal, form, decay):
+    named = inputs(9, causal=causal, state=True, decay=decay)
+    named["log_decay"][:, 5] = -torch.inf
+    o, state = delta_rule(**named, causal=causal, form=form, chunk_size=4)
+    rest = {n: x for n, x in named.items() if n != "state"}
+    if causal:
+        want, last = delta_rule(**part(rest, 5, 9), causal=True)
+        assert_same((o[:, 5:], state.kv), (want, last.kv))
+        return
+    right = named["state"].backward
+    want, ends = delta_rule(**part(rest, 5, 9), state=(None, right))
+    assert_same((o[:, 6:], state.forward.kv), (want[:, 1:], ends.forward.kv))
+    want, ends = delta_rule(**part(rest, 0, 6), state=(named["state"].forward, None))
+    assert_same((o[:, :5], state.backward.kv), (want[:, :5], ends.backward.kv))
+
+
+@over_forms
+def test_equal_decays_of_channels_are_a_decay_of_the_head(causal, form):
+    named = inputs(20, causal=causal, state=True, decay="scalar", updates=2)
+    want, ends = delta_rule(**named, causal=causal, form=form)
+    named["log_decay"] = named["log_decay"].unsqueeze(-1).expand(-1, -1, -1, K)
+    got, state = delta_rule(**named, causal=causal, form=form)
+    assert_same((got, *matrices(state)), (want, *matrices(ends)))
+
+
+@over_forms
+def test_updates_are_steps_of_which_the_last_one_is_read(causal, form):
+    """One direction equals a call with one update per token, and a decay at each token's first."""
+    tokens, updates = 9, 3
+    named = inputs(tokens, causal=causal, state=True, decay="diagonal", updates=updates)
+
+    def steps(order):
+        one_each = {n: named[n][:, order].flatten(1, 2) for n in TENSORS[1:]}
+        last = {"q": named["q"], "log_decay": named["log_decay"]}
+        q, log_decay = (torch.zeros(B, tokens, updates, H, K).double() for _ in last)
+        q[:, :, -1], log_decay[:, :, 0] = named["q"][:, order], named["log_decay"][:, order]
+        return dict(one_each, q=q.flatten(1, 2), log_decay=log_decay.flatten(1, 2))
+
+    states = [named["state"]] if causal else named["state"]
+    got, ends = delta_rule(**named, causal=causal, form=form, chunk_size=4)
+    want, forward_order = 0, torch.arange(tokens)
+    for order, state, end in zip(
+        (forward_order, forward_order.flip(0)), states, matrices(ends), strict=False
+    ):
+        o, last = delta_rule(**steps(order), state=state, causal=True)
+        want = want + o[:, updates - 1 :: updates][:, order]
+        assert_same([end], [last.kv])
+    if not causal:
+        for t in range(tokens):
+            token = part({n: x for n, x in named.items() if n != "state"}, t, t + 1)
+            want[:, t : t + 1] -= delta_rule(**token, causal=True)[0]
+    assert_same([got], [want])
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9])
@@ -148,14 +245,26 @@ def test_both_directions_are_products_of_householder_matrices(tokens):
     assert_same([reference.forward(**named)[0]], [torch.stack(outputs, dim=1)])
 
 
-@over_forms
-def test_gradcheck(causal, form):
-    named, tensors = leaves(inputs(3, causal=causal, keep=True, state=True, heads=1))
+@over_cases
+def test_gradcheck(causal, form, decay, updates):
+    made = inputs(3, causal=causal, keep=True, state=True, heads=1, decay=decay, updates=updates)
+    named, tensors = leaves(made)
     named = {name: x for name, x in named.items() if name == "keep"}
+    if decay is None:
+        tensors.insert(4, None)
 
-    def call(q, k, v, beta, *kv):
+    def call(q, k, v, beta, log_decay, *kv):
         o, state = delta_rule(
-            q, k, v, beta, **named, causal=causal, state=state_of(kv), form=form, chunk_size=2
+            q,
+            k,
+            v,
+            beta,
+            log_decay,
+            **named,
+            causal=causal,
+            state=state_of(kv),
+            form=form,
+            chunk_size=2,
         )
         return o, *matrices(state)
 
@@ -163,11 +272,12 @@ def test_gradcheck(causal, form):
     assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
 
 
+@over_kinds
 @pytest.mark.parametrize("first", IMPLEMENTATIONS)
 @pytest.mark.parametrize("second", IMPLEMENTATIONS)
-def test_two_calls_equal_one_at_every_cut(first, second):
+def test_two_calls_equal_one_at_every_cut(first, second, decay, updates):
     tokens = 9
-    named = inputs(tokens, causal=True, keep=True, state=True)
+    named = inputs(tokens, causal=True, keep=True, state=True, decay=decay, updates=updates)
     want, last = delta_rule(**named, causal=True)
     for cut in range(1, tokens):
         o1, state = delta_rule(**part(named, 0, cut), causal=True, form=first, chunk_size=4)
@@ -176,10 +286,11 @@ def test_two_calls_equal_one_at_every_cut(first, second):
         assert_same((torch.cat([o1, o2], dim=1), state.kv), (want, last.kv))
 
 
+@over_kinds
 @pytest.mark.parametrize("form", IMPLEMENTATIONS)
-def test_two_bidirectional_calls_equal_one_at_every_cut(form):
+def test_two_bidirectional_calls_equal_one_at_every_cut(form, decay, updates):
     tokens = 9
-    named = inputs(tokens, causal=False, keep=True, state=True)
+    named = inputs(tokens, causal=False, keep=True, state=True, decay=decay, updates=updates)
     left, right = named["state"]
     want, ends = delta_rule(**named)
     call = partial(delta_rule, form=form, chunk_size=4)
@@ -196,9 +307,10 @@ def part(named, start, stop):
     return {n: x if n == "state" else x[:, start:stop] for n, x in named.items()}
 
 
+@over_kinds
 @pytest.mark.parametrize("form", IMPLEMENTATIONS)
-def test_reversed_inputs_give_reversed_outputs(form):
-    named = inputs(13, causal=False, keep=True, state=True)
+def test_reversed_inputs_give_reversed_outputs(form, decay, updates):
+    named = inputs(13, causal=False, keep=True, state=True, decay=decay, updates=updates)
     o, state = delta_rule(**named, form=form, chunk_size=4)
     mirrored = {n: DeltaStates(*x[::-1]) if n == "state" else x.flip(1) for n, x in named.items()}
     got, ends = delta_rule(**mirrored, form=form, chunk_size=4)
@@ -206,18 +318,19 @@ def test_reversed_inputs_give_reversed_outputs(form):
 
 
 @over_forms
-def test_masked_tokens_do_not_change_outputs(causal, form):
-    named = inputs(10, causal=causal, state=True)
+@over_kinds
+def test_masked_tokens_do_not_change_outputs(causal, form, decay, updates):
+    named = inputs(10, causal=causal, state=True, decay=decay, updates=updates)
     keep = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
     call = partial(delta_rule, causal=causal, form=form, chunk_size=4)
     short = {n: x if n == "state" else x[:, keep] for n, x in named.items()}
     want, ends = call(**short)
-    for name in TENSORS:
+    for name in [*TENSORS, "log_decay"][: 4 if decay is None else 5]:
         named[name][:, ~keep] = torch.nan
     got = outputs_and_gradients(partial(call, keep=keep.expand(B, -1)), named)
     assert (got[0][0][:, ~keep] == 0).all()
     assert_same((got[0][0][:, keep], *got[0][1:]), (want, *matrices(ends)))
-    assert all((x[:, ~keep] == 0).all() for x in got[1][:4])
+    assert all((x[:, ~keep] == 0).all() for x in got[1][: 4 if decay is None else 5])
     assert all(torch.isfinite(x).all() for x in got[1])
 
 
@@ -248,10 +361,11 @@ def test_any_finite_beta_is_taken(causal, form):
 
 
 @over_forms
+@over_kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_less_exact_than_plain_torch(causal, form, dtype):
+def test_no_less_exact_than_plain_torch(causal, form, dtype, decay, updates):
     """The error against float64 is at most twice what the definition makes in the same dtype."""
-    named = inputs(96, causal=causal, dtype=dtype, width=32)
+    named = inputs(96, causal=causal, dtype=dtype, width=32, decay=decay, updates=updates)
     exact = {n: x.double() for n, x in named.items()}
     plain = partial(reference.forward, causal=causal)
     ours = partial(delta_rule, causal=causal, form=form)
@@ -320,9 +434,25 @@ PAIR = DeltaStates(ONE, None)
         ({"v": torch.ones(B, 4, H, V).long()}, "v has dtype torch.int64"),
         ({"beta": torch.ones(B, 4)}, r"beta has shape \(2, 4\)"),
         ({"beta": 1.0}, "beta is a float"),
+        ({"v": torch.ones(B, 4, 2, H, V)}, r"v has shape \(2, 4, 2, 3, 5\), expected 'B T H V'"),
+        ({"k": torch.ones(B, 4, 2, H, K)}, r"v has shape \(2, 4, 3, 5\), expected 'B T R H V'"),
+        (
+            {"k": torch.ones(B, 4, 0, H, K), "v": torch.ones(B, 4, 0, H, V)}
+            | {"beta": torch.ones(B, 4, 0, H)},
+            "R is 0",
+        ),
+        ({"log_decay": 0.5}, "log_decay is a float"),
+        (
+            {"log_decay": -torch.ones(H)},
+            r"log_decay has shape \(3,\), expected 'B T H' or 'B T H K'",
+        ),
+        ({"log_decay": -torch.ones(B, 4, V)}, r"log_decay has shape \(2, 4, 5\), expected 'B T H'"),
+        ({"log_decay": -torch.ones(B, 4, H, 1)}, r"log_decay has shape \(2, 4, 3, 1\)"),
+        ({"log_decay": torch.ones(B, 4, H)}, "log_decay reaches 1, expected at most 0"),
+        ({"log_decay": torch.full((B, 4, H, K), torch.nan)}, "log_decay holds 96 NaN"),
         ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32"),
         ({"causal": "no"}, "causal is 'no'"),
-        ({"form": "full"}, "form 'full' .*chunk, recurrent"),
+        ({"form": "dense"}, "form 'dense' .*full, chunk, recurrent"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5"),
         ({"v": torch.ones(B, 4, H, 0)}, "V is 0"),
@@ -394,10 +524,10 @@ def test_the_choice_of_form():
 
 
 @pytest.mark.compile
-@over_forms
-def test_compiles_without_a_graph_break(causal, form):
+@over_cases
+def test_compiles_without_a_graph_break(causal, form, decay, updates):
     compiled = torch.compile(delta_rule, fullgraph=True, backend="aot_eager")
-    named = inputs(9, causal=causal, keep=True, state=True)
+    named = inputs(9, causal=causal, keep=True, state=True, decay=decay, updates=updates)
     arguments = {"causal": causal, "form": form, "chunk_size": 4}
     want = outputs_and_gradients(partial(delta_rule, **arguments), named)
     got = outputs_and_gradients(partial(compiled, **arguments), named)

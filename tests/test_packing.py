@@ -119,19 +119,25 @@ def test_decay_attention(lengths, causal, kind):
 
 @over_lengths
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("form", ["chunk", "recurrent"])
-def test_delta_rule(lengths, causal, form):
+@pytest.mark.parametrize("form", ["full", "chunk", "recurrent"])
+@pytest.mark.parametrize("kind", [None, "scalar", "diagonal"])
+def test_delta_rule(lengths, causal, form, kind):
     shape = tokens_of(lengths)
+    updates = (2,) if kind == "diagonal" else ()
 
     def op(tensors, shared, start=0, **options):
-        q, k, v, beta = tensors
+        q, k, v, beta, *log_decay = tensors
         k, beta = F.normalize(k, dim=-1), beta.sigmoid()
-        o, _ = delta_rule(q, k, v, beta, causal=causal, form=form, chunk_size=4, **options)
-        return o
+        options |= {"causal": causal, "form": form, "chunk_size": 4}
+        return delta_rule(q, k, v, beta, *log_decay, **options)[0]
 
-    tensors = [randn(*shape, H, n, seed=n) for n in (K, K + 1, V)]
-    tensors[1] = tensors[1][..., 1:]
-    tensors.append(randn(*shape, H, seed=1))
+    tensors = [
+        randn(*shape, H, K),
+        randn(*shape, *updates, H, K, seed=1),
+        randn(*shape, *updates, H, V, seed=2),
+        randn(*shape, *updates, H, seed=3),
+        *log_decays(kind, shape),
+    ]
     for keep in (None, real(lengths)):
         assert_packing_changes_nothing(op, tensors, [], lengths, keep)
 

@@ -20,6 +20,7 @@ from onescan.checks import (
     check_choice,
     check_devices,
     check_floating,
+    check_log_decay,
     check_no_nan,
     check_positive,
     check_sequence_options,
@@ -30,7 +31,8 @@ from onescan.checks import (
 from onescan.ops.backend import Backend, resolved_backend, wants_gradient
 from onescan.ops.chunks import is_known
 from onescan.ops.decay_attention import forms
-from onescan.ops.decay_attention.forms import Directions, directed, padded, separated
+from onescan.ops.decay_attention.forms import Directions, directed, separated
+from onescan.ops.decay_factors import padded
 from onescan.ops.feature_maps import FEATURE_MAPS, KERNEL_MAPS, FeatureMapName
 from onescan.ops.numerics import (
     accumulation_dtype,
@@ -250,7 +252,7 @@ def decay_attention(
         if keep is not None:
             wide_decay = wide_decay.masked_fill(~keep[:, :, None, None], 0)
         if log_decay is not None:
-            _check_decay(log_decay if log_decay.ndim == 1 else wide_decay)
+            check_log_decay(log_decay if log_decay.ndim == 1 else wide_decay)
         shifted, ends = directed(wide_decay, decay_at, causal=causal)
         if packing is not None:
             shifted = separated(shifted, packing.starts)
@@ -504,14 +506,3 @@ def _check(
         **{name: (x, "B H K V" if name.endswith("kv") else "B H K") for name, x in carried.items()},
     )
     check_positive(**{letter: sizes[letter] for letter in "THKV"})
-
-
-def _check_decay(log_decay: Tensor) -> None:
-    """Raise ValueError for NaN or positive values, if the values can be read."""
-    if not can_look_at_values(log_decay) or not log_decay.numel():
-        return
-    highest = log_decay.detach().amax().item()
-    if highest != highest:
-        check_no_nan(log_decay, log_decay=log_decay)
-    if highest > 0:
-        raise ValueError(f"log_decay reaches {highest:.6g}, expected at most 0, a decay of 1")

@@ -11,7 +11,6 @@ Carrying states from chunk to chunk in both directions is not in the paper, wher
 to all others (Eq. 81).
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -28,6 +27,7 @@ from onescan.ops.chunks import (
     needs_plain_functions,
     number_of_chunks,
 )
+from onescan.ops.decay_factors import decay_factors, decayed_scores, halves, padded
 from onescan.ops.numerics import (
     MIN_DIVISOR,
     accumulation_dtype,
@@ -41,8 +41,6 @@ from onescan.shapes import Keys, LogDecays, Queries, Values
 
 BLOCK = 1 << 21  # scores of the samples and heads that a CPU works on at a time
 BATCH = 1 << 18  # scores that fit into a CPU's caches
-VANISHED = -800.0  # exp of anything smaller is 0 in every dtype
-LOG_LEAST = math.log(MIN_DIVISOR)
 
 Sides = tuple[Tensor | None, Tensor | None]  # a state, [B, H, K, V + 1], or decay per direction
 
@@ -248,15 +246,6 @@ def chunk(
     return o, (leaves[:, :, 0].mT, None if backward is None else leaves[:, :, 1].mT)
 
 
-def padded(tokens: int) -> int:
-    """Round the number of tokens up to a power of two, as chunks with diagonal decay require.
-
-    >>> padded(64), padded(197)
-    (64, 256)
-    """
-    return 1 << (tokens - 1).bit_length()
-
-
 class _Inputs(NamedTuple):
     """Tensor inputs of the chunk form.
 
@@ -330,49 +319,6 @@ def _tokens(x: Tensor, tokens: int) -> Tensor:
     return x.flatten(2, 3).transpose(1, 2).narrow(1, 0, tokens)
 
 
-class _Factors(NamedTuple):
-    """Decay factors of one direction within a chunk, [..., C or 1, X].
-
-    Attributes:
-        enter: From the incoming state to each token.
-        leave: From each token to the outgoing state.
-        through: From the incoming to the outgoing state.
-    """
-
-    enter: Tensor
-    leave: Tensor
-    through: Tensor
-
-
-def _sums(log_decay: Tensor, *, backward: bool) -> Tensor:
-    """Compute cumulative log-decays [..., C, X], starting where the direction enters the chunk.
-
-    The sums are float64, so that differences of two sums, the decays between nearby tokens, stay
-    accurate when the sums are large.
-    """
-    logs = to_float64(log_decay).clamp(min=VANISHED)
-    sums = logs.cumsum(-2)
-    return sums[..., -1:, :] - sums + logs if backward else sums
-
-
-def _decay_factors(log_decay: Tensor, dtype: torch.dtype, *, backward: bool) -> _Factors:
-    sums = _sums(log_decay, backward=backward)
-    end = sums[..., :1, :] if backward else sums[..., -1:, :]
-    through = _exp(end, accumulation_dtype(dtype))
-    return _Factors(_exp(sums, dtype), _exp(end - sums, dtype), through)
-
-
-def _exp(logs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the exponential in a dtype. Except in float64, results below `MIN_DIVISOR` become 0.
-
-    Products with smaller factors can be subnormal in float32, which is many times slower on a CPU.
-    """
-    logs = logs.to(accumulation_dtype(dtype))
-    if dtype != torch.float64:
-        logs = F.threshold(logs, LOG_LEAST, -torch.inf)
-    return logs.exp().to(dtype)
-
-
 def _states(
     k: Tensor,
     v: Tensor,
@@ -404,7 +350,7 @@ def _states(
         return [], v.new_empty(0)
     befores, leaves = [], []
     for d, log_decay in enumerate(logs):
-        enter, leave, through = _decay_factors(log_decay, k.dtype, backward=bool(d))
+        enter, leave, through = decay_factors(log_decay, k.dtype, backward=bool(d))
         added = (v.mT @ (k * (enter if of_gradients else leave))).to(through.dtype)
         state = added.new_zeros(added[:, :, 0].shape) if enters is None else enters[:, :, d]
         before, last = linear_scan(state, added, through, backward=bool(d) != of_gradients)
@@ -427,9 +373,9 @@ def _read(
     There are no row sums without normalization.
     """
     q, k, v = tokens
-    weights, *_ = _scores(q, k, logs)
+    weights, *_ = decayed_scores(q, k, logs)
     reads = [
-        q * _decay_factors(log_decay, q.dtype, backward=bool(d)).enter
+        q * decay_factors(log_decay, q.dtype, backward=bool(d)).enter
         for d, log_decay in enumerate(logs[: len(befores)])
     ]
     wide = accumulation_dtype(v.dtype)
@@ -442,80 +388,6 @@ def _read(
     for read, before in zip(reads, befores, strict=True):
         row_sum = row_sum + (before[..., -1:, :] @ read.mT.to(wide)).mT
     return [(o / _divisor(row_sum, normalize, causal=causal)[0]).to(v.dtype), row_sum]
-
-
-def _scores(q: Tensor, k: Tensor, logs: Sequence[Tensor]) -> tuple[Tensor, Any]:
-    """Return the scores after decay, [..., C, C], and the decay factors needed for gradients."""
-    sums = [_sums(x, backward=bool(d)) for d, x in enumerate(logs)]
-    if logs[0].shape[-1] == 1:
-        decays = _scalar_decays(sums, q.dtype)
-        return q @ k.mT * decays, decays
-    levels = [list(_levels(x, q.dtype, backward=bool(d))) for d, x in enumerate(sums)]
-    return _diagonal_scores(q, k, levels), levels
-
-
-def _scalar_decays(sums: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return exp(sum_i - sum_j), [..., C, C], for the direction in which i reads j."""
-    below, *above = (_differences(x, accumulation_dtype(dtype)) for x in sums)
-    size = below.shape[-1]
-    is_below = torch.ones(size, size, dtype=torch.bool, device=below.device).tril()
-    other = above[0] if above else below.new_full((), -torch.inf)
-    return _exp(torch.where(is_below, below, other), dtype)
-
-
-def _differences(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute sum_i - sum_j, [..., C, C], to the precision of dtype.
-
-    Float64 sums are split into two parts of the dtype, which are faster to subtract.
-    """
-    if sums.dtype == dtype:
-        return sums - sums.mT
-    high = sums.to(dtype)
-    low = (sums - high).to(dtype)
-    return (high - high.mT) + (low - low.mT)
-
-
-# If each key channel has its own decay, scores cannot be multiplied by the decay afterwards. Chunks
-# are split into halves recursively. Between a query in the half visited second and a key in the
-# half visited first, the decay is the decay from the key to the boundary m between the halves,
-# times the decay from the boundary to the query. Both factors are at most 1 and cannot overflow.
-#
-#     W_ij = sum_c q_ic exp(sum_ic - sum_mc) k_jc exp(sum_mc - sum_jc)
-
-
-def _levels(sums: Tensor, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the decays of queries and keys, [..., S, L, K], for halves of 1, 2, 4, ... tokens."""
-    length = 1
-    while length < sums.shape[-2]:
-        first, second = _halves(sums, length, backward=backward)
-        boundary = first[..., :1, :] if backward else first[..., -1:, :]
-        yield _exp(second - boundary, dtype), _exp(boundary - first, dtype)
-        length *= 2
-
-
-def _halves(x: Tensor, length: int, *, backward: bool) -> tuple[Tensor, Tensor]:
-    """Split tiles into the halves visited first and second, [..., S, L, X] each."""
-    left, right = x.unflatten(-2, (-1, 2, length)).unbind(-3)
-    return (right, left) if backward else (left, right)
-
-
-def _diagonal_scores(
-    q: Tensor, k: Tensor, levels: Sequence[Sequence[tuple[Tensor, Tensor]]]
-) -> Tensor:
-    """Assemble the scores, from tiles of one token up to the whole chunk."""
-    whole = (q * k).sum(-1)[..., None, None]  # [..., S, L, L]
-    for each in zip(*levels, strict=True):
-        length = whole.shape[-1]
-        blocks = []
-        for d, (enter, leave) in enumerate(each):
-            _, queries = _halves(q, length, backward=bool(d))
-            keys, _ = _halves(k, length, backward=bool(d))
-            blocks.append((queries * enter) @ (keys * leave).mT)
-        lower, upper = [*blocks, torch.zeros_like(blocks[0])][:2]
-        first, second = whole.unflatten(-3, (-1, 2)).unbind(-3)
-        rows = torch.cat([first, upper], dim=-1), torch.cat([lower, second], dim=-1)
-        whole = torch.cat(rows, dim=-2)
-    return whole.squeeze(-3)
 
 
 # The chunk form has its own backward, which recomputes scores but not states, unless
@@ -720,7 +592,7 @@ def _chunk_gradients(
     """
     do, q, k, v = tokens
     is_scalar = logs[0].shape[-1] == 1
-    weights, decays = _scores(q, k, logs)
+    weights, decays = decayed_scores(q, k, logs)
     dweights = torch.bmm(do, v.mT)
     dv = torch.bmm(weights.mT, do[..., :-1])
     if is_scalar:
@@ -735,7 +607,7 @@ def _chunk_gradients(
         [torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x[:, :1])] for x in logs
     ]
     for d, log_decay in enumerate(logs):
-        enter, leave, through = _decay_factors(log_decay, q.dtype, backward=bool(d))
+        enter, leave, through = decay_factors(log_decay, q.dtype, backward=bool(d))
         if befores:
             reads = torch.bmm(do, befores[d].to(do.dtype)).mul_(enter)
             dq += reads
@@ -820,7 +692,7 @@ def _diagonal_gradient(
     for enter, leave in reversed(levels):
         length = enter.shape[-2]
         (_, queries), (keys, _), (_, dqueries), (dkeys, _), (_, entered), (left, _) = (
-            _halves(x, length, backward=backward) for x in (q, k, dq, dk, of_enter, of_leave)
+            halves(x, length, backward=backward) for x in (q, k, dq, dk, of_enter, of_leave)
         )
         first, second = (of_through + x.sum(-2, keepdim=True) for x in (entered, left))
         of_halves = (second, first) if backward else (first, second)

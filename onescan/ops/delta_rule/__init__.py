@@ -1,8 +1,11 @@
-"""The delta rule (DeltaNet), causal or bidirectional: arguments, states and choice of form.
+"""The delta rule, causal or bidirectional: arguments, states and choice of form.
 
-S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T    state, and its mirror image S'  (K, V)
-o_t = S_t^T q_t                                            output, causal                  (V,)
-o_t = (S_t + S'_t - beta_t k_t v_t^T)^T q_t                output, bidirectional           (V,)
+S_t = (I - beta_t k_t k_t^T) diag(exp(log_decay_t)) S_{t-1} + beta_t k_t v_t^T   state    (K, V)
+o_t = S_t^T q_t                                              output, causal               (V,)
+o_t = (S_t + S'_t - beta_t k_t v_t^T)^T q_t                  output, bidirectional        (V,)
+
+where S' is the mirror image of S. DeltaNet has no decay, Gated DeltaNet one decay per head, KDA one
+per key channel, and DeltaProduct several updates (I - beta k k^T) S + beta k v^T per token.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -14,6 +17,7 @@ from onescan.checks import (
     check_choice,
     check_devices,
     check_floating,
+    check_log_decay,
     check_no_nan,
     check_positive,
     check_sequence_options,
@@ -25,12 +29,21 @@ from onescan.checks import (
 from onescan.ops.delta_rule import forms
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.ops.packing import Packing, packing_of
-from onescan.shapes import Betas, Keep, Keys, KeyValue, Queries, Values
+from onescan.shapes import (
+    Keep,
+    KeyValue,
+    Queries,
+    UpdateBetas,
+    UpdateKeys,
+    UpdateValues,
+    Values,
+)
 
 __all__ = ["IMPLEMENTATIONS", "DeltaState", "DeltaStates", "choose", "delta_rule"]
 
-Form = Literal["auto", "chunk", "recurrent"]
+Form = Literal["auto", "full", "chunk", "recurrent"]
 IMPLEMENTATIONS = forms.FORMS
+PATTERNS = {3: "B T H", 4: "B T H K"}  # of log_decay, by rank
 
 
 class DeltaState(NamedTuple):
@@ -62,9 +75,10 @@ Sides = tuple[DeltaState | None, DeltaState | None]  # DeltaStates, or a plain p
 
 def delta_rule(
     q: Queries,
-    k: Keys,
-    v: Values,
-    beta: Betas,
+    k: UpdateKeys,
+    v: UpdateValues,
+    beta: UpdateBetas,
+    log_decay: Tensor | None = None,
     *,
     causal: bool = False,
     keep: Keep | None = None,
@@ -75,34 +89,53 @@ def delta_rule(
 ) -> tuple[Values, DeltaState | DeltaStates | None]:
     """Compute linear attention in which each token overwrites the value stored under its key.
 
+    Without `log_decay`, this is DeltaNet. With one decay per head, it is Gated DeltaNet; with one
+    per key channel, Kimi Delta Attention (KDA). With an axis R in k, v and beta, each token applies
+    R updates, as in DeltaProduct.
+
+        S_{t,0} = diag(exp(log_decay_t)) S_{t-1}
+        S_{t,r} = (I - beta_tr k_tr k_tr^T) S_{t,r-1} + beta_tr k_tr v_tr^T     r = 1, ..., R
+        o_t     = S_t^T q_t, with S_t = S_{t,R}
+
+    Bidirectional calls add the same recurrence from the last token to the first, and count each
+    token's own updates once. Both directions apply the updates of a token in the order of the
+    axis R. Reversing all inputs along T, and swapping the states, reverses the outputs.
+
     Inputs have the layout ``[B, T, H, K]``, unlike torch's ``scaled_dot_product_attention``, which
     takes ``[B, H, T, K]``.
 
-    Sources: DeltaNet, arXiv:2406.06484; both directions as in LION, arXiv:2502.16249, Table 1 and
-    App. B.7. Each direction subtracts half of the token's own output; the half printed in the
-    paper, q k v / 2, lacks beta.
+    Sources: DeltaNet, arXiv:2406.06484; Gated DeltaNet, arXiv:2412.06464; KDA, arXiv:2510.26692;
+    DeltaProduct, arXiv:2502.10297; both directions as in LION, arXiv:2502.16249, Table 1 and
+    App. B.7. Each direction subtracts half of the token's own output; the half printed in LION,
+    q k v / 2, lacks beta.
 
     Args:
         q: Queries ``[B, T, H, K]``, after their feature map.
-        k: Keys ``[B, T, H, K]``, after their feature map. Normalize them to length 1 so that
-            beta is the fraction of the stored value that is replaced.
-        v: Values ``[B, T, H, V]``.
-        beta: Write strength ``[B, T, H]``, any finite number: 0 writes nothing, 1 replaces the
-            stored value.
+        k: Keys ``[B, T, H, K]``, or ``[B, T, R, H, K]`` for R updates per token, after their
+            feature map. Normalize them to length 1 so that beta is the fraction of the stored
+            value that is replaced.
+        v: Values ``[B, T, H, V]``, or ``[B, T, R, H, V]``.
+        beta: Write strength ``[B, T, H]``, or ``[B, T, R, H]``, any finite number: 0 writes
+            nothing, 1 replaces the stored value, 2 reflects it.
+        log_decay: Log of the decay factor, at most 0; -inf empties the state. ``[B, T, H]`` for one
+            decay per head, ``[B, T, H, K]`` for one per key channel. Applied once per token,
+            before its first update. None for no decay.
         causal: Whether a token attends only to itself and to those before it.
         keep: ``[B, T]``, True for real tokens, the opposite of ``key_padding_mask`` in PyTorch and
-            `onescan.nn`. The outputs of other tokens are zero, and they do not affect the real
-            tokens. None keeps all.
+            `onescan.nn`. Other tokens have zero output and neither update nor decay the state.
+            None keeps all.
         cu_seqlens: Offsets of several sequences packed in one row, as in flash-attention: int32,
             ``[S + 1]``, from 0 to T, on the CPU or the device of q. With several rows, offsets
             count the tokens of all rows, up to B * T, and every row begins with a new sequence.
             Not with `state`.
         state: State returned by a previous call: a `DeltaState` if causal, otherwise
             `DeltaStates` or a pair, either of which may be None.
-        form: Algorithm, O(T) in both cases: "chunk" uses matrix products, "recurrent" visits one
-            token at a time. "auto" is "recurrent" for a single token.
-        chunk_size: Tokens per chunk; used by the chunk form only. Precision decreases if it is
-            many times the key width.
+        form: Algorithm. "chunk" uses matrix products, O(T); "full" computes attention between all
+            pairs of tokens, O(T^2); "recurrent" visits one token at a time, O(T). "auto" is
+            "recurrent" for a single token, otherwise "chunk".
+        chunk_size: Updates per chunk of the chunk form: R per token. Rounded up to a power of two
+            tokens for decays per key channel. Precision decreases if it is many times the key
+            width.
 
     Returns:
         The outputs ``[B, T, H, V]`` in the dtype of v, and the state: a `DeltaState` if causal,
@@ -111,7 +144,8 @@ def delta_rule(
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form is unknown, the
             state is for the other value of `causal`, chunk_size is below 1, cu_seqlens is invalid
-            or, on a CPU, an argument holds NaN or an infinity that causes NaN.
+            or, on a CPU, log_decay is positive, or an argument holds NaN or an infinity that causes
+            NaN.
 
     >>> import torch
     >>> q = k = torch.ones(1, 3, 1, 1)
@@ -121,18 +155,18 @@ def delta_rule(
     [4.0, 4.0, 3.0]
     >>> delta_rule(q, k, v, half)[0].flatten().tolist()
     [5.25, 4.5, 3.0]
+    >>> delta_rule(q, k, v, half, half.log(), causal=True)[0].flatten().tolist()
+    [4.0, 3.0, 1.75]
     """
-    _check(q, k, v, beta, causal, keep, state, chunk_size)
+    _check(q, k, v, beta, log_decay, causal, keep, state, chunk_size)
     packing = None if cu_seqlens is None else packing_of(cu_seqlens, q, state=state)
     implementation = IMPLEMENTATIONS[choose(form, tokens=q.shape[1])]
     sides = unpack_states(state, DeltaState, causal=causal)
     incoming = [None if side is None else side.kv for side in sides[: 1 if causal else 2]]
     with disable_autocast(q):
-        inputs = forms.Inputs(*to_accumulation_dtype(q, k, v, beta))
-        if keep is not None:
-            masked = ~keep[:, :, None]  # B T 1
-            wide_q, wide_k, wide_v = (x.masked_fill(masked.unsqueeze(-1), 0) for x in inputs[:3])
-            inputs = forms.Inputs(wide_q, wide_k, wide_v, inputs.beta.masked_fill(masked, 0))
+        inputs = _inputs(q, k, v, beta, log_decay, keep)
+        if inputs.log_decay is not None:
+            check_log_decay(inputs.log_decay)
         run = forms.causal if causal else forms.bidirectional
         starts = None if packing is None else packing.starts
         o, *outgoing = run(implementation, inputs, *incoming, chunk_size=chunk_size, starts=starts)
@@ -145,6 +179,28 @@ def delta_rule(
     return o.to(v.dtype), states[0] if causal else DeltaStates(*states)
 
 
+def _inputs(
+    q: Queries,
+    k: UpdateKeys,
+    v: UpdateValues,
+    beta: UpdateBetas,
+    log_decay: Tensor | None,
+    keep: Keep | None,
+) -> forms.Inputs:
+    """Return the inputs with an axis of updates, and zeros for masked tokens."""
+    if k.ndim == q.ndim:
+        k, v, beta = k.unsqueeze(2), v.unsqueeze(2), beta.unsqueeze(2)
+    if log_decay is not None and log_decay.ndim < q.ndim:
+        log_decay = log_decay.unsqueeze(-1)
+    given = [x for x in (q, k, v, beta, log_decay) if x is not None]
+    inputs = to_accumulation_dtype(*given)
+    if keep is not None:
+        inputs = tuple(
+            x.masked_fill(~keep.view(*keep.shape, *(1,) * (x.ndim - 2)), 0) for x in inputs
+        )
+    return forms.Inputs(*inputs)
+
+
 def choose(form: str, *, tokens: int) -> str:
     """Return the form that a call uses."""
     if form == "auto":
@@ -154,18 +210,33 @@ def choose(form: str, *, tokens: int) -> str:
 
 
 def _check(
-    q: Any, k: Any, v: Any, beta: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any,
+    log_decay: Any,
+    causal: Any,
+    keep: Any,
+    state: Any,
+    chunk_size: Any,
 ) -> None:  # Any: the arguments are not checked yet
     check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
     carried = named_state_tensors(unpack_states(state, DeltaState, causal=causal), causal=causal)
-    check_floating(q=q, k=k, v=v, beta=beta, **carried)
-    check_devices(q=q, k=k, v=v, beta=beta, keep=keep, **carried)
+    given = {} if log_decay is None else {"log_decay": log_decay}
+    check_floating(q=q, k=k, v=v, beta=beta, **given, **carried)
+    check_devices(q=q, k=k, v=v, beta=beta, keep=keep, **given, **carried)
+    if log_decay is not None and log_decay.ndim not in PATTERNS:
+        raise ValueError(
+            f"log_decay has shape {tuple(log_decay.shape)}, expected 'B T H' or 'B T H K'"
+        )
+    updates = "R " if k.ndim > q.ndim else ""
     sizes = check_shapes(
         q=(q, "B T H K"),
-        k=(k, "B T H K"),
-        v=(v, "B T H V"),
-        beta=(beta, "B T H"),
+        k=(k, f"B T {updates}H K"),
+        v=(v, f"B T {updates}H V"),
+        beta=(beta, f"B T {updates}H"),
+        log_decay=(log_decay, "" if log_decay is None else PATTERNS[log_decay.ndim]),
         keep=(keep, "B T"),
         **{name: (x, "B H K V") for name, x in carried.items()},
     )
-    check_positive(**{letter: sizes[letter] for letter in "THKV"})
+    check_positive(**{letter: sizes[letter] for letter in f"T{updates}HKV" if letter != " "})

@@ -1,11 +1,16 @@
-"""The delta rule as defined, token by token: the reference for the tests.
+"""The delta rule as defined, update by update: the reference for the tests.
 
-Source: LION, arXiv:2502.16249, Table 1 and App. B.7. In App. B.7, the half of a token's own output
-that each direction subtracts is printed without beta; it is included here:
+Sources: LION, arXiv:2502.16249, Table 1 and App. B.7; Gated DeltaNet, arXiv:2412.06464; KDA,
+arXiv:2510.26692 (a decay per key channel); DeltaProduct, arXiv:2502.10297 (R updates per token):
 
-    S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
-    o_t = S_t^T q_t                                      causal
-    o_t = S_t^T q_t - beta_t (q_t . k_t) v_t / 2         bidirectional: the sum of both directions
+    S_{t,0} = diag(exp(a_t)) S_{t-1}                                               a = log_decay
+    S_{t,r} = (I - beta_tr k_tr k_tr^T) S_{t,r-1} + beta_tr k_tr v_tr^T            r = 1, ..., R
+    S_t = S_{t,R},   o_t = S_t^T q_t                                               causal
+
+Bidirectional, each direction visits the tokens from its own end, but the updates of a token always
+in the same order. Both states contain B_t, which the updates of token t write to an empty state.
+Each direction subtracts half of it, and the outputs are added: o_t = (S_t - B_t / 2)^T q_t. For a
+single update, B_t = beta_t k_t v_t^T; in LION's App. B.7, this half is printed without beta.
 """
 
 from collections.abc import Iterable
@@ -15,30 +20,40 @@ from torch import Tensor
 
 from onescan.checks import unpack_states
 from onescan.ops.delta_rule import DeltaState, DeltaStates, Sides
-from onescan.shapes import Betas, Keep, Keys, Queries, Values
+from onescan.shapes import Keep, Queries, UpdateBetas, UpdateKeys, UpdateValues, Values
 
 
 def forward(
     q: Queries,
-    k: Keys,
-    v: Values,
-    beta: Betas,
+    k: UpdateKeys,
+    v: UpdateValues,
+    beta: UpdateBetas,
+    log_decay: Tensor | None = None,
     *,
     causal: bool = False,
     keep: Keep | None = None,
     state: DeltaState | Sides | None = None,
 ) -> tuple[Values, DeltaState | DeltaStates]:
-    seen = torch.ones_like(beta) if keep is None else keep.unsqueeze(-1).to(beta.dtype)
-    beta = beta * seen
-    tokens = range(k.shape[1])
+    if k.ndim == q.ndim:
+        k, v, beta = k.unsqueeze(2), v.unsqueeze(2), beta.unsqueeze(2)
+    decay = torch.ones_like(q)
+    if log_decay is not None:
+        wide = log_decay if log_decay.ndim == q.ndim else log_decay.unsqueeze(-1)
+        decay = wide.exp().expand_as(q)
+    seen = q.new_ones(q.shape[:2], dtype=torch.bool) if keep is None else keep
+    beta = beta * seen[:, :, None, None]
+    decay = torch.where(seen[:, :, None, None], decay, 1)
+    tokens = range(q.shape[1])
     left, right = unpack_states(state, DeltaState, causal=causal)
-    o, last = _visit(tokens, q, k, v, beta, left)
-    if causal:
-        return o * seen.unsqueeze(-1), last
-    from_right, first = _visit(reversed(tokens), q, k, v, beta, right)
-    own = beta.unsqueeze(-1) * (q * k).sum(-1, keepdim=True) * v
-    o = (o - own / 2) + (from_right - own / 2)
-    return o * seen.unsqueeze(-1), DeltaStates(last, first)
+    o, last = _visit(tokens, q, k, v, beta, decay, left)
+    first = None
+    if not causal:
+        from_right, first = _visit(reversed(tokens), q, k, v, beta, decay, right)
+        empty = q.new_zeros(last.kv.shape)
+        own = [_read(_updated(empty, k[:, t], v[:, t], beta[:, t]), q[:, t]) for t in tokens]
+        half = torch.stack(own, dim=1) / 2
+        o = (o - half) + (from_right - half)
+    return o * seen[:, :, None, None], last if causal else DeltaStates(last, first)
 
 
 def _visit(
@@ -47,14 +62,26 @@ def _visit(
     k: Tensor,
     v: Tensor,
     beta: Tensor,
+    decay: Tensor,
     state: DeltaState | None,
 ) -> tuple[Tensor, DeltaState]:
-    identity = torch.eye(k.shape[-1], dtype=k.dtype)
-    kv = k.new_zeros(*k[:, 0].shape, v.shape[-1]) if state is None else state.kv.to(v.dtype)
+    kv = q.new_zeros(*q[:, 0].shape, v.shape[-1]) if state is None else state.kv.to(v.dtype)
     outputs = {}
     for t in order:
-        written = beta[:, t, :, None] * k[:, t]  # B H K
-        kv = (identity - written.unsqueeze(-1) * k[:, t].unsqueeze(-2)) @ kv
-        kv = kv + written.unsqueeze(-1) * v[:, t].unsqueeze(-2)
-        outputs[t] = (kv * q[:, t].unsqueeze(-1)).sum(-2)
+        kv = _updated(decay[:, t].unsqueeze(-1) * kv, k[:, t], v[:, t], beta[:, t])
+        outputs[t] = _read(kv, q[:, t])
     return torch.stack([outputs[t] for t in sorted(outputs)], dim=1), DeltaState(kv)
+
+
+def _updated(kv: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """Apply the updates of one token, [B, R, H, ...], to a state."""
+    identity = torch.eye(k.shape[-1], dtype=k.dtype)
+    for r in range(k.shape[1]):
+        written = beta[:, r].unsqueeze(-1) * k[:, r]  # B H K
+        kv = (identity - written.unsqueeze(-1) * k[:, r].unsqueeze(-2)) @ kv
+        kv = kv + written.unsqueeze(-1) * v[:, r].unsqueeze(-2)
+    return kv
+
+
+def _read(kv: Tensor, q: Tensor) -> Tensor:
+    return (kv * q.unsqueeze(-1)).sum(-2)
