@@ -11,7 +11,8 @@ outputs. These are counts, not measurements:
 
 - forward, backward: operators that are not views. An operator in Triton counts as one launch,
   although it may launch several kernels.
-- GB: bytes of the arguments and results of these operators. Nothing is fused.
+- GB: bytes of the arguments and results of these operators. Elements of a broadcast argument count
+  once. Nothing is fused.
 - float64 GB: the part of it in float64 and complex128.
 - kept GB: bytes that the forward pass keeps for the backward pass, without the weights.
 - waits: operators for which the host waits for the device. If the shape of a result depends on
@@ -22,6 +23,7 @@ as separate operators.
 """
 
 import argparse
+import math
 import os
 import sys
 from collections import Counter
@@ -67,6 +69,8 @@ WAITS = {
     "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_select", "nonzero",
     "unique_consecutive", "unique_dim",
 }
+# CUDA has a kernel for each of these operators, which torch composes of others elsewhere.
+FUSED_ON_CUDA = ("_fused_rms_norm", "_fused_rms_norm_backward", "mish_backward", "silu_backward")
 # Autocast on CUDA runs operators in LOW_PRECISION in its own dtype, those in WIDEST_DTYPE in the
 # widest dtype of their arguments, and all others that it has a rule for in float32.
 LOW_PRECISION = {
@@ -143,12 +147,18 @@ class Operators(TorchDispatchMode):
         self.waits += name in WAITS or crosses or by_mask
         if name not in FREE:
             wide = (torch.float64, torch.complex128)
-            moved = sum(x.numel() * x.itemsize for x in on_gpu)
+            moved = sum(map(bytes_in_memory, on_gpu))
             self.launches += 1
             self.bytes += moved
-            self.float64_bytes += sum(x.numel() * x.itemsize for x in on_gpu if x.dtype in wide)
+            self.float64_bytes += sum(bytes_in_memory(x) for x in on_gpu if x.dtype in wide)
             self.bytes_by_name[func._schema.name] += moved
         return out
+
+
+def bytes_in_memory(x: Tensor) -> int:
+    """Return the bytes of a tensor, without the axes along which it is broadcast."""
+    sizes = zip(x.shape, x.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride) * x.itemsize
 
 
 @dataclass
@@ -247,7 +257,10 @@ def example(model: Model, config: Any) -> tuple[tuple[Tensor, ...], dict[str, An
 
 
 def register_device() -> None:
-    """Register the device with torch, for the whole process, with the autocast rules of CUDA."""
+    """Register the device with torch, for the whole process, with the autocast rules of CUDA.
+
+    It runs the operators of `FUSED_ON_CUDA` as one, because they have a kernel, which never runs.
+    """
 
     class Module(backend_registration._DummyBackendModule):
         def is_available(self) -> bool:
@@ -260,11 +273,18 @@ def register_device() -> None:
     fallback, rules = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     KEPT.extend((fallback, rules))
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for name in FUSED_ON_CUDA:
+        rules.impl(name, never, "PrivateUse1")
     for full_name in torch._C._dispatch_get_all_op_names():
         if torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "AutocastCUDA"):
             name, _, overload = full_name.removeprefix("aten::").partition(".")
             operator = getattr(getattr(torch.ops.aten, name), overload or "default")
             rules.impl(operator._name, autocast_rule(name, operator), "AutocastPrivateUse1")
+
+
+def never(*_: Any, **__: Any) -> Any:
+    """A kernel that is registered but not run, because tensors have no values."""
+    raise AssertionError
 
 
 KEPT: list[torch.library.Library] = []  # rules exist as long as their library
