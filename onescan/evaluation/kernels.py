@@ -36,6 +36,7 @@ from onescan.ops.backend import KERNEL_OPS
 from onescan.ops.decay_attention import DecayState, DecayStates
 from onescan.ops.decay_attention import reference as decay_reference
 from onescan.ops.feature_maps import shifted_silu
+from onescan.ops.gating import gated
 from onescan.ops.kernel_record import read_results, record_path
 from onescan.ops.linear_diffusion import DiffusionState
 from onescan.ops.linear_diffusion import reference as diffusion_reference
@@ -404,6 +405,16 @@ def _shifted_silu() -> Call:
     return Call(run, inputs)
 
 
+def _gated(activation: str) -> Call:
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        return {"x": draw(*size), "gate": 2 * draw(*size)}
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        return (gated(x["x"], x["gate"], activation, backend=backend or "torch"),)
+
+    return Call(run, inputs)
+
+
 def _linear_diffusion(*, state: bool) -> Call:
     def inputs(size: Size, draw: Draw) -> Inputs:
         weights = draw(size.heads, 2 * DIFFUSION_RADIUS + 1).abs()
@@ -450,5 +461,6 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "toeplitz_position": (_toeplitz(bidirectional=False), _toeplitz(bidirectional=True)),
     "lrpe": (_lrpe(),),
     "shifted_silu": (_shifted_silu(),),
+    "gated": (_gated("silu"), _gated("sigmoid")),
     "linear_diffusion": (_linear_diffusion(state=False), _linear_diffusion(state=True)),
 }

@@ -15,6 +15,7 @@ FILES = (
     "toeplitz",
     "lrpe",
     "feature_maps",
+    "gating",
     "diffusion",
     "additive_step",
     "decay_states",

@@ -27,7 +27,10 @@ LENGTHS = (
 )
 
 # Types of pointers by name; all others are float32.
-DATA = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "dangles", "x", "y", "dx", "dy")
+DATA = (
+    *("q", "k", "v", "o", "do", "dq", "dk", "dv", "dangles", "x", "y", "dx", "dy"),
+    *("gate", "dgate"),
+)
 OPERANDS = ("before", "after", "kv_rounded", "dkv_rounded")
 OTHERS = {
     "keep": "i1", "sequence": "i64", "spans": "i32", "firsts": "i32", "z_in": "fp64", "z": "fp64",
