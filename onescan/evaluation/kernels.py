@@ -27,8 +27,10 @@ from onescan.ops import (
     decay_attention,
     linear_diffusion,
     lrpe,
+    lrpe_angles,
     stable_step,
     toeplitz_position,
+    use_backend,
 )
 from onescan.ops.additive_decay import AdditiveDecayState
 from onescan.ops.additive_decay import reference as additive_reference
@@ -46,7 +48,7 @@ SMALLEST = 0.1  # errors of smaller tensors are fractions of this
 # dtypes of the inputs that are not in the dtype of the call
 DTYPES = {
     **dict.fromkeys(
-        ("angles", "log_decay", "weight", "weights", "dt", "kv", "k_sum"), torch.float32
+        ("angles", "theta", "log_decay", "weight", "weights", "dt", "kv", "k_sum"), torch.float32
     ),
     "log_normalizer": torch.float64,
 }
@@ -395,6 +397,17 @@ def _lrpe() -> Call:
     return Call(run, inputs)
 
 
+def _lrpe_angles() -> Call:
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        return {"x": draw(*size), "theta": draw(*size[2:])}
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        with use_backend(backend or "torch"):
+            return (lrpe(x["x"], lrpe_angles((x["x"].shape[1],), x["theta"])),)
+
+    return Call(run, inputs)
+
+
 def _shifted_silu() -> Call:
     def inputs(size: Size, draw: Draw) -> Inputs:
         return {"x": 2 * draw(*size)}
@@ -459,7 +472,7 @@ CALLS: dict[str, tuple[Call, ...]] = {
         _decay("recurrent", diagonal=True, causal=True, state=True),
     ),
     "toeplitz_position": (_toeplitz(bidirectional=False), _toeplitz(bidirectional=True)),
-    "lrpe": (_lrpe(),),
+    "lrpe": (_lrpe(), _lrpe_angles()),
     "shifted_silu": (_shifted_silu(),),
     "gated": (_gated("silu"), _gated("sigmoid")),
     "linear_diffusion": (_linear_diffusion(state=False), _linear_diffusion(state=True)),
