@@ -35,6 +35,7 @@ from onescan.ops import (
 from onescan.ops.additive_decay import AdditiveDecayState
 from onescan.ops.additive_decay import reference as additive_reference
 from onescan.ops.backend import KERNEL_OPS
+from onescan.ops.cross_entropy import cross_entropy
 from onescan.ops.decay_attention import DecayState, DecayStates
 from onescan.ops.decay_attention import reference as decay_reference
 from onescan.ops.feature_maps import shifted_silu
@@ -428,6 +429,18 @@ def _gated(activation: str) -> Call:
     return Call(run, inputs)
 
 
+def _cross_entropy() -> Call:
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        return {"logits": 2 * draw(size.batch * size.tokens, size.heads * size.width)}
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        rows, classes = x["logits"].shape
+        labels = torch.arange(rows, device=x["logits"].device) % classes
+        return (cross_entropy(x["logits"], labels, backend=backend or "torch"),)
+
+    return Call(run, inputs)
+
+
 def _linear_diffusion(*, state: bool) -> Call:
     def inputs(size: Size, draw: Draw) -> Inputs:
         weights = draw(size.heads, 2 * DIFFUSION_RADIUS + 1).abs()
@@ -475,5 +488,6 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "lrpe": (_lrpe(), _lrpe_angles()),
     "shifted_silu": (_shifted_silu(),),
     "gated": (_gated("silu"), _gated("sigmoid")),
+    "cross_entropy": (_cross_entropy(),),
     "linear_diffusion": (_linear_diffusion(state=False), _linear_diffusion(state=True)),
 }

@@ -16,6 +16,7 @@ FILES = (
     "lrpe",
     "feature_maps",
     "gating",
+    "cross_entropy",
     "diffusion",
     "additive_step",
     "decay_states",

@@ -22,7 +22,7 @@ EXAMPLES = (Example(64, 64), Example(96, 96))
 
 QUARTERS = tl.constexpr(0.6366197723675814)  # right angles per radian, 2 / pi
 RADIANS = tl.constexpr(1.5707963267948966)
-TURN = tl.constexpr(6.283185307179586)
+PERIOD = tl.constexpr(6.283185307179586)
 TOKENS = 32  # per program that sums gradients of theta
 
 
@@ -76,7 +76,7 @@ def grid_angles(
     row, c = i // features, feature + i % features
     frequency = tl.load(theta + row % H * K + c, mask=there, other=0).to(tl.float64)
     angle = positions_of(row // H, prefix, origin, size, stride) * frequency
-    angle -= tl.floor(angle / TURN + 0.5) * TURN
+    angle -= tl.floor(angle / PERIOD + 0.5) * PERIOD
     tl.store(angles + row * K + c, angle, mask=there)
 
 
