@@ -178,6 +178,22 @@ def test_two_calls_equal_one_wherever_it_is_cut():
         torch.testing.assert_close(last.hidden, after.hidden)
 
 
+@pytest.mark.parametrize("read", [0, 1], ids=["outputs", "state"])
+def test_a_loss_may_depend_on_outputs_or_the_state_alone(read):
+    named = inputs((20,), batch=1, state=True)
+
+    def gradients(function):
+        leaves = [named[n].clone().requires_grad_() for n in ("x", "log_decay", "weight")]
+        hidden = named["state"].hidden.clone().requires_grad_()
+        named_leaves = dict(zip(("x", "log_decay", "weight"), leaves, strict=True))
+        y, after = function(**{**named, **named_leaves, "state": ToeplitzState(hidden)})
+        total = (y, after.hidden)[read].square().sum()
+        return torch.autograd.grad(total, [*leaves, hidden], materialize_grads=True)
+
+    plain = functools.partial(toeplitz_position, form="scan", backend="torch")
+    torch.testing.assert_close(gradients(run), gradients(plain), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("form", ["auto", "scan"])
 def test_the_preferred_backend_is_taken(form):
     named = inputs((5,), channels=300, width=2)  # wider than a head may be

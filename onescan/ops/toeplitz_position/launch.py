@@ -69,8 +69,8 @@ def _(
 
 @torch.library.custom_op("onescan::toeplitz_backward", mutates_args=())
 def _toeplitz_backward(
-    dy: Tensor, dlast: Tensor, x: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None,
-    shape: Sequence[int], spans: Tensor | None, size: int,
+    dy: Tensor, dlast: Tensor | None, x: Tensor, log_decay: Tensor, weight: Tensor,
+    hidden: Tensor | None, shape: Sequence[int], spans: Tensor | None, size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x, both tables and the state before the first token."""
     carried = _is_carried(log_decay, spans)
@@ -88,21 +88,25 @@ def _toeplitz_backward(
 
 @_toeplitz_backward.register_fake
 def _(
-    dy: Tensor, dlast: Tensor, x: Tensor, log_decay: Tensor, weight: Tensor, hidden: Tensor | None,
-    shape: Sequence[int], spans: Tensor | None, size: int,
+    dy: Tensor, dlast: Tensor | None, x: Tensor, log_decay: Tensor, weight: Tensor,
+    hidden: Tensor | None, shape: Sequence[int], spans: Tensor | None, size: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return *(torch.empty_like(t) for t in (x, log_decay, weight)), torch.empty_like(dlast)
+    last = _new_last(x, log_decay, spans)
+    return *(torch.empty_like(t) for t in (x, log_decay, weight)), last
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.shape, spans, ctx.size = inputs
     ctx.save_for_backward(*tensors, spans)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, hidden, spans = ctx.saved_tensors
+    dy = torch.zeros_like(tensors[0]) if dy is None else dy.contiguous()
+    dlast = None if dlast is None else dlast.contiguous()
     *gradients, dhidden = _toeplitz_backward(
-        dy.contiguous(), dlast.contiguous(), *tensors, hidden, ctx.shape, spans, ctx.size
+        dy, dlast, *tensors, hidden, ctx.shape, spans, ctx.size
     )
     return *gradients, None if hidden is None else dhidden, None, None, None
 
