@@ -114,7 +114,7 @@ class GLU(nn.Module):
 
     def forward(self, x: Hidden) -> Hidden:
         x = to_autocast_dtype(x)  # once for both projections
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        up, gate = self.up_proj(x), self.gate_proj(x)
         if self.activation is F.silu:
             return self.down_proj(gated(up, gate, "silu"))
         return self.down_proj(self.activation(gate) * up)
