@@ -97,3 +97,13 @@ def test_layers_run_the_kernel(monkeypatch):
 def test_the_op_is_declared_rightly():
     x, gate = (torch.randn(2, 3, device=DEVICE).requires_grad_() for _ in range(2))
     torch.library.opcheck(torch.ops.onescan.gated.default, (x, gate, True))
+
+
+@over_activations
+def test_inputs_are_unchanged_without_gradients(activation):
+    x, gate = torch.randn(2, 3, 5).unbind()
+    before = x.clone(), gate.clone()
+    y = gated(x, gate, activation, backend="torch")
+    assert torch.equal(y, gated(x.requires_grad_(), gate, activation, backend="torch"))
+    assert torch.equal(x, before[0])
+    assert torch.equal(gate, before[1])

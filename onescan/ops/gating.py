@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onescan.checks import check_choice
 from onescan.ops.backend import Backend, resolved_backend
+from onescan.ops.numerics import needs_derivatives
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"sigmoid": torch.sigmoid, "silu": F.silu}
@@ -37,4 +38,7 @@ def gated(x: Tensor, gate: Tensor, activation: str, *, backend: Backend = "auto"
         from onescan.ops import gating_launch  # imports Triton
 
         return gating_launch.gated(x, gate, is_silu=activation == "silu")
-    return x * ACTIVATIONS[activation](gate)
+    y = ACTIVATIONS[activation](gate)
+    if torch.compiler.is_compiling() or x.dtype != y.dtype or needs_derivatives(x, gate):
+        return x * y
+    return y.mul_(x)
