@@ -7,7 +7,8 @@ python benchmarks/gpu_counts.py --budget > tests/gpu_counts.md      update the t
 Nothing is computed: tensors have a shape, a dtype and a device, but no values (`FakeTensorMode`).
 Their device is one that this script registers with torch, with the autocast rules of CUDA. The
 counted step is a forward pass and the cross-entropy of its outputs, under bfloat16 autocast, and a
-backward pass. These are counts, not measurements:
+backward pass. Rows marked "decoding" count one token of each sequence, with a state and bfloat16
+weights. These are counts, not measurements:
 
 - forward, backward: operators that are not views. An operator in Triton counts as one launch,
   although it may launch several kernels.
@@ -27,7 +28,8 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -96,6 +98,7 @@ class Model(NamedTuple):
     tokens: int = 0
     packed: bool = False
     unfused: bool = False
+    decoding: bool = False
 
     @property
     def is_softmax(self) -> bool:
@@ -104,7 +107,8 @@ class Model(NamedTuple):
     @property
     def label(self) -> str:
         size = f"{self.batch_size} x {self.tokens}" if self.tokens else f"{self.batch_size}"
-        return f"{self.preset}, {size}" + ", packed" * self.packed + ", unfused" * self.unfused
+        flags = {name: getattr(self, name) for name in ("packed", "unfused", "decoding")}
+        return ", ".join([self.preset, size, *(name for name, flag in flags.items() if flag)])
 
 
 MODELS = (
@@ -120,10 +124,12 @@ MODELS = (
     Model("lightnet_lm_45m", 8, 4096, packed=True),
     Model("gpt2_small", 8, 1024),
     Model("gpt2_small", 8, 1024, unfused=True),
+    Model("lightnet_lm_45m", 8, 1, decoding=True),
+    Model("lion_s_lm_124m", 8, 1, decoding=True),
 )
 # The budget of tests/test_budget.py
-BUDGET_DEPTH = 2
-BUDGET_MODELS = ("lightnet_tiny", "lion_s_tiny", "ldn_base", "lightnet_lm_45m")
+BUDGET_DEPTH = 2  # except for decoding
+BUDGET_MODELS = ("lightnet_tiny", "lion_s_tiny", "ldn_base", "lightnet_lm_45m", "lion_s_lm_124m")
 
 
 class Operators(TorchDispatchMode):
@@ -201,7 +207,8 @@ def main() -> None:
         print_row(cells)
     for model in (model for model in MODELS if model.preset in args.models):
         for backend in ("torch",) if model.is_softmax else ("torch", "triton"):
-            counts = count(model, backend=backend, depth=args.depth)
+            depth = None if args.budget and model.decoding else args.depth
+            counts = count(model, backend=backend, depth=depth)
             print_row((model.label, backend, *counts.row()))
             moved = counts.forward.bytes_by_name + counts.backward.bytes_by_name
             for name, size in moved.most_common(args.operators):
@@ -213,7 +220,7 @@ def print_row(cells: Sequence[str]) -> None:
 
 
 def count(model: Model, *, backend: Any, depth: int | None = None) -> Counts:
-    """Count one training step of a model."""
+    """Count one training step of a model, or one decoding step."""
     config: Any = onescan.preset(model.preset, **({} if depth is None else {"depth": depth}))
     attention = F.scaled_dot_product_attention if model.unfused else flash_attention
     counts = Counts()
@@ -229,10 +236,16 @@ def count(model: Model, *, backend: Any, depth: int | None = None) -> Counts:
         onescan.use_backend(backend),
         patch.object(F, "scaled_dot_product_attention", attention),
     ):
-        with torch.device(DEVICE):
+        with torch.device(DEVICE), weights_in(torch.bfloat16 if model.decoding else torch.float32):
             built = config.build()
             inputs, options = example(model, config)
             labels = torch.empty(model.batch_size * max(model.tokens, 1), dtype=torch.long)
+        if model.decoding:
+            with torch.no_grad():
+                state = built(*inputs)[1]
+                with counts.forward:
+                    built(*inputs, state)
+            return counts
         saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
         try:
             with counts.forward, torch.autocast(DEVICE, dtype=torch.bfloat16), saved:
@@ -245,6 +258,17 @@ def count(model: Model, *, backend: Any, depth: int | None = None) -> Counts:
             counts.stopped_by = str(error.func)
     counts.kept_bytes = sum(storage.nbytes() for storage in kept.values())
     return counts
+
+
+@contextmanager
+def weights_in(dtype: torch.dtype) -> Iterator[None]:
+    """Build models with weights in a dtype; fake tensors cannot be converted by `Module.to`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def example(model: Model, config: Any) -> tuple[tuple[Tensor, ...], dict[str, Any]]:

@@ -469,6 +469,27 @@ def test_where_kernels_are_preferred_the_rest_runs_on_torch():
             assert torch.autograd.grad(o.sum(), named["v"])[0].isfinite().all()
 
 
+@over_dtypes
+@pytest.mark.parametrize(("feature_map", "decay"), [("shifted_silu", "scalar"), ("silu", "fixed")])
+def test_steps_apply_feature_maps(feature_map, decay, dtype):
+    named = inputs(3, causal=True, decay=decay, keep=True, enters="left", batch=2, heads=2)
+    named["q"], named["k"] = named["q"] - 1, named["k"] - 1
+    named["keep"][:, 1] = False
+    small = narrowed(named, dtype)
+    u = torch.cat([small[x].flatten(2) for x in "qkv"], dim=-1)  # as a projection returns them
+    parts = zip("qkv", u.split([small[x][0, 0].numel() for x in "qkv"], dim=-1), strict=True)
+    small |= {x: part.unflatten(-1, (2, -1)) for x, part in parts}
+    options = {"causal": True, "normalize": "sum", "feature_map": feature_map}
+    got, usual = (
+        decay_attention(**small, **options, form="recurrent", backend=backend)
+        for backend in ("triton", "torch")
+    )
+    exact = decay_attention(**named, **options, form="full")
+    found, plain, wanted = ([x.double().cpu() for x in (o, *s)] for o, s in (got, usual, exact))
+    assert_errors_at_most_twice(found, plain, wanted, dtype)
+    assert (found[0][:, 1] == 0).all()
+
+
 @pytest.mark.parametrize(
     ("decay", "normalizer"),
     [pytest.param("scalar", "sum", marks=pytest.mark.slow), ("diagonal", "none")],
@@ -481,7 +502,7 @@ def test_operators_are_as_torch_wants_them(decay, normalizer):
     arguments = (q, k, v, log_decay[None], named["keep"], *enters, normalizer, True)
     torch.library.opcheck(torch.ops.onescan.decay_chunks, arguments)
     with torch.no_grad():
-        steps = (q, k, v, log_decay, named["keep"], *side, normalizer)
+        steps = (q, k, v, log_decay, named["keep"], *side, normalizer, "identity")
         steps = [x.detach() if isinstance(x, torch.Tensor) else x for x in steps]
         torch.library.opcheck(torch.ops.onescan.decay_step, steps)
 

@@ -43,6 +43,7 @@ from onescan.ops.gating import gated
 from onescan.ops.kernel_record import read_results, record_path
 from onescan.ops.linear_diffusion import DiffusionState
 from onescan.ops.linear_diffusion import reference as diffusion_reference
+from onescan.ops.lrpe import RotaryPositions
 
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 2e-5}
 SMALLEST = 0.1  # errors of smaller tensors are fractions of this
@@ -339,6 +340,31 @@ def _additive(form: Any, *, causal: bool, lrpe: bool, state: bool) -> Call:
     return Call(run, inputs, has_gradients=form != "recurrent")
 
 
+def _additive_step() -> Call:
+    """Decode as models do: the kernel applies a feature map and computes angles from positions."""
+
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        features = size.heads, size.width
+        drawn = {"q": draw(*size), "k": 2 * draw(*size), "v": draw(*size), "theta": draw(*features)}
+        drawn["log_normalizer"] = 3 * draw(size.batch, *features)
+        return drawn | {"kv": draw(size.batch, size.heads, 2 * size.width, size.width)}
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        o, after = additive_decay(
+            *(x[name] for name in ("q", "k", "v")),
+            angles=RotaryPositions(x["theta"], 1000),
+            feature_map="silu",
+            causal=True,
+            state=AdditiveDecayState(x["log_normalizer"], x["kv"]),
+            form="recurrent",
+            backend=backend or "torch",
+        )
+        assert after is not None
+        return o, *after
+
+    return Call(run, inputs, has_gradients=False)
+
+
 def _decay(form: Any, *, diagonal: bool, causal: bool, state: bool = False) -> Call:
     def inputs(size: Size, draw: Draw) -> Inputs:
         drawn = {"q": draw(*size).abs(), "k": draw(*size).abs(), "v": draw(*size)}
@@ -471,6 +497,7 @@ CALLS: dict[str, tuple[Call, ...]] = {
         _additive("chunk", causal=True, lrpe=False, state=True),
     ),
     "additive_decay.recurrent": (
+        _additive_step(),
         _additive("recurrent", causal=True, lrpe=True, state=True),
         _additive("recurrent", causal=True, lrpe=False, state=False),
     ),

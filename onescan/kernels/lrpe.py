@@ -33,7 +33,7 @@ def blocks_of(case: Case) -> Blocks:
 
 @jit
 def cosine_and_sine(angle):
-    """Compute cosines and sines of float32 angles up to 1e9 radians, with float32 accuracy.
+    """Compute float32 cosines and sines of angles up to 1e9 radians, in float32 or float64.
 
     The compiler's own functions use a table in memory for large angles. Here multiples of pi / 2
     are subtracted in float64, and Taylor series are evaluated at the remainder, at most pi / 4.
@@ -62,7 +62,7 @@ def positions_of(t, prefix, origin, size, stride):
 
 @kernel(blocks_of)
 def grid_angles(
-    theta,
+    frequencies,
     angles,
     tokens, prefix, origin, size, stride, feature, features,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
@@ -74,7 +74,7 @@ def grid_angles(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = i < tokens.to(tl.int64) * (H * features)
     row, c = i // features, feature + i % features
-    frequency = tl.load(theta + row % H * K + c, mask=there, other=0).to(tl.float64)
+    frequency = tl.load(frequencies + row % H * K + c, mask=there, other=0).to(tl.float64)
     angle = positions_of(row // H, prefix, origin, size, stride) * frequency
     angle -= tl.floor(angle / PERIOD + 0.5) * PERIOD
     tl.store(angles + row * K + c, angle, mask=there)

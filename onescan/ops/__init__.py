@@ -18,7 +18,7 @@ from onescan.ops.linear_diffusion import (
     next_state,
     stable_step,
 )
-from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
+from onescan.ops.lrpe import RotaryPositions, lrpe, lrpe_angles, lrpe_frequencies
 from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "DeltaState",
     "DeltaStates",
     "DiffusionState",
+    "RotaryPositions",
     "ToeplitzState",
     "additive_decay",
     "decay_attention",

@@ -9,6 +9,7 @@ Source: LION, arXiv:2502.16249.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -30,6 +31,7 @@ from onescan.ops.backend import Backend, resolved_backend, wants_gradient
 from onescan.ops.chunks import is_known
 from onescan.ops.decay_attention import forms
 from onescan.ops.decay_attention.forms import Directions, directed, padded, separated
+from onescan.ops.feature_maps import FEATURE_MAPS, KERNEL_MAPS, FeatureMapName
 from onescan.ops.numerics import (
     accumulation_dtype,
     disable_autocast,
@@ -119,6 +121,7 @@ def decay_attention(
     v: Values,
     log_decay: Tensor | None = None,
     *,
+    feature_map: FeatureMapName = "identity",
     causal: bool = False,
     decay_at: DecayAt = "auto",
     normalize: Literal["none", "sum", "max_one"] = "none",
@@ -138,14 +141,15 @@ def decay_attention(
     Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 14, Eq. 79, Theorem B.1 (diagonal decay).
 
     Args:
-        q: Queries after their feature map, [B, T, H, K].
-        k: Keys after their feature map, [B, T, H, K].
+        q: Queries, [B, T, H, K].
+        k: Keys, [B, T, H, K].
         v: Values, [B, T, H, V].
         log_decay: Log of the factor by which the state is multiplied from one token to the next, at
             most 0; -inf resets the state. Shape [H] for a fixed decay per head, [B, T, H] for a
             selective decay per token, or [B, T, H, K] for a diagonal decay, one per key channel.
             None disables decay. In PyTorch, the full and chunk forms treat products of decays below
             1e-30 as 0, except in float64.
+        feature_map: Feature map of queries and keys; "identity" for those after their feature map.
         causal: Whether each token reads only itself and earlier tokens.
         decay_at: Which of two neighboring tokens provides the decay between them: "source", the
             first one visited (Eq. 14), "target", the second one (Eq. 5, Theorem B.1), or, in
@@ -168,7 +172,7 @@ def decay_attention(
             O(T); "recurrent" visits one token at a time. "auto" chooses the cheapest; see `choose`.
         backend: "torch" runs on any device. "triton" requires a GPU and dtypes of at most 32 bits.
             It implements "chunk", which ignores `chunk_size` and has first derivatives only, and,
-            for causal calls, "recurrent", which has no gradients.
+            for causal calls, "recurrent", which has no gradients and also applies the feature map.
         chunk_size: Number of tokens per chunk for the chunk form; rounded up to a power of two for
             diagonal decay.
         return_state: If False, return None instead of the state and skip the work for it.
@@ -180,10 +184,10 @@ def decay_attention(
         cu_seqlens, the state is None.
 
     Raises:
-        ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend does
-            not exist, the state is for the other value of `causal`, a causal call asks for
-            decay_at="symmetric", chunk_size is below 1, cu_seqlens is invalid or, on a CPU,
-            log_decay is positive or an argument holds NaN.
+        ValueError: If shapes or devices do not match, a dtype is wrong, the form, backend or
+            feature map does not exist, the state is for the other value of `causal`, a causal call
+            asks for decay_at="symmetric", chunk_size is below 1, cu_seqlens is invalid or, on a
+            CPU, log_decay is positive or an argument holds NaN.
 
     >>> q = k = torch.ones(1, 3, 1, 1)
     >>> v = torch.tensor([8.0, 4.0, 2.0]).reshape(1, 3, 1, 1)
@@ -200,6 +204,7 @@ def decay_attention(
             "decay_at is 'symmetric' with causal=True, expected 'auto', 'source' or 'target'"
         )
     check_choice("normalize", normalize, ["none", "sum", "max_one"])
+    check_choice("feature_map", feature_map, FEATURE_MAPS)
     packing = None if cu_seqlens is None else packing_of(cu_seqlens, q, state=state)
     return_state = return_state and packing is None
     sides = unpack_states(state, DecayState, causal=causal)
@@ -223,6 +228,9 @@ def decay_attention(
     elif decay_at == "auto":
         decay_at = "target" if causal or call.is_diagonal else "source"
     in_kernels = choice.backend == "triton"
+    if not (in_kernels and choice.form == "recurrent" and feature_map in KERNEL_MAPS):
+        q, k = FEATURE_MAPS[feature_map](q), FEATURE_MAPS[feature_map](k)
+        feature_map = "identity"
     with disable_autocast(q):
         if in_kernels:
             wide_q, wide_k, wide_v = q, k, v
@@ -238,7 +246,8 @@ def decay_attention(
         shifted, ends = directed(wide_decay, decay_at, causal=causal)
         if packing is not None:
             shifted = separated(shifted, packing.starts)
-        o, outgoing = (_run_kernels if in_kernels else _run_torch)(
+        run = partial(_run_kernels, feature_map=feature_map) if in_kernels else _run_torch
+        o, outgoing = run(
             choice,
             wide_q,
             wide_k,
@@ -312,9 +321,11 @@ def _run_kernels(
     keep: Keep | None,
     chunk_size: int,
     return_state: bool,
+    feature_map: FeatureMapName,
 ) -> tuple[Values, DecayStates | None]:
     """Do the same with kernels, which apply `keep`, normalize and choose their own chunk length."""
     absolute = normalize == "max_one" and choice.kind == "causal"
+    options = {} if feature_map == "identity" else {"feature_map": feature_map}
     o, leaving = IMPLEMENTATIONS[choice[:3]](
         q,
         k,
@@ -323,6 +334,7 @@ def _run_kernels(
         sides,
         keep=keep,
         normalizer="absolute_max_one" if absolute else normalize,
+        **options,
     )
     return o, DecayStates(*map(_after, leaving, ends)) if return_state else None
 

@@ -18,9 +18,18 @@ from torch import Tensor
 from onescan.kernels import decay_diagonal, decay_scalar, decay_states
 from onescan.kernels.common import Case
 from onescan.kernels.decay_states import NORMALIZERS
-from onescan.ops.backend import case_of, data_type, launch, operand_of, wants_gradient
+from onescan.ops.backend import (
+    case_of,
+    data_type,
+    launch,
+    operand_of,
+    packed_heads,
+    token_stride,
+    wants_gradient,
+)
 from onescan.ops.decay_attention import DecayState
 from onescan.ops.decay_attention.forms import Directions
+from onescan.ops.feature_maps import KERNEL_MAPS, FeatureMapName
 from onescan.shapes import Keep, Keys, Queries, Values
 
 Sides = tuple[DecayState | None, DecayState | None]
@@ -43,9 +52,11 @@ def chunk(
 
 def recurrent(
     q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, *, keep: Keep | None,
-    normalizer: str,
+    normalizer: str, feature_map: FeatureMapName = "identity",
 ) -> tuple[Values, Sides]:  # fmt: skip
     """Compute the normalized outputs and the outgoing state, token by token.
+
+    The feature map is that of queries and keys.
 
     Raises:
         ValueError: If a gradient is required.
@@ -53,11 +64,13 @@ def recurrent(
     kv, k_sum = (None, None) if enters[0] is None else enters[0]
     if wants_gradient(q, k, v, decays.forward, kv, k_sum):
         raise ValueError("form 'recurrent' has no gradient in Triton, expected form 'chunk'")
-    q, k, v, keep = _contiguous(q, k, v, keep)
+    dtype = data_type(q, k, v)
+    q, k, v = (packed_heads(x.to(dtype)) for x in (q, k, v))
+    keep = None if keep is None else keep.contiguous()
     if kv is not None and k_sum is not None:
         kv, k_sum = (x.float().contiguous() for x in (kv, k_sum))
     logs = _per_token(decays.forward, k).contiguous()
-    o, kv, k_sum = _decay_step(q, k, v, logs, keep, kv, k_sum, normalizer)
+    o, kv, k_sum = _decay_step(q, k, v, logs, keep, kv, k_sum, normalizer, feature_map)
     return o, (DecayState(kv, k_sum), None)
 
 
@@ -211,7 +224,7 @@ _decay_chunks.register_autograd(_backward, setup_context=_save_for_backward)
 @torch.library.custom_op("onescan::decay_step", mutates_args=())
 def _decay_step(
     q: Tensor, k: Tensor, v: Tensor, decays: Tensor, keep: Tensor | None, kv_in: Tensor | None,
-    sum_in: Tensor | None, normalizer: str,
+    sum_in: Tensor | None, normalizer: str, feature_map: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the outputs and the outgoing state; decays are [B, T, H] or [B, T, H, K]."""
     batch, tokens, heads, _ = k.shape
@@ -220,8 +233,9 @@ def _decay_step(
     launch(
         decay_states.step, case,
         (batch * heads, -(-v.shape[-1] // decay_states.step_blocks(case).values)),
-        q, k, v, decays, keep, kv_in, sum_in, o, kv, k_sum, tokens,
-        NORMALIZER=NORMALIZERS[normalizer],
+        q, k, v, decays, keep, kv_in, sum_in, o, kv, k_sum,
+        tokens, *map(token_stride, (q, k, v)),
+        NORMALIZER=NORMALIZERS[normalizer], MAP=KERNEL_MAPS[feature_map],
     )  # fmt: skip
     return o, kv, k_sum
 
@@ -234,7 +248,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
 def _new_step(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate outputs and the outgoing state."""
     k_sum = k.new_empty(k.shape[0], *k.shape[2:], dtype=torch.float32)
-    return torch.empty_like(v), k_sum.new_empty(*k_sum.shape, v.shape[-1]), k_sum
+    return v.new_empty(v.shape), k_sum.new_empty(*k_sum.shape, v.shape[-1]), k_sum
 
 
 def _case(k: Tensor, v: Tensor, decays: Tensor) -> Case:
