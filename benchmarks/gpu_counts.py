@@ -117,6 +117,7 @@ MODELS = (
     Model("deit_tiny", 256),
     Model("deit_tiny", 256, unfused=True),
     Model("lion_s_base", 128),
+    Model("lion_lit_base", 128),
     Model("ldn_base", 128),
     Model("deit_base", 128),
     Model("deit_base", 128, unfused=True),

@@ -365,10 +365,13 @@ def _additive_step() -> Call:
     return Call(run, inputs, has_gradients=False)
 
 
-def _decay(form: Any, *, diagonal: bool, causal: bool, state: bool = False) -> Call:
+def _decay(
+    form: Any, *, causal: bool, diagonal: bool = False, decays: bool = True, state: bool = False
+) -> Call:
     def inputs(size: Size, draw: Draw) -> Inputs:
         drawn = {"q": draw(*size).abs(), "k": draw(*size).abs(), "v": draw(*size)}
-        drawn["log_decay"] = logsigmoid(2 + 2 * draw(*(size if diagonal else size[:3])))
+        if decays:
+            drawn["log_decay"] = logsigmoid(2 + 2 * draw(*(size if diagonal else size[:3])))
         if state:
             shape = size.batch, size.heads, size.width
             drawn["kv"], drawn["k_sum"] = draw(*shape, size.width), draw(*shape).abs()
@@ -379,7 +382,7 @@ def _decay(form: Any, *, diagonal: bool, causal: bool, state: bool = False) -> C
         op: Any = partial(decay_attention, form=form, backend=backend)
         op = decay_reference.forward if backend is None else op
         o, after = op(
-            *(x[name] for name in ("q", "k", "v", "log_decay")),
+            *(x.get(name) for name in ("q", "k", "v", "log_decay")),
             causal=causal,
             decay_at="target" if causal else "source",
             normalize="none" if causal else "sum",
@@ -502,14 +505,18 @@ CALLS: dict[str, tuple[Call, ...]] = {
         _additive("recurrent", causal=True, lrpe=False, state=False),
     ),
     "decay_attention.scalar": (
-        _decay("chunk", diagonal=False, causal=True),
-        _decay("chunk", diagonal=False, causal=False, state=True),
-        _decay("recurrent", diagonal=False, causal=True, state=True),
+        _decay("chunk", causal=True),
+        _decay("chunk", causal=False, state=True),
+        _decay("recurrent", causal=True, state=True),
     ),
     "decay_attention.diagonal": (
         _decay("chunk", diagonal=True, causal=True),
         _decay("chunk", diagonal=True, causal=False, state=True),
         _decay("recurrent", diagonal=True, causal=True, state=True),
+    ),
+    "decay_attention.no_decay": (
+        _decay("chunk", causal=False, decays=False),
+        _decay("chunk", causal=False, decays=False, state=True),
     ),
     "toeplitz_position": (_toeplitz(bidirectional=False), _toeplitz(bidirectional=True)),
     "lrpe": (_lrpe(), _lrpe_angles()),

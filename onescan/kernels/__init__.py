@@ -22,4 +22,5 @@ FILES = (
     "decay_states",
     "decay_scalar",
     "decay_diagonal",
+    "linear_attention",
 )

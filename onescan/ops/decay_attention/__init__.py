@@ -92,6 +92,12 @@ def _chunks_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
     return chunk(*arguments, **options)
 
 
+def _one_scan_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
+    from onescan.ops.decay_attention.launch import one_scan
+
+    return one_scan(*arguments, **options)
+
+
 def _steps_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
     from onescan.ops.decay_attention.launch import recurrent
 
@@ -112,6 +118,7 @@ IMPLEMENTATIONS: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("causal", "chunk", "triton"): _chunks_in_triton,
     ("causal", "recurrent", "triton"): _steps_in_triton,
     ("both", "chunk", "triton"): _chunks_in_triton,
+    ("both, no decay", "chunk", "triton"): _one_scan_in_triton,
 }
 
 
@@ -220,7 +227,8 @@ def decay_attention(
     )
     decays = log_decay is not None or packing is not None
     has_kernel = _has_kernel(form, causal=causal, decays=decays, call=call)
-    op = f"decay_attention.{'diagonal' if call.is_diagonal else 'scalar'}"
+    kernels = "scalar" if causal or decays else "no_decay"
+    op = f"decay_attention.{'diagonal' if call.is_diagonal else kernels}"
     runs_on: Any = resolved_backend(backend, has_kernel, q, k, v, op=op)
     choice = choose(form, runs_on, causal=causal, decays=decays, call=call)
     if not decays:
@@ -234,10 +242,10 @@ def decay_attention(
     with disable_autocast(q):
         if in_kernels:
             wide_q, wide_k, wide_v = q, k, v
-        elif choice[:2] == ("both, no decay", "chunk"):
-            wide_q, wide_k, wide_v = (x.to(product_dtype(q, k, v)) for x in (q, k, v))
-        else:
+        elif choice.form == "recurrent":
             wide_q, wide_k, wide_v = to_accumulation_dtype(q, k, v)
+        else:
+            wide_q, wide_k, wide_v = (x.to(product_dtype(q, k, v)) for x in (q, k, v))
         wide_decay = _broadcast(log_decay, accumulation_dtype(wide_k.dtype), k)
         if keep is not None:
             wide_decay = wide_decay.masked_fill(~keep[:, :, None, None], 0)

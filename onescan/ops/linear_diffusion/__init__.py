@@ -32,7 +32,7 @@ from onescan.ops.linear_diffusion.kernel import (
     gaussian_radius,
     stable_step,
 )
-from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
+from onescan.ops.numerics import disable_autocast, product_dtype, to_accumulation_dtype
 from onescan.ops.packing import Packing, packing_of
 from onescan.shapes import (
     AllTokens,
@@ -160,20 +160,21 @@ def linear_diffusion(
     with disable_autocast(x):
         if seen is not None:
             inputs = inputs.masked_fill(~seen[:, :, None, None], 0)
-        inputs, *wide = to_accumulation_dtype(inputs, weights, dt)
-        rates = _rates(*wide)
+        wide, *others = to_accumulation_dtype(inputs, weights, dt)
+        rates = _rates(*others)
         if packing is not None:
-            y = forms.packed_explicit(chosen, inputs, rates, keep, packing.sequence)
+            y = forms.packed_explicit(chosen, wide, rates, keep, packing.sequence)
         elif scheme == "explicit":
-            y = forms.explicit(IMPLEMENTATIONS[chosen], inputs, rates, seen, tokens)
+            multiplied = inputs if product_dtype(inputs) == torch.bfloat16 else wide
+            y = forms.explicit(IMPLEMENTATIONS[chosen], multiplied, rates, seen, tokens)
         else:
             size = SOLVERS[chosen](radius)
-            y = crank_nicolson.crank_nicolson(size, inputs, rates, seen)
+            y = crank_nicolson.crank_nicolson(size, wide, rates, seen)
         if keep is not None:
             y = y.masked_fill(~keep[:, :, None, None], 0)
     if can_look_at_values(y):
         named = {} if state is None else {"state.x": state.x}
-        check_no_nan(nan_probe(y, inputs), x=x, weights=weights, dt=dt, **named)
+        check_no_nan(nan_probe(y, wide), x=x, weights=weights, dt=dt, **named)
     return y.to(x.dtype)
 
 
