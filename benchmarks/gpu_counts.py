@@ -6,9 +6,9 @@ python benchmarks/gpu_counts.py --budget > tests/gpu_counts.md      update the t
 
 Nothing is computed: tensors have a shape, a dtype and a device, but no values (`FakeTensorMode`).
 Their device is one that this script registers with torch, with the autocast rules of CUDA. The
-counted step is a forward pass under bfloat16 autocast and a backward pass from the sum of the
-outputs. Rows marked "decoding" count one token of each sequence, with a state and bfloat16 weights.
-These are counts, not measurements:
+counted step is a forward pass and the cross-entropy of its outputs, under bfloat16 autocast, and a
+backward pass. Rows marked "decoding" count one token of each sequence, with a state and bfloat16
+weights. These are counts, not measurements:
 
 - forward, backward: operators that are not views. An operator in Triton counts as one launch,
   although it may launch several kernels.
@@ -53,6 +53,7 @@ import onescan
 from onescan import checks
 from onescan.kernels.chips import WIDEST_HEAD
 from onescan.ops import backend as backends
+from onescan.ops.cross_entropy import cross_entropy
 
 DEVICE = "fake_gpu"
 MULTIPROCESSORS = 132  # of an H100, which determines how kernels split their work
@@ -239,6 +240,7 @@ def count(model: Model, *, backend: Any, depth: int | None = None) -> Counts:
         with torch.device(DEVICE), weights_in(torch.bfloat16 if model.decoding else torch.float32):
             built = config.build()
             inputs, options = example(model, config)
+            labels = torch.empty(model.batch_size * max(model.tokens, 1), dtype=torch.long)
         if model.decoding:
             with torch.no_grad():
                 state = built(*inputs)[1]
@@ -249,8 +251,10 @@ def count(model: Model, *, backend: Any, depth: int | None = None) -> Counts:
         try:
             with counts.forward, torch.autocast(DEVICE, dtype=torch.bfloat16), saved:
                 out = built(*inputs, **options)
+                logits = (out[0] if isinstance(out, tuple) else out).flatten(0, -2)
+                loss = cross_entropy(logits, labels)
             with counts.backward:
-                (out[0] if isinstance(out, tuple) else out).float().sum().backward()
+                loss.backward()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             counts.stopped_by = str(error.func)
     counts.kept_bytes = sum(storage.nbytes() for storage in kept.values())

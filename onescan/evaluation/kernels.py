@@ -27,15 +27,19 @@ from onescan.ops import (
     decay_attention,
     linear_diffusion,
     lrpe,
+    lrpe_angles,
     stable_step,
     toeplitz_position,
+    use_backend,
 )
 from onescan.ops.additive_decay import AdditiveDecayState
 from onescan.ops.additive_decay import reference as additive_reference
 from onescan.ops.backend import KERNEL_OPS
+from onescan.ops.cross_entropy import cross_entropy
 from onescan.ops.decay_attention import DecayState, DecayStates
 from onescan.ops.decay_attention import reference as decay_reference
 from onescan.ops.feature_maps import shifted_silu
+from onescan.ops.gating import gated
 from onescan.ops.kernel_record import read_results, record_path
 from onescan.ops.linear_diffusion import DiffusionState
 from onescan.ops.linear_diffusion import reference as diffusion_reference
@@ -423,12 +427,45 @@ def _lrpe() -> Call:
     return Call(run, inputs)
 
 
+def _lrpe_angles() -> Call:
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        return {"x": draw(*size), "theta": draw(*size[2:])}
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        with use_backend(backend or "torch"):
+            return (lrpe(x["x"], lrpe_angles((x["x"].shape[1],), x["theta"])),)
+
+    return Call(run, inputs)
+
+
 def _shifted_silu() -> Call:
     def inputs(size: Size, draw: Draw) -> Inputs:
         return {"x": 2 * draw(*size)}
 
     def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
         return (shifted_silu(x["x"], backend=backend or "torch"),)
+
+    return Call(run, inputs)
+
+
+def _gated(activation: str) -> Call:
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        return {"x": draw(*size), "gate": 2 * draw(*size)}
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        return (gated(x["x"], x["gate"], activation, backend=backend or "torch"),)
+
+    return Call(run, inputs)
+
+
+def _cross_entropy() -> Call:
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        return {"logits": 2 * draw(size.batch * size.tokens, size.heads * size.width)}
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        rows, classes = x["logits"].shape
+        labels = torch.arange(rows, device=x["logits"].device) % classes
+        return (cross_entropy(x["logits"], labels, backend=backend or "torch"),)
 
     return Call(run, inputs)
 
@@ -482,7 +519,9 @@ CALLS: dict[str, tuple[Call, ...]] = {
         _decay("chunk", causal=False, decays=False, state=True),
     ),
     "toeplitz_position": (_toeplitz(bidirectional=False), _toeplitz(bidirectional=True)),
-    "lrpe": (_lrpe(),),
+    "lrpe": (_lrpe(), _lrpe_angles()),
     "shifted_silu": (_shifted_silu(),),
+    "gated": (_gated("silu"), _gated("sigmoid")),
+    "cross_entropy": (_cross_entropy(),),
     "linear_diffusion": (_linear_diffusion(state=False), _linear_diffusion(state=True)),
 }

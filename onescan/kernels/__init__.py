@@ -15,6 +15,8 @@ FILES = (
     "toeplitz",
     "lrpe",
     "feature_maps",
+    "gating",
+    "cross_entropy",
     "diffusion",
     "additive_step",
     "decay_states",

@@ -29,7 +29,7 @@ BACKENDS = ("auto", "torch", "triton")
 KERNEL_OPS = (
     *("additive_decay.one_scan", "additive_decay.chunk", "additive_decay.recurrent"),
     *("decay_attention.scalar", "decay_attention.diagonal", "decay_attention.no_decay"),
-    *("toeplitz_position", "lrpe", "shifted_silu", "linear_diffusion"),
+    *("toeplitz_position", "lrpe", "shifted_silu", "gated", "cross_entropy", "linear_diffusion"),
 )
 
 # GPUs, by torch.cuda.get_device_name, on which `make gpu` has passed. On others "auto" means torch,

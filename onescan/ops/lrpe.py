@@ -138,6 +138,11 @@ def lrpe_angles(
     if can_look_at_values(theta) and not theta.detach().isfinite().all():
         raise ValueError("theta holds NaN or infinity, expected finite frequencies")
     (theta,) = to_accumulation_dtype(theta)
+    backend = resolved_backend("auto", True, theta, op="lrpe", widest=None)
+    if backend == "triton" and isinstance(start, int):
+        from onescan.ops import lrpe_launch
+
+        return lrpe_launch.grid_angles(shape, theta, prefix=prefix, start=start)
     along = []  # of each axis that has features: 1 .. n .. 1 H K
     for axis, table in enumerate(_axis_tables(shape, start, theta)):
         size = [1] * len(shape)

@@ -15,6 +15,7 @@ from onescan.layers.mixers.contract import Mixer, MixerConfig, check_continued, 
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
+from onescan.ops.gating import gated
 from onescan.ops.lrpe import (
     RotaryPositions,
     check_axes_have_features,
@@ -213,7 +214,7 @@ class LightNetMixer(Mixer):
         if gate is not None:
             gate = self.gate_proj(gate)
             o = to_autocast_dtype(o)  # as out_proj would, because norms return float32
-            o = o * (F.silu(gate) if self.config.gate_activation == "silu" else gate.sigmoid())
+            o = gated(o, gate, self.config.gate_activation)
         o = self.out_proj(o)
         o = o if keep is None else masked(o, keep)
         return o, state if state is None else state._replace(window=window)

@@ -39,6 +39,7 @@ from onescan.layers.rotary import RotaryAngles, check_rotary, rotary_angles, rot
 from onescan.layers.tokens import Order, snake_orders
 from onescan.ops.decay_attention import DecayAt, DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
+from onescan.ops.gating import gated
 from onescan.ops.numerics import (
     disable_autocast,
     is_autocast_enabled,
@@ -287,7 +288,7 @@ class LionMixer(Mixer):
         o = o.flatten(-2) if self.config.norm_heads else o
         if gate is not None:
             gate = gate if self.gate_proj is None else self.gate_proj(gate)
-            o = to_autocast_dtype(o) * FEATURE_MAPS[self.config.gate](gate)  # norms return float32
+            o = gated(to_autocast_dtype(o), gate, self.config.gate)  # norms return float32
         o = self.out_proj(o)
         o = o if keep is None else masked(o, keep)
         if attention is None or (self.conv is None and angles is None):

@@ -338,9 +338,9 @@ def _(
 
 @torch.library.custom_op("onescan::causal_scan_backward", mutates_args=())
 def _causal_scan_backward(
-    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None,
-    keep: Tensor | None, z_in: Tensor | None, kv_in: Tensor | None, spans: Tensor | None,
-    chunk_size: int, wants_dangles: bool,
+    do: Tensor, dz: Tensor | None, dkv: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    angles: Tensor | None, keep: Tensor | None, z_in: Tensor | None, kv_in: Tensor | None,
+    spans: Tensor | None, chunk_size: int, wants_dangles: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v and angles, and of z and kv before the first token."""
     batch, tokens, heads, _ = k.shape
@@ -355,11 +355,13 @@ def _causal_scan_backward(
     )  # fmt: skip
     after = torch.empty_like(chunks.before)
     dmass = chunks.mass.new_empty(batch, count, *k.shape[2:])
-    dz_out = (dz - per_key(kv * dkv, k)).float()
-    dz_in, dkv_in = torch.empty_like(dz_out), torch.empty_like(kv)
+    dz_out = dz if dkv is None else (0 if dz is None else dz) - per_key(kv * dkv, k)
+    if dz_out is not None:
+        dz_out, dkv = dz_out.float(), torch.zeros_like(kv) if dkv is None else dkv.contiguous()
+    dz_in, dkv_in = torch.empty_like(z, dtype=torch.float32), torch.empty_like(kv)
     launch(
         causal_scan.carry_backward, case, chunks.carry_grid,
-        q, k, rotary, keep, *scale, do, dq, dz_out, dkv.contiguous(),
+        q, k, rotary, keep, *scale, do, dq, dz_out, dkv,
         after, dmass, dz_in, dkv_in, spans, tokens, count,
     )  # fmt: skip
     launch(
@@ -377,25 +379,28 @@ def _causal_scan_backward(
 
 @_causal_scan_backward.register_fake
 def _(
-    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
+    do: Tensor, dz: Tensor | None, dkv: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    angles: Tensor | None, *others: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
     *made, dangles = _new_gradients(q, k, v, others[-1])
-    dz_in = torch.empty_like(dz, dtype=torch.float32)
-    return *made, _summed(dangles, k), dz_in, torch.empty_like(dkv)
+    _, z, kv = _new_outputs(k, v, angles)
+    return *made, _summed(dangles, k), torch.empty_like(z, dtype=torch.float32), kv
 
 
 def _save_for_chunks(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.chunk_size = inputs
     ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
 
 
 def _backward_of_chunks(
-    ctx: Any, do: Tensor, dz: Tensor, dkv: Tensor
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    angles, z_in = ctx.saved_tensors[3], ctx.saved_tensors[5]
+    ctx: Any, do: Tensor | None, dz: Tensor | None, dkv: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    v, angles, z_in = (ctx.saved_tensors[i] for i in (2, 3, 5))
     wants_dangles = angles is not None and ctx.needs_input_grad[3]
+    do = torch.zeros_like(v) if do is None else do.contiguous()
     dq, dk, dv, dangles, dz_in, dkv_in = _causal_scan_backward(
-        do.contiguous(), dz, dkv, *ctx.saved_tensors, ctx.chunk_size, wants_dangles
+        do, dz, dkv, *ctx.saved_tensors, ctx.chunk_size, wants_dangles
     )
     dangles = dangles.to(angles.dtype) if wants_dangles else None
     dstate = (None, None) if z_in is None else (dz_in.to(z_in.dtype), dkv_in)
