@@ -55,15 +55,15 @@ def window_attention(
     padding = count * block - tokens
     neighbors = 2 if causal else 3  # the block before, the block itself and the block after
     sides = (block - cached, padding + (0 if causal else block))
-    windows = [
+    k, v = (
         _windows(F.pad(x, (0, 0, *sides)), block, count, neighbors).flatten(0, 1) for x in (k, v)
-    ]
+    )
     read = _windows(F.pad(labels, sides, value=-1)[:, None, :, None], block, count, neighbors)
     own = F.pad(labels[:, cached:], (0, padding), value=-1).unflatten(1, (count, block))
     mask = _mask(own, read[..., 0, :, 0], block, window, causal=causal)
     mask = mask.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
     q = F.pad(q, (0, 0, 0, padding)).unflatten(2, (count, block)).transpose(1, 2).flatten(0, 1)
-    o = F.scaled_dot_product_attention(q, *windows, attn_mask=mask, dropout_p=dropout)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return o.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)[:, :, :tokens]
 
 
