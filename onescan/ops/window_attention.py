@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from onescan.ops.chunks import is_known
+from onescan.ops.chunks import is_known, number_of_chunks
 from onescan.ops.packing import Packing
 from onescan.shapes import CachedKeep, CachedKeys, HeadsFirst
 
@@ -51,27 +51,26 @@ def window_attention(
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask.unsqueeze(1), dropout_p=dropout
         )
-    batch, count = len(q), (tokens + block - 1) // block
+    count = number_of_chunks(tokens, block)
+    before, after = 1, 0 if causal else 1  # neighbors of a block
     padding = count * block - tokens
-    neighbors = 2 if causal else 3  # the block before, the block itself and the block after
-    sides = (block - cached, padding + (0 if causal else block))
-    k, v = (
-        _windows(F.pad(x, (0, 0, *sides)), block, count, neighbors).flatten(0, 1) for x in (k, v)
-    )
-    read = _windows(F.pad(labels, sides, value=-1)[:, None, :, None], block, count, neighbors)
+    sides = (before * block - cached, padding + after * block)
+
+    def windows(x: Tensor) -> Tensor:  # [B, N, H, (before + 1 + after) * C, ...]
+        blocks = x.unflatten(2, (before + count + after, block))
+        parts = [blocks[:, :, i : i + count] for i in range(before + 1 + after)]
+        return torch.cat(parts, dim=3).transpose(1, 2)
+
+    k, v = (windows(F.pad(x, (0, 0, *sides))).flatten(0, 1) for x in (k, v))
+    read = windows(F.pad(labels, sides, value=-1).unsqueeze(1)).squeeze(2)
     own = F.pad(labels[:, cached:], (0, padding), value=-1).unflatten(1, (count, block))
-    mask = _mask(own, read[..., 0, :, 0], block, window, causal=causal)
-    mask = mask.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
-    q = F.pad(q, (0, 0, 0, padding)).unflatten(2, (count, block)).transpose(1, 2).flatten(0, 1)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-    return o.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)[:, :, :tokens]
-
-
-def _windows(x: Tensor, block: int, count: int, neighbors: int) -> Tensor:
-    """Return the blocks that each of `count` blocks reads, [B, N, H, neighbors * block, K]."""
-    blocks = x.unflatten(2, (count + neighbors - 1, block))
-    parts = [blocks[:, :, i : i + count] for i in range(neighbors)]
-    return torch.cat(parts, dim=3).transpose(1, 2)
+    mask = _mask(own, read, before * block, window, causal=causal)
+    mask = mask.expand(q.shape[0], -1, -1, -1).flatten(0, 1).unsqueeze(1)
+    blocks = F.pad(q, (0, 0, 0, padding)).unflatten(2, (count, block)).transpose(1, 2)
+    o = F.scaled_dot_product_attention(
+        blocks.flatten(0, 1), k, v, attn_mask=mask, dropout_p=dropout
+    )
+    return o.unflatten(0, blocks.shape[:2]).transpose(1, 2).flatten(2, 3)[:, :, :tokens]
 
 
 def _mask(
