@@ -39,8 +39,7 @@ def with_mixer(run: RunConfig, name: str) -> RunConfig:
     Args:
         run: Run to change.
         name: Key of `NAMED_MIXERS`, for example "lion_s"; or "lion_s_hybrid" for LION-s with
-            softmax attention in every fourth block. The attention is that of the run, if it has
-            softmax attention.
+            softmax attention in every fourth block, which is that of the run if it has any.
 
     Raises:
         ValueError: If there is no such name (names the closest), or the model has no mixer.
@@ -52,14 +51,16 @@ def with_mixer(run: RunConfig, name: str) -> RunConfig:
         raise ValueError(
             f"model.mixer is {name!r}, but the model, {named_type(run.model)}, has no mixer"
         )
-    if isinstance(old, HybridMixerConfig):
-        old = old.for_layer(0)
-    new = _like(NAMED_MIXERS[base], old)
+    new = _like(NAMED_MIXERS[base], old.for_layer(0) if isinstance(old, HybridMixerConfig) else old)
     if base != name:
-        is_softmax = isinstance(old, SoftmaxMixerConfig)
-        attention = old if is_softmax else _like(SoftmaxMixerConfig(), old)
-        new = HybridMixerConfig(linear=new, attention=attention)
+        new = HybridMixerConfig(linear=new, attention=_attention_of(old))
     return dataclasses.replace(run, model=configs.replace(run.model, {"mixer": new}))
+
+
+def _attention_of(old: MixerConfig) -> MixerConfig:
+    if isinstance(old, HybridMixerConfig):
+        old = old.for_layer(old.offset % old.period)
+    return old if isinstance(old, SoftmaxMixerConfig) else _like(SoftmaxMixerConfig(), old)
 
 
 def _like(new: MixerConfig, old: MixerConfig) -> MixerConfig:
