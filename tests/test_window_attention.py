@@ -218,3 +218,18 @@ def test_a_window_compiles_whole():
 def test_impossible_windows_are_refused(fields, axes, message):
     with pytest.raises(ValueError, match=message):
         SoftmaxMixerConfig(**fields).build(width=WIDTH, axes=axes)
+
+
+def test_states_and_offsets_that_do_not_apply_are_refused():
+    mixer, other = trained(window=3, causal=True), trained(window=4, causal=True)
+    everywhere, x, grid = trained(causal=True), tokens_of(1, 5), Grid((5,))
+    packing = Packing(torch.tensor([0, 2, 5]), batch=1, tokens=5)
+    _, state = other(x, grid)
+    with pytest.raises(ValueError, match="state has 4 cached tokens, expected 3"):
+        mixer(x, grid, state=state)
+    with pytest.raises(ValueError, match="cu_seqlens and state were both given"):
+        other(x, grid, state=state, cu_seqlens=packing)
+    with pytest.raises(ValueError, match="cu_seqlens was given with window None"):
+        everywhere(x, grid, cu_seqlens=packing)
+    with pytest.raises(ValueError, match="state was given to a mixer that is not causal"):
+        trained(window=3)(x, grid, state=state)

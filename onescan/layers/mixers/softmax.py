@@ -14,7 +14,7 @@ from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import check_rotary, rotary_angles, rotated
 from onescan.ops.chunks import is_known
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
-from onescan.ops.packing import Packing
+from onescan.ops.packing import Packing, packing_of, refuse_cu_seqlens
 from onescan.ops.window_attention import window_attention
 from onescan.shapes import CachedKeep, CachedKeys, Grid, Hidden, Keep
 
@@ -85,7 +85,10 @@ class SoftmaxState(NamedTuple):
 
 
 class SoftmaxMixer(Mixer):
-    """softmax(phi(Q) phi(K)^T / sqrt(K)) V, then W_o, with dropout on the attention weights."""
+    """softmax(phi(Q) phi(K)^T / sqrt(K)) V, then W_o, with dropout on the attention weights.
+
+    With a window, the softmax is over |t - s| <= window, as in Longformer, arXiv:2004.05150.
+    """
 
     def __init__(self, config: SoftmaxMixerConfig, width: int) -> None:
         super().__init__()
@@ -112,8 +115,7 @@ class SoftmaxMixer(Mixer):
         cu_seqlens: Packing | None = None,
         state: SoftmaxState | None = None,
     ) -> tuple[Hidden, SoftmaxState | None]:
-        if state is not None:
-            self.check_state(state, SoftmaxState, causal=self.causal)
+        packing = self._check(x, cu_seqlens, state)
         q, k, v = rearrange(
             self.in_proj(masked(x, keep)),
             "b t (three h k) -> three b h t k",
@@ -132,14 +134,14 @@ class SoftmaxMixer(Mixer):
             k, v = torch.cat([state.k, k], dim=2), torch.cat([state.v, v], dim=2)
             real = torch.cat([state.keep, real], dim=1)
         new_state = None
-        if self.causal and real is not None and cu_seqlens is None:
+        if self.causal and real is not None and packing is None:
             new_state = self._state(k, v, real)
         if self.rotary and self.window is not None:
             angles = self._angles(Grid((k.shape[2],)), q)
             q, k = rotated(q, angles[cached:]), rotated(k, angles)
         needs_no_mask = keep is None and state is None  # fused kernels are faster without one
         dropout = self.dropout if self.training else 0.0
-        if self._reads_all(k, cu_seqlens):
+        if self._window_contains_all(k, packing):
             mask = None if needs_no_mask else self._mask(real, x.shape[1])
             o = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=self.causal and needs_no_mask, dropout_p=dropout
@@ -148,16 +150,31 @@ class SoftmaxMixer(Mixer):
             assert self.window is not None
             o = window_attention(
                 q, k, v, window=self.window, causal=self.causal, dropout=dropout,
-                keep=None if needs_no_mask else real, packing=cu_seqlens,
+                keep=None if needs_no_mask else real, packing=packing,
             )  # fmt: skip
         o = self.out_proj(rearrange(o, "b h t v -> b t (h v)"))
         return masked(o, keep), new_state
 
-    def _reads_all(self, k: CachedKeys, cu_seqlens: Packing | None) -> bool:
-        """Return whether the last token reads all others."""
+    def _check(
+        self, x: Hidden, cu_seqlens: Packing | None, state: SoftmaxState | None
+    ) -> Packing | None:
+        """Raise ValueError for a state or offsets that do not apply; return the packing."""
+        if state is not None:
+            self.check_state(state, SoftmaxState, causal=self.causal)
+            if self.window is not None and state.k.shape[2] != self.window:
+                raise ValueError(
+                    f"state has {state.k.shape[2]} cached tokens, expected {self.window}, the "
+                    "window of the mixer"
+                )
+        if self.window is None:
+            refuse_cu_seqlens(cu_seqlens, "window None", "a window")
+        return None if cu_seqlens is None else packing_of(cu_seqlens, x, state=state)
+
+    def _window_contains_all(self, k: CachedKeys, packing: Packing | None) -> bool:
+        """Return whether tokens read all others, or all earlier ones."""
         if self.window is None:
             return True
-        return cu_seqlens is None and is_known(k.shape[2]) and k.shape[2] <= self.window + 1
+        return packing is None and is_known(k.shape[2]) and k.shape[2] <= self.window + 1
 
     def _angles(self, grid: Grid, q: Tensor, *, start: int = 0) -> Tensor:
         """Return the angles of tokens, [T, K / 2]."""
@@ -168,7 +185,7 @@ class SoftmaxMixer(Mixer):
         """Return the state after the last token."""
         if self.window is None:
             return SoftmaxState(k, v, keep)
-        if is_known(k.shape[2]):  # leave out what padding would copy in vain
+        if is_known(k.shape[2]):  # so that padding copies only these
             recent = slice(max(k.shape[2] - self.window, 0), None)
             k, v, keep = k[:, :, recent], v[:, :, recent], keep[:, recent]
         end = k.shape[2]
