@@ -167,8 +167,9 @@ def test_a_state_continues_long_inputs():
 
 
 @over_causal
-def test_packed_sequences_equal_each_alone(causal):
-    mixer, x = trained(window=3, causal=causal, rotary=True), tokens_of(2, 90)
+@pytest.mark.parametrize("window", [3, 100])
+def test_packed_sequences_equal_each_alone(window, causal):
+    mixer, x = trained(window=window, causal=causal, rotary=True), tokens_of(2, 90)
     keep = torch.rand(2, 90) < 0.8
     offsets = [0, 1, 75, 90, 94, 180]
     packing = Packing(torch.tensor(offsets), batch=2, tokens=90)
