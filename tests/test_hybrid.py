@@ -16,6 +16,7 @@ from onescan.layers.mixers import (
     HGRNMixerConfig,
     HybridMixerConfig,
     LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
     LionMixerConfig,
     SoftmaxMixerConfig,
 )
@@ -198,14 +199,15 @@ def test_a_window_streams_signals():
         grows.stream(signals)
 
 
-def test_a_class_token_reads_patches_in_the_last_block_at_least():
-    """Causal blocks before it do not, and neither does a model without attention."""
-    forward = HybridMixerConfig(
-        linear=LionMixerConfig(num_heads=3, direction="alternating"), attention=SOFTMAX, period=3
-    )
-    assert dataclasses.replace(IMAGES, mixer=forward).build().prefix == 1
+def test_a_class_token_may_read_patches_in_the_last_block_only():
+    local = LinearDiffusionMixerConfig(num_heads=3, separable=True, linear_attention=False)
+    mixer = HybridMixerConfig(linear=local, attention=SOFTMAX, period=3)
+    model = dataclasses.replace(IMAGES, mixer=mixer, position=None).build()
+    images = torch.randn(1, 1, 8, 12, requires_grad=True)
+    model(images).square().sum().backward()
+    assert (images.grad != 0).all()
     with pytest.raises(ValueError, match="the class token reads no patch"):
-        dataclasses.replace(IMAGES, mixer=CAUSAL).build()
+        dataclasses.replace(IMAGES, mixer=mixer, depth=2).build()
 
 
 def test_the_command_line_builds_hybrids(monkeypatch):
