@@ -256,7 +256,7 @@ def test_absolute_positions_have_one_size_and_any_batch():
     ("name", "any_length"),
     [
         *((name, True) for name in CAUSAL),
-        *((name, False) for name in ("lion", "delta", "ldn", "hybrid")),
+        *((name, False) for name in ("lion", "delta", "ldn")),
     ],
 )
 def test_a_step_goes_on_from_its_state(name, any_length):
