@@ -6,12 +6,14 @@ python benchmarks/gpu_counts.py --budget > tests/gpu_counts.md      update the t
 
 Nothing is computed: tensors have a shape, a dtype and a device, but no values (`FakeTensorMode`).
 Their device is one that this script registers with torch, with the autocast rules of CUDA. The
-counted step is a forward pass under bfloat16 autocast and a backward pass from the sum of the
-outputs. These are counts, not measurements:
+counted step is a forward pass and the cross-entropy of its outputs, under bfloat16 autocast, and a
+backward pass. Rows marked "decoding" count one token of each sequence, with a state and bfloat16
+weights. These are counts, not measurements:
 
 - forward, backward: operators that are not views. An operator in Triton counts as one launch,
   although it may launch several kernels.
-- GB: bytes of the arguments and results of these operators. Nothing is fused.
+- GB: bytes of the arguments and results of these operators. Elements of a broadcast argument count
+  once. Nothing is fused.
 - float64 GB: the part of it in float64 and complex128.
 - kept GB: bytes that the forward pass keeps for the backward pass, without the weights.
 - waits: operators for which the host waits for the device. If the shape of a result depends on
@@ -22,10 +24,12 @@ as separate operators.
 """
 
 import argparse
+import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -49,6 +53,7 @@ import onescan
 from onescan import checks
 from onescan.kernels.chips import WIDEST_HEAD
 from onescan.ops import backend as backends
+from onescan.ops.cross_entropy import cross_entropy
 
 DEVICE = "fake_gpu"
 MULTIPROCESSORS = 132  # of an H100, which determines how kernels split their work
@@ -67,6 +72,8 @@ WAITS = {
     "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_select", "nonzero",
     "unique_consecutive", "unique_dim",
 }
+# CUDA has a kernel for each of these operators, which torch composes of others elsewhere.
+FUSED_ON_CUDA = ("_fused_rms_norm", "_fused_rms_norm_backward", "mish_backward", "silu_backward")
 # Autocast on CUDA runs operators in LOW_PRECISION in its own dtype, those in WIDEST_DTYPE in the
 # widest dtype of their arguments, and all others that it has a rule for in float32.
 LOW_PRECISION = {
@@ -91,6 +98,7 @@ class Model(NamedTuple):
     tokens: int = 0
     packed: bool = False
     unfused: bool = False
+    decoding: bool = False
 
     @property
     def is_softmax(self) -> bool:
@@ -99,7 +107,8 @@ class Model(NamedTuple):
     @property
     def label(self) -> str:
         size = f"{self.batch_size} x {self.tokens}" if self.tokens else f"{self.batch_size}"
-        return f"{self.preset}, {size}" + ", packed" * self.packed + ", unfused" * self.unfused
+        flags = {name: getattr(self, name) for name in ("packed", "unfused", "decoding")}
+        return ", ".join([self.preset, size, *(name for name, flag in flags.items() if flag)])
 
 
 MODELS = (
@@ -108,6 +117,7 @@ MODELS = (
     Model("deit_tiny", 256),
     Model("deit_tiny", 256, unfused=True),
     Model("lion_s_base", 128),
+    Model("lion_lit_base", 128),
     Model("ldn_base", 128),
     Model("deit_base", 128),
     Model("deit_base", 128, unfused=True),
@@ -115,10 +125,12 @@ MODELS = (
     Model("lightnet_lm_45m", 8, 4096, packed=True),
     Model("gpt2_small", 8, 1024),
     Model("gpt2_small", 8, 1024, unfused=True),
+    Model("lightnet_lm_45m", 8, 1, decoding=True),
+    Model("lion_s_lm_124m", 8, 1, decoding=True),
 )
 # The budget of tests/test_budget.py
-BUDGET_DEPTH = 2
-BUDGET_MODELS = ("lightnet_tiny", "lion_s_tiny", "ldn_base", "lightnet_lm_45m")
+BUDGET_DEPTH = 2  # except for decoding
+BUDGET_MODELS = ("lightnet_tiny", "lion_s_tiny", "ldn_base", "lightnet_lm_45m", "lion_s_lm_124m")
 
 
 class Operators(TorchDispatchMode):
@@ -143,12 +155,18 @@ class Operators(TorchDispatchMode):
         self.waits += name in WAITS or crosses or by_mask
         if name not in FREE:
             wide = (torch.float64, torch.complex128)
-            moved = sum(x.numel() * x.itemsize for x in on_gpu)
+            moved = sum(map(bytes_in_memory, on_gpu))
             self.launches += 1
             self.bytes += moved
-            self.float64_bytes += sum(x.numel() * x.itemsize for x in on_gpu if x.dtype in wide)
+            self.float64_bytes += sum(bytes_in_memory(x) for x in on_gpu if x.dtype in wide)
             self.bytes_by_name[func._schema.name] += moved
         return out
+
+
+def bytes_in_memory(x: Tensor) -> int:
+    """Return the bytes of a tensor, without the axes along which it is broadcast."""
+    sizes = zip(x.shape, x.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride) * x.itemsize
 
 
 @dataclass
@@ -190,7 +208,8 @@ def main() -> None:
         print_row(cells)
     for model in (model for model in MODELS if model.preset in args.models):
         for backend in ("torch",) if model.is_softmax else ("torch", "triton"):
-            counts = count(model, backend=backend, depth=args.depth)
+            depth = None if args.budget and model.decoding else args.depth
+            counts = count(model, backend=backend, depth=depth)
             print_row((model.label, backend, *counts.row()))
             moved = counts.forward.bytes_by_name + counts.backward.bytes_by_name
             for name, size in moved.most_common(args.operators):
@@ -202,7 +221,7 @@ def print_row(cells: Sequence[str]) -> None:
 
 
 def count(model: Model, *, backend: Any, depth: int | None = None) -> Counts:
-    """Count one training step of a model."""
+    """Count one training step of a model, or one decoding step."""
     config: Any = onescan.preset(model.preset, **({} if depth is None else {"depth": depth}))
     attention = F.scaled_dot_product_attention if model.unfused else flash_attention
     counts = Counts()
@@ -218,19 +237,39 @@ def count(model: Model, *, backend: Any, depth: int | None = None) -> Counts:
         onescan.use_backend(backend),
         patch.object(F, "scaled_dot_product_attention", attention),
     ):
-        with torch.device(DEVICE):
+        with torch.device(DEVICE), weights_in(torch.bfloat16 if model.decoding else torch.float32):
             built = config.build()
             inputs, options = example(model, config)
+            labels = torch.empty(model.batch_size * max(model.tokens, 1), dtype=torch.long)
+        if model.decoding:
+            with torch.no_grad():
+                state = built(*inputs)[1]
+                with counts.forward:
+                    built(*inputs, state)
+            return counts
         saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
         try:
             with counts.forward, torch.autocast(DEVICE, dtype=torch.bfloat16), saved:
                 out = built(*inputs, **options)
+                logits = (out[0] if isinstance(out, tuple) else out).flatten(0, -2)
+                loss = cross_entropy(logits, labels)
             with counts.backward:
-                (out[0] if isinstance(out, tuple) else out).float().sum().backward()
+                loss.backward()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             counts.stopped_by = str(error.func)
     counts.kept_bytes = sum(storage.nbytes() for storage in kept.values())
     return counts
+
+
+@contextmanager
+def weights_in(dtype: torch.dtype) -> Iterator[None]:
+    """Build models with weights in a dtype; fake tensors cannot be converted by `Module.to`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def example(model: Model, config: Any) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
@@ -247,7 +286,10 @@ def example(model: Model, config: Any) -> tuple[tuple[Tensor, ...], dict[str, An
 
 
 def register_device() -> None:
-    """Register the device with torch, for the whole process, with the autocast rules of CUDA."""
+    """Register the device with torch, for the whole process, with the autocast rules of CUDA.
+
+    It runs the operators of `FUSED_ON_CUDA` as one, because they have a kernel, which never runs.
+    """
 
     class Module(backend_registration._DummyBackendModule):
         def is_available(self) -> bool:
@@ -260,11 +302,18 @@ def register_device() -> None:
     fallback, rules = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     KEPT.extend((fallback, rules))
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for name in FUSED_ON_CUDA:
+        rules.impl(name, never, "PrivateUse1")
     for full_name in torch._C._dispatch_get_all_op_names():
         if torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "AutocastCUDA"):
             name, _, overload = full_name.removeprefix("aten::").partition(".")
             operator = getattr(getattr(torch.ops.aten, name), overload or "default")
             rules.impl(operator._name, autocast_rule(name, operator), "AutocastPrivateUse1")
+
+
+def never(*_: Any, **__: Any) -> Any:
+    """A kernel that is registered but not run, because tensors have no values."""
+    raise AssertionError
 
 
 KEPT: list[torch.library.Library] = []  # rules exist as long as their library

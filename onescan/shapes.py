@@ -28,6 +28,7 @@ ReadOuts = Float[Tensor, "{read_outs}*B T D"]  # outputs of several blocks, conc
 ReadOutLogits = Float[Tensor, "_ scored vocabulary"]  # the same, or for selected positions
 Memory = Float[Tensor, "B S D"]  # S tokens of another sequence
 CachedKeys = Float[Tensor, "B H S K"]
+HeadsFirst = Float[Tensor, "B H T K"]  # as in torch's scaled_dot_product_attention
 CachedKeep = Bool[Tensor, "B S"]
 Places = Int[Tensor, " B"]  # number of tokens so far in each sequence
 Position = int | Int[Tensor, ""]  # number of tokens so far; a tensor in exported programs

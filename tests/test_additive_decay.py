@@ -6,6 +6,7 @@ from inspect import unwrap
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from op_checks import assert_at_most_twice_the_error, multiply_in_bfloat16
@@ -21,6 +22,7 @@ from onescan.ops.additive_decay import (
     reference,
 )
 from onescan.ops.additive_decay import causal as causal_chunks
+from onescan.ops.lrpe import RotaryPositions, lrpe_angles
 
 B, H, K, V = 2, 3, 4, 5
 FEW = (2, 1, 2, 1)  # where every number is changed in turn
@@ -544,6 +546,9 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
         ({"v": torch.ones(B, 4, H, 0)}, "V is 0"),
         ({"k": torch.ones(B, 4, H, K, device="meta")}, "k is on meta and q on cpu"),
         ({"angles": torch.full((4, H, K), torch.nan)}, "angles holds 48 NaN of 48"),
+        ({"angles": RotaryPositions(torch.ones(H, K + 1))}, r"angles\.theta has shape"),
+        ({"angles": RotaryPositions(torch.ones(H, K), -1)}, r"angles\.start is -1"),
+        ({"feature_map": "exp"}, "feature_map 'exp' is unknown.*identity, silu"),
         ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf of 96"),
         (
             {
@@ -590,6 +595,16 @@ def test_states_that_cannot_be_merged(other, message):
         state = AdditiveDecayState(torch.ones(1, 1, 3), torch.ones(1, 1, 3, 1))
     with pytest.raises(ValueError, match=message):
         unwrap(merge_states)(state, other)
+
+
+@pytest.mark.parametrize("key", [key for key in IMPLEMENTATIONS if key[2] == "torch"], ids=str)
+def test_positions_and_feature_maps_are_applied_first(key):
+    causal, form, backend = key
+    named = inputs(5, dtype=torch.float64) | {"causal": causal, "form": form, "backend": backend}
+    theta = torch.rand(H, K, dtype=torch.float64)
+    fused = named | {"angles": RotaryPositions(theta, 3), "feature_map": "silu"}
+    apart = named | {"angles": lrpe_angles((5,), theta, start=3), "q": F.silu(named["q"])}
+    torch.testing.assert_close(additive_decay(**fused), additive_decay(**apart), rtol=0, atol=0)
 
 
 def test_no_tokens_is_an_error():

@@ -564,22 +564,44 @@ def test_no_less_exact_than_plain_torch(causal, form, decay, dtype):
     )
 
 
-@pytest.mark.parametrize("normalize", NORMALIZERS)
-@pytest.mark.parametrize("state", [True, False])
-def test_bfloat16_products_are_no_less_exact_than_plain_torch(state, normalize, monkeypatch):
-    """On a GPU, products of the undecayed sum are bfloat16, and its states are float32."""
+@pairwise(
+    {
+        "causal": [True, False],
+        "form": ["chunk", "full"],
+        "decay": DECAYS,
+        "normalize": NORMALIZERS,
+        "state": [True, False],
+    }
+)
+def test_bfloat16_products_are_no_less_exact_than_plain_torch(
+    causal, form, decay, normalize, state, monkeypatch
+):
+    """On a GPU, products are bfloat16; states are float32."""
     multiply_in_bfloat16(monkeypatch, "decay_attention")
     named = inputs(
-        48, causal=False, decay="none", dtype=torch.bfloat16, width=16, positive=True, state=state
+        48, causal=causal, decay=decay, dtype=torch.bfloat16, width=16, positive=True, state=state
     )
+    ours = partial(decay_attention, causal=causal, normalize=normalize, form=form, chunk_size=16)
+    decay_at = default_decay_at(causal, decay)
+    plain = partial(reference.forward, causal=causal, decay_at=decay_at, normalize=normalize)
     exact = tree_map(torch.Tensor.double, named)
-    plain = partial(reference.forward, causal=False, decay_at="source", normalize=normalize)
-    runs = [(partial(decay_attention, normalize=normalize), named), (plain, named), (plain, exact)]
+    runs = [(ours, named), (plain, named), (plain, exact)]
     results = (outputs_and_gradients(*run) for run in runs)
     assert_at_most_twice_the_error(*(outputs[:1] + slopes for outputs, slopes in results))
-    o, after = decay_attention(**named, normalize=normalize)
+    o, after = ours(**named)
     assert o.dtype == torch.bfloat16
     assert {x.dtype for x in tensors_of(after)} == {torch.float32}
+
+
+@over_directions
+@pytest.mark.parametrize("decay", ["scalar", "diagonal"])
+def test_second_derivatives_of_bfloat16_products(causal, decay, monkeypatch):
+    multiply_in_bfloat16(monkeypatch, "decay_attention")
+    named, tensors = leaves(inputs(20, causal=causal, decay=decay, dtype=torch.bfloat16, batch=1))
+    o, _ = decay_attention(**named, causal=causal, form="chunk", chunk_size=8)
+    once = torch.autograd.grad(o.sum(), tensors, create_graph=True)
+    assert [x.dtype for x in once] == [torch.bfloat16] * len(tensors)
+    assert_finite(torch.autograd.grad(sum(x.square().sum() for x in once), tensors))
 
 
 @pytest.mark.parametrize("tokens", [70, 300])

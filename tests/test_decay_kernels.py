@@ -162,9 +162,11 @@ def assert_steps_match_reference(named, *dtypes, normalize):
         assert_near(last, state, 2e-5)
 
 
-def plain(q, k, v, log_decay, *, causal, decay_at, normalize, state):
+def plain(q, k, v, log_decay=None, *, causal, decay_at, normalize, state):
     """Every step in the type of q, k and v, as one would write it in torch; nothing enters."""
     assert not tensors_of(state)
+    if log_decay is None:
+        log_decay = q.new_zeros(q.shape[:3])
     decays = log_decay.float().reshape(*q.shape[:3], -1)  # the last axis is 1 or K
     through = decays.cumsum(1)
     before = through - decays
@@ -223,7 +225,12 @@ TABLE = [
     (34, "diagonal", False, "source", "sum", False, "left", (5, 70)),  # values in two parts
     (63, "scalar", False, "target", "sum", False, "left right", (5, 6)),
     (63, "scalar", False, "symmetric", "sum", True, "right", (5, 6)),
+    (1, "none", False, "source", "none", False, "left", (5, 6)),
+    (2, "none", False, "source", "max_one", False, "", (6, 5)),
+    (33, "none", False, "source", "none", True, "left right", (5, 40)),
+    (63, "none", False, "source", "sum", True, "right", (40, 6)),
     (64, "none", True, "source", "sum", True, "left", (8, 8)),
+    (257, "none", False, "source", "sum", False, "left right", (5, 6)),  # sums in two parts
     (64, "scalar", True, "target", "max_one", True, "", (5, 6)),
     (65, "fixed", True, "target", "sum", False, "left", (5, 6)),
     (65, "scalar", False, "source", "max_one", True, "left", (40, 6)),
@@ -260,6 +267,9 @@ BUILDS = [
     ("diagonal", False, "sum", 1, (16, 128)),
     ("scalar", False, "max_one", 1, (128, 128)),
     ("diagonal", True, "max_one", 1, (128, 128)),
+    ("none", False, "sum", 2, (64, 16)),
+    ("none", False, "max_one", 1, (128, 33)),
+    ("none", False, "none", 1, (1, 128)),
 ]
 
 
@@ -309,14 +319,20 @@ def test_nothing_flows_back_to_a_decay_that_forgets_all(causal, decay):
     assert (gradient[:, 10] != 0).all()
 
 
-@over_calls
+over_calls_and_none = pytest.mark.parametrize(
+    over_calls.args[0], [*over_calls.args[1], (False, "none")]
+)
+
+
+@over_calls_and_none
 def test_samples_and_heads_do_not_meet(causal, decay):
     named = inputs(34, causal=causal, decay=decay, enters="left", batch=2, heads=2)
     o, _ = in_kernels(**narrowed(named, SINGLE), causal=causal)
     fixed = decay == "fixed"
     for sample in range(2):
         one = {n: x[sample : sample + 1] for n, x in named.items() if n in ("q", "k", "v")}
-        one["log_decay"] = named["log_decay"] if fixed else named["log_decay"][sample, None]
+        if decay != "none":
+            one["log_decay"] = named["log_decay"] if fixed else named["log_decay"][sample, None]
         side = named["state"] if causal else named["state"].forward
         side = DecayState(*(x[sample, None] for x in side))
         one["state"] = side if causal else DecayStates(side, None)
@@ -357,6 +373,7 @@ def test_steps_match_the_reference(decay, normalize, tokens, dtype):
 @pytest.mark.parametrize(
     ("decay", "causal", "form"),
     [
+        ("none", False, "chunk"),
         ("scalar", False, "chunk"),
         ("scalar", True, "chunk"),
         ("diagonal", False, "chunk"),
@@ -370,7 +387,7 @@ def test_a_cuda_graph_repeats_a_call(decay, causal, form):
     assert_a_graph_repeats(lambda: call(**named)[0])
 
 
-@over_calls
+@over_calls_and_none
 def test_masked_tokens_may_hold_anything(causal, decay):
     named = narrowed(inputs(40, causal=causal, decay=decay, keep=True), SINGLE)
     call = partial(in_kernels, causal=causal, normalize="max_one")
@@ -403,7 +420,6 @@ def test_a_state_alone_has_a_gradient():
         ({"widths": (5, WIDEST_HEAD + 1)}, f"channels, expected at most {WIDEST_HEAD}"),
         ({"form": "full"}, "'full/triton' is unknown.*chunk/triton"),
         ({"form": "recurrent", "causal": False}, "'recurrent/triton' is unknown.*chunk/triton"),
-        ({"decay": "none", "causal": False}, r"\(both, no decay\) 'chunk/triton' is unknown"),
         ({"backend": "cuda"}, "backend 'cuda' is unknown"),
         ({"form": "recurrent", "learns": True}, "no gradient in Triton, expected form 'chunk'"),
     ],
@@ -469,6 +485,27 @@ def test_where_kernels_are_preferred_the_rest_runs_on_torch():
             assert torch.autograd.grad(o.sum(), named["v"])[0].isfinite().all()
 
 
+@over_dtypes
+@pytest.mark.parametrize(("feature_map", "decay"), [("shifted_silu", "scalar"), ("silu", "fixed")])
+def test_steps_apply_feature_maps(feature_map, decay, dtype):
+    named = inputs(3, causal=True, decay=decay, keep=True, enters="left", batch=2, heads=2)
+    named["q"], named["k"] = named["q"] - 1, named["k"] - 1
+    named["keep"][:, 1] = False
+    small = narrowed(named, dtype)
+    u = torch.cat([small[x].flatten(2) for x in "qkv"], dim=-1)  # as a projection returns them
+    parts = zip("qkv", u.split([small[x][0, 0].numel() for x in "qkv"], dim=-1), strict=True)
+    small |= {x: part.unflatten(-1, (2, -1)) for x, part in parts}
+    options = {"causal": True, "normalize": "sum", "feature_map": feature_map}
+    got, usual = (
+        decay_attention(**small, **options, form="recurrent", backend=backend)
+        for backend in ("triton", "torch")
+    )
+    exact = decay_attention(**named, **options, form="full")
+    found, plain, wanted = ([x.double().cpu() for x in (o, *s)] for o, s in (got, usual, exact))
+    assert_errors_at_most_twice(found, plain, wanted, dtype)
+    assert (found[0][:, 1] == 0).all()
+
+
 @pytest.mark.parametrize(
     ("decay", "normalizer"),
     [pytest.param("scalar", "sum", marks=pytest.mark.slow), ("diagonal", "none")],
@@ -481,14 +518,28 @@ def test_operators_are_as_torch_wants_them(decay, normalizer):
     arguments = (q, k, v, log_decay[None], named["keep"], *enters, normalizer, True)
     torch.library.opcheck(torch.ops.onescan.decay_chunks, arguments)
     with torch.no_grad():
-        steps = (q, k, v, log_decay, named["keep"], *side, normalizer)
+        steps = (q, k, v, log_decay, named["keep"], *side, normalizer, "identity")
         steps = [x.detach() if isinstance(x, torch.Tensor) else x for x in steps]
         torch.library.opcheck(torch.ops.onescan.decay_step, steps)
 
 
+@pytest.mark.parametrize(("normalizer", "enters"), [("sum", True), ("none", False)])
+def test_operators_without_decay_are_as_torch_wants_them(normalizer, enters):
+    q, k, v = (torch.rand(1, 3, 2, n).to(DEVICE).requires_grad_() for n in (5, 5, 6))
+    keep, kv, k_sum = on_device(torch.rand(1, 3) < 0.5, torch.rand(1, 2, 5, 6), torch.rand(1, 2, 5))
+    others = (keep, kv.requires_grad_(), k_sum.requires_grad_()) if enters else (None, None, None)
+    torch.library.opcheck(torch.ops.onescan.linear_attention, (q, k, v, *others, normalizer))
+
+
+@pytest.mark.parametrize(("normalize", "widths"), [("none", (6, 5)), ("sum", (5, 6))])
+def test_errors_without_decay_are_within_twice_those_of_plain_torch(normalize, widths):
+    named = inputs(70, causal=False, decay="none", widths=widths)
+    options = {"causal": False, "decay_at": "target", "normalize": normalize}
+    assert_within_twice_plain(named, *DTYPES, **options)
+
+
 @pytest.mark.compile
-@over_directions
-@over_decays
+@pytest.mark.parametrize(("causal", "decay"), [*product([True, False], DECAYS), (False, "none")])
 def test_compiles_without_a_graph_break(causal, decay):
     torch.compiler.reset()
     compiled = torch.compile(decay_attention, fullgraph=True, backend="aot_eager")
@@ -510,14 +561,15 @@ def test_a_mask_with_gaps_is_taken():
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_what_all_values_share_leaves_no_gradient_of_a_row_sum(causal):
+@pytest.mark.parametrize(("causal", "decays"), [(False, True), (True, True), (False, False)])
+def test_what_all_values_share_leaves_no_gradient_of_a_row_sum(causal, decays):
     q, k = torch.rand(2, 1, 40, 1, 8).half()
     v = (torch.rand(1, 40, 1, 8) + 30).half()
     log_decay, slope = -torch.rand(1, 40, 1), torch.randn(1, 40, 1, 8).half()
+    inputs = (q, k, v, log_decay) if decays else (q, k, v)
 
     def gradients(dtype, device, **options):
-        given = [x.to(device, dtype).requires_grad_() for x in (q, k, v, log_decay)]
+        given = [x.to(device, dtype).requires_grad_() for x in inputs]
         o, _ = decay_attention(*given, causal=causal, normalize="sum", **options)
         return [x.double().cpu() for x in torch.autograd.grad(o, given, slope.to(o))]
 

@@ -24,6 +24,7 @@ from onescan.layers.basic import GLUConfig, MLPConfig
 from onescan.layers.decays import FixedDecayConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
+    HybridMixerConfig,
     HydraMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
@@ -94,6 +95,19 @@ CAUSAL = {
         "mlp": MLPConfig(),
         "position": PLACES,
     },
+    "window": {
+        "mixer": SoftmaxMixerConfig(num_heads=2, causal=True, window=5, rotary=True),
+        "position": None,
+    },
+}
+HYBRID = {
+    "mixer": HybridMixerConfig(
+        linear=LightNetMixerConfig(num_heads=2, causal=True, chunk_size=CHUNK),
+        attention=CAUSAL["window"]["mixer"],
+        period=2,
+    ),
+    "depth": 2,
+    "position": None,
 }
 BOTH = {
     "lightnet": {"mixer": LightNetMixerConfig(num_heads=2), "position": TPE_BOTH},
@@ -114,6 +128,7 @@ BOTH = {
         "position": PLACES,
         "segment_types": 2,
     },
+    "window": {"mixer": SoftmaxMixerConfig(num_heads=2, window=3), "position": None},
 }
 IMAGES = {
     "lightnet": {"mixer": LightNetMixerConfig(num_heads=2)},
@@ -128,9 +143,8 @@ IMAGES = {
         "pool": "mean",
     },
 }
-over_causal = pytest.mark.parametrize("change", CAUSAL.values(), ids=CAUSAL)
 # programs of the others are looked at where they become files
-over_both = pytest.mark.parametrize("name", ["lightnet", "delta", "hydra", "ldn", "bert"])
+over_both = pytest.mark.parametrize("name", ["lightnet", "delta", "hydra", "ldn", "bert", "window"])
 over_images = pytest.mark.parametrize("name", ["lion natural", "ldn separable"])
 
 
@@ -189,9 +203,12 @@ def run(session, **inputs):
     return session.run(None, {name: np.asarray(x) for name, x in inputs.items()})
 
 
-@over_causal
-def test_a_causal_program_takes_any_length(change):
-    model = causal(change)
+@pytest.mark.parametrize(
+    "name",  # test_a_step_goes_on_from_its_state exports the others with a dynamic length
+    [n if n in ("lightnet", "gpt2") else pytest.param(n, marks=pytest.mark.slow) for n in CAUSAL],
+)
+def test_a_causal_program_takes_any_length(name):
+    model = causal(CAUSAL[name])
     program = export_program(model).module()
     for length in LENGTHS:
         tokens = ids(3, length)
@@ -237,7 +254,10 @@ def test_absolute_positions_have_one_size_and_any_batch():
 
 @pytest.mark.parametrize(
     ("name", "any_length"),
-    [*((name, True) for name in CAUSAL), *((name, False) for name in ("lion", "delta", "ldn"))],
+    [
+        *((name, True) for name in CAUSAL),
+        *((name, False) for name in ("lion", "delta", "ldn")),
+    ],
 )
 def test_a_step_goes_on_from_its_state(name, any_length):
     model = causal(CAUSAL[name])
@@ -288,7 +308,10 @@ def test_an_onnx_file_of_texts_takes_any_length_and_padding(tmp_path, traced, ch
         assert_near(run(session, tokens=tokens, keep=keep)[0], model(tokens, keep))
 
 
-@pytest.mark.parametrize("name", ["bert", pytest.param("lightnet", marks=pytest.mark.slow), "lion"])
+@pytest.mark.parametrize(
+    "name",
+    ["bert", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lightnet", "lion", "window"))],
+)
 def test_an_onnx_masked_model_takes_padding_on_either_side(tmp_path, name):
     model = MaskedLMConfig(**{**TEXT, **BOTH[name]}).build().eval()
     export_onnx(model, tmp_path / "model.onnx", extra_inputs=("keep",))
@@ -303,9 +326,16 @@ def test_an_onnx_masked_model_takes_padding_on_either_side(tmp_path, name):
                 assert_near(row[real.numpy()], model(text[None, :length])[0])
 
 
-@pytest.mark.parametrize("name", [pytest.param("lightnet", marks=pytest.mark.slow), "gpt2"])
-def test_an_onnx_step_needs_nothing_but_its_file(tmp_path, traced, name):
-    model = causal(CAUSAL[name])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(CAUSAL["lightnet"], id="lightnet", marks=pytest.mark.slow),
+        pytest.param(CAUSAL["gpt2"], id="gpt2"),
+        pytest.param(HYBRID, id="hybrid", marks=pytest.mark.slow),
+    ],
+)
+def test_an_onnx_step_needs_nothing_but_its_file(tmp_path, traced, change):
+    model = causal(change)
     export_onnx_step(model, tmp_path / "step.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "step.onnx")
     first = json.loads(session.get_modelmeta().custom_metadata_map["initial_state"])

@@ -83,7 +83,7 @@ def test_the_loss_is_of_each_next_token(build_task):
     tokens = torch.tensor([list(b"a cat"), list(b"a dog")])
     logits, _ = model(tokens[:, :-1])
     loss, metrics = task.loss(model, (tokens, torch.zeros_like(tokens)))
-    want = cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    want = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     torch.testing.assert_close(loss, want)
     right = (logits.argmax(-1) == tokens[:, 1:]).float().mean()
     torch.testing.assert_close(metrics["accuracy"], right)
@@ -97,7 +97,7 @@ def test_masked_models_see_only_one_document(build_task):
     for i in range(len(TEXTS)):
         inside = documents == i
         logits = model(masked[inside][None])
-        total += cross_entropy(logits.float()[0], labels[inside], reduction="sum")
+        total += cross_entropy(logits[0], labels[inside], reduction="sum")
         count += (labels[inside] != IGNORE_INDEX).sum()
     assert count > 3
     torch.testing.assert_close(loss, total / count)
@@ -115,7 +115,7 @@ def test_the_loss_is_the_mean_over_supervised_blocks(build_task, read_outs):
     for depth in range(3 - read_outs + 1, 4):
         model.network.blocks = blocks[:depth]
         logits = model(batch[0], documents=batch[1])
-        losses.append(cross_entropy(logits.float().flatten(0, 1), batch[2].flatten()))
+        losses.append(cross_entropy(logits.flatten(0, 1), batch[2].flatten()))
     torch.testing.assert_close(loss, sum(losses) / read_outs)
     right = (logits.argmax(-1) == batch[2]).sum() / (batch[2] != IGNORE_INDEX).sum()
     torch.testing.assert_close(metrics["accuracy"], right)

@@ -1,14 +1,14 @@
 """LDN's diffusion: every form against the definition, and what the contract promises."""
 
 import math
-from functools import partial
+from functools import cache, partial
 from inspect import unwrap
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_checks import assert_at_most_twice_the_error, assert_same
+from op_checks import assert_at_most_twice_the_error, assert_same, multiply_in_bfloat16
 from pairwise import pairwise
 
 from onescan.ops.linear_diffusion import (
@@ -21,6 +21,7 @@ from onescan.ops.linear_diffusion import (
     reference,
     stable_step,
 )
+from onescan.ops.linear_diffusion.forms import explicit
 
 B, H, V = 2, 2, 3
 CALLS = [("explicit", form) for form in IMPLEMENTATIONS] + [
@@ -220,12 +221,41 @@ HALVES = (torch.bfloat16, torch.float16)  # torch inverts no matrix of them to c
 )
 def test_no_less_exact_than_plain_torch(scheme, form, dtype):
     """The error against float64 is at most twice what the definition makes in the same dtype."""
+    named, *expected = plain_and_exact(scheme, dtype)
+    ours = output_and_gradients(partial(linear_diffusion, scheme=scheme, form=form), named)
+    assert_at_most_twice_the_error(ours, *expected)
+
+
+@cache
+def plain_and_exact(scheme, dtype):
+    """Return inputs, and the definition's output and gradients in this dtype and in float64."""
+    torch.manual_seed(0)
     named = inputs(96, 12, dtype=dtype, keep=True, heads=8)
     exact = {n: x.double() if x.is_floating_point() else x for n, x in named.items()}
     plain = partial(reference.forward, scheme=scheme)
-    ours = partial(linear_diffusion, scheme=scheme, form=form)
-    runs = [(ours, named), (plain, named), (plain, exact)]
+    return named, output_and_gradients(plain, named), output_and_gradients(plain, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", IMPLEMENTATIONS)
+def test_bfloat16_products_are_no_less_exact_than_plain_torch(form, dtype, monkeypatch):
+    """On a GPU, an explicit step multiplies bfloat16 tokens in bfloat16, whatever K is."""
+    multiply_in_bfloat16(monkeypatch, "linear_diffusion")
+    named = inputs(96, 12, dtype=torch.bfloat16, keep=True, heads=8)
+    exact = {n: x.double() if x.is_floating_point() else x for n, x in named.items()}
+    mixed = {n: x.to(dtype) if n in ("weights", "dt") else x for n, x in named.items()}
+    plain = partial(reference.forward, scheme="explicit")
+    runs = [(partial(linear_diffusion, form=form), mixed), (plain, named), (plain, exact)]
     assert_at_most_twice_the_error(*(output_and_gradients(*run) for run in runs))
+
+
+@pytest.mark.parametrize("form", IMPLEMENTATIONS)
+def test_row_sums_are_those_of_rounded_weights(form):
+    """One neighbor, whose weight is no bfloat16, and constant tokens, which do not change."""
+    x = torch.ones(1, 9, 1, 2, dtype=torch.bfloat16, requires_grad=True)
+    y = explicit(IMPLEMENTATIONS[form], x, torch.tensor([[0.3, 0.0, 0.0]]), None, 9)
+    assert y.dtype == torch.float32
+    assert (y == 1).all()
 
 
 @over_calls

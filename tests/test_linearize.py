@@ -22,6 +22,7 @@ from onescan.layers.decays import HGRN2DecayConfig, NoDecayConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     HGRNMixerConfig,
+    HybridMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
@@ -284,6 +285,17 @@ def test_mixers_of_the_same_class_must_match(teachers, tmp_path):
         init_from(str(tmp_path / "lion"), fresh(gated))
 
 
+def test_a_hybrid_copies_its_softmax_attention_whole(teachers):
+    mixer = HybridMixerConfig(linear=LIT, attention=SOFTMAX, period=2)
+    student = fresh(dataclasses.replace(IMAGES, mixer=mixer))
+    said = init_from(str(teachers / "images"), student)
+    teacher = onescan.load(teachers / "images").model
+    (_, theirs), (lion, ours) = map(mixers_of, (teacher, student))
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], weight), name
+    assert f"1 mixers, {type(lion).__name__} in place of SoftmaxMixer: copied query" in said
+
+
 # Attention transfer
 
 
@@ -519,8 +531,27 @@ def test_every_named_mixer_fits_both_recipes(name):
         assert getattr(mixer, "bias", True)
 
 
+@pytest.mark.parametrize("recipe", ["linearize_vit", "linearize_gpt2"])
+def test_a_hybrid_keeps_the_attention_of_its_run(recipe):
+    run = find_recipe(recipe)()
+    softmax = dataclasses.replace(with_mixer(run, "softmax").model.mixer, dropout=0.1)
+    softmax_run = dataclasses.replace(run, model=dataclasses.replace(run.model, mixer=softmax))
+    hybrid = with_mixer(softmax_run, "gla_hybrid")
+    mixer = hybrid.model.mixer
+    assert mixer.for_layer(3) == softmax
+    assert mixer.for_layer(0) == with_mixer(run, "gla").model.mixer
+    assert with_mixer(hybrid, "gla_hybrid") == hybrid
+    assert with_mixer(hybrid, "gla") == with_mixer(run, "gla")
+    assert (
+        with_mixer(run, "gla_hybrid").model.mixer.for_layer(3)
+        == with_mixer(run, "softmax").model.mixer
+    )
+
+
 def test_unknown_mixers_are_refused():
     run = find_recipe("linearize_vit")()
+    with pytest.raises(ValueError, match=r"model\.mixer 'lion_x' is unknown .*lion_s"):
+        with_mixer(run, "lion_x_hybrid")
     with pytest.raises(ValueError, match=r"model\.mixer 'lion_x' is unknown .*lion_s"):
         with_mixer(run, "lion_x")
     no_mixer = dataclasses.replace(run, model=StripesModelConfig())
@@ -550,6 +581,8 @@ def test_linearize_vit_takes_data_and_settings_from_a_run(teachers):
     model = dataclasses.replace(IMAGES, mixer=mixer)
     expected = dataclasses.replace(taught, **changes, model=model, machine=MachineConfig())
     assert run == expected
+    run = recipe.adapt(recipe(), {"init_from": folder, "model.mixer": "lightnet_hybrid"})
+    assert run.model.mixer == HybridMixerConfig(linear=mixer, attention=SOFTMAX)
 
 
 def test_linearize_vit_reads_other_images_with_a_converted_model(teachers, tmp_path, capsys):

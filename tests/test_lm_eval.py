@@ -225,6 +225,7 @@ def test_the_command_evaluates_a_local_task(saved, capsys):
     assert results["n-samples"]["cats"] == {"original": 4, "effective": 3}
 
 
+@pytest.mark.slow  # test_the_model_can_be_registered_with_lm_eval calls lm-eval in this process
 def test_lm_evals_command_evaluates_a_saved_model(saved):
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--device", "cpu"]
     command += ["--model_args", f"pretrained={saved.model},trust_remote_code=True"]

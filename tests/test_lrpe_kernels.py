@@ -134,6 +134,37 @@ def test_the_preferred_backend_is_taken():
         assert lrpe(x.double(), angles).dtype == torch.float64
 
 
+GRIDS = [((7,), 0, 5), ((700,), 2, 0), ((3, 4), 1, 0), ((2, 3, 4), 0, 100_000_000), ((1, 5), 0, 0)]
+
+
+@pytest.mark.parametrize(("shape", "prefix", "start"), GRIDS, ids=str)
+@pytest.mark.parametrize("width", [1, 5, 70])
+def test_angles_of_a_grid_are_those_of_float64(shape, prefix, start, width):
+    def with_gradient(theta, backend):
+        theta = theta.clone().requires_grad_()
+        with use_backend(backend):
+            angles = lrpe_angles(shape, theta, prefix=prefix, start=start)
+        slope = torch.cos(torch.arange(angles.numel())).view_as(angles)
+        return angles.detach().double().cpu(), torch.autograd.grad(angles, theta, slope.to(angles))
+
+    theta = torch.randn(3, width, device=DEVICE)
+    (found, gradient), (want, exact) = (
+        with_gradient(theta, "triton"), with_gradient(theta.double(), "torch"),
+    )  # fmt: skip
+    assert found.abs().max() <= torch.pi + 1e-6
+    turns = (found - want) / torch.pi / 2
+    torch.testing.assert_close(turns, turns.round(), atol=1e-7, rtol=0)
+    assert (gradient[0].double() - exact[0]).abs().max() <= 1e-6 * exact[0].abs().max()
+
+
+def test_angles_take_no_kernel_for_a_start_on_the_device():
+    theta = torch.randn(2, 4, device=DEVICE)
+    with use_backend("triton"):
+        found = lrpe_angles((6,), theta, start=torch.tensor(3, device=DEVICE))
+        want = lrpe_angles((6,), theta, start=3)
+    torch.testing.assert_close(found.cos(), want.cos())
+
+
 @over_dtypes
 @pytest.mark.parametrize("wide", [SINGLE, torch.float64])
 def test_a_table_has_the_cosines_and_sines_of_angles_with_gaps(wide, dtype):
@@ -187,6 +218,8 @@ def test_types_without_kernels_are_refused():
 def test_the_op_is_declared_rightly():
     x, angles = (t.requires_grad_() for t in inputs(2, 5, 2, 3, dtype=SINGLE))
     torch.library.opcheck(torch.ops.onescan.lrpe.default, (x, angles))
+    theta = torch.randn(2, 3, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(torch.ops.onescan.lrpe_angles.default, (theta, [2, 3], 1, 0))
 
 
 @pytest.mark.compile
@@ -195,7 +228,8 @@ def test_compiles_without_a_graph_break(dynamic):
     torch.compiler.reset()
 
     def turned(x, theta):
-        return lrpe(x, lrpe_angles((x.shape[1],), theta), backend="triton")
+        with use_backend("triton"):
+            return lrpe(x, lrpe_angles((x.shape[1],), theta))
 
     compiled = torch.compile(turned, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for tokens in (7, 9):

@@ -14,6 +14,7 @@ from onescan.layers import mixers
 from onescan.layers.mixers import (
     MIXERS,
     DeltaRuleMixerConfig,
+    HybridMixerConfig,
     LightNetMixerConfig,
     LionMixerConfig,
     MixerConfig,
@@ -61,7 +62,7 @@ def test_every_mixer_is_listed():
     ]
     defined = {x for m in modules for x in vars(m).values() if isinstance(x, type)}
     configs = {x for x in defined if issubclass(x, MixerConfig) and not isabstract(x)}
-    assert configs == set(MIXERS.values())
+    assert configs == {*MIXERS.values(), HybridMixerConfig}
 
 
 @over_mixers

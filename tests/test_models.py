@@ -17,7 +17,6 @@ from onescan.models.presets import (
     LDN_ABLATIONS,
     LIGHTNET_ABLATIONS,
     LION_ABLATIONS,
-    PRESETS,
     build,
     preset,
 )
@@ -121,26 +120,6 @@ def test_gpt2_and_bert_have_exactly_their_parameters():
     assert model_size(preset("roberta_base")).parameters == roberta == 124_697_433
     # BertForMaskedLM with the config of google-bert/bert-large-uncased
     assert model_size(preset("bert_large")).parameters == 335_174_458
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_near_what_is_printed_or_has_its_whole_millions(name):
-    known, counted = PRESETS[name], model_size(PRESETS[name].config)
-    # no whole number of squares of the width is closer to LDN's table than 7 in each layer, and
-    # LightNet prints its language models as 0.15B and 1B. The 1.18 GMACs of the smallest
-    # Vision-RWKV are printed as 1.2.
-    near = 0.02 if name.startswith(("ldn", "lightnet_lm", "vision_rwkv")) else 0.01
-    if known.printed_millions is None:
-        without = ("lightnet_mlm_base", "retnet_dit_s_8", "hgrn2_dit_s_8")
-        assert name in without or "no paper states this model" in known.source
-        return
-    if isinstance(known.printed_millions, int):  # 21.98 million are printed as 22M
-        millions = counted.parameters // 1_000_000
-        assert millions in (known.printed_millions - 1, known.printed_millions)
-    else:
-        assert counted.parameters / 1e6 == pytest.approx(known.printed_millions, rel=near)
-    if known.printed_gmacs is not None and name != "vit_huge":  # see its own test
-        assert counted.macs / 1e9 == pytest.approx(known.printed_gmacs, rel=near)
 
 
 @pytest.mark.parametrize("family", ["lightnet", "deit"])

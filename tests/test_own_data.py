@@ -138,7 +138,7 @@ def onescan(*argv):
     return main([str(argument) for argument in argv])
 
 
-def test_one_command_trains_resumes_and_predicts(shapes, tmp_path, capsys):
+def test_one_command_trains_resumes_and_predicts(shapes, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     command = ("train", "image_classifier", "--data.path", shapes, "--out", out)
     small = ("--training.epochs", 1, "--model.depth", 1, "--model.width", 32)
@@ -149,6 +149,7 @@ def test_one_command_trains_resumes_and_predicts(shapes, tmp_path, capsys):
     assert "already finished" in capsys.readouterr().out
     run = read_manifest(out / "seed-0").run
     assert (run.model.num_classes, run.model.depth, run.training.epochs) == (3, 1, 1)
+    monkeypatch.setattr("onescan.report.write_report", lambda *_: None)
     again = ("train", "--config", out / "seed-0", "--out", tmp_path / "again")
     assert onescan(*again) == 0
     capsys.readouterr()

@@ -323,9 +323,33 @@ def test_links_lead_to_headings():
 # Counts
 
 
+LIST = re.search(r"^\$ onescan models --ablations\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
+
+
 def test_counts_are_those_of_the_command(capsys):
     assert main(["models", "--ablations"]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    block = re.search(r"^\$ onescan models --ablations\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert block
-    assert block[1].splitlines() == lines, "python docs/counts.py updates docs/papers.md"
+    assert LIST.splitlines() == lines, "python docs/counts.py updates docs/papers.md"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_near_what_is_printed_or_has_its_whole_millions(name):
+    known = PRESETS[name]
+    row = re.search(rf"^{name} +([\d,]+)", LIST, re.MULTILINE)
+    parameters = int(row[1].replace(",", ""))
+    # no whole number of squares of the width is closer to LDN's table than 7 in each layer, and
+    # LightNet prints its language models as 0.15B and 1B. The 1.18 GMACs of the smallest
+    # Vision-RWKV are printed as 1.2.
+    near = 0.02 if name.startswith(("ldn", "lightnet_lm", "vision_rwkv")) else 0.01
+    if known.printed_millions is None:
+        without = ("lightnet_mlm_base", "retnet_dit_s_8", "hgrn2_dit_s_8")
+        assert name in without or "no paper states this model" in known.source
+        return
+    if isinstance(known.printed_millions, int):  # 21.98 million are printed as 22M
+        assert parameters // 1_000_000 in (known.printed_millions - 1, known.printed_millions)
+    else:
+        assert parameters / 1e6 == pytest.approx(known.printed_millions, rel=near)
+    if known.printed_gmacs is not None and name != "vit_huge":  # see test_models.py
+        gmacs, printed, _ = LIST[row.end() :].partition("\n")[0].split()[-3:]
+        assert float(printed) == known.printed_gmacs
+        assert float(gmacs) == pytest.approx(known.printed_gmacs, rel=near)

@@ -278,8 +278,10 @@ def test_toeplitz_position(over_ranks, columns, bidirectional, width, exchanged)
 
     def op(x, log_decay, weight, group, hidden=None):
         shape = (x.shape[1] // columns, columns)[: 1 + (columns > 1)]
+        joint = columns == 1 and not bidirectional  # for one axis, the same as without
         y, state = toeplitz_position(
-            x, -log_decay.exp(), weight, shape, bidirectional=bidirectional, group=group,
+            x, -log_decay.exp(), weight[0] if joint else weight, shape,
+            bidirectional=bidirectional, joint=joint, group=group,
             state=None if hidden is None else ToeplitzState(hidden),
         )  # fmt: skip
         return y, [] if state is None else [*state]

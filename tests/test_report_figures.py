@@ -16,7 +16,12 @@ from onescan.data.long_range import ByteFormat
 from onescan.data.text import TextDatasetConfig
 from onescan.layers.decays import FixedDecayConfig, HippoDecayConfig, NoDecayConfig
 from onescan.layers.decays import SelectiveDecayConfig as Selective
-from onescan.layers.mixers import LightNetMixerConfig, LionMixerConfig
+from onescan.layers.mixers import (
+    HybridMixerConfig,
+    LightNetMixerConfig,
+    LionMixerConfig,
+    SoftmaxMixerConfig,
+)
 from onescan.layers.position import ToeplitzPosition
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
@@ -89,6 +94,24 @@ def test_tiles_show_all_shares_of_an_image_of_the_named_class(group, monkeypatch
         pixels = (data.images[:, 0] * 255).round() / 255
         match = (pixels - row.image.mean(dim=-1)).abs().flatten(1).amax(dim=1) < 1e-5
         assert {HOSTILE[i] for i in data.labels[match]} == {row.name}
+
+
+def test_figures_of_a_hybrid_count_the_blocks_with_their_mixer(group):
+    for base, section in (
+        (LIGHTNET, mixers.key_importance),
+        (LIGHTNET, mixers.frequencies),
+        (LION, decays.learned_decays),
+    ):
+        softmax = SoftmaxMixerConfig(num_heads=4)
+        mixer = HybridMixerConfig(linear=base.mixer, attention=softmax, period=3, offset=1)
+        config = dataclasses.replace(base, mixer=mixer, depth=3)
+        result = section(with_model(group, config.build()))
+        assert len(result.figures) >= 1
+        assert result.lead.endswith("Blocks with other mixers are not counted.")
+        whole = section(with_model(group, dataclasses.replace(base, depth=2).build()))
+        assert "not counted" not in whole.lead
+        assert len(result.figures) == len(whole.figures)
+        assert result.figures[0].caption == whole.figures[0].caption
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

@@ -16,8 +16,10 @@ from kernel_device import (
     over_seeds,
 )
 
-from onescan.ops.additive_decay import AdditiveDecayState, forms, reference
+from onescan.ops.additive_decay import AdditiveDecayState, additive_decay, forms, reference
 from onescan.ops.additive_decay.state import AdditiveInputs
+from onescan.ops.feature_maps import FEATURE_MAPS
+from onescan.ops.lrpe import RotaryPositions
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("onescan.ops.additive_decay.launch")
@@ -26,7 +28,7 @@ pytestmark = MARKS
 
 
 def step(q, k, v, angles=None, state=None, keep=None):
-    return launch.recurrent(q, k, v, angles, state, keep=keep, chunk_size=64)
+    return launch.recurrent(q, k, v, angles, state, keep=keep)
 
 
 def inputs(
@@ -91,6 +93,50 @@ def assert_no_less_exact_than_torch(named):
 def test_steps_match_the_reference(tokens, lrpe, state, keep, dtype):
     options = {"lrpe": lrpe, "state": state, "keep": keep, "dtype": dtype}
     assert_no_less_exact_than_torch(inputs(tokens, **options))
+
+
+def projected(*parts):
+    """The same numbers as ranges of channels of one tensor."""
+    u = torch.cat([x.flatten(2) for x in parts], dim=-1)
+    widths = [x.shape[2] * x.shape[3] for x in parts]
+    pieces = zip(u.split(widths, dim=-1), parts, strict=True)
+    return [x.unflatten(-1, like.shape[2:]) for x, like in pieces]
+
+
+@over_dtypes
+@pytest.mark.parametrize("feature_map", ["identity", "silu", "shifted_silu", "relu"])
+@pytest.mark.parametrize("start", [0, 2**20 + 1, torch.tensor(2**20 + 1)], ids=str)
+def test_kernels_compute_feature_maps_and_angles(start, feature_map, dtype):
+    q, k, v, _, state, keep = inputs(3, keep=True, dtype=dtype).values()
+    theta = torch.rand(2, 5, device=DEVICE)
+    begin = start.to(DEVICE) if isinstance(start, torch.Tensor) else start
+    options = {"causal": True, "keep": keep, "state": state, "form": "recurrent"}
+    options |= {"angles": RotaryPositions(theta, begin), "feature_map": feature_map}
+    in_kernel, in_torch = (
+        additive_decay(*projected(q, k, v), **options, backend=backend)
+        for backend in ("triton", "torch")
+    )
+    q, k, v, theta, *state = (x.double().cpu() for x in (q, k, v, theta, *state))
+    angles = (int(start) + torch.arange(3))[:, None, None] * theta
+    want = reference.forward(
+        FEATURE_MAPS[feature_map](q), k, v, angles=angles, causal=True, keep=keep.cpu(),
+        state=AdditiveDecayState(*state),
+    )  # fmt: skip
+    few_roundings = 4 * torch.finfo(torch.float32).eps
+    assert (errors(in_kernel, want) <= 2 * errors(in_torch, want) + few_roundings).all()
+
+
+def test_one_launch_reads_the_output_of_a_projection(monkeypatch):
+    q, k, v, _, state, _ = inputs(1, batch=3).values()
+    given = projected(q, k, v)
+    launched, run = [], launch.launch
+    monkeypatch.setattr(
+        launch, "launch", lambda *x, **flags: launched.append(x) or run(*x, **flags)
+    )
+    positions = RotaryPositions(torch.rand(2, 5, device=DEVICE), 7)
+    launch.recurrent(*given, None, state, keep=None, positions=positions, feature_map="silu")
+    (arguments,) = launched
+    assert [x.data_ptr() for x in arguments[3:6]] == [x.data_ptr() for x in given]
 
 
 WIDTHS = [(1, 1), (70, 20), (16, 33), (256, 5)]  # of a key and of a value
@@ -179,7 +225,8 @@ def test_gradients_are_refused_by_name_of_the_form_that_has_them(name):
 @pytest.mark.parametrize("lrpe", [False, True])
 def test_the_op_is_declared_rightly(lrpe):
     q, k, v, angles, state, keep = inputs(2, lrpe=lrpe, keep=lrpe).values()
-    torch.library.opcheck(torch.ops.onescan.additive_step.default, (q, k, v, angles, keep, *state))
+    given = (q, k, v, angles, None, None, keep, *state, 0, "identity")
+    torch.library.opcheck(torch.ops.onescan.additive_step.default, given)
 
 
 @pytest.mark.compile

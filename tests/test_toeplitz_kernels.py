@@ -1,6 +1,7 @@
 """MD-TPE's kernels, run by Triton in Python or on a GPU: values, states and all gradients."""
 
 import functools
+import itertools
 import math
 from inspect import unwrap
 from unittest.mock import patch
@@ -19,7 +20,9 @@ from kernel_device import (
     over_seeds,
 )
 
+from onescan.ops import packing as packings
 from onescan.ops.backend import use_backend
+from onescan.ops.packing import Packing
 from onescan.ops.toeplitz_position import ToeplitzState, reference, toeplitz_position
 
 pytest.importorskip("triton")
@@ -175,6 +178,22 @@ def test_two_calls_equal_one_wherever_it_is_cut():
         torch.testing.assert_close(last.hidden, after.hidden)
 
 
+@pytest.mark.parametrize("read", [0, 1], ids=["outputs", "state"])
+def test_a_loss_may_depend_on_outputs_or_the_state_alone(read):
+    named = inputs((20,), batch=1, state=True)
+
+    def gradients(function):
+        leaves = [named[n].clone().requires_grad_() for n in ("x", "log_decay", "weight")]
+        hidden = named["state"].hidden.clone().requires_grad_()
+        named_leaves = dict(zip(("x", "log_decay", "weight"), leaves, strict=True))
+        y, after = function(**{**named, **named_leaves, "state": ToeplitzState(hidden)})
+        total = (y, after.hidden)[read].square().sum()
+        return torch.autograd.grad(total, [*leaves, hidden], materialize_grads=True)
+
+    plain = functools.partial(toeplitz_position, form="scan", backend="torch")
+    torch.testing.assert_close(gradients(run), gradients(plain), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("form", ["auto", "scan"])
 def test_the_preferred_backend_is_taken(form):
     named = inputs((5,), channels=300, width=2)  # wider than a head may be
@@ -208,6 +227,37 @@ def test_unsupported_calls_are_refused(change, message):
         unwrap(toeplitz_position)(**named)
 
 
+# offsets of two rows of 30 tokens: sequences of one token, of no token, and of several parts
+CU_SEQLENS = torch.tensor([0, 1, 1, 12, 30, 30, 55, 60], dtype=torch.int32)
+
+
+def separately(x, *, state, shape, **others):
+    """The reference, for each packed sequence on its own."""
+    parts = [
+        x.flatten(0, 1)[a:b][None] for a, b in itertools.pairwise(CU_SEQLENS.tolist()) if b > a
+    ]
+    mixed = [reference.forward(y, shape=y.shape[1:2], state=state, **others)[0] for y in parts]
+    return torch.cat(mixed, dim=1).view_as(x), None
+
+
+@over_dtypes
+@pytest.mark.parametrize(
+    ("bidirectional", "width", "looks"), [(False, 5, True), (True, 5, False), (False, 70, False)]
+)
+def test_packed_sequences_do_not_mix(bidirectional, width, looks, dtype):
+    """Without a look at the offsets, there are as many parts as ever needed, some of them empty."""
+    named = inputs((30,), width=width, bidirectional=bidirectional, dtype=dtype)
+    want = outputs_and_gradients(separately, doubled(named))
+    results = []
+    for backend in ("triton", "torch"):
+        packing = Packing(CU_SEQLENS, batch=2, tokens=30, device=torch.device(DEVICE))
+        call = functools.partial(toeplitz_position, backend=backend, cu_seqlens=packing)
+        with patch.object(packings, "can_look_at_values", lambda _: looks):
+            results.append(errors(outputs_and_gradients(call, named), want))
+    few_roundings = 4 * torch.finfo(torch.float32).eps
+    assert (results[0] <= 2 * results[1] + few_roundings).all(), results
+
+
 @pytest.mark.parametrize(("bidirectional", "state"), [(False, False), (False, True), (True, False)])
 def test_the_op_is_declared_rightly(bidirectional, state):
     named = inputs((9,), bidirectional=bidirectional)
@@ -215,7 +265,9 @@ def test_the_op_is_declared_rightly(bidirectional, state):
     hidden = torch.randn(2, 3, 5).to(DEVICE) if state else None
     tensors = (named["x"], *tables, hidden)
     given = (None if x is None else x.clone().requires_grad_() for x in tensors)
-    torch.library.opcheck(torch.ops.onescan.toeplitz.default, (*given, [9]))
+    packing = Packing(torch.tensor([0, 3, 9, 18]), batch=2, tokens=9)
+    spans = packing.spans(4)[0].to(DEVICE) if bidirectional else None
+    torch.library.opcheck(torch.ops.onescan.toeplitz.default, (*given, [9], spans, 4))
 
 
 @pytest.mark.compile

@@ -304,7 +304,10 @@ def losses(trained):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task",
+    [t if t in ("causal", "classes") else pytest.param(t, marks=pytest.mark.slow) for t in TASKS],
+)
 def test_trainer_trains_and_goes_on_where_it_stopped(task, tmp_path):
     whole = trainer(task, tmp_path / "whole")
     whole.train()

@@ -306,12 +306,12 @@ ASSISTED = {**GREEDY, "max_new_tokens": 12, "eos_token_id": -1, "pad_token_id": 
 @over_causal
 def test_an_assistant_changes_no_token(change):
     model, tokens = to_transformers(causal(change)), ids(1, 7)
-    assistants = [to_transformers(causal(CAUSAL["lion"])), model]
-    for mask in (torch.ones_like(tokens), torch.tensor([[0, 0, 1, 1, 1, 1, 1]])):
+    assistants = [model, to_transformers(causal(CAUSAL["lion"]))]
+    masks = [torch.ones_like(tokens), torch.tensor([[0, 0, 1, 1, 1, 1, 1]])]
+    for mask, assistant in zip(masks, assistants, strict=True):
         want = model.generate(tokens, attention_mask=mask, **ASSISTED)
-        for assistant in assistants:
-            got = model.generate(tokens, attention_mask=mask, assistant_model=assistant, **ASSISTED)
-            assert torch.equal(got, want)
+        got = model.generate(tokens, attention_mask=mask, assistant_model=assistant, **ASSISTED)
+        assert torch.equal(got, want)
 
 
 @over_causal

@@ -7,6 +7,7 @@ from onescan.layers.basic import GLUConfig, MLPConfig
 from onescan.layers.decays import FixedDecayConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
+    HybridMixerConfig,
     HydraMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
@@ -65,6 +66,14 @@ OPTIONS = {
         ),
         "position": None,
     },
+    "hybrid": {
+        "mixer": HybridMixerConfig(
+            linear=LightNetMixerConfig(num_heads=3, causal=True),
+            attention=SoftmaxMixerConfig(num_heads=2, causal=True, window=3, rotary=True),
+            period=2,
+        ),
+        "position": None,
+    },
 }
 BOTH = {
     "lightnet": {
@@ -79,6 +88,14 @@ BOTH = {
         "mlp": None,
         "position": PLACES,
         "norm": "layer",
+    },
+    "hybrid": {
+        "mixer": HybridMixerConfig(
+            linear=LionMixerConfig(num_heads=3),
+            attention=SoftmaxMixerConfig(num_heads=2, window=3, rotary=True),
+            period=2,
+        ),
+        "position": None,
     },
     "bert": {
         "mixer": SoftmaxMixerConfig(num_heads=3, dropout=0.1),

@@ -46,7 +46,8 @@ Train a recipe, or resume an interrupted run, and write a report.
 
 onescan recipes lists the recipes. RECIPE/ABLATION is an ablation from the papers, and
 FILE.py:FUNCTION is your own recipe. --config trains with the config.json of an existing run.
---model.mixer NAME replaces the mixer of a recipe's model: lightnet, lion_s, softmax, ...
+--model.mixer NAME replaces the mixer of a recipe's model: lightnet, lion_s, softmax, ...;
+NAME_hybrid keeps or adds softmax attention in every fourth block.
 onescan train RECIPE --help shows the common options and their defaults, --help-all all of them.
 Often used:
   --data.path, --training.epochs, --training.batch-size, --training.learning-rate, --seeds,

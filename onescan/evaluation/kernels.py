@@ -27,25 +27,30 @@ from onescan.ops import (
     decay_attention,
     linear_diffusion,
     lrpe,
+    lrpe_angles,
     stable_step,
     toeplitz_position,
+    use_backend,
 )
 from onescan.ops.additive_decay import AdditiveDecayState
 from onescan.ops.additive_decay import reference as additive_reference
 from onescan.ops.backend import KERNEL_OPS
+from onescan.ops.cross_entropy import cross_entropy
 from onescan.ops.decay_attention import DecayState, DecayStates
 from onescan.ops.decay_attention import reference as decay_reference
 from onescan.ops.feature_maps import shifted_silu
+from onescan.ops.gating import gated
 from onescan.ops.kernel_record import read_results, record_path
 from onescan.ops.linear_diffusion import DiffusionState
 from onescan.ops.linear_diffusion import reference as diffusion_reference
+from onescan.ops.lrpe import RotaryPositions
 
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 2e-5}
 SMALLEST = 0.1  # errors of smaller tensors are fractions of this
 # dtypes of the inputs that are not in the dtype of the call
 DTYPES = {
     **dict.fromkeys(
-        ("angles", "log_decay", "weight", "weights", "dt", "kv", "k_sum"), torch.float32
+        ("angles", "theta", "log_decay", "weight", "weights", "dt", "kv", "k_sum"), torch.float32
     ),
     "log_normalizer": torch.float64,
 }
@@ -335,10 +340,38 @@ def _additive(form: Any, *, causal: bool, lrpe: bool, state: bool) -> Call:
     return Call(run, inputs, has_gradients=form != "recurrent")
 
 
-def _decay(form: Any, *, diagonal: bool, causal: bool, state: bool = False) -> Call:
+def _additive_step() -> Call:
+    """Decode as models do: the kernel applies a feature map and computes angles from positions."""
+
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        features = size.heads, size.width
+        drawn = {"q": draw(*size), "k": 2 * draw(*size), "v": draw(*size), "theta": draw(*features)}
+        drawn["log_normalizer"] = 3 * draw(size.batch, *features)
+        return drawn | {"kv": draw(size.batch, size.heads, 2 * size.width, size.width)}
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        o, after = additive_decay(
+            *(x[name] for name in ("q", "k", "v")),
+            angles=RotaryPositions(x["theta"], 1000),
+            feature_map="silu",
+            causal=True,
+            state=AdditiveDecayState(x["log_normalizer"], x["kv"]),
+            form="recurrent",
+            backend=backend or "torch",
+        )
+        assert after is not None
+        return o, *after
+
+    return Call(run, inputs, has_gradients=False)
+
+
+def _decay(
+    form: Any, *, causal: bool, diagonal: bool = False, decays: bool = True, state: bool = False
+) -> Call:
     def inputs(size: Size, draw: Draw) -> Inputs:
         drawn = {"q": draw(*size).abs(), "k": draw(*size).abs(), "v": draw(*size)}
-        drawn["log_decay"] = logsigmoid(2 + 2 * draw(*(size if diagonal else size[:3])))
+        if decays:
+            drawn["log_decay"] = logsigmoid(2 + 2 * draw(*(size if diagonal else size[:3])))
         if state:
             shape = size.batch, size.heads, size.width
             drawn["kv"], drawn["k_sum"] = draw(*shape, size.width), draw(*shape).abs()
@@ -349,7 +382,7 @@ def _decay(form: Any, *, diagonal: bool, causal: bool, state: bool = False) -> C
         op: Any = partial(decay_attention, form=form, backend=backend)
         op = decay_reference.forward if backend is None else op
         o, after = op(
-            *(x[name] for name in ("q", "k", "v", "log_decay")),
+            *(x.get(name) for name in ("q", "k", "v", "log_decay")),
             causal=causal,
             decay_at="target" if causal else "source",
             normalize="none" if causal else "sum",
@@ -394,12 +427,45 @@ def _lrpe() -> Call:
     return Call(run, inputs)
 
 
+def _lrpe_angles() -> Call:
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        return {"x": draw(*size), "theta": draw(*size[2:])}
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        with use_backend(backend or "torch"):
+            return (lrpe(x["x"], lrpe_angles((x["x"].shape[1],), x["theta"])),)
+
+    return Call(run, inputs)
+
+
 def _shifted_silu() -> Call:
     def inputs(size: Size, draw: Draw) -> Inputs:
         return {"x": 2 * draw(*size)}
 
     def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
         return (shifted_silu(x["x"], backend=backend or "torch"),)
+
+    return Call(run, inputs)
+
+
+def _gated(activation: str) -> Call:
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        return {"x": draw(*size), "gate": 2 * draw(*size)}
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        return (gated(x["x"], x["gate"], activation, backend=backend or "torch"),)
+
+    return Call(run, inputs)
+
+
+def _cross_entropy() -> Call:
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        return {"logits": 2 * draw(size.batch * size.tokens, size.heads * size.width)}
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        rows, classes = x["logits"].shape
+        labels = torch.arange(rows, device=x["logits"].device) % classes
+        return (cross_entropy(x["logits"], labels, backend=backend or "torch"),)
 
     return Call(run, inputs)
 
@@ -434,21 +500,28 @@ CALLS: dict[str, tuple[Call, ...]] = {
         _additive("chunk", causal=True, lrpe=False, state=True),
     ),
     "additive_decay.recurrent": (
+        _additive_step(),
         _additive("recurrent", causal=True, lrpe=True, state=True),
         _additive("recurrent", causal=True, lrpe=False, state=False),
     ),
     "decay_attention.scalar": (
-        _decay("chunk", diagonal=False, causal=True),
-        _decay("chunk", diagonal=False, causal=False, state=True),
-        _decay("recurrent", diagonal=False, causal=True, state=True),
+        _decay("chunk", causal=True),
+        _decay("chunk", causal=False, state=True),
+        _decay("recurrent", causal=True, state=True),
     ),
     "decay_attention.diagonal": (
         _decay("chunk", diagonal=True, causal=True),
         _decay("chunk", diagonal=True, causal=False, state=True),
         _decay("recurrent", diagonal=True, causal=True, state=True),
     ),
+    "decay_attention.no_decay": (
+        _decay("chunk", causal=False, decays=False),
+        _decay("chunk", causal=False, decays=False, state=True),
+    ),
     "toeplitz_position": (_toeplitz(bidirectional=False), _toeplitz(bidirectional=True)),
-    "lrpe": (_lrpe(),),
+    "lrpe": (_lrpe(), _lrpe_angles()),
     "shifted_silu": (_shifted_silu(),),
+    "gated": (_gated("silu"), _gated("sigmoid")),
+    "cross_entropy": (_cross_entropy(),),
     "linear_diffusion": (_linear_diffusion(state=False), _linear_diffusion(state=True)),
 }

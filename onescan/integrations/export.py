@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 
 from onescan.checks import check_choice, check_positive
 from onescan.configs import to_dict
-from onescan.layers.mixers import LinearDiffusionMixerConfig
+from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition
 from onescan.messages import named_type
 from onescan.models.causal_lm import CausalLM
@@ -377,21 +377,26 @@ def _check_causal(model: Any) -> None:
     _check(model)
 
 
+def _mixers(model: Any) -> list[MixerConfig]:
+    """Return the config of each block's mixer."""
+    return [model.config.mixer.for_layer(i) for i in range(model.config.depth)]
+
+
 def _check_form(model: Any) -> None:
-    form = getattr(model.config.mixer, "form", "auto")
-    if form in FIXED_FORMS:
-        raise ValueError(
-            f"mixer.form is {form!r}, expected 'auto': this form needs a fixed length, but the "
-            "length of an exported model is dynamic"
-        )
+    for form in (getattr(mixer, "form", "auto") for mixer in _mixers(model)):
+        if form in FIXED_FORMS:
+            raise ValueError(
+                f"mixer.form is {form!r}, expected 'auto': this form needs a fixed length, but the "
+                "length of an exported model is dynamic"
+            )
 
 
 def _check_onnx(model: Any) -> None:
-    mixer = model.config.mixer
-    if isinstance(mixer, LinearDiffusionMixerConfig) and mixer.scheme != "explicit":
-        raise ValueError(
-            f"mixer.scheme is {mixer.scheme!r}, expected 'explicit': ONNX has no linear solver"
-        )
+    for mixer in _mixers(model):
+        if isinstance(mixer, LinearDiffusionMixerConfig) and mixer.scheme != "explicit":
+            raise ValueError(
+                f"mixer.scheme is {mixer.scheme!r}, expected 'explicit': ONNX has no linear solver"
+            )
     if any(isinstance(part, ToeplitzPosition) and part.joint for part in model.modules()):
         raise ValueError(
             "position.joint is True, expected False: ONNX has no FFT over several axes"

@@ -15,9 +15,12 @@ FILES = (
     "toeplitz",
     "lrpe",
     "feature_maps",
+    "gating",
+    "cross_entropy",
     "diffusion",
     "additive_step",
     "decay_states",
     "decay_scalar",
     "decay_diagonal",
+    "linear_attention",
 )

@@ -1,7 +1,10 @@
 """Causal additive decay token by token, for decoding: forward only.
 
     z_t  = log(exp(z_{t-1}) + exp(k_t))
-    KV_t = exp(z_{t-1} - z_t) KV_{t-1} + R_t(exp(k_t - z_t)) v_t^T,   o_t = KV_t^T R_t(q_t)
+    KV_t = exp(z_{t-1} - z_t) KV_{t-1} + R_t(exp(k_t - z_t)) v_t^T,   o_t = KV_t^T R_t(f(q_t))
+
+q, k and v are read where a projection wrote them, among other channels of the same token. f is a
+feature map. The angles of R_t are given, or (position + t) theta.
 
 Each program processes a block of values of one head of one sample, and keeps its state in registers
 from the first token to the last. z is float64, because float32 has a spacing of 1e-3 near 1e4.
@@ -21,11 +24,15 @@ from onescan.kernels.common import (
     power_of_two,
     store_halves,
 )
+from onescan.kernels.feature_maps import features
 from onescan.kernels.lrpe import cosine_and_sine
 
 EXAMPLES = (
-    Example(64, 64, lrpe=True, flags={"HAS_KV_IN": True}),
-    Example(128, 128, lrpe=True, flags={"HAS_KV_IN": True, "HAS_KEEP": True}),
+    Example(64, 64, lrpe=True, flags={"HAS_KV_IN": True, "HAS_THETA": True, "MAP": 1}),
+    Example(
+        *(128, 128, True),
+        flags={"HAS_KV_IN": True, "HAS_THETA": True, "HAS_START": True, "HAS_KEEP": True, "MAP": 1},
+    ),
     Example(128, 128, flags={"HAS_KV_IN": True}),
     Example(256, 256, lrpe=True, flags={"HAS_KV_IN": True}),
 )
@@ -39,14 +46,20 @@ def step_blocks(case: Case) -> Blocks:
 
 @kernel(step_blocks)
 def step(
-    q, k, v, angles, keep, z_in, kv_in,
+    q, k, v, angles, theta, start, keep, z_in, kv_in,
     o, z, kv,
-    tokens,
+    tokens, position, q_stride, k_stride, v_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_KV_IN: tl.constexpr,
+    LRPE: tl.constexpr, MAP: tl.constexpr,
+    HAS_THETA: tl.constexpr, HAS_START: tl.constexpr,
+    HAS_KEEP: tl.constexpr, HAS_KV_IN: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and the state after the last token: z [B, H, K], kv [B, H, F, V]."""
+    """Compute outputs and the state after the last token: z [B, H, K], kv [B, H, F, V].
+
+    Tokens of q, k and v are `stride` numbers apart. `start` points to a number that is added to
+    `position`.
+    """
     program = tl.program_id(0).to(tl.int64)
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head_of_all, first = program // blocks, program % blocks * BLOCK_V
@@ -59,15 +72,24 @@ def step(
     sin_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # kv for sines
     if HAS_KV_IN:
         log_z = tl.load(z_in + head_of_all * K + c, mask=here, other=0)
+        log_z = tl.where(log_z < LOG_ZERO, LOG_ZERO, log_z)
         cos_half, sin_half = load_halves(kv_in + head_of_all * width, c, e, K, V, LRPE)
+    if HAS_THETA:
+        radians = tl.load(theta + head * K + c, mask=here, other=0).to(tl.float64)
+        if HAS_START:
+            position += tl.load(start)
     for t in range(tokens):
-        row = (sample * tokens + t) * H + head
+        token = sample * tokens + t
         live = True
         if HAS_KEEP:
-            live = tl.load(keep + sample * tokens + t) != 0
-        queries = tl.load(q + row * K + c, mask=here & live, other=0).to(tl.float32)
-        logits = tl.load(k + row * K + c, mask=here & live, other=float("-inf")).to(tl.float64)
-        values = tl.load(v + row * V + e, mask=there & live, other=0).to(tl.float32)
+            live = tl.load(keep + token) != 0
+        queries = tl.load(q + token * q_stride + head * K + c, mask=here & live, other=0)
+        queries = features(queries.to(tl.float32), here & live, MAP)
+        logits = tl.load(
+            k + token * k_stride + head * K + c, mask=here & live, other=float("-inf")
+        ).to(tl.float64)
+        values = tl.load(v + token * v_stride + head * V + e, mask=there & live, other=0)
+        values = values.to(tl.float32)
         weighs = logits != float("-inf")  # also true for NaN, which then shows in the outputs
         logits = tl.where(logits < LOG_ZERO, LOG_ZERO, logits)
         highest = tl.where(log_z < logits, logits, log_z)
@@ -77,8 +99,11 @@ def step(
         log_z = tl.where(weighs, together, log_z)
         kept = tl.where(weighs, kept, 1.0)
         if LRPE:
-            at = (t * H + head) * K + c
-            cos, sin = cosine_and_sine(tl.load(angles + at, mask=here, other=0))
+            if HAS_THETA:
+                angle = radians * (position + t)
+            else:
+                angle = tl.load(angles + (t * H + head) * K + c, mask=here, other=0)
+            cos, sin = cosine_and_sine(angle)
             sin_half = sin_half * kept[:, None] + (w * sin)[:, None] * values[None, :]
             out = tl.sum((queries * sin)[:, None] * sin_half, 0)
             w, queries = w * cos, queries * cos
@@ -86,7 +111,7 @@ def step(
         result = tl.sum(queries[:, None] * cos_half, 0)
         if LRPE:
             result += out
-        tl.store(o + row * V + e, result, mask=there)
+        tl.store(o + (token * H + head) * V + e, result, mask=there)
     store_halves(kv + head_of_all * width, c, e, cos_half, sin_half, K, V, LRPE)
     if first == 0:
         tl.store(z + head_of_all * K + c, log_z, mask=here)

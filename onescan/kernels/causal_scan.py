@@ -412,13 +412,14 @@ def query_gradients(
         tl.store(dq + at, dq_cos, mask=written)
 
 
-@kernel(carry_blocks)
+@kernel(carry_blocks, {"HAS_DKV_OUT": False}, {"HAS_DKV_OUT": True})
 def carry_backward(
     q, k, rotary, keep, reference, mass, do, dq, dz_out, dkv_out,
     after, dmass, dz_in, dkv_in,
     spans, tokens, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_SPANS: tl.constexpr,
+    LRPE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_DKV_OUT: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -433,8 +434,12 @@ def carry_backward(
     e = tl.arange(0, BLOCK_V)
     r = tl.arange(0, CHUNK)[:, None]
     width: tl.constexpr = K * V * (2 if LRPE else 1)
-    d = tl.load(dz_out + of_head * K + c, mask=c < K, other=0)
-    cos_half, sin_half = load_halves(dkv_out + of_head * width, c, e, K, V, LRPE)
+    d = tl.zeros([BLOCK_K], tl.float32)
+    cos_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    sin_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if HAS_DKV_OUT:
+        d = tl.load(dz_out + of_head * K + c, mask=c < K, other=0)
+        cos_half, sin_half = load_halves(dkv_out + of_head * width, c, e, K, V, LRPE)
     at = ((sample * (chunks + 1) + chunks) * H + head) * K + c
     r_out = tl.load(reference + at, mask=c < K, other=LOG_ZERO)
     n_out = tl.load(mass + at, mask=c < K, other=1)

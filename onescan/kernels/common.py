@@ -23,14 +23,19 @@ LOG_ZERO = tl.constexpr(-1e30)  # as in onescan.ops.numerics
 # Arguments that differ from call to call. Kernels are not recompiled for other values.
 LENGTHS = (
     *("batch", "tokens", "split", "parts", "chunks", "lines", "length", "groups", "stride"),
-    "radius",
+    *("radius", "prefix", "origin", "size", "feature", "features", "classes", "ignored"),
+    *("position", "q_stride", "k_stride", "v_stride"),
 )
 
 # Types of pointers by name; all others are float32.
-DATA = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "dangles", "x", "y", "dx", "dy")
+DATA = (
+    *("q", "k", "v", "o", "do", "dq", "dk", "dv", "dangles", "x", "y", "dx", "dy", "theta"),
+    *("gate", "dgate", "logits", "dlogits"),
+)
 OPERANDS = ("before", "after", "kv_rounded", "dkv_rounded")
 OTHERS = {
-    "keep": "i1", "sequence": "i64", "spans": "i32", "firsts": "i32", "z_in": "fp64", "z": "fp64",
+    "keep": "i1", "sequence": "i64", "start": "i64", "labels": "i64", "spans": "i32",
+    "firsts": "i32", "z_in": "fp64", "z": "fp64", "theta_sums": "fp64",
 }  # fmt: skip
 
 

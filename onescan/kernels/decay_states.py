@@ -21,6 +21,7 @@ from onescan.kernels.common import (
     product,
     valid_tokens,
 )
+from onescan.kernels.feature_maps import features
 
 VANISHED = tl.constexpr(-800.0)  # exp of anything smaller is 0 in every dtype
 MIN_DIVISOR = tl.constexpr(1e-30)  # as in onescan.ops.numerics
@@ -245,18 +246,22 @@ def states(
 @kernel(
     step_blocks,
     {"HAS_KEEP": False, "HAS_KV_IN": True},
-    {"HAS_KEEP": True, "HAS_KV_IN": True, "NORMALIZER": 1},
+    {"HAS_KEEP": True, "HAS_KV_IN": True, "NORMALIZER": 1, "MAP": 2},
 )
 def step(
     q, k, v, decays, keep, kv_in, sum_in,
     o, kv_out, sum_out,
-    tokens,
+    tokens, q_stride, k_stride, v_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    DIAGONAL: tl.constexpr, NORMALIZER: tl.constexpr,
+    DIAGONAL: tl.constexpr, NORMALIZER: tl.constexpr, MAP: tl.constexpr,
     HAS_KV_IN: tl.constexpr, HAS_KEEP: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of all tokens, and the state and sum of keys after the last token."""
+    """Compute the outputs of all tokens, and the state and sum of keys after the last token.
+
+    Tokens of q, k and v are `stride` numbers apart, so that they are read where a projection wrote
+    them. MAP is the feature map of queries and keys.
+    """
     program = tl.program_id(0)
     head, sample, line = program % H, (program // H).to(tl.int64), program.to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
@@ -270,15 +275,19 @@ def step(
         kv += tl.load(kv_in + place, mask=inside, other=0)
         z += tl.load(sum_in + line * K + c, mask=c < K, other=0)
     for t in range(tokens):
-        row = (sample * tokens + t) * H + head
+        token = sample * tokens + t
+        row = token * H + head
         keys_there, values_there = c < K, e < V
         if HAS_KEEP:
-            known = tl.load(keep + sample * tokens + t) != 0
+            known = tl.load(keep + token) != 0
             keys_there &= known
             values_there &= known
-        query = tl.load(q + row * K + c, mask=keys_there, other=0).to(tl.float32)
-        key = tl.load(k + row * K + c, mask=keys_there, other=0).to(tl.float32)
-        value = tl.load(v + row * V + e, mask=values_there, other=0).to(tl.float32)
+        query = tl.load(q + token * q_stride + head * K + c, mask=keys_there, other=0)
+        query = features(query.to(tl.float32), keys_there, MAP)
+        key = tl.load(k + token * k_stride + head * K + c, mask=keys_there, other=0)
+        key = features(key.to(tl.float32), keys_there, MAP)
+        value = tl.load(v + token * v_stride + head * V + e, mask=values_there, other=0)
+        value = value.to(tl.float32)
         if DIAGONAL:
             decay = tl.exp(tl.load(decays + row * K + c, mask=c < K, other=0))
             kv *= decay[:, None]

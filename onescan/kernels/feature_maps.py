@@ -1,5 +1,7 @@
 """The feature map of LION, [silu(x) + 1/2] / ||silu(x) + 1/2||, and its gradient.
 
+`features` computes feature maps inside kernels that decode.
+
     u = silu(x) + 1/2,   y = u / ||u||,   dx = silu'(x) (dy - (y . dy) y) / ||u||
 
 x is read where the projection wrote it, among other channels of the same token. u is recomputed in
@@ -30,10 +32,30 @@ def load_rows(x, row, c, lines, stride, H: tl.constexpr, K: tl.constexpr):
 
 
 @jit
+def sigmoid(x):
+    """Compute 1 / (1 + exp(-x)) without overflow."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, small, 1.0) / (1 + small)
+
+
+@jit
+def features(x, there, MAP: tl.constexpr):
+    """Apply a feature map to the channels of one head, with 0 where masked.
+
+    MAP is its number in onescan.ops.feature_maps.KERNEL_MAPS.
+    """
+    if MAP == 1:
+        x *= sigmoid(x)
+    elif MAP == 2:
+        unit, _, _ = normalized(x[None, :], there[None, :])
+        x = tl.sum(unit, 0)  # of a single row
+    return x
+
+
+@jit
 def normalized(values, there):
     """Return silu(x) + 1/2 divided by its norm, the norm, and sigmoid(x)."""
-    small = tl.exp(-tl.abs(values))  # cannot overflow
-    gate = tl.where(values < 0, small, 1.0) / (1 + small)
+    gate = sigmoid(values)
     u = tl.where(there, values * gate + 0.5, 0.0)
     norm = tl.sqrt(tl.sum(u * u, 1))[:, None]
     norm = tl.where(norm == 0, 1.0, norm)  # heads beyond the last

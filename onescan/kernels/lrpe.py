@@ -5,6 +5,9 @@
     da_t = sum_b x_bt (ds cos(a_t) - dc sin(a_t))
     [cos(a_t), sin(a_t)], for kernels that apply the rotation  tabulate
 
+    a_t = n_t theta modulo 2 pi, n_t along the axis of the feature      grid_angles
+    dtheta = sum_t n_t da_t                                             grid_angles_back
+
 Angles [T, H, K] are divided into blocks of 512 numbers, for any K. Each program processes one block
 for one part of the samples. x and y are read or written once, and so are angles if samples are few.
 
@@ -19,6 +22,8 @@ EXAMPLES = (Example(64, 64), Example(96, 96))
 
 QUARTERS = tl.constexpr(0.6366197723675814)  # right angles per radian, 2 / pi
 RADIANS = tl.constexpr(1.5707963267948966)
+PERIOD = tl.constexpr(6.283185307179586)
+TOKENS = 32  # per program that sums gradients of theta
 
 
 def blocks_of(case: Case) -> Blocks:
@@ -28,7 +33,7 @@ def blocks_of(case: Case) -> Blocks:
 
 @jit
 def cosine_and_sine(angle):
-    """Compute cosines and sines of float32 angles up to 1e9 radians, with float32 accuracy.
+    """Compute float32 cosines and sines of angles up to 1e9 radians, in float32 or float64.
 
     The compiler's own functions use a table in memory for large angles. Here multiples of pi / 2
     are subtracted in float64, and Taylor series are evaluated at the remainder, at most pi / 4.
@@ -46,6 +51,52 @@ def cosine_and_sine(angle):
     first, second = tl.where(from_cos, cos, sin), tl.where(from_cos, sin, cos)
     cos_falls, sin_falls = (quarter == 1) | (quarter == 2), quarter >= 2
     return tl.where(cos_falls, -first, first), tl.where(sin_falls, -second, second)
+
+
+@jit
+def positions_of(t, prefix, origin, size, stride):
+    """Return the positions of tokens along an axis, which are 0 before the grid."""
+    place = origin + (t - prefix) // stride % size
+    return tl.where(t < prefix, 0, place).to(tl.float64)
+
+
+@kernel(blocks_of)
+def grid_angles(
+    frequencies,
+    angles,
+    tokens, prefix, origin, size, stride, feature, features,
+    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the angles [T, H, K] of the `features` that belong to an axis, from `feature` on.
+
+    The axis has `size` positions from `origin` on, and its neighbors are `stride` tokens apart.
+    """
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = i < tokens.to(tl.int64) * (H * features)
+    row, c = i // features, feature + i % features
+    frequency = tl.load(frequencies + row % H * K + c, mask=there, other=0).to(tl.float64)
+    angle = positions_of(row // H, prefix, origin, size, stride) * frequency
+    angle -= tl.floor(angle / PERIOD + 0.5) * PERIOD
+    tl.store(angles + row * K + c, angle, mask=there)
+
+
+@kernel(blocks_of)
+def grid_angles_back(
+    dangles,
+    theta_sums,
+    tokens, split, prefix, origin, size, stride, feature, features,
+    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of theta from each part of `split` tokens, [parts, H, K]."""
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = i < H * features
+    place = i // features * K + feature + i % features
+    part = tl.program_id(0).to(tl.int64)
+    acc = tl.zeros([BLOCK], tl.float64)
+    for t in range(part * split, tl.minimum((part + 1) * split, tokens)):
+        gradient = tl.load(dangles + t * (H * K) + place, mask=there, other=0).to(tl.float64)
+        acc += positions_of(t, prefix, origin, size, stride) * gradient
+    tl.store(theta_sums + part * (H * K) + place, acc, mask=there)
 
 
 @kernel(blocks_of)

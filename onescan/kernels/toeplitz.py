@@ -19,6 +19,8 @@ part of a line. The parts of a long line are processed in parallel, each startin
 before it. A program is one warp with few channels, whose sums over E stay within one or two
 threads. It visits several strips, and loads decays and weights once for all of them.
 
+With packed sequences, a part holds tokens of one sequence, and sums pass only within a sequence.
+
 lambda is rounded, and the relative error of lambda^n is n times as large, so the rounding error is
 corrected every `REFRESH` tokens.
 
@@ -27,7 +29,7 @@ Source: LightNet, arXiv:2405.21022, Eq. 17.
 
 import triton.language as tl
 
-from onescan.kernels.common import Blocks, Case, Example, jit, kernel, power_of_two
+from onescan.kernels.common import Blocks, Case, Example, jit, kernel, power_of_two, span_of
 
 REFRESH = 4  # tokens; the tile size of these kernels
 
@@ -35,6 +37,8 @@ EXAMPLES = (
     Example(64, 768, flags={"HAS_ENTERING": True, "HAS_H_IN": True, "HAS_LAST": True}),
     Example(64, 768, flags={"HAS_ENTERING": True, "BACKWARD": True, "LAG": 1, "HAS_PARTIAL": True}),
     Example(16, 768, flags={"HAS_ENTERING": True}),
+    Example(64, 768, flags={"HAS_ENTERING": True, "HAS_SPANS": True}),
+    Example(64, 768, flags={"HAS_ENTERING": True, "HAS_SPANS": True, "BACKWARD": True}),
 )
 
 
@@ -76,13 +80,26 @@ def row_of(line, step, length, stride, BACKWARD: tl.constexpr):
     return line // stride * (length * stride) + line % stride + place * stride
 
 
+@jit
+def steps_of(
+    spans, line, part, parts, split, length, BACKWARD: tl.constexpr, HAS_SPANS: tl.constexpr
+):  # fmt: skip
+    """Return the first step of a part along its line, and the step after its last one."""
+    if HAS_SPANS and BACKWARD:  # spans are in the order of tokens
+        part = parts - 1 - part
+    first, stop, _, _ = span_of(spans, line, part, parts, split, length, HAS_SPANS)
+    if HAS_SPANS and BACKWARD:
+        first, stop = length - stop, length - first
+    return first, stop
+
+
 @kernel(scan_blocks, {"DERIVATIVE": True}, {"WEIGHED": True})
 def leave(
     x, log_decay, weight,
     left,
-    lines, length, split, parts, groups, stride,
+    spans, lines, length, split, parts, groups, stride,
     D: tl.constexpr, E: tl.constexpr, BACKWARD: tl.constexpr, REFRESH: tl.constexpr,
-    WEIGHED: tl.constexpr, DERIVATIVE: tl.constexpr,
+    WEIGHED: tl.constexpr, DERIVATIVE: tl.constexpr, HAS_SPANS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Compute the sums h and k over all but the last part, [1 + DERIVATIVE, parts, lines, D, E]."""
@@ -97,21 +114,24 @@ def leave(
         w = tl.load(weight + place, mask=there, other=0)
     ahead = (-stride if BACKWARD else stride) * D
     for strip in range(program // across, lines * (parts - 1), groups):
-        line, first = strip % lines, strip // lines * split
+        line = strip % lines
+        first, stop = steps_of(
+            spans, line, strip // lines, parts, split, length, BACKWARD, HAS_SPANS
+        )
         h = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
         k = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
         at = row_of(line, first, length, stride, BACKWARD) * D + c
-        x_now = tl.load(x + at, mask=here, other=0)
-        for step in range(first, first + split):
-            at += ahead  # always valid, because another part follows
-            x_next = tl.load(x + at, mask=here, other=0)
+        x_now = tl.load(x + at, mask=here & (first < stop), other=0)
+        for step in range(first, stop):
+            at += ahead
+            x_next = tl.load(x + at, mask=here & (step + 1 < stop), other=0)
             if DERIVATIVE:
                 k = decay * (k + h)
             values = x_now.to(tl.float32)[None, :]
             if WEIGHED:
                 values = w * values
             h = decay * h + values
-            if (step + 1) % REFRESH == 0:
+            if (step + 1 - first) % REFRESH == 0:
                 h += rest * h
                 if DERIVATIVE:
                     k += rest * k
@@ -125,13 +145,15 @@ def leave(
 @kernel(carry_blocks, {"DERIVATIVE": True}, {"WEIGHED": True})
 def carry(
     left, h_in, log_decay,
-    lines, split, parts,
-    D: tl.constexpr, E: tl.constexpr,
-    HAS_H_IN: tl.constexpr, WEIGHED: tl.constexpr, DERIVATIVE: tl.constexpr, BLOCK: tl.constexpr,
+    spans, lines, split, parts,
+    D: tl.constexpr, E: tl.constexpr, BACKWARD: tl.constexpr,
+    HAS_H_IN: tl.constexpr, WEIGHED: tl.constexpr, DERIVATIVE: tl.constexpr,
+    HAS_SPANS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Replace the sums over each part by the sums over the state and all parts before it.
 
     If WEIGHED, the incoming state is aligned with the first token, not with the token before it.
+    A part that another one of its sequence follows has `split` tokens; BACKWARD, the other way.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     width: tl.constexpr = D * E
@@ -144,6 +166,12 @@ def carry(
     if HAS_H_IN:
         h = tl.load(h_in + i, mask=there, other=0)
     for part in range(parts):
+        if HAS_SPANS:
+            later = parts - part if BACKWARD else part  # of this part and the previous one
+            place = spans + (i // width * parts + later) * 4 + 2
+            continues = tl.load(place, mask=there & (later < parts), other=0) != 0
+            h = tl.where(continues, h, 0.0)
+            k = tl.where(continues, k, 0.0)
         at = left + part * size + i
         inner = there & (part < parts - 1)
         own = tl.load(at, mask=inner, other=0)
@@ -163,10 +191,11 @@ def carry(
 def outputs(
     x, partial, log_decay, weight, entering,
     y, last,
-    lines, length, split, parts, groups, stride,
+    spans, lines, length, split, parts, groups, stride,
     D: tl.constexpr, E: tl.constexpr, BACKWARD: tl.constexpr, REFRESH: tl.constexpr,
     LAG: tl.constexpr, WEIGHED: tl.constexpr, FIRST_E: tl.constexpr, HAS_ENTERING: tl.constexpr,
-    HAS_PARTIAL: tl.constexpr, HAS_LAST: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SPANS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Compute the sum y, added to `partial`, and the sums after the last token, [lines, D, E].
 
@@ -182,13 +211,15 @@ def outputs(
     w = tl.load(weight + place, mask=there, other=0)
     ahead = (-stride if BACKWARD else stride) * D
     for strip in range(program // blocks, lines * parts, groups):
-        line, first = strip % lines, strip // lines * split
-        stop = tl.minimum(first + split, length)
+        line = strip % lines
+        first, stop = steps_of(
+            spans, line, strip // lines, parts, split, length, BACKWARD, HAS_SPANS
+        )
         h = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
         if HAS_ENTERING:
             h = tl.load(entering + strip * (D * E) + place, mask=there, other=0)
         at = row_of(line, first, length, stride, BACKWARD) * D + c
-        x_now = tl.load(x + at, mask=here, other=0)
+        x_now = tl.load(x + at, mask=here & (first < stop), other=0)
         for step in range(first, stop):
             x_next = tl.load(x + at + ahead, mask=here & (step + 1 < stop), other=0)
             values = x_now.to(tl.float32)[None, :]
@@ -203,7 +234,7 @@ def outputs(
                 kept = decay * h
                 h = kept + values
                 out = tl.sum(w * (h if LAG == 0 else kept), 0)
-            if (step + 1) % REFRESH == 0:
+            if (step + 1 - first) % REFRESH == 0:
                 h += rest * h
             if HAS_PARTIAL:
                 out += tl.load(partial + at, mask=here, other=0)
@@ -219,10 +250,10 @@ def outputs(
 def coefficients(
     x, dy, log_decay, weight, entering, dlast,
     dlog_decay, dweight,
-    lines, length, split, parts, groups, stride,
+    spans, lines, length, split, parts, groups, stride,
     D: tl.constexpr, E: tl.constexpr, BACKWARD: tl.constexpr, REFRESH: tl.constexpr,
     LAG: tl.constexpr, DERIVATIVE: tl.constexpr,
-    HAS_ENTERING: tl.constexpr, HAS_DLAST: tl.constexpr,
+    HAS_ENTERING: tl.constexpr, HAS_DLAST: tl.constexpr, HAS_SPANS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of both tables, summed over one group of strips, [groups, D, E].
@@ -244,8 +275,10 @@ def coefficients(
     of_state = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     group = program // across
     for strip in range(group, lines * parts, groups):
-        line, first = strip % lines, strip // lines * split
-        stop = tl.minimum(first + split, length)
+        line = strip % lines
+        first, stop = steps_of(
+            spans, line, strip // lines, parts, split, length, BACKWARD, HAS_SPANS
+        )
         h = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
         k = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
         if HAS_ENTERING:
@@ -254,7 +287,8 @@ def coefficients(
             derivative = entering + lines.to(tl.int64) * parts * (D * E)
             k = tl.load(derivative + strip * (D * E) + place, mask=there, other=0)
         at = row_of(line, first, length, stride, BACKWARD) * D + c
-        x_now, dy_now = tl.load(x + at, mask=here, other=0), tl.load(dy + at, mask=here, other=0)
+        some = here & (first < stop)
+        x_now, dy_now = tl.load(x + at, mask=some, other=0), tl.load(dy + at, mask=some, other=0)
         for step in range(first, stop):
             at += ahead
             further = here & (step + 1 < stop)
@@ -266,7 +300,7 @@ def coefficients(
             h = kept + x_now.to(tl.float32)[None, :]
             of_weight += gradient * (h if LAG == 0 else kept)
             of_age += gradient * k
-            if (step + 1) % REFRESH == 0:
+            if (step + 1 - first) % REFRESH == 0:
                 h += rest * h
                 k += rest * k
             x_now, dy_now = x_next, dy_next

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
+from onescan.ops.gating import gated
 from onescan.ops.numerics import to_autocast_dtype
 from onescan.shapes import Hidden
 
@@ -113,4 +114,7 @@ class GLU(nn.Module):
 
     def forward(self, x: Hidden) -> Hidden:
         x = to_autocast_dtype(x)  # once for both projections
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        up, gate = self.up_proj(x), self.gate_proj(x)
+        if self.activation is F.silu:
+            return self.down_proj(gated(up, gate, "silu"))
+        return self.down_proj(self.activation(gate) * up)

@@ -169,13 +169,13 @@ class ToeplitzPosition(nn.Module):
         """Add positions; for `cu_seqlens` and `return_state`, see `toeplitz_position`."""
         if keep is not None:
             x = x.masked_fill(~keep.unsqueeze(-1), 0)
-        prefix, x = x[:, : grid.prefix], x[:, grid.prefix :]
+        tokens = x[:, grid.prefix :] if grid.prefix else x  # the gradient of a slice is a copy
         y, state = toeplitz_position(
-            x, self.log_decay, self.weight, grid.shape,
+            tokens, self.log_decay, self.weight, grid.shape,
             bidirectional=self.bidirectional, joint=self.joint, cu_seqlens=cu_seqlens,
             state=state, return_state=return_state,
         )  # fmt: skip
-        return torch.cat([prefix, y], dim=1), state
+        return torch.cat([x[:, : grid.prefix], y], dim=1) if grid.prefix else y, state
 
     def kernels(self, lags: int) -> Tensor:
         """Return the current kernels, [axes, (2,) D, lags], for lags 0, 1, ...

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from onescan.checks import check_whole
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
+from onescan.models.decoding_graph import DecodingGraph
 from onescan.models.token_network import NetworkState, TokenNetwork, TokenNetworkConfig
 from onescan.ops.packing import Packing
 from onescan.shapes import GeneratedTokens, Keep, TokenLogits, Tokens
@@ -173,6 +174,7 @@ class CausalLM(nn.Module):
         state: NetworkState | None = None,
         vocab_size: int | None = None,
         generator: torch.Generator | None = None,
+        cuda_graph: bool = False,
     ) -> Iterator[tuple[Tensor, NetworkState]]:
         """Generate token by token, in constant time and memory per token.
 
@@ -186,27 +188,32 @@ class CausalLM(nn.Module):
             vocab_size: Generate only ids below this number, for a tokenizer with fewer tokens than
                 the model. ``None`` allows all ids.
             generator: Source of randomness. ``None`` is torch's global generator.
+            cuda_graph: Run the model as a CUDA graph after the prompt, which takes fewer launches.
+                Requires a GPU and a state of constant size. Not tested on a GPU yet.
 
         Yields:
-            The next token of each sequence, of shape ``[B]``, and the state before that token.
+            The next token of each sequence, of shape ``[B]``, and the state before that token. With
+            `cuda_graph`, the next step overwrites that state.
 
         Raises:
-            ValueError: See `forward`; or if `max_new_tokens` or `sampling` is out of range.
+            ValueError: See `forward`; or if `max_new_tokens` or `sampling` is out of range, or
+                `cuda_graph` cannot be used.
         """
         check_whole(1, max_new_tokens=max_new_tokens)
         sampling = Sampling() if sampling is None else sampling
         sampling.check()
         logits, state = self(tokens, state, keep=keep, last_only=True)
         ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
+        step: Any = DecodingGraph(self, tokens[:, :1], state) if cuda_graph else self
         for i in range(max_new_tokens):
             token = sampling.choose(logits[:, -1, :vocab_size], generator)
             if end is not None:
                 token = token.masked_fill(ended, end)
                 ended = ended | (token == end)
             yield token, state
-            if bool(ended.all()) or i + 1 == max_new_tokens:
+            if i + 1 == max_new_tokens or (end is not None and bool(ended.all())):
                 return
-            logits, state = self(token.unsqueeze(1), state)
+            logits, state = step(token.unsqueeze(1), state)
 
     def generate(
         self, tokens: Tokens, sampling: Sampling | None = None, **options: Any

@@ -17,7 +17,12 @@ from onescan.checks import check_token_ids, check_whole
 from onescan.layers.position import TokenPositionConfig
 from onescan.messages import named_type
 from onescan.models.causal_lm import CausalLM, Sampling
-from onescan.models.token_network import flatten_state, select_rows, unflatten_state
+from onescan.models.token_network import (
+    check_constant_size,
+    flatten_state,
+    select_rows,
+    unflatten_state,
+)
 from onescan.shapes import Tokens
 
 START = 2**16  # position of the first token to generate, and the maximum length of a prompt
@@ -75,12 +80,7 @@ class ContinuousBatch:
         masked = torch.zeros(1, 2, dtype=torch.long, device=model.network.device)
         # Masked tokens leave the state as it is before the first token.
         self._empty = model(masked[:, :1], keep=masked[:, :1] > 0)[1]
-        longer = flatten_state(model(masked, keep=masked > 0)[1])
-        for name, x in flatten_state(self._empty).items():
-            if x.shape != longer[name].shape:
-                raise ValueError(
-                    f"model has a state that grows with the text: {name}; expected a constant size"
-                )
+        check_constant_size(self._empty, model(masked, keep=masked > 0)[1])
         self._logits = torch.empty(0)
         self._state = self._empty
         self._position = START  # which all sequences share

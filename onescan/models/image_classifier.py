@@ -15,7 +15,6 @@ from onescan.layers.block import Block, init_weights, lower_bound_of_each
 from onescan.layers.mixers import (
     LightNetMixerConfig,
     MixerConfig,
-    SoftmaxMixerConfig,
     build_lower_bounds,
 )
 from onescan.layers.position import (
@@ -92,8 +91,7 @@ class ImageClassifierConfig(ModelConfig):
         if not 0 <= self.drop_path < 1:
             raise ValueError(f"drop_path is {self.drop_path}, expected 0 or more and less than 1")
         check_choice("pool", self.pool, get_args(Pool))
-        # Directions may alternate between blocks.
-        mixers = (self.mixer.for_layer(i) for i in range(min(self.depth, 2)))
+        mixers = (self.mixer.for_layer(i) for i in range(self.depth))
         if self.pool == "class_token" and not any(mixer.prefix_reads_grid for mixer in mixers):
             raise ValueError(
                 "pool is 'class_token', but with this mixer the class token reads no patch; "
@@ -294,12 +292,13 @@ class ImageClassifier(nn.Module):
 
     def _check_streams(self) -> None:
         """Raise ValueError if parts of an image cannot be read one after another."""
-        mixer = self.config.mixer
+        mixers = [self.config.mixer.for_layer(i) for i in range(len(self.blocks))]
+        growing = next((mixer for mixer in mixers if mixer.state_grows), None)
         obstacle = None
-        if not all(mixer.for_layer(i).is_causal for i in range(len(self.blocks))):
+        if not all(mixer.is_causal for mixer in mixers):
             obstacle = "a mixer that is not causal"
-        elif isinstance(mixer, SoftmaxMixerConfig):
-            obstacle = "SoftmaxMixerConfig, whose state grows with every token"
+        elif growing is not None:
+            obstacle = f"{named_type(growing)}, whose state grows with every token"
         elif self.prefix:
             obstacle = f"{self.prefix} prefix tokens, expected none, as with pool='mean'"
         elif isinstance(self.position, ToeplitzPosition) and not self.position.has_state:

@@ -23,6 +23,7 @@ from onescan.layers.decays import (
 from onescan.layers.mixers import (
     LINEAR_TRANSFORMERS,
     HGRNMixerConfig,
+    HybridMixerConfig,
     HydraMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
@@ -231,6 +232,13 @@ _LIGHTNET_VIDEO = _with_axes(_LIGHTNET, _VIDEO, "LightNet's image models", "thre
 _LION_S_NATURAL_VIDEO = _with_axes(
     _LION_S_NATURAL, _VIDEO, "LION-s", "three axes, each with its own scan order"
 )
+# Two hybrids. Three of four layers are linear in Kimi Linear, arXiv:2510.26692; two of three in
+# Griffin, arXiv:2402.19427, whose attention is local with rotary positions.
+_LIGHTNET_HYBRID = _Family(
+    replace(_LIGHTNET.config, {"mixer": HybridMixerConfig()}),
+    "LightNet's image models with softmax attention in every fourth block; no paper states this "
+    "model",
+)
 # The condition is added as tokens. With adaLN-Zero in each block, no published size matches.
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
 # Table 3 gives XL/2 672M parameters, but Table 14 680M: the difference is the output gate.
@@ -266,6 +274,20 @@ def _lightnet_lm(source: str) -> _Family:
 
 _LM_WIKITEXT, _LM_V1, _LM, _LM_PILE, _LM_SPEED = map(
     _lightnet_lm, ("Table 5", "v1, Table 10", "Table 13", "Table 6", "Table 4")
+)
+_HYBRID_LM = _Family(
+    replace(
+        _LM_WIKITEXT.config,
+        {
+            "mixer": HybridMixerConfig(
+                linear=LightNetMixerConfig(causal=True),
+                attention=SoftmaxMixerConfig(causal=True, window=256, bias=False, rotary=True),
+                period=3,
+            )
+        },
+    ),
+    "the blocks of LightNet's Table 5, with sliding-window attention in every third block; no "
+    "paper states this model",
 )
 # Table 6 prints 379M, and 385M for "no share". LLaMA's 385M, 26 layers and the vocabulary 50272 fix
 # the shape, but an MLP of width 8/3 * 1024 = 2730 and a gate of rank 128 make 385.6M even without
@@ -475,6 +497,7 @@ _IMAGE_ROWS = (
     _Row("vim_base", _VIM, 24, 768, 1, 98.0),
     _Row("hydra_small", _HYDRA, 22, 384, 12, 22.0),
     _Row("hydra_base", _HYDRA, 24, 768, 24, 91.0),
+    _Row("lightnet_hybrid_tiny", _LIGHTNET_HYBRID, 12, 192, 6, None),
     _Row("lightnet_signal_tiny", _LIGHTNET_SIGNAL, 12, 192, 6, None),
     _Row("lightnet_video_tiny", _LIGHTNET_VIDEO, 12, 192, 6, None),
     _Row("lightnet_video_small", _LIGHTNET_VIDEO, 12, 384, 16, None),
@@ -502,6 +525,10 @@ _LANGUAGE_ROWS = (
     _Row(
         *("lightnet_lm_45m", _LM_WIKITEXT, 6, 512, 8, 45.07),
         changes={"mixer.gate_rank": 64, "vocab_size": 50265},
+    ),
+    _Row(
+        *("lightnet_hybrid_lm_45m", _HYBRID_LM, 6, 512, 8, None),
+        changes={"vocab_size": 50265},
     ),
     _Row("lightnet_lm_150m", _LM_V1, 15, 768, 12, 150.0),
     _Row(

@@ -343,6 +343,29 @@ def select_rows(state: Any, rows: Tensor) -> Any:
     return map_tensors(lambda x: x.index_select(0, rows), state)
 
 
+def as_buffers(state: Any, device: torch.device) -> Any:
+    """Return a copy of a state on a device, with its numbers as tensors.
+
+    >>> as_buffers((torch.ones(1), None, 3), torch.device("cpu"))
+    (tensor([1.]), None, tensor(3))
+    """
+
+    def copied(leaf: Any, _: str) -> Any:
+        return None if leaf is None else torch.as_tensor(leaf).to(device, copy=True)
+
+    return _map_leaves(copied, state, "")
+
+
+def check_constant_size(before: Any, after: Any) -> None:
+    """Raise ValueError if the state after more tokens is larger, as in softmax attention."""
+    longer = flatten_state(after)
+    for name, x in flatten_state(before).items():
+        if x.shape != longer[name].shape:
+            raise ValueError(
+                f"model has a state that grows with the text: {name}; expected a constant size"
+            )
+
+
 def flatten_state(state: Any) -> dict[str, Tensor]:
     """Return the tensors and numbers of a state by path, such as "blocks.0.attention.kv".
 

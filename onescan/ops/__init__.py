@@ -18,7 +18,7 @@ from onescan.ops.linear_diffusion import (
     next_state,
     stable_step,
 )
-from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
+from onescan.ops.lrpe import RotaryPositions, lrpe, lrpe_angles, lrpe_frequencies
 from onescan.ops.parallel import SequenceGroup, sequence_parallel
 from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
 
@@ -29,6 +29,7 @@ __all__ = [
     "DeltaState",
     "DeltaStates",
     "DiffusionState",
+    "RotaryPositions",
     "SequenceGroup",
     "ToeplitzState",
     "additive_decay",

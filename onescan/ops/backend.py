@@ -28,8 +28,8 @@ BACKENDS = ("auto", "torch", "triton")
 # Parts of the ops that have kernels of their own.
 KERNEL_OPS = (
     *("additive_decay.one_scan", "additive_decay.chunk", "additive_decay.recurrent"),
-    *("decay_attention.scalar", "decay_attention.diagonal", "toeplitz_position", "lrpe"),
-    *("shifted_silu", "linear_diffusion"),
+    *("decay_attention.scalar", "decay_attention.diagonal", "decay_attention.no_decay"),
+    *("toeplitz_position", "lrpe", "shifted_silu", "gated", "cross_entropy", "linear_diffusion"),
 )
 
 # GPUs, by torch.cuda.get_device_name, on which `make gpu` has passed. On others "auto" means torch,
@@ -227,6 +227,19 @@ def case_of(k: Tensor, v: Tensor, **options: Any) -> "Case":
 
     heads, key_width = k.shape[2:]
     return Case(name_of(k.dtype), chip_of(k.device), heads, key_width, v.shape[-1], **options)
+
+
+def packed_heads(x: Tensor) -> Tensor:
+    """Return x [B, T, H, K], or a copy unless it is a range of channels of contiguous tokens."""
+    batch, tokens, heads, width = x.shape
+    row = token_stride(x)
+    is_packed = x.stride()[2:] == (width, 1) and (batch == 1 or x.stride(0) == tokens * row)
+    return x if is_packed and row >= heads * width else x.contiguous()
+
+
+def token_stride(x: Tensor) -> int:
+    """Return the distance between tokens of x, [B, T, ...]; those of different samples if T = 1."""
+    return x.stride(0 if x.shape[1] == 1 else 1)
 
 
 def launch(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onescan.ops.numerics import MIN_DIVISOR, to_float64
+from onescan.ops.numerics import MIN_DIVISOR, accumulation_dtype, to_float64
 
 VANISHED = -800.0  # exp of anything smaller is 0 in every dtype
 LOG_LEAST = math.log(MIN_DIVISOR)
@@ -53,7 +53,7 @@ def _sums(log_decay: Tensor, *, backward: bool) -> Tensor:
 
 
 def decay_factors(log_decay: Tensor, dtype: torch.dtype, *, backward: bool) -> DecayFactors:
-    """Return the decay factors of log-decays [..., C, X], in a dtype.
+    """Return the decay factors of log-decays [..., C, X] in a dtype; `through` in float32 or wider.
 
     >>> log_decay = torch.tensor([[0.5], [0.25]]).log()
     >>> [x.flatten().tolist() for x in decay_factors(log_decay, torch.float32, backward=False)]
@@ -61,7 +61,8 @@ def decay_factors(log_decay: Tensor, dtype: torch.dtype, *, backward: bool) -> D
     """
     sums = _sums(log_decay, backward=backward)
     end = sums[..., :1, :] if backward else sums[..., -1:, :]
-    return DecayFactors(exp_decay(sums, dtype), exp_decay(end - sums, dtype), exp_decay(end, dtype))
+    through = exp_decay(end, accumulation_dtype(dtype))
+    return DecayFactors(exp_decay(sums, dtype), exp_decay(end - sums, dtype), through)
 
 
 def exp_decay(logs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,10 +73,10 @@ def exp_decay(logs: Tensor, dtype: torch.dtype) -> Tensor:
     >>> exp_decay(torch.tensor([0.0, -80.0, -torch.inf]), torch.float32).tolist()
     [1.0, 0.0, 0.0]
     """
-    logs = logs.to(dtype)
+    logs = logs.to(accumulation_dtype(dtype))
     if dtype != torch.float64:
         logs = F.threshold(logs, LOG_LEAST, -torch.inf)
-    return logs.exp()
+    return logs.exp().to(dtype)
 
 
 def decayed_scores(q: Tensor, k: Tensor, logs: Sequence[Tensor]) -> tuple[Tensor, Any]:
@@ -90,7 +91,7 @@ def decayed_scores(q: Tensor, k: Tensor, logs: Sequence[Tensor]) -> tuple[Tensor
 
 def _scalar_decays(sums: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return exp(sum_i - sum_j), [..., C, C], for the direction in which i reads j."""
-    below, *above = (_differences(x, dtype) for x in sums)
+    below, *above = (_differences(x, accumulation_dtype(dtype)) for x in sums)
     size = below.shape[-1]
     is_below = torch.ones(size, size, dtype=torch.bool, device=below.device).tril()
     other = above[0] if above else below.new_full((), -torch.inf)

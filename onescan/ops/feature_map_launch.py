@@ -6,21 +6,13 @@ import torch
 from torch import Tensor
 
 from onescan.kernels import feature_maps as kernels
-from onescan.ops.backend import case_of, launch
+from onescan.ops.backend import case_of, launch, packed_heads, token_stride
 from onescan.shapes import Queries
 
 
 def shifted_silu(x: Queries) -> Queries:
     """Compute `onescan.ops.feature_maps.shifted_silu`, with first derivatives only."""
-    return _shifted_silu(_packed_heads(x))
-
-
-def _packed_heads(x: Tensor) -> Tensor:
-    """Return x, or a copy unless it is a range of channels of contiguous tokens."""
-    batch, tokens, heads, width = x.shape
-    row = x.stride(1)
-    is_packed = x.stride()[2:] == (width, 1) and (batch == 1 or x.stride(0) == tokens * row)
-    return x if is_packed and row >= heads * width else x.contiguous()
+    return _shifted_silu(packed_heads(x))
 
 
 @torch.library.custom_op("onescan::shifted_silu", mutates_args=())
@@ -51,7 +43,7 @@ def _launch(kernel: Any, x: Tensor, *tensors: Tensor) -> None:
     case = case_of(x, x)
     lines = x.shape[:3].numel()
     grid = (max(1, -(-lines // kernel.blocks(case).tokens)),)
-    launch(kernel, case, grid, *tensors, lines, x.stride(1))
+    launch(kernel, case, grid, *tensors, lines, token_stride(x))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

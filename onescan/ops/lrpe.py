@@ -6,7 +6,7 @@ R_n(x)    = [x cos(angle_n), x sin(angle_n)]                                    
 so that R_n(q) . R_m(k) = sum_j q_j k_j cos((n_s - m_s) theta_j) depends only on relative positions.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,27 @@ from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.chunks import is_known
 from onescan.ops.numerics import accumulation_dtype, to_accumulation_dtype, wrap_angle
 from onescan.ops.parallel import Group, is_empty_grid, sequence_group
-from onescan.shapes import Angles, Frequencies, FrequencyRow, Keys, RotatedKeys
+from onescan.shapes import Angles, Frequencies, FrequencyRow, Keys, Position, RotatedKeys
 
 BLOCK = 64  # positions per block of `_axis_angles`
+
+
+class RotaryPositions(NamedTuple):
+    """LRPE of consecutive tokens along one axis, before its angles are computed.
+
+    Kernels that decode compute the angles (start + t) theta themselves.
+
+    Attributes:
+        theta: Radians per step, [H, K].
+        start: Position of the first token, a number or an integer tensor.
+    """
+
+    theta: Frequencies
+    start: Position = 0
+
+    def angles(self, tokens: int, group: Group | None = None) -> Angles:
+        """Return the angles of this number of tokens; see `lrpe_angles`."""
+        return lrpe_angles((tokens,), self.theta, start=self.start, group=group)
 
 
 def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
@@ -138,6 +156,11 @@ def lrpe_angles(
     if can_look_at_values(theta) and not theta.detach().isfinite().all():
         raise ValueError("theta holds NaN or infinity, expected finite frequencies")
     (theta,) = to_accumulation_dtype(theta)
+    backend = resolved_backend("auto", True, theta, op="lrpe", widest=None)
+    if backend == "triton" and isinstance(start, int) and not empty:
+        from onescan.ops import lrpe_launch
+
+        return lrpe_launch.grid_angles(shape, theta, prefix=prefix, start=start)
     along = []  # of each axis that has features: 1 .. n .. 1 H K
     for axis, table in enumerate(_axis_tables(shape, start, theta)):
         size = [1] * len(shape)

@@ -3,7 +3,9 @@
 Source: LightNet, arXiv:2405.21022, App. A.2 and App. B.
 """
 
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +13,17 @@ from torch import Tensor
 from onescan.kernels import lrpe as kernels
 from onescan.kernels.common import Case
 from onescan.ops.backend import chip_of, launch, name_of, target_programs
-from onescan.shapes import Angles, Keys, RotatedKeys
+from onescan.shapes import Angles, Frequencies, Keys, RotatedKeys
 
 
 def forward(x: Keys, angles: Angles) -> RotatedKeys:
     """Rotate x, with first derivatives only."""
     return _rotate(x.contiguous(), angles.float().contiguous())
+
+
+def grid_angles(shape: tuple[int, ...], theta: Frequencies, *, prefix: int, start: int) -> Angles:
+    """Compute `onescan.ops.lrpe.lrpe_angles` in [-pi, pi], with first derivatives only."""
+    return _grid_angles(theta.contiguous(), list(shape), prefix, start)
 
 
 def rotary_table(angles: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,9 +84,88 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
 _rotate.register_autograd(_backward, setup_context=_save_for_backward)
 
 
+@torch.library.custom_op("onescan::lrpe_angles", mutates_args=())
+def _grid_angles(theta: Tensor, shape: Sequence[int], prefix: int, start: int) -> Tensor:
+    heads, width = theta.shape
+    tokens = prefix + math.prod(shape)
+    angles = theta.new_empty(tokens, heads, width)
+    case, _ = _case(theta)
+    for axis in _axes(shape, width, start):
+        numbers = tokens * heads * axis.features
+        grid = (-(-numbers // kernels.blocks_of(case).keys),)
+        launch(kernels.grid_angles, case, grid, theta, angles, tokens, prefix, *axis)
+    return angles
+
+
+@_grid_angles.register_fake
+def _(theta: Tensor, shape: Sequence[int], prefix: int, start: int) -> Tensor:
+    return theta.new_empty(prefix + math.prod(shape), *theta.shape)
+
+
+@torch.library.custom_op("onescan::lrpe_angles_backward", mutates_args=())
+def _grid_angles_backward(
+    dangles: Tensor, shape: Sequence[int], prefix: int, start: int
+) -> Tensor:  # fmt: skip
+    tokens, heads, width = dangles.shape
+    case, _ = _case(dangles)
+    parts = -(-tokens // kernels.TOKENS)
+    sums = dangles.new_empty(parts, heads, width, dtype=torch.float64)
+    for axis in _axes(shape, width, start):
+        grid = (parts, -(-heads * axis.features // kernels.blocks_of(case).keys))
+        launch(
+            kernels.grid_angles_back, case, grid,
+            dangles, sums, tokens, kernels.TOKENS, prefix, *axis,
+        )  # fmt: skip
+    return sums.sum(0).to(dangles.dtype)
+
+
+@_grid_angles_backward.register_fake
+def _(dangles: Tensor, shape: Sequence[int], prefix: int, start: int) -> Tensor:
+    return torch.empty_like(dangles[0])
+
+
+def _save_grid(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.grid = inputs[1:]
+
+
+def _backward_of_grid(ctx: Any, dangles: Tensor) -> tuple[Tensor, None, None, None]:
+    return _grid_angles_backward(dangles.contiguous(), *ctx.grid), None, None, None
+
+
+_grid_angles.register_autograd(_backward_of_grid, setup_context=_save_grid)
+
+
+class _Axis(NamedTuple):
+    """Positions along an axis of a grid, and the features that belong to it, as kernels read them.
+
+    Attributes:
+        origin: The first position.
+        size: Number of positions.
+        stride: Distance between neighboring tokens.
+        feature: The first feature.
+        features: Number of features.
+    """
+
+    origin: int
+    size: int
+    stride: int
+    feature: int
+    features: int
+
+
+def _axes(shape: Sequence[int], width: int, start: int) -> Iterator[_Axis]:
+    """Yield the axes that have features."""
+    share = -(-width // len(shape))
+    for axis, feature in enumerate(range(0, width, share)):
+        stride = math.prod(shape[axis + 1 :])
+        features = min(share, width - feature)
+        yield _Axis(0 if axis else start, shape[axis], stride, feature, features)
+
+
 def _case(angles: Tensor) -> tuple[Case, int]:
     """Return the compile-time parameters and the number of blocks of angles."""
-    case = Case(name_of(angles.dtype), chip_of(angles.device), key_width=angles.shape[-1])
+    heads, width = angles.shape[-2:]
+    case = Case(name_of(angles.dtype), chip_of(angles.device), heads, key_width=width)
     return case, max(1, -(-angles.numel() // kernels.blocks_of(case).keys))
 
 

@@ -34,7 +34,7 @@ def linearize_vit() -> RunConfig:
     as for the other recipes. Image and patch size, width, depth, MLP, positions and the
     standardization of images are those of MODEL. If it was trained by onescan, so are data, task
     and training settings, and --data.path is not needed. --model.mixer selects another mixer, such
-    as lion_lit or lion_s.
+    as lion_lit or lion_s; lightnet_hybrid keeps the softmax attention of every fourth block.
 
     First, each mixer learns to reproduce the mixer of MODEL in the same layer (--transfer.steps).
     Then all weights are trained on the labels, and with --task.teacher MODEL also by distillation.
@@ -61,7 +61,8 @@ def linearize_gpt2() -> RunConfig:
     MODEL is a causal language model with softmax attention: a run, or the output of onescan
     convert. FILE is text as for the other recipes. Width, depth, MLP, learned positions, vocabulary
     and tokenizer are those of MODEL. If it was trained by onescan, so are data, task and training
-    settings, and --data.path is not needed. --model.mixer selects another mixer, such as lightnet.
+    settings, and --data.path is not needed. --model.mixer selects another mixer, such as lightnet;
+    lion_s_hybrid keeps the softmax attention of every fourth block.
 
     First, each mixer learns to reproduce the mixer of MODEL in the same layer (--transfer.steps).
     Then all weights are trained to predict the next token. The new model reads at most as many
@@ -93,7 +94,7 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
 
     Args:
         run: One of these recipes.
-        given: The user's options by dotted name; only init_from is read.
+        given: The user's options by dotted name; only init_from and model.mixer are read.
 
     Raises:
         ValueError: If init_from is missing, cannot be read, or holds a model of another class.
@@ -126,8 +127,8 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
         length = min(data.length, position.max_tokens) if has_limit else data.length
         data = dataclasses.replace(data, tokenizer=name, length=length)
     run = dataclasses.replace(run, model=model, data=data, init_from=name)
-    reads_images = isinstance(model, ImageClassifierConfig)
-    return with_mixer(run, VIT_MIXER if reads_images else GPT2_MIXER)
+    default = VIT_MIXER if isinstance(model, ImageClassifierConfig) else GPT2_MIXER
+    return with_mixer(run, given.get("model.mixer") or default)
 
 
 RECIPES = {

@@ -10,6 +10,7 @@ from onescan.checks import check_choice
 from onescan.layers.decays import FixedDecayConfig, NoDecayConfig
 from onescan.layers.mixers import (
     LINEAR_TRANSFORMERS,
+    HybridMixerConfig,
     LightNetMixerConfig,
     LionMixerConfig,
     MixerConfig,
@@ -29,6 +30,7 @@ NAMED_MIXERS: Mapping[str, MixerConfig] = MappingProxyType(
     }
 )
 KEPT = ("num_heads", "bias")
+HYBRID = "_hybrid"  # suffix of names
 
 
 def with_mixer(run: RunConfig, name: str) -> RunConfig:
@@ -36,17 +38,33 @@ def with_mixer(run: RunConfig, name: str) -> RunConfig:
 
     Args:
         run: Run to change.
-        name: Key of `NAMED_MIXERS`.
+        name: Key of `NAMED_MIXERS`, for example "lion_s"; or "lion_s_hybrid" for LION-s with
+            softmax attention in every fourth block, which is that of the run if it has any.
 
     Raises:
         ValueError: If there is no such name (names the closest), or the model has no mixer.
     """
-    check_choice("model.mixer", name, NAMED_MIXERS)
-    new, old = NAMED_MIXERS[name], getattr(run.model, "mixer", None)
+    base = name.removesuffix(HYBRID)
+    check_choice("model.mixer", base, NAMED_MIXERS)
+    old = getattr(run.model, "mixer", None)
     if not isinstance(old, MixerConfig):
         raise ValueError(
             f"model.mixer is {name!r}, but the model, {named_type(run.model)}, has no mixer"
         )
+    new = _like(NAMED_MIXERS[base], old.for_layer(0) if isinstance(old, HybridMixerConfig) else old)
+    if base != name:
+        new = HybridMixerConfig(linear=new, attention=_attention_of(old))
+    return dataclasses.replace(run, model=configs.replace(run.model, {"mixer": new}))
+
+
+def _attention_of(old: MixerConfig) -> MixerConfig:
+    if isinstance(old, HybridMixerConfig):
+        old = old.for_layer(old.offset % old.period)
+    return old if isinstance(old, SoftmaxMixerConfig) else _like(SoftmaxMixerConfig(), old)
+
+
+def _like(new: MixerConfig, old: MixerConfig) -> MixerConfig:
+    """Return a mixer with the number of heads, biases and direction of another one."""
     changes: dict[str, Any] = {
         field: getattr(old, field) for field in KEPT if hasattr(old, field) and hasattr(new, field)
     }
@@ -54,5 +72,4 @@ def with_mixer(run: RunConfig, name: str) -> RunConfig:
         changes["direction"] = getattr(old, "direction", "forward" if old.is_causal else "both")
     else:
         changes["causal"] = old.is_causal
-    changed = configs.replace(run.model, {"mixer": dataclasses.replace(new, **changes)})
-    return dataclasses.replace(run, model=changed)
+    return dataclasses.replace(new, **changes)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from onescan.layers.mixers.lion import LionMixer, MeanDecays
 from onescan.report.images import examples_at
-from onescan.report.mixers import evenly_spaced, find, run_hooked
+from onescan.report.mixers import evenly_spaced, find, other_mixers, run_hooked
 from onescan.report.page import Figure, Section, fragment
 from onescan.report.plots import BLUE, MUTED, log_scale, to_svg
 from onescan.report.runs import RunGroup
@@ -47,7 +47,7 @@ def learned_decays(group: RunGroup) -> Section:
         "From one token to the next, a head keeps the fraction lambda of its state. After the "
         "half-life, half of it is left; with lambda = 1 nothing would be forgotten. Where lambda "
         f"depends on the token, this is its geometric mean over {len(batch[0])} held-out "
-        f"{task.unit}. Model of seed {group.runs[0].seed}."
+        f"{task.unit}. Model of seed {group.runs[0].seed}.{other_mixers(model, mixers)}"
     )
     return Section(DECAYS, [_decay_figure(scans)], lead)
 

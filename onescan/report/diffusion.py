@@ -18,7 +18,7 @@ from onescan.models.image_classifier import ImageClassifier
 from onescan.ops.linear_diffusion import diffusion_operator, stable_step
 from onescan.report.format import TIMES, percent, plural
 from onescan.report.images import patch_grid
-from onescan.report.mixers import IMAGE_DIRECTIONS, find
+from onescan.report.mixers import IMAGE_DIRECTIONS, find, other_mixers
 from onescan.report.page import Figure, Section, fragment
 from onescan.report.plots import (
     BLUE,
@@ -123,7 +123,7 @@ def section(group: RunGroup) -> Section:
         "In each block, a token exchanges a part of itself for a weighted mean of nearby tokens. "
         "The figures leave out the other parts of the blocks. "
         f"Model of seed {group.runs[0].seed}, with {rows} {TIMES} {columns} patches. "
-        f"{_order(model)} {_coverage(model, lines)}{_dropped(model)}"
+        f"{_order(model)} {_coverage(model, lines)}{_dropped(model)}{other_mixers(model, mixers)}"
     )
     shares = [influence(line, line.middle) for line in lines]
     figures = [

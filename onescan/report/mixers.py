@@ -16,6 +16,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
+from onescan.layers.block import Block
 from onescan.layers.mixers import LightNetMixer
 from onescan.layers.position import ToeplitzPosition
 from onescan.models.denoiser import Denoiser
@@ -100,6 +101,11 @@ def run_hooked(
             each.remove()
 
 
+def other_mixers(model: nn.Module, mixers: Sequence[nn.Module]) -> str:
+    """Return a note if a model, such as a hybrid, has other mixers than those of a figure."""
+    return " Blocks with other mixers are not counted." * (len(mixers) < len(find(model, Block)))
+
+
 # Key importance
 
 
@@ -132,7 +138,7 @@ def key_importance(group: RunGroup) -> Section:
         return Section(KEYS, lead="Not shown: without decay, keys are not normalized over tokens.")
     lead = (
         "Each LightNet head reads one weighted sum over all tokens; a token's weight comes from "
-        f"its key. Model of seed {group.runs[0].seed}."
+        f"its key. Model of seed {group.runs[0].seed}.{other_mixers(model, mixers)}"
     )
     return Section(KEYS, [_examples_figure(group, model), _mean_figure(group, model)], lead)
 
@@ -161,7 +167,7 @@ def examples(group: RunGroup, model: ImageClassifier) -> list[Example]:
 
 
 def _examples_figure(group: RunGroup, model: ImageClassifier) -> Figure:
-    shown, depth = examples(group, model), len(model.blocks)
+    shown, depth = examples(group, model), len(find(model, LightNetMixer))
     blocks = sorted({0, depth // 2, depth - 1})
     panels = []
     for block in blocks:
@@ -188,7 +194,7 @@ def _mean_figure(group: RunGroup, model: ImageClassifier) -> Figure:
     pixels = held_out_pixels(group, torch.tensor(chosen))
     batches = [key_shares(model, _model_input(group, some)) for some in pixels.split(BATCH_SIZE)]
     means = [torch.cat(layer).mean(dim=0) for layer in zip(*batches, strict=True)]
-    mean, depth = Example("mean", _rgb(pixels[:1])[0], means), len(model.blocks)
+    mean, depth = Example("mean", _rgb(pixels[:1])[0], means), len(means)
     blocks = evenly_spaced(depth, MAX_BLOCKS)
     rows = [_row(model, mean, f"block {block + 1}", block) for block in blocks]
     description = "Heat maps of the mean key importance of each head"
@@ -222,7 +228,11 @@ def _rgb(pixels: Images) -> Float[Tensor, "B height width rgb"]:
 
 
 def _heads(model: ImageClassifier) -> list[int]:
-    return evenly_spaced(model.config.mixer.num_heads, MAX_HEADS)
+    return evenly_spaced(_num_heads(model), MAX_HEADS)
+
+
+def _num_heads(model: ImageClassifier) -> int:
+    return find(model, LightNetMixer)[0].config.num_heads
 
 
 def _head_names(model: ImageClassifier) -> list[str]:
@@ -230,7 +240,7 @@ def _head_names(model: ImageClassifier) -> list[str]:
 
 
 def _heads_omitted(model: ImageClassifier) -> str:
-    return _omitted(len(_heads(model)), model.config.mixer.num_heads, "head")
+    return _omitted(len(_heads(model)), _num_heads(model), "head")
 
 
 def _omitted(shown: int, count: int, noun: str) -> str:
@@ -504,7 +514,7 @@ def frequencies(group: RunGroup) -> Section:
         "that their product depends on relative positions; each axis has an equal share of the "
         "features. "
         f"{plural(theta[..., 0].numel(), 'head')} in {plural(len(theta), 'block')}, model of seed "
-        f"{group.runs[0].seed}."
+        f"{group.runs[0].seed}.{other_mixers(group.model, mixers)}"
     )
     return Section(LRPE, [figure], lead)
 

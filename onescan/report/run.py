@@ -152,10 +152,15 @@ def _lead(group: RunGroup) -> str:
     if type(model) not in kinds:
         return about
     config: Any = model.config
-    mixer = type(config.mixer).__name__.removesuffix("MixerConfig")
+    mixers = [config.mixer.for_layer(i) for i in range(config.depth)]
+    kinds_of_mixers = dict.fromkeys(
+        f"{type(mixer).__name__.removesuffix('MixerConfig')} mixers of "
+        f"{plural(mixer.num_heads, 'head')}"
+        for mixer in mixers
+    )
     about += (
-        f" It has {plural(config.depth, 'block')} of width {config.width} with {mixer} mixers of "
-        f"{plural(config.mixer.num_heads, 'head')}"
+        f" It has {plural(config.depth, 'block')} of width {config.width} with "
+        f"{' and '.join(kinds_of_mixers)}"
     )
     if not isinstance(model, ImageClassifier | Denoiser):
         return f"{about}, and a vocabulary of {config.vocab_size:,} tokens."

@@ -4,14 +4,15 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from onescan.checks import check_positive
 from onescan.data.text import TextSplits, Tokenizer
 from onescan.data.text.tokenizer import word_boundaries
 from onescan.models.causal_lm import IGNORE_INDEX, perplexity
+from onescan.ops.cross_entropy import cross_entropy
 from onescan.ops.packing import Packing, document_offsets
 from onescan.shapes import Tokens
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
@@ -61,7 +62,8 @@ class LanguageModelling(Task):
         return loss, {"accuracy": accuracy}
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
-        return token_rows(*self._logits(model, batch), self.tokenizer)
+        logits, labels = self._logits(model, batch)
+        return token_rows(logits.float(), labels, self.tokenizer)
 
     def evaluate(self, rows: Rows) -> Evaluation:
         return evaluate_tokens(rows)
@@ -77,7 +79,7 @@ class LanguageModelling(Task):
         continues = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
         continues = continues.to(tokens.device, non_blocking=True)
         self.tokenizer.check_vocabulary(logits.shape[-1])
-        return logits.float(), tokens[:, 1:].where(continues, IGNORE_INDEX)
+        return logits, tokens[:, 1:].where(continues, IGNORE_INDEX)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +194,7 @@ class MaskedLanguageModelling(Task):
             positions=_to_model(positions, model),
         )
         self.tokenizer.check_vocabulary(logits.shape[-1])
-        logits = logits[0].float()
+        logits = logits[0]
         count = max(len(targets), 1)
         loss = cross_entropy(logits, targets.repeat(read_outs), reduction="sum")
         right = logits[len(logits) - len(targets) :].argmax(-1) == targets
@@ -247,7 +249,7 @@ def token_rows(
 ) -> Rows:
     """Return sums over the labels of each row: losses, right predictions, tokens and bytes."""
     is_label = labels != IGNORE_INDEX
-    losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     ids = [row[row != IGNORE_INDEX].tolist() for row in labels]
     return {
         "losses": losses.sum(dim=1),

@@ -1,4 +1,4 @@
-"""Every mixer; `MIXERS` lists their configs by name."""
+"""Every mixer; `MIXERS` lists their configs by name, without hybrids of two of them."""
 
 from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig, DeltaRuleState
@@ -8,6 +8,7 @@ from onescan.layers.mixers.hgrn import (
     LowerBounds,
     build_lower_bounds,
 )
+from onescan.layers.mixers.hybrid import HybridMixerConfig
 from onescan.layers.mixers.hydra import HydraMixer, HydraMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig, LightNetState
 from onescan.layers.mixers.linear_diffusion import (
@@ -29,6 +30,7 @@ __all__ = [
     "DeltaRuleState",
     "HGRNMixer",
     "HGRNMixerConfig",
+    "HybridMixerConfig",
     "HydraMixer",
     "HydraMixerConfig",
     "LightNetMixer",

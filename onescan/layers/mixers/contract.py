@@ -59,6 +59,11 @@ class MixerConfig(ABC):
         return False
 
     @property
+    def state_grows(self) -> bool:
+        """Whether the state of a causal mixer grows with every token, as a cache of keys does."""
+        return False
+
+    @property
     def takes_cu_seqlens(self) -> bool:
         """Whether the mixer's forward takes `cu_seqlens`, the offsets of packed sequences.
 

@@ -14,6 +14,7 @@ from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, 
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.ops.delta_rule import DeltaState, Form, delta_rule
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
+from onescan.ops.gating import gated
 from onescan.ops.numerics import safe_divide
 from onescan.ops.packing import Packing
 from onescan.shapes import Betas, Grid, Hidden, Keep, Keys
@@ -166,7 +167,7 @@ class DeltaRuleMixer(Mixer):
         o = flipped(o) if backward else o
         o = self.norm(o).flatten(-2) if config.norm_heads else self.norm(o.flatten(-2))
         if gate is not None:
-            o = o * FEATURE_MAPS[config.gate](gate)
+            o = gated(o, gate, config.gate)
         o = masked(self.out_proj(o), keep)
         if not config.is_causal:
             return o, None

@@ -13,6 +13,7 @@ from onescan.layers.basic import EPS
 from onescan.layers.decays import bounded_decay, small_linear
 from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, MixerConfig, flipped, masked
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
+from onescan.ops.gating import gated
 from onescan.ops.lrpe import lrpe_angles, lrpe_frequencies
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.shapes import FrequencyRow, Grid, Hidden, Keep, LowerBound
@@ -101,7 +102,7 @@ class HGRNMixer(Mixer):
             states.append(flipped(h) if backward else h)
         h = sum(states[1:], start=states[0])
         o = self.norm(h.mT.flatten(-2).to(self.norm.weight.dtype))
-        o = self.out_proj(o * F.silu(gate))
+        o = self.out_proj(gated(o, gate, "silu"))
         return masked(o, keep), new_state
 
     def _scan(

@@ -15,7 +15,14 @@ from onescan.layers.mixers.contract import Mixer, MixerConfig, check_continued, 
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.decay_attention import DecayState, decay_attention
-from onescan.ops.lrpe import check_axes_have_features, lrpe, lrpe_angles, lrpe_frequencies
+from onescan.ops.gating import gated
+from onescan.ops.lrpe import (
+    RotaryPositions,
+    check_axes_have_features,
+    lrpe,
+    lrpe_angles,
+    lrpe_frequencies,
+)
 from onescan.ops.numerics import (
     LOG_ZERO,
     accumulation_dtype,
@@ -202,12 +209,12 @@ class LightNetMixer(Mixer):
         if decay:
             logits = self._heads(self.decay_proj(decay[0]))
             logits = k + logits if self.config.decay_logits == "offset" else logits
-        o, state = self._attend(F.silu(q), k, v, logits, grid, keep, cu_seqlens, state)
+        o, state = self._attend(q, k, v, logits, grid, keep, cu_seqlens, state)
         o = self.norm(o.flatten(-2))  # B T D
         if gate is not None:
             gate = self.gate_proj(gate)
             o = to_autocast_dtype(o)  # as out_proj would, because norms return float32
-            o = o * (F.silu(gate) if self.config.gate_activation == "silu" else gate.sigmoid())
+            o = gated(o, gate, self.config.gate_activation)
         o = self.out_proj(o)
         o = o if keep is None else masked(o, keep)
         return o, state if state is None else state._replace(window=window)
@@ -239,9 +246,11 @@ class LightNetMixer(Mixer):
     ) -> tuple[Values, LightNetState | None]:
         config = self.config
         position = 0 if state is None else state.position
-        seen = position + q.shape[1] - grid.prefix
-        angles = None
-        if config.lrpe:
+        seen = position + (q.shape[1] - grid.prefix)
+        angles: Angles | RotaryPositions | None = None
+        if config.lrpe and len(grid.shape) == 1 and not grid.prefix:
+            angles = RotaryPositions(self.theta, position)
+        elif config.lrpe:
             start = _first_axis_position(position, grid)
             angles = lrpe_angles(grid.shape, self.theta, prefix=grid.prefix, start=start)
         attention: Any = None if state is None else state.attention
@@ -259,9 +268,10 @@ class LightNetMixer(Mixer):
             peak = log_gain.amax(dim=(2, 3), keepdim=True)
             log_scale = peak - peak.clamp(-MAX_LOG_GAIN, MAX_LOG_GAIN)
             gain = (log_gain - log_scale).to(accumulation_dtype(q.dtype)).exp()
-            q = (q * gain).to(q.dtype)
+            q = (F.silu(q) * gain).to(q.dtype)
         o, attention = additive_decay(
-            q, k, v, angles=angles, causal=config.causal, keep=keep, cu_seqlens=cu_seqlens,
+            q, k, v, angles=angles, feature_map="silu" if log_scale is None else "identity",
+            causal=config.causal, keep=keep, cu_seqlens=cu_seqlens,
             state=attention, form=config.form, chunk_size=config.chunk_size,
         )  # fmt: skip
         if log_scale is not None and config.norm == "none":
@@ -273,13 +283,15 @@ class LightNetMixer(Mixer):
         q: Queries,
         k: Keys,
         v: Values,
-        angles: Angles | None,
+        angles: Angles | RotaryPositions | None,
         keep: Keep | None,
         state: Any,
     ) -> tuple[Values, Any]:
         """Compute the paper's "w/o Decay", Sec. 6.3, with SiLU instead of the softmax."""
-        config, k = self.config, F.silu(k)
+        config, q, k = self.config, F.silu(q), F.silu(k)
         form: Any = config.form
+        if isinstance(angles, RotaryPositions):
+            angles = angles.angles(q.shape[1])
         if angles is not None:
             q, k = lrpe(q, angles), lrpe(k, angles)
         if config.causal:

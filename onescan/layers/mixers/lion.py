@@ -39,6 +39,7 @@ from onescan.layers.rotary import RotaryAngles, check_rotary, rotary_angles, rot
 from onescan.layers.tokens import Order, snake_orders
 from onescan.ops.decay_attention import DecayAt, DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
+from onescan.ops.gating import gated
 from onescan.ops.numerics import (
     disable_autocast,
     is_autocast_enabled,
@@ -275,9 +276,11 @@ class LionMixer(Mixer):
         decays = self._decay_outputs(x, lower_bound)
         if self.config.scan == "flat":
             u, window = self._convolved(u, keep, window)
-            scan = _scan(self._qkv(u, angles), decays[0], grid.prefix)
-            normalize = self.config.normalize
-            o, attention = self._attend(scan, keep, attention, normalize, cu_seqlens)
+            in_op = self._op_maps_features(decays[0])
+            scan = _scan(self._qkv(u, angles, mapped=not in_op), decays[0], grid.prefix)
+            normalize, name = self.config.normalize, self.config.feature_map
+            feature_map: FeatureMapName = name if in_op else "identity"
+            o, attention = self._attend(scan, keep, attention, normalize, cu_seqlens, feature_map)
         else:
             o = self._attend_naturally(u, angles, decays, grid, keep)
         o = o if self.config.norm_heads else o.flatten(-2)
@@ -285,7 +288,7 @@ class LionMixer(Mixer):
         o = o.flatten(-2) if self.config.norm_heads else o
         if gate is not None:
             gate = gate if self.gate_proj is None else self.gate_proj(gate)
-            o = to_autocast_dtype(o) * FEATURE_MAPS[self.config.gate](gate)  # norms return float32
+            o = gated(to_autocast_dtype(o), gate, self.config.gate)  # norms return float32
         o = self.out_proj(o)
         o = o if keep is None else masked(o, keep)
         if attention is None or (self.conv is None and angles is None):
@@ -322,11 +325,20 @@ class LionMixer(Mixer):
             return flipped(self.conv(flipped(u), keep=flipped(keep))[0]), None
         return self.conv(u, keep=keep, state=window)
 
-    def _qkv(self, u: Hidden, angles: RotaryAngles | None) -> tuple[Queries, Keys | None, Values]:
+    def _op_maps_features(self, decay: DecayOutput) -> bool:
+        """Whether the op can apply the feature map, because nothing else follows it."""
+        is_plain = not self.config.rotary and self.config.state_size is None and decay.key is None
+        return is_plain and self._divides_by_row_sum
+
+    def _qkv(
+        self, u: Hidden, angles: RotaryAngles | None, *, mapped: bool = True
+    ) -> tuple[Queries, Keys | None, Values]:
         """Return queries, keys (None if the decay provides them) and values."""
         q, *projected, v = u.split(self.qkv_widths, dim=-1)
-        q = self._features(q, angles) * self.key_width**-0.5
-        k = self._features(projected[0], angles) if projected else None
+        q = self._features(q, angles, mapped=mapped)
+        if not self._divides_by_row_sum:  # in which factors of queries cancel
+            q = q * self.key_width**-0.5
+        k = self._features(projected[0], angles, mapped=mapped) if projected else None
         v = self.value_map(v.unflatten(-1, (self.num_heads, -1)))
         if v.dtype == torch.float16 and not self._divides_by_row_sum:
             (v,) = to_accumulation_dtype(v)  # sums may overflow float16
@@ -382,6 +394,7 @@ class LionMixer(Mixer):
         state: DecayState | None,
         normalize: Normalize,
         cu_seqlens: Packing | None = None,
+        feature_map: FeatureMapName = "identity",
     ) -> tuple[Values, DecayState | None]:
         """Attend in this mixer's direction along the order of the tokens."""
         config = self.config
@@ -393,9 +406,10 @@ class LionMixer(Mixer):
             q, k, log_decay, v, keep = map(flipped, (q, k, log_decay, v, keep))
         new_state: Any
         o, new_state = decay_attention(
-            q, k, v, log_decay, causal=config.direction != "both", decay_at=config.decay_at,
-            normalize=normalize, keep=keep, cu_seqlens=cu_seqlens, state=state,
-            form=config.form, chunk_size=config.chunk_size, return_state=config.is_causal,
+            q, k, v, log_decay, feature_map=feature_map, causal=config.direction != "both",
+            decay_at=config.decay_at, normalize=normalize, keep=keep, cu_seqlens=cu_seqlens,
+            state=state, form=config.form, chunk_size=config.chunk_size,
+            return_state=config.is_causal,
         )  # fmt: skip
         return flipped(o) if backward else o, new_state
 
@@ -444,9 +458,10 @@ class LionMixer(Mixer):
         u, _ = self._convolved(u.index_select(1, order.token), keep)
         return u.index_select(1, order.step)
 
-    def _features(self, x: Hidden, angles: RotaryAngles | None) -> Keys:
+    def _features(self, x: Hidden, angles: RotaryAngles | None, *, mapped: bool) -> Keys:
         """Apply the feature map and the rotation, and repeat a group for each of its heads."""
-        x = self.feature_map(x.unflatten(-1, (self.config.num_heads, -1)))
+        x = x.unflatten(-1, (self.config.num_heads, -1))
+        x = self.feature_map(x) if mapped else x
         if angles is not None:  # of the distance in this mixer's direction
             x = rotated(x, -angles if self.config.direction == "backward" else angles)
         if self.config.state_size is None:

@@ -16,6 +16,7 @@ from onescan.layers.decays import RWKV6DecayConfig
 from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
 from onescan.layers.mixers.projections import Projection, Projections
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
+from onescan.ops.gating import gated
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.shapes import Grid, Hidden, Keep, Keys, Pooled, Queries, Values
 
@@ -156,7 +157,7 @@ class RWKV6Mixer(Mixer):
         o, attention = self._attend(q, k, v, log_decay, None if state is None else state.attention)
         o = o.flatten(-2).to(self.norm.weight.dtype)
         o = self.norm(o.flatten(0, 1)).view(o.shape)
-        y = self.out_proj(o * F.silu(self.gate_proj(g)))
+        y = self.out_proj(gated(o, self.gate_proj(g), "silu"))
         y = masked(y, keep)
         if attention is None:
             return flipped(y) if backward else y, None

@@ -1,4 +1,4 @@
-"""Softmax attention, the baseline, as in ViT and BERT, or with a cache as in GPT-2."""
+"""Softmax attention as in ViT and BERT, with a cache as in GPT-2, or in a sliding window."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,20 +8,28 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from onescan.checks import check_choice
+from onescan.checks import check_choice, check_positive
 from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import check_rotary, rotary_angles, rotated
+from onescan.ops.chunks import is_known
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
+from onescan.ops.packing import Packing, packing_of, refuse_cu_seqlens
+from onescan.ops.window_attention import window_attention
 from onescan.shapes import CachedKeep, CachedKeys, Grid, Hidden, Keep
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxMixerConfig(MixerConfig):
-    """Multi-head softmax attention; O(T^2)."""
+    """Multi-head softmax attention; O(T^2), or O(T) in a sliding window."""
 
     causal: bool = False
-    """Read only earlier tokens; the state then grows with every token."""
+    """Read only earlier tokens; the state then grows with every token, except with a window."""
+    window: int | None = None
+    """Read only the tokens at most this many positions away (sliding-window attention): those on
+    both sides, or the earlier ones if causal. Equals flash-attention's window_size=(window, window)
+    or (window, 0), and Mistral's sliding_window minus 1. Padding occupies positions. Requires one
+    axis; prefix tokens are the first tokens of the sequence. None reads all tokens."""
     dropout: float = 0.0
     """Dropout probability of the attention weights in training; 0.1 in BERT."""
     feature_map: FeatureMapName = "identity"
@@ -35,6 +43,14 @@ class SoftmaxMixerConfig(MixerConfig):
     def is_causal(self) -> bool:
         return self.causal
 
+    @property
+    def state_grows(self) -> bool:
+        return self.causal and self.window is None
+
+    @property
+    def takes_cu_seqlens(self) -> bool:
+        return self.window is not None
+
     def build(self, *, width: int, axes: int) -> "SoftmaxMixer":
         head_width = self.head_width(width)
         if not 0 <= self.dropout < 1:
@@ -42,11 +58,20 @@ class SoftmaxMixerConfig(MixerConfig):
         check_choice("feature_map", self.feature_map, FEATURE_MAPS)
         if self.rotary:
             check_rotary(axes, head_width)
+        if self.window is not None:
+            check_positive(window=self.window)
+            if axes > 1:
+                raise ValueError(
+                    f"mixer.window is {self.window} with {axes} axes, expected one axis"
+                )
         return SoftmaxMixer(self, width)
 
 
 class SoftmaxState(NamedTuple):
-    """Cache of the keys and values of all S tokens so far. Linear attention does not need it.
+    """Cache of the keys and values of all S tokens so far, or of the last S = window tokens.
+
+    Linear attention does not need it. With a window, keys are stored without rotation, and missing
+    tokens before the first one are zeros that `keep` masks, so the size of the state is constant.
 
     Attributes:
         k: [B, H, S, K].
@@ -60,12 +85,16 @@ class SoftmaxState(NamedTuple):
 
 
 class SoftmaxMixer(Mixer):
-    """softmax(phi(Q) phi(K)^T / sqrt(K)) V, then W_o, with dropout on the attention weights."""
+    """softmax(phi(Q) phi(K)^T / sqrt(K)) V, then W_o, with dropout on the attention weights.
+
+    With a window, the softmax is over |t - s| <= window, as in Longformer, arXiv:2004.05150.
+    """
 
     def __init__(self, config: SoftmaxMixerConfig, width: int) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.causal = config.causal
+        self.window = config.window
         self.dropout = config.dropout
         self.feature_map = FEATURE_MAPS[config.feature_map]
         self.rotary = config.rotary
@@ -78,10 +107,15 @@ class SoftmaxMixer(Mixer):
         return merged_projections(widths, self.out_proj, heads=self.num_heads)
 
     def forward(
-        self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: SoftmaxState | None = None
+        self,
+        x: Hidden,
+        grid: Grid,
+        *,
+        keep: Keep | None = None,
+        cu_seqlens: Packing | None = None,
+        state: SoftmaxState | None = None,
     ) -> tuple[Hidden, SoftmaxState | None]:
-        if state is not None:
-            self.check_state(state, SoftmaxState, causal=self.causal)
+        packing = self._check(x, cu_seqlens, state)
         q, k, v = rearrange(
             self.in_proj(masked(x, keep)),
             "b t (three h k) -> three b h t k",
@@ -89,11 +123,9 @@ class SoftmaxMixer(Mixer):
             h=self.num_heads,
         )
         q, k = self.feature_map(q), self.feature_map(k)
-        if self.rotary:
-            start = 0 if state is None else state.k.shape[2]
-            angles = rotary_angles(
-                grid, q.shape[-1], start=start, dtype=q.dtype, device=q.device
-            ).squeeze(1)  # T K/2
+        cached = 0 if state is None else state.k.shape[2]
+        if self.rotary and self.window is None:  # cached keys are already rotated
+            angles = self._angles(grid, q, start=cached)
             q, k = rotated(q, angles), rotated(k, angles)
         real = keep
         if self.causal:
@@ -101,15 +133,64 @@ class SoftmaxMixer(Mixer):
         if state is not None and real is not None:
             k, v = torch.cat([state.k, k], dim=2), torch.cat([state.v, v], dim=2)
             real = torch.cat([state.keep, real], dim=1)
+        new_state = None
+        if self.causal and real is not None and packing is None:
+            new_state = self._state(k, v, real)
+        if self.rotary and self.window is not None:
+            angles = self._angles(Grid((k.shape[2],)), q)
+            q, k = rotated(q, angles[cached:]), rotated(k, angles)
         needs_no_mask = keep is None and state is None  # fused kernels are faster without one
-        mask = None if needs_no_mask else self._mask(real, x.shape[1])
-        o = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=self.causal and needs_no_mask,
-            dropout_p=self.dropout if self.training else 0.0,
-        )  # fmt: skip
+        dropout = self.dropout if self.training else 0.0
+        if self._window_contains_all(k, packing):
+            mask = None if needs_no_mask else self._mask(real, x.shape[1])
+            o = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=self.causal and needs_no_mask, dropout_p=dropout
+            )
+        else:
+            assert self.window is not None
+            o = window_attention(
+                q, k, v, window=self.window, causal=self.causal, dropout=dropout,
+                keep=None if needs_no_mask else real, packing=packing,
+            )  # fmt: skip
         o = self.out_proj(rearrange(o, "b h t v -> b t (h v)"))
-        o = masked(o, keep)
-        return o, SoftmaxState(k, v, real) if self.causal and real is not None else None
+        return masked(o, keep), new_state
+
+    def _check(
+        self, x: Hidden, cu_seqlens: Packing | None, state: SoftmaxState | None
+    ) -> Packing | None:
+        """Raise ValueError for a state or offsets that do not apply; return the packing."""
+        if state is not None:
+            self.check_state(state, SoftmaxState, causal=self.causal)
+            if self.window is not None and state.k.shape[2] != self.window:
+                raise ValueError(
+                    f"state has {state.k.shape[2]} cached tokens, expected {self.window}, the "
+                    "window of the mixer"
+                )
+        if self.window is None:
+            refuse_cu_seqlens(cu_seqlens, "window None", "a window")
+        return None if cu_seqlens is None else packing_of(cu_seqlens, x, state=state)
+
+    def _window_contains_all(self, k: CachedKeys, packing: Packing | None) -> bool:
+        """Return whether tokens read all others, or all earlier ones."""
+        if self.window is None:
+            return True
+        return packing is None and is_known(k.shape[2]) and k.shape[2] <= self.window + 1
+
+    def _angles(self, grid: Grid, q: Tensor, *, start: int = 0) -> Tensor:
+        """Return the angles of tokens, [T, K / 2]."""
+        angles = rotary_angles(grid, q.shape[-1], start=start, dtype=q.dtype, device=q.device)
+        return angles.squeeze(1)
+
+    def _state(self, k: CachedKeys, v: CachedKeys, keep: CachedKeep) -> SoftmaxState:
+        """Return the state after the last token."""
+        if self.window is None:
+            return SoftmaxState(k, v, keep)
+        if is_known(k.shape[2]):  # so that padding copies only these
+            recent = slice(max(k.shape[2] - self.window, 0), None)
+            k, v, keep = k[:, :, recent], v[:, :, recent], keep[:, recent]
+        end = k.shape[2]
+        k, v = (F.pad(x, (0, 0, self.window, 0))[:, :, end:] for x in (k, v))
+        return SoftmaxState(k, v, F.pad(keep, (self.window, 0))[:, end:])
 
     def _mask(self, real: Tensor | None, rows: int) -> Tensor | None:
         """Return a mask of the tokens that the last `rows` tokens read, [B, 1, rows, S].

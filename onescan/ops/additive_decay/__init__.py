@@ -22,6 +22,7 @@ from onescan.checks import (
     check_positive,
     check_sequence_options,
     check_shapes,
+    check_whole,
     nan_probe,
 )
 from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
@@ -46,7 +47,8 @@ from onescan.ops.backend import (
     resolved_backend,
     wants_gradient,
 )
-from onescan.ops.lrpe import rotary_tables
+from onescan.ops.feature_maps import FEATURE_MAPS, KERNEL_MAPS, FeatureMapName
+from onescan.ops.lrpe import RotaryPositions, rotary_tables
 from onescan.ops.numerics import (
     accumulation_dtype,
     disable_autocast,
@@ -85,7 +87,7 @@ def _chunk_kernels(x: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 def _recurrent_kernels(x: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     from onescan.ops.additive_decay import launch
 
-    return launch.recurrent(*x[:5], keep=x.keep, chunk_size=x.chunk_size)
+    return launch.recurrent(*x[:5], keep=x.keep, positions=x.positions, feature_map=x.feature_map)
 
 
 # All implementations by (causal, form, backend).
@@ -109,7 +111,8 @@ def additive_decay(
     k: Keys,
     v: Values,
     *,
-    angles: Angles | None = None,
+    angles: Angles | RotaryPositions | None = None,
+    feature_map: FeatureMapName = "identity",
     causal: bool = False,
     keep: Keep | None = None,
     cu_seqlens: Tensor | Packing | None = None,
@@ -130,10 +133,13 @@ def additive_decay(
     in App. A.2: the decay is computed from the keys before rotation and shared by both halves.
 
     Args:
-        q: Queries after their feature map (SiLU in the paper), [B, T, H, K].
+        q: Queries, [B, T, H, K].
         k: Key logits, [B, T, H, K]. A token with logit -inf has no weight.
         v: Values, [B, T, H, V].
-        angles: LRPE angles from `lrpe_angles`, [T, H, K]. None disables position encoding.
+        angles: LRPE angles from `lrpe_angles`, [T, H, K], or for one axis `RotaryPositions`. None
+            disables position encoding.
+        feature_map: Feature map of the queries, SiLU in the paper; "identity" for queries after
+            their feature map.
         causal: Whether each token reads only itself and earlier tokens.
         keep: True for real tokens, [B, T], the opposite of ``key_padding_mask`` in PyTorch and
             `onescan.nn`. Other tokens have zero output and do not change the output of real ones.
@@ -150,8 +156,9 @@ def additive_decay(
             time. "auto" chooses the fastest.
         backend: "torch" runs on any device. "triton" runs kernels on a GPU. It implements
             "one_scan", "chunk" and, without gradients, "recurrent", for heads of up to 128 channels
-            and dtypes of up to 32 bits, with first derivatives only. "auto" chooses; see
-            `use_backend`.
+            and dtypes of up to 32 bits, with first derivatives only. "recurrent" is one launch,
+            which also applies the feature map and computes angles from `RotaryPositions`. "auto"
+            chooses; see `use_backend`.
         chunk_size: Maximum number of tokens per chunk, for the form "chunk" only. Rounded down to a
             multiple of 8 between 8 and 64, or, in kernels, to a power of two between 16 and 64.
         group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
@@ -163,10 +170,10 @@ def additive_decay(
         None with cu_seqlens.
 
     Raises:
-        ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend does
-            not exist, chunk_size is below 1, cu_seqlens is invalid or the form does not take it,
-            the form does not run over a group or, on a CPU, an argument holds NaN or an infinity
-            that causes NaN.
+        ValueError: If shapes or devices do not match, a dtype is wrong, the form, backend or
+            feature map does not exist, chunk_size is below 1, cu_seqlens is invalid or the form
+            does not take it, the form does not run over a group or, on a CPU, an argument holds NaN
+            or an infinity that causes NaN.
 
     >>> q = k = torch.zeros(1, 3, 1, 1)
     >>> v = torch.tensor([3.0, 5.0, 10.0]).reshape(1, 3, 1, 1)
@@ -176,22 +183,32 @@ def additive_decay(
     [3.0, 4.0, 6.0]
     """
     ranks, own = sequence_group(group), q
+    if ranks is not None and isinstance(angles, RotaryPositions):
+        angles = angles.angles(q.shape[1], ranks)
     if empty := is_empty(ranks, q):
         q, k, v = one_token(q, k, v)
-        (angles,), keep = one_token(angles, dim=0), q.new_zeros(q.shape[:2], dtype=torch.bool)
+        keep = q.new_zeros(q.shape[:2], dtype=torch.bool)
+        if isinstance(angles, Tensor):
+            (angles,) = one_token(angles, dim=0)
     _check(q, k, v, angles, causal, keep, state, chunk_size)
-    named = {"q": q, "k": k, "v": v, "angles": angles, **tensors_of("state", state)}
+    check_choice("feature_map", feature_map, FEATURE_MAPS)
     dtype = v.dtype
     packing = packing_over(ranks, cu_seqlens, own, state=state)
+    positions = angles if isinstance(angles, RotaryPositions) else None
+    rotary = angles.theta if isinstance(angles, RotaryPositions) else angles
     choice = choose(
-        form, backend, q, k, v, angles, *(state or ()), causal=causal, packed=packing is not None,
+        form, backend, q, k, v, rotary, *(state or ()), causal=causal, packed=packing is not None,
         over_ranks=ranks is not None,
     )  # fmt: skip
+    is_fused = choice == (True, "recurrent", "triton")
+    if not (is_fused and feature_map in KERNEL_MAPS):
+        q, feature_map = FEATURE_MAPS[feature_map](q), "identity"
+    if isinstance(angles, RotaryPositions):
+        angles, positions = (None, angles) if is_fused else (angles.angles(q.shape[1]), None)
+    named = {"q": q, "k": k, "v": v, "angles": rotary, **tensors_of("state", state)}
     state = state if ranks is None or ranks.is_first else None
     dropped = None
-    if choice[2] == "triton":  # kernels read any dtype and apply `keep` themselves
-        state = None if state is None else canonical(state, torch.float32)
-    else:
+    if choice[2] != "triton":  # kernels read any dtype and state, and apply `keep` themselves
         if choice[1] == "one_scan" and packing is None:
             q, k, v = (x.to(product_dtype(q, k, v)) for x in (q, k, v))
         else:
@@ -204,7 +221,9 @@ def additive_decay(
         last = None
         if ranks is not None and causal:
             state, last = _carried(ranks, k, v, angles, state, keep, packing)
-        inputs = AdditiveInputs(q, k, v, angles, state, keep, chunk_size, packing, ranks)
+        inputs = AdditiveInputs(
+            q, k, v, angles, state, keep, chunk_size, positions, feature_map, packing, ranks
+        )
         o, outgoing = IMPLEMENTATIONS[choice](inputs)
         outgoing = outgoing if last is None else last
     if dropped is not None:
@@ -285,6 +304,10 @@ def _check(
         check_state_type("state", state)
     incoming = tensors_of("state", state)
     given = {} if angles is None else {"angles": angles}
+    if isinstance(angles, RotaryPositions):
+        given = {"angles.theta": angles.theta}
+        start: Any = angles.start
+        check_whole(0, **{"angles.start": 0 if isinstance(start, Tensor) else start})
     check_floating(q=q, k=k, v=v, **given, **incoming)
     check_devices(q=q, k=k, v=v, keep=keep, **given, **incoming)
     features = k.shape[-1] * (1 if angles is None else 2)
@@ -293,7 +316,7 @@ def _check(
         q=(q, "B T H K"),
         k=(k, "B T H K"),
         v=(v, "B T H V"),
-        angles=(angles, "T H K"),
+        **{name: (x, "H K" if name == "angles.theta" else "T H K") for name, x in given.items()},
         keep=(keep, "B T"),
         **{name: (x, patterns[name.removeprefix("state.")]) for name, x in incoming.items()},
     )

@@ -117,7 +117,7 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
 
 def chunked_inputs(inputs: AdditiveInputs) -> tuple[ChunkInputs, Chunks | None]:
     """Return the tensors of `halve_chunks`, and the chunks of packed sequences."""
-    q, k, v, angles, state, _, size, packing, _ = inputs
+    q, k, v, angles, state, _, size, *_, packing, _ = inputs
     state = empty_state(k, v, angles) if state is None else state
     (cos, sin), chunks, begins = rotary_tables(angles, k.dtype), None, None
     if packing is not None:

@@ -19,16 +19,20 @@ from torch import Tensor
 from onescan.kernels import additive_step, causal_scan
 from onescan.kernels import one_scan as scan
 from onescan.kernels.common import Blocks, Case
-from onescan.ops.additive_decay.state import AdditiveDecayState, per_feature, per_key
+from onescan.ops.additive_decay.state import AdditiveDecayState, canonical, per_feature, per_key
 from onescan.ops.backend import (
     as_multiplied,
     case_of,
     data_type,
     launch,
     operand_of,
+    packed_heads,
     target_programs,
+    token_stride,
     wants_gradient,
 )
+from onescan.ops.feature_maps import KERNEL_MAPS, FeatureMapName
+from onescan.ops.lrpe import RotaryPositions
 from onescan.ops.lrpe_launch import rotary_table
 from onescan.ops.packing import Packing
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
@@ -66,32 +70,38 @@ def chunk(
 
 def recurrent(
     q: Queries, k: Keys, v: Values, angles: Angles | None, state: AdditiveDecayState | None, *,
-    keep: Keep | None, chunk_size: int,
+    keep: Keep | None, positions: RotaryPositions | None = None,
+    feature_map: FeatureMapName = "identity",
 ) -> tuple[Values, AdditiveDecayState]:  # fmt: skip
     """Compute outputs and the state after the last token, token by token.
 
     Raises:
         ValueError: If a gradient is required.
     """
-    if wants_gradient(q, k, v, angles, *(state or ())):
+    theta, begin = (None, 0) if positions is None else positions
+    position, start = (0, begin.to(k.device)) if isinstance(begin, Tensor) else (begin, None)
+    if wants_gradient(q, k, v, angles, theta, *(state or ())):
         raise ValueError(
             "form/backend is 'recurrent/triton', which has no gradients, and an input needs one: "
             "expected form 'chunk', or torch.no_grad()"
         )
-    q, k, v, keep, z_in, kv_in = _contiguous(q, k, v, keep, state)
-    angles = None if angles is None else angles.float().contiguous()
-    kv_in = None if kv_in is None else kv_in.float()
-    o, z, kv = _step(q, k, v, angles, keep, z_in, kv_in)
+    dtype = data_type(q, k, v)
+    q, k, v = (packed_heads(x.to(dtype)) for x in (q, k, v))
+    z_in, kv_in = (None, None) if state is None else (state[0].double(), state[1].float())
+    angles = None if angles is None else angles.float()
+    others = (angles, theta, start, keep, z_in, kv_in)
+    given = [None if x is None else x.contiguous() for x in others]
+    o, z, kv = _step(q, k, v, *given, position, feature_map)
     return o, AdditiveDecayState(z, kv)
 
 
 def _contiguous(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, state: AdditiveDecayState | None
 ) -> tuple[Any, ...]:
-    """Return q, k and v in one dtype, keep, and the state's tensors, all contiguous."""
+    """Return q, k and v in one dtype, keep, and a canonical state's tensors, all contiguous."""
     dtype = data_type(q, k, v)
     q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
-    others = (keep, *(state or (None, None)))
+    others = (keep, *((None, None) if state is None else canonical(state, torch.float32)))
     return q, k, v, *(None if x is None else x.contiguous() for x in others)
 
 
@@ -105,7 +115,7 @@ def _new_outputs(
     features = key_width * (1 if angles is None else 2)
     z = k.new_empty(batch, heads, key_width, dtype=torch.float64)
     kv = k.new_empty(batch, heads, features, v.shape[-1], dtype=torch.float32)
-    return torch.empty_like(v), z, kv
+    return v.new_empty(v.shape), z, kv
 
 
 def _new_gradients(
@@ -328,9 +338,9 @@ def _(
 
 @torch.library.custom_op("onescan::causal_scan_backward", mutates_args=())
 def _causal_scan_backward(
-    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None,
-    keep: Tensor | None, z_in: Tensor | None, kv_in: Tensor | None, spans: Tensor | None,
-    chunk_size: int, wants_dangles: bool,
+    do: Tensor, dz: Tensor | None, dkv: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    angles: Tensor | None, keep: Tensor | None, z_in: Tensor | None, kv_in: Tensor | None,
+    spans: Tensor | None, chunk_size: int, wants_dangles: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v and angles, and of z and kv before the first token."""
     batch, tokens, heads, _ = k.shape
@@ -345,11 +355,13 @@ def _causal_scan_backward(
     )  # fmt: skip
     after = torch.empty_like(chunks.before)
     dmass = chunks.mass.new_empty(batch, count, *k.shape[2:])
-    dz_out = (dz - per_key(kv * dkv, k)).float()
-    dz_in, dkv_in = torch.empty_like(dz_out), torch.empty_like(kv)
+    dz_out = dz if dkv is None else (0 if dz is None else dz) - per_key(kv * dkv, k)
+    if dz_out is not None:
+        dz_out, dkv = dz_out.float(), torch.zeros_like(kv) if dkv is None else dkv.contiguous()
+    dz_in, dkv_in = torch.empty_like(z, dtype=torch.float32), torch.empty_like(kv)
     launch(
         causal_scan.carry_backward, case, chunks.carry_grid,
-        q, k, rotary, keep, *scale, do, dq, dz_out, dkv.contiguous(),
+        q, k, rotary, keep, *scale, do, dq, dz_out, dkv,
         after, dmass, dz_in, dkv_in, spans, tokens, count,
     )  # fmt: skip
     launch(
@@ -367,25 +379,28 @@ def _causal_scan_backward(
 
 @_causal_scan_backward.register_fake
 def _(
-    do: Tensor, dz: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
+    do: Tensor, dz: Tensor | None, dkv: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    angles: Tensor | None, *others: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
     *made, dangles = _new_gradients(q, k, v, others[-1])
-    dz_in = torch.empty_like(dz, dtype=torch.float32)
-    return *made, _summed(dangles, k), dz_in, torch.empty_like(dkv)
+    _, z, kv = _new_outputs(k, v, angles)
+    return *made, _summed(dangles, k), torch.empty_like(z, dtype=torch.float32), kv
 
 
 def _save_for_chunks(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.chunk_size = inputs
     ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
 
 
 def _backward_of_chunks(
-    ctx: Any, do: Tensor, dz: Tensor, dkv: Tensor
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    angles, z_in = ctx.saved_tensors[3], ctx.saved_tensors[5]
+    ctx: Any, do: Tensor | None, dz: Tensor | None, dkv: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    v, angles, z_in = (ctx.saved_tensors[i] for i in (2, 3, 5))
     wants_dangles = angles is not None and ctx.needs_input_grad[3]
+    do = torch.zeros_like(v) if do is None else do.contiguous()
     dq, dk, dv, dangles, dz_in, dkv_in = _causal_scan_backward(
-        do.contiguous(), dz, dkv, *ctx.saved_tensors, ctx.chunk_size, wants_dangles
+        do, dz, dkv, *ctx.saved_tensors, ctx.chunk_size, wants_dangles
     )
     dangles = dangles.to(angles.dtype) if wants_dangles else None
     dstate = (None, None) if z_in is None else (dz_in.to(z_in.dtype), dkv_in)
@@ -397,23 +412,26 @@ _causal_scan.register_autograd(_backward_of_chunks, setup_context=_save_for_chun
 
 @torch.library.custom_op("onescan::additive_step", mutates_args=())
 def _step(
-    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, keep: Tensor | None,
-    z_in: Tensor | None, kv_in: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, theta: Tensor | None,
+    start: Tensor | None, keep: Tensor | None, z_in: Tensor | None, kv_in: Tensor | None,
+    position: int, feature_map: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o, and z and kv after the last token."""
-    o, z, kv = _new_outputs(k, v, angles)
+    rotary = theta if angles is None else angles
+    o, z, kv = _new_outputs(k, v, rotary)
     batch, tokens, heads, _ = k.shape
-    case = case_of(k, v, lrpe=angles is not None)
+    case = case_of(k, v, lrpe=rotary is not None)
     launch(
         additive_step.step, case,
         (batch * heads * -(-v.shape[-1] // additive_step.step_blocks(case).values),),
-        q, k, v, angles, keep, z_in, kv_in, o, z, kv, tokens,
+        q, k, v, angles, theta, start, keep, z_in, kv_in, o, z, kv,
+        tokens, position, *map(token_stride, (q, k, v)), MAP=KERNEL_MAPS[feature_map],
     )  # fmt: skip
     return o, z, kv
 
 
 @_step.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, *_: Any
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor | None, theta: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return _new_outputs(k, v, angles)
+    return _new_outputs(k, v, theta if angles is None else angles)

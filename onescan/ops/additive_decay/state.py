@@ -11,6 +11,8 @@ from torch import Tensor
 
 from onescan.checks import check_devices, check_floating, check_no_nan, check_shapes
 from onescan.messages import named_type
+from onescan.ops.feature_maps import FeatureMapName
+from onescan.ops.lrpe import RotaryPositions
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import SequenceGroup
@@ -35,8 +37,9 @@ class AdditiveInputs(NamedTuple):
     """Validated inputs of every form; see `additive_decay` for the fields.
 
     Forms in plain torch receive them in one dtype, float32 or float64, with `keep` already applied
-    to k and v. Only the forms "one_scan" and "chunk" receive a `packing`, and only "one_scan" the
-    `ranks` of a group; the causal forms receive the state of the earlier ranks.
+    to k and v. Only the forms "one_scan" and "chunk" receive a `packing`. Only the kernel of the
+    form "recurrent" receives `positions` instead of angles, or a feature map. Only "one_scan"
+    receives the `ranks` of a group; the causal forms receive the state of the earlier ranks.
     """
 
     q: Queries
@@ -46,6 +49,8 @@ class AdditiveInputs(NamedTuple):
     state: AdditiveDecayState | None
     keep: Keep | None
     chunk_size: int
+    positions: RotaryPositions | None = None
+    feature_map: FeatureMapName = "identity"
     packing: Packing | None = None
     ranks: SequenceGroup | None = None
 

@@ -9,6 +9,7 @@ Source: LION, arXiv:2502.16249.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -33,6 +34,7 @@ from onescan.ops.decay_attention import forms
 from onescan.ops.decay_attention.forms import Directions, directed, separated
 from onescan.ops.decay_attention.ranks import carried_states
 from onescan.ops.decay_factors import padded
+from onescan.ops.feature_maps import FEATURE_MAPS, KERNEL_MAPS, FeatureMapName
 from onescan.ops.numerics import (
     accumulation_dtype,
     disable_autocast,
@@ -101,6 +103,12 @@ def _chunks_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
     return chunk(*arguments, **options)
 
 
+def _one_scan_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
+    from onescan.ops.decay_attention.launch import one_scan
+
+    return one_scan(*arguments, **options)
+
+
 def _steps_in_triton(*arguments: Any, **options: Any) -> tuple[Values, Sides]:
     from onescan.ops.decay_attention.launch import recurrent
 
@@ -121,6 +129,7 @@ IMPLEMENTATIONS: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("causal", "chunk", "triton"): _chunks_in_triton,
     ("causal", "recurrent", "triton"): _steps_in_triton,
     ("both", "chunk", "triton"): _chunks_in_triton,
+    ("both, no decay", "chunk", "triton"): _one_scan_in_triton,
 }
 
 
@@ -130,6 +139,7 @@ def decay_attention(
     v: Values,
     log_decay: Tensor | None = None,
     *,
+    feature_map: FeatureMapName = "identity",
     causal: bool = False,
     decay_at: DecayAt = "auto",
     normalize: Literal["none", "sum", "max_one"] = "none",
@@ -150,14 +160,15 @@ def decay_attention(
     Source: LION, arXiv:2502.16249, Eq. 4 to 6 and 14, Eq. 79, Theorem B.1 (diagonal decay).
 
     Args:
-        q: Queries after their feature map, [B, T, H, K].
-        k: Keys after their feature map, [B, T, H, K].
+        q: Queries, [B, T, H, K].
+        k: Keys, [B, T, H, K].
         v: Values, [B, T, H, V].
         log_decay: Log of the factor by which the state is multiplied from one token to the next, at
             most 0; -inf resets the state. Shape [H] for a fixed decay per head, [B, T, H] for a
             selective decay per token, or [B, T, H, K] for a diagonal decay, one per key channel.
             None disables decay. In PyTorch, the full and chunk forms treat products of decays below
             1e-30 as 0, except in float64.
+        feature_map: Feature map of queries and keys; "identity" for those after their feature map.
         causal: Whether each token reads only itself and earlier tokens.
         decay_at: Which of two neighboring tokens provides the decay between them: "source", the
             first one visited (Eq. 14), "target", the second one (Eq. 5, Theorem B.1), or, in
@@ -180,7 +191,7 @@ def decay_attention(
             O(T); "recurrent" visits one token at a time. "auto" chooses the cheapest; see `choose`.
         backend: "torch" runs on any device. "triton" requires a GPU and dtypes of at most 32 bits.
             It implements "chunk", which ignores `chunk_size` and has first derivatives only, and,
-            for causal calls, "recurrent", which has no gradients.
+            for causal calls, "recurrent", which has no gradients and also applies the feature map.
         chunk_size: Number of tokens per chunk for the chunk form; rounded up to a power of two for
             diagonal decay.
         return_state: If False, return None instead of the state and skip the work for it.
@@ -194,10 +205,10 @@ def decay_attention(
         cu_seqlens, the state is None.
 
     Raises:
-        ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend does
-            not exist, the state is for the other value of `causal`, a causal call asks for
-            decay_at="symmetric", chunk_size is below 1, cu_seqlens is invalid or, on a CPU,
-            log_decay is positive or an argument holds NaN.
+        ValueError: If shapes or devices do not match, a dtype is wrong, the form, backend or
+            feature map does not exist, the state is for the other value of `causal`, a causal call
+            asks for decay_at="symmetric", chunk_size is below 1, cu_seqlens is invalid or, on a
+            CPU, log_decay is positive or an argument holds NaN.
 
     >>> q = k = torch.ones(1, 3, 1, 1)
     >>> v = torch.tensor([8.0, 4.0, 2.0]).reshape(1, 3, 1, 1)
@@ -220,6 +231,7 @@ def decay_attention(
             "decay_at is 'symmetric' with causal=True, expected 'auto', 'source' or 'target'"
         )
     check_choice("normalize", normalize, ["none", "sum", "max_one"])
+    check_choice("feature_map", feature_map, FEATURE_MAPS)
     packing = packing_over(ranks, cu_seqlens, own, state=state)
     return_state = return_state and packing is None
     sides = unpack_states(state, DecayState, causal=causal)
@@ -235,7 +247,8 @@ def decay_attention(
     )
     decays = log_decay is not None or packing is not None
     has_kernel = _has_kernel(form, causal=causal, decays=decays, call=call)
-    op = f"decay_attention.{'diagonal' if call.is_diagonal else 'scalar'}"
+    kernels = "scalar" if causal or decays else "no_decay"
+    op = f"decay_attention.{'diagonal' if call.is_diagonal else kernels}"
     runs_on: Any = resolved_backend(backend, has_kernel, q, k, v, op=op)
     choice = choose(form, runs_on, causal=causal, decays=decays, call=call)
     if not decays:
@@ -243,13 +256,16 @@ def decay_attention(
     elif decay_at == "auto":
         decay_at = "target" if causal or call.is_diagonal else "source"
     in_kernels = choice.backend == "triton"
+    if not (in_kernels and choice.form == "recurrent" and feature_map in KERNEL_MAPS):
+        q, k = FEATURE_MAPS[feature_map](q), FEATURE_MAPS[feature_map](k)
+        feature_map = "identity"
     with disable_autocast(q):
         if in_kernels:
             wide_q, wide_k, wide_v = q, k, v
-        elif choice[:2] == ("both, no decay", "chunk"):
-            wide_q, wide_k, wide_v = (x.to(product_dtype(q, k, v)) for x in (q, k, v))
-        else:
+        elif choice.form == "recurrent":
             wide_q, wide_k, wide_v = to_accumulation_dtype(q, k, v)
+        else:
+            wide_q, wide_k, wide_v = (x.to(product_dtype(q, k, v)) for x in (q, k, v))
         wide_decay = _broadcast(log_decay, accumulation_dtype(wide_k.dtype), k)
         if keep is not None:
             wide_decay = wide_decay.masked_fill(~keep[:, :, None, None], 0)
@@ -261,7 +277,8 @@ def decay_attention(
         last = None
         if ranks is not None:
             sides, last = _carried(ranks, wide_k, wide_v, shifted, sides, ends, keep)
-        o, outgoing = (_run_kernels if in_kernels else _run_torch)(
+        run = partial(_run_kernels, feature_map=feature_map) if in_kernels else _run_torch
+        o, outgoing = run(
             choice,
             wide_q,
             wide_k,
@@ -357,9 +374,11 @@ def _run_kernels(
     keep: Keep | None,
     chunk_size: int,
     return_state: bool,
+    feature_map: FeatureMapName,
 ) -> tuple[Values, DecayStates | None]:
     """Do the same with kernels, which apply `keep`, normalize and choose their own chunk length."""
     absolute = normalize == "max_one" and choice.kind == "causal"
+    options = {} if feature_map == "identity" else {"feature_map": feature_map}
     o, leaving = IMPLEMENTATIONS[choice[:3]](
         q,
         k,
@@ -368,6 +387,7 @@ def _run_kernels(
         sides,
         keep=keep,
         normalizer="absolute_max_one" if absolute else normalize,
+        **options,
     )
     return o, DecayStates(*map(_after, leaving, ends)) if return_state else None
 

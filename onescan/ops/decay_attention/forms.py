@@ -215,6 +215,9 @@ def chunk(
     Both directions together are O(T). The code stores states transposed, as [V + 1, K]: on a CPU,
     an extra column beyond a multiple of the vector width makes a product slow, and an extra row
     does not. For the same reason row sums are computed separately from the outputs.
+
+    Products of bfloat16 inputs are bfloat16; states, row sums and gradients of log-decays are
+    added up in float32.
     """
     size = length_of_chunks(options.chunk_size, k.shape[1])
     if decays.is_diagonal:
@@ -224,7 +227,8 @@ def chunk(
     backward = None if decays.backward is None else decays.backward.expand(heads)
     state = None
     if enters != (None, None):
-        empty = v.new_zeros(k.shape[0], k.shape[2], v.shape[-1] + 1, k.shape[-1])
+        shape = k.shape[0], k.shape[2], v.shape[-1] + 1, k.shape[-1]
+        empty = v.new_zeros(shape, dtype=accumulation_dtype(v.dtype))
         sides = enters[:1] if backward is None else enters
         state = torch.stack([empty if x is None else x.mT for x in sides], dim=2)
     inputs = _Inputs(q, k, v, forward, backward, state)
@@ -346,7 +350,7 @@ def _states(
     befores, leaves = [], []
     for d, log_decay in enumerate(logs):
         enter, leave, through = decay_factors(log_decay, k.dtype, backward=bool(d))
-        added = v.mT @ (k * (enter if of_gradients else leave))
+        added = (v.mT @ (k * (enter if of_gradients else leave))).to(through.dtype)
         state = added.new_zeros(added[:, :, 0].shape) if enters is None else enters[:, :, d]
         before, last = linear_scan(state, added, through, backward=bool(d) != of_gradients)
         befores.append(before)
@@ -373,15 +377,16 @@ def _read(
         q * decay_factors(log_decay, q.dtype, backward=bool(d)).enter
         for d, log_decay in enumerate(logs[: len(befores)])
     ]
-    o = weights @ v[..., :-1]
+    wide = accumulation_dtype(v.dtype)
+    o = (weights @ v[..., :-1]).to(wide)
     for read, before in zip(reads, befores, strict=True):
-        o = o + read @ before[..., :-1, :].mT
+        o = o + read @ before[..., :-1, :].mT.to(v.dtype)
     if normalize == "none":
-        return [o]
-    row_sum = weights.sum(-1, keepdim=True)
+        return [o.to(v.dtype)]
+    row_sum = weights.sum(-1, keepdim=True, dtype=wide)
     for read, before in zip(reads, befores, strict=True):
-        row_sum = row_sum + (before[..., -1:, :] @ read.mT).mT
-    return [o / _divisor(row_sum, normalize, causal=causal)[0], row_sum]
+        row_sum = row_sum + (before[..., -1:, :] @ read.mT.to(wide)).mT
+    return [(o / _divisor(row_sum, normalize, causal=causal)[0]).to(v.dtype), row_sum]
 
 
 # The chunk form has its own backward, which recomputes scores but not states, unless
@@ -433,7 +438,8 @@ def _results(
     chunks = -(-tokens // size)
     is_read = saves_states and (chunks > 1 or inputs.enters is not None)
     states = (directions, batch, heads, chunks, *state) if is_read else (0,)
-    return v.new_empty(v.shape), v.new_empty(sums), v.new_empty(leaves), v.new_empty(states)
+    wide = partial(v.new_empty, dtype=accumulation_dtype(v.dtype))
+    return v.new_empty(v.shape), wide(sums), wide(leaves), wide(states)
 
 
 def _blocks(v: Tensor, size: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -538,8 +544,8 @@ def _slope(do: Tensor, o: Tensor, row_sum: Tensor, normalize: str, *, causal: bo
     if normalize == "none":
         return F.pad(do, (0, 1))
     divisor, slope = _divisor(row_sum, normalize, causal=causal)
-    do = do / divisor
-    return torch.cat([do, -slope * row_dot(do, o)], dim=-1)
+    wide = do / divisor
+    return torch.cat([wide, -slope * row_dot(wide, o.to(wide.dtype))], dim=-1).to(do.dtype)
 
 
 def _block_gradients(
@@ -563,7 +569,7 @@ def _block_gradients(
 
 def _gradients_like(*inputs: Any) -> Any:
     q = inputs[0]
-    return tuple(q.new_empty(0 if x is None else x.shape) for x in inputs)
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
 def _chunk_gradients(
@@ -602,14 +608,15 @@ def _chunk_gradients(
     for d, log_decay in enumerate(logs):
         enter, leave, through = decay_factors(log_decay, q.dtype, backward=bool(d))
         if befores:
-            reads = torch.bmm(do, befores[d]).mul_(enter)
+            reads = torch.bmm(do, befores[d].to(do.dtype)).mul_(enter)
             dq += reads
-            exponents[d][0] = _by_channel(reads.mul_(q), is_scalar)
+            exponents[d][0] = _by_channel(reads.mul_(q), is_scalar).to(through.dtype)
         if downs:
-            dv.baddbmm_(k * leave, downs[d][:, :-1].mT)
-            writes = torch.bmm(v, downs[d]).mul_(leave)
+            down = downs[d].to(v.dtype)
+            dv.baddbmm_(k * leave, down[:, :-1].mT)
+            writes = torch.bmm(v, down).mul_(leave)
             dk += writes
-            exponents[d][1] = _by_channel(writes.mul_(k), is_scalar)
+            exponents[d][1] = _by_channel(writes.mul_(k), is_scalar).to(through.dtype)
         if befores and downs:
             kept = (befores[d] * downs[d]).sum(1, keepdim=True).mul_(through)
             exponents[d][2] = _by_channel(kept, is_scalar)
@@ -651,9 +658,9 @@ def _scalar_decay_gradient(
         backward: Whether this is the backward direction.
     """
     if backward:
-        crossing = pairs.cumsum(1).triu_(1).sum(2).unsqueeze(-1)
+        crossing = pairs.cumsum(1, dtype=enter.dtype).triu_(1).sum(2).unsqueeze(-1)
         return crossing + enter.cumsum(1) + F.pad(_suffix_sum(leave), (0, 0, -1, 1)) + through
-    crossing = pairs.cumsum(2).tril_(-1).sum(1).unsqueeze(-1)
+    crossing = pairs.cumsum(2, dtype=enter.dtype).tril_(-1).sum(1).unsqueeze(-1)
     return F.pad(crossing + leave.cumsum(1), (0, 0, 1, -1)) + _suffix_sum(enter) + through
 
 

@@ -3,6 +3,8 @@
 - `chunk` (`onescan.kernels.decay_states` and `decay_scalar` or `decay_diagonal`): the scores of a
   chunk are computed once for both directions. The backward pass recomputes the states between
   chunks.
+- `one_scan` (bidirectional, without decay; `linear_attention`): one sum over tokens serves all
+  queries.
 - `recurrent` (causal, without gradients; `decay_states.step`): one kernel processes all tokens of a
   call, for decoding.
 
@@ -15,15 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onescan.kernels import decay_diagonal, decay_scalar, decay_states
-from onescan.kernels.common import Case
+from onescan.kernels import decay_diagonal, decay_scalar, decay_states, linear_attention
+from onescan.kernels.common import Case, Kernel
 from onescan.kernels.decay_states import NORMALIZERS
-from onescan.ops.backend import case_of, data_type, launch, operand_of, wants_gradient
+from onescan.ops.backend import (
+    case_of,
+    data_type,
+    launch,
+    operand_of,
+    packed_heads,
+    target_programs,
+    token_stride,
+    wants_gradient,
+)
 from onescan.ops.decay_attention import DecayState
 from onescan.ops.decay_attention.forms import Directions
+from onescan.ops.feature_maps import KERNEL_MAPS, FeatureMapName
 from onescan.shapes import Keep, Keys, Queries, Values
 
 Sides = tuple[DecayState | None, DecayState | None]
+
+LEAST_SPLIT = 256  # tokens; the sums of a part take as much memory as 128 tokens with K = V = 64
 
 
 def chunk(
@@ -41,11 +55,33 @@ def chunk(
     return o, (leaves[0], leaves[1] if len(leaves) > 1 else None)
 
 
-def recurrent(
+def one_scan(
     q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, *, keep: Keep | None,
     normalizer: str,
 ) -> tuple[Values, Sides]:  # fmt: skip
+    """Compute the outputs and the outgoing states of both directions, without decay."""
+    q, k, v, keep = _contiguous(q, k, v, keep)
+    wide = [None if side is None else DecayState(*(x.float() for x in side)) for side in enters]
+    entering = _added(*wide)
+    o, *sums = _linear_attention(q, k, v, keep, *(entering or (None, None)), normalizer)
+    own = DecayState(*sums)
+    return o, (_added(own, wide[0]), _added(own, wide[1]))
+
+
+def _added(one: DecayState | None, other: DecayState | None) -> DecayState | None:
+    """Add two states; None is 0."""
+    if one is None or other is None:
+        return one or other
+    return DecayState(one.kv + other.kv, one.k_sum + other.k_sum)
+
+
+def recurrent(
+    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, *, keep: Keep | None,
+    normalizer: str, feature_map: FeatureMapName = "identity",
+) -> tuple[Values, Sides]:  # fmt: skip
     """Compute the normalized outputs and the outgoing state, token by token.
+
+    The feature map is that of queries and keys.
 
     Raises:
         ValueError: If a gradient is required.
@@ -53,11 +89,13 @@ def recurrent(
     kv, k_sum = (None, None) if enters[0] is None else enters[0]
     if wants_gradient(q, k, v, decays.forward, kv, k_sum):
         raise ValueError("form 'recurrent' has no gradient in Triton, expected form 'chunk'")
-    q, k, v, keep = _contiguous(q, k, v, keep)
+    dtype = data_type(q, k, v)
+    q, k, v = (packed_heads(x.to(dtype)) for x in (q, k, v))
+    keep = None if keep is None else keep.contiguous()
     if kv is not None and k_sum is not None:
         kv, k_sum = (x.float().contiguous() for x in (kv, k_sum))
     logs = _per_token(decays.forward, k).contiguous()
-    o, kv, k_sum = _decay_step(q, k, v, logs, keep, kv, k_sum, normalizer)
+    o, kv, k_sum = _decay_step(q, k, v, logs, keep, kv, k_sum, normalizer, feature_map)
     return o, (DecayState(kv, k_sum), None)
 
 
@@ -208,10 +246,121 @@ def _backward(
 _decay_chunks.register_autograd(_backward, setup_context=_save_for_backward)
 
 
+@torch.library.custom_op("onescan::linear_attention", mutates_args=())
+def _linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, kv_in: Tensor | None,
+    sum_in: Tensor | None, normalizer: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the outputs, and the sums of k v^T and k over the tokens of the call.
+
+    kv_in and sum_in: the sum of the states that enter from both sides.
+    """
+    o = torch.empty_like(v)
+    kv, k_sum = _sums(k, v, None, None, keep)
+    total, total_sum = kv, k_sum
+    if kv_in is not None and sum_in is not None:
+        total, total_sum = kv + kv_in, k_sum + sum_in
+    kernel = linear_attention.read
+    _launch_tiles(kernel, k, v, q, total, total_sum, keep, o, NORMALIZER=NORMALIZERS[normalizer])
+    return o, kv, k_sum
+
+
+@_linear_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    k_sum = k.new_empty(k.shape[0], *k.shape[2:], dtype=torch.float32)
+    return torch.empty_like(v), k_sum.new_empty(*k_sum.shape, v.shape[-1]), k_sum
+
+
+@torch.library.custom_op("onescan::linear_attention_backward", mutates_args=())
+def _linear_attention_backward(
+    do: Tensor, dkv: Tensor | None, dsum: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    keep: Tensor | None, kv: Tensor, k_sum: Tensor, normalizer: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v and the incoming states, given the sums of all tokens."""
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    scale = dc = None
+    if normalizer != "none":
+        scale, dc = k_sum.new_empty(2, *k.shape[:3])
+    code = NORMALIZERS[normalizer]
+    kernel = linear_attention.gradients
+    _launch_tiles(
+        kernel, k, v, q, do, kv, k_sum, keep, dq, scale, dc, NORMALIZER=code, KEYS=False
+    )  # fmt: skip
+    dkv_in, dsum_in = _sums(q, do, scale, dc, keep)
+    if normalizer == "none":
+        dsum_in.zero_()
+    dkv = dkv_in if dkv is None else dkv_in + dkv
+    dsum = dsum_in if dsum is None else dsum_in + dsum
+    _launch_tiles(
+        kernel, k, v, k, v, dkv, dsum, keep, dk, None, None, NORMALIZER=0, KEYS=True
+    )  # fmt: skip
+    _launch_tiles(linear_attention.read, k, v, k, dkv, dsum, keep, dv, NORMALIZER=0)
+    return dq, dk, dv, dkv_in, dsum_in
+
+
+@_linear_attention_backward.register_fake
+def _(
+    do: Tensor, dkv: Tensor | None, dsum: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    keep: Tensor | None, kv: Tensor, k_sum: Tensor, normalizer: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return tuple(torch.empty_like(x) for x in (q, k, v, kv, k_sum))
+
+
+def _save_for_one_scan(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.normalizer = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)  # zeros for states
+
+
+def _backward_of_one_scan(
+    ctx: Any, do: Tensor | None, dkv: Tensor | None, dsum: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    q, k, v, keep, kv_in, sum_in, kv, k_sum = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do.contiguous()
+    if kv_in is not None:
+        kv, k_sum = kv + kv_in, k_sum + sum_in
+    dq, dk, dv, *denters = _linear_attention_backward(
+        do, dkv, dsum, q, k, v, keep, kv, k_sum, ctx.normalizer
+    )
+    return dq, dk, dv, None, *((None, None) if kv_in is None else denters), None
+
+
+_linear_attention.register_autograd(_backward_of_one_scan, setup_context=_save_for_one_scan)
+
+
+def _sums(
+    k: Tensor, v: Tensor, scale: Tensor | None, dc: Tensor | None, keep: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sum k v^T and k over tokens, in parts if samples and heads do not keep the device busy."""
+    batch, tokens, heads, key_width = k.shape
+    case = case_of(k, v)
+    blocks = linear_attention.sum_blocks(case)
+    keys, values = -(-key_width // blocks.keys), -(-v.shape[-1] // blocks.values)
+    parts = -(-target_programs(k.device) // max(1, batch * heads * keys * values))
+    split = max(LEAST_SPLIT, -(-tokens // parts))
+    split = -(-split // blocks.tokens) * blocks.tokens
+    parts = -(-tokens // split)
+    k_sum = k.new_empty(parts, batch, heads, key_width, dtype=torch.float32)
+    kv = k_sum.new_empty(*k_sum.shape, v.shape[-1])
+    launch(
+        linear_attention.sums, case, (parts * batch * heads, keys, values),
+        k, v, scale, dc, keep, kv, k_sum, batch, tokens, split,
+    )  # fmt: skip
+    return (kv[0], k_sum[0]) if parts == 1 else (kv.sum(0), k_sum.sum(0))
+
+
+def _launch_tiles(kernel: Kernel, k: Tensor, v: Tensor, *arguments: Any, **flags: Any) -> None:
+    """Launch a kernel with one program per tile of tokens."""
+    batch, tokens, heads, _ = k.shape
+    case = case_of(k, v)
+    grid = (batch * heads * -(-tokens // kernel.blocks(case).tokens),)
+    launch(kernel, case, grid, *arguments, batch, tokens, **flags)
+
+
 @torch.library.custom_op("onescan::decay_step", mutates_args=())
 def _decay_step(
     q: Tensor, k: Tensor, v: Tensor, decays: Tensor, keep: Tensor | None, kv_in: Tensor | None,
-    sum_in: Tensor | None, normalizer: str,
+    sum_in: Tensor | None, normalizer: str, feature_map: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the outputs and the outgoing state; decays are [B, T, H] or [B, T, H, K]."""
     batch, tokens, heads, _ = k.shape
@@ -220,8 +369,9 @@ def _decay_step(
     launch(
         decay_states.step, case,
         (batch * heads, -(-v.shape[-1] // decay_states.step_blocks(case).values)),
-        q, k, v, decays, keep, kv_in, sum_in, o, kv, k_sum, tokens,
-        NORMALIZER=NORMALIZERS[normalizer],
+        q, k, v, decays, keep, kv_in, sum_in, o, kv, k_sum,
+        tokens, *map(token_stride, (q, k, v)),
+        NORMALIZER=NORMALIZERS[normalizer], MAP=KERNEL_MAPS[feature_map],
     )  # fmt: skip
     return o, kv, k_sum
 
@@ -234,7 +384,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
 def _new_step(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate outputs and the outgoing state."""
     k_sum = k.new_empty(k.shape[0], *k.shape[2:], dtype=torch.float32)
-    return torch.empty_like(v), k_sum.new_empty(*k_sum.shape, v.shape[-1]), k_sum
+    return v.new_empty(v.shape), k_sum.new_empty(*k_sum.shape, v.shape[-1]), k_sum
 
 
 def _case(k: Tensor, v: Tensor, decays: Tensor) -> Case:

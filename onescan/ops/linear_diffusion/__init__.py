@@ -32,7 +32,7 @@ from onescan.ops.linear_diffusion.kernel import (
     gaussian_radius,
     stable_step,
 )
-from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
+from onescan.ops.numerics import disable_autocast, product_dtype, to_accumulation_dtype
 from onescan.ops.packing import Packing, PackingShare
 from onescan.ops.parallel import (
     Group,
@@ -185,21 +185,22 @@ def linear_diffusion(
     with disable_autocast(x):
         if seen is not None:
             inputs = inputs.masked_fill(~seen[:, :, None, None], 0)
-        inputs, *wide = to_accumulation_dtype(inputs, weights, dt)
-        rates = _rates(*wide)
+        wide, *others = to_accumulation_dtype(inputs, weights, dt)
+        rates = _rates(*others)
         if sequence is not None:
-            y = forms.packed_explicit(chosen, inputs, rates, seen, sequence)
+            y = forms.packed_explicit(chosen, wide, rates, seen, sequence)
         elif scheme == "explicit":
-            y = forms.explicit(IMPLEMENTATIONS[chosen], inputs, rates, seen, rows)
+            multiplied = inputs if product_dtype(inputs) == torch.bfloat16 else wide
+            y = forms.explicit(IMPLEMENTATIONS[chosen], multiplied, rates, seen, rows)
         else:
             size = SOLVERS[chosen](radius)
-            y = crank_nicolson.crank_nicolson(size, inputs, rates, seen)
+            y = crank_nicolson.crank_nicolson(size, wide, rates, seen)
         y = y if ranks is None else y.narrow(1, start, tokens)
         if keep is not None:
             y = y.masked_fill(~keep[:, :, None, None], 0)
     if can_look_at_values(y):
         named = {} if state is None else {"state.x": state.x}
-        check_no_nan(nan_probe(y, inputs), x=x, weights=weights, dt=dt, **named)
+        check_no_nan(nan_probe(y, wide), x=x, weights=weights, dt=dt, **named)
     return y.to(x.dtype)
 
 

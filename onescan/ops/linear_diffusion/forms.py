@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onescan.checks import can_look_at_values
 from onescan.ops.chunks import number_of_chunks
-from onescan.ops.numerics import to_float64
+from onescan.ops.numerics import accumulation_dtype, row_dot, to_float64
 from onescan.shapes import (
     DiffusionKernel,
     DiffusionKernels,
@@ -39,10 +39,12 @@ def explicit(
 ) -> LastTokens:
     """Compute the explicit step for the last `rows` tokens; `rates` is dt K.
 
-    Up to the stable step it is a weighted mean of tokens, Sec. 4.4.
+    Up to the stable step it is a weighted mean of tokens, Sec. 4.4. Products of bfloat16 tokens are
+    bfloat16; row sums are float32, of the same rounded weights.
     """
-    row_sums = row_sums_of(product, rates, keep, rows)
-    mixed, own = _products(product, x, rates, rows), x[:, -rows:]
+    factors = rates.to(x.dtype)
+    row_sums = row_sums_of(product, factors.to(rates.dtype), keep, rows)
+    mixed, own = _products(product, x, factors, rows), x[:, -rows:]
     if torch.compiler.is_compiling():  # the compiler cannot trace a function with a jvp
         return torch.addcmul(mixed, 1 - row_sums, own)
     if can_look_at_values(mixed) and not mixed.requires_grad:
@@ -111,7 +113,7 @@ class _WeightedMean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         kept, own = ctx.saved_tensors
-        dots = (gradient.unsqueeze(-2) @ own.unsqueeze(-1)).squeeze(-1)  # B rows H 1
+        dots = row_dot(gradient, own.to(gradient.dtype))  # B rows H 1
         return gradient, dots.sum_to_size(kept.shape), gradient * kept
 
 
@@ -147,8 +149,9 @@ def packed_explicit(
 
 
 def dense_product(x: TokenColumns, weights: DiffusionKernel, rows: int) -> LastColumns:
-    """Multiply by K as a matrix, O(T^2)."""
-    return toeplitz_matrix(weights, rows, x.shape[0]) @ x
+    """Multiply by K as a matrix, O(T^2). The gradient of a lag is summed in float32 or wider."""
+    wide = weights.to(accumulation_dtype(weights.dtype))
+    return toeplitz_matrix(wide, rows, x.shape[0]).to(x.dtype) @ x
 
 
 def toeplitz_matrix(weights: DiffusionKernel, rows: int, columns: int) -> Toeplitz2d:

@@ -107,7 +107,7 @@ def toeplitz_position(
         cu_seqlens: Offsets of several sequences packed in one row, as in flash-attention: int32,
             ``[S + 1]``, from 0 to T, on the CPU or the device of x. With several rows, offsets
             count the tokens of all rows, up to B * T, and every row begins with a new sequence.
-            For one axis, with the forms "dense" and "scan" in torch, and not with a state.
+            For one axis, with the forms "dense" and "scan", and not with a state.
         state: State returned by a previous call, to continue a sequence, or a grid along its first
             axis. In one direction only, and for one axis if joint.
         return_state: Return the state for several axes as well, at the cost of E numbers per
@@ -143,11 +143,16 @@ def toeplitz_position(
         x = one_token(x)[0].expand(-1, math.prod(shape), -1)
     shape = as_grid_shape(shape)
     _check(x, log_decay, weight, shape, bidirectional, joint, state, return_state)
+    if joint and len(shape) == 1:
+        joint, weight = False, weight.unsqueeze(0)
     if ranks is not None:
-        _refuse_ranks(ranks, form, joint=joint and len(shape) > 1)
+        _refuse_ranks(ranks, form, joint=joint)
     packing = packing_over(ranks, cu_seqlens, own, state=state)
     if packing is not None:
-        _check_packed(shape, form, backend, return_state=return_state)
+        _check_packed(shape, form, return_state=return_state)
+        if ranks is not None:
+            check_choice("backend (cu_seqlens, group)", backend, ["auto", "torch"])
+            backend = "torch"
     mix = partial(
         _mix, bidirectional=bidirectional, joint=joint, packing=packing, form=form, backend=backend
     )
@@ -193,9 +198,6 @@ def _mix(
     backend: str,
 ) -> tuple[Hidden, ToeplitzState | None]:
     """Compute a call on one process, with checked arguments."""
-    if joint and len(shape) == 1:
-        joint, weight = False, weight.unsqueeze(0)
-    backend = backend if packing is None else "torch"
     if joint:
         check_choice("form (joint)", form, ["auto", "fft"])
         check_choice("backend (joint)", backend, ["auto", "torch"])
@@ -204,11 +206,13 @@ def _mix(
     if returns_lines:
         check_choice("backend (state of several axes)", backend, ["auto", "torch"])
         backend = "torch"
-    if packing is None and _backend(form, backend, x, log_decay, weight, state) == "triton":
+    if _backend(form, backend, x, log_decay, weight, state) == "triton":
         from onescan.ops.toeplitz_position import launch
 
         before = None if state is None else state.hidden
-        y, after = launch.scan(x, log_decay, weight, shape, before, bidirectional=bidirectional)
+        y, after = launch.scan(
+            x, log_decay, weight, shape, before, bidirectional=bidirectional, packing=packing
+        )
         return y, None if after is None else ToeplitzState(after)
     chosen = [IMPLEMENTATIONS[choose(form, positions=n)] for n in shape]
     # sums stay in float32 or wider under autocast too
@@ -252,14 +256,13 @@ def _refuse_ranks(ranks: SequenceGroup, form: str, *, joint: bool) -> None:
         refuse_group(ranks, "form 'fft'", "an FFT needs all tokens; expected 'dense' or 'scan'")
 
 
-def _check_packed(shape: tuple[int, ...], form: str, backend: str, *, return_state: bool) -> None:
+def _check_packed(shape: tuple[int, ...], form: str, *, return_state: bool) -> None:
     """Raise ValueError for a call that does not take packed sequences."""
     if len(shape) > 1:
         raise ValueError(f"cu_seqlens was given with shape {shape}, expected one axis")
     if return_state:
         raise ValueError("return_state is True with cu_seqlens, expected False")
     check_choice("form (cu_seqlens)", form, ["auto", "dense", "scan"])
-    check_choice("backend (cu_seqlens)", backend, ["auto", "torch"])
 
 
 def _jointly(

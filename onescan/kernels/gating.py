@@ -1,0 +1,62 @@
+"""The product of a gate's activation and the numbers that it multiplies, and its gradients.
+
+    y = x a(g),   dx = dy a(g),   dg = dy x a'(g)         a = silu or sigmoid
+
+The activation is recomputed in the backward pass, which is why nothing but x and g is stored.
+"""
+
+import triton.language as tl
+
+from onescan.kernels.common import Blocks, Case, Example, jit, kernel
+
+EXAMPLES = (Example(1, 1),)
+
+
+def blocks_of(case: Case) -> Blocks:
+    """Return blocks of 1,024 numbers, at 8 per thread."""
+    return Blocks(tokens=1, keys=1024, values=1, warps=4, stages=1)
+
+
+@jit
+def load_gate(gate, i, there, SILU: tl.constexpr):
+    """Return the activation of a block of gates, and its derivative."""
+    g = tl.load(gate + i, mask=there, other=0).to(tl.float32)
+    small = tl.exp(-tl.abs(g))  # cannot overflow
+    activation = tl.where(g < 0, small, 1.0) / (1 + small)
+    slope = activation * (1 - activation)
+    if SILU:
+        slope = activation + g * slope
+        activation *= g
+    return activation, slope
+
+
+@kernel(blocks_of, {"SILU": False}, {"SILU": True})
+def gated(
+    x, gate,
+    y,
+    length,
+    SILU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write y for `length` numbers."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = i < length
+    activation, _ = load_gate(gate, i, there, SILU)
+    values = tl.load(x + i, mask=there, other=0).to(tl.float32)
+    tl.store(y + i, values * activation, mask=there)
+
+
+@kernel(blocks_of, {"SILU": False}, {"SILU": True})
+def gated_backward(
+    dy, x, gate,
+    dx, dgate,
+    length,
+    SILU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write dx and dgate for `length` numbers."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = i < length
+    activation, slope = load_gate(gate, i, there, SILU)
+    values = tl.load(x + i, mask=there, other=0).to(tl.float32)
+    gradient = tl.load(dy + i, mask=there, other=0).to(tl.float32)
+    tl.store(dx + i, gradient * activation, mask=there)
+    tl.store(dgate + i, gradient * values * slope, mask=there)

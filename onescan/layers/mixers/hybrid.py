@@ -1,0 +1,84 @@
+"""Hybrid models: attention in every n-th block, and another mixer in all other blocks."""
+
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+from onescan.layers.mixers.contract import MixerConfig
+from onescan.layers.mixers.lightnet import LightNetMixerConfig
+from onescan.layers.mixers.softmax import SoftmaxMixerConfig
+from onescan.shapes import Grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridMixerConfig(MixerConfig):
+    """Attention in every n-th block of a model, and a mixer of linear cost in the others.
+
+    Each block has one of both mixers: a model of 8 blocks with period=4 has attention in blocks 3
+    and 7, counted from 0. Both mixers must be causal, or neither.
+
+    >>> config = HybridMixerConfig(attention=SoftmaxMixerConfig(window=128), period=2, num_heads=4)
+    >>> [type(config.for_layer(i)).__name__ for i in range(2)], config.for_layer(1).num_heads
+    (['LightNetMixerConfig', 'SoftmaxMixerConfig'], 4)
+    """
+
+    num_heads: int | None = None  # type: ignore[assignment]  # only for_layer's configs are built
+    """Number of heads of both mixers; None for those of their own configs."""
+    linear: MixerConfig = field(default_factory=LightNetMixerConfig)
+    """Mixer of all blocks without attention."""
+    attention: MixerConfig = field(default_factory=SoftmaxMixerConfig)
+    """Mixer of every n-th block. With a window, its state does not grow."""
+    period: int = 4
+    """Every how many blocks there is one with attention, n."""
+    offset: int = -1
+    """Index of the block with attention among each n blocks, from the end if negative."""
+
+    @property
+    def is_causal(self) -> bool:
+        return self.linear.is_causal and self.attention.is_causal
+
+    @property
+    def state_grows(self) -> bool:
+        return self.linear.state_grows or self.attention.state_grows
+
+    @property
+    def reads_lower_bound(self) -> bool:
+        return self.linear.reads_lower_bound or self.attention.reads_lower_bound
+
+    def check_padding(self, grid: Grid) -> None:
+        self.linear.check_padding(grid)
+        self.attention.check_padding(grid)
+
+    def for_layer(self, index: int) -> MixerConfig:
+        """Return the config for block `index` of a model, counted from 0.
+
+        Each mixer counts only its own blocks, so that directions alternate between those.
+
+        Raises:
+            ValueError: If period or offset is out of range, or only one of both mixers is causal.
+        """
+        if self.period < 1:
+            raise ValueError(f"mixer.period is {self.period}, expected 1 or more")
+        if not -self.period <= self.offset < self.period:
+            raise ValueError(
+                f"mixer.offset is {self.offset}, expected {-self.period} to {self.period - 1} with "
+                f"period {self.period}"
+            )
+        if self.linear.is_causal != self.attention.is_causal:
+            one, other = ("linear", "attention")[:: 1 if self.linear.is_causal else -1]
+            raise ValueError(
+                f"mixer.{one} is causal and mixer.{other} is not, expected both or neither"
+            )
+        offset = self.offset % self.period
+        before = (index - offset + self.period - 1) // self.period  # blocks with attention
+        if index % self.period == offset:
+            config = self.attention.for_layer(before)
+        else:
+            config = self.linear.for_layer(index - before)
+        return config if self.num_heads is None else replace(config, num_heads=self.num_heads)
+
+    def build(self, *, width: int, axes: int) -> NoReturn:
+        """Raise ValueError: a hybrid describes the mixers of a model, and not one of them."""
+        raise ValueError(
+            "HybridMixerConfig describes the mixers of a model and not one of them: "
+            "for_layer(index) gives that mixer's config"
+        )
