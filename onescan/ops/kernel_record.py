@@ -3,7 +3,7 @@
 It is a JSON file in the cache folder, one for each combination of versions of onescan, torch and
 Triton, because each of them changes the compiled kernels:
 
-    {"onescan": "0.15.0", "torch": "2.13.0+cu130", "triton": "3.7.1",
+    {"onescan": "0.16.0", "torch": "2.13.0+cu130", "triton": "3.7.1",
      "gpus": {"NVIDIA H100 80GB HBM3": {"additive_decay.one_scan": true, "lrpe": false}}}
 
 A record can only choose between kernels and torch; nothing in it is executed.
