@@ -26,6 +26,7 @@ from onescan.checks import (
     nan_probe,
     unpack_states,
 )
+from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.delta_rule import forms
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.ops.packing import Packing, packing_of
@@ -85,6 +86,7 @@ def delta_rule(
     cu_seqlens: Tensor | Packing | None = None,
     state: DeltaState | Sides | None = None,
     form: Form = "auto",
+    backend: Backend = "auto",
     chunk_size: int = 64,
 ) -> tuple[Values, DeltaState | DeltaStates | None]:
     """Compute linear attention in which each token overwrites the value stored under its key.
@@ -132,20 +134,23 @@ def delta_rule(
             `DeltaStates` or a pair, either of which may be None.
         form: Algorithm. "chunk" uses matrix products, O(T); "full" computes attention between all
             pairs of tokens, O(T^2); "recurrent" visits one token at a time, O(T). "auto" is
-            "recurrent" for a single token, otherwise "chunk".
-        chunk_size: Updates per chunk of the chunk form: R per token. Rounded up to a power of two
-            tokens for decays per key channel. Precision decreases if it is many times the key
-            width.
+            "recurrent" for a single token in torch, otherwise "chunk".
+        backend: "torch" runs on any device. "triton" requires a GPU and dtypes of at most 32 bits.
+            It implements "chunk" with its own chunk size, for one update per token and at most one
+            decay per head, and has first derivatives only. "auto" chooses; see `use_backend`.
+        chunk_size: Updates per chunk of the chunk form in torch: R per token. Rounded up to a power
+            of two tokens for decays per key channel. Precision decreases if it is many times the
+            key width.
 
     Returns:
         The outputs ``[B, T, H, V]`` in the dtype of v, and the state: a `DeltaState` if causal,
         otherwise `DeltaStates`; None with cu_seqlens.
 
     Raises:
-        ValueError: If shapes or devices do not match, a dtype is wrong, the form is unknown, the
-            state is for the other value of `causal`, chunk_size is below 1, cu_seqlens is invalid
-            or, on a CPU, log_decay is positive, or an argument holds NaN or an infinity that causes
-            NaN.
+        ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend is
+            unknown, the backend cannot run the call, the state is for the other value of `causal`,
+            chunk_size is below 1, cu_seqlens is invalid or, on a CPU, log_decay is positive, or an
+            argument holds NaN or an infinity that causes NaN.
 
     >>> import torch
     >>> q = k = torch.ones(1, 3, 1, 1)
@@ -160,16 +165,26 @@ def delta_rule(
     """
     _check(q, k, v, beta, log_decay, causal, keep, state, chunk_size)
     packing = None if cu_seqlens is None else packing_of(cu_seqlens, q, state=state)
-    implementation = IMPLEMENTATIONS[choose(form, tokens=q.shape[1])]
+    starts = None if packing is None else packing.starts
+    runs_on = _backend(form, backend, q, k, v, log_decay)
     sides = unpack_states(state, DeltaState, causal=causal)
     incoming = [None if side is None else side.kv for side in sides[: 1 if causal else 2]]
     with disable_autocast(q):
-        inputs = _inputs(q, k, v, beta, log_decay, keep)
-        if inputs.log_decay is not None:
-            check_log_decay(inputs.log_decay)
-        run = forms.causal if causal else forms.bidirectional
-        starts = None if packing is None else packing.starts
-        o, *outgoing = run(implementation, inputs, *incoming, chunk_size=chunk_size, starts=starts)
+        if runs_on == "triton":
+            from onescan.ops.delta_rule import launch
+
+            o, *outgoing = launch.chunk(
+                q, k, v, beta, log_decay, incoming, keep=keep, starts=starts
+            )
+        else:
+            implementation = IMPLEMENTATIONS[choose(form, tokens=q.shape[1])]
+            inputs = _inputs(q, k, v, beta, log_decay, keep)
+            if inputs.log_decay is not None:
+                check_log_decay(inputs.log_decay)
+            run = forms.causal if causal else forms.bidirectional
+            o, *outgoing = run(
+                implementation, inputs, *incoming, chunk_size=chunk_size, starts=starts
+            )
     if can_look_at_values(o):
         named = {"q": q, "k": k, "v": v, "beta": beta, **named_state_tensors(sides, causal=causal)}
         check_no_nan(nan_probe(o, *outgoing), **named)
@@ -201,8 +216,26 @@ def _inputs(
     return forms.Inputs(*inputs)
 
 
+def _backend(
+    form: str, backend: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None
+) -> str:
+    """Return the backend of a call; the kernels choose no other form than "chunk"."""
+    has_decay_per_channel = log_decay is not None and log_decay.ndim == q.ndim
+    has_kernel = form in ("auto", "chunk") and k.ndim == q.ndim and not has_decay_per_channel
+    resolved = resolved_backend(backend, has_kernel, q, k, v, op="delta_rule")
+    if resolved == "triton":
+        check_choice("form/backend", f"{form}/triton", ["auto/triton", "chunk/triton"])
+        if k.ndim > q.ndim:
+            raise ValueError("backend is 'triton' with several updates per token, expected one")
+        if has_decay_per_channel:
+            raise ValueError(
+                "backend is 'triton' with a decay per key channel, expected one per head"
+            )
+    return resolved
+
+
 def choose(form: str, *, tokens: int) -> str:
-    """Return the form that a call uses."""
+    """Return the form that a call in torch uses."""
     if form == "auto":
         form = "recurrent" if tokens == 1 else "chunk"
     check_choice("form", form, IMPLEMENTATIONS)
