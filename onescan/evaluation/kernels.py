@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, normalize
 from torch.utils.benchmark import Timer
 
 from onescan.checkpoint.files import check_regular, write_atomically
@@ -25,6 +25,7 @@ from onescan.checks import in_a_line
 from onescan.ops import (
     additive_decay,
     decay_attention,
+    delta_rule,
     linear_diffusion,
     lrpe,
     lrpe_angles,
@@ -38,6 +39,8 @@ from onescan.ops.backend import KERNEL_OPS
 from onescan.ops.cross_entropy import cross_entropy
 from onescan.ops.decay_attention import DecayState, DecayStates
 from onescan.ops.decay_attention import reference as decay_reference
+from onescan.ops.delta_rule import DeltaState, DeltaStates
+from onescan.ops.delta_rule import reference as delta_reference
 from onescan.ops.feature_maps import shifted_silu
 from onescan.ops.gating import gated
 from onescan.ops.kernel_record import read_results, record_path
@@ -291,7 +294,8 @@ def fla_call(call: Call, device: torch.device) -> Call | None:
     kernel = getattr(import_module(call.fla[0]), call.fla[1])
 
     def run(x: Inputs, _: None) -> Sequence[Tensor]:
-        return (kernel(x["q"], x["k"], x["v"], x["log_decay"], scale=1.0)[0],)
+        fourth = x["beta"] if "beta" in x else x["log_decay"]
+        return (kernel(x["q"], x["k"], x["v"], fourth, scale=1.0)[0],)
 
     return call._replace(run=run)
 
@@ -490,6 +494,31 @@ def _linear_diffusion(*, state: bool) -> Call:
     return Call(run, inputs)
 
 
+def _delta_rule(*, causal: bool, decay: bool) -> Call:
+    def inputs(size: Size, draw: Draw) -> Inputs:
+        drawn = {"q": draw(*size), "k": normalize(draw(*size), dim=-1), "v": draw(*size)}
+        drawn["beta"] = draw(*size[:3]).sigmoid()
+        if decay:
+            drawn["log_decay"] = logsigmoid(2 + 2 * draw(*size[:3]))
+            drawn["kv"] = draw(size.batch, size.heads, size.width, size.width)
+        return drawn
+
+    def run(x: Inputs, backend: Any) -> Sequence[Tensor]:
+        before: Any = DeltaState(x["kv"]) if decay else None
+        op: Any = partial(delta_rule, form="chunk", backend=backend)
+        op = delta_reference.forward if backend is None else op
+        o, after = op(
+            *(x[name] for name in ("q", "k", "v", "beta")),
+            x.get("log_decay"),
+            causal=causal,
+            state=before if causal else DeltaStates(before, None),
+        )
+        return (o, *after) if causal else (o, *after[0], *after[1])
+
+    fla = ("fla.ops.delta_rule", "chunk_delta_rule") if causal and not decay else None
+    return Call(run, inputs, fla=fla)
+
+
 CALLS: dict[str, tuple[Call, ...]] = {
     "additive_decay.one_scan": (
         _additive("one_scan", causal=False, lrpe=True, state=False),
@@ -524,4 +553,9 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "gated": (_gated("silu"), _gated("sigmoid")),
     "cross_entropy": (_cross_entropy(),),
     "linear_diffusion": (_linear_diffusion(state=False), _linear_diffusion(state=True)),
+    "delta_rule": (
+        _delta_rule(causal=True, decay=False),
+        _delta_rule(causal=True, decay=True),
+        _delta_rule(causal=False, decay=True),
+    ),
 }

@@ -23,4 +23,5 @@ FILES = (
     "decay_scalar",
     "decay_diagonal",
     "linear_attention",
+    "delta_rule",
 )

@@ -32,7 +32,10 @@ DATA = (
     *("q", "k", "v", "o", "do", "dq", "dk", "dv", "dangles", "x", "y", "dx", "dy", "theta"),
     *("gate", "dgate", "logits", "dlogits"),
 )
-OPERANDS = ("before", "after", "kv_rounded", "dkv_rounded")
+OPERANDS = (
+    *("before", "after", "kv_rounded", "dkv_rounded"),
+    *("w", "errors", "derrors", "inverse", "pairs", "key_pairs"),
+)
 OTHERS = {
     "keep": "i1", "sequence": "i64", "start": "i64", "labels": "i64", "spans": "i32",
     "firsts": "i32", "z_in": "fp64", "z": "fp64", "theta_sums": "fp64",
@@ -109,6 +112,7 @@ CONSTANTS: dict[str, Callable[[Case, Blocks], Any]] = {
     "BLOCK_W": lambda case, blocks: width_at_once(blocks.values, case.data),
     "OPERAND": lambda case, blocks: multiplication(case.data, case.chip)[0],
     "PRECISION": lambda case, blocks: multiplication(case.data, case.chip)[1],
+    "FLOAT_PRECISION": lambda case, blocks: float_precision(case.data, case.chip),
     "EXACT": lambda case, blocks: multiplication("fp32", case.chip)[1],
 }
 
@@ -266,6 +270,11 @@ def multiplication(data: str, chip: str) -> tuple[Any, str]:
         "fp16": (tl.float32, "tf32"),
         "fp32": (tl.float32, exact),
     }[data]
+
+
+def float_precision(data: str, chip: str) -> str:
+    """Return the input precision of products of float32 values that are as exact as the data."""
+    return multiplication("fp16" if data == "bf16" else data, chip)[1]
 
 
 def width_at_once(values: int, data: str) -> int:

@@ -30,6 +30,7 @@ KERNEL_OPS = (
     *("additive_decay.one_scan", "additive_decay.chunk", "additive_decay.recurrent"),
     *("decay_attention.scalar", "decay_attention.diagonal", "decay_attention.no_decay"),
     *("toeplitz_position", "lrpe", "shifted_silu", "gated", "cross_entropy", "linear_diffusion"),
+    "delta_rule",
 )
 
 # GPUs, by torch.cuda.get_device_name, on which `make gpu` has passed. On others "auto" means torch,

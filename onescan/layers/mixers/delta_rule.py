@@ -194,8 +194,10 @@ class DeltaRuleMixer(Mixer):
         return 2 * beta if config.negative_eigenvalues else beta
 
     def normalized(self, x: Keys) -> Keys:
-        """Apply the activation of queries and keys, and normalize each vector."""
-        x = self.feature_map(x)
+        """Apply the activation of queries and keys, and normalize each vector, in its dtype."""
+        y = self.feature_map(x)
         if self.config.qk_norm == "sum":
-            return safe_divide(x, x.sum(dim=-1, keepdim=True))
-        return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + EPS)
+            y = safe_divide(y, y.sum(dim=-1, keepdim=True))
+        else:  # under autocast, the sum is in float32
+            y = y * torch.rsqrt(y.square().sum(dim=-1, keepdim=True) + EPS)
+        return y.to(x.dtype)

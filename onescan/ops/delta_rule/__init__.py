@@ -27,6 +27,7 @@ from onescan.checks import (
     nan_probe,
     unpack_states,
 )
+from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.delta_rule import forms
 from onescan.ops.delta_rule.ranks import EnteringStates
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
@@ -89,6 +90,7 @@ def delta_rule(
     cu_seqlens: Tensor | Packing | None = None,
     state: DeltaState | Sides | None = None,
     form: Form = "auto",
+    backend: Backend = "auto",
     chunk_size: int = 64,
     group: Group | None = None,
 ) -> tuple[Values, DeltaState | DeltaStates | None]:
@@ -137,10 +139,14 @@ def delta_rule(
             `DeltaStates` or a pair, either of which may be None.
         form: Algorithm. "chunk" uses matrix products, O(T); "full" computes attention between all
             pairs of tokens, O(T^2); "recurrent" visits one token at a time, O(T). "auto" is
-            "recurrent" for a single token, otherwise "chunk".
-        chunk_size: Updates per chunk of the chunk form: R per token. Rounded up to a power of two
-            tokens for decays per key channel. Precision decreases if it is many times the key
-            width.
+            "recurrent" for a single token in torch, otherwise "chunk".
+        backend: "torch" runs on any device. "triton" requires a GPU and dtypes of at most 32 bits.
+            It implements "chunk" with its own chunk size, for one update per token and at most one
+            decay per head, without `group`, and has first derivatives only. "auto" chooses; see
+            `use_backend`.
+        chunk_size: Updates per chunk of the chunk form in torch: R per token. Rounded up to a power
+            of two tokens for decays per key channel. Precision decreases if it is many times the
+            key width.
         group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
             None for that of `sequence_parallel`, if any. With the forms "chunk" and "full".
 
@@ -149,10 +155,10 @@ def delta_rule(
         otherwise `DeltaStates`; None with cu_seqlens.
 
     Raises:
-        ValueError: If shapes or devices do not match, a dtype is wrong, the form is unknown, the
-            state is for the other value of `causal`, chunk_size is below 1, cu_seqlens is invalid
-            or, on a CPU, log_decay is positive, or an argument holds NaN or an infinity that causes
-            NaN.
+        ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend is
+            unknown, the backend cannot run the call, the state is for the other value of `causal`,
+            chunk_size is below 1, cu_seqlens is invalid or, on a CPU, log_decay is positive, or an
+            argument holds NaN or an infinity that causes NaN.
 
     >>> import torch
     >>> q = k = torch.ones(1, 3, 1, 1)
@@ -171,21 +177,30 @@ def delta_rule(
         keep = q.new_zeros(q.shape[:2], dtype=torch.bool)
     _check(q, k, v, beta, log_decay, causal, keep, state, chunk_size)
     packing = packing_over(ranks, cu_seqlens, own, state=state)
-    chosen = choose(form, tokens=q.shape[1], over_ranks=ranks is not None)
+    runs_on = _backend(form, backend, q, k, v, log_decay, over_ranks=ranks is not None)
     sides = unpack_states(state, DeltaState, causal=causal)
     incoming = [None if side is None else side.kv for side in sides[: 1 if causal else 2]]
     with disable_autocast(q):
-        inputs = _inputs(q, k, v, beta, log_decay, keep)
-        if inputs.log_decay is not None:
-            check_log_decay(inputs.log_decay)
-        run = forms.causal if causal else forms.bidirectional
-        options: dict[str, Any] = {"chunk_size": chunk_size, "packing": packing}
-        entering = None
-        if ranks is not None:
-            entering = options["entering"] = EnteringStates(ranks, len(q))
-        o, *outgoing = run(IMPLEMENTATIONS[chosen], inputs, *incoming, **options)
-        if entering is not None:
-            outgoing = list(entering.last.split(len(q)))
+        if runs_on == "triton":
+            from onescan.ops.delta_rule import launch
+
+            starts = None if packing is None else packing.starts
+            o, *outgoing = launch.chunk(
+                q, k, v, beta, log_decay, incoming, keep=keep, starts=starts
+            )
+        else:
+            chosen = choose(form, tokens=q.shape[1], over_ranks=ranks is not None)
+            inputs = _inputs(q, k, v, beta, log_decay, keep)
+            if inputs.log_decay is not None:
+                check_log_decay(inputs.log_decay)
+            run = forms.causal if causal else forms.bidirectional
+            options: dict[str, Any] = {"chunk_size": chunk_size, "packing": packing}
+            entering = None
+            if ranks is not None:
+                entering = options["entering"] = EnteringStates(ranks, len(q))
+            o, *outgoing = run(IMPLEMENTATIONS[chosen], inputs, *incoming, **options)
+            if entering is not None:
+                outgoing = list(entering.last.split(len(q)))
     if can_look_at_values(o):
         named = {"q": q, "k": k, "v": v, "beta": beta, **named_state_tensors(sides, causal=causal)}
         check_no_nan(nan_probe(o, *outgoing), **named)
@@ -218,8 +233,36 @@ def _inputs(
     return forms.Inputs(*inputs)
 
 
+def _backend(
+    form: str,
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    *,
+    over_ranks: bool,
+) -> str:
+    """Return the backend of a call; the kernels choose no other form than "chunk"."""
+    reasons = {
+        "with several updates per token, expected one": k.ndim > q.ndim,
+        "with a decay per key channel, expected one per head": (
+            log_decay is not None and log_decay.ndim == q.ndim
+        ),
+        "with group, which runs in torch only": over_ranks,
+    }
+    has_kernel = form in ("auto", "chunk") and not any(reasons.values())
+    resolved = resolved_backend(backend, has_kernel, q, k, v, op="delta_rule")
+    if resolved == "triton":
+        check_choice("form/backend", f"{form}/triton", ["auto/triton", "chunk/triton"])
+        for reason, applies in reasons.items():
+            if applies:
+                raise ValueError(f"backend is 'triton' {reason}")
+    return resolved
+
+
 def choose(form: str, *, tokens: int, over_ranks: bool = False) -> str:
-    """Return the form that a call uses."""
+    """Return the form that a call in torch uses."""
     if over_ranks:  # all ranks take the same form, whatever their number of tokens
         check_choice("form (group)", form, ["auto", *OVER_RANKS])
     if form == "auto":
