@@ -183,6 +183,15 @@ def check_devices(**tensors: Any) -> None:
             raise ValueError(f"{name} is on {other} and {first} on {device}, expected one device")
 
 
+def is_known(length: Any) -> bool:
+    """Return whether a length is a number, and not a symbol as during export.
+
+    >>> is_known(3)
+    True
+    """
+    return not isinstance(length, torch.SymInt)
+
+
 def can_look_at_values(tensor: Tensor) -> bool:
     """Return whether Python may read a tensor's values: on a CPU, in eager mode.
 

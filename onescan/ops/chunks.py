@@ -12,19 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from onescan.checks import is_plain
+from onescan.checks import is_known, is_plain
 from onescan.ops.numerics import apply_function
 
 Step = Callable[..., Tensor]  # from the state before a chunk and its parts to the state after it
-
-
-def is_known(length: Any) -> bool:
-    """Return whether a length is a number, and not a symbol as during export.
-
-    >>> is_known(3)
-    True
-    """
-    return not isinstance(length, torch.SymInt)
 
 
 def length_of_chunks(chunk_size: int, tokens: int) -> int:

@@ -21,9 +21,9 @@ from onescan.checks import (
     check_positive,
     check_shapes,
     check_whole,
+    is_known,
 )
 from onescan.ops.backend import Backend, resolved_backend
-from onescan.ops.chunks import is_known
 from onescan.ops.numerics import accumulation_dtype, to_accumulation_dtype, wrap_angle
 from onescan.ops.parallel import Group, is_empty_grid, sequence_group
 from onescan.shapes import Angles, Frequencies, FrequencyRow, Keys, Position, RotatedKeys

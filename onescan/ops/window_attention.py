@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from onescan.ops.chunks import is_known, number_of_chunks
+from onescan.checks import is_known
+from onescan.ops.chunks import number_of_chunks
 from onescan.ops.packing import Packing
 from onescan.shapes import CachedKeep, CachedKeys, HeadsFirst
 

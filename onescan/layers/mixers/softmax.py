@@ -1,18 +1,17 @@
 """Softmax attention as in ViT and BERT, with a cache as in GPT-2, or in a sliding window."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from onescan.checks import check_choice, check_positive
+from onescan.checks import check_choice, check_positive, is_known
 from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import check_rotary, rotary_angles, rotated
-from onescan.ops.chunks import is_known
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.packing import Packing, packing_of, refuse_cu_seqlens
 from onescan.ops.window_attention import window_attention
@@ -156,8 +155,8 @@ class SoftmaxMixer(Mixer):
         return masked(o, keep), new_state
 
     def _check(
-        self, x: Hidden, cu_seqlens: Packing | None, state: SoftmaxState | None
-    ) -> Packing | None:
+        self, x: Hidden, cu_seqlens: Packing | None, state: Any
+    ) -> Packing | None:  # Any: the state is not checked yet
         """Raise ValueError for a state or offsets that do not apply; return the packing."""
         if state is not None:
             self.check_state(state, SoftmaxState, causal=self.causal)

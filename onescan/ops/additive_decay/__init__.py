@@ -23,6 +23,7 @@ from onescan.checks import (
     check_sequence_options,
     check_shapes,
     check_whole,
+    named_state_tensors,
     nan_probe,
 )
 from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
@@ -36,7 +37,6 @@ from onescan.ops.additive_decay.state import (
     check_state_type,
     merge_states,
     merged,
-    tensors_of,
 )
 from onescan.ops.backend import (
     Backend,
@@ -205,7 +205,13 @@ def additive_decay(
         q, feature_map = FEATURE_MAPS[feature_map](q), "identity"
     if isinstance(angles, RotaryPositions):
         angles, positions = (None, angles) if is_fused else (angles.angles(q.shape[1]), None)
-    named = {"q": q, "k": k, "v": v, "angles": rotary, **tensors_of("state", state)}
+    named = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "angles": rotary,
+        **named_state_tensors((state, None), causal=True),
+    }
     state = state if ranks is None or ranks.is_first else None
     dropped = None
     if choice[2] != "triton":  # kernels read any dtype and state, and apply `keep` themselves
@@ -302,7 +308,7 @@ def _check(
     check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
     if state is not None:
         check_state_type("state", state)
-    incoming = tensors_of("state", state)
+    incoming = named_state_tensors((state, None), causal=True)
     given = {} if angles is None else {"angles": angles}
     if isinstance(angles, RotaryPositions):
         given = {"angles.theta": angles.theta}

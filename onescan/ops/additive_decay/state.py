@@ -72,7 +72,11 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
     """
     for name, state in (("a", a), ("b", b)):
         check_state_type(name, state)
-    named = {**tensors_of("a", a), **tensors_of("b", b)}
+    named = {
+        f"{name}.{part}": x
+        for name, state in (("a", a), ("b", b))
+        for part, x in state._asdict().items()
+    }
     check_floating(**named)
     check_devices(**named)
     sizes = check_shapes(
@@ -90,11 +94,6 @@ def check_state_type(name: str, state: Any) -> None:
     """Raise ValueError if this is not a state. Plain tuples are rejected, as they have no names."""
     if not isinstance(state, AdditiveDecayState):
         raise ValueError(f"{name} is {named_type(state)}, expected an AdditiveDecayState")
-
-
-def tensors_of(name: str, state: AdditiveDecayState | None) -> dict[str, Tensor]:
-    """Return the tensors of a state by the names used in errors, such as state.kv."""
-    return {} if state is None else {f"{name}.{part}": x for part, x in state._asdict().items()}
 
 
 def merged(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayState:

@@ -25,11 +25,11 @@ from onescan.checks import (
     check_positive,
     check_sequence_options,
     check_shapes,
+    is_known,
     named_state_tensors,
     unpack_states,
 )
 from onescan.ops.backend import Backend, resolved_backend, wants_gradient
-from onescan.ops.chunks import is_known
 from onescan.ops.decay_attention import forms
 from onescan.ops.decay_attention.forms import Directions, directed, separated
 from onescan.ops.decay_attention.ranks import carried_states

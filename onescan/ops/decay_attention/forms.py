@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onescan.checks import is_known
 from onescan.ops.backend import wants_gradient
 from onescan.ops.chunks import (
-    is_known,
     length_of_chunks,
     linear_scan,
     needs_plain_functions,

@@ -20,11 +20,11 @@ from onescan.checks import (
     check_positive,
     check_shapes,
     check_whole,
+    is_known,
     nan_probe,
 )
 from onescan.messages import named_type
 from onescan.ops.backend import Backend, resolved_backend
-from onescan.ops.chunks import is_known
 from onescan.ops.linear_diffusion import crank_nicolson, forms
 from onescan.ops.linear_diffusion.kernel import (
     check_kernels,

@@ -23,10 +23,10 @@ from onescan.checks import (
     check_no_nan,
     check_positive,
     check_shapes,
+    is_known,
 )
 from onescan.messages import named_type
 from onescan.ops.backend import Backend, resolved_backend
-from onescan.ops.chunks import is_known
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.ops.packing import Chunks, Packing
 from onescan.ops.parallel import (

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onescan.ops.chunks import is_known, linear_scan, number_of_chunks
+from onescan.checks import is_known
+from onescan.ops.chunks import linear_scan, number_of_chunks
 from onescan.shapes import (
     ChannelsFirst,
     ChunkStarts,
