@@ -110,7 +110,7 @@ REFUSED = {
     "shared keys": (GLA, {"num_kv_heads": 2}, "num_kv_heads is 2, expected a divisor of .* 3"),
     "norm of keys": (DELTA_NET, {"qk_norm": "softmax"}, "qk_norm is 'softmax'"),
     "activation of keys": (DELTA_NET, {"qk_activation": "tanh"}, "qk_activation 'tanh' is unknown"),
-    "decay": (DELTA_NET, {"model_type": "gated_deltanet"}, "its state decays"),
+    "decay": (DELTA_NET, {"model_type": "gated_deltanet"}, "its weights are not converted"),
 }
 
 

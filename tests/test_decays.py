@@ -171,6 +171,17 @@ def test_low_rank_decays_are_their_formulas():
     torch.testing.assert_close(rwkv(x).log_decay, -rate)
 
 
+def test_decays_of_delta_rules_start_with_the_steps_and_rates_of_mamba2():
+    for name in ("gated_deltanet", "kda"):
+        decay = DECAYS[name]().build(width=1, num_heads=1000, head_width=2)
+        log_decay = decay(torch.zeros(1, 1, 1)).log_decay.reshape(1000, -1)
+        dt = -log_decay / decay.log_rate.exp()[:, None]
+        assert 0.00099 < dt.min() < 0.0012
+        assert 0.097 < dt.max() < 0.101
+        assert 0.99 < decay.log_rate.exp().min() < 1.2
+        assert 15.5 < decay.log_rate.exp().max() < 16.01
+
+
 @pytest.mark.parametrize("bound", [0.0, 0.4])
 def test_hgrn2_keeps_what_its_key_leaves(bound):
     decay, x = built(HGRN2DecayConfig(lower_bound=bound)), 3 * tokens(2, 5)

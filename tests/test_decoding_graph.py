@@ -12,6 +12,7 @@ from onescan import use_backend
 from onescan.layers.decays import GLADecayConfig
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
+    KDAMixerConfig,
     LightNetMixerConfig,
     LionMixerConfig,
     SoftmaxMixerConfig,
@@ -33,6 +34,7 @@ MIXERS = {
         num_heads=2, direction="forward", normalize="none", rotary=True, decay=GLADecayConfig()
     ),
     "delta_rule": DeltaRuleMixerConfig(num_heads=2, direction="forward"),
+    "kda": KDAMixerConfig(num_heads=2, direction="forward", gate_rank=4),
 }
 
 

@@ -26,6 +26,7 @@ from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     HybridMixerConfig,
     HydraMixerConfig,
+    KDAMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
@@ -64,6 +65,10 @@ CAUSAL = {
     },
     "delta": {
         "mixer": DeltaRuleMixerConfig(num_heads=2, direction="forward", chunk_size=CHUNK),
+        "position": None,
+    },
+    "kda": {
+        "mixer": KDAMixerConfig(num_heads=2, direction="forward", chunk_size=CHUNK, gate_rank=4),
         "position": None,
     },
     "retnet": {

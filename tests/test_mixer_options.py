@@ -10,7 +10,14 @@ from torch import nn
 
 from onescan.configs import replace
 from onescan.layers.decays import FixedDecayConfig, GLADecayConfig, HGRN2DecayConfig, NoDecayConfig
-from onescan.layers.mixers import DeltaRuleMixerConfig, LightNetMixerConfig, LionMixerConfig
+from onescan.layers.mixers import (
+    DeltaProductMixerConfig,
+    DeltaRuleMixerConfig,
+    GatedDeltaNetMixerConfig,
+    KDAMixerConfig,
+    LightNetMixerConfig,
+    LionMixerConfig,
+)
 from onescan.layers.tokens import snake_orders
 from onescan.shapes import Grid
 
@@ -48,6 +55,9 @@ RETENTION = LionMixerConfig(
 )  # fmt: skip
 CAUSAL = {
     "deltanet": replace(DELTAS["gate"], {"conv_size": 4, "direction": "forward"}),
+    "gated_deltanet": GatedDeltaNetMixerConfig(direction="forward"),
+    "kda": KDAMixerConfig(direction="forward", gate_rank=4),
+    "delta_product": DeltaProductMixerConfig(direction="forward"),
     "retention": replace(RETENTION, {"direction": "forward"}),
     "retention, convolution": replace(RETENTION, {"conv_size": 3, "direction": "forward"}),
     "lion, convolution": replace(CONVOLUTIONS["lion"], {"conv_size": 1, "direction": "forward"}),
@@ -298,7 +308,7 @@ def test_padding_on_the_left_changes_nothing(config):
     torch.testing.assert_close(y[:, 3:], want)
 
 
-@pytest.mark.parametrize("name", ["deltanet", "retention, convolution", "lion, convolution"])
+@pytest.mark.parametrize("name", ["deltanet", "kda", "retention, convolution", "lion, convolution"])
 def test_backward_is_forward_from_the_other_end(name):
     forward, backward = (trained(directed(CAUSAL[name], d)) for d in ("forward", "backward"))
     backward.load_state_dict(forward.state_dict())

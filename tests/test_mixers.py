@@ -11,10 +11,13 @@ import torch
 from projections import parts_of
 
 from onescan.layers import mixers
+from onescan.layers.decays import GatedDeltaNetDecayConfig
 from onescan.layers.mixers import (
     MIXERS,
+    DeltaProductMixerConfig,
     DeltaRuleMixerConfig,
     HybridMixerConfig,
+    KDAMixerConfig,
     LightNetMixerConfig,
     LionMixerConfig,
     MixerConfig,
@@ -40,6 +43,10 @@ OPTIONS = {
     "lion, convolution": partial(LionMixerConfig, conv_size=3, scan="natural", gate="silu"),
     "delta rule, convolution": partial(
         DeltaRuleMixerConfig, conv_size=3, key_width=5, value_width=6, gate="silu"
+    ),
+    "kda, natural": partial(KDAMixerConfig, scan="natural", gate_rank=4),
+    "gated delta product": partial(
+        DeltaProductMixerConfig, decay=GatedDeltaNetDecayConfig(), gate="silu", updates=3
     ),
     "delta rule, sum": partial(DeltaRuleMixerConfig, feature_map="relu", qk_norm="sum", beta=False),
 }

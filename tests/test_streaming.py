@@ -9,6 +9,7 @@ from onescan.configs import replace
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     HGRNMixerConfig,
+    KDAMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
@@ -35,6 +36,7 @@ CAUSAL = {
     "delta rule": DeltaRuleMixerConfig(direction="forward"),
     "lion, convolution": LionMixerConfig(direction="forward", conv_size=4, gate="silu"),
     "delta rule, convolution": DeltaRuleMixerConfig(direction="forward", conv_size=4, gate="silu"),
+    "kda": KDAMixerConfig(direction="forward", gate_rank=4),
     "lightnet, convolution": LightNetMixerConfig(num_heads=3, causal=True, conv_size=4),
     "hgrn": HGRNMixerConfig(direction="forward"),
     "mamba": MambaMixerConfig(direction="forward"),

@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from onescan.layers.basic import GLUConfig, MLPConfig
-from onescan.layers.decays import FixedDecayConfig
+from onescan.layers.decays import FixedDecayConfig, GatedDeltaNetDecayConfig
 from onescan.layers.mixers import (
+    DeltaProductMixerConfig,
     DeltaRuleMixerConfig,
+    GatedDeltaNetMixerConfig,
     HybridMixerConfig,
     HydraMixerConfig,
+    KDAMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
@@ -52,6 +55,16 @@ OPTIONS = {
         ),
         "position": None,
     },
+    "kda": {
+        "mixer": KDAMixerConfig(num_heads=3, direction="forward", gate_rank=4),
+        "position": None,
+    },
+    "gated_delta_product": {
+        "mixer": DeltaProductMixerConfig(
+            num_heads=3, direction="forward", decay=GatedDeltaNetDecayConfig(), conv_size=None
+        ),
+        "position": None,
+    },
     "retnet": {
         "mixer": LionMixerConfig(
             num_heads=3,
@@ -81,6 +94,7 @@ BOTH = {
         "position": ToeplitzPositionConfig(hidden_states=4, bidirectional=True),
     },
     "lion": {"mixer": LionMixerConfig(num_heads=3), "position": None},
+    "gated_deltanet": {"mixer": GatedDeltaNetMixerConfig(num_heads=3), "position": None},
     "vim": {"mixer": MambaMixerConfig(state_size=4), "position": None},
     "hydra": {"mixer": HydraMixerConfig(num_heads=3, state_size=4), "position": None},
     "ldn": {

@@ -58,6 +58,11 @@ class DecayConfig(ABC):
         """Whether the decay's forward takes `lower_bound`, which models learn for each block."""
         return False
 
+    @property
+    def changes_keys(self) -> bool:
+        """Whether the decay computes, multiplies or initializes keys, which delta rules exclude."""
+        return self.provides_keys
+
     @abstractmethod
     def build(self, *, width: int, num_heads: int, head_width: int) -> "Decay":
         """Build the module for tokens of this width and heads of `head_width` key channels.
@@ -125,9 +130,9 @@ def _rates(log_rate: Tensor) -> Tensor:
     return log_rate.clamp(max=MAX_LOG_RATE).exp()
 
 
-def _dt_bias(num_heads: int) -> nn.Parameter:
+def _dt_bias(count: int) -> nn.Parameter:
     """Return biases whose softplus is log-uniform between 0.001 and 0.1, as in Mamba."""
-    dt = torch.empty(num_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    dt = torch.empty(count).uniform_(math.log(1e-3), math.log(1e-1)).exp()
     return nn.Parameter(dt.expm1().log())
 
 
@@ -202,6 +207,10 @@ class SelectiveDecayConfig(DecayConfig):
     """Decay at initialization, between 0 and 1, for an input of zero. With LION's 0.5, a token
     initially reads few others; close to 1, it reads all of them, as in softmax attention."""
 
+    @property
+    def changes_keys(self) -> bool:
+        return self.couple_key
+
     def build(self, *, width: int, num_heads: int, head_width: int) -> "SelectiveDecay":
         if not 0 < self.initial_decay < 1:
             raise ValueError(
@@ -251,6 +260,10 @@ class SelectiveDecay(Decay):
 class Mamba2DecayConfig(DecayConfig):
     """An input-dependent step size times a rate per head (Mamba-2)."""
 
+    @property
+    def changes_keys(self) -> bool:
+        return True
+
     def build(self, *, width: int, num_heads: int, head_width: int) -> "Mamba2Decay":
         return Mamba2Decay(width, num_heads)
 
@@ -280,8 +293,30 @@ class Mamba2Decay(Decay):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetDecayConfig(DecayConfig):
+    """The decay of Mamba-2, which does not multiply the key (Gated DeltaNet)."""
+
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "GatedDeltaNetDecay":
+        return GatedDeltaNetDecay(width, num_heads)
+
+
+class GatedDeltaNetDecay(Mamba2Decay):
+    """lambda = exp(-exp(log_rate) softplus(W x + b)), with Mamba-2's initial values.
+
+    Source: Gated DeltaNet, arXiv:2412.06464. A separate beta scales the update instead of the key.
+    """
+
+    def forward(self, x: Hidden) -> DecayOutput:
+        return DecayOutput(super().forward(x).log_decay)
+
+
+@dataclass(frozen=True, kw_only=True)
 class XLSTMDecayConfig(DecayConfig):
     """An input-dependent forget gate and exponential input gate (xLSTM)."""
+
+    @property
+    def changes_keys(self) -> bool:
+        return True
 
     def build(self, *, width: int, num_heads: int, head_width: int) -> "XLSTMDecay":
         return XLSTMDecay(width, num_heads)
@@ -317,6 +352,10 @@ class MambaDecayConfig(DecayConfig):
 
     rank: int | None = None
     """Rank of the projection to step sizes. None for width / 16, rounded up."""
+
+    @property
+    def changes_keys(self) -> bool:
+        return True
 
     def build(self, *, width: int, num_heads: int, head_width: int) -> "MambaDecay":
         rank = math.ceil(width / 16) if self.rank is None else self.rank
@@ -379,6 +418,38 @@ class GLADecay(Decay):
     def forward(self, x: Hidden) -> DecayOutput:
         z = _wide(self.up_proj(self.down_proj(x)))
         return DecayOutput(self._heads(F.logsigmoid(z) / GLA_TEMPERATURE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDADecayConfig(DecayConfig):
+    """An input-dependent step size per key channel times a rate per head (KDA)."""
+
+    rank: int = 128
+    """Rank of the projection to step sizes. Kimi Linear uses the width of its heads, 128."""
+
+    def build(self, *, width: int, num_heads: int, head_width: int) -> "KDADecay":
+        check_positive(**{"decay.rank": self.rank})
+        return KDADecay(width, num_heads, head_width, self.rank)
+
+
+class KDADecay(Decay):
+    """lambda = exp(-exp(log_rate) softplus(W_2 W_1 x + b)), with Mamba-2's initial values.
+
+    Source: Kimi Delta Attention, arXiv:2510.26692. The step sizes, with their biases b, are per key
+    channel; the rate is per head.
+    """
+
+    def __init__(self, width: int, num_heads: int, head_width: int, rank: int) -> None:
+        super().__init__(num_heads)
+        self.down_proj = FP32Linear(width, rank, bias=False)
+        self.up_proj = small_linear(rank, num_heads * head_width, bias=False)
+        self.dt_bias = _dt_bias(num_heads * head_width)
+        self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
+
+    def forward(self, x: Hidden) -> DecayOutput:
+        z = _wide(self.up_proj(self.down_proj(x)))
+        dt = self._heads(F.softplus(z + self.dt_bias.to(z.dtype)))  # B T H K
+        return DecayOutput(-_rates(self.log_rate.to(z.dtype)).unsqueeze(-1) * dt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -499,6 +570,10 @@ class HippoDecayConfig(DecayConfig):
     """Multiply the key by the input factor of zero-order hold. False only initializes the values
     with this factor."""
 
+    @property
+    def changes_keys(self) -> bool:
+        return True
+
     def build(self, *, width: int, num_heads: int, head_width: int) -> "HippoDecay":
         check_choice("decay.activation", self.activation, get_args(Activation))
         check_positive(**{"decay.min_step": self.min_step, "decay.max_step": self.max_step})
@@ -571,8 +646,10 @@ DECAYS: Mapping[str, type[DecayConfig]] = MappingProxyType(
         "selective": SelectiveDecayConfig,
         "mamba": MambaDecayConfig,
         "mamba2": Mamba2DecayConfig,
+        "gated_deltanet": GatedDeltaNetDecayConfig,
         "xlstm": XLSTMDecayConfig,
         "gla": GLADecayConfig,
+        "kda": KDADecayConfig,
         "rwkv6": RWKV6DecayConfig,
         "hgrn2": HGRN2DecayConfig,
         "hippo": HippoDecayConfig,

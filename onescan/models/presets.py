@@ -17,14 +17,17 @@ from onescan.layers.basic import GLUConfig, MLPConfig
 from onescan.layers.decays import (
     FixedDecayConfig,
     HGRN2DecayConfig,
+    KDADecayConfig,
     NoDecayConfig,
     SelectiveDecayConfig,
 )
 from onescan.layers.mixers import (
     LINEAR_TRANSFORMERS,
+    GatedDeltaNetMixerConfig,
     HGRNMixerConfig,
     HybridMixerConfig,
     HydraMixerConfig,
+    KDAMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
@@ -239,6 +242,12 @@ _LIGHTNET_HYBRID = _Family(
     "LightNet's image models with softmax attention in every fourth block; no paper states this "
     "model",
 )
+# Gated DeltaNet in both directions, along rows and columns.
+_GATED_DELTANET = _Family(
+    replace(_LION_S.config, {"mixer": GatedDeltaNetMixerConfig(scan="natural")}),
+    "Gated DeltaNet, arXiv:2412.06464, in the blocks of LION's image models; no paper states this "
+    "model",
+)
 # The condition is added as tokens. With adaLN-Zero in each block, no published size matches.
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
 # Table 3 gives XL/2 672M parameters, but Table 14 680M: the difference is the output gate.
@@ -369,6 +378,25 @@ _MAMBA_LM = _Family(
     ),
     "Mamba, arXiv:2312.00752; LightNet, arXiv:2405.21022, Table 6",
 )
+
+
+def _delta_lm(mixer: MixerConfig, source: str) -> _Family:
+    """LLaMA's blocks with another mixer, whose ranks are the width of a head of 64, as in KDA."""
+    return _Family(
+        CausalLMConfig(
+            vocab_size=50265, mixer=mixer, mlp=GLUConfig(multiple_of=256), position=None, norm="rms"
+        ),
+        f"{source}; no paper states this model",
+    )
+
+
+_GATED_DELTANET_LM = _delta_lm(
+    GatedDeltaNetMixerConfig(direction="forward"), "Gated DeltaNet, arXiv:2412.06464"
+)
+_KDA_LM = _delta_lm(
+    KDAMixerConfig(direction="forward", decay=KDADecayConfig(rank=64), gate_rank=64),
+    "Kimi Linear, arXiv:2510.26692, without its softmax attention",
+)
 # Table 2 gives no size. The vocabulary, depth, embedding norm and head are Cramming's,
 # arXiv:2212.14034, with LightNet's blocks and positions. Positions are one-sided (Eq. 17), as in
 # the image models: the paper mentions no other form of TPE.
@@ -418,6 +446,10 @@ _ROBERTA = _Family(
 # App. C.5 adds a norm after LION-lit's attention. LION-lit needs positions, as it has no decay.
 _BERT_LIT = _bert(LionMixerConfig(decay=NoDecayConfig(), norm="layer"), _BERT_POSITION)
 _BERT_D, _BERT_S = _bert(_D, None), _bert(_S, None)
+_GATED_DELTANET_MLM = _Family(
+    _bert(GatedDeltaNetMixerConfig(), None).config,
+    "Gated DeltaNet, arXiv:2412.06464, in the blocks of BERT; no paper states this model",
+)
 # Hydra's blocks replace those of BERT. Only its embedding has dropout, which this config cannot
 # express, so there is none. The large size has 45 blocks, as in LION's App. C.5.
 _HYDRA_MLM = _Family(
@@ -498,6 +530,7 @@ _IMAGE_ROWS = (
     _Row("hydra_small", _HYDRA, 22, 384, 12, 22.0),
     _Row("hydra_base", _HYDRA, 24, 768, 24, 91.0),
     _Row("lightnet_hybrid_tiny", _LIGHTNET_HYBRID, 12, 192, 6, None),
+    _Row("gated_deltanet_tiny", _GATED_DELTANET, 12, 192, 3, None),
     _Row("lightnet_signal_tiny", _LIGHTNET_SIGNAL, 12, 192, 6, None),
     _Row("lightnet_video_tiny", _LIGHTNET_VIDEO, 12, 192, 6, None),
     _Row("lightnet_video_small", _LIGHTNET_VIDEO, 12, 384, 16, None),
@@ -556,6 +589,8 @@ _LANGUAGE_ROWS = (
     _Row("linear_attention_lm_124m", _LINEAR_GPT2, 12, 768, 12, 124.0),
     _Row("gpt2_small", _GPT2, 12, 768, 12, 124.0),
     _Row("mamba_lm_385m", _MAMBA_LM, 50, 1024, 1, 385.0),
+    _Row("gated_deltanet_lm_53m", _GATED_DELTANET_LM, 6, 512, 8, None),
+    _Row("kda_lm_47m", _KDA_LM, 6, 512, 8, None),
     _Row("lightnet_mlm_base", _LIGHTNET_MLM, 16, 768, 12, None),
     _Row("lion_lit_mlm_base", _BERT_LIT, 12, 768, 12, 110.0),
     _Row("lion_lit_mlm_large", _BERT_LIT, 24, 1024, 16, 334.0),
@@ -563,6 +598,7 @@ _LANGUAGE_ROWS = (
     _Row("lion_d_mlm_large", _BERT_D, 24, 1024, 16, 334.0),
     _Row("lion_s_mlm_base", _BERT_S, 12, 768, 12, 110.0),
     _Row("lion_s_mlm_large", _BERT_S, 24, 1024, 16, 334.0),
+    _Row("gated_deltanet_mlm_small", _GATED_DELTANET_MLM, 6, 512, 8, None),
     _Row("bert_base", _BERT, 12, 768, 12, 110.0),
     _Row("bert_large", _BERT, 24, 1024, 16, 334.0),
     _Row("roberta_base", _ROBERTA, 12, 768, 12, 125.0),

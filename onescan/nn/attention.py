@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_whole
 from onescan.layers.basic import NormName
 from onescan.layers.decays import DECAYS, NoDecayConfig
-from onescan.layers.mixers.contract import Mixer, MixerConfig
+from onescan.layers.mixers.contract import Mixer, MixerConfig, ScanName
 from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig
 from onescan.layers.mixers.linear_diffusion import LinearDiffusionMixerConfig
-from onescan.layers.mixers.lion import LionMixer, LionMixerConfig, ScanName
+from onescan.layers.mixers.lion import LionMixer, LionMixerConfig
 from onescan.nn.arguments import check_continuable, check_tokens, grid_of, keep_of
 from onescan.ops.additive_decay import additive_decay
 from onescan.ops.delta_rule import DeltaState, delta_rule
@@ -247,7 +247,8 @@ class DeltaAttention(AttentionLayer):
     In cross-attention, the queries read the memory after the last token of the context, so the
     order of the context matters.
 
-    Sources: DeltaNet, arXiv:2406.06484; both directions, LION, arXiv:2502.16249, App. B.7.
+    Sources: DeltaNet, arXiv:2406.06484; Gated DeltaNet, arXiv:2412.06464; KDA, arXiv:2510.26692;
+    both directions, LION, arXiv:2502.16249, App. B.7.
 
     Args:
         dim: Width of the tokens, a multiple of num_heads.
@@ -255,6 +256,8 @@ class DeltaAttention(AttentionLayer):
         axes: Number of axes of the grid, which is read in row-major order.
         causal: Read only earlier tokens.
         norm: Norm of the output.
+        decay: Decay of the memory: "none", "gated_deltanet", "kda", or another name in
+            `onescan.layers.decays.DECAYS` of a decay that does not change keys.
     """
 
     mixer: DeltaRuleMixer
@@ -267,24 +270,28 @@ class DeltaAttention(AttentionLayer):
         axes: int = 1,
         causal: bool = False,
         norm: NormName = "rms",
+        decay: str = "none",
     ) -> None:
-        direction: Any = "forward" if causal else "both"
-        config = DeltaRuleMixerConfig(num_heads=num_heads, direction=direction, norm=norm)
+        check_choice("decay", decay, DECAYS)
+        config = DeltaRuleMixerConfig(
+            num_heads=num_heads,
+            direction="forward" if causal else "both",
+            norm=norm,
+            decay=DECAYS[decay](),
+        )
         super().__init__(config, dim, axes)
 
     def _read(
         self, x: Tensor, context: Tensor, grid: Grid, keys: Grid | None, keep: Keep | None
     ) -> Tensor:
         mixer = self.mixer
-        heads = mixer.config.num_heads
-        q = mixer.in_proj(x).chunk(3, dim=-1)[0]
-        _, k, v = mixer.in_proj(context).chunk(3, dim=-1)
-        q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
-        k = mixer.normalized(k)
-        _, memory = delta_rule(k, k, v, mixer.beta(context), causal=True, keep=keep)
+        q, _, _ = mixer.heads(mixer.in_proj(x))
+        unread, k, v = mixer.heads(mixer.in_proj(context))
+        beta, log_decay = mixer.beta(context), mixer.log_decay(context)
+        _, memory = delta_rule(unread, k, v, beta, log_decay, causal=True, keep=keep)
         assert isinstance(memory, DeltaState)
         with disable_autocast(x):
-            (wide_q,) = to_accumulation_dtype(mixer.normalized(q))
+            (wide_q,) = to_accumulation_dtype(q)
             o = torch.einsum("bthk,bhkv->bthv", wide_q, memory.kv).flatten(-2).to(q.dtype)
         return mixer.out_proj(mixer.norm(o))
 

@@ -10,7 +10,10 @@ from onescan.checks import check_choice
 from onescan.layers.decays import FixedDecayConfig, NoDecayConfig
 from onescan.layers.mixers import (
     LINEAR_TRANSFORMERS,
+    DeltaProductMixerConfig,
+    GatedDeltaNetMixerConfig,
     HybridMixerConfig,
+    KDAMixerConfig,
     LightNetMixerConfig,
     LionMixerConfig,
     MixerConfig,
@@ -25,6 +28,9 @@ NAMED_MIXERS: Mapping[str, MixerConfig] = MappingProxyType(
         "lion_lit": LionMixerConfig(decay=NoDecayConfig()),
         "lion_d": LionMixerConfig(decay=FixedDecayConfig()),
         "lion_s": LionMixerConfig(),
+        "gated_deltanet": GatedDeltaNetMixerConfig(),
+        "kda": KDAMixerConfig(),
+        "delta_product": DeltaProductMixerConfig(),
         "softmax": SoftmaxMixerConfig(),
         **LINEAR_TRANSFORMERS,
     }

@@ -280,9 +280,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
     }
 )
-# Models that are refused, and what the native layer lacks.
+# Models that are refused, and why.
 DIFFERENCES: Mapping[str, str] = MappingProxyType(
-    {"gated_deltanet": "its state decays, which DeltaRuleMixerConfig does not support"}
+    {"gated_deltanet": "its weights are not converted; GatedDeltaNetMixerConfig is the same layer"}
 )
 
 

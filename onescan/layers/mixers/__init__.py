@@ -1,7 +1,14 @@
 """Every mixer; `MIXERS` lists their configs by name, without hybrids of two of them."""
 
 from onescan.layers.mixers.contract import Mixer, MixerConfig
-from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig, DeltaRuleState
+from onescan.layers.mixers.delta_rule import (
+    DeltaProductMixerConfig,
+    DeltaRuleMixer,
+    DeltaRuleMixerConfig,
+    DeltaRuleState,
+    GatedDeltaNetMixerConfig,
+    KDAMixerConfig,
+)
 from onescan.layers.mixers.hgrn import (
     HGRNMixer,
     HGRNMixerConfig,
@@ -25,14 +32,17 @@ from onescan.layers.mixers.vision_rwkv import VisionRWKVMixerConfig
 __all__ = [
     "LINEAR_TRANSFORMERS",
     "MIXERS",
+    "DeltaProductMixerConfig",
     "DeltaRuleMixer",
     "DeltaRuleMixerConfig",
     "DeltaRuleState",
+    "GatedDeltaNetMixerConfig",
     "HGRNMixer",
     "HGRNMixerConfig",
     "HybridMixerConfig",
     "HydraMixer",
     "HydraMixerConfig",
+    "KDAMixerConfig",
     "LightNetMixer",
     "LightNetMixerConfig",
     "LightNetState",
@@ -62,6 +72,9 @@ MIXERS: dict[str, type[MixerConfig]] = {
     "lightnet": LightNetMixerConfig,
     "lion": LionMixerConfig,
     "delta_rule": DeltaRuleMixerConfig,
+    "gated_deltanet": GatedDeltaNetMixerConfig,
+    "kda": KDAMixerConfig,
+    "delta_product": DeltaProductMixerConfig,
     "hgrn": HGRNMixerConfig,
     "rwkv6": RWKV6MixerConfig,
     "vision_rwkv": VisionRWKVMixerConfig,

@@ -12,6 +12,7 @@ from onescan.messages import named_type
 from onescan.shapes import Grid, Hidden, Keep
 
 Direction = Literal["both", "forward", "backward", "alternating"]
+ScanName = Literal["flat", "natural"]
 
 
 @dataclass(frozen=True, kw_only=True)

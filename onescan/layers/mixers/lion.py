@@ -32,7 +32,13 @@ from onescan.layers.decays import (
     SelectiveDecayConfig,
     XLSTMDecayConfig,
 )
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
+from onescan.layers.mixers.contract import (
+    DirectedMixerConfig,
+    Mixer,
+    ScanName,
+    flipped,
+    masked,
+)
 from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import RotaryAngles, check_rotary, rotary_angles, rotated
@@ -51,7 +57,6 @@ from onescan.ops.packing import Packing
 from onescan.shapes import Grid, Hidden, Keep, Keys, LowerBound, Position, Queries, Values
 
 MeanDecays = Float[Tensor, "scans H"] | Float[Tensor, "scans H K"]
-ScanName = Literal["flat", "natural"]
 Normalize = Literal["none", "sum", "max_one", "sum_before_mask"]
 
 
