@@ -194,7 +194,7 @@ class DeltaRuleMixer(Mixer):
         return 2 * beta if config.negative_eigenvalues else beta
 
     def normalized(self, x: Keys) -> Keys:
-        """Apply the activation of queries and keys, and normalize each vector, in its dtype."""
+        """Apply the activation of queries and keys, and normalize each vector. Keeps the dtype."""
         y = self.feature_map(x)
         if self.config.qk_norm == "sum":
             y = safe_divide(y, y.sum(dim=-1, keepdim=True))
