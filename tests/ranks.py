@@ -1,4 +1,4 @@
-"""Processes of a group on this machine, for the tests of ops over several ranks."""
+"""Run checks in several processes on one machine, for the tests of ops over several ranks."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single")
 
 
 def run_ranks(size, check, folder):
-    """Call check(group) in that many processes, with groups of 2, 3, ... of them."""
+    """Call check(group) in `size` processes, with groups of the first 2, 3, ... of them."""
     ranks = []
     for rank in range(size):
         if not (pid := os.fork()):
@@ -28,7 +28,7 @@ def run_ranks(size, check, folder):
 
 
 def _run_rank(rank, size, check, folder):
-    """Run in a child, which ends without pytest's own exit."""
+    """Run the checks in a child process, and exit without pytest's cleanup."""
     code = 1
     try:
         store = dist.FileStore(str(folder / "store"), size)
@@ -69,13 +69,13 @@ def _failed(pids):
 
 
 def split(tokens, ranks):
-    """Return uneven lengths of shares: short ones, and empty ones at both ends and between."""
+    """Return uneven lengths of shards: short ones, and empty ones at both ends and between."""
     half = tokens // 2
     return {2: [0, tokens], 3: [1, tokens - 3, 2], 4: [half, 0, tokens - half, 0]}[ranks]
 
 
 def assert_same_over_ranks(op, tokens, shared, lengths, group, *, per_position=1, prefix=0):
-    """An op on shares of its tokens is equal to the op on all of them, and so are its gradients.
+    """An op on shards of its tokens equals the op on all of them, and so do its gradients.
 
     Args:
         op: Function of the tensors in `tokens` and `shared`, and of a group or None. Returns its

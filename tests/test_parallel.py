@@ -24,7 +24,7 @@ from onescan.ops import (
     lrpe_angles,
     toeplitz_position,
 )
-from onescan.ops.packing import Packing, PackingShare
+from onescan.ops.packing import Packing, PackingShard
 from onescan.ops.parallel import SequenceGroup, sequence_parallel
 
 B, T, H, K, V = 2, 13, 2, 4, 3
@@ -168,7 +168,7 @@ def test_packed_sequences(over_ranks, name):
         offsets = OFFSETS
         if group is not None and group.size() == 3:  # shared by several calls
             whole = Packing(OFFSETS, batch=B, tokens=T)
-            offsets = PackingShare(whole, split(T, 3), dist.get_rank(group))
+            offsets = PackingShard(whole, split(T, 3), dist.get_rank(group))
         o, state = run(**tensors, cu_seqlens=offsets, group=group)
         assert state is None
         return o, []

@@ -57,8 +57,8 @@ def step(
 ):  # fmt: skip
     """Compute outputs and the state after the last token: z [B, H, K], kv [B, H, F, V].
 
-    Tokens of q, k and v are `stride` numbers apart. `start` points to a number that is added to
-    `position`.
+    q_stride, k_stride and v_stride are the distances between tokens. `start` points to an offset
+    that is added to `position`.
     """
     program = tl.program_id(0).to(tl.int64)
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V

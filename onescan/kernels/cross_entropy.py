@@ -1,4 +1,4 @@
-"""Cross-entropy of logits and labels, and its gradient, without logits in float32 in memory.
+"""Cross-entropy of logits and labels, and its gradient, without writing logits in float32.
 
     loss = z - logits[label],   z = log sum exp(logits)        losses
     dlogits = (exp(logits - z) - onehot(label)) dloss          losses_back
@@ -25,9 +25,9 @@ def losses(
     classes, ignored,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the loss of one row, which is NaN if the label is out of range, and exp(z) in parts.
+    """Write the loss of one row, which is NaN if the label is out of range, and its peak and mass.
 
-    exp(z) = exp(peak) mass, because rounding errors of z are relative to the largest logit.
+    exp(z) = exp(peak) mass. z itself would be rounded relative to the largest logit.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * classes

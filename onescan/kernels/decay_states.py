@@ -259,8 +259,8 @@ def step(
 ):  # fmt: skip
     """Compute the outputs of all tokens, and the state and sum of keys after the last token.
 
-    Tokens of q, k and v are `stride` numbers apart, so that they are read where a projection wrote
-    them. MAP is the feature map of queries and keys.
+    q_stride, k_stride and v_stride are the distances between tokens, which are read where a
+    projection wrote them. MAP is the feature map of queries and keys.
     """
     program = tl.program_id(0)
     head, sample, line = program % H, (program // H).to(tl.int64), program.to(tl.int64)

@@ -71,7 +71,7 @@ def chunk_length(case: Case) -> int:
 
 
 def solve_blocks(case: Case) -> Blocks:
-    """Return the blocks of `solve`: 256 threads, to hold several matrices of pairs of tokens."""
+    """Return the blocks of `solve`: 256 threads, to hold several C x C matrices."""
     warps = 8 if case.chip.startswith("sm_") else 4
     return Blocks(chunk_length(case), 32, 32, warps, stages=1)
 
@@ -175,8 +175,8 @@ def solve(
 ):  # fmt: skip
     """Compute W, [D, B, T, H, K], and U, [D, B, T, H, V], as `errors`, of a chunk and direction.
 
-    GRADIENT: store the inverse of I + A, [D, B, T, H, C], too, and as `derrors` the part of dN that
-    dO gives.
+    GRADIENT: also store the inverse of I + A, [D, B, T, H, C], and in `derrors` the part of dN that
+    comes from dO.
     """
     head, sample, _, t, valid, begin = chunk_of(keep, batch, tokens, H, HAS_KEEP, BLOCK_T)
     direction = tl.program_id(1)
@@ -229,8 +229,8 @@ def states(
 ):  # fmt: skip
     """Compute the state before each chunk, [D, B, H, N, K, V], and replace U by E in `errors`.
 
-    GRADIENT: visit chunks in the opposite order, compute the gradients of states after each chunk,
-    and add what they give to dN, passed as `errors`.
+    GRADIENT: visit chunks in the opposite order, compute the gradients of the states after each
+    chunk, and add their contribution to dN, which is passed as `errors`.
     """
     program = tl.program_id(0).to(tl.int64)
     head, sample, direction = position(tl.program_id(0), batch, H)
@@ -350,7 +350,8 @@ def pair_gradients(
 ):  # fmt: skip
     """Compute R, X and Y B + B Y^T of a chunk and direction, and the gradients of beta.
 
-    derrors: dN, which is replaced by R. dbetas and ddecays: [D, B, T, H], the latter through M.
+    derrors: dN, which is replaced by R. dbetas: [D, B, T, H]. ddecays: the part of the gradients of
+    log-decays that passes through M, [D, B, T, H].
     pairs, key_pairs: X and Y B + B Y^T, [D, B, T, H, C].
     """
     head, sample, _, t, valid, begin = chunk_of(keep, batch, tokens, H, HAS_KEEP, BLOCK_T)
@@ -386,7 +387,7 @@ def pair_gradients(
     tl.store(dbetas + here + line, of_beta, mask=t < tokens)
     y *= strength[None, :]
     i, j = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_T)[None, :]
-    if HAS_DDECAYS:  # a decay applies between each token visited before it and each later one
+    if HAS_DDECAYS:  # a decay applies between the tokens visited before it and all others
         scores = scores_of(q, k, rows, valid, K, BLOCK_T, BLOCK_K, OPERAND, PRECISION)
         before = tl.where(direction == 0, i < j, i > j)
         met = tl.where(i == j, 0.0, x * scores + y * gram)
@@ -406,7 +407,7 @@ def through_states(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return a block of dq and dk through the states of one direction, and the parts of dg."""
+    """Return the parts of dq, dk and dg that pass through the states of one direction."""
     rows = (tl.arange(0, BLOCK_T) * H)[:, None]
     passed, end = passed_decay(
         decays, direction, batch, sample, t, tokens, head, H, HAS_DECAYS, BLOCK_T
@@ -454,10 +455,10 @@ def gradients(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the queries and keys of a chunk, and add theirs of log-decays.
+    """Compute the gradients of queries and keys, and add the states' part of those of log-decays.
 
-    BOTH: sum the gradients of values and beta over directions, too. Subtract what each token's own
-    output, counted twice, gives.
+    BOTH: also sum the gradients of values and beta over directions, and subtract the contribution
+    of each token's own output, which is counted twice.
     """
     head, sample, chunk, t, valid, begin = chunk_of(keep, batch, tokens, H, HAS_KEEP, BLOCK_T)
     across = (batch * H).to(tl.int64) * tokens

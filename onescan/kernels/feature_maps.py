@@ -1,11 +1,9 @@
 """The feature map of LION, [silu(x) + 1/2] / ||silu(x) + 1/2||, and its gradient.
 
-`features` computes feature maps inside kernels that decode.
-
     u = silu(x) + 1/2,   y = u / ||u||,   dx = silu'(x) (dy - (y . dy) y) / ||u||
 
 x is read where the projection wrote it, among other channels of the same token. u is recomputed in
-the backward pass.
+the backward pass. `features` applies feature maps inside decoding kernels.
 
 Source: LION, arXiv:2502.16249, Sec. 3.2.
 """
@@ -40,7 +38,7 @@ def sigmoid(x):
 
 @jit
 def features(x, there, MAP: tl.constexpr):
-    """Apply a feature map to the channels of one head, with 0 where masked.
+    """Apply a feature map to the channels of one head; masked channels are 0.
 
     MAP is its number in onescan.ops.feature_maps.KERNEL_MAPS.
     """

@@ -1,13 +1,14 @@
-"""The product of a gate's activation and the numbers that it multiplies, and its gradients.
+"""The product of x and the activation of a gate, and its gradients.
 
     y = x a(g),   dx = dy a(g),   dg = dy x a'(g)         a = silu or sigmoid
 
-The activation is recomputed in the backward pass, which is why nothing but x and g is stored.
+The backward pass recomputes the activation, so that only x and g are stored.
 """
 
 import triton.language as tl
 
 from onescan.kernels.common import Blocks, Case, Example, jit, kernel
+from onescan.kernels.feature_maps import sigmoid
 
 EXAMPLES = (Example(1, 1),)
 
@@ -21,8 +22,7 @@ def blocks_of(case: Case) -> Blocks:
 def load_gate(gate, i, there, SILU: tl.constexpr):
     """Return the activation of a block of gates, and its derivative."""
     g = tl.load(gate + i, mask=there, other=0).to(tl.float32)
-    small = tl.exp(-tl.abs(g))  # cannot overflow
-    activation = tl.where(g < 0, small, 1.0) / (1 + small)
+    activation = sigmoid(g)
     slope = activation * (1 - activation)
     if SILU:
         slope = activation + g * slope

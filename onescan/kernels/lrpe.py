@@ -67,9 +67,9 @@ def grid_angles(
     tokens, prefix, origin, size, stride, feature, features,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the angles [T, H, K] of the `features` that belong to an axis, from `feature` on.
+    """Write the angles [T, H, K] of one axis, which has `features` features from `feature` on.
 
-    The axis has `size` positions from `origin` on, and its neighbors are `stride` tokens apart.
+    The axis has `size` positions from `origin` on. Neighbors along it are `stride` tokens apart.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = i < tokens.to(tl.int64) * (H * features)

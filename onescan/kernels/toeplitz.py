@@ -153,7 +153,8 @@ def carry(
     """Replace the sums over each part by the sums over the state and all parts before it.
 
     If WEIGHED, the incoming state is aligned with the first token, not with the token before it.
-    A part that another one of its sequence follows has `split` tokens; BACKWARD, the other way.
+    A part that is followed by another part of its sequence has `split` tokens; if BACKWARD, a part
+    that follows another one.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     width: tl.constexpr = D * E

@@ -188,7 +188,7 @@ class CausalLM(nn.Module):
             vocab_size: Generate only ids below this number, for a tokenizer with fewer tokens than
                 the model. ``None`` allows all ids.
             generator: Source of randomness. ``None`` is torch's global generator.
-            cuda_graph: Run the model as a CUDA graph after the prompt, which takes fewer launches.
+            cuda_graph: Run each step after the prompt as a CUDA graph, launched as a whole.
                 Requires a GPU and a state of constant size. Not tested on a GPU yet.
 
         Yields:

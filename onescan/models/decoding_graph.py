@@ -1,7 +1,7 @@
 """One decoding step as a CUDA graph, which the host launches as a whole.
 
-Launching the operators of a step one by one takes longer than running them if the batch is small.
-The graph has not been run on a GPU yet, so it is used on request only.
+With small batches, launching the operators of a step one by one takes longer than running them.
+The graph has not been run on a GPU yet, so it is off by default.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from onescan.models.token_network import (
 )
 from onescan.shapes import TokenLogits, Tokens
 
-WARM_UP = 3  # calls before the capture, in which libraries allocate and kernels are compiled
+WARM_UP = 3  # calls before the capture, during which libraries allocate and kernels are compiled
 
 
 class DecodingGraph:
@@ -41,7 +41,7 @@ class DecodingGraph:
         self._replay = capture(self._step, self._forward, tokens.device)
 
     def __call__(self, tokens: Tokens, state: Any = None) -> tuple[TokenLogits, NetworkState]:
-        """Return the logits after each token and `state`; the next call overwrites both."""
+        """Return the logits of the next token, and the state; the next call overwrites both."""
         self.tokens.copy_(tokens)
         self._replay()
         return self._logits, self.state

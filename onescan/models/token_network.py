@@ -344,7 +344,7 @@ def select_rows(state: Any, rows: Tensor) -> Any:
 
 
 def as_buffers(state: Any, device: torch.device) -> Any:
-    """Return a copy of a state on a device, with its numbers as tensors.
+    """Return a copy of a state on a device, with numbers converted to tensors.
 
     >>> as_buffers((torch.ones(1), None, 3), torch.device("cpu"))
     (tensor([1.]), None, tensor(3))
@@ -357,7 +357,7 @@ def as_buffers(state: Any, device: torch.device) -> Any:
 
 
 def check_constant_size(before: Any, after: Any) -> None:
-    """Raise ValueError if the state after more tokens is larger, as in softmax attention."""
+    """Raise ValueError if the state grows with the number of tokens, as in softmax attention."""
     longer = flatten_state(after)
     for name, x in flatten_state(before).items():
         if x.shape != longer[name].shape:

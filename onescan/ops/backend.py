@@ -239,7 +239,7 @@ def packed_heads(x: Tensor) -> Tensor:
 
 
 def token_stride(x: Tensor) -> int:
-    """Return the distance between tokens of x, [B, T, ...]; those of different samples if T = 1."""
+    """Return the distance between tokens of x, [B, T, ...], or between samples if T = 1."""
     return x.stride(0 if x.shape[1] == 1 else 1)
 
 

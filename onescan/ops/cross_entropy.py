@@ -21,14 +21,14 @@ def cross_entropy(
     """Return log sum exp(logits) - logits[label], in float32 or wider, reduced over all labels.
 
     Equals torch's ``cross_entropy(logits.float(), labels)``. For a large vocabulary, logits take
-    more memory than all else, and torch writes four copies of them in float32.
+    more memory than any other tensor, and torch writes four float32 tensors of their size.
 
     Args:
         logits: Scores of each class, ``[N, classes]``.
         labels: Class of each row, int64.
         reduction: "mean" over the labels that are not ignored, or "sum".
         ignore_index: Label of rows without a loss.
-        backend: "torch" runs on any device. "triton" runs on a GPU, reads logits once in each pass,
+        backend: "torch" runs on any device. "triton" runs on a GPU, reads logits once in each pass
             and has first derivatives only. "auto" chooses; see `use_backend`.
 
     Raises:

@@ -20,7 +20,7 @@ def losses(logits: Tensor, labels: Tensor, *, ignored: int) -> Tensor:
 def _losses(
     logits: Tensor, labels: Tensor, ignored: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return losses, the largest logits, and the normalizers relative to them, all [N]."""
+    """Return losses, the largest logits, and sums of exponentials relative to them, all [N]."""
     loss = logits.new_empty(len(logits), dtype=torch.float32)
     peak, mass = torch.empty_like(loss), torch.empty_like(loss)
     if len(logits):

@@ -45,7 +45,7 @@ def shifted_silu(x: Queries, *, backend: Backend = "auto") -> Queries:
         return F.normalize(F.silu(x) + 0.5, dim=-1)
 
 
-# Feature maps that kernels for decoding apply themselves, and their numbers there.
+# Feature maps that decoding kernels can apply, and their numbers in the kernels.
 KERNEL_MAPS: Mapping[str, int] = MappingProxyType({"identity": 0, "silu": 1, "shifted_silu": 2})
 
 FEATURE_MAPS: Mapping[FeatureMapName, Callable[[Queries], Queries]] = MappingProxyType(

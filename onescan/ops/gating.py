@@ -20,7 +20,7 @@ def gated(x: Tensor, gate: Tensor, activation: str, *, backend: Backend = "auto"
     """Return x * activation(gate).
 
     Args:
-        x: Numbers to gate, in any shape.
+        x: Tensor of any shape.
         gate: Gate before its activation, in the shape of x.
         activation: One of `ACTIVATIONS`.
         backend: "torch" runs on any device. "triton" runs on a GPU, as a single kernel that

@@ -32,9 +32,9 @@ BLOCK = 64  # positions per block of `_axis_angles`
 
 
 class RotaryPositions(NamedTuple):
-    """LRPE of consecutive tokens along one axis, before its angles are computed.
+    """Positions of consecutive tokens along one axis, in place of their LRPE angles.
 
-    Kernels that decode compute the angles (start + t) theta themselves.
+    Decoding kernels compute the angles (start + t) theta themselves.
 
     Attributes:
         theta: Radians per step, [H, K].
@@ -120,10 +120,10 @@ def lrpe_angles(
         prefix: Number of tokens before the grid, such as a class token. Their angle is 0.
         start: Position of the first token along the first axis, to continue a sequence or a grid.
             May be an integer tensor, for export; its value is not checked.
-        group: Process group over which the first axis lies in rank order; `shape` is then the part
-            of this rank, possibly without positions, and `start` the position of the first rank's
-            first token. A prefix lies on the first rank. None for the group of
-            `onescan.ops.parallel.sequence_parallel`, if any.
+        group: Process group across which the first axis is sharded in rank order; `shape` is then
+            that of this rank's part of the grid, which may be empty, and `start` the position of
+            the first rank's first token. Only the first rank may have a prefix. None uses the group
+            of `onescan.ops.parallel.sequence_parallel`, if any.
 
     Returns:
         Angles in [-2 pi, 2 pi], in float32, or float64 for float64 theta. Their gradient with
@@ -131,8 +131,8 @@ def lrpe_angles(
 
     Raises:
         ValueError: If shape has no axis or an empty one, if prefix or start is not a whole number
-            of at least 0, if start is combined with a prefix, if a prefix lies on another rank than
-            the first or, on a CPU, if theta is not finite.
+            of at least 0, if start is combined with a prefix, if another rank than the first has a
+            prefix or, on a CPU, if theta is not finite.
 
     >>> theta = torch.tensor([[1.0, 3.0]])
     >>> lrpe_angles((2, 2), theta, prefix=1).squeeze(1).tolist()
@@ -150,7 +150,7 @@ def lrpe_angles(
         if not ranks.is_first:
             if prefix:
                 raise ValueError(
-                    f"prefix is {prefix} on rank {ranks.rank}, expected 0: it lies on rank 0"
+                    f"prefix is {prefix} on rank {ranks.rank}, expected 0 except on rank 0"
                 )
             start = start + before
     if can_look_at_values(theta) and not theta.detach().isfinite().all():

@@ -111,7 +111,7 @@ class Packing:
         return x.to(self.device, non_blocking=True)
 
     def sequence_at(self, rows: Tensor, places: Tensor) -> Tensor:
-        """Return the sequence of the tokens at some places of some rows."""
+        """Return the sequences of the tokens at the given places of the given rows."""
         ends = self.cu_seqlens[1:].long()
         return torch.searchsorted(ends, rows * self.tokens + places, right=True)
 
@@ -158,14 +158,14 @@ class Packing:
         return torch.stack([start, stop, ~begins, sequence], dim=-1).int(), firsts.int()
 
 
-class PackingShare(Packing):
-    """The part of packed sequences on one rank of a process group; see `onescan.ops.parallel`.
+class PackingShard(Packing):
+    """Packed sequences on one rank of a process group; see `onescan.ops.parallel`.
 
-    It is the packing of the rank's tokens, where `starts`, `ends` and the chunks that begin a
-    sequence are those of the whole sequences. A rank without tokens has a masked one in each row.
+    The packing of the rank's tokens, except that `starts`, `ends` and the first chunks of sequences
+    refer to whole sequences. A rank without tokens has one masked token per row.
 
     >>> whole = Packing(torch.tensor([0, 3, 6]), batch=1, tokens=6)
-    >>> second = PackingShare(whole, lengths=[2, 4], rank=1)
+    >>> second = PackingShard(whole, lengths=[2, 4], rank=1)
     >>> second.starts.tolist(), second.ends.tolist()
     ([[False, True, False, False]], [[True, False, False, True]])
     >>> second.heads.tolist(), second.tails.tolist()
@@ -177,9 +177,9 @@ class PackingShare(Packing):
         rank: The rank.
 
     Attributes:
-        heads: The sequence of the first token of each row on each rank, [W, B]; -1 if there is
-            none.
-        tails: The sequence of the last token.
+        heads: The sequence of the first token of each row on each rank, [W, B]; -1 for ranks
+            without tokens.
+        tails: The sequence of the last token of each row on each rank, [W, B].
     """
 
     def __init__(self, whole: Packing, lengths: Sequence[int], rank: int) -> None:
@@ -206,7 +206,7 @@ class PackingShare(Packing):
         )
 
     def sequences_around(self, before: int, after: int) -> Int[Tensor, "B S"]:
-        """Return the sequence of each token, and of so many tokens of other ranks around them."""
+        """Return the sequence of each token, including `before` and `after` tokens around them."""
         start = self.tokens_before - before
         stop = self.tokens_before + self.tokens + after
         rows = torch.arange(self.batch, device=self.cu_seqlens.device).unsqueeze(1)
@@ -327,7 +327,7 @@ def packing_of(
         cu_seqlens: Offsets, or a `Packing`.
         x: The tokens.
         state: The op's state, which cannot be combined with offsets.
-        tokens: Number of tokens per row if x has only a part of them.
+        tokens: Number of tokens per row, if x has only some of them.
 
     Raises:
         ValueError: If the offsets have another type or shape, a state is given or, for offsets on

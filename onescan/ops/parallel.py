@@ -1,10 +1,11 @@
-"""One sequence over several processes: the token axis lies over a process group, in rank order.
+"""Sequence parallelism: ops whose token axis is sharded across a process group, in rank order.
 
-Each rank passes its own tokens to an op with ``group=``, and receives their outputs, which are the
-same as on one process. Shares may have different lengths, and a share may be empty (T = 0). What
-ranks exchange are states and neighboring tokens, whose size does not depend on the number of
-tokens. Only `toeplitz_position` may exchange tokens, where that is less. A rank receives, from W
-ranks with T tokens in total, in the forward pass and again in the backward pass::
+Each rank passes its own tokens to an op with ``group=`` and receives their outputs, which equal
+those of a single process. Shards may have different lengths, and a shard may be empty (T = 0).
+Ranks exchange states and neighboring tokens, whose size does not depend on the number of tokens.
+Only `toeplitz_position` exchanges all tokens, and only if they take less memory than the states. In
+the forward pass, and again in the backward pass, a rank receives from W ranks with T tokens in
+total::
 
     additive_decay          all-reduce    B H (2 K + F V)
     additive_decay, causal  all-gather    W B H (K + F V)
@@ -15,28 +16,28 @@ ranks with T tokens in total, in the forward pass and again in the backward pass
                             all-to-all    2 B T D / W            if that is less
     lrpe_angles             all-gather    W                      in the forward pass only
 
-A recurrence is linear in the state that enters a share, S' = P S + U. Ranks gather P and U of every
-share, combine those before their own (or after it, in the backward direction), and run the op from
-that state. FFTs need all tokens at once and are not available, nor is Crank-Nicolson, which solves
-a system over all tokens.
+A recurrence is linear in the state that enters a shard, S' = P S + U. Ranks gather P and U of all
+shards, combine those before their own (after it in the backward direction), and run the op from the
+resulting state. Forms that need all tokens at once are not available: FFTs, and Crank-Nicolson,
+which solves a system over all tokens.
 
 Rules:
 
-- All ranks make the same calls in the same order with the same options, and their inputs agree in
-  all sizes but T. Apart from `keep` in the recurrences, an optional argument is passed on every
-  rank or on none.
-- `cu_seqlens` holds the offsets of all tokens, the same on every rank, as on one process. Packed
-  sequences may lie on several ranks.
-- The outputs belong to the tokens of the rank. A state that is returned is that of the whole
-  sequence, on every rank. A state that is passed in comes before the whole sequence and is read on
-  the first rank; a state of later tokens is read on the last rank.
-- Gradients are those of the sum of all ranks' losses. A gradient of something that the ranks share,
-  such as a parameter, is the rank's part, to be summed over the ranks.
-- Every rank that takes part in the forward pass also runs the backward pass, from a loss that
-  depends on its outputs. A rank whose loss is not needed multiplies it by 0. Then every rank meets
-  the same collectives in the same order: autograd visits them in the opposite order of the forward
-  pass, and each of them is one node that the outputs of every rank depend on, whether or not tokens
-  of other ranks reach them. There are first derivatives only.
+- All ranks must make the same calls in the same order with the same options, and their inputs must
+  have the same sizes except for T. An optional argument is passed on all ranks or on none, except
+  for `keep` in the recurrences.
+- `cu_seqlens` contains the offsets of all tokens, and is the same on every rank. A packed sequence
+  may extend over several ranks.
+- Every rank returns the outputs of its own tokens, and the state of the whole sequence. An incoming
+  state precedes the whole sequence and is read on the first rank only; a state of later tokens is
+  read on the last rank only.
+- Gradients are those of the sum of all ranks' losses. The gradient of a tensor that all ranks have,
+  such as a parameter, is only the rank's part: sum it over the ranks.
+- Every rank that runs the forward pass must also run the backward pass, from a loss that depends on
+  its outputs; a rank without a loss multiplies its outputs by 0. All ranks then run the same
+  collectives in the same order: each collective is one node of the graph, on which the outputs of
+  every rank depend, and autograd visits nodes in the reverse order of the forward pass. Only first
+  derivatives are supported.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,22 +53,22 @@ from torch.autograd.function import once_differentiable
 
 from onescan.messages import named_type
 from onescan.ops.chunks import linear_scan
-from onescan.ops.packing import Packing, PackingShare, packing_of
+from onescan.ops.packing import Packing, PackingShard, packing_of
 
 
 class SequenceGroup:
-    """A process group over which the token axis of a sequence lies, in rank order.
+    """A process group across which the token axis of a sequence is sharded, in rank order.
 
-    Ops accept one in place of a process group. If it has the lengths, ops that need them do not
-    exchange them.
+    Ops accept it in place of a process group. If `lengths` are given, ops that need them do not
+    have to exchange them.
 
     Args:
         group: A process group of this process.
-        lengths: Number of tokens on each rank; None to exchange them when an op needs them.
+        lengths: Number of tokens on each rank. If None, ranks exchange them when an op needs them.
 
     Raises:
-        ValueError: If group is not a process group of this process, or lengths do not have one
-            whole number of at least 0 for each rank.
+        ValueError: If group is not a process group of this process, or lengths is not one
+            non-negative integer per rank.
     """
 
     def __init__(self, group: Any, lengths: Sequence[int] | None = None) -> None:
@@ -98,7 +99,7 @@ class SequenceGroup:
         """Return the number of tokens of each rank, given those of this rank, [B, T, ...].
 
         Raises:
-            ValueError: If x has another number of tokens than the lengths of this group.
+            ValueError: If the number of tokens differs from the length given for this rank.
         """
         tokens = x.shape[1]
         if self._lengths is None:
@@ -110,11 +111,11 @@ class SequenceGroup:
         return list(self._lengths)
 
     def sum_before(self, number: int, device: torch.device) -> Tensor:
-        """Return the sum of the numbers of earlier ranks, [], without waiting for the device."""
+        """Return the sum of a number over all earlier ranks, [], without waiting for the device."""
         return self.gather_number(number, device)[: self.rank].sum()
 
     def gather_number(self, number: int, device: torch.device) -> Tensor:
-        """Return the number of each rank, [W], without waiting for the device."""
+        """Gather a number from each rank, [W], without waiting for the device."""
         own = torch.tensor([number], device=device)
         numbers = own.new_empty(self.size, 1)
         dist.all_gather(list(numbers), own, group=self.group)
@@ -128,15 +129,15 @@ _current: SequenceGroup | None = None
 
 @contextmanager
 def sequence_parallel(group: Group | None) -> Iterator[None]:
-    """Let the token axis of all ops in a `with` block lie over a process group.
+    """Shard the token axis of all ops in a `with` block across a process group.
 
-    It is the default of their argument ``group``. The setting applies to the whole process, not to
-    one thread. With activation checkpointing, the backward pass must run inside the context too.
-    Other parts of a model, such as pooling and learned positions, are not affected.
+    Sets the default of their ``group`` argument, for the whole process rather than one thread. With
+    activation checkpointing, the backward pass must also run inside the context. Other parts of a
+    model, such as pooling and learned positions, are not affected.
 
     Args:
-        group: A process group, or a `SequenceGroup`, which has the length of each rank; None for
-            ops whose tokens are all on this process.
+        group: A process group, or a `SequenceGroup` with the length of each rank. None disables
+            sharding.
 
     Raises:
         ValueError: If group is not a process group of this process.
@@ -152,7 +153,7 @@ def sequence_parallel(group: Group | None) -> Iterator[None]:
 def sequence_group(group: Group | None) -> SequenceGroup | None:
     """Return the group of a call: its argument, or that of `sequence_parallel`.
 
-    None if all tokens are on this process, also if it is the only one of the group.
+    None if all tokens are on this process, including in groups of a single process.
     """
     found = _current if group is None else _as_sequence_group(group)
     return None if found is None or found.size == 1 else found
@@ -163,7 +164,7 @@ def _as_sequence_group(group: Any) -> SequenceGroup:
 
 
 def refuse_group(group: SequenceGroup, what: str, reason: str) -> None:
-    """Raise ValueError for a call that cannot lie over several ranks."""
+    """Raise ValueError for a call that cannot run over several ranks."""
     raise ValueError(f"group has {group.size} ranks, but {what} runs on one: {reason}")
 
 
@@ -178,9 +179,9 @@ def is_empty_grid(group: SequenceGroup | None, shape: Any) -> bool:
 
 
 def one_token(*tensors: Tensor | None, dim: int = 1) -> tuple[Any, ...]:
-    """Append a token of zeros to each tensor of an empty share, for the op to mask.
+    """Append a token of zeros to each tensor of an empty shard, for the op to mask.
 
-    The graph of a rank without tokens is then like that of the others.
+    A rank without tokens thus has the same graph as the others.
     """
     return tuple(
         None if x is None else F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, 1)) for x in tensors
@@ -189,7 +190,7 @@ def one_token(*tensors: Tensor | None, dim: int = 1) -> tuple[Any, ...]:
 
 def packing_over(
     group: SequenceGroup | None, cu_seqlens: Any, x: Tensor, *, state: Any = None
-) -> Packing | PackingShare | None:
+) -> Packing | PackingShard | None:
     """Return the packing of this rank's tokens x, [B, T, ...], from an op's argument, if given.
 
     Raises:
@@ -199,11 +200,11 @@ def packing_over(
         return None
     if group is None:
         return packing_of(cu_seqlens, x, state=state)
-    if isinstance(cu_seqlens, PackingShare):
+    if isinstance(cu_seqlens, PackingShard):
         return packing_of(cu_seqlens, x, state=state, tokens=max(x.shape[1], 1))
     lengths = group.lengths(x)
     whole = packing_of(cu_seqlens, x, state=state, tokens=sum(lengths))
-    return PackingShare(whole, lengths, group.rank)
+    return PackingShard(whole, lengths, group.rank)
 
 
 # Collectives with gradients.
@@ -237,11 +238,11 @@ def carry(
 
     Args:
         group: The ranks.
-        updates: U and P of this rank for the forward direction and, if there is one, the backward
-            direction, [., ., ...]. P has as many axes as U, in a shape that broadcasts to it.
+        updates: U and P of this rank for the forward and, if any, the backward direction. P has as
+            many axes as U, at least two, and broadcasts to its shape.
 
     Returns:
-        For each direction the state that enters this rank, and the state that leaves the last rank
+        For each direction, the state that enters this rank, and the state after the last rank
         visited.
     """
     gathered = iter(gather(group, *(x for pair in updates for x in pair)))
@@ -255,9 +256,9 @@ def carry(
 
 
 def halo(group: SequenceGroup, x: Tensor, lengths: Sequence[int], radius: int) -> list[Tensor]:
-    """Return the tokens of other ranks up to `radius` before and after this rank's, [B, ., ...].
+    """Return up to `radius` tokens before and after those of this rank, [B, ., ...].
 
-    They may lie on several short ranks. A rank without tokens receives none.
+    They may come from several ranks with few tokens. A rank without tokens receives none.
     """
     ends = list(accumulate(lengths))
     starts = [end - length for end, length in zip(ends, lengths, strict=True)]
@@ -280,7 +281,7 @@ def halo(group: SequenceGroup, x: Tensor, lengths: Sequence[int], radius: int) -
 
 
 class _Gather(torch.autograd.Function):
-    """Gather tensors of every rank. In the backward, each rank sums the gradients of its own."""
+    """Gather tensors of all ranks. The backward pass sums the gradients of each rank's tensors."""
 
     @staticmethod
     def forward(ctx: Any, group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -314,7 +315,7 @@ def _from_bytes(packed: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange the parts of a flat tensor. The backward sends the gradients back."""
+    """Exchange the parts of a flat tensor. The backward pass sends the gradients back."""
 
     @staticmethod
     def forward(

@@ -35,8 +35,8 @@ def window_attention(
         v: Values of the same tokens.
         window: Largest distance between a query and the tokens that it reads.
         causal: Whether queries read only their own and earlier tokens.
-        keep: True for real tokens, [B, S]. Other tokens keep their positions but are not read,
-            except by themselves, so that no softmax is empty.
+        keep: True for real tokens, [B, S]. Other tokens count as positions but are read only by
+            themselves, so that no softmax is empty.
         packing: Sequences that do not read each other; requires S = T.
         dropout: Dropout probability of the attention weights.
     """
@@ -84,8 +84,8 @@ def _mask(
 ) -> Tensor:
     """Return which keys each query reads, [*rows, queries, keys], given the labels of tokens.
 
-    The first query has the position of key `start`. Tokens read those of the same label, except for
-    the label -1, whose tokens read only themselves.
+    The first query has the position of key `start`. Tokens read tokens of the same label; those of
+    label -1 read only themselves.
     """
     t = torch.arange(own.shape[-1], device=own.device).unsqueeze(-1) + start
     distance = t - torch.arange(read.shape[-1], device=own.device)

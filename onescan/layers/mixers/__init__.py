@@ -1,4 +1,4 @@
-"""Every mixer; `MIXERS` lists their configs by name, without hybrids of two of them."""
+"""All mixers. `MIXERS` lists their configs by name, except for hybrids of two mixers."""
 
 from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.layers.mixers.delta_rule import (

@@ -294,7 +294,7 @@ class DeltaRuleMixer(Mixer):
         return log_decay.expand(*x.shape[:2], -1)
 
     def normalized(self, x: Keys) -> Keys:
-        """Apply the activation of queries and keys, and normalize each vector, in its dtype."""
+        """Apply the activation of queries and keys, and normalize each vector. Keeps the dtype."""
         y = self.feature_map(x)
         if self.config.qk_norm == "sum":
             y = safe_divide(y, y.sum(dim=-1, keepdim=True))

@@ -13,8 +13,8 @@ from onescan.shapes import Grid
 class HybridMixerConfig(MixerConfig):
     """Attention in every n-th block of a model, and a mixer of linear cost in the others.
 
-    Each block has one of both mixers: a model of 8 blocks with period=4 has attention in blocks 3
-    and 7, counted from 0. Both mixers must be causal, or neither.
+    Each block has one of the two mixers: a model of 8 blocks with period=4 has attention in blocks
+    3 and 7, counted from 0. Either both mixers must be causal, or neither.
 
     >>> config = HybridMixerConfig(attention=SoftmaxMixerConfig(window=128), period=2, num_heads=4)
     >>> [type(config.for_layer(i)).__name__ for i in range(2)], config.for_layer(1).num_heads
@@ -28,9 +28,9 @@ class HybridMixerConfig(MixerConfig):
     attention: MixerConfig = field(default_factory=SoftmaxMixerConfig)
     """Mixer of every n-th block. With a window, its state does not grow."""
     period: int = 4
-    """Every how many blocks there is one with attention, n."""
+    """n: one of every n blocks has attention."""
     offset: int = -1
-    """Index of the block with attention among each n blocks, from the end if negative."""
+    """Index of the block with attention in each group of n blocks, from the end if negative."""
 
     @property
     def is_causal(self) -> bool:
@@ -54,7 +54,7 @@ class HybridMixerConfig(MixerConfig):
         Each mixer counts only its own blocks, so that directions alternate between those.
 
         Raises:
-            ValueError: If period or offset is out of range, or only one of both mixers is causal.
+            ValueError: If period or offset is out of range, or only one of the mixers is causal.
         """
         if self.period < 1:
             raise ValueError(f"mixer.period is {self.period}, expected 1 or more")
@@ -77,8 +77,8 @@ class HybridMixerConfig(MixerConfig):
         return config if self.num_heads is None else replace(config, num_heads=self.num_heads)
 
     def build(self, *, width: int, axes: int) -> NoReturn:
-        """Raise ValueError: a hybrid describes the mixers of a model, and not one of them."""
+        """Raise ValueError, because a hybrid describes the mixers of all blocks of a model."""
         raise ValueError(
-            "HybridMixerConfig describes the mixers of a model and not one of them: "
-            "for_layer(index) gives that mixer's config"
+            "HybridMixerConfig describes the mixers of all blocks and cannot be built: "
+            "expected the config of one block, for_layer(index)"
         )

@@ -331,7 +331,7 @@ class LionMixer(Mixer):
         return self.conv(u, keep=keep, state=window)
 
     def _op_maps_features(self, decay: DecayOutput) -> bool:
-        """Whether the op can apply the feature map, because nothing else follows it."""
+        """Whether the op can apply the feature map, because it is the last step before the op."""
         is_plain = not self.config.rotary and self.config.state_size is None and decay.key is None
         return is_plain and self._divides_by_row_sum
 
@@ -341,7 +341,7 @@ class LionMixer(Mixer):
         """Return queries, keys (None if the decay provides them) and values."""
         q, *projected, v = u.split(self.qkv_widths, dim=-1)
         q = self._features(q, angles, mapped=mapped)
-        if not self._divides_by_row_sum:  # in which factors of queries cancel
+        if not self._divides_by_row_sum:  # a division cancels factors of queries
             q = q * self.key_width**-0.5
         k = self._features(projected[0], angles, mapped=mapped) if projected else None
         v = self.value_map(v.unflatten(-1, (self.num_heads, -1)))

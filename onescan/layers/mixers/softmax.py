@@ -25,9 +25,9 @@ class SoftmaxMixerConfig(MixerConfig):
     causal: bool = False
     """Read only earlier tokens; the state then grows with every token, except with a window."""
     window: int | None = None
-    """Read only the tokens at most this many positions away (sliding-window attention): those on
-    both sides, or the earlier ones if causal. Equals flash-attention's window_size=(window, window)
-    or (window, 0), and Mistral's sliding_window minus 1. Padding occupies positions. Requires one
+    """Sliding-window attention: read only tokens at most this many positions away, on both sides,
+    or only earlier ones if causal. Equals flash-attention's window_size=(window, window) or
+    (window, 0), and Mistral's sliding_window minus 1. Padding counts as positions. Requires one
     axis; prefix tokens are the first tokens of the sequence. None reads all tokens."""
     dropout: float = 0.0
     """Dropout probability of the attention weights in training; 0.1 in BERT."""
@@ -157,7 +157,7 @@ class SoftmaxMixer(Mixer):
     def _check(
         self, x: Hidden, cu_seqlens: Packing | None, state: Any
     ) -> Packing | None:  # Any: the state is not checked yet
-        """Raise ValueError for a state or offsets that do not apply; return the packing."""
+        """Raise ValueError for an invalid state or invalid offsets; return the packing."""
         if state is not None:
             self.check_state(state, SoftmaxState, causal=self.causal)
             if self.window is not None and state.k.shape[2] != self.window:
@@ -170,7 +170,7 @@ class SoftmaxMixer(Mixer):
         return None if cu_seqlens is None else packing_of(cu_seqlens, x, state=state)
 
     def _window_contains_all(self, k: CachedKeys, packing: Packing | None) -> bool:
-        """Return whether tokens read all others, or all earlier ones."""
+        """Return whether the window contains all tokens, or all earlier ones if causal."""
         if self.window is None:
             return True
         return packing is None and is_known(k.shape[2]) and k.shape[2] <= self.window + 1

@@ -55,7 +55,7 @@ from onescan.ops.numerics import (
     product_dtype,
     to_accumulation_dtype,
 )
-from onescan.ops.packing import Packing, PackingShare
+from onescan.ops.packing import Packing, PackingShard
 from onescan.ops.parallel import (
     Group,
     SequenceGroup,
@@ -101,7 +101,7 @@ IMPLEMENTATIONS: dict[tuple[bool, str, str], Forward] = {
     (True, "chunk", "triton"): _chunk_kernels,
     (True, "recurrent", "triton"): _recurrent_kernels,
 }
-# Forms that take packed sequences, and forms that run over a process group.
+# Forms that support packed sequences, and forms that support a process group.
 PACKED = {False: ["one_scan"], True: ["chunk"]}
 OVER_RANKS = {False: ["one_scan"], True: ["chunk", "full", "recurrent"]}
 
@@ -138,8 +138,8 @@ def additive_decay(
         v: Values, [B, T, H, V].
         angles: LRPE angles from `lrpe_angles`, [T, H, K], or for one axis `RotaryPositions`. None
             disables position encoding.
-        feature_map: Feature map of the queries, SiLU in the paper; "identity" for queries after
-            their feature map.
+        feature_map: Feature map to apply to the queries, SiLU in the paper; "identity" if it has
+            already been applied.
         causal: Whether each token reads only itself and earlier tokens.
         keep: True for real tokens, [B, T], the opposite of ``key_padding_mask`` in PyTorch and
             `onescan.nn`. Other tokens have zero output and do not change the output of real ones.
@@ -161,9 +161,9 @@ def additive_decay(
             chooses; see `use_backend`.
         chunk_size: Maximum number of tokens per chunk, for the form "chunk" only. Rounded down to a
             multiple of 8 between 8 and 64, or, in kernels, to a power of two between 16 and 64.
-        group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
-            None for that of `sequence_parallel`, if any. If not causal, only the form "one_scan".
-            In torch, except for causal calls without cu_seqlens.
+        group: Process group across which the T axis is sharded in rank order; see
+            `onescan.ops.parallel`. None uses that of `sequence_parallel`, if any. Bidirectional
+            calls require the form "one_scan"; only causal calls without cu_seqlens have kernels.
 
     Returns:
         The outputs in the dtype of v, and the state of all tokens including the incoming state;
@@ -171,9 +171,9 @@ def additive_decay(
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form, backend or
-            feature map does not exist, chunk_size is below 1, cu_seqlens is invalid or the form
-            does not take it, the form does not run over a group or, on a CPU, an argument holds NaN
-            or an infinity that causes NaN.
+            feature map does not exist, chunk_size is below 1, cu_seqlens is invalid, the form does
+            not support cu_seqlens or a group or, on a CPU, an argument holds NaN or an infinity
+            that causes NaN.
 
     >>> q = k = torch.zeros(1, 3, 1, 1)
     >>> v = torch.tensor([3.0, 5.0, 10.0]).reshape(1, 3, 1, 1)
@@ -288,17 +288,17 @@ def _carried(
     keep: Keep | None,
     packing: Packing | None,
 ) -> tuple[AdditiveDecayState, AdditiveDecayState]:
-    """Return the states before the tokens of this rank, and after those of all ranks."""
+    """Return the state before the tokens of this rank, and the state after those of all ranks."""
     k, v = to_accumulation_dtype(k, v)
     if keep is not None:
         dropped = ~keep[:, :, None, None]
         k, v = k.masked_fill(dropped, -torch.inf), v.masked_fill(dropped, 0)
-    share = packing if isinstance(packing, PackingShare) else None
-    if share is not None:  # only the last sequence continues
-        is_last = share.sequence == share.sequence[:, -1:]
+    shard = packing if isinstance(packing, PackingShard) else None
+    if shard is not None:  # only the last sequence continues
+        is_last = shard.sequence == shard.sequence[:, -1:]
         k = k.masked_fill(~is_last[:, :, None, None], -torch.inf)
     own = forms.context_of(k, v, rotary_tables(angles, k.dtype), state)
-    before, last = merged_before(ranks, own, share)
+    before, last = merged_before(ranks, own, shard)
     return before if state is None else merged(state, before), last
 
 

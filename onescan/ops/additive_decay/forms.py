@@ -33,7 +33,7 @@ from onescan.ops.additive_decay.state import (
 from onescan.ops.chunks import length_of_chunks, linear_scan, number_of_chunks
 from onescan.ops.lrpe import rotary_tables, rotate
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
-from onescan.ops.packing import Chunks, Packing, PackingShare
+from onescan.ops.packing import Chunks, Packing, PackingShard
 from onescan.ops.parallel import SequenceGroup
 from onescan.shapes import Angles as Table  # of cosines or sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
@@ -254,7 +254,7 @@ def _scan_sequences(
 ) -> tuple[Values, AdditiveDecayState]:
     """Compute one scan for each packed sequence: sums of chunks, added up by sequence.
 
-    Over several ranks, those of the first and the last sequence of a row include other ranks.
+    Over several ranks, sums of the first and the last sequence of a row include other ranks.
     """
     length = packing.chunk_size()
     chunks = packing.chunks(length)
@@ -277,7 +277,7 @@ def _scan_sequences(
     kv = kv.new_zeros(size + kv.shape[1:]).index_add(0, sequence, kv)
     kv = kv / per_feature(total, kv)
     states = AdditiveDecayState(peak.double() + total.double().log(), kv)
-    if ranks is not None and isinstance(packing, PackingShare):
+    if ranks is not None and isinstance(packing, PackingShard):
         ends = merged_sequences(ranks, states, packing)
         kv = torch.cat([kv, *(state.kv for state in ends)])
         of_head = len(states.kv) + torch.arange(packing.batch, device=kv.device).unsqueeze(1)

@@ -1,7 +1,7 @@
 """States of additive decay over the ranks of a process group; see `onescan.ops.parallel`.
 
-Not causal, every rank needs the state of all tokens, which one all-reduce of normalizers and means
-merges. Causal, it needs the state of the tokens before its own.
+If not causal, every rank needs the state of all tokens, merged by all-reduces. If causal, it needs
+the state of the tokens before its own.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from onescan.ops.additive_decay.state import AdditiveDecayState, per_feature, per_key, share
 from onescan.ops.numerics import LOG_ZERO
-from onescan.ops.packing import PackingShare
+from onescan.ops.packing import PackingShard
 from onescan.ops.parallel import SequenceGroup, gather
 
 
@@ -23,11 +23,11 @@ def merged_over_ranks(group: SequenceGroup, state: AdditiveDecayState) -> Additi
 
 
 def merged_before(
-    group: SequenceGroup, state: AdditiveDecayState, packing: PackingShare | None = None
+    group: SequenceGroup, state: AdditiveDecayState, packing: PackingShard | None = None
 ) -> tuple[AdditiveDecayState, AdditiveDecayState]:
-    """Merge the canonical states of the earlier ranks, and those of all ranks.
+    """Merge the canonical states of earlier ranks, and those of all ranks.
 
-    If sequences are packed, the states are those of the last sequence of each row on each rank, and
+    With packed sequences, the states are those of the last sequence of each row on each rank, and
     the first result is the state of the sequence that continues on this rank.
     """
     z, kv = gather(group, *state)
@@ -40,7 +40,7 @@ def merged_before(
 
 
 def merged_sequences(
-    group: SequenceGroup, states: AdditiveDecayState, packing: PackingShare
+    group: SequenceGroup, states: AdditiveDecayState, packing: PackingShard
 ) -> tuple[AdditiveDecayState, AdditiveDecayState]:
     """Merge the states of the sequences at both ends of the rank's rows with those on other ranks.
 
@@ -50,7 +50,8 @@ def merged_sequences(
         packing: The sequences.
 
     Returns:
-        States of the whole first and the whole last sequence of each row, [B, ...].
+        States of the whole sequences that contain the first and the last token of each row of this
+        rank, [B, ...].
     """
     at = packing.sequence[:, [0, -1]].mT  # 2 B
     z, kv = (x.flatten(0, 1) for x in gather(group, *(x[at] for x in states)))

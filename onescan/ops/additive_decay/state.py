@@ -38,8 +38,8 @@ class AdditiveInputs(NamedTuple):
 
     Forms in plain torch receive them in one dtype, float32 or float64, with `keep` already applied
     to k and v. Only the forms "one_scan" and "chunk" receive a `packing`. Only the kernel of the
-    form "recurrent" receives `positions` instead of angles, or a feature map. Only "one_scan"
-    receives the `ranks` of a group; the causal forms receive the state of the earlier ranks.
+    form "recurrent" receives `positions` instead of angles, and a feature map other than the
+    identity. Only "one_scan" uses `ranks`; the causal forms receive the state of earlier ranks.
     """
 
     q: Queries

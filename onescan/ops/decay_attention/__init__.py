@@ -168,7 +168,8 @@ def decay_attention(
             selective decay per token, or [B, T, H, K] for a diagonal decay, one per key channel.
             None disables decay. In PyTorch, the full and chunk forms treat products of decays below
             1e-30 as 0, except in float64.
-        feature_map: Feature map of queries and keys; "identity" for those after their feature map.
+        feature_map: Feature map to apply to queries and keys; "identity" if it has already been
+            applied.
         causal: Whether each token reads only itself and earlier tokens.
         decay_at: Which of two neighboring tokens provides the decay between them: "source", the
             first one visited (Eq. 14), "target", the second one (Eq. 5, Theorem B.1), or, in
@@ -195,8 +196,8 @@ def decay_attention(
         chunk_size: Number of tokens per chunk for the chunk form; rounded up to a power of two for
             diagonal decay.
         return_state: If False, return None instead of the state and skip the work for it.
-        group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
-            None for that of `sequence_parallel`, if any.
+        group: Process group across which the T axis is sharded in rank order; see
+            `onescan.ops.parallel`. None uses that of `sequence_parallel`, if any.
 
     Returns:
         The outputs in the dtype of v, and the state after the last token; for bidirectional calls,

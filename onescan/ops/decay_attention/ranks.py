@@ -1,6 +1,6 @@
 """States of linear attention with decay over the ranks of a group; see `onescan.ops.parallel`.
 
-The tokens of a rank update the state S that enters it in one direction as S' = P S + U.
+The tokens of a rank update the incoming state S of one direction as S' = P S + U.
 """
 
 from collections.abc import Sequence

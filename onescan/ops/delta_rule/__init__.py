@@ -4,8 +4,9 @@ S_t = (I - beta_t k_t k_t^T) diag(exp(log_decay_t)) S_{t-1} + beta_t k_t v_t^T  
 o_t = S_t^T q_t                                              output, causal               (V,)
 o_t = (S_t + S'_t - beta_t k_t v_t^T)^T q_t                  output, bidirectional        (V,)
 
-where S' is the mirror image of S. DeltaNet has no decay, Gated DeltaNet one decay per head, KDA one
-per key channel, and DeltaProduct several updates (I - beta k k^T) S + beta k v^T per token.
+where S' is the state of the backward direction. DeltaNet has no decay, Gated DeltaNet one decay per
+head, KDA one per key channel, and DeltaProduct several updates (I - beta k k^T) S + beta k v^T per
+token.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -47,7 +48,7 @@ __all__ = ["IMPLEMENTATIONS", "DeltaState", "DeltaStates", "choose", "delta_rule
 
 Form = Literal["auto", "full", "chunk", "recurrent"]
 IMPLEMENTATIONS = forms.FORMS
-OVER_RANKS = ("chunk", "full")  # forms that run over a process group
+OVER_RANKS = ("chunk", "full")  # forms that support a process group
 PATTERNS = {3: "B T H", 4: "B T H K"}  # of log_decay, by rank
 
 
@@ -104,9 +105,10 @@ def delta_rule(
         S_{t,r} = (I - beta_tr k_tr k_tr^T) S_{t,r-1} + beta_tr k_tr v_tr^T     r = 1, ..., R
         o_t     = S_t^T q_t, with S_t = S_{t,R}
 
-    Bidirectional calls add the same recurrence from the last token to the first, and count each
-    token's own updates once. Both directions apply the updates of a token in the order of the
-    axis R. Reversing all inputs along T, and swapping the states, reverses the outputs.
+    Bidirectional calls add the same recurrence from the last token to the first, and count the
+    updates of each token once in its own output. Both directions apply the updates of a token in
+    the order of the axis R. Reversing all inputs along T and swapping the states reverses the
+    outputs.
 
     Inputs have the layout ``[B, T, H, K]``, unlike torch's ``scaled_dot_product_attention``, which
     takes ``[B, H, T, K]``.
@@ -147,8 +149,9 @@ def delta_rule(
         chunk_size: Updates per chunk of the chunk form in torch: R per token. Rounded up to a power
             of two tokens for decays per key channel. Precision decreases if it is many times the
             key width.
-        group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
-            None for that of `sequence_parallel`, if any. With the forms "chunk" and "full".
+        group: Process group across which the T axis is sharded in rank order; see
+            `onescan.ops.parallel`. None uses that of `sequence_parallel`, if any. Supported by the
+            forms "chunk" and "full" in torch.
 
     Returns:
         The outputs ``[B, T, H, V]`` in the dtype of v, and the state: a `DeltaState` if causal,
@@ -243,7 +246,7 @@ def _backend(
     *,
     over_ranks: bool,
 ) -> str:
-    """Return the backend of a call; the kernels choose no other form than "chunk"."""
+    """Return the backend of a call. Kernels implement only the form "chunk"."""
     reasons = {
         "with several updates per token, expected one": k.ndim > q.ndim,
         "with a decay per key channel, expected one per head": (
@@ -263,7 +266,7 @@ def _backend(
 
 def choose(form: str, *, tokens: int, over_ranks: bool = False) -> str:
     """Return the form that a call in torch uses."""
-    if over_ranks:  # all ranks take the same form, whatever their number of tokens
+    if over_ranks:  # all ranks use the same form, whatever their number of tokens
         check_choice("form (group)", form, ["auto", *OVER_RANKS])
     if form == "auto":
         form = "recurrent" if tokens == 1 and not over_ranks else "chunk"

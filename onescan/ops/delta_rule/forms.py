@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
 
 
 Form = Callable[..., tuple[Values, KeyValue]]
-# From an initial state, and how each chunk updates a state, to the state before the first chunk.
+# Maps an initial state and the update of each chunk to the state before the first chunk.
 Enter = Callable[[KeyValue, Tensor, Tensor], KeyValue]
 
 
@@ -198,7 +198,7 @@ def bidirectional(
     packing: Packing | None,
     **options: Any,
 ) -> tuple[Values, KeyValue, KeyValue]:
-    """Add the outputs of both directions, and count each token's own updates once.
+    """Add the outputs of both directions, counting each token's own updates once.
 
     Both directions apply the updates of a token in the same order, so that both states contain the
     same contribution of the token, and reversed tokens give reversed outputs.
@@ -224,7 +224,7 @@ def bidirectional(
 
 
 def _read_updates(q: Queries, updates: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Values:
-    """Return what queries read of the updates (k, v, beta) of their own token alone.
+    """Return what queries read from the updates (k, v, beta) of their own token.
 
     A query reads beta (q . k) v of the last update. It reads the state before this update as the
     vector q - beta (q . k) k.

@@ -1,7 +1,6 @@
 """Launch the kernels of the delta rule in chunks (`onescan.kernels.delta_rule`).
 
-The backward pass recomputes what the forward pass has stored for each chunk: it keeps only the
-inputs.
+Only the inputs are kept for the backward pass, which recomputes the states and errors of chunks.
 """
 
 from collections.abc import Sequence
@@ -165,7 +164,7 @@ def _solve(
     k: Tensor, v: Tensor, beta: Tensor, decays: Tensor | None, keep: Tensor | None, causal: bool,
     q: Tensor | None = None, do: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return W, U, and, given q and the gradient of outputs, the inverses and a part of dN."""
+    """Return W and U and, given q and the gradient of outputs, the inverses and a part of dN."""
     case, grid, lengths = _chunks(k, v, kernels.solve_blocks)
     directions, gradient = 1 if causal else 2, do is not None
     operand = k.new_empty(0, dtype=operand_of(k.dtype))

@@ -1,7 +1,7 @@
 """States of the delta rule over the ranks of a group; see `onescan.ops.parallel`.
 
-The chunks of a rank update the state S that enters it in one direction as S' = P S + U, where P is
-the product of their transitions, a K x K matrix per head.
+The chunks of a rank update the incoming state S of one direction as S' = P S + U, where P is the
+product of their transitions, a K x K matrix per head.
 """
 
 from itertools import pairwise
@@ -16,7 +16,7 @@ from onescan.shapes import KeyValue
 
 
 class EnteringStates:
-    """Compute the states that enter a rank from how its chunks update a state.
+    """Compute the states that enter a rank, given the updates of its chunks.
 
     Args:
         ranks: The ranks.

@@ -7,10 +7,10 @@ arXiv:2510.26692 (a decay per key channel); DeltaProduct, arXiv:2502.10297 (R up
     S_{t,r} = (I - beta_tr k_tr k_tr^T) S_{t,r-1} + beta_tr k_tr v_tr^T            r = 1, ..., R
     S_t = S_{t,R},   o_t = S_t^T q_t                                               causal
 
-Bidirectional, each direction visits the tokens from its own end, but the updates of a token always
-in the same order. Both states contain B_t, which the updates of token t write to an empty state.
-Each direction subtracts half of it, and the outputs are added: o_t = (S_t - B_t / 2)^T q_t. For a
-single update, B_t = beta_t k_t v_t^T; in LION's App. B.7, this half is printed without beta.
+In bidirectional calls, each direction visits the tokens from its own end, but applies the updates
+of a token in the same order. Both states contain B_t, which the updates of token t write to an
+empty state. Each direction subtracts half of it, o_t = (S_t - B_t / 2)^T q_t, and the outputs are
+added. For a single update, B_t = beta_t k_t v_t^T; LION's App. B.7 prints this half without beta.
 """
 
 from collections.abc import Iterable

@@ -33,7 +33,7 @@ from onescan.ops.linear_diffusion.kernel import (
     stable_step,
 )
 from onescan.ops.numerics import disable_autocast, product_dtype, to_accumulation_dtype
-from onescan.ops.packing import Packing, PackingShare
+from onescan.ops.packing import Packing, PackingShard
 from onescan.ops.parallel import (
     Group,
     SequenceGroup,
@@ -71,7 +71,7 @@ Form = Literal["auto", "dense", "banded", "fft"]
 
 IMPLEMENTATIONS = forms.PRODUCTS  # of the explicit step
 SOLVERS = crank_nicolson.SOLVERS  # of Crank-Nicolson
-# forms of the explicit step that take packed sequences, and run over a process group
+# forms of the explicit step that support packed sequences and a process group
 LOCAL = ("dense", "banded")
 KERNELS = ("banded",)  # forms of the explicit step with Triton kernels
 
@@ -140,9 +140,9 @@ def linear_diffusion(
         backend: "torch" runs on any device. "triton" runs the banded explicit step on a GPU, for
             any radius and with `keep`, `cu_seqlens` and `state`; it multiplies in the dtype of x,
             sums in float32 and has first derivatives only. "auto" chooses; see `use_backend`.
-        group: Process group over which the T axis lies in rank order; see `onescan.ops.parallel`.
-            None for that of `sequence_parallel`, if any. Only for the explicit scheme, with the
-            forms "dense" and "banded".
+        group: Process group across which the T axis is sharded in rank order; see
+            `onescan.ops.parallel`. None uses that of `sequence_parallel`, if any. Only for the
+            explicit scheme, with the forms "dense" and "banded".
 
     Returns:
         The tokens after the step, [B, T, H, V], in the dtype of x.
@@ -150,8 +150,8 @@ def linear_diffusion(
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the scheme, form or backend
             is unknown, the backend cannot run the call, a state is combined with Crank-Nicolson,
-            cu_seqlens is invalid or the scheme or form does not take it, they do not run over a
-            group, or, on a CPU, weights or dt are negative or an argument holds NaN.
+            cu_seqlens is invalid, the scheme or form does not support cu_seqlens or a group or, on
+            a CPU, weights or dt are negative or an argument holds NaN.
 
     >>> x = torch.tensor([0.0, 0.0, 4.0, 0.0]).reshape(1, 4, 1, 1)
     >>> neighbors, dt = torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([0.25])
@@ -159,7 +159,7 @@ def linear_diffusion(
     [0.0, 1.0, 2.0, 1.0]
     """
     ranks = sequence_group(group)
-    _check(x, weights, dt, scheme, keep, state, tokens=0 if ranks is not None else 1)
+    _check(x, weights, dt, scheme, keep, state, may_be_empty=ranks is not None)
     if ranks is not None:
         _refuse_ranks(ranks, scheme, form)
     packing = packing_over(ranks, cu_seqlens, x, state=state)
@@ -171,7 +171,7 @@ def linear_diffusion(
         inputs, seen, start = _tokens_around(ranks, x, keep, state, radius)
         rows = inputs.shape[1]
     sequence = None if packing is None else packing.sequence
-    if isinstance(packing, PackingShare):
+    if isinstance(packing, PackingShard):
         sequence = packing.sequences_around(start, rows - start - packing.tokens)
     is_local = packing is not None or ranks is not None
     chosen = _choose(form, scheme, inputs.shape[1], radius, is_local=is_local)
@@ -295,7 +295,7 @@ def _choose(form: str, scheme: str, tokens: int, radius: int, *, is_local: bool 
     """Return only the form, because formatting the reason would specialize symbolic lengths."""
     if is_local:
         check_choice("scheme (cu_seqlens)", scheme, ["explicit"])
-        check_choice("form (scheme='explicit', cu_seqlens)", form, ["auto", *LOCAL])
+        check_choice("form (cu_seqlens or group)", form, ["auto", *LOCAL])
     if form != "auto":
         known = IMPLEMENTATIONS if scheme == "explicit" else SOLVERS
         check_choice(f"form (scheme={scheme!r})", form, known)
@@ -357,10 +357,10 @@ def _tokens_around(
 ) -> tuple[AllTokens, Bool[Tensor, "B S"] | None, int]:
     """Return the tokens of this rank and those of other ranks that they read.
 
-    A state belongs to the tokens of the first rank.
+    The tokens of a state come before those of the first rank.
 
     Returns:
-        The tokens, which of them are real, and how many there are before x.
+        The tokens, which of them are real, and the number of tokens before x.
     """
     lengths, tokens = ranks.lengths(x), x.shape[1]
     if state is not None:
@@ -387,7 +387,7 @@ def _refuse_ranks(ranks: SequenceGroup, scheme: str, form: str) -> None:
 
 
 def _check(
-    x: Any, weights: Any, dt: Any, scheme: Any, keep: Any, state: Any, *, tokens: int
+    x: Any, weights: Any, dt: Any, scheme: Any, keep: Any, state: Any, *, may_be_empty: bool
 ) -> None:
     # Any: the arguments are not checked yet
     check_choice("scheme", scheme, get_args(Scheme))
@@ -403,7 +403,7 @@ def _check(
     sizes = check_shapes(
         x=(x, "B T H V"), weights=(weights, "H lags"), dt=(dt, "H"), keep=(keep, "B T")
     )
-    check_positive(**{letter: sizes[letter] for letter in "THV" if tokens or letter != "T"})
+    check_positive(**{letter: sizes[letter] for letter in ("HV" if may_be_empty else "THV")})
     check_kernels(weights)
     masks = {"keep": keep}
     if state is not None:

@@ -116,9 +116,10 @@ def toeplitz_position(
             "fft" O(N log N). Joint kernels over several axes have "fft" only.
         backend: "torch" runs anywhere; "triton" runs on a GPU, for the scan only, and supports
             first derivatives; "auto" follows `use_backend`.
-        group: Process group over which the first axis lies in rank order; `shape` is then the part
-            of this rank. See `onescan.ops.parallel`. None for the group of `sequence_parallel`, if
-            any. With the forms "dense" and "scan"; not with joint kernels.
+        group: Process group across which the first axis is sharded in rank order; `shape` is then
+            that of this rank's part of the grid. See `onescan.ops.parallel`. None uses the group of
+            `sequence_parallel`, if any. Only with the forms "dense" and "scan", and without joint
+            kernels; cu_seqlens then requires torch.
 
     Returns:
         The mixed tokens ``[B, T, D]`` in the dtype of x, and the state after the last token, or
@@ -127,9 +128,9 @@ def toeplitz_position(
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend is
-            unknown or cannot run, a state cannot be continued, cu_seqlens is invalid or the call
-            does not take it, the call cannot run over a group, or, on a CPU, log_decay is positive
-            or x, weight or state holds NaN.
+            unknown or cannot run, a state cannot be continued, cu_seqlens is invalid, the call does
+            not support cu_seqlens or a group or, on a CPU, log_decay is positive or x, weight or
+            state holds NaN.
 
     >>> x = torch.tensor([1.0, 0.0, 0.0, 4.0]).reshape(1, 4, 1)
     >>> halving = torch.full((1, 1, 1), 0.5).log()

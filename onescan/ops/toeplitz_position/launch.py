@@ -254,7 +254,7 @@ def _split(
         line: The lines.
         across: Programs per part.
         device: Device of the kernels.
-        spans: Parts of packed sequences, which are divided already.
+        spans: Parts of packed sequences, which are already divided.
         size: Tokens per part of packed sequences.
     """
     target = -(-WARPS * target_programs(device) // across)

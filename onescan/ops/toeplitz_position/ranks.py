@@ -1,11 +1,11 @@
 """Toeplitz position encoding over the ranks of a group; see `onescan.ops.parallel`.
 
-The first axis lies over the ranks; along the others, each rank has whole lines. There are two ways:
+The first axis is sharded; along the others, each rank has whole lines. There are two algorithms:
 
-- `carried`: each rank adds what its tokens read from the E sums of earlier and of later ranks, for
-  each channel and each line that crosses the ranks.
-- `by_channels`: ranks exchange tokens, so that each has all tokens of some channels, and exchange
-  the outputs back.
+- `carried`: ranks gather the E sums of each channel and each line along the first axis, and add
+  what their tokens read from the sums of earlier and later ranks.
+- `by_channels`: ranks exchange tokens, so that each rank has all tokens of some channels, and then
+  exchange the outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,17 +25,17 @@ Mix = Callable[[Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
 def moves_less_by_channels(
     ranks: SequenceGroup, lengths: Sequence[int], lines: int, log_decay: Tensor
 ) -> bool:
-    """Return whether exchanging tokens moves less than gathering sums.
+    """Return whether exchanging tokens moves less data than gathering sums.
 
     Args:
         ranks: The ranks.
         lengths: Number of tokens of each rank.
-        lines: Number of lines that cross the ranks, per sample.
+        lines: Number of lines along the first axis, per sample.
         log_decay: As in `toeplitz_position`, [axes, ..., D, E].
     """
-    channels, width = log_decay.shape[-2:]
+    channels = log_decay.shape[-2]
     sums = ranks.size * lines * log_decay[0].numel() // channels
-    return channels >= ranks.size and 2 * sum(lengths) // ranks.size < sums and width > 0
+    return channels >= ranks.size and 2 * sum(lengths) // ranks.size < sums
 
 
 def carried(
@@ -58,7 +58,7 @@ def carried(
         weight: Weights of the first axis, [directions, D, E].
         shape: The part of the grid on this rank.
         hidden: State before the first rank, read there.
-        length: Number of positions along the first axis; 0 if x represents an empty part.
+        length: Number of positions along the first axis; 0 if x stands for an empty shard.
         packing: Packed sequences on this rank, for one axis.
     """
     lines = forms.channels_first(x, shape).movedim(2, -1)
@@ -97,7 +97,7 @@ def by_channels(
     shape: tuple[int, ...],
     lengths: Sequence[int],
 ) -> Hidden:
-    """Mix all tokens of a part of the channels on each rank.
+    """Mix all tokens of some of the channels on each rank.
 
     Args:
         mix: Function of tokens, log-decays, weights and the shape of the grid.
