@@ -76,7 +76,10 @@ def solve_blocks(case: Case) -> Blocks:
     return Blocks(chunk_length(case), 32, 32, warps, stages=1)
 
 
-pair_blocks = solve_blocks
+def pair_blocks(case: Case) -> Blocks:
+    """Return the blocks of `pair_gradients`, narrower for short chunks, whose operands are wide."""
+    blocks = solve_blocks(case)
+    return blocks._replace(keys=16, values=16) if blocks.tokens == 16 else blocks
 
 
 def state_blocks(case: Case) -> Blocks:

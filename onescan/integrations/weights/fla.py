@@ -282,7 +282,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 )
 # Models that are refused, and why.
 DIFFERENCES: Mapping[str, str] = MappingProxyType(
-    {"gated_deltanet": "its weights are not converted; GatedDeltaNetMixerConfig is the same layer"}
+    {
+        "gated_deltanet": (
+            "its weights are not converted; its layer was not compared with "
+            "GatedDeltaNetMixerConfig"
+        )
+    }
 )
 
 
