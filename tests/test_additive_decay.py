@@ -500,6 +500,18 @@ def test_autocast_does_not_narrow_the_sums():
         assert torch.equal(additive_decay(**named)[0], want)
 
 
+def test_a_causal_backward_runs_under_autocast():
+    def gradient() -> torch.Tensor:
+        k = named["k"].clone().requires_grad_()
+        additive_decay(**named | {"k": k}, causal=True)[0].square().sum().backward()
+        return k.grad
+
+    named = inputs(20, dtype=torch.float32)
+    want = gradient()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(gradient(), want)
+
+
 @given(
     tokens=st.integers(1, 40),
     size=st.integers(1, 45),
@@ -548,6 +560,14 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
         ({"angles": torch.full((4, H, K), torch.nan)}, "angles holds 48 NaN of 48"),
         ({"angles": RotaryPositions(torch.ones(H, K + 1))}, r"angles\.theta has shape"),
         ({"angles": RotaryPositions(torch.ones(H, K), -1)}, r"angles\.start is -1"),
+        (
+            {"angles": RotaryPositions(torch.ones(H, K), torch.tensor(2.5))},
+            r"angles\.start has shape \(\) and dtype torch.float32, expected one integer",
+        ),
+        (
+            {"angles": RotaryPositions(torch.ones(H, K), torch.tensor([1, 2]))},
+            r"angles\.start has shape \(2,\) and dtype torch.int64, expected one integer",
+        ),
         ({"feature_map": "exp"}, "feature_map 'exp' is unknown.*identity, silu"),
         ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf of 96"),
         (

@@ -313,7 +313,13 @@ def _check(
     if isinstance(angles, RotaryPositions):
         given = {"angles.theta": angles.theta}
         start: Any = angles.start
-        check_whole(0, **{"angles.start": 0 if isinstance(start, Tensor) else start})
+        if not isinstance(start, Tensor):
+            check_whole(0, **{"angles.start": start})
+        elif start.ndim or start.is_floating_point():
+            raise ValueError(
+                f"angles.start has shape {tuple(start.shape)} and dtype {start.dtype}, expected "
+                "one integer"
+            )
     check_floating(q=q, k=k, v=v, **given, **incoming)
     check_devices(q=q, k=k, v=v, keep=keep, **given, **incoming)
     features = k.shape[-1] * (1 if angles is None else 2)

@@ -52,7 +52,7 @@ from onescan.ops.additive_decay.state import (
 )
 from onescan.ops.backend import wants_gradient
 from onescan.ops.chunks import linear_scan, number_of_chunks
-from onescan.ops.numerics import LOG_ZERO
+from onescan.ops.numerics import LOG_ZERO, disable_autocast
 from onescan.shapes import Values
 
 BLOCK = 8  # tokens per block
@@ -332,11 +332,12 @@ class _CausalScan(torch.autograd.Function):
         ]
         lengths = _tile_lengths(k, ctx.blocks)
         parts = []
-        for saved, slope in zip(tiles[::-1], do.split(lengths, dim=1)[::-1], strict=True):
-            *made, dz, dkv = _scan_gradients(
-                saved, slope, dz, dkv, of_table=ctx.needs_input_grad[3]
-            )
-            parts.append(made)
+        with disable_autocast(q):  # a backward may run under autocast
+            for saved, slope in zip(tiles[::-1], do.split(lengths, dim=1)[::-1], strict=True):
+                *made, dz, dkv = _scan_gradients(
+                    saved, slope, dz, dkv, of_table=ctx.needs_input_grad[3]
+                )
+                parts.append(made)
         *slopes, of_table = zip(*parts[::-1], strict=True)
         dq, dk, dv = (torch.cat(x, dim=1) for x in slopes)
         dtable = None if of_table[0] is None else torch.cat(of_table, dim=1)
