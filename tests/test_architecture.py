@@ -192,6 +192,7 @@ EXCEPTIONS = {
     "kernels/chips.py": "limits that must be readable without Triton",
     "layers/__init__.py": "a docstring",
     "models/__init__.py": "a docstring",
+    "models/presets.py": "a table of configurations",
     "ops/decay_attention/forms.py": "all forms of the op in plain torch, forward and backward",
 }
 
