@@ -148,6 +148,13 @@ TABLE = [
 ]
 
 
+def test_an_axis_of_one_update_runs_in_kernels():
+    named = narrowed(inputs(5, causal=True), SINGLE)
+    updates = {name: named[name].unsqueeze(2) for name in ("k", "v", "beta")}
+    want, _ = in_kernels(**named, causal=True)
+    torch.testing.assert_close(in_kernels(**named | updates, causal=True)[0], want, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize(COLUMNS, TABLE)
 def test_kernels_match_the_reference(tokens, causal, decay, keep, enters, widths):
     dtypes = DTYPES if GPU or tokens in NARROW else [SINGLE]

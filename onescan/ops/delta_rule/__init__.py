@@ -179,6 +179,8 @@ def delta_rule(
         q, k, v, beta, log_decay = one_token(q, k, v, beta, log_decay)
         keep = q.new_zeros(q.shape[:2], dtype=torch.bool)
     _check(q, k, v, beta, log_decay, causal, keep, state, chunk_size)
+    if k.ndim > q.ndim and k.shape[2] == 1:  # as without the axis, for which there are kernels
+        k, v, beta = k.squeeze(2), v.squeeze(2), beta.squeeze(2)
     packing = packing_over(ranks, cu_seqlens, own, state=state)
     runs_on = _backend(form, backend, q, k, v, log_decay, over_ranks=ranks is not None)
     sides = unpack_states(state, DeltaState, causal=causal)
