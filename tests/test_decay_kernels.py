@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_calls import assert_near, narrowed, outputs_and_gradients, rounded, tensors_of
 from kernel_device import (
     BRAIN,
     DEVICE,
@@ -54,11 +55,6 @@ over_calls = pytest.mark.parametrize(
 over_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both"])
 
 
-def rounded(x):
-    """The number in float64 that all narrower types hold exactly."""
-    return x.bfloat16().half().double()
-
-
 def inputs(
     tokens, *, causal, decay="scalar", keep=False, enters="", widths=(5, 6), batch=1, heads=1
 ):
@@ -88,57 +84,6 @@ def inputs(
     ]
     named["state"] = sides[0] if causal else DecayStates(*sides)
     return named
-
-
-def tensors_of(state):
-    """The tensors of a state, of one side or both, that are there."""
-    if state is None or isinstance(state, DecayState):
-        return [*(state or ())]
-    return [x for side in state for x in tensors_of(side)]
-
-
-def narrowed(named, dtype):
-    """The same arguments as a kernel has them: float32 states."""
-
-    def side(state):
-        return None if state is None else DecayState(*(x.float().to(DEVICE) for x in state))
-
-    state = named["state"]
-    several = isinstance(state, DecayStates)
-    made = {
-        name: x.to(DEVICE, dtype if x.is_floating_point() else None)
-        for name, x in named.items()
-        if name != "state"
-    }
-    return dict(made, state=DecayStates(*map(side, state)) if several else side(state))
-
-
-def outputs_and_gradients(call, named):
-    """Outputs and states, and gradients of all that has one, under one random loss."""
-    names = [n for n in ("q", "k", "v", "log_decay") if n in named]
-    leaves = [named[n].detach().clone().requires_grad_() for n in names]
-    carried = [x.detach().clone().requires_grad_() for x in tensors_of(named["state"])]
-    left = iter(carried)
-
-    def side(state):
-        return None if state is None else DecayState(next(left), next(left))
-
-    state = named["state"]
-    several = isinstance(state, DecayStates)
-    state = DecayStates(*map(side, state)) if several else side(state)
-    o, leaving = call(**dict(named, **dict(zip(names, leaves, strict=True)), state=state))
-    outputs = [o, *tensors_of(leaving)]
-    g = torch.Generator().manual_seed(7)
-    weights = [rounded(torch.randn(x.shape, generator=g)).to(x.device) for x in outputs]
-    loss = sum((x.double() * w).sum() for x, w in zip(outputs, weights, strict=True))
-    return outputs, [*torch.autograd.grad(loss, leaves + carried, materialize_grads=True)]
-
-
-def assert_near(got, want, tolerance):
-    """Each tensor within a share of the largest number of what it should be."""
-    for x, y in zip(got, want, strict=True):
-        atol = tolerance * max(y.abs().max().item(), 0.1)
-        torch.testing.assert_close(x.double().cpu(), y, atol=atol, rtol=0)
 
 
 def assert_matches_reference(named, *dtypes, **options):

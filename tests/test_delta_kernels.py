@@ -6,6 +6,7 @@ from inspect import unwrap
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_calls import assert_near, narrowed, outputs_and_gradients, rounded, tensors_of
 from kernel_device import (
     BRAIN,
     DEVICE,
@@ -38,11 +39,6 @@ over_directions = pytest.mark.parametrize(
 )
 
 
-def rounded(x):
-    """The number in float64 that all narrower types hold exactly."""
-    return x.bfloat16().half().double()
-
-
 def inputs(tokens, *, causal, decay=True, keep=False, enters="", widths=(5, 6), batch=1, heads=1):
     """Arguments in float64 that are `rounded`; `enters` names sides, "left right"."""
     g = torch.Generator().manual_seed(tokens)
@@ -67,54 +63,6 @@ def inputs(tokens, *, causal, decay=True, keep=False, enters="", widths=(5, 6), 
     ]
     named["state"] = sides[0] if causal else DeltaStates(*sides)
     return named
-
-
-def tensors_of(state):
-    """The matrices of a state, of one side or both, that are there."""
-    if state is None or isinstance(state, DeltaState):
-        return [*(state or ())]
-    return [x for side in state for x in tensors_of(side)]
-
-
-def with_tensors(state, tensors):
-    """The same state of other matrices."""
-    if state is None:
-        return None
-    if isinstance(state, DeltaState):
-        return DeltaState(tensors.pop(0))
-    return DeltaStates(*(with_tensors(side, tensors) for side in state))
-
-
-def narrowed(named, dtype):
-    """The same arguments as a kernel has them: float32 states."""
-    state = named["state"]
-    made = {
-        name: x.to(DEVICE, dtype if x.is_floating_point() else None)
-        for name, x in named.items()
-        if name != "state"
-    }
-    return dict(made, state=with_tensors(state, [x.float().to(DEVICE) for x in tensors_of(state)]))
-
-
-def outputs_and_gradients(call, named):
-    """Outputs and states, and gradients of all that has one, under one random loss."""
-    names = [name for name in TENSORS if name in named]
-    leaves = [named[name].detach().clone().requires_grad_() for name in names]
-    carried = [x.detach().clone().requires_grad_() for x in tensors_of(named["state"])]
-    given = dict(zip(names, leaves, strict=True), state=with_tensors(named["state"], [*carried]))
-    o, leaving = call(**named | given)
-    outputs = [o, *tensors_of(leaving)]
-    g = torch.Generator().manual_seed(7)
-    weights = [rounded(torch.randn(x.shape, generator=g)).to(x.device) for x in outputs]
-    loss = sum((x.double() * w).sum() for x, w in zip(outputs, weights, strict=True))
-    return outputs, [*torch.autograd.grad(loss, leaves + carried, materialize_grads=True)]
-
-
-def assert_near(got, want, tolerance):
-    """Each tensor within a share of the largest number of what it should be."""
-    for x, y in zip(got, want, strict=True):
-        atol = tolerance * max(y.abs().max().item(), 0.1)
-        torch.testing.assert_close(x.double().cpu(), y, atol=atol, rtol=0)
 
 
 def assert_matches_reference(named, *dtypes, causal):
