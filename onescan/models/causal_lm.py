@@ -13,11 +13,10 @@ from torch.nn.functional import cross_entropy
 from onescan.checks import check_whole
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
-from onescan.layers.tokens import last_token
 from onescan.models.decoding_graph import DecodingGraph
 from onescan.models.token_network import NetworkState, TokenNetwork, TokenNetworkConfig
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import sequence_group, sequence_parallel
+from onescan.ops.parallel import last_token, sequence_group, sequence_parallel
 from onescan.shapes import GeneratedTokens, Keep, TokenLogits, Tokens
 
 IGNORE_INDEX = -100  # label of tokens without a loss, as in torch's cross_entropy
