@@ -213,6 +213,11 @@ def known_lengths(x: Tensor) -> AbstractContextManager[None]:
     return sequence_parallel(SequenceGroup(group.group, lengths))
 
 
+def without_group() -> AbstractContextManager[None]:
+    """Run the ops of a `with` block on this rank alone."""
+    return nullcontext() if sequence_group(None) is None else sequence_parallel(None)
+
+
 def in_current_group(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs later in the group of the context of this call, if any.
 
