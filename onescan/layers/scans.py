@@ -45,7 +45,8 @@ class SnakeScans:
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean of the scans' outputs at each token, the batch as in `visit`."""
-        each = zip(x.chunk(len(self.orders)), self.orders, strict=True)
+        scans = x.unflatten(0, (len(self.orders), -1)).unbind()
+        each = zip(scans, self.orders, strict=True)
         restored = [self._permuted(order.step, [y])[0] for y, order in each]
         return torch.stack(restored).mean(dim=0)
 
