@@ -21,6 +21,7 @@ from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     GatedDeltaNetMixerConfig,
     KDAMixerConfig,
+    LinearDiffusionMixerConfig,
     LionMixerConfig,
 )
 from onescan.ops.parallel import SequenceGroup, sequence_parallel
@@ -34,6 +35,7 @@ RETENTION = LionMixerConfig(
     **SMALL, feature_map="identity", decay=FixedDecayConfig(), normalize="none",
     norm="rms", norm_heads=True, gate="silu", rotary=True,
 )  # fmt: skip
+DIFFUSION = LinearDiffusionMixerConfig(num_heads=HEADS, kernels=2, sigmas=(0.5, 1.0), max_sigma=1.5)
 DELTA = DeltaRuleMixerConfig(**SMALL, conv_size="auto", gate="silu")
 DELTAS = {
     "delta rule": DELTA,
@@ -68,6 +70,13 @@ MIXERS = {
         "kernel of one": replace(LION, {"conv_size": 1}),
     },
     "delta": directed(**DELTAS),
+    "diffusion": {
+        "both": DIFFUSION,
+        "causal": replace(DIFFUSION, {"causal": True, "norm": "rms"}),
+        "embedding": replace(DIFFUSION, {"input_residual": True, "form": "banded"}),
+        "no attention": replace(DIFFUSION, {"linear_attention": False}),
+        "no diffusion": replace(DIFFUSION, {"diffusion": False, "causal": True}),
+    },
 }
 GRIDS = {
     "lion": directed(
@@ -83,6 +92,7 @@ GRIDS = {
         "flat": LION,
     },
     "delta": directed(natural=replace(DELTA, {"scan": "natural"})),
+    "diffusion": {"flat": DIFFUSION, "separable": replace(DIFFUSION, {"separable": True})},
 }
 
 
