@@ -27,6 +27,7 @@ from onescan.layers.mixers import (
     LionMixerConfig,
     MambaMixerConfig,
     RWKV6MixerConfig,
+    SoftmaxMixerConfig,
     VisionRWKVMixerConfig,
 )
 from onescan.ops.parallel import SequenceGroup, sequence_parallel
@@ -85,6 +86,13 @@ MIXERS = {
         "hydra, shared": HydraMixerConfig(**SMALL, state_size=3, shared_keys=True, conv_size=3),
         "spatial": VisionRWKVMixerConfig(**SMALL),
     },
+    "softmax": {
+        f"softmax, window {window}, causal {causal}": SoftmaxMixerConfig(
+            num_heads=HEADS, causal=causal, window=window, rotary=causal or window == 3
+        )
+        for window in (None, 3, 40)
+        for causal in (False, True)
+    },
     "diffusion": {
         "both": DIFFUSION,
         "causal": replace(DIFFUSION, {"causal": True, "norm": "rms"}),
@@ -113,6 +121,7 @@ GRIDS = {
         "vim": MambaMixerConfig(state_size=3, prefix_position="middle"),
         "hydra": HydraMixerConfig(**SMALL, state_size=3),
     },
+    "softmax": {"softmax": SoftmaxMixerConfig(num_heads=HEADS)},
     "diffusion": {"flat": DIFFUSION, "separable": replace(DIFFUSION, {"separable": True})},
 }
 
