@@ -321,7 +321,7 @@ def _separated(
     """Return the documents of a batch; None if each is a whole row, which is faster."""
     group = sequence_group(None)
     if documents is not None and group is not None:
-        documents = gather_tokens(group, documents.to(x.device))
+        documents = gather_tokens(group, documents.to(x.device), group.lengths(x))
     if documents is not None:
         cu_seqlens = document_offsets(documents)
     packing = packing_over(group, cu_seqlens, x)
