@@ -44,12 +44,8 @@ RETENTION = LionMixerConfig(
 )  # fmt: skip
 DIFFUSION = LinearDiffusionMixerConfig(num_heads=HEADS, kernels=2, sigmas=(0.5, 1.0), max_sigma=1.5)
 DELTA = DeltaRuleMixerConfig(**SMALL, conv_size="auto", gate="silu")
-DELTAS = {
-    "delta rule": DELTA,
-    "gated": GatedDeltaNetMixerConfig(**SMALL),
-    "kda": KDAMixerConfig(**SMALL, gate_rank=4),
-    "product": DeltaProductMixerConfig(**SMALL),
-}
+KDA = KDAMixerConfig(**SMALL, gate_rank=4)
+NATURAL = replace(LION, {"scan": "natural"})
 
 
 def directed(**configs):
@@ -76,7 +72,12 @@ MIXERS = {
         "mamba": replace(LINEAR_TRANSFORMERS["mamba"], {"state_size": 3}),
         "kernel of one": replace(LION, {"conv_size": 1}),
     },
-    "delta": directed(**DELTAS),
+    "delta": directed(gated=GatedDeltaNetMixerConfig(**SMALL))
+    | {
+        "delta rule": DELTA,
+        "kda": replace(KDA, {"direction": "backward"}),
+        "product": DeltaProductMixerConfig(**SMALL, direction="forward"),
+    },
     "recurrent": directed(
         hgrn=HGRNMixerConfig(**SMALL),
         rwkv6=RWKV6MixerConfig(**SMALL, shift_rank=3, decay_rank=3),
@@ -103,16 +104,12 @@ MIXERS = {
     },
 }
 GRIDS = {
-    "lion": directed(
-        natural=replace(LION, {"scan": "natural"}),
-        convolution=replace(LION, {"scan": "natural", "conv_size": 3}),
-    )
+    "lion": directed(natural=NATURAL)
     | {
-        "fixed": replace(LION, {"scan": "natural", "decay": FixedDecayConfig()}),
-        "no decay": replace(LION, {"scan": "natural", "decay": NoDecayConfig()}),
-        "keys": replace(
-            LION, {"scan": "natural", "decay": HGRN2DecayConfig(), "normalize": "none"}
-        ),
+        "convolution": replace(NATURAL, {"conv_size": 3, "direction": "backward"}),
+        "fixed": replace(NATURAL, {"decay": FixedDecayConfig()}),
+        "no decay": replace(NATURAL, {"decay": NoDecayConfig()}),
+        "keys": replace(NATURAL, {"decay": HGRN2DecayConfig(), "normalize": "none"}),
         "flat": LION,
     },
     "delta": directed(natural=replace(DELTA, {"scan": "natural"})),
@@ -133,7 +130,7 @@ PACKED = {
     "lion": LION,
     "lion, forward": replace(LION, {"direction": "forward", "normalize": "max_one"}),
     "delta": replace(DELTA, {"conv_size": None}),
-    "kda, forward": replace(DELTAS["kda"], {"conv_size": None, "direction": "forward"}),
+    "kda, forward": replace(KDA, {"conv_size": None, "direction": "forward"}),
     "diffusion": DIFFUSION,
     "window": MIXERS["softmax"]["softmax, window 3, causal False"],
     "window, causal": MIXERS["softmax"]["softmax, window 3, causal True"],
