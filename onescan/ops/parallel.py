@@ -275,6 +275,8 @@ def last_tokens(x: Tensor, keep: Tensor | None, count: int) -> tuple[Tensor, Ten
     Returns:
         The tokens, [B, count, D], and which of them are real, [B, count].
     """
+    if keep is None:
+        x = x[:, max(x.shape[1] - count, 0) :]
     missing = max(count - x.shape[1], 0)
     keep = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
     x, keep = F.pad(x, (0, 0, missing, 0)), F.pad(keep, (missing, 0))
@@ -315,17 +317,12 @@ def carry_tokens(
     marked = (torch.cat([x, real.unsqueeze(-1)], dim=-1) for x, real in ends)
     carried = []
     for backward, gathered in enumerate(gather(group, *marked)):
-        rank = torch.arange(group.size, device=gathered.device)
-        is_earlier = rank > group.rank if backward else rank < group.rank
-        if backward:
-            gathered, is_earlier = gathered.flip(0), is_earlier.flip(0)
-        tokens, real = gathered[..., :-1], gathered[..., -1] > 0  # W B count
-        earlier = real & is_earlier[:, None, None]
-        of_all, before_own = (
-            last_tokens(tokens.transpose(0, 1).flatten(1, 2), y.transpose(0, 1).flatten(1), count)
-            for y in (real, earlier)
-        )
-        carried.append((before_own[0], of_all[0]))
+        visited = (gathered.flip(0) if backward else gathered).transpose(0, 1).flatten(1, 2)
+        tokens, real = visited[..., :-1], visited[..., -1] > 0  # B W * count
+        rank = group.size - 1 - group.rank if backward else group.rank
+        is_earlier = torch.arange(group.size * count, device=real.device) < rank * count
+        entering, last = (last_tokens(tokens, y, count)[0] for y in (real & is_earlier, real))
+        carried.append((entering, last))
     if enters is not None:
         carried[0] = carried[0][0] + enters, carried[0][1]
     return carried
