@@ -1,7 +1,8 @@
-"""Sequence parallelism: ops whose token axis is sharded across a process group, in rank order.
+"""Sequence parallelism: models and ops whose tokens are sharded across a process group.
 
-Each rank passes its own tokens to an op with ``group=`` and receives their outputs, which equal
-those of a single process. Shards may have different lengths, and a shard may be empty (T = 0).
+Shards are in rank order. They may have different lengths, and a shard may be empty (T = 0). Each
+rank passes its own tokens to an op with ``group=`` and receives their outputs, which equal those of
+a single process.
 Ranks exchange states and neighboring tokens, whose size does not depend on the number of tokens.
 Only `toeplitz_position` exchanges all tokens, and only if they take less memory than the states. In
 the forward pass, and again in the backward pass, a rank receives from W ranks with T tokens in
@@ -23,6 +24,22 @@ ranks and then between nodes, which replaces W by N + W / N; bidirectional `addi
 one state in any case. Forms that need all tokens at once are not available: FFTs, and
 Crank-Nicolson, which solves a system over all tokens.
 
+In a block of `sequence_parallel`, each rank passes its part of an input to a model. The first axis
+is sharded: rows of images or frames of video, in whole patches, or tokens of text. In addition to
+the above, ranks exchange their numbers of tokens once per call, the samples that drop path drops,
+and the input of a pooling head:
+
+- Class logits, the logits of ``last_only`` and the states of causal models are the same on every
+  rank. Other outputs are those of the rank's own tokens. Class tokens and other tokens that are not
+  part of the input are on the first rank only.
+- Every rank receives the labels, timesteps and states of all samples, and `keep`, segments and
+  `positions` of its own tokens.
+- Causal models read a prompt over all ranks. Each rank then generates by itself, without
+  collectives; samples are the same if all generators have the same seed.
+- The encoder's tokens of a `SequenceDecoder` are sharded. The decoder's tokens are not.
+- Layers that need all tokens in one process raise an error on every rank: joint MD-TPE kernels, and
+  packed documents in layers without `cu_seqlens`.
+
 Rules:
 
 - All ranks must make the same calls in the same order with the same options, and their inputs must
@@ -34,7 +51,8 @@ Rules:
   state precedes the whole sequence and is read on the first rank only; a state of later tokens is
   read on the last rank only.
 - Gradients are those of the sum of all ranks' losses. The gradient of a tensor that all ranks have,
-  such as a parameter, is only the rank's part: sum it over the ranks.
+  such as a parameter, is only the rank's part: sum it over the ranks. If every rank computes the
+  same loss, from outputs that are the same on every rank, take the mean instead.
 - Every rank that runs the forward pass must also run the backward pass, from a loss that depends on
   its outputs; a rank without a loss multiplies its outputs by 0. All ranks then run the same
   collectives in the same order: each collective is one node of the graph, on which the outputs of
@@ -44,7 +62,7 @@ Rules:
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from itertools import accumulate
@@ -70,6 +88,8 @@ class SequenceGroup:
     Args:
         group: A process group of this process, or a device mesh with one dimension.
         lengths: Number of tokens on each rank. If None, ranks exchange them when an op needs them.
+        prefix: Number of tokens on the first rank that are not part of the grid, such as a class
+            token. Included in `lengths`.
         nodes: Two process groups, for a `group` that spans several nodes: the ranks of this node,
             and the ranks with the same place in every node. Ranks then merge states within nodes
             before they exchange them between nodes. Both are the groups of a two-dimensional
@@ -86,6 +106,7 @@ class SequenceGroup:
         group: Any,
         lengths: Sequence[int] | None = None,
         *,
+        prefix: int = 0,
         nodes: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     ) -> None:
         if isinstance(group, DeviceMesh):
@@ -100,10 +121,12 @@ class SequenceGroup:
                 f"group is {named_type(group)}, expected a process group of this process"
             )
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.prefix, self._lengths = 0, None if lengths is None else self._checked(lengths)
-        self.levels: list[SequenceGroup] = [self]
+        self._lengths = None if lengths is None else self._checked(lengths)
+        self.prefix = prefix
+        self.is_reversed = False  # whether ranks are in reverse order
+        self._nodes = None
         if nodes is not None:
-            within, between = self.levels = [SequenceGroup(level) for level in nodes]
+            within, between = self._nodes = [SequenceGroup(level) for level in nodes]
             place = between.rank * within.size + within.rank
             if (place, between.size * within.size) != (self.rank, self.size):
                 raise ValueError(
@@ -118,6 +141,23 @@ class SequenceGroup:
                 f"lengths is {lengths!r}, expected a whole number for each of {self.size} ranks"
             )
         return list(lengths)
+
+    def reversed(self) -> "SequenceGroup":
+        """Return the group in reverse order, for tokens that each rank has flipped."""
+        group = copy.copy(self)
+        group.rank, group.is_reversed = self.size - 1 - self.rank, not self.is_reversed
+        group._lengths = None if self._lengths is None else self._lengths[::-1]
+        group._nodes = None if self._nodes is None else [x.reversed() for x in self._nodes]
+        return group
+
+    def ordered(self, of_ranks: Iterable[Any]) -> list[Any]:
+        """Return items of the process group's ranks in this order, or items in this order back."""
+        return list(of_ranks)[:: -1 if self.is_reversed else 1]
+
+    @property
+    def levels(self) -> "list[SequenceGroup]":
+        """The groups in which ranks exchange states, one after the other."""
+        return self._nodes or [self]
 
     @property
     def is_first(self) -> bool:
@@ -144,16 +184,11 @@ class SequenceGroup:
             )
         return list(self._lengths)
 
-    def with_lengths(self, lengths: Sequence[int], *, prefix: int = 0) -> "SequenceGroup":
-        """Return the same ranks with known lengths.
-
-        Args:
-            lengths: Number of tokens on each rank.
-            prefix: Number of them on the first rank that are not part of the grid, such as a class
-                token.
-        """
+    def with_lengths(self, lengths: Sequence[int] | None, *, prefix: int = 0) -> "SequenceGroup":
+        """Return the same ranks with other lengths; see the arguments of the class."""
         group = copy.copy(self)
-        group._lengths, group.prefix = self._checked(lengths), prefix
+        group._lengths = None if lengths is None else self._checked(lengths)
+        group.prefix = prefix
         return group
 
     def without_prefix(self) -> "SequenceGroup":
@@ -180,7 +215,7 @@ class SequenceGroup:
         """Gather a number from each rank, [W], without waiting for the device."""
         own = torch.tensor([number], device=device)
         numbers = own.new_empty(self.size, 1)
-        dist.all_gather(list(numbers), own, group=self.group)
+        dist.all_gather(self.ordered(numbers), own, group=self.group)
         return numbers.squeeze(1)
 
 
@@ -194,9 +229,9 @@ _current: SequenceGroup | None = None
 def sequence_parallel(group: Group | None) -> Iterator[None]:
     """Shard the tokens of all models and ops in a `with` block across a process group.
 
-    A model receives this rank's part of its input along the first axis: rows of images, in whole
-    patches, frames of video, or tokens of text. Sets the default of the ops' ``group`` argument,
-    for the whole process rather than one thread. The backward pass may run outside of the block.
+    A model receives this rank's part of its input along the first axis. Sets the default of the
+    ops' ``group`` argument, for the whole process rather than one thread. The backward pass may run
+    outside of the block, also with activation checkpointing.
 
     Args:
         group: A process group, a device mesh with one dimension, or a `SequenceGroup`. None
@@ -244,6 +279,11 @@ def known_lengths(x: Tensor) -> AbstractContextManager[None]:
     if not any(lengths):
         raise ValueError("T is 0 on every rank, expected at least one token in the sequence")
     return sequence_parallel(group.with_lengths(lengths))
+
+
+def without_group() -> AbstractContextManager[None]:
+    """Run the ops of a `with` block on this rank alone."""
+    return nullcontext() if sequence_group(None) is None else sequence_parallel(None)
 
 
 def in_current_group(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -354,14 +394,6 @@ def last_token(x: Tensor) -> Tensor:
     return select_rank(group, F.pad(x, (0, 0, 1, 0))[:, -1:], has_tokens, last=True)
 
 
-def gather_tokens(group: SequenceGroup, x: Tensor) -> Tensor:
-    """Return the tokens of all ranks, given those of this rank, [B, T, ...]."""
-    lengths = group.lengths(x)
-    padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, max(lengths) - x.shape[1]))
-    (gathered,) = gather(group, padded)
-    return torch.cat([own[:, :n] for own, n in zip(gathered, lengths, strict=True)], dim=1)
-
-
 def exchange(
     group: SequenceGroup, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
 ) -> list[Tensor]:
@@ -372,10 +404,11 @@ def exchange(
         parts: The tensor for each rank, in one dtype.
         shapes: The shape of the tensor from each rank.
     """
+    parts, shapes = group.ordered(parts), group.ordered(shapes)
     send, receive = [x.numel() for x in parts], [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat([x.reshape(-1) for x in parts])
     received = _Exchange.apply(group, flat, send, receive).split(receive)
-    return [x.view(shape) for x, shape in zip(received, shapes, strict=True)]
+    return group.ordered(x.view(shape) for x, shape in zip(received, shapes, strict=True))
 
 
 def carry(
@@ -433,6 +466,120 @@ def linear_compose(first: State, second: State) -> State:
     return *linear_step(first, second), first[1] * second[1]
 
 
+def last_tokens(x: Tensor, keep: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """Return the last `count` real tokens of x, [B, T, D], after zeros if there are fewer.
+
+    Returns:
+        The tokens, [B, count, D], and which of them are real, [B, count].
+    """
+    if keep is None:
+        x = x[:, max(x.shape[1] - count, 0) :]
+    missing = max(count - x.shape[1], 0)
+    keep = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
+    x, keep = F.pad(x, (0, 0, missing, 0)), F.pad(keep, (missing, 0))
+    index = keep.byte().argsort(dim=1, stable=True)[:, keep.shape[1] - count :]
+    real = keep.gather(1, index)
+    tokens = x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+    return tokens.masked_fill(~real.unsqueeze(-1), 0), real
+
+
+def carry_tokens(
+    group: SequenceGroup,
+    sides: Sequence[tuple[Tensor, Tensor | None]],
+    count: int,
+    *,
+    before: Tensor | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Carry the last real tokens of each rank to the ranks after it.
+
+    Args:
+        group: The ranks.
+        sides: The tokens of this rank, [B, T, D], and which of them are real (None for all), for
+            the forward and, if any, the backward direction, in which they are flipped.
+        count: Number of tokens to carry.
+        before: The last tokens before the first rank in the forward direction, [B, count, D], read
+            there; None for zeros.
+
+    Returns:
+        For each direction, the last `count` tokens before those of this rank, and the last ones of
+        all ranks, after zeros if there are fewer.
+    """
+    ends = [last_tokens(x, keep, count) for x, keep in sides]
+    enters = before if group.is_first else None
+    if enters is not None:
+        tokens, real = ends[0]
+        enters = enters.to(tokens.dtype)
+        tokens, real = torch.cat([enters, tokens], dim=1), F.pad(real, (count, 0), value=True)
+        ends[0] = last_tokens(tokens, real, count)
+    marked = (torch.cat([x, real.unsqueeze(-1)], dim=-1) for x, real in ends)
+    carried = []
+    for backward, gathered in enumerate(gather(group, *marked)):
+        visited = (gathered.flip(0) if backward else gathered).transpose(0, 1).flatten(1, 2)
+        tokens, real = visited[..., :-1], visited[..., -1] > 0  # B W * count
+        rank = group.size - 1 - group.rank if backward else group.rank
+        is_earlier = torch.arange(group.size * count, device=real.device) < rank * count
+        entering, last = (last_tokens(tokens, y, count)[0] for y in (real & is_earlier, real))
+        carried.append((entering, last))
+    if enters is not None:
+        carried[0] = carried[0][0] + enters, carried[0][1]
+    return carried
+
+
+class Permutation:
+    """A permutation of the tokens of all ranks, after which each rank has as many as before.
+
+    Args:
+        order: The token at each place, [T] for the tokens of all ranks, on the CPU.
+        lengths: Number of tokens on each rank.
+        rank: This rank.
+        device: Device of the tokens.
+    """
+
+    def __init__(
+        self, order: Tensor, lengths: Sequence[int], rank: int, device: torch.device
+    ) -> None:
+        ends = torch.tensor([*accumulate(lengths)])
+        own = slice(int(ends[rank]) - lengths[rank], int(ends[rank]))
+        tokens = torch.arange(len(order))
+        source, target = (torch.bucketize(x, ends, right=True) for x in (order, tokens))
+        self.is_local = torch.equal(source, target)  # the same on every rank
+        leaving = order[source == rank] - own.start
+        arriving = source[own].argsort(stable=True).argsort()
+        self.sent, self.received = (
+            x.bincount(minlength=len(lengths)).tolist()
+            for x in (target[source == rank], source[own])
+        )
+        self.leaving, self.arriving = (x.to(device, non_blocking=True) for x in (leaving, arriving))
+
+    def __call__(self, group: SequenceGroup, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tokens at the places of this rank, given its part of each tensor, [B, T, ...].
+
+        Tensors of one dtype are exchanged together, and masks with those of the first one. If all
+        tokens stay on their ranks, nothing is exchanged.
+        """
+        if self.is_local:
+            return [x.index_select(1, self.leaving) for x in tensors]
+        dtypes = [tensors[0].dtype if x.dtype == torch.bool else x.dtype for x in tensors]
+        permuted = list(tensors)
+        for dtype in dict.fromkeys(dtypes):
+            some = [i for i, other in enumerate(dtypes) if other == dtype]
+            flat = [tensors[i].unsqueeze(-1).flatten(2).to(dtype) for i in some]
+            widths = [x.shape[2] for x in flat]
+            parts = torch.cat(flat, dim=2).index_select(1, self.leaving).split(self.sent, dim=1)
+            shapes = [(len(flat[0]), count, sum(widths)) for count in self.received]
+            arrived = torch.cat(exchange(group, parts, shapes), dim=1)
+            moved = arrived.index_select(1, self.arriving).split(widths, dim=2)
+            for i, x in zip(some, moved, strict=True):
+                permuted[i] = x.reshape(tensors[i].shape).to(tensors[i].dtype)
+        return permuted
+
+
+def gather_tokens(group: SequenceGroup, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the tokens of all ranks, [B, T, ...], given those of this rank and their numbers."""
+    shapes = [(x.shape[0], length, *x.shape[2:]) for length in lengths]
+    return torch.cat(exchange(group, [x] * group.size, shapes), dim=1)
+
+
 def halo(group: SequenceGroup, x: Tensor, lengths: Sequence[int], radius: int) -> list[Tensor]:
     """Return up to `radius` tokens before and after those of this rank, [B, ., ...].
 
@@ -466,7 +613,7 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         own = _as_bytes([x.unsqueeze(0) for x in tensors])
         together = own.new_empty(group.size, own.shape[1])
-        dist.all_gather(list(together), own[0], group=group.group)
+        dist.all_gather(group.ordered(together), own[0], group=group.group)
         return _from_bytes(together, tensors)
 
     @staticmethod
@@ -474,6 +621,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         sent = _as_bytes(gradients)
         received = torch.empty_like(sent)
+        sent = sent.flip(0) if ctx.group.is_reversed else sent
         dist.all_to_all_single(received, sent, group=ctx.group.group)
         parts = _from_bytes(received, [x[0] for x in gradients])
         return None, *(x.sum(0) for x in parts)
