@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from onescan.checks import check_choice
 from onescan.layers.mixers.projections import Projections
 from onescan.messages import named_type
+from onescan.ops.parallel import SequenceGroup, sequence_group
 from onescan.shapes import Grid, Hidden, Keep
 
 Direction = Literal["both", "forward", "backward", "alternating"]
@@ -192,3 +193,12 @@ def masked(x: Hidden, keep: Keep | None) -> Hidden:
 def flipped(x: Tensor | None) -> Any:
     """Reverse the order of tokens; None and tensors per head, [H], are returned unchanged."""
     return x if x is None or x.ndim == 1 else x.flip(1)
+
+
+def scan_group(*, backward: bool) -> SequenceGroup | None:
+    """Return the group of `sequence_parallel`, in the order in which a scan visits its ranks.
+
+    A backward scan flips the tokens of each rank and reverses the ranks.
+    """
+    group = sequence_group(None)
+    return group.reversed() if backward and group is not None else group
