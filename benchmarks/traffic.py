@@ -10,14 +10,18 @@ from torch import Tensor
 
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
+    GatedDeltaNetMixerConfig,
     LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
     LionMixerConfig,
 )
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
 from onescan.ops.parallel import SequenceGroup, sequence_parallel
 from onescan.shapes import Grid
 
-FLOAT64 = 8  # bytes; dtype of log-normalizers
+DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes
+FLOAT64 = INT64 = 8  # bytes, of log-normalizers and of numbers of tokens
+RADIUS = 138  # of LDN's kernels
 HIDDEN_STATES = 64  # exponentials per channel of MD-TPE
 
 
@@ -125,6 +129,25 @@ def _decay(s: Sizes) -> float:
     return s.gathered(2 * s.wide * s.heads * (s.head * (s.head + 1) + 1))
 
 
+def _natural(s: Sizes) -> tuple[float, float]:
+    """Exchange projections, decays and outputs of the scan along columns; states of both scans.
+
+    A column of ones, whose outputs are the row sums, is appended to values.
+    """
+    states = s.gathered(4 * s.wide * s.heads * (s.head * (s.head + 2) + 1))
+    inputs = 3 * s.width * s.narrow + s.heads * s.wide
+    outputs = (s.width + s.heads) * s.wide
+    both = states + s.exchanged((inputs + outputs) * s.tokens / s.ranks)
+    return s.gathered(INT64) + both, both
+
+
+def _diffusion(s: Sizes) -> float:
+    """Neighboring tokens, and the state of linear attention over all tokens."""
+    sides = min(s.ranks - 1, 2)
+    attention = s.gathered(2 * s.wide * s.heads * (s.head * (s.head + 1) + 1))
+    return sides * RADIUS * s.width * s.narrow + attention
+
+
 def _toeplitz(s: Sizes, *, lines: int = 1, directions: int = 1) -> float:
     """Gather the sums of each line and the factors, or exchange all tokens if that is less."""
     sums = directions * HIDDEN_STATES
@@ -154,8 +177,18 @@ LAYERS = {
         lambda heads: LightNetMixerConfig(num_heads=heads, causal=True), _both(_causal_additive)
     ),
     "LION-s": Layer(lambda heads: LionMixerConfig(num_heads=heads), _both(_decay)),
+    "LION-s natural, on an image": Layer(
+        lambda heads: LionMixerConfig(num_heads=heads, scan="natural"), _natural, is_image=True
+    ),
+    "LDN, explicit": Layer(
+        lambda heads: LinearDiffusionMixerConfig(num_heads=heads), _both(_diffusion)
+    ),
     "DeltaNet": Layer(
         lambda heads: DeltaRuleMixerConfig(num_heads=heads, direction="forward"), _both(_delta)
+    ),
+    "Gated DeltaNet": Layer(
+        lambda heads: GatedDeltaNetMixerConfig(num_heads=heads, direction="forward"),
+        _both(_gated_delta),
     ),
     "MD-TPE on text": Layer(
         lambda _: ToeplitzPositionConfig(hidden_states=HIDDEN_STATES),
@@ -203,10 +236,11 @@ def count(layer: Layer, sizes: Sizes, group: Any) -> tuple[int, int]:
         module = config.build(width=sizes.width, grid=Grid(shape))
     else:
         module = config.build(width=sizes.width, axes=len(shape))
-    x = torch.randn(1, tokens, sizes.width, requires_grad=True)
+    dtype = DTYPES[sizes.narrow]
+    x = torch.randn(1, tokens, sizes.width, dtype=dtype, requires_grad=True)
     with sequence_parallel(SequenceGroup(group, [tokens] * sizes.ranks)):
         with Traffic() as forward:
-            y, _ = module(x, Grid(shape))
+            y, _ = module.to(dtype)(x, Grid(shape))
         with Traffic() as backward:
             y.sum().backward()
     return forward.bytes, backward.bytes
