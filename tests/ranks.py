@@ -14,7 +14,7 @@ from onescan.ops.parallel import sequence_parallel
 
 TIMEOUT_S = 60
 GRACE_S = 2  # for the other ranks after one has failed
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single")
+TIMEOUT = timedelta(seconds=TIMEOUT_S / 2)  # of a collective
 
 
 def run_ranks(size, check, folder):
@@ -35,9 +35,9 @@ def _run_rank(rank, size, check, folder):
     try:
         store = dist.FileStore(str(folder / "store"), size)
         options = {"store": store, "rank": rank, "world_size": size}
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S / 2), **options)
+        dist.init_process_group("gloo", timeout=TIMEOUT, **options)
         for count in range(2, size + 1):
-            group = dist.new_group(range(count))
+            group = dist.new_group(range(count), timeout=TIMEOUT)
             if rank < count:
                 torch.manual_seed(0)
                 check(group)
@@ -197,27 +197,3 @@ def assert_same_model_over_ranks(model, call, inputs, lengths, group):
     for name, gradient in gradients.items():
         dist.all_reduce(gradient, group=group)
         assert_close(gradient, want_gradients[name], f"gradient of {name}")
-
-
-class Traffic:
-    """Count the bytes that a rank receives in collectives, and their calls."""
-
-    def __enter__(self):
-        self.bytes, self.calls = 0, []
-        self._before = {name: getattr(dist, name) for name in COLLECTIVES}
-        for name, function in self._before.items():
-            setattr(dist, name, self._counting(name, function))
-        return self
-
-    def __exit__(self, *_):
-        for name, function in self._before.items():
-            setattr(dist, name, function)
-
-    def _counting(self, name, function):
-        def call(output, *arguments, **options):
-            self.calls.append(name)
-            outputs = output if isinstance(output, list) else [output]
-            self.bytes += sum(x.numel() * x.element_size() for x in outputs)
-            return function(output, *arguments, **options)
-
-        return call

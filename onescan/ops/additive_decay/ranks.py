@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from onescan.ops.additive_decay.state import AdditiveDecayState, per_feature, per_key, share
 from onescan.ops.numerics import LOG_ZERO
 from onescan.ops.packing import PackingShard
-from onescan.ops.parallel import SequenceGroup, gather
+from onescan.ops.parallel import SequenceGroup, explain_failure, gather
 
 
 def merged_over_ranks(group: SequenceGroup, state: AdditiveDecayState) -> AdditiveDecayState:
@@ -82,7 +82,8 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: SequenceGroup, z: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         ctx.group, peak = group, z.clone()
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group.group)
+        with explain_failure(group):
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=group.group)
         weight = share(z, peak, kv)
         total, merged = _sums(group, weight, per_feature(weight, kv) * kv)
         merged /= per_feature(total, kv)
@@ -101,6 +102,7 @@ class _Merge(torch.autograd.Function):
 def _sums(group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Sum tensors of one dtype over the ranks, in one collective without gradients."""
     flat = torch.cat([x.flatten() for x in tensors])
-    dist.all_reduce(flat, group=group.group)
+    with explain_failure(group):
+        dist.all_reduce(flat, group=group.group)
     parts = flat.split([x.numel() for x in tensors])
     return tuple(part.view(x.shape) for part, x in zip(parts, tensors, strict=True))
