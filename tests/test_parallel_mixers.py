@@ -20,9 +20,15 @@ from onescan.layers.mixers import (
     DeltaProductMixerConfig,
     DeltaRuleMixerConfig,
     GatedDeltaNetMixerConfig,
+    HGRNMixerConfig,
+    HydraMixerConfig,
     KDAMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    MambaMixerConfig,
+    RWKV6MixerConfig,
+    SoftmaxMixerConfig,
+    VisionRWKVMixerConfig,
 )
 from onescan.ops.parallel import SequenceGroup, sequence_parallel
 from onescan.shapes import Grid
@@ -70,6 +76,23 @@ MIXERS = {
         "kernel of one": replace(LION, {"conv_size": 1}),
     },
     "delta": directed(**DELTAS),
+    "recurrent": directed(
+        hgrn=HGRNMixerConfig(**SMALL),
+        rwkv6=RWKV6MixerConfig(**SMALL, shift_rank=3, decay_rank=3),
+        mamba=MambaMixerConfig(state_size=3),
+    )
+    | {
+        "hydra": HydraMixerConfig(**SMALL, state_size=3),
+        "hydra, shared": HydraMixerConfig(**SMALL, state_size=3, shared_keys=True, conv_size=3),
+        "spatial": VisionRWKVMixerConfig(**SMALL),
+    },
+    "softmax": {
+        f"softmax, window {window}, causal {causal}": SoftmaxMixerConfig(
+            num_heads=HEADS, causal=causal, window=window, rotary=causal or window == 3
+        )
+        for window in (None, 3, 40)
+        for causal in (False, True)
+    },
     "diffusion": {
         "both": DIFFUSION,
         "causal": replace(DIFFUSION, {"causal": True, "norm": "rms"}),
@@ -92,6 +115,13 @@ GRIDS = {
         "flat": LION,
     },
     "delta": directed(natural=replace(DELTA, {"scan": "natural"})),
+    "recurrent": {
+        "spatial": VisionRWKVMixerConfig(**SMALL),
+        "channel": VisionRWKVMixerConfig(**SMALL, part="channel"),
+        "vim": MambaMixerConfig(state_size=3, prefix_position="middle"),
+        "hydra": HydraMixerConfig(**SMALL, state_size=3),
+    },
+    "softmax": {"softmax": SoftmaxMixerConfig(num_heads=HEADS)},
     "diffusion": {"flat": DIFFUSION, "separable": replace(DIFFUSION, {"separable": True})},
 }
 

@@ -509,6 +509,12 @@ def permute(
     return permuted
 
 
+def gather_tokens(group: SequenceGroup, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the tokens of all ranks, [B, T, ...], given those of this rank and their numbers."""
+    shapes = [(x.shape[0], length, *x.shape[2:]) for length in lengths]
+    return torch.cat(exchange(group, [x] * group.size, shapes), dim=1)
+
+
 def halo(group: SequenceGroup, x: Tensor, lengths: Sequence[int], radius: int) -> list[Tensor]:
     """Return up to `radius` tokens before and after those of this rank, [B, ., ...].
 
