@@ -14,6 +14,7 @@ from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    SoftmaxMixerConfig,
 )
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
 from onescan.ops.parallel import SequenceGroup, sequence_parallel
@@ -22,6 +23,7 @@ from onescan.shapes import Grid
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes
 FLOAT64 = INT64 = 8  # bytes, of log-normalizers and of numbers of tokens
 RADIUS = 138  # of LDN's kernels
+WINDOW = 128  # tokens
 HIDDEN_STATES = 64  # exponentials per channel of MD-TPE
 
 
@@ -171,6 +173,16 @@ def _gated_delta(s: Sizes) -> float:
     return s.gathered(3 * s.wide * s.width * s.head + window)
 
 
+def _window(s: Sizes) -> float:
+    """Gather the last keys and values of each rank, with two marks."""
+    return s.gathered(WINDOW * 2 * (s.width + 1) * s.narrow)
+
+
+def _softmax(s: Sizes) -> float:
+    """Gather all keys and values, with a mark."""
+    return s.exchanged(s.tokens * (2 * s.width + 1) * s.narrow)
+
+
 LAYERS = {
     "LightNet": Layer(lambda heads: LightNetMixerConfig(num_heads=heads), _additive),
     "LightNet, causal": Layer(
@@ -189,6 +201,13 @@ LAYERS = {
     "Gated DeltaNet": Layer(
         lambda heads: GatedDeltaNetMixerConfig(num_heads=heads, direction="forward"),
         _both(_gated_delta),
+    ),
+    "sliding window, causal": Layer(
+        lambda heads: SoftmaxMixerConfig(num_heads=heads, causal=True, window=WINDOW),
+        _both(_window),
+    ),
+    "softmax, causal": Layer(
+        lambda heads: SoftmaxMixerConfig(num_heads=heads, causal=True), _both(_softmax)
     ),
     "MD-TPE on text": Layer(
         lambda _: ToeplitzPositionConfig(hidden_states=HIDDEN_STATES),

@@ -355,14 +355,6 @@ def last_token(x: Tensor) -> Tensor:
     return select_rank(group, F.pad(x, (0, 0, 1, 0))[:, -1:], has_tokens, last=True)
 
 
-def gather_tokens(group: SequenceGroup, x: Tensor) -> Tensor:
-    """Return the tokens of all ranks, given those of this rank, [B, T, ...]."""
-    lengths = group.lengths(x)
-    padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, max(lengths) - x.shape[1]))
-    (gathered,) = gather(group, padded)
-    return torch.cat([own[:, :n] for own, n in zip(gathered, lengths, strict=True)], dim=1)
-
-
 def exchange(
     group: SequenceGroup, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
 ) -> list[Tensor]:
@@ -509,8 +501,9 @@ def permute(
     return permuted
 
 
-def gather_tokens(group: SequenceGroup, x: Tensor, lengths: Sequence[int]) -> Tensor:
+def gather_tokens(group: SequenceGroup, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
     """Return the tokens of all ranks, [B, T, ...], given those of this rank and their numbers."""
+    lengths = group.lengths(x) if lengths is None else lengths
     shapes = [(x.shape[0], length, *x.shape[2:]) for length in lengths]
     return torch.cat(exchange(group, [x] * group.size, shapes), dim=1)
 
