@@ -60,7 +60,7 @@ class Measured:
 
     processes: tuple[int, ...] = (2, 4, 8)
     """Numbers of processes."""
-    tokens: tuple[int, ...] = (4096, 16384)
+    tokens: tuple[int, ...] = (1024, 4096)
     """Lengths of the whole sequence."""
     width: int = 512
     """Features per token."""

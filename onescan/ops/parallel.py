@@ -296,12 +296,12 @@ def explain_failure(group: SequenceGroup) -> Iterator[None]:
     """Name likely causes if a collective in a `with` block fails.
 
     Raises:
-        RuntimeError: If the collective fails, for example because another rank has ended.
+        DistError: If the collective fails, for example because another rank has ended.
     """
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(
+        raise dist.DistError(
             f"rank {group.rank} of {group.size} could not exchange data with the other ranks: one "
             "of them has ended or does not respond, or their calls differ in order, options or "
             "sizes. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch names the calls that differ"
