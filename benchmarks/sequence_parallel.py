@@ -13,12 +13,12 @@ several processes, and with the share of one process in a single process. Requir
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from traffic import BASELINES, LAYERS, Sizes, count
 
-from onescan.layers.mixers import LightNetMixerConfig
+from onescan.layers.mixers import LightNetMixerConfig, LionMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.causal_lm import CausalLM, CausalLMConfig
 from onescan.models.presets import preset
@@ -42,14 +42,16 @@ WARM_UP = 256  # tokens of the step that loads libraries
 BFLOAT16, FLOAT32 = 2, 4  # bytes
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
-# LightNet with 36,000 parameters
-SMALL = CausalLMConfig(
+# 36,352 and 33,476 parameters
+LIGHTNET = CausalLMConfig(
     vocab_size=258,
     width=32,
     depth=2,
     mixer=LightNetMixerConfig(num_heads=2, causal=True, gate_rank=16),
     position=ToeplitzPositionConfig(hidden_states=16),
 )
+LION_S = replace(LIGHTNET, mixer=LionMixerConfig(num_heads=2, direction="forward"), position=None)
+MODELS = {"lightnet": LIGHTNET, "lion_s": LION_S}
 
 Rows = list[list[str]]
 
@@ -118,6 +120,8 @@ class Calculated:
 class Memory:
     """Measure the peak memory of a training step."""
 
+    model: Literal["lightnet", "lion_s"] = "lightnet"
+    """Model, of width 32 with two blocks."""
     processes: int = 4
     """Number of processes."""
     tokens: int = 1_000_000
@@ -126,21 +130,22 @@ class Memory:
     def table(self) -> Rows:
         """Return a row for a single process, and one per rank."""
         share = self.tokens // self.processes
-        (alone,) = over_processes(1, partial(peak_mib, share))
+        peak = partial(peak_mib, MODELS[self.model], share)
+        (alone,) = over_processes(1, peak)
         rows = [["process", "tokens", "peak, MiB", "relative"]]
         rows.append(["single process", f"{share:,}", f"{alone:.0f}", "1"])
-        for rank, peak in enumerate(over_processes(self.processes, partial(peak_mib, share))):
-            row = [f"rank {rank} of {self.processes}", f"{share:,}", f"{peak:.0f}"]
-            rows.append([*row, f"{peak / alone:.3f}"])
+        for rank, mib in enumerate(over_processes(self.processes, peak)):
+            row = [f"rank {rank} of {self.processes}", f"{share:,}", f"{mib:.0f}"]
+            rows.append([*row, f"{mib / alone:.3f}"])
         return rows
 
 
-def peak_mib(tokens: int, group: Any) -> float:
+def peak_mib(config: CausalLMConfig, tokens: int, group: Any) -> float:
     """Return the peak memory of a step beyond that of the model and the libraries, in MiB."""
-    model = SMALL.build()
+    model = config.build()
     for block in model.network.blocks:
         block.recompute = True
-    ids = torch.randint(SMALL.vocab_size, (1, tokens + 1))
+    ids = torch.randint(config.vocab_size, (1, tokens + 1))
     backward(model, ids[:, : WARM_UP + 1], group)
     release_memory()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak

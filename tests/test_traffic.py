@@ -7,8 +7,6 @@ import torch.distributed as dist
 from ranks import run_ranks
 from traffic import LAYERS, Sizes, count
 
-from onescan.layers.mixers import LionMixerConfig
-from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.presets import preset
 
 LENGTHS = 24**2, 48**2  # square images; shares of 4 ranks are longer than LDN's kernels
@@ -66,16 +64,10 @@ def saved_bytes(config, tokens, group):
     return sum(storages.values())
 
 
-LION_S = CausalLMConfig(
-    vocab_size=258, width=32, depth=2, position=None,
-    mixer=LionMixerConfig(num_heads=2, direction="forward"),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("config", [benchmark.SMALL, LION_S], ids=["lightnet", "lion_s"])
-def test_memory_of_a_rank_depends_on_its_share(tmp_path, config):
+@pytest.mark.parametrize("name", benchmark.MODELS)
+def test_memory_of_a_rank_depends_on_its_share(tmp_path, name):
     """A longer share takes at most 10% more memory than in one process, for any number of ranks."""
-    short, long = 512, 1024
+    config, short, long = benchmark.MODELS[name], 512, 1024
     alone = saved_bytes(config, long, None) - saved_bytes(config, short, None)
     growths = []
 
