@@ -142,9 +142,11 @@ class SequenceGroup:
 
     def without_prefix(self) -> "SequenceGroup":
         """Return the group of the tokens of the grid."""
-        if self._lengths is None or not self.prefix:
-            return self
-        return SequenceGroup(self.group, [self._lengths[0] - self.prefix, *self._lengths[1:]])
+        group = copy(self)
+        group.prefix = 0
+        if self._lengths is not None:
+            group._lengths = [self._lengths[0] - self.prefix, *self._lengths[1:]]
+        return group
 
     def first_position(self, shape: tuple[int, ...], device: torch.device) -> int | Tensor:
         """Return the position of this rank's first token along the first axis of a grid.
@@ -228,6 +230,11 @@ def known_lengths(x: Tensor) -> AbstractContextManager[None]:
     if not any(lengths):
         raise ValueError("T is 0 on every rank, expected at least one token in the sequence")
     return sequence_parallel(SequenceGroup(group.group, lengths))
+
+
+def without_group() -> AbstractContextManager[None]:
+    """Run the ops of a `with` block on this rank alone."""
+    return nullcontext() if sequence_group(None) is None else sequence_parallel(None)
 
 
 def in_current_group(function: Callable[..., Any]) -> Callable[..., Any]:
