@@ -17,29 +17,38 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single")
 
 def run_ranks(size, check, folder):
     """Call check(group) in `size` processes, with groups of the first 2, 3, ... of them."""
-    ranks = []
-    for rank in range(size):
-        if not (pid := os.fork()):
-            _run_rank(rank, size, check, folder)
-        ranks.append(pid)
-    failed = _failed(ranks)
-    errors = "\n".join(path.read_text() for path in sorted(folder.glob("rank*")))
-    assert not failed, f"ranks {failed} failed\n{errors}"
 
-
-def _run_rank(rank, size, check, folder):
-    """Run the checks in a child process, and exit without pytest's cleanup."""
-    code = 1
-    try:
-        store = dist.FileStore(str(folder / "store"), size)
-        options = {"store": store, "rank": rank, "world_size": size}
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S / 2), **options)
+    def check_groups(rank):
         for count in range(2, size + 1):
             group = dist.new_group(range(count))
             if rank < count:
                 torch.manual_seed(0)
                 check(group)
         dist.barrier()
+
+    run_processes(size, check_groups, folder)
+
+
+def run_processes(size, work, folder):
+    """Call work(rank) in `size` processes of one process group."""
+    ranks = []
+    for rank in range(size):
+        if not (pid := os.fork()):
+            _run_rank(rank, size, work, folder)
+        ranks.append(pid)
+    failed = _failed(ranks)
+    errors = "\n".join(path.read_text() for path in sorted(folder.glob("rank*")))
+    assert not failed, f"ranks {failed} failed\n{errors}"
+
+
+def _run_rank(rank, size, work, folder):
+    """Run the work in a child process, and exit without pytest's cleanup."""
+    code = 1
+    try:
+        store = dist.FileStore(str(folder / "store"), size)
+        options = {"store": store, "rank": rank, "world_size": size}
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S / 2), **options)
+        work(rank)
         code = 0
     except BaseException:
         (folder / f"rank{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
