@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from onescan.ops.parallel import sequence_parallel
+
 TIMEOUT_S = 60
 GRACE_S = 2  # for the other ranks after one has failed
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single")
@@ -134,6 +136,76 @@ def assert_same_over_ranks(op, tokens, shared, lengths, group, *, per_position=1
             torch.testing.assert_close(total, slope, msg=f"gradient of {name}", **close)
         else:
             torch.testing.assert_close(x.grad, share(name, slope), **close)
+
+
+def assert_same_model_over_ranks(model, call, inputs, lengths, group):
+    """A model on shares of its inputs equals the model on all of them, and so do its gradients.
+
+    The backward pass runs outside of the context of the group.
+
+    Args:
+        model: Any model, which is used for both.
+        call: Function of the model and the inputs, by name. Returns its outputs by name, each with
+            its sharded axis, or None if it is the same on every rank.
+        inputs: Tensors by name, each with its sharded axis, or None.
+        lengths: Units of each rank: tokens, patches or frames.
+        group: The process group.
+    """
+    rank = dist.get_rank(group)
+
+    def share(x, axis):
+        unit = 0 if axis is None else x.shape[axis] // sum(lengths)
+        return x if axis is None else x.split([n * unit for n in lengths], dim=axis)[rank]
+
+    def differentiable(tensors):
+        return {
+            name: x.detach().clone().requires_grad_(x.is_floating_point())
+            for name, x in tensors.items()
+        }
+
+    def gradients_of(outputs, weights, *, part=1.0):
+        """Return the gradients of all parameters, for losses of which shared ones are a part."""
+        loss = sum(
+            (x * weights[name]).sum() * (part if axis is None else 1)
+            for name, (x, axis) in outputs.items()
+        )
+        model.zero_grad()
+        loss.backward()
+        return {
+            name: torch.zeros_like(x) if x.grad is None else x.grad
+            for name, x in model.named_parameters()
+        }
+
+    def assert_close(x, expected, name):
+        torch.testing.assert_close(
+            x, expected, atol=1e-8, rtol=1e-8, msg=lambda message: f"{name}: {message}"
+        )
+
+    whole = differentiable({name: x for name, (x, _) in inputs.items()})
+    own = differentiable({name: share(x, axis) for name, (x, axis) in inputs.items()})
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        want = call(model, **whole)
+    weights = {name: torch.rand_like(x) for name, (x, _) in want.items()}
+    want_gradients = gradients_of(want, weights)
+
+    with torch.random.fork_rng(), sequence_parallel(group):
+        torch.manual_seed(1 + rank)  # the first rank's draws count
+        got = call(model, **own)
+    assert got.keys() == want.keys()
+    for name, (x, axis) in got.items():
+        assert_close(x, share(want[name][0], axis), name)
+    own_weights = {name: share(weights[name], axis) for name, (_, axis) in got.items()}
+    part = (2 * rank + 1) / len(lengths) ** 2  # a sum of 1
+    gradients = gradients_of(got, own_weights, part=part)
+    for name, (_, axis) in inputs.items():
+        if own[name].requires_grad and axis is None:
+            gradients[name], want_gradients[name] = own[name].grad, whole[name].grad
+        elif own[name].requires_grad:
+            assert_close(own[name].grad, share(whole[name].grad, axis), f"gradient of {name}")
+    for name, gradient in gradients.items():
+        dist.all_reduce(gradient, group=group)
+        assert_close(gradient, want_gradients[name], f"gradient of {name}")
 
 
 class Traffic:

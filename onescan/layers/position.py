@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from onescan.checks import can_look_at_values, check_positive
 from onescan.ops.numerics import accumulation_dtype, to_float64, wrap_angle
 from onescan.ops.packing import Packing
+from onescan.ops.parallel import SequenceGroup, gather, sequence_group
 from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
 from onescan.shapes import Grid, Hidden, Keep, Places
 
@@ -170,10 +171,12 @@ class ToeplitzPosition(nn.Module):
         if keep is not None:
             x = x.masked_fill(~keep.unsqueeze(-1), 0)
         tokens = x[:, grid.prefix :] if grid.prefix else x  # the gradient of a slice is a copy
+        group = sequence_group(None)
         y, state = toeplitz_position(
             tokens, self.log_decay, self.weight, grid.shape,
             bidirectional=self.bidirectional, joint=self.joint, cu_seqlens=cu_seqlens,
             state=state, return_state=return_state,
+            group=None if group is None else group.without_prefix(),
         )  # fmt: skip
         return torch.cat([x[:, : grid.prefix], y], dim=1) if grid.prefix else y, state
 
@@ -206,8 +209,18 @@ class AbsolutePosition(nn.Module):
     def forward(
         self, x: Hidden, grid: Grid, state: None = None, keep: Keep | None = None
     ) -> tuple[Hidden, None]:
+        if (group := sequence_group(None)) is not None:
+            return x + self._own_rows(group, x, grid), None
         table = self.table if grid == self.grid else self._resized(grid)
         return x + table, None
+
+    def _own_rows(self, group: SequenceGroup, x: Hidden, grid: Grid) -> Tensor:
+        """Return the rows of this rank's tokens in the table of the whole grid."""
+        lengths = group.lengths(x)
+        rows = (sum(lengths) - self.grid.prefix) // math.prod(grid.shape[1:])
+        whole = Grid((rows, *grid.shape[1:]), self.grid.prefix)
+        table = self.table if whole == self.grid else self._resized(whole)
+        return table.split(lengths)[group.rank]
 
     def _resized(self, grid: Grid) -> Tensor:
         prefix, table = self.table[: self.grid.prefix], self.table[self.grid.prefix :]
@@ -236,7 +249,10 @@ class SinusoidalPosition(nn.Module):
         self, x: Hidden, grid: Grid, state: None = None, keep: Keep | None = None
     ) -> tuple[Hidden, None]:
         width = self.width // len(grid.shape)
-        along = [sinusoidal_positions(torch.arange(n, device=x.device), width) for n in grid.shape]
+        positions = [torch.arange(n, device=x.device) for n in grid.shape]
+        if (group := sequence_group(None)) is not None:
+            positions[0] = positions[0] + group.first_position(grid.shape, x.device)
+        along = [sinusoidal_positions(places, width) for places in positions]
         per_axis = [
             waves.reshape(*(n if i == j else 1 for j, n in enumerate(grid.shape)), width).expand(
                 *grid.shape, width
@@ -273,9 +289,15 @@ class TokenPosition(nn.Module):
         count = real.cumsum(dim=1)  # number of tokens so far
         if state is not None:
             count = count + state.unsqueeze(1)
-        if can_look_at_values(count) and count.numel() and count.max() > len(self.table):
+        if (group := sequence_group(None)) is None:
+            after = count[:, -1]
+        else:
+            (counts,) = gather(group, real.sum(dim=1))
+            count = count + counts[: group.rank].sum(dim=0).unsqueeze(1)
+            after = counts.sum(dim=0) + (0 if state is None else state)
+        if can_look_at_values(after) and after.numel() and after.max() > len(self.table):
             raise ValueError(
-                f"a sequence has {int(count.max())} tokens, expected at most the model's "
+                f"a sequence has {int(after.max())} tokens, expected at most the model's "
                 f"{len(self.table)}"
             )
-        return x + self.table[(count - 1).clamp(min=0)], count[:, -1]
+        return x + self.table[(count - 1).clamp(min=0)], after

@@ -40,8 +40,9 @@ Rules:
   derivatives are supported.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -50,6 +51,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 from onescan.messages import named_type
 from onescan.ops.chunks import linear_scan
@@ -63,15 +65,26 @@ class SequenceGroup:
     have to exchange them.
 
     Args:
-        group: A process group of this process.
+        group: A process group of this process, or a device mesh with one dimension.
         lengths: Number of tokens on each rank. If None, ranks exchange them when an op needs them.
+        prefix: Number of tokens on the first rank that are not part of the grid, such as a class
+            token. Included in `lengths`.
 
     Raises:
         ValueError: If group is not a process group of this process, or lengths is not one
             non-negative integer per rank.
     """
 
-    def __init__(self, group: Any, lengths: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, group: Any, lengths: Sequence[int] | None = None, *, prefix: int = 0
+    ) -> None:
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"group is a mesh with {group.ndim} dimensions, expected one of them, such as "
+                    "mesh['sequence']"
+                )
+            group = group.get_group()
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(
                 f"group is {named_type(group)}, expected a process group of this process"
@@ -84,6 +97,7 @@ class SequenceGroup:
                     f"lengths is {lengths!r}, expected a whole number for each of {self.size} ranks"
                 )
         self._lengths = None if lengths is None else list(lengths)
+        self.prefix = prefix
 
     @property
     def is_first(self) -> bool:
@@ -110,9 +124,25 @@ class SequenceGroup:
             )
         return list(self._lengths)
 
-    def sum_before(self, number: int, device: torch.device) -> Tensor:
-        """Return the sum of a number over all earlier ranks, [], without waiting for the device."""
-        return self.gather_number(number, device)[: self.rank].sum()
+    def without_prefix(self) -> "SequenceGroup":
+        """Return the group of the tokens of the grid."""
+        if self._lengths is None or not self.prefix:
+            return self
+        return SequenceGroup(self.group, [self._lengths[0] - self.prefix, *self._lengths[1:]])
+
+    def first_position(self, shape: tuple[int, ...], device: torch.device) -> int | Tensor:
+        """Return the position of this rank's first token along the first axis of a grid.
+
+        Does not wait for the device.
+
+        Args:
+            shape: The part of the grid on this rank, possibly empty.
+            device: Device of the result, unless the lengths are known.
+        """
+        if self._lengths is None:
+            return self.gather_number(shape[0], device)[: self.rank].sum()
+        before = sum(self._lengths[: self.rank]) - (0 if self.is_first else self.prefix)
+        return before // math.prod(shape[1:])
 
     def gather_number(self, number: int, device: torch.device) -> Tensor:
         """Gather a number from each rank, [W], without waiting for the device."""
@@ -122,22 +152,22 @@ class SequenceGroup:
         return numbers.squeeze(1)
 
 
-Group = SequenceGroup | dist.ProcessGroup
+Group = SequenceGroup | dist.ProcessGroup | DeviceMesh
 
 _current: SequenceGroup | None = None
 
 
 @contextmanager
 def sequence_parallel(group: Group | None) -> Iterator[None]:
-    """Shard the token axis of all ops in a `with` block across a process group.
+    """Shard the tokens of all models and ops in a `with` block across a process group.
 
-    Sets the default of their ``group`` argument, for the whole process rather than one thread. With
-    activation checkpointing, the backward pass must also run inside the context. Other parts of a
-    model, such as pooling and learned positions, are not affected.
+    A model receives this rank's part of its input along the first axis: rows of images, in whole
+    patches, frames of video, or tokens of text. Sets the default of the ops' ``group`` argument,
+    for the whole process rather than one thread. The backward pass may run outside of the block.
 
     Args:
-        group: A process group, or a `SequenceGroup` with the length of each rank. None disables
-            sharding.
+        group: A process group, a device mesh with one dimension, or a `SequenceGroup`. None
+            disables sharding.
 
     Raises:
         ValueError: If group is not a process group of this process.
@@ -166,6 +196,43 @@ def _as_sequence_group(group: Any) -> SequenceGroup:
 def refuse_group(group: SequenceGroup, what: str, reason: str) -> None:
     """Raise ValueError for a call that cannot run over several ranks."""
     raise ValueError(f"group has {group.size} ranks, but {what} runs on one: {reason}")
+
+
+def known_lengths(x: Tensor) -> AbstractContextManager[None]:
+    """Exchange the number of tokens x, [B, T, ...], of each rank once, for a `with` block.
+
+    Raises:
+        ValueError: If no rank of the context's group has tokens.
+    """
+    group = sequence_group(None)
+    if group is None:
+        return nullcontext()
+    lengths = group.lengths(x)
+    if not any(lengths):
+        raise ValueError("T is 0 on every rank, expected at least one token in the sequence")
+    return sequence_parallel(SequenceGroup(group.group, lengths))
+
+
+def in_current_group(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs later in the group of the context of this call, if any.
+
+    For activation checkpointing, which calls it again in the backward pass.
+    """
+    group = sequence_group(None)
+    if group is None:
+        return function
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with sequence_parallel(group):
+            return function(*arguments, **options)
+
+    return run
+
+
+def is_first_rank() -> bool:
+    """Return whether this rank has the first tokens of a sequence, and any prefix tokens."""
+    group = sequence_group(None)
+    return group is None or group.is_first
 
 
 def is_empty(group: SequenceGroup | None, x: Any) -> bool:
@@ -213,6 +280,44 @@ def packing_over(
 def gather(group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Gather tensors that have the same shapes on every rank: [W, ...] for each."""
     return _Gather.apply(group, *tensors)
+
+
+def sum_over_ranks(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Sum tensors over the ranks of the context's group, if any."""
+    group = sequence_group(None)
+    return tensors if group is None else tuple(x.sum(0) for x in gather(group, *tensors))
+
+
+def from_first_rank(x: Tensor) -> Tensor:
+    """Return the first rank's tensor in the context's group, if any; all have the same shape."""
+    group = sequence_group(None)
+    return x if group is None else gather(group, x)[0][0]
+
+
+def select_rank(
+    group: SequenceGroup, x: Tensor, is_candidate: Tensor, *, last: bool = False
+) -> Tensor:
+    """Return each sample of x, [B, ...], from the first or last rank where it is a candidate.
+
+    Args:
+        group: The ranks.
+        x: The samples.
+        is_candidate: Whether this rank has the sample, [B]. Samples without any candidate are
+            those of the first or last rank.
+        last: Select the last candidate instead of the first.
+    """
+    samples, candidates = gather(group, x, is_candidate)
+    if last:
+        samples, candidates = samples.flip(0), candidates.flip(0)
+    return samples[candidates.int().argmax(dim=0), torch.arange(len(x), device=x.device)]
+
+
+def gather_tokens(group: SequenceGroup, x: Tensor) -> Tensor:
+    """Return the tokens of all ranks, given those of this rank, [B, T, ...]."""
+    lengths = group.lengths(x)
+    padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, max(lengths) - x.shape[1]))
+    (gathered,) = gather(group, padded)
+    return torch.cat([own[:, :n] for own, n in zip(gathered, lengths, strict=True)], dim=1)
 
 
 def exchange(
