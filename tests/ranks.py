@@ -31,25 +31,29 @@ def run_ranks(size, check, folder):
     run_processes(size, check_groups, folder)
 
 
-def run_processes(size, work, folder):
-    """Call work(rank) in `size` processes of one process group."""
+def run_processes(size, work, folder, *, timeout=TIMEOUT_S, grace=GRACE_S):
+    """Call work(rank) in `size` processes of one process group.
+
+    They have `timeout` seconds, and `grace` seconds after one has failed.
+    """
+    folder.mkdir(exist_ok=True)
     ranks = []
     for rank in range(size):
         if not (pid := os.fork()):
-            _run_rank(rank, size, work, folder)
+            _run_rank(rank, size, work, folder, timeout / 2)
         ranks.append(pid)
-    failed = _failed(ranks)
+    failed = _failed(ranks, timeout, grace)
     errors = "\n".join(path.read_text() for path in sorted(folder.glob("rank*")))
     assert not failed, f"ranks {failed} failed\n{errors}"
 
 
-def _run_rank(rank, size, work, folder):
+def _run_rank(rank, size, work, folder, timeout):
     """Run the work in a child process, and exit without pytest's cleanup."""
     code = 1
     try:
         store = dist.FileStore(str(folder / "store"), size)
         options = {"store": store, "rank": rank, "world_size": size}
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S / 2), **options)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **options)
         work(rank)
         code = 0
     except BaseException:
@@ -59,9 +63,9 @@ def _run_rank(rank, size, work, folder):
         os._exit(code)
 
 
-def _failed(pids):
+def _failed(pids, timeout, grace):
     """Wait for all processes, and return the ranks of those that failed or had to be killed."""
-    failed, until = {}, time.monotonic() + TIMEOUT_S
+    failed, until = {}, time.monotonic() + timeout
     waiting = dict(enumerate(pids))
     while waiting:
         for rank, pid in [*waiting.items()]:
@@ -69,7 +73,7 @@ def _failed(pids):
             if done:
                 del waiting[rank]
                 if status:
-                    failed[rank], until = status, min(until, time.monotonic() + GRACE_S)
+                    failed[rank], until = status, min(until, time.monotonic() + grace)
             elif time.monotonic() > until:
                 os.kill(pid, 9)
                 os.waitpid(pid, 0)

@@ -27,7 +27,7 @@ from onescan.ops.parallel import (
     sequence_parallel,
     sum_over_ranks,
 )
-from onescan.shapes import Images, Labels, Timesteps
+from onescan.shapes import DenoiserOutput, Images, Labels, Timesteps
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 from onescan.tasks.feature_distance import (
     SampleClassifier,
@@ -289,7 +289,7 @@ class _WholeImages(nn.Module):
         super().__init__()
         self.model, self.share, self.config = model, share, model.config
 
-    def forward(self, noisy: Images, timesteps: Timesteps, labels: Labels | None) -> Images:
+    def forward(self, noisy: Images, timesteps: Timesteps, labels: Labels | None) -> DenoiserOutput:
         output = self.model(self.share.cut(noisy, axis=2), timesteps, labels)
         group = sequence_group(None)
         assert group is not None

@@ -133,8 +133,10 @@ class PackedText(DataSet):
         rows = [
             [self.corpus.tokens[begin:end] for begin, end in example.source] for example in examples
         ]
-        options = {"length": self.length, "padding": self.padding, "share": self.share}
-        return LoadedBatch(stack_rows(rows, frame=self.frame, **options))
+        batch = stack_rows(
+            rows, length=self.length, padding=self.padding, frame=self.frame, share=self.share
+        )
+        return LoadedBatch(batch)
 
     def examples(
         self,
@@ -260,8 +262,10 @@ class TextStream(DataSet):
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         rows = [example.source.parts for example in examples]
-        options = {"length": self.length, "padding": padding_id(self.tokenizer)}
-        batch = stack_rows(rows, frame=self.frame, share=self.share, **options)
+        padding = padding_id(self.tokenizer)
+        batch = stack_rows(
+            rows, length=self.length, padding=padding, frame=self.frame, share=self.share
+        )
         return LoadedBatch(batch, tuple(message for e in examples for message in e.source.failures))
 
     def examples(
