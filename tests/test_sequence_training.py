@@ -60,6 +60,7 @@ from onescan.training.folder import read_manifest
 from onescan.training.loop import Loop
 
 STEPS = 20
+TIMEOUT_S = 600  # of all runs of a test
 WORDS = "one scan reads every row of a grid and each word of a text"
 
 
@@ -227,26 +228,23 @@ def assert_equal_runs(folder, one):
         assert abs(ours - theirs).max() <= 1
 
 
-def check_layout(names, folder, processes, sequence_parallel, **machine):
-    """Compare runs with those of as many processes as there are groups."""
-    groups = processes // sequence_parallel
+def check_layout(names, folder, processes, *, sequence_parallel, fsdp=False, **machine):
+    """Compare runs with those of one process for each group."""
+    groups, one, shared = processes // sequence_parallel, folder / "one", folder / "shared"
     if groups == 1:
-        train_all(names, folder / "one")
+        train_all(names, one, **machine)
     else:
-        plain = {name: value for name, value in machine.items() if name != "fsdp"}
-        run_processes(
-            groups, lambda _: train_all(names, folder / "one", **plain), folder / "a", timeout=600
-        )
-    machine["sequence_parallel"] = sequence_parallel
-    run_processes(
-        processes, lambda _: train_all(names, folder / "all", **machine), folder / "b", timeout=600
-    )
+        work = partial(train_all, names, one, **machine)
+        run_processes(groups, lambda _: work(), folder / "ranks", timeout=TIMEOUT_S)
+    machine |= {"sequence_parallel": sequence_parallel, "fsdp": fsdp}
+    work = partial(train_all, names, shared, **machine)
+    run_processes(processes, lambda _: work(), folder / "shared ranks", timeout=TIMEOUT_S)
     for name in names:
-        assert_equal_runs(folder / "all" / name, folder / "one" / name)
+        assert_equal_runs(shared / name, one / name)
 
 
 def test_two_processes_share_sequences(tmp_path):
-    check_layout(QUICK, tmp_path, 2, 2)
+    check_layout(QUICK, tmp_path, 2, sequence_parallel=2)
 
 
 @pytest.mark.slow

@@ -27,6 +27,11 @@ ResultT = TypeVar("ResultT")
 CPU = torch.device("cpu")
 GLOO_GRACE_S = 0.2
 TIMEOUT_S = 1800.0
+# in messages of gloo, NCCL and torch's store
+LOST_SIGNS = (
+    *("by peer", "Broken pipe", "Connection refused", "imed out", "imeout"),
+    *("remote process", "aborted", "got 0 bytes"),
+)
 SAME_SIGNAL_S = 1.0  # launchers forward Ctrl-C, so that one key press arrives twice
 RAISED_BY_FIRST = "also raised by the first process"  # a note on errors in the other processes
 
@@ -165,11 +170,32 @@ def joined(device: str = "auto", *, timeout: float = TIMEOUT_S) -> Iterator[Rank
     try:
         with _lost_processes_raise():
             yield ranks
+    except ConnectionError:
+        with _ignored_sigterm():  # of torchrun: this process ends by itself, and reports the error
+            _leave()
+        raise
     finally:
-        # A gloo thread may still hold the last tensors that it sent. Releasing them needs Python's
-        # lock, so a process that ends at that moment would abort or deadlock.
-        time.sleep(GLOO_GRACE_S)
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            _leave()
+
+
+def _leave() -> None:
+    # A gloo thread may still hold the last tensors that it sent. Releasing them needs Python's
+    # lock, so a process that ends at that moment would abort or deadlock.
+    time.sleep(GLOO_GRACE_S)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _ignored_sigterm() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def lost_process(error: BaseException) -> bool:
@@ -178,8 +204,10 @@ def lost_process(error: BaseException) -> bool:
     >>> lost_process(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
     True
     """
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo/" in str(error)
+    message = str(error)
+    is_theirs = isinstance(error, RuntimeError) and "gloo/" in message
+    return (is_theirs or isinstance(error, dist.DistError)) and any(
+        sign in message for sign in LOST_SIGNS
     )
 
 
@@ -193,8 +221,7 @@ def _lost_processes_raise() -> Iterator[None]:
             raise
         raise ConnectionError(
             "another process of the run has ended, or did not answer within machine.timeout: see "
-            "its own error message; the same command resumes the run from its last checkpoint "
-            f"({error})"
+            "its own error message; the same command resumes the run from its last checkpoint"
         ) from error
 
 

@@ -453,7 +453,7 @@ class Loop:
         parts, on_gpu = self.machine.gradient_accumulation_steps, self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if on_gpu else self.device.type
         split = f", {ranks.size} processes" * (ranks.size > 1)
-        split += f" in groups of {ranks.sequence} per sequence" * (ranks.sequence > 1)
+        split += f", {ranks.sequence} per sequence" * (ranks.sequence > 1)
         split += f", {parts} accumulation steps" * (parts > 1)
         resumed = f", resuming after step {self.state.step:,}" if self.state.step else ""
         epochs = round(plan.micro_batches / plan.per_epoch, 2)
