@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # here, or each process imports it in its first assert_close
 
 from onescan.ops.parallel import sequence_parallel
 
@@ -17,11 +18,11 @@ GRACE_S = 2  # for the other ranks after one has failed
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single")
 
 
-def run_ranks(size, check, folder):
+def run_ranks(size, check, folder, *, smallest=2):
     """Call check(group) in `size` processes, with groups of the first 2, 3, ... of them."""
 
     def check_groups(rank):
-        for count in range(2, size + 1):
+        for count in range(smallest, size + 1):
             group = dist.new_group(range(count))
             if rank < count:
                 torch.manual_seed(0)
@@ -110,14 +111,8 @@ def assert_same_over_ranks(op, tokens, shared, lengths, group, *, per_position=1
     def share(name, x):
         return x[at] if name == "angles" else x[:, at]
 
-    def differentiable(tensors):
-        return {
-            name: x.detach().clone().requires_grad_(x.is_floating_point())
-            for name, x in tensors.items()
-        }
-
-    whole, own = differentiable(tokens | shared), differentiable(shared)
-    own |= differentiable({name: share(name, x) for name, x in tokens.items()})
+    whole, own = _differentiable(tokens | shared), _differentiable(shared)
+    own |= _differentiable({name: share(name, x) for name, x in tokens.items()})
     want, want_states = op(**whole, group=None)
     weights = [torch.rand_like(x) for x in (want, *want_states)]
     sum((x * w).sum() for x, w in zip((want, *want_states), weights, strict=True)).backward()
@@ -142,74 +137,84 @@ def assert_same_over_ranks(op, tokens, shared, lengths, group, *, per_position=1
             torch.testing.assert_close(x.grad, share(name, slope), **close)
 
 
-def assert_same_model_over_ranks(model, call, inputs, lengths, group):
-    """A model on shares of its inputs equals the model on all of them, and so do its gradients.
-
-    The backward pass runs outside of the context of the group.
+class OneProcess:
+    """Outputs and gradients of a model on one process, to compare with those over ranks.
 
     Args:
-        model: Any model, which is used for both.
+        model: The model.
         call: Function of the model and the inputs, by name. Returns its outputs by name, each with
             its sharded axis, or None if it is the same on every rank.
         inputs: Tensors by name, each with its sharded axis, or None.
-        lengths: Units of each rank: tokens, patches or frames.
-        group: The process group.
     """
-    rank = dist.get_rank(group)
 
-    def share(x, axis):
-        unit = 0 if axis is None else x.shape[axis] // sum(lengths)
-        return x if axis is None else x.split([n * unit for n in lengths], dim=axis)[rank]
+    def __init__(self, model, call, inputs):
+        self.model, self.call, self.inputs = model, call, inputs
+        whole = _differentiable({name: x for name, (x, _) in inputs.items()})
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.outputs = call(model, **whole)
+        self.weights = {name: torch.rand_like(x) for name, (x, _) in self.outputs.items()}
+        sum((x * self.weights[name]).sum() for name, (x, _) in self.outputs.items()).backward()
+        self.gradients = {name: x.grad for name, x in whole.items()} | self._parameter_gradients()
 
-    def differentiable(tensors):
-        return {
-            name: x.detach().clone().requires_grad_(x.is_floating_point())
-            for name, x in tensors.items()
-        }
+    def assert_same_over_ranks(self, lengths, group):
+        """The outputs and gradients of all ranks are the same.
 
-    def gradients_of(outputs, weights, *, part=1.0):
-        """Return the gradients of all parameters, for losses of which shared ones are a part."""
-        loss = sum(
-            (x * weights[name]).sum() * (part if axis is None else 1)
-            for name, (x, axis) in outputs.items()
-        )
-        model.zero_grad()
+        The backward pass runs outside of the context of the group.
+
+        Args:
+            lengths: Units of each rank: tokens, patches or frames.
+            group: The process group.
+        """
+        rank = dist.get_rank(group)
+
+        def share(x, axis):
+            unit = 0 if axis is None else x.shape[axis] // sum(lengths)
+            return x if axis is None else x.split([n * unit for n in lengths], dim=axis)[rank]
+
+        own = _differentiable({name: share(*given) for name, given in self.inputs.items()})
+        with torch.random.fork_rng(), sequence_parallel(group):
+            torch.manual_seed(1 + rank)  # the first rank's draws count
+            outputs = self.call(self.model, **own)
+        part = (2 * rank + 1) / len(lengths) ** 2  # of a shared output's loss; a sum of 1
+        loss = 0
+        assert outputs.keys() == self.outputs.keys()
+        for name, (x, axis) in outputs.items():
+            _assert_close(x, share(self.outputs[name][0], axis), name)
+            weighted = (x * share(self.weights[name], axis)).sum()
+            loss = loss + weighted * (part if axis is None else 1)
         loss.backward()
-        return {
+        shared = self._parameter_gradients()
+        for name, (_, axis) in self.inputs.items():
+            if own[name].requires_grad and axis is None:
+                shared[name] = own[name].grad
+            elif own[name].requires_grad:
+                expected = share(self.gradients[name], axis)
+                _assert_close(own[name].grad, expected, f"gradient of {name}")
+        for name, gradient in shared.items():
+            dist.all_reduce(gradient, group=group)
+            _assert_close(gradient, self.gradients[name], f"gradient of {name}")
+
+    def _parameter_gradients(self):
+        """Return the gradients of all parameters, and reset them."""
+        gradients = {
             name: torch.zeros_like(x) if x.grad is None else x.grad
-            for name, x in model.named_parameters()
+            for name, x in self.model.named_parameters()
         }
+        self.model.zero_grad()
+        return gradients
 
-    def assert_close(x, expected, name):
-        torch.testing.assert_close(
-            x, expected, atol=1e-8, rtol=1e-8, msg=lambda message: f"{name}: {message}"
-        )
 
-    whole = differentiable({name: x for name, (x, _) in inputs.items()})
-    own = differentiable({name: share(x, axis) for name, (x, axis) in inputs.items()})
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        want = call(model, **whole)
-    weights = {name: torch.rand_like(x) for name, (x, _) in want.items()}
-    want_gradients = gradients_of(want, weights)
+def _differentiable(tensors):
+    return {
+        name: x.detach().clone().requires_grad_(x.is_floating_point())
+        for name, x in tensors.items()
+    }
 
-    with torch.random.fork_rng(), sequence_parallel(group):
-        torch.manual_seed(1 + rank)  # the first rank's draws count
-        got = call(model, **own)
-    assert got.keys() == want.keys()
-    for name, (x, axis) in got.items():
-        assert_close(x, share(want[name][0], axis), name)
-    own_weights = {name: share(weights[name], axis) for name, (_, axis) in got.items()}
-    part = (2 * rank + 1) / len(lengths) ** 2  # a sum of 1
-    gradients = gradients_of(got, own_weights, part=part)
-    for name, (_, axis) in inputs.items():
-        if own[name].requires_grad and axis is None:
-            gradients[name], want_gradients[name] = own[name].grad, whole[name].grad
-        elif own[name].requires_grad:
-            assert_close(own[name].grad, share(whole[name].grad, axis), f"gradient of {name}")
-    for name, gradient in gradients.items():
-        dist.all_reduce(gradient, group=group)
-        assert_close(gradient, want_gradients[name], f"gradient of {name}")
+
+def _assert_close(x, expected, name):
+    close = {"atol": 1e-8, "rtol": 1e-8, "msg": lambda message: f"{name}: {message}"}
+    torch.testing.assert_close(x, expected, **close)
 
 
 class Traffic:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_positive
 from onescan.ops.numerics import accumulation_dtype, to_float64, wrap_angle
-from onescan.ops.packing import Packing
+from onescan.ops.packing import Packing, PackingShard
 from onescan.ops.parallel import SequenceGroup, gather, sequence_group
 from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
 from onescan.shapes import Grid, Hidden, Keep, Places
@@ -283,21 +283,49 @@ class TokenPosition(nn.Module):
             self.register_buffer("table", waves * width**-0.5)
 
     def forward(
-        self, x: Hidden, grid: Grid, state: Places | None = None, keep: Keep | None = None
+        self,
+        x: Hidden,
+        grid: Grid,
+        state: Places | None = None,
+        keep: Keep | None = None,
+        *,
+        cu_seqlens: Packing | None = None,
     ) -> tuple[Hidden, Places]:
         real = x.new_ones(x.shape[:2], dtype=torch.long) if keep is None else keep.long()
-        count = real.cumsum(dim=1)  # number of tokens so far
+        count, after = _counts(real, cu_seqlens)
         if state is not None:
-            count = count + state.unsqueeze(1)
-        if (group := sequence_group(None)) is None:
-            after = count[:, -1]
-        else:
-            (counts,) = gather(group, real.sum(dim=1))
-            count = count + counts[: group.rank].sum(dim=0).unsqueeze(1)
-            after = counts.sum(dim=0) + (0 if state is None else state)
-        if can_look_at_values(after) and after.numel() and after.max() > len(self.table):
+            count, after = count + state.unsqueeze(1), after + state
+        most = after if cu_seqlens is None else count
+        if can_look_at_values(most) and most.numel() and most.max() > len(self.table):
             raise ValueError(
-                f"a sequence has {int(after.max())} tokens, expected at most the model's "
+                f"a sequence has {int(most.max())} tokens, expected at most the model's "
                 f"{len(self.table)}"
             )
         return x + self.table[(count - 1).clamp(min=0)], after
+
+
+def _counts(real: Tensor, packing: Packing | None) -> tuple[Tensor, Places]:
+    """Return how many real tokens each sequence has up to each token, and in total.
+
+    Args:
+        real: 1 for the real tokens of this rank, [B, T], and 0 for others.
+        packing: Packed sequences; the total is that of the last sequence of each row.
+    """
+    group = sequence_group(None)
+    tokens = real.shape[1]
+    if group is not None:
+        real = F.pad(real, (0, 1 if tokens == 0 else 0))
+    count = real.cumsum(dim=1)
+    if packing is not None:
+        count = count - (count - real).where(packing.starts, 0).cummax(dim=1).values
+    if group is None:
+        return count, count[:, -1]
+    (totals,) = gather(group, count[:, -1])  # W B
+    before = totals[: group.rank]
+    if isinstance(packing, PackingShard):  # only the first sequence continues
+        is_same = packing.tails[: group.rank] == packing.heads[group.rank]
+        is_continued = packing.starts.cumsum(dim=1) == 0
+        count = count + (before * is_same).sum(dim=0).unsqueeze(1) * is_continued
+    else:
+        count = count + before.sum(dim=0).unsqueeze(1)
+    return count[:, :tokens], totals.sum(dim=0)

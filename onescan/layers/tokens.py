@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_positive
@@ -348,15 +348,6 @@ def first_token(x: Hidden, keep: Keep | None = None) -> Pooled:
     if group is None or keep is None:
         return token
     return select_rank(group, token, keep.any(dim=1))
-
-
-def last_token(x: Hidden) -> Float[Tensor, "B 1 D"]:
-    """Return the last token of each sequence, [B, 1, D]."""
-    group = sequence_group(None)
-    if group is None:
-        return x[:, -1:]
-    has_tokens = x.new_full((len(x),), x.shape[1] > 0, dtype=torch.bool)
-    return select_rank(group, F.pad(x, (0, 0, 1, 0))[:, -1:], has_tokens, last=True)
 
 
 def _padded(x: Tensor, count: int = 1, *, value: float = 0.0) -> Tensor:

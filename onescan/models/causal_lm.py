@@ -13,11 +13,10 @@ from torch.nn.functional import cross_entropy
 from onescan.checks import check_whole
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
-from onescan.layers.tokens import last_token
 from onescan.models.decoding_graph import DecodingGraph
 from onescan.models.token_network import NetworkState, TokenNetwork, TokenNetworkConfig
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import sequence_group, sequence_parallel
+from onescan.ops.parallel import last_token, sequence_group, without_group
 from onescan.shapes import GeneratedTokens, Keep, TokenLogits, Tokens
 
 IGNORE_INDEX = -100  # label of tokens without a loss, as in torch's cross_entropy
@@ -208,7 +207,7 @@ class CausalLM(nn.Module):
         ended = tokens.new_zeros(len(tokens), dtype=torch.bool)
         step: Any = self
         if cuda_graph:
-            with sequence_parallel(None):
+            with without_group():
                 step = DecodingGraph(self, tokens.new_zeros(len(tokens), 1), state)
         for i in range(max_new_tokens):
             token = sampling.choose(logits[:, -1, :vocab_size], generator)
@@ -218,7 +217,7 @@ class CausalLM(nn.Module):
             yield token, state
             if i + 1 == max_new_tokens or (end is not None and bool(ended.all())):
                 return
-            with sequence_parallel(None):  # every rank has the state of the whole prompt
+            with without_group():  # every rank has the state of the whole prompt
                 logits, state = step(token.unsqueeze(1), state)
 
     def generate(

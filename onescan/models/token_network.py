@@ -18,7 +18,6 @@ from onescan.layers.position import (
     AbsolutePositionConfig,
     PositionConfig,
     SinusoidalPositionConfig,
-    ToeplitzPosition,
     ToeplitzPositionConfig,
 )
 from onescan.layers.tokens import Documents
@@ -226,12 +225,9 @@ class TokenNetwork(nn.Module):
         if self.segment_embedding is not None:
             kinds = x.new_zeros(x.shape[:2], dtype=torch.long) if segments is None else segments
             x = x + self.segment_embedding(kinds)
-        if per_document is not None and isinstance(self.position, ToeplitzPosition):
-            x, _ = self.position(x, grid, keep=keep, cu_seqlens=per_document.packing)
-        elif per_document is not None and self.position is not None:
-            x = per_document.mix_per_document(self._encode_positions, x, keep=keep)
-        elif self.position is not None:
-            x, position = self.position(x, grid, position, keep)
+        if self.position is not None:
+            packing = None if per_document is None else per_document.packing
+            x, position = self.position(x, grid, position, keep, cu_seqlens=packing)
         x = embedding = self.dropout(self.embedding_norm(x))
         states: list[Any] = []
         outputs: list[Hidden] = []
@@ -266,10 +262,6 @@ class TokenNetwork(nn.Module):
     def _build_norm(self, *, present: bool) -> nn.Module:
         name: NormName = self.config.norm if present else "none"
         return build_norm(name, self.config.width, eps=self.config.norm_eps)
-
-    def _encode_positions(self, x: Hidden, grid: Grid, *, keep: Keep | None) -> Hidden:
-        assert self.position is not None
-        return self.position(x, grid, None, keep)[0]
 
     def _check(
         self,
@@ -329,7 +321,7 @@ def _separated(
     """Return the documents of a batch; None if each is a whole row, which is faster."""
     group = sequence_group(None)
     if documents is not None and group is not None:
-        documents = gather_tokens(group, documents.to(x.device))
+        documents = gather_tokens(group, documents.to(x.device), group.lengths(x))
     if documents is not None:
         cu_seqlens = document_offsets(documents)
     packing = packing_over(group, cu_seqlens, x)
