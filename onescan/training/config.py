@@ -226,11 +226,6 @@ class RunConfig:
                 "machine.fsdp is True with transfer, expected False: attention transfer calls "
                 "mixers outside their blocks"
             )
-        if self.transfer is not None and self.machine.sequence_parallel > 1:
-            raise ValueError(
-                f"machine.sequence_parallel is {self.machine.sequence_parallel} with transfer, "
-                "expected 1: the softmax attention of a teacher needs whole sequences"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
