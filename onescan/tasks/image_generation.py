@@ -293,7 +293,8 @@ class _WholeImages(nn.Module):
         output = self.model(self.share.cut(noisy, axis=2), timesteps, labels)
         group = sequence_group(None)
         assert group is not None
-        return gather_tokens(group, output.transpose(1, 2)).transpose(1, 2)
+        rows = output.transpose(1, 2)
+        return gather_tokens(group, rows, group.lengths(rows)).transpose(1, 2)
 
 
 class Codec(ABC):

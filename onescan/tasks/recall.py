@@ -55,7 +55,7 @@ class Recall(Task):
         losses = cross_entropy(logits.transpose(1, 2), answers, reduction="none")
         right = (logits.argmax(-1) == answers) & (answers != BLANK)
         if (group := sequence_group(None)) is not None:
-            right = gather_tokens(group, right)
+            right = gather_tokens(group, right, group.lengths(right))
         (losses,) = sum_over_ranks(losses.where(answers != BLANK, 0).sum(dim=1))
         return {"losses": losses, "right": right, "distances": batch[2]}
 
