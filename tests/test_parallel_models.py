@@ -1,6 +1,7 @@
 """Models over several ranks: outputs and gradients of one process.
 
-Mixers in MIXERS and CAUSAL_MIXERS are tested in every kind of model.
+Mixers in MIXERS are tested in image classifiers and masked language models, and those in
+CAUSAL_MIXERS in causal language models.
 """
 
 import pytest
@@ -11,7 +12,7 @@ from ranks import OneProcess, Traffic, run_ranks, split
 import onescan
 from onescan import sequence_parallel
 from onescan.configs import replace
-from onescan.layers.block import Block
+from onescan.layers.block import Block, DropPath, LabelEmbedding
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import (
     AbsolutePositionConfig,
@@ -30,17 +31,36 @@ TPE = ToeplitzPositionConfig(hidden_states=3)
 BOTH_TPE = ToeplitzPositionConfig(hidden_states=3, bidirectional=True)
 SMALL = {"width": WIDTH, "depth": 2, "position": TPE}
 
+
+def mixer_of(preset, **changes):
+    """Return the mixer of a preset, with two heads."""
+    return replace(onescan.PRESETS[preset].config.mixer, {"num_heads": 2} | changes)
+
+
+# Text has one axis: natural scans are the same as flat ones there.
 MIXERS = {
     "lightnet": LIGHTNET,
     "separate decay": replace(LIGHTNET, {"decay_logits": "offset"}),
     "independent decay": replace(LIGHTNET, {"decay_logits": "independent", "norm": "none"}),
     "without decay": replace(LIGHTNET, {"decay": False}),
+    "convolution": replace(LIGHTNET, {"conv_size": 3}),
+    "lion_s": mixer_of("lion_s_tiny"),
+    "lion_s natural": mixer_of("lion_s_natural_tiny"),
+    "ldn": mixer_of("ldn_base"),
+    "separable ldn": mixer_of("ldn_base", separable=True),
+    "gated deltanet": mixer_of("gated_deltanet_tiny"),
+    "hybrid": mixer_of("lightnet_hybrid_tiny"),
 }
 CAUSAL_MIXERS = {
     "lightnet": CAUSAL,
     "separate decay": replace(CAUSAL, {"decay_logits": "offset"}),
     "independent decay": replace(CAUSAL, {"decay_logits": "independent"}),
     "without decay": replace(CAUSAL, {"decay": False}),
+    "convolution": replace(CAUSAL, {"conv_size": 3}),
+    "lion_s": mixer_of("lion_s_lm_124m"),
+    "gated deltanet": mixer_of("gated_deltanet_lm_53m"),
+    "kda": mixer_of("kda_lm_47m"),
+    "hybrid": mixer_of("lightnet_hybrid_lm_45m"),
 }
 EVERY_SIZE = {"lightnet"}  # run on 2, 3 and 4 ranks; the others on one of these numbers
 
@@ -84,7 +104,7 @@ def built(config):
 
 def image_model(mixer=LIGHTNET, **changes):
     sizes = {"image_size": (12, 6), "patch_size": (2, 2), "channels": 1, "num_classes": 3}
-    options = {"mixer": mixer, "drop_path": 0.3}
+    options = {"mixer": mixer, "drop_path": 0.5}
     return onescan.ImageClassifierConfig(**SMALL | sizes | options | changes)
 
 
@@ -123,7 +143,8 @@ def classify(model, images, keep=None):
 def test_image_classifier(assert_same, config, sizes):
     model, images = built(config), pixels(config)
     models = [OneProcess(model, classify, {"images": (images, 2)})]
-    if not isinstance(config.position, AbsolutePositionConfig):
+    reads_padding = getattr(config.mixer, "separable", True)
+    if reads_padding and not isinstance(config.position, AbsolutePositionConfig):
         keep = torch.ones_like(images[:, 0], dtype=torch.bool)
         keep[0, 4 * config.patch_size[0] :] = False
         inputs = {"images": (images, 2), "keep": (keep, 1)}
@@ -149,7 +170,8 @@ def denoiser(mixer=LIGHTNET, **changes):
     )
 
 
-DENOISERS = {name: denoiser(mixer) for name, mixer in MIXERS.items()} | {
+DENOISERS = {
+    "lightnet": denoiser(),
     "in norms": denoiser(condition="adaln_zero", position=SinusoidalPositionConfig()),
     "video": denoiser(**VIDEO),
 }
@@ -167,6 +189,21 @@ def noisy_inputs(config):
 @pytest.mark.parametrize(("config", "sizes"), cases(DENOISERS))
 def test_denoiser(assert_same, config, sizes):
     assert_same(ROWS, OneProcess(built(config), denoise, noisy_inputs(config)), sizes=sizes)
+
+
+def test_samples_are_dropped_on_all_ranks(tmp_path):
+    ones, labels = torch.ones(64, 1), torch.zeros(64, dtype=torch.long)
+    drop, embedding = DropPath(0.5), LabelEmbedding(1, WIDTH, dropout=0.5)
+    torch.manual_seed(0)
+    want = drop(ones), embedding(labels)
+
+    def check(group):
+        torch.manual_seed(dist.get_rank(group))
+        with sequence_parallel(group):
+            got = drop(ones), embedding(labels)
+        torch.testing.assert_close(got, want)
+
+    run_ranks(3, check, tmp_path)
 
 
 def test_checkpointed_blocks(assert_same, monkeypatch):
@@ -362,3 +399,39 @@ def test_inputs_that_cannot_run_over_ranks(tmp_path):
                 call()
 
     run_ranks(3, check, tmp_path)
+
+
+# All presets
+
+
+def small(config):
+    """Return the config of a preset as a small model."""
+    changes = {"width": 24, "depth": 2, "mixer.num_heads": 2}
+    if hasattr(config, "image_size"):
+        axes = len(config.image_size)
+        changes |= {"image_size": (12, 6, 4)[:axes], "patch_size": (2,) * axes}
+        changes |= {"channels": 1, "num_classes": 3}
+    else:
+        changes["vocab_size"] = VOCABULARY
+    return replace(config, changes)
+
+
+# without those that only differ in size
+PRESETS = {repr(small(preset.config)): name for name, preset in onescan.PRESETS.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS.values())
+def test_preset(assert_same, name):
+    def read(model, tokens):
+        y = model(tokens)
+        return {"logits": (y[0] if isinstance(y, tuple) else y, 1)}
+
+    config = small(onescan.PRESETS[name].config)
+    if isinstance(config, onescan.DenoiserConfig):
+        units, call, inputs = ROWS, denoise, noisy_inputs(config)
+    elif isinstance(config, onescan.ImageClassifierConfig):
+        units, call, inputs = ROWS, classify, {"images": (pixels(config), 2)}
+    else:
+        units, call, inputs = T, read, {"tokens": (texts(), 1)}
+    assert_same(units, OneProcess(built(config).eval(), call, inputs), sizes=[2, 3])
