@@ -286,3 +286,17 @@ def test_a_scheme_that_needs_all_tokens(over_ranks):
             mixer(rand(B, 3, WIDTH), Grid((3,)))
 
     over_ranks(check)
+
+
+def test_training_after_inference(over_ranks):
+    """The orders of scans are computed once, also if that is in inference mode."""
+
+    def check(group):
+        mixer, x = built(NATURAL, 2), rand(B, 5 * 3, WIDTH)
+        with sequence_parallel(group):
+            with torch.inference_mode():
+                mixer(x, Grid((5, 3)))
+            mixer(x, Grid((5, 3)))[0].sum().backward()
+        assert mixer.in_proj.weight.grad is not None
+
+    over_ranks(check)
