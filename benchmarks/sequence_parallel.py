@@ -100,7 +100,10 @@ class Calculated:
     """Numbers of GPUs."""
 
     def table(self) -> Rows:
-        """Return a row per layer, and one per method for softmax attention."""
+        """Return a row per layer, and one per method for softmax attention.
+
+        Ulysses supports at most one GPU per head.
+        """
         config: Any = preset(self.model)
         rows = [["layer", *(f"{gpus:,} GPUs" for gpus in self.gpus)]]
         received = {name: layer.received for name, layer in LAYERS.items()} | BASELINES
@@ -111,7 +114,7 @@ class Calculated:
                     gpus, self.tokens, config.width, config.mixer.num_heads, FLOAT32, BFLOAT16
                 )
                 passes = of(sizes)
-                row.append("more GPUs than heads" if passes is None else in_units(sum(passes)))
+                row.append("not possible" if passes is None else in_units(sum(passes)))
             rows.append(row)
         return rows
 

@@ -43,7 +43,7 @@ def test_calculated_bytes():
         benchmark.in_units(6 * each * share) for share in (7 / 8, 31 / 32)
     ]
     assert table["softmax, Ulysses"] == [
-        benchmark.in_units(8 * each / 8 * 7 / 8), "more GPUs than heads"
+        benchmark.in_units(8 * each / 8 * 7 / 8), "not possible"
     ]  # fmt: skip
     state = 8 * 2048 + 4 * 2048 * 2 * 128  # log-normalizers, and matrices with LRPE
     assert table["LightNet, causal"] == [benchmark.in_units(2 * n * state) for n in (7, 31)]
