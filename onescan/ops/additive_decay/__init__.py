@@ -298,8 +298,8 @@ def _carried(
     if shard is not None:  # only the last sequence continues
         is_last = shard.sequence == shard.sequence[:, -1:]
         k = k.masked_fill(~is_last[:, :, None, None], -torch.inf)
-    tables = (None, None) if table is None else table.unbind(-2)
-    own = forms.context_of(k, v, tables, state)
+    cos, sin = (None, None) if table is None else table.unbind(-2)
+    own = forms.context_of(k, v, (cos, sin), state)
     before, last = merged_before(ranks, own, shard)
     return before if state is None else merged(state, before), last
 
