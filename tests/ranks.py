@@ -15,34 +15,47 @@ from onescan.ops.parallel import sequence_parallel
 
 TIMEOUT_S = 60
 GRACE_S = 2  # for the other ranks after one has failed
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single")
+TIMEOUT = timedelta(seconds=TIMEOUT_S / 2)  # of a collective
 
 
 def run_ranks(size, check, folder, *, smallest=2):
     """Call check(group) in `size` processes, with groups of the first 2, 3, ... of them."""
-    ranks = []
-    for rank in range(size):
-        if not (pid := os.fork()):
-            _run_rank(rank, range(smallest, size + 1), check, folder)
-        ranks.append(pid)
-    failed = _failed(ranks)
-    errors = "\n".join(path.read_text() for path in sorted(folder.glob("rank*")))
-    assert not failed, f"ranks {failed} failed\n{errors}"
 
-
-def _run_rank(rank, counts, check, folder):
-    """Run the checks in a child process, and exit without pytest's cleanup."""
-    code, size = 1, counts[-1]
-    try:
-        store = dist.FileStore(str(folder / "store"), size)
-        options = {"store": store, "rank": rank, "world_size": size}
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S / 2), **options)
-        for count in counts:
-            group = dist.new_group(range(count))
+    def check_groups(rank):
+        for count in range(smallest, size + 1):
+            group = dist.new_group(range(count), timeout=TIMEOUT)
             if rank < count:
                 torch.manual_seed(0)
                 check(group)
         dist.barrier()
+
+    run_processes(size, check_groups, folder)
+
+
+def run_processes(size, work, folder, *, timeout=TIMEOUT_S, grace=GRACE_S):
+    """Call work(rank) in `size` processes of one process group.
+
+    They have `timeout` seconds, and `grace` seconds after one has failed.
+    """
+    folder.mkdir(exist_ok=True)
+    ranks = []
+    for rank in range(size):
+        if not (pid := os.fork()):
+            _run_rank(rank, size, work, folder, timeout / 2)
+        ranks.append(pid)
+    failed = _failed(ranks, timeout, grace)
+    errors = "\n".join(path.read_text() for path in sorted(folder.glob("rank*")))
+    assert not failed, f"ranks {failed} failed\n{errors}"
+
+
+def _run_rank(rank, size, work, folder, timeout):
+    """Run the work in a child process, and exit without pytest's cleanup."""
+    code = 1
+    try:
+        store = dist.FileStore(str(folder / "store"), size)
+        options = {"store": store, "rank": rank, "world_size": size}
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **options)
+        work(rank)
         code = 0
     except BaseException:
         (folder / f"rank{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
@@ -51,9 +64,9 @@ def _run_rank(rank, counts, check, folder):
         os._exit(code)
 
 
-def _failed(pids):
+def _failed(pids, timeout, grace):
     """Wait for all processes, and return the ranks of those that failed or had to be killed."""
-    failed, until = {}, time.monotonic() + TIMEOUT_S
+    failed, until = {}, time.monotonic() + timeout
     waiting = dict(enumerate(pids))
     while waiting:
         for rank, pid in [*waiting.items()]:
@@ -61,7 +74,7 @@ def _failed(pids):
             if done:
                 del waiting[rank]
                 if status:
-                    failed[rank], until = status, min(until, time.monotonic() + GRACE_S)
+                    failed[rank], until = status, min(until, time.monotonic() + grace)
             elif time.monotonic() > until:
                 os.kill(pid, 9)
                 os.waitpid(pid, 0)
@@ -202,27 +215,3 @@ def _differentiable(tensors):
 def _assert_close(x, expected, name):
     close = {"atol": 1e-8, "rtol": 1e-8, "msg": lambda message: f"{name}: {message}"}
     torch.testing.assert_close(x, expected, **close)
-
-
-class Traffic:
-    """Count the bytes that a rank receives in collectives, and their calls."""
-
-    def __enter__(self):
-        self.bytes, self.calls = 0, []
-        self._before = {name: getattr(dist, name) for name in COLLECTIVES}
-        for name, function in self._before.items():
-            setattr(dist, name, self._counting(name, function))
-        return self
-
-    def __exit__(self, *_):
-        for name, function in self._before.items():
-            setattr(dist, name, function)
-
-    def _counting(self, name, function):
-        def call(output, *arguments, **options):
-            self.calls.append(name)
-            outputs = output if isinstance(output, list) else [output]
-            self.bytes += sum(x.numel() * x.element_size() for x in outputs)
-            return function(output, *arguments, **options)
-
-        return call

@@ -1,12 +1,14 @@
 """Ops over several ranks: outputs and gradients of one process, and what the ranks exchange."""
 
+import os
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import Traffic, assert_same_over_ranks, run_ranks, split
+from ranks import TIMEOUT, assert_same_over_ranks, run_ranks, split
+from traffic import Traffic
 
 from onescan.ops import (
     AdditiveDecayState,
@@ -344,49 +346,18 @@ def test_a_rank_that_needs_no_loss(over_ranks):
     over_ranks(check)
 
 
-def small_inputs(tokens, *, diagonal=False):
-    q, k, v = qkv(tokens).values()
-    return q, k, v, -rand(B, tokens, H, K).abs() if diagonal else -rand(B, tokens, H).abs()
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_traffic_of_decays_does_not_grow_with_the_length(over_ranks, diagonal):
+    factors = K if diagonal else 1
 
-
-# Numbers of float64 that a rank receives in the forward pass, for W ranks.
-TRAFFIC = {
-    "additive": (
-        lambda n, group: additive_decay(*qkv(n).values(), group=group)[0],
-        lambda ranks: B * H * (2 * K + K * V),
-    ),
-    "causal additive": (
-        lambda n, group: additive_decay(*qkv(n).values(), causal=True, group=group)[0],
-        lambda ranks: ranks * B * H * (K + K * V),
-    ),
-    "causal decay": (
-        lambda n, group: decay_attention(*small_inputs(n), causal=True, group=group)[0],
-        lambda ranks: ranks * B * H * (K * (V + 1) + 1),
-    ),
-    "diagonal decay": (
-        lambda n, group: decay_attention(*small_inputs(n, diagonal=True), group=group)[0],
-        lambda ranks: ranks * 2 * B * H * (K * (V + 1) + K),
-    ),
-    "delta rule": (
-        lambda n, group: delta_rule(*qkv(n).values(), torch.rand(B, n, H), group=group)[0],
-        lambda ranks: ranks * 2 * B * H * (K * K + K * V),
-    ),
-    "toeplitz": (
-        lambda n, group: toeplitz_position(
-            rand(B, n, H), -rand(1, H, K).abs(), rand(1, H, K), (n,), group=group
-        )[0],
-        lambda ranks: ranks * (B * H * K + H * K),
-    ),
-}
-
-
-def test_traffic_does_not_grow_with_the_length(over_ranks):
     def check(group):
-        for name, (run, numbers) in TRAFFIC.items():
-            for tokens in (3, 70):
-                with Traffic() as traffic:
-                    run(tokens, group)
-                assert traffic.bytes == 8 * numbers(group.size()), name
+        for tokens, causal in [(3, True), (70, True), (3, False), (70, False)]:
+            decay = decays(B, tokens, H, K) if diagonal else decays(B, tokens, H)
+            with Traffic() as traffic:
+                decay_attention(*qkv(tokens).values(), decay, causal=causal, group=group)
+            directions = 1 if causal else 2
+            numbers = directions * B * H * (K * (V + 1) + factors)
+            assert traffic.bytes == 8 * (group.size() - 1) * numbers
 
     over_ranks(check)
 
@@ -472,6 +443,40 @@ def test_diffusion_moves_the_tokens_within_its_radius(over_ranks):
             assert traffic.bytes == 8 * sides * B * 3 * H * V
 
     over_ranks(check)
+
+
+@pytest.mark.parametrize("ends", ["before the call", "before the backward pass"])
+def test_other_ranks_fail_if_a_rank_ends(tmp_path, ends):
+    def run(group, rank):
+        if rank == 1 and ends == "before the call":
+            os._exit(0)
+        o, _ = additive_decay(*(x.requires_grad_() for x in qkv().values()), group=group)
+        if rank == 1:
+            os._exit(0)
+        o.sum().backward()
+
+    def check(group):
+        rank = dist.get_rank(group)
+        if group.size() == 3:
+            with pytest.raises(dist.DistError, match=f"rank {rank} of 3 could not .* has ended"):
+                run(group, rank)
+            os._exit(0)  # a barrier would fail
+
+    run_ranks(3, check, tmp_path)
+
+
+def test_torch_names_calls_that_differ(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+
+    def check(group):
+        dist.set_debug_level_from_env()
+        debugged = dist.new_group(range(2), timeout=TIMEOUT)
+        q, k, v = (x[:, :, : 1 + dist.get_rank(group)] for x in qkv().values())
+        with pytest.raises(dist.DistError, match="calls differ") as failure:
+            additive_decay(q, k, v, causal=True, group=debugged)
+        assert "Detected mismatch between collectives" in str(failure.value.__cause__)
+
+    run_ranks(2, check, tmp_path)
 
 
 def test_the_group_of_a_context(over_ranks):

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Traffic, assert_same_over_ranks, run_ranks, split
+from ranks import assert_same_over_ranks, run_ranks, split
 from torch.func import functional_call
+from traffic import Traffic
 
 from onescan.configs import replace
 from onescan.layers.decays import (

@@ -7,7 +7,8 @@ CAUSAL_MIXERS in causal language models.
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import OneProcess, Traffic, run_ranks, split
+from ranks import OneProcess, run_ranks, split
+from traffic import Traffic
 
 import onescan
 from onescan import sequence_parallel

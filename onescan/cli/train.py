@@ -105,7 +105,8 @@ def train(argv: Argv) -> None:
     runs = [dataclasses.replace(options.run, training=training) for training in trainings]
     check_report_path(out / "report.html")
     results = []
-    with joined(options.run.machine.device) as ranks:
+    machine = options.run.machine
+    with joined(machine.device, timeout=machine.timeout) as ranks:
         say = echo if ranks.is_first else silent
         for line in inferred:
             say(line)
@@ -245,7 +246,7 @@ def glue(argv: Argv) -> None:
     tasks = config.selected()
     for page in (out, *(out / task for task in tasks)):
         check_report_path(page / "report.html")
-    with joined(config.machine.device) as ranks:
+    with joined(config.machine.device, timeout=config.machine.timeout) as ranks:
         say = echo if ranks.is_first else silent
         if without_mnli:
             say(

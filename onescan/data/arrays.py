@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onescan.data.base import DataConfig, Example, LoadedBatch, stratified_split
 from onescan.data.images import GridFormat, ImageFormat, ImageSet, ImageSplits, check_constants
+from onescan.data.share import WHOLE, Share
 from onescan.shapes import Labels
 
 Array = Shaped[np.ndarray, "N *_"]  # any type
@@ -254,6 +255,7 @@ class ArrayDataset(ImageSet):
         places: Examples that belong to this dataset, in its order.
         axes: Number of axes of an example.
         channels_first: Whether the channels of x, if any, are its axis 1 instead of its last.
+        share: Part of the first axis of each example to read.
     """
 
     x: Array
@@ -261,6 +263,10 @@ class ArrayDataset(ImageSet):
     places: Int[Tensor, " places"]
     axes: int
     channels_first: bool = False
+    share: Share = WHOLE
+
+    def shared(self, share: Share) -> "ArrayDataset":
+        return replace(self, share=share)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -311,7 +317,13 @@ class ArrayDataset(ImageSet):
 
     def _values(self, places: NDArray[np.int64]) -> Tensor:
         """Read examples with channels first: bytes as they are, other types as float32."""
-        values = self.x[places]
+        own = self.share.slice(self.shape[1])
+        if self.share.size == 1:
+            values = self.x[places]  # faster than with slices
+        elif self.channels_first and self.x.ndim == self.axes + 2:
+            values = self.x[places, :, own]
+        else:
+            values = self.x[places, own]
         tensor = torch.from_numpy(values if values.dtype == np.uint8 else values.astype(np.float32))
         if tensor.ndim == self.axes + 1:
             return tensor.unsqueeze(1)

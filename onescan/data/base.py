@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from onescan.data.order import derive_seed, epoch_order
+from onescan.data.share import Share
 from onescan.shapes import Labels
 
 DataState = dict[str, Any]  # position of a stream, in JSON types
@@ -112,6 +113,19 @@ class DataSet(ABC):
     @abstractmethod
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         """Read a batch. The result depends on the argument alone, in any process."""
+
+    def shared(self, share: Share) -> "DataSet":
+        """Return the same examples, of which only a share of each sequence is read.
+
+        Raises:
+            ValueError: If there are several shares, and the data set reads only whole sequences.
+        """
+        if share.size > 1:
+            raise ValueError(
+                f"machine.sequence_parallel is {share.size}, but {type(self).__name__} reads only "
+                "whole sequences, expected 1"
+            )
+        return self
 
     def examples(
         self,

@@ -89,6 +89,12 @@ def rotary_tables(
     return (None, None) if angles is None else (angles.cos().to(dtype), angles.sin().to(dtype))
 
 
+def rotary_table(angles: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return cosines and sines of the angles side by side, [T, H, 2, K]; None without angles."""
+    cos, sin = rotary_tables(angles, dtype)
+    return None if cos is None or sin is None else torch.stack([cos, sin], dim=-2)
+
+
 def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """Return [x cos, x sin]; x itself without tables."""
     if cos is None or sin is None:

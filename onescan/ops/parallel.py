@@ -5,17 +5,20 @@ rank passes its own tokens to an op with ``group=`` and receives their outputs, 
 a single process.
 Ranks exchange states and neighboring tokens, whose size does not depend on the number of tokens.
 Only `toeplitz_position` exchanges all tokens, and only if they take less memory than the states. In
-the forward pass, and again in the backward pass, a rank receives from W ranks with T tokens in
-total::
+the forward pass, and again in the backward pass, each of W ranks receives from the others, if they
+have T / W tokens each::
 
-    additive_decay          all-reduce    B H (2 K + F V)
-    additive_decay, causal  all-gather    W B H (K + F V)
-    decay_attention         all-gather    W B H (K V + 2 K)      per direction
-    delta_rule              all-gather    W B H (K K + K V)      per direction
-    linear_diffusion        all-to-all    2 B R H V              of radius R
-    toeplitz_position       all-gather    W (B L + 1) D E        per direction, for L lines
-                            all-to-all    2 B T D / W            if that is less
-    lrpe_angles             all-gather    W                      in the forward pass only
+    additive_decay          all-reduce    B H (2 K + F V)             backward: B H (K + F V)
+    additive_decay, causal  all-gather    (W - 1) B H (K + F V)
+    decay_attention         all-gather    (W - 1) B H (K V + 2 K)     per direction
+    delta_rule              all-gather    (W - 1) B H (K K + K V)     per direction
+    linear_diffusion        all-to-all    2 B R H V                   of radius R
+    toeplitz_position       all-gather    (W - 1) (B L + 1) D E       per direction, for L lines
+                            all-to-all    2 (W - 1) B T D / W^2       if that is less
+    lrpe_angles             all-gather    W - 1                       forward, of unknown lengths
+
+These are numbers in the dtype of sums, float32 for bfloat16 inputs, except for tokens. A scalar
+decay has a factor per head instead of K.
 
 A recurrence is linear in the state that enters a shard, S' = P S + U. Ranks gather P and U of all
 shards, combine those before their own (after it in the backward direction), and run the op from the
@@ -215,7 +218,8 @@ class SequenceGroup:
         """Gather a number from each rank, [W], without waiting for the device."""
         own = torch.tensor([number], device=device)
         numbers = own.new_empty(self.size, 1)
-        dist.all_gather(self.ordered(numbers), own, group=self.group)
+        with explain_failure(self):
+            dist.all_gather(self.ordered(numbers), own, group=self.group)
         return numbers.squeeze(1)
 
 
@@ -345,6 +349,23 @@ def packing_over(
     lengths = group.lengths(x)
     whole = packing_of(cu_seqlens, x, state=state, tokens=sum(lengths))
     return PackingShard(whole, lengths, group.rank)
+
+
+@contextmanager
+def explain_failure(group: SequenceGroup) -> Iterator[None]:
+    """Name likely causes if a collective in a `with` block fails.
+
+    Raises:
+        DistError: If the collective fails, for example because another rank has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise dist.DistError(
+            f"rank {group.rank} of {group.size} could not exchange data with the other ranks: one "
+            "of them has ended or does not respond, or their calls differ in order, options or "
+            "sizes. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch names the calls that differ"
+        ) from error
 
 
 # Collectives with gradients.
@@ -574,8 +595,9 @@ class Permutation:
         return permuted
 
 
-def gather_tokens(group: SequenceGroup, x: Tensor, lengths: Sequence[int]) -> Tensor:
+def gather_tokens(group: SequenceGroup, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
     """Return the tokens of all ranks, [B, T, ...], given those of this rank and their numbers."""
+    lengths = group.lengths(x) if lengths is None else lengths
     shapes = [(x.shape[0], length, *x.shape[2:]) for length in lengths]
     return torch.cat(exchange(group, [x] * group.size, shapes), dim=1)
 
@@ -613,7 +635,8 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         own = _as_bytes([x.unsqueeze(0) for x in tensors])
         together = own.new_empty(group.size, own.shape[1])
-        dist.all_gather(group.ordered(together), own[0], group=group.group)
+        with explain_failure(group):
+            dist.all_gather(group.ordered(together), own[0], group=group.group)
         return _from_bytes(together, tensors)
 
     @staticmethod
@@ -622,7 +645,8 @@ class _Gather(torch.autograd.Function):
         sent = _as_bytes(gradients)
         received = torch.empty_like(sent)
         sent = sent.flip(0) if ctx.group.is_reversed else sent
-        dist.all_to_all_single(received, sent, group=ctx.group.group)
+        with explain_failure(ctx.group):
+            dist.all_to_all_single(received, sent, group=ctx.group.group)
         parts = _from_bytes(received, [x[0] for x in gradients])
         return None, *(x.sum(0) for x in parts)
 
@@ -649,14 +673,16 @@ class _Exchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.group, ctx.send, ctx.receive = group, send, receive
         received = x.new_empty(sum(receive))
-        dist.all_to_all_single(received, x, receive, send, group=group.group)
+        with explain_failure(group):
+            dist.all_to_all_single(received, x, receive, send, group=group.group)
         return received
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         sent = gradient.new_empty(sum(ctx.send))
-        dist.all_to_all_single(
-            sent, gradient.contiguous(), ctx.send, ctx.receive, group=ctx.group.group
-        )
+        with explain_failure(ctx.group):
+            dist.all_to_all_single(
+                sent, gradient.contiguous(), ctx.send, ctx.receive, group=ctx.group.group
+            )
         return None, sent, None, None

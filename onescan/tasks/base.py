@@ -12,6 +12,8 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from onescan.data import DataSet, DataState, Example, Format, batched
+from onescan.data.share import WHOLE, Share
+from onescan.messages import named_type
 
 Batch = tuple[Tensor, ...]
 Metrics = dict[str, Float[Tensor, ""]]
@@ -59,6 +61,24 @@ class Task(ABC):
     """Examples per evaluation batch; affects memory, not results."""
     repeats: int = 1
     """Number of consecutive copies of each example, each with its own augmentation."""
+    share: Share = WHOLE
+    """The part of every sequence that this process reads; set by `shard`."""
+
+    def shard(self, share: Share) -> None:
+        """Apply the model to a share of every sequence from now on, in `sequence_parallel`.
+
+        `loss` then returns numbers whose mean over the ranks is that of whole sequences, and
+        `predict` returns the same rows on every rank. Tasks that support it override this method.
+
+        Raises:
+            ValueError: If the task does not support it.
+        """
+        if share.size > 1:
+            raise ValueError(
+                f"machine.sequence_parallel is {share.size}, but {named_type(self)} does not "
+                "support it, expected 1"
+            )
+        self.share = share
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from onescan.checks import check_choice, check_positive
 from onescan.data import ImageSplits
 from onescan.data.images import unit_pixels
+from onescan.ops.parallel import sequence_parallel
 from onescan.shapes import Logits
 from onescan.tasks.base import Metrics
 from onescan.tasks.teacher import Teacher, load_teacher
@@ -77,7 +78,8 @@ class Distillation:
         Raises:
             ValueError: If the teacher cannot be read, or does not fit the data.
         """
-        teacher_scores = self.load(images.device).scores(unit_pixels(images))
+        with sequence_parallel(None):  # the teacher reads whole images
+            teacher_scores = self.load(images.device).scores(unit_pixels(images))
         teacher_loss = self._teacher_loss(scores, teacher_scores)
         agreement = (scores.argmax(dim=1) == teacher_scores.argmax(dim=1)).float().mean()
         return torch.lerp(label_loss, teacher_loss, self.config.weight), {

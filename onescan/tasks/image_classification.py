@@ -28,6 +28,7 @@ from onescan.data import (
     read_image,
 )
 from onescan.data.images import unit_pixels
+from onescan.data.share import Share
 from onescan.shapes import Logits
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 from onescan.tasks.distillation import DistillationConfig
@@ -91,6 +92,7 @@ class ImageClassification(Task):
         self.class_names = data.class_names
         self.test_batch_size = config.evaluation_batch_size
         self.repeats = config.augment_repeats
+        self.reads_share = False
         self.augmentation = config.augment and config.augment.build()
         self.mixing = config.mix and config.mix.build()
         self.distillation = (
@@ -98,6 +100,14 @@ class ImageClassification(Task):
             if config.teacher is not None and isinstance(data, ImageSplits)
             else None
         )
+
+    def shard(self, share: Share) -> None:
+        """Cut images into shares after augmentation; of arrays without it, read only the share."""
+        self.share = share
+        if isinstance(self.train, ArrayDataset) and isinstance(self.test, ArrayDataset):
+            self.reads_share = not (self.augmentation or self.mixing or self.distillation)
+            if self.reads_share:
+                self.train, self.test = self.train.shared(share), self.test.shared(share)
 
     def prepare_training(self, device: torch.device) -> None:
         if self.distillation is not None:
@@ -125,7 +135,7 @@ class ImageClassification(Task):
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         images, labels = batch
-        logits = self._checked(model(self.format.model_input(images)), images)
+        logits = self._checked(model(self._model_input(images)), images)
         top = logits.topk(min(TOP, logits.shape[1]), dim=1).indices
         return {
             "labels": labels,
@@ -146,7 +156,7 @@ class ImageClassification(Task):
 
     def _logits(self, model: nn.Module, images: Tensor) -> tuple[Logits, Logits]:
         """Return logits to learn the labels with, and logits to distill with; often the same."""
-        output = model(self.format.model_input(images))
+        output = model(self._model_input(images))
         if isinstance(output, Tensor):
             logits = self._checked(output, images)
             return logits, logits
@@ -156,6 +166,12 @@ class ImageClassification(Task):
             )
         logits, distilled = (self._checked(part, images) for part in output)
         return logits, distilled
+
+    def _model_input(self, images: Tensor) -> Tensor:
+        """Standardize this rank's share of images."""
+        return self.format.model_input(
+            images if self.reads_share else self.share.cut(images, axis=2)
+        )
 
     def _checked(self, scores: Tensor, images: Tensor) -> Logits:
         if scores.shape != (len(images), len(self.class_names)):

@@ -17,9 +17,17 @@ from onescan.data.base import Subset
 from onescan.data.image_grid import image_grid
 from onescan.data.images import AnyPixels, unit_pixels
 from onescan.data.latents import LatentFormat, LatentSplits, load_vae
+from onescan.data.share import Share
 from onescan.messages import named_type
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig, max_pixel
-from onescan.shapes import Images, Labels, Timesteps
+from onescan.ops.parallel import (
+    from_first_rank,
+    gather_tokens,
+    sequence_group,
+    sequence_parallel,
+    sum_over_ranks,
+)
+from onescan.shapes import DenoiserOutput, Images, Labels, Timesteps
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 from onescan.tasks.feature_distance import (
     SampleClassifier,
@@ -104,6 +112,10 @@ class ImageGeneration(Task):
             self.codec = PixelCodec(data.format)
         self.augmentation = config.augment.build() if config.augment else None
 
+    def shard(self, share: Share) -> None:
+        """Cut images into shares after augmentation and noise."""
+        self.share = share
+
     @cached_property
     def sample_classifier(self) -> SampleClassifier | None:
         """The classifier that scores generated images, loaded on first use."""
@@ -122,31 +134,37 @@ class ImageGeneration(Task):
         self._load_evaluators()
         images, labels = batch
         x0 = self.codec.model_input(images)
-        t = self.noising.timesteps(torch.rand(len(x0), device=x0.device))
-        noise = torch.randn_like(x0)
+        t = self.noising.timesteps(from_first_rank(torch.rand(len(x0), device=x0.device)))
+        noise, count = from_first_rank(torch.randn_like(x0)), x0[0].numel() / self.share.size
+        x0, noise = (self.share.cut(x, axis=2) for x in (x0, noise))
         noisy = self.noising.mix(x0, noise, t)
         prediction, variance = self._predict(model, noisy, t, labels)
-        error = ((prediction - self.noising.target(x0, noise, t)) ** 2).mean()
+        squares = (prediction - self.noising.target(x0, noise, t)) ** 2
+        error = squares.sum() / (len(x0) * count)
         if variance is None:
             return error, {}
-        variance_bits = self.noising.variance_loss(x0, noisy, prediction, variance, t).mean()
+        variance_bits = self.noising.variance_loss(
+            x0, noisy, prediction, variance, t, count=count
+        ).mean()
         return error + variance_bits, {"error": error, "variance_bits": variance_bits}
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         images, labels = batch
-        x0 = self.codec.model_input(images)
-        seeds = _seeds_of(x0)
+        whole = self.codec.model_input(images)
+        x0, seeds = self.share.cut(whole, axis=2), _seeds_of(whole)
         timesteps, errors = [], []
-        for part, (fraction, noise) in enumerate(_random_noise(seeds, x0)):
+        for part, (fraction, noise) in enumerate(_random_noise(seeds, whole)):
+            noise = self.share.cut(noise, axis=2)
             t = self.noising.timesteps((part + fraction) / PARTS)
             prediction, _ = self._predict(model, self.noising.mix(x0, noise, t), t, labels)
             error = (prediction - self.noising.target(x0, noise, t)) ** 2
             timesteps.append(t.float())
-            errors.append(error.flatten(1).mean(dim=1))
+            errors.append(error.flatten(1).sum(dim=1) / whole[0].numel())
+        (sums,) = sum_over_ranks(torch.stack(errors, dim=1))
         rows = {
             "labels": labels,
             "timesteps": torch.stack(timesteps, dim=1),
-            "errors": torch.stack(errors, dim=1),
+            "errors": sums,
         }
         return (
             rows
@@ -196,7 +214,7 @@ class ImageGeneration(Task):
             self.config.noise, sampler, clip=self.codec.clip, learn_sigma=config.learn_sigma
         )
         generated = sample(
-            model,
+            model if self.share.size == 1 else _WholeImages(model, self.share),
             scheduler,
             size=self.codec.size,
             seeds=seeds,
@@ -255,12 +273,28 @@ class ImageGeneration(Task):
         """Classify the test images, and as many generated images of the same classes."""
         assert self.sample_classifier is not None
         images, labels = batch
-        generated = self.sample_classifier(self.generate(model, labels, seeds))
-        real = self.sample_classifier(unit_pixels(images))
+        made = self.generate(model, labels, seeds)
+        with sequence_parallel(None):  # the classifier reads whole images
+            generated, real = (self.sample_classifier(x) for x in (made, unit_pixels(images)))
         rows = {"features": real.pooled, "made_features": generated.pooled}
         if _is_conditional(model.config):
             rows["predictions"] = generated.probabilities.argmax(dim=1)
         return rows
+
+
+class _WholeImages(nn.Module):
+    """A denoiser of whole images, of which each rank denoises its share."""
+
+    def __init__(self, model: nn.Module, share: Share) -> None:
+        super().__init__()
+        self.model, self.share, self.config = model, share, model.config
+
+    def forward(self, noisy: Images, timesteps: Timesteps, labels: Labels | None) -> DenoiserOutput:
+        output = self.model(self.share.cut(noisy, axis=2), timesteps, labels)
+        group = sequence_group(None)
+        assert group is not None
+        rows = output.transpose(1, 2)
+        return gather_tokens(group, rows, group.lengths(rows)).transpose(1, 2)
 
 
 class Codec(ABC):

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from onescan.checks import check_positive
+from onescan.data.share import Share
 from onescan.data.text import TextSplits, Tokenizer
 from onescan.data.text.tokenizer import word_boundaries
 from onescan.models.causal_lm import IGNORE_INDEX, perplexity
 from onescan.ops.cross_entropy import cross_entropy
 from onescan.ops.packing import Packing, document_offsets
+from onescan.ops.parallel import sum_over_ranks
 from onescan.shapes import Tokens
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 
@@ -50,6 +52,10 @@ class LanguageModelling(Task):
         self.tokenizer = data.tokenizer
         self.test_batch_size = config.evaluation_batch_size
 
+    def shard(self, share: Share) -> None:
+        """Read only this rank's tokens of training text. Test text is read whole, for its bytes."""
+        self.share, self.train = share, self.train.shared(share)
+
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
         """Move the tokens; offsets of documents are computed on the CPU."""
         tokens, documents = batch
@@ -57,13 +63,15 @@ class LanguageModelling(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         logits, labels = self._logits(model, batch)
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
-        accuracy = (logits.argmax(-1) == labels).sum() / (labels != IGNORE_INDEX).sum()
-        return loss, {"accuracy": accuracy}
+        count = int(_has_label(batch[1]).sum()) / self.share.size
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+        return loss, {"accuracy": (logits.argmax(-1) == labels).sum() / count}
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         logits, labels = self._logits(model, batch)
-        return token_rows(logits.float(), labels, self.tokenizer)
+        tokens, documents = batch
+        text = tokens[:, 1:].cpu().where(_has_label(documents), IGNORE_INDEX)
+        return token_rows(logits.float(), labels, text, self.tokenizer)
 
     def evaluate(self, rows: Rows) -> Evaluation:
         return evaluate_tokens(rows)
@@ -72,14 +80,24 @@ class LanguageModelling(Task):
         return -metrics["loss"]
 
     def _logits(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tokens]:
-        """Return logits and labels of all tokens but the last; a document's end has no label."""
+        """Return logits and labels of all tokens but the last; a document's end has no label.
+
+        With a share, only those of its tokens, which may be all that was read.
+        """
         tokens, documents = batch
+        own = self.share.slice(documents.shape[1] - 1)
+        if tokens.shape == documents.shape:
+            tokens = tokens[:, own.start : own.stop + 1]
         packing = packing_of_documents(documents[:, :-1], tokens.device)
         logits, _ = model(tokens[:, :-1], cu_seqlens=packing)
-        continues = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
-        continues = continues.to(tokens.device, non_blocking=True)
+        has_label = _has_label(documents)[:, own].to(tokens.device, non_blocking=True)
         self.tokenizer.check_vocabulary(logits.shape[-1])
-        return logits, tokens[:, 1:].where(continues, IGNORE_INDEX)
+        return logits, tokens[:, 1:].where(has_label, IGNORE_INDEX)
+
+
+def _has_label(documents: Tokens) -> Bool[Tensor, "B labels"]:
+    """Return whether each token but the first continues a document."""
+    return (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +198,14 @@ class MaskedLanguageModelling(Task):
         masked = random_tokens.where(is_replaced, tokens).masked_fill(is_masked, self.mask)
         return masked, documents, tokens.where(chosen, IGNORE_INDEX)
 
+    def shard(self, share: Share) -> None:
+        """Cut rows into shares after their tokens are masked."""
+        self.share = share
+
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         masked, documents, labels = batch
+        count = max(int((labels != IGNORE_INDEX).sum()), 1) / self.share.size
+        masked, labels = (self.share.cut(x, axis=1) for x in (masked, labels))
         positions = (labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
         targets = _to_model(labels.flatten()[positions], model)
         read_outs = self.config.supervised_blocks
@@ -195,17 +219,17 @@ class MaskedLanguageModelling(Task):
         )
         self.tokenizer.check_vocabulary(logits.shape[-1])
         logits = logits[0]
-        count = max(len(targets), 1)
         loss = cross_entropy(logits, targets.repeat(read_outs), reduction="sum")
         right = logits[len(logits) - len(targets) :].argmax(-1) == targets
         return loss / (read_outs * count), {"accuracy": right.sum() / count}
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
-        masked, documents, labels = self.masked_for_evaluation(batch)
+        masked, documents, text = self.masked_for_evaluation(batch)
+        masked, labels = (self.share.cut(x, axis=1) for x in (masked, text))
         masked = _to_model(masked, model)
         logits = model(masked, cu_seqlens=packing_of_documents(documents, masked.device))
         self.tokenizer.check_vocabulary(logits.shape[-1])
-        return token_rows(logits.float(), labels.to(logits.device), self.tokenizer)
+        return token_rows(logits.float(), labels.to(logits.device), text, self.tokenizer)
 
     def evaluate(self, rows: Rows) -> Evaluation:
         return evaluate_tokens(rows)
@@ -245,18 +269,26 @@ def _to_model(x: Tensor, model: nn.Module) -> Tensor:
 
 
 def token_rows(
-    logits: Float[Tensor, "B T vocabulary"], labels: Tokens, tokenizer: Tokenizer
+    logits: Float[Tensor, "B T vocabulary"],
+    labels: Tokens,
+    text: Int[Tensor, "B row"],
+    tokenizer: Tokenizer,
 ) -> Rows:
-    """Return sums over the labels of each row: losses, right predictions, tokens and bytes."""
+    """Return sums over the labels of each row: losses, right predictions, tokens and bytes.
+
+    Args:
+        logits: Logits of this rank's tokens.
+        labels: Labels of this rank's tokens.
+        text: Labels of whole rows.
+        tokenizer: Tokenizer of the text.
+    """
     is_label = labels != IGNORE_INDEX
     losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    ids = [row[row != IGNORE_INDEX].tolist() for row in labels]
-    return {
-        "losses": losses.sum(dim=1),
-        "right": ((logits.argmax(-1) == labels) & is_label).sum(dim=1),
-        "tokens": is_label.sum(dim=1),
-        "bytes": torch.tensor([tokenizer.count_bytes(row) for row in ids]),
-    }
+    right = (logits.argmax(-1) == labels) & is_label
+    sums = sum_over_ranks(*(x.sum(dim=1) for x in (losses, right, is_label)))
+    ids = [row[row != IGNORE_INDEX].tolist() for row in text]
+    counts = torch.tensor([tokenizer.count_bytes(row) for row in ids])
+    return dict(zip(("losses", "right", "tokens", "bytes"), (*sums, counts), strict=True))
 
 
 def evaluate_tokens(rows: Rows) -> Evaluation:

@@ -89,7 +89,14 @@ class Noising:
         return noisy - s * prediction if self.is_flow else a * noisy - s * prediction
 
     def variance_loss(
-        self, x0: Images, noisy: Images, prediction: Images, variance: Images, t: Timesteps
+        self,
+        x0: Images,
+        noisy: Images,
+        prediction: Images,
+        variance: Images,
+        t: Timesteps,
+        *,
+        count: float | None = None,
     ) -> PerImage:
         """Return the variational bound of one step, in bits per pixel; it trains the variance only.
 
@@ -102,15 +109,17 @@ class Noising:
             prediction: The model's prediction of the target, which receives no gradient.
             variance: The model's log variances, between their minimum, -1, and their maximum, 1.
             t: Timesteps.
+            count: Number of values to divide the sum over an image by; None for all of them.
         """
+        count = x0[0].numel() if count is None else count
         denoised = self.denoised(noisy, prediction.detach(), t)
         for_x0, for_noisy = (self._at(f"{x}_coefficient", t, x0) for x in ("x0", "noisy"))
         mean, true_mean = (for_x0 * x + for_noisy * noisy for x in (denoised, x0))
         low, high = (self._at(f"{end}_log_variance", t, x0) for end in ("min", "max"))
         log_variance = low + (variance + 1) / 2 * (high - low)
-        divergence = _divergence(true_mean, low, mean, log_variance).flatten(1).mean(dim=1)
-        likelihood = _log_likelihood(x0, mean, log_variance).flatten(1).mean(dim=1)
-        return torch.where(t == 0, -likelihood, divergence) / math.log(2)
+        divergence = _divergence(true_mean, low, mean, log_variance).flatten(1).sum(dim=1)
+        likelihood = _log_likelihood(x0, mean, log_variance).flatten(1).sum(dim=1)
+        return torch.where(t == 0, -likelihood, divergence) / count / math.log(2)
 
     def _coefficients(self, t: Timesteps, like: Images) -> tuple[Tensor, Tensor]:
         if self.is_flow:

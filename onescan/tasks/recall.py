@@ -8,6 +8,8 @@ from torch.nn.functional import cross_entropy
 
 from onescan.checks import check_positive
 from onescan.data.recall import BLANK, RecallFormat, RecallSplits
+from onescan.data.share import Share
+from onescan.ops.parallel import gather_tokens, sequence_group, sum_over_ranks
 from onescan.shapes import TokenLogits
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 
@@ -39,20 +41,23 @@ class Recall(Task):
         self.train, self.test, self.format = data.train, data.test, data.format
         self.test_batch_size = config.evaluation_batch_size
 
+    def shard(self, share: Share) -> None:
+        self.share = share
+
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        logits, answers = self._scores(model, batch), batch[1]
-        is_query = answers != BLANK
-        accuracy = (logits.argmax(-1) == answers)[is_query].float().mean()
-        return cross_entropy(logits[is_query], answers[is_query]), {"accuracy": accuracy}
+        logits, answers = self._scores(model, batch), self.share.cut(batch[1], axis=1)
+        is_query, count = answers != BLANK, (batch[1] != BLANK).sum() / self.share.size
+        loss = cross_entropy(logits[is_query], answers[is_query], reduction="sum") / count
+        return loss, {"accuracy": (logits.argmax(-1) == answers)[is_query].sum() / count}
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
-        logits, (_, answers, distances) = self._scores(model, batch), batch
+        logits, answers = self._scores(model, batch), self.share.cut(batch[1], axis=1)
         losses = cross_entropy(logits.transpose(1, 2), answers, reduction="none")
-        return {
-            "losses": losses.where(answers != BLANK, 0).sum(dim=1),
-            "right": (logits.argmax(-1) == answers) & (answers != BLANK),
-            "distances": distances,
-        }
+        right = (logits.argmax(-1) == answers) & (answers != BLANK)
+        if (group := sequence_group(None)) is not None:
+            right = gather_tokens(group, right, group.lengths(right))
+        (losses,) = sum_over_ranks(losses.where(answers != BLANK, 0).sum(dim=1))
+        return {"losses": losses, "right": right, "distances": batch[2]}
 
     def evaluate(self, rows: Rows) -> Evaluation:
         right, pairs = rows["right"].sum(dim=1), (rows["distances"] > 0).sum(dim=1)
@@ -70,7 +75,7 @@ class Recall(Task):
         return metrics["accuracy"]
 
     def _scores(self, model: nn.Module, batch: Batch) -> TokenLogits:
-        logits: TokenLogits = model(batch[0])[0].float()
+        logits: TokenLogits = model(self.share.cut(batch[0], axis=1))[0].float()
         if logits.shape[-1] < self.format.vocab_size:
             raise ValueError(
                 f"the model scores {logits.shape[-1]} tokens, but the data has "

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from onescan.checks import check_positive
 from onescan.data.glue import PairEncoder
 from onescan.data.sequences import LabelledSequence, SequenceSplits, padded
+from onescan.data.share import Share
 from onescan.shapes import Logits
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 
@@ -58,6 +59,9 @@ class SequenceClassification(Task):
         self.class_names = data.class_names
         self.test_batch_size = config.evaluation_batch_size
 
+    def shard(self, share: Share) -> None:
+        self.share = share
+
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         scores, labels = self.scores(model, batch), batch[2]
         if not self.class_names:
@@ -95,7 +99,7 @@ class SequenceClassification(Task):
         Raises:
             ValueError: If the number of scores is not the number of classes.
         """
-        tokens, keep, _, *segments = batch
+        tokens, keep, *segments = (self.share.cut(x, axis=1) for x in (*batch[:2], *batch[3:]))
         scores = model(tokens, keep, segments=segments[0] if segments else None)
         classes = len(self.class_names) or 1
         if scores.shape != (len(tokens), classes):

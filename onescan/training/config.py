@@ -150,7 +150,8 @@ class MachineConfig:
 
     On one CPU, results are bit-identical for any `workers` and `gradient_checkpointing`. The other
     settings change them by rounding only, except that dropped paths and augmentation are drawn
-    separately in each process and each gradient accumulation step.
+    separately in each process, or group of processes that share sequences, and each gradient
+    accumulation step.
     """
 
     device: str = "auto"
@@ -174,12 +175,18 @@ class MachineConfig:
     fsdp: bool = False
     """With several processes, shard weights, gradients and optimizer state (FSDP2) instead of
     replicating them (DDP)."""
+    sequence_parallel: int = 1
+    """Number of processes that share each sequence, if torchrun starts several: rows of an image,
+    frames of a video or tokens of a text. A divisor of the number of processes."""
+    timeout: float = 1800.0
+    """Seconds after which a run ends if one of its processes does not answer."""
     trackers: tuple[TrackerName, ...] | None = None
     """Experiment trackers that receive the metrics; None uses tensorboard if it is installed."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a setting out of range."""
-        check_positive(**{"machine.gradient_accumulation_steps": self.gradient_accumulation_steps})
+        for name in ("gradient_accumulation_steps", "sequence_parallel", "timeout"):
+            check_positive(**{f"machine.{name}": getattr(self, name)})
         check_choice("machine.backend", self.backend, BACKENDS)
         check_choice("machine.matmul_precision", self.matmul_precision, get_args(MatmulPrecision))
         for name in self.trackers or ():

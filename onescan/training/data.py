@@ -101,21 +101,22 @@ def choose_workers(workers: int | None, data: DataSet) -> int:
 
 
 def share_of_batch(settings: TrainingConfig, machine: MachineConfig, ranks: Ranks) -> slice:
-    """Return this process's part of every micro-batch.
+    """Return the examples of every micro-batch that this process, or its group, reads.
 
     Raises:
         ValueError: If a micro-batch cannot be split into equal parts.
     """
-    parts, size = ranks.size * machine.gradient_accumulation_steps, settings.micro_batch_size
+    parts, size = ranks.data_size * machine.gradient_accumulation_steps, settings.micro_batch_size
     if size % parts:
         name = "batch_size" if settings.initial_batch_size is None else "initial_batch_size"
+        groups = f"groups of {ranks.sequence} processes" if ranks.sequence > 1 else "processes"
         raise ValueError(
             f"training.{name} is {size}, expected a multiple of {parts}: "
-            f"{ranks.size} processes times machine.gradient_accumulation_steps "
+            f"{ranks.data_size} {groups} times machine.gradient_accumulation_steps "
             f"{machine.gradient_accumulation_steps}"
         )
-    share = size // ranks.size
-    return slice(ranks.rank * share, (ranks.rank + 1) * share)
+    share = size // ranks.data_size
+    return slice(ranks.data_rank * share, (ranks.data_rank + 1) * share)
 
 
 class _Reader(Dataset[LoadedBatch | Exception]):

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -19,11 +20,18 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from onescan.layers.block import Block
+from onescan.ops.parallel import sequence_parallel
 from onescan.training.config import MachineConfig
 
 ResultT = TypeVar("ResultT")
 CPU = torch.device("cpu")
 GLOO_GRACE_S = 0.2
+TIMEOUT_S = 1800.0
+# in messages of gloo, NCCL and torch's store
+LOST_SIGNS = (
+    *("by peer", "Broken pipe", "Connection refused", "imed out", "imeout"),
+    *("remote process", "aborted", "got 0 bytes"),
+)
 SAME_SIGNAL_S = 1.0  # launchers forward Ctrl-C, so that one key press arrives twice
 RAISED_BY_FIRST = "also raised by the first process"  # a note on errors in the other processes
 
@@ -40,11 +48,28 @@ class Ranks:
     """Number of processes."""
     local: int = 0
     """Rank among the processes on this machine, which selects the GPU."""
+    sequence: int = 1
+    """Number of processes that share each sequence. Their ranks are consecutive."""
 
     @property
     def is_first(self) -> bool:
         """Whether this process has rank 0."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Rank of this process' group among the groups that share sequences."""
+        return self.rank // self.sequence
+
+    @property
+    def sequence_rank(self) -> int:
+        """Rank of this process in its group, in the order of the tokens."""
+        return self.rank % self.sequence
+
+    @property
+    def data_size(self) -> int:
+        """Number of groups that share sequences, each of which reads its own examples."""
+        return self.size // self.sequence
 
     def first(self, act: Callable[[], ResultT]) -> ResultT:
         """Call a function in rank 0 only, and return its result in every process.
@@ -109,17 +134,23 @@ def _base_type(error: Exception) -> type[Exception]:
 
 
 @contextmanager
-def joined(device: str = "auto") -> Iterator[Ranks]:
+def joined(device: str = "auto", *, timeout: float = TIMEOUT_S) -> Iterator[Ranks]:
     """Set up torch.distributed for processes started by torchrun; otherwise run in one process.
 
     A process group that the caller has set up is used and kept.
 
+    Args:
+        device: Device that the processes compute on.
+        timeout: Seconds to wait for the other processes.
+
     Raises:
         ValueError: If there is no such device for this process, or the caller's process group
             cannot communicate tensors on the CPU.
+        ConnectionError: If another process ends or does not answer.
     """
     if dist.is_initialized():
-        yield _existing_group()
+        with _lost_processes_raise():
+            yield _existing_group()
         return
     if not dist.is_torchelastic_launched():
         yield Ranks()
@@ -134,14 +165,92 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
     # with one prefix per restart, torch does not find the addresses of killed processes
     store = PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     try:
-        yield ranks
+        with _lost_processes_raise():
+            yield ranks
+    except ConnectionError:
+        with _ignored_sigterm():  # of torchrun: this process ends by itself, and reports the error
+            _leave()
+        raise
     finally:
-        # A gloo thread may still hold the last tensors that it sent. Releasing them needs Python's
-        # lock, so a process that ends at that moment would abort or deadlock.
-        time.sleep(GLOO_GRACE_S)
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            _leave()
+
+
+def _leave() -> None:
+    # A gloo thread may still hold the last tensors that it sent. Releasing them needs Python's
+    # lock, so a process that ends at that moment would abort or deadlock.
+    time.sleep(GLOO_GRACE_S)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _ignored_sigterm() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def lost_process(error: BaseException) -> bool:
+    """Return whether torch.distributed raised an error because another process does not answer.
+
+    >>> lost_process(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+    True
+    """
+    message = str(error)
+    is_theirs = isinstance(error, RuntimeError) and "gloo/" in message
+    return (is_theirs or isinstance(error, dist.DistError)) and any(
+        sign in message for sign in LOST_SIGNS
+    )
+
+
+@contextmanager
+def _lost_processes_raise() -> Iterator[None]:
+    """Raise ConnectionError if another process ends or does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not lost_process(error):
+            raise
+        raise ConnectionError(
+            "another process of the run has ended, or did not answer within machine.timeout: see "
+            "its own error message; the same command resumes the run from its last checkpoint"
+        ) from error
+
+
+@contextmanager
+def sharing_sequences(ranks: Ranks, machine: MachineConfig) -> Iterator[Ranks]:
+    """Apply models to sequences shared by `machine.sequence_parallel` processes in the context.
+
+    The processes form a mesh of data ranks times sequence ranks: ranks of a sequence are
+    consecutive.
+
+    Returns:
+        The ranks, with the number of processes per sequence.
+
+    Raises:
+        ValueError: If it does not divide the number of processes.
+    """
+    count = machine.sequence_parallel
+    if ranks.size % count:
+        raise ValueError(
+            f"machine.sequence_parallel is {count}, expected a divisor of the number of processes, "
+            f"{ranks.size}; torchrun starts several"
+        )
+    if count == 1:
+        yield ranks
+        return
+    group, _ = dist.new_subgroups(count, timeout=timedelta(seconds=machine.timeout))
+    with sequence_parallel(group):
+        yield replace(ranks, sequence=count)
+    dist.destroy_process_group(group)
 
 
 def _existing_group() -> Ranks:
@@ -209,7 +318,7 @@ def prepare(
     from torch.distributed.device_mesh import init_device_mesh  # slow: half a second
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # also over shared sequences
     for part in [*blocks, model]:
         # the root is resharded as well, so that its state_dict holds shards after an evaluation
         fully_shard(part, mesh=mesh, reshard_after_forward=True)

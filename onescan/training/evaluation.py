@@ -45,18 +45,18 @@ def evaluate(
     sizes: list[int] = []  # examples of each batch, of all processes
 
     def own_batches() -> Iterator[BatchPlan]:
-        for group in batched(task.test_batches(), ranks.size):
+        for group in batched(task.test_batches(), ranks.data_size):
             sizes.extend(len(batch.examples) for batch in group)
             # in the last round, processes without a batch of their own repeat one
-            yield group[min(ranks.rank, len(group) - 1)]
+            yield group[min(ranks.data_rank, len(group) - 1)]
 
     device = next(model.parameters()).device
     loader = Loader(task.test, own_batches(), workers=workers, pin=device.type == "cuda")
     with closing(loader), eval_mode(model):
         batches = _with_progress(loader, task, ranks) if progress else loader
         parts = [_predict(model, task, batch, precision, device) for batch in batches]
-    everyone = ranks.gather(parts)
-    ordered = [everyone[i % ranks.size][i // ranks.size] for i in range(len(sizes))]
+    everyone = ranks.gather(parts)[:: ranks.sequence]  # equal on the ranks of a sequence
+    ordered = [everyone[i % ranks.data_size][i // ranks.data_size] for i in range(len(sizes))]
     if not ordered:
         raise ValueError("there are no held-out examples to evaluate the model on")
     rows = {name: torch.cat([part[name] for part in ordered]) for name in ordered[0]}
@@ -94,7 +94,7 @@ def _predict(
 
 
 def _with_progress(batches: Iterable[Batch], task: Task, ranks: Ranks) -> Iterator[Batch]:
-    size, total = task.test_batch_size * ranks.size, len(task.test)
+    size, total = task.test_batch_size * ranks.data_size, len(task.test)
     # disabled where stderr is not a terminal, because a log would keep every line
     with tqdm(
         total=total, unit=f" {task.unit}", desc="evaluating", leave=False, disable=None

@@ -81,6 +81,7 @@ class Environment:
     backend: str = "auto"
     kernels: tuple[str, ...] = ()  # ops that backend "auto" runs as kernels on the device
     matmul_precision: str = "highest"
+    sequence_parallel: int = 1  # processes that share each sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +162,7 @@ def write_manifest(
         backend=run.machine.backend,
         kernels=validated_ops(device),
         matmul_precision=run.machine.matmul_precision,
+        sequence_parallel=run.machine.sequence_parallel,
     )
     before: tuple[Environment, ...] = ()
     if step > 0:

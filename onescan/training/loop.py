@@ -1,7 +1,8 @@
 """The training loop, for any model and any task.
 
 Randomness at each step depends only on (seed, step, rank), so an interrupted run resumes exactly
-from the weights, the optimizer state, the step and the position in the data.
+from the weights, the optimizer state, the step and the position in the data. Processes that share
+sequences draw the same augmentation, but each draws dropout for its own tokens.
 """
 
 import math
@@ -27,6 +28,7 @@ from onescan.checkpoint.weights import (
     whole_weights,
 )
 from onescan.data import derive_seed
+from onescan.data.share import Share
 from onescan.tasks import Batch, BatchPlan, Evaluation, Metrics, Task
 from onescan.training.config import MachineConfig, RunConfig, RunResult, TrainingConfig
 from onescan.training.data import Loader, choose_workers, share_of_batch
@@ -37,6 +39,7 @@ from onescan.training.distributed import (
     gradient_sync,
     joined,
     prepare,
+    sharing_sequences,
 )
 from onescan.training.evaluation import eval_mode, evaluate, make_picture
 from onescan.training.folder import (
@@ -101,7 +104,7 @@ def train(
     """
     folder, settings, machine = Path(folder), run.training, run.machine
     with ExitStack() as stack:
-        ranks = stack.enter_context(joined(machine.device))
+        ranks = stack.enter_context(joined(machine.device, timeout=machine.timeout))
         is_replaced = ranks.first(lambda: check_run_dir(folder, run, overwrite=overwrite))
         finished = None if is_replaced else ranks.first(lambda: read_result(folder))
         if finished:
@@ -110,6 +113,7 @@ def train(
         check_installed(machine.trackers)
         stack.enter_context(compute_settings(machine.backend, machine.matmul_precision))
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        ranks = stack.enter_context(sharing_sequences(ranks, machine))
         task = run.task.build(run.data.build())
         per_epoch = task.steps_per_epoch(settings.micro_batch_size)
         plan = Plan.of(settings, per_epoch, run.transfer)
@@ -123,6 +127,9 @@ def train(
             initialized = init_from(run.init_from, model)
         model = model.to(device)
         task.prepare_training(device)
+        if ranks.sequence > 1:
+            patch_size = getattr(getattr(model, "patchify", None), "patch_size", (1,))
+            task.shard(Share(ranks.sequence_rank, ranks.sequence, patch=patch_size[0]))
         if is_replaced:
             dry_run(model, task, settings, device, transfer)
         trained = prepare(model, machine, ranks, device)
@@ -182,7 +189,7 @@ class Loop:
     device: torch.device
     ranks: Ranks
     share: slice
-    """This process's part of every micro-batch."""
+    """Examples of every micro-batch that this process reads."""
     records: Records | None
     """In rank 0 only."""
     metrics: dict[str, float]
@@ -250,7 +257,7 @@ class Loop:
             raise KeyboardInterrupt
 
     def read_batches(self) -> Loader:
-        """Start to read this process's part of the remaining micro-batches."""
+        """Start to read this process's examples of the remaining micro-batches."""
         plan = self.task.batches(
             step=self.plan.read(self.state.step),
             batch_size=self.settings.micro_batch_size,
@@ -271,10 +278,11 @@ class Loop:
             batch = self.task.to_device(next(batches), self.device)
             if self.steps_now == i == 0:
                 self.display.write(self.summary(batch))
-            place = (step, self.ranks.rank) if i == 0 else (step, self.ranks.rank, i)
+            place = (step, self.ranks.data_rank, *[i] * (i > 0))
             seed = derive_seed(self.settings.seed, "step", *place)
-            if i == 0:
-                torch.manual_seed(seed)  # for dropout and dropped paths
+            if i == 0:  # for dropout and dropped paths
+                rank = self.ranks.sequence_rank
+                torch.manual_seed(derive_seed(seed, "dropout", rank) if rank else seed)
             self.backward(self.task.augment(batch, seed), sums, i, end - first)
             unread, waiting = unread + batches.unreadable, waiting + batches.waiting_s
         if self.plan.is_transfer(step):
@@ -282,7 +290,7 @@ class Loop:
         *values, norm = torch.stack([*sums.values(), self.clip()]).tolist()  # waits for the GPU
         metrics = dict(zip(sums, values, strict=True))
         means = self.ranks.mean(metrics | {"unreadable": unread})
-        unreadable = round(means.pop("unreadable") * self.ranks.size)
+        unreadable = round(means.pop("unreadable") * self.ranks.data_size)
         self.check_finite(loss=means["loss"])
         rate = self.plan.learning_rate(
             step, self.settings, self.transfer.config if self.transfer else None
@@ -445,6 +453,7 @@ class Loop:
         parts, on_gpu = self.machine.gradient_accumulation_steps, self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if on_gpu else self.device.type
         split = f", {ranks.size} processes" * (ranks.size > 1)
+        split += f", {ranks.sequence} per sequence" * (ranks.sequence > 1)
         split += f", {parts} accumulation steps" * (parts > 1)
         resumed = f", resuming after step {self.state.step:,}" if self.state.step else ""
         epochs = round(plan.micro_batches / plan.per_epoch, 2)

@@ -35,7 +35,7 @@ from onescan.checkpoint.files import (
 )
 from onescan.checkpoint.weights import TensorSize, check_sizes, distinct, sizes_of
 from onescan.data import DataState
-from onescan.training.distributed import Ranks
+from onescan.training.distributed import Ranks, lost_process
 from onescan.training.optim import EMA
 
 STATE, MANIFEST = "state", "manifest.json"
@@ -266,6 +266,8 @@ def _reading(place: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (CheckpointException, Exception) as error:  # a hostile file can raise any error
+        if lost_process(error):
+            raise
         disk = _disk_error(error)
         if disk and not isinstance(disk, FileNotFoundError):
             raise OSError(f"cannot read {place}: {disk.strerror or disk}") from error

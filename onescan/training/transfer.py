@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from onescan.data import GridFormat
 from onescan.layers.block import Block, lower_bound_of_each
 from onescan.layers.mixers import LowerBounds
+from onescan.ops.parallel import sequence_group, sum_over_ranks
 from onescan.shapes import LowerBound
 from onescan.tasks import Batch, Task
 from onescan.training.config import RunConfig, TransferConfig
@@ -90,8 +91,10 @@ class AttentionTransfer:
             hooks.callback(theirs[-1].register_forward_hook(_finish).remove)
             with suppress(_FinishedError):
                 task.loss(teacher, batch)
-        tiny = torch.finfo(torch.float32).tiny
-        return torch.stack(errors).div(torch.stack(norms).clamp(min=tiny)).mean()
+        group, tiny = sequence_group(None), torch.finfo(torch.float32).tiny
+        (total,) = sum_over_ranks(torch.stack(norms))  # this rank's errors are a part of all
+        total = total if group is None else total / group.size
+        return torch.stack(errors).div(total.clamp(min=tiny)).mean()
 
     def load(self, task: Task, device: torch.device) -> nn.Module:
         """Load the teacher, if it is not loaded yet.

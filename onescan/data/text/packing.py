@@ -1,13 +1,15 @@
 """Documents packed into rows of tokens, tokenized beforehand or while they are streamed."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from numpy.typing import NDArray
+from torch import Tensor
 
 from onescan.data.base import (
     DataSet,
@@ -18,6 +20,7 @@ from onescan.data.base import (
     check_data_state,
 )
 from onescan.data.order import BlockStart, Mark, derive_seed, epoch_order, read_blocks
+from onescan.data.share import WHOLE, Share
 from onescan.data.text.corpus import Corpus, LongDocuments, encode_documents, raise_long_document
 from onescan.data.text.source import Document, Documents, Shard
 from onescan.data.text.tokenizer import Frame, Ids, Tokenizer
@@ -49,26 +52,43 @@ def text_length(length: int, frame: Frame | None) -> int:
 
 
 def stack_rows(
-    rows: Sequence[Sequence[Ids]], *, length: int, padding: int, frame: Frame | None = None
-) -> tuple[Tokens, Tokens]:
+    rows: Sequence[Sequence[Ids]],
+    *,
+    length: int,
+    padding: int,
+    frame: Frame | None = None,
+    share: Share = WHOLE,
+) -> tuple[Tokens, Int[Tensor, "B row"]]:
     """Stack rows, each given as parts of documents, and pad them.
+
+    The tokens of a share are the inputs of one rank and the token after them, its last label. If
+    parts are mapped into memory, no other token is read.
 
     Args:
         rows: Parts of documents; with a frame, at most `text_length(length, frame)` tokens per row.
         length: Tokens per row.
         padding: Id of padding.
         frame: Ids to add before and after each part, unless it already starts or ends with them.
+        share: Part of the T - 1 inputs of a row whose tokens to return.
 
     Returns:
-        Ids [B, T], and document numbers [B, T], counted from 0 in each row; -1 for padding.
+        Ids [B, T], or [B, inputs of the share + 1]; and document numbers [B, T], counted from 0 in
+        each row, -1 for padding.
     """
-    tokens = np.full((len(rows), length), padding, np.int64)
+    own = share.slice(length - 1)
+    tokens = np.full((len(rows), own.stop + 1 - own.start), padding, np.int64)
     documents = np.full((len(rows), length), PADDING, np.int64)
     for i, parts in enumerate(rows):
         if frame is not None:
             parts = [_framed(part, frame) for part in parts]
         ends = np.cumsum([len(part) for part in parts])
-        tokens[i, : ends[-1]] = np.concatenate(parts)
+        if share.size > 1:
+            parts = [
+                part[max(own.start + len(part) - end, 0) : max(own.stop + 1 + len(part) - end, 0)]
+                for part, end in zip(parts, ends, strict=True)
+            ]
+        ids = np.concatenate(parts)
+        tokens[i, : len(ids)] = ids
         documents[i, : ends[-1]] = np.repeat(np.arange(len(parts)), np.diff(ends, prepend=0))
     return torch.from_numpy(tokens), torch.from_numpy(documents)
 
@@ -94,12 +114,17 @@ class PackedText(DataSet):
         length: Tokens per row.
         padding: Id of padding.
         frame: Ids to add around each part of a document in a row, if any.
+        share: Part of each row to read; see `stack_rows`.
     """
 
     corpus: Corpus
     length: int
     padding: int
     frame: Frame | None = None
+    share: Share = WHOLE
+
+    def shared(self, share: Share) -> "PackedText":
+        return replace(self, share=share)
 
     def __len__(self) -> int:
         return -(-len(self.corpus.tokens) // text_length(self.length, self.frame))
@@ -108,9 +133,10 @@ class PackedText(DataSet):
         rows = [
             [self.corpus.tokens[begin:end] for begin, end in example.source] for example in examples
         ]
-        return LoadedBatch(
-            stack_rows(rows, length=self.length, padding=self.padding, frame=self.frame)
+        batch = stack_rows(
+            rows, length=self.length, padding=self.padding, frame=self.frame, share=self.share
         )
+        return LoadedBatch(batch)
 
     def examples(
         self,
@@ -215,6 +241,7 @@ class TextStream(DataSet):
         long_documents: Whether a document longer than a row continues in the next, or raises an
             error.
         frame: Ids to add around each part of a document in a row, if any.
+        share: Part of each row to return; see `stack_rows`.
     """
 
     shards: tuple[Shard, ...]
@@ -225,14 +252,20 @@ class TextStream(DataSet):
     on_error: OnError
     long_documents: LongDocuments
     frame: Frame | None = None
+    share: Share = WHOLE
 
     def __len__(self) -> int:
         return self.count
 
+    def shared(self, share: Share) -> "TextStream":
+        return replace(self, share=share)
+
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         rows = [example.source.parts for example in examples]
         padding = padding_id(self.tokenizer)
-        batch = stack_rows(rows, length=self.length, padding=padding, frame=self.frame)
+        batch = stack_rows(
+            rows, length=self.length, padding=padding, frame=self.frame, share=self.share
+        )
         return LoadedBatch(batch, tuple(message for e in examples for message in e.source.failures))
 
     def examples(

@@ -48,7 +48,7 @@ from onescan.ops.backend import (
     wants_gradient,
 )
 from onescan.ops.feature_maps import FEATURE_MAPS, KERNEL_MAPS, FeatureMapName
-from onescan.ops.lrpe import RotaryPositions, rotary_tables
+from onescan.ops.lrpe import RotaryPositions, rotary_table
 from onescan.ops.numerics import (
     accumulation_dtype,
     disable_autocast,
@@ -224,11 +224,12 @@ def additive_decay(
             dropped, keep = ~keep[:, :, None, None], None
             k, v = k.masked_fill(dropped, -torch.inf), v.masked_fill(dropped, 0)
     with disable_autocast(q):
-        last = None
+        last = table = None
         if ranks is not None and causal:
-            state, last = _carried(ranks, k, v, angles, state, keep, packing)
+            table = rotary_table(angles, accumulation_dtype(k.dtype))
+            state, last = _carried(ranks, k, v, table, state, keep, packing)
         inputs = AdditiveInputs(
-            q, k, v, angles, state, keep, chunk_size, positions, feature_map, packing, ranks
+            q, k, v, angles, state, keep, chunk_size, positions, feature_map, packing, ranks, table
         )
         o, outgoing = IMPLEMENTATIONS[choice](inputs)
         outgoing = outgoing if last is None else last
@@ -283,7 +284,7 @@ def _carried(
     ranks: SequenceGroup,
     k: Keys,
     v: Values,
-    angles: Angles | None,
+    table: Tensor | None,
     state: AdditiveDecayState | None,
     keep: Keep | None,
     packing: Packing | None,
@@ -297,7 +298,8 @@ def _carried(
     if shard is not None:  # only the last sequence continues
         is_last = shard.sequence == shard.sequence[:, -1:]
         k = k.masked_fill(~is_last[:, :, None, None], -torch.inf)
-    own = forms.context_of(k, v, rotary_tables(angles, k.dtype), state)
+    cos, sin = (None, None) if table is None else table.unbind(-2)
+    own = forms.context_of(k, v, (cos, sin), state)
     before, last = merged_before(ranks, own, shard)
     return before if state is None else merged(state, before), last
 

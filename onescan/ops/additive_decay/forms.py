@@ -31,7 +31,7 @@ from onescan.ops.additive_decay.state import (
     share,
 )
 from onescan.ops.chunks import length_of_chunks, linear_scan, number_of_chunks
-from onescan.ops.lrpe import rotary_tables, rotate
+from onescan.ops.lrpe import rotary_table, rotary_tables, rotate
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
 from onescan.ops.packing import Chunks, Packing, PackingShard
 from onescan.ops.parallel import SequenceGroup
@@ -51,7 +51,7 @@ def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 
     Products of bfloat16 inputs are bfloat16; weights, their sums and the state are float32.
     """
-    q, k, v, angles, state, *_, packing, ranks = inputs
+    q, k, v, angles, state, *_, packing, ranks, _ = inputs
     tables = rotary_tables(angles, k.dtype)
     if packing is not None:
         return _scan_sequences(q, k, v, tables, packing, ranks)
@@ -117,18 +117,17 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
 
 def chunked_inputs(inputs: AdditiveInputs) -> tuple[ChunkInputs, Chunks | None]:
     """Return the tensors of `halve_chunks`, and the chunks of packed sequences."""
-    q, k, v, angles, state, _, size, *_, packing, _ = inputs
+    q, k, v, angles, state, _, size, *_, packing, _, table = inputs
     state = empty_state(k, v, angles) if state is None else state
-    (cos, sin), chunks, begins = rotary_tables(angles, k.dtype), None, None
+    chunks = begins = None
     if packing is not None:
         chunks = packing.chunks(size)
         q, v = chunks.from_tokens(q), chunks.from_tokens(v)
         k = chunks.from_tokens(k, fill=-torch.inf)
         begins = chunks.begins[:, None, :, None]
-    table = None
-    if cos is not None and sin is not None:
-        shared = torch.stack([cos, sin], dim=-2)  # T H 2 K
-        table = shared.unsqueeze(0) if chunks is None else chunks.from_row(shared)
+    table = rotary_table(angles, k.dtype) if table is None else table
+    if table is not None:
+        table = table.unsqueeze(0) if chunks is None else chunks.from_row(table)
     return (q, k, v, table, *state, begins), chunks
 
 

@@ -20,7 +20,7 @@ from onescan.ops.additive_decay.state import (
 )
 from onescan.ops.numerics import LOG_ZERO
 from onescan.ops.packing import PackingShard
-from onescan.ops.parallel import SequenceGroup, State, carry, gather
+from onescan.ops.parallel import SequenceGroup, State, carry, explain_failure, gather
 
 
 def merged_over_ranks(group: SequenceGroup, state: AdditiveDecayState) -> AdditiveDecayState:
@@ -109,7 +109,8 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: SequenceGroup, z: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         ctx.group, peak = group, z.clone()
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group.group)
+        with explain_failure(group):
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=group.group)
         weight = share(z, peak, kv)
         total, merged = _sums(group, weight, per_feature(weight, kv) * kv)
         merged /= per_feature(total, kv)
@@ -128,6 +129,7 @@ class _Merge(torch.autograd.Function):
 def _sums(group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Sum tensors of one dtype over the ranks, in one collective without gradients."""
     flat = torch.cat([x.flatten() for x in tensors])
-    dist.all_reduce(flat, group=group.group)
+    with explain_failure(group):
+        dist.all_reduce(flat, group=group.group)
     parts = flat.split([x.numel() for x in tensors])
     return tuple(part.view(x.shape) for part, x in zip(parts, tensors, strict=True))

@@ -39,7 +39,8 @@ class AdditiveInputs(NamedTuple):
     Forms in plain torch receive them in one dtype, float32 or float64, with `keep` already applied
     to k and v. Only the forms "one_scan" and "chunk" receive a `packing`. Only the kernel of the
     form "recurrent" receives `positions` instead of angles, and a feature map other than the
-    identity. Only "one_scan" uses `ranks`; the causal forms receive the state of earlier ranks.
+    identity. Only "one_scan" uses `ranks`; the causal forms receive the state of earlier ranks, and
+    the `table` of cosines and sines, [T, H, 2, K], if it was computed for that state.
     """
 
     q: Queries
@@ -53,6 +54,7 @@ class AdditiveInputs(NamedTuple):
     feature_map: FeatureMapName = "identity"
     packing: Packing | None = None
     ranks: SequenceGroup | None = None
+    table: Tensor | None = None
 
 
 def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayState:

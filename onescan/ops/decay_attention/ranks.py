@@ -6,7 +6,6 @@ The tokens of a rank update the incoming state S of one direction as S' = P S + 
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from onescan.ops.decay_attention.forms import Directions, Sides
@@ -49,13 +48,14 @@ def _updates(
     k: Keys, v: Values, decays: Directions, ends: Sides
 ) -> Sequence[tuple[Tensor, Tensor]]:
     """Return U, [B, H, K, V + 1], and P, [B, H, 1 or K, 1], of each direction."""
-    k, v = k.transpose(1, 2), F.pad(v, (0, 1), value=1.0).transpose(1, 2)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
     updates = []
     for backward, (logs, end) in enumerate(zip(decays, ends, strict=True)):
         if logs is None:
             continue
         _, leave, through = decay_factors(logs.transpose(1, 2), k.dtype, backward=bool(backward))
-        own, kept = (k * leave).mT @ v, through.mT
+        left, kept = k * leave, through.mT
+        own = torch.cat([left.mT @ v, left.sum(-2).unsqueeze(-1)], dim=-1)
         if end is not None:
             decay = end.exp().unsqueeze(-1)
             own, kept = own * decay, kept * decay

@@ -1,0 +1,79 @@
+"""What a rank receives and keeps in sequence parallelism: formulas and figures of the benchmark."""
+
+import pytest
+import sequence_parallel as benchmark
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from traffic import LAYERS, Sizes, count
+
+from onescan.models.presets import preset
+
+LENGTHS = 24**2, 48**2  # square images; shares of 4 ranks are longer than LDN's kernels
+
+
+def test_layers_receive_as_much_as_their_formulas(tmp_path):
+    def check(group):
+        if group.size() == 3:
+            return
+        for name, layer in LAYERS.items():
+            for tokens, narrow in zip(LENGTHS, (2, 4), strict=True):
+                sizes = Sizes(group.size(), tokens, width=16, heads=2, narrow=narrow)
+                most = torch.tensor(count(layer, sizes, group))
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+                assert tuple(most.tolist()) == layer.received(sizes), (name, sizes)
+
+    run_ranks(4, check, tmp_path)
+
+
+def test_only_layers_on_images_and_softmax_attention_exchange_all_tokens():
+    for name, layer in LAYERS.items():
+        short, long = (layer.received(Sizes(4, tokens, 64, 4)) for tokens in LENGTHS)
+        assert (short < long) == (layer.is_image or name == "softmax, causal")
+
+
+def test_calculated_bytes():
+    (header, *rows) = benchmark.Calculated(gpus=(8, 32), tokens=2**20).table()
+    config = preset("lightnet_lm_1450m")
+    assert (config.width, config.mixer.num_heads) == (2048, 16)
+    table = {name: cells for name, *cells in rows}
+    each = 2**20 * 2048 * 2  # bytes of the queries, keys, values or outputs
+    assert header == ["layer", "8 GPUs", "32 GPUs"]
+    assert table["softmax, ring attention"] == [
+        benchmark.in_units(6 * each * share) for share in (7 / 8, 31 / 32)
+    ]
+    assert table["softmax, Ulysses"] == [
+        benchmark.in_units(8 * each / 8 * 7 / 8), "not possible"
+    ]  # fmt: skip
+    state = 8 * 2048 + 4 * 2048 * 2 * 128  # log-normalizers, and matrices with LRPE
+    assert table["LightNet, causal"] == [benchmark.in_units(2 * n * state) for n in (7, 31)]
+
+
+def saved_bytes(config, tokens, group):
+    """Return the bytes of all tensors that the backward pass of a model needs."""
+    torch.manual_seed(0)
+    model, storages = config.build(), {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        storages[storage.data_ptr()] = storage  # kept alive, so that no other has its address
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        benchmark.backward(model, torch.zeros(1, tokens + 1, dtype=torch.long), group)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("name", benchmark.MODELS)
+def test_memory_of_a_rank_depends_on_its_share(tmp_path, name):
+    """A longer share takes at most 10% more memory than in one process, for any number of ranks."""
+    config, short, long = benchmark.MODELS[name], 512, 1024
+    alone = saved_bytes(config, long, None) - saved_bytes(config, short, None)
+    growths = []
+
+    def check(group):
+        growths.append(saved_bytes(config, long, group) - saved_bytes(config, short, group))
+        assert growths[-1] < 1.1 * alone
+        assert growths[-1] == growths[0]
+
+    run_ranks(4, check, tmp_path)
