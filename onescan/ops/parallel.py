@@ -261,6 +261,15 @@ def sequence_group(group: Group | None) -> SequenceGroup | None:
     return None if found is None or found.size == 1 else found
 
 
+def scan_group(*, backward: bool) -> SequenceGroup | None:
+    """Return the group of `sequence_parallel`, in the order in which a scan visits its ranks.
+
+    A backward scan flips the tokens of each rank and reverses the ranks.
+    """
+    group = sequence_group(None)
+    return group.reversed() if backward and group is not None else group
+
+
 def _as_sequence_group(group: Any) -> SequenceGroup:
     return group if isinstance(group, SequenceGroup) else SequenceGroup(group)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from onescan.checks import check_choice
 from onescan.layers.mixers.projections import Projections
 from onescan.messages import named_type
-from onescan.ops.parallel import SequenceGroup, sequence_group
+from onescan.ops.parallel import scan_group, sequence_group
 from onescan.shapes import Grid, Hidden, Keep
 
 Direction = Literal["both", "forward", "backward", "alternating"]
@@ -224,12 +224,3 @@ def both_directions(
         past = scan(*forward, group=scan_group(backward=False))
         future = scan(*map(flipped, backward), group=scan_group(backward=True))
     return past, flipped(future)
-
-
-def scan_group(*, backward: bool) -> SequenceGroup | None:
-    """Return the group of `sequence_parallel`, in the order in which a scan visits its ranks.
-
-    A backward scan flips the tokens of each rank and reverses the ranks.
-    """
-    group = sequence_group(None)
-    return group.reversed() if backward and group is not None else group

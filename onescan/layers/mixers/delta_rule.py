@@ -26,7 +26,6 @@ from onescan.layers.mixers.contract import (
     ScanName,
     flipped,
     masked,
-    scan_group,
 )
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.scans import SnakeScans
@@ -35,6 +34,7 @@ from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.gating import gated
 from onescan.ops.numerics import safe_divide
 from onescan.ops.packing import Packing
+from onescan.ops.parallel import scan_group
 from onescan.shapes import (
     Grid,
     Hidden,

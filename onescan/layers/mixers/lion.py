@@ -38,7 +38,6 @@ from onescan.layers.mixers.contract import (
     ScanName,
     flipped,
     masked,
-    scan_group,
 )
 from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
 from onescan.layers.mixers.projections import Projections, merged_projections
@@ -55,7 +54,7 @@ from onescan.ops.numerics import (
     to_autocast_dtype,
 )
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import gather, sequence_group
+from onescan.ops.parallel import gather, scan_group, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, Keys, LowerBound, Position, Queries, Values
 
 MeanDecays = Float[Tensor, "scans H"] | Float[Tensor, "scans H K"]

@@ -17,12 +17,11 @@ from onescan.layers.mixers.contract import (
     Mixer,
     flipped,
     masked,
-    scan_group,
 )
 from onescan.layers.scans import whole_grid
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.numerics import to_accumulation_dtype
-from onescan.ops.parallel import Group, Permutation, sequence_group
+from onescan.ops.parallel import Group, Permutation, scan_group, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, Keys
 
 PrefixPosition = Literal["start", "middle"]
