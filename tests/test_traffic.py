@@ -1,5 +1,9 @@
 """What a rank receives and keeps in sequence parallelism: formulas and figures of the benchmark."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import sequence_parallel as benchmark
 import torch
@@ -9,6 +13,7 @@ from traffic import LAYERS, Sizes, count
 
 from onescan.models.presets import preset
 
+ROOT = Path(__file__).parents[1]
 LENGTHS = 24**2, 48**2  # square images; shares of 4 ranks are longer than LDN's kernels
 
 
@@ -77,3 +82,20 @@ def test_memory_of_a_rank_depends_on_its_share(tmp_path, name):
         assert growths[-1] == growths[0]
 
     run_ranks(4, check, tmp_path)
+
+
+COMMANDS = {
+    "measured --processes 2 --tokens 576 --width 16 --num-heads 2": [*LAYERS],
+    "memory --processes 2 --tokens 2048": ["single process", "rank 0 of 2", "rank 1 of 2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command):
+    script = [sys.executable, "benchmarks/sequence_parallel.py", *command.split()]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _, line, *rows = done.stdout.splitlines()
+    assert set(line) == {"|", "-"}
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == COMMANDS[command]

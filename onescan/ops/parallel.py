@@ -2,11 +2,10 @@
 
 Shards are in rank order. They may have different lengths, and a shard may be empty (T = 0). Each
 rank passes its own tokens to an op with ``group=`` and receives their outputs, which equal those of
-a single process.
-Ranks exchange states and neighboring tokens, whose size does not depend on the number of tokens.
-Only `toeplitz_position` exchanges all tokens, and only if they take less memory than the states. In
-the forward pass, and again in the backward pass, each of W ranks receives from the others, if they
-have T / W tokens each::
+a single process. Ranks exchange states and neighboring tokens, whose size does not depend on the
+number of tokens. Only `toeplitz_position` exchanges all tokens, and only if they take less memory
+than the states. In the forward pass, and again in the backward pass, each of W ranks receives from
+the others, if they have T / W tokens each::
 
     additive_decay          all-reduce    B H (2 K + F V)             backward: B H (K + F V)
     additive_decay, causal  all-gather    (W - 1) B H (K + F V)
