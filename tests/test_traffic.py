@@ -18,15 +18,21 @@ LENGTHS = 24**2, 48**2  # square images; shares of 4 ranks are longer than LDN's
 
 
 def test_layers_receive_as_much_as_their_formulas(tmp_path):
-    def check(group):
-        if group.size() == 3:
-            return
+    def assert_received(group, node=None, nodes=None):
         for name, layer in LAYERS.items():
             for tokens, narrow in zip(LENGTHS, (2, 4), strict=True):
-                sizes = Sizes(group.size(), tokens, width=16, heads=2, narrow=narrow)
-                most = torch.tensor(count(layer, sizes, group))
+                sizes = Sizes(group.size(), tokens, 16, 2, narrow=narrow, node=node)
+                most = torch.tensor(count(layer, sizes, group, nodes))
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
                 assert tuple(most.tolist()) == layer.received(sizes), (name, sizes)
+
+    def check(group):
+        if group.size() != 3:
+            assert_received(group)
+        if group.size() == 4:
+            levels = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+            nodes = tuple(dist.new_subgroups_by_enumeration(level)[0] for level in levels)
+            assert_received(group, 2, nodes)
 
     run_ranks(4, check, tmp_path)
 
@@ -51,7 +57,8 @@ def test_calculated_bytes():
         benchmark.in_units(8 * each / 8 * 7 / 8), "not possible"
     ]  # fmt: skip
     state = 8 * 2048 + 4 * 2048 * 2 * 128  # log-normalizers, and matrices with LRPE
-    assert table["LightNet, causal"] == [benchmark.in_units(2 * n * state) for n in (7, 31)]
+    others = 7, 7 + 3  # ranks of the node, and other nodes
+    assert table["LightNet, causal"] == [benchmark.in_units(2 * n * state) for n in others]
 
 
 def saved_bytes(config, tokens, group):
