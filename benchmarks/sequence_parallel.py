@@ -98,6 +98,8 @@ class Calculated:
     """Length of the sequence."""
     gpus: tuple[int, ...] = (8, 16, 64, 256, 1024)
     """Numbers of GPUs."""
+    node: int = 8
+    """GPUs per node."""
 
     def table(self) -> Rows:
         """Return a row per layer, and one per method for softmax attention.
@@ -110,9 +112,8 @@ class Calculated:
         for name, of in received.items():
             row = [name]
             for gpus in self.gpus:
-                sizes = Sizes(
-                    gpus, self.tokens, config.width, config.mixer.num_heads, FLOAT32, BFLOAT16
-                )
+                shape = config.width, config.mixer.num_heads
+                sizes = Sizes(gpus, self.tokens, *shape, FLOAT32, BFLOAT16, self.node)
                 passes = of(sizes)
                 row.append("not possible" if passes is None else in_units(sum(passes)))
             rows.append(row)

@@ -70,9 +70,16 @@ def _exchanged(
 
 
 class Sizes(NamedTuple):
-    """Sizes of a layer; `wide` and `narrow` are the bytes of a number in states and activations.
+    """Sizes of a layer, of which all ranks have equal shares.
 
-    Ranks have equal shares of the tokens.
+    Attributes:
+        ranks: Number of ranks.
+        tokens: Tokens of all ranks.
+        width: Features per token.
+        heads: Number of heads.
+        wide: Bytes of a number in states.
+        narrow: Bytes of a number in activations.
+        node: Ranks per node, if states are merged within nodes before they are exchanged.
     """
 
     ranks: int
@@ -81,6 +88,7 @@ class Sizes(NamedTuple):
     heads: int
     wide: int = 4
     narrow: int = 4
+    node: int | None = None
 
     @property
     def head(self) -> int:
@@ -90,6 +98,11 @@ class Sizes(NamedTuple):
     def gathered(self, numbers: float) -> float:
         """Return the numbers that a rank receives if each rank sends these to all others."""
         return (self.ranks - 1) * numbers
+
+    def carried(self, numbers: float) -> float:
+        """Return the same, for states that can be merged within a node."""
+        node = self.node or self.ranks
+        return (node - 1 + self.ranks // node - 1) * numbers
 
     def exchanged(self, numbers: float) -> float:
         """Return the numbers that a rank receives in an all-to-all of this many numbers."""
@@ -123,12 +136,12 @@ def _additive(s: Sizes) -> tuple[float, float]:
 
 
 def _causal_additive(s: Sizes) -> float:
-    return s.gathered(s.width * (FLOAT64 + 2 * s.wide * s.head))
+    return s.carried(s.width * (FLOAT64 + 2 * s.wide * s.head))
 
 
 def _decay(s: Sizes) -> float:
     """Both directions of one decay per head; a state has a column of sums of keys."""
-    return s.gathered(2 * s.wide * s.heads * (s.head * (s.head + 1) + 1))
+    return s.carried(2 * s.wide * s.heads * (s.head * (s.head + 1) + 1))
 
 
 def _natural(s: Sizes) -> tuple[float, float]:
@@ -136,7 +149,7 @@ def _natural(s: Sizes) -> tuple[float, float]:
 
     A column of ones, whose outputs are the row sums, is appended to values.
     """
-    states = s.gathered(4 * s.wide * s.heads * (s.head * (s.head + 2) + 1))
+    states = s.carried(4 * s.wide * s.heads * (s.head * (s.head + 2) + 1))
     inputs = 3 * s.width * s.narrow + s.heads * s.wide
     outputs = (s.width + s.heads) * s.wide
     both = states + s.exchanged((inputs + outputs) * s.tokens / s.ranks)
@@ -146,7 +159,7 @@ def _natural(s: Sizes) -> tuple[float, float]:
 def _diffusion(s: Sizes) -> float:
     """Neighboring tokens, and the state of linear attention over all tokens."""
     sides = min(s.ranks - 1, 2)
-    attention = s.gathered(2 * s.wide * s.heads * (s.head * (s.head + 1) + 1))
+    attention = s.carried(2 * s.wide * s.heads * (s.head * (s.head + 1) + 1))
     return sides * RADIUS * s.width * s.narrow + attention
 
 
@@ -155,7 +168,7 @@ def _toeplitz(s: Sizes, *, lines: int = 1, directions: int = 1) -> float:
     sums = directions * HIDDEN_STATES
     if 2 * s.tokens // s.ranks < s.ranks * lines * sums:
         return 2 * s.exchanged(s.narrow * s.width * s.tokens / s.ranks)
-    return s.gathered(s.wide * s.width * sums * (lines + 1))
+    return s.carried(s.wide * s.width * sums * (lines + 1))
 
 
 def _image_toeplitz(s: Sizes) -> float:
@@ -164,13 +177,13 @@ def _image_toeplitz(s: Sizes) -> float:
 
 def _delta(s: Sizes) -> float:
     """DeltaNet; its heads have the same number of key and value channels."""
-    return s.gathered(2 * s.wide * s.width * s.head)
+    return s.carried(2 * s.wide * s.width * s.head)
 
 
 def _gated_delta(s: Sizes) -> float:
     """Heads have twice as many value channels; the convolution reads three earlier tokens."""
     window = s.narrow * 3 * (4 * s.width + 1)
-    return s.gathered(3 * s.wide * s.width * s.head + window)
+    return s.carried(3 * s.wide * s.width * s.head) + s.gathered(window)
 
 
 def _window(s: Sizes) -> float:
@@ -246,8 +259,11 @@ BASELINES = {
 }
 
 
-def count(layer: Layer, sizes: Sizes, group: Any) -> tuple[int, int]:
-    """Return the bytes that this rank receives in a forward and in a backward pass."""
+def count(layer: Layer, sizes: Sizes, group: Any, nodes: Any = None) -> tuple[int, int]:
+    """Return the bytes that this rank receives in a forward and in a backward pass.
+
+    `nodes` are those of `SequenceGroup`.
+    """
     tokens, side = sizes.tokens // sizes.ranks, math.isqrt(sizes.tokens)
     shape = (side // sizes.ranks, side) if layer.is_image else (tokens,)
     config = layer.config(sizes.heads)
@@ -257,7 +273,7 @@ def count(layer: Layer, sizes: Sizes, group: Any) -> tuple[int, int]:
         module = config.build(width=sizes.width, axes=len(shape))
     dtype = DTYPES[sizes.narrow]
     x = torch.randn(1, tokens, sizes.width, dtype=dtype, requires_grad=True)
-    with sequence_parallel(SequenceGroup(group, [tokens] * sizes.ranks)):
+    with sequence_parallel(SequenceGroup(group, [tokens] * sizes.ranks, nodes=nodes)):
         with Traffic() as forward:
             y, _ = module.to(dtype)(x, Grid(shape))
         with Traffic() as backward:

@@ -1,5 +1,9 @@
 """What a rank receives and keeps in sequence parallelism: formulas and figures of the benchmark."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import sequence_parallel as benchmark
 import torch
@@ -9,19 +13,26 @@ from traffic import LAYERS, Sizes, count
 
 from onescan.models.presets import preset
 
+ROOT = Path(__file__).parents[1]
 LENGTHS = 24**2, 48**2  # square images; shares of 4 ranks are longer than LDN's kernels
 
 
 def test_layers_receive_as_much_as_their_formulas(tmp_path):
-    def check(group):
-        if group.size() == 3:
-            return
+    def assert_received(group, node=None, nodes=None):
         for name, layer in LAYERS.items():
             for tokens, narrow in zip(LENGTHS, (2, 4), strict=True):
-                sizes = Sizes(group.size(), tokens, width=16, heads=2, narrow=narrow)
-                most = torch.tensor(count(layer, sizes, group))
+                sizes = Sizes(group.size(), tokens, 16, 2, narrow=narrow, node=node)
+                most = torch.tensor(count(layer, sizes, group, nodes))
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
                 assert tuple(most.tolist()) == layer.received(sizes), (name, sizes)
+
+    def check(group):
+        if group.size() != 3:
+            assert_received(group)
+        if group.size() == 4:
+            levels = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+            nodes = tuple(dist.new_subgroups_by_enumeration(level)[0] for level in levels)
+            assert_received(group, 2, nodes)
 
     run_ranks(4, check, tmp_path)
 
@@ -46,7 +57,8 @@ def test_calculated_bytes():
         benchmark.in_units(8 * each / 8 * 7 / 8), "not possible"
     ]  # fmt: skip
     state = 8 * 2048 + 4 * 2048 * 2 * 128  # log-normalizers, and matrices with LRPE
-    assert table["LightNet, causal"] == [benchmark.in_units(2 * n * state) for n in (7, 31)]
+    others = 7, 7 + 3  # ranks of the node, and other nodes
+    assert table["LightNet, causal"] == [benchmark.in_units(2 * n * state) for n in others]
 
 
 def saved_bytes(config, tokens, group):
@@ -77,3 +89,20 @@ def test_memory_of_a_rank_depends_on_its_share(tmp_path, name):
         assert growths[-1] == growths[0]
 
     run_ranks(4, check, tmp_path)
+
+
+COMMANDS = {
+    "measured --processes 2 --tokens 576 --width 16 --num-heads 2": [*LAYERS],
+    "memory --processes 2 --tokens 2048": ["single process", "rank 0 of 2", "rank 1 of 2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command):
+    script = [sys.executable, "benchmarks/sequence_parallel.py", *command.split()]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _, line, *rows = done.stdout.splitlines()
+    assert set(line) == {"|", "-"}
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == COMMANDS[command]

@@ -2,11 +2,10 @@
 
 Shards are in rank order. They may have different lengths, and a shard may be empty (T = 0). Each
 rank passes its own tokens to an op with ``group=`` and receives their outputs, which equal those of
-a single process.
-Ranks exchange states and neighboring tokens, whose size does not depend on the number of tokens.
-Only `toeplitz_position` exchanges all tokens, and only if they take less memory than the states. In
-the forward pass, and again in the backward pass, each of W ranks receives from the others, if they
-have T / W tokens each::
+a single process. Ranks exchange states and neighboring tokens, whose size does not depend on the
+number of tokens. Only `toeplitz_position` exchanges all tokens, and only if they take less memory
+than the states. In the forward pass, and again in the backward pass, each of W ranks receives from
+the others, if they have T / W tokens each::
 
     additive_decay          all-reduce    B H (2 K + F V)             backward: B H (K + F V)
     additive_decay, causal  all-gather    (W - 1) B H (K + F V)
@@ -23,8 +22,8 @@ decay has a factor per head instead of K.
 A recurrence is linear in the state that enters a shard, S' = P S + U. Ranks gather P and U of all
 shards, combine those before their own (after it in the backward direction), and run the op from the
 resulting state. With many ranks, `SequenceGroup(group, nodes=...)` gathers them within nodes of N
-ranks and then between nodes, which replaces W by N + W / N; bidirectional `additive_decay` moves
-one state in any case. Forms that need all tokens at once are not available: FFTs, and
+ranks and then between nodes, which replaces W - 1 by N + W / N - 2; bidirectional `additive_decay`
+moves one state in any case. Forms that need all tokens at once are not available: FFTs, and
 Crank-Nicolson, which solves a system over all tokens.
 
 In a block of `sequence_parallel`, each rank passes its part of an input to a model. The first axis
