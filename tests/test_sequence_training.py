@@ -127,7 +127,7 @@ def masked_run(folder):
     model = MaskedLMConfig(mixer=LightNetMixerConfig(num_heads=2), position=position, **TEXT)
     task = MaskedLanguageModellingConfig(mask_rate=0.1)
     run = replace(run, model=model, task=task)
-    return configs.replace(run, {"training.batch_size": 2})
+    return configs.replace(run, {"training.batch_size": 4})
 
 
 def image_run(_):
