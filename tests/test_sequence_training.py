@@ -50,12 +50,14 @@ from onescan.tasks import (
 )
 from onescan.training import (
     MachineConfig,
+    Ranks,
     RunConfig,
     TrainingConfig,
     TransferConfig,
     read_metrics,
     train,
 )
+from onescan.training.data import share_of_batch
 from onescan.training.folder import read_manifest
 from onescan.training.loop import Loop
 
@@ -435,6 +437,15 @@ def test_the_number_of_processes_must_be_a_multiple(tmp_path):
 
     run_processes(2, work, tmp_path / "ranks")
     assert not (tmp_path / "run").exists()
+
+
+def test_groups_read_different_examples():
+    ranks = [Ranks(rank=rank, size=4, sequence=2) for rank in range(4)]
+    training, machine = TrainingConfig(batch_size=8), MachineConfig(sequence_parallel=2)
+    shares = [share_of_batch(training, machine, each) for each in ranks]
+    assert shares == [slice(0, 4), slice(0, 4), slice(4, 8), slice(4, 8)]
+    with pytest.raises(ValueError, match="a multiple of 2: 2 groups of 2 processes times machine"):
+        share_of_batch(TrainingConfig(batch_size=9), machine, ranks[0])
 
 
 def test_tasks_that_need_whole_sequences(tmp_path):
