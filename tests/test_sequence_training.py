@@ -260,6 +260,7 @@ def test_two_processes_share_sequences(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # states, which are views
 @pytest.mark.parametrize(
     ("processes", "machine"),
     [
