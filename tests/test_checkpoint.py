@@ -852,7 +852,7 @@ def test_the_environment_is_recorded(whole):
     assert environment["since_step"] == 0
     assert set(environment) == {
         *("since_step", "onescan", "python", "torch", "platform", "device", "processes"),
-        *("commit", "backend", "kernels", "matmul_precision", "type"),
+        *("commit", "backend", "kernels", "matmul_precision", "sequence_parallel", "type"),
     }
 
 

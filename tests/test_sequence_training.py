@@ -50,12 +50,14 @@ from onescan.tasks import (
 )
 from onescan.training import (
     MachineConfig,
+    Ranks,
     RunConfig,
     TrainingConfig,
     TransferConfig,
     read_metrics,
     train,
 )
+from onescan.training.data import share_of_batch
 from onescan.training.folder import read_manifest
 from onescan.training.loop import Loop
 
@@ -127,7 +129,7 @@ def masked_run(folder):
     model = MaskedLMConfig(mixer=LightNetMixerConfig(num_heads=2), position=position, **TEXT)
     task = MaskedLanguageModellingConfig(mask_rate=0.1)
     run = replace(run, model=model, task=task)
-    return configs.replace(run, {"training.batch_size": 2})
+    return configs.replace(run, {"training.batch_size": 4})
 
 
 def image_run(_):
@@ -258,6 +260,7 @@ def test_two_processes_share_sequences(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # states, which are views
 @pytest.mark.parametrize(
     ("processes", "machine"),
     [
@@ -435,6 +438,15 @@ def test_the_number_of_processes_must_be_a_multiple(tmp_path):
 
     run_processes(2, work, tmp_path / "ranks")
     assert not (tmp_path / "run").exists()
+
+
+def test_groups_read_different_examples():
+    ranks = [Ranks(rank=rank, size=4, sequence=2) for rank in range(4)]
+    training, machine = TrainingConfig(batch_size=8), MachineConfig(sequence_parallel=2)
+    shares = [share_of_batch(training, machine, each) for each in ranks]
+    assert shares == [slice(0, 4), slice(0, 4), slice(4, 8), slice(4, 8)]
+    with pytest.raises(ValueError, match="a multiple of 2: 2 groups of 2 processes times machine"):
+        share_of_batch(TrainingConfig(batch_size=9), machine, ranks[0])
 
 
 def test_tasks_that_need_whole_sequences(tmp_path):

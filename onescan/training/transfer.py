@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from onescan.data import GridFormat
 from onescan.layers.block import Block, lower_bound_of_each
 from onescan.layers.mixers import LowerBounds
-from onescan.ops.parallel import sequence_group, sum_over_ranks
+from onescan.ops.parallel import in_current_group, sequence_group, sum_over_ranks
 from onescan.shapes import LowerBound
 from onescan.tasks import Batch, Task
 from onescan.training.config import RunConfig, TransferConfig
@@ -137,7 +137,8 @@ def _mix(
     """Apply a block's mixer; recompute it in the backward pass where the block would be."""
     options: dict[str, Any] = {"keep": keep} | ({} if bound is None else {"lower_bound": bound})
     if block.recompute:
-        y, _ = checkpoint(block.mixer, x, grid, use_reentrant=False, **options)
+        run = in_current_group(block.mixer)
+        y, _ = checkpoint(run, x, grid, use_reentrant=False, **options)
     else:
         y, _ = block.mixer(x, grid, **options)
     return y
