@@ -5,6 +5,8 @@ that the state after a block contains all tokens so far. Blocks of one token are
 is bidirectional.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,6 +38,23 @@ def check_causal_block(
         refuse_group(
             ranks, "causal_block with cu_seqlens", "a block would have to begin on each rank"
         )
+
+
+def check_whole_blocks(causal_block: int, lengths: Sequence[int]) -> None:
+    """Raise ValueError if a rank ends within a block, except for the end of the sequence.
+
+    >>> check_whole_blocks(4, [8, 0, 7])
+    >>> check_whole_blocks(4, [7, 8])
+    Traceback (most recent call last):
+    ValueError: group has 7 tokens on rank 0 with causal_block=4, expected whole blocks
+    """
+    *others, last = list(accumulate(lengths))
+    for rank, end in enumerate(others):
+        if end % causal_block and end != last:
+            raise ValueError(
+                f"group has {lengths[rank]} tokens on rank {rank} with "
+                f"causal_block={causal_block}, expected whole blocks"
+            )
 
 
 def block_ends(
