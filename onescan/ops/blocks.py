@@ -19,11 +19,11 @@ from onescan.ops.parallel import SequenceGroup, is_empty, refuse_group
 
 
 def check_causal_block(
-    causal_block: Any, *, causal: Any, cu_seqlens: Any, ranks: SequenceGroup | None
+    causal_block: Any, *, causal: Any, cu_seqlens: Any = None, ranks: SequenceGroup | None = None
 ) -> None:
     """Raise ValueError if blocks of this size cannot be combined with the other options.
 
-    >>> check_causal_block(4, causal=True, cu_seqlens=None, ranks=None)
+    >>> check_causal_block(4, causal=True)
     Traceback (most recent call last):
     ValueError: causal_block is 4 with causal=True, expected causal=False
     """

@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.basic import EPS, NormName, build_norm
 from onescan.layers.convolution import ShortConvolution, Window
-from onescan.layers.mixers.contract import Mixer, MixerConfig, check_continued, masked
+from onescan.layers.mixers.contract import (
+    Mixer,
+    MixerConfig,
+    check_blocks,
+    check_continued,
+    masked,
+)
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
+from onescan.ops.blocks import check_causal_block
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.gating import gated
 from onescan.ops.lrpe import (
@@ -56,6 +63,10 @@ class LightNetMixerConfig(MixerConfig):
     """Query and key channels per head. None for width / num_heads, which values always have."""
     causal: bool = False
     """Read only earlier tokens (Eq. 13) instead of all tokens (Eq. 14)."""
+    causal_block: int | None = None
+    """Read blocks of this many tokens, and all earlier blocks: for images and video generated block
+    by block, such as rows or frames. There is a state after each block. The convolution is causal.
+    Requires causal=False, and a grid without a prefix."""
     conv_size: int | None = None
     """Kernel size of a short convolution of queries, keys and values, in row-major order. If
     causal, it reads the current token and those before it; otherwise, it is centered and requires
@@ -94,6 +105,14 @@ class LightNetMixerConfig(MixerConfig):
         return self.causal
 
     @property
+    def state_block(self) -> int | None:
+        return 1 if self.causal else self.causal_block
+
+    @property
+    def prefix_reads_grid(self) -> bool:
+        return self.state_block is None
+
+    @property
     def takes_cu_seqlens(self) -> bool:
         takes_form = self.form in ("auto", "one_scan", "chunk")
         is_shared = self.decay and self.decay_logits == "shared"
@@ -110,7 +129,10 @@ class LightNetMixerConfig(MixerConfig):
         check_positive(norm_eps=self.norm_eps)
         check_choice("gate_activation", self.gate_activation, get_args(GateActivation))
         check_choice("form", self.form, get_args(Form))
-        if not self.causal and self.form in ("chunk", "recurrent"):
+        if self.causal_block is not None:
+            check_causal_block(self.causal_block, causal=self.causal)
+        by_blocks = self.causal_block is not None and self.form == "chunk"
+        if not self.causal and self.form in ("chunk", "recurrent") and not by_blocks:
             raise ValueError(f"form is {self.form!r}, but requires a causal mixer")
         check_positive(chunk_size=self.chunk_size)
         check_choice("decay_logits", self.decay_logits, ["shared", "offset", "independent"])
@@ -174,8 +196,9 @@ class LightNetMixer(Mixer):
         self.conv = None
         if config.conv_size is not None:
             self.conv = ShortConvolution(
-                sum(self.qkv_widths), config.conv_size, causal=config.causal, bias=config.conv_bias
-            )
+                sum(self.qkv_widths), config.conv_size,
+                causal=config.state_block is not None, bias=config.conv_bias,
+            )  # fmt: skip
         if config.gate:
             self.gate_proj = _expand(config.gate_rank, width)
         if config.decay_logits != "shared":
@@ -199,8 +222,10 @@ class LightNetMixer(Mixer):
         cu_seqlens: Packing | None = None,
         state: LightNetState | None = None,
     ) -> tuple[Hidden, LightNetState | None]:
+        check_blocks(self.config.causal_block, grid)
         if state is not None:
-            self.check_state(state, LightNetState, causal=self.config.causal)
+            has_state = self.config.state_block is not None
+            self.check_state(state, LightNetState, causal=has_state)
             check_continued(grid)
         x = x if keep is None else masked(x, keep)
         q, k, v, low_rank, window = self._project(x, keep, None if state is None else state.window)
@@ -263,7 +288,7 @@ class LightNetMixer(Mixer):
             if state is not None:
                 before = (attention.log_normalizer, state.log_decay_normalizer)
             log_gain, decay_normalizer = _log_gain(
-                k, decay_logits, keep, before, causal=config.causal
+                k, decay_logits, keep, before, block=config.state_block
             )
             peak = log_gain.amax(dim=(2, 3), keepdim=True)
             log_scale = peak - peak.clamp(-MAX_LOG_GAIN, MAX_LOG_GAIN)
@@ -271,8 +296,8 @@ class LightNetMixer(Mixer):
             q = (F.silu(q) * gain).to(q.dtype)
         o, attention = additive_decay(
             q, k, v, angles=angles, feature_map="silu" if log_scale is None else "identity",
-            causal=config.causal, keep=keep, cu_seqlens=cu_seqlens,
-            state=attention, form=config.form, chunk_size=config.chunk_size,
+            causal=config.causal, causal_block=config.causal_block, keep=keep,
+            cu_seqlens=cu_seqlens, state=attention, form=config.form, chunk_size=config.chunk_size,
         )  # fmt: skip
         if log_scale is not None and config.norm == "none":
             o = _scaled(o, log_scale)
@@ -294,10 +319,10 @@ class LightNetMixer(Mixer):
             angles = angles.angles(q.shape[1])
         if angles is not None:
             q, k = lrpe(q, angles), lrpe(k, angles)
-        if config.causal:
+        if config.state_block is not None:
             return decay_attention(
-                q, k, v, causal=True, keep=keep, state=state,
-                form=form, chunk_size=config.chunk_size,
+                q, k, v, causal=config.causal, causal_block=config.causal_block, keep=keep,
+                state=state, form=form, chunk_size=config.chunk_size,
             )  # fmt: skip
         if keep is not None:
             k = k * keep[:, :, None, None]
@@ -309,7 +334,7 @@ class LightNetMixer(Mixer):
         position: Position,
         decay_normalizer: LogNormalizer | None = None,
     ) -> LightNetState | None:
-        if not self.config.causal or attention is None:
+        if self.config.state_block is None or attention is None:
             return None
         return LightNetState(attention, decay_normalizer, position)
 
@@ -351,21 +376,26 @@ def _log_gain(
     keep: Keep | None,
     before: tuple[LogNormalizer, LogNormalizer | None] | None,
     *,
-    causal: bool,
+    block: int | None,
 ) -> tuple[Tensor, LogNormalizer]:
     """Return log(sum exp(k) / sum exp(decay_logits)) and the log-normalizer of the decay logits.
 
-    Both are float64. The first has shape [B, T, H, K], with T = 1 if not causal.
+    Both are float64. The first has shape [B, T, H, K], with sums up to the end of each token's
+    block, or T = 1 without blocks.
     """
     both = torch.stack([k, decay_logits]).double()
     if keep is not None:
         both = both.masked_fill(~keep[:, :, None, None], LOG_ZERO)
-    if not causal:
+    if block is None:
         z = both.logsumexp(dim=2, keepdim=True)
     else:
         z = logcumsumexp(both.flatten(-2)).view_as(both)
         if before is not None and before[1] is not None:
             z = logaddexp(z, torch.stack([before[0], before[1]]).unsqueeze(2))
+        if block > 1:
+            place = torch.arange(z.shape[2], device=z.device)
+            ends = place - place % block + block - 1
+            z = z.index_select(2, ends.clamp(max=z.shape[2] - 1))
     return z[0] - z[1], z[1, :, -1]
 
 

@@ -205,8 +205,8 @@ def delta_rule(
     if packing is not None:
         starts, ends = packing.starts, packing.ends
     if causal_block is not None:
-        block_end = block_ends(causal_block, own, packing, ranks)
-        ends = block_end if ends is None else ends | block_end
+        of_blocks = block_ends(causal_block, own, packing, ranks).expand(*q.shape[:2])
+        ends = of_blocks if ends is None else ends | of_blocks
     with disable_autocast(q):
         if runs_on == "triton":
             from onescan.ops.delta_rule import launch

@@ -219,7 +219,6 @@ def bidirectional(
     both = Inputs(*(torch.cat([x, x.flip(1)]) for x in inputs if x is not None))
     kv = torch.cat([_initial(kv, inputs) for kv in (forward_kv, backward_kv)])
     if ends is not None:
-        ends = ends.expand(*inputs.q.shape[:2])
         starts = torch.zeros_like(ends) if starts is None else starts
         both = _separated(both, torch.cat([starts, ends.flip(1)]))
     o, kv = form(both, kv, **options)
