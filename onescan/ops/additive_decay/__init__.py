@@ -103,7 +103,6 @@ IMPLEMENTATIONS: dict[tuple[bool, str, str], Forward] = {
     (True, "recurrent", "triton"): _recurrent_kernels,
 }
 # Forms that support packed sequences, and forms that support a process group.
-LEAST_BLOCK = 16  # tokens; for smaller blocks, "one_scan" is slower than "chunk" on a CPU
 PACKED = {False: ["one_scan"], True: ["chunk"]}
 OVER_RANKS = {False: ["one_scan"], True: ["chunk", "full", "recurrent"]}
 
@@ -279,8 +278,10 @@ def choose(
     With `causal_block`, the forms other than "one_scan" are causal.
     """
     if causal_block is not None:
-        if form == "auto":
-            form = "chunk" if causal_block < LEAST_BLOCK and not packed else "one_scan"
+        if form == "auto":  # on a CPU, "one_scan" is faster unless its states are large
+            key_width, value_width = k.shape[-1], v.shape[-1]
+            is_small = key_width * value_width <= 2 * causal_block * (key_width + value_width)
+            form = "one_scan" if is_small or packed else "chunk"
         check_choice("form (causal_block)", form, ["one_scan", "chunk", "full"])
         if form != "one_scan":
             if packed:
