@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from onescan.models.sequence_decoder import SequenceDecoder as SequenceDecoder
     from onescan.models.sequence_decoder import SequenceDecoderConfig as SequenceDecoderConfig
     from onescan.ops.backend import use_backend as use_backend
+    from onescan.ops.parallel import SequenceGroup as SequenceGroup
+    from onescan.ops.parallel import sequence_parallel as sequence_parallel
     from onescan.shapes import Grid as Grid
     from onescan.training.convert import convert as convert
     from onescan.training.loading import load as load
@@ -56,12 +58,14 @@ _MODULES = {
     "SequenceClassifierConfig": "models.sequence_classifier",
     "SequenceDecoder": "models.sequence_decoder",
     "SequenceDecoderConfig": "models.sequence_decoder",
+    "SequenceGroup": "ops.parallel",
     "build": "models.presets",
     "convert": "training.convert",
     "load": "training.loading",
     "load_generation_state": "checkpoint.generation_state",
     "preset": "models.presets",
     "save_generation_state": "checkpoint.generation_state",
+    "sequence_parallel": "ops.parallel",
     "train": "training.loop",
     "use_backend": "ops.backend",
 }

@@ -30,6 +30,7 @@ Memory = Float[Tensor, "B S D"]  # S tokens of another sequence
 CachedKeys = Float[Tensor, "B H S K"]
 HeadsFirst = Float[Tensor, "B H T K"]  # as in torch's scaled_dot_product_attention
 CachedKeep = Bool[Tensor, "B S"]
+CachedSequence = Int[Tensor, "B S"]
 Places = Int[Tensor, " B"]  # number of tokens so far in each sequence
 Position = int | Int[Tensor, ""]  # number of tokens so far; a tensor in exported programs
 MemoryMask = Bool[Tensor, "B S"]

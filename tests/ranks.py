@@ -9,32 +9,35 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # here, or each process imports it in its first assert_close
+
+from onescan.ops.parallel import sequence_parallel
 
 TIMEOUT_S = 60
 GRACE_S = 2  # for the other ranks after one has failed
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single")
 
 
-def run_ranks(size, check, folder):
+def run_ranks(size, check, folder, *, smallest=2):
     """Call check(group) in `size` processes, with groups of the first 2, 3, ... of them."""
     ranks = []
     for rank in range(size):
         if not (pid := os.fork()):
-            _run_rank(rank, size, check, folder)
+            _run_rank(rank, range(smallest, size + 1), check, folder)
         ranks.append(pid)
     failed = _failed(ranks)
     errors = "\n".join(path.read_text() for path in sorted(folder.glob("rank*")))
     assert not failed, f"ranks {failed} failed\n{errors}"
 
 
-def _run_rank(rank, size, check, folder):
+def _run_rank(rank, counts, check, folder):
     """Run the checks in a child process, and exit without pytest's cleanup."""
-    code = 1
+    code, size = 1, counts[-1]
     try:
         store = dist.FileStore(str(folder / "store"), size)
         options = {"store": store, "rank": rank, "world_size": size}
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S / 2), **options)
-        for count in range(2, size + 1):
+        for count in counts:
             group = dist.new_group(range(count))
             if rank < count:
                 torch.manual_seed(0)
@@ -95,14 +98,8 @@ def assert_same_over_ranks(op, tokens, shared, lengths, group, *, per_position=1
     def share(name, x):
         return x[at] if name == "angles" else x[:, at]
 
-    def differentiable(tensors):
-        return {
-            name: x.detach().clone().requires_grad_(x.is_floating_point())
-            for name, x in tensors.items()
-        }
-
-    whole, own = differentiable(tokens | shared), differentiable(shared)
-    own |= differentiable({name: share(name, x) for name, x in tokens.items()})
+    whole, own = _differentiable(tokens | shared), _differentiable(shared)
+    own |= _differentiable({name: share(name, x) for name, x in tokens.items()})
     want, want_states = op(**whole, group=None)
     weights = [torch.rand_like(x) for x in (want, *want_states)]
     sum((x * w).sum() for x, w in zip((want, *want_states), weights, strict=True)).backward()
@@ -125,6 +122,86 @@ def assert_same_over_ranks(op, tokens, shared, lengths, group, *, per_position=1
             torch.testing.assert_close(total, slope, msg=f"gradient of {name}", **close)
         else:
             torch.testing.assert_close(x.grad, share(name, slope), **close)
+
+
+class OneProcess:
+    """Outputs and gradients of a model on one process, to compare with those over ranks.
+
+    Args:
+        model: The model.
+        call: Function of the model and the inputs, by name. Returns its outputs by name, each with
+            its sharded axis, or None if it is the same on every rank.
+        inputs: Tensors by name, each with its sharded axis, or None.
+    """
+
+    def __init__(self, model, call, inputs):
+        self.model, self.call, self.inputs = model, call, inputs
+        whole = _differentiable({name: x for name, (x, _) in inputs.items()})
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.outputs = call(model, **whole)
+        self.weights = {name: torch.rand_like(x) for name, (x, _) in self.outputs.items()}
+        sum((x * self.weights[name]).sum() for name, (x, _) in self.outputs.items()).backward()
+        self.gradients = {name: x.grad for name, x in whole.items()} | self._parameter_gradients()
+
+    def assert_same_over_ranks(self, lengths, group):
+        """The outputs and gradients of all ranks are the same.
+
+        The backward pass runs outside of the context of the group.
+
+        Args:
+            lengths: Units of each rank: tokens, patches or frames.
+            group: The process group.
+        """
+        rank = dist.get_rank(group)
+
+        def share(x, axis):
+            unit = 0 if axis is None else x.shape[axis] // sum(lengths)
+            return x if axis is None else x.split([n * unit for n in lengths], dim=axis)[rank]
+
+        own = _differentiable({name: share(*given) for name, given in self.inputs.items()})
+        with torch.random.fork_rng(), sequence_parallel(group):
+            torch.manual_seed(1 + rank)  # the first rank's draws count
+            outputs = self.call(self.model, **own)
+        part = (2 * rank + 1) / len(lengths) ** 2  # of a shared output's loss; a sum of 1
+        loss = 0
+        assert outputs.keys() == self.outputs.keys()
+        for name, (x, axis) in outputs.items():
+            _assert_close(x, share(self.outputs[name][0], axis), name)
+            weighted = (x * share(self.weights[name], axis)).sum()
+            loss = loss + weighted * (part if axis is None else 1)
+        loss.backward()
+        shared = self._parameter_gradients()
+        for name, (_, axis) in self.inputs.items():
+            if own[name].requires_grad and axis is None:
+                shared[name] = own[name].grad
+            elif own[name].requires_grad:
+                expected = share(self.gradients[name], axis)
+                _assert_close(own[name].grad, expected, f"gradient of {name}")
+        for name, gradient in shared.items():
+            dist.all_reduce(gradient, group=group)
+            _assert_close(gradient, self.gradients[name], f"gradient of {name}")
+
+    def _parameter_gradients(self):
+        """Return the gradients of all parameters, and reset them."""
+        gradients = {
+            name: torch.zeros_like(x) if x.grad is None else x.grad
+            for name, x in self.model.named_parameters()
+        }
+        self.model.zero_grad()
+        return gradients
+
+
+def _differentiable(tensors):
+    return {
+        name: x.detach().clone().requires_grad_(x.is_floating_point())
+        for name, x in tensors.items()
+    }
+
+
+def _assert_close(x, expected, name):
+    close = {"atol": 1e-8, "rtol": 1e-8, "msg": lambda message: f"{name}: {message}"}
+    torch.testing.assert_close(x, expected, **close)
 
 
 class Traffic:

@@ -25,7 +25,7 @@ from onescan.checkpoint.weights import WEIGHTS
 from onescan.configs import ModelConfig
 from onescan.layers.block import Block
 from onescan.layers.position import AbsolutePosition
-from onescan.layers.tokens import max_pool, mean_pool
+from onescan.layers.tokens import max_pool, mean_pool, prefix_token
 from onescan.models.image_classifier import (
     ImageClassifier,
     ImageClassifierConfig,
@@ -331,9 +331,9 @@ class TimmImageClassifier(ImageClassifier):
         if self.global_pool == "":
             return tokens
         if self.global_pool == "token":
-            return tokens[:, 0]
+            return prefix_token(tokens, 0)
         if not self.pool_include_prefix:
-            tokens = tokens[:, self.prefix :]
+            tokens = tokens[:, self.own_prefix :]
         if self.attention_pool is not None:
             return self.attention_pool(tokens)
         if self.global_pool == "avgmax":

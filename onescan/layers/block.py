@@ -16,6 +16,7 @@ from onescan.layers.mixers import LowerBounds, Mixer, MixerConfig
 from onescan.layers.position import sinusoidal_positions
 from onescan.layers.tokens import Documents
 from onescan.messages import named_type
+from onescan.ops.parallel import from_first_rank, in_current_group
 from onescan.shapes import Grid, Hidden, Keep, Labels, LowerBound, Pooled, Timesteps
 
 FREQUENCIES = 256  # channels of the sinusoidal timestep embedding, as in DiT
@@ -119,7 +120,8 @@ class Block(nn.Module):
             "lower_bound": lower_bound,
         }  # fmt: skip
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, grid, use_reentrant=False, **options)
+            run = in_current_group(self._forward)
+            return checkpoint(run, x, grid, use_reentrant=False, **options)
         return self._forward(x, grid, **options)
 
     def _forward(
@@ -183,7 +185,8 @@ class ConditionedBlock(Block):
         """Return the tokens after the block; there is no state."""
         arguments = (x, grid, condition, embedding, lower_bound)
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._conditioned, *arguments, use_reentrant=False), None
+            run = in_current_group(self._conditioned)
+            return checkpoint(run, *arguments, use_reentrant=False), None
         return self._conditioned(*arguments), None
 
     def _conditioned(
@@ -223,7 +226,8 @@ class DropPath(nn.Module):
             return x
         if not self.training:
             return x if self.scale_up else x * (1 - self.rate)
-        kept = torch.rand(x.shape[0], *(1,) * (x.ndim - 1), device=x.device) >= self.rate
+        draws = torch.rand(x.shape[0], *(1,) * (x.ndim - 1), device=x.device)
+        kept = from_first_rank(draws >= self.rate)
         return x * (kept / (1 - self.rate if self.scale_up else 1)).to(x.dtype)
 
 
@@ -276,7 +280,8 @@ class LabelEmbedding(nn.Module):
                     f"{self.num_classes - 1}, the classes, or {self.num_classes} for none"
                 )
         if self.training and self.dropout > 0:
-            dropped = torch.rand(labels.shape, device=labels.device) < self.dropout
+            draws = torch.rand(labels.shape, device=labels.device)
+            dropped = from_first_rank(draws < self.dropout)
             labels = labels.masked_fill(dropped, self.num_classes)
         return self.table(labels)
 

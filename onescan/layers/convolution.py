@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from onescan.checks import check_positive
+from onescan.ops.parallel import Group, SequenceGroup, carry_tokens, sequence_group
 from onescan.shapes import Hidden, Keep
 
 Window = Float[Tensor, "B _ channels"]  # the last kernel_size - 1 real tokens
@@ -72,7 +73,12 @@ class ShortConvolution(nn.Conv1d):
         self.causal = causal
 
     def forward(  # type: ignore[override]  # takes tokens, [B, T, D]
-        self, x: Hidden, *, keep: Keep | None = None, state: Window | None = None
+        self,
+        x: Hidden,
+        *,
+        keep: Keep | None = None,
+        state: Window | None = None,
+        group: Group | None = None,
     ) -> tuple[Hidden, Window | None]:
         """Convolve tokens.
 
@@ -80,6 +86,8 @@ class ShortConvolution(nn.Conv1d):
             x: Tokens.
             keep: True for real tokens. The outputs of the others are undefined, but finite.
             state: Window returned by a previous call of a causal convolution.
+            group: Process group across which the tokens are sharded; see `onescan.ops.parallel`.
+                None uses that of `sequence_parallel`, if any.
 
         Returns:
             The convolved tokens, and the last W - 1 real inputs; None if not causal.
@@ -87,6 +95,30 @@ class ShortConvolution(nn.Conv1d):
         Raises:
             ValueError: If there are no tokens.
         """
+        if (ranks := sequence_group(group)) is not None:
+            return self._over_ranks(ranks, x, keep, state)
+        return self._convolve(x, keep, state)
+
+    def _over_ranks(
+        self, ranks: SequenceGroup, x: Hidden, keep: Keep | None, state: Window | None
+    ) -> tuple[Hidden, Window | None]:
+        """Convolve this rank's tokens, together with those of other ranks that they read."""
+        before = self.kernel_size[0] - 1
+        count = max(before if self.causal else before // 2, 1)  # at least one token to convolve
+        sides = [(x, keep)]
+        if not self.causal:
+            sides.append((x.flip(1), None if keep is None else keep.flip(1)))
+        (past, window), *future = carry_tokens(ranks, sides, count, before=state)
+        tokens = torch.cat([past, x, *(side.flip(1) for side, _ in future)], dim=1)
+        if keep is not None:
+            keep = F.pad(keep, (count, count * len(future)), value=True)
+        y, _ = self._convolve(tokens, keep, None)
+        return y[:, count : count + x.shape[1]], window if self.causal else None
+
+    def _convolve(
+        self, x: Hidden, keep: Keep | None, state: Window | None
+    ) -> tuple[Hidden, Window | None]:
+        """Convolve all tokens of one process."""
         check_positive(T=x.shape[1])
         order = None if keep is None else RealFirst.of(keep)
         if keep is not None and order is not None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_positive
 from onescan.ops.numerics import accumulation_dtype, to_float64, wrap_angle
-from onescan.ops.packing import Packing
+from onescan.ops.packing import Packing, PackingShard
+from onescan.ops.parallel import SequenceGroup, gather, sequence_group
 from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
 from onescan.shapes import Grid, Hidden, Keep, Places
 
@@ -170,10 +171,12 @@ class ToeplitzPosition(nn.Module):
         if keep is not None:
             x = x.masked_fill(~keep.unsqueeze(-1), 0)
         tokens = x[:, grid.prefix :] if grid.prefix else x  # the gradient of a slice is a copy
+        group = sequence_group(None)
         y, state = toeplitz_position(
             tokens, self.log_decay, self.weight, grid.shape,
             bidirectional=self.bidirectional, joint=self.joint, cu_seqlens=cu_seqlens,
             state=state, return_state=return_state,
+            group=None if group is None else group.without_prefix(),
         )  # fmt: skip
         return torch.cat([x[:, : grid.prefix], y], dim=1) if grid.prefix else y, state
 
@@ -206,8 +209,18 @@ class AbsolutePosition(nn.Module):
     def forward(
         self, x: Hidden, grid: Grid, state: None = None, keep: Keep | None = None
     ) -> tuple[Hidden, None]:
+        if (group := sequence_group(None)) is not None:
+            return x + self._own_rows(group, x, grid), None
         table = self.table if grid == self.grid else self._resized(grid)
         return x + table, None
+
+    def _own_rows(self, group: SequenceGroup, x: Hidden, grid: Grid) -> Tensor:
+        """Return the rows of this rank's tokens in the table of the whole grid."""
+        lengths = group.lengths(x)
+        rows = (sum(lengths) - self.grid.prefix) // math.prod(grid.shape[1:])
+        whole = Grid((rows, *grid.shape[1:]), self.grid.prefix)
+        table = self.table if whole == self.grid else self._resized(whole)
+        return table.split(lengths)[group.rank]
 
     def _resized(self, grid: Grid) -> Tensor:
         prefix, table = self.table[: self.grid.prefix], self.table[self.grid.prefix :]
@@ -236,7 +249,10 @@ class SinusoidalPosition(nn.Module):
         self, x: Hidden, grid: Grid, state: None = None, keep: Keep | None = None
     ) -> tuple[Hidden, None]:
         width = self.width // len(grid.shape)
-        along = [sinusoidal_positions(torch.arange(n, device=x.device), width) for n in grid.shape]
+        positions = [torch.arange(n, device=x.device) for n in grid.shape]
+        if (group := sequence_group(None)) is not None:
+            positions[0] = positions[0] + group.first_position(grid.shape, x.device)
+        along = [sinusoidal_positions(places, width) for places in positions]
         per_axis = [
             waves.reshape(*(n if i == j else 1 for j, n in enumerate(grid.shape)), width).expand(
                 *grid.shape, width
@@ -267,15 +283,49 @@ class TokenPosition(nn.Module):
             self.register_buffer("table", waves * width**-0.5)
 
     def forward(
-        self, x: Hidden, grid: Grid, state: Places | None = None, keep: Keep | None = None
+        self,
+        x: Hidden,
+        grid: Grid,
+        state: Places | None = None,
+        keep: Keep | None = None,
+        *,
+        cu_seqlens: Packing | None = None,
     ) -> tuple[Hidden, Places]:
         real = x.new_ones(x.shape[:2], dtype=torch.long) if keep is None else keep.long()
-        count = real.cumsum(dim=1)  # number of tokens so far
+        count, after = _counts(real, cu_seqlens)
         if state is not None:
-            count = count + state.unsqueeze(1)
-        if can_look_at_values(count) and count.numel() and count.max() > len(self.table):
+            count, after = count + state.unsqueeze(1), after + state
+        most = after if cu_seqlens is None else count
+        if can_look_at_values(most) and most.numel() and most.max() > len(self.table):
             raise ValueError(
-                f"a sequence has {int(count.max())} tokens, expected at most the model's "
+                f"a sequence has {int(most.max())} tokens, expected at most the model's "
                 f"{len(self.table)}"
             )
-        return x + self.table[(count - 1).clamp(min=0)], count[:, -1]
+        return x + self.table[(count - 1).clamp(min=0)], after
+
+
+def _counts(real: Tensor, packing: Packing | None) -> tuple[Tensor, Places]:
+    """Return how many real tokens each sequence has up to each token, and in total.
+
+    Args:
+        real: 1 for the real tokens of this rank, [B, T], and 0 for others.
+        packing: Packed sequences; the total is that of the last sequence of each row.
+    """
+    group = sequence_group(None)
+    tokens = real.shape[1]
+    if group is not None:
+        real = F.pad(real, (0, 1 if tokens == 0 else 0))
+    count = real.cumsum(dim=1)
+    if packing is not None:
+        count = count - (count - real).where(packing.starts, 0).cummax(dim=1).values
+    if group is None:
+        return count, count[:, -1]
+    (totals,) = gather(group, count[:, -1])  # W B
+    before = totals[: group.rank]
+    if isinstance(packing, PackingShard):  # only the first sequence continues
+        is_same = packing.tails[: group.rank] == packing.heads[group.rank]
+        is_continued = packing.starts.cumsum(dim=1) == 0
+        count = count + (before * is_same).sum(dim=0).unsqueeze(1) * is_continued
+    else:
+        count = count + before.sum(dim=0).unsqueeze(1)
+    return count[:, :tokens], totals.sum(dim=0)

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
@@ -13,6 +15,16 @@ from torch import Tensor, nn
 from onescan.checks import can_look_at_values, check_positive
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.ops.packing import Packing
+from onescan.ops.parallel import (
+    SequenceGroup,
+    from_first_rank,
+    gather,
+    refuse_group,
+    select_rank,
+    sequence_group,
+    sequence_parallel,
+    sum_over_ranks,
+)
 from onescan.shapes import Grid, GridKeep, Grids, Hidden, Keep, Pooled
 
 Indices = Int[Tensor, " T"]
@@ -53,13 +65,44 @@ class Patchify(nn.Module):
                 f"input has {channels} channels and {len(sides)} axes {tuple(sides)}, "
                 f"expected {self.channels} channels and {len(self.patch_size)} axes"
             )
-        if any(side < p or side % p for side, p in zip(sides, self.patch_size, strict=True)):
+        least = list(self.patch_size)
+        if sequence_group(None) is not None:
+            least[0] = 0  # a rank may have no patch
+        if any(
+            side < low or side % p
+            for side, low, p in zip(sides, least, self.patch_size, strict=True)
+        ):
             raise ValueError(
                 f"input of size {' x '.join(map(str, sides))} cannot be cut into patches of "
                 f"{' x '.join(map(str, self.patch_size))}: each side must be a multiple of the "
                 "patch's"
             )
         return tuple(side // p for side, p in zip(sides, self.patch_size, strict=True))
+
+    def known_lengths(self, x: Grids, *, prefix: int) -> AbstractContextManager[None]:
+        """Exchange the number of tokens of each rank once, for a `with` block.
+
+        Args:
+            x: This rank's part of the input along the first axis.
+            prefix: Number of tokens before the patches, which are on the first rank.
+
+        Raises:
+            ValueError: If a part does not consist of whole patches, or all are empty.
+        """
+        group = sequence_group(None)
+        if group is None:
+            return nullcontext()
+        patch, (_, side, *sides) = self.patch_size[0], x.shape[1:]
+        parts = group.gather_number(side, x.device).tolist()
+        if not any(parts) or any(part % patch for part in parts):
+            raise ValueError(
+                f"the ranks' parts of the input have sizes {parts} along axis 0, expected "
+                f"multiples of {patch}, the patch's, that are not all 0"
+            )
+        lines = math.prod(self.grid_shape((self.channels, 0, *sides))[1:])
+        lengths = [part // patch * lines for part in parts]
+        lengths[0] += prefix
+        return sequence_parallel(SequenceGroup(group.group, lengths, prefix=prefix))
 
 
 def check_sizes(image_size: tuple[int, ...], patch_size: tuple[int, ...]) -> None:
@@ -95,12 +138,12 @@ def keep_patches(keep: GridKeep, patch_size: tuple[int, ...]) -> Keep:
     The real pixels of an image are a box of whole patches that begins at the first pixel.
 
     Raises:
-        ValueError: If they are not such a box. Checked on CPU only.
+        ValueError: If they are not such a box. Checked on CPU only, and not over several ranks.
 
     >>> keep_patches(torch.tensor([[True, True, True, True, False, False]]), (2,)).tolist()
     [[True, True, False]]
     """
-    if can_look_at_values(keep):
+    if can_look_at_values(keep) and sequence_group(None) is None:
         box, is_whole = torch.ones_like(keep), keep.new_ones(len(keep))
         for axis, patch in enumerate(patch_size, start=1):
             lines = keep.movedim(axis, 1).reshape(len(keep), keep.shape[axis], -1)
@@ -268,6 +311,10 @@ class Documents:
         self, mix: Mix, x: Hidden, *, keep: Keep | None, **others: Hidden
     ) -> Hidden:
         """Apply `mix(x, grid, keep=keep, **others)` to each document, and undo the regrouping."""
+        if (group := sequence_group(None)) is not None:
+            refuse_group(
+                group, "a layer without cu_seqlens", "it reads packed documents one per row"
+            )
         mixed = []
         for positions, inside in self.groups:
             kept = inside
@@ -280,6 +327,34 @@ class Documents:
         return torch.cat(mixed).index_select(0, self._places).view(x.shape)
 
 
+# Pooling returns the same on all ranks, over which the tokens may be sharded.
+
+
+def prefix_token(x: Hidden, index: int) -> Pooled:
+    """Return a prefix token of each sequence; on other ranks than the first, x has none."""
+    if sequence_group(None) is None:
+        return x[:, index]
+    return from_first_rank(_padded(x, index + 1)[:, index])
+
+
+def first_token(x: Hidden, keep: Keep | None = None) -> Pooled:
+    """Return the first real token of each sequence."""
+    group = sequence_group(None)
+    if group is not None:
+        keep = F.pad(x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep, (0, 1))
+        x = _padded(x)
+    first = torch.zeros_like(x[:, 0, 0]).long() if keep is None else keep.long().argmax(1)
+    token = x[torch.arange(x.shape[0], device=x.device), first]
+    if group is None or keep is None:
+        return token
+    return select_rank(group, token, keep.any(dim=1))
+
+
+def _padded(x: Tensor, count: int = 1, *, value: float = 0.0) -> Tensor:
+    """Append tokens; a rank without tokens thus has the same graph as the others."""
+    return F.pad(x, (0, 0, 0, count), value=value)
+
+
 def mean_pool(x: Hidden, keep: Keep | None = None) -> Pooled:
     """Return the mean of all real tokens, or zeros if there are none.
 
@@ -288,19 +363,24 @@ def mean_pool(x: Hidden, keep: Keep | None = None) -> Pooled:
     (4.0, 2.0)
     """
     if keep is None:
-        return x.mean(dim=1)
+        if sequence_group(None) is None:
+            return x.mean(dim=1)
+        keep = x.new_ones(x.shape[:2], dtype=torch.bool)
     # Sums may overflow float16.
     (wide,) = to_accumulation_dtype(x.masked_fill(~keep.unsqueeze(-1), 0))
-    mean = wide.sum(dim=1) / keep.sum(dim=1, keepdim=True).clamp(min=1)
-    return mean.to(x.dtype)
+    total, count = sum_over_ranks(wide.sum(dim=1), keep.sum(dim=1, keepdim=True))
+    return (total / count.clamp(min=1)).to(x.dtype)
 
 
 def max_pool(x: Hidden, keep: Keep | None = None) -> Pooled:
     """Return the maximum of each channel over all real tokens, or zeros if there are none."""
-    if keep is None:
-        return x.amax(dim=1)
-    largest = x.masked_fill(~keep.unsqueeze(-1), -torch.inf).amax(dim=1)
-    return largest.masked_fill(~keep.any(dim=1, keepdim=True), 0)
+    group = sequence_group(None)
+    if keep is not None:
+        x = x.masked_fill(~keep.unsqueeze(-1), -torch.inf)
+    if group is not None:
+        x = gather(group, _padded(x, value=-torch.inf).amax(dim=1))[0].movedim(0, 1)  # B W D
+    largest = x.amax(dim=1)
+    return largest if keep is None else largest.masked_fill(largest.isneginf(), 0)
 
 
 class AttentionPool(nn.Module):
@@ -318,9 +398,26 @@ class AttentionPool(nn.Module):
         if keep is not None:
             x = x.masked_fill(~keep.unsqueeze(-1), 0)  # 0 times NaN is NaN
         logits = x @ self.query  # B T
+        if (group := sequence_group(None)) is not None:
+            return self._over_ranks(group, x, logits, keep)
         if keep is None:
             return torch.einsum("bt,btd->bd", logits.softmax(dim=1), x)
         # the softmax of a row that contains only -inf is NaN
         empty = ~keep.any(dim=1, keepdim=True)
         weights = logits.masked_fill(~(keep | empty), -torch.inf).softmax(dim=1)
         return torch.einsum("bt,btd->bd", weights.masked_fill(empty, 0), x)
+
+    def _over_ranks(
+        self, group: SequenceGroup, x: Hidden, logits: Tensor, keep: Keep | None
+    ) -> Pooled:
+        """Sum the numerators and denominators of all ranks, with a common maximum."""
+        lowest = torch.finfo(logits.dtype).min
+        if keep is not None:
+            logits = logits.masked_fill(~keep, lowest)
+        x, logits = _padded(x), F.pad(logits, (0, 1), value=lowest)
+        peak = logits.detach().amax(dim=1, keepdim=True)
+        weights = (logits - peak).exp()
+        pooled = torch.einsum("bt,btd->bd", weights, x)
+        peaks, totals, sums = gather(group, peak, weights.sum(dim=1, keepdim=True), pooled)
+        shares = (peaks - peaks.amax(dim=0)).exp()
+        return (shares * sums).sum(dim=0) / (shares * totals).sum(dim=0)

@@ -16,6 +16,7 @@ from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.decoding_graph import DecodingGraph
 from onescan.models.token_network import NetworkState, TokenNetwork, TokenNetworkConfig
 from onescan.ops.packing import Packing
+from onescan.ops.parallel import last_token, sequence_group, without_group
 from onescan.shapes import GeneratedTokens, Keep, TokenLogits, Tokens
 
 IGNORE_INDEX = -100  # label of tokens without a loss, as in torch's cross_entropy
@@ -160,7 +161,7 @@ class CausalLM(nn.Module):
         x, state = self.network(
             tokens, keep=keep, documents=documents, cu_seqlens=cu_seqlens, state=state
         )
-        return self.head(x[:, -1:] if last_only else x), state
+        return self.head(last_token(x) if last_only else x), state
 
     @torch.no_grad()
     def stream(
@@ -203,8 +204,11 @@ class CausalLM(nn.Module):
         sampling = Sampling() if sampling is None else sampling
         sampling.check()
         logits, state = self(tokens, state, keep=keep, last_only=True)
-        ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
-        step: Any = DecodingGraph(self, tokens[:, :1], state) if cuda_graph else self
+        ended = tokens.new_zeros(len(tokens), dtype=torch.bool)
+        step: Any = self
+        if cuda_graph:
+            with without_group():
+                step = DecodingGraph(self, tokens.new_zeros(len(tokens), 1), state)
         for i in range(max_new_tokens):
             token = sampling.choose(logits[:, -1, :vocab_size], generator)
             if end is not None:
@@ -213,7 +217,8 @@ class CausalLM(nn.Module):
             yield token, state
             if i + 1 == max_new_tokens or (end is not None and bool(ended.all())):
                 return
-            logits, state = step(token.unsqueeze(1), state)
+            with without_group():  # every rank has the state of the whole prompt
+                logits, state = step(token.unsqueeze(1), state)
 
     def generate(
         self, tokens: Tokens, sampling: Sampling | None = None, **options: Any
@@ -266,10 +271,16 @@ def token_losses(
     step = max(1, chunk_tokens // max(1, len(tokens)))
     empty = labels[:, :0]
     parts = [TokenScores(empty.float(), empty.bool())]
+    over_ranks = sequence_group(None) is not None
+    if over_ranks:  # a rank's chunks do not follow each other in the whole sequence
+        x, _ = model.network(tokens, state=state, keep=keep)
     for begin in range(0, tokens.shape[1], step):
         chunk = slice(begin, begin + step)
-        real = None if keep is None else keep[:, chunk]
-        logits, state = model(tokens[:, chunk], state, keep=real)
+        if over_ranks:
+            logits = model.head(x[:, chunk])
+        else:
+            real = None if keep is None else keep[:, chunk]
+            logits, state = model(tokens[:, chunk], state, keep=real)
         parts.append(score_logits(logits, labels[:, chunk]))
     return TokenScores(*(torch.cat(chunks, dim=1) for chunks in zip(*parts, strict=True)))
 

@@ -24,6 +24,7 @@ from onescan.layers.mixers import LightNetMixerConfig, MixerConfig, build_lower_
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
 from onescan.layers.tokens import Patchify, Unpatchify, check_sizes
 from onescan.messages import named_type
+from onescan.ops.parallel import is_first_rank
 from onescan.shapes import DenoiserOutput, Grid, Grids, Labels, Timesteps
 
 Condition = Literal["tokens", "adaln_zero"]
@@ -186,16 +187,23 @@ class Denoiser(nn.Module):
                 number of timesteps or labels differs from that of images, or one is out of range.
         """
         self._check(noisy, timesteps, labels)
+        with self.patchify.known_lengths(noisy, prefix=self.prefix):
+            return self._predict(noisy, timesteps, labels)
+
+    def _predict(self, noisy: Grids, timesteps: Timesteps, labels: Labels | None) -> DenoiserOutput:
+        """Predict the target with checked arguments."""
         x, shape = self.patchify(noisy)  # B T D
         conditions = [self.time(timesteps, x.dtype)]
         if self.label is not None:
             if labels is None:
                 labels = torch.full_like(timesteps, self.config.num_classes, dtype=torch.long)
             conditions.append(self.label(labels))
-        grid = Grid(shape, prefix=self.prefix)
+        grid = Grid(shape, prefix=self.prefix if is_first_rank() else 0)
         options = {}
         if self.modulation is None:
-            x = torch.cat([torch.stack(conditions, dim=1), x], dim=1)  # B 2+T D
+            tokens = torch.stack(conditions, dim=1)
+            tokens = tokens if is_first_rank() else tokens[:, :0]
+            x = torch.cat([tokens, x], dim=1)  # B 2+T D
         else:
             options["condition"] = condition = sum(conditions[1:], start=conditions[0])  # B D
         if self.position is not None:

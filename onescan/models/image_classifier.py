@@ -31,8 +31,10 @@ from onescan.layers.tokens import (
     keep_patches,
     max_pool,
     mean_pool,
+    prefix_token,
 )
 from onescan.messages import named_type
+from onescan.ops.parallel import is_first_rank, sequence_group
 from onescan.ops.toeplitz_position import ToeplitzState
 from onescan.shapes import Grid, GridFeatures, GridKeep, Grids, Hidden, Keep, Logits, Pooled
 
@@ -188,6 +190,11 @@ class ImageClassifier(nn.Module):
         """Number of tokens before the patches."""
         return (self.config.pool in WITH_CLASS_TOKEN) + self.config.distillation_token
 
+    @property
+    def own_prefix(self) -> int:
+        """Number of tokens before the patches on this rank; see `onescan.sequence_parallel`."""
+        return self.prefix if is_first_rank() else 0
+
     def forward(
         self, images: Grids, keep: GridKeep | None = None
     ) -> Logits | tuple[Logits, Logits]:
@@ -271,10 +278,19 @@ class ImageClassifier(nn.Module):
         """
         check_floating(images=images)
         per_block = self._check_streams()
+        with self.patchify.known_lengths(images, prefix=0):
+            return self._read(images, state, per_block)
+
+    def _read(
+        self, images: Grids, state: StreamState | None, per_block: int
+    ) -> tuple[Hidden, StreamState]:
+        """Read the next part of an image, in blocks of `per_block` patches; see `stream`."""
         x, shape = self.patchify(images)
-        if x.shape[1] % per_block:
+        group = sequence_group(None)
+        patches = x.shape[1] if group is None else sum(group.lengths(x))
+        if patches % per_block:
             raise ValueError(
-                f"images have {x.shape[1]} patches, expected whole blocks of {per_block} patches"
+                f"images have {patches} patches, expected whole blocks of {per_block} patches"
             )
         if state is None:
             state = StreamState((None,) * len(self.blocks), None, shape[1:])
@@ -365,8 +381,8 @@ class ImageClassifier(nn.Module):
         last, after = self._through_blocks(x, kept, chosen=chosen, stop=stop)
         if norm:
             after = [self.norm(tokens) for tokens in after]
-        prefixes = [tokens[:, : self.prefix] for tokens in after]
-        patches = [tokens[:, self.prefix :] for tokens in after]
+        prefixes = [tokens[:, : self.own_prefix] for tokens in after]
+        patches = [tokens[:, self.own_prefix :] for tokens in after]
         if output_fmt == "NCHW":
             shape = self.patchify.grid_shape(tuple(x.shape[1:]))
             patches = [tokens.mT.unflatten(-1, shape).contiguous() for tokens in patches]
@@ -383,21 +399,23 @@ class ImageClassifier(nn.Module):
         stop: int | None = None,
     ) -> tuple[Hidden, list[Hidden]]:
         """Return the tokens after the last block before `stop`, and those after chosen blocks."""
-        x, grid = self.embed(images, kept)
-        embedding, after = x, []
-        bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
-        for i, block in enumerate(self.blocks[:stop]):
-            x, _ = block(x, grid, embedding=embedding, keep=kept, lower_bound=bounds[i])
-            after += [x] * (i in chosen)
-        return x, after
+        with self.patchify.known_lengths(images, prefix=self.prefix):
+            x, grid = self.embed(images, kept)
+            embedding, after = x, []
+            bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
+            for i, block in enumerate(self.blocks[:stop]):
+                x, _ = block(x, grid, embedding=embedding, keep=kept, lower_bound=bounds[i])
+                after += [x] * (i in chosen)
+            return x, after
 
     def embed(self, images: Grids, kept: Keep | None = None) -> tuple[Hidden, Grid]:
         """Return the tokens before the first block, and their grid; `kept` tokens are real."""
         x, shape = self.patchify(images)  # B T D
-        grid = Grid(shape, prefix=self.prefix)
+        grid = Grid(shape, prefix=self.own_prefix)
+        count = int(is_first_rank())
         for token in (self.distillation_token, self.class_token):
             if token is not None:
-                x = torch.cat([token.expand(x.shape[0], 1, -1), x], dim=1)  # B 1+T D
+                x = torch.cat([token.expand(x.shape[0], count, -1), x], dim=1)  # B 1+T D
         if self.position is not None:
             x, _ = self.position(x, grid, keep=kept)
         return x, grid
@@ -422,7 +440,7 @@ class ImageClassifier(nn.Module):
         self.config.mixer.check_padding(Grid((1,) * axes, prefix=self.prefix))
         patches = keep_patches(keep, self.patchify.patch_size)
         images = images.masked_fill(~keep.unsqueeze(1), 0)  # 0 times NaN is NaN
-        return images, F.pad(patches, (self.prefix, 0), value=True)
+        return images, F.pad(patches, (self.own_prefix, 0), value=True)
 
     def forward_head(
         self, tokens: Hidden, keep: Keep | None = None
@@ -436,14 +454,15 @@ class ImageClassifier(nn.Module):
         scores = self.head(self.pooled(tokens, keep))
         if self.distillation_head is None:
             return scores
-        distilled = self.distillation_head(tokens[:, 1])
+        distilled = self.distillation_head(prefix_token(tokens, 1))
         return (scores, distilled) if self.training else (scores + distilled) / 2
 
     def pooled(self, tokens: Hidden, keep: Keep | None = None) -> Pooled:
         """Pool real tokens into the input of the class head."""
         if self.config.pool == "class_token":
-            return tokens[:, 0]
-        if self.config.distillation_token:  # only the distillation head reads this token
+            return prefix_token(tokens, 0)
+        if self.config.distillation_token and is_first_rank():
+            # only the distillation head reads this token
             tokens = torch.cat([tokens[:, :1], tokens[:, 2:]], dim=1)
             keep = None if keep is None else keep[:, 1:]
         if self.attention_pool is not None:

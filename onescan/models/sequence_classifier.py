@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.tokens import AttentionPool, max_pool, mean_pool
+from onescan.layers.tokens import AttentionPool, first_token, max_pool, mean_pool
 from onescan.models.token_network import TextEncoderConfig, TokenNetwork
 from onescan.shapes import Hidden, Keep, Logits, Pooled, Tokens
 
@@ -97,8 +97,7 @@ class TextHead(nn.Module):
 
     def _pooled(self, x: Hidden, keep: Keep | None) -> Pooled:
         if self.pool == "first":
-            first = torch.zeros_like(x[:, 0, 0]).long() if keep is None else keep.long().argmax(1)
-            return x[torch.arange(x.shape[0], device=x.device), first]
+            return first_token(x, keep)
         if self.attention_pool is not None:
             return self.attention_pool(x, keep)
         return max_pool(x, keep) if self.pool == "max" else mean_pool(x, keep)

@@ -24,6 +24,7 @@ from onescan.layers.position import sinusoidal_positions
 from onescan.messages import named_type
 from onescan.ops.decay_attention import DecayState
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
+from onescan.ops.parallel import sum_over_ranks, without_group
 from onescan.shapes import GeneratedTokens, Grid, Hidden, Memory, MemoryMask, TokenLogits, Tokens
 
 
@@ -148,7 +149,8 @@ class SequenceDecoder(nn.Module):
 
         Args:
             tokens: Token ids; with a state, the tokens after those already read.
-            memory: Output of the encoder. Must be ``None`` with a state, which contains a summary.
+            memory: Output of the encoder; over several ranks, that of this rank, while tokens are
+                the same on all of them. Must be ``None`` with a state, which contains a summary.
             memory_mask: True for the encoder's real tokens, False for padding.
             state: State returned by a previous call. ``None`` starts a new sequence.
 
@@ -168,9 +170,11 @@ class SequenceDecoder(nn.Module):
         x = self.embedding(tokens)  # B T D
         x = embedding = x + sinusoidal_positions(positions, self.config.width).to(x.dtype)
         mixers = []
-        for layer, mixer, summary in zip(self.layers, state.mixers, state.memories, strict=True):
-            x, mixer = layer(x, summary, embedding=embedding, state=mixer)
-            mixers.append(mixer)
+        with without_group():
+            layers = zip(self.layers, state.mixers, state.memories, strict=True)
+            for layer, mixer, summary in layers:
+                x, mixer = layer(x, summary, embedding=embedding, state=mixer)
+                mixers.append(mixer)
         return self.head(self.norm(x)), DecoderState(end, tuple(mixers), state.memories)
 
     @torch.no_grad()
@@ -218,7 +222,8 @@ class SequenceDecoder(nn.Module):
     def _summaries(self, memory: Any, mask: MemoryMask | None) -> Iterator[DecayState]:
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            yield layer.attention.encode_memory(memory, mask)
+            summary = layer.attention.encode_memory(memory, mask)
+            yield DecayState(*sum_over_ranks(*summary))
 
     def _check(self, tokens: Any, memory: Any, memory_mask: Any, state: Any) -> None:
         # Any: user input

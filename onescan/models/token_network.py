@@ -18,12 +18,12 @@ from onescan.layers.position import (
     AbsolutePositionConfig,
     PositionConfig,
     SinusoidalPositionConfig,
-    ToeplitzPosition,
     ToeplitzPositionConfig,
 )
 from onescan.layers.tokens import Documents
 from onescan.messages import named_type
-from onescan.ops.packing import Packing, document_offsets, packing_of
+from onescan.ops.packing import Packing, PackingShard, document_offsets
+from onescan.ops.parallel import gather_tokens, known_lengths, packing_over, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 
 
@@ -204,6 +204,20 @@ class TokenNetwork(nn.Module):
         self._check(x, segments, keep, documents, cu_seqlens, state)
         if not 1 <= read_outs <= len(self.blocks):
             raise ValueError(f"read_outs is {read_outs}, expected 1 to {len(self.blocks)} blocks")
+        with known_lengths(x):
+            return self._read(x, segments, keep, documents, cu_seqlens, state, read_outs)
+
+    def _read(
+        self,
+        x: Hidden,
+        segments: Tokens | None,
+        keep: Keep | None,
+        documents: Tokens | None,
+        cu_seqlens: Tensor | Packing | None,
+        state: NetworkState | None,
+        read_outs: int,
+    ) -> tuple[ReadOuts, NetworkState | None]:
+        """Apply the network with checked arguments."""
         grid = Grid((x.shape[1],))
         is_packed = documents is not None or cu_seqlens is not None
         per_document = _separated(x, documents, cu_seqlens)
@@ -211,12 +225,9 @@ class TokenNetwork(nn.Module):
         if self.segment_embedding is not None:
             kinds = x.new_zeros(x.shape[:2], dtype=torch.long) if segments is None else segments
             x = x + self.segment_embedding(kinds)
-        if per_document is not None and isinstance(self.position, ToeplitzPosition):
-            x, _ = self.position(x, grid, keep=keep, cu_seqlens=per_document.packing)
-        elif per_document is not None and self.position is not None:
-            x = per_document.mix_per_document(self._encode_positions, x, keep=keep)
-        elif self.position is not None:
-            x, position = self.position(x, grid, position, keep)
+        if self.position is not None:
+            packing = None if per_document is None else per_document.packing
+            x, position = self.position(x, grid, position, keep, cu_seqlens=packing)
         x = embedding = self.dropout(self.embedding_norm(x))
         states: list[Any] = []
         outputs: list[Hidden] = []
@@ -252,10 +263,6 @@ class TokenNetwork(nn.Module):
         name: NormName = self.config.norm if present else "none"
         return build_norm(name, self.config.width, eps=self.config.norm_eps)
 
-    def _encode_positions(self, x: Hidden, grid: Grid, *, keep: Keep | None) -> Hidden:
-        assert self.position is not None
-        return self.position(x, grid, None, keep)[0]
-
     def _check(
         self,
         x: Hidden,
@@ -268,7 +275,8 @@ class TokenNetwork(nn.Module):
         alike = {"segments": segments, "keep": keep}
         patterns = {name: (tensor, "B T") for name, tensor in alike.items()}
         sizes = check_shapes(x=(x, "B T D"), **patterns, documents=(documents, "B T"))
-        check_positive(T=sizes["T"])
+        if sequence_group(None) is None:
+            check_positive(T=sizes["T"])
         check_devices(x=x, **alike)
         if documents is not None and documents.device not in (x.device, torch.device("cpu")):
             raise ValueError(f"documents is on {documents.device}, expected cpu or {x.device}")
@@ -311,12 +319,16 @@ def _separated(
     x: Hidden, documents: Tokens | None, cu_seqlens: Tensor | Packing | None
 ) -> Documents | None:
     """Return the documents of a batch; None if each is a whole row, which is faster."""
+    group = sequence_group(None)
+    if documents is not None and group is not None:
+        documents = gather_tokens(group, documents.to(x.device), group.lengths(x))
     if documents is not None:
         cu_seqlens = document_offsets(documents)
-    if cu_seqlens is None:
+    packing = packing_over(group, cu_seqlens, x)
+    if packing is None:
         return None
-    packing = packing_of(cu_seqlens, x)
-    return None if packing.sequences == len(x) else Documents(packing)
+    whole = packing.whole if isinstance(packing, PackingShard) else packing
+    return None if whole.sequences == len(x) else Documents(packing)
 
 
 # A state is a tree of nested tuples; its leaves are tensors, numbers and None.

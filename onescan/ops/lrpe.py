@@ -146,7 +146,7 @@ def lrpe_angles(
     shape = as_grid_shape(shape)
     _check_positions(prefix, start)
     if ranks is not None:
-        before = ranks.sum_before(0 if empty else shape[0], theta.device)
+        before = ranks.first_position((0 if empty else shape[0], *shape[1:]), theta.device)
         if not ranks.is_first:
             if prefix:
                 raise ValueError(

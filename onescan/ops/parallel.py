@@ -40,8 +40,10 @@ Rules:
   derivatives are supported.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from itertools import accumulate
 from typing import Any
 
@@ -50,6 +52,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 from onescan.messages import named_type
 from onescan.ops.chunks import linear_scan
@@ -63,20 +66,32 @@ class SequenceGroup:
     have to exchange them.
 
     Args:
-        group: A process group of this process.
+        group: A process group of this process, or a device mesh with one dimension.
         lengths: Number of tokens on each rank. If None, ranks exchange them when an op needs them.
+        prefix: Number of tokens on the first rank that are not part of the grid, such as a class
+            token. Included in `lengths`.
 
     Raises:
         ValueError: If group is not a process group of this process, or lengths is not one
             non-negative integer per rank.
     """
 
-    def __init__(self, group: Any, lengths: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, group: Any, lengths: Sequence[int] | None = None, *, prefix: int = 0
+    ) -> None:
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"group is a mesh with {group.ndim} dimensions, expected one of them, such as "
+                    "mesh['sequence']"
+                )
+            group = group.get_group()
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(
                 f"group is {named_type(group)}, expected a process group of this process"
             )
         self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.is_reversed = False  # whether ranks are in reverse order
         if lengths is not None:
             are_whole = all(isinstance(n, int) and n >= 0 for n in lengths)
             if len(lengths) != self.size or not are_whole:
@@ -84,6 +99,18 @@ class SequenceGroup:
                     f"lengths is {lengths!r}, expected a whole number for each of {self.size} ranks"
                 )
         self._lengths = None if lengths is None else list(lengths)
+        self.prefix = prefix
+
+    def reversed(self) -> "SequenceGroup":
+        """Return the group in reverse order, for tokens that each rank has flipped."""
+        group = copy(self)
+        group.rank, group.is_reversed = self.size - 1 - self.rank, not self.is_reversed
+        group._lengths = None if self._lengths is None else self._lengths[::-1]
+        return group
+
+    def ordered(self, of_ranks: Iterable[Any]) -> list[Any]:
+        """Return items of the process group's ranks in this order, or items in this order back."""
+        return list(of_ranks)[:: -1 if self.is_reversed else 1]
 
     @property
     def is_first(self) -> bool:
@@ -110,34 +137,52 @@ class SequenceGroup:
             )
         return list(self._lengths)
 
-    def sum_before(self, number: int, device: torch.device) -> Tensor:
-        """Return the sum of a number over all earlier ranks, [], without waiting for the device."""
-        return self.gather_number(number, device)[: self.rank].sum()
+    def without_prefix(self) -> "SequenceGroup":
+        """Return the group of the tokens of the grid."""
+        group = copy(self)
+        group.prefix = 0
+        if self._lengths is not None:
+            group._lengths = [self._lengths[0] - self.prefix, *self._lengths[1:]]
+        return group
+
+    def first_position(self, shape: tuple[int, ...], device: torch.device) -> int | Tensor:
+        """Return the position of this rank's first token along the first axis of a grid.
+
+        Does not wait for the device.
+
+        Args:
+            shape: The part of the grid on this rank, possibly empty.
+            device: Device of the result, unless the lengths are known.
+        """
+        if self._lengths is None:
+            return self.gather_number(shape[0], device)[: self.rank].sum()
+        before = sum(self._lengths[: self.rank]) - (0 if self.is_first else self.prefix)
+        return before // math.prod(shape[1:])
 
     def gather_number(self, number: int, device: torch.device) -> Tensor:
         """Gather a number from each rank, [W], without waiting for the device."""
         own = torch.tensor([number], device=device)
         numbers = own.new_empty(self.size, 1)
-        dist.all_gather(list(numbers), own, group=self.group)
+        dist.all_gather(self.ordered(numbers), own, group=self.group)
         return numbers.squeeze(1)
 
 
-Group = SequenceGroup | dist.ProcessGroup
+Group = SequenceGroup | dist.ProcessGroup | DeviceMesh
 
 _current: SequenceGroup | None = None
 
 
 @contextmanager
 def sequence_parallel(group: Group | None) -> Iterator[None]:
-    """Shard the token axis of all ops in a `with` block across a process group.
+    """Shard the tokens of all models and ops in a `with` block across a process group.
 
-    Sets the default of their ``group`` argument, for the whole process rather than one thread. With
-    activation checkpointing, the backward pass must also run inside the context. Other parts of a
-    model, such as pooling and learned positions, are not affected.
+    A model receives this rank's part of its input along the first axis: rows of images, in whole
+    patches, frames of video, or tokens of text. Sets the default of the ops' ``group`` argument,
+    for the whole process rather than one thread. The backward pass may run outside of the block.
 
     Args:
-        group: A process group, or a `SequenceGroup` with the length of each rank. None disables
-            sharding.
+        group: A process group, a device mesh with one dimension, or a `SequenceGroup`. None
+            disables sharding.
 
     Raises:
         ValueError: If group is not a process group of this process.
@@ -166,6 +211,48 @@ def _as_sequence_group(group: Any) -> SequenceGroup:
 def refuse_group(group: SequenceGroup, what: str, reason: str) -> None:
     """Raise ValueError for a call that cannot run over several ranks."""
     raise ValueError(f"group has {group.size} ranks, but {what} runs on one: {reason}")
+
+
+def known_lengths(x: Tensor) -> AbstractContextManager[None]:
+    """Exchange the number of tokens x, [B, T, ...], of each rank once, for a `with` block.
+
+    Raises:
+        ValueError: If no rank of the context's group has tokens.
+    """
+    group = sequence_group(None)
+    if group is None:
+        return nullcontext()
+    lengths = group.lengths(x)
+    if not any(lengths):
+        raise ValueError("T is 0 on every rank, expected at least one token in the sequence")
+    return sequence_parallel(SequenceGroup(group.group, lengths))
+
+
+def without_group() -> AbstractContextManager[None]:
+    """Run the ops of a `with` block on this rank alone."""
+    return nullcontext() if sequence_group(None) is None else sequence_parallel(None)
+
+
+def in_current_group(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs later in the group of the context of this call, if any.
+
+    For activation checkpointing, which calls it again in the backward pass.
+    """
+    group = sequence_group(None)
+    if group is None:
+        return function
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with sequence_parallel(group):
+            return function(*arguments, **options)
+
+    return run
+
+
+def is_first_rank() -> bool:
+    """Return whether this rank has the first tokens of a sequence, and any prefix tokens."""
+    group = sequence_group(None)
+    return group is None or group.is_first
 
 
 def is_empty(group: SequenceGroup | None, x: Any) -> bool:
@@ -215,6 +302,45 @@ def gather(group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     return _Gather.apply(group, *tensors)
 
 
+def sum_over_ranks(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Sum tensors over the ranks of the context's group, if any."""
+    group = sequence_group(None)
+    return tensors if group is None else tuple(x.sum(0) for x in gather(group, *tensors))
+
+
+def from_first_rank(x: Tensor) -> Tensor:
+    """Return the first rank's tensor in the context's group, if any; all have the same shape."""
+    group = sequence_group(None)
+    return x if group is None else gather(group, x)[0][0]
+
+
+def select_rank(
+    group: SequenceGroup, x: Tensor, is_candidate: Tensor, *, last: bool = False
+) -> Tensor:
+    """Return each sample of x, [B, ...], from the first or last rank where it is a candidate.
+
+    Args:
+        group: The ranks.
+        x: The samples.
+        is_candidate: Whether this rank has the sample, [B]. Samples without any candidate are
+            those of the first or last rank.
+        last: Select the last candidate instead of the first.
+    """
+    samples, candidates = gather(group, x, is_candidate)
+    if last:
+        samples, candidates = samples.flip(0), candidates.flip(0)
+    return samples[candidates.int().argmax(dim=0), torch.arange(len(x), device=x.device)]
+
+
+def last_token(x: Tensor) -> Tensor:
+    """Return the last token of the whole sequence, [B, 1, D], given those of this rank."""
+    group = sequence_group(None)
+    if group is None:
+        return x[:, -1:]
+    has_tokens = x.new_full((len(x),), x.shape[1] > 0, dtype=torch.bool)
+    return select_rank(group, F.pad(x, (0, 0, 1, 0))[:, -1:], has_tokens, last=True)
+
+
 def exchange(
     group: SequenceGroup, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
 ) -> list[Tensor]:
@@ -225,10 +351,11 @@ def exchange(
         parts: The tensor for each rank, in one dtype.
         shapes: The shape of the tensor from each rank.
     """
+    parts, shapes = group.ordered(parts), group.ordered(shapes)
     send, receive = [x.numel() for x in parts], [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat([x.reshape(-1) for x in parts])
     received = _Exchange.apply(group, flat, send, receive).split(receive)
-    return [x.view(shape) for x, shape in zip(received, shapes, strict=True)]
+    return group.ordered(x.view(shape) for x, shape in zip(received, shapes, strict=True))
 
 
 def carry(
@@ -253,6 +380,117 @@ def carry(
         before, last = linear_scan(state, added, kept, backward=backward > 0)
         carried.append((before[:, :, group.rank], last))
     return carried
+
+
+def last_tokens(x: Tensor, keep: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """Return the last `count` real tokens of x, [B, T, D], after zeros if there are fewer.
+
+    Returns:
+        The tokens, [B, count, D], and which of them are real, [B, count].
+    """
+    missing = max(count - x.shape[1], 0)
+    keep = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
+    x, keep = F.pad(x, (0, 0, missing, 0)), F.pad(keep, (missing, 0))
+    index = keep.byte().argsort(dim=1, stable=True)[:, keep.shape[1] - count :]
+    real = keep.gather(1, index)
+    tokens = x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+    return tokens.masked_fill(~real.unsqueeze(-1), 0), real
+
+
+def carry_tokens(
+    group: SequenceGroup,
+    sides: Sequence[tuple[Tensor, Tensor | None]],
+    count: int,
+    *,
+    before: Tensor | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Carry the last real tokens of each rank to the ranks after it.
+
+    Args:
+        group: The ranks.
+        sides: The tokens of this rank, [B, T, D], and which of them are real (None for all), for
+            the forward and, if any, the backward direction, in which they are flipped.
+        count: Number of tokens to carry.
+        before: The last tokens before the first rank in the forward direction, [B, count, D], read
+            there; None for zeros.
+
+    Returns:
+        For each direction, the last `count` tokens before those of this rank, and the last ones of
+        all ranks, after zeros if there are fewer.
+    """
+    ends = [last_tokens(x, keep, count) for x, keep in sides]
+    enters = before if group.is_first else None
+    if enters is not None:
+        tokens, real = ends[0]
+        enters = enters.to(tokens.dtype)
+        tokens, real = torch.cat([enters, tokens], dim=1), F.pad(real, (count, 0), value=True)
+        ends[0] = last_tokens(tokens, real, count)
+    marked = (torch.cat([x, real.unsqueeze(-1)], dim=-1) for x, real in ends)
+    carried = []
+    for backward, gathered in enumerate(gather(group, *marked)):
+        rank = torch.arange(group.size, device=gathered.device)
+        is_earlier = rank > group.rank if backward else rank < group.rank
+        if backward:
+            gathered, is_earlier = gathered.flip(0), is_earlier.flip(0)
+        tokens, real = gathered[..., :-1], gathered[..., -1] > 0  # W B count
+        earlier = real & is_earlier[:, None, None]
+        of_all, before_own = (
+            last_tokens(tokens.transpose(0, 1).flatten(1, 2), y.transpose(0, 1).flatten(1), count)
+            for y in (real, earlier)
+        )
+        carried.append((before_own[0], of_all[0]))
+    if enters is not None:
+        carried[0] = carried[0][0] + enters, carried[0][1]
+    return carried
+
+
+def permute(
+    group: SequenceGroup, lengths: Sequence[int], order: Tensor, tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """Permute the tokens of all ranks. Each rank keeps its number of tokens.
+
+    Tensors of one dtype are exchanged together, and masks with those of the first one. If all
+    tokens stay on their ranks, nothing is exchanged.
+
+    Args:
+        group: The ranks.
+        lengths: Number of tokens on each rank.
+        order: The token at each place, [T] for the tokens of all ranks, on the CPU.
+        tensors: This rank's part of each tensor, [B, T, ...].
+    """
+    ends = torch.tensor([*accumulate(lengths)])
+    start, stop = int(ends[group.rank]) - lengths[group.rank], int(ends[group.rank])
+    source, target = (
+        torch.bucketize(x, ends, right=True) for x in (order, torch.arange(len(order)))
+    )
+    device = tensors[0].device
+    if torch.equal(source, target):
+        index = (order[start:stop] - start).to(device, non_blocking=True)
+        return [x.index_select(1, index) for x in tensors]
+    is_own = source == group.rank
+    sent, received = (
+        x.bincount(minlength=group.size).tolist() for x in (target[is_own], source[start:stop])
+    )
+    arrival = source[start:stop].argsort(stable=True).argsort()
+    leaving, arriving = (x.to(device, non_blocking=True) for x in (order[is_own] - start, arrival))
+    dtypes = [tensors[0].dtype if x.dtype == torch.bool else x.dtype for x in tensors]
+    permuted = list(tensors)
+    for dtype in dict.fromkeys(dtypes):
+        some = [i for i, other in enumerate(dtypes) if other == dtype]
+        flat = [tensors[i].unsqueeze(-1).flatten(2).to(dtype) for i in some]
+        widths = [x.shape[2] for x in flat]
+        parts = torch.cat(flat, dim=2).index_select(1, leaving).split(sent, dim=1)
+        shapes = [(len(flat[0]), count, sum(widths)) for count in received]
+        moved = torch.cat(exchange(group, parts, shapes), dim=1).index_select(1, arriving)
+        for i, x in zip(some, moved.split(widths, dim=2), strict=True):
+            permuted[i] = x.reshape(tensors[i].shape).to(tensors[i].dtype)
+    return permuted
+
+
+def gather_tokens(group: SequenceGroup, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the tokens of all ranks, [B, T, ...], given those of this rank and their numbers."""
+    shapes = [(x.shape[0], length, *x.shape[2:]) for length in lengths]
+    return torch.cat(exchange(group, [x] * group.size, shapes), dim=1)
 
 
 def halo(group: SequenceGroup, x: Tensor, lengths: Sequence[int], radius: int) -> list[Tensor]:
@@ -288,7 +526,7 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         own = _as_bytes([x.unsqueeze(0) for x in tensors])
         together = own.new_empty(group.size, own.shape[1])
-        dist.all_gather(list(together), own[0], group=group.group)
+        dist.all_gather(group.ordered(together), own[0], group=group.group)
         return _from_bytes(together, tensors)
 
     @staticmethod
@@ -296,6 +534,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         sent = _as_bytes(gradients)
         received = torch.empty_like(sent)
+        sent = sent.flip(0) if ctx.group.is_reversed else sent
         dist.all_to_all_single(received, sent, group=ctx.group.group)
         parts = _from_bytes(received, [x[0] for x in gradients])
         return None, *(x.sum(0) for x in parts)

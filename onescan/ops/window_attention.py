@@ -7,8 +7,7 @@ from torch import Tensor
 
 from onescan.checks import is_known
 from onescan.ops.chunks import number_of_chunks
-from onescan.ops.packing import Packing
-from onescan.shapes import CachedKeep, CachedKeys, HeadsFirst
+from onescan.shapes import CachedKeep, CachedKeys, CachedSequence, HeadsFirst
 
 MIN_BLOCK = 64  # tokens; smaller blocks are slower on a CPU
 
@@ -21,7 +20,7 @@ def window_attention(
     window: int,
     causal: bool,
     keep: CachedKeep | None = None,
-    packing: Packing | None = None,
+    sequence: CachedSequence | None = None,
     dropout: float = 0.0,
 ) -> HeadsFirst:
     """Compute o_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s over |t - s| <= window.
@@ -37,13 +36,14 @@ def window_attention(
         causal: Whether queries read only their own and earlier tokens.
         keep: True for real tokens, [B, S]. Other tokens count as positions but are read only by
             themselves, so that no softmax is empty.
-        packing: Sequences that do not read each other; requires S = T.
+        sequence: Index of the sequence of each of the S tokens, [B, S], for packed sequences, which
+            do not read each other. None for a single one.
         dropout: Dropout probability of the attention weights.
     """
     tokens, cached = q.shape[2], k.shape[2] - q.shape[2]
     labels = torch.zeros(1, k.shape[2], dtype=torch.int64, device=q.device)
-    if packing is not None:
-        labels = packing.sequence
+    if sequence is not None:
+        labels = sequence
     if keep is not None:
         labels = labels.masked_fill(~keep, -1)
     block = max(window, MIN_BLOCK)

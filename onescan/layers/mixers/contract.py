@@ -1,14 +1,17 @@
 """The interface of mixers, which makes them interchangeable in a block."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_whole
 from onescan.layers.mixers.projections import Projections
 from onescan.messages import named_type
+from onescan.ops.parallel import SequenceGroup, sequence_group
 from onescan.shapes import Grid, Hidden, Keep
 
 Direction = Literal["both", "forward", "backward", "alternating"]
@@ -220,3 +223,36 @@ def masked(x: Hidden, keep: Keep | None) -> Hidden:
 def flipped(x: Tensor | None) -> Any:
     """Reverse the order of tokens; None and tensors per head, [H], are returned unchanged."""
     return x if x is None or x.ndim == 1 else x.flip(1)
+
+
+def both_directions(
+    scan: Callable[..., Tensor],
+    forward: Sequence[Tensor | None],
+    backward: Sequence[Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a causal scan of tokens, and of another one of the flipped tokens.
+
+    Both scans are one call, side by side in the batch; over the ranks of a group, they are two.
+
+    Args:
+        scan: Function of the inputs and of `group`, as in the ops.
+        forward: Inputs of the forward scan.
+        backward: Inputs of the backward scan, in the order of the tokens.
+    """
+    if sequence_group(None) is None:
+        pairs = zip(forward, map(flipped, backward), strict=True)
+        together = (None if a is None else torch.cat([a, b]) for a, b in pairs)
+        past, future = scan(*together, group=None).chunk(2)
+    else:
+        past = scan(*forward, group=scan_group(backward=False))
+        future = scan(*map(flipped, backward), group=scan_group(backward=True))
+    return past, flipped(future)
+
+
+def scan_group(*, backward: bool) -> SequenceGroup | None:
+    """Return the group of `sequence_parallel`, in the order in which a scan visits its ranks.
+
+    A backward scan flips the tokens of each rank and reverses the ranks.
+    """
+    group = sequence_group(None)
+    return group.reversed() if backward and group is not None else group

@@ -27,9 +27,10 @@ from onescan.layers.mixers.contract import (
     check_blocks,
     flipped,
     masked,
+    scan_group,
 )
 from onescan.layers.mixers.projections import Projections, merged_projections
-from onescan.layers.tokens import snake_orders
+from onescan.layers.scans import SnakeScans
 from onescan.ops.delta_rule import DeltaState, Form, delta_rule
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.gating import gated
@@ -240,26 +241,24 @@ class DeltaRuleMixer(Mixer):
         if config.gate != "none":
             u, gate = u.split([sum(self.qkv_widths), self.in_widths[-1]], dim=-1)
         inputs: Any = (u, self.beta(x), self.log_decay(x), keep)
-        orders = snake_orders(grid, x.device) if config.scan == "natural" else ()
-        if orders:  # scans are concatenated along the batch
-            inputs = [
-                y if y is None else torch.cat([y.index_select(1, order.token) for order in orders])
-                for y in inputs
-            ]
+        scans = SnakeScans(grid, x) if config.scan == "natural" else None
+        if scans is not None:
+            inputs = scans.visit([inputs] * len(scans.orders))
         u, beta, log_decay, real = map(flipped, inputs) if backward else inputs
+        group = scan_group(backward=backward)
         if self.conv is not None:
-            u, window = self.conv(u, keep=real, state=window)
+            u, window = self.conv(u, keep=real, state=window, group=group)
         q, k, v = self.heads(u)
         new_state: Any
         o, new_state = delta_rule(
             q, k, v, beta, log_decay,
             causal=config.direction != "both", causal_block=config.causal_block, keep=real,
             cu_seqlens=cu_seqlens, state=attention, form=config.form, chunk_size=config.chunk_size,
+            group=group,
         )  # fmt: skip
         o = flipped(o) if backward else o
-        if orders:
-            each = zip(o.chunk(len(orders)), orders, strict=True)
-            o = torch.stack([y.index_select(1, order.step) for y, order in each]).mean(dim=0)
+        if scans is not None:
+            o = scans.mean(o)
         o = self.norm(o).flatten(-2) if config.norm_heads else self.norm(o.flatten(-2))
         if gate is not None:
             gate = gate if self.gate_proj is None else self.gate_proj(gate)

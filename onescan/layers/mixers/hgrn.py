@@ -1,5 +1,6 @@
 """HGRN: an element-wise, complex-valued recurrence with forget gates that are bounded below."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -11,11 +12,19 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_positive
 from onescan.layers.basic import EPS
 from onescan.layers.decays import bounded_decay, small_linear
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, MixerConfig, flipped, masked
+from onescan.layers.mixers.contract import (
+    DirectedMixerConfig,
+    Mixer,
+    MixerConfig,
+    flipped,
+    masked,
+    scan_group,
+)
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.gating import gated
 from onescan.ops.lrpe import lrpe_angles, lrpe_frequencies
-from onescan.ops.numerics import to_accumulation_dtype
+from onescan.ops.numerics import to_accumulation_dtype, to_float64, wrap_angle
+from onescan.ops.parallel import SequenceGroup, gather, sequence_parallel
 from onescan.shapes import FrequencyRow, Grid, Hidden, Keep, LowerBound
 
 Complex = Float[Tensor, "B T D 2"]  # real and imaginary parts
@@ -98,7 +107,8 @@ class HGRNMixer(Mixer):
         new_state: Any = None
         for theta, backward in zip(self.theta, self.config.is_backward, strict=True):
             c, enter, log_decay, real = map(flipped, inputs) if backward else inputs
-            h, new_state = self._scan(c, enter, log_decay, theta, real, state)
+            group = scan_group(backward=backward)
+            h, new_state = self._scan(c, enter, log_decay, theta, real, state, group)
             states.append(flipped(h) if backward else h)
         h = sum(states[1:], start=states[0])
         o = self.norm(h.mT.flatten(-2).to(self.norm.weight.dtype))
@@ -113,27 +123,42 @@ class HGRNMixer(Mixer):
         theta: FrequencyRow,
         keep: Keep | None,
         state: DecayState | None,
+        group: SequenceGroup | None,
     ) -> tuple[Complex, DecayState | None]:
         """Return h of every token and, if the mixer is causal, the state after the last one."""
-        angles = self._angles(theta, c.shape[1], keep)
+        angles, last = self._angles(theta, c.shape[1], keep, group)
         v = rotated(c, -angles)
         k = enter.unsqueeze(-1)
         new_state: Any
         o, new_state = decay_attention(
             torch.ones_like(k), k, v, log_decay, causal=True, keep=keep, state=state,
             form=self.config.form, chunk_size=self.config.chunk_size,
-            return_state=self.config.is_causal,
+            return_state=self.config.is_causal, group=group,
         )  # fmt: skip
         if new_state is not None:
-            last = angles[..., -1, :].unsqueeze(-2)  # 1 D or B 1 D
             kv = rotated(new_state.kv.transpose(1, 2), last).transpose(1, 2)  # B D 1 2
             new_state = new_state._replace(kv=kv)
         return rotated(o, angles), new_state
 
-    def _angles(self, theta: FrequencyRow, tokens: int, keep: Keep | None) -> TokenAngles:
-        """Return theta times the number of real tokens so far, [T, D], or [B, T, D] with `keep`."""
-        angles = lrpe_angles((tokens + 1,), theta.unsqueeze(0)).squeeze(1)  # from 0 on
-        return angles[1:] if keep is None else angles[keep.cumsum(dim=1)]
+    def _angles(
+        self, theta: FrequencyRow, tokens: int, keep: Keep | None, group: SequenceGroup | None
+    ) -> tuple[TokenAngles, Tensor]:
+        """Return theta times the number of real tokens up to each token, and of all.
+
+        The angles are [T, D] and [1, D], or [B, T, D] and [B, 1, D] with `keep`.
+        """
+        with nullcontext() if group is None else sequence_parallel(None):
+            angles = lrpe_angles((tokens + 1,), theta.unsqueeze(0)).squeeze(1)  # from 0 on
+        angles = angles[1:] if keep is None else angles[keep.cumsum(dim=1)]
+        if group is None:
+            return angles, angles[..., -1:, :]
+        real = theta.new_tensor([[tokens]]) if keep is None else keep.sum(dim=1)[:, None, None]
+        (numbers,) = gather(group, real.long())
+        before, total = (
+            wrap_angle(to_float64(n) * theta).to(angles.dtype)
+            for n in (numbers[: group.rank].sum(dim=0), numbers.sum(dim=0))
+        )
+        return before + angles, total
 
 
 def rotated(x: Complex, angles: TokenAngles) -> Complex:

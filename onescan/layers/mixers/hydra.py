@@ -11,9 +11,11 @@ from onescan.checks import check_choice, check_positive
 from onescan.layers.basic import build_norm
 from onescan.layers.convolution import RealFirst, ShortConvolution
 from onescan.layers.decays import Mamba2Decay
-from onescan.layers.mixers.contract import Mixer, MixerConfig, flipped, masked
+from onescan.layers.mixers.contract import Mixer, MixerConfig, both_directions, masked
+from onescan.layers.mixers.rwkv6 import previous_tokens
 from onescan.ops.decay_attention import Form, decay_attention
 from onescan.ops.numerics import to_accumulation_dtype
+from onescan.ops.parallel import SequenceGroup, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, Values
 
 EPS = 1e-5  # of the output's norm
@@ -95,7 +97,8 @@ class HydraMixer(Mixer):
     def _mix(self, x: Hidden, real: Keep | None) -> Hidden:
         """Mix tokens whose first ones are real (`real` is True), and whose others are zero."""
         z, u = self.in_proj(x).split(self.in_widths, dim=-1)
-        u = F.silu(self.conv(u)[0])
+        group = sequence_group(None)  # whose next rank has real tokens after padding
+        u = F.silu(self.conv(u, keep=real if group is not None else None)[0])
         u, *keys = u.split([self.in_widths[0], *self.key_widths], dim=-1)
         diagonal = self.diagonal_proj(u)
         # Sums may overflow float16.
@@ -108,20 +111,35 @@ class HydraMixer(Mixer):
         self, x: Hidden, keys: list[Tensor], v: Values, real: Keep | None
     ) -> Values:
         """Compute both directions in one causal call, the reversed tokens appended to the batch."""
-        config = self.config
-        forward, backward = keys[:2], keys[-2:]
-        k, q = (
-            torch.cat([a, flipped(b)]).unsqueeze(2).expand(-1, -1, config.num_heads, -1)
-            for a, b in zip(forward, backward, strict=True)
+        forward, backward = zip(*map(_halves, self.decay(x)), strict=True)
+        before, after = both_directions(
+            self._before, (*keys[:2], *forward, v, real), (*keys[-2:], *backward, v, real)
         )
-        log_decay, dt = (torch.cat([a, flipped(b)]) for a, b in map(_halves, self.decay(x)))
+        return before + after
+
+    def _before(
+        self,
+        k: Tensor,
+        q: Tensor,
+        log_decay: Tensor,
+        dt: Tensor,
+        v: Values,
+        real: Keep | None,
+        *,
+        group: SequenceGroup | None,
+    ) -> Values:
+        """Compute the state space model of the tokens before each token."""
+        config = self.config
+        k, q = (y.unsqueeze(2).expand(-1, -1, config.num_heads, -1) for y in (k, q))
         o, _ = decay_attention(
-            q, k * dt, torch.cat([v, flipped(v)]), log_decay, causal=True,
-            keep=None if real is None else torch.cat([real, flipped(real)]),
-            form=config.form, chunk_size=config.chunk_size, return_state=False,
+            q, k * dt, v, log_decay, causal=True, keep=real, form=config.form,
+            chunk_size=config.chunk_size, return_state=False, group=group,
         )  # fmt: skip
-        before, after = F.pad(o, (0, 0, 0, 0, 1, -1)).unflatten(0, (2, -1))  # shift
-        return before + flipped(after)
+        if group is None:
+            return F.pad(o, (0, 0, 0, 0, 1, -1))  # shift
+        flat = o.flatten(2)
+        first = flat.new_zeros(len(flat), flat.shape[2])
+        return previous_tokens(flat, real, first, group)[0].view_as(o)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

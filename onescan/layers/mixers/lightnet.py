@@ -38,6 +38,7 @@ from onescan.ops.numerics import (
     to_autocast_dtype,
 )
 from onescan.ops.packing import Packing
+from onescan.ops.parallel import SequenceGroup, gather, sequence_group, sum_over_ranks
 from onescan.shapes import (
     Angles,
     Grid,
@@ -272,8 +273,11 @@ class LightNetMixer(Mixer):
         config = self.config
         position = 0 if state is None else state.position
         seen = position + (q.shape[1] - grid.prefix)
+        group = sequence_group(None)
+        if group is not None and config.state_block is not None:
+            seen = position + sum(group.without_prefix().lengths(q[:, grid.prefix :]))
         angles: Angles | RotaryPositions | None = None
-        if config.lrpe and len(grid.shape) == 1 and not grid.prefix:
+        if config.lrpe and len(grid.shape) == 1 and not grid.prefix and group is None:
             angles = RotaryPositions(self.theta, position)
         elif config.lrpe:
             start = _first_axis_position(position, grid)
@@ -326,7 +330,8 @@ class LightNetMixer(Mixer):
             )  # fmt: skip
         if keep is not None:
             k = k * keep[:, :, None, None]
-        return torch.einsum("bthf,bhfv->bthv", q, torch.einsum("bthf,bthv->bhfv", k, v)), None
+        (kv,) = sum_over_ranks(torch.einsum("bthf,bthv->bhfv", k, v))
+        return torch.einsum("bthf,bhfv->bthv", q, kv), None
 
     def _state(
         self,
@@ -386,17 +391,47 @@ def _log_gain(
     both = torch.stack([k, decay_logits]).double()
     if keep is not None:
         both = both.masked_fill(~keep[:, :, None, None], LOG_ZERO)
+    if (group := sequence_group(None)) is not None:
+        return _log_gain_over_ranks(group, both, before, block=block)
     if block is None:
         z = both.logsumexp(dim=2, keepdim=True)
     else:
         z = logcumsumexp(both.flatten(-2)).view_as(both)
         if before is not None and before[1] is not None:
             z = logaddexp(z, torch.stack([before[0], before[1]]).unsqueeze(2))
-        if block > 1:
-            place = torch.arange(z.shape[2], device=z.device)
-            ends = place - place % block + block - 1
-            z = z.index_select(2, ends.clamp(max=z.shape[2] - 1))
-    return z[0] - z[1], z[1, :, -1]
+    return _at_block_ends(z[0] - z[1], block), z[1, :, -1]
+
+
+def _at_block_ends(x: Tensor, block: int | None) -> Tensor:
+    """Replace each token, [B, T, ...], by the last one of its block."""
+    if block is None or block == 1:
+        return x
+    place = torch.arange(x.shape[1], device=x.device)
+    return x.index_select(1, (place - place % block + block - 1).clamp(max=x.shape[1] - 1))
+
+
+def _log_gain_over_ranks(
+    group: SequenceGroup,
+    both: Tensor,
+    before: tuple[LogNormalizer, LogNormalizer | None] | None,
+    *,
+    block: int | None,
+) -> tuple[Tensor, LogNormalizer]:
+    """Compute `_log_gain` from this rank's keys and decay logits, [2, B, T, H, K]."""
+    # A first token without weight, as a rank may have no others.
+    both = F.pad(both, (0, 0, 0, 0, 1, 0), value=LOG_ZERO)
+    z = logcumsumexp(both.flatten(-2)).view_as(both)
+    (ends,) = gather(group, z[:, :, -1])  # W 2 B H K
+    if before is not None and before[1] is not None:
+        ends = torch.cat([torch.stack([before[0], before[1]]).to(ends).unsqueeze(0), ends])
+    total = ends.logsumexp(dim=0)
+    if block is None:
+        z = total.unsqueeze(2)
+    else:
+        count = len(ends) - group.size + group.rank  # of earlier ranks, and the state
+        earlier = F.pad(ends[:count], (0, 0) * 4 + (1, 0), value=LOG_ZERO).logsumexp(dim=0)
+        z = logaddexp(z[:, :, 1:], earlier.unsqueeze(2))
+    return _at_block_ends(z[0] - z[1], block), total[1]
 
 
 def _scaled(o: Values, log_scale: Tensor) -> Values:

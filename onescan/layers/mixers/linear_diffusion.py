@@ -6,6 +6,7 @@ parts (Sec. 3.3), and the cross-attention of its decoder (Sec. 3.6).
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
@@ -30,6 +31,7 @@ from onescan.ops.linear_diffusion import (
 )
 from onescan.ops.numerics import disable_autocast, safe_divide, to_accumulation_dtype
 from onescan.ops.packing import Packing
+from onescan.ops.parallel import SequenceGroup, sequence_group, sequence_parallel
 from onescan.shapes import (
     DiffusionKernels,
     Grid,
@@ -275,10 +277,14 @@ class LinearDiffusionMixer(Mixer):
             )
         h = x[:, grid.prefix :].unflatten(1, grid.shape)  # B axes D
         real = None if keep is None else keep[:, grid.prefix :].unflatten(1, grid.shape)
+        group = sequence_group(None)
         for axis, diffusion in enumerate(self.diffusions, start=1):
             lines = h.movedim(axis, -2)  # B others n D
             kept = None if real is None else real.movedim(axis, -1).flatten(0, -2)
-            moved = diffusion(lines.flatten(0, -3), keep=kept)
+            # only the first axis lies across ranks, and lengths are those of tokens
+            ranks = SequenceGroup(group.group) if group is not None and axis == 1 else None
+            with nullcontext() if group is None else sequence_parallel(ranks):
+                moved = diffusion(lines.flatten(0, -3), keep=kept)
             h = moved.view(lines.shape).movedim(-2, axis)
         return torch.cat([x[:, : grid.prefix], h.flatten(1, len(grid.shape))], dim=1)
 

@@ -39,11 +39,12 @@ from onescan.layers.mixers.contract import (
     check_blocks,
     flipped,
     masked,
+    scan_group,
 )
 from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import RotaryAngles, check_rotary, rotary_angles, rotated
-from onescan.layers.tokens import Order, snake_orders
+from onescan.layers.scans import SnakeScans
 from onescan.ops.decay_attention import DecayAt, DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.gating import gated
@@ -55,6 +56,7 @@ from onescan.ops.numerics import (
     to_autocast_dtype,
 )
 from onescan.ops.packing import Packing
+from onescan.ops.parallel import gather, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, Keys, LowerBound, Position, Queries, Values
 
 MeanDecays = Float[Tensor, "scans H"] | Float[Tensor, "scans H K"]
@@ -296,11 +298,11 @@ class LionMixer(Mixer):
         if self.config.gate != "none":
             u, gate = u.split([sum(self.qkv_widths), self.in_widths[-1]], dim=-1)
         angles = self._angles(u, grid, position)
-        decays = self._decay_outputs(x, lower_bound)
+        decays = [_without_prefix(d, grid.prefix) for d in self._decay_outputs(x, lower_bound)]
         if self.config.scan == "flat":
             u, window = self._convolved(u, keep, window)
             in_op = self._op_maps_features(decays[0])
-            scan = _scan(self._qkv(u, angles, mapped=not in_op), decays[0], grid.prefix)
+            scan = _scan(self._qkv(u, angles, mapped=not in_op), decays[0])
             normalize, name = self.config.normalize, self.config.feature_map
             feature_map: FeatureMapName = name if in_op else "identity"
             o, attention = self._attend(scan, keep, attention, normalize, cu_seqlens, feature_map)
@@ -316,7 +318,7 @@ class LionMixer(Mixer):
         o = o if keep is None else masked(o, keep)
         if attention is None or (self.conv is None and angles is None):
             return o, attention
-        seen = None if angles is None else position + x.shape[1] - grid.prefix
+        seen = None if angles is None else position + self._length(x, grid)
         return o, LionState(attention, window, seen)
 
     def _unpacked(
@@ -333,6 +335,11 @@ class LionMixer(Mixer):
         position = 0 if state.position is None else state.position  # a tensor in exported programs
         return state.attention, state.window, position
 
+    def _length(self, x: Hidden, grid: Grid) -> Position:
+        """Return the number of tokens without the prefix, on all ranks of a group."""
+        own, group = x.shape[1] - grid.prefix, sequence_group(None)
+        return own if group is None else int(group.gather_number(own, x.device).sum())
+
     def _angles(self, u: Hidden, grid: Grid, start: Position) -> RotaryAngles | None:
         if not self.config.rotary:
             return None
@@ -345,7 +352,8 @@ class LionMixer(Mixer):
         if self.conv is None:
             return u, None
         if self.config.direction == "backward":
-            return flipped(self.conv(flipped(u), keep=flipped(keep))[0]), None
+            group = scan_group(backward=True)
+            return flipped(self.conv(flipped(u), keep=flipped(keep), group=group)[0]), None
         return self.conv(u, keep=keep, state=window)
 
     def _op_maps_features(self, decay: DecayOutput) -> bool:
@@ -433,6 +441,7 @@ class LionMixer(Mixer):
             causal_block=config.causal_block, decay_at=config.decay_at, normalize=normalize,
             keep=keep, cu_seqlens=cu_seqlens, state=state, form=config.form,
             chunk_size=config.chunk_size, return_state=config.state_block is not None,
+            group=scan_group(backward=backward),
         )  # fmt: skip
         return flipped(o) if backward else o, new_state
 
@@ -450,36 +459,25 @@ class LionMixer(Mixer):
                 f"x has {u.shape[1]} tokens and {grid} {grid.tokens} on {len(grid.shape)} axes, "
                 f"expected as many, on {len(decays)} axes"
             )
-        orders = snake_orders(grid, u.device)
-        if self.conv is None:
-            projected = [self._qkv(u, angles)] * len(orders)
+        scans = SnakeScans(grid, u)
+        inputs = [(_per_token(d.log_decay, u), d.key, keep) for d in decays]
+        if self.conv is None and scans.group is None:  # project once for all scans
+            qkv = self._qkv(u, angles)
+            q, k, v, log_decay, key, keep = scans.visit([(*qkv, *each) for each in inputs])
+            qkv = q, k, v
         else:
-            along = (self._convolved_along(u, order, keep) for order in orders)
-            projected = [self._qkv(each, angles) for each in along]
-        scans = [_scan(*each, grid.prefix) for each in zip(projected, decays, strict=True)]
+            u, log_decay, key, keep = scans.visit([(u, *each) for each in inputs])
+            qkv = self._qkv(self._convolved(u, keep)[0], angles)
+        q, k, log_decay, v = _scan(qkv, DecayOutput(log_decay, key))
         normalizes = self.config.normalize == "sum"
-        values = [scan.v for scan in scans]
         if normalizes:  # outputs for values of 1 are the row sums, which are not rounded
-            values = [F.pad(v, (0, 1), value=1.0) for v in to_accumulation_dtype(*values)]
-        together = Scan(
-            _reordered([scan.q for scan in scans], orders),
-            _reordered([scan.k for scan in scans], orders),
-            _reordered([_per_token(scan.log_decay, scan.q) for scan in scans], orders),
-            _reordered(values, orders),
-        )
-        keep = _reordered([keep] * len(scans), orders)
-        o, _ = self._attend(together, keep, state=None, normalize="none")
-        each = zip(o.unflatten(0, (len(scans), u.shape[0])).unbind(), orders, strict=True)
-        o = torch.stack([x.index_select(1, order.step) for x, order in each]).mean(dim=0)
+            (v,) = to_accumulation_dtype(v)
+            v = F.pad(v, (0, 1), value=1.0)
+        o, _ = self._attend(Scan(q, k, log_decay, v), keep, state=None, normalize="none")
+        o = scans.mean(o)
         if normalizes:
             o = safe_divide(o[..., :-1], o[..., -1:])
         return o
-
-    def _convolved_along(self, u: Hidden, order: Order, keep: Keep | None) -> Hidden:
-        """Convolve the tokens in this order, and return them in their own."""
-        keep = None if keep is None else keep.index_select(1, order.token)
-        u, _ = self._convolved(u.index_select(1, order.token), keep)
-        return u.index_select(1, order.step)
 
     def _features(self, x: Hidden, angles: RotaryAngles | None, *, mapped: bool) -> Keys:
         """Apply the feature map and the rotation, and repeat a group for each of its heads."""
@@ -492,21 +490,26 @@ class LionMixer(Mixer):
         return x.repeat_interleave(self.num_heads // self.config.num_heads, dim=2)
 
 
-def _scan(qkv: tuple[Queries, Keys | None, Values], decay: DecayOutput, prefix: int) -> Scan:
-    """Apply the decay's factor to the keys, and convert them to the dtype of the queries.
+def _without_prefix(decay: DecayOutput, prefix: int) -> DecayOutput:
+    """Disable input-dependent decays for the prefix.
 
-    Input-dependent decays are disabled for the prefix. A fixed decay per head also applies to the
-    prefix: lambda^|i - j| between any two tokens.
+    A fixed decay per head also applies to the prefix: lambda^|i - j| between any two tokens.
     """
+    log_decay = decay.log_decay
+    if not prefix or log_decay is None or log_decay.ndim == 1:
+        return decay
+    before = (0, 0) * (log_decay.ndim - 2) + (prefix, 0)
+    return decay._replace(log_decay=F.pad(log_decay[:, prefix:], before))
+
+
+def _scan(qkv: tuple[Queries, Keys | None, Values], decay: DecayOutput) -> Scan:
+    """Apply the decay's factor to the keys, and convert them to the dtype of the queries."""
     (q, k, v), (log_decay, key) = qkv, decay
     if k is None:
         assert key is not None, "a decay that provides keys returned none"
         k = key
     elif key is not None:
         k = k * key
-    if prefix and log_decay is not None and log_decay.ndim > 1:
-        before = (0, 0) * (log_decay.ndim - 2) + (prefix, 0)
-        log_decay = F.pad(log_decay[:, prefix:], before)
     return Scan(q, k.to(q.dtype), log_decay, v)
 
 
@@ -515,19 +518,15 @@ def _divided_by_row_sum(q: Queries, k: Keys, keep: Keep | None) -> Queries:
     q, k = to_accumulation_dtype(q, k)
     with disable_autocast(q):
         k_sum = k.sum(dim=1) if keep is None else torch.einsum("bthk,bt->bhk", k, keep.to(k.dtype))
+        if (group := sequence_group(None)) is not None:
+            k_sum = gather(group, k_sum)[0].sum(0)
         return safe_divide(q, torch.einsum("bthk,bhk->bth", q, k_sum).unsqueeze(-1))
 
 
-def _per_token(log_decay: LogDecay | None, q: Queries) -> LogDecay | None:
+def _per_token(log_decay: LogDecay | None, x: Hidden) -> LogDecay | None:
     if log_decay is None or log_decay.ndim > 1:
         return log_decay
-    return log_decay.expand(q.shape[:3])
-
-
-def _reordered(each: Sequence[Tensor | None], orders: Sequence[Order]) -> Any:
-    """Reorder the tokens of each scan, and concatenate the scans along the batch."""
-    given = [(x, order) for x, order in zip(each, orders, strict=True) if x is not None]
-    return torch.cat([x.index_select(1, order.token) for x, order in given]) if given else None
+    return log_decay.expand(*x.shape[:2], -1)
 
 
 RETNET = FixedDecayConfig(init="retnet", learnable=False)

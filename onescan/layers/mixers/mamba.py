@@ -1,6 +1,7 @@
 """Mamba and Vim: a selective state space model with a short convolution and an output gate."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -11,9 +12,17 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_positive
 from onescan.layers.convolution import ShortConvolution, Window
 from onescan.layers.decays import MambaDecayConfig
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
+from onescan.layers.mixers.contract import (
+    DirectedMixerConfig,
+    Mixer,
+    flipped,
+    masked,
+    scan_group,
+)
+from onescan.layers.scans import whole_grid
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.numerics import to_accumulation_dtype
+from onescan.ops.parallel import Group, permute, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, Keys
 
 PrefixPosition = Literal["start", "middle"]
@@ -111,21 +120,24 @@ class MambaMixer(Mixer):
         if state is not None:
             config.check_state(state, grid)
             self.check_state(state, MambaState, causal=config.is_causal)
-        prefix = grid.prefix if config.prefix_position == "middle" else 0
-        half = (x.shape[1] - prefix) // 2
-        x, real = (_swapped(y, prefix, half) for y in (masked(x, keep), keep))
+        moves = config.prefix_position == "middle"
+        x, real = masked(x, keep), keep
+        if moves:
+            x, real = _prefix_moved([x, real], grid)
         u, *gates = self.in_proj(x).split(self.in_widths, dim=-1)
         outputs: list[Tensor] = []
         new_state: Any = None
         for scan, backward in zip(self.scans, config.is_backward, strict=True):
             inputs = (u, real)
             v, seen = map(flipped, inputs) if backward else inputs
-            y, new_state = scan(v, keep=seen, state=state)
+            y, new_state = scan(v, keep=seen, state=state, group=scan_group(backward=backward))
             outputs.append(flipped(y) if backward else y)
         y = sum(outputs[1:], start=outputs[0])
         for z in gates:
             y = y * F.silu(z)
-        o = _swapped(self.out_proj(y.to(x.dtype)), half, prefix)
+        o = self.out_proj(y.to(x.dtype))
+        if moves:
+            (o,) = _prefix_moved([o], grid, back=True)
         return masked(o, keep), new_state if config.is_causal else None
 
 
@@ -151,12 +163,17 @@ class SelectiveSSM(nn.Module):
         self.skip = nn.Parameter(torch.ones(inner)) if config.skip else None
 
     def forward(
-        self, x: Hidden, *, keep: Keep | None = None, state: MambaState | None = None
+        self,
+        x: Hidden,
+        *,
+        keep: Keep | None = None,
+        state: MambaState | None = None,
+        group: Group | None = None,
     ) -> tuple[Hidden, MambaState]:
-        """Read tokens forward; see `Mixer.forward` for the arguments."""
+        """Read tokens forward; see `Mixer.forward` and the ops for the arguments."""
         config = self.config
         window, attention = (None, None) if state is None else state
-        u, window = self.conv(x, keep=keep, state=window)
+        u, window = self.conv(x, keep=keep, state=window, group=group)
         u = F.silu(u)
         k, q = map(self._channels, self.key_query_proj(u).chunk(2, dim=-1))
         log_decay, dt = self.decay(u)
@@ -166,6 +183,7 @@ class SelectiveSSM(nn.Module):
         o, new_state = decay_attention(
             q, k * dt, u.unsqueeze(-1), log_decay, causal=True, keep=keep, state=attention,
             form=self._form(x), chunk_size=config.chunk_size, return_state=config.is_causal,
+            group=group,
         )  # fmt: skip
         o = o.squeeze(-1)
         o = o if self.skip is None else o + self.skip * u
@@ -181,6 +199,22 @@ class SelectiveSSM(nn.Module):
         groups = self.config.num_heads
         x = x.unflatten(-1, (groups, 1, -1))
         return x.expand(-1, -1, -1, self.conv.out_channels // groups, -1).flatten(2, 3)
+
+
+def _prefix_moved(tensors: Sequence[Tensor | None], grid: Grid, *, back: bool = False) -> list[Any]:
+    """Move the prefix between the halves of the grid's tokens, or back."""
+    x, group = tensors[0], sequence_group(None)
+    assert x is not None, "tokens come before masks"
+    whole = grid
+    if group is not None:
+        whole, lengths = whole_grid(group, grid, x)
+    sizes = whole.prefix, (whole.tokens - whole.prefix) // 2
+    first, second = sizes[::-1] if back else sizes
+    if group is None:
+        return [_swapped(y, first, second) for y in tensors]
+    order = _swapped(torch.arange(whole.tokens).unsqueeze(0), first, second)[0]
+    moved = iter(permute(group, lengths, order, [y for y in tensors if y is not None]))
+    return [None if y is None else next(moved) for y in tensors]
 
 
 def _swapped(x: Tensor | None, first: int, second: int) -> Any:

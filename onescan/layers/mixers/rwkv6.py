@@ -13,11 +13,19 @@ from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
 from onescan.layers.decays import RWKV6DecayConfig
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
+from onescan.layers.mixers.contract import (
+    DirectedMixerConfig,
+    Mixer,
+    both_directions,
+    flipped,
+    masked,
+    scan_group,
+)
 from onescan.layers.mixers.projections import Projection, Projections
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.gating import gated
 from onescan.ops.numerics import to_accumulation_dtype
+from onescan.ops.parallel import Group, carry_tokens, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, Keys, Pooled, Queries, Values
 
 PARTS = 5  # inputs of the token shift: r, k, v, w (decay) and g (gate)
@@ -138,7 +146,8 @@ class RWKV6Mixer(Mixer):
         if state is not None:
             config.check_state(state, grid)
             self.check_state(state, RWKV6State, causal=config.is_causal)
-        check_positive(T=x.shape[1])
+        if sequence_group(None) is None:
+            check_positive(T=x.shape[1])
         x = masked(x, keep)
         backward = config.direction == "backward"
         if backward:
@@ -168,10 +177,12 @@ class RWKV6Mixer(Mixer):
     ) -> tuple[Hidden, Pooled]:
         """Return the token that each token is mixed with, and the last real token."""
         first = x.new_zeros(x.shape[0], x.shape[-1]) if state is None else state.last_token
-        before, last = previous_tokens(x, keep, first.to(x.dtype))
+        group = scan_group(backward=self.config.direction == "backward")
+        before, last = previous_tokens(x, keep, first.to(x.dtype), group)
         if self.config.direction != "both":
             return before, last
-        after, _ = previous_tokens(flipped(x), flipped(keep), first)
+        group = scan_group(backward=True)
+        after, _ = previous_tokens(flipped(x), flipped(keep), first, group)
         return (before + flipped(after)) / 2, last
 
     def _shift(self, x: Hidden, neighbor: Hidden) -> tuple[Hidden, ...]:
@@ -196,14 +207,15 @@ class RWKV6Mixer(Mixer):
         wide_q, wide_k = to_accumulation_dtype(q, k)
         own = (wide_q * self.bonus * wide_k).sum(dim=-1, keepdim=True) * v
         read = partial(read_before_write, form=self.config.form, chunk_size=self.config.chunk_size)
+        inputs = (q, k, v, log_decay)
         if self.config.direction != "both":
-            o, state = read(q, k, v, log_decay, state, return_state=self.config.is_causal)
+            group = scan_group(backward=self.config.direction == "backward")
+            o, state = read(*inputs, state, return_state=self.config.is_causal, group=group)
             return o + own, state
-        # Both directions are one causal call, side by side in the batch.
-        q, k, v, log_decay = (torch.cat([y, flipped(y)]) for y in (q, k, v, log_decay))
-        o, _ = read(q, k, v, log_decay, None, return_state=False)
-        past, future = o.chunk(2)
-        return past + flipped(future) + own, None
+        past, future = both_directions(
+            lambda *each, group: read(*each, return_state=False, group=group)[0], inputs, inputs
+        )
+        return past + future + own, None
 
 
 def read_before_write(
@@ -216,6 +228,7 @@ def read_before_write(
     form: Form = "auto",
     chunk_size: int = 64,
     return_state: bool = True,
+    group: Group | None = None,
 ) -> tuple[Values, DecayState | None]:
     """Return o_t = S_{t-1}^T q_t and S_T, where S_t = diag(exp(a_t)) S_{t-1} + k_t v_t^T.
 
@@ -235,13 +248,19 @@ def read_before_write(
         form: As in `decay_attention`.
         chunk_size: As in `decay_attention`.
         return_state: If False, return None instead of the state.
+        group: As in `decay_attention`.
     """
-    keys, values, decays = (F.pad(x, [0, 0] * (x.ndim - 2) + [1, -1]) for x in (k, v, log_decay))
+    # Over ranks, one more token passes on the state after the last one.
+    last = 0 if sequence_group(group) is None else 1
+    keys, values, decays = (_padded(x, 1, last - 1) for x in (k, v, log_decay))
+    q = _padded(q, 0, last) if last else q
     before: Any
     o, before = decay_attention(
         q, keys, values, decays, causal=True, state=state,
-        form=form, chunk_size=chunk_size, return_state=return_state,
+        form=form, chunk_size=chunk_size, return_state=return_state, group=group,
     )  # fmt: skip
+    if last:
+        return o[:, :-1], before
     if not return_state:
         return o, None
     key, value, log = to_accumulation_dtype(k[:, -1], v[:, -1], log_decay[:, -1])
@@ -250,14 +269,32 @@ def read_before_write(
     return o, DecayState(kv, decay * before.k_sum + key)
 
 
-def previous_tokens(x: Hidden, keep: Keep | None, first: Pooled) -> tuple[Hidden, Pooled]:
+def _padded(x: Tensor, before: int, after: int) -> Tensor:
+    """Add tokens of zeros, or drop them where negative."""
+    return F.pad(x, [0, 0] * (x.ndim - 2) + [before, after])
+
+
+def previous_tokens(
+    x: Hidden, keep: Keep | None, first: Pooled, group: Group | None = None
+) -> tuple[Hidden, Pooled]:
     """Return the last real token before each token, and the last real token of all.
 
     Args:
         x: Tokens.
         keep: True for real tokens; None if all are.
         first: The last real token before x.
+        group: Process group across which the tokens are sharded, as in the ops.
     """
+    if (ranks := sequence_group(group)) is not None:
+        ((before, last),) = carry_tokens(ranks, [(x, keep)], 1, before=first.unsqueeze(1))
+        keep = None if keep is None else F.pad(keep, (1, 0), value=True)
+        x = torch.cat([before, x], dim=1)
+        return _previous(x, keep, first)[0][:, 1:], last[:, 0]
+    return _previous(x, keep, first)
+
+
+def _previous(x: Hidden, keep: Keep | None, first: Pooled) -> tuple[Hidden, Pooled]:
+    """Do the same for the tokens of one process."""
     if keep is None:
         return torch.cat([first.unsqueeze(1), x[:, :-1]], dim=1), x[:, -1].clone()
     place = torch.arange(1, x.shape[1] + 1, device=x.device)

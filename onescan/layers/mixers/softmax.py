@@ -13,9 +13,18 @@ from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import check_rotary, rotary_angles, rotated
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
-from onescan.ops.packing import Packing, packing_of, refuse_cu_seqlens
+from onescan.ops.packing import Packing, PackingShard, refuse_cu_seqlens
+from onescan.ops.parallel import (
+    SequenceGroup,
+    carry_tokens,
+    gather_tokens,
+    halo,
+    packing_over,
+    sequence_group,
+    sequence_parallel,
+)
 from onescan.ops.window_attention import window_attention
-from onescan.shapes import CachedKeep, CachedKeys, Grid, Hidden, Keep
+from onescan.shapes import CachedKeep, CachedKeys, CachedSequence, Grid, Hidden, Keep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,22 +135,26 @@ class SoftmaxMixer(Mixer):
         if self.rotary and self.window is None:  # cached keys are already rotated
             angles = self._angles(grid, q, start=cached)
             q, k = rotated(q, angles), rotated(k, angles)
-        real = keep
+        real, new_state, after = keep, None, 0
         if self.causal:
             real = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
-        if state is not None and real is not None:
+        needs_no_mask = keep is None and state is None  # fused kernels are faster without one
+        if (group := sequence_group(None)) is not None:
+            (k, v, real), new_state, after = self._over_ranks(group, x, k, v, keep, state)
+            needs_no_mask = needs_no_mask and not self.causal
+            q = F.pad(q, (0, 0, 0, after))
+        elif state is not None and real is not None:
             k, v = torch.cat([state.k, k], dim=2), torch.cat([state.v, v], dim=2)
             real = torch.cat([state.keep, real], dim=1)
-        new_state = None
-        if self.causal and real is not None and packing is None:
+        if group is None and self.causal and real is not None:
             new_state = self._state(k, v, real)
+        cached = k.shape[2] - q.shape[2]
         if self.rotary and self.window is not None:
-            angles = self._angles(Grid((k.shape[2],)), q)
+            angles = self._window_angles(k)
             q, k = rotated(q, angles[cached:]), rotated(k, angles)
-        needs_no_mask = keep is None and state is None  # fused kernels are faster without one
         dropout = self.dropout if self.training else 0.0
         if self._window_contains_all(k, packing):
-            mask = None if needs_no_mask else self._mask(real, x.shape[1])
+            mask = None if needs_no_mask else self._mask(real, q.shape[2])
             o = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=self.causal and needs_no_mask, dropout_p=dropout
             )
@@ -149,10 +162,12 @@ class SoftmaxMixer(Mixer):
             assert self.window is not None
             o = window_attention(
                 q, k, v, window=self.window, causal=self.causal, dropout=dropout,
-                keep=None if needs_no_mask else real, packing=packing,
+                keep=None if needs_no_mask else real,
+                sequence=_sequences(packing, cached, after, k.shape[2]),
             )  # fmt: skip
+        o = o[:, :, : x.shape[1]] if after else o
         o = self.out_proj(rearrange(o, "b h t v -> b t (h v)"))
-        return masked(o, keep), new_state
+        return masked(o, keep), new_state if packing is None else None
 
     def _check(
         self, x: Hidden, cu_seqlens: Packing | None, state: Any
@@ -167,7 +182,7 @@ class SoftmaxMixer(Mixer):
                 )
         if self.window is None:
             refuse_cu_seqlens(cu_seqlens, "window None", "a window")
-        return None if cu_seqlens is None else packing_of(cu_seqlens, x, state=state)
+        return packing_over(sequence_group(None), cu_seqlens, x, state=state)
 
     def _window_contains_all(self, k: CachedKeys, packing: Packing | None) -> bool:
         """Return whether the window contains all tokens, or all earlier ones if causal."""
@@ -180,6 +195,13 @@ class SoftmaxMixer(Mixer):
         angles = rotary_angles(grid, q.shape[-1], start=start, dtype=q.dtype, device=q.device)
         return angles.squeeze(1)
 
+    def _window_angles(self, k: CachedKeys) -> Tensor:
+        """Return the angles of the tokens that are read, of which only the differences matter."""
+        if sequence_group(None) is None:
+            return self._angles(Grid((k.shape[2],)), k)
+        with sequence_parallel(None):
+            return self._angles(Grid((k.shape[2] + 1,)), k)[1:]  # a grid is never empty
+
     def _state(self, k: CachedKeys, v: CachedKeys, keep: CachedKeep) -> SoftmaxState:
         """Return the state after the last token."""
         if self.window is None:
@@ -190,6 +212,44 @@ class SoftmaxMixer(Mixer):
         end = k.shape[2]
         k, v = (F.pad(x, (0, 0, self.window, 0))[:, :, end:] for x in (k, v))
         return SoftmaxState(k, v, F.pad(keep, (self.window, 0))[:, end:])
+
+    def _over_ranks(
+        self,
+        group: SequenceGroup,
+        x: Hidden,
+        k: CachedKeys,
+        v: CachedKeys,
+        keep: Keep | None,
+        state: SoftmaxState | None,
+    ) -> tuple[SoftmaxState, SoftmaxState | None, int]:
+        """Return the tokens that this rank reads, and the state after the tokens of all ranks.
+
+        The last ones read are those of this rank, except in a window that is not causal: then they
+        come before those of later ranks, whose number is also returned.
+        """
+        real = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
+        own, before = _joined(k, v, real), None if state is None else _joined(*state)
+        if self.causal and self.window is not None:
+            ((past, last),) = carry_tokens(group, [(own, None)], self.window, before=before)
+            return self._split(past, own), self._split(last), 0
+        lengths = group.lengths(x)
+        if self.causal:
+            if before is not None:
+                lengths[0] += before.shape[1]
+                own = torch.cat([before, own], dim=1) if group.is_first else own
+            together = gather_tokens(group, own, lengths)
+            end = sum(lengths[: group.rank + 1])
+            return self._split(together[:, :end]), self._split(together), 0
+        past, future = halo(group, own, lengths, self.window or sum(lengths))
+        if self.window is None:
+            return self._split(past, future, own), None, 0
+        return self._split(past, own, future), None, future.shape[1]
+
+    def _split(self, *tokens: Tensor) -> SoftmaxState:
+        """Return the keys, values and mask of tokens, the inverse of `_joined`."""
+        x = torch.cat(tokens, dim=1)
+        k, v = rearrange(x[..., :-1], "b s (two h k) -> two b h s k", two=2, h=self.num_heads)
+        return SoftmaxState(k, v, x[..., -1] > 0)
 
     def _mask(self, real: Tensor | None, rows: int) -> Tensor | None:
         """Return a mask of the tokens that the last `rows` tokens read, [B, 1, rows, S].
@@ -207,3 +267,18 @@ class SoftmaxMixer(Mixer):
         s = torch.arange(columns, device=real.device)
         past = t.unsqueeze(1) >= s
         return (mask & past) | (t.unsqueeze(1) == s)
+
+
+def _joined(k: CachedKeys, v: CachedKeys, keep: CachedKeep) -> Tensor:
+    """Concatenate the key, value and mask of each token, [B, S, 2 H K + 1]."""
+    both = rearrange([k, v], "two b h s k -> b s (two h k)")
+    return torch.cat([both, keep.unsqueeze(-1)], dim=-1)
+
+
+def _sequences(
+    packing: Packing | None, before: int, after: int, tokens: int
+) -> CachedSequence | None:
+    """Return the packed sequence of each token that is read, including those of other ranks."""
+    if not isinstance(packing, PackingShard):
+        return None if packing is None else packing.sequence
+    return packing.sequences_around(before, after)[:, :tokens]

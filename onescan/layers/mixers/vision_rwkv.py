@@ -15,10 +15,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.mixers.contract import Mixer, MixerConfig, flipped, masked
+from onescan.layers.mixers.contract import Mixer, MixerConfig, both_directions, masked
 from onescan.layers.mixers.rwkv6 import read_before_write
 from onescan.ops.decay_attention import Form
 from onescan.ops.numerics import safe_divide, to_accumulation_dtype
+from onescan.ops.parallel import SequenceGroup, carry_tokens, gather, sequence_group
 from onescan.shapes import Grid, Hidden, Keep
 
 MAX_GROWTH = 40.0  # largest growth of weights with distance, as a log; exp(89) overflows
@@ -85,7 +86,8 @@ class _ShiftMixer(Mixer):
 
     def _shifted(self, x: Hidden, grid: Grid, keep: Keep | None) -> list[Hidden]:
         """Return x mu + Q-Shift(x) (1 - mu) for each input."""
-        check_positive(T=x.shape[1])
+        if sequence_group(None) is None:
+            check_positive(T=x.shape[1])
         x = masked(x, keep)  # masked tokens are outside the grid
         shifted = quad_shift(x, grid)
         return [shifted + (x - shifted) * mix for mix in self.shift_mix]
@@ -198,28 +200,41 @@ def bi_wkv(
     real = torch.ones_like(k[..., 0], dtype=torch.bool) if keep is None else keep
     # Subtract the maximum over tokens so that exp cannot overflow.
     k = k.masked_fill(~real.unsqueeze(-1), -torch.inf)
-    top = k.detach().amax(dim=1, keepdim=True).clamp(min=torch.finfo(k.dtype).min)
+    top, total = k.detach(), real.sum(dim=1, keepdim=True)  # B 1
+    before = after = torch.zeros_like(total)
+    if (group := sequence_group(None)) is not None:
+        own_top = F.pad(top, (0, 0, 0, 1), value=-torch.inf).amax(dim=1)
+        tops, totals = gather(group, own_top, total)
+        top, total = tops.transpose(0, 1), totals.sum(dim=0)
+        before, after = totals[: group.rank].sum(dim=0), totals[group.rank + 1 :].sum(dim=0)
+    top = top.amax(dim=1, keepdim=True).clamp(min=torch.finfo(k.dtype).min)
     weight = (k - top).exp()
     values = torch.stack([v, torch.ones_like(v)], dim=-1)  # B T D 2
     own = (weight * bonus.exp()).unsqueeze(-1) * values
-    # Both directions are one causal call, side by side in the batch.
-    weight, values, real = (torch.cat([x, flipped(x)]) for x in (weight, values, real))
-    # Decays are at most 1: growth over t - 1 - i steps is a factor of the query and of the key.
-    rate = decay.clamp(min=-MAX_GROWTH) / real.sum(dim=1).clamp(min=1)[:, None, None]  # 2B 1 D
-    growth = (-rate).clamp(min=0)
-    position = real.cumsum(dim=1).unsqueeze(-1) - 1  # 2B T 1
-    log_decay = -rate.clamp(min=0) * real.unsqueeze(-1)
-    o, _ = read_before_write(
-        (growth * (position - 1)).exp().unsqueeze(-1),
-        (weight * (-growth * position).exp()).unsqueeze(-1),
-        values,
-        log_decay,
-        form=form,
-        chunk_size=chunk_size,
-        return_state=False,
-    )
-    past, future = o.chunk(2)
-    sums = past + flipped(future) + own
+    rate = decay.clamp(min=-MAX_GROWTH) / total.clamp(min=1).unsqueeze(-1)  # B 1 D
+
+    def scan(
+        weight: Tensor, values: Tensor, real: Tensor, rate: Tensor, before: Tensor, *, group: Any
+    ) -> Tensor:
+        # Decays are at most 1: growth over t - 1 - i steps is a factor of the query and of the key.
+        growth = (-rate).clamp(min=0)
+        position = (before + real.cumsum(dim=1)).unsqueeze(-1) - 1  # B T 1
+        log_decay = -rate.clamp(min=0) * real.unsqueeze(-1)
+        o, _ = read_before_write(
+            (growth * (position - 1)).exp().unsqueeze(-1),
+            (weight * (-growth * position).exp()).unsqueeze(-1),
+            values,
+            log_decay,
+            form=form,
+            chunk_size=chunk_size,
+            return_state=False,
+            group=group,
+        )
+        return o
+
+    inputs = (weight, values, real, rate)
+    past, future = both_directions(scan, (*inputs, before), (*inputs, after))
+    sums = past + future + own
     return safe_divide(sums[..., 0], sums[..., 1])
 
 
@@ -241,10 +256,22 @@ def quad_shift(x: Hidden, grid: Grid) -> Hidden:
     group = x.shape[-1] // (2 * axes)
     inside = x[:, grid.prefix :].unflatten(1, grid.shape)
     *groups, rest = inside.split([group] * 2 * axes + [x.shape[-1] - 2 * axes * group], dim=-1)
-    shifted = []
-    for i, part in enumerate(groups):
+    shifted, ranks = [], sequence_group(None)
+    for i, part in enumerate(groups if ranks is None else groups[:-2]):
         step = -1 if i % 2 else 1
         padding = [0, 0] * (i // 2 + 1) + [step, -step]  # of the channels, then the last axes
         shifted.append(F.pad(part, padding))
+    if ranks is not None:
+        shifted += _neighboring_rows(ranks, *groups[-2:])
     moved = torch.cat([*shifted, rest], dim=-1).flatten(1, axes)
     return torch.cat([x[:, : grid.prefix], moved], dim=1)
+
+
+def _neighboring_rows(ranks: SequenceGroup, previous: Tensor, following: Tensor) -> list[Tensor]:
+    """Return the previous row of one tensor, [B, rows, ...], and the next row of the other."""
+    sides = [(previous.flatten(2), None), (following.flatten(2).flip(1), None)]
+    (before, _), (after, _) = carry_tokens(ranks, sides, 1)
+    return [
+        torch.cat([before.unflatten(2, previous.shape[2:]), previous], dim=1)[:, :-1],
+        torch.cat([following, after.unflatten(2, following.shape[2:])], dim=1)[:, 1:],
+    ]

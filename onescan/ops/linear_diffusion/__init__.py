@@ -37,6 +37,7 @@ from onescan.ops.packing import Packing, PackingShard
 from onescan.ops.parallel import (
     Group,
     SequenceGroup,
+    carry_tokens,
     halo,
     one_token,
     packing_over,
@@ -226,9 +227,16 @@ def diffusion_operator(
 
 
 def next_state(
-    state: DiffusionState | None, x: Values, keep: Keep | None, *, radius: int
+    state: DiffusionState | None,
+    x: Values,
+    keep: Keep | None,
+    *,
+    radius: int,
+    group: Group | None = None,
 ) -> DiffusionState:
     """Return the state after the tokens x, given the state before them, or None at the start.
+
+    With a `group`, as in `linear_diffusion`, it is the state after the tokens of all ranks.
 
     Raises:
         ValueError: If the state has another radius, or radius is not an integer of at least 0.
@@ -247,6 +255,12 @@ def next_state(
     if state is None:
         zeros = x.new_zeros(x.shape[0], radius, *x.shape[2:])
         state = DiffusionState(zeros, keep.new_zeros(x.shape[0], radius))
+    if (ranks := sequence_group(group)) is not None and radius:
+        marked, before = (
+            torch.cat([x.flatten(2), keep.unsqueeze(-1)], dim=-1) for x, keep in ((x, keep), state)
+        )
+        ((_, last),) = carry_tokens(ranks, [(marked, None)], radius, before=before)
+        return DiffusionState(last[..., :-1].view_as(state.x), last[..., -1] > 0)
     return DiffusionState(_last(state.x, x, radius), _last(state.keep, keep, radius))
 
 

@@ -1,0 +1,64 @@
+"""Snake scans along each axis of a grid, on one process or over the ranks of a group."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onescan.layers.tokens import snake_orders
+from onescan.ops.parallel import SequenceGroup, permute, sequence_group
+from onescan.shapes import Grid, Hidden
+
+
+class SnakeScans:
+    """One snake scan of a grid along each axis, of which a mixer takes the mean.
+
+    If the grid is sharded across a process group, each rank visits a part of every scan, with as
+    many steps as it has tokens. Only the scan along the first axis moves tokens between ranks.
+
+    Args:
+        grid: Layout of the tokens of this rank.
+        x: The tokens.
+    """
+
+    def __init__(self, grid: Grid, x: Hidden) -> None:
+        self.group, device = sequence_group(None), x.device
+        if self.group is not None:
+            grid, self.lengths = whole_grid(self.group, grid, x)
+            device = torch.device("cpu")
+        self.orders = snake_orders(grid, device)
+
+    def visit(self, scans: Sequence[Sequence[Tensor | None]]) -> list[Any]:
+        """Reorder the inputs of each scan, [B, T, ...], and concatenate them along the batch.
+
+        Inputs that are None in all scans remain None.
+        """
+        some = [i for i, x in enumerate(scans[0]) if x is not None]
+        each = zip(scans, self.orders, strict=True)
+        moved = [self._permuted(order.token, [scan[i] for i in some]) for scan, order in each]
+        visited: list[Any] = [None] * len(scans[0])
+        for i, *inputs in zip(some, *moved, strict=True):
+            visited[i] = torch.cat(inputs)
+        return visited
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean of the scans' outputs at each token, the batch as in `visit`."""
+        scans = x.unflatten(0, (len(self.orders), -1)).unbind()
+        each = zip(scans, self.orders, strict=True)
+        restored = [self._permuted(order.step, [y])[0] for y, order in each]
+        return torch.stack(restored).mean(dim=0)
+
+    def _permuted(self, order: Tensor, tensors: Sequence[Any]) -> list[Tensor]:
+        if self.group is None:
+            return [x.index_select(1, order) for x in tensors]
+        return permute(self.group, self.lengths, order, tensors)
+
+
+def whole_grid(group: SequenceGroup, grid: Grid, x: Hidden) -> tuple[Grid, list[int]]:
+    """Return the grid of all ranks and the number of tokens of each, given those of this rank."""
+    lengths = group.lengths(x)
+    rows = int(group.gather_number(grid.shape[0], x.device).sum())
+    shape = (rows, *grid.shape[1:])
+    return Grid(shape, sum(lengths) - math.prod(shape)), lengths
