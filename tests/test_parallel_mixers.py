@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import assert_same_over_ranks, run_ranks, split
+from ranks import Traffic, assert_same_over_ranks, run_ranks, split
 from torch.func import functional_call
 
 from onescan.configs import replace
@@ -30,6 +30,7 @@ from onescan.layers.mixers import (
     SoftmaxMixerConfig,
     VisionRWKVMixerConfig,
 )
+from onescan.ops.packing import Packing, PackingShard
 from onescan.ops.parallel import SequenceGroup, sequence_parallel
 from onescan.shapes import Grid
 
@@ -43,12 +44,8 @@ RETENTION = LionMixerConfig(
 )  # fmt: skip
 DIFFUSION = LinearDiffusionMixerConfig(num_heads=HEADS, kernels=2, sigmas=(0.5, 1.0), max_sigma=1.5)
 DELTA = DeltaRuleMixerConfig(**SMALL, conv_size="auto", gate="silu")
-DELTAS = {
-    "delta rule": DELTA,
-    "gated": GatedDeltaNetMixerConfig(**SMALL),
-    "kda": KDAMixerConfig(**SMALL, gate_rank=4),
-    "product": DeltaProductMixerConfig(**SMALL),
-}
+KDA = KDAMixerConfig(**SMALL, gate_rank=4)
+NATURAL = replace(LION, {"scan": "natural"})
 
 
 def directed(**configs):
@@ -75,7 +72,12 @@ MIXERS = {
         "mamba": replace(LINEAR_TRANSFORMERS["mamba"], {"state_size": 3}),
         "kernel of one": replace(LION, {"conv_size": 1}),
     },
-    "delta": directed(**DELTAS),
+    "delta": directed(gated=GatedDeltaNetMixerConfig(**SMALL))
+    | {
+        "delta rule": DELTA,
+        "kda": replace(KDA, {"direction": "backward"}),
+        "product": DeltaProductMixerConfig(**SMALL, direction="forward"),
+    },
     "recurrent": directed(
         hgrn=HGRNMixerConfig(**SMALL),
         rwkv6=RWKV6MixerConfig(**SMALL, shift_rank=3, decay_rank=3),
@@ -102,16 +104,12 @@ MIXERS = {
     },
 }
 GRIDS = {
-    "lion": directed(
-        natural=replace(LION, {"scan": "natural"}),
-        convolution=replace(LION, {"scan": "natural", "conv_size": 3}),
-    )
+    "lion": directed(natural=NATURAL)
     | {
-        "fixed": replace(LION, {"scan": "natural", "decay": FixedDecayConfig()}),
-        "no decay": replace(LION, {"scan": "natural", "decay": NoDecayConfig()}),
-        "keys": replace(
-            LION, {"scan": "natural", "decay": HGRN2DecayConfig(), "normalize": "none"}
-        ),
+        "convolution": replace(NATURAL, {"conv_size": 3, "direction": "backward"}),
+        "fixed": replace(NATURAL, {"decay": FixedDecayConfig()}),
+        "no decay": replace(NATURAL, {"decay": NoDecayConfig()}),
+        "keys": replace(NATURAL, {"decay": HGRN2DecayConfig(), "normalize": "none"}),
         "flat": LION,
     },
     "delta": directed(natural=replace(DELTA, {"scan": "natural"})),
@@ -124,6 +122,26 @@ GRIDS = {
     "softmax": {"softmax": SoftmaxMixerConfig(num_heads=HEADS)},
     "diffusion": {"flat": DIFFUSION, "separable": replace(DIFFUSION, {"separable": True})},
 }
+
+
+# Offsets of two rows of T tokens: sequences on one rank or several, ends where ranks end.
+OFFSETS = torch.tensor([0, 1, 1, 3, 8, T, T + 6, T + 7, 2 * T], dtype=torch.int32)
+PACKED = {
+    "lion": LION,
+    "lion, forward": replace(LION, {"direction": "forward", "normalize": "max_one"}),
+    "delta": replace(DELTA, {"conv_size": None}),
+    "kda, forward": replace(KDA, {"conv_size": None, "direction": "forward"}),
+    "diffusion": DIFFUSION,
+    "window": MIXERS["softmax"]["softmax, window 3, causal False"],
+    "window, causal": MIXERS["softmax"]["softmax, window 3, causal True"],
+}
+CONSTANT_TRAFFIC = (
+    MIXERS["lion"]["convolution, both"],
+    MIXERS["delta"]["gated, forward"],
+    *(MIXERS["recurrent"][f"{name}, both"] for name in ("hgrn", "rwkv6", "mamba")),
+    MIXERS["recurrent"]["hydra"],
+    MIXERS["softmax"]["softmax, window 3, causal True"],
+)
 
 
 def rand(*shape):
@@ -139,11 +157,28 @@ def tensors_of(state):
     return [torch.as_tensor(state).double()]
 
 
-def check_mixer(config, shape, group, *, prefix=0, masks=False, continues=False):
-    mixer = config.build(width=WIDTH, axes=len(shape)).double()
+def built(config, axes):
+    """Build a mixer in float64 with all parameters perturbed."""
+    mixer = config.build(width=WIDTH, axes=axes).double()
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
+    return mixer
+
+
+def check_mixer(config, shape, group, *, prefix=0, masks=False, continues=False, offsets=None):
+    """Compare a mixer over the ranks of a group with one process.
+
+    Args:
+        config: The mixer.
+        shape: The grid of all ranks; T rows.
+        group: The process group.
+        prefix: Prefix tokens of the first rank.
+        masks: Whether some tokens are masked.
+        continues: Whether the call continues the state of an earlier one.
+        offsets: Offsets of packed sequences.
+    """
+    mixer = built(config, len(shape))
     columns, size = math.prod(shape[1:]), group.size()
 
     def op(x, group, keep=None, past=None, **parameters):
@@ -154,6 +189,11 @@ def check_mixer(config, shape, group, *, prefix=0, masks=False, continues=False)
             return functional_call(mixer, parameters, (x, grid), options)
 
         options = {} if past is None else {"state": call(past)[1]}
+        if offsets is not None:
+            packing = Packing(offsets, batch=B, tokens=T)
+            if group is not None:
+                packing = PackingShard(packing, split(T, size), dist.get_rank(group))
+            options["cu_seqlens"] = packing
         ranks = group
         if size == 3 and group is not None:
             ranks = SequenceGroup(group, SequenceGroup(group).lengths(x))
@@ -176,17 +216,23 @@ def over_ranks(tmp_path):
     return lambda check: run_ranks(4, check, tmp_path)
 
 
+def check_each(configs, group, **options):
+    """Check several mixers, and add the name of one that fails to its error."""
+    for name, config in configs.items():
+        try:
+            continues = options.get("continues", False) and config.is_causal
+            prefix = 0 if continues else options.get("prefix", 0)
+            check_mixer(config, group=group, **options | {"prefix": prefix, "continues": continues})
+        except BaseException as error:
+            error.add_note(name)
+            raise
+
+
 @pytest.mark.parametrize("family", MIXERS)
 def test_tokens(over_ranks, family):
     def check(group):
-        for name, config in MIXERS[family].items():
-            try:
-                continues = config.is_causal and group.size() != 2
-                options = {"masks": group.size() > 2, "continues": continues}
-                check_mixer(config, (T,), group, prefix=0 if continues else 2, **options)
-            except BaseException as error:
-                error.add_note(name)
-                raise
+        options = {"masks": group.size() > 2, "continues": group.size() > 2}
+        check_each(MIXERS[family], group, shape=(T,), prefix=2, **options)
 
     over_ranks(check)
 
@@ -194,12 +240,48 @@ def test_tokens(over_ranks, family):
 @pytest.mark.parametrize("family", GRIDS)
 def test_grids(over_ranks, family):
     def check(group):
-        for name, config in GRIDS[family].items():
-            try:
-                shape = (T, 3) if group.size() < 4 else (T, 2, 3)
-                check_mixer(config, shape, group, prefix=group.size() % 2, masks=group.size() > 2)
-            except BaseException as error:
-                error.add_note(name)
-                raise
+        shape = (T, 3) if group.size() < 4 else (T, 2, 3)
+        masks = group.size() > 2
+        check_each(GRIDS[family], group, shape=shape, prefix=group.size() % 2, masks=masks)
+
+    over_ranks(check)
+
+
+def test_packed_sequences(over_ranks):
+    def check(group):
+        check_each(PACKED, group, shape=(T,), masks=group.size() > 2, offsets=OFFSETS)
+
+    over_ranks(check)
+
+
+def test_collectives(over_ranks):
+    """Natural scans move tokens once in each direction; other mixers do not."""
+
+    def check(group):
+        def traffic_of(config, shape):
+            mixer, x = built(config, len(shape)), rand(B, math.prod(shape), WIDTH)
+            with sequence_parallel(group), Traffic() as traffic:
+                mixer(x, Grid(shape))
+            return traffic
+
+        for config in CONSTANT_TRAFFIC:
+            few, many = (traffic_of(config, (tokens,)) for tokens in (2, 30))
+            assert "all_to_all_single" not in many.calls
+            assert few.bytes == many.bytes
+        for config in (GRIDS["lion"]["natural, both"], GRIDS["delta"]["natural, forward"]):
+            assert traffic_of(config, (4, 3, 2)).calls.count("all_to_all_single") == 2
+            assert "all_to_all_single" not in traffic_of(config, (4,)).calls
+
+    over_ranks(check)
+
+
+def test_a_scheme_that_needs_all_tokens(over_ranks):
+    def check(group):
+        mixer = built(replace(DIFFUSION, {"scheme": "crank_nicolson"}), 1)
+        with (
+            sequence_parallel(group),
+            pytest.raises(ValueError, match="'crank_nicolson' runs on one: it solves a system"),
+        ):
+            mixer(rand(B, 3, WIDTH), Grid((3,)))
 
     over_ranks(check)

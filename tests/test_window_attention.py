@@ -63,7 +63,9 @@ def test_masked_tokens_and_other_sequences_are_not_read(tokens, window, causal):
     own = torch.eye(tokens, dtype=torch.bool)
     mask = reads(tokens, window, causal=causal) & alike & keep[:, None, :] & keep[:, :, None] | own
     expected = reference(q, k, v, mask.unsqueeze(1))
-    y = window_attention(q, k, v, window=window, causal=causal, keep=keep, packing=packing)
+    y = window_attention(
+        q, k, v, window=window, causal=causal, keep=keep, sequence=packing.sequence
+    )
     assert_equal(y, expected, (q, k, v))
 
 

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onescan.layers.tokens import snake_orders
-from onescan.ops.parallel import SequenceGroup, permute, sequence_group
+from onescan.ops.parallel import Permutation, SequenceGroup, sequence_group
 from onescan.shapes import Grid, Hidden
 
 
@@ -24,11 +25,13 @@ class SnakeScans:
     """
 
     def __init__(self, grid: Grid, x: Hidden) -> None:
-        self.group, device = sequence_group(None), x.device
-        if self.group is not None:
-            grid, self.lengths = whole_grid(self.group, grid, x)
-            device = torch.device("cpu")
-        self.orders = snake_orders(grid, device)
+        self.group = sequence_group(None)
+        self.orders: Sequence[tuple[Any, Any]]  # in which tokens are visited, and back
+        if self.group is None:
+            self.orders = snake_orders(grid, x.device)
+        else:
+            whole, lengths = whole_grid(self.group, grid, x)
+            self.orders = _orders_over_ranks(whole, tuple(lengths), self.group.rank, x.device)
 
     def visit(self, scans: Sequence[Sequence[Tensor | None]]) -> list[Any]:
         """Reorder the inputs of each scan, [B, T, ...], and concatenate them along the batch.
@@ -37,7 +40,7 @@ class SnakeScans:
         """
         some = [i for i, x in enumerate(scans[0]) if x is not None]
         each = zip(scans, self.orders, strict=True)
-        moved = [self._permuted(order.token, [scan[i] for i in some]) for scan, order in each]
+        moved = [self._permuted(order, [scan[i] for i in some]) for scan, (order, _) in each]
         visited: list[Any] = [None] * len(scans[0])
         for i, *inputs in zip(some, *moved, strict=True):
             visited[i] = torch.cat(inputs)
@@ -47,13 +50,26 @@ class SnakeScans:
         """Return the mean of the scans' outputs at each token, the batch as in `visit`."""
         scans = x.unflatten(0, (len(self.orders), -1)).unbind()
         each = zip(scans, self.orders, strict=True)
-        restored = [self._permuted(order.step, [y])[0] for y, order in each]
+        restored = [self._permuted(back, [y])[0] for y, (_, back) in each]
         return torch.stack(restored).mean(dim=0)
 
-    def _permuted(self, order: Tensor, tensors: Sequence[Any]) -> list[Tensor]:
+    def _permuted(self, order: Any, tensors: Sequence[Any]) -> list[Tensor]:
         if self.group is None:
             return [x.index_select(1, order) for x in tensors]
-        return permute(self.group, self.lengths, order, tensors)
+        return order(self.group, tensors)
+
+
+@lru_cache(maxsize=4)  # for the scans of all layers
+@torch.inference_mode(False)  # so that later calls may have gradients
+def _orders_over_ranks(
+    grid: Grid, lengths: tuple[int, ...], rank: int, device: torch.device
+) -> list[tuple[Permutation, Permutation]]:
+    """Return the permutations to each scan of the grid of all ranks, and back."""
+    orders = snake_orders(grid, torch.device("cpu"))
+    return [
+        (Permutation(token, lengths, rank, device), Permutation(step, lengths, rank, device))
+        for token, step in orders
+    ]
 
 
 def whole_grid(group: SequenceGroup, grid: Grid, x: Hidden) -> tuple[Grid, list[int]]:

@@ -388,6 +388,8 @@ def last_tokens(x: Tensor, keep: Tensor | None, count: int) -> tuple[Tensor, Ten
     Returns:
         The tokens, [B, count, D], and which of them are real, [B, count].
     """
+    if keep is None:
+        x = x[:, max(x.shape[1] - count, 0) :]
     missing = max(count - x.shape[1], 0)
     keep = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
     x, keep = F.pad(x, (0, 0, missing, 0)), F.pad(keep, (missing, 0))
@@ -428,63 +430,64 @@ def carry_tokens(
     marked = (torch.cat([x, real.unsqueeze(-1)], dim=-1) for x, real in ends)
     carried = []
     for backward, gathered in enumerate(gather(group, *marked)):
-        rank = torch.arange(group.size, device=gathered.device)
-        is_earlier = rank > group.rank if backward else rank < group.rank
-        if backward:
-            gathered, is_earlier = gathered.flip(0), is_earlier.flip(0)
-        tokens, real = gathered[..., :-1], gathered[..., -1] > 0  # W B count
-        earlier = real & is_earlier[:, None, None]
-        of_all, before_own = (
-            last_tokens(tokens.transpose(0, 1).flatten(1, 2), y.transpose(0, 1).flatten(1), count)
-            for y in (real, earlier)
-        )
-        carried.append((before_own[0], of_all[0]))
+        visited = (gathered.flip(0) if backward else gathered).transpose(0, 1).flatten(1, 2)
+        tokens, real = visited[..., :-1], visited[..., -1] > 0  # B W * count
+        rank = group.size - 1 - group.rank if backward else group.rank
+        is_earlier = torch.arange(group.size * count, device=real.device) < rank * count
+        entering, last = (last_tokens(tokens, y, count)[0] for y in (real & is_earlier, real))
+        carried.append((entering, last))
     if enters is not None:
         carried[0] = carried[0][0] + enters, carried[0][1]
     return carried
 
 
-def permute(
-    group: SequenceGroup, lengths: Sequence[int], order: Tensor, tensors: Sequence[Tensor]
-) -> list[Tensor]:
-    """Permute the tokens of all ranks. Each rank keeps its number of tokens.
-
-    Tensors of one dtype are exchanged together, and masks with those of the first one. If all
-    tokens stay on their ranks, nothing is exchanged.
+class Permutation:
+    """A permutation of the tokens of all ranks, after which each rank has as many as before.
 
     Args:
-        group: The ranks.
-        lengths: Number of tokens on each rank.
         order: The token at each place, [T] for the tokens of all ranks, on the CPU.
-        tensors: This rank's part of each tensor, [B, T, ...].
+        lengths: Number of tokens on each rank.
+        rank: This rank.
+        device: Device of the tokens.
     """
-    ends = torch.tensor([*accumulate(lengths)])
-    start, stop = int(ends[group.rank]) - lengths[group.rank], int(ends[group.rank])
-    source, target = (
-        torch.bucketize(x, ends, right=True) for x in (order, torch.arange(len(order)))
-    )
-    device = tensors[0].device
-    if torch.equal(source, target):
-        index = (order[start:stop] - start).to(device, non_blocking=True)
-        return [x.index_select(1, index) for x in tensors]
-    is_own = source == group.rank
-    sent, received = (
-        x.bincount(minlength=group.size).tolist() for x in (target[is_own], source[start:stop])
-    )
-    arrival = source[start:stop].argsort(stable=True).argsort()
-    leaving, arriving = (x.to(device, non_blocking=True) for x in (order[is_own] - start, arrival))
-    dtypes = [tensors[0].dtype if x.dtype == torch.bool else x.dtype for x in tensors]
-    permuted = list(tensors)
-    for dtype in dict.fromkeys(dtypes):
-        some = [i for i, other in enumerate(dtypes) if other == dtype]
-        flat = [tensors[i].unsqueeze(-1).flatten(2).to(dtype) for i in some]
-        widths = [x.shape[2] for x in flat]
-        parts = torch.cat(flat, dim=2).index_select(1, leaving).split(sent, dim=1)
-        shapes = [(len(flat[0]), count, sum(widths)) for count in received]
-        moved = torch.cat(exchange(group, parts, shapes), dim=1).index_select(1, arriving)
-        for i, x in zip(some, moved.split(widths, dim=2), strict=True):
-            permuted[i] = x.reshape(tensors[i].shape).to(tensors[i].dtype)
-    return permuted
+
+    def __init__(
+        self, order: Tensor, lengths: Sequence[int], rank: int, device: torch.device
+    ) -> None:
+        ends = torch.tensor([*accumulate(lengths)])
+        own = slice(int(ends[rank]) - lengths[rank], int(ends[rank]))
+        tokens = torch.arange(len(order))
+        source, target = (torch.bucketize(x, ends, right=True) for x in (order, tokens))
+        self.is_local = torch.equal(source, target)  # the same on every rank
+        leaving = order[source == rank] - own.start
+        arriving = source[own].argsort(stable=True).argsort()
+        self.sent, self.received = (
+            x.bincount(minlength=len(lengths)).tolist()
+            for x in (target[source == rank], source[own])
+        )
+        self.leaving, self.arriving = (x.to(device, non_blocking=True) for x in (leaving, arriving))
+
+    def __call__(self, group: SequenceGroup, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tokens at the places of this rank, given its part of each tensor, [B, T, ...].
+
+        Tensors of one dtype are exchanged together, and masks with those of the first one. If all
+        tokens stay on their ranks, nothing is exchanged.
+        """
+        if self.is_local:
+            return [x.index_select(1, self.leaving) for x in tensors]
+        dtypes = [tensors[0].dtype if x.dtype == torch.bool else x.dtype for x in tensors]
+        permuted = list(tensors)
+        for dtype in dict.fromkeys(dtypes):
+            some = [i for i, other in enumerate(dtypes) if other == dtype]
+            flat = [tensors[i].unsqueeze(-1).flatten(2).to(dtype) for i in some]
+            widths = [x.shape[2] for x in flat]
+            parts = torch.cat(flat, dim=2).index_select(1, self.leaving).split(self.sent, dim=1)
+            shapes = [(len(flat[0]), count, sum(widths)) for count in self.received]
+            arrived = torch.cat(exchange(group, parts, shapes), dim=1)
+            moved = arrived.index_select(1, self.arriving).split(widths, dim=2)
+            for i, x in zip(some, moved, strict=True):
+                permuted[i] = x.reshape(tensors[i].shape).to(tensors[i].dtype)
+        return permuted
 
 
 def gather_tokens(group: SequenceGroup, x: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -176,6 +176,11 @@ class Mixer(nn.Module, ABC):
 
         Returns:
             The mixed tokens, and the state after the last token (None if there is none).
+
+        Inside `sequence_parallel`, tokens, grid and mask are those of this rank, whose part of the
+        first axis may be empty; only the first rank has a prefix. A mask or a state is given on all
+        ranks or on none. The state is read on the first rank, and the returned one is that of the
+        whole sequence.
         """
 
     @property

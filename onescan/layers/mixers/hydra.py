@@ -97,8 +97,9 @@ class HydraMixer(Mixer):
     def _mix(self, x: Hidden, real: Keep | None) -> Hidden:
         """Mix tokens whose first ones are real (`real` is True), and whose others are zero."""
         z, u = self.in_proj(x).split(self.in_widths, dim=-1)
-        group = sequence_group(None)  # whose next rank has real tokens after padding
-        u = F.silu(self.conv(u, keep=real if group is not None else None)[0])
+        # On one process, the padding after the real tokens is that of the convolution.
+        keep = None if sequence_group(None) is None else real
+        u = F.silu(self.conv(u, keep=keep)[0])
         u, *keys = u.split([self.in_widths[0], *self.key_widths], dim=-1)
         diagonal = self.diagonal_proj(u)
         # Sums may overflow float16.
@@ -110,7 +111,7 @@ class HydraMixer(Mixer):
     def _strictly_before_and_after(
         self, x: Hidden, keys: list[Tensor], v: Values, real: Keep | None
     ) -> Values:
-        """Compute both directions in one causal call, the reversed tokens appended to the batch."""
+        """Compute shift(SS(u)) in both directions, and add them."""
         forward, backward = zip(*map(_halves, self.decay(x)), strict=True)
         before, after = both_directions(
             self._before, (*keys[:2], *forward, v, real), (*keys[-2:], *backward, v, real)
@@ -128,7 +129,7 @@ class HydraMixer(Mixer):
         *,
         group: SequenceGroup | None,
     ) -> Values:
-        """Compute the state space model of the tokens before each token."""
+        """Compute shift(SS(u)), which reads the tokens before each token."""
         config = self.config
         k, q = (y.unsqueeze(2).expand(-1, -1, config.num_heads, -1) for y in (k, q))
         o, _ = decay_attention(

@@ -22,7 +22,7 @@ from onescan.layers.mixers.contract import (
 from onescan.layers.scans import whole_grid
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.numerics import to_accumulation_dtype
-from onescan.ops.parallel import Group, permute, sequence_group
+from onescan.ops.parallel import Group, Permutation, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, Keys
 
 PrefixPosition = Literal["start", "middle"]
@@ -213,7 +213,8 @@ def _prefix_moved(tensors: Sequence[Tensor | None], grid: Grid, *, back: bool = 
     if group is None:
         return [_swapped(y, first, second) for y in tensors]
     order = _swapped(torch.arange(whole.tokens).unsqueeze(0), first, second)[0]
-    moved = iter(permute(group, lengths, order, [y for y in tensors if y is not None]))
+    permutation = Permutation(order, lengths, group.rank, x.device)
+    moved = iter(permutation(group, [y for y in tensors if y is not None]))
     return [None if y is None else next(moved) for y in tensors]
 
 

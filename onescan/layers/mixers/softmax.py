@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from onescan.checks import check_choice, check_positive, is_known
 from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
@@ -141,7 +142,8 @@ class SoftmaxMixer(Mixer):
         needs_no_mask = keep is None and state is None  # fused kernels are faster without one
         if (group := sequence_group(None)) is not None:
             (k, v, real), new_state, after = self._over_ranks(group, x, k, v, keep, state)
-            needs_no_mask = needs_no_mask and not self.causal
+            if self.causal and self.window is not None:  # which begins before the first token
+                needs_no_mask = False
             q = F.pad(q, (0, 0, 0, after))
         elif state is not None and real is not None:
             k, v = torch.cat([state.k, k], dim=2), torch.cat([state.v, v], dim=2)
@@ -154,9 +156,12 @@ class SoftmaxMixer(Mixer):
             q, k = rotated(q, angles[cached:]), rotated(k, angles)
         dropout = self.dropout if self.training else 0.0
         if self._window_contains_all(k, packing):
-            mask = None if needs_no_mask else self._mask(real, q.shape[2])
+            mask: Any = None if needs_no_mask else self._mask(real, q.shape[2])
+            is_causal = self.causal and needs_no_mask
+            if is_causal and group is not None:  # the last queries and keys are aligned
+                mask, is_causal = causal_lower_right(q.shape[2], k.shape[2]), False
             o = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=self.causal and needs_no_mask, dropout_p=dropout
+                q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout
             )
         else:
             assert self.window is not None
