@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from op_checks import assert_same
 from pairwise import pairwise
 from ranks import assert_same_over_ranks, run_ranks, split
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from onescan.layers.mixers import (
@@ -34,6 +35,7 @@ from onescan.ops import (
 from onescan.ops.additive_decay import reference as additive_reference
 from onescan.ops.decay_attention import reference as decay_reference
 from onescan.ops.delta_rule import reference as delta_reference
+from onescan.ops.parallel import sequence_parallel
 from onescan.shapes import Grid
 
 B, T, H, K, V = 2, 11, 2, 4, 3
@@ -349,6 +351,25 @@ def test_a_mixer_continues_a_grid_after_every_block_and_reads_no_later_block(con
         (reads,) = torch.autograd.grad(want[:, end - COLUMNS].sum(), x, retain_graph=True)
         assert reads[:, end:].abs().max() < 1e-12
         assert reads[:, end - 1].abs().max() > 1e-6  # the last token of the block
+
+
+@pytest.mark.parametrize("name", ["lightnet, separate decay", "lion, convolution", "delta rule"])
+def test_ranks_compute_the_mixers_of_one_process(name, tmp_path):
+    mixer = trained(MIXERS[name], causal_block=COLUMNS)
+
+    def op(x, group, **parameters):
+        grid = Grid((x.shape[1] // COLUMNS, COLUMNS))
+        with sequence_parallel(group):
+            y, state = functional_call(mixer, parameters, (x, grid))
+        return y, [each for each in tree_leaves(state) if isinstance(each, torch.Tensor)]
+
+    def check(group):
+        rows = {2: [0, ROWS], 3: [1, ROWS - 2, 1], 4: [2, 0, ROWS - 2, 0]}[group.size()]
+        tokens = {"x": normal(2, ROWS * COLUMNS, WIDTH)}
+        parameters = dict(mixer.named_parameters())
+        assert_same_over_ranks(op, tokens, parameters, rows, group, per_position=COLUMNS)
+
+    run_ranks(4, check, tmp_path)
 
 
 @over_mixers
