@@ -36,7 +36,9 @@ def check_causal_block(
         )
     if ranks is not None and cu_seqlens is not None:
         refuse_group(
-            ranks, "causal_block with cu_seqlens", "a block would have to begin on each rank"
+            ranks,
+            "causal_block with cu_seqlens",
+            "blocks are counted from the beginning of a sequence, which may be on another rank",
         )
 
 
