@@ -385,6 +385,16 @@ def test_one_token_per_block_is_the_causal_mixer(config):
     assert_same([ours(x, Grid((ROWS, COLUMNS)))[0]], [mixer(x, Grid((ROWS, COLUMNS)))[0]])
 
 
+@pytest.mark.parametrize("name", [name for name in MIXERS if "convolution" not in name])
+def test_one_block_is_the_bidirectional_mixer(name):
+    torch.manual_seed(0)
+    mixer = trained(MIXERS[name])
+    torch.manual_seed(0)
+    ours = trained(MIXERS[name], causal_block=ROWS * COLUMNS)
+    x = normal(2, ROWS * COLUMNS, WIDTH)
+    assert_same([ours(x, Grid((ROWS, COLUMNS)))[0]], [mixer(x, Grid((ROWS, COLUMNS)))[0]])
+
+
 @over_mixers
 def test_a_mixer_has_blocks_only_without_a_prefix_and_another_direction(config):
     mixer = trained(config, causal_block=4)

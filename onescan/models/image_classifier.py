@@ -282,8 +282,8 @@ class ImageClassifier(nn.Module):
             return self._read(images, state, per_block)
 
     def _read(
-        self, images: Grids, state: StreamState | None, per_block: int
-    ) -> tuple[Hidden, StreamState]:
+        self, images: Grids, state: Any, per_block: int
+    ) -> tuple[Hidden, StreamState]:  # Any: user input
         """Read the next part of an image, in blocks of `per_block` patches; see `stream`."""
         x, shape = self.patchify(images)
         group = sequence_group(None)
