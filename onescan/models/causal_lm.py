@@ -258,7 +258,8 @@ def token_losses(
 ) -> TokenScores:
     """Score the label of each token, in chunks, so that memory for logits stays bounded.
 
-    The result equals that of one call, except for rounding.
+    The result equals that of one call, except for rounding. Over several ranks, each reads all of
+    its tokens at once, and only their logits are computed in chunks.
 
     Args:
         model: Model in evaluation mode.

@@ -1,7 +1,8 @@
-"""Sequence parallelism: ops whose token axis is sharded across a process group, in rank order.
+"""Sequence parallelism: models and ops whose tokens are sharded across a process group.
 
-Each rank passes its own tokens to an op with ``group=`` and receives their outputs, which equal
-those of a single process. Shards may have different lengths, and a shard may be empty (T = 0).
+Shards are in rank order. They may have different lengths, and a shard may be empty (T = 0). Each
+rank passes its own tokens to an op with ``group=`` and receives their outputs, which equal those of
+a single process.
 Ranks exchange states and neighboring tokens, whose size does not depend on the number of tokens.
 Only `toeplitz_position` exchanges all tokens, and only if they take less memory than the states. In
 the forward pass, and again in the backward pass, a rank receives from W ranks with T tokens in
@@ -21,6 +22,22 @@ shards, combine those before their own (after it in the backward direction), and
 resulting state. Forms that need all tokens at once are not available: FFTs, and Crank-Nicolson,
 which solves a system over all tokens.
 
+In a block of `sequence_parallel`, each rank passes its part of an input to a model. The first axis
+is sharded: rows of images or frames of video, in whole patches, or tokens of text. In addition to
+the above, ranks exchange their numbers of tokens once per call, the samples that drop path drops,
+and the input of a pooling head:
+
+- Class logits, the logits of ``last_only`` and the states of causal models are the same on every
+  rank. Other outputs are those of the rank's own tokens. Class tokens and other tokens that are not
+  part of the input are on the first rank only.
+- Every rank receives the labels, timesteps and states of all samples, and `keep`, segments and
+  `positions` of its own tokens.
+- Causal models read a prompt over all ranks. Each rank then generates by itself, without
+  collectives; samples are the same if all generators have the same seed.
+- The encoder's tokens of a `SequenceDecoder` are sharded. The decoder's tokens are not.
+- Layers that need all tokens in one process raise an error on every rank: joint MD-TPE kernels, and
+  packed documents in layers without `cu_seqlens`.
+
 Rules:
 
 - All ranks must make the same calls in the same order with the same options, and their inputs must
@@ -32,7 +49,8 @@ Rules:
   state precedes the whole sequence and is read on the first rank only; a state of later tokens is
   read on the last rank only.
 - Gradients are those of the sum of all ranks' losses. The gradient of a tensor that all ranks have,
-  such as a parameter, is only the rank's part: sum it over the ranks.
+  such as a parameter, is only the rank's part: sum it over the ranks. If every rank computes the
+  same loss, from outputs that are the same on every rank, take the mean instead.
 - Every rank that runs the forward pass must also run the backward pass, from a loss that depends on
   its outputs; a rank without a loss multiplies its outputs by 0. All ranks then run the same
   collectives in the same order: each collective is one node of the graph, on which the outputs of
@@ -176,9 +194,9 @@ _current: SequenceGroup | None = None
 def sequence_parallel(group: Group | None) -> Iterator[None]:
     """Shard the tokens of all models and ops in a `with` block across a process group.
 
-    A model receives this rank's part of its input along the first axis: rows of images, in whole
-    patches, frames of video, or tokens of text. Sets the default of the ops' ``group`` argument,
-    for the whole process rather than one thread. The backward pass may run outside of the block.
+    A model receives this rank's part of its input along the first axis. Sets the default of the
+    ops' ``group`` argument, for the whole process rather than one thread. The backward pass may run
+    outside of the block, also with activation checkpointing.
 
     Args:
         group: A process group, a device mesh with one dimension, or a `SequenceGroup`. None
