@@ -37,5 +37,5 @@ def test_a_short_run_prints_bits_and_digits(capsys):
     digits_by_block.main(["--steps", "4", "--samples", "2", "--blocks", "16"])
     first, calls, *rows = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"blocks of 16 pixels: [2-5]\.\d{3} bits per held-out pixel", first)
-    assert calls.startswith("2 images in 4 calls (")
+    assert calls == "2 images in 4 calls"
     assert [len(row) for row in rows] == [8 + 3 + 8] * 8
