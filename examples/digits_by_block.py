@@ -18,8 +18,7 @@ from onescan.layers.mixers import MIXERS
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 
-LEVELS, SIDE = 17, 8  # gray levels, and pixels per row
-PIXELS = SIDE * SIDE
+LEVELS, SIDE, PIXELS = 17, 8, 64  # gray levels, pixels per row, and pixels per image
 SHADES = " .:-=+*#%@"
 
 
