@@ -192,7 +192,7 @@ def check_mixer(config, shape, group, *, prefix=0, masks=False, continues=False,
             options["cu_seqlens"] = packing
         ranks = group
         if size == 3 and group is not None:
-            ranks = SequenceGroup(group, SequenceGroup(group).lengths(x))
+            ranks = SequenceGroup(group, SequenceGroup(group).lengths(x), prefix=prefix)
         with sequence_parallel(ranks):
             y, state = call(x, keep=keep, **options)
         return y, tensors_of(state)
