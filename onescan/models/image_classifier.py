@@ -1,5 +1,6 @@
 """Image classifiers."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
@@ -33,7 +34,7 @@ from onescan.layers.tokens import (
     prefix_token,
 )
 from onescan.messages import named_type
-from onescan.ops.parallel import is_first_rank
+from onescan.ops.parallel import is_first_rank, sequence_group
 from onescan.ops.toeplitz_position import ToeplitzState
 from onescan.shapes import Grid, GridFeatures, GridKeep, Grids, Hidden, Keep, Logits, Pooled
 
@@ -249,7 +250,9 @@ class ImageClassifier(nn.Module):
         """Read the next frames of a video, or the next rows of an image, in constant memory.
 
         Only for causal models without prefix tokens, for example `pool="mean"` with
-        `LightNetMixerConfig(causal=True)`, and without positions or with one-directional MD-TPE.
+        `LightNetMixerConfig(causal=True)`, and without positions or with one-directional MD-TPE. In
+        blockwise causal models, such as those with `LightNetMixerConfig(causal_block=n)`, a part is
+        one or several blocks.
 
         Args:
             images: The next part along the first axis, [B, channels, *sides].
@@ -260,7 +263,8 @@ class ImageClassifier(nn.Module):
             equal `forward_features` of the whole; `forward_head` computes logits from tokens.
 
         Raises:
-            ValueError: If the model cannot stream, or the sizes of other axes have changed.
+            ValueError: If the model cannot stream, the part ends within a block, or the sizes of
+                other axes have changed.
 
         >>> config = ImageClassifierConfig(
         ...     image_size=(8, 32, 32), patch_size=(1, 8, 8), width=48, depth=2, pool="mean",
@@ -273,13 +277,21 @@ class ImageClassifier(nn.Module):
         torch.Size([1, 16, 48])
         """
         check_floating(images=images)
-        self._check_streams()
+        per_block = self._check_streams()
         with self.patchify.known_lengths(images, prefix=0):
-            return self._read(images, state)
+            return self._read(images, state, per_block)
 
-    def _read(self, images: Grids, state: StreamState | None) -> tuple[Hidden, StreamState]:
-        """Read the next part of an image; see `stream`."""
+    def _read(
+        self, images: Grids, state: Any, per_block: int
+    ) -> tuple[Hidden, StreamState]:  # Any: user input
+        """Read the next part of an image, in blocks of `per_block` patches; see `stream`."""
         x, shape = self.patchify(images)
+        group = sequence_group(None)
+        patches = x.shape[1] if group is None else sum(group.lengths(x))
+        if patches % per_block:
+            raise ValueError(
+                f"images have {patches} patches, expected whole blocks of {per_block} patches"
+            )
         if state is None:
             state = StreamState((None,) * len(self.blocks), None, shape[1:])
         elif not isinstance(state, StreamState):
@@ -302,12 +314,17 @@ class ImageClassifier(nn.Module):
             mixers.append(after)
         return self.norm(x), StreamState(tuple(mixers), position, shape[1:])
 
-    def _check_streams(self) -> None:
-        """Raise ValueError if parts of an image cannot be read one after another."""
+    def _check_streams(self) -> int:
+        """Return the number of patches per block of a stream.
+
+        Raises:
+            ValueError: If parts of an image cannot be read one after another.
+        """
         mixers = [self.config.mixer.for_layer(i) for i in range(len(self.blocks))]
         growing = next((mixer for mixer in mixers if mixer.state_grows), None)
         obstacle = None
-        if not all(mixer.is_causal for mixer in mixers):
+        blocks = [mixer.state_block for mixer in mixers]
+        if None in blocks:
             obstacle = "a mixer that is not causal"
         elif growing is not None:
             obstacle = f"{named_type(growing)}, whose state grows with every token"
@@ -319,6 +336,7 @@ class ImageClassifier(nn.Module):
             obstacle = f"position {type(self.position).__name__}, expected ToeplitzPosition or None"
         if obstacle is not None:
             raise ValueError(f"stream was called on a model with {obstacle}")
+        return math.lcm(*(block or 1 for block in blocks))
 
     def forward_intermediates(
         self,

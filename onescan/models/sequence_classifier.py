@@ -36,10 +36,10 @@ class SequenceClassifierConfig(TextEncoderConfig):
         self.check()
         check_positive(num_classes=self.num_classes)
         check_choice("pool", self.pool, get_args(Pool))
-        if self.pool == "first" and self.mixer.is_causal:
+        if self.pool == "first" and self.mixer.state_block is not None:
             raise ValueError(
-                "pool is 'first', but with a causal mixer the first token reads no other; expected "
-                "'mean', 'max' or 'attention'"
+                "pool is 'first', but with a causal mixer the first token reads no later block; "
+                "expected 'mean', 'max' or 'attention'"
             )
         return SequenceClassifier(self)
 

@@ -300,7 +300,7 @@ class TokenNetwork(nn.Module):
             return
         if not isinstance(state, NetworkState):
             raise ValueError(f"state is {named_type(state)}, expected a NetworkState")
-        if not self.config.mixer.is_causal:
+        if self.config.mixer.state_block is None:
             raise ValueError("state was given to a bidirectional model")
         if len(state.blocks) != len(self.blocks):
             raise ValueError(

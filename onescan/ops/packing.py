@@ -61,6 +61,11 @@ class Packing:
         return self._once("sequence", lambda: self._to_device(self._sequence_of_tokens()))
 
     @property
+    def place(self) -> Int[Tensor, "B T"]:
+        """Number of earlier tokens of the same sequence."""
+        return self._once("place", lambda: self._to_device(self._place_of_tokens()))
+
+    @property
     def starts(self) -> Bool[Tensor, "B T"]:
         """Whether each token is the first one of its sequence."""
         return self._once("starts", lambda: self._to_device(self._starts_of_tokens()))
@@ -127,7 +132,6 @@ class Packing:
         return F.pad((self._place_of_tokens() == 0)[:, 1:], (0, 1), value=True)
 
     def _place_of_tokens(self) -> Tensor:
-        """Return the number of earlier tokens of the same sequence, [B, T]."""
         sequence = self._sequence_of_tokens()
         tokens = torch.arange(self.batch * self.tokens, device=self.cu_seqlens.device)
         return tokens.view_as(sequence) - self.cu_seqlens.long()[sequence]

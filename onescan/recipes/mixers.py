@@ -35,7 +35,7 @@ NAMED_MIXERS: Mapping[str, MixerConfig] = MappingProxyType(
         **LINEAR_TRANSFORMERS,
     }
 )
-KEPT = ("num_heads", "bias")
+KEPT = ("num_heads", "bias", "causal_block")
 HYBRID = "_hybrid"  # suffix of names
 
 
@@ -70,7 +70,7 @@ def _attention_of(old: MixerConfig) -> MixerConfig:
 
 
 def _like(new: MixerConfig, old: MixerConfig) -> MixerConfig:
-    """Return a mixer with the number of heads, biases and direction of another one."""
+    """Return a mixer with the number of heads, biases, direction and blocks of another one."""
     changes: dict[str, Any] = {
         field: getattr(old, field) for field in KEPT if hasattr(old, field) and hasattr(new, field)
     }

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from onescan.checks import check_choice
+from onescan.checks import check_choice, check_whole
 from onescan.layers.mixers.projections import Projections
 from onescan.messages import named_type
 from onescan.ops.parallel import scan_group, sequence_group
@@ -41,6 +41,14 @@ class MixerConfig(ABC):
     def is_causal(self) -> bool:
         """Whether each token reads only itself and earlier tokens."""
         return False
+
+    @property
+    def state_block(self) -> int | None:
+        """Number of tokens per block, after each of which there is a state to continue from.
+
+        1 if causal, None if there is no state.
+        """
+        return 1 if self.is_causal else None
 
     @property
     def prefix_reads_grid(self) -> bool:
@@ -129,9 +137,18 @@ class DirectedMixerConfig(MixerConfig, ABC):
                 "for_layer(index) gives that mixer's config"
             )
 
+    def check_causal_block(self, causal_block: Any, scan: str) -> None:
+        """Raise ValueError for blocks of an invalid size, or along another scan or direction."""
+        check_whole(1, causal_block=causal_block)
+        if self.direction != "both" or scan != "flat":
+            raise ValueError(
+                f"causal_block is {causal_block} with direction={self.direction!r} and "
+                f"scan={scan!r}, expected 'both' and 'flat'"
+            )
+
     def check_state(self, state: Any, grid: Grid) -> None:
         """Raise ValueError for a state that a call on this grid cannot continue."""
-        if not self.is_causal:
+        if self.state_block is None:
             raise ValueError("state was given to a mixer that is not causal")
         check_continued(grid)
 
@@ -184,6 +201,17 @@ class Mixer(nn.Module, ABC):
 
     def init_weights(self) -> None:
         """Initialize weights for which the model's default is unsuitable; models call this last."""
+
+
+def check_blocks(causal_block: int | None, grid: Grid) -> None:
+    """Raise ValueError for a grid that is not divided into blocks, which begin at its first token.
+
+    >>> check_blocks(4, Grid((2, 4), prefix=1))
+    Traceback (most recent call last):
+    ValueError: causal_block is 4 with Grid(shape=(2, 4), prefix=1), expected no prefix
+    """
+    if causal_block is not None and grid.prefix:
+        raise ValueError(f"causal_block is {causal_block} with {grid}, expected no prefix")
 
 
 def check_continued(grid: Grid) -> None:

@@ -24,6 +24,7 @@ from onescan.layers.mixers.contract import (
     DirectedMixerConfig,
     Mixer,
     ScanName,
+    check_blocks,
     flipped,
     masked,
 )
@@ -75,6 +76,10 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
     scan: ScanName = "flat"
     """Scan tokens in row-major order ("flat"), or average one snake scan along each axis
     ("natural"). All scans have the same parameters."""
+    causal_block: int | None = None
+    """Read blocks of this many tokens in both directions, and all earlier blocks: for images and
+    video generated block by block, such as rows or frames. There is a state after each block. The
+    convolution is causal. Requires direction="both", scan="flat" and a grid without a prefix."""
     conv_size: ConvSize = None
     """Kernel size of a short convolution of queries, keys and values, before their activations. It
     reads the current token and those before it in the mixer's direction. With direction="both", it
@@ -116,16 +121,22 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
         return self.direction == "forward" and self.scan == "flat"
 
     @property
+    def state_block(self) -> int | None:
+        return 1 if self.is_causal else self.causal_block
+
+    @property
     def takes_cu_seqlens(self) -> bool:
         takes_scan = self.scan == "flat" and self.direction in ("both", "forward")
         return takes_scan and self.conv_size is None
 
     @property
     def prefix_reads_grid(self) -> bool:
-        return self.direction != "forward"
+        return self.direction != "forward" and self.causal_block is None
 
     def build(self, *, width: int, axes: int) -> "DeltaRuleMixer":
         self.check_direction()
+        if self.causal_block is not None:
+            self.check_causal_block(self.causal_block, self.scan)
         check_choice("form", self.form, get_args(Form))
         check_choice("feature_map", self.feature_map, FEATURE_MAPS)
         check_choice("value_map", self.value_map, FEATURE_MAPS)
@@ -181,7 +192,8 @@ class DeltaRuleMixer(Mixer):
         gates = [] if config.gate == "none" else [config.gate_rank or values]
         self.in_widths = self.qkv_widths + gates
         self.in_proj = nn.Linear(width, sum(self.in_widths), bias=config.bias)
-        self.conv, causal, size = None, config.direction != "both", config.conv_size
+        self.conv, size = None, config.conv_size
+        causal = config.direction != "both" or config.causal_block is not None
         if size is not None:
             size = (CAUSAL_CONV if causal else CENTERED_CONV) if size == "auto" else size
             self.conv = ShortConvolution(
@@ -222,6 +234,7 @@ class DeltaRuleMixer(Mixer):
         state: DeltaState | DeltaRuleState | None = None,
     ) -> tuple[Hidden, DeltaState | DeltaRuleState | None]:
         config, backward = self.config, self.config.direction == "backward"
+        check_blocks(config.causal_block, grid)
         attention, window = self._unpacked(state, grid)
         x = masked(x, keep)
         u, gate = self.in_proj(x), None
@@ -239,8 +252,9 @@ class DeltaRuleMixer(Mixer):
         new_state: Any
         o, new_state = delta_rule(
             q, k, v, beta, log_decay,
-            causal=config.direction != "both", keep=real, cu_seqlens=cu_seqlens,
-            state=attention, form=config.form, chunk_size=config.chunk_size, group=group,
+            causal=config.direction != "both", causal_block=config.causal_block, keep=real,
+            cu_seqlens=cu_seqlens, state=attention, form=config.form, chunk_size=config.chunk_size,
+            group=group,
         )  # fmt: skip
         o = flipped(o) if backward else o
         if scans is not None:
@@ -250,7 +264,7 @@ class DeltaRuleMixer(Mixer):
             gate = gate if self.gate_proj is None else self.gate_proj(gate)
             o = gated(o, gate, config.gate)
         o = masked(self.out_proj(o), keep)
-        if not config.is_causal:
+        if config.state_block is None:
             return o, None
         return o, new_state if window is None else DeltaRuleState(new_state, window)
 

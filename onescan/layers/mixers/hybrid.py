@@ -1,5 +1,6 @@
 """Hybrid models: attention in every n-th block, and another mixer in all other blocks."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -35,6 +36,11 @@ class HybridMixerConfig(MixerConfig):
     @property
     def is_causal(self) -> bool:
         return self.linear.is_causal and self.attention.is_causal
+
+    @property
+    def state_block(self) -> int | None:
+        one, other = self.linear.state_block, self.attention.state_block
+        return None if one is None or other is None else math.lcm(one, other)
 
     @property
     def state_grows(self) -> bool:

@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.basic import EPS, NormName, build_norm
 from onescan.layers.convolution import ShortConvolution, Window
-from onescan.layers.mixers.contract import Mixer, MixerConfig, check_continued, masked
+from onescan.layers.mixers.contract import (
+    Mixer,
+    MixerConfig,
+    check_blocks,
+    check_continued,
+    masked,
+)
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
+from onescan.ops.blocks import check_causal_block
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.gating import gated
 from onescan.ops.lrpe import (
@@ -57,6 +64,10 @@ class LightNetMixerConfig(MixerConfig):
     """Query and key channels per head. None for width / num_heads, which values always have."""
     causal: bool = False
     """Read only earlier tokens (Eq. 13) instead of all tokens (Eq. 14)."""
+    causal_block: int | None = None
+    """Read blocks of this many tokens, and all earlier blocks: for images and video generated block
+    by block, such as rows or frames. There is a state after each block. The convolution is causal.
+    Requires causal=False, and a grid without a prefix."""
     conv_size: int | None = None
     """Kernel size of a short convolution of queries, keys and values, in row-major order. If
     causal, it reads the current token and those before it; otherwise, it is centered and requires
@@ -95,6 +106,14 @@ class LightNetMixerConfig(MixerConfig):
         return self.causal
 
     @property
+    def state_block(self) -> int | None:
+        return 1 if self.causal else self.causal_block
+
+    @property
+    def prefix_reads_grid(self) -> bool:
+        return self.state_block is None
+
+    @property
     def takes_cu_seqlens(self) -> bool:
         takes_form = self.form in ("auto", "one_scan", "chunk")
         is_shared = self.decay and self.decay_logits == "shared"
@@ -111,7 +130,10 @@ class LightNetMixerConfig(MixerConfig):
         check_positive(norm_eps=self.norm_eps)
         check_choice("gate_activation", self.gate_activation, get_args(GateActivation))
         check_choice("form", self.form, get_args(Form))
-        if not self.causal and self.form in ("chunk", "recurrent"):
+        if self.causal_block is not None:
+            check_causal_block(self.causal_block, causal=self.causal)
+        by_blocks = self.causal_block is not None and self.form == "chunk"
+        if not self.causal and self.form in ("chunk", "recurrent") and not by_blocks:
             raise ValueError(f"form is {self.form!r}, but requires a causal mixer")
         check_positive(chunk_size=self.chunk_size)
         check_choice("decay_logits", self.decay_logits, ["shared", "offset", "independent"])
@@ -175,8 +197,9 @@ class LightNetMixer(Mixer):
         self.conv = None
         if config.conv_size is not None:
             self.conv = ShortConvolution(
-                sum(self.qkv_widths), config.conv_size, causal=config.causal, bias=config.conv_bias
-            )
+                sum(self.qkv_widths), config.conv_size,
+                causal=config.state_block is not None, bias=config.conv_bias,
+            )  # fmt: skip
         if config.gate:
             self.gate_proj = _expand(config.gate_rank, width)
         if config.decay_logits != "shared":
@@ -200,8 +223,10 @@ class LightNetMixer(Mixer):
         cu_seqlens: Packing | None = None,
         state: LightNetState | None = None,
     ) -> tuple[Hidden, LightNetState | None]:
+        check_blocks(self.config.causal_block, grid)
         if state is not None:
-            self.check_state(state, LightNetState, causal=self.config.causal)
+            has_state = self.config.state_block is not None
+            self.check_state(state, LightNetState, causal=has_state)
             check_continued(grid)
         x = x if keep is None else masked(x, keep)
         q, k, v, low_rank, window = self._project(x, keep, None if state is None else state.window)
@@ -249,7 +274,7 @@ class LightNetMixer(Mixer):
         position = 0 if state is None else state.position
         seen = position + (q.shape[1] - grid.prefix)
         group = sequence_group(None)
-        if group is not None and config.causal:
+        if group is not None and config.state_block is not None:
             seen = position + sum(group.without_prefix().lengths(q[:, grid.prefix :]))
         angles: Angles | RotaryPositions | None = None
         if config.lrpe and len(grid.shape) == 1 and not grid.prefix and group is None:
@@ -267,7 +292,7 @@ class LightNetMixer(Mixer):
             if state is not None:
                 before = (attention.log_normalizer, state.log_decay_normalizer)
             log_gain, decay_normalizer = _log_gain(
-                k, decay_logits, keep, before, causal=config.causal
+                k, decay_logits, keep, before, block=config.state_block
             )
             peak = log_gain.amax(dim=(2, 3), keepdim=True)
             log_scale = peak - peak.clamp(-MAX_LOG_GAIN, MAX_LOG_GAIN)
@@ -275,8 +300,8 @@ class LightNetMixer(Mixer):
             q = (F.silu(q) * gain).to(q.dtype)
         o, attention = additive_decay(
             q, k, v, angles=angles, feature_map="silu" if log_scale is None else "identity",
-            causal=config.causal, keep=keep, cu_seqlens=cu_seqlens,
-            state=attention, form=config.form, chunk_size=config.chunk_size,
+            causal=config.causal, causal_block=config.causal_block, keep=keep,
+            cu_seqlens=cu_seqlens, state=attention, form=config.form, chunk_size=config.chunk_size,
         )  # fmt: skip
         if log_scale is not None and config.norm == "none":
             o = _scaled(o, log_scale)
@@ -298,10 +323,10 @@ class LightNetMixer(Mixer):
             angles = angles.angles(q.shape[1])
         if angles is not None:
             q, k = lrpe(q, angles), lrpe(k, angles)
-        if config.causal:
+        if config.state_block is not None:
             return decay_attention(
-                q, k, v, causal=True, keep=keep, state=state,
-                form=form, chunk_size=config.chunk_size,
+                q, k, v, causal=config.causal, causal_block=config.causal_block, keep=keep,
+                state=state, form=form, chunk_size=config.chunk_size,
             )  # fmt: skip
         if keep is not None:
             k = k * keep[:, :, None, None]
@@ -314,7 +339,7 @@ class LightNetMixer(Mixer):
         position: Position,
         decay_normalizer: LogNormalizer | None = None,
     ) -> LightNetState | None:
-        if not self.config.causal or attention is None:
+        if self.config.state_block is None or attention is None:
             return None
         return LightNetState(attention, decay_normalizer, position)
 
@@ -356,24 +381,33 @@ def _log_gain(
     keep: Keep | None,
     before: tuple[LogNormalizer, LogNormalizer | None] | None,
     *,
-    causal: bool,
+    block: int | None,
 ) -> tuple[Tensor, LogNormalizer]:
     """Return log(sum exp(k) / sum exp(decay_logits)) and the log-normalizer of the decay logits.
 
-    Both are float64. The first has shape [B, T, H, K], with T = 1 if not causal.
+    Both are float64. The first has shape [B, T, H, K], with sums up to the end of each token's
+    block, or T = 1 without blocks.
     """
     both = torch.stack([k, decay_logits]).double()
     if keep is not None:
         both = both.masked_fill(~keep[:, :, None, None], LOG_ZERO)
     if (group := sequence_group(None)) is not None:
-        return _log_gain_over_ranks(group, both, before, causal=causal)
-    if not causal:
+        return _log_gain_over_ranks(group, both, before, block=block)
+    if block is None:
         z = both.logsumexp(dim=2, keepdim=True)
     else:
         z = logcumsumexp(both.flatten(-2)).view_as(both)
         if before is not None and before[1] is not None:
             z = logaddexp(z, torch.stack([before[0], before[1]]).unsqueeze(2))
-    return z[0] - z[1], z[1, :, -1]
+    return _at_block_ends(z[0] - z[1], block), z[1, :, -1]
+
+
+def _at_block_ends(x: Tensor, block: int | None) -> Tensor:
+    """Replace each token, [B, T, ...], by the last one of its block."""
+    if block is None or block == 1:
+        return x
+    place = torch.arange(x.shape[1], device=x.device)
+    return x.index_select(1, (place - place % block + block - 1).clamp(max=x.shape[1] - 1))
 
 
 def _log_gain_over_ranks(
@@ -381,7 +415,7 @@ def _log_gain_over_ranks(
     both: Tensor,
     before: tuple[LogNormalizer, LogNormalizer | None] | None,
     *,
-    causal: bool,
+    block: int | None,
 ) -> tuple[Tensor, LogNormalizer]:
     """Compute `_log_gain` from this rank's keys and decay logits, [2, B, T, H, K]."""
     # A first token without weight, as a rank may have no others.
@@ -391,13 +425,13 @@ def _log_gain_over_ranks(
     if before is not None and before[1] is not None:
         ends = torch.cat([torch.stack([before[0], before[1]]).to(ends).unsqueeze(0), ends])
     total = ends.logsumexp(dim=0)
-    if not causal:
+    if block is None:
         z = total.unsqueeze(2)
     else:
         count = len(ends) - group.size + group.rank  # of earlier ranks, and the state
         earlier = F.pad(ends[:count], (0, 0) * 4 + (1, 0), value=LOG_ZERO).logsumexp(dim=0)
         z = logaddexp(z[:, :, 1:], earlier.unsqueeze(2))
-    return z[0] - z[1], total[1]
+    return _at_block_ends(z[0] - z[1], block), total[1]
 
 
 def _scaled(o: Values, log_scale: Tensor) -> Values:

@@ -36,6 +36,7 @@ from onescan.layers.mixers.contract import (
     DirectedMixerConfig,
     Mixer,
     ScanName,
+    check_blocks,
     flipped,
     masked,
 )
@@ -72,6 +73,10 @@ class LionMixerConfig(DirectedMixerConfig):
     """Query and key channels per head. None for width / num_heads."""
     value_width: int | None = None
     """Value channels per head. None for width / num_heads."""
+    causal_block: int | None = None
+    """Read blocks of this many tokens in both directions, and all earlier blocks: for images and
+    video generated block by block, such as rows or frames. There is a state after each block. The
+    convolution is causal. Requires direction="both", scan="flat" and a grid without a prefix."""
     conv_size: int | None = None
     """Kernel size of a short convolution of queries, keys and values along each scan, before their
     activations. It reads the current token and those before it. With direction="both", it is
@@ -118,13 +123,17 @@ class LionMixerConfig(DirectedMixerConfig):
         return self.direction == "forward" and self.scan == "flat"
 
     @property
+    def state_block(self) -> int | None:
+        return 1 if self.is_causal else self.causal_block
+
+    @property
     def takes_cu_seqlens(self) -> bool:
         takes_scan = self.scan == "flat" and self.direction in ("both", "forward")
         return takes_scan and self.conv_size is None and self.normalize != "sum_before_mask"
 
     @property
     def prefix_reads_grid(self) -> bool:
-        return self.direction != "forward"
+        return self.direction != "forward" and self.causal_block is None
 
     @property
     def reads_lower_bound(self) -> bool:
@@ -132,6 +141,8 @@ class LionMixerConfig(DirectedMixerConfig):
 
     def build(self, *, width: int, axes: int) -> "LionMixer":
         self.check_direction()
+        if self.causal_block is not None:
+            self.check_causal_block(self.causal_block, self.scan)
         check_choice("feature_map", self.feature_map, FEATURE_MAPS)
         check_choice("value_map", self.value_map, FEATURE_MAPS)
         check_choice("gate", self.gate, get_args(Gate))
@@ -149,6 +160,11 @@ class LionMixerConfig(DirectedMixerConfig):
         if self.normalize == "sum_before_mask" and self.direction != "both":
             raise ValueError(
                 f"normalize is 'sum_before_mask' with direction='{self.direction}', expected 'both'"
+            )
+        if self.normalize == "sum_before_mask" and self.causal_block is not None:
+            raise ValueError(
+                f"normalize is 'sum_before_mask' with causal_block={self.causal_block}, expected "
+                "'none', 'sum' or 'max_one'"
             )
         if self.decay_at == "symmetric" and self.direction != "both":
             raise ValueError(
@@ -239,7 +255,8 @@ class LionMixer(Mixer):
         if config.conv_size is not None:
             self.conv = ShortConvolution(
                 sum(self.qkv_widths), config.conv_size,
-                causal=config.direction != "both", bias=config.conv_bias,
+                causal=config.direction != "both" or config.causal_block is not None,
+                bias=config.conv_bias,
             )  # fmt: skip
         scans = axes if config.scan == "natural" else 1
         sizes = {"width": width, "num_heads": self.num_heads, "head_width": self.key_width}
@@ -273,6 +290,7 @@ class LionMixer(Mixer):
         state: DecayState | LionState | None = None,
         lower_bound: LowerBound | None = None,
     ) -> tuple[Hidden, DecayState | LionState | None]:
+        check_blocks(self.config.causal_block, grid)
         attention, window, position = self._unpacked(state, grid)
         x = x if keep is None else masked(x, keep)
         u, gate = self.in_proj(x), None
@@ -419,9 +437,10 @@ class LionMixer(Mixer):
         new_state: Any
         o, new_state = decay_attention(
             q, k, v, log_decay, feature_map=feature_map, causal=config.direction != "both",
-            decay_at=config.decay_at, normalize=normalize, keep=keep, cu_seqlens=cu_seqlens,
-            state=state, form=config.form, chunk_size=config.chunk_size,
-            return_state=config.is_causal, group=scan_group(backward=backward),
+            causal_block=config.causal_block, decay_at=config.decay_at, normalize=normalize,
+            keep=keep, cu_seqlens=cu_seqlens, state=state, form=config.form,
+            chunk_size=config.chunk_size, return_state=config.state_block is not None,
+            group=scan_group(backward=backward),
         )  # fmt: skip
         return flipped(o) if backward else o, new_state
 

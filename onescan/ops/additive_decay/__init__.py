@@ -27,8 +27,8 @@ from onescan.checks import (
     nan_probe,
 )
 from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
+from onescan.ops.additive_decay import blockwise, forms
 from onescan.ops.additive_decay import causal as causal_chunks
-from onescan.ops.additive_decay import forms
 from onescan.ops.additive_decay.ranks import merged_before
 from onescan.ops.additive_decay.state import (
     AdditiveDecayState,
@@ -47,6 +47,7 @@ from onescan.ops.backend import (
     resolved_backend,
     wants_gradient,
 )
+from onescan.ops.blocks import check_causal_block, check_whole_blocks
 from onescan.ops.feature_maps import FEATURE_MAPS, KERNEL_MAPS, FeatureMapName
 from onescan.ops.lrpe import RotaryPositions, rotary_table
 from onescan.ops.numerics import (
@@ -114,6 +115,7 @@ def additive_decay(
     angles: Angles | RotaryPositions | None = None,
     feature_map: FeatureMapName = "identity",
     causal: bool = False,
+    causal_block: int | None = None,
     keep: Keep | None = None,
     cu_seqlens: Tensor | Packing | None = None,
     state: AdditiveDecayState | None = None,
@@ -141,19 +143,26 @@ def additive_decay(
         feature_map: Feature map to apply to the queries, SiLU in the paper; "identity" if it has
             already been applied.
         causal: Whether each token reads only itself and earlier tokens.
+        causal_block: Tokens per block of a blockwise causal call: each token reads its own block
+            and all earlier blocks, with the softmax over these tokens. The last block may be
+            shorter. Masked tokens keep their place in a block. A call with a state begins a new
+            block. None for one block of all tokens.
         keep: True for real tokens, [B, T], the opposite of ``key_padding_mask`` in PyTorch and
             `onescan.nn`. Other tokens have zero output and do not change the output of real ones.
             None keeps all tokens.
         cu_seqlens: Offsets of several sequences packed in one row, as in flash-attention: int32,
             [S + 1], from 0 to T, on the CPU or the device of q. With several rows, offsets count
             the tokens of all rows, up to B * T, and every row begins with a new sequence. Angles
-            remain those of the positions in a row. Not with `state`; only with the forms "one_scan"
-            and "chunk".
-        state: State of earlier tokens (causal), or of additional tokens (not causal), such as
-            another device's part of the sequence or the context of cross-attention.
+            remain those of the positions in a row. Not with `state`; only with the form "chunk" if
+            causal, otherwise with "one_scan".
+        state: State of earlier tokens (causal or with `causal_block`), or of additional tokens (not
+            causal), such as another device's part of the sequence or the context of
+            cross-attention.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
             O(T^2). Causal: "chunk" is O(T), "full" is O(T^2), "recurrent" visits one token at a
-            time. "auto" chooses the fastest.
+            time. With `causal_block`: "one_scan" computes a state per block, O(T), "chunk" and
+            "full" are the causal forms on 2T tokens, without a state per block. "auto" chooses the
+            fastest.
         backend: "torch" runs on any device. "triton" runs kernels on a GPU. It implements
             "one_scan", "chunk" and, without gradients, "recurrent", for heads of up to 128 channels
             and dtypes of up to 32 bits, with first derivatives only. "recurrent" is one launch,
@@ -164,6 +173,7 @@ def additive_decay(
         group: Process group across which the T axis is sharded in rank order; see
             `onescan.ops.parallel`. None uses that of `sequence_parallel`, if any. Bidirectional
             calls require the form "one_scan"; only causal calls without cu_seqlens have kernels.
+            With `causal_block`, every rank begins with a block, and cu_seqlens is not supported.
 
     Returns:
         The outputs in the dtype of v, and the state of all tokens including the incoming state;
@@ -171,8 +181,9 @@ def additive_decay(
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form, backend or
-            feature map does not exist, chunk_size is below 1, cu_seqlens is invalid, the form does
-            not support cu_seqlens or a group or, on a CPU, an argument holds NaN or an infinity
+            feature map does not exist, chunk_size or causal_block is below 1, causal_block is given
+            with causal=True, cu_seqlens is invalid, the form does not support cu_seqlens or a
+            group, a rank ends within a block or, on a CPU, an argument holds NaN or an infinity
             that causes NaN.
 
     >>> q = k = torch.zeros(1, 3, 1, 1)
@@ -181,8 +192,13 @@ def additive_decay(
     [6.0, 6.0, 6.0]
     >>> additive_decay(q + 1, k, v, causal=True)[0].flatten().round(decimals=3).tolist()
     [3.0, 4.0, 6.0]
+    >>> additive_decay(q + 1, k, v, causal_block=2)[0].flatten().round(decimals=3).tolist()
+    [4.0, 4.0, 6.0]
     """
     ranks, own = sequence_group(group), q
+    check_causal_block(causal_block, causal=causal, cu_seqlens=cu_seqlens, ranks=ranks)
+    if ranks is not None and causal_block is not None:
+        check_whole_blocks(causal_block, ranks.lengths(own))
     if ranks is not None and isinstance(angles, RotaryPositions):
         angles = angles.angles(q.shape[1], ranks)
     if empty := is_empty(ranks, q):
@@ -197,8 +213,8 @@ def additive_decay(
     positions = angles if isinstance(angles, RotaryPositions) else None
     rotary = angles.theta if isinstance(angles, RotaryPositions) else angles
     choice = choose(
-        form, backend, q, k, v, rotary, *(state or ()), causal=causal, packed=packing is not None,
-        over_ranks=ranks is not None,
+        form, backend, q, k, v, rotary, *(state or ()), causal=causal, causal_block=causal_block,
+        packed=packing is not None, over_ranks=ranks is not None,
     )  # fmt: skip
     is_fused = choice == (True, "recurrent", "triton")
     if not (is_fused and feature_map in KERNEL_MAPS):
@@ -215,7 +231,7 @@ def additive_decay(
     state = state if ranks is None or ranks.is_first else None
     dropped = None
     if choice[2] != "triton":  # kernels read any dtype and state, and apply `keep` themselves
-        if choice[1] == "one_scan" and packing is None:
+        if choice[1] == "one_scan" and packing is None and causal_block is None:
             q, k, v = (x.to(product_dtype(q, k, v)) for x in (q, k, v))
         else:
             q, k, v = to_accumulation_dtype(q, k, v)
@@ -225,13 +241,18 @@ def additive_decay(
             k, v = k.masked_fill(dropped, -torch.inf), v.masked_fill(dropped, 0)
     with disable_autocast(q):
         last = table = None
-        if ranks is not None and causal:
+        if ranks is not None and (causal or causal_block is not None):
             table = rotary_table(angles, accumulation_dtype(k.dtype))
             state, last = _carried(ranks, k, v, table, state, keep, packing)
         inputs = AdditiveInputs(
             q, k, v, angles, state, keep, chunk_size, positions, feature_map, packing, ranks, table
         )
-        o, outgoing = IMPLEMENTATIONS[choice](inputs)
+        if causal_block is None:
+            o, outgoing = IMPLEMENTATIONS[choice](inputs)
+        elif choice[1] == "one_scan":
+            o, outgoing = blockwise.one_scan(inputs, causal_block)
+        else:
+            o, outgoing = blockwise.in_causal_form(IMPLEMENTATIONS[choice], inputs, causal_block)
         outgoing = outgoing if last is None else last
     if dropped is not None:
         o = o.masked_fill(dropped, 0)
@@ -249,10 +270,24 @@ def choose(
     v: Values,
     *others: Any,
     causal: bool,
+    causal_block: int | None = None,
     packed: bool = False,
     over_ranks: bool = False,
 ) -> tuple[bool, str, str]:
-    """Return the key in IMPLEMENTATIONS of the implementation that a call runs."""
+    """Return the key in IMPLEMENTATIONS of the implementation that a call runs.
+
+    With `causal_block`, the forms other than "one_scan" are causal.
+    """
+    if causal_block is not None:
+        if form == "auto":  # on a CPU, "one_scan" is faster unless its states are large
+            key_width, value_width = k.shape[-1], v.shape[-1]
+            is_small = key_width * value_width <= 2 * causal_block * (key_width + value_width)
+            form = "one_scan" if is_small or packed else "chunk"
+        check_choice("form (causal_block)", form, ["one_scan", "chunk", "full"])
+        if form != "one_scan":
+            if packed:
+                check_choice("form (causal_block, cu_seqlens)", form, PACKED[False])
+            return choose(form, backend, q, k, v, *others, causal=True, over_ranks=over_ranks)
     direction = "causal" if causal else "not causal"
     here = [key for key in IMPLEMENTATIONS if key[0] == causal]
     check_choice(f"form ({direction})", form, ["auto", *dict.fromkeys(f for _, f, _ in here)])
@@ -266,6 +301,8 @@ def choose(
         check_choice(f"form ({direction}, group)", chosen, OVER_RANKS[causal])
         if packed or not causal:
             here = [(causal, chosen, "torch")]
+    if causal_block is not None:
+        here = [(causal, chosen, "torch")]
     has_kernel = (causal, chosen, "triton") in here
     widest = WIDEST_HEAD
     if causal and (q.device.type == "cuda" or is_interpreted()):  # kernels only run there

@@ -11,7 +11,7 @@ Source: LightNet, arXiv:2405.21022, Eq. 13, Eq. 14 and App. A.2.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -162,25 +162,16 @@ def halve_chunks(
     q, v = _power_of_two(q, count, size), _power_of_two(v, count, size)  # B H N C .
     k = _power_of_two(k.double(), count, size, fill=-torch.inf)
 
-    # 1. Log-normalizers within each chunk, before and after each chunk, and up to each token.
+    # 1. States before each chunk, and log-normalizers within each chunk and up to each token.
     z_inside = logcumsumexp(k.clamp(min=LOG_ZERO))
     z_chunk = z_inside[..., -1, :]  # B H N K
-    z_after = torch.cat([z_in.unsqueeze(2), z_chunk], dim=2)
-    z_after = logcumsumexp(z_after) if begins is None else sum_by_sequence(z_after, begins)
-    z_before, z_after = z_after[:, :, :-1], z_after[:, :, 1:]
-    if begins is not None:
-        z_before = z_before.masked_fill(begins, LOG_ZERO)
-    z = logaddexp(z_before.unsqueeze(-2), z_inside)
-
-    # 2. States before each chunk.
     kv_chunk = rotate(share(k, z_chunk.unsqueeze(-2), q), cos, sin).mT @ v  # B H N F V
-    kv_chunk = kv_chunk * per_feature(share(z_chunk, z_after, q), kv_chunk)
-    decay = per_feature(share(z_before, z_after, q), kv_chunk)  # B H N F 1
-    if begins is not None:
-        is_last = F.pad(begins[:, :, 1:], (0, 0, 0, 1)).unsqueeze(-1)
-        decay, kv_chunk = decay.masked_fill(is_last, 0), kv_chunk.masked_fill(is_last, 0)
-    kv_before, kv = linear_scan(kv_in, kv_chunk, decay)
-    o = rotate(q * share(z_before.unsqueeze(-2), z, q), cos, sin) @ kv_before
+    carried = carry_states(z_chunk, kv_chunk, z_in, kv_in, begins)
+    z_before = carried.z_before.unsqueeze(-2)
+    z = logaddexp(z_before, z_inside)
+
+    # 2. Each token reads the state before its chunk.
+    o = rotate(q * share(z_before, z, q), cos, sin) @ carried.kv_before
 
     # 3. Within each chunk: first the token itself, then pairs of halves.
     o = o + (q * share(k, z, q)).sum(-1, keepdim=True) * v
@@ -199,7 +190,54 @@ def halve_chunks(
         o = o + F.pad(crossing, (0, 0, half, 0)).flatten(-3, -2)
         half *= 2
     o = rearrange(o[..., :size, :], "b h n c v -> b (n c) h v").narrow(1, 0, tokens)
-    return o, z_after[:, :, -1], kv
+    return o, carried.z_after[:, :, -1], carried.kv_out
+
+
+class Carried(NamedTuple):
+    """States before and after each chunk, with those of all earlier chunks.
+
+    Attributes:
+        z_before: Log-normalizer before each chunk, [B, H, N, K].
+        z_after: Log-normalizer after each chunk.
+        kv_before: State before each chunk, [B, H, N, F, V].
+        kv_out: State after the last chunk, [B, H, F, V].
+        decay: Factor of `kv_before` in the state after each chunk, [B, H, N, F, 1].
+        added: Contribution of each chunk to the state after it.
+    """
+
+    z_before: Tensor
+    z_after: Tensor
+    kv_before: Tensor
+    kv_out: KeyValue
+    decay: Tensor
+    added: Tensor
+
+
+def carry_states(
+    z_chunk: Tensor, kv_chunk: Tensor, z_in: Tensor, kv_in: KeyValue, begins: Tensor | None
+) -> Carried:
+    """Carry a state from chunk to chunk.
+
+    Args:
+        z_chunk: Log-normalizer of each chunk alone.
+        kv_chunk: State of each chunk alone.
+        z_in: Log-normalizer before the first chunk.
+        kv_in: State before the first chunk.
+        begins: Chunks that begin a packed sequence, [B, 1, N, 1]; None if there are none.
+    """
+    z_after = torch.cat([z_in.unsqueeze(2), z_chunk], dim=2)
+    z_after = logcumsumexp(z_after) if begins is None else sum_by_sequence(z_after, begins)
+    z_before, z_after = z_after[:, :, :-1], z_after[:, :, 1:]
+    if begins is not None:
+        z_before = z_before.masked_fill(begins, LOG_ZERO)
+    added = kv_chunk * per_feature(share(z_chunk, z_after, kv_chunk), kv_chunk)
+    decay = per_feature(share(z_before, z_after, kv_chunk), kv_chunk)
+    passed_on = added, decay
+    if begins is not None:
+        is_last = F.pad(begins[:, :, 1:], (0, 0, 0, 1)).unsqueeze(-1)
+        passed_on = added.masked_fill(is_last, 0), decay.masked_fill(is_last, 0)
+    kv_before, kv_out = linear_scan(kv_in, *passed_on)
+    return Carried(z_before, z_after, kv_before, kv_out, decay, added)
 
 
 def sum_by_sequence(z: Tensor, begins: Tensor) -> Tensor:
@@ -218,10 +256,15 @@ def sum_by_sequence(z: Tensor, begins: Tensor) -> Tensor:
     return z
 
 
+def split_chunks(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:
+    """Split [B, T, H, X] into chunks of `size` tokens, [B, H, N, C, X]; the last one is padded."""
+    x = F.pad(x, (0, 0, 0, 0, 0, count * size - x.shape[1]), value=fill)
+    return rearrange(x, "b (n c) h x -> b h n c x", n=count, c=size)
+
+
 def _power_of_two(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:
     """Split [B, T, H, X] into chunks of `size` tokens, each padded to a power of two."""
-    x = F.pad(x, (0, 0, 0, 0, 0, count * size - x.shape[1]), value=fill)
-    x = rearrange(x, "b (n c) h x -> b h n c x", n=count, c=size)
+    x = split_chunks(x, count, size, fill=fill)
     return F.pad(x, (0, 0, 0, (1 << (size - 1).bit_length()) - size), value=fill).contiguous()
 
 

@@ -8,6 +8,8 @@ Source: LightNet, arXiv:2405.21022, Eq. 13 and Eq. 14, with LRPE inside as in Ap
     o_t  = KV_t^T R_t(q_t)                         causal
     o_t  = KV_T^T R_t(q_t)                         not causal: all tokens read the last state
 
+With `causal_block`, o_t reads the state after the last token of its block.
+
 where R_t(x) = [x cos(a_t), x sin(a_t)] and f_t multiplies both halves.
 """
 
@@ -26,6 +28,7 @@ def forward(
     *,
     angles: Angles | None = None,
     causal: bool = False,
+    causal_block: int | None = None,
     keep: Keep | None = None,
     state: AdditiveDecayState | None = None,
 ) -> tuple[Values, AdditiveDecayState]:
@@ -44,7 +47,9 @@ def forward(
     outputs = []
     for t in range(tokens):
         rotated = _rotate(q[:, t], None if angles is None else angles[t])
-        o = (states[t] if causal else kv).mT @ rotated.unsqueeze(-1)
+        size = 1 if causal else causal_block or tokens
+        end = min(t - t % size + size, tokens)
+        o = states[end - 1].mT @ rotated.unsqueeze(-1)
         outputs.append(o.squeeze(-1) if keep is None else o.squeeze(-1) * keep[:, t, None, None])
     return torch.stack(outputs, dim=1), AdditiveDecayState(z, kv)
 

@@ -30,6 +30,7 @@ from onescan.checks import (
     unpack_states,
 )
 from onescan.ops.backend import Backend, resolved_backend, wants_gradient
+from onescan.ops.blocks import block_ends, check_causal_block
 from onescan.ops.decay_attention import forms
 from onescan.ops.decay_attention.forms import Directions, directed, separated
 from onescan.ops.decay_attention.ranks import carried_states
@@ -141,6 +142,7 @@ def decay_attention(
     *,
     feature_map: FeatureMapName = "identity",
     causal: bool = False,
+    causal_block: int | None = None,
     decay_at: DecayAt = "auto",
     normalize: Literal["none", "sum", "max_one"] = "none",
     keep: Keep | None = None,
@@ -171,6 +173,11 @@ def decay_attention(
         feature_map: Feature map to apply to queries and keys; "identity" if it has already been
             applied.
         causal: Whether each token reads only itself and earlier tokens.
+        causal_block: Tokens per block of a blockwise causal call: each token reads its own block in
+            both directions, and all earlier blocks as in a causal call. The last block may be
+            shorter. Masked tokens keep their place in a block. Other options have the meaning of
+            bidirectional calls, except that there is only a forward state, as in causal calls: a
+            call with a state begins a new block. None for one block of all tokens.
         decay_at: Which of two neighboring tokens provides the decay between them: "source", the
             first one visited (Eq. 14), "target", the second one (Eq. 5, Theorem B.1), or, in
             bidirectional calls, "symmetric", the later one in both directions, which gives the
@@ -186,8 +193,9 @@ def decay_attention(
             [S + 1], from 0 to T, on the CPU or the device of q. With several rows, offsets count
             the tokens of all rows, up to B * T, and every row begins with a new sequence. Sequences
             are separated by a log-decay of -inf. Not with `state`.
-        state: For causal calls, the state returned by a previous call. For bidirectional calls, the
-            states of the tokens to the left and to the right, either of which may be None.
+        state: For causal calls and those with `causal_block`, the state returned by a previous
+            call. For bidirectional calls, the states of the tokens to the left and to the right,
+            either of which may be None.
         form: Algorithm. "full" computes attention between all pairs of tokens, O(T^2); "chunk" is
             O(T); "recurrent" visits one token at a time. "auto" chooses the cheapest; see `choose`.
         backend: "torch" runs on any device. "triton" requires a GPU and dtypes of at most 32 bits.
@@ -197,7 +205,9 @@ def decay_attention(
             diagonal decay.
         return_state: If False, return None instead of the state and skip the work for it.
         group: Process group across which the T axis is sharded in rank order; see
-            `onescan.ops.parallel`. None uses that of `sequence_parallel`, if any.
+            `onescan.ops.parallel`. None uses that of `sequence_parallel`, if any. A block of
+            `causal_block` may extend over several ranks. Not with both `causal_block` and
+            `cu_seqlens`.
 
     Returns:
         The outputs in the dtype of v, and the state after the last token; for bidirectional calls,
@@ -208,8 +218,8 @@ def decay_attention(
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form, backend or
             feature map does not exist, the state is for the other value of `causal`, a causal call
-            asks for decay_at="symmetric", chunk_size is below 1, cu_seqlens is invalid or, on a
-            CPU, log_decay is positive or an argument holds NaN.
+            asks for decay_at="symmetric" or a causal_block, chunk_size or causal_block is below 1,
+            cu_seqlens is invalid or, on a CPU, log_decay is positive or an argument holds NaN.
 
     >>> q = k = torch.ones(1, 3, 1, 1)
     >>> v = torch.tensor([8.0, 4.0, 2.0]).reshape(1, 3, 1, 1)
@@ -218,14 +228,21 @@ def decay_attention(
     [8.0, 8.0, 6.0]
     >>> decay_attention(q, k, v, half)[0].flatten().tolist()
     [10.5, 9.0, 6.0]
+    >>> decay_attention(q, k, v, half, causal_block=2)[0].flatten().tolist()
+    [10.0, 8.0, 6.0]
     """
     ranks, own = sequence_group(group), q
+    check_causal_block(causal_block, causal=causal, cu_seqlens=cu_seqlens, ranks=ranks)
+    has_one_state = causal or causal_block is not None
     if empty := is_empty(ranks, q):
         q, k, v = one_token(q, k, v)
         keep = q.new_zeros(q.shape[:2], dtype=torch.bool)
         if log_decay is not None and log_decay.ndim > 1:
             (log_decay,) = one_token(log_decay)
-    _check(q, k, v, log_decay, causal, keep, state, chunk_size)
+    check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
+    sides = unpack_states(state, DecayState, causal=has_one_state)
+    carried = named_state_tensors(sides, causal=has_one_state)
+    _check(q, k, v, log_decay, keep, carried)
     check_choice("decay_at", decay_at, get_args(DecayAt))
     if causal and decay_at == "symmetric":
         raise ValueError(
@@ -235,8 +252,6 @@ def decay_attention(
     check_choice("feature_map", feature_map, FEATURE_MAPS)
     packing = packing_over(ranks, cu_seqlens, own, state=state)
     return_state = return_state and packing is None
-    sides = unpack_states(state, DecayState, causal=causal)
-    carried = named_state_tensors(sides, causal=causal)
     call = Call(
         tokens=q.shape[1],
         key_width=q.shape[3],
@@ -246,7 +261,7 @@ def decay_attention(
         is_diagonal=log_decay is not None and PATTERNS[log_decay.ndim] == "B T H K",
         is_learning=wants_gradient(q, k, v, log_decay, *carried.values()),
     )
-    decays = log_decay is not None or packing is not None
+    decays = any(x is not None for x in (log_decay, packing, causal_block))
     has_kernel = _has_kernel(form, causal=causal, decays=decays, call=call)
     kernels = "scalar" if causal or decays else "no_decay"
     op = f"decay_attention.{'diagonal' if call.is_diagonal else kernels}"
@@ -274,7 +289,9 @@ def decay_attention(
             check_log_decay(log_decay if log_decay.ndim == 1 else wide_decay)
         shifted, ends = directed(wide_decay, decay_at, causal=causal)
         if packing is not None:
-            shifted = separated(shifted, packing)
+            shifted = separated(shifted, packing.starts, packing.ends)
+        if causal_block is not None:
+            shifted = separated(shifted, None, block_ends(causal_block, own, packing, ranks))
         last = None
         if ranks is not None:
             sides, last = _carried(ranks, wide_k, wide_v, shifted, sides, ends, keep)
@@ -298,7 +315,7 @@ def decay_attention(
         seen = sum(x.detach().sum() for x in carried.values())
         check_no_nan(o.detach().sum() + seen, q=q, k=k, v=v, **carried)
     o = o[:, :0] if empty else o
-    return o.to(v.dtype), outgoing.forward if causal and outgoing else outgoing
+    return o.to(v.dtype), outgoing.forward if has_one_state and outgoing else outgoing
 
 
 def _carried(
@@ -530,10 +547,8 @@ def _broadcast(log_decay: Tensor | None, dtype: torch.dtype, k: Keys) -> LogDeca
 
 
 def _check(
-    q: Any, k: Any, v: Any, log_decay: Any, causal: Any, keep: Any, state: Any, chunk_size: Any
+    q: Any, k: Any, v: Any, log_decay: Any, keep: Any, carried: dict[str, Any]
 ) -> None:  # Any: the arguments are not checked yet
-    check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
-    carried = named_state_tensors(unpack_states(state, DecayState, causal=causal), causal=causal)
     given = {} if log_decay is None else {"log_decay": log_decay}
     check_floating(q=q, k=k, v=v, **given, **carried)
     check_devices(q=q, k=k, v=v, keep=keep, **given, **carried)

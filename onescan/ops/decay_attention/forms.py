@@ -37,8 +37,7 @@ from onescan.ops.numerics import (
     row_dot,
     to_float64,
 )
-from onescan.ops.packing import Packing
-from onescan.shapes import Keys, LogDecays, Queries, Values
+from onescan.shapes import Keys, LogDecays, Queries, Starts, Values
 
 BLOCK = 1 << 21  # scores of the samples and heads that a CPU works on at a time
 BATCH = 1 << 18  # scores that fit into a CPU's caches
@@ -87,12 +86,19 @@ def directed(
     return Directions(forward, None if causal else backward), (last, first)
 
 
-def separated(decays: Directions, packing: Packing) -> Directions:
-    """Separate packed sequences by log-decays of -inf."""
+def separated(decays: Directions, starts: Starts | None, ends: Starts) -> Directions:
+    """Empty the state at some tokens by log-decays of -inf.
+
+    Args:
+        decays: The log-decays.
+        starts: Where the forward direction starts anew; None for nowhere.
+        ends: Where the backward direction starts anew.
+    """
     forward, backward = decays
-    forward = forward.masked_fill(packing.starts[:, :, None, None], -torch.inf)
+    if starts is not None:
+        forward = forward.masked_fill(starts[:, :, None, None], -torch.inf)
     if backward is not None:
-        backward = backward.masked_fill(packing.ends[:, :, None, None], -torch.inf)
+        backward = backward.masked_fill(ends[:, :, None, None], -torch.inf)
     return Directions(forward, backward)
 
 

@@ -8,7 +8,8 @@ forward and "source" backward. Each direction visits all tokens, starting from i
     source:  S = S + k_t v_t^T                         o = S^T q_t,   then S = diag(exp(a_t)) S
 
 z is S with v replaced by 1. If not causal, the outputs of both directions are added. Both contain
-the token's own contribution k_t v_t^T q_t, so half of it is subtracted from each.
+the token's own contribution k_t v_t^T q_t, so half of it is subtracted from each. With
+`causal_block`, the backward direction starts from an empty state at the end of each block.
 """
 
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ def forward(
     log_decay: Tensor | None = None,
     *,
     causal: bool = False,
+    causal_block: int | None = None,
     decay_at: str,
     normalize: str = "none",
     keep: Keep | None = None,
@@ -40,19 +42,22 @@ def forward(
         wide = log_decay if log_decay.ndim == k.ndim else log_decay.unsqueeze(-1)
         decay = wide.exp().expand_as(k)
     seen = torch.ones(batch, tokens, dtype=torch.bool) if keep is None else keep
-    left, right = unpack_states(state, DecayState, causal=causal)
+    left, right = unpack_states(state, DecayState, causal=causal or causal_block is not None)
     first, second = ("target", "source") if decay_at == "symmetric" else (decay_at, decay_at)
     o, c, left = _visit(range(tokens), q, k, v, decay, seen, left, first, whole=causal)
     if not causal:
-        from_right = _visit(
-            range(tokens - 1, -1, -1), q, k, v, decay, seen, right, second, whole=False
-        )
-        o, c, right = o + from_right[0], c + from_right[1], from_right[2]
+        size, parts = causal_block or tokens, []
+        for start in range(0, tokens, size):
+            block = reversed(range(start, min(start + size, tokens)))
+            parts.append(_visit(block, q, k, v, decay, seen, right, second, whole=False))
+        outputs, sums, states = zip(*parts, strict=True)
+        o, c, right = o + torch.cat(outputs, dim=1), c + torch.cat(sums, dim=1), states[0]
     if normalize == "sum":
         o = o / torch.where(c.abs() < MIN_DIVISOR, 1, c).unsqueeze(-1)
     elif normalize == "max_one":
         o = o / (c.abs() if causal else c).clamp(min=1).unsqueeze(-1)
-    return o * seen[:, :, None, None], left if causal else DecayStates(left, right)
+    has_one_state = causal or causal_block is not None
+    return o * seen[:, :, None, None], left if has_one_state else DecayStates(left, right)
 
 
 def _visit(

@@ -9,6 +9,7 @@ head, KDA one per key channel, and DeltaProduct several updates (I - beta k k^T)
 token.
 """
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from onescan.checks import (
     unpack_states,
 )
 from onescan.ops.backend import Backend, resolved_backend
+from onescan.ops.blocks import block_ends, check_causal_block
 from onescan.ops.delta_rule import forms
 from onescan.ops.delta_rule.ranks import EnteringStates
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
@@ -87,6 +89,7 @@ def delta_rule(
     log_decay: Tensor | None = None,
     *,
     causal: bool = False,
+    causal_block: int | None = None,
     keep: Keep | None = None,
     cu_seqlens: Tensor | Packing | None = None,
     state: DeltaState | Sides | None = None,
@@ -130,6 +133,11 @@ def delta_rule(
             decay per head, ``[B, T, H, K]`` for one per key channel. Applied once per token,
             before its first update. None for no decay.
         causal: Whether a token attends only to itself and to those before it.
+        causal_block: Tokens per block of a blockwise causal call: each token attends to its own
+            block in both directions, and to all earlier blocks. The backward recurrence starts from
+            an empty state at the end of each block. The last block may be shorter. Masked tokens
+            keep their place in a block. As in causal calls, there is only a forward state; a call
+            with a state begins a new block. None for one block of all tokens.
         keep: ``[B, T]``, True for real tokens, the opposite of ``key_padding_mask`` in PyTorch and
             `onescan.nn`. Other tokens have zero output and neither update nor decay the state.
             None keeps all.
@@ -137,8 +145,8 @@ def delta_rule(
             ``[S + 1]``, from 0 to T, on the CPU or the device of q. With several rows, offsets
             count the tokens of all rows, up to B * T, and every row begins with a new sequence.
             Not with `state`.
-        state: State returned by a previous call: a `DeltaState` if causal, otherwise
-            `DeltaStates` or a pair, either of which may be None.
+        state: State returned by a previous call: a `DeltaState` if causal or with `causal_block`,
+            otherwise `DeltaStates` or a pair, either of which may be None.
         form: Algorithm. "chunk" uses matrix products, O(T); "full" computes attention between all
             pairs of tokens, O(T^2); "recurrent" visits one token at a time, O(T). "auto" is
             "recurrent" for a single token in torch, otherwise "chunk".
@@ -151,17 +159,19 @@ def delta_rule(
             key width.
         group: Process group across which the T axis is sharded in rank order; see
             `onescan.ops.parallel`. None uses that of `sequence_parallel`, if any. Supported by the
-            forms "chunk" and "full" in torch.
+            forms "chunk" and "full" in torch. A block of `causal_block` may extend over several
+            ranks. Not with both `causal_block` and `cu_seqlens`.
 
     Returns:
-        The outputs ``[B, T, H, V]`` in the dtype of v, and the state: a `DeltaState` if causal,
-        otherwise `DeltaStates`; None with cu_seqlens.
+        The outputs ``[B, T, H, V]`` in the dtype of v, and the state: a `DeltaState` if causal or
+        with `causal_block`, otherwise `DeltaStates`; None with cu_seqlens.
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend is
             unknown, the backend cannot run the call, the state is for the other value of `causal`,
-            chunk_size is below 1, cu_seqlens is invalid or, on a CPU, log_decay is positive, or an
-            argument holds NaN or an infinity that causes NaN.
+            chunk_size or causal_block is below 1, causal_block is given with causal=True,
+            cu_seqlens is invalid or, on a CPU, log_decay is positive, or an argument holds NaN or
+            an infinity that causes NaN.
 
     >>> import torch
     >>> q = k = torch.ones(1, 3, 1, 1)
@@ -171,35 +181,46 @@ def delta_rule(
     [4.0, 4.0, 3.0]
     >>> delta_rule(q, k, v, half)[0].flatten().tolist()
     [5.25, 4.5, 3.0]
+    >>> delta_rule(q, k, v, half, causal_block=2)[0].flatten().tolist()
+    [5.0, 4.0, 3.0]
     >>> delta_rule(q, k, v, half, half.log(), causal=True)[0].flatten().tolist()
     [4.0, 3.0, 1.75]
     """
     ranks, own = sequence_group(group), q
+    check_causal_block(causal_block, causal=causal, cu_seqlens=cu_seqlens, ranks=ranks)
+    has_one_state = causal or causal_block is not None
     if empty := is_empty(ranks, q):
         q, k, v, beta, log_decay = one_token(q, k, v, beta, log_decay)
         keep = q.new_zeros(q.shape[:2], dtype=torch.bool)
-    _check(q, k, v, beta, log_decay, causal, keep, state, chunk_size)
+    check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
+    sides = unpack_states(state, DeltaState, causal=has_one_state)
+    carried = named_state_tensors(sides, causal=has_one_state)
+    _check(q, k, v, beta, log_decay, keep, carried)
     if k.ndim > q.ndim and k.shape[2] == 1:  # as without the axis, for which there are kernels
         k, v, beta = k.squeeze(2), v.squeeze(2), beta.squeeze(2)
     packing = packing_over(ranks, cu_seqlens, own, state=state)
     runs_on = _backend(form, backend, q, k, v, log_decay, over_ranks=ranks is not None)
-    sides = unpack_states(state, DeltaState, causal=causal)
     incoming = [None if side is None else side.kv for side in sides[: 1 if causal else 2]]
+    starts = ends = None  # where the forward and the backward direction start anew
+    if packing is not None:
+        starts, ends = packing.starts, packing.ends
+    if causal_block is not None:
+        of_blocks = block_ends(causal_block, own, packing, ranks).expand(*q.shape[:2])
+        ends = of_blocks if ends is None else ends | of_blocks
     with disable_autocast(q):
         if runs_on == "triton":
             from onescan.ops.delta_rule import launch
 
-            starts = None if packing is None else packing.starts
             o, *outgoing = launch.chunk(
-                q, k, v, beta, log_decay, incoming, keep=keep, starts=starts
+                q, k, v, beta, log_decay, incoming, keep=keep, starts=starts, ends=ends
             )
         else:
             chosen = choose(form, tokens=q.shape[1], over_ranks=ranks is not None)
             inputs = _inputs(q, k, v, beta, log_decay, keep)
             if inputs.log_decay is not None:
                 check_log_decay(inputs.log_decay)
-            run = forms.causal if causal else forms.bidirectional
-            options: dict[str, Any] = {"chunk_size": chunk_size, "packing": packing}
+            run = forms.causal if causal else partial(forms.bidirectional, ends=ends)
+            options: dict[str, Any] = {"chunk_size": chunk_size, "starts": starts}
             entering = None
             if ranks is not None:
                 entering = options["entering"] = EnteringStates(ranks, len(q))
@@ -207,13 +228,13 @@ def delta_rule(
             if entering is not None:
                 outgoing = list(entering.last.split(len(q)))
     if can_look_at_values(o):
-        named = {"q": q, "k": k, "v": v, "beta": beta, **named_state_tensors(sides, causal=causal)}
+        named = {"q": q, "k": k, "v": v, "beta": beta, **carried}
         check_no_nan(nan_probe(o, *outgoing), **named)
     o = o[:, :0] if empty else o
     if packing is not None:
         return o.to(v.dtype), None
     states = [DeltaState(kv) for kv in outgoing]
-    return o.to(v.dtype), states[0] if causal else DeltaStates(*states)
+    return o.to(v.dtype), states[0] if has_one_state else DeltaStates(*states)
 
 
 def _inputs(
@@ -282,13 +303,9 @@ def _check(
     v: Any,
     beta: Any,
     log_decay: Any,
-    causal: Any,
     keep: Any,
-    state: Any,
-    chunk_size: Any,
+    carried: dict[str, Any],
 ) -> None:  # Any: the arguments are not checked yet
-    check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
-    carried = named_state_tensors(unpack_states(state, DeltaState, causal=causal), causal=causal)
     given = {} if log_decay is None else {"log_decay": log_decay}
     check_floating(q=q, k=k, v=v, beta=beta, **given, **carried)
     check_devices(q=q, k=k, v=v, beta=beta, keep=keep, **given, **carried)

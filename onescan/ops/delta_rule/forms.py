@@ -21,7 +21,6 @@ from torch import Tensor
 
 from onescan.ops.chunks import chunk_scan, length_of_chunks, number_of_chunks
 from onescan.ops.decay_factors import decay_factors, decayed_scores, exp_decay, padded
-from onescan.ops.packing import Packing
 from onescan.shapes import (
     KeyValue,
     LogDecays,
@@ -181,11 +180,14 @@ FORMS: dict[str, Form] = {"full": full, "chunk": chunk, "recurrent": recurrent}
 
 
 def causal(
-    form: Form, inputs: Inputs, kv: KeyValue | None, *, packing: Packing | None, **options: Any
+    form: Form, inputs: Inputs, kv: KeyValue | None, *, starts: Starts | None, **options: Any
 ) -> tuple[Values, KeyValue]:
-    """Run a form from the first token to the last, from the state kv, or from zeros if None."""
-    if packing is not None:
-        inputs = _separated(inputs, packing.starts)
+    """Run a form from the first token to the last, from the state kv, or from zeros if None.
+
+    The state is emptied before the tokens in `starts`.
+    """
+    if starts is not None:
+        inputs = _separated(inputs, starts)
     return form(inputs, _initial(kv, inputs), **options)
 
 
@@ -195,10 +197,14 @@ def bidirectional(
     forward_kv: KeyValue | None,
     backward_kv: KeyValue | None,
     *,
-    packing: Packing | None,
+    starts: Starts | None,
+    ends: Starts | None,
     **options: Any,
 ) -> tuple[Values, KeyValue, KeyValue]:
     """Add the outputs of both directions, counting each token's own updates once.
+
+    The state of the forward direction is emptied before the tokens in `starts`, and that of the
+    backward direction before those in `ends`.
 
     Both directions apply the updates of a token in the same order, so that both states contain the
     same contribution of the token, and reversed tokens give reversed outputs.
@@ -212,8 +218,9 @@ def bidirectional(
     # one call: the reversed sequences are concatenated along the batch axis
     both = Inputs(*(torch.cat([x, x.flip(1)]) for x in inputs if x is not None))
     kv = torch.cat([_initial(kv, inputs) for kv in (forward_kv, backward_kv)])
-    if packing is not None:
-        both = _separated(both, torch.cat([packing.starts, packing.ends.flip(1)]))
+    if ends is not None:
+        starts = torch.zeros_like(ends) if starts is None else starts
+        both = _separated(both, torch.cat([starts, ends.flip(1)]))
     o, kv = form(both, kv, **options)
     (forward, reversed_backward), (last, first) = (
         x.unflatten(0, (2, inputs.v.shape[0])) for x in (o, kv)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from onescan.checks import check_log_decay
@@ -19,6 +18,7 @@ from onescan.shapes import Betas, Keep, Keys, KeyValue, Queries, Starts, Values
 def chunk(
     q: Queries, k: Keys, v: Values, beta: Betas, log_decay: Tensor | None,
     enters: Sequence[KeyValue | None], *, keep: Keep | None, starts: Starts | None,
+    ends: Starts | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the outputs, and the outgoing state of each direction.
 
@@ -30,7 +30,8 @@ def chunk(
         log_decay: Log-decays ``[B, T, H]``; None for no decay.
         enters: Incoming state of each direction, one if causal; None for zeros.
         keep: True for real tokens.
-        starts: Which tokens are the first ones of packed sequences.
+        starts: Where the forward direction starts anew; None for nowhere.
+        ends: Where the backward direction starts anew; None for nowhere.
     """
     dtype = data_type(q, k, v)
     q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
@@ -38,7 +39,7 @@ def chunk(
         if keep is not None:
             log_decay = log_decay.masked_fill(~keep.unsqueeze(-1), 0)
         check_log_decay(log_decay)
-    decays = _decays(log_decay, starts, beta, len(enters))
+    decays = _decays(log_decay, (starts, ends)[: len(enters)], beta)
     if any(kv is not None for kv in enters):
         empty = beta.new_zeros(())
         shape = k.shape[0], *k.shape[2:], v.shape[-1]
@@ -51,15 +52,17 @@ def chunk(
 
 
 def _decays(
-    log_decay: Tensor | None, starts: Tensor | None, beta: Tensor, directions: int
+    log_decay: Tensor | None, firsts: Sequence[Tensor | None], beta: Tensor
 ) -> Tensor | None:
-    """Return the log-decays of each direction, [D, B, T, H]; -inf separates packed sequences."""
-    if starts is None:
-        return None if log_decay is None else torch.stack([log_decay.float()] * directions)
-    logs = beta.new_zeros((), dtype=torch.float32) if log_decay is None else log_decay.float()
-    ends = F.pad(starts[:, 1:], (0, 1), value=True)
-    firsts = torch.stack([starts, ends][:directions]).unsqueeze(-1)
-    return torch.where(firsts, -torch.inf, logs).expand(-1, *beta.shape).contiguous()
+    """Return the log-decays of each direction, [D, B, T, H]; -inf where it starts anew."""
+    if log_decay is None and all(first is None for first in firsts):
+        return None
+    logs = (torch.zeros_like(beta) if log_decay is None else log_decay).float()
+    separated = [
+        logs if first is None else logs.masked_fill(first.unsqueeze(-1), -torch.inf)
+        for first in firsts
+    ]
+    return torch.stack(separated)
 
 
 @torch.library.custom_op("onescan::delta_chunks", mutates_args=())

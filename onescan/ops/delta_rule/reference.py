@@ -11,6 +11,7 @@ In bidirectional calls, each direction visits the tokens from its own end, but a
 of a token in the same order. Both states contain B_t, which the updates of token t write to an
 empty state. Each direction subtracts half of it, o_t = (S_t - B_t / 2)^T q_t, and the outputs are
 added. For a single update, B_t = beta_t k_t v_t^T; LION's App. B.7 prints this half without beta.
+With `causal_block`, the backward direction starts from an empty state at the end of each block.
 """
 
 from collections.abc import Iterable
@@ -31,6 +32,7 @@ def forward(
     log_decay: Tensor | None = None,
     *,
     causal: bool = False,
+    causal_block: int | None = None,
     keep: Keep | None = None,
     state: DeltaState | Sides | None = None,
 ) -> tuple[Values, DeltaState | DeltaStates]:
@@ -44,16 +46,20 @@ def forward(
     beta = beta * seen[:, :, None, None]
     decay = torch.where(seen[:, :, None, None], decay, 1)
     tokens = range(q.shape[1])
-    left, right = unpack_states(state, DeltaState, causal=causal)
+    has_one_state = causal or causal_block is not None
+    left, right = unpack_states(state, DeltaState, causal=has_one_state)
     o, last = _visit(tokens, q, k, v, beta, decay, left)
     first = None
     if not causal:
-        from_right, first = _visit(reversed(tokens), q, k, v, beta, decay, right)
+        size = causal_block or len(tokens)
+        blocks = [tokens[start : start + size] for start in tokens[::size]]
+        parts = [_visit(block[::-1], q, k, v, beta, decay, right) for block in blocks]
+        from_right, first = torch.cat([part for part, _ in parts], dim=1), parts[0][1]
         empty = q.new_zeros(last.kv.shape)
         own = [_read(_updated(empty, k[:, t], v[:, t], beta[:, t]), q[:, t]) for t in tokens]
         half = torch.stack(own, dim=1) / 2
         o = (o - half) + (from_right - half)
-    return o * seen[:, :, None, None], last if causal else DeltaStates(last, first)
+    return o * seen[:, :, None, None], last if has_one_state else DeltaStates(last, first)
 
 
 def _visit(

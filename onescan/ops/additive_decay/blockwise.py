@@ -1,0 +1,89 @@
+"""Blockwise causal additive decay: each token reads the state after the last token of its block.
+
+    o_t = KV_e^T R_t(q_t),   e the last token of the block of t
+
+This is Eq. 13 of LightNet, arXiv:2405.21022, with e instead of t in its sums.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from onescan.ops.additive_decay.forms import carry_states, chunked_inputs, split_chunks
+from onescan.ops.additive_decay.state import AdditiveDecayState, AdditiveInputs, per_feature
+from onescan.ops.chunks import length_of_chunks, number_of_chunks
+from onescan.ops.lrpe import rotate
+from onescan.ops.numerics import LOG_ZERO
+from onescan.shapes import Values
+
+Forward = Callable[[AdditiveInputs], tuple[Values, AdditiveDecayState]]
+
+
+def one_scan(inputs: AdditiveInputs, causal_block: int) -> tuple[Values, AdditiveDecayState]:
+    """Sum each block, carry a state from block to block, and read it with the queries: O(T).
+
+    There is a state for every block, so that small blocks need much memory.
+    """
+    size = length_of_chunks(causal_block, inputs.k.shape[1])
+    tensors, chunks = chunked_inputs(inputs._replace(chunk_size=size))
+    q, k, v, table, z_in, kv_in, begins = tensors
+    tokens = k.shape[1]
+    count = number_of_chunks(tokens, size)
+    cos = sin = None
+    if table is not None:
+        cos, sin = (split_chunks(x, count, size) for x in table.unbind(-2))  # . H N C K
+    q, v = split_chunks(q, count, size), split_chunks(v, count, size)  # B H N C .
+    k = split_chunks(k, count, size, fill=-torch.inf)
+
+    # The result does not depend on the maximum, so no gradient flows through it.
+    peak = k.detach().amax(dim=-2).clamp(min=LOG_ZERO)  # B H N K
+    weight = (k - peak.unsqueeze(-2)).exp()
+    total = weight.sum(dim=-2)
+    total = torch.where(total > 0, total, 1)  # if all logits are -inf, the mean is 0
+    kv = rotate(weight, cos, sin).mT @ v  # B H N F V
+    z = peak.double() + total.double().log()
+    carried = carry_states(z, kv / per_feature(total, kv), z_in, kv_in, begins)
+    kv_after = torch.addcmul(carried.added, carried.decay, carried.kv_before)
+    o = rotate(q, cos, sin) @ kv_after
+    o = rearrange(o, "b h n c v -> b (n c) h v").narrow(1, 0, tokens)
+    after = AdditiveDecayState(carried.z_after[:, :, -1], carried.kv_out)
+    return o if chunks is None else chunks.to_tokens(o), after
+
+
+def in_causal_form(
+    run: Forward, inputs: AdditiveInputs, causal_block: int
+) -> tuple[Values, AdditiveDecayState]:
+    """Run a causal form on a sequence in which each block is followed by its queries.
+
+    Of the resulting 2T tokens, those of the blocks have keys and values, and their outputs are not
+    used; the others have a key logit of -inf.
+    """
+    tokens = inputs.k.shape[1]
+    size = length_of_chunks(causal_block, tokens)
+    if size == 1:
+        return run(inputs)
+    count = number_of_chunks(tokens, size)
+
+    def twice(x: Tensor, dim: int = 1, fill: float = 0.0) -> Tensor:
+        """Split the axis of tokens into blocks and repeat each block: [..., N, 2, C, ...]."""
+        x = F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, count * size - tokens), value=fill)
+        x = x.unflatten(dim, (count, 1, size))
+        return torch.cat([x, x], dim=dim + 1)
+
+    q, k, v, angles, _, keep, *_ = inputs
+    is_query = torch.tensor([False, True], device=k.device).view(2, 1, 1, 1)
+    k = twice(k, fill=-torch.inf).masked_fill(is_query, -torch.inf)
+    o, state = run(
+        inputs._replace(
+            q=twice(q).flatten(1, 3),
+            k=k.flatten(1, 3),
+            v=twice(v).flatten(1, 3),
+            angles=None if angles is None else twice(angles, dim=0).flatten(0, 2),
+            keep=None if keep is None else twice(keep).flatten(1, 3),
+        )
+    )
+    o = o.unflatten(1, (count, 2, size))[:, :, 1].flatten(1, 2)
+    return o.narrow(1, 0, tokens), state
