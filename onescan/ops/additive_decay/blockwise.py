@@ -83,6 +83,7 @@ def in_causal_form(
             v=twice(v).flatten(1, 3),
             angles=None if angles is None else twice(angles, dim=0).flatten(0, 2),
             keep=None if keep is None else twice(keep).flatten(1, 3),
+            table=None,
         )
     )
     o = o.unflatten(1, (count, 2, size))[:, :, 1].flatten(1, 2)
