@@ -247,16 +247,24 @@ def test_second_derivatives_of_a_state_per_block():
     assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", ["additive, angles", "diagonal decay", "gated delta rule"])
-def test_ranks_compute_the_outputs_of_one_process(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("additive, angles", "one_scan"),
+        ("additive, angles", "chunk"),
+        ("diagonal decay", "auto"),
+        ("gated delta rule", "auto"),
+    ],
+)
+def test_ranks_compute_the_outputs_of_one_process(name, form, tmp_path):
     """A rank may end within a block, except in additive decay."""
     op, _, _, tokens, state = calls(name)
-    block = 4
+    options = {"causal_block": 4, "chunk_size": 4, "form": form}
     fields = type(state)._fields
 
     def call(group, **tensors):
         given = type(state)(*(tensors.pop(field) for field in fields))
-        o, after = op(**tensors, state=given, causal_block=block, group=group, chunk_size=4)
+        o, after = op(**tensors, state=given, group=group, **options)
         return o, list(after)
 
     def check(group):
@@ -268,7 +276,7 @@ def test_ranks_compute_the_outputs_of_one_process(name, tmp_path):
         own = {key: x for key, x in tokens.items() if key != "angles"}
         offsets = torch.tensor([0, T, 2 * T])
         with pytest.raises(ValueError, match="causal_block with cu_seqlens runs on one"):
-            op(**own, causal_block=block, cu_seqlens=offsets, group=group)
+            op(**own, cu_seqlens=offsets, group=group, **options)
 
     run_ranks(4, check, tmp_path)
 
