@@ -391,6 +391,75 @@ def test_traffic_does_not_grow_with_the_length(over_ranks):
     over_ranks(check)
 
 
+# Calls over nodes of ranks, with their tensors.
+NODE_CALLS = {
+    "additive": (partial(additive_decay, causal=True), qkv),
+    "additive, packed": (partial(additive_decay, causal=True, cu_seqlens=OFFSETS), qkv),
+    "decay": (decay_attention, lambda: qkv() | {"log_decay": decays(B, T, H, K)}),
+    "decay, packed": (
+        partial(decay_attention, cu_seqlens=OFFSETS),
+        lambda: qkv() | {"log_decay": decays(B, T, H)},
+    ),
+    "delta rule": (
+        delta_rule,
+        lambda: qkv() | {"beta": 0.1 * rand(B, T, H), "log_decay": decays(B, T, H)},
+    ),
+    "toeplitz": (
+        lambda x, group: toeplitz_position(
+            x, *torch.full((2, 1, 2, K, 3), -0.1).double(), (x.shape[1],),
+            bidirectional=True, group=group,
+        ),
+        lambda: {"x": rand(B, T, K)},
+    ),
+}  # fmt: skip
+
+
+def tensors_of(states):
+    """Return the tensors of nested states."""
+    if isinstance(states, torch.Tensor):
+        return [states]
+    return [] if states is None else [x for state in states for x in tensors_of(state)]
+
+
+def groups_of_nodes(ranks, node_size):
+    """Return the group of this rank's node, and that of its place in every node."""
+    within = [[*range(start, start + node_size)] for start in range(0, ranks, node_size)]
+    between = [[*range(place, ranks, node_size)] for place in range(node_size)]
+    groups = {tuple(members): dist.new_group(members) for members in within + between}
+    own = dist.get_rank()
+    return tuple(group for members, group in groups.items() if own in members)
+
+
+def test_nodes_exchange_merged_states(tmp_path):
+    ranks, node_size, lengths = 6, 2, [0, 3, 0, 0, T - 4, 1]
+
+    def check(group):
+        if group.size() < ranks:
+            return
+        levels = groups_of_nodes(ranks, node_size)
+        nodes, even = SequenceGroup(group, nodes=levels), [T] * ranks
+        grouped = [SequenceGroup(group, even), SequenceGroup(group, even, nodes=levels)]
+        for name, (run, inputs) in NODE_CALLS.items():
+
+            def op(group, run=run, **tensors):
+                o, states = run(**tensors, group=group and nodes)
+                return o, tensors_of(states)
+
+            assert_same_over_ranks(op, inputs(), {}, lengths, group)
+            received = []
+            for each in grouped if "packed" not in name else ():
+                with Traffic() as traffic:
+                    run(**inputs(), group=each)
+                received.append(traffic.bytes)
+            states = node_size + ranks // node_size
+            assert not received or received[0] * states == received[1] * ranks
+        if 0 < group.rank() < ranks - 1:
+            with pytest.raises(ValueError, match="nodes have 3 ranks in each of 2 nodes"):
+                SequenceGroup(group, nodes=levels[::-1])
+
+    run_ranks(ranks, check, tmp_path)
+
+
 def test_diffusion_moves_the_tokens_within_its_radius(over_ranks):
     def check(group):
         for tokens in (4, 70):

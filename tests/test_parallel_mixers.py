@@ -12,7 +12,6 @@ from onescan.configs import replace
 from onescan.layers.decays import (
     FixedDecayConfig,
     HGRN2DecayConfig,
-    NoDecayConfig,
     XLSTMDecayConfig,
 )
 from onescan.layers.mixers import (
@@ -48,44 +47,44 @@ KDA = KDAMixerConfig(**SMALL, gate_rank=4)
 NATURAL = replace(LION, {"scan": "natural"})
 
 
-def directed(**configs):
-    """Return each config in all directions."""
+def directed(*directions, **configs):
+    """Return each config in these directions."""
     return {
         f"{name}, {direction}": replace(config, {"direction": direction})
         for name, config in configs.items()
-        for direction in ("both", "forward", "backward")
+        for direction in directions
     }
 
 
 # mixers on tokens [T], and on grids of T rows
 MIXERS = {
-    "lion": directed(
-        lion=LION,
-        convolution=replace(LION, {"conv_size": 3, "conv_bias": True}),
-        retention=RETENTION,
-    )
+    "lion": directed("both", "forward", "backward", lion=LION)
+    | directed("both", "backward", convolution=replace(LION, {"conv_size": 3, "conv_bias": True}))
+    | directed("forward", "backward", retention=RETENTION)
     | {
         "sum before mask": replace(LION, {"normalize": "sum_before_mask"}),
         "max one": replace(LION, {"normalize": "max_one", "decay": XLSTMDecayConfig()}),
         "keys": replace(LION, {"decay": HGRN2DecayConfig(), "normalize": "none"}),
-        "symmetric": replace(LION, {"decay_at": "symmetric"}),
         "mamba": replace(LINEAR_TRANSFORMERS["mamba"], {"state_size": 3}),
         "kernel of one": replace(LION, {"conv_size": 1}),
     },
-    "delta": directed(gated=GatedDeltaNetMixerConfig(**SMALL))
-    | {
+    "delta": {
         "delta rule": DELTA,
+        "gated": GatedDeltaNetMixerConfig(**SMALL, direction="forward"),
         "kda": replace(KDA, {"direction": "backward"}),
         "product": DeltaProductMixerConfig(**SMALL, direction="forward"),
     },
     "recurrent": directed(
-        hgrn=HGRNMixerConfig(**SMALL),
+        "both", "forward", hgrn=HGRNMixerConfig(**SMALL), mamba=MambaMixerConfig(state_size=3)
+    )
+    | directed(
+        "both",
+        "forward",
+        "backward",
         rwkv6=RWKV6MixerConfig(**SMALL, shift_rank=3, decay_rank=3),
-        mamba=MambaMixerConfig(state_size=3),
     )
     | {
         "hydra": HydraMixerConfig(**SMALL, state_size=3),
-        "hydra, shared": HydraMixerConfig(**SMALL, state_size=3, shared_keys=True, conv_size=3),
         "spatial": VisionRWKVMixerConfig(**SMALL),
     },
     "softmax": {
@@ -98,26 +97,23 @@ MIXERS = {
     "diffusion": {
         "both": DIFFUSION,
         "causal": replace(DIFFUSION, {"causal": True, "norm": "rms"}),
-        "embedding": replace(DIFFUSION, {"input_residual": True, "form": "banded"}),
-        "no attention": replace(DIFFUSION, {"linear_attention": False}),
+        "embedding": replace(DIFFUSION, {"input_residual": True, "linear_attention": False}),
         "no diffusion": replace(DIFFUSION, {"diffusion": False, "causal": True}),
     },
 }
 GRIDS = {
-    "lion": directed(natural=NATURAL)
+    "lion": directed("both", "backward", natural=NATURAL)
     | {
         "convolution": replace(NATURAL, {"conv_size": 3, "direction": "backward"}),
         "fixed": replace(NATURAL, {"decay": FixedDecayConfig()}),
-        "no decay": replace(NATURAL, {"decay": NoDecayConfig()}),
         "keys": replace(NATURAL, {"decay": HGRN2DecayConfig(), "normalize": "none"}),
         "flat": LION,
     },
-    "delta": directed(natural=replace(DELTA, {"scan": "natural"})),
+    "delta": directed("both", "forward", natural=replace(DELTA, {"scan": "natural"})),
     "recurrent": {
         "spatial": VisionRWKVMixerConfig(**SMALL),
         "channel": VisionRWKVMixerConfig(**SMALL, part="channel"),
         "vim": MambaMixerConfig(state_size=3, prefix_position="middle"),
-        "hydra": HydraMixerConfig(**SMALL, state_size=3),
     },
     "softmax": {"softmax": SoftmaxMixerConfig(num_heads=HEADS)},
     "diffusion": {"flat": DIFFUSION, "separable": replace(DIFFUSION, {"separable": True})},
@@ -137,7 +133,7 @@ PACKED = {
 }
 CONSTANT_TRAFFIC = (
     MIXERS["lion"]["convolution, both"],
-    MIXERS["delta"]["gated, forward"],
+    MIXERS["delta"]["gated"],
     *(MIXERS["recurrent"][f"{name}, both"] for name in ("hgrn", "rwkv6", "mamba")),
     MIXERS["recurrent"]["hydra"],
     MIXERS["softmax"]["softmax, window 3, causal True"],
@@ -196,7 +192,7 @@ def check_mixer(config, shape, group, *, prefix=0, masks=False, continues=False,
             options["cu_seqlens"] = packing
         ranks = group
         if size == 3 and group is not None:
-            ranks = SequenceGroup(group, SequenceGroup(group).lengths(x))
+            ranks = SequenceGroup(group, SequenceGroup(group).lengths(x), prefix=prefix)
         with sequence_parallel(ranks):
             y, state = call(x, keep=keep, **options)
         return y, tensors_of(state)
@@ -283,5 +279,19 @@ def test_a_scheme_that_needs_all_tokens(over_ranks):
             pytest.raises(ValueError, match="'crank_nicolson' runs on one: it solves a system"),
         ):
             mixer(rand(B, 3, WIDTH), Grid((3,)))
+
+    over_ranks(check)
+
+
+def test_training_after_inference(over_ranks):
+    """The orders of scans are computed once, also if that is in inference mode."""
+
+    def check(group):
+        mixer, x = built(NATURAL, 2), rand(B, 5 * 3, WIDTH)
+        with sequence_parallel(group):
+            with torch.inference_mode():
+                mixer(x, Grid((5, 3)))
+            mixer(x, Grid((5, 3)))[0].sum().backward()
+        assert mixer.in_proj.weight.grad is not None
 
     over_ranks(check)

@@ -102,7 +102,7 @@ class Patchify(nn.Module):
         lines = math.prod(self.grid_shape((self.channels, 0, *sides))[1:])
         lengths = [part // patch * lines for part in parts]
         lengths[0] += prefix
-        return sequence_parallel(SequenceGroup(group.group, lengths, prefix=prefix))
+        return sequence_parallel(group.with_lengths(lengths, prefix=prefix))
 
 
 def check_sizes(image_size: tuple[int, ...], patch_size: tuple[int, ...]) -> None:

@@ -19,8 +19,10 @@ total::
 
 A recurrence is linear in the state that enters a shard, S' = P S + U. Ranks gather P and U of all
 shards, combine those before their own (after it in the backward direction), and run the op from the
-resulting state. Forms that need all tokens at once are not available: FFTs, and Crank-Nicolson,
-which solves a system over all tokens.
+resulting state. With many ranks, `SequenceGroup(group, nodes=...)` gathers them within nodes of N
+ranks and then between nodes, which replaces W by N + W / N; bidirectional `additive_decay` moves
+one state in any case. Forms that need all tokens at once are not available: FFTs, and
+Crank-Nicolson, which solves a system over all tokens.
 
 In a block of `sequence_parallel`, each rank passes its part of an input to a model. The first axis
 is sharded: rows of images or frames of video, in whole patches, or tokens of text. In addition to
@@ -58,10 +60,11 @@ Rules:
   derivatives are supported.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -73,7 +76,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from onescan.messages import named_type
-from onescan.ops.chunks import linear_scan
 from onescan.ops.packing import Packing, PackingShard, packing_of
 
 
@@ -88,14 +90,24 @@ class SequenceGroup:
         lengths: Number of tokens on each rank. If None, ranks exchange them when an op needs them.
         prefix: Number of tokens on the first rank that are not part of the grid, such as a class
             token. Included in `lengths`.
+        nodes: Two process groups, for a `group` that spans several nodes: the ranks of this node,
+            and the ranks with the same place in every node. Ranks then merge states within nodes
+            before they exchange them between nodes. Both are the groups of a two-dimensional
+            `DeviceMesh`, ``(mesh.get_group(1), mesh.get_group(0))``. None gathers the states of all
+            ranks at once.
 
     Raises:
-        ValueError: If group is not a process group of this process, or lengths is not one
-            non-negative integer per rank.
+        ValueError: If group is not a process group of this process, lengths is not one
+            non-negative integer per rank, or the nodes are not consecutive parts of group.
     """
 
     def __init__(
-        self, group: Any, lengths: Sequence[int] | None = None, *, prefix: int = 0
+        self,
+        group: Any,
+        lengths: Sequence[int] | None = None,
+        *,
+        prefix: int = 0,
+        nodes: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     ) -> None:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
@@ -109,26 +121,43 @@ class SequenceGroup:
                 f"group is {named_type(group)}, expected a process group of this process"
             )
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.is_reversed = False  # whether ranks are in reverse order
-        if lengths is not None:
-            are_whole = all(isinstance(n, int) and n >= 0 for n in lengths)
-            if len(lengths) != self.size or not are_whole:
-                raise ValueError(
-                    f"lengths is {lengths!r}, expected a whole number for each of {self.size} ranks"
-                )
-        self._lengths = None if lengths is None else list(lengths)
+        self._lengths = None if lengths is None else self._checked(lengths)
         self.prefix = prefix
+        self.is_reversed = False  # whether ranks are in reverse order
+        self._nodes = None
+        if nodes is not None:
+            within, between = self._nodes = [SequenceGroup(level) for level in nodes]
+            place = between.rank * within.size + within.rank
+            if (place, between.size * within.size) != (self.rank, self.size):
+                raise ValueError(
+                    f"nodes have {within.size} ranks in each of {between.size} nodes, with this "
+                    f"rank at {place}, expected rank {self.rank} of {self.size}"
+                )
+
+    def _checked(self, lengths: Sequence[int]) -> list[int]:
+        are_whole = all(isinstance(n, int) and n >= 0 for n in lengths)
+        if len(lengths) != self.size or not are_whole:
+            raise ValueError(
+                f"lengths is {lengths!r}, expected a whole number for each of {self.size} ranks"
+            )
+        return list(lengths)
 
     def reversed(self) -> "SequenceGroup":
         """Return the group in reverse order, for tokens that each rank has flipped."""
-        group = copy(self)
+        group = copy.copy(self)
         group.rank, group.is_reversed = self.size - 1 - self.rank, not self.is_reversed
         group._lengths = None if self._lengths is None else self._lengths[::-1]
+        group._nodes = None if self._nodes is None else [x.reversed() for x in self._nodes]
         return group
 
     def ordered(self, of_ranks: Iterable[Any]) -> list[Any]:
         """Return items of the process group's ranks in this order, or items in this order back."""
         return list(of_ranks)[:: -1 if self.is_reversed else 1]
+
+    @property
+    def levels(self) -> "list[SequenceGroup]":
+        """The groups in which ranks exchange states, one after the other."""
+        return self._nodes or [self]
 
     @property
     def is_first(self) -> bool:
@@ -155,13 +184,18 @@ class SequenceGroup:
             )
         return list(self._lengths)
 
+    def with_lengths(self, lengths: Sequence[int] | None, *, prefix: int = 0) -> "SequenceGroup":
+        """Return the same ranks with other lengths; see the arguments of the class."""
+        group = copy.copy(self)
+        group._lengths = None if lengths is None else self._checked(lengths)
+        group.prefix = prefix
+        return group
+
     def without_prefix(self) -> "SequenceGroup":
         """Return the group of the tokens of the grid."""
-        group = copy(self)
-        group.prefix = 0
-        if self._lengths is not None:
-            group._lengths = [self._lengths[0] - self.prefix, *self._lengths[1:]]
-        return group
+        if self._lengths is None or not self.prefix:
+            return self
+        return self.with_lengths([self._lengths[0] - self.prefix, *self._lengths[1:]])
 
     def first_position(self, shape: tuple[int, ...], device: torch.device) -> int | Tensor:
         """Return the position of this rank's first token along the first axis of a grid.
@@ -186,6 +220,7 @@ class SequenceGroup:
 
 
 Group = SequenceGroup | dist.ProcessGroup | DeviceMesh
+State = tuple[Tensor, ...]
 
 _current: SequenceGroup | None = None
 
@@ -243,7 +278,7 @@ def known_lengths(x: Tensor) -> AbstractContextManager[None]:
     lengths = group.lengths(x)
     if not any(lengths):
         raise ValueError("T is 0 on every rank, expected at least one token in the sequence")
-    return sequence_parallel(SequenceGroup(group.group, lengths))
+    return sequence_parallel(group.with_lengths(lengths))
 
 
 def without_group() -> AbstractContextManager[None]:
@@ -377,27 +412,58 @@ def exchange(
 
 
 def carry(
-    group: SequenceGroup, updates: Sequence[tuple[Tensor, Tensor]]
-) -> list[tuple[Tensor, Tensor]]:
-    """Carry states from rank to rank, S' = P S + U with an elementwise factor P.
+    group: SequenceGroup,
+    updates: Sequence[State],
+    empty: State,
+    step: Callable[[State, State], State],
+    compose: Callable[[State, State], State],
+) -> list[tuple[State, State]]:
+    """Carry states from rank to rank, where the tokens of each rank update the state.
+
+    With nodes, ranks gather the updates of their node, compose them, and gather those of all nodes.
 
     Args:
         group: The ranks.
-        updates: U and P of this rank for the forward and, if any, the backward direction. P has as
-            many axes as U, at least two, and broadcasts to its shape.
+        updates: The update of this rank for the forward and, if any, the backward direction, as
+            tensors of the same shapes on every rank.
+        empty: The state before the first rank visited.
+        step: Function of a state and an update that returns the next state.
+        compose: Function of an earlier and a later update that returns the update of both.
 
     Returns:
         For each direction, the state that enters this rank, and the state after the last rank
         visited.
     """
-    gathered = iter(gather(group, *(x for pair in updates for x in pair)))
+    levels: list[tuple[SequenceGroup, list[list[State]]]] = []
+    for level in group.levels:
+        gathered = iter(gather(level, *(x for update in updates for x in update)))
+        parts = [[*zip(*(next(gathered) for _ in update), strict=True)] for update in updates]
+        visited = [ranks[::-1] if backward else ranks for backward, ranks in enumerate(parts)]
+        levels.append((level, visited))
+        if level is not group.levels[-1]:
+            updates = [reduce(compose, ranks) for ranks in visited]
     carried = []
     for backward in range(len(updates)):
-        added, kept = (next(gathered).movedim(0, 2).contiguous() for _ in range(2))
-        state = torch.zeros_like(added[:, :, 0])
-        before, last = linear_scan(state, added, kept, backward=backward > 0)
-        carried.append((before[:, :, group.rank], last))
+        entering, last = empty, None
+        for level, visited in reversed(levels):
+            states = [*accumulate(visited[backward], step, initial=entering)]
+            # every rank's state depends on all ranks, so that every backward pass visits the gather
+            own = level.size - 1 - level.rank if backward else level.rank
+            entering = tuple(torch.stack(x)[own] for x in zip(*states[:-1], strict=True))
+            last = states[-1] if last is None else last
+        assert last is not None
+        carried.append((entering, last))
     return carried
+
+
+def linear_step(state: State, update: State) -> State:
+    """Return S' = P S + U for an update (U, P) with an elementwise factor P."""
+    return (torch.addcmul(update[0], update[1], state[0]),)
+
+
+def linear_compose(first: State, second: State) -> State:
+    """Return the update of two updates (U, P), one after the other."""
+    return *linear_step(first, second), first[1] * second[1]
 
 
 def last_tokens(x: Tensor, keep: Tensor | None, count: int) -> tuple[Tensor, Tensor]:

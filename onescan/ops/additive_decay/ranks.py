@@ -11,10 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from onescan.ops.additive_decay.state import AdditiveDecayState, per_feature, per_key, share
+from onescan.ops.additive_decay.state import (
+    AdditiveDecayState,
+    merged,
+    per_feature,
+    per_key,
+    share,
+)
 from onescan.ops.numerics import LOG_ZERO
 from onescan.ops.packing import PackingShard
-from onescan.ops.parallel import SequenceGroup, gather
+from onescan.ops.parallel import SequenceGroup, State, carry, gather
 
 
 def merged_over_ranks(group: SequenceGroup, state: AdditiveDecayState) -> AdditiveDecayState:
@@ -30,13 +36,34 @@ def merged_before(
     With packed sequences, the states are those of the last sequence of each row on each rank, and
     the first result is the state of the sequence that continues on this rank.
     """
-    z, kv = gather(group, *state)
-    is_earlier = torch.arange(group.size, device=z.device).view(-1, 1, 1, 1) < group.rank
-    included = is_earlier
+    empty = torch.full_like(state.log_normalizer, LOG_ZERO), torch.zeros_like(state.kv)
+    update = tuple(state)
     if packing is not None:
-        is_same = packing.tails == packing.heads[group.rank]
-        included = is_earlier & is_same[:, :, None, None]
-    return _sum(z, kv, included), _sum(z, kv, torch.ones_like(is_earlier))
+        update += (~packing.starts.any(dim=1)[:, None, None],)  # whether a sequence continues
+    ((before, last),) = carry(group, [update], empty, _step, _compose)
+    if packing is not None:
+        before = _where(~packing.starts[:, :1, None], before)
+    return AdditiveDecayState(*before), AdditiveDecayState(*last)
+
+
+def _step(state: State, update: State) -> State:
+    """Merge the state of earlier tokens, if the same sequence continues, and that of later ones."""
+    z, kv, *continues = update
+    for is_same in continues:
+        state = _where(is_same, state)
+    return merged(AdditiveDecayState(*state), AdditiveDecayState(z, kv))
+
+
+def _compose(first: State, second: State) -> State:
+    """Return the update of two updates, one after the other."""
+    continues = (a & b for a, b in zip(first[2:], second[2:], strict=True))
+    return *_step(first[:2], second), *continues
+
+
+def _where(included: Tensor, state: State) -> State:
+    """Return an empty state where not included, [B, 1, 1]."""
+    z, kv = state
+    return z.where(included, LOG_ZERO), kv.where(included.unsqueeze(-1), 0)
 
 
 def merged_sequences(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onescan.ops.decay_attention.forms import Directions, Sides
 from onescan.ops.decay_factors import decay_factors
-from onescan.ops.parallel import SequenceGroup, carry
+from onescan.ops.parallel import SequenceGroup, carry, linear_compose, linear_step
 from onescan.shapes import Keys, Values
 
 
@@ -37,10 +37,10 @@ def carried_states(
         (own if enter is None else torch.addcmul(own, kept, enter), kept)
         for (own, kept), enter in zip(_updates(k, v, decays, ends), enters, strict=False)
     ]
-    states = carry(ranks, updates)
+    states = carry(ranks, updates, (torch.zeros_like(updates[0][0]),), linear_step, linear_compose)
     entering: list[Tensor | None] = [None, None]
     leaving: list[Tensor | None] = [None, None]
-    for d, ((before, last), enter) in enumerate(zip(states, enters, strict=False)):
+    for d, (((before,), (last,)), enter) in enumerate(zip(states, enters, strict=False)):
         entering[d], leaving[d] = before if enter is None else before + enter, last
     return (entering[0], entering[1]), (leaving[0], leaving[1])
 

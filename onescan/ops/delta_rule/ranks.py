@@ -4,14 +4,12 @@ The chunks of a rank update the incoming state S of one direction as S' = P S + 
 product of their transitions, a K x K matrix per head.
 """
 
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onescan.ops.chunks import chunk_scan
-from onescan.ops.parallel import SequenceGroup, gather
+from onescan.ops.parallel import SequenceGroup, State, carry
 from onescan.shapes import KeyValue
 
 
@@ -42,7 +40,7 @@ class EnteringStates:
         width, ranks = kv.shape[-2], self.ranks
         one = torch.eye(width, dtype=kv.dtype, device=kv.device).expand_as(transition[:, :, 0])
         _, both = chunk_scan(  # of P and U, side by side
-            _step,
+            lambda kv, kept, new: kept @ kv + new,
             torch.cat([one, torch.zeros_like(kv)], dim=-1),
             transition,
             F.pad(added, (width, 0)),
@@ -50,16 +48,22 @@ class EnteringStates:
         kept, own = both.split([width, kv.shape[-1]], dim=-1)
         is_outermost = kv.new_tensor([ranks.is_first, ranks.is_last]).repeat_interleave(self.batch)
         kv = kv * is_outermost[: len(kv), None, None, None]
-        gathered = [x.movedim(0, 2) for x in gather(ranks, kept, own + kept @ kv)]
-        enters, leaves = [], []
-        for backward, (start, end) in enumerate(pairwise(range(0, len(kv) + 1, self.batch))):
-            empty, parts = torch.zeros_like(kv[start:end]), [x[start:end] for x in gathered]
-            before, last = chunk_scan(_step, empty, *parts, backward=bool(backward))
-            enters.append(before[:, :, ranks.rank])
-            leaves.append(last)
-        self.last = torch.cat(leaves)
-        return kv + torch.cat(enters)
+        updates = (own + kept @ kv, kept)
+        directions = [
+            tuple(x[start : start + self.batch] for x in updates)
+            for start in range(0, len(kv), self.batch)
+        ]
+        empty = torch.zeros_like(kv[: self.batch])
+        enters, leaves = zip(*carry(ranks, directions, (empty,), _step, _compose), strict=True)
+        self.last = torch.cat([state for (state,) in leaves])
+        return kv + torch.cat([state for (state,) in enters])
 
 
-def _step(kv: Tensor, kept: Tensor, new: Tensor) -> Tensor:
-    return kept @ kv + new
+def _step(state: State, update: State) -> State:
+    """Return S' = P S + U for an update (U, P)."""
+    return (update[1] @ state[0] + update[0],)
+
+
+def _compose(first: State, second: State) -> State:
+    """Return the update of two updates (U, P), one after the other."""
+    return *_step(first, second), second[1] @ first[1]

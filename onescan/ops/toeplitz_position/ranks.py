@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import SequenceGroup, carry, exchange
+from onescan.ops.parallel import SequenceGroup, carry, exchange, linear_compose, linear_step
 from onescan.ops.toeplitz_position import forms
 from onescan.shapes import Hidden, LineStates
 
@@ -74,9 +74,9 @@ def carried(
             kept = kept * ~begins.any(dim=1)[:, None]
         own = forms.advance(enter, seen.flip(-1) if backward else seen, a, length)
         updates.append((own, kept))
-    states = carry(ranks, updates)
+    states = carry(ranks, updates, (torch.zeros_like(hidden),), linear_step, linear_compose)
     y = torch.zeros_like(flat)
-    for backward, ((before, _), enter) in enumerate(zip(states, enters, strict=False)):
+    for backward, (((before,), _), enter) in enumerate(zip(states, enters, strict=False)):
         first = weight[backward].unsqueeze(1) * (before + enter)
         read = forms.sample(first, log_decay[backward], flat.shape[-1] + 1)[..., 1:]
         read = read.flip(-1) if backward else read
@@ -85,7 +85,7 @@ def carried(
             is_continued = begins.cumsum(dim=1) == 0
             read = read * (is_continued.flip(1) if backward else is_continued)
         y = y + read
-    return forms.channels_last(y.view(lines.shape).movedim(-1, 2)), states[0][1]
+    return forms.channels_last(y.view(lines.shape).movedim(-1, 2)), states[0][1][0]
 
 
 def by_channels(
