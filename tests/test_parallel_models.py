@@ -23,7 +23,7 @@ from onescan.layers.position import (
 )
 from onescan.models.causal_lm import token_losses
 from onescan.models.token_network import flatten_state
-from onescan.ops.parallel import sum_over_ranks
+from onescan.ops.collectives import sum_over_ranks
 
 B, T, VOCABULARY, WIDTH = 2, 13, 17, 12
 LIGHTNET = LightNetMixerConfig(num_heads=2)

@@ -16,7 +16,8 @@ from onescan.layers.mixers import LowerBounds, Mixer, MixerConfig
 from onescan.layers.position import sinusoidal_positions
 from onescan.layers.tokens import Documents
 from onescan.messages import named_type
-from onescan.ops.parallel import from_first_rank, in_current_group
+from onescan.ops.collectives import from_first_rank
+from onescan.ops.parallel import in_current_group
 from onescan.shapes import Grid, Hidden, Keep, Labels, LowerBound, Pooled, Timesteps
 
 FREQUENCIES = 256  # channels of the sinusoidal timestep embedding, as in DiT

@@ -8,7 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from onescan.checks import check_positive
-from onescan.ops.parallel import Group, SequenceGroup, carry_tokens, sequence_group
+from onescan.ops.collectives import carry_tokens
+from onescan.ops.parallel import Group, SequenceGroup, sequence_group
 from onescan.shapes import Hidden, Keep
 
 Window = Float[Tensor, "B _ channels"]  # the last kernel_size - 1 real tokens

@@ -11,9 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_positive
+from onescan.ops.collectives import gather
 from onescan.ops.numerics import accumulation_dtype, to_float64, wrap_angle
 from onescan.ops.packing import Packing, PackingShard
-from onescan.ops.parallel import SequenceGroup, gather, sequence_group
+from onescan.ops.parallel import SequenceGroup, sequence_group
 from onescan.ops.toeplitz_position import ToeplitzState, toeplitz_position
 from onescan.shapes import Grid, Hidden, Keep, Places
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from onescan.layers.tokens import snake_orders
-from onescan.ops.parallel import Permutation, SequenceGroup, sequence_group
+from onescan.ops.collectives import Permutation
+from onescan.ops.parallel import SequenceGroup, sequence_group
 from onescan.shapes import Grid, Hidden
 
 

@@ -13,18 +13,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_positive
+from onescan.ops.collectives import from_first_rank, gather, select_rank, sum_over_ranks
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import (
-    SequenceGroup,
-    from_first_rank,
-    gather,
-    refuse_group,
-    select_rank,
-    sequence_group,
-    sequence_parallel,
-    sum_over_ranks,
-)
+from onescan.ops.parallel import SequenceGroup, refuse_group, sequence_group, sequence_parallel
 from onescan.shapes import Grid, GridKeep, Grids, Hidden, Keep, Pooled
 
 Indices = Int[Tensor, " T"]

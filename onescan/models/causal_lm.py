@@ -15,8 +15,9 @@ from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.decoding_graph import DecodingGraph
 from onescan.models.token_network import NetworkState, TokenNetwork, TokenNetworkConfig
+from onescan.ops.collectives import last_token
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import last_token, sequence_group, without_group
+from onescan.ops.parallel import sequence_group, without_group
 from onescan.shapes import GeneratedTokens, Keep, TokenLogits, Tokens
 
 IGNORE_INDEX = -100  # label of tokens without a loss, as in torch's cross_entropy

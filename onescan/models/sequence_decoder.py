@@ -22,9 +22,10 @@ from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
 from onescan.layers.mixers.linear_diffusion import LinearCrossAttention
 from onescan.layers.position import sinusoidal_positions
 from onescan.messages import named_type
+from onescan.ops.collectives import sum_over_ranks
 from onescan.ops.decay_attention import DecayState
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
-from onescan.ops.parallel import sum_over_ranks, without_group
+from onescan.ops.parallel import without_group
 from onescan.shapes import GeneratedTokens, Grid, Hidden, Memory, MemoryMask, TokenLogits, Tokens
 
 

@@ -22,8 +22,9 @@ from onescan.layers.position import (
 )
 from onescan.layers.tokens import Documents
 from onescan.messages import named_type
+from onescan.ops.collectives import gather_tokens
 from onescan.ops.packing import Packing, PackingShard, document_offsets
-from onescan.ops.parallel import gather_tokens, known_lengths, packing_over, sequence_group
+from onescan.ops.parallel import known_lengths, packing_over, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 
 

@@ -20,13 +20,8 @@ from onescan.data.latents import LatentFormat, LatentSplits, load_vae
 from onescan.data.share import Share
 from onescan.messages import named_type
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig, max_pixel
-from onescan.ops.parallel import (
-    from_first_rank,
-    gather_tokens,
-    sequence_group,
-    sequence_parallel,
-    sum_over_ranks,
-)
+from onescan.ops.collectives import from_first_rank, gather_tokens, sum_over_ranks
+from onescan.ops.parallel import sequence_group, sequence_parallel
 from onescan.shapes import DenoiserOutput, Images, Labels, Timesteps
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 from onescan.tasks.feature_distance import (

@@ -13,9 +13,9 @@ from onescan.data.share import Share
 from onescan.data.text import TextSplits, Tokenizer
 from onescan.data.text.tokenizer import word_boundaries
 from onescan.models.causal_lm import IGNORE_INDEX, perplexity
+from onescan.ops.collectives import sum_over_ranks
 from onescan.ops.cross_entropy import cross_entropy
 from onescan.ops.packing import Packing, document_offsets
-from onescan.ops.parallel import sum_over_ranks
 from onescan.shapes import Tokens
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 

@@ -9,7 +9,8 @@ from torch.nn.functional import cross_entropy
 from onescan.checks import check_positive
 from onescan.data.recall import BLANK, RecallFormat, RecallSplits
 from onescan.data.share import Share
-from onescan.ops.parallel import gather_tokens, sequence_group, sum_over_ranks
+from onescan.ops.collectives import gather_tokens, sum_over_ranks
+from onescan.ops.parallel import sequence_group
 from onescan.shapes import TokenLogits
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from onescan.data import GridFormat
 from onescan.layers.block import Block, lower_bound_of_each
 from onescan.layers.mixers import LowerBounds
-from onescan.ops.parallel import in_current_group, sequence_group, sum_over_ranks
+from onescan.ops.collectives import sum_over_ranks
+from onescan.ops.parallel import in_current_group, sequence_group
 from onescan.shapes import LowerBound
 from onescan.tasks import Batch, Task
 from onescan.training.config import RunConfig, TransferConfig

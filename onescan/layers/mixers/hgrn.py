@@ -19,11 +19,12 @@ from onescan.layers.mixers.contract import (
     flipped,
     masked,
 )
+from onescan.ops.collectives import gather
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.gating import gated
 from onescan.ops.lrpe import lrpe_angles, lrpe_frequencies
 from onescan.ops.numerics import to_accumulation_dtype, to_float64, wrap_angle
-from onescan.ops.parallel import SequenceGroup, gather, scan_group, sequence_parallel
+from onescan.ops.parallel import SequenceGroup, scan_group, sequence_parallel
 from onescan.shapes import FrequencyRow, Grid, Hidden, Keep, LowerBound
 
 Complex = Float[Tensor, "B T D 2"]  # real and imaginary parts

@@ -21,6 +21,7 @@ from onescan.layers.mixers.contract import (
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.blocks import check_causal_block
+from onescan.ops.collectives import gather, sum_over_ranks
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.gating import gated
 from onescan.ops.lrpe import (
@@ -38,7 +39,7 @@ from onescan.ops.numerics import (
     to_autocast_dtype,
 )
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import SequenceGroup, gather, sequence_group, sum_over_ranks
+from onescan.ops.parallel import SequenceGroup, sequence_group
 from onescan.shapes import (
     Angles,
     Grid,

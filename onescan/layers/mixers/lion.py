@@ -44,6 +44,7 @@ from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import RotaryAngles, check_rotary, rotary_angles, rotated
 from onescan.layers.scans import SnakeScans
+from onescan.ops.collectives import gather
 from onescan.ops.decay_attention import DecayAt, DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.gating import gated
@@ -55,7 +56,7 @@ from onescan.ops.numerics import (
     to_autocast_dtype,
 )
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import gather, scan_group, sequence_group
+from onescan.ops.parallel import scan_group, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, Keys, LowerBound, Position, Queries, Values
 
 MeanDecays = Float[Tensor, "scans H"] | Float[Tensor, "scans H K"]

@@ -19,9 +19,10 @@ from onescan.layers.mixers.contract import (
     masked,
 )
 from onescan.layers.scans import whole_grid
+from onescan.ops.collectives import Permutation
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.numerics import to_accumulation_dtype
-from onescan.ops.parallel import Group, Permutation, scan_group, sequence_group
+from onescan.ops.parallel import Group, scan_group, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, Keys
 
 PrefixPosition = Literal["start", "middle"]

@@ -21,10 +21,11 @@ from onescan.layers.mixers.contract import (
     masked,
 )
 from onescan.layers.mixers.projections import Projection, Projections
+from onescan.ops.collectives import carry_tokens
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.gating import gated
 from onescan.ops.numerics import to_accumulation_dtype
-from onescan.ops.parallel import Group, carry_tokens, scan_group, sequence_group
+from onescan.ops.parallel import Group, scan_group, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, Keys, Pooled, Queries, Values
 
 PARTS = 5  # inputs of the token shift: r, k, v, w (decay) and g (gate)

@@ -13,17 +13,10 @@ from onescan.checks import check_choice, check_positive, is_known
 from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import check_rotary, rotary_angles, rotated
+from onescan.ops.collectives import carry_tokens, gather_tokens, halo
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.packing import Packing, PackingShard, refuse_cu_seqlens
-from onescan.ops.parallel import (
-    SequenceGroup,
-    carry_tokens,
-    gather_tokens,
-    halo,
-    packing_over,
-    sequence_group,
-    sequence_parallel,
-)
+from onescan.ops.parallel import SequenceGroup, packing_over, sequence_group, sequence_parallel
 from onescan.ops.window_attention import window_attention
 from onescan.shapes import CachedKeep, CachedKeys, CachedSequence, Grid, Hidden, Keep
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_positive
 from onescan.layers.mixers.contract import Mixer, MixerConfig, both_directions, masked
 from onescan.layers.mixers.rwkv6 import read_before_write
+from onescan.ops.collectives import carry_tokens, gather
 from onescan.ops.decay_attention import Form
 from onescan.ops.numerics import safe_divide, to_accumulation_dtype
-from onescan.ops.parallel import SequenceGroup, carry_tokens, gather, sequence_group
+from onescan.ops.parallel import SequenceGroup, sequence_group
 from onescan.shapes import Grid, Hidden, Keep
 
 MAX_GROWTH = 40.0  # largest growth of weights with distance, as a log; exp(89) overflows

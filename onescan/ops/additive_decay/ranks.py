@@ -18,9 +18,10 @@ from onescan.ops.additive_decay.state import (
     per_key,
     share,
 )
+from onescan.ops.collectives import State, carry, gather
 from onescan.ops.numerics import LOG_ZERO
 from onescan.ops.packing import PackingShard
-from onescan.ops.parallel import SequenceGroup, State, carry, explain_failure, gather
+from onescan.ops.parallel import SequenceGroup, explain_failure
 
 
 def merged_over_ranks(group: SequenceGroup, state: AdditiveDecayState) -> AdditiveDecayState:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onescan.ops.collectives import carry, linear_compose, linear_step
 from onescan.ops.decay_attention.forms import Directions, Sides
 from onescan.ops.decay_factors import decay_factors
-from onescan.ops.parallel import SequenceGroup, carry, linear_compose, linear_step
+from onescan.ops.parallel import SequenceGroup
 from onescan.shapes import Keys, Values
 
 

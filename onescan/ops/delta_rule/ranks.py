@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onescan.ops.chunks import chunk_scan
-from onescan.ops.parallel import SequenceGroup, State, carry
+from onescan.ops.collectives import State, carry
+from onescan.ops.parallel import SequenceGroup
 from onescan.shapes import KeyValue
 
 

@@ -25,6 +25,7 @@ from onescan.checks import (
 )
 from onescan.messages import named_type
 from onescan.ops.backend import Backend, resolved_backend
+from onescan.ops.collectives import carry_tokens, halo
 from onescan.ops.linear_diffusion import crank_nicolson, forms
 from onescan.ops.linear_diffusion.kernel import (
     check_kernels,
@@ -37,8 +38,6 @@ from onescan.ops.packing import Packing, PackingShard
 from onescan.ops.parallel import (
     Group,
     SequenceGroup,
-    carry_tokens,
-    halo,
     one_token,
     packing_over,
     refuse_group,

@@ -14,8 +14,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from onescan.ops.collectives import carry, exchange, linear_compose, linear_step
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import SequenceGroup, carry, exchange, linear_compose, linear_step
+from onescan.ops.parallel import SequenceGroup
 from onescan.ops.toeplitz_position import forms
 from onescan.shapes import Hidden, LineStates
 
