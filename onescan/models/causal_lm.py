@@ -162,7 +162,10 @@ class CausalLM(nn.Module):
         x, state = self.network(
             tokens, keep=keep, documents=documents, cu_seqlens=cu_seqlens, state=state
         )
-        return self.head(last_token(x) if last_only else x), state
+        if last_only:
+            group = sequence_group(None)
+            x = x[:, -1:] if group is None else last_token(group, x)
+        return self.head(x), state
 
     @torch.no_grad()
     def stream(

@@ -27,8 +27,6 @@ def check_causal_block(
     Traceback (most recent call last):
     ValueError: causal_block is 4 with causal=True, expected causal=False
     """
-    if causal_block is None:
-        return
     check_whole(1, causal_block=causal_block)
     if causal is not False:
         raise ValueError(

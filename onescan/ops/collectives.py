@@ -51,11 +51,8 @@ def select_rank(
     return samples[candidates.int().argmax(dim=0), torch.arange(len(x), device=x.device)]
 
 
-def last_token(x: Tensor) -> Tensor:
+def last_token(group: SequenceGroup, x: Tensor) -> Tensor:
     """Return the last token of the whole sequence, [B, 1, D], given those of this rank."""
-    group = sequence_group(None)
-    if group is None:
-        return x[:, -1:]
     has_tokens = x.new_full((len(x),), x.shape[1] > 0, dtype=torch.bool)
     return select_rank(group, F.pad(x, (0, 0, 1, 0))[:, -1:], has_tokens, last=True)
 

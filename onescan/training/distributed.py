@@ -204,7 +204,7 @@ def lost_process(error: BaseException) -> bool:
     >>> lost_process(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
     True
     """
-    message = str(error)
+    message = f"{error} {error.__cause__ or ''}"
     is_theirs = isinstance(error, RuntimeError) and "gloo/" in message
     return (is_theirs or isinstance(error, dist.DistError)) and any(
         sign in message for sign in LOST_SIGNS

@@ -203,14 +203,14 @@ class Mixer(nn.Module, ABC):
         """Initialize weights for which the model's default is unsuitable; models call this last."""
 
 
-def check_blocks(causal_block: int | None, grid: Grid) -> None:
+def check_blocks(causal_block: int, grid: Grid) -> None:
     """Raise ValueError for a grid that is not divided into blocks, which begin at its first token.
 
     >>> check_blocks(4, Grid((2, 4), prefix=1))
     Traceback (most recent call last):
     ValueError: causal_block is 4 with Grid(shape=(2, 4), prefix=1), expected no prefix
     """
-    if causal_block is not None and grid.prefix:
+    if grid.prefix:
         raise ValueError(f"causal_block is {causal_block} with {grid}, expected no prefix")
 
 

@@ -234,7 +234,8 @@ class DeltaRuleMixer(Mixer):
         state: DeltaState | DeltaRuleState | None = None,
     ) -> tuple[Hidden, DeltaState | DeltaRuleState | None]:
         config, backward = self.config, self.config.direction == "backward"
-        check_blocks(config.causal_block, grid)
+        if config.causal_block is not None:
+            check_blocks(config.causal_block, grid)
         attention, window = self._unpacked(state, grid)
         x = masked(x, keep)
         u, gate = self.in_proj(x), None

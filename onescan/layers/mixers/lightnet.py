@@ -224,7 +224,8 @@ class LightNetMixer(Mixer):
         cu_seqlens: Packing | None = None,
         state: LightNetState | None = None,
     ) -> tuple[Hidden, LightNetState | None]:
-        check_blocks(self.config.causal_block, grid)
+        if self.config.causal_block is not None:
+            check_blocks(self.config.causal_block, grid)
         if state is not None:
             has_state = self.config.state_block is not None
             self.check_state(state, LightNetState, causal=has_state)

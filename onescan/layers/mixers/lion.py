@@ -291,7 +291,8 @@ class LionMixer(Mixer):
         state: DecayState | LionState | None = None,
         lower_bound: LowerBound | None = None,
     ) -> tuple[Hidden, DecayState | LionState | None]:
-        check_blocks(self.config.causal_block, grid)
+        if self.config.causal_block is not None:
+            check_blocks(self.config.causal_block, grid)
         attention, window, position = self._unpacked(state, grid)
         x = x if keep is None else masked(x, keep)
         u, gate = self.in_proj(x), None

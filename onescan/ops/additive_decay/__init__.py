@@ -196,7 +196,8 @@ def additive_decay(
     [4.0, 4.0, 6.0]
     """
     ranks, own = sequence_group(group), q
-    check_causal_block(causal_block, causal=causal, cu_seqlens=cu_seqlens, ranks=ranks)
+    if causal_block is not None:
+        check_causal_block(causal_block, causal=causal, cu_seqlens=cu_seqlens, ranks=ranks)
     if ranks is not None and causal_block is not None:
         check_whole_blocks(causal_block, ranks.lengths(own))
     if ranks is not None and isinstance(angles, RotaryPositions):

@@ -232,7 +232,8 @@ def decay_attention(
     [10.0, 8.0, 6.0]
     """
     ranks, own = sequence_group(group), q
-    check_causal_block(causal_block, causal=causal, cu_seqlens=cu_seqlens, ranks=ranks)
+    if causal_block is not None:
+        check_causal_block(causal_block, causal=causal, cu_seqlens=cu_seqlens, ranks=ranks)
     has_one_state = causal or causal_block is not None
     if empty := is_empty(ranks, q):
         q, k, v = one_token(q, k, v)

@@ -187,7 +187,8 @@ def delta_rule(
     [4.0, 3.0, 1.75]
     """
     ranks, own = sequence_group(group), q
-    check_causal_block(causal_block, causal=causal, cu_seqlens=cu_seqlens, ranks=ranks)
+    if causal_block is not None:
+        check_causal_block(causal_block, causal=causal, cu_seqlens=cu_seqlens, ranks=ranks)
     has_one_state = causal or causal_block is not None
     if empty := is_empty(ranks, q):
         q, k, v, beta, log_decay = one_token(q, k, v, beta, log_decay)
