@@ -1,12 +1,13 @@
 """Small language models with flash-linear-attention's tensor names, computed token by token.
 
 Written from the equations of LightNet (arXiv:2405.21022, Eq. 13), GLA (arXiv:2312.06635, Eq. 3 and
-Sec. 4.4), RetNet (arXiv:2307.08621, Eq. 5 and 8) and DeltaNet (arXiv:2406.06484, Sec. 2.2 and 3.4)
-in their published form. Sizes and names of tensors are those that flash-linear-attention stores.
+Sec. 4.4), RetNet (arXiv:2307.08621, Eq. 5 and 8), DeltaNet (arXiv:2406.06484, Sec. 2.2 and 3.4),
+Gated DeltaNet (arXiv:2412.06464, Eq. 10) and DeltaProduct (arXiv:2502.10297, Sec. 3) in their
+published form. Sizes and names of tensors are those that flash-linear-attention stores.
 """
 
 import torch
-from torch.nn.functional import elu, silu
+from torch.nn.functional import elu, silu, softplus
 
 VOCABULARY, WIDTH, DEPTH, HIDDEN = 23, 24, 2, 32
 LIGHTNET = {
@@ -57,6 +58,24 @@ DELTA_NET = LIGHTNET | {
     "use_beta": True,
     "qk_norm": "l2",
     "qk_activation": "silu",
+}
+GATED_DELTA_NET = DELTA_NET | {
+    "model_type": "gated_deltanet",
+    "architectures": ["GatedDeltaNetForCausalLM"],
+    "num_heads": 5,  # does not divide the width, as 6 heads at a width of 2048
+    "num_v_heads": None,
+    "head_dim": 4,
+    "expand_v": 2.0,
+    "use_gate": True,
+    "allow_neg_eigval": False,
+}
+GATED_DELTA_PRODUCT = GATED_DELTA_NET | {
+    "model_type": "gated_deltaproduct",
+    "architectures": ["GatedDeltaProductForCausalLM"],
+    "use_output_gate": True,
+    "use_forget_gate": True,
+    "allow_neg_eigval": True,
+    "num_householder": 3,
 }
 
 
@@ -155,6 +174,27 @@ def delta_net_weights(settings=DELTA_NET):
     if settings["use_beta"]:
         shapes["b_proj.weight"] = (settings["num_heads"], WIDTH)
     if settings["use_gate"]:
+        shapes["g_proj.weight"] = (values, WIDTH)
+    return language_model(settings, shapes)
+
+
+def gated_delta_net_weights(settings=GATED_DELTA_NET):
+    heads, updates = settings["num_heads"], settings.get("num_householder", 1)
+    value_heads = settings["num_v_heads"] or heads
+    keys = heads * settings["head_dim"]
+    values = value_heads * int(settings["head_dim"] * settings["expand_v"])
+    shapes = {
+        "q_proj.weight": (keys, WIDTH),
+        "k_proj.weight": (updates * keys, WIDTH),
+        "v_proj.weight": (updates * values, WIDTH),
+        "b_proj.weight": (updates * value_heads, WIDTH),
+        "o_norm.weight": (values // value_heads,),
+        "o_proj.weight": (WIDTH, values),
+    }
+    if settings.get("use_forget_gate", True):
+        shapes |= {"a_proj.weight": (value_heads, WIDTH)}
+        shapes |= {"A_log": (value_heads,), "dt_bias": (value_heads,)}
+    if settings.get("use_output_gate", settings["use_gate"]):
         shapes["g_proj.weight"] = (values, WIDTH)
     return language_model(settings, shapes)
 
@@ -281,6 +321,35 @@ def delta_net(x, attn, settings):
         change = beta[:, t, :, None] * (v[:, t] - stored)
         state = state + k[:, t, :, :, None] * change[:, :, None]
         outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return gated_norm(torch.stack(outputs, dim=1), x, attn, settings)
+
+
+def gated_delta_net(x, attn, settings):
+    """S_t = a_t (I - b k k^T) S_{t-1} + b k v^T, where a token may have several k, v and b.
+
+    Queries and keys may have fewer heads than values, and are repeated for these.
+    """
+    heads, updates = settings["num_heads"], settings.get("num_householder", 1)
+    value_heads = settings["num_v_heads"] or heads
+    q, k, v = (silu(y) for y in projected(x, attn, settings))
+    q = unit(in_heads(q, value_heads, heads)) * settings["head_dim"] ** -0.5
+    # B T updates H K
+    k = torch.stack([unit(in_heads(y, value_heads, heads)) for y in k.chunk(updates, -1)], dim=2)
+    v = v.unflatten(-1, (updates, value_heads, -1))
+    beta = torch.sigmoid(x @ attn["b_proj.weight"].T).unflatten(-1, (updates, value_heads))
+    beta = beta * (2 if settings["allow_neg_eigval"] else 1)
+    decay = torch.ones(*x.shape[:2], value_heads, dtype=x.dtype)
+    if "a_proj.weight" in attn:
+        step = softplus(x @ attn["a_proj.weight"].T + attn["dt_bias"])
+        decay = torch.exp(-attn["A_log"].exp() * step)
+    eye = torch.eye(k.shape[-1], dtype=x.dtype)
+    state, outputs = torch.zeros(len(x), value_heads, *v.shape[-1:], *k.shape[-1:]).double(), []
+    for t in range(x.shape[1]):  # the state is [V, K], as in the paper
+        state = state * decay[:, t, :, None, None]
+        for r in range(updates):
+            b, key = beta[:, t, r, :, None, None], k[:, t, r, :, None]
+            state = state @ (eye - b * key.mT @ key) + b * v[:, t, r, :, :, None] @ key
+        outputs.append((state @ q[:, t, :, :, None])[..., 0])
     return gated_norm(torch.stack(outputs, dim=1), x, attn, settings)
 
 

@@ -594,7 +594,7 @@ def test_recipes_on_cifar10_have_equal_sizes():
     assert vit.parameters == pytest.approx(ldn.parameters, rel=0.01)
     assert vit.macs == pytest.approx(ldn.macs, rel=0.04)
     lightnet = sizes["cifar10_lightnet"]
-    assert len(sizes) == len(LION_KINDS) + 2
+    assert len(sizes) == len(LION_KINDS) + 4
     for size in sizes.values():
         assert size.parameters == pytest.approx(lightnet.parameters, rel=0.02)
     assert sizes["cifar10_deit"].macs == pytest.approx(lightnet.macs, rel=0.02)
@@ -624,6 +624,12 @@ def test_recipes_of_one_comparison_differ_only_in_their_blocks():
     for kind in LION_KINDS:
         small, large = RECIPES[f"cifar10_lion_{kind}"]().model, preset(f"lion_{kind}_tiny")
         assert (small.mixer, small.position) == (large.mixer, large.position)
+
+
+def test_recipes_on_shakespeare_have_equal_sizes():
+    names = ("lion_s", "gated_deltanet", "kda")
+    sizes = [model_size(RECIPES[f"shakespeare_{name}"]().model).parameters for name in names]
+    assert max(sizes) < 1.02 * min(sizes)
 
 
 def test_recipes_state_their_name_and_command():

@@ -6,12 +6,16 @@ import pytest
 import torch
 from fla_models import (
     DELTA_NET,
+    GATED_DELTA_NET,
+    GATED_DELTA_PRODUCT,
     GLA,
     LIGHTNET,
     RETNET,
     VOCABULARY,
     delta_net,
     delta_net_weights,
+    gated_delta_net,
+    gated_delta_net_weights,
     gla,
     gla_weights,
     lightnet,
@@ -72,6 +76,23 @@ MODELS = {
         delta_net_weights,
         delta_net,
     ),
+    "gated_deltanet": (GATED_DELTA_NET, gated_delta_net_weights, gated_delta_net),
+    "gated_deltanet, more value heads": (
+        GATED_DELTA_NET | CONVOLUTIONS | {"num_v_heads": 10, "allow_neg_eigval": True},
+        gated_delta_net_weights,
+        gated_delta_net,
+    ),
+    "gated_deltanet, plain": (
+        GATED_DELTA_NET | {"use_gate": False, "use_short_conv": False, "expand_v": 1.0},
+        gated_delta_net_weights,
+        gated_delta_net,
+    ),
+    "gated_deltaproduct": (GATED_DELTA_PRODUCT, gated_delta_net_weights, gated_delta_net),
+    "gated_deltaproduct, plain": (
+        GATED_DELTA_PRODUCT | {"use_forget_gate": False, "use_output_gate": False},
+        gated_delta_net_weights,
+        gated_delta_net,
+    ),
 }
 over_models = pytest.mark.parametrize(("settings", "draw", "mixer"), MODELS.values(), ids=MODELS)
 
@@ -110,14 +131,30 @@ REFUSED = {
     "shared keys": (GLA, {"num_kv_heads": 2}, "num_kv_heads is 2, expected a divisor of .* 3"),
     "norm of keys": (DELTA_NET, {"qk_norm": "softmax"}, "qk_norm is 'softmax'"),
     "activation of keys": (DELTA_NET, {"qk_activation": "tanh"}, "qk_activation 'tanh' is unknown"),
-    "decay": (DELTA_NET, {"model_type": "gated_deltanet"}, "its weights are not converted"),
+    "decay per channel": (DELTA_NET, {"model_type": "kda"}, "its output gate has a bias"),
+    "value heads": (
+        GATED_DELTA_NET,
+        {"num_v_heads": 7},
+        "num_heads is 5, expected a divisor of num_v_heads 7",
+    ),
+    "value heads of several updates": (
+        GATED_DELTA_PRODUCT,
+        {"num_v_heads": 10},
+        "num_v_heads is 10 .* expected None",
+    ),
+}
+WEIGHTS = {
+    "lightnet": lightnet_weights,
+    "gla": gla_weights,
+    "delta_net": delta_net_weights,
+    "gated_deltanet": gated_delta_net_weights,
+    "gated_deltaproduct": gated_delta_net_weights,
 }
 
 
 @pytest.mark.parametrize(("settings", "changes", "message"), REFUSED.values(), ids=REFUSED)
 def test_settings_that_differ_are_refused(settings, changes, message):
-    draw = delta_net_weights if settings is DELTA_NET else gla_weights
-    weights = lightnet_weights() if settings is LIGHTNET else draw()
+    weights = WEIGHTS[settings["model_type"]](settings)
     with pytest.raises(ValueError, match=message):
         converted(settings | changes, weights)
 

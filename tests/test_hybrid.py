@@ -26,6 +26,7 @@ from onescan.models.continuous_batch import ContinuousBatch
 from onescan.models.denoiser import DenoiserConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.masked_lm import MaskedLMConfig
+from onescan.models.sequence_decoder import SequenceDecoderConfig
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig, train
 
@@ -89,7 +90,7 @@ def test_hybrids_nest():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"period": 0}, "mixer.period is 0, expected 1 or more"),
+        ({"period": 0}, "mixer.period is 0, expected a whole number of at least 1"),
         ({"offset": 3}, "mixer.offset is 3, expected -3 to 2 with period 3"),
         ({"offset": -4}, "mixer.offset is -4"),
         ({"linear.causal": True}, "mixer.linear is causal and mixer.attention is not"),
@@ -100,6 +101,15 @@ def test_impossible_hybrids_are_refused(change, message):
     config = configs.replace(HYBRID, change)
     with pytest.raises(ValueError, match=message):
         MaskedLMConfig(vocab_size=9, width=24, depth=3, mixer=config).build()
+
+
+@pytest.mark.parametrize("value", [1.0, True, "1", None])
+@pytest.mark.parametrize("field", ["period", "offset"])
+def test_numbers_of_other_types_are_refused(field, value):
+    config = dataclasses.replace(HYBRID)
+    object.__setattr__(config, field, value)  # tests check the types of arguments, users need not
+    with pytest.raises(ValueError, match=f"mixer.{field} is {value!r}, expected a whole number"):
+        config.for_layer(0)
 
 
 def test_a_hybrid_is_not_a_mixer():
@@ -128,13 +138,21 @@ def test_generation_equals_whole_texts_at_every_cut(mixer, position, tmp_path):
 
 def test_only_a_window_keeps_the_state_of_a_hybrid_constant():
     assert ContinuousBatch(causal({"mixer": WINDOW, "depth": 3})).model is not None
-    with pytest.raises(ValueError, match=r"state that grows with the text: blocks\.2\.k"):
+    with pytest.raises(ValueError, match=r"blocks\.2\.k; .* attention with a window"):
         ContinuousBatch(causal({"mixer": CAUSAL, "depth": 3}))
 
 
 def test_both_mixers_must_be_causal_for_a_causal_model():
+    sizes = {"vocab_size": 9, "width": 24, "depth": 3}
     with pytest.raises(ValueError, match="mixer is not causal"):
-        CausalLMConfig(vocab_size=9, width=24, mixer=HYBRID).build()
+        CausalLMConfig(**sizes, mixer=HYBRID).build()
+    for config in (CausalLMConfig(**sizes), SequenceDecoderConfig(**sizes, num_heads=2)):
+        for one, other in (("linear", "attention"), ("attention", "linear")):
+            mixed = dataclasses.replace(
+                config, mixer=configs.replace(HYBRID, {f"{one}.causal": True})
+            )
+            with pytest.raises(ValueError, match=f"mixer.{one} is causal and mixer.{other} is not"):
+                mixed.build()
 
 
 IMAGES = ImageClassifierConfig(

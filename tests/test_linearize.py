@@ -550,9 +550,10 @@ def test_a_hybrid_keeps_the_attention_of_its_run(recipe):
 
 def test_unknown_mixers_are_refused():
     run = find_recipe("linearize_vit")()
-    with pytest.raises(ValueError, match=r"model\.mixer 'lion_x' is unknown .*lion_s"):
-        with_mixer(run, "lion_x_hybrid")
-    with pytest.raises(ValueError, match=r"model\.mixer 'lion_x' is unknown .*lion_s"):
+    known = r".*available: .*lion_s, .*lion_s_hybrid, "
+    with pytest.raises(ValueError, match=rf"mixer 'gla_hybird' is unknown .*'gla_hybrid'\){known}"):
+        with_mixer(run, "gla_hybird")
+    with pytest.raises(ValueError, match=rf"model\.mixer 'lion_x' is unknown {known}"):
         with_mixer(run, "lion_x")
     no_mixer = dataclasses.replace(run, model=StripesModelConfig())
     with pytest.raises(ValueError, match="has no mixer"):

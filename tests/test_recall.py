@@ -17,6 +17,7 @@ from onescan.configs import differences
 from onescan.data import Example, RecallConfig
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.masked_lm import MaskedLMConfig
 from onescan.recipes.recall import RECIPES as RECALL
 from onescan.report.runs import read_run_group
 from onescan.report.texts import recall
@@ -184,11 +185,15 @@ def test_metrics_of_a_perfect_and_a_forgetful_model():
     assert forgetful.metrics["loss"] == pytest.approx(rows["losses"].sum().item() / is_query.sum())
 
 
-def test_the_recipes_differ_only_in_their_mixers():
-    first, *others = runs = [recipe() for recipe in RECALL.values()]
+@pytest.mark.parametrize("kind", [CausalLMConfig, MaskedLMConfig], ids=["causal", "bidirectional"])
+def test_the_recipes_differ_only_in_their_mixers_and_widths_of_mlps(kind):
+    recipes = [recipe() for recipe in RECALL.values()]
+    first, *others = runs = [run for run in recipes if isinstance(run.model, kind)]
+    assert len(runs) == len(RECALL) / 2
     for other in others:
-        paths = [path for path, *_ in differences(first, other)]
-        assert paths == ["name", "model.mixer.type"]
+        paths = {path for path, *_ in differences(first, other)}
+        assert {"name", "model.mixer.type"} <= paths
+        assert paths <= {"name", "model.mixer.type", "model.mlp.ratio"}
     models = [run.model.build() for run in runs]
     sizes = [sum(p.numel() for p in model.parameters()) for model in models]
     assert max(sizes) < 1.05 * min(sizes)

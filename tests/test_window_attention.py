@@ -1,5 +1,6 @@
 """Sliding-window attention against softmax with a T x T mask, and its bounded cache."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -236,3 +237,23 @@ def test_states_and_offsets_that_do_not_apply_are_refused():
         everywhere(x, grid, cu_seqlens=packing)
     with pytest.raises(ValueError, match="state was given to a mixer that is not causal"):
         trained(window=3)(x, grid, state=state)
+
+
+@pytest.mark.parametrize("window", [0, 1.5, True, "4"])
+def test_windows_of_other_types_are_refused(window):
+    config = SoftmaxMixerConfig(num_heads=HEADS)
+    object.__setattr__(config, "window", window)  # tests check the types of arguments
+    message = f"window is {window!r}, expected a whole number of at least 1"
+    with pytest.raises(ValueError, match=message):
+        config.build(width=WIDTH, axes=1)
+
+
+def test_the_state_of_a_huge_window_is_refused():
+    config = SoftmaxMixerConfig(num_heads=HEADS, window=10**9, causal=True)
+    with pytest.raises(ValueError, match=r"window is 1000000000, expected at most .* None"):
+        config.build(width=WIDTH, axes=1)
+    both = dataclasses.replace(config, causal=False).build(width=WIDTH, axes=1)  # has no state
+    x = torch.randn(1, 5, WIDTH)
+    everything = dataclasses.replace(config, causal=False, window=None).build(width=WIDTH, axes=1)
+    everything.load_state_dict(both.state_dict())
+    assert torch.equal(both(x, Grid((5,)))[0], everything(x, Grid((5,)))[0])

@@ -304,6 +304,7 @@ class GatedDeltaNetDecay(Mamba2Decay):
     """lambda = exp(-exp(log_rate) softplus(W x + b)), with Mamba-2's initial values.
 
     Source: Gated DeltaNet, arXiv:2412.06464. A separate beta scales the update instead of the key.
+    flash-linear-attention draws initial rates from 0 to 16 instead of 1 to 16.
     """
 
     def forward(self, x: Hidden) -> DecayOutput:

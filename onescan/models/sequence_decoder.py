@@ -71,6 +71,7 @@ class SequenceDecoderConfig(ModelConfig):
         check_choice("feature_map", self.feature_map, FEATURE_MAPS)
         if self.width % self.num_heads:
             raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}")
+        self.mixer.for_layer(0)  # raises if only one of a hybrid's mixers is causal
         if not self.mixer.is_causal:
             raise ValueError(
                 "mixer is not causal: a token would read the next one, which it has to predict"

@@ -69,6 +69,7 @@ class TokenNetworkConfig(ModelConfig, ABC):
             init_std=self.init_std,
             norm_eps=self.norm_eps,
         )
+        self.mixer.for_layer(0)  # raises if only one of a hybrid's mixers is causal
         if self.segment_types < 0:
             raise ValueError(f"segment_types is {self.segment_types}, expected 0 or more")
         if isinstance(self.position, AbsolutePositionConfig | SinusoidalPositionConfig):
@@ -375,7 +376,8 @@ def check_constant_size(before: Any, after: Any) -> None:
     for name, x in flatten_state(before).items():
         if x.shape != longer[name].shape:
             raise ValueError(
-                f"model has a state that grows with the text: {name}; expected a constant size"
+                f"model has a state that grows with the text: {name}; expected a constant size, as "
+                "of linear mixers and of softmax attention with a window"
             )
 
 

@@ -7,9 +7,13 @@ from onescan import configs
 from onescan.configs import ModelConfig
 from onescan.data import DeitAugmentConfig, ImageDatasetConfig, MixConfig
 from onescan.layers.basic import MLPConfig
+from onescan.layers.decays import KDADecayConfig
 from onescan.layers.mixers import (
+    GatedDeltaNetMixerConfig,
+    KDAMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
+    MixerConfig,
     SoftmaxMixerConfig,
 )
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
@@ -90,6 +94,39 @@ def _cifar10_lion(kind: str) -> RunConfig:
         f"lion_{kind}_tiny", num_classes=10, image_size=32, patch_size=4, depth=MODEL.depth
     )
     return _cifar10(f"cifar10_lion_{kind}", configs.replace(model, {"mlp.ratio": RATIO}))
+
+
+def _cifar10_delta(name: str, mixer: MixerConfig, ratio: float) -> RunConfig:
+    """Return a recipe with the blocks of LION, another mixer, and as many parameters."""
+    model = preset(
+        "gated_deltanet_tiny", num_classes=10, image_size=32, patch_size=4, depth=MODEL.depth
+    )
+    return _cifar10(name, configs.replace(model, {"mixer": mixer, "mlp.ratio": ratio}))
+
+
+def cifar10_gated_deltanet() -> RunConfig:
+    """Gated DeltaNet in both directions, of the same size, on CIFAR-10.
+
+    onescan train cifar10_gated_deltanet --data.path FOLDER
+
+    Trained like cifar10_lightnet; --model.mixer.scan natural scans along rows and columns. The 50
+    epochs have not been run yet.
+    """
+    mixer = GatedDeltaNetMixerConfig(num_heads=3)
+    return _cifar10_delta("cifar10_gated_deltanet", mixer, RATIO - 2)
+
+
+def cifar10_kda() -> RunConfig:
+    """Kimi Delta Attention (KDA) in both directions, of the same size, on CIFAR-10.
+
+    onescan train cifar10_kda --data.path FOLDER
+
+    Trained like cifar10_lightnet. Ranks are the width of a head, as in the original. The 50 epochs
+    have not been run yet.
+    """
+    rank = 64
+    mixer = KDAMixerConfig(num_heads=3, decay=KDADecayConfig(rank=rank), gate_rank=rank)
+    return _cifar10_delta("cifar10_kda", mixer, RATIO - 2 / 3)
 
 
 def _cifar10(name: str, model: ModelConfig, task: ImageClassificationConfig = TASK) -> RunConfig:
@@ -215,6 +252,8 @@ RECIPES = table(
         )
         for kind, title in LION_NAMES.items()
     ),
+    cifar10_gated_deltanet,
+    cifar10_kda,
     cifar10_deit,
     cifar10_ldn,
     cifar10_vit,

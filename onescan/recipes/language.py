@@ -7,7 +7,10 @@ from typing import Any
 from onescan.configs import ModelConfig
 from onescan.data.text import TextDatasetConfig
 from onescan.layers.basic import MLPConfig
+from onescan.layers.decays import KDADecayConfig
 from onescan.layers.mixers import (
+    GatedDeltaNetMixerConfig,
+    KDAMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
@@ -294,6 +297,33 @@ def shakespeare_lion_s() -> RunConfig:
     return _small("shakespeare_lion_s", model, LanguageModellingConfig())
 
 
+def shakespeare_gated_deltanet() -> RunConfig:
+    """Causal Gated DeltaNet of the same size on Shakespeare.
+
+    onescan train shakespeare_gated_deltanet --data.path FILE
+
+    It has not been run yet.
+    """
+    mixer = GatedDeltaNetMixerConfig(num_heads=4, direction="forward")
+    model = replace(SMALL_LM, mixer=mixer, mlp=MLPConfig(ratio=2.0), position=None)
+    return _small("shakespeare_gated_deltanet", model, LanguageModellingConfig())
+
+
+def shakespeare_kda() -> RunConfig:
+    """Causal Kimi Delta Attention (KDA) of the same size on Shakespeare.
+
+    onescan train shakespeare_kda --data.path FILE
+
+    Ranks are the width of a head, as in the original. It has not been run yet.
+    """
+    rank = SMALL_WIDTH // 4
+    mixer = KDAMixerConfig(
+        num_heads=4, direction="forward", decay=KDADecayConfig(rank=rank), gate_rank=rank
+    )
+    model = replace(SMALL_LM, mixer=mixer, mlp=MLPConfig(ratio=3.5), position=None)
+    return _small("shakespeare_kda", model, LanguageModellingConfig())
+
+
 def shakespeare_gpt2() -> RunConfig:
     """GPT-2 of the same size on Shakespeare: softmax attention.
 
@@ -417,6 +447,8 @@ RECIPES = table(
     ),
     shakespeare_lightnet,
     shakespeare_lion_s,
+    shakespeare_gated_deltanet,
+    shakespeare_kda,
     shakespeare_gpt2,
     wikitext2_mlm_lightnet,
     wikitext2_mlm_lion_s,

@@ -50,8 +50,9 @@ def with_mixer(run: RunConfig, name: str) -> RunConfig:
     Raises:
         ValueError: If there is no such name (names the closest), or the model has no mixer.
     """
+    hybrids = [base + HYBRID for base in NAMED_MIXERS]
+    check_choice("model.mixer", name, [*NAMED_MIXERS, *hybrids])
     base = name.removesuffix(HYBRID)
-    check_choice("model.mixer", base, NAMED_MIXERS)
     old = getattr(run.model, "mixer", None)
     if not isinstance(old, MixerConfig):
         raise ValueError(

@@ -17,7 +17,7 @@ from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfi
 
 @dataclass(frozen=True, kw_only=True)
 class RecallTaskConfig(TaskConfig):
-    """Associative recall with a `CausalLM`."""
+    """Associative recall with a `CausalLM` or a `MaskedLM`."""
 
     evaluation_batch_size: int = 256
     """Sequences per evaluation batch; affects memory, not results."""
@@ -76,7 +76,8 @@ class Recall(Task):
         return metrics["accuracy"]
 
     def _scores(self, model: nn.Module, batch: Batch) -> TokenLogits:
-        logits: TokenLogits = model(self.share.cut(batch[0], axis=1))[0].float()
+        output = model(self.share.cut(batch[0], axis=1))
+        logits: TokenLogits = (output if isinstance(output, Tensor) else output[0]).float()
         if logits.shape[-1] < self.format.vocab_size:
             raise ValueError(
                 f"the model scores {logits.shape[-1]} tokens, but the data has "

@@ -1,6 +1,7 @@
-"""Language models of flash-linear-attention (fla), as `CausalLM`: LightNet, GLA, RetNet, DeltaNet.
+"""Language models of flash-linear-attention (fla), as `CausalLM`.
 
-Names of tensors and settings are those of https://github.com/fla-org/flash-linear-attention.
+These are LightNet, GLA, RetNet, DeltaNet, Gated DeltaNet and Gated DeltaProduct. Names of tensors
+and settings are those of https://github.com/fla-org/flash-linear-attention.
 """
 
 import re
@@ -16,7 +17,13 @@ from onescan.checks import check_choice
 from onescan.configs import ModelConfig
 from onescan.integrations.weights.source import Foreign, Source, Tensors
 from onescan.layers.basic import GLUConfig, NormName
-from onescan.layers.decays import FixedDecayConfig, GLADecayConfig, retnet_logits
+from onescan.layers.decays import (
+    FixedDecayConfig,
+    GatedDeltaNetDecayConfig,
+    GLADecayConfig,
+    NoDecayConfig,
+    retnet_logits,
+)
 from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     LightNetMixerConfig,
@@ -29,8 +36,6 @@ from onescan.ops.feature_maps import FeatureMapName
 # The fused norm and gate of fla's LightNet ignores the `norm_eps` of the config.
 LIGHTNET_EPS = 1e-6
 ATTENTION = "model.layers.0.attn"
-# tensors with rows for each of num_kv_heads
-SHARED = re.compile(r"\.(k_proj|v_proj|k_conv1d|v_conv1d|gk_proj\.1)\.")
 FEATURE_MAPS: dict[str, FeatureMapName] = {
     "identity": "identity",
     "relu": "relu",
@@ -59,12 +64,16 @@ class Architecture:
     mixer: Callable[[Foreign], MixerConfig]
     """Return the mixer, from the config and the shapes of the first layer."""
     renamed: Mapping[str, str]
-    """Name of a module of the layer, if present -> native name."""
+    """Name of a module or a parameter of the layer, if present -> native name."""
     gate: str = "g_proj"
     """Linear layer of the output gate, or the first of two, if present. `in_proj` merges its rows
     with those of q_proj, k_proj and v_proj."""
     expected: Mapping[str, Any] = field(default_factory=dict)
     """Further settings with the only supported values."""
+    heads: tuple[str, str] = ("num_heads", "num_kv_heads")
+    """Settings: the number of heads, and the smaller number of heads that share parameters."""
+    shared: re.Pattern[str] = re.compile(r"\.(k_proj|v_proj|k_conv1d|v_conv1d|gk_proj\.1)\.")
+    """Tensors with rows for each of the shared heads."""
 
 
 def _config(foreign: Foreign) -> ModelConfig:
@@ -107,10 +116,9 @@ def _weights(foreign: Foreign) -> dict[str, Tensor]:
         layer, block = f"model.layers.{i}", f"network.blocks.{i}"
         weights |= _merged(foreign, f"{layer}.attn", f"{block}.mixer", architecture.gate)
         for name, native in renamed.items():
-            for part in ("weight", "bias"):
-                if f"{layer}.{name}.{part}" in tensors:
-                    taken = _taken(foreign, f"{layer}.{name}.{part}")
-                    weights[f"{block}.{native}.{part}"] = taken
+            for part in (".weight", ".bias", ""):
+                if f"{layer}.{name}{part}" in tensors:
+                    weights[f"{block}.{native}{part}"] = _taken(foreign, f"{layer}.{name}{part}")
         if foreign.fields["model_type"] == "retnet":
             logits = retnet_logits(foreign.need("num_heads"))
             weights[f"{block}.mixer.decays.0.logit"] = logits.to(embedding.dtype)
@@ -132,15 +140,30 @@ def _merged(foreign: Foreign, attn: str, mixer: str, gate: str) -> dict[str, Ten
 
 
 def _taken(foreign: Foreign, name: str) -> Tensor:
-    """Return and use a tensor; rows of keys and values that heads share are repeated for each."""
+    """Return and use a tensor; rows that several heads share are repeated for each."""
     tensor = foreign.tensors.take(name)
-    heads: Any = foreign.fields.get("num_heads")  # None in some LightNets, which share nothing
-    shared = foreign.fields.get("num_kv_heads") or heads
-    if shared == heads or not SHARED.search(name):
+    heads, shared = _heads(foreign)
+    if shared == heads or not ARCHITECTURES[foreign.fields["model_type"]].shared.search(name):
         return tensor
     if len(tensor) % shared:
         raise ValueError(f"{name} has {len(tensor)} rows, expected a multiple of {shared} heads")
     return tensor.unflatten(0, (shared, -1)).repeat_interleave(heads // shared, 0).flatten(0, 1)
+
+
+def _heads(foreign: Foreign) -> tuple[Any, Any]:
+    """Return the number of heads, and the number of heads with parameters of their own.
+
+    Both are None in some LightNets, which share nothing.
+
+    Raises:
+        ValueError: If the second number does not divide the first.
+    """
+    names = ARCHITECTURES[foreign.fields["model_type"]].heads
+    heads, shared = (foreign.fields.get(name) for name in names)
+    heads, shared = heads or shared, shared or heads
+    if heads is not None and heads % shared:
+        raise ValueError(f"{names[1]} is {shared}, expected a divisor of {names[0]} {heads}")
+    return heads, shared
 
 
 def _is_tied(foreign: Foreign) -> bool:
@@ -180,9 +203,6 @@ def _linear_attention(foreign: Foreign, **fields: Any) -> MixerConfig:
     tensors, num_heads = foreign.tensors, foreign.need("num_heads")
     keys, width = tensors.shape(f"{ATTENTION}.q_proj.weight")
     values = tensors.shape(f"{ATTENTION}.o_proj.weight")[1]
-    shared = foreign.fields.get("num_kv_heads") or num_heads
-    if num_heads % shared:
-        raise ValueError(f"num_kv_heads is {shared}, expected a divisor of num_heads {num_heads}")
     convolution, norm = _convolution(foreign), "g_norm_swish_gate"
     if convolution:  # fla's convolutions include SiLU
         foreign.expect(feature_map=None)
@@ -207,27 +227,44 @@ def _linear_attention(foreign: Foreign, **fields: Any) -> MixerConfig:
 
 
 def _delta_net(foreign: Foreign) -> MixerConfig:
-    tensors, num_heads = foreign.tensors, foreign.need("num_heads")
-    keys, width = tensors.shape(f"{ATTENTION}.q_proj.weight")
-    values = tensors.shape(f"{ATTENTION}.v_proj.weight")[0]
     activation = foreign.fields.get("qk_activation", "silu")
     check_choice("qk_activation", activation, QK_ACTIVATIONS)
-    return DeltaRuleMixerConfig(
-        num_heads=num_heads,
-        key_width=_head_width(keys, width, num_heads),
-        value_width=_head_width(values, width, num_heads),
-        direction="forward",
+    return _delta_rule(
+        foreign,
         feature_map=QK_ACTIVATIONS[activation],
         qk_norm=foreign.fields.get("qk_norm", "l2"),
-        value_map="silu",
         beta=foreign.fields.get("use_beta", True),
+    )
+
+
+def _gated_delta_net(foreign: Foreign) -> MixerConfig:
+    has_decay = f"{ATTENTION}.a_proj.weight" in foreign.tensors
+    return _delta_rule(
+        foreign,
+        updates=foreign.fields.get("num_householder", 1),
+        decay=GatedDeltaNetDecayConfig() if has_decay else NoDecayConfig(),
+    )
+
+
+def _delta_rule(foreign: Foreign, **fields: Any) -> MixerConfig:
+    foreign.need("num_heads")
+    tensors, (num_heads, shared) = foreign.tensors, _heads(foreign)
+    keys = tensors.shape(f"{ATTENTION}.q_proj.weight")[0]
+    values = tensors.shape(f"{ATTENTION}.o_proj.weight")[1]
+    return DeltaRuleMixerConfig(
+        num_heads=num_heads,
+        key_width=keys // shared,
+        value_width=values // num_heads,
+        direction="forward",
+        value_map="silu",
         negative_eigenvalues=foreign.fields.get("allow_neg_eigval", False),
         norm="rms",
         norm_heads=True,
         # fla divides scores by the square root of the key width, onescan does not
-        norm_eps=foreign.need("norm_eps") * (keys // num_heads),
+        norm_eps=foreign.need("norm_eps") * (keys // shared),
         gate="silu" if f"{ATTENTION}.g_proj.weight" in tensors else "none",
         **_convolution(foreign),
+        **fields,
     )
 
 
@@ -251,6 +288,13 @@ def _head_width(channels: int, width: int, num_heads: int) -> int | None:
     return None if channels == width else channels // num_heads
 
 
+GATED_DELTA_RULE = {
+    "a_proj": "decay.proj",
+    "A_log": "decay.log_rate",
+    "dt_bias": "decay.dt_bias",
+    "b_proj": "beta_proj",
+    "o_norm": "norm",
+}
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "lightnet": Architecture(
@@ -278,22 +322,31 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "allow_neg_eigval": (True, False),
             },
         ),
+        "gated_deltanet": Architecture(
+            mixer=_gated_delta_net,
+            renamed=GATED_DELTA_RULE,
+            heads=("num_v_heads", "num_heads"),
+            shared=re.compile(r"\.(q|k)_(proj|conv1d)\."),
+        ),
+        "gated_deltaproduct": Architecture(
+            mixer=_gated_delta_net,
+            renamed=GATED_DELTA_RULE,
+            expected={"num_v_heads": None},
+        ),
     }
 )
 # Models that are refused, and why.
 DIFFERENCES: Mapping[str, str] = MappingProxyType(
-    {
-        "gated_deltanet": (
-            "its weights are not converted; its layer was not compared with "
-            "GatedDeltaNetMixerConfig"
-        )
-    }
+    {"kda": "its output gate has a bias, which KDAMixerConfig cannot represent"}
 )
 
 
 FLA_SOURCES = (
     Source(
-        name="flash-linear-attention LightNet, GLA, RetNet and DeltaNet",
+        name=(
+            "flash-linear-attention LightNet, GLA, RetNet, DeltaNet, Gated DeltaNet and "
+            "Gated DeltaProduct"
+        ),
         matches=lambda foreign: (
             foreign.fields.get("model_type") in (*ARCHITECTURES, *DIFFERENCES)
             and "model.embeddings.weight" in foreign.tensors

@@ -153,7 +153,6 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
                 f"decay is {type(self.decay).__name__}, which changes the keys, expected a decay "
                 "that does not, such as GatedDeltaNetDecayConfig"
             )
-        self.head_width(width)  # raises if num_heads does not divide the width
         return DeltaRuleMixer(self, width)
 
 
@@ -183,9 +182,8 @@ class DeltaRuleMixer(Mixer):
     def __init__(self, config: DeltaRuleMixerConfig, width: int) -> None:
         super().__init__()
         self.config = config
-        head_width = config.head_width(width)
-        key_width = config.key_width or head_width
-        value_width = config.value_width or config.value_expansion * head_width
+        key_width = config.key_width or config.head_width(width)
+        value_width = config.value_width or config.value_expansion * config.head_width(width)
         keys, values = config.num_heads * key_width, config.num_heads * value_width
         self.qkv_widths = [keys, config.updates * keys, config.updates * values]
         # in_proj computes q, k and v; then the gate, or at low rank the input of gate_proj
@@ -327,8 +325,9 @@ class GatedDeltaNetMixerConfig(DeltaRuleMixerConfig):
     Queries and keys are L2-normalized. They and the values first pass through a convolution and
     SiLU. The norm is per head, with weights that all heads share.
 
-    Source: arXiv:2412.06464. Its key heads have 0.75 of the model's width in total; here, they have
-    the full width unless `key_width` is set.
+    Source: arXiv:2412.06464. In its models, all keys together have 0.75 times the model's width, in
+    6 heads of 256 at a width of 2048, and all values twice as many channels. Here, they have 1 and
+    2 times the width, unless `key_width` and `value_width` are set.
     """
 
     value_expansion: int = 2
@@ -350,7 +349,7 @@ class KDAMixerConfig(DeltaRuleMixerConfig):
     Other parts are as in `GatedDeltaNetMixerConfig`.
 
     Source: Kimi Linear, arXiv:2510.26692. Its ranks equal the width of its heads, 128. All
-    projections are without biases.
+    projections are without biases; in flash-linear-attention, the gate has one.
     """
 
     decay: DecayConfig = field(default_factory=KDADecayConfig)
@@ -371,7 +370,8 @@ class DeltaProductMixerConfig(DeltaRuleMixerConfig):
     Each update has its own projections and convolutions of keys and values. Gated DeltaProduct is
     this with ``decay=GatedDeltaNetDecayConfig()`` and ``gate="silu"``; it decays once per token.
 
-    Source: arXiv:2502.10297, with its range of eigenvalues from -1 to 1.
+    Source: arXiv:2502.10297, with its range of eigenvalues from -1 to 1. The layers of
+    flash-linear-attention have the widths of Gated DeltaNet.
     """
 
     updates: int = 2

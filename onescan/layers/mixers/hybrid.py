@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
+from onescan.checks import check_whole
 from onescan.layers.mixers.contract import MixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixerConfig
 from onescan.layers.mixers.softmax import SoftmaxMixerConfig
@@ -60,11 +61,12 @@ class HybridMixerConfig(MixerConfig):
         Each mixer counts only its own blocks, so that directions alternate between those.
 
         Raises:
-            ValueError: If period or offset is out of range, or only one of the mixers is causal.
+            ValueError: If period or offset is out of range or not a whole number, or only one of
+                the mixers is causal.
         """
-        if self.period < 1:
-            raise ValueError(f"mixer.period is {self.period}, expected 1 or more")
-        if not -self.period <= self.offset < self.period:
+        check_whole(1, **{"mixer.period": self.period})
+        check_whole(-self.period, **{"mixer.offset": self.offset})
+        if self.offset >= self.period:
             raise ValueError(
                 f"mixer.offset is {self.offset}, expected {-self.period} to {self.period - 1} with "
                 f"period {self.period}"

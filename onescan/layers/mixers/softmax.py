@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from onescan.checks import check_choice, check_positive, is_known
+from onescan.checks import check_choice, check_whole, is_known
 from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import check_rotary, rotary_angles, rotated
@@ -19,6 +19,8 @@ from onescan.ops.packing import Packing, PackingShard, refuse_cu_seqlens
 from onescan.ops.parallel import SequenceGroup, packing_over, sequence_group, sequence_parallel
 from onescan.ops.window_attention import window_attention
 from onescan.shapes import CachedKeep, CachedKeys, CachedSequence, Grid, Hidden, Keep
+
+MAX_CAUSAL_WINDOW = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,12 @@ class SoftmaxMixerConfig(MixerConfig):
         if self.rotary:
             check_rotary(axes, head_width)
         if self.window is not None:
-            check_positive(window=self.window)
+            check_whole(1, window=self.window)
+            if self.causal and self.window > MAX_CAUSAL_WINDOW:
+                raise ValueError(
+                    f"window is {self.window}, expected at most {MAX_CAUSAL_WINDOW}, because the "
+                    "state holds as many tokens; None reads all tokens"
+                )
             if axes > 1:
                 raise ValueError(
                     f"mixer.window is {self.window} with {axes} axes, expected one axis"
