@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from onescan.checks import is_known
 from onescan.ops.chunks import chunk_scan, length_of_chunks, number_of_chunks
 from onescan.ops.decay_factors import decay_factors, decayed_scores, exp_decay, padded
 from onescan.shapes import (
@@ -87,6 +88,8 @@ def chunk(
     """
     tokens, updates, _, width = inputs.k.shape[1:]
     size = length_of_chunks(max(1, chunk_size // updates), tokens)
+    if is_known(tokens):
+        size = -(-tokens // number_of_chunks(tokens, size))  # equal chunks, with little padding
     if inputs.log_decay is not None and inputs.log_decay.shape[-1] > 1:
         size = padded(size)
     split = partial(_split_chunks, count=number_of_chunks(tokens, size), size=size)
