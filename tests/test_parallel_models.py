@@ -387,7 +387,10 @@ def test_inputs_that_cannot_run_over_ranks(tmp_path):
         offsets = torch.tensor([0, 1, 3 * size, 6 * size])
         wrong = [
             (lambda: text(texts(0)), "T is 0 on every rank, expected at least one token"),
-            (lambda: image(rand(1, 1, rows, 4)), r"sizes \[2, 3.* expected multiples of 2"),
+            (
+                lambda: image(rand(1, 1, rows, 4)),
+                r"sizes \[2, 3.* multiples of the patch size 2, not",
+            ),
             (lambda: image(rand(1, 1, 0, 4)), r"sizes \[0, 0.* not all 0"),
             (lambda: joint(rand(1, 1, 4, 4)), f"group has {size} ranks, but a joint kernel runs"),
             (

@@ -456,7 +456,7 @@ def test_tasks_that_need_whole_sequences(tmp_path):
     run = image_run(tmp_path)
     with pytest.raises(ValueError, match="sequence_parallel is 2, but an Other does not support"):
         Other(run.task, run.data.build()).shard(Share(0, 2))
-    with pytest.raises(ValueError, match="sequence_parallel is 2, but ImageTensors reads only"):
+    with pytest.raises(ValueError, match="sequence_parallel is 2, but ImageTensors can only"):
         run.data.build().train.shared(Share(0, 2))
 
 
