@@ -1,13 +1,14 @@
-"""Communication and memory of sequence parallelism, as tables in Markdown.
+"""Measure the communication and memory of sequence parallelism, as Markdown tables.
 
 measured: bytes that a rank receives from other ranks in one layer, counted in gloo processes on
-this machine, for one sequence in float32 at several lengths.
+this machine, for one float32 sequence of several lengths.
 
-calculated: the same by formula for many GPUs, beside ring attention (arXiv:2310.01889), Ulysses
-(arXiv:2309.14509) and an all-gather of keys and values (Llama 3, arXiv:2407.21783, Sec. 3.3.2).
+calculated: the same by formula for many GPUs, compared with ring attention (arXiv:2310.01889),
+Ulysses (arXiv:2309.14509) and an all-gather of keys and values (Llama 3, arXiv:2407.21783,
+Sec. 3.3.2).
 
 memory: peak memory of a training step of a small causal language model, with one sequence over
-several processes, and with the share of one process in a single process. Requires Linux.
+several processes, and with one shard of the sequence in a single process. Requires Linux.
 """
 
 import tempfile
@@ -70,7 +71,7 @@ class Measured:
     """Heads of each layer."""
 
     def table(self) -> Rows:
-        """Return a row per layer, with the bytes of the forward and the backward pass."""
+        """Return one row per layer, with the bytes of the forward and the backward pass."""
         cases = [(ranks, tokens) for ranks in self.processes for tokens in self.tokens]
         rows = [["layer", *(f"{ranks} processes, T = {tokens:,}" for ranks, tokens in cases)]]
         rows += [[name] for name in LAYERS]
@@ -93,7 +94,7 @@ class Calculated:
     """Calculate the bytes that a GPU receives in one layer, forward and backward."""
 
     model: str = "lightnet_lm_1450m"
-    """Preset whose width and number of heads all layers have."""
+    """Preset that provides the width and number of heads of all layers."""
     tokens: int = 2**20
     """Length of the sequence."""
     gpus: tuple[int, ...] = (8, 16, 64, 256, 1024)
@@ -102,7 +103,7 @@ class Calculated:
     """GPUs per node."""
 
     def table(self) -> Rows:
-        """Return a row per layer, and one per method for softmax attention.
+        """Return one row per layer, and one per alternative method for softmax attention.
 
         Ulysses supports at most one GPU per head.
         """
@@ -125,14 +126,14 @@ class Memory:
     """Measure the peak memory of a training step."""
 
     model: Literal["lightnet", "lion_s"] = "lightnet"
-    """Model, of width 32 with two blocks."""
+    """Model, with two blocks of width 32."""
     processes: int = 4
     """Number of processes."""
     tokens: int = 1_000_000
     """Length of the sequence."""
 
     def table(self) -> Rows:
-        """Return a row for a single process, and one per rank."""
+        """Return one row for a single process, and one per rank."""
         share = self.tokens // self.processes
         peak = partial(peak_mib, MODELS[self.model], share)
         (alone,) = over_processes(1, peak)
@@ -145,7 +146,7 @@ class Memory:
 
 
 def peak_mib(config: CausalLMConfig, tokens: int, group: Any) -> float:
-    """Return the peak memory of a step beyond that of the model and the libraries, in MiB."""
+    """Return the peak memory of a training step beyond model and libraries, in MiB."""
     model = config.build()
     for block in model.network.blocks:
         block.recompute = True
@@ -159,9 +160,9 @@ def peak_mib(config: CausalLMConfig, tokens: int, group: Any) -> float:
 
 
 def backward(model: CausalLM, ids: Tokens, group: Any) -> None:
-    """Compute the gradient of the loss of predicting this rank's tokens from those before them.
+    """Compute the gradients of the next-token loss of this rank's tokens.
 
-    Logits are computed in chunks, and again in the backward pass.
+    Logits are computed in chunks, and recomputed in the backward pass.
     """
 
     def loss(x: Tensor, labels: Tensor) -> Tensor:
@@ -175,7 +176,7 @@ def backward(model: CausalLM, ids: Tokens, group: Any) -> None:
 
 
 def over_processes(size: int, function: Callable[[Any], Any]) -> list[Any]:
-    """Return the results of function(group) in new processes; a single one has no group."""
+    """Return the results of function(group) in new processes; the group of one process is None."""
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(size, mp_context=get_context("spawn")) as pool,
@@ -195,11 +196,11 @@ def run_rank(rank: int, size: int, store: str, function: Callable[[Any], Any]) -
     try:
         return function(dist.group.WORLD)
     finally:
-        dist.destroy_process_group()  # the others then stop waiting for this rank
+        dist.destroy_process_group()  # so that the others stop waiting for this rank
 
 
 def in_units(size: float) -> str:
-    """Return a number of bytes in a unit of its size.
+    """Format a number of bytes with a suitable unit.
 
     >>> in_units(0), in_units(1536), in_units(2_500_000)
     ('0 B', '1.54 kB', '2.5 MB')

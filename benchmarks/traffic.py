@@ -1,4 +1,4 @@
-"""Bytes that a rank receives from other ranks in sequence parallelism: counted, and on paper."""
+"""Bytes that a rank receives in sequence parallelism: counted, and calculated by formula."""
 
 import math
 from collections.abc import Callable
@@ -28,9 +28,9 @@ HIDDEN_STATES = 64  # exponentials per channel of MD-TPE
 
 
 class Traffic:
-    """Count the bytes that a rank receives from other ranks in collectives, and their calls.
+    """Count the bytes that a rank receives from other ranks, and record the collectives.
 
-    An all-reduce counts with the size of its result; a ring moves nearly twice as much.
+    An all-reduce counts as the size of its result; a ring all-reduce moves nearly twice as much.
     """
 
     bytes: int
@@ -64,21 +64,21 @@ class Traffic:
 def _exchanged(
     output: Tensor, sent: Tensor, counts: list[int] | None = None, *_: Any, group: Any
 ) -> int:
-    """Return the bytes of an all-to-all, without those that a rank sends to itself."""
+    """Return the bytes received in an all-to-all, except those that a rank sends to itself."""
     own = len(output) // group.size() if counts is None else counts[group.rank()]
     return output.nbytes - output[:own].nbytes
 
 
 class Sizes(NamedTuple):
-    """Sizes of a layer, of which all ranks have equal shares.
+    """Sizes of a layer whose tokens are sharded equally across ranks.
 
     Attributes:
         ranks: Number of ranks.
-        tokens: Tokens of all ranks.
+        tokens: Number of tokens on all ranks.
         width: Features per token.
         heads: Number of heads.
-        wide: Bytes of a number in states.
-        narrow: Bytes of a number in activations.
+        wide: Bytes per number in states.
+        narrow: Bytes per number in activations.
         node: Ranks per node, if states are merged within nodes before they are exchanged.
     """
 
@@ -92,25 +92,25 @@ class Sizes(NamedTuple):
 
     @property
     def head(self) -> int:
-        """Channels of a head."""
+        """Channels per head."""
         return self.width // self.heads
 
     def gathered(self, numbers: float) -> float:
-        """Return the numbers that a rank receives if each rank sends these to all others."""
+        """Return how many numbers a rank receives if each rank sends `numbers` to all others."""
         return (self.ranks - 1) * numbers
 
     def carried(self, numbers: float) -> float:
-        """Return the same, for states that can be merged within a node."""
+        """Do the same for states, which can be merged within a node."""
         node = self.node or self.ranks
         return (node - 1 + self.ranks // node - 1) * numbers
 
     def exchanged(self, numbers: float) -> float:
-        """Return the numbers that a rank receives in an all-to-all of this many numbers."""
+        """Return how many numbers a rank receives in an all-to-all of `numbers`."""
         return numbers * (self.ranks - 1) / self.ranks
 
 
 class Layer(NamedTuple):
-    """A layer, and the bytes that a rank receives in its forward and its backward pass.
+    """A layer, and the bytes that a rank receives in its forward and backward pass.
 
     Attributes:
         config: Returns the config for a number of heads.
@@ -125,7 +125,7 @@ class Layer(NamedTuple):
 
 
 def _both(received: Callable[[Sizes], float]) -> Callable[[Sizes], tuple[float, float]]:
-    """Return the bytes of a layer that receives as much in both passes."""
+    """Use one formula for both passes, for layers that receive the same number of bytes in each."""
     return lambda sizes: (received(sizes),) * 2
 
 
@@ -145,9 +145,9 @@ def _decay(s: Sizes) -> float:
 
 
 def _natural(s: Sizes) -> tuple[float, float]:
-    """Exchange projections, decays and outputs of the scan along columns; states of both scans.
+    """Exchange projections, decays and outputs of the scan along columns, and states of both scans.
 
-    A column of ones, whose outputs are the row sums, is appended to values.
+    A column of ones is appended to the values; its outputs are the row sums.
     """
     states = s.carried(4 * s.wide * s.heads * (s.head * (s.head + 2) + 1))
     inputs = 3 * s.width * s.narrow + s.heads * s.wide
@@ -164,7 +164,7 @@ def _diffusion(s: Sizes) -> float:
 
 
 def _toeplitz(s: Sizes, *, lines: int = 1, directions: int = 1) -> float:
-    """Gather the sums of each line and the factors, or exchange all tokens if that is less."""
+    """Gather the sums of each line and the factors, or exchange all tokens if they are smaller."""
     sums = directions * HIDDEN_STATES
     if 2 * s.tokens // s.ranks < s.ranks * lines * sums:
         return 2 * s.exchanged(s.narrow * s.width * s.tokens / s.ranks)
@@ -187,12 +187,12 @@ def _gated_delta(s: Sizes) -> float:
 
 
 def _window(s: Sizes) -> float:
-    """Gather the last keys and values of each rank, with two marks."""
+    """Gather the last keys and values of each rank, with two masks."""
     return s.gathered(WINDOW * 2 * (s.width + 1) * s.narrow)
 
 
 def _softmax(s: Sizes) -> float:
-    """Gather all keys and values, with a mark."""
+    """Gather all keys and values, with a mask."""
     return s.exchanged(s.tokens * (2 * s.width + 1) * s.narrow)
 
 
@@ -241,7 +241,7 @@ def _ulysses(s: Sizes) -> tuple[float, float] | None:
 
 
 def _ring(s: Sizes) -> tuple[float, float]:
-    """Keys and values visit all ranks, in the backward pass together with their gradients."""
+    """Pass keys and values through all ranks; in the backward pass, with their gradients."""
     each = s.exchanged(2 * s.tokens * s.width * s.narrow)
     return each, 2 * each
 
@@ -262,7 +262,7 @@ BASELINES = {
 def count(layer: Layer, sizes: Sizes, group: Any, nodes: Any = None) -> tuple[int, int]:
     """Return the bytes that this rank receives in a forward and in a backward pass.
 
-    `nodes` are those of `SequenceGroup`.
+    See `SequenceGroup` for `nodes`.
     """
     tokens, side = sizes.tokens // sizes.ranks, math.isqrt(sizes.tokens)
     shape = (side // sizes.ranks, side) if layer.is_image else (tokens,)

@@ -1,10 +1,10 @@
-"""Generate handwritten digits block by block, and compare sizes of blocks.
+"""Generate handwritten digits block by block, and compare block sizes.
 
 python examples/digits_by_block.py --blocks 8 1
 
-The model predicts all pixels of a block at the same time, given all earlier blocks: its input at
-each pixel is the pixel one block earlier. Blocks of 8 pixels are the rows of an image of 8 x 8
-pixels, and blocks of 1 pixel make the usual autoregressive model.
+The model predicts all pixels of a block at once, given all earlier blocks: its input at each pixel
+is the pixel one block earlier. Blocks of 8 pixels are the rows of an image of 8 x 8 pixels. Blocks
+of 1 pixel give an ordinary autoregressive model.
 """
 
 import argparse
@@ -23,14 +23,14 @@ SHADES = " .:-=+*#%@"
 
 
 def load_pixels(test=297):
-    """Return the gray levels of scikit-learn's digits, for training and for testing."""
+    """Return the gray levels of scikit-learn's digits, [N, PIXELS], for training and testing."""
     pixels = torch.from_numpy(load_digits().images).long().flatten(1)
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
     return pixels[order[test:]], pixels[order[:test]]
 
 
 def build(mixer, block):
-    """Return a classifier of each pixel of a sequence, whose mixers read whole blocks."""
+    """Build a model that predicts the gray level of each pixel, with blockwise causal mixers."""
     return ImageClassifierConfig(
         image_size=(PIXELS,),
         patch_size=(1,),
@@ -46,12 +46,12 @@ def build(mixer, block):
 
 
 def as_channels(pixels):
-    """One-hot encode the levels, [B, T], as channels, [B, LEVELS, T]."""
+    """One-hot encode gray levels, [B, T], as channels, [B, LEVELS, T]."""
     return F.one_hot(pixels, LEVELS).float().mT
 
 
 def predict(model, pixels, block):
-    """Return the logits of all pixels, [B, PIXELS, LEVELS], each from the blocks before its own."""
+    """Predict each pixel from earlier blocks. Returns logits, [B, PIXELS, LEVELS]."""
     earlier = F.pad(as_channels(pixels), (block, 0))[..., :PIXELS]  # zeros for the first block
     return model.head(model.forward_features(earlier))
 
@@ -77,7 +77,7 @@ def bits_per_pixel(model, pixels, block):
 
 @torch.inference_mode()
 def sample(model, count, block):
-    """Generate images, one call per block, and return their pixels and logits."""
+    """Generate images with one call per block. Returns pixels, [B, T], and logits, [B, T, L]."""
     part, state, pixels, logits = torch.zeros(count, LEVELS, block), None, [], []
     for _ in range(PIXELS // block):
         tokens, state = model.stream(part, state)
@@ -107,7 +107,7 @@ def main(argv=None):
         model = build(arguments.mixer, block)
         train(model, train_pixels, block, arguments.steps)
         pixels, logits = sample(model, arguments.samples, block)
-        at_once = predict(model, pixels, block)  # equal to calls with states
+        at_once = predict(model, pixels, block)  # equals block-by-block calls
         torch.testing.assert_close(logits, at_once, atol=1e-3, rtol=1e-3)
         bits = bits_per_pixel(model, test_pixels, block)
         print(f"blocks of {block} pixels: {bits:.3f} bits per held-out pixel")

@@ -1,4 +1,4 @@
-"""Kernels of blockwise causal calls, interpreted where there is no GPU, against the references."""
+"""Kernels of blockwise causal calls, compared with the references; interpreted without a GPU."""
 
 from functools import partial
 

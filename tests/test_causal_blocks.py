@@ -294,7 +294,7 @@ def test_a_rank_of_additive_decay_ends_with_a_block(tmp_path):
 
 
 @over_ops
-def test_requests_that_cannot_be_met_are_errors(name):
+def test_unsupported_options_are_errors(name):
     op, _, _, tokens, state = calls(name)
     op = partial(unwrap(op.func), **op.keywords)  # without the test run's check of types
     with pytest.raises(ValueError, match="causal_block is 0, expected a whole number of at least"):
@@ -454,7 +454,7 @@ def test_a_model_streams_whole_blocks(mixer):
         tokens, state = model.stream(rows, state)
         parts.append(tokens)
     assert_same([torch.cat(parts, dim=1)], [model.forward_features(images)])
-    with pytest.raises(ValueError, match="images have 3 patches, expected whole blocks of 6"):
+    with pytest.raises(ValueError, match="images have 3 patches, expected a multiple of 6"):
         model.stream(images[:, :, :1])
 
 

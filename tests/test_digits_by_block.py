@@ -1,4 +1,4 @@
-"""The example that generates digits block by block: what it predicts from, and a short run."""
+"""The example that generates digits block by block: inputs of predictions, and a short run."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Mixers over several ranks: outputs, states and gradients of one process."""
+"""Mixers over several ranks have the outputs, states and gradients of a single process."""
 
 import math
 
@@ -285,7 +285,7 @@ def test_a_scheme_that_needs_all_tokens(over_ranks):
 
 
 def test_training_after_inference(over_ranks):
-    """The orders of scans are computed once, also if that is in inference mode."""
+    """The orders of scans are cached, even if they are first computed in inference mode."""
 
     def check(group):
         mixer, x = built(NATURAL, 2), rand(B, 5 * 3, WIDTH)

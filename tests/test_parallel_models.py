@@ -1,4 +1,4 @@
-"""Models over several ranks: outputs and gradients of one process.
+"""Models over several ranks have the outputs and gradients of a single process.
 
 Mixers in MIXERS are tested in image classifiers and masked language models, and those in
 CAUSAL_MIXERS in causal language models.
@@ -76,7 +76,7 @@ def cases(models):
 
 @pytest.fixture
 def assert_same(tmp_path):
-    """Compare models on one process with those over ranks, whose shares have some of the units."""
+    """Compare models on a single process with models over ranks, for uneven shards."""
 
     def compare(units, *models, sizes=range(2, 5)):
         def check(group):
@@ -250,7 +250,7 @@ def test_causal_language_model(assert_same, config, sizes):
 
 @pytest.mark.parametrize("name", ["lightnet", "independent decay", "token positions"])
 def test_generation(tmp_path, name):
-    """Ranks read the prompt together, and then generate by themselves."""
+    """Ranks read a sharded prompt, and then generate on their own."""
     model, tokens = built(CAUSAL_MODELS[name]).eval(), texts()
     generated = model.generate(tokens, max_new_tokens=8)
     scores = token_losses(model, tokens, tokens)
@@ -387,7 +387,10 @@ def test_inputs_that_cannot_run_over_ranks(tmp_path):
         offsets = torch.tensor([0, 1, 3 * size, 6 * size])
         wrong = [
             (lambda: text(texts(0)), "T is 0 on every rank, expected at least one token"),
-            (lambda: image(rand(1, 1, rows, 4)), r"sizes \[2, 3.* expected multiples of 2"),
+            (
+                lambda: image(rand(1, 1, rows, 4)),
+                r"sizes \[2, 3.* multiples of the patch size 2, not",
+            ),
             (lambda: image(rand(1, 1, 0, 4)), r"sizes \[0, 0.* not all 0"),
             (lambda: joint(rand(1, 1, 4, 4)), f"group has {size} ranks, but a joint kernel runs"),
             (

@@ -1,4 +1,4 @@
-"""Runs whose processes share sequences have the losses of one process, at any layout."""
+"""Runs with sequence parallelism have the losses of a single process, in any layout."""
 
 import os
 import signal
@@ -144,7 +144,7 @@ def image_run(_):
 
 
 def video_run(folder):
-    """Videos of three frames, of which each rank reads its own."""
+    """Videos of three frames, of which each rank reads only its own."""
     path, generator = folder / "videos", np.random.default_rng(0)
     path.mkdir(exist_ok=True)
     for split in ("train", "test"):
@@ -239,7 +239,7 @@ def assert_equal_runs(folder, one, atol=1e-6):
 
 
 def check_layout(names, folder, processes, *, sequence_parallel, fsdp=False, **machine):
-    """Compare runs with those of one process for each group."""
+    """Compare runs with runs that have one process per group."""
     groups, one, shared = processes // sequence_parallel, folder / "one", folder / "shared"
     runs = {name: RUNS[name](folder) for name in names if not (fsdp and name == "transfer")}
     if groups == 1:
@@ -255,7 +255,7 @@ def check_layout(names, folder, processes, *, sequence_parallel, fsdp=False, **m
         assert_equal_runs(shared / name, one / name, 1e-5 if name == "transfer" else 1e-6)
 
 
-def test_two_processes_share_sequences(tmp_path):
+def test_two_processes_shard_sequences(tmp_path):
     check_layout(QUICK, tmp_path, 2, sequence_parallel=2)
 
 
@@ -275,7 +275,7 @@ def test_layouts_of_processes(tmp_path, processes, machine):
 
 
 def unaugmented_run(folder):
-    """A run in which nothing is random in each process."""
+    """A run without randomness that differs between processes."""
     return configs.replace(video_run(folder), {"model.drop_path": 0.0})
 
 
@@ -292,7 +292,7 @@ def stop_at(monkeypatch, step):
 
 
 @pytest.mark.slow
-def test_a_run_resumes_at_any_layout(tmp_path, monkeypatch):
+def test_a_run_resumes_in_any_layout(tmp_path, monkeypatch):
     run = unaugmented_run(tmp_path)
     train(run, tmp_path / "one")
     stages = [
@@ -318,7 +318,7 @@ def test_a_run_resumes_at_any_layout(tmp_path, monkeypatch):
     ]
 
 
-# Processes that end or do not answer
+# Processes that exit or do not respond
 
 
 def at_step(monkeypatch, step, rank, act):
@@ -332,10 +332,10 @@ def at_step(monkeypatch, step, rank, act):
     monkeypatch.setattr(Loop, "update", acting)
 
 
-LOST = "another process of the run has ended, or did not answer within machine.timeout"
+LOST = "another process of the run has exited, or did not respond within machine.timeout"
 
 
-def test_a_killed_process_ends_the_others(tmp_path, monkeypatch):
+def test_a_killed_process_stops_the_others(tmp_path, monkeypatch):
     run = on(text_run(tmp_path), sequence_parallel=2)
 
     def work(_):
@@ -347,7 +347,7 @@ def test_a_killed_process_ends_the_others(tmp_path, monkeypatch):
         run_processes(4, work, tmp_path / "ranks", grace=20)
 
 
-def test_a_process_that_hangs_ends_the_others(tmp_path, monkeypatch):
+def test_a_process_that_hangs_stops_the_others(tmp_path, monkeypatch):
     run = on(text_run(tmp_path), sequence_parallel=2, timeout=1.0)
 
     def hang():
@@ -364,10 +364,10 @@ def test_a_process_that_hangs_ends_the_others(tmp_path, monkeypatch):
     run_processes(2, work, tmp_path / "ranks")
 
 
-# Shares
+# Shards
 
 
-def test_shares_are_whole_patches_and_as_equal_as_possible():
+def test_shards_are_whole_patches_and_as_equal_as_possible():
     for size, patch, patches in product(range(1, 6), (1, 3), range(8)):
         x = torch.arange(patch * patches).unsqueeze(0)
         parts = [Share(rank, size, patch).cut(x, axis=1) for rank in range(size)]
@@ -407,7 +407,7 @@ def test_a_rank_reads_its_tokens_and_the_next_one(size):
 
 
 @pytest.mark.parametrize("channels", [None, "first", "last"])
-def test_a_rank_reads_its_part_of_arrays(channels):
+def test_a_rank_reads_its_shard_of_arrays(channels):
     shape = {None: (5, 6, 4), "first": (5, 2, 6, 4), "last": (5, 6, 4, 2)}[channels]
     options = {"labels": torch.arange(5), "places": torch.arange(5), "axes": 2}
     data = ArrayDataset(
@@ -426,7 +426,7 @@ def test_a_rank_reads_its_part_of_arrays(channels):
 
 def test_the_number_of_processes_must_be_a_multiple(tmp_path):
     message = "machine.sequence_parallel is 3, expected a divisor of the number of processes, "
-    with pytest.raises(ValueError, match=f"{message}1; torchrun starts several"):
+    with pytest.raises(ValueError, match=f"{message}1; start several with torchrun"):
         train(on(image_run(tmp_path), sequence_parallel=3), tmp_path / "run")
 
     def work(_):
@@ -456,7 +456,7 @@ def test_tasks_that_need_whole_sequences(tmp_path):
     run = image_run(tmp_path)
     with pytest.raises(ValueError, match="sequence_parallel is 2, but an Other does not support"):
         Other(run.task, run.data.build()).shard(Share(0, 2))
-    with pytest.raises(ValueError, match="sequence_parallel is 2, but ImageTensors reads only"):
+    with pytest.raises(ValueError, match="sequence_parallel is 2, but ImageTensors can only"):
         run.data.build().train.shared(Share(0, 2))
 
 

@@ -1,4 +1,4 @@
-"""What a rank receives and keeps in sequence parallelism: formulas and figures of the benchmark."""
+"""Communication and memory of sequence parallelism: the benchmark's formulas and figures."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from traffic import LAYERS, Sizes, count
 from onescan.models.presets import preset
 
 ROOT = Path(__file__).parents[1]
-LENGTHS = 24**2, 48**2  # square images; shares of 4 ranks are longer than LDN's kernels
+LENGTHS = 24**2, 48**2  # square images; shards of 4 ranks are longer than LDN's kernels
 
 
 def test_layers_receive_as_much_as_their_formulas(tmp_path):
@@ -77,8 +77,8 @@ def saved_bytes(config, tokens, group):
 
 
 @pytest.mark.parametrize("name", benchmark.MODELS)
-def test_memory_of_a_rank_depends_on_its_share(tmp_path, name):
-    """A longer share takes at most 10% more memory than in one process, for any number of ranks."""
+def test_memory_of_a_rank_depends_on_its_shard(tmp_path, name):
+    """Memory grows with the shard at most 10% faster than on one process, for any group size."""
     config, short, long = benchmark.MODELS[name], 512, 1024
     alone = saved_bytes(config, long, None) - saved_bytes(config, short, None)
     growths = []

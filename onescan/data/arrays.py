@@ -255,7 +255,7 @@ class ArrayDataset(ImageSet):
         places: Examples that belong to this dataset, in its order.
         axes: Number of axes of an example.
         channels_first: Whether the channels of x, if any, are its axis 1 instead of its last.
-        share: Part of the first axis of each example to read.
+        share: Shard of the first axis of each example to read.
     """
 
     x: Array

@@ -115,15 +115,15 @@ class DataSet(ABC):
         """Read a batch. The result depends on the argument alone, in any process."""
 
     def shared(self, share: Share) -> "DataSet":
-        """Return the same examples, of which only a share of each sequence is read.
+        """Return a data set of the same examples that reads only a shard of each sequence.
 
         Raises:
-            ValueError: If there are several shares, and the data set reads only whole sequences.
+            ValueError: If there are several shards, but the data set can only read whole sequences.
         """
         if share.size > 1:
             raise ValueError(
-                f"machine.sequence_parallel is {share.size}, but {type(self).__name__} reads only "
-                "whole sequences, expected 1"
+                f"machine.sequence_parallel is {share.size}, but {type(self).__name__} can "
+                "only read whole sequences, expected 1"
             )
         return self
 

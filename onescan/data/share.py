@@ -1,4 +1,4 @@
-"""The part of every sequence that one rank of a sequence-parallel run processes."""
+"""The shard of every sequence that one rank of a sequence-parallel run processes."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,14 @@ from torch import Tensor
 
 
 class Share(NamedTuple):
-    """Consecutive positions of a sequence, or of axis 0 of a grid.
+    """A shard of a sequence: consecutive positions, along axis 0 of a grid.
 
-    The shares of all ranks are as equal as possible. If there are fewer patches than ranks, some
-    shares are empty.
+    Shards are as equal as possible. If there are fewer patches than ranks, some shards are empty.
 
     Attributes:
-        rank: Rank in the group of processes that share a sequence.
-        size: Number of processes in the group.
-        patch: Positions that cannot be separated, such as rows of a patch.
+        rank: Rank of this process in the group across which each sequence is sharded.
+        size: Number of ranks in the group.
+        patch: Patch size along the axis. Shards consist of whole patches.
 
     >>> [Share(rank, 3, patch=2).slice(10) for rank in range(3)]
     [slice(0, 2, None), slice(2, 6, None), slice(6, 10, None)]
@@ -25,17 +24,17 @@ class Share(NamedTuple):
     patch: int = 1
 
     def slice(self, length: int) -> slice:
-        """Return the positions of this rank, out of `length`.
+        """Return the range of this rank's positions in a sequence of `length` positions.
 
         Raises:
-            ValueError: If several ranks share positions that cannot be split into patches.
+            ValueError: If there are several ranks, and patches do not divide the length.
         """
         if self.size == 1:
             return slice(0, length)
         if length % self.patch:
             raise ValueError(
                 f"input of {length} positions along axis 0 cannot be cut into patches of "
-                f"{self.patch}, expected a multiple"
+                f"{self.patch}, expected a multiple of {self.patch}"
             )
         begin, end = (
             rank * (length // self.patch) // self.size * self.patch
@@ -44,7 +43,7 @@ class Share(NamedTuple):
         return slice(begin, end)
 
     def cut(self, x: Tensor, axis: int) -> Tensor:
-        """Return this rank's positions of a tensor along an axis."""
+        """Return this rank's shard of a tensor along an axis."""
         if self.size == 1:
             return x
         own = self.slice(x.shape[axis])

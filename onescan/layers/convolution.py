@@ -103,7 +103,7 @@ class ShortConvolution(nn.Conv1d):
     def _over_ranks(
         self, ranks: SequenceGroup, x: Hidden, keep: Keep | None, state: Window | None
     ) -> tuple[Hidden, Window | None]:
-        """Convolve this rank's tokens, together with those of other ranks that they read."""
+        """Convolve this rank's tokens, after receiving the neighboring tokens of other ranks."""
         before = self.kernel_size[0] - 1
         count = max(before if self.causal else before // 2, 1)  # at least one token to convolve
         sides = [(x, keep)]
@@ -119,7 +119,7 @@ class ShortConvolution(nn.Conv1d):
     def _convolve(
         self, x: Hidden, keep: Keep | None, state: Window | None
     ) -> tuple[Hidden, Window | None]:
-        """Convolve all tokens of one process."""
+        """Convolve tokens that are all on this process."""
         check_positive(T=x.shape[1])
         order = None if keep is None else RealFirst.of(keep)
         if keep is not None and order is not None:

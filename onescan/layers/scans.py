@@ -1,4 +1,4 @@
-"""Snake scans along each axis of a grid, on one process or over the ranks of a group."""
+"""Snake scans along each axis of a grid, on a single process or over several ranks."""
 
 import math
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from onescan.shapes import Grid, Hidden
 
 
 class SnakeScans:
-    """One snake scan of a grid along each axis, of which a mixer takes the mean.
+    """Snake scans along each axis of a grid, whose outputs a mixer averages.
 
-    If the grid is sharded across a process group, each rank visits a part of every scan, with as
-    many steps as it has tokens. Only the scan along the first axis moves tokens between ranks.
+    If the grid is sharded across a process group, each rank visits a shard of every scan, with
+    as many steps as it has tokens. Only the scan along the first axis moves tokens between ranks.
 
     Args:
         grid: Layout of the tokens of this rank.
-        x: The tokens.
+        x: Tokens of this rank.
     """
 
     def __init__(self, grid: Grid, x: Hidden) -> None:
         self.group = sequence_group(None)
-        self.orders: Sequence[tuple[Any, Any]]  # in which tokens are visited, and back
+        self.orders: Sequence[tuple[Any, Any]]  # to the order of each scan, and back
         if self.group is None:
             self.orders = snake_orders(grid, x.device)
         else:
@@ -48,7 +48,7 @@ class SnakeScans:
         return visited
 
     def mean(self, x: Tensor) -> Tensor:
-        """Return the mean of the scans' outputs at each token, the batch as in `visit`."""
+        """Restore the order of the tokens, and average the scans, concatenated as in `visit`."""
         scans = x.unflatten(0, (len(self.orders), -1)).unbind()
         each = zip(scans, self.orders, strict=True)
         restored = [self._permuted(back, [y])[0] for y, (_, back) in each]
@@ -61,11 +61,11 @@ class SnakeScans:
 
 
 @lru_cache(maxsize=4)  # for the scans of all layers
-@torch.inference_mode(False)  # so that later calls may have gradients
+@torch.inference_mode(False)  # so that later calls can compute gradients
 def _orders_over_ranks(
     grid: Grid, lengths: tuple[int, ...], rank: int, device: torch.device
 ) -> list[tuple[Permutation, Permutation]]:
-    """Return the permutations to each scan of the grid of all ranks, and back."""
+    """Return the permutations to and from each scan of the grid of all ranks."""
     orders = snake_orders(grid, torch.device("cpu"))
     return [
         (Permutation(token, lengths, rank, device), Permutation(step, lengths, rank, device))

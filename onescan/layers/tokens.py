@@ -72,14 +72,14 @@ class Patchify(nn.Module):
         return tuple(side // p for side, p in zip(sides, self.patch_size, strict=True))
 
     def known_lengths(self, x: Grids, *, prefix: int) -> AbstractContextManager[None]:
-        """Exchange the number of tokens of each rank once, for a `with` block.
+        """Exchange the number of tokens on each rank once, for all layers in a `with` block.
 
         Args:
-            x: This rank's part of the input along the first axis.
+            x: This rank's shard of the input along the first axis, [B, channels, *sides].
             prefix: Number of tokens before the patches, which are on the first rank.
 
         Raises:
-            ValueError: If a part does not consist of whole patches, or all are empty.
+            ValueError: If a shard does not consist of whole patches, or all shards are empty.
         """
         group = sequence_group(None)
         if group is None:
@@ -88,8 +88,8 @@ class Patchify(nn.Module):
         parts = group.gather_number(side, x.device).tolist()
         if not any(parts) or any(part % patch for part in parts):
             raise ValueError(
-                f"the ranks' parts of the input have sizes {parts} along axis 0, expected "
-                f"multiples of {patch}, the patch's, that are not all 0"
+                f"shards of the input have sizes {parts} along axis 0, expected multiples of the "
+                f"patch size {patch}, not all 0"
             )
         lines = math.prod(self.grid_shape((self.channels, 0, *sides))[1:])
         lengths = [part // patch * lines for part in parts]
@@ -130,7 +130,7 @@ def keep_patches(keep: GridKeep, patch_size: tuple[int, ...]) -> Keep:
     The real pixels of an image are a box of whole patches that begins at the first pixel.
 
     Raises:
-        ValueError: If they are not such a box. Checked on CPU only, and not over several ranks.
+        ValueError: If they are not such a box. Checked only on a CPU and on a single rank.
 
     >>> keep_patches(torch.tensor([[True, True, True, True, False, False]]), (2,)).tolist()
     [[True, True, False]]
@@ -319,18 +319,18 @@ class Documents:
         return torch.cat(mixed).index_select(0, self._places).view(x.shape)
 
 
-# Pooling returns the same on all ranks, over which the tokens may be sharded.
+# Tokens may be sharded across ranks. Pooling then returns the same result on every rank.
 
 
 def prefix_token(x: Hidden, index: int) -> Pooled:
-    """Return a prefix token of each sequence; on other ranks than the first, x has none."""
+    """Return a prefix token of each sequence, [B, D]. Only the first rank has prefix tokens."""
     if sequence_group(None) is None:
         return x[:, index]
     return from_first_rank(_padded(x, index + 1)[:, index])
 
 
 def first_token(x: Hidden, keep: Keep | None = None) -> Pooled:
-    """Return the first real token of each sequence."""
+    """Return the first real token of each sequence, [B, D]."""
     group = sequence_group(None)
     if group is not None:
         keep = F.pad(x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep, (0, 1))
@@ -343,7 +343,7 @@ def first_token(x: Hidden, keep: Keep | None = None) -> Pooled:
 
 
 def _padded(x: Tensor, count: int = 1, *, value: float = 0.0) -> Tensor:
-    """Append tokens; a rank without tokens thus has the same graph as the others."""
+    """Append tokens, so that a rank without tokens has the same graph as the others."""
     return F.pad(x, (0, 0, 0, count), value=value)
 
 
@@ -402,7 +402,7 @@ class AttentionPool(nn.Module):
     def _over_ranks(
         self, group: SequenceGroup, x: Hidden, logits: Tensor, keep: Keep | None
     ) -> Pooled:
-        """Sum the numerators and denominators of all ranks, with a common maximum."""
+        """Sum the numerators and denominators of all ranks, relative to a common maximum."""
         lowest = torch.finfo(logits.dtype).min
         if keep is not None:
             logits = logits.masked_fill(~keep, lowest)

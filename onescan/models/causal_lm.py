@@ -262,8 +262,8 @@ def token_losses(
 ) -> TokenScores:
     """Score the label of each token, in chunks, so that memory for logits stays bounded.
 
-    The result equals that of one call, except for rounding. Over several ranks, each reads all of
-    its tokens at once, and only their logits are computed in chunks.
+    The result equals that of one call, except for rounding. Over several ranks, each rank reads all
+    of its tokens at once, and only logits are computed in chunks.
 
     Args:
         model: Model in evaluation mode.
@@ -277,7 +277,7 @@ def token_losses(
     empty = labels[:, :0]
     parts = [TokenScores(empty.float(), empty.bool())]
     over_ranks = sequence_group(None) is not None
-    if over_ranks:  # a rank's chunks do not follow each other in the whole sequence
+    if over_ranks:  # a rank's chunks are not consecutive in the whole sequence
         x, _ = model.network(tokens, state=state, keep=keep)
     for begin in range(0, tokens.shape[1], step):
         chunk = slice(begin, begin + step)

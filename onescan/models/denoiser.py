@@ -191,7 +191,7 @@ class Denoiser(nn.Module):
             return self._predict(noisy, timesteps, labels)
 
     def _predict(self, noisy: Grids, timesteps: Timesteps, labels: Labels | None) -> DenoiserOutput:
-        """Predict the target with checked arguments."""
+        """Predict the target from checked arguments."""
         x, shape = self.patchify(noisy)  # B T D
         conditions = [self.time(timesteps, x.dtype)]
         if self.label is not None:

@@ -192,7 +192,7 @@ class ImageClassifier(nn.Module):
 
     @property
     def own_prefix(self) -> int:
-        """Number of tokens before the patches on this rank; see `onescan.sequence_parallel`."""
+        """Number of tokens before the patches on this rank: 0 except on the first rank."""
         return self.prefix if is_first_rank() else 0
 
     def forward(
@@ -251,8 +251,8 @@ class ImageClassifier(nn.Module):
 
         Only for causal models without prefix tokens, for example `pool="mean"` with
         `LightNetMixerConfig(causal=True)`, and without positions or with one-directional MD-TPE. In
-        blockwise causal models, such as those with `LightNetMixerConfig(causal_block=n)`, a part is
-        one or several blocks.
+        blockwise causal models, such as those with `LightNetMixerConfig(causal_block=n)`, each part
+        must consist of whole blocks.
 
         Args:
             images: The next part along the first axis, [B, channels, *sides].
@@ -264,7 +264,7 @@ class ImageClassifier(nn.Module):
 
         Raises:
             ValueError: If the model cannot stream, the part ends within a block, or the sizes of
-                other axes have changed.
+                the other axes have changed.
 
         >>> config = ImageClassifierConfig(
         ...     image_size=(8, 32, 32), patch_size=(1, 8, 8), width=48, depth=2, pool="mean",
@@ -290,7 +290,7 @@ class ImageClassifier(nn.Module):
         patches = x.shape[1] if group is None else sum(group.lengths(x))
         if patches % per_block:
             raise ValueError(
-                f"images have {patches} patches, expected whole blocks of {per_block} patches"
+                f"images have {patches} patches, expected a multiple of {per_block}, the block size"
             )
         if state is None:
             state = StreamState((None,) * len(self.blocks), None, shape[1:])
@@ -315,7 +315,7 @@ class ImageClassifier(nn.Module):
         return self.norm(x), StreamState(tuple(mixers), position, shape[1:])
 
     def _check_streams(self) -> int:
-        """Return the number of patches per block of a stream.
+        """Return the block size of a stream, in patches.
 
         Raises:
             ValueError: If parts of an image cannot be read one after another.

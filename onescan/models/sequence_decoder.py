@@ -151,8 +151,8 @@ class SequenceDecoder(nn.Module):
 
         Args:
             tokens: Token ids; with a state, the tokens after those already read.
-            memory: Output of the encoder; over several ranks, that of this rank, while tokens are
-                the same on all of them. Must be ``None`` with a state, which contains a summary.
+            memory: Output of the encoder. Over several ranks, the memory is sharded, but `tokens`
+                are the same on every rank. Must be ``None`` with a state, which contains a summary.
             memory_mask: True for the encoder's real tokens, False for padding.
             state: State returned by a previous call. ``None`` starts a new sequence.
 

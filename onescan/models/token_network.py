@@ -219,7 +219,7 @@ class TokenNetwork(nn.Module):
         state: NetworkState | None,
         read_outs: int,
     ) -> tuple[ReadOuts, NetworkState | None]:
-        """Apply the network with checked arguments."""
+        """Apply the network to checked arguments."""
         grid = Grid((x.shape[1],))
         is_packed = documents is not None or cu_seqlens is not None
         per_document = _separated(x, documents, cu_seqlens)

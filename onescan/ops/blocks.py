@@ -1,8 +1,8 @@
 """Blockwise causal calls: each token reads its own block of tokens and all earlier blocks.
 
-A forward recurrence visits all tokens, and a backward one starts anew at the end of each block, so
-that the state after a block contains all tokens so far. Blocks of one token are causal; one block
-is bidirectional.
+The forward recurrence visits all tokens, and the backward recurrence restarts with an empty state
+at the end of each block, so the state after a block contains all tokens so far. With one token per
+block, the call is causal; with a single block, it is bidirectional.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from onescan.ops.parallel import SequenceGroup, is_empty, refuse_group
 def check_causal_block(
     causal_block: Any, *, causal: Any, cu_seqlens: Any = None, ranks: SequenceGroup | None = None
 ) -> None:
-    """Raise ValueError if blocks of this size cannot be combined with the other options.
+    """Raise ValueError if the block size is invalid, or does not support the other options.
 
     >>> check_causal_block(4, causal=True)
     Traceback (most recent call last):
@@ -41,7 +41,7 @@ def check_causal_block(
 
 
 def check_whole_blocks(causal_block: int, lengths: Sequence[int]) -> None:
-    """Raise ValueError if a rank ends within a block, except for the end of the sequence.
+    """Raise ValueError if a rank ends within a block, unless the sequence ends there.
 
     >>> check_whole_blocks(4, [8, 0, 7])
     >>> check_whole_blocks(4, [7, 8])
@@ -60,11 +60,11 @@ def check_whole_blocks(causal_block: int, lengths: Sequence[int]) -> None:
 def block_ends(
     causal_block: int, x: Tensor, packing: Packing | None, ranks: SequenceGroup | None
 ) -> Bool[Tensor, "1 T"] | Bool[Tensor, "B T"]:
-    """Return whether each token, [B, T, ...], is the last one of its block.
+    """Return whether each token of x, [B, T, ...], is the last token of its block.
 
-    The last block of a sequence may be shorter, and its end is not marked. Blocks are counted from
-    the beginning of each packed sequence, or of the tokens of all ranks. A rank without tokens has
-    one masked token, which ends no block.
+    If the last block of a sequence is shorter, its end is not marked. Blocks are counted from the
+    beginning of each packed sequence, or from the first token of all ranks. A rank without tokens
+    has one masked token, which does not end a block.
 
     >>> block_ends(2, torch.ones(1, 5, 3), None, None).tolist()
     [[False, True, False, True, False]]

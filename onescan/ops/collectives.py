@@ -17,18 +17,18 @@ State = tuple[Tensor, ...]
 
 
 def gather(group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Gather tensors that have the same shapes on every rank: [W, ...] for each."""
+    """Gather tensors that have the same shape on all W ranks. Returns [W, ...] for each."""
     return _Gather.apply(group, *tensors)
 
 
 def sum_over_ranks(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Sum tensors over the ranks of the context's group, if any."""
+    """Sum tensors over the ranks of `sequence_parallel`, if any."""
     group = sequence_group(None)
     return tensors if group is None else tuple(x.sum(0) for x in gather(group, *tensors))
 
 
 def from_first_rank(x: Tensor) -> Tensor:
-    """Return the first rank's tensor in the context's group, if any; all have the same shape."""
+    """Broadcast the first rank's tensor in `sequence_parallel`; all ranks pass the same shape."""
     group = sequence_group(None)
     return x if group is None else gather(group, x)[0][0]
 
@@ -36,13 +36,13 @@ def from_first_rank(x: Tensor) -> Tensor:
 def select_rank(
     group: SequenceGroup, x: Tensor, is_candidate: Tensor, *, last: bool = False
 ) -> Tensor:
-    """Return each sample of x, [B, ...], from the first or last rank where it is a candidate.
+    """Return each sample of x, [B, ...], from the first or last rank on which it is a candidate.
 
     Args:
         group: The ranks.
         x: The samples.
-        is_candidate: Whether this rank has the sample, [B]. Samples without any candidate are
-            those of the first or last rank.
+        is_candidate: Whether this rank has the sample, [B]. A sample without any candidate comes
+            from the first or last rank.
         last: Select the last candidate instead of the first.
     """
     samples, candidates = gather(group, x, is_candidate)
@@ -64,8 +64,8 @@ def exchange(
 
     Args:
         group: The ranks.
-        parts: The tensor for each rank, in one dtype.
-        shapes: The shape of the tensor from each rank.
+        parts: The tensor to send to each rank, all of one dtype.
+        shapes: The shape of the tensor to receive from each rank.
     """
     parts, shapes = group.ordered(parts), group.ordered(shapes)
     send, receive = [x.numel() for x in parts], [torch.Size(shape).numel() for shape in shapes]
@@ -81,17 +81,17 @@ def carry(
     step: Callable[[State, State], State],
     compose: Callable[[State, State], State],
 ) -> list[tuple[State, State]]:
-    """Carry states from rank to rank, where the tokens of each rank update the state.
+    """Carry a state from rank to rank, updated by the tokens of each rank.
 
-    With nodes, ranks gather the updates of their node, compose them, and gather those of all nodes.
+    With nodes, ranks gather and compose the updates of their node, then gather those of all nodes.
 
     Args:
         group: The ranks.
         updates: The update of this rank for the forward and, if any, the backward direction, as
             tensors of the same shapes on every rank.
         empty: The state before the first rank visited.
-        step: Function of a state and an update that returns the next state.
-        compose: Function of an earlier and a later update that returns the update of both.
+        step: Function that applies an update to a state, and returns the next state.
+        compose: Function that combines an earlier and a later update into one.
 
     Returns:
         For each direction, the state that enters this rank, and the state after the last rank
@@ -110,7 +110,7 @@ def carry(
         entering, last = empty, None
         for level, visited in reversed(levels):
             states = [*accumulate(visited[backward], step, initial=entering)]
-            # every rank's state depends on all ranks, so that every backward pass visits the gather
+            # let each rank's state depend on all ranks, so that each backward pass runs the gather
             own = level.size - 1 - level.rank if backward else level.rank
             entering = tuple(torch.stack(x)[own] for x in zip(*states[:-1], strict=True))
             last = states[-1] if last is None else last
@@ -120,17 +120,17 @@ def carry(
 
 
 def linear_step(state: State, update: State) -> State:
-    """Return S' = P S + U for an update (U, P) with an elementwise factor P."""
+    """Return S' = P S + U for an update (U, P), where P is an elementwise factor."""
     return (torch.addcmul(update[0], update[1], state[0]),)
 
 
 def linear_compose(first: State, second: State) -> State:
-    """Return the update of two updates (U, P), one after the other."""
+    """Combine two consecutive updates (U, P) into one."""
     return *linear_step(first, second), first[1] * second[1]
 
 
 def last_tokens(x: Tensor, keep: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """Return the last `count` real tokens of x, [B, T, D], after zeros if there are fewer.
+    """Return the last `count` real tokens of x, [B, T, D], zero-padded on the left.
 
     Returns:
         The tokens, [B, count, D], and which of them are real, [B, count].
@@ -164,8 +164,8 @@ def carry_tokens(
             there; None for zeros.
 
     Returns:
-        For each direction, the last `count` tokens before those of this rank, and the last ones of
-        all ranks, after zeros if there are fewer.
+        For each direction, the last `count` real tokens before those of this rank, and the last
+        `count` real tokens of all ranks, both [B, count, D] and zero-padded on the left.
     """
     ends = [last_tokens(x, keep, count) for x, keep in sides]
     enters = before if group.is_first else None
@@ -189,10 +189,11 @@ def carry_tokens(
 
 
 class Permutation:
-    """A permutation of the tokens of all ranks, after which each rank has as many as before.
+    """A permutation of the tokens of all ranks that keeps the number of tokens on each rank.
 
     Args:
-        order: The token at each place, [T] for the tokens of all ranks, on the CPU.
+        order: Index of the token to move to each position, [T] for the tokens of all ranks, on
+            the CPU.
         lengths: Number of tokens on each rank.
         rank: This rank.
         device: Device of the tokens.
@@ -215,10 +216,10 @@ class Permutation:
         self.leaving, self.arriving = (x.to(device, non_blocking=True) for x in (leaving, arriving))
 
     def __call__(self, group: SequenceGroup, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tokens at the places of this rank, given its part of each tensor, [B, T, ...].
+        """Permute tensors, given this rank's shard of each, [B, T, ...].
 
-        Tensors of one dtype are exchanged together, and masks with those of the first one. If all
-        tokens stay on their ranks, nothing is exchanged.
+        Tensors of one dtype are exchanged together; masks are converted to the dtype of the first
+        tensor. If all tokens stay on their ranks, nothing is exchanged.
         """
         if self.is_local:
             return [x.index_select(1, self.leaving) for x in tensors]
@@ -238,7 +239,7 @@ class Permutation:
 
 
 def gather_tokens(group: SequenceGroup, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-    """Return the tokens of all ranks, [B, T, ...], given those of this rank and their numbers."""
+    """Return the tokens of all ranks, [B, T, ...], given this rank's tokens and all lengths."""
     lengths = group.lengths(x) if lengths is None else lengths
     shapes = [(x.shape[0], length, *x.shape[2:]) for length in lengths]
     return torch.cat(exchange(group, [x] * group.size, shapes), dim=1)

@@ -90,7 +90,7 @@ def rotary_tables(
 
 
 def rotary_table(angles: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return cosines and sines of the angles side by side, [T, H, 2, K]; None without angles."""
+    """Return the stacked cosines and sines of the angles, [T, H, 2, K]; None without angles."""
     cos, sin = rotary_tables(angles, dtype)
     return None if cos is None or sin is None else torch.stack([cos, sin], dim=-2)
 

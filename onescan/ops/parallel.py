@@ -4,8 +4,8 @@ Shards are in rank order. They may have different lengths, and a shard may be em
 rank passes its own tokens to an op with ``group=`` and receives their outputs, which equal those of
 a single process. Ranks exchange states and neighboring tokens, whose size does not depend on the
 number of tokens. Only `toeplitz_position` exchanges all tokens, and only if they take less memory
-than the states. In the forward pass, and again in the backward pass, each of W ranks receives from
-the others, if they have T / W tokens each::
+than the states. If each of W ranks has T / W tokens, it receives from the others, in the forward
+pass and again in the backward pass::
 
     additive_decay          all-reduce    B H (2 K + F V)             backward: B H (K + F V)
     additive_decay, causal  all-gather    (W - 1) B H (K + F V)
@@ -14,33 +14,33 @@ the others, if they have T / W tokens each::
     linear_diffusion        all-to-all    2 B R H V                   of radius R
     toeplitz_position       all-gather    (W - 1) (B L + 1) D E       per direction, for L lines
                             all-to-all    2 (W - 1) B T D / W^2       if that is less
-    lrpe_angles             all-gather    W - 1                       forward, of unknown lengths
+    lrpe_angles             all-gather    W - 1                       forward, unknown lengths
 
-These are numbers in the dtype of sums, float32 for bfloat16 inputs, except for tokens. A scalar
-decay has a factor per head instead of K.
+The table counts numbers. States are in the dtype of sums, which is float32 for bfloat16 inputs;
+tokens are in their own dtype. A scalar decay has one factor per head instead of K.
 
 A recurrence is linear in the state that enters a shard, S' = P S + U. Ranks gather P and U of all
 shards, combine those before their own (after it in the backward direction), and run the op from the
-resulting state. With many ranks, `SequenceGroup(group, nodes=...)` gathers them within nodes of N
-ranks and then between nodes, which replaces W - 1 by N + W / N - 2; bidirectional `additive_decay`
-moves one state in any case. Forms that need all tokens at once are not available: FFTs, and
-Crank-Nicolson, which solves a system over all tokens.
+resulting state. With many ranks, `SequenceGroup(group, nodes=...)` gathers P and U within nodes of
+N ranks and then between nodes, which replaces W - 1 by N + W / N - 2; bidirectional
+`additive_decay` moves one state in any case. Forms that need all tokens at once are not available:
+FFTs, and Crank-Nicolson, which solves a system over all tokens.
 
-In a block of `sequence_parallel`, each rank passes its part of an input to a model. The first axis
-is sharded: rows of images or frames of video, in whole patches, or tokens of text. In addition to
-the above, ranks exchange their numbers of tokens once per call, the samples that drop path drops,
-and the input of a pooling head:
+Inside a `with` block of `sequence_parallel`, each rank passes its shard of the input to a model.
+The first axis is sharded: rows of images or frames of video, in whole patches, or tokens of text.
+In addition to the above, ranks exchange their numbers of tokens once per call, which samples drop
+path drops, and the input of a pooling head:
 
-- Class logits, the logits of ``last_only`` and the states of causal models are the same on every
-  rank. Other outputs are those of the rank's own tokens. Class tokens and other tokens that are not
-  part of the input are on the first rank only.
-- Every rank receives the labels, timesteps and states of all samples, and `keep`, segments and
-  `positions` of its own tokens.
-- Causal models read a prompt over all ranks. Each rank then generates by itself, without
-  collectives; samples are the same if all generators have the same seed.
+- Class logits, the logits of ``last_only=True`` and the states of causal models are the same on
+  every rank. Other outputs are those of the rank's own tokens. Class tokens and other tokens that
+  are not part of the input are on the first rank only.
+- Pass the labels, timesteps and states of all samples on every rank, but `keep`, segments and
+  `positions` of the rank's own tokens only.
+- Causal models read a prompt that is sharded across all ranks. Each rank then generates on its own,
+  without collectives; samples are the same if all generators have the same seed.
 - The encoder's tokens of a `SequenceDecoder` are sharded. The decoder's tokens are not.
-- Layers that need all tokens in one process raise an error on every rank: joint MD-TPE kernels, and
-  packed documents in layers without `cu_seqlens`.
+- Layers that need all tokens on a single process raise an error on every rank: joint MD-TPE
+  kernels, and packed documents in layers without `cu_seqlens`.
 
 Rules:
 
@@ -90,14 +90,15 @@ class SequenceGroup:
         prefix: Number of tokens on the first rank that are not part of the grid, such as a class
             token. Included in `lengths`.
         nodes: Two process groups, for a `group` that spans several nodes: the ranks of this node,
-            and the ranks with the same place in every node. Ranks then merge states within nodes
-            before they exchange them between nodes. Both are the groups of a two-dimensional
-            `DeviceMesh`, ``(mesh.get_group(1), mesh.get_group(0))``. None gathers the states of all
-            ranks at once.
+            and the ranks with the same local rank on all nodes. Ranks then merge states within each
+            node before nodes exchange them. With a two-dimensional `DeviceMesh`, these groups are
+            ``(mesh.get_group(1), mesh.get_group(0))``. None gathers the states of all ranks at
+            once.
 
     Raises:
-        ValueError: If group is not a process group of this process, lengths is not one
-            non-negative integer per rank, or the nodes are not consecutive parts of group.
+        ValueError: If group is not a process group of this process or is a mesh with several
+            dimensions, lengths is not one non-negative integer per rank, or the ranks of a node are
+            not consecutive in group.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class SequenceGroup:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(
-                    f"group is a mesh with {group.ndim} dimensions, expected one of them, such as "
-                    "mesh['sequence']"
+                    f"group is a mesh with {group.ndim} dimensions, expected one dimension, such "
+                    "as mesh['sequence']"
                 )
             group = group.get_group()
         if not isinstance(group, dist.ProcessGroup):
@@ -129,8 +130,8 @@ class SequenceGroup:
             place = between.rank * within.size + within.rank
             if (place, between.size * within.size) != (self.rank, self.size):
                 raise ValueError(
-                    f"nodes have {within.size} ranks in each of {between.size} nodes, with this "
-                    f"rank at {place}, expected rank {self.rank} of {self.size}"
+                    f"nodes have {within.size} ranks in each of {between.size} nodes, and this "
+                    f"rank is number {place}, expected rank {self.rank} of {self.size}"
                 )
 
     def _checked(self, lengths: Sequence[int]) -> list[int]:
@@ -150,12 +151,12 @@ class SequenceGroup:
         return group
 
     def ordered(self, of_ranks: Iterable[Any]) -> list[Any]:
-        """Return items of the process group's ranks in this order, or items in this order back."""
+        """Convert one item per rank from the process group's order to this order, or back."""
         return list(of_ranks)[:: -1 if self.is_reversed else 1]
 
     @property
     def levels(self) -> "list[SequenceGroup]":
-        """The groups in which ranks exchange states, one after the other."""
+        """The groups in which ranks exchange states, in order: within nodes, then between nodes."""
         return self._nodes or [self]
 
     @property
@@ -184,14 +185,14 @@ class SequenceGroup:
         return list(self._lengths)
 
     def with_lengths(self, lengths: Sequence[int] | None, *, prefix: int = 0) -> "SequenceGroup":
-        """Return the same ranks with other lengths; see the arguments of the class."""
+        """Return a group of the same ranks with other lengths; see the arguments of the class."""
         group = copy.copy(self)
         group._lengths = None if lengths is None else self._checked(lengths)
         group.prefix = prefix
         return group
 
     def without_prefix(self) -> "SequenceGroup":
-        """Return the group of the tokens of the grid."""
+        """Return a group whose lengths do not include the prefix."""
         if self._lengths is None or not self.prefix:
             return self
         return self.with_lengths([self._lengths[0] - self.prefix, *self._lengths[1:]])
@@ -202,7 +203,7 @@ class SequenceGroup:
         Does not wait for the device.
 
         Args:
-            shape: The part of the grid on this rank, possibly empty.
+            shape: Shape of this rank's shard of the grid, possibly empty.
             device: Device of the result, unless the lengths are known.
         """
         if self._lengths is None:
@@ -228,9 +229,9 @@ _current: SequenceGroup | None = None
 def sequence_parallel(group: Group | None) -> Iterator[None]:
     """Shard the tokens of all models and ops in a `with` block across a process group.
 
-    A model receives this rank's part of its input along the first axis. Sets the default of the
-    ops' ``group`` argument, for the whole process rather than one thread. The backward pass may run
-    outside of the block, also with activation checkpointing.
+    Models receive this rank's shard of their input along the first axis. For ops, this sets the
+    default of the ``group`` argument, in all threads of the process. The backward pass may run
+    outside of the block, even with activation checkpointing.
 
     Args:
         group: A process group, a device mesh with one dimension, or a `SequenceGroup`. None
@@ -257,7 +258,7 @@ def sequence_group(group: Group | None) -> SequenceGroup | None:
 
 
 def scan_group(*, backward: bool) -> SequenceGroup | None:
-    """Return the group of `sequence_parallel`, in the order in which a scan visits its ranks.
+    """Return the group of `sequence_parallel`, if any, in the order in which a scan visits ranks.
 
     A backward scan flips the tokens of each rank and reverses the ranks.
     """
@@ -275,10 +276,10 @@ def refuse_group(group: SequenceGroup, what: str, reason: str) -> None:
 
 
 def known_lengths(x: Tensor) -> AbstractContextManager[None]:
-    """Exchange the number of tokens x, [B, T, ...], of each rank once, for a `with` block.
+    """Exchange the number of tokens x, [B, T, ...], on each rank once, for a `with` block.
 
     Raises:
-        ValueError: If no rank of the context's group has tokens.
+        ValueError: If no rank has tokens.
     """
     group = sequence_group(None)
     if group is None:
@@ -295,9 +296,9 @@ def without_group() -> AbstractContextManager[None]:
 
 
 def in_current_group(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs later in the group of the context of this call, if any.
+    """Bind a function to the current group of `sequence_parallel`, if any.
 
-    For activation checkpointing, which calls it again in the backward pass.
+    For activation checkpointing, which calls the function again in the backward pass.
     """
     group = sequence_group(None)
     if group is None:
@@ -357,10 +358,10 @@ def packing_over(
 
 @contextmanager
 def explain_failure(group: SequenceGroup) -> Iterator[None]:
-    """Name likely causes if a collective in a `with` block fails.
+    """Explain likely causes if a collective in a `with` block fails.
 
     Raises:
-        DistError: If the collective fails, for example because another rank has ended.
+        DistError: If the collective fails, for example because another rank has exited.
     """
     try:
         yield
@@ -368,5 +369,5 @@ def explain_failure(group: SequenceGroup) -> Iterator[None]:
         raise dist.DistError(
             f"rank {group.rank} of {group.size} could not exchange data with the other ranks: one "
             "of them has ended or does not respond, or their calls differ in order, options or "
-            "sizes. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch names the calls that differ"
+            "sizes. With TORCH_DISTRIBUTED_DEBUG=DETAIL, PyTorch reports the calls that differ"
         ) from error

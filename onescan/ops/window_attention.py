@@ -36,8 +36,8 @@ def window_attention(
         causal: Whether queries read only their own and earlier tokens.
         keep: True for real tokens, [B, S]. Other tokens count as positions but are read only by
             themselves, so that no softmax is empty.
-        sequence: Index of the sequence of each of the S tokens, [B, S], for packed sequences, which
-            do not read each other. None for a single one.
+        sequence: Index of the packed sequence of each key, [B, S]. Sequences do not read each
+            other. None for a single sequence.
         dropout: Dropout probability of the attention weights.
     """
     tokens, cached = q.shape[2], k.shape[2] - q.shape[2]

@@ -62,16 +62,17 @@ class Task(ABC):
     repeats: int = 1
     """Number of consecutive copies of each example, each with its own augmentation."""
     share: Share = WHOLE
-    """The part of every sequence that this process reads; set by `shard`."""
+    """The shard of every sequence that this process computes; set by `shard`."""
 
     def shard(self, share: Share) -> None:
-        """Apply the model to a share of every sequence from now on, in `sequence_parallel`.
+        """Apply the model to a shard of every sequence from now on, inside `sequence_parallel`.
 
-        `loss` then returns numbers whose mean over the ranks is that of whole sequences, and
-        `predict` returns the same rows on every rank. Tasks that support it override this method.
+        The loss and metrics of `loss`, averaged over the ranks, are then those of whole sequences,
+        and `predict` returns the same rows on every rank. Tasks that support sharding override this
+        method.
 
         Raises:
-            ValueError: If the task does not support it.
+            ValueError: If there are several shards, but the task does not support sharding.
         """
         if share.size > 1:
             raise ValueError(

@@ -102,7 +102,7 @@ class ImageClassification(Task):
         )
 
     def shard(self, share: Share) -> None:
-        """Cut images into shares after augmentation; of arrays without it, read only the share."""
+        """Shard images after augmentation; without augmentation, read only one shard of arrays."""
         self.share = share
         if isinstance(self.train, ArrayDataset) and isinstance(self.test, ArrayDataset):
             self.reads_share = not (self.augmentation or self.mixing or self.distillation)
@@ -168,7 +168,7 @@ class ImageClassification(Task):
         return logits, distilled
 
     def _model_input(self, images: Tensor) -> Tensor:
-        """Standardize this rank's share of images."""
+        """Standardize this rank's shard of images."""
         return self.format.model_input(
             images if self.reads_share else self.share.cut(images, axis=2)
         )

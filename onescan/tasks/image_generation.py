@@ -108,7 +108,7 @@ class ImageGeneration(Task):
         self.augmentation = config.augment.build() if config.augment else None
 
     def shard(self, share: Share) -> None:
-        """Cut images into shares after augmentation and noise."""
+        """Shard images after augmentation and noise."""
         self.share = share
 
     @cached_property
@@ -278,7 +278,7 @@ class ImageGeneration(Task):
 
 
 class _WholeImages(nn.Module):
-    """A denoiser of whole images, of which each rank denoises its share."""
+    """A denoiser that takes and returns whole images, of which each rank computes a shard."""
 
     def __init__(self, model: nn.Module, share: Share) -> None:
         super().__init__()

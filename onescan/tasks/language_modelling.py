@@ -53,7 +53,7 @@ class LanguageModelling(Task):
         self.test_batch_size = config.evaluation_batch_size
 
     def shard(self, share: Share) -> None:
-        """Read only this rank's tokens of training text. Test text is read whole, for its bytes."""
+        """Read only this rank's tokens of training text. Test text is read whole to count bytes."""
         self.share, self.train = share, self.train.shared(share)
 
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
@@ -82,7 +82,7 @@ class LanguageModelling(Task):
     def _logits(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tokens]:
         """Return logits and labels of all tokens but the last; a document's end has no label.
 
-        With a share, only those of its tokens, which may be all that was read.
+        With a share, return only those of its tokens. The batch may contain only these tokens.
         """
         tokens, documents = batch
         own = self.share.slice(documents.shape[1] - 1)
@@ -96,7 +96,7 @@ class LanguageModelling(Task):
 
 
 def _has_label(documents: Tokens) -> Bool[Tensor, "B labels"]:
-    """Return whether each token but the first continues a document."""
+    """Return whether each token except the first continues a document, and thus is a label."""
     return (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
 
 
@@ -199,7 +199,7 @@ class MaskedLanguageModelling(Task):
         return masked, documents, tokens.where(chosen, IGNORE_INDEX)
 
     def shard(self, share: Share) -> None:
-        """Cut rows into shares after their tokens are masked."""
+        """Shard rows after masking."""
         self.share = share
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
@@ -277,9 +277,9 @@ def token_rows(
     """Return sums over the labels of each row: losses, right predictions, tokens and bytes.
 
     Args:
-        logits: Logits of this rank's tokens.
-        labels: Labels of this rank's tokens.
-        text: Labels of whole rows.
+        logits: Logits of this rank's tokens, [B, T, vocabulary].
+        labels: Labels of this rank's tokens, [B, T].
+        text: Labels of whole rows, on all ranks, to count bytes.
         tokenizer: Tokenizer of the text.
     """
     is_label = labels != IGNORE_INDEX

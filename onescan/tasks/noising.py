@@ -109,7 +109,7 @@ class Noising:
             prediction: The model's prediction of the target, which receives no gradient.
             variance: The model's log variances, between their minimum, -1, and their maximum, 1.
             t: Timesteps.
-            count: Number of values to divide the sum over an image by; None for all of them.
+            count: Divisor of the sum over the values of an image. None for the number of values.
         """
         count = x0[0].numel() if count is None else count
         denoised = self.denoised(noisy, prediction.detach(), t)

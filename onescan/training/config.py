@@ -150,8 +150,8 @@ class MachineConfig:
 
     On one CPU, results are bit-identical for any `workers` and `gradient_checkpointing`. The other
     settings change them by rounding only, except that dropped paths and augmentation are drawn
-    separately in each process, or group of processes that share sequences, and each gradient
-    accumulation step.
+    separately in each gradient accumulation step and each process. With `sequence_parallel`, they
+    are drawn once per group of processes, and only dropout is drawn in each process.
     """
 
     device: str = "auto"
@@ -176,10 +176,10 @@ class MachineConfig:
     """With several processes, shard weights, gradients and optimizer state (FSDP2) instead of
     replicating them (DDP)."""
     sequence_parallel: int = 1
-    """Number of processes that share each sequence, if torchrun starts several: rows of an image,
-    frames of a video or tokens of a text. A divisor of the number of processes."""
+    """Number of processes across which each sequence is sharded: rows of an image, frames of a
+    video or tokens of a text. Must divide the number of processes that torchrun starts."""
     timeout: float = 1800.0
-    """Seconds after which a run ends if one of its processes does not answer."""
+    """Seconds after which a run stops if one of its processes does not respond."""
     trackers: tuple[TrackerName, ...] | None = None
     """Experiment trackers that receive the metrics; None uses tensorboard if it is installed."""
 

@@ -101,7 +101,7 @@ def choose_workers(workers: int | None, data: DataSet) -> int:
 
 
 def share_of_batch(settings: TrainingConfig, machine: MachineConfig, ranks: Ranks) -> slice:
-    """Return the examples of every micro-batch that this process, or its group, reads.
+    """Return the range of examples in every micro-batch that this process, or its group, reads.
 
     Raises:
         ValueError: If a micro-batch cannot be split into equal parts.

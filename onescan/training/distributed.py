@@ -49,7 +49,7 @@ class Ranks:
     local: int = 0
     """Rank among the processes on this machine, which selects the GPU."""
     sequence: int = 1
-    """Number of processes that share each sequence. Their ranks are consecutive."""
+    """Number of processes across which each sequence is sharded. Their ranks are consecutive."""
 
     @property
     def is_first(self) -> bool:
@@ -58,7 +58,7 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Rank of this process' group among the groups that share sequences."""
+        """Index of this process's group among the groups across which sequences are sharded."""
         return self.rank // self.sequence
 
     @property
@@ -68,7 +68,7 @@ class Ranks:
 
     @property
     def data_size(self) -> int:
-        """Number of groups that share sequences, each of which reads its own examples."""
+        """Number of groups across which sequences are sharded. Each reads its own examples."""
         return self.size // self.sequence
 
     def first(self, act: Callable[[], ResultT]) -> ResultT:
@@ -146,7 +146,7 @@ def joined(device: str = "auto", *, timeout: float = TIMEOUT_S) -> Iterator[Rank
     Raises:
         ValueError: If there is no such device for this process, or the caller's process group
             cannot communicate tensors on the CPU.
-        ConnectionError: If another process ends or does not answer.
+        ConnectionError: If another process exits or does not respond.
     """
     if dist.is_initialized():
         with _lost_processes_raise():
@@ -171,7 +171,7 @@ def joined(device: str = "auto", *, timeout: float = TIMEOUT_S) -> Iterator[Rank
         with _lost_processes_raise():
             yield ranks
     except ConnectionError:
-        with _ignored_sigterm():  # of torchrun: this process ends by itself, and reports the error
+        with _ignored_sigterm():  # from torchrun, so that this process can report the error
             _leave()
         raise
     finally:
@@ -199,7 +199,7 @@ def _ignored_sigterm() -> Iterator[None]:
 
 
 def lost_process(error: BaseException) -> bool:
-    """Return whether torch.distributed raised an error because another process does not answer.
+    """Return whether torch.distributed raised an error because another process is lost.
 
     >>> lost_process(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
     True
@@ -213,36 +213,35 @@ def lost_process(error: BaseException) -> bool:
 
 @contextmanager
 def _lost_processes_raise() -> Iterator[None]:
-    """Raise ConnectionError if another process ends or does not answer."""
+    """Raise ConnectionError if another process exits or does not respond."""
     try:
         yield
     except RuntimeError as error:
         if not lost_process(error):
             raise
         raise ConnectionError(
-            "another process of the run has ended, or did not answer within machine.timeout: see "
-            "its own error message; the same command resumes the run from its last checkpoint"
+            "another process of the run has exited, or did not respond within machine.timeout: see "
+            "its error message. To resume from the last checkpoint, run the same command again"
         ) from error
 
 
 @contextmanager
 def sharing_sequences(ranks: Ranks, machine: MachineConfig) -> Iterator[Ranks]:
-    """Apply models to sequences shared by `machine.sequence_parallel` processes in the context.
+    """Shard each sequence across `machine.sequence_parallel` processes in a `with` block.
 
-    The processes form a mesh of data ranks times sequence ranks: ranks of a sequence are
-    consecutive.
+    The processes of a sequence have consecutive ranks.
 
-    Returns:
+    Yields:
         The ranks, with the number of processes per sequence.
 
     Raises:
-        ValueError: If it does not divide the number of processes.
+        ValueError: If `machine.sequence_parallel` does not divide the number of processes.
     """
     count = machine.sequence_parallel
     if ranks.size % count:
         raise ValueError(
             f"machine.sequence_parallel is {count}, expected a divisor of the number of processes, "
-            f"{ranks.size}; torchrun starts several"
+            f"{ranks.size}; start several with torchrun"
         )
     if count == 1:
         yield ranks
@@ -318,7 +317,8 @@ def prepare(
     from torch.distributed.device_mesh import init_device_mesh  # slow: half a second
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # also over shared sequences
+    # over all processes, including those of one sequence
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for part in [*blocks, model]:
         # the root is resharded as well, so that its state_dict holds shards after an evaluation
         fully_shard(part, mesh=mesh, reshard_after_forward=True)

@@ -81,7 +81,7 @@ class Environment:
     backend: str = "auto"
     kernels: tuple[str, ...] = ()  # ops that backend "auto" runs as kernels on the device
     matmul_precision: str = "highest"
-    sequence_parallel: int = 1  # processes that share each sequence
+    sequence_parallel: int = 1  # processes per sequence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The training loop, for any model and any task.
 
 Randomness at each step depends only on (seed, step, rank), so an interrupted run resumes exactly
-from the weights, the optimizer state, the step and the position in the data. Processes that share
-sequences draw the same augmentation, but each draws dropout for its own tokens.
+from the weights, the optimizer state, the step and the position in the data. Processes of one
+sequence use the same augmentation, but each draws dropout for its own tokens.
 """
 
 import math

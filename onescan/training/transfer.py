@@ -93,7 +93,8 @@ class AttentionTransfer:
             with suppress(_FinishedError):
                 task.loss(teacher, batch)
         group, tiny = sequence_group(None), torch.finfo(torch.float32).tiny
-        (total,) = sum_over_ranks(torch.stack(norms))  # this rank's errors are a part of all
+        # Sum only the norms, because losses are averaged over ranks.
+        (total,) = sum_over_ranks(torch.stack(norms))
         total = total if group is None else total / group.size
         return torch.stack(errors).div(total.clamp(min=tiny)).mean()
 

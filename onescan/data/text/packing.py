@@ -61,19 +61,19 @@ def stack_rows(
 ) -> tuple[Tokens, Int[Tensor, "B row"]]:
     """Stack rows, each given as parts of documents, and pad them.
 
-    The tokens of a share are the inputs of one rank and the token after them, its last label. If
-    parts are mapped into memory, no other token is read.
+    With a share, each row contains only the input tokens of that shard and the token after them,
+    which is the label of the last one. If parts are memory-mapped, no other tokens are read.
 
     Args:
         rows: Parts of documents; with a frame, at most `text_length(length, frame)` tokens per row.
         length: Tokens per row.
         padding: Id of padding.
         frame: Ids to add before and after each part, unless it already starts or ends with them.
-        share: Part of the T - 1 inputs of a row whose tokens to return.
+        share: Shard of the T - 1 inputs of each row to return. The default is all of them.
 
     Returns:
-        Ids [B, T], or [B, inputs of the share + 1]; and document numbers [B, T], counted from 0 in
-        each row, -1 for padding.
+        Ids, [B, T], or with a share of n inputs, [B, n + 1]; and document numbers of whole rows,
+        [B, T], counted from 0 in each row, -1 for padding.
     """
     own = share.slice(length - 1)
     tokens = np.full((len(rows), own.stop + 1 - own.start), padding, np.int64)
@@ -114,7 +114,7 @@ class PackedText(DataSet):
         length: Tokens per row.
         padding: Id of padding.
         frame: Ids to add around each part of a document in a row, if any.
-        share: Part of each row to read; see `stack_rows`.
+        share: Shard of each row to read; see `stack_rows`.
     """
 
     corpus: Corpus
@@ -241,7 +241,7 @@ class TextStream(DataSet):
         long_documents: Whether a document longer than a row continues in the next, or raises an
             error.
         frame: Ids to add around each part of a document in a row, if any.
-        share: Part of each row to return; see `stack_rows`.
+        share: Shard of each row to return; see `stack_rows`.
     """
 
     shards: tuple[Shard, ...]

@@ -44,7 +44,7 @@ class MixerConfig(ABC):
 
     @property
     def state_block(self) -> int | None:
-        """Number of tokens per block, after each of which there is a state to continue from.
+        """Number of tokens per block. A call can continue from the state at the end of any block.
 
         1 if causal, None if there is no state.
         """
@@ -138,7 +138,7 @@ class DirectedMixerConfig(MixerConfig, ABC):
             )
 
     def check_causal_block(self, causal_block: Any, scan: str) -> None:
-        """Raise ValueError for blocks of an invalid size, or along another scan or direction."""
+        """Raise ValueError for an invalid block size, or a scan or direction without blocks."""
         check_whole(1, causal_block=causal_block)
         if self.direction != "both" or scan != "flat":
             raise ValueError(
@@ -177,10 +177,10 @@ class Mixer(nn.Module, ABC):
         Returns:
             The mixed tokens, and the state after the last token (None if there is none).
 
-        Inside `sequence_parallel`, tokens, grid and mask are those of this rank, whose part of the
-        first axis may be empty; only the first rank has a prefix. A mask or a state is given on all
-        ranks or on none. The state is read on the first rank, and the returned one is that of the
-        whole sequence.
+        Inside `sequence_parallel`, tokens, grid and mask are those of this rank, whose shard of the
+        first axis may be empty; only the first rank has a prefix. Pass a mask or a state on all
+        ranks or on none. Only the first rank reads the incoming state. The returned state is that
+        of the whole sequence.
         """
 
     @property
@@ -204,7 +204,7 @@ class Mixer(nn.Module, ABC):
 
 
 def check_blocks(causal_block: int, grid: Grid) -> None:
-    """Raise ValueError for a grid that is not divided into blocks, which begin at its first token.
+    """Raise ValueError for a grid with a prefix, because blocks begin at the first token.
 
     >>> check_blocks(4, Grid((2, 4), prefix=1))
     Traceback (most recent call last):
@@ -235,14 +235,18 @@ def both_directions(
     forward: Sequence[Tensor | None],
     backward: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of a causal scan of tokens, and of another one of the flipped tokens.
+    """Run a causal scan forward and backward over the tokens.
 
-    Both scans are one call, side by side in the batch; over the ranks of a group, they are two.
+    On a single process, both directions are one call, concatenated along the batch. Over several
+    ranks, they are two calls.
 
     Args:
-        scan: Function of the inputs and of `group`, as in the ops.
+        scan: Causal function of the inputs, [B, T, ...], and of `group`, as in the ops.
         forward: Inputs of the forward scan.
         backward: Inputs of the backward scan, in the order of the tokens.
+
+    Returns:
+        The outputs of the forward and the backward scan, both in the order of the tokens.
     """
     if sequence_group(None) is None:
         pairs = zip(forward, map(flipped, backward), strict=True)

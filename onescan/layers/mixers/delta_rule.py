@@ -77,9 +77,10 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
     """Scan tokens in row-major order ("flat"), or average one snake scan along each axis
     ("natural"). All scans have the same parameters."""
     causal_block: int | None = None
-    """Read blocks of this many tokens in both directions, and all earlier blocks: for images and
-    video generated block by block, such as rows or frames. There is a state after each block. The
-    convolution is causal. Requires direction="both", scan="flat" and a grid without a prefix."""
+    """Tokens per block of a blockwise causal mixer: each token reads its own block in both
+    directions, and all earlier blocks. For images and video that are generated block by block, such
+    as by rows or frames. There is a state after each block, and the convolution is causal. Requires
+    direction="both", scan="flat" and a grid without a prefix."""
     conv_size: ConvSize = None
     """Kernel size of a short convolution of queries, keys and values, before their activations. It
     reads the current token and those before it in the mixer's direction. With direction="both", it

@@ -143,7 +143,7 @@ class HGRNMixer(Mixer):
     def _angles(
         self, theta: FrequencyRow, tokens: int, keep: Keep | None, group: SequenceGroup | None
     ) -> tuple[TokenAngles, Tensor]:
-        """Return theta times the number of real tokens up to each token, and of all.
+        """Return theta times the number of real tokens up to each token, and in total.
 
         The angles are [T, D] and [1, D], or [B, T, D] and [B, 1, D] with `keep`.
         """

@@ -97,7 +97,7 @@ class HydraMixer(Mixer):
     def _mix(self, x: Hidden, real: Keep | None) -> Hidden:
         """Mix tokens whose first ones are real (`real` is True), and whose others are zero."""
         z, u = self.in_proj(x).split(self.in_widths, dim=-1)
-        # On one process, the padding after the real tokens is that of the convolution.
+        # On a single process, the zeros after the real tokens act as the convolution's padding.
         keep = None if sequence_group(None) is None else real
         u = F.silu(self.conv(u, keep=keep)[0])
         u, *keys = u.split([self.in_widths[0], *self.key_widths], dim=-1)

@@ -66,9 +66,10 @@ class LightNetMixerConfig(MixerConfig):
     causal: bool = False
     """Read only earlier tokens (Eq. 13) instead of all tokens (Eq. 14)."""
     causal_block: int | None = None
-    """Read blocks of this many tokens, and all earlier blocks: for images and video generated block
-    by block, such as rows or frames. There is a state after each block. The convolution is causal.
-    Requires causal=False, and a grid without a prefix."""
+    """Tokens per block of a blockwise causal mixer: each token reads its own block and all earlier
+    blocks. For images and video that are generated block by block, such as by rows or frames. There
+    is a state after each block, and the convolution is causal. Requires causal=False and a grid
+    without a prefix."""
     conv_size: int | None = None
     """Kernel size of a short convolution of queries, keys and values, in row-major order. If
     causal, it reads the current token and those before it; otherwise, it is centered and requires
@@ -387,8 +388,8 @@ def _log_gain(
 ) -> tuple[Tensor, LogNormalizer]:
     """Return log(sum exp(k) / sum exp(decay_logits)) and the log-normalizer of the decay logits.
 
-    Both are float64. The first has shape [B, T, H, K], with sums up to the end of each token's
-    block, or T = 1 without blocks.
+    Both are float64. With blocks, the first has shape [B, T, H, K], and its sums end with the block
+    of each token. Without blocks, it has shape [B, 1, H, K].
     """
     both = torch.stack([k, decay_logits]).double()
     if keep is not None:
@@ -405,7 +406,7 @@ def _log_gain(
 
 
 def _at_block_ends(x: Tensor, block: int | None) -> Tensor:
-    """Replace each token, [B, T, ...], by the last one of its block."""
+    """Replace each token, [B, T, ...], by the last token of its block."""
     if block is None or block == 1:
         return x
     place = torch.arange(x.shape[1], device=x.device)
@@ -420,7 +421,7 @@ def _log_gain_over_ranks(
     block: int | None,
 ) -> tuple[Tensor, LogNormalizer]:
     """Compute `_log_gain` from this rank's keys and decay logits, [2, B, T, H, K]."""
-    # A first token without weight, as a rank may have no others.
+    # Prepend a token without weight, because a rank may have no tokens.
     both = F.pad(both, (0, 0, 0, 0, 1, 0), value=LOG_ZERO)
     z = logcumsumexp(both.flatten(-2)).view_as(both)
     (ends,) = gather(group, z[:, :, -1])  # W 2 B H K

@@ -281,7 +281,7 @@ class LinearDiffusionMixer(Mixer):
         for axis, diffusion in enumerate(self.diffusions, start=1):
             lines = h.movedim(axis, -2)  # B others n D
             kept = None if real is None else real.movedim(axis, -1).flatten(0, -2)
-            # only the first axis lies across ranks, and lengths are those of tokens
+            # only the first axis is sharded; the known lengths count tokens, not its positions
             ranks = SequenceGroup(group.group) if group is not None and axis == 1 else None
             with nullcontext() if group is None else sequence_parallel(ranks):
                 moved = diffusion(lines.flatten(0, -3), keep=kept)

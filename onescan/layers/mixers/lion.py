@@ -75,9 +75,10 @@ class LionMixerConfig(DirectedMixerConfig):
     value_width: int | None = None
     """Value channels per head. None for width / num_heads."""
     causal_block: int | None = None
-    """Read blocks of this many tokens in both directions, and all earlier blocks: for images and
-    video generated block by block, such as rows or frames. There is a state after each block. The
-    convolution is causal. Requires direction="both", scan="flat" and a grid without a prefix."""
+    """Tokens per block of a blockwise causal mixer: each token reads its own block in both
+    directions, and all earlier blocks. For images and video that are generated block by block, such
+    as by rows or frames. There is a state after each block, and the convolution is causal. Requires
+    direction="both", scan="flat" and a grid without a prefix."""
     conv_size: int | None = None
     """Kernel size of a short convolution of queries, keys and values along each scan, before their
     activations. It reads the current token and those before it. With direction="both", it is
@@ -337,7 +338,7 @@ class LionMixer(Mixer):
         return state.attention, state.window, position
 
     def _length(self, x: Hidden, grid: Grid) -> Position:
-        """Return the number of tokens without the prefix, on all ranks of a group."""
+        """Return the number of tokens without the prefix, summed over all ranks."""
         own, group = x.shape[1] - grid.prefix, sequence_group(None)
         return own if group is None else int(group.gather_number(own, x.device).sum())
 

@@ -202,7 +202,7 @@ class SelectiveSSM(nn.Module):
 
 
 def _prefix_moved(tensors: Sequence[Tensor | None], grid: Grid, *, back: bool = False) -> list[Any]:
-    """Move the prefix between the halves of the grid's tokens, or back."""
+    """Move the prefix to the middle of the grid's tokens, or back; masks may be None."""
     x, group = tensors[0], sequence_group(None)
     assert x is not None, "tokens come before masks"
     whole = grid

@@ -250,7 +250,7 @@ def read_before_write(
         return_state: If False, return None instead of the state.
         group: As in `decay_attention`.
     """
-    # Over ranks, one more token passes on the state after the last one.
+    # Over several ranks, append a token that reads the state after the last one.
     last = 0 if sequence_group(group) is None else 1
     keys, values, decays = (_padded(x, 1, last - 1) for x in (k, v, log_decay))
     q = _padded(q, 0, last) if last else q
@@ -270,7 +270,7 @@ def read_before_write(
 
 
 def _padded(x: Tensor, before: int, after: int) -> Tensor:
-    """Add tokens of zeros, or drop them where negative."""
+    """Add tokens of zeros before and after those of x; negative numbers drop tokens."""
     return F.pad(x, [0, 0] * (x.ndim - 2) + [before, after])
 
 
@@ -294,7 +294,7 @@ def previous_tokens(
 
 
 def _previous(x: Hidden, keep: Keep | None, first: Pooled) -> tuple[Hidden, Pooled]:
-    """Do the same for the tokens of one process."""
+    """Do the same for tokens that are all on this process."""
     if keep is None:
         return torch.cat([first.unsqueeze(1), x[:, :-1]], dim=1), x[:, -1].clone()
     place = torch.arange(1, x.shape[1] + 1, device=x.device)

@@ -142,7 +142,7 @@ class SoftmaxMixer(Mixer):
         needs_no_mask = keep is None and state is None  # fused kernels are faster without one
         if (group := sequence_group(None)) is not None:
             (k, v, real), new_state, after = self._over_ranks(group, x, k, v, keep, state)
-            if self.causal and self.window is not None:  # which begins before the first token
+            if self.causal and self.window is not None:  # the window begins before the first token
                 needs_no_mask = False
             q = F.pad(q, (0, 0, 0, after))
         elif state is not None and real is not None:
@@ -201,7 +201,7 @@ class SoftmaxMixer(Mixer):
         return angles.squeeze(1)
 
     def _window_angles(self, k: CachedKeys) -> Tensor:
-        """Return the angles of the tokens that are read, of which only the differences matter."""
+        """Return the rotary angles of all keys; only their differences matter."""
         if sequence_group(None) is None:
             return self._angles(Grid((k.shape[2],)), k)
         with sequence_parallel(None):
@@ -229,8 +229,8 @@ class SoftmaxMixer(Mixer):
     ) -> tuple[SoftmaxState, SoftmaxState | None, int]:
         """Return the tokens that this rank reads, and the state after the tokens of all ranks.
 
-        The last ones read are those of this rank, except in a window that is not causal: then they
-        come before those of later ranks, whose number is also returned.
+        The tokens read end with those of this rank, except with a bidirectional window: it also
+        contains tokens of later ranks, whose number is the third result (otherwise 0).
         """
         real = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
         own, before = _joined(k, v, real), None if state is None else _joined(*state)
@@ -251,7 +251,7 @@ class SoftmaxMixer(Mixer):
         return self._split(past, own, future), None, future.shape[1]
 
     def _split(self, *tokens: Tensor) -> SoftmaxState:
-        """Return the keys, values and mask of tokens, the inverse of `_joined`."""
+        """Return the keys, values and mask of joined tokens; the inverse of `_joined`."""
         x = torch.cat(tokens, dim=1)
         k, v = rearrange(x[..., :-1], "b s (two h k) -> two b h s k", two=2, h=self.num_heads)
         return SoftmaxState(k, v, x[..., -1] > 0)

@@ -144,9 +144,9 @@ def additive_decay(
             already been applied.
         causal: Whether each token reads only itself and earlier tokens.
         causal_block: Tokens per block of a blockwise causal call: each token reads its own block
-            and all earlier blocks, with the softmax over these tokens. The last block may be
-            shorter. Masked tokens keep their place in a block. A call with a state begins a new
-            block. None for one block of all tokens.
+            and all earlier blocks, and the softmax is over these tokens. The last block may be
+            shorter. Masked tokens count as positions of a block. A call with a state begins a new
+            block. None for a single block.
         keep: True for real tokens, [B, T], the opposite of ``key_padding_mask`` in PyTorch and
             `onescan.nn`. Other tokens have zero output and do not change the output of real ones.
             None keeps all tokens.
@@ -160,8 +160,8 @@ def additive_decay(
             cross-attention.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
             O(T^2). Causal: "chunk" is O(T), "full" is O(T^2), "recurrent" visits one token at a
-            time. With `causal_block`: "one_scan" computes a state per block, O(T), "chunk" and
-            "full" are the causal forms on 2T tokens, without a state per block. "auto" chooses the
+            time. With `causal_block`: "one_scan" computes a state per block, O(T); "chunk" and
+            "full" run the causal forms on 2T tokens, without a state per block. "auto" chooses the
             fastest.
         backend: "torch" runs on any device. "triton" runs kernels on a GPU. It implements
             "one_scan", "chunk" and, without gradients, "recurrent", for heads of up to 128 channels
@@ -173,7 +173,8 @@ def additive_decay(
         group: Process group across which the T axis is sharded in rank order; see
             `onescan.ops.parallel`. None uses that of `sequence_parallel`, if any. Bidirectional
             calls require the form "one_scan"; only causal calls without cu_seqlens have kernels.
-            With `causal_block`, every rank begins with a block, and cu_seqlens is not supported.
+            With `causal_block`, each rank's tokens must begin with a new block, and cu_seqlens is
+            not supported.
 
     Returns:
         The outputs in the dtype of v, and the state of all tokens including the incoming state;
@@ -277,7 +278,7 @@ def choose(
 ) -> tuple[bool, str, str]:
     """Return the key in IMPLEMENTATIONS of the implementation that a call runs.
 
-    With `causal_block`, the forms other than "one_scan" are causal.
+    With `causal_block`, all forms except "one_scan" run as causal calls.
     """
     if causal_block is not None:
         if form == "auto":  # on a CPU, "one_scan" is faster unless its states are large

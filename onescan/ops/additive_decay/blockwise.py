@@ -1,6 +1,6 @@
 """Blockwise causal additive decay: each token reads the state after the last token of its block.
 
-    o_t = KV_e^T R_t(q_t),   e the last token of the block of t
+    o_t = KV_e^T R_t(q_t),   where e is the last token of the block of t
 
 This is Eq. 13 of LightNet, arXiv:2405.21022, with e instead of t in its sums.
 """
@@ -23,9 +23,9 @@ Forward = Callable[[AdditiveInputs], tuple[Values, AdditiveDecayState]]
 
 
 def one_scan(inputs: AdditiveInputs, causal_block: int) -> tuple[Values, AdditiveDecayState]:
-    """Sum each block, carry a state from block to block, and read it with the queries: O(T).
+    """Sum each block, carry a state from block to block, and read it with the queries, in O(T).
 
-    There is a state for every block, so that small blocks need much memory.
+    Every block has a state in memory, so small blocks need much memory.
     """
     size = length_of_chunks(causal_block, inputs.k.shape[1])
     tensors, chunks = chunked_inputs(inputs._replace(chunk_size=size))
@@ -58,8 +58,8 @@ def in_causal_form(
 ) -> tuple[Values, AdditiveDecayState]:
     """Run a causal form on a sequence in which each block is followed by its queries.
 
-    Of the resulting 2T tokens, those of the blocks have keys and values, and their outputs are not
-    used; the others have a key logit of -inf.
+    Of the resulting 2T tokens, the first copy of each block provides keys and values, and its
+    outputs are dropped. The second copy provides queries, and its key logits are -inf.
     """
     tokens = inputs.k.shape[1]
     size = length_of_chunks(causal_block, tokens)
@@ -68,7 +68,7 @@ def in_causal_form(
     count = number_of_chunks(tokens, size)
 
     def twice(x: Tensor, dim: int = 1, fill: float = 0.0) -> Tensor:
-        """Split the axis of tokens into blocks and repeat each block: [..., N, 2, C, ...]."""
+        """Split the token axis into blocks and repeat each block: [..., N, 2, C, ...]."""
         x = F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, count * size - tokens), value=fill)
         x = x.unflatten(dim, (count, 1, size))
         return torch.cat([x, x], dim=dim + 1)

@@ -194,15 +194,15 @@ def halve_chunks(
 
 
 class Carried(NamedTuple):
-    """States before and after each chunk, with those of all earlier chunks.
+    """States before and after each chunk, each including all earlier chunks.
 
     Attributes:
         z_before: Log-normalizer before each chunk, [B, H, N, K].
-        z_after: Log-normalizer after each chunk.
+        z_after: Log-normalizer after each chunk, [B, H, N, K].
         kv_before: State before each chunk, [B, H, N, F, V].
         kv_out: State after the last chunk, [B, H, F, V].
         decay: Factor of `kv_before` in the state after each chunk, [B, H, N, F, 1].
-        added: Contribution of each chunk to the state after it.
+        added: Contribution of each chunk to the state after it, [B, H, N, F, V].
     """
 
     z_before: Tensor
@@ -219,11 +219,11 @@ def carry_states(
     """Carry a state from chunk to chunk.
 
     Args:
-        z_chunk: Log-normalizer of each chunk alone.
-        kv_chunk: State of each chunk alone.
-        z_in: Log-normalizer before the first chunk.
-        kv_in: State before the first chunk.
-        begins: Chunks that begin a packed sequence, [B, 1, N, 1]; None if there are none.
+        z_chunk: Log-normalizer of each chunk alone, [B, H, N, K].
+        kv_chunk: State of each chunk alone, [B, H, N, F, V].
+        z_in: Log-normalizer before the first chunk, [B, H, K].
+        kv_in: State before the first chunk, [B, H, F, V].
+        begins: True for chunks that begin a packed sequence, [B, 1, N, 1]; None if there are none.
     """
     z_after = torch.cat([z_in.unsqueeze(2), z_chunk], dim=2)
     z_after = logcumsumexp(z_after) if begins is None else sum_by_sequence(z_after, begins)

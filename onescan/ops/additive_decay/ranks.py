@@ -48,7 +48,7 @@ def merged_before(
 
 
 def _step(state: State, update: State) -> State:
-    """Merge the state of earlier tokens, if the same sequence continues, and that of later ones."""
+    """Merge an update with the state of earlier tokens, unless a new sequence has begun."""
     z, kv, *continues = update
     for is_same in continues:
         state = _where(is_same, state)
@@ -56,7 +56,7 @@ def _step(state: State, update: State) -> State:
 
 
 def _compose(first: State, second: State) -> State:
-    """Return the update of two updates, one after the other."""
+    """Combine two consecutive updates into one."""
     continues = (a & b for a, b in zip(first[2:], second[2:], strict=True))
     return *_step(first[:2], second), *continues
 

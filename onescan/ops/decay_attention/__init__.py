@@ -175,9 +175,9 @@ def decay_attention(
         causal: Whether each token reads only itself and earlier tokens.
         causal_block: Tokens per block of a blockwise causal call: each token reads its own block in
             both directions, and all earlier blocks as in a causal call. The last block may be
-            shorter. Masked tokens keep their place in a block. Other options have the meaning of
-            bidirectional calls, except that there is only a forward state, as in causal calls: a
-            call with a state begins a new block. None for one block of all tokens.
+            shorter. Masked tokens count as positions of a block. Other options are as in
+            bidirectional calls, except that there is only a forward state, as in causal calls. A
+            call with a state begins a new block. None for a single block.
         decay_at: Which of two neighboring tokens provides the decay between them: "source", the
             first one visited (Eq. 14), "target", the second one (Eq. 5, Theorem B.1), or, in
             bidirectional calls, "symmetric", the later one in both directions, which gives the
@@ -206,8 +206,8 @@ def decay_attention(
         return_state: If False, return None instead of the state and skip the work for it.
         group: Process group across which the T axis is sharded in rank order; see
             `onescan.ops.parallel`. None uses that of `sequence_parallel`, if any. A block of
-            `causal_block` may extend over several ranks. Not with both `causal_block` and
-            `cu_seqlens`.
+            `causal_block` may extend over several ranks. Does not support `causal_block` together
+            with `cu_seqlens`.
 
     Returns:
         The outputs in the dtype of v, and the state after the last token; for bidirectional calls,

@@ -87,12 +87,12 @@ def directed(
 
 
 def separated(decays: Directions, starts: Starts | None, ends: Starts) -> Directions:
-    """Empty the state at some tokens by log-decays of -inf.
+    """Reset the state at some tokens with log-decays of -inf.
 
     Args:
         decays: The log-decays.
-        starts: Where the forward direction starts anew; None for nowhere.
-        ends: Where the backward direction starts anew.
+        starts: True where the forward direction restarts, [B, T]; None for nowhere.
+        ends: True where the backward direction restarts, [B, T].
     """
     forward, backward = decays
     if starts is not None:

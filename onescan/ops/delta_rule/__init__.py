@@ -136,8 +136,8 @@ def delta_rule(
         causal_block: Tokens per block of a blockwise causal call: each token attends to its own
             block in both directions, and to all earlier blocks. The backward recurrence starts from
             an empty state at the end of each block. The last block may be shorter. Masked tokens
-            keep their place in a block. As in causal calls, there is only a forward state; a call
-            with a state begins a new block. None for one block of all tokens.
+            count as positions of a block. As in causal calls, there is only a forward state. A call
+            with a state begins a new block. None for a single block.
         keep: ``[B, T]``, True for real tokens, the opposite of ``key_padding_mask`` in PyTorch and
             `onescan.nn`. Other tokens have zero output and neither update nor decay the state.
             None keeps all.
@@ -160,7 +160,7 @@ def delta_rule(
         group: Process group across which the T axis is sharded in rank order; see
             `onescan.ops.parallel`. None uses that of `sequence_parallel`, if any. Supported by the
             forms "chunk" and "full" in torch. A block of `causal_block` may extend over several
-            ranks. Not with both `causal_block` and `cu_seqlens`.
+            ranks. Does not support `causal_block` together with `cu_seqlens`.
 
     Returns:
         The outputs ``[B, T, H, V]`` in the dtype of v, and the state: a `DeltaState` if causal or
@@ -202,7 +202,7 @@ def delta_rule(
     packing = packing_over(ranks, cu_seqlens, own, state=state)
     runs_on = _backend(form, backend, q, k, v, log_decay, over_ranks=ranks is not None)
     incoming = [None if side is None else side.kv for side in sides[: 1 if causal else 2]]
-    starts = ends = None  # where the forward and the backward direction start anew
+    starts = ends = None  # where the forward and the backward direction restart
     if packing is not None:
         starts, ends = packing.starts, packing.ends
     if causal_block is not None:

@@ -187,7 +187,7 @@ def causal(
 ) -> tuple[Values, KeyValue]:
     """Run a form from the first token to the last, from the state kv, or from zeros if None.
 
-    The state is emptied before the tokens in `starts`.
+    The state is reset to zeros before the tokens in `starts`, [B, T].
     """
     if starts is not None:
         inputs = _separated(inputs, starts)
@@ -206,8 +206,8 @@ def bidirectional(
 ) -> tuple[Values, KeyValue, KeyValue]:
     """Add the outputs of both directions, counting each token's own updates once.
 
-    The state of the forward direction is emptied before the tokens in `starts`, and that of the
-    backward direction before those in `ends`.
+    The forward state is reset to zeros before it reads the tokens in `starts`, [B, T], and the
+    backward state before it reads those in `ends`, [B, T].
 
     Both directions apply the updates of a token in the same order, so that both states contain the
     same contribution of the token, and reversed tokens give reversed outputs.

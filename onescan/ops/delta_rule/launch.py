@@ -30,8 +30,8 @@ def chunk(
         log_decay: Log-decays ``[B, T, H]``; None for no decay.
         enters: Incoming state of each direction, one if causal; None for zeros.
         keep: True for real tokens.
-        starts: Where the forward direction starts anew; None for nowhere.
-        ends: Where the backward direction starts anew; None for nowhere.
+        starts: True where the forward direction restarts, ``[B, T]``; None for nowhere.
+        ends: True where the backward direction restarts, ``[B, T]``; None for nowhere.
     """
     dtype = data_type(q, k, v)
     q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
@@ -54,7 +54,7 @@ def chunk(
 def _decays(
     log_decay: Tensor | None, firsts: Sequence[Tensor | None], beta: Tensor
 ) -> Tensor | None:
-    """Return the log-decays of each direction, [D, B, T, H]; -inf where it starts anew."""
+    """Return the log-decays of each direction, [D, B, T, H]; -inf where it restarts."""
     if log_decay is None and all(first is None for first in firsts):
         return None
     logs = (torch.zeros_like(beta) if log_decay is None else log_decay).float()

@@ -66,5 +66,5 @@ def _step(state: State, update: State) -> State:
 
 
 def _compose(first: State, second: State) -> State:
-    """Return the update of two updates (U, P), one after the other."""
+    """Combine two consecutive updates (U, P) into one."""
     return *_step(first, second), second[1] @ first[1]

@@ -235,7 +235,7 @@ def next_state(
 ) -> DiffusionState:
     """Return the state after the tokens x, given the state before them, or None at the start.
 
-    With a `group`, as in `linear_diffusion`, it is the state after the tokens of all ranks.
+    With a `group`, as in `linear_diffusion`, return the state after the tokens of all ranks.
 
     Raises:
         ValueError: If the state has another radius, or radius is not an integer of at least 0.
