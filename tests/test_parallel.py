@@ -1,6 +1,7 @@
 """Ops over several ranks: outputs and gradients of one process, and what the ranks exchange."""
 
 import os
+import re
 from functools import partial
 
 import pytest
@@ -511,7 +512,11 @@ def refusals(group):
         "form .*group.* 'full' is unknown",
     )
     yield lambda: delta_rule(q, k, v, v[..., 0], form="recurrent", group=group), "form .group."
-    yield lambda: SequenceGroup(group, [1]), r"lengths is \[1\], expected a whole number for each"
+    for lengths in ([1], [True] * size):
+        yield (
+            partial(SequenceGroup, group, lengths),
+            re.escape(f"lengths is {lengths!r}, expected a whole number for each"),
+        )
     yield (
         lambda: linear_diffusion(x, ones, ones[:, 0], group=SequenceGroup(group, [0] * size)),
         f"rank {dist.get_rank(group)} has {T} tokens",
@@ -537,3 +542,5 @@ def test_calls_that_need_one_process(over_ranks):
 def test_a_group_must_be_a_process_group():
     with pytest.raises(ValueError, match="group is a str, expected a process group"):
         SequenceGroup("world")
+    with pytest.raises(ValueError, match="group is a group without this process"):
+        SequenceGroup(dist.GroupMember.NON_GROUP_MEMBER)

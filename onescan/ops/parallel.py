@@ -117,15 +117,17 @@ class SequenceGroup:
                 )
             group = group.get_group()
         if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(
-                f"group is {named_type(group)}, expected a process group of this process"
-            )
+            outside = group is dist.GroupMember.NON_GROUP_MEMBER
+            found = "a group without this process" if outside else named_type(group)
+            raise ValueError(f"group is {found}, expected a process group of this process")
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._lengths = None if lengths is None else self._checked(lengths)
         self.prefix = prefix
         self.is_reversed = False  # whether ranks are in reverse order
         self._nodes = None
         if nodes is not None:
+            if not isinstance(nodes, tuple) or len(nodes) != 2:  # noqa: PLR2004 - within, between
+                raise ValueError(f"nodes is {nodes!r}, expected a tuple of two process groups")
             within, between = self._nodes = [SequenceGroup(level) for level in nodes]
             place = between.rank * within.size + within.rank
             if (place, between.size * within.size) != (self.rank, self.size):
@@ -135,8 +137,8 @@ class SequenceGroup:
                 )
 
     def _checked(self, lengths: Sequence[int]) -> list[int]:
-        are_whole = all(isinstance(n, int) and n >= 0 for n in lengths)
-        if len(lengths) != self.size or not are_whole:
+        is_list = isinstance(lengths, Sequence) and len(lengths) == self.size
+        if not is_list or not all(type(n) is int and n >= 0 for n in lengths):
             raise ValueError(
                 f"lengths is {lengths!r}, expected a whole number for each of {self.size} ranks"
             )
@@ -231,7 +233,9 @@ def sequence_parallel(group: Group | None) -> Iterator[None]:
 
     Models receive this rank's shard of their input along the first axis. For ops, this sets the
     default of the ``group`` argument, in all threads of the process. The backward pass may run
-    outside of the block, even with activation checkpointing.
+    outside of the block, also if blocks of models recompute their activations. With
+    `torch.utils.checkpoint` around calls of your own, the backward pass must run in the block:
+    outside, recomputed ops read only the tokens of this rank, and gradients are wrong.
 
     Args:
         group: A process group, a device mesh with one dimension, or a `SequenceGroup`. None

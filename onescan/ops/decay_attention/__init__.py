@@ -176,8 +176,9 @@ def decay_attention(
         causal_block: Tokens per block of a blockwise causal call: each token reads its own block in
             both directions, and all earlier blocks as in a causal call. The last block may be
             shorter. Masked tokens count as positions of a block. Other options are as in
-            bidirectional calls, except that there is only a forward state, as in causal calls. A
-            call with a state begins a new block. None for a single block.
+            bidirectional calls, for example decay_at="auto", except that there is only a forward
+            state, as in causal calls. A call with a state begins a new block. None for a single
+            block.
         decay_at: Which of two neighboring tokens provides the decay between them: "source", the
             first one visited (Eq. 14), "target", the second one (Eq. 5, Theorem B.1), or, in
             bidirectional calls, "symmetric", the later one in both directions, which gives the
