@@ -14,7 +14,7 @@ import onescan
 from onescan import sequence_parallel
 from onescan.configs import replace
 from onescan.layers.block import Block, DropPath, LabelEmbedding
-from onescan.layers.mixers import LightNetMixerConfig
+from onescan.layers.mixers import DeltaRuleMixerConfig, LightNetMixerConfig
 from onescan.layers.position import (
     AbsolutePositionConfig,
     SinusoidalPositionConfig,
@@ -49,6 +49,7 @@ MIXERS = {
     "lion_s natural": mixer_of("lion_s_natural_tiny"),
     "ldn": mixer_of("ldn_base"),
     "separable ldn": mixer_of("ldn_base", separable=True),
+    "deltanet": DeltaRuleMixerConfig(num_heads=2),
     "gated deltanet": mixer_of("gated_deltanet_tiny"),
     "hybrid": mixer_of("lightnet_hybrid_tiny"),
 }
@@ -59,6 +60,7 @@ CAUSAL_MIXERS = {
     "without decay": replace(CAUSAL, {"decay": False}),
     "convolution": replace(CAUSAL, {"conv_size": 3}),
     "lion_s": mixer_of("lion_s_lm_124m"),
+    "deltanet": DeltaRuleMixerConfig(num_heads=2, direction="forward", conv_size=4),
     "gated deltanet": mixer_of("gated_deltanet_lm_53m"),
     "kda": mixer_of("kda_lm_47m"),
     "hybrid": mixer_of("lightnet_hybrid_lm_45m"),
