@@ -151,7 +151,7 @@ def test_models_are_listed_beside_the_papers_numbers(word, headings, capsys):
     [
         (["models", "DIT_S"], "Image generation", 8),
         (["recipes", "imagenet_deit"], "Image classification", 3),
-        (["recipes", "recall"], "Associative recall", 3),
+        (["recipes", "recall"], "Associative recall", 10),
     ],
 )
 def test_lists_are_filtered_by_a_word(argv, first, count, capsys):

@@ -137,6 +137,10 @@ def test_causal_forms_of_lightnet_are_rejected_when_built_without_causal(form):
 
 @over_mixers
 def test_heads_must_divide_the_width(config_class):
+    widths = getattr(config_class, "keywords", {})
+    if {"key_width", "value_width"} <= widths.keys():  # then heads have widths of their own
+        config_class(num_heads=5).build(width=WIDTH, axes=2)
+        return
     with pytest.raises(ValueError, match="width 24 is not a multiple of num_heads 5"):
         config_class(num_heads=5).build(width=WIDTH, axes=2)
 
