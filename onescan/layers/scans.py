@@ -76,6 +76,5 @@ def _orders_over_ranks(
 def whole_grid(group: SequenceGroup, grid: Grid, x: Hidden) -> tuple[Grid, list[int]]:
     """Return the grid of all ranks and the number of tokens of each, given those of this rank."""
     lengths = group.lengths(x)
-    rows = int(group.gather_number(grid.shape[0], x.device).sum())
-    shape = (rows, *grid.shape[1:])
+    shape = (sum(group.positions(grid.shape, x.device)), *grid.shape[1:])
     return Grid(shape, sum(lengths) - math.prod(shape)), lengths

@@ -210,8 +210,17 @@ class SequenceGroup:
         """
         if self._lengths is None:
             return self.gather_number(shape[0], device)[: self.rank].sum()
-        before = sum(self._lengths[: self.rank]) - (0 if self.is_first else self.prefix)
-        return before // math.prod(shape[1:])
+        return sum(self.positions(shape, device)[: self.rank])
+
+    def positions(self, shape: tuple[int, ...], device: torch.device) -> list[int]:
+        """Return the number of positions of each rank along the first axis of a grid.
+
+        Arguments are those of `first_position`.
+        """
+        lengths = self.without_prefix()._lengths
+        if lengths is None:
+            return self.gather_number(shape[0], device).tolist()
+        return [length // math.prod(shape[1:]) for length in lengths]
 
     def gather_number(self, number: int, device: torch.device) -> Tensor:
         """Gather a number from each rank, [W], without waiting for the device."""

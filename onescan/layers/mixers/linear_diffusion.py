@@ -31,7 +31,7 @@ from onescan.ops.linear_diffusion import (
 )
 from onescan.ops.numerics import disable_autocast, safe_divide, to_accumulation_dtype
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import SequenceGroup, sequence_group, sequence_parallel
+from onescan.ops.parallel import sequence_group, sequence_parallel
 from onescan.shapes import (
     DiffusionKernels,
     Grid,
@@ -281,8 +281,9 @@ class LinearDiffusionMixer(Mixer):
         for axis, diffusion in enumerate(self.diffusions, start=1):
             lines = h.movedim(axis, -2)  # B others n D
             kept = None if real is None else real.movedim(axis, -1).flatten(0, -2)
-            # only the first axis is sharded; the known lengths count tokens, not its positions
-            ranks = SequenceGroup(group.group) if group is not None and axis == 1 else None
+            ranks = None
+            if group is not None and axis == 1:  # the only axis that is sharded
+                ranks = group.with_lengths(group.positions(grid.shape, x.device))
             with nullcontext() if group is None else sequence_parallel(ranks):
                 moved = diffusion(lines.flatten(0, -3), keep=kept)
             h = moved.view(lines.shape).movedim(-2, axis)

@@ -44,7 +44,7 @@ from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import RotaryAngles, check_rotary, rotary_angles, rotated
 from onescan.layers.scans import SnakeScans
-from onescan.ops.collectives import gather
+from onescan.ops.collectives import sum_over_ranks
 from onescan.ops.decay_attention import DecayAt, DecayState, Form, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.gating import gated
@@ -339,8 +339,10 @@ class LionMixer(Mixer):
 
     def _length(self, x: Hidden, grid: Grid) -> Position:
         """Return the number of tokens without the prefix, summed over all ranks."""
-        own, group = x.shape[1] - grid.prefix, sequence_group(None)
-        return own if group is None else int(group.gather_number(own, x.device).sum())
+        group = sequence_group(None)
+        if group is None:
+            return x.shape[1] - grid.prefix
+        return sum(group.without_prefix().lengths(x[:, grid.prefix :]))
 
     def _angles(self, u: Hidden, grid: Grid, start: Position) -> RotaryAngles | None:
         if not self.config.rotary:
@@ -520,8 +522,7 @@ def _divided_by_row_sum(q: Queries, k: Keys, keep: Keep | None) -> Queries:
     q, k = to_accumulation_dtype(q, k)
     with disable_autocast(q):
         k_sum = k.sum(dim=1) if keep is None else torch.einsum("bthk,bt->bhk", k, keep.to(k.dtype))
-        if (group := sequence_group(None)) is not None:
-            k_sum = gather(group, k_sum)[0].sum(0)
+        (k_sum,) = sum_over_ranks(k_sum)
         return safe_divide(q, torch.einsum("bthk,bhk->bth", q, k_sum).unsqueeze(-1))
 
 
