@@ -13,6 +13,7 @@ from traffic import Traffic
 import onescan
 from onescan import sequence_parallel
 from onescan.configs import replace
+from onescan.integrations.transformers import to_transformers
 from onescan.layers.block import Block, DropPath, LabelEmbedding
 from onescan.layers.mixers import DeltaRuleMixerConfig, LightNetMixerConfig
 from onescan.layers.position import (
@@ -232,6 +233,18 @@ CAUSAL_MODELS = {name: language_model(mixer) for name, mixer in CAUSAL_MIXERS.it
 
 def texts(tokens=T):
     return torch.randint(VOCABULARY, (B, tokens))
+
+
+def test_checkpointing_of_transformers(assert_same):
+    """The backward pass, which runs outside of the context, recomputes blocks inside of it."""
+
+    def call(model, tokens):
+        return {"logits": (model(input_ids=tokens, use_cache=False).logits, 1)}
+
+    model = to_transformers(built(language_model(CAUSAL)))
+    model._set_gradient_checkpointing()
+    model.train()
+    assert_same(T, OneProcess(model, call, {"tokens": (texts(), 1)}), sizes=[3])
 
 
 @pytest.mark.parametrize(("config", "sizes"), cases(CAUSAL_MODELS))

@@ -1,9 +1,8 @@
 """Models with the interface of transformers: a common base class, and text models."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +30,7 @@ from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.models.token_network import NetworkState, TokenNetwork
+from onescan.ops.parallel import in_current_group
 
 INITIALIZED = "_is_hf_initialized"  # set by transformers on initialized tensors
 # transformers 5.24 renamed past_key_values to cache, in outputs and in arguments of `generate`.
@@ -177,7 +177,11 @@ class OnescanModel(PreTrainedModel):
 
         Reentrant checkpointing would drop the gradients of tensors passed as keyword arguments.
         """
-        function = partial(gradient_checkpointing_func, use_reentrant=False)
+
+        def function(block: Callable[..., Any], *arguments: Any) -> Any:
+            run = in_current_group(block)  # the backward pass may run outside of its context
+            return gradient_checkpointing_func(run, *arguments, use_reentrant=False)
+
         super()._set_gradient_checkpointing(enable, function, **options)
 
     def _blocks(self) -> list[Block]:
