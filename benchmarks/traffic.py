@@ -21,7 +21,7 @@ from onescan.ops.parallel import SequenceGroup, sequence_parallel
 from onescan.shapes import Grid
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes
-FLOAT64 = INT64 = 8  # bytes, of log-normalizers and of numbers of tokens
+FLOAT64 = 8  # bytes, of log-normalizers
 RADIUS = 138  # of LDN's kernels
 WINDOW = 128  # tokens
 HIDDEN_STATES = 64  # exponentials per channel of MD-TPE
@@ -144,7 +144,7 @@ def _decay(s: Sizes) -> float:
     return s.carried(2 * s.wide * s.heads * (s.head * (s.head + 1) + 1))
 
 
-def _natural(s: Sizes) -> tuple[float, float]:
+def _natural(s: Sizes) -> float:
     """Exchange projections, decays and outputs of the scan along columns, and states of both scans.
 
     A column of ones is appended to the values; its outputs are the row sums.
@@ -152,8 +152,7 @@ def _natural(s: Sizes) -> tuple[float, float]:
     states = s.carried(4 * s.wide * s.heads * (s.head * (s.head + 2) + 1))
     inputs = 3 * s.width * s.narrow + s.heads * s.wide
     outputs = (s.width + s.heads) * s.wide
-    both = states + s.exchanged((inputs + outputs) * s.tokens / s.ranks)
-    return s.gathered(INT64) + both, both
+    return states + s.exchanged((inputs + outputs) * s.tokens / s.ranks)
 
 
 def _diffusion(s: Sizes) -> float:
@@ -203,7 +202,9 @@ LAYERS = {
     ),
     "LION-s": Layer(lambda heads: LionMixerConfig(num_heads=heads), _both(_decay)),
     "LION-s natural, on an image": Layer(
-        lambda heads: LionMixerConfig(num_heads=heads, scan="natural"), _natural, is_image=True
+        lambda heads: LionMixerConfig(num_heads=heads, scan="natural"),
+        _both(_natural),
+        is_image=True,
     ),
     "LDN, explicit": Layer(
         lambda heads: LinearDiffusionMixerConfig(num_heads=heads), _both(_diffusion)
