@@ -27,8 +27,10 @@ from onescan.ops import (
     lrpe_angles,
     toeplitz_position,
 )
+from onescan.ops.collectives import PendingGather
 from onescan.ops.packing import Packing, PackingShard
 from onescan.ops.parallel import SequenceGroup, sequence_parallel
+from onescan.ops.toeplitz_position import forms
 
 B, T, H, K, V = 2, 13, 2, 4, 3
 SIDES = ("left", "right")
@@ -302,6 +304,19 @@ def test_toeplitz_position(over_ranks, columns, bidirectional, width, exchanged)
             assert_same_over_ranks(op, tokens, shared | state, lengths, group, **options)
 
     over_ranks(check)
+
+
+def test_toeplitz_mixes_its_own_tokens_during_the_exchange(tmp_path, monkeypatch):
+    events, wait, mix = [], PendingGather.wait, forms.FORMS["scan"]
+    monkeypatch.setattr(PendingGather, "wait", lambda self: (events.append("wait"), wait(self))[1])
+    monkeypatch.setitem(forms.FORMS, "scan", lambda *x: (events.append("mix"), mix(*x))[1])
+
+    def check(group):
+        rates = torch.full((1, K, 3), -0.1).double()
+        toeplitz_position(rand(B, T, K), rates, rates, (T,), group=group, form="scan")
+        assert events == ["mix", "wait"]
+
+    run_ranks(2, check, tmp_path)
 
 
 KERNELS = {

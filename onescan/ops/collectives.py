@@ -18,7 +18,23 @@ State = tuple[Tensor, ...]
 
 def gather(group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Gather tensors that have the same shape on all W ranks. Returns [W, ...] for each."""
-    return _Gather.apply(group, *tensors)
+    return _Gather.apply(group, None, *tensors)
+
+
+class PendingGather:
+    """Start to `gather` tensors. Local work until `wait` overlaps with the exchange."""
+
+    def __init__(self, group: SequenceGroup, *tensors: Tensor) -> None:
+        self.group, self.tensors = group, tensors
+        self.own = _as_bytes([x.detach().unsqueeze(0) for x in tensors])
+        self.together = self.own.new_empty(group.size, self.own.shape[1])
+        ranks = group.ordered(self.together)
+        with explain_failure(group):
+            self.work = dist.all_gather(ranks, self.own[0], group=group.group, async_op=True)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return the results of `gather`."""
+        return _Gather.apply(self.group, self, *self.tensors)
 
 
 def sum_over_ranks(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -80,6 +96,8 @@ def carry(
     empty: State,
     step: Callable[[State, State], State],
     compose: Callable[[State, State], State],
+    *,
+    pending: PendingGather | None = None,
 ) -> list[tuple[State, State]]:
     """Carry a state from rank to rank, updated by the tokens of each rank.
 
@@ -92,6 +110,7 @@ def carry(
         empty: The state before the first rank visited.
         step: Function that applies an update to a state, and returns the next state.
         compose: Function that combines an earlier and a later update into one.
+        pending: The first exchange, if `start_carry` has started it.
 
     Returns:
         For each direction, the state that enters this rank, and the state after the last rank
@@ -99,7 +118,9 @@ def carry(
     """
     levels: list[tuple[SequenceGroup, list[list[State]]]] = []
     for level in group.levels:
-        gathered = iter(gather(level, *(x for update in updates for x in update)))
+        tensors = [x for update in updates for x in update]
+        gathered = iter(gather(level, *tensors) if pending is None else pending.wait())
+        pending = None
         parts = [[*zip(*(next(gathered) for _ in update), strict=True)] for update in updates]
         visited = [ranks[::-1] if backward else ranks for backward, ranks in enumerate(parts)]
         levels.append((level, visited))
@@ -117,6 +138,11 @@ def carry(
         assert last is not None
         carried.append((entering, last))
     return carried
+
+
+def start_carry(group: SequenceGroup, updates: Sequence[State]) -> PendingGather:
+    """Start the first exchange of `carry`."""
+    return PendingGather(group.levels[0], *(x for update in updates for x in update))
 
 
 def linear_step(state: State, update: State) -> State:
@@ -274,8 +300,14 @@ class _Gather(torch.autograd.Function):
     """Gather tensors of all ranks. The backward pass sums the gradients of each rank's tensors."""
 
     @staticmethod
-    def forward(ctx: Any, group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, group: SequenceGroup, pending: PendingGather | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.group = group
+        if pending is not None:
+            with explain_failure(group):
+                pending.work.wait()
+            return _from_bytes(pending.together, tensors)
         own = _as_bytes([x.unsqueeze(0) for x in tensors])
         together = own.new_empty(group.size, own.shape[1])
         with explain_failure(group):
@@ -291,7 +323,7 @@ class _Gather(torch.autograd.Function):
         with explain_failure(ctx.group):
             dist.all_to_all_single(received, sent, group=ctx.group.group)
         parts = _from_bytes(received, [x[0] for x in gradients])
-        return None, *(x.sum(0) for x in parts)
+        return None, None, *(x.sum(0) for x in parts)
 
 
 def _as_bytes(tensors: Sequence[Tensor]) -> Tensor:

@@ -23,8 +23,9 @@ A recurrence is linear in the state that enters a shard, S' = P S + U. Ranks gat
 shards, combine those before their own (after it in the backward direction), and run the op from the
 resulting state. With many ranks, `SequenceGroup(group, nodes=...)` gathers P and U within nodes of
 N ranks and then between nodes, which replaces W - 1 by N + W / N - 2; bidirectional
-`additive_decay` moves one state in any case. Forms that need all tokens at once are not available:
-FFTs, and Crank-Nicolson, which solves a system over all tokens.
+`additive_decay` moves one state in any case. `toeplitz_position` mixes the tokens of the rank
+during the exchange; the other ops start from its result. Forms that need all tokens at once are not
+available: FFTs, and Crank-Nicolson, which solves a system over all tokens.
 
 Inside a `with` block of `sequence_parallel`, each rank passes its shard of the input to a model.
 The first axis is sharded: rows of images or frames of video, in whole patches, or tokens of text.

@@ -170,17 +170,17 @@ def toeplitz_position(
         lengths = ranks.lengths(own)
         if moves_less_by_channels(ranks, lengths, lines, log_decay):
             return by_channels(mix_here, ranks, own, log_decay, weight, shape, lengths), None
-    y = mix_here(x, log_decay, weight, shape)
+    local = partial(mix_here, x, log_decay, weight, shape)
     with disable_autocast(x):
         wide_x, decay, wide_weight = to_accumulation_dtype(x, log_decay[0], weight[0])
         if not bidirectional:
             decay, wide_weight = decay.unsqueeze(0), wide_weight.unsqueeze(0)
         hidden = _hidden_before(wide_x, decay, state, shape)
         length = 0 if empty else shape[0]
-        read, hidden = carried(
-            ranks, wide_x, decay, wide_weight, shape, hidden, length=length, packing=packing
+        y, hidden = carried(
+            local, ranks, wide_x, decay, wide_weight, shape, hidden, length=length, packing=packing
         )
-        y = (y + read).to(x.dtype)
+        y = y.to(x.dtype)
     return y[:, :0] if empty else y, _as_state(hidden, x, shape) if returns_state else None
 
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from onescan.ops.collectives import carry, exchange, linear_compose, linear_step
+from onescan.ops.collectives import carry, exchange, linear_compose, linear_step, start_carry
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import SequenceGroup
 from onescan.ops.toeplitz_position import forms
@@ -40,6 +40,7 @@ def moves_less_by_channels(
 
 
 def carried(
+    local: Callable[[], Hidden],
     ranks: SequenceGroup,
     x: Hidden,
     log_decay: Tensor,
@@ -50,9 +51,10 @@ def carried(
     length: int,
     packing: Packing | None = None,
 ) -> tuple[Hidden, LineStates]:
-    """Return what the tokens read from other ranks, and the state after the last rank.
+    """Return the outputs, and the state after the last rank.
 
     Args:
+        local: Function that returns what the tokens read from this rank, while ranks exchange sums.
         ranks: The ranks.
         x: Tokens in the dtype of sums.
         log_decay: Log-decays of the first axis, [directions, D, E].
@@ -75,7 +77,9 @@ def carried(
             kept = kept * ~begins.any(dim=1)[:, None]
         own = forms.advance(enter, seen.flip(-1) if backward else seen, a, length)
         updates.append((own, kept))
-    states = carry(ranks, updates, (torch.zeros_like(hidden),), linear_step, linear_compose)
+    pending, empty = start_carry(ranks, updates), (torch.zeros_like(hidden),)
+    own_outputs = local()
+    states = carry(ranks, updates, empty, linear_step, linear_compose, pending=pending)
     y = torch.zeros_like(flat)
     for backward, (((before,), _), enter) in enumerate(zip(states, enters, strict=False)):
         first = weight[backward].unsqueeze(1) * (before + enter)
@@ -86,7 +90,8 @@ def carried(
             is_continued = begins.cumsum(dim=1) == 0
             read = read * (is_continued.flip(1) if backward else is_continued)
         y = y + read
-    return forms.channels_last(y.view(lines.shape).movedim(-1, 2)), states[0][1][0]
+    y = forms.channels_last(y.view(lines.shape).movedim(-1, 2))
+    return own_outputs + y, states[0][1][0]
 
 
 def by_channels(
