@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_positive
 from onescan.layers.basic import EPS
 from onescan.layers.decays import bounded_decay, small_linear
-from onescan.layers.mixers.contract import (
-    DirectedMixerConfig,
-    Mixer,
-    MixerConfig,
-    flipped,
-    masked,
-)
+from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, MixerConfig, flipped, masked
 from onescan.ops.collectives import gather
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.gating import gated

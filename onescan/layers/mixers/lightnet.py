@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.basic import EPS, NormName, build_norm
 from onescan.layers.convolution import ShortConvolution, Window
-from onescan.layers.mixers.contract import (
-    Mixer,
-    MixerConfig,
-    check_blocks,
-    check_continued,
-    masked,
-)
+from onescan.layers.mixers.contract import Mixer, MixerConfig, check_blocks, check_continued, masked
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.ops.additive_decay import AdditiveDecayState, Form, additive_decay
 from onescan.ops.blocks import check_causal_block

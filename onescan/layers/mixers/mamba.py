@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_positive
 from onescan.layers.convolution import ShortConvolution, Window
 from onescan.layers.decays import MambaDecayConfig
-from onescan.layers.mixers.contract import (
-    DirectedMixerConfig,
-    Mixer,
-    flipped,
-    masked,
-)
+from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
 from onescan.layers.scans import whole_grid
 from onescan.ops.collectives import Permutation
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
