@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from onescan.data.base import Example as Example
     from onescan.data.base import Format as Format
     from onescan.data.base import LoadedBatch as LoadedBatch
+    from onescan.data.base import Splits as Splits
     from onescan.data.glue import GlueDatasetConfig as GlueDatasetConfig
     from onescan.data.glue import PairFormat as PairFormat
     from onescan.data.image_dataset import ImageDataset as ImageDataset
@@ -111,6 +112,7 @@ _MODULES = {
     "SequenceList": "sequences",
     "SequenceSet": "sequences",
     "SequenceSplits": "sequences",
+    "Splits": "base",
     "TextDatasetConfig": "text",
     "TextFormat": "text",
     "TextTableConfig": "text_table",

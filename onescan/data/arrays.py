@@ -15,7 +15,7 @@ from jaxtyping import Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onescan.data.base import DataConfig, Example, LoadedBatch, stratified_split
+from onescan.data.base import DataConfig, Example, LoadedBatch, Splits, stratified_split
 from onescan.data.images import GridFormat, ImageFormat, ImageSet, ImageSplits, check_constants
 from onescan.data.share import WHOLE, Share
 from onescan.shapes import Labels
@@ -333,7 +333,7 @@ class ArrayDataset(ImageSet):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArraySplits:
+class ArraySplits(Splits):
     """Training and held-out arrays, and how to read both."""
 
     train: ArrayDataset

@@ -67,6 +67,20 @@ class DataConfig(ABC):
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """Training and held-out examples. Subclasses add what their tasks read."""
+
+    notes: tuple[str, ...] = ()
+    """What was left out, converted or inferred when the data was opened: one phrase each, with
+    counts. Shown before training, saved with the run and listed in its report."""
+
+
+def notes_of(data: object) -> tuple[str, ...]:
+    """Return the notes of what `DataConfig.build` returned; none if it is not `Splits`."""
+    return data.notes if isinstance(data, Splits) else ()
+
+
 class Format:
     """How raw input becomes a model's input; saved with the model. Subclasses are configs."""
 

@@ -119,7 +119,9 @@ class ImageDatasetConfig(DataConfig):
         chosen = source.choose(self.train_split, self.test_split)
         open_sets = self._open_streams if self.streaming else self._open_tables
         sets, classes = open_sets(source, chosen, reader)
-        return ImageSplits(**sets, class_names=classes.names, format=reader.format)
+        return ImageSplits(
+            train=sets["train"], test=sets["test"], class_names=classes.names, format=reader.format
+        )
 
     def _reader(self) -> ImageReader:
         """Check the fields and return what decodes the images."""

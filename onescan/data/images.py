@@ -26,6 +26,7 @@ from onescan.data.base import (
     Format,
     LoadedBatch,
     OnError,
+    Splits,
     stratified_split,
 )
 from onescan.shapes import Labels
@@ -438,7 +439,7 @@ class ImageTensors(ImageSet):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageSplits:
+class ImageSplits(Splits):
     """Training and held-out images, and how to read both."""
 
     train: ImageSet

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from onescan import configs
 from onescan.checks import in_a_line
-from onescan.data.base import DataConfig, DataSet, Example, Format, LoadedBatch
+from onescan.data.base import DataConfig, DataSet, Example, Format, LoadedBatch, Splits
 from onescan.data.sources import HUB_NAME
 from onescan.messages import named_type
 from onescan.shapes import Images
@@ -376,7 +376,7 @@ class LatentSet(DataSet):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentSplits:
+class LatentSplits(Splits):
     """Training and held-out latents, and how to read both."""
 
     train: LatentSet

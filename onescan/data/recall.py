@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from onescan.checks import check_positive, check_whole
-from onescan.data.base import DataConfig, DataSet, Example, Format, LoadedBatch
+from onescan.data.base import DataConfig, DataSet, Example, Format, LoadedBatch, Splits
 from onescan.data.long_range.rng import example_rng, random_below
 
 BLANK = 0
@@ -143,7 +143,7 @@ class RecallSet(DataSet):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecallSplits:
+class RecallSplits(Splits):
     """Training and test sequences, and their format."""
 
     train: RecallSet

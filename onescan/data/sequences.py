@@ -11,7 +11,7 @@ from jaxtyping import Integer
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from onescan.data.base import DataSet, Example, Format, LoadedBatch
+from onescan.data.base import DataSet, Example, Format, LoadedBatch, Splits
 
 Ids = Integer[np.ndarray, " T"]
 
@@ -110,7 +110,7 @@ class GeneratedSequences(SequenceSet):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceSplits:
+class SequenceSplits(Splits):
     """Training and test sequences, and their format."""
 
     train: SequenceSet

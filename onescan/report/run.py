@@ -214,7 +214,8 @@ def _seeds(group: RunGroup) -> list[list[str]]:
 
 def _facts(group: RunGroup) -> list[tuple[str, str]]:
     first, *later = group.runs[0].manifest.environments
-    facts = [("Device", _device(first)), ("Versions", _versions(first))]
+    facts = [("Data", note) for note in group.runs[0].manifest.notes]
+    facts += [("Device", _device(first)), ("Versions", _versions(first))]
     if first.commit:
         facts.append(("Commit", first.commit))
     for place in later:

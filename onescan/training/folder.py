@@ -94,6 +94,8 @@ class Manifest:
     class_names: tuple[str, ...]
     examples: int
     """Number of training examples."""
+    notes: tuple[str, ...] = ()
+    """Notes of the data; see `Splits`."""
     environments: tuple[Environment, ...]
     """The first one, and another for each change when the run was resumed."""
 
@@ -140,7 +142,14 @@ def prepare_run_dir(folder: Path, run: RunConfig, *, overwrite: bool) -> None:
 
 
 def write_manifest(
-    folder: Path, run: RunConfig, task: Task, device: torch.device, *, step: int, processes: int
+    folder: Path,
+    run: RunConfig,
+    task: Task,
+    device: torch.device,
+    *,
+    notes: tuple[str, ...] = (),
+    step: int,
+    processes: int,
 ) -> tuple[str, ...]:
     """Write config.json and the files of the format; for a resumed run, add the environment.
 
@@ -177,6 +186,7 @@ def write_manifest(
         format=task.format,
         class_names=task.class_names,
         examples=len(task.train),
+        notes=notes,
         environments=before if same else (*before, here),
     )
     write_config(folder, configs.to_dict(manifest))

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from onescan.checks import check_positive
-from onescan.data.base import DataConfig, DataSet, OnError
+from onescan.data.base import DataConfig, DataSet, OnError, Splits
 from onescan.data.text.corpus import Corpus, CorpusReader, LongDocuments
 from onescan.data.text.packing import PackedText, TextStream, padding_id, text_length
 from onescan.data.text.source import Query, SampleBy, TextSource, find_source
@@ -14,7 +14,7 @@ log = logging.getLogger("onescan")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSplits:
+class TextSplits(Splits):
     """Training and test rows, and how text is converted to them."""
 
     train: DataSet
