@@ -73,8 +73,7 @@ class NGrams:
 
 
 def build_task(name: str, path: str) -> Task:
-    run = configs.replace(find_recipe(name)(), {"data.path": path})
-    return run.task.build(run.data.build())
+    return configs.replace(find_recipe(name)(), {"data.path": path}).build_task()
 
 
 def training_tokens(task: Task) -> list[int]:

@@ -98,8 +98,7 @@ def ship(run: Path, name: str, out: Path) -> zoo.Card:
     half = {key: _half(key, weight) for key, weight in weights.items()}
     save_weights(out / WEIGHTS, half, {})
     model, _ = load_model(out / WEIGHTS, manifest.run.model)
-    task = manifest.run.task.build(manifest.run.data.build())
-    metrics = evaluate(model, task).metrics
+    metrics = evaluate(model, manifest.run.build_task()).metrics
     save_weights(out / WEIGHTS, half, {**notes, "metrics": metrics})
     manifest.format.save(out)
     recipe = find_recipe(text.recipe)()

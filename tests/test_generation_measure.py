@@ -83,6 +83,17 @@ def test_classes_may_have_the_frequencies_of_the_reference(tmp_path, classifier,
         measure(denoiser, replace(config, reference=str(tmp_path / "x")), tmp_path / "out")
 
 
+def test_the_reference_must_have_the_models_order_of_classes(tmp_path, classifier, denoiser):
+    config = samples_config(
+        classifier, class_distribution="reference", reference=str(tmp_path / "x")
+    )
+    names = open_samples(denoiser, config, open_features(classifier, CPU), CPU).class_names
+    for name in (names[0], names[1], "other"):
+        write_pngs(tmp_path / "x" / name, images_of(6))
+    with pytest.raises(ValueError, match=r"is '.*' in the reference and '.*' in the model"):
+        measure(denoiser, config, tmp_path / "out")
+
+
 def test_kept_features_are_of_all_classes_also_if_classes_take_turns(tmp_path, classifier):
     features = open_features(classifier, CPU)
     source = Images(5000)

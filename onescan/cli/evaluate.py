@@ -98,7 +98,9 @@ def _evaluate_run(options: Any) -> None:
 
     checkpoint = load(options.checkpoint)
     run, device = checkpoint.config, choose_device(options.device, Ranks())
-    task = run.task.build(_build_data(run.data, options.split))
+    task = checkpoint.build_task(options.split)
+    for note in task.notes:
+        echo(f"note: {note}")
     evaluation = evaluate_model(
         checkpoint.model.to(device),
         task,
@@ -111,18 +113,6 @@ def _evaluate_run(options: Any) -> None:
         echo(f"{metric_label(name):<{widest}}  {metric_value(name, value)}")
     if evaluation.left_out:
         echo(f"skipped {evaluation.left_out} unreadable {task.unit}")
-
-
-def _build_data(data: Any, split: str | None) -> Any:
-    """Build a run's data, with another split to evaluate on if one is given."""
-    if split is None:
-        return data.build()
-    if not hasattr(data, "test_split"):
-        raise ValueError(f"split is {split!r}, but {type(data).__name__} has no named splits")
-    try:
-        return dataclasses.replace(data, test_split=split).build()
-    except ValueError as error:
-        raise ValueError(str(error).replace("data.test_split", "split")) from error
 
 
 def _evaluate_lengths(options: Any) -> None:

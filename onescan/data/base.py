@@ -76,11 +76,6 @@ class Splits:
     counts. Shown before training, saved with the run and listed in its report."""
 
 
-def notes_of(data: object) -> tuple[str, ...]:
-    """Return the notes of what `DataConfig.build` returned; none if it is not `Splits`."""
-    return data.notes if isinstance(data, Splits) else ()
-
-
 class Format:
     """How raw input becomes a model's input; saved with the model. Subclasses are configs."""
 

@@ -193,6 +193,8 @@ class Reference:
     frequencies: tuple[int, ...]
     """Number of images of each class; empty if unknown."""
     real: RealScore
+    class_names: tuple[str, ...] = ()
+    """Names of the classes; empty if unknown."""
 
 
 def open_reference(
@@ -330,6 +332,7 @@ def _summarize(
             class_score=found.inception.score().mean if found.inception else None,
             class_accuracy=found.label_accuracy() if has_classes else None,
         ),
+        class_names=source.class_names,
     )
 
 
@@ -391,7 +394,7 @@ def measure_generation(
     with locked(out):
         if config.class_distribution == "reference":
             reference = open_reference(config, data, features, samples.size, progress=progress)
-            frequencies = _check_classes(reference.frequencies, samples)
+            frequencies = _reference_frequencies(reference, samples)
         rows = min(config.precision_recall_samples, config.samples)
         settings = {
             "samples": config.samples,
@@ -502,13 +505,25 @@ def _check_settings(out: Path, settings: dict[str, Any]) -> None:
             )
 
 
-def _check_classes(frequencies: tuple[int, ...], samples: Source) -> tuple[int, ...]:
-    if not frequencies or len(frequencies) != len(samples.class_names):
+def _reference_frequencies(reference: Reference, samples: Source) -> tuple[int, ...]:
+    """Return the frequencies of the reference's classes, which must be those of the model.
+
+    The reference may name all classes differently. If any name is equal, all have to be, in the
+    same order.
+    """
+    theirs, ours = reference.class_names, samples.class_names
+    if not reference.frequencies or len(theirs) != len(ours):
         raise ValueError(
-            f"class_distribution is 'reference', but the reference has {len(frequencies)} known "
-            f"classes and the model {len(samples.class_names)}, expected the same classes"
+            f"class_distribution is 'reference', but the reference has {len(theirs)} known "
+            f"classes and the model {len(ours)}, expected the same classes"
         )
-    return frequencies
+    for i, (its, own) in enumerate(zip(theirs, ours, strict=True)):
+        if its != own and not {*theirs}.isdisjoint(ours):
+            raise ValueError(
+                f"class_distribution is 'reference', but class {i} is {its!r} in the reference and "
+                f"{own!r} in the model, expected the same order of classes"
+            )
+    return reference.frequencies
 
 
 def _has_same_classes(source: Source, features: FeatureExtractor) -> bool:

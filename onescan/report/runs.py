@@ -15,7 +15,7 @@ from torch import nn
 from onescan import configs
 from onescan.tasks import ImageClassificationConfig, Task
 from onescan.training.config import RunConfig, RunResult
-from onescan.training.folder import MACHINE, Manifest, read_manifest, read_result
+from onescan.training.folder import MACHINE, Manifest, check_same_data, read_manifest, read_result
 from onescan.training.loading import load
 from onescan.training.logging import METRICS, Split, read_metrics
 
@@ -145,17 +145,19 @@ def read_run_group(runs: Sequence[Path | RunResult]) -> RunGroup:
     """Read finished runs of one recipe.
 
     Raises:
-        ValueError: If `runs` is empty, a run is not finished, or the runs are not different seeds
-            of one recipe.
+        ValueError: If `runs` is empty, a run is not finished, the runs are not different seeds of
+            one recipe, or the classes or the format of their data have changed.
     """
     if not runs:
         raise ValueError("runs is empty, expected at least one finished run")
     finished = tuple(read_run(run) for run in runs)
     check_seeds(finished)
     first = finished[0].manifest.run
+    task = first.build_task()
+    check_same_data(finished[0].manifest, task, finished[0].result.folder)
     return RunGroup(
         runs=finished,
-        task=first.task.build(first.data.build()),
+        task=task,
         model=load(finished[0].result.folder).model,
     )
 

@@ -55,6 +55,8 @@ class Task(ABC):
     """Converts raw input to the model's input; saved with the model."""
     class_names: tuple[str, ...] = ()
     """Names of the classes that the model scores, if it scores classes."""
+    notes: tuple[str, ...] = ()
+    """What was left out, converted or inferred when the data was opened; see `Splits`."""
     unit: str = "examples"
     """What a batch contains, for messages."""
     test_batch_size: int = 256

@@ -7,9 +7,9 @@ from typing import Literal, get_args
 
 from onescan.checks import check_choice, check_positive
 from onescan.configs import ModelConfig
-from onescan.data import DataConfig
+from onescan.data import DataConfig, Splits
 from onescan.ops.backend import BACKENDS, Backend
-from onescan.tasks import Evaluation, TaskConfig
+from onescan.tasks import Evaluation, Task, TaskConfig
 
 Precision = Literal["float32", "bfloat16", "float16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
@@ -226,6 +226,18 @@ class RunConfig:
                 "machine.fsdp is True with transfer, expected False: attention transfer calls "
                 "mixers outside their blocks"
             )
+
+    def build_task(self, data: DataConfig | None = None) -> Task:
+        """Open the data, by default the run's own, and build the task on it.
+
+        Raises:
+            ValueError: If the data cannot be read or does not fit the task.
+        """
+        splits = (data or self.data).build()
+        task = self.task.build(splits)
+        if isinstance(splits, Splits):
+            task.notes = splits.notes
+        return task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,7 +147,6 @@ def write_manifest(
     task: Task,
     device: torch.device,
     *,
-    notes: tuple[str, ...] = (),
     step: int,
     processes: int,
 ) -> tuple[str, ...]:
@@ -176,7 +175,7 @@ def write_manifest(
     before: tuple[Environment, ...] = ()
     if step > 0:
         there = read_manifest(folder)
-        _check_same_data(folder, there, task)
+        check_same_data(there, task, folder, resume=True)
         before = tuple(e for e in there.environments if e.since_step < step)
     changes = _changes(before[-1], here) if before else ()
     same = before and not changes
@@ -186,7 +185,7 @@ def write_manifest(
         format=task.format,
         class_names=task.class_names,
         examples=len(task.train),
-        notes=notes,
+        notes=task.notes,
         environments=before if same else (*before, here),
     )
     write_config(folder, configs.to_dict(manifest))
@@ -261,18 +260,43 @@ def read_result(folder: Path) -> RunResult | None:
     raise damaged(path, data, RECREATE)
 
 
-def _check_same_data(folder: Path, there: Manifest, task: Task) -> None:
-    here = {
-        "format": task.format,
-        "class_names": task.class_names,
-        "examples": len(task.train),
-    }
-    for name, value in here.items():
-        if (before := getattr(there, name)) != value:
-            raise ValueError(
-                f"the data has changed since the run in {folder} began: {name} was {before!r} and "
-                f"is {value!r}; restore the old data, or start in another folder"
-            )
+def check_same_data(manifest: Manifest, task: Task, folder: Path, *, resume: bool = False) -> None:
+    """Check that a run's task, built again, has the same classes in the same order and format.
+
+    Args:
+        manifest: Of the run.
+        task: Task on the data as it is now.
+        folder: Folder of the run, for the message.
+        resume: Whether the run is to be resumed, which also needs as many training examples.
+
+    Raises:
+        ValueError: If something differs.
+    """
+    changes = [_class_change(manifest.class_names, task.class_names)]
+    if manifest.format != task.format:
+        changes.append(f"format was {manifest.format!r} and is {task.format!r}")
+    if resume and manifest.examples != len(task.train):
+        changes.append(
+            f"there were {manifest.examples:,} training examples and are {len(task.train):,}"
+        )
+    if found := [change for change in changes if change]:
+        remedy = ", or start in another folder" if resume else ""
+        raise ValueError(
+            f"the data has changed since the run in {folder} began: {found[0]}; restore the old "
+            f"data{remedy}"
+        )
+
+
+def _class_change(before: tuple[str, ...], now: tuple[str, ...]) -> str:
+    """Describe the first difference between class names; empty if there is none.
+
+    >>> _class_change(("cat", "dog"), ("dog", "cat"))
+    "class 0 was 'cat' and is 'dog'"
+    """
+    if len(before) != len(now):
+        return f"there were {len(before)} classes and are {len(now)}"
+    pairs = enumerate(zip(before, now, strict=True))
+    return next((f"class {i} was {a!r} and is {b!r}" for i, (a, b) in pairs if a != b), "")
 
 
 def _run_in(folder: Path) -> RunConfig:

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,9 @@ from onescan.data.sources import HUB_NAME
 from onescan.layers.mixers import LowerBounds, Mixer
 from onescan.layers.mixers.projections import copy_projection, projection_weights
 from onescan.messages import named_type
+from onescan.tasks import Task
 from onescan.training.config import RunConfig
-from onescan.training.folder import read_manifest
+from onescan.training.folder import check_same_data, read_manifest
 
 if TYPE_CHECKING:
     from onescan.data.text import Tokenizer
@@ -45,6 +46,29 @@ class Checkpoint:
     class_names: tuple[str, ...]
     metrics: dict[str, float]
     """Metrics of these weights on held-out data; empty if they were not evaluated."""
+
+    def build_task(self, split: str | None = None) -> Task:
+        """Open the run's data again and build its task, to evaluate the model.
+
+        Args:
+            split: Split to evaluate on instead of the run's own.
+
+        Raises:
+            ValueError: If the data cannot be read, or its classes, their order or its format have
+                changed since the run began.
+        """
+        data: Any = self.config.data
+        if split is not None and not hasattr(data, "test_split"):
+            raise ValueError(f"split is {split!r}, but {type(data).__name__} has no named splits")
+        try:
+            changed = data if split is None else replace(data, test_split=split)
+            task = self.config.build_task(changed)
+        except ValueError as error:
+            if split is None:
+                raise
+            raise ValueError(str(error).replace("data.test_split", "split")) from error
+        check_same_data(read_manifest(self.folder), task, self.folder)
+        return task
 
 
 def load(path: str | Path) -> Checkpoint:
@@ -167,6 +191,8 @@ class PretrainedModel:
     """On the CPU, in evaluation mode."""
     format: Format | None
     """Input format of a run; None for a model of transformers."""
+    class_names: tuple[str, ...] = ()
+    """Class names of a run; empty for a model of transformers."""
 
 
 def load_pretrained_model(name: str) -> PretrainedModel:
@@ -185,10 +211,12 @@ def load_pretrained_model(name: str) -> PretrainedModel:
     if _is_pretrained(name):
         return PretrainedModel(name=name, model=_load_pretrained(name), format=None)
     run = load(name)
-    return PretrainedModel(name=name, model=run.model, format=run.format)
+    return PretrainedModel(
+        name=name, model=run.model, format=run.format, class_names=run.class_names
+    )
 
 
-def init_from(name: str, model: nn.Module) -> str:
+def init_from(name: str, model: nn.Module, class_names: tuple[str, ...] = ()) -> str:
     """Initialize a model with the weights of another one.
 
     All weights but those of the head must match. The head keeps its random weights, unless the
@@ -203,17 +231,24 @@ def init_from(name: str, model: nn.Module) -> str:
     Args:
         name: See `load_pretrained_model`.
         model: Model on the CPU.
+        class_names: Names of its classes, if known.
 
     Returns:
         What was copied and what is new, in one line.
 
     Raises:
-        ValueError: If there is no such model, or weights are missing or of another shape (names
-            them).
+        ValueError: If there is no such model, weights are missing or of another shape (names them),
+            or it has the same classes in another order.
         FileNotFoundError: If the run has not saved any weights.
         ImportError: If transformers is needed and not installed.
     """
-    other = load_pretrained_model(name).model
+    source = load_pretrained_model(name)
+    other = source.model
+    if source.class_names != class_names and set(source.class_names) == set(class_names):
+        raise ValueError(
+            f"init_from is {name!r}, whose classes are those of the data in another order: "
+            f"{', '.join(source.class_names)}, not {', '.join(class_names)}"
+        )
     there, here = other.state_dict(), model.state_dict()
     theirs, ours = _mixers(other), _mixers(model)
     replaced = [key for key in ours if key in theirs and type(ours[key]) is not type(theirs[key])]

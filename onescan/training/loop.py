@@ -28,7 +28,6 @@ from onescan.checkpoint.weights import (
     whole_weights,
 )
 from onescan.data import derive_seed
-from onescan.data.base import notes_of
 from onescan.data.share import Share
 from onescan.messages import printable
 from onescan.tasks import Batch, BatchPlan, Evaluation, Metrics, Task
@@ -116,8 +115,7 @@ def train(
         stack.enter_context(compute_settings(machine.backend, machine.matmul_precision))
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         ranks = stack.enter_context(sharing_sequences(ranks, machine))
-        data = run.data.build()
-        task = run.task.build(data)
+        task = run.build_task()
         per_epoch = task.steps_per_epoch(settings.micro_batch_size)
         plan = Plan.of(settings, per_epoch, run.transfer)
         transfer = AttentionTransfer.of(run)
@@ -127,7 +125,7 @@ def train(
         model = build_unchecked(run.model)
         initialized = ""
         if run.init_from and (is_replaced or not ranks.first(lambda: last_state(folder))):
-            initialized = init_from(run.init_from, model)
+            initialized = init_from(run.init_from, model, task.class_names)
         model = model.to(device)
         task.prepare_training(device)
         if ranks.sequence > 1:
@@ -146,10 +144,8 @@ def train(
         _check_shared(folder, token, ranks)
         ranks.first(lambda: prepare_run_dir(folder, run, overwrite=overwrite))
         _restore(folder, state, ranks)
-        notes, where = notes_of(data), {"step": state.step, "processes": ranks.size}
-        changes = ranks.first(
-            lambda: write_manifest(folder, run, task, device, notes=notes, **where)
-        )
+        where = {"step": state.step, "processes": ranks.size}
+        changes = ranks.first(lambda: write_manifest(folder, run, task, device, **where))
         records = _enter_first(stack, ranks, lambda: closing(Records(folder, run, upto=state.step)))
         loop = Loop(
             folder=folder,
@@ -166,7 +162,6 @@ def train(
             share=share,
             records=records,
             metrics=records.metrics if records else {},
-            notes=notes,
             changes=changes,
         )
         shown = progress if ranks.is_first else False
@@ -200,8 +195,6 @@ class Loop:
     """In rank 0 only."""
     metrics: dict[str, float]
     """Metrics of the last evaluation."""
-    notes: tuple[str, ...] = ()
-    """What was left out, converted or inferred in the data."""
     changes: tuple[str, ...] = ()
     """How the environment of a resumed run differs from that of its last start."""
     display: Display = field(default_factory=Display)
@@ -472,7 +465,7 @@ class Loop:
             f"model: {name}, {parameters:,} parameters\n"
             f"data: {len(task.train):,} training and {len(task.test):,} test {task.unit}, "
             f"input shape {[*batch[0].shape[1:]]}\n"
-            + "".join(f"note: {printable(note)}\n" for note in self.notes)
+            + "".join(f"note: {printable(note)}\n" for note in task.notes)
             + f"device: {device}, {settings.precision}\n"
             f"batch size: {growth}{size}{split}\n"
             f"steps: {plan.steps:,} ({epochs:,} epochs{per_epoch}){resumed}"
