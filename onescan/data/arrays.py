@@ -250,8 +250,12 @@ class ArrayDatasetConfig(DataConfig):
                 f"data.path is {self.path!r}, where {name} cannot be read: {error}"
             ) from error
 
-    def _classes(self, pairs: Sequence[tuple[Array, Labels]]) -> tuple[str, ...]:
-        """Name the classes and check that all labels belong to them. Training data defines them."""
+    def _classes(self, pairs: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
+        """Name the classes and check that all labels belong to them. Training data defines them.
+
+        Args:
+            pairs: Examples and labels of each split.
+        """
         count = len(self.class_names) or int(pairs[0][1].max()) + 1
         if count < MIN_CLASSES:
             raise ValueError(f"data.path is {self.path!r}, which has one class, expected two")

@@ -519,7 +519,8 @@ class GridFormat(Format, ABC):
             ValueError: If images have a type of unknown range.
         """
         if isinstance(values, np.ndarray):
-            values = torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
+            wide = np.promote_types(values.dtype, np.float32) if values.dtype.kind == "f" else None
+            values = torch.from_numpy(values.astype(wide or values.dtype.newbyteorder("=")))
         return self.standardize(self._in_training_range(values))
 
     @property
