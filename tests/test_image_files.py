@@ -11,6 +11,7 @@ from PIL import Image, ImageOps, PngImagePlugin
 from torch.testing import assert_close
 
 from onescan.data import ImageFormat, images, read_image
+from onescan.data.image_grid import image_bytes
 from onescan.data.images import (
     check_constants,
     check_unit_range,
@@ -420,3 +421,9 @@ def test_constants_are_finite(bad):
     for mean, std in (((bad,), (1.0,)), ((0.0,), (bad,))):
         with pytest.raises(ValueError, match="expected finite numbers"):
             check_constants(1, mean=mean, std=std)
+
+
+def test_grids_take_bytes_and_floats():
+    bytes_ = torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8)
+    assert image_bytes(bytes_).flatten().tolist() == [0, 51, 255]
+    assert torch.equal(image_bytes(bytes_ / 255), image_bytes(bytes_))
