@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from onescan.training.loading import load as load
     from onescan.training.loop import train as train
 
-__version__ = "0.17.0"
+__version__ = "0.18.0"
 
 # name -> module that defines it
 _MODULES = {

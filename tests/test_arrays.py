@@ -19,9 +19,12 @@ from onescan.data import (
     ImageFormat,
     ImageSplits,
 )
+from onescan.data.arrays import read_inputs
+from onescan.data.share import Share
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.tasks import ImageClassificationConfig, ImageGenerationConfig
+from onescan.tasks.image_classification import classify_arrays
 from onescan.training import load, read_metrics, train
 
 RNG = np.random.default_rng(0)
@@ -330,3 +333,171 @@ def test_other_tasks_need_images(tmp_path):
         ImageGenerationConfig().build(splits)
     with pytest.raises(ValueError, match=r"task\.teacher is 'some/model'"):
         ImageClassificationConfig(teacher="some/model").build(splits)
+
+
+# Large offsets, other ranges, and notes
+
+OFFSETS = {
+    "Unix times": 1_700_000_000 + RNG.integers(0, 60, (COUNT, 16)),
+    "unsigned": (4_000_000_000 + RNG.integers(0, 60, (COUNT, 16))).astype(np.uint32),
+    "nanoseconds": 1_700_000_000_000_000_000 + RNG.integers(0, 10**12, (COUNT, 16)),
+    "large uint64": (2**63 + RNG.integers(0, 2**50, (COUNT, 16)).astype(np.uint64)),
+    "pressures": 101_325 + RNG.normal(0, 0.5, (COUNT, 16)),
+    "big-endian": (-1e9 + RNG.normal(0, 1, (COUNT, 16))).astype(">f8"),
+    "tiny": RNG.normal(0, 1e-42, (COUNT, 16)),
+    "huge": RNG.normal(0, 1e40, (COUNT, 16)),
+    "half": RNG.normal(60_000, 100, (COUNT, 16)).astype(np.float16),
+    "moderate": 40 + RNG.normal(0, 1, (COUNT, 16)),
+}
+
+
+def standardized(x):
+    """Standardize in the widest type, as a reference."""
+    wide = x.astype(np.longdouble)
+    return (wide - wide.mean()) / wide.std()
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_large_offsets_survive_standardization(tmp_path, name):
+    x = OFFSETS[name]
+    both = {"x_train": x, "y_train": Y, "x_test": x[:4], "y_test": Y[:4]}
+    splits = build(save(tmp_path / "a", **both), axes=1)
+    want = torch.from_numpy(standardized(x).astype(np.float32))[:, None]
+    made = splits.format.model_input(read(splits.train)[0])
+    assert made.dtype == torch.float32
+    torch.testing.assert_close(made, want, atol=2e-5, rtol=1e-5)
+    for given in (read(splits.test)[0], x[:4, None]):  # an array of the user
+        torch.testing.assert_close(splits.format.model_input(given), want[:4], atol=2e-5, rtol=1e-5)
+    task = ImageClassificationConfig(augment=None).build(splits)
+    moved, _ = task.to_device(read(splits.train), torch.device("cpu"))
+    assert moved.dtype == torch.float32  # also on a GPU
+    torch.testing.assert_close(task._model_input(moved), want, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(task._model_input(read(splits.train)[0]), want, atol=2e-5, rtol=1e-5)
+    restored = configs.from_dict(ArrayFormat, configs.to_dict(splits.format))
+    assert (restored.mean, restored.std) == (splits.format.mean, splits.format.std)
+    data = read_inputs(save(tmp_path / "b", x=x), restored)
+    torch.testing.assert_close(restored.model_input(read(data)[0]), want, atol=2e-5, rtol=1e-5)
+
+
+def test_shards_of_large_offsets(tmp_path):
+    x = OFFSETS["Unix times"]
+    splits = build(save(tmp_path / "a", x=x, y=Y), axes=1, test_fraction=0.25)
+    parts = [splits.train.shared(Share(rank, 2, patch=2)) for rank in range(2)]
+    whole = torch.cat([read(part)[0] for part in parts], dim=2)
+    assert torch.equal(whole, read(splits.train)[0])
+
+
+def test_one_channel_with_an_offset_keeps_the_others(tmp_path):
+    x = np.stack([OFFSETS["Unix times"].astype(float), RNG.normal(0, 1, (COUNT, 16))], axis=1)
+    path = save(tmp_path / "a", x=x, y=Y)
+    splits = build(path, axes=1, channels_first=True, test_fraction=0.25)
+    made = splits.format.model_input(read(splits.train)[0])
+    assert made.std(dim=(0, 2), correction=0).tolist() == pytest.approx([1, 1], abs=1e-5)
+    assert any("float64" in note for note in splits.notes)
+
+
+def test_a_constant_channel_is_only_centered(tmp_path):
+    x = np.full((COUNT, 16), 1.7e9 + 0.1)
+    splits = build(save(tmp_path / "a", x=x, y=Y), axes=1, test_fraction=0.25)
+    assert splits.format.std == (1.0,)
+    assert splits.format.model_input(read(splits.train)[0]).abs().max() < 1e-6
+
+
+def test_integers_that_float64_cannot_tell_apart_are_refused(tmp_path):
+    x = 1_700_000_000_000_000_000 + RNG.integers(0, 60, (COUNT, 16))
+    with pytest.raises(ValueError, match=r"integers near 1\.7e\+18 .* subtract a constant"):
+        build(save(tmp_path / "a", x=x, y=Y), axes=1, test_fraction=0.25)
+
+
+def test_training_and_test_bytes_have_one_type(tmp_path):
+    x = RNG.integers(0, 256, (COUNT, 16))
+    labels = {"y_train": Y, "y_test": Y}
+    for kinds in ((np.uint8, np.int64), (np.float32, np.uint8)):
+        first, second = (x.astype(kind) for kind in kinds)
+        path = save(tmp_path / "a", x_train=first, x_test=second, **labels)
+        with pytest.raises(
+            ValueError, match=r"x_test holds .*, but x_train holds .* uint8 in both"
+        ):
+            build(path, axes=1)
+    path = save(tmp_path / "a", x_train=x, x_test=x.astype(float), **labels)
+    splits = build(path, axes=1)
+    assert torch.equal(read(splits.train)[0], read(splits.test)[0])
+
+
+def test_the_training_type_determines_the_range_of_later_arrays(tmp_path):
+    x = RNG.integers(0, 256, (COUNT, 16))
+    of_ints, of_bytes = (
+        build(save(tmp_path / "a", x=x.astype(kind), y=Y), axes=1, test_fraction=0.25)
+        for kind in (np.int64, np.uint8)
+    )
+    want = of_ints.format.model_input(x[:, None])
+    torch.testing.assert_close(of_ints.format.model_input(x[:, None].astype(np.uint8)), want)
+    bytes_ = torch.from_numpy(x[:, None].astype(np.uint8))
+    want = of_bytes.format.model_input(bytes_)
+    torch.testing.assert_close(of_bytes.format.model_input(bytes_ / 255), want)
+    with pytest.raises(ValueError, match=r"pixels have type torch\.int64, expected uint8"):
+        of_bytes.format.model_input(x[:, None])
+    older = configs.to_dict(of_bytes.format)
+    del older["is_bytes"]  # as saved by version 0.17
+    torch.testing.assert_close(configs.from_dict(ArrayFormat, older).model_input(bytes_), want)
+
+
+class Mean(torch.nn.Module):
+    """Scores by the sign of the mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        mean = x.flatten(1).mean(dim=1, keepdim=True) * self.weight
+        return torch.cat([mean, -mean], dim=1)
+
+
+def test_images_are_predicted_from_arrays_by_their_type(tmp_path):
+    format = ImageFormat(channels=1, height=4, width=5, mean=(0.5,), std=(0.5,))
+    x = RNG.integers(0, 256, (3, 4, 5), dtype=np.uint8)
+
+    def scores(values):
+        path = save(tmp_path / "x", x=values)
+        return torch.stack(list(classify_arrays(Mean(), read_inputs(path, format), format)))
+
+    want = scores(x)
+    for same in (x / 255, (x / 255).astype(">f4"), x.astype(np.uint16) * 257):
+        torch.testing.assert_close(scores(same), want)
+    torch.testing.assert_close(scores(x > 100), scores((x > 100) * np.uint8(255)))
+    torch.testing.assert_close(scores(np.ones((3, 4, 5), np.float16)), scores(x * 0 + 255))
+    for wrong, message in (
+        (x.astype(np.int64), "int64"),
+        (x.astype(np.float32), r"floats from .* expected 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scores(wrong)
+
+
+def test_notes_on_arrays(tmp_path):
+    x, y = values(COUNT, 4), Y + 1
+    notes = build(save(tmp_path / "a", x=x, y=y), axes=1, test_fraction=0.25).notes
+    assert notes == (
+        "3 of 12 examples are held out, because there is no test split",
+        "no training examples of the classes 0",
+    )
+    both = {"x_train": x, "y_train": Y > 0, "x_test": x, "y_test": Y > 0}
+    path = save(tmp_path / "b", "folder", **both, x_val=x, y_val=Y)
+    (tmp_path / "b" / "readme.txt").touch()
+    assert build(path, axes=1).notes == (
+        "arrays not used: x_val, y_val",
+        "files not used: readme.txt",
+        "labels are booleans: False is class 0, and True is class 1",
+    )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("field", ["mean", "std"])
+def test_constants_of_arrays_are_finite(tmp_path, field, bad):
+    path = save(tmp_path / "a", x=X, y=Y)
+    with pytest.raises(ValueError, match=rf"data\.{field} is \({bad},\), expected finite numbers"):
+        build(path, axes=1, test_fraction=0.5, **{field: (bad,)})
+    constants = {"mean": (0.0,), "std": (1.0,)}
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        ArrayFormat(channels=1, shape=(4,), **{**constants, field: (bad,)})

@@ -1,6 +1,7 @@
 """Denoisers in diffusers: the same numbers, saved, loaded, trained, averaged, swapped."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -396,6 +397,10 @@ def test_parts_that_do_not_fit_are_refused():
     pipe = pipeline(native(channels=4), vae=tiny_vae())
     with pytest.raises(ValueError, match="vae and pixels are given"):
         DenoiserPipeline(**pipe.components, pixels={"mean": [0.5], "std": [0.5]})
+    parts = pipeline(native()).components
+    for pixels in ({"mean": [math.nan], "std": [0.5]}, {"mean": [0.5], "std": [math.inf]}):
+        with pytest.raises(ValueError, match=r"pixels\..* expected finite numbers"):
+            DenoiserPipeline(**parts, pixels=pixels)
 
 
 ELSEWHERE = """

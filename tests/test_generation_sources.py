@@ -334,3 +334,25 @@ def test_a_reference_needs_enough_readable_images(tmp_path, classifier, monkeypa
         file.write_bytes(b"no image")
     with pytest.raises(ValueError, match="reference is 'train', which has 2 images"):
         reference_of("train", features, data)
+
+
+def test_sizes_of_samples_are_those_of_upright_images(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (8, 4)).save(tmp_path / "0.jpg", exif=exif)
+    Image.new("RGB", (4, 8)).save(tmp_path / "1.png")
+    Image.new("RGB", (8, 4)).save(tmp_path / "2.tiff", exif=exif)
+    source = FolderSource(tmp_path)
+    assert source.size == (8, 4)
+    assert source.images(0, 3)[0].shape == (3, 3, 8, 4)
+    Image.new("RGB", (4, 8)).save(tmp_path / "3.jpg", exif=exif)
+    with pytest.raises(ValueError, match=r"3\.jpg has size \(4, 8\), but .*0\.jpg has \(8, 4\)"):
+        FolderSource(tmp_path).images(0, 4)
+
+
+def test_files_beside_samples_are_counted(tmp_path, caplog):
+    for name in ("0.png", "1.png"):
+        Image.new("RGB", (8, 4)).save(tmp_path / name)
+    (tmp_path / "2.heic").touch()
+    assert len(FolderSource(tmp_path)) == 2
+    assert "1 of 3 files in " in caplog.text

@@ -505,3 +505,116 @@ def test_random_crops_differ_in_area_and_place():
     assert (area.min(), area.max()) < (0.1, 1.0)
     center = (boxes[:, :2] + boxes[:, 2:]).mean(dim=0) / 2
     torch.testing.assert_close(center, torch.full((2,), 150.0), atol=8, rtol=0)
+
+
+# Notes on what is left out or converted
+
+
+def test_files_that_are_left_out_are_counted_by_folder_and_suffix(tmp_path, caplog):
+    path = write_folders(tmp_path, "a", "b", count=20)
+    for place in range(0, 18, 2):
+        (tmp_path / "a" / f"{place}.png").rename(tmp_path / "a" / f"{place}.HEIC")
+        (tmp_path / "a" / f"{place + 1}.png").rename(tmp_path / "a" / f"IMG_{place}")
+    (tmp_path / "b" / "deep").mkdir()
+    for name in ("paper.pdf", "film.mpg", "0.jpg.bak", "deep/caption.txt", ".hidden"):
+        (tmp_path / "b" / name).touch()
+    (tmp_path / "labels.csv").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "x.heic").touch()
+    with caplog.at_level(logging.WARNING, "onescan"):
+        splits = build(path, test_fraction=0.5)
+    left_out = (
+        f"18 of 20 files in '{path}/a' are left out: 9 .heic, 9 without a suffix",
+        f"4 of 24 files in '{path}/b' are left out: 1 .bak, 1 .txt, 1 .mpg, 1 .pdf",
+        f"1 of 1 file in '{path}/empty' is left out: 1 .heic",
+        f"1 of 1 file in '{path}' is left out: 1 .csv",
+        f"'{path}/empty' holds no images, and is left out",
+    )
+    assert len(splits.train) + len(splits.test) == 22
+    sort = lambda notes: sorted("".join(sorted(note)) for note in notes)  # suffixes in any order
+    assert sort(splits.notes[:5]) == sort(left_out)
+    assert caplog.messages == list(splits.notes[:5])
+    assert splits.notes[5] == "11 of 22 examples are held out, because there is no test split"
+
+
+def test_many_folders_share_one_note(tmp_path):
+    path = write_folders(tmp_path, *(f"class {i:02}" for i in range(13)))
+    for folder in tmp_path.iterdir():
+        (folder / "Thumbs.db").touch()
+    notes = [note for note in build(path, test_fraction=0.5).notes if "left out" in note]
+    assert len(notes) == 11
+    assert notes[-1] == "3 files in 3 other folders are left out"
+
+
+def test_splits_columns_and_files_that_are_not_used_are_named(tmp_path):
+    path = write_folders(tmp_path / "a", "train/x", "train/y", "val/x", "val/y", "test/x", "test/y")
+    (tmp_path / "a" / "old").mkdir()
+    (tmp_path / "a" / "0.png").write_bytes(encoded(0))
+    assert build(path).notes == (
+        f"1 of 1 file in '{path}' is left out: 1 .png",
+        f"'{path}/old' holds no images, and is left out",
+        "splits not used: test",
+    )
+    for name in ("train", "test"):
+        write_parquet(tmp_path / "b" / f"{name}.parquet", [0, 1], caption=["a", "b"])
+    (tmp_path / "b" / "0.png").write_bytes(encoded(0))
+    folder = str(tmp_path / "b")
+    shared = (f"1 of 3 files in '{folder}' is left out: 1 .png", "columns not used: caption")
+    assert build(folder).notes == (
+        *shared,
+        "classes are numbered, because the labels have no names",
+    )
+    stream = build(folder, streaming=True, class_names=("a", "b"))
+    assert stream.notes == shared
+
+
+@pytest.mark.parametrize("other", ["cat", "Cat ", "\uff23\uff21\uff34"])
+def test_similar_class_names_are_noted(tmp_path, other):
+    path = write_folders(tmp_path, "Cat", other, "dog", count=4)
+    notes = build(path, test_fraction=0.5).notes
+    assert any("similar names" in note for note in notes)
+    write_parquet(tmp_path / "b" / "train.parquet", ["Cat", "cat", "dog"] * 4)
+    notes = build(tmp_path / "b", test_fraction=0.5).notes
+    assert "separate classes have similar names: 'Cat' and 'cat'" in notes
+
+
+def test_classes_without_training_images_are_noted(tmp_path):
+    write_parquet(tmp_path / "train.parquet", [1, 2, 1, 2])
+    notes = build(tmp_path, test_fraction=0.5).notes
+    assert "no training examples of the classes 0" in notes
+
+
+def test_conversions_are_counted(tmp_path):
+    write_folders(tmp_path, "train/a", "train/b", "test/a", "test/b")
+    folder, picture = tmp_path / "train" / "a", Image.new("RGB", (80, 40), (9, 99, 200))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture.save(folder / "turned.jpg", exif=exif)
+    picture.convert("RGBA").save(folder / "alpha.png")
+    picture.convert("CMYK").save(folder / "ink.jpg")
+    picture.save(folder / "frames.gif", save_all=True, append_images=[Image.new("RGB", (80, 40))])
+    picture.save(folder / "pages.tiff", save_all=True, append_images=[picture])
+    Image.fromarray(np.full((40, 80), 999, np.uint16)).save(folder / "deep.png")
+    (folder / "empty.png").touch()
+    notes = build(tmp_path).notes
+    assert set(notes) == {
+        "1 of 11 training images have transparency, which becomes black",
+        "1 of 11 training images have 16 bits per channel, which are rounded to 8",
+        "1 of 11 training images cannot be read",
+        "2 of 11 training images have several frames or pages, of which the first is read",
+        "1 of 11 training images are converted from CMYK to RGB",
+        "1 of 11 training images are turned upright by their EXIF orientation",
+        "images are resized to another aspect ratio: by up to 2.00 times",
+    }
+    grey = build(tmp_path, **{**GREY, "test_crop": 1.0}).notes
+    assert "5 of 11 training images are converted to grayscale" in grey
+    assert "images are cropped to the center: up to 50% of a side is not seen" in grey
+
+
+def test_a_large_folder_is_sampled(tmp_path, monkeypatch):
+    monkeypatch.setattr("onescan.data.image_dataset.SURVEYED", 5)
+    path = write_folders(tmp_path, "a", "b", count=20)
+    for file in tmp_path.rglob("*.png"):
+        Image.new("RGBA", (4, 4)).save(file)
+    notes = build(path, test_fraction=0.5).notes
+    assert "5 of a sample of 5 training images have transparency, which becomes black" in notes

@@ -449,3 +449,13 @@ def test_the_command_encodes(images, vae, whole, tmp_path, capsys):
     assert files(tmp_path / "out").items() >= shards.items()
     assert main([*words, "--no-flip"]) == 2
     assert "flip is True in the folder and False in this call" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("scale", float("nan")), ("scale", 0.0), ("shift", float("inf")), ("height", 0)],
+)
+def test_formats_of_latents_are_checked(field, value):
+    fields = {"channels": 4, "height": 4, "width": 4, "scale": 1.0, "vae": "vae"}
+    with pytest.raises(ValueError, match=rf"{field} is {value}, expected"):
+        LatentFormat(**{**fields, field: value})

@@ -12,7 +12,7 @@ from tiny_tokenizers import WORDS, word_tokenizer
 
 from onescan.cli import main
 from onescan.configs import replace
-from onescan.data import ArrayDatasetConfig
+from onescan.data import ArrayDatasetConfig, Example
 from onescan.recipes import find_recipe
 from onescan.recipes.own_data import for_path, infer, infer_vocabulary, patches
 from onescan.training.folder import read_manifest
@@ -230,3 +230,37 @@ def test_shapes_reach_ninety_percent(shapes, tmp_path):
     assert onescan("train", "image_classifier", "--data.path", shapes, "--out", out) == 0
     result = json.loads((out / "seed-0" / "result.json").read_text())
     assert result["metrics"]["accuracy"] >= 0.9
+
+
+@pytest.mark.parametrize("kind", ["jpg", "png", "tiff"])
+def test_the_image_size_is_that_of_upright_images(tmp_path, kind):
+    exif, rng = Image.Exif(), np.random.default_rng(0)
+    exif[0x0112] = 6  # a phone held upright
+    for number in range(12):
+        (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
+        image = Image.fromarray(rng.integers(0, 255, (60, 120, 3), dtype=np.uint8))
+        image.save(tmp_path / "ab"[number % 2] / f"{number}.{kind}", exif=exif)
+    run, _ = inferred("image_classifier", tmp_path)
+    assert run.data.image_size == (32, 16)
+    assert not any("of a side" in note for note in run.data.build().notes)
+
+
+def test_the_statistics_of_large_offsets_reach_the_run(tmp_path):
+    x = 1_700_000_000 + np.random.default_rng(0).integers(0, 60, (40, 24))
+    np.savez(tmp_path / "a.npz", x=x, y=np.arange(40) % 2)
+    run, _ = inferred("signal_classifier", tmp_path / "a.npz")
+    splits = run.data.build()
+    batch = splits.train.read([Example(i) for i in range(len(splits.train))]).batch[0]
+    made = splits.format.model_input(batch)
+    assert made.std().item() == pytest.approx(1, abs=0.01)
+    assert len(made.unique()) == 60
+
+
+def test_images_that_predict_leaves_out_are_counted(shapes, tmp_path, caplog):
+    from onescan.cli.predict import _images_at
+
+    for name in ("a.png", "b.heic", "c"):
+        (tmp_path / name).touch()
+    assert [file.name for file, _ in _images_at([tmp_path])] == ["a.png"]
+    assert "2 of 3 files in " in caplog.text
+    assert "1 .heic, 1 without a suffix" in caplog.text

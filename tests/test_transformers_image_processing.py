@@ -72,3 +72,40 @@ def test_image_formats_are_for_image_models():
         to_transformers(built(*PRESETS["lightnet"]), image_format="vit")
     with pytest.raises(ValueError, match="which reads no images"):
         to_transformers(causal(CAUSAL["lightnet"]), image_format=images)
+
+
+def same_pixels(processor, image):
+    return processor(image).pixel_values[0]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_type_of_an_array_determines_its_range(channels):
+    constants = {"image_mean": (0.0,) * channels, "image_std": (1.0,) * channels}
+    processor = OnescanImageProcessor(size={"height": 4, "width": 4}, **constants)
+    for value in (0, 1):
+        want = torch.full((channels, 4, 4), float(value))
+        for image in (
+            *(want.to(kind) for kind in (torch.float32, torch.float64, torch.float16)),
+            *(want.bfloat16(), want.bool(), want.byte() * 255),
+            (want * 65535).to(torch.uint16),
+            want.numpy().astype(">f4"),
+            want.numpy().astype(bool).transpose(1, 2, 0),
+            want.clone().requires_grad_(),
+        ):
+            assert_close(same_pixels(processor, image), want)
+    dark = torch.ones(channels, 4, 4, dtype=torch.uint8)
+    assert_close(same_pixels(processor, dark), dark / 255)
+    assert_close(same_pixels(processor, torch.full((channels, 4, 4), 0.999)).mean().item(), 1.0)
+    for kind in (torch.int64, torch.int32, torch.int8):
+        with pytest.raises(ValueError, match=rf"pixels have type {kind}, expected uint8"):
+            processor(dark.to(kind))
+    for floats in (dark * 255.0, dark * float("nan"), -1.0 * dark):
+        with pytest.raises(ValueError, match=r"pixels are floats .* expected 0 to 1"):
+            processor(floats)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None, "1"])
+def test_constants_of_the_processor_are_finite(bad):
+    for fields in ({"image_mean": [bad]}, {"image_std": [bad]}):
+        with pytest.raises((ValueError, TypeError)):
+            OnescanImageProcessor(**{"image_mean": [0.0], "image_std": [1.0], **fields})

@@ -1,6 +1,7 @@
 """Commands that write images and latents: sample, encode."""
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,6 +18,7 @@ from onescan.cli.options import (
     import_files,
     parse,
 )
+from onescan.messages import printable
 
 
 def sample(argv: Argv) -> None:
@@ -144,6 +146,8 @@ def encode(argv: Argv) -> None:
         workers=options.workers,
         progress=True,
     )
+    for note in notes.notes:
+        print(printable(f"note: {note}"), file=sys.stderr)
     form, shards = notes.format, notes.shards
     train, test = (sum(sizes) for sizes in (shards.train, shards.test)) if shards else (0, 0)
     echo(

@@ -3,7 +3,7 @@
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import SEEK_CUR
 from pathlib import Path
 from tokenize import TokenError
@@ -15,8 +15,25 @@ from jaxtyping import Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onescan.data.base import DataConfig, Example, LoadedBatch, Splits, stratified_split
-from onescan.data.images import GridFormat, ImageFormat, ImageSet, ImageSplits, check_constants
+from onescan.data.base import (
+    DataConfig,
+    Example,
+    LoadedBatch,
+    Splits,
+    held_out_note,
+    listed,
+    missing_classes_note,
+    stratified_split,
+)
+from onescan.data.images import (
+    AnyGrid,
+    GridFormat,
+    ImageFormat,
+    ImageSet,
+    ImageSplits,
+    check_constants,
+    unit_pixels,
+)
 from onescan.data.share import WHOLE, Share
 from onescan.shapes import Labels
 
@@ -27,6 +44,11 @@ IMAGE_AXES, MAX_AXES = 2, 8
 MAX_CHANNELS = 4  # an axis that is longer is not taken for channels
 FEW = 9  # an axis that is shorter, or this much shorter than another one, may hold channels
 CHUNK = 1 << 24  # values that are standardized or checked at once
+MAX_OFFSET = 16.0  # standard deviations; values with a larger mean are read in float64
+FLOAT32_SCALES = 2.0**-100, 2.0**100  # standard deviations of values that float32 represents well
+EPSILON = 2.0**-52  # of float64
+EXACT = 2**53  # float64 represents all smaller integers
+MIN_SPREAD = 2.0**-43  # standard deviation of larger integers, as a fraction of their mean
 # Raised by numpy and zipfile for damaged, encrypted or unsupported files.
 DAMAGE = (
     OSError,
@@ -47,9 +69,10 @@ class ArrayDatasetConfig(DataConfig):
 
     The arrays are called x and y, which are split by class, or x_train, y_train, x_test and y_test.
     x has shape [N, *axes] or, with channels, [N, *axes, C], or [N, C, *axes] with channels_first; y
-    has shape [N] and holds class indices from 0. Bytes are scaled to 0 to 1; other types are
-    converted to float32. Files that are not compressed are mapped into memory instead of being
-    read.
+    has shape [N] and holds class indices from 0. Bytes are scaled to 0 to 1. Other types are
+    standardized in float64 if their mean is large compared with their standard deviation, as with
+    Unix times, and otherwise in float32. Files that are not compressed are mapped into memory
+    instead of being read.
     """
 
     path: str
@@ -86,15 +109,23 @@ class ArrayDatasetConfig(DataConfig):
         arrays = _open(self.path)
         has_splits = "x_train" in arrays
         names = ("train", "test") if has_splits else ("",)
-        pairs = [self._examples(arrays, f"_{name}" if name else "") for name in names]
+        suffixes = [f"_{name}" if name else "" for name in names]
+        pairs = [self._examples(arrays, suffix) for suffix in suffixes]
         classes = self._classes(pairs)
         layout: dict[str, Any] = {"axes": self.axes, "channels_first": self.channels_first}
         sets = [
             ArrayDataset(x=x, labels=labels, places=torch.arange(len(x)), **layout)
             for x, labels in pairs
         ]
+        notes = self._notes(arrays, suffixes)
         if has_splits:
             train, test = sets
+            if (train.x.dtype == np.uint8) != (test.x.dtype == np.uint8):
+                raise ValueError(
+                    f"data.path is {self.path!r}, where x_test holds {test.x.dtype}, but x_train "
+                    f"holds {train.x.dtype}; expected uint8 in both or in neither, because only "
+                    "uint8 is scaled to 0 to 1"
+                )
             if train.shape != test.shape:
                 raise ValueError(
                     f"data.path is {self.path!r}, where x_test has examples of shape {test.shape}, "
@@ -108,10 +139,34 @@ class ArrayDatasetConfig(DataConfig):
                 ArrayDataset(x=sets[0].x, labels=sets[0].labels, places=places, **layout)
                 for places in parts
             )
+            notes.append(held_out_note(len(test), len(sets[0])))
         format = self._format(train)
+        notes += missing_classes_note(train.labels[train.places], classes)
         if isinstance(format, ImageFormat):
-            return ImageSplits(train=train, test=test, class_names=classes, format=format)
-        return ArraySplits(train=train, test=test, class_names=classes, format=format)
+            return ImageSplits(
+                train=train, test=test, class_names=classes, format=format, notes=tuple(notes)
+            )
+        if format.needs_float64:
+            notes.append("x is standardized in float64, because float32 would round its values")
+            train, test = (replace(part, dtype=np.float64) for part in (train, test))
+        return ArraySplits(
+            train=train, test=test, class_names=classes, format=format, notes=tuple(notes)
+        )
+
+    def _notes(self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str]) -> list[str]:
+        """Describe arrays and files that are not used, and labels that are converted."""
+        used = {f"{name}{suffix}" for name in "xy" for suffix in suffixes}
+        place = Path(self.path).expanduser()
+        files = [file.name for file in place.iterdir()] if place.is_dir() else []
+        others = [name for name in files if not name.startswith(".") and name[-4:] != ".npy"]
+        notes = [
+            f"{what} not used: {listed(sorted(names))}"
+            for what, names in (("arrays", set(arrays) - used), ("files", others))
+            if names
+        ]
+        if any(self._array(arrays, f"y{suffix}").dtype == bool for suffix in suffixes):
+            notes.append("labels are booleans: False is class 0, and True is class 1")
+        return notes
 
     def infer_layout(self, given: Collection[str] = ()) -> tuple["ArrayDatasetConfig", str]:
         """Infer the number of axes and the place of the channels from the shape of x.
@@ -195,8 +250,12 @@ class ArrayDatasetConfig(DataConfig):
                 f"data.path is {self.path!r}, where {name} cannot be read: {error}"
             ) from error
 
-    def _classes(self, pairs: Sequence[tuple[Array, Labels]]) -> tuple[str, ...]:
-        """Name the classes and check that all labels belong to them. Training data defines them."""
+    def _classes(self, pairs: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
+        """Name the classes and check that all labels belong to them. Training data defines them.
+
+        Args:
+            pairs: Examples and labels of each split.
+        """
         count = len(self.class_names) or int(pairs[0][1].max()) + 1
         if count < MIN_CLASSES:
             raise ValueError(f"data.path is {self.path!r}, which has one class, expected two")
@@ -221,7 +280,10 @@ class ArrayDatasetConfig(DataConfig):
         if self.axes == IMAGE_AXES and channels in (1, 3) and train.x.dtype == np.uint8:
             height, width = shape
             return ImageFormat(channels=channels, height=height, width=width, mean=mean, std=std)
-        return ArrayFormat(channels=channels, shape=tuple(shape), mean=mean, std=std)
+        is_bytes = train.x.dtype == np.uint8
+        return ArrayFormat(
+            channels=channels, shape=tuple(shape), mean=mean, std=std, is_bytes=is_bytes
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,10 +294,21 @@ class ArrayFormat(GridFormat):
     shape: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    is_bytes: bool | None = field(default=None, compare=False)  # None in older runs
+    """Whether the arrays were bytes, scaled to 0 to 1. None scales bytes, but not other types."""
 
     @property
     def axes(self) -> int:
         return len(self.shape)
+
+    @property
+    def needs_float64(self) -> bool:
+        """Whether rounding to float32 before standardizing would change the result."""
+        low, high = FLOAT32_SCALES
+        return any(
+            not low < std < high or abs(mean) > MAX_OFFSET * std
+            for mean, std in zip(self.mean, self.std, strict=True)
+        )
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.shape) <= MAX_AXES or min(self.channels, *self.shape) < 1:
@@ -244,10 +317,21 @@ class ArrayFormat(GridFormat):
             )
         check_constants(self.channels, mean=self.mean, std=self.std)
 
+    @property
+    def reads_pixels(self) -> bool:
+        return bool(self.is_bytes)
+
+    def _in_training_range(self, values: AnyGrid) -> AnyGrid:
+        if self.is_bytes:
+            return super()._in_training_range(values)
+        if values.dtype == torch.uint8 and self.is_bytes is None:
+            return unit_pixels(values)
+        return values
+
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayDataset(ImageSet):
-    """Examples of an array with labels: a batch is (x, labels), x [B, C, *axes] as bytes or floats.
+    """Examples of an array with labels: a batch is (x, labels), x [B, C, *axes].
 
     Attributes:
         x: All examples, with or without channels.
@@ -255,6 +339,7 @@ class ArrayDataset(ImageSet):
         places: Examples that belong to this dataset, in its order.
         axes: Number of axes of an example.
         channels_first: Whether the channels of x, if any, are its axis 1 instead of its last.
+        dtype: Type to convert x to, except bytes; None keeps its own.
         share: Shard of the first axis of each example to read.
     """
 
@@ -263,6 +348,7 @@ class ArrayDataset(ImageSet):
     places: Int[Tensor, " places"]
     axes: int
     channels_first: bool = False
+    dtype: Any = np.float32
     share: Share = WHOLE
 
     def shared(self, share: Share) -> "ArrayDataset":
@@ -286,37 +372,50 @@ class ArrayDataset(ImageSet):
             ValueError: If a value is not finite; names the example.
         """
         places = self.places[[example.source for example in examples]].numpy()
-        batch = self._values(places)
-        if batch.is_floating_point() and not batch.isfinite().all():
-            row = int(places[batch.flatten(1).isfinite().all(dim=1).int().argmin()])
-            raise ValueError(f"example {row} of x has values that are not finite")
-        return LoadedBatch((batch, self.labels[places]))
+        return LoadedBatch((self._values(places), self.labels[places]))
 
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return mean and standard deviation of each channel; 1 for a constant channel.
 
         Raises:
-            ValueError: If a value is not finite; names the example.
+            ValueError: If a value is not finite; names the example. If x holds large integers that
+                differ by too little.
         """
+        whole = self if self.x.dtype == np.uint8 else replace(self, dtype=np.float64)
         size = max(1, CHUNK // self.x[0].size)
         chunks = [range(at, min(at + size, len(self))) for at in range(0, len(self), size)]
         count = len(self) * self.x[0].size // self.shape[0]
 
         def per_channel(measure: Callable[[Tensor], Tensor]) -> Tensor:
-            total = torch.zeros(self.shape[0], dtype=torch.float64)
+            total = torch.zeros(self.shape[0], 2, dtype=torch.float64)
             for chunk in chunks:
-                values = self.read([Example(place) for place in chunk]).batch[0].double()
+                values = whole.read([Example(place) for place in chunk]).batch[0].double()
                 total += measure(values.transpose(0, 1).flatten(1)).sum(dim=1)
             return total / count
 
+        def powers(differences: Tensor) -> Tensor:
+            return torch.stack([differences, differences**2], dim=-1)
+
         scale = 255 if self.x.dtype == np.uint8 else 1
-        mean = per_channel(lambda values: values)
-        std = per_channel(lambda values: (values - mean[:, None]) ** 2).sqrt()
-        std = torch.where(std > 0, std / scale, 1.0)
+        rough = per_channel(lambda values: values[..., None].expand(-1, -1, 2))[:, 0]
+        # The sum of large values is rounded, the sum of differences from their mean much less.
+        rest, squares = per_channel(lambda values: powers(values - rough[:, None])).unbind(dim=1)
+        mean, std = rough + rest, (squares - rest**2).clamp(min=0).sqrt()
+        is_large = mean.abs() > EXACT
+        if self.x.dtype.kind in "iu" and (is_large & (std < MIN_SPREAD * mean.abs())).any():
+            raise ValueError(
+                f"x holds integers near {mean[is_large][0].item():.4g} that are too close together "
+                "for float64: subtract a constant from x"
+            )
+        std = torch.where(std > EPSILON * mean.abs(), std / scale, 1.0)
         return tuple((mean / scale).tolist()), tuple(std.tolist())
 
     def _values(self, places: NDArray[np.int64]) -> Tensor:
-        """Read examples with channels first: bytes as they are, other types as float32."""
+        """Read examples with channels first: bytes as they are, other types as `dtype`.
+
+        Raises:
+            ValueError: If a value is not finite; names the example.
+        """
         own = self.share.slice(self.shape[1])
         if self.share.size == 1:
             values = self.x[places]  # faster than with slices
@@ -324,7 +423,12 @@ class ArrayDataset(ImageSet):
             values = self.x[places, :, own]
         else:
             values = self.x[places, own]
-        tensor = torch.from_numpy(values if values.dtype == np.uint8 else values.astype(np.float32))
+        if values.dtype != np.uint8:
+            values = values.astype(self.dtype or values.dtype.newbyteorder("="))
+        tensor = torch.from_numpy(values)
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            row = int(places[tensor.flatten(1).isfinite().all(dim=1).int().argmin()])
+            raise ValueError(f"example {row} of x has values that are not finite")
         if tensor.ndim == self.axes + 1:
             return tensor.unsqueeze(1)
         if self.channels_first:
@@ -373,7 +477,12 @@ def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) 
     rows = torch.arange(len(x) if x.ndim else 0)
     for is_first in (channels_first, not channels_first):
         data = ArrayDataset(
-            x=x, labels=rows * 0, places=rows, axes=len(shape), channels_first=is_first
+            x=x,
+            labels=rows * 0,
+            places=rows,
+            axes=len(shape),
+            channels_first=is_first,
+            dtype=_read_as(format),
         )
         if x.ndim - len(shape) in (1, 2) and data.shape == (format.channels, *shape):
             return data
@@ -382,6 +491,13 @@ def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) 
     if format.channels == 1:
         expected = f"[N, {sizes}]"
     raise ValueError(f"{path}: {name} has shape {x.shape}, expected {expected}")
+
+
+def _read_as(format: GridFormat) -> Any:
+    """Return the type for `ArrayDataset`, or None if the format must see the stored one."""
+    if not isinstance(format, ArrayFormat) or format.reads_pixels:
+        return None
+    return np.float64 if format.needs_float64 else np.float32
 
 
 def _image_size(format: GridFormat) -> tuple[int, ...]:

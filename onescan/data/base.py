@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unicodedata import normalize
 
 import torch
 from jaxtyping import Int
@@ -74,6 +75,42 @@ class Splits:
     notes: tuple[str, ...] = ()
     """What was left out, converted or inferred when the data was opened: one phrase each, with
     counts. Shown before training, saved with the run and listed in its report."""
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Join names by commas; at most `most` of them.
+
+    >>> listed(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def held_out_note(held_out: int, count: int) -> str:
+    """Say how many examples are held out because the data has no test split."""
+    return f"{held_out:,} of {count:,} examples are held out, because there is no test split"
+
+
+def missing_classes_note(labels: Labels, names: Sequence[str]) -> list[str]:
+    """Return a note on the classes without a training example, if there are any."""
+    counts = labels.bincount(minlength=len(names)).tolist()
+    missing = [name for name, count in zip(names, counts, strict=True) if not count]
+    return [f"no training examples of the classes {listed(missing)}"] if missing else []
+
+
+def similar_names_note(names: Sequence[str]) -> list[str]:
+    """Return a note on classes whose names differ only in case, spaces or Unicode form.
+
+    >>> similar_names_note(["Cat", "cat ", "dog"])
+    ["separate classes have similar names: 'Cat' and 'cat '"]
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        plain = " ".join(normalize("NFKC", name).casefold().split())
+        groups.setdefault(plain, []).append(repr(name))
+    similar = [" and ".join(group) for group in groups.values() if len(group) > 1]
+    return [f"separate classes have similar names: {listed(similar)}"] if similar else []
 
 
 class Format:

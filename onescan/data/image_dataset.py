@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +20,10 @@ from onescan.data.base import (
     LoadedBatch,
     OnError,
     check_data_state,
+    held_out_note,
+    listed,
+    missing_classes_note,
+    similar_names_note,
     stratified_split,
 )
 from onescan.data.images import (
@@ -29,6 +34,7 @@ from onescan.data.images import (
     ImageSplits,
     RandomCropConfig,
     check_constants,
+    read_header,
 )
 from onescan.data.order import Block, BlockStart, Mark, derive_seed, read_blocks
 from onescan.data.sources import (
@@ -44,6 +50,9 @@ from onescan.shapes import Labels
 LABEL_NAMES = ("label", "labels", "class", "fine_label", "target")
 MIN_CLASSES = 2
 MAX_CLASSES = 1_000_000  # more are a mistake, such as a column of other numbers
+SURVEYED = 1_000  # images whose headers are read to describe how they are converted
+SHARP = 0.01  # fraction of a side that may be cropped, or stretched, without a note
+OTHER_COLORS = ("CMYK", "YCbCr", "LAB", "HSV")  # modes that are converted to RGB
 FIRST: DataState = {"block": 0, "turn": 0, "row": 0, "state": None}
 
 
@@ -114,17 +123,32 @@ class ImageDatasetConfig(DataConfig):
                 split or a column, or has a single class or a label out of range; or if it cannot
                 be streamed.
         """
-        reader = self._reader()
+        reader = self.reader()
         source = find_source(self.path, self.name)
         chosen = source.choose(self.train_split, self.test_split)
         open_sets = self._open_streams if self.streaming else self._open_tables
-        sets, classes = open_sets(source, chosen, reader)
+        notes = [*source.notes]
+        if unused := [split for split in source.splits if split not in chosen.values()]:
+            notes.append(f"splits not used: {listed(unused)}")
+        sets, classes = open_sets(source, chosen, reader, notes)
+        notes += similar_names_note(classes.names)
+        if isinstance(train := sets["train"], ImageDataset):
+            notes += missing_classes_note(train.labels[train.places], classes.names)
+            notes += describe_images(train)
         return ImageSplits(
-            train=sets["train"], test=sets["test"], class_names=classes.names, format=reader.format
+            train=train,
+            test=sets["test"],
+            class_names=classes.names,
+            format=reader.format,
+            notes=tuple(notes),
         )
 
-    def _reader(self) -> ImageReader:
-        """Check the fields and return what decodes the images."""
+    def reader(self) -> ImageReader:
+        """Check the fields and return what decodes the images.
+
+        Raises:
+            ValueError: If a field is out of range.
+        """
         height, width = self.image_size
         sizes = {"data.image_size": min(height, width), "data.shuffle_block": self.shuffle_block}
         check_positive(**sizes)
@@ -147,21 +171,30 @@ class ImageDatasetConfig(DataConfig):
         return ImageReader(format=format, crop=crop, on_error=self.on_error)
 
     def _tables(
-        self, source: DatasetSource, chosen: Chosen, *, streaming: bool
+        self, source: DatasetSource, chosen: Chosen, notes: list[str], *, streaming: bool
     ) -> dict[str, "ImageTable"]:
-        opened = source.open(chosen, streaming=streaming)
-        return {
+        opened = source.open(chosen, streaming=streaming, notes=notes)
+        tables = {
             role: image_table(rows, self.image_column, self.label_column)
             for role, rows in opened.items()
         }
+        train = tables["train"]
+        columns = [
+            name for name in opened["train"].features if name not in (train.image, train.label)
+        ]
+        if columns:
+            notes.append(f"columns not used: {listed(columns)}")
+        return tables
 
     def _open_tables(
-        self, source: DatasetSource, chosen: Chosen, reader: ImageReader
+        self, source: DatasetSource, chosen: Chosen, reader: ImageReader, notes: list[str]
     ) -> tuple[dict[str, ImageSet], "Classes"]:
-        tables = self._tables(source, chosen, streaming=False)
+        tables = self._tables(source, chosen, notes, streaming=False)
         labels = {role: table.labels() for role, table in tables.items()}
         kind = tables["train"].label_type
         classes = find_classes(self.path, kind, self.class_names, labels["train"])
+        if not (self.class_names or classes.are_text or getattr(kind, "names", None)):
+            notes.append("classes are numbered, because the labels have no names")
         sets = {
             role: ImageDataset(
                 table=table,
@@ -181,10 +214,11 @@ class ImageDatasetConfig(DataConfig):
                 role: replace(whole, places=places)
                 for role, places in zip(("train", "test"), parts, strict=True)
             }
+            notes.append(held_out_note(len(sets["test"]), len(whole)))
         return {**sets}, classes
 
     def _open_streams(
-        self, source: DatasetSource, chosen: Chosen, reader: ImageReader
+        self, source: DatasetSource, chosen: Chosen, reader: ImageReader, notes: list[str]
     ) -> tuple[dict[str, ImageSet], "Classes"]:
         """Open streams, whose labels are read with their images."""
         if source.builder == "imagefolder":
@@ -197,7 +231,7 @@ class ImageDatasetConfig(DataConfig):
                 f"data.streaming is on, but {self.path} has no split to evaluate on, expected "
                 "data.test_split: a stream holds nothing out"
             )
-        tables = self._tables(source, chosen, streaming=True)
+        tables = self._tables(source, chosen, notes, streaming=True)
         classes = find_classes(self.path, tables["train"].label_type, self.class_names, None)
         counts = {role: source.count(chosen[role], tables[role].rows) for role in tables}
         train = self.train_examples or counts["train"]
@@ -430,6 +464,50 @@ class ImageDataset(ImageSet):
             _encoded(image, int(self.labels[row]), f"row {row} of {self.split}")
             for image, row in zip(self.table.rows[rows][self.table.image], rows, strict=True)
         ]
+
+
+def describe_images(data: ImageDataset) -> list[str]:
+    """Describe how images are converted, from the headers of at most `SURVEYED` of them.
+
+    Images that would have to be downloaded are not read.
+    """
+    count = min(len(data), SURVEYED)
+    places = [i * len(data) // count for i in range(count)]
+    found: Counter[str] = Counter()
+    seen, stretched, format = 1.0, 1.0, data.reader.format
+    for begin in range(0, count, GROUP):
+        for image in data.encoded(places[begin : begin + GROUP]):
+            if isinstance(image.content, str) and "://" in image.content:
+                return []
+            try:
+                header = read_header(image.open(), decodes=False)
+            except (OSError, ValueError):
+                found["cannot be read"] += 1
+                continue
+            left, upper, right, lower = format.box(header.width, header.height)
+            seen = min(seen, (right - left) / header.width, (lower - upper) / header.height)
+            ratio = (right - left) * format.height / ((lower - upper) * format.width)
+            stretched = max(stretched, ratio, 1 / ratio)
+            found["are turned upright by their EXIF orientation"] += not header.is_upright
+            found["have transparency, which becomes black"] += header.has_alpha
+            found["have 16 bits per channel, which are rounded to 8"] += header.has_16_bits
+            found["have several frames or pages, of which the first is read"] += header.has_frames
+            if format.channels == 1 and not header.is_gray:
+                found["are converted to grayscale"] += 1
+            elif header.mode in OTHER_COLORS:
+                found[f"are converted from {header.mode} to RGB"] += 1
+    whole = f"{count:,} training images"
+    if count < len(data):
+        whole = f"a sample of {count:,} training images"
+    notes = [f"{number:,} of {whole} {what}" for what, number in found.items() if number]
+    if 1 - seen > SHARP:
+        where = " in evaluation" if data.reader.crop else ""
+        notes.append(
+            f"images are cropped to the center: up to {1 - seen:.0%} of a side is not seen{where}"
+        )
+    if stretched - 1 > SHARP:
+        notes.append(f"images are resized to another aspect ratio: by up to {stretched:.2f} times")
+    return notes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,12 @@
 import math
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
 
-UnitImages = Float[Tensor, "N channels height width"]  # from 0 to 1
+from onescan.data.images import AnyPixels, to_bytes
+
 ImageBytes = UInt8[Tensor, "N height width channels"]
 
 GAP = 2  # pixels between images
@@ -15,14 +16,16 @@ MIN_SIDE = 64  # pixels; smaller images are enlarged
 BACKGROUND = 255
 
 
-def image_bytes(pixels: UnitImages) -> ImageBytes:
-    """Round pixels from 0 to 1 to bytes, channels last, on the CPU.
+def image_bytes(pixels: AnyPixels) -> ImageBytes:
+    """Round images to bytes, channels last, on the CPU.
+
+    Args:
+        pixels: Floats from 0 to 1, or bytes. Shape [N, channels, height, width].
 
     >>> image_bytes(torch.tensor([[[[0.0, 0.5, 1.0]]]])).flatten().tolist()
     [0, 128, 255]
     """
-    bytes_ = (pixels.float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
-    return bytes_.permute(0, 2, 3, 1).contiguous()
+    return to_bytes(pixels).cpu().permute(0, 2, 3, 1).contiguous()
 
 
 def as_image(pixels: UInt8[Tensor, "height width channels"]) -> Image.Image:
@@ -37,7 +40,7 @@ def as_image(pixels: UInt8[Tensor, "height width channels"]) -> Image.Image:
     return Image.fromarray((pixels[..., 0] if channels == 1 else pixels).numpy())
 
 
-def image_grid(pixels: UnitImages, columns: int) -> Image.Image:
+def image_grid(pixels: AnyPixels, columns: int) -> Image.Image:
     """Arrange images row by row; the end of an incomplete last row is white.
 
     Args:

@@ -2,20 +2,23 @@
 
 import math
 import struct
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
+from numbers import Real
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from einops import rearrange
 from jaxtyping import Float, Shaped, UInt8
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, TiffTags, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 
 from onescan.checks import check_positive
@@ -35,6 +38,7 @@ Pixels = Float[Tensor, "*batch channels height width"]  # 0 is black, 1 is white
 BytePixels = UInt8[Tensor, "*batch channels height width"]  # 0 is black, 255 is white
 AnyPixels = Pixels | BytePixels
 AnyGrid = Shaped[Tensor, "*batch_channels_axes"]
+AnyArray = Shaped[np.ndarray, "*batch_channels_axes"]
 Box = tuple[float, float, float, float]  # left, upper, right, lower; in pixels
 Crop = Callable[[int, int], Box]  # of an image's width and height
 
@@ -42,6 +46,15 @@ MAX_PIXELS = 1 << 28  # of a model's input: 3 GiB in float32
 CROP_ATTEMPTS = 10
 # Image.open tries all formats by default, and opening EPS starts Ghostscript.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+# Names of files in these formats. MPO files are JPEG files that hold several images.
+SUFFIXES = (
+    *(".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".mpo", ".pbm", ".pfm", ".pgm"),
+    *(".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"),
+)
+PNG_SIGNATURE, JPEG_SIGNATURE = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+# Besides the pixels, a JPEG file needs its EXIF data and the colors of its Adobe segment.
+JPEG_METADATA = {0xE0, *range(0xE2, 0xEE), 0xEF, 0xFE}
+JPEG_SCAN = b"\xda"  # begins the compressed pixels
 JPEG_SCALE = 2  # decode a JPEG at least this much larger than needed, since resizing is sharper
 # Pillow's own exif_transpose rewrites the EXIF data and fails if they are damaged.
 UPRIGHT = {
@@ -54,11 +67,19 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 SIDEWAYS = {UPRIGHT[orientation] for orientation in (5, 6, 7, 8)}
+# Factor of the transparent value of a PNG file, which Pillow leaves in the file's own range.
+KEY_SCALES = {"L;2": 85, "L;4": 17, "RGB;16B": 1 / 256}
+TIFF_TAGS = {tag.name: number for number, tag in TiffTags.TAGS_V2.items()}
+SIGNED = 2  # sample format
+LARGEST = {torch.uint8: 255, torch.uint16: 65535, torch.bool: 1}  # value of white
+PIXEL_STEP = 0.01  # by which pixels may exceed their range, such as by rounding
 # Raised by Pillow for truncated or corrupt files.
 DAMAGE = (
     OSError,
     SyntaxError,
     ValueError,
+    LookupError,
+    EOFError,
     RuntimeError,
     OverflowError,
     struct.error,
@@ -127,14 +148,148 @@ class RandomCrop:
         return centre_box(width, height, aspect=aspect, part=1.0)
 
 
+def is_image_name(name: str) -> bool:
+    """Return whether a file name ends like that of an image in one of `FORMATS`.
+
+    >>> is_image_name("a/B.JPG"), is_image_name("a.jpg.bak"), is_image_name("a")
+    (True, False, False)
+    """
+    return name.lower().endswith(SUFFIXES)
+
+
 def open_image(file: Path | BytesIO) -> Image.Image:
     """Open an image file in one of `FORMATS`, regardless of its name.
+
+    Damaged metadata of PNG and JPEG files are ignored.
 
     Raises:
         UnidentifiedImageError: If it has another format.
         OSError: If it cannot be read.
     """
-    return Image.open(file, formats=FORMATS)
+    try:
+        image: Image.Image = Image.open(file, formats=FORMATS)
+    except DAMAGE as error:
+        try:
+            image = Image.open(_without_metadata(file), formats=FORMATS)
+        except DAMAGE:
+            raise error from None
+    key, tile = image.info.get("transparency"), getattr(image, "tile", None)
+    if key is not None and image.format == "PNG" and tile and tile[0][3] in KEY_SCALES:
+        scale = KEY_SCALES[tile[0][3]]
+        scaled = tuple(int(value * scale) for value in (key if isinstance(key, tuple) else (key,)))
+        image.info["transparency"] = scaled if isinstance(key, tuple) else scaled[0]
+    return image
+
+
+def _without_metadata(file: Path | BytesIO) -> BytesIO:
+    """Return a PNG or JPEG file without what is not needed to decode its pixels upright.
+
+    Raises:
+        UnidentifiedImageError: If it has another format.
+        OSError: If it cannot be read.
+    """
+    with file.open("rb") if isinstance(file, Path) else BytesIO(file.getvalue()) as stream:
+        signature = stream.read(len(PNG_SIGNATURE))
+        if signature == PNG_SIGNATURE:
+            return BytesIO(_needed_of_png(signature + stream.read()))
+        if signature.startswith(JPEG_SIGNATURE):
+            return BytesIO(_needed_of_jpeg(signature + stream.read()))
+    raise UnidentifiedImageError("no PNG or JPEG file")
+
+
+def _needed_of_png(content: bytes) -> bytes:
+    """Return the critical chunks, the transparent color, and intact EXIF data."""
+    begin, needed = len(PNG_SIGNATURE), [content[: len(PNG_SIGNATURE)]]
+    while begin < len(content):
+        end = begin + 12 + int.from_bytes(content[begin : begin + 4])
+        name, checked = content[begin + 4 : begin + 8], content[begin + 4 : end - 4]
+        is_intact = zlib.crc32(checked) == int.from_bytes(content[end - 4 : end])
+        if name[:1].isupper() or name == b"tRNS" or (name == b"eXIf" and is_intact):
+            needed.append(content[begin:end])
+        begin = end
+    return b"".join(needed)
+
+
+def _needed_of_jpeg(content: bytes) -> bytes:
+    """Return the segments that are needed for the pixels, and EXIF data."""
+    begin, needed = 2, [content[:2]]
+    while (marker := content[begin : begin + 2])[:1] == b"\xff" and marker[1:] != JPEG_SCAN:
+        end = begin + 2 + int.from_bytes(content[begin + 2 : begin + 4])
+        if marker[-1] not in JPEG_METADATA:
+            needed.append(content[begin:end])
+        begin = end
+    return b"".join([*needed, content[begin:]])
+
+
+def _upright_transpose(image: Image.Image, *, decodes: bool = True) -> Image.Transpose | None:
+    """Return how to turn an image upright; None if it is upright, or its metadata are damaged.
+
+    Metadata may follow the pixels of a PNG file. They are only found if `decodes` is True.
+    """
+    try:
+        exif = image.getexif() if decodes else Image.Image.getexif(image)
+        return UPRIGHT.get(exif.get(ExifTags.Base.Orientation, 1))
+    except Exception:  # Pillow raises errors of many types
+        return None
+
+
+class ImageHeader(NamedTuple):
+    """What a file tells about its image before the pixels are decoded.
+
+    Attributes:
+        width: Of the upright image, in pixels.
+        height: Of the upright image, in pixels.
+        mode: Pillow's name of the pixel format.
+        is_upright: Whether the stored image is upright.
+        has_alpha: Whether pixels may be transparent.
+        has_16_bits: Whether a channel has more than 8 bits.
+        has_frames: Whether there are more images in the file, such as frames or pages.
+    """
+
+    width: int
+    height: int
+    mode: str
+    is_upright: bool
+    has_alpha: bool
+    has_16_bits: bool
+    has_frames: bool
+
+    @property
+    def is_gray(self) -> bool:
+        """Whether it is grayscale, with or without transparency."""
+        return self.mode in ("1", "L", "LA", "La", "F") or self.mode.startswith("I")
+
+
+def read_header(file: Path | BytesIO, *, decodes: bool = True) -> ImageHeader:
+    """Read the size and kind of an image file.
+
+    Args:
+        file: Path of the file, or its bytes.
+        decodes: Whether to find an orientation that follows the pixels of a PNG file, which decodes
+            them.
+
+    Raises:
+        ValueError: If it is not an image, or is damaged. The message continues a sentence that
+            starts with the file's name.
+    """
+    try:
+        with open_image(file) as image:
+            mode, has_alpha = image.mode, image.has_transparency_data
+            tile = getattr(image, "tile", None)
+            is_deep = mode.startswith("I") or bool(tile and ";16" in str(tile[0][3]))
+            has_frames = bool(getattr(image, "is_animated", False))
+            transpose = _upright_transpose(image, decodes=decodes)
+            # Pillow swaps the sides of a TIFF file by its tag, but by its XMP data only on loading.
+            tags = getattr(image, "tag_v2", {})
+            is_swapped = transpose in SIDEWAYS and ExifTags.Base.Orientation not in tags
+            width, height = image.size[::-1] if is_swapped else image.size
+            return ImageHeader(
+                width, height, mode, transpose is None, has_alpha, is_deep, has_frames
+            )
+    except UnidentifiedImageError:
+        raise ValueError(f"is not an image in one of the formats {', '.join(FORMATS)}") from None
+    except DAMAGE as error:
+        raise ValueError(f"cannot be read as an image: {error}") from error
 
 
 def decode(
@@ -142,8 +297,9 @@ def decode(
 ) -> AnyPixels:
     """Decode an image, crop it and resize it.
 
-    Transparent parts become black. 16-bit grayscale becomes floats at full precision; other modes
-    are converted to RGB or to 8-bit grayscale. A JPEG is decoded at reduced size where possible.
+    Transparent parts become black. Grayscale of 9 to 16 bits becomes floats at full precision;
+    other modes are converted to RGB or to 8-bit grayscale. Only the first frame or page is read. A
+    JPEG is decoded at reduced size where possible.
 
     Args:
         file: Path of the file, or its bytes.
@@ -153,12 +309,25 @@ def decode(
         crop: Returns the box to read, given the size of the upright image.
 
     Raises:
-        ValueError: If it is not an image, is damaged, or has floating point pixels. The message
-            continues a sentence that starts with the file's name.
+        ValueError: If it is not an image, is damaged, or has pixels of unknown range: floats,
+            signed or 32-bit integers. The message continues a sentence that starts with the file's
+            name.
     """
+
+    def decoded(source: Path | BytesIO) -> AnyPixels:
+        with open_image(source) as image:
+            return to_pixels(
+                image, channels=channels, height=height, width=width, crop=crop, reduce=True
+            )
+
     try:
-        with open_image(file) as image:
-            return to_pixels(image, channels=channels, height=height, width=width, crop=crop)
+        try:
+            return decoded(file)
+        except DAMAGE as error:  # perhaps only of metadata that follow the pixels
+            try:
+                return decoded(_without_metadata(file))
+            except DAMAGE:
+                raise error from None
     except UnidentifiedImageError:
         raise ValueError(f"is not an image in one of the formats {', '.join(FORMATS)}") from None
     except DAMAGE as error:
@@ -166,25 +335,45 @@ def decode(
 
 
 def to_pixels(
-    image: Image.Image, *, channels: int, height: int, width: int, crop: Crop
+    image: Image.Image,
+    *,
+    channels: int,
+    height: int,
+    width: int,
+    crop: Crop,
+    reduce: bool = False,
 ) -> AnyPixels:
-    """Crop and resize an opened image; see `decode`."""
-    resized = _resize(image, "L" if channels == 1 else "RGB", (width, height), crop)
+    """Crop and resize an opened image; see `decode`.
+
+    If `reduce` is True, a JPEG may be decoded at reduced size, which changes the opened image.
+    """
+    mode = "L" if channels == 1 else "RGB"
+    resized = _resize(image, mode, (width, height), crop, reduce=reduce)
     values = torch.from_numpy(np.array(resized))
     if resized.mode == "RGB":
         return rearrange(values, "height width channels -> channels height width")
     if resized.mode == "F":
-        values = (values / 65535).clamp(0, 1)  # resizing overshoots at edges
+        values = values.clamp(0, 1)  # resizing overshoots at edges
     return values.expand(channels, height, width)
 
 
-def _resize(image: Image.Image, mode: str, size: tuple[int, int], crop: Crop) -> Image.Image:
-    """Crop and resize, in the given mode or, for 16-bit images, in floats up to 65535."""
-    transpose = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+def _resize(
+    image: Image.Image, mode: str, size: tuple[int, int], crop: Crop, *, reduce: bool
+) -> Image.Image:
+    """Crop and resize, in the given mode or, for more than 8 bits, in floats from 0 to 1."""
+    if not isinstance(image, JpegImageFile):
+        if image.format == "TIFF":
+            _upright_transpose(
+                image
+            )  # Pillow reads metadata once, so damage raises no error while loading
+        image.load()  # also turns TIFF files upright
+    transpose = _upright_transpose(image)
     width, height = image.size[::-1] if transpose in SIDEWAYS else image.size
     left, upper, right, lower = crop(width, height)
-    needed = JPEG_SCALE * max(size[0] / (right - left), size[1] / (lower - upper))
-    image.draft(None, (math.ceil(needed * image.width), math.ceil(needed * image.height)))
+    if reduce:
+        needed = JPEG_SCALE * max(size[0] / (right - left), size[1] / (lower - upper))
+        image.draft(None, (math.ceil(needed * image.width), math.ceil(needed * image.height)))
+    image = _with_range(image)
     upright = _convert(image if transpose is None else image.transpose(transpose), mode)
     across, down = upright.width / width, upright.height / height
     box = (
@@ -196,39 +385,94 @@ def _resize(image: Image.Image, mode: str, size: tuple[int, int], crop: Crop) ->
     return upright.resize(size, Image.Resampling.BICUBIC, box=box)
 
 
-def _convert(image: Image.Image, mode: str) -> Image.Image:
+def _with_range(image: Image.Image) -> Image.Image:
+    """Convert grayscale of more than 8 bits to floats from 0 to 1, by the range of its file.
+
+    Raises:
+        ValueError: If the file does not tell the range.
+    """
+    tags: Any = getattr(image, "tag_v2", {})
+    if SIGNED in tags.get(TIFF_TAGS["SampleFormat"], ()):
+        raise ValueError("its pixels are signed integers, so their range is unknown")
     if image.mode == "F":
         raise ValueError("its pixels are floating point, so their range is unknown")
-    if image.mode.startswith("I"):  # Pillow's own conversion clips 16 bits to 8
-        return Image.fromarray(np.asarray(image, dtype=np.float32))
+    if not image.mode.startswith("I"):
+        return image
+    if image.mode == "I" and image.format not in ("PNG", "PPM"):  # these have 16 bits
+        raise ValueError("its pixels are 32-bit integers, so their range is unknown")
+    (bits,) = tags.get(TIFF_TAGS["BitsPerSample"], (16,))
+    stored = np.asarray(image)
+    values = stored.astype(np.float32) / (2**bits - 1)
+    if tags.get(TIFF_TAGS["PhotometricInterpretation"]) == 0:  # 0 is white
+        values = 1 - values
+    if (key := image.info.get("transparency")) is not None:
+        values[stored == key] = 0
+    return Image.fromarray(values)
+
+
+def _convert(image: Image.Image, mode: str) -> Image.Image:
+    """Convert to a mode, except floats, with transparent parts in black."""
+    if image.mode == "F":
+        return image
+    if image.mode == "La":  # which Pillow converts to nothing else
+        image = image.convert("LA")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), image)
+    if image.mode == "LAB":
+        image = image.convert("RGB")
     return image if image.mode == mode else image.convert(mode)
 
 
 def unit_pixels(pixels: AnyGrid) -> AnyGrid:
-    """Convert bytes to floats from 0 to 1; leave floats unchanged."""
-    return pixels if pixels.is_floating_point() else pixels.float() / 255
+    """Convert pixels to floats from 0 to 1, by their type.
+
+    Bytes are divided by 255 and 16-bit unsigned integers by 65,535. Booleans become 0 and 1, and
+    floats are unchanged.
+
+    Raises:
+        ValueError: If they are other integers, whose range is unknown.
+    """
+    if pixels.is_floating_point():
+        return pixels
+    if pixels.dtype not in LARGEST:
+        raise ValueError(
+            f"pixels have type {pixels.dtype}, expected uint8 (0 to 255), uint16 (0 to 65535), "
+            "bool, or floats from 0 to 1"
+        )
+    return pixels.float() / LARGEST[pixels.dtype]
 
 
-def to_bytes(pixels: AnyPixels) -> BytePixels:
-    """Round floats from 0 to 1 to bytes; leave bytes unchanged."""
-    return (pixels * 255).round().byte() if pixels.is_floating_point() else pixels
+def to_bytes(pixels: AnyGrid) -> BytePixels:
+    """Round pixels, as for `unit_pixels`, to bytes; leave bytes unchanged."""
+    if pixels.dtype == torch.uint8:
+        return pixels
+    return (unit_pixels(pixels).float() * 255).round().clamp(0, 255).byte()
+
+
+def check_unit_range(pixels: AnyGrid) -> None:
+    """Raise ValueError if pixels are NaN or outside 0 to 1, up to rounding."""
+    low, high = (bound.item() for bound in torch.aminmax(pixels)) if pixels.numel() else (0, 1)
+    if not (low >= -PIXEL_STEP and high <= 1 + PIXEL_STEP):  # also true for NaN
+        raise ValueError(
+            f"pixels are floats from {low:.4g} to {high:.4g}, expected 0 to 1, or bytes"
+        )
 
 
 def check_constants(channels: int, **constants: tuple[float, ...]) -> None:
-    """Raise ValueError unless constants, by name, have a number for each channel, and std above 0.
+    """Raise ValueError unless constants have a finite number for each channel, and std above 0.
 
     >>> check_constants(1, **{"data.mean": (0.5,), "data.std": (0.0,)})
     Traceback (most recent call last):
-    ValueError: data.std is (0.0,), expected numbers above 0
+    ValueError: data.std is (0.0,), expected finite numbers above 0
     """
     for name, numbers in constants.items():
         if len(numbers) != channels:
             raise ValueError(f"{name} is {numbers}, expected {channels} numbers: one per channel")
+        if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
+            raise ValueError(f"{name} is {numbers}, expected finite numbers")
         if name.endswith("std") and min(numbers) <= 0:
-            raise ValueError(f"{name} is {numbers}, expected numbers above 0")
+            raise ValueError(f"{name} is {numbers}, expected finite numbers above 0")
 
 
 class GridFormat(Format, ABC):
@@ -250,21 +494,42 @@ class GridFormat(Format, ABC):
         """Number of axes."""
 
     def standardize(self, values: AnyGrid) -> AnyGrid:
-        """Standardize floats, such as pixels from 0 to 1.
+        """Standardize values, such as pixels from 0 to 1.
+
+        float64 and integers are standardized in float64 and then rounded to float32, so that a
+        large mean costs no precision. Other floats keep their type.
 
         >>> grey = ImageFormat(channels=1, height=1, width=2, mean=(0.5,), std=(0.5,))
         >>> grey.standardize(torch.tensor([[[0.0, 1.0]]])).tolist()
         [[[-1.0, 1.0]]]
         """
-        return (values - self._per_channel(self.mean, values)) / self._per_channel(self.std, values)
+        is_narrow = values.is_floating_point() and values.dtype != torch.float64
+        wide = values.float() if is_narrow else values.double()
+        mean, std = (self._per_channel(numbers, wide) for numbers in (self.mean, self.std))
+        return ((wide - mean) / std).to(values.dtype if is_narrow else torch.float32)
 
-    def model_input(self, values: AnyGrid) -> AnyGrid:
+    def model_input(self, values: AnyGrid | AnyArray) -> AnyGrid:
         """Standardize examples for the model.
 
-        Floats must have the range of the training data, which is 0 to 1 for images. Bytes are
-        scaled to that range.
+        Args:
+            values: Images as for `unit_pixels`: floats from 0 to 1, or bytes, which are scaled to
+                that range. Arrays in the range of the training data. Shape [..., C, *axes].
+
+        Raises:
+            ValueError: If images have a type of unknown range.
         """
-        return self.standardize(unit_pixels(values))
+        if isinstance(values, np.ndarray):
+            wide = np.promote_types(values.dtype, np.float32) if values.dtype.kind == "f" else None
+            values = torch.from_numpy(values.astype(wide or values.dtype.newbyteorder("=")))
+        return self.standardize(self._in_training_range(values))
+
+    @property
+    def reads_pixels(self) -> bool:
+        """Whether the range of the training data is that of pixels, 0 to 1."""
+        return True
+
+    def _in_training_range(self, values: AnyGrid) -> AnyGrid:
+        return unit_pixels(values)
 
     def _per_channel(self, constants: tuple[float, ...], like: Tensor) -> Tensor:
         return like.new_tensor(constants).reshape(-1, *[1] * self.axes)
@@ -317,8 +582,10 @@ class ImageFormat(GridFormat):
 
     def from_pil(self, image: Image.Image) -> Pixels:
         """Convert an opened image to the model's input: upright, cropped, resized, standardized."""
-        shape = {"channels": self.channels, "height": self.height, "width": self.width}
-        return self.model_input(to_pixels(image, **shape, crop=self.box))
+        pixels = to_pixels(
+            image, channels=self.channels, height=self.height, width=self.width, crop=self.box
+        )
+        return self.model_input(pixels)
 
     def pixels(self, made: Pixels) -> Pixels:
         """Convert what a model generates, standardized as its input, to pixels from 0 to 1."""

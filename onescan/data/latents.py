@@ -6,6 +6,7 @@ test-00000.safetensors ...
 """
 
 import json
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from onescan import configs
-from onescan.checks import in_a_line
+from onescan.checks import check_positive, in_a_line
 from onescan.data.base import DataConfig, DataSet, Example, Format, LoadedBatch, Splits
 from onescan.data.sources import HUB_NAME
 from onescan.messages import named_type
@@ -55,6 +56,12 @@ class LatentFormat(Format):
     """Subtracted before scaling; the VAE's shift_factor."""
     vae: str
     """Folder or hub name of a diffusers AutoencoderKL."""
+
+    def __post_init__(self) -> None:
+        sizes = ("channels", "height", "width", "scale")
+        check_positive(**{name: getattr(self, name) for name in sizes})
+        if not math.isfinite(self.shift):
+            raise ValueError(f"shift is {self.shift}, expected a finite number")
 
     def scaled(self, latents: Images) -> Images:
         """Convert the VAE's latents to the model's input.
@@ -136,6 +143,8 @@ class LatentNotes:
     """Whether training images were also encoded flipped."""
     shards: ShardSizes | None = None
     """None until encoding has finished."""
+    notes: tuple[str, ...] = ()
+    """What was left out or converted, as in `Splits`."""
 
     def parts(self, split: Split) -> tuple[str, ...]:
         """Return the names of the tensors in a shard, except labels."""
@@ -307,7 +316,9 @@ class LatentsConfig(DataConfig):
             )
             for split in SPLITS
         )
-        return LatentSplits(train=train, test=test, class_names=notes.class_names, format=form)
+        return LatentSplits(
+            train=train, test=test, class_names=notes.class_names, format=form, notes=notes.notes
+        )
 
 
 def _open_shards(

@@ -74,7 +74,9 @@ class MovingDigitsConfig(DataConfig):
             train=train,
             test=test,
             class_names=tuple(f"{d} {way}" for d in digits.target_names for way in DIRECTIONS),
-            format=ArrayFormat(channels=1, shape=train.shape[1:], mean=mean, std=std),
+            format=ArrayFormat(
+                channels=1, shape=train.shape[1:], mean=mean, std=std, is_bytes=True
+            ),
         )
 
     def _videos(

@@ -4,19 +4,20 @@ import logging
 import os
 import re
 import socket
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from PIL import Image
-
-from onescan.data.base import HELD_OUT, SPLITS
+from onescan.data.base import HELD_OUT, SPLITS, listed
+from onescan.data.images import is_image_name
+from onescan.messages import printable
 
 Chosen = dict[str, str]  # the split in each role, "train" and "test"
 
@@ -154,27 +155,104 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     return Path(entry).is_dir() if entry.is_symlink() else entry.is_dir()
 
 
-def images_below(folder: str) -> Iterator[str]:
-    """Yield the files below a folder that have the name of an image."""
-    Image.init()  # registers all extensions
-    kinds = tuple(Image.registered_extensions())
-    return (file for file in walk(folder) if file.lower().endswith(kinds))
+@cache
+def _warn(message: str) -> None:
+    """Log a warning, once per process, because a run opens its data several times."""
+    log.warning("%s", message)
 
 
-def _split_folders(folder: str) -> dict[str, list[str]]:
-    """Treat subfolders as splits if one is named like a split, or else the folder as one."""
-    below = {entry.name: entry.path for entry in _entries(folder) if _is_folder(entry)}
-    splits = below if any(name in SPLITS for name in below) else {"train": folder}
-    return {name: [place] for name, place in splits.items() if any(images_below(place))}
+class FolderCount:
+    """Counts the files of a folder, and those that are left out, by suffix.
+
+    >>> count = FolderCount()
+    >>> [count.keeps(name, name.endswith(".png")) for name in ("a.png", "b.HEIC", "b")]
+    [True, False, False]
+    >>> count.describe("cats")
+    "2 of 3 files in 'cats' are left out: 1 .heic, 1 without a suffix"
+    """
+
+    def __init__(self) -> None:
+        self.files = 0
+        self.left_out: Counter[str] = Counter()
+
+    def keeps(self, file: str, is_used: bool) -> bool:
+        """Count a file; return `is_used`."""
+        self.files += 1
+        if not is_used:
+            stem, _, suffix = file.rpartition(os.sep)[2].rpartition(".")
+            self.left_out[f".{suffix.lower()}" if stem else "without a suffix"] += 1
+        return is_used
+
+    def describe(self, folder: str) -> str:
+        """Say how many files are left out; an empty string if none is."""
+        if not self.left_out:
+            return ""
+        kinds = listed([f"{count} {suffix}" for suffix, count in self.left_out.most_common()])
+        are = "is" if self.left_out.total() == 1 else "are"
+        files = f"{self.left_out.total():,} of {self.files:,} file{'s' * (self.files != 1)}"
+        return printable(f"{files} in {folder!r} {are} left out: {kinds}")
 
 
-def _folder_tables(path: str, folders: Mapping[str, str]) -> dict[str, Any]:
+def images_below(folder: str) -> list[str]:
+    """Return the files below a folder that have the name of an image; log what is left out."""
+    count = FolderCount()
+    images = [file for file in walk(folder) if count.keeps(file, is_image_name(file))]
+    report_left_out({folder: count})
+    return images
+
+
+def report_left_out(counts: Mapping[str, FolderCount]) -> list[str]:
+    """Log the files that are left out of each folder, and return the messages.
+
+    Of more than `MAX_LOGGED` folders, the rest are summed up.
+    """
+    notes = [note for folder, count in counts.items() if (note := count.describe(folder))]
+    if len(notes) > MAX_LOGGED:
+        rest = [count for count in counts.values() if count.left_out][MAX_LOGGED:]
+        files = sum(count.left_out.total() for count in rest)
+        notes[MAX_LOGGED:] = [f"{files:,} files in {len(rest):,} other folders are left out"]
+    for note in notes:
+        _warn(note)
+    return notes
+
+
+def _split_folders(folder: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:
+    """Treat subfolders as splits if one is named like a split, or else the folder as one.
+
+    Returns:
+        The folder of each split, and notes on what is left out.
+    """
+    entries = _entries(folder)
+    below = {entry.name: entry.path for entry in entries if _is_folder(entry)}
+    if not any(name in SPLITS for name in below):
+        return ({"train": [folder]} if _has_images(folder) else {}), ()
+    splits = {name: [place] for name, place in below.items() if _has_images(place)}
+    count = FolderCount()
+    for entry in entries:
+        if not _is_folder(entry):
+            count.keeps(entry.name, False)
+    notes = report_left_out({folder: count})
+    notes += [_without_images(place) for name, place in below.items() if name not in splits]
+    return splits, tuple(notes)
+
+
+def _has_images(folder: str) -> bool:
+    return any(is_image_name(file) for file in walk(folder))
+
+
+def _without_images(folder: str) -> str:
+    message = f"{folder!r} holds no images, and is left out"
+    _warn(message)
+    return message
+
+
+def _folder_tables(path: str, folders: Mapping[str, str], notes: list[str]) -> dict[str, Any]:
     """List the images of each role's folder as a table. Train defines the classes.
 
     The imagefolder builder of datasets is not used: it labels by the innermost folder, follows no
-    links and copies the list of files into its cache.
+    links and copies the list of files into its cache. What is left out is added to `notes`.
     """
-    images = {role: _images_by_class(path, folder) for role, folder in folders.items()}
+    images = {role: _images_by_class(path, folder, notes) for role, folder in folders.items()}
     names = sorted(images["train"])
     for role, classes in images.items():
         if new := sorted(set(classes) - set(names)):
@@ -185,11 +263,14 @@ def _folder_tables(path: str, folders: Mapping[str, str]) -> dict[str, Any]:
     return {role: _table(classes, names) for role, classes in images.items()}
 
 
-def _images_by_class(path: str, folder: str) -> dict[str, list[str]]:
+def _images_by_class(path: str, folder: str, notes: list[str]) -> dict[str, list[str]]:
     """Group the images of a split by the first folder that they are in."""
     classes: dict[str, list[str]] = defaultdict(list)
-    for file in images_below(folder):
+    counts: dict[str, FolderCount] = defaultdict(FolderCount)
+    for file in walk(folder):
         name, *below = file[len(folder) :].lstrip(os.sep).split(os.sep, maxsplit=1)
+        if not counts[name if below else ""].keeps(file, is_image_name(file)):
+            continue
         if not below:
             raise ValueError(
                 f"data.path is {path!r}, where {file} is in no class folder, expected "
@@ -203,9 +284,10 @@ def _images_by_class(path: str, folder: str) -> dict[str, list[str]]:
                 f"data.path is {path!r}, where the name of {file!r} is not UTF-8"
             ) from None
         classes[name].append(file)
+    notes += report_left_out({str(Path(folder) / name): count for name, count in counts.items()})
     for entry in _entries(folder):
         if _is_folder(entry) and entry.name not in classes:
-            log.warning("%r holds no images, and is left out", entry.path)
+            notes.append(_without_images(entry.path))
     return classes
 
 
@@ -300,6 +382,7 @@ class DatasetSource:
         name: Configuration of a hub dataset.
         files: Parquet files of each split, or the folder of its class folders; None for a hub.
         splits: Names of the splits.
+        notes: What was left out when the data was found.
     """
 
     path: str
@@ -307,6 +390,7 @@ class DatasetSource:
     name: str | None = None
     files: dict[str, list[str]] | None = None
     splits: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def choose(self, train: str, test: str | None) -> Chosen:
         """Return the splits to train on and, if there is one, to evaluate on.
@@ -335,8 +419,12 @@ class DatasetSource:
             return ""
         return f"; its subfolders are taken as splits, because one is called {named[0]!r}"
 
-    def open(self, chosen: Chosen, *, streaming: bool) -> dict[str, Any]:
+    def open(
+        self, chosen: Chosen, *, streaming: bool, notes: list[str] | None = None
+    ) -> dict[str, Any]:
         """Open splits as datasets or iterable datasets of the datasets library, by role.
+
+        What is left out is added to `notes`.
 
         Raises:
             ValueError: If a split is empty or cannot be read; names the damaged file.
@@ -344,7 +432,7 @@ class DatasetSource:
         datasets = import_datasets()
         if self.files and self.builder == "imagefolder":
             folders = {role: self.files[split][0] for role, split in chosen.items()}
-            return _folder_tables(self.path, folders)
+            return _folder_tables(self.path, folders, [] if notes is None else notes)
         files = {role: self.files[split] for role, split in chosen.items()} if self.files else {}
         if files:
             _check_parquet(self.path, {split: files[role] for role, split in chosen.items()})
@@ -405,18 +493,22 @@ def find_source(path: str, name: str | None) -> DatasetSource:
         return _find_on_hub(path, name)
     if name is not None:
         raise ValueError(f"data.name is {name!r}, expected none: data.path {path!r} is on disk")
-    builder = "parquet"
+    builder, notes = "parquet", tuple[str, ...]()
     if place.is_file() and place.suffix == ".parquet":
         files = {"train": [str(place)]}
     elif not place.is_dir():
         raise ValueError(f"data.path is {path!r}, expected a folder or a parquet file")
     elif found := [Path(file) for file in walk(str(place)) if file.endswith(".parquet")]:
         files = parquet_splits(place, sorted(found))
+        count = FolderCount()
+        for file in walk(str(place)):
+            count.keeps(file, file.endswith(".parquet"))
+        notes = tuple(report_left_out({path: count}))
     else:
-        builder, files = "imagefolder", _split_folders(str(place.absolute()))
+        builder, (files, notes) = "imagefolder", _split_folders(str(place.absolute()))
     if not files:
         raise ValueError(f"data.path is {path!r}, a folder without images or parquet files")
-    return DatasetSource(path=path, builder=builder, files=files, splits=tuple(files))
+    return DatasetSource(path=path, builder=builder, files=files, splits=tuple(files), notes=notes)
 
 
 def _find_on_hub(path: str, name: str | None) -> DatasetSource:

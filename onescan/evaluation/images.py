@@ -17,15 +17,22 @@ import numpy as np
 import torch
 from einops import rearrange
 from numpy.typing import NDArray
-from PIL import Image
 
 from onescan import configs, zoo
 from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.checks import in_a_line
 from onescan.data import DataConfig, DataSet, Example, ImageDataset, ImageFormat, derive_seed
 from onescan.data.image_dataset import find_classes, image_table
-from onescan.data.images import ImageReader, Pixels, open_image, to_bytes, unit_pixels
-from onescan.data.sources import find_source, walk
+from onescan.data.images import (
+    Box,
+    ImageReader,
+    Pixels,
+    is_image_name,
+    read_header,
+    to_bytes,
+    unit_pixels,
+)
+from onescan.data.sources import find_source, images_below, walk
 from onescan.evaluation.config import SamplesConfig, short_name
 from onescan.evaluation.features import FeatureExtractor, file_key
 from onescan.shapes import Images, Labels
@@ -109,7 +116,7 @@ class FolderSource(Source):
     """
 
     def __init__(self, folder: Path, size: tuple[int, int] | None = None) -> None:
-        self.files = [Path(file) for file in walk(str(folder)) if is_image(file)]
+        self.files = [Path(file) for file in images_below(str(folder))]
         if not self.files:
             raise ValueError(f"{folder} contains no images")
         self.name, self.cache_key = str(folder), cache_key(files_state(folder), size)
@@ -124,12 +131,20 @@ class FolderSource(Source):
             return torch.stack(list(readers.map(self._read, self.files[start:stop]))), None
 
     def _read(self, file: Path) -> Pixels:
-        if not self.is_resized and (size := _size_of(file)) != self.size:
-            raise ValueError(f"{file} has size {size}, but {self.files[0]} has {self.size}")
+        size = self.size
+
+        def crop(width: int, height: int) -> Box:
+            nonlocal size
+            size = height, width
+            return self.format.box(width, height)
+
         try:
-            return unit_pixels(self.format.decode(file))
+            pixels = unit_pixels(self.format.decode(file, crop))
         except ValueError as error:
             raise ValueError(f"{file} {error}") from error
+        if not self.is_resized and size != self.size:
+            raise ValueError(f"{file} has size {size}, but {self.files[0]} has {self.size}")
+        return pixels
 
 
 class NpzSource(Source):
@@ -284,7 +299,7 @@ def open_dataset(path: str, size: tuple[int, int]) -> Source:
         ValueError: If the data does not exist or cannot be read.
     """
     folder = Path(path)
-    if folder.is_dir() and any(is_image(str(f)) for f in folder.iterdir() if f.is_file()):
+    if folder.is_dir() and any(is_image_name(f.name) for f in folder.iterdir() if f.is_file()):
         return FolderSource(folder, size)
     source = find_source(path, None)
     split = "train" if "train" in source.splits else source.splits[0]
@@ -346,11 +361,6 @@ def pixel_format(size: tuple[int, int]) -> ImageFormat:
     )
 
 
-def is_image(file: str) -> bool:
-    """Return whether the suffix of a file is that of an image."""
-    return file.lower().endswith(tuple(Image.registered_extensions()))
-
-
 def files_state(path: Path) -> list[Any]:
     """Return path, size and time of change of a file, or of all files in a folder."""
     files = [Path(file) for file in walk(str(path))] if path.is_dir() else [path]
@@ -374,11 +384,12 @@ def _class_names(pipeline: "DenoiserPipeline") -> tuple[str, ...]:
 
 
 def _size_of(file: Path) -> tuple[int, int]:
+    """Return height and width of the upright image."""
     try:
-        with open_image(file) as image:
-            return image.height, image.width
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read as an image: {in_a_line(error)}") from error
+        header = read_header(file)
+    except ValueError as error:
+        raise ValueError(f"{file} {error}") from error
+    return header.height, header.width
 
 
 def _open_array(file: Path) -> tuple[zipfile.ZipExtFile, tuple[int, int, int, int]]:

@@ -16,12 +16,11 @@ from onescan.data import (
     Example,
     ImageDataset,
     ImageDatasetConfig,
-    ImageSplits,
     TextTableConfig,
 )
-from onescan.data.base import HeldOutError
+from onescan.data.base import HeldOutError, listed
 from onescan.data.glue import GlueSet
-from onescan.data.images import Pixels, open_image, unit_pixels
+from onescan.data.images import Pixels, read_header, unit_pixels
 from onescan.data.text.tokenizer import BYTES
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
@@ -203,8 +202,9 @@ def _infer_images(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     channels: int = run.data.channels  # type: ignore[attr-defined]
     shape: tuple[int, ...] = run.data.image_size  # type: ignore[attr-defined]
     if "data.mean" not in given or "data.std" not in given:
-        neutral = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
-        mean, std = _statistics(configs.replace(run.data, neutral).build())
+        neutral: Any = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
+        data = configs.replace(run.data, neutral)
+        mean, std = _statistics(dataclasses.replace(train, reader=data.reader()))  # type: ignore[attr-defined]
         run = _changed(run, {"data.mean": mean, "data.std": std}, given)
     if isinstance(run.task, ImageClassificationConfig):
         brightness = round(sum(run.data.mean) / channels, 2)  # type: ignore[attr-defined]
@@ -235,10 +235,7 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     train: Any = splits.train
     counts = train.labels[train.places].bincount(minlength=len(splits.class_names))
     if empty := [name for name, count in zip(splits.class_names, counts, strict=True) if not count]:
-        lines.append(
-            f"warning: no training examples of class {', '.join(empty[:MAX_SHOWN])}"
-            f"{', ...' if len(empty) > MAX_SHOWN else ''}; labels count from 0"
-        )
+        lines.append(f"warning: no training examples of class {listed(empty)}; labels count from 0")
     return run, lines
 
 
@@ -371,19 +368,22 @@ def _holds_arrays(path: str) -> bool:
 
 
 def _survey(train: ImageDataset) -> tuple[list[tuple[int, int]], int]:
-    """Return height and width of a sample of images, and 1 channel if all are grayscale, or 3."""
+    """Return height and width of a sample of images, and 1 channel if all are grayscale, or 3.
+
+    Sizes are those of the upright images.
+    """
     sizes, is_gray = [], True
     for encoded in train.encoded(_sample(len(train))):
         try:
-            with open_image(encoded.open()) as image:
-                sizes.append((image.height, image.width))
-                is_gray = is_gray and image.mode[0] in "1LFI"
+            header = read_header(encoded.open())
         except (OSError, ValueError) as error:
             if train.reader.on_error == "raise":
                 raise ValueError(
-                    f"{encoded.name} cannot be read as an image: {error} (--data.on-error skip "
-                    "skips such images)"
+                    f"{encoded.name} {error} (--data.on-error skip skips such images)"
                 ) from error
+            continue
+        sizes.append((header.height, header.width))
+        is_gray = is_gray and header.is_gray
     if not sizes:
         raise ValueError(f"none of {len(_sample(len(train)))} images can be read")
     return sizes, 1 if is_gray else 3
@@ -407,11 +407,11 @@ def _fit(sizes: list[tuple[int, int]], longest: int, patch: tuple[int, ...]) -> 
     return first, second
 
 
-def _statistics(splits: ImageSplits) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _statistics(train: ImageDataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel over a sample of training images."""
-    places = _sample(len(splits.train))
+    places = _sample(len(train))
     groups = [places[at : at + 32] for at in range(0, len(places), 32)]
-    batches = (splits.train.read([Example(i) for i in group]).batch[0] for group in groups)
+    batches = (train.read([Example(i) for i in group]).batch[0] for group in groups)
     values: Pixels = torch.cat([unit_pixels(batch) for batch in batches])
     per_channel = values.transpose(0, 1).flatten(1).double()
     mean, std = per_channel.mean(dim=1), per_channel.std(dim=1, correction=0)

@@ -128,7 +128,7 @@ def as_pictures(values: Grids) -> Pictures:
 
 def _line_drawing(signal: Float[Tensor, "channels samples"]) -> Float[Tensor, "1 height width"]:
     """Draw the channels of a signal as dark lines; each column spans neighboring samples."""
-    samples = F.interpolate(signal[None].float(), SIGNAL_SIZE[1] + 1, mode="linear")[0]
+    samples = F.interpolate(signal[None].double(), SIGNAL_SIZE[1] + 1, mode="linear")[0]
     low, high = samples.min(), samples.max()
     rows = (high - samples) / (high - low).clamp(min=1e-12) * (SIGNAL_SIZE[0] - 1)
     top, bottom = torch.minimum(rows[:, :-1], rows[:, 1:]), torch.maximum(rows[:, :-1], rows[:, 1:])

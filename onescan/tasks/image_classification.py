@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from onescan.data import (
     derive_seed,
     read_image,
 )
-from onescan.data.images import unit_pixels
+from onescan.data.images import check_unit_range, unit_pixels
 from onescan.data.share import Share
 from onescan.shapes import Logits
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
@@ -93,6 +94,7 @@ class ImageClassification(Task):
         self.test_batch_size = config.evaluation_batch_size
         self.repeats = config.augment_repeats
         self.reads_share = False
+        self.is_wide = isinstance(data.train, ArrayDataset) and data.train.dtype == np.float64
         self.augmentation = config.augment and config.augment.build()
         self.mixing = config.mix and config.mix.build()
         self.distillation = (
@@ -112,6 +114,13 @@ class ImageClassification(Task):
     def prepare_training(self, device: torch.device) -> None:
         if self.distillation is not None:
             self.distillation.load(device)
+
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        """Move a batch to the device; float64 is standardized before, and moved as float32."""
+        images, *others = batch
+        if self.is_wide and images.dtype == torch.float64:
+            images = self.format.model_input(images)
+        return super().to_device((images, *others), device)
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         images, labels = unit_pixels(batch[0]), batch[1]
@@ -168,10 +177,10 @@ class ImageClassification(Task):
         return logits, distilled
 
     def _model_input(self, images: Tensor) -> Tensor:
-        """Standardize this rank's shard of images."""
-        return self.format.model_input(
-            images if self.reads_share else self.share.cut(images, axis=2)
-        )
+        """Standardize this rank's shard of images, unless `to_device` has standardized them."""
+        own = images if self.reads_share else self.share.cut(images, axis=2)
+        is_standardized = self.is_wide and own.dtype != torch.float64
+        return own if is_standardized else self.format.model_input(own)
 
     def _checked(self, scores: Tensor, images: Tensor) -> Logits:
         if scores.shape != (len(images), len(self.class_names)):
@@ -218,13 +227,17 @@ def classify_arrays(
         format: Format that the model was trained on, as `load` returns it.
 
     Raises:
-        ValueError: If a value is not finite, or the model is not a classifier.
+        ValueError: If a value is not finite, or the model is not a classifier; or if it was trained
+            on bytes, and the examples are not in the range of pixels.
     """
     _check_classifier(model)
     device = next(model.parameters()).device
     for first in range(0, len(data), ROWS):
         rows = [Example(row) for row in range(first, min(first + ROWS, len(data)))]
-        values = format.model_input(data.read(rows).batch[0].to(device))
+        stored = data.read(rows).batch[0]
+        if format.reads_pixels:
+            check_unit_range(unit_pixels(stored))
+        values = format.model_input(stored).float().to(device)
         yield from model(values).softmax(dim=1).cpu()
 
 

@@ -56,7 +56,7 @@ IRRELEVANT = (
     *("mean", "std", "train_crop", "on_error", "class_names"),
     *("streaming", "train_examples", "shuffle_block"),
 )
-IRRELEVANT_NOTES = ("onescan", "shards")
+IRRELEVANT_NOTES = ("onescan", "shards", "notes")
 MAX_DIFFERENCES = 3  # in an error message
 
 
@@ -123,6 +123,7 @@ def encode(
         for split in SPLITS
     }
     vae = load_vae(config.vae)
+    noted = list(splits.notes)
     notes = LatentNotes(
         onescan=__version__,
         format=_latent_format(vae, config.vae, splits.format),
@@ -148,7 +149,9 @@ def encode(
             shards[split] = work.sizes(range(work.shards))
             if not sum(shards[split]):
                 raise ValueError(f"none of the images of {split} can be read")
-        write_json(out / NOTES, contents | {"shards": shards})
+            if unreadable := len(images) - sum(shards[split]):
+                noted.append(f"{unreadable:,} of {len(images):,} images of {split} cannot be read")
+        write_json(out / NOTES, contents | {"shards": shards, "notes": noted})
     return read_notes(out)
 
 

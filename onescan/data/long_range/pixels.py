@@ -99,6 +99,7 @@ class PixelImageConfig(DataConfig):
             train=PixelSequences(splits.train),
             test=PixelSequences(splits.test),
             class_names=splits.class_names,
+            notes=splits.notes,
             format=PixelFormat(height=self.image_size[0], width=self.image_size[1]),
         )
 

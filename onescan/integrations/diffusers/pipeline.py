@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from onescan.checks import check_choice
 from onescan.configs import from_dict, to_dict
+from onescan.data.images import check_constants
 from onescan.integrations import REMOTE_MODULE, write_remote_module
 from onescan.integrations.card import write_model_card
 from onescan.integrations.diffusers.sampling import (
@@ -218,6 +219,9 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
             )
         if vae is not None and pixels is not None:
             raise ValueError("vae and pixels are given, expected one of them")
+        if pixels is not None:
+            constants = {f"pixels.{name}": tuple(pixels[name]) for name in ("mean", "std")}
+            check_constants(len(pixels["mean"]), **constants)
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
         self.register_to_config(
             noise=to_dict(trained),

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from transformers import BaseImageProcessor, BatchFeature
-from transformers.image_transforms import to_pil_image
-from transformers.image_utils import make_flat_list_of_images
+from transformers.image_transforms import to_channel_dimension_format
+from transformers.image_utils import ChannelDimension, make_flat_list_of_images
 
-from onescan.data.images import ImageFormat
+from onescan.data.images import ImageFormat, check_unit_range, to_bytes, unit_pixels
 
 
 class OnescanImageProcessor(BaseImageProcessor):
@@ -87,13 +89,32 @@ class OnescanImageProcessor(BaseImageProcessor):
 
         Args:
             images: PIL images, or arrays or tensors [channels, height, width] or [height, width,
-                channels] with values from 0 to 255, or floats from 0 to 1.
+                channels]. The type determines the range: uint8 (0 to 255), uint16 (0 to 65535),
+                bool, or floats from 0 to 1.
             return_tensors: "pt" for tensors, "np" for arrays.
 
         Returns:
             ``pixel_values`` of shape [B, channels, height, width].
+
+        Raises:
+            ValueError: If an array has another type, or floats outside 0 to 1.
         """
         image_format = self.to_onescan()
         flat: Any = make_flat_list_of_images(images)
-        pixels = [image_format.from_pil(to_pil_image(image)) for image in flat]
+        pixels = [image_format.from_pil(_as_pil(image)) for image in flat]
         return BatchFeature({"pixel_values": torch.stack(pixels)}, tensor_type=return_tensors)
+
+
+def _as_pil(image: Any) -> Image.Image:
+    """Convert an array or tensor to an image of 8 bits, or of 16 bits if it is gray and has 16."""
+    if isinstance(image, Image.Image):
+        return image
+    if not isinstance(image, torch.Tensor):
+        values = np.asarray(image)
+        image = torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
+    pixels = unit_pixels(image.detach().cpu())
+    check_unit_range(pixels)
+    is_deep_gray = image.dtype == torch.uint16 and 1 in (image.shape[0], image.shape[-1])
+    stored = image.cpu() if is_deep_gray else to_bytes(pixels)
+    last: Any = to_channel_dimension_format(stored.numpy(), ChannelDimension.LAST)
+    return Image.fromarray(last.squeeze(-1) if last.shape[-1] == 1 else last)
