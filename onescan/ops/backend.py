@@ -41,6 +41,10 @@ VALIDATED_GPUS: frozenset[str] = frozenset()
 # torch.compile cannot trace reading a file.
 CHECKED_KERNELS = read_record()
 
+# Kernels that were launched, by what they depend on, with their constants. Triton would find them
+# too, but takes longer.
+_compiled: dict[Any, tuple[Any, list[Any]]] = {}
+
 _preferred = "auto"
 
 
@@ -201,7 +205,8 @@ def as_multiplied(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype is torch.bfloat16:
         return x.to(dtype)
     if dtype is torch.float16:  # as onescan.kernels.common.nearest_tf32
-        return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+        nearest = ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+        return torch.where(x == x, nearest, x)
     return x
 
 
@@ -256,16 +261,29 @@ def launch(
             its HAS_ flag to False, and another tensor is passed in its place, which is not read.
         flags: Constants that neither the case nor the arguments determine.
     """
-    for name, x in zip(kernel.arguments, arguments, strict=True):
-        if (flag := f"HAS_{name.upper()}") in kernel.constants:
-            flags[flag] = x is not None
-    constants, options = kernel.compile_time(case, flags)
     first = next(x for x in arguments if isinstance(x, Tensor))
-    filled = (first if x is None else x for x in arguments)
-    with _on_device(first):
-        kernel.code[grid](*filled, **{**flags, **constants}, **options)
+    filled = [first if x is None else x for x in arguments]
+    key = kernel, case, first.device, tuple(map(_kind, arguments)), tuple(flags.items())
+    with _on_device(first.device):
+        if (found := _compiled.get(key)) is not None:
+            compiled, constants = found
+            compiled[(*grid, 1, 1)[:3]](*filled, *constants)
+            return
+        settings = kernel.settings(case, tuple(x is not None for x in arguments), flags)
+        compiled = kernel.code[grid](*filled, **settings)
+        if compiled is not None:  # as for interpreted kernels
+            _compiled[key] = compiled, [settings[name] for name in kernel.constants]
 
 
-def _on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Make a tensor's device the current one, on which Triton launches."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+def _kind(argument: Any) -> Any:
+    """Return what a compiled kernel depends on: a dtype and alignment, or the size of an int."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return argument is not None and -(2**31) <= argument < 2**31
+
+
+def _on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one, on which Triton launches."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
