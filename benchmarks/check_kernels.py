@@ -31,8 +31,11 @@ from onescan.kernels.common import Build, builds
 # chip -> compiler target, shared memory limit of a program in KiB, matrix instructions
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163, ("mma.sync",)),
+    "sm_86": (GPUTarget("cuda", 86, 32), 99, ("mma.sync",)),
+    "sm_89": (GPUTarget("cuda", 89, 32), 99, ("mma.sync",)),
     "sm_90": (GPUTarget("cuda", 90, 32), 227, ("wgmma", "mma.sync")),
     "sm_100": (GPUTarget("cuda", 100, 32), 227, ("tcgen05.mma", "mma.sync")),
+    "sm_120": (GPUTarget("cuda", 120, 32), 99, ("mma.sync",)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64, ("mfma",)),
 }
 DATA = ("bf16", "fp16", "fp32")
