@@ -2,8 +2,8 @@
 
 Values, states and gradients of each call are compared with the reference of its op, for single
 tokens, odd lengths and several widths of heads, with and without masks, states and packed
-sequences. A call passes if no error is larger than the tolerance of its dtype, as a fraction of the largest
-value of the tensor.
+sequences. A call passes if no error is larger than the tolerance of its dtype, as a fraction of the
+largest value of the tensor.
 """
 
 from collections.abc import Callable, Sequence

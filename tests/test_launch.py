@@ -28,7 +28,7 @@ def round_kernel(x, y, N: tl.constexpr):  # noqa: N803
 
 def test_rounding_to_tf32_keeps_nan_and_infinity():
     # 0x7fffffff is the NaN that NVIDIA's GPUs compute; 0x7f7fffff is the largest number
-    bits = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001, 0x7F800000, 0x3F801001, 0x3F800FFF, 0x7F7FFFFF]
+    bits = [0x7FFFFFFF, -1, 0x7FC00000, -0x400000, 0x7F800000, 0x3F801001, 0x3F800FFF, 0x7F7FFFFF]
     x = torch.tensor(bits, dtype=torch.int32, device=DEVICE).view(torch.float32)
     nan, inf = torch.nan, torch.inf
     expected = torch.tensor([nan] * 4 + [inf, 1 + 2**-10, 1, inf], device=DEVICE)

@@ -301,10 +301,12 @@ def width_at_once(values: int, data: str) -> int:
 def nearest_tf32(x):
     """Round to tf32, because matrix units would truncate.
 
-    NaN is kept, because adding to the bits of a GPU's NaN, 0x7fffffff, would give -0.
+    The magnitude is limited first, because adding to the bits of a GPU's NaN, 0x7fffffff, would
+    give -0. A comparison of x with itself would need more registers.
     """
-    bits = x.to(tl.int32, bitcast=True) + 0x1000
-    return tl.where(x == x, (bits & -0x2000).to(tl.float32, bitcast=True), x)
+    bits = x.to(tl.int32, bitcast=True)
+    nearest = (tl.minimum(bits & 0x7FFFFFFF, 0x7FFFEFFF) + 0x1000) & -0x2000
+    return (nearest | (bits & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @jit
