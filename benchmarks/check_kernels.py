@@ -26,17 +26,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from onescan.kernels import FILES
+from onescan.kernels.chips import shared_memory_kib
 from onescan.kernels.common import Build, builds
 
-# chip -> compiler target, shared memory limit of a program in KiB, matrix instructions
+# chip -> compiler target, matrix instructions
 TARGETS = {
-    "sm_80": (GPUTarget("cuda", 80, 32), 163, ("mma.sync",)),
-    "sm_86": (GPUTarget("cuda", 86, 32), 99, ("mma.sync",)),
-    "sm_89": (GPUTarget("cuda", 89, 32), 99, ("mma.sync",)),
-    "sm_90": (GPUTarget("cuda", 90, 32), 227, ("wgmma", "mma.sync")),
-    "sm_100": (GPUTarget("cuda", 100, 32), 227, ("tcgen05.mma", "mma.sync")),
-    "sm_120": (GPUTarget("cuda", 120, 32), 99, ("mma.sync",)),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), 64, ("mfma",)),
+    "sm_80": (GPUTarget("cuda", 80, 32), ("mma.sync",)),
+    "sm_86": (GPUTarget("cuda", 86, 32), ("mma.sync",)),
+    "sm_89": (GPUTarget("cuda", 89, 32), ("mma.sync",)),
+    "sm_90": (GPUTarget("cuda", 90, 32), ("wgmma", "mma.sync")),
+    "sm_100": (GPUTarget("cuda", 100, 32), ("tcgen05.mma", "mma.sync")),
+    "sm_120": (GPUTarget("cuda", 120, 32), ("mma.sync",)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), ("mfma",)),
 }
 DATA = ("bf16", "fp16", "fp32")
 
@@ -115,7 +116,7 @@ def builds_of(file: str, data: str, chip: str) -> list[Build]:
 
 
 def problem(found: Compiled, chip: str) -> str:
-    limit = TARGETS[chip][1]
+    limit = shared_memory_kib(chip)
     if found.spills:
         return "SPILLS"
     return f"MORE THAN {limit} KiB OF SHARED MEMORY" if found.shared_kib > limit else ""

@@ -5,6 +5,7 @@ because lengths change from call to call, and tuning would delay the first call 
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -15,8 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onescan.checks import check_choice
-from onescan.kernels.chips import WIDEST_HEAD
-from onescan.ops.kernel_record import read_record
+from onescan.kernels.chips import WIDEST_HEAD, shared_memory_kib
 
 if TYPE_CHECKING:
     from onescan.kernels.common import Case, Kernel
@@ -33,13 +33,10 @@ KERNEL_OPS = (
     "delta_rule",
 )
 
-# GPUs, by torch.cuda.get_device_name, on which `make gpu` has passed. On others "auto" means torch,
-# because compilers have miscompiled correct kernels on individual chips before.
-VALIDATED_GPUS: frozenset[str] = frozenset()
-
-# Pairs (GPU, op) that passed `onescan check-gpu` on this machine. Read on import, because
-# torch.compile cannot trace reading a file.
-CHECKED_KERNELS = read_record()
+# GPUs, by torch.cuda.get_device_name, on which `make gpu` has passed. Without any, "auto" means
+# torch, because compilers have miscompiled correct kernels before.
+VALIDATED_GPUS: tuple[str, ...] = ()
+CAPABILITY = (8, 0)  # of the oldest NVIDIA GPUs on which "auto" uses kernels
 
 # Kernels that were launched, by what they depend on, with their constants. Triton would find them
 # too, but takes longer.
@@ -52,8 +49,8 @@ _preferred = "auto"
 def use_backend(backend: Backend) -> Iterator[None]:
     """Set what "auto" means inside a `with` block, in all ops and therefore in whole models.
 
-    With "triton", every call that kernels support uses them, even on a GPU on which they were not
-    checked (`onescan check-gpu`); all other calls run in torch. The setting applies to the whole
+    With "triton", every call that kernels support uses them, on any GPU; all other calls run in
+    torch. The setting applies to the whole
     process, not to one thread. With activation checkpointing, the backward pass must run inside the
     context too.
 
@@ -82,7 +79,6 @@ def resolved_backend(
     backend: str,
     has_kernel: bool,
     *tensors: Tensor | None,
-    op: str,
     widest: int | None = WIDEST_HEAD,
 ) -> str:
     """Return the backend of a call, "torch" or "triton".
@@ -91,7 +87,6 @@ def resolved_backend(
         backend: The requested backend.
         has_kernel: Whether the form in question has a kernel.
         tensors: Inputs of the call.
-        op: One of `KERNEL_OPS`, to which the kernel belongs if there is one.
         widest: Maximum size of their last axis; None for no limit.
 
     Raises:
@@ -105,7 +100,7 @@ def resolved_backend(
         return backend
     if backend == "torch" or _preferred == "torch" or not has_kernel:
         return "torch"
-    if _preferred == "auto" and not _is_validated(op, tensors):
+    if _preferred == "auto" and not _uses_kernels(tensors):
         return "torch"
     return "torch" if why_no_kernel(*tensors, widest=widest) else "triton"
 
@@ -155,26 +150,47 @@ def _is_transformed(tensors: list[Tensor]) -> bool:
     )
 
 
-def validated_ops(device: torch.device) -> tuple[str, ...]:
-    """Return which of `KERNEL_OPS` the backend "auto" runs as kernels on a device."""
+def default_kernels(device: torch.device) -> tuple[str, ...]:
+    """Return which of `KERNEL_OPS` the backend "auto" runs as kernels on a device: all or none."""
+    return () if not VALIDATED_GPUS or why_not_by_default(device) else KERNEL_OPS
+
+
+def why_not_by_default(device: torch.device) -> str | None:
+    """Return why "auto" uses no kernels on a device even if they are validated; None if it does."""
     if device.type != "cuda":
-        return ()
-    gpu = torch.cuda.get_device_properties(device).name
-    return tuple(op for op in KERNEL_OPS if is_validated(op, gpu))
+        return f"the device is {device.type}, expected an NVIDIA GPU"
+    gpu = torch.cuda.get_device_properties(device)  # torch.compile can trace this
+    if torch.version.hip:
+        return f"{gpu.name} is not an NVIDIA GPU"
+    if (gpu.major, gpu.minor) < CAPABILITY:
+        needed = ".".join(map(str, CAPABILITY))
+        return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, expected {needed}"
+    kib = getattr(gpu, "shared_memory_per_block_optin", 0) // 1024  # unknown to older torch
+    needed_kib = shared_memory_kib(chip_of(device))
+    if 0 < kib < needed_kib:
+        return f"{gpu.name} has {kib} KiB of shared memory per block, expected {needed_kib}"
+    return None
 
 
-def is_validated(op: str, gpu: str) -> bool:
-    """Return whether the kernels of an op were checked on a GPU, by the project or by the user."""
-    return gpu in VALIDATED_GPUS or (gpu, op) in CHECKED_KERNELS
+_warned: set[str] = set()
 
 
-def _is_validated(op: str, tensors: tuple[Tensor | None, ...]) -> bool:
-    devices = {x.device for x in tensors if x is not None}
-    # properties rather than get_device_name, which torch.compile cannot trace
-    return all(
-        x.type == "cuda" and is_validated(op, torch.cuda.get_device_properties(x).name)
-        for x in devices
-    )
+def _uses_kernels(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Return whether "auto" may use kernels; warn once for a GPU on which it may not."""
+    if not VALIDATED_GPUS:
+        return False
+    for device in {x.device for x in tensors if x is not None}:
+        if reason := why_not_by_default(device):
+            is_gpu = device.type == "cuda"
+            if is_gpu and not torch.compiler.is_compiling() and reason not in _warned:
+                _warned.add(reason)
+                warnings.warn(
+                    f"ops run in plain PyTorch: {reason}; use_backend('triton') runs them as "
+                    "kernels all the same",
+                    stacklevel=2,
+                )
+            return False
+    return True
 
 
 def data_type(*tensors: Tensor) -> torch.dtype:
