@@ -5,7 +5,7 @@ python benchmarks/check_kernels.py --targets sm_90         one GPU
 python benchmarks/check_kernels.py --kernels one_scan      one file of onescan/kernels
 
 Registers are per thread and shared memory is per program, in KiB. "matrix" is the instruction that
-multiplies matrices. The script fails if a kernel spills registers or exceeds a GPU's shared memory.
+multiplies matrices. The script fails if a kernel spills more than 80 bytes per thread or exceeds a GPU's shared memory.
 It needs Triton, but neither a GPU nor torch.
 """
 
@@ -40,6 +40,7 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), ("mfma",)),
 }
 DATA = ("bf16", "fp16", "fp32")
+SPILLED = 80  # bytes per thread that a kernel may spill; a few cost little
 
 
 class Job(NamedTuple):
@@ -117,14 +118,14 @@ def builds_of(file: str, data: str, chip: str) -> list[Build]:
 
 def problem(found: Compiled, chip: str) -> str:
     limit = shared_memory_kib(chip)
-    if found.spills:
+    if found.spills > SPILLED:
         return "SPILLS"
     return f"MORE THAN {limit} KiB OF SHARED MEMORY" if found.shared_kib > limit else ""
 
 
 def compile_job(job: Job) -> Compiled:
     build, chip = job.build, job.chip
-    target, _, units = TARGETS[chip]
+    target, units = TARGETS[chip]
     try:
         binary = triton.compile(source_of(build), target=target, options=build.options)
     except Exception as error:  # continue with the other builds
