@@ -5,8 +5,8 @@ python benchmarks/check_kernels.py --targets sm_90         one GPU
 python benchmarks/check_kernels.py --kernels one_scan      one file of onescan/kernels
 
 Registers are per thread and shared memory is per program, in KiB. "matrix" is the instruction that
-multiplies matrices. The script fails if a kernel spills more than 80 bytes per thread or exceeds a GPU's shared memory.
-It needs Triton, but neither a GPU nor torch.
+multiplies matrices. The script fails if a kernel spills more than 80 bytes per thread or exceeds a
+GPU's shared memory. It needs Triton, but neither a GPU nor torch.
 """
 
 import argparse
