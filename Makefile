@@ -42,11 +42,11 @@ compile: $(INSTALLED)  ## run the tests of torch.compile, without shape checks
 
 # An environment that has onescan's dependencies, torch and pytest is used as it is: a machine with a
 # GPU may have no network, and its own torch. It fails without a GPU, because skipped tests would look
-# like a pass. GPU_TESTS=all adds tests of random shapes and of torch.compile.
+# like a pass. GPU_TESTS=all adds other widths of heads and all tests.
 HAS_ALL := import onescan, pytest, torch, triton
 GPU_PYTHON := $(shell $(PYTHON) -c '$(HAS_ALL)' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python)
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))  ## check every kernel on a GPU
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py correctness $(if $(filter all,$(GPU_TESTS)),--all-tests)
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py $(if $(filter all,$(GPU_TESTS)),correctness --everything,quick)
 
 check-kernels: $(KERNELS)/.installed  ## compile every kernel for seven GPUs, without one
 	PYTHONPATH=. $(KERNELS)/bin/python benchmarks/check_kernels.py

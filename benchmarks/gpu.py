@@ -1,7 +1,8 @@
 """Check onescan's kernels on a GPU, time them beside their peers, and write a report.
 
 python benchmarks/gpu.py                             correctness and speed, about 10 minutes
-python benchmarks/gpu.py correctness                 what `make gpu` runs, about 5 minutes
+python benchmarks/gpu.py quick                       what `make gpu` runs
+python benchmarks/gpu.py correctness --everything    what `GPU_TESTS=all make gpu` runs
 python benchmarks/gpu.py speed --limit 330           in at most 330 seconds
 python benchmarks/gpu.py check edges                 some stages
 python benchmarks/gpu.py memcheck                    invalid addresses, with compute-sanitizer
@@ -25,7 +26,10 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from gpu_session import Session
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,10 +54,11 @@ STAGES = {
     "memcheck": Stage(120, "invalid addresses"),
 }
 GROUPS = {
+    "quick": ("environment", "check", "edges"),
     "correctness": ("environment", "check", "edges", "tests"),
     "speed": ("environment", "compile", "ops", "models", "decode", "fla"),
 }
-ALL_TESTS_S = 1500.0
+EVERYTHING_S = 1500.0  # for each stage
 WORKERS = min(12, os.cpu_count() or 1)  # processes of pytest
 LEAST_S = 5.0  # for a stage to start
 
@@ -63,11 +68,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [*GROUPS, *STAGES]
-    parser.add_argument("stages", nargs="*", default=list(GROUPS), metavar="STAGE",
+    parser.add_argument("stages", nargs="*", default=["correctness", "speed"], metavar="STAGE",
                         help=f"any of {', '.join(names)}")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("bench/gpu"), help="folder of the results")
     parser.add_argument("--limit", type=float, help="seconds that all stages may take together")
-    parser.add_argument("--all-tests", action="store_true", help="also tests of random shapes")
+    parser.add_argument("--everything", action="store_true", help="all widths, and all tests")
     parser.add_argument("--dry-run", action="store_true", help="try the script out on a CPU")
     parser.add_argument("--run-one", choices=STAGES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -97,20 +102,27 @@ def obstacle(dry: bool) -> str:
     return "" if torch.cuda.is_available() else "torch finds no GPU that it can use"
 
 
+def session_of(options: argparse.Namespace) -> "Session":
+    """Return the session that the options describe."""
+    from gpu_session import Session
+
+    return Session(options.out, dry=options.dry_run, everything=options.everything)
+
+
 def run_stages(options: argparse.Namespace) -> int:
     """Run stages one after another, write the report, and return the exit code."""
     from gpu_report import problems, write_report
-    from gpu_session import RESULTS, Session
+    from gpu_session import RESULTS
 
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
     (out / RESULTS).unlink(missing_ok=True)
-    session, begin = Session(out, options.dry_run), time.monotonic()
+    session, begin = session_of(options), time.monotonic()
     names = [each for name in options.stages for each in GROUPS.get(name, (name,))]
     for name in dict.fromkeys(names):
         seconds = STAGES[name].seconds
-        if name == "tests" and options.all_tests:
-            seconds = ALL_TESTS_S
+        if options.everything:
+            seconds = EVERYTHING_S
         if options.limit is not None:
             seconds = min(seconds, options.limit - (time.monotonic() - begin))
         if seconds < LEAST_S:
@@ -128,7 +140,7 @@ def run_stages(options: argparse.Namespace) -> int:
 
 def run_process(name: str, seconds: float, options: argparse.Namespace) -> str:
     """Run a stage in a process of its own; return how it ended."""
-    flags = [*["--dry-run"] * options.dry_run, *["--all-tests"] * options.all_tests]
+    flags = [*["--dry-run"] * options.dry_run, *["--everything"] * options.everything]
     command = [sys.executable, __file__, "--run-one", name, "--out", str(options.out), *flags]
     with (options.out / "log.txt").open("a", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -152,9 +164,8 @@ def run_stage(options: argparse.Namespace) -> None:
     """Run one stage in this process."""
     import gpu_checks
     import gpu_times
-    from gpu_session import Session
 
-    session, name = Session(options.out, options.dry_run), options.run_one
+    session, name = session_of(options), options.run_one
     runs: dict[str, Callable[[Session], None]] = {
         "check": gpu_checks.check,
         "edges": gpu_checks.edges,
@@ -216,11 +227,9 @@ def pytest_command(marks: str, options: Sequence[str]) -> list[str]:
 
 def run_tests(options: argparse.Namespace) -> int:
     """Run the tests of kernels; record their number and each failure."""
-    from gpu_session import Session
-
-    session, files = Session(options.out, options.dry_run), test_files()
-    runs = [("gpu and not compile", [] if options.all_tests else ["-k", "not random"])]
-    if options.all_tests:
+    session, files = session_of(options), test_files()
+    runs = [("gpu and not compile", [] if options.everything else ["-k", "not random"])]
+    if options.everything:
         runs.append(("gpu and compile", []))
     if options.dry_run:
         runs = [("not compile and not slow", ["-k", "rounding"])]

@@ -65,14 +65,10 @@ class Size(NamedTuple):
     width: int
 
 
-# The number of heads is a constant of kernels, so that another one would compile all of them anew.
-SIZES = (
-    Size(2, 1, 2, 64),
-    Size(2, 77, 2, 64),
-    Size(1, 300, 2, 64),
-    Size(1, 257, 2, 128),
-    Size(2, 65, 2, 96),
-)
+# Heads and their width are constants of kernels, which are compiled anew for each other pair.
+SIZES = (Size(2, 1, 2, 64), Size(2, 77, 2, 64), Size(1, 300, 2, 64))
+WIDE_SIZES = (Size(1, 257, 2, 128),)
+ODD_SIZES = (Size(2, 65, 2, 96),)
 
 
 class Call(NamedTuple):

@@ -10,7 +10,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_calls import CALLS, DTYPES, SIZES, TOLERANCES, Size, draw_inputs, largest_error, results
+from gpu_calls import (
+    CALLS,
+    DTYPES,
+    ODD_SIZES,
+    SIZES,
+    TOLERANCES,
+    WIDE_SIZES,
+    Size,
+    draw_inputs,
+    largest_error,
+    results,
+)
 from gpu_session import Row, Session, failure, is_fatal, run_tasks
 from torch import Tensor, nn
 
@@ -42,6 +53,16 @@ def check(session: Session) -> None:
         session.add("check", op=op, call=call, dtype=name, ok=row.pop("ok", False), **row)
 
 
+def sizes_of(session: Session, dtype: torch.dtype) -> tuple[Size, ...]:
+    """Return the sizes to check; without `everything`, wide heads in bfloat16 only.
+
+    There are then 574 programs to compile.
+    """
+    if session.everything:
+        return (*SIZES, *WIDE_SIZES, *ODD_SIZES)
+    return (*SIZES, *WIDE_SIZES) if dtype is torch.bfloat16 else SIZES
+
+
 def check_call(session: Session, task: Task) -> Row:
     """Return the largest error of a call at each size, in kernels and in torch."""
     op, name, dtype_name = task
@@ -49,7 +70,7 @@ def check_call(session: Session, task: Task) -> Row:
     warnings.simplefilter("ignore")
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     errors, plain, repeats = [], [], True
-    for size in TINY if session.dry else SIZES:
+    for size in TINY if session.dry else sizes_of(session, dtype):
         exact_inputs = draw_inputs(call, size)
         exact = results(call, exact_inputs, None)
         inputs = {

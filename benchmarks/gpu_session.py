@@ -20,10 +20,17 @@ Row = dict[str, Any]
 
 
 class Session(NamedTuple):
-    """Where the results of this session go, and whether it only tries the script out on a CPU."""
+    """Where the results of this session go, and how thorough it is.
+
+    Attributes:
+        out: Folder of the results.
+        dry: Only try the script out, on a CPU.
+        everything: Also check what takes long to compile.
+    """
 
     out: Path
     dry: bool = False
+    everything: bool = False
 
     @property
     def device(self) -> torch.device:
