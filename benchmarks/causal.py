@@ -25,13 +25,14 @@ from harness import BACKWARD, FORWARD, INFERENCE, TRAINING, Case, find_device, r
 from one_scan import angles_of
 from results import Benchmark
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import logsigmoid
 
 from onescan.layers.basic import GLUConfig, MLPConfig
 from onescan.layers.mixers import LightNetMixerConfig, LionMixerConfig, SoftmaxMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig, TokenPositionConfig
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.ops import additive_decay, decay_attention
+from onescan.ops.cross_entropy import cross_entropy
 
 OURS = ("lightnet", "lion_s", "softmax")
 FLA = ("fla_gla", "fla_hgrn2", "fla_mamba2")

@@ -27,12 +27,16 @@ def drawn(seed, *most):
     return [1 + int(torch.randint(n, (), generator=g)) for n in most]
 
 
-def assert_errors_at_most_twice(found, usual, exact, dtype):
-    """Errors of each tensor, at most twice the usual ones or a few roundings of its largest."""
+def assert_errors_like_torch(found, usual, exact, dtype):
+    """Errors of each tensor, at most a few times torch's or a few roundings of its largest.
+
+    In float32, GPUs compute exponentials and quotients less accurately than torch on a CPU.
+    """
+    factor = 4 if GPU and dtype is SINGLE else 2
     rounding = max(torch.finfo(dtype).eps, 4 * torch.finfo(SINGLE).eps)
     for x, y, expected in zip(found, usual, exact, strict=True):
         error, allowed = ((z - expected).square().mean().sqrt() for z in (x, y))
-        assert error <= max(2 * allowed, rounding * expected.abs().max())
+        assert error <= max(factor * allowed, rounding * expected.abs().max())
 
 
 def assert_a_graph_repeats(call):

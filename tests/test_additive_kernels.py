@@ -13,7 +13,7 @@ from kernel_device import (
     MARKS,
     SINGLE,
     assert_a_graph_repeats,
-    assert_errors_at_most_twice,
+    assert_errors_like_torch,
     drawn,
     interpreted,
     on_device,
@@ -139,7 +139,7 @@ def within_twice_plain(case):
 
     exact = run(reference.forward, torch.float64, "cpu")
     by_kernel, by_torch = (run(op, case.dtype, DEVICE) for op in (kernel, plain))
-    assert_errors_at_most_twice(by_kernel, by_torch, exact, case.dtype)
+    assert_errors_like_torch(by_kernel, by_torch, exact, case.dtype)
 
 
 @pairwise(

@@ -1,6 +1,7 @@
 """Native models with softmax attention as models of other libraries, and back: equal outputs."""
 
 import dataclasses
+import inspect
 import json
 
 import numpy as np
@@ -242,7 +243,7 @@ def test_a_pipeline_is_written_as_a_transformer_of_diffusers(tmp_path):
 def test_bad_arguments_of_the_way_back_are_named(tmp_path):
     native = native_model("deit_tiny", IMAGES)
     with pytest.raises(ValueError, match="to 'timm' is unknown"):
-        onescan.convert.__wrapped__(native, to="timm")  # without the check of types
+        inspect.unwrap(onescan.convert)(native, to="timm")  # without the check of types
     with pytest.raises(ValueError, match="num_heads is 3 with to='transformers', expected None"):
         onescan.convert(native, to="transformers", num_heads=3)
     with pytest.raises(ValueError, match="the model is a Linear, which cannot be converted"):

@@ -12,7 +12,7 @@ from kernel_device import (
     MARKS,
     SINGLE,
     assert_a_graph_repeats,
-    assert_errors_at_most_twice,
+    assert_errors_like_torch,
     drawn,
     over_dtypes,
     over_seeds,
@@ -82,7 +82,7 @@ def assert_no_less_exact_than_torch(named, definition=reference.forward):
     exact = outputs_and_gradients(definition, doubled(named))
     usual = outputs_and_gradients(plain, named)
     found = outputs_and_gradients(run, named)
-    assert_errors_at_most_twice(found, usual, exact, named["x"].dtype)
+    assert_errors_like_torch(found, usual, exact, named["x"].dtype)
 
 
 @over_dtypes

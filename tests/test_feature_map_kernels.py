@@ -8,7 +8,7 @@ from kernel_device import (
     DEVICE,
     MARKS,
     SINGLE,
-    assert_errors_at_most_twice,
+    assert_errors_like_torch,
     interpreted,
     over_dtypes,
 )
@@ -45,7 +45,7 @@ def test_kernels_err_at_most_twice_as_much_as_plain_torch(sizes, dtype):
     slope = torch.randn(sizes).to(DEVICE, dtype)
     exact = with_gradient(plain, x.double(), slope)
     usual = with_gradient(plain, x, slope)
-    assert_errors_at_most_twice(with_gradient(in_kernels, x, slope), usual, exact, dtype)
+    assert_errors_like_torch(with_gradient(in_kernels, x, slope), usual, exact, dtype)
 
 
 def test_heads_of_a_wider_projection_are_read_in_place(monkeypatch):

@@ -1,6 +1,7 @@
 """MD-LRPE's kernels, run by Triton in Python or on a GPU: the rotation and both gradients."""
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -206,7 +207,7 @@ def slopes(function, x, *several):
 def test_an_unknown_backend_is_named(backend):
     x, angles = inputs(1, 4, 1, 3, dtype=SINGLE)
     with pytest.raises(ValueError, match=f"backend '{backend}' is unknown"):
-        lrpe.__wrapped__(x, angles, backend=backend)
+        inspect.unwrap(lrpe)(x, angles, backend=backend)
 
 
 def test_types_without_kernels_are_refused():

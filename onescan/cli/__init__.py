@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from onescan import __version__
 from onescan.cli.convert import convert
 from onescan.cli.evaluate import compare, evaluate, needle
-from onescan.cli.gpu import check_gpu
 from onescan.cli.images import encode, sample
 from onescan.cli.options import HELP, Argv, echo, name_flags
 from onescan.cli.predict import predict
@@ -38,7 +37,6 @@ COMMANDS: dict[str, Callable[[Argv], None]] = {
     "tokenizer": tokenizer,
     "encode": encode,
     "convert": convert,
-    "check-gpu": check_gpu,
     "models": models,
     "recipes": recipes,
     "show": show,

@@ -146,6 +146,21 @@ class Kernel:
     def name(self) -> str:
         return str(self.code.fn.__name__)
 
+    def settings(
+        self, case: Case, given: tuple[bool, ...], flags: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the constants and compiler options of a launch, by name.
+
+        Args:
+            case: Compile-time parameters.
+            given: Whether each argument is given rather than None.
+            flags: Constants that neither the case nor the arguments determine.
+        """
+        has = {f"HAS_{name.upper()}": x for name, x in zip(self.arguments, given, strict=True)}
+        known = flags | {name: x for name, x in has.items() if name in self.constants}
+        constants, options = self.compile_time(case, known)
+        return known | constants | options
+
     def compile_time(
         self, case: Case, flags: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -284,9 +299,14 @@ def width_at_once(values: int, data: str) -> int:
 
 @jit
 def nearest_tf32(x):
-    """Round to tf32, because matrix units would truncate."""
-    bits = x.to(tl.int32, bitcast=True) + 0x1000
-    return (bits & -0x2000).to(tl.float32, bitcast=True)
+    """Round to tf32, because matrix units would truncate.
+
+    The magnitude is limited first, because adding to the bits of a GPU's NaN, 0x7fffffff, would
+    give -0. A comparison of x with itself would need more registers.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    nearest = (tl.minimum(bits & 0x7FFFFFFF, 0x7FFFEFFF) + 0x1000) & -0x2000
+    return (nearest | (bits & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @jit

@@ -5,6 +5,7 @@ because lengths change from call to call, and tuning would delay the first call 
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -15,8 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onescan.checks import check_choice
-from onescan.kernels.chips import WIDEST_HEAD
-from onescan.ops.kernel_record import read_record
+from onescan.kernels.chips import WIDEST_HEAD, shared_memory_kib
 
 if TYPE_CHECKING:
     from onescan.kernels.common import Case, Kernel
@@ -33,13 +33,14 @@ KERNEL_OPS = (
     "delta_rule",
 )
 
-# GPUs, by torch.cuda.get_device_name, on which `make gpu` has passed. On others "auto" means torch,
-# because compilers have miscompiled correct kernels on individual chips before.
-VALIDATED_GPUS: frozenset[str] = frozenset()
+# GPUs, by torch.cuda.get_device_name, on which `make gpu` has passed. Without any, "auto" means
+# torch, because compilers have miscompiled correct kernels before.
+VALIDATED_GPUS: tuple[str, ...] = ()
+CAPABILITY = (8, 0)  # of the oldest NVIDIA GPUs on which "auto" uses kernels
 
-# Pairs (GPU, op) that passed `onescan check-gpu` on this machine. Read on import, because
-# torch.compile cannot trace reading a file.
-CHECKED_KERNELS = read_record()
+# Kernels that were launched, by what they depend on, with their constants. Triton would find them
+# too, but takes longer.
+_compiled: dict[Any, tuple[Any, list[Any]]] = {}
 
 _preferred = "auto"
 
@@ -48,8 +49,8 @@ _preferred = "auto"
 def use_backend(backend: Backend) -> Iterator[None]:
     """Set what "auto" means inside a `with` block, in all ops and therefore in whole models.
 
-    With "triton", every call that kernels support uses them, even on a GPU on which they were not
-    checked (`onescan check-gpu`); all other calls run in torch. The setting applies to the whole
+    With "triton", every call that kernels support uses them, on any GPU; all other calls run in
+    torch. The setting applies to the whole
     process, not to one thread. With activation checkpointing, the backward pass must run inside the
     context too.
 
@@ -78,7 +79,6 @@ def resolved_backend(
     backend: str,
     has_kernel: bool,
     *tensors: Tensor | None,
-    op: str,
     widest: int | None = WIDEST_HEAD,
 ) -> str:
     """Return the backend of a call, "torch" or "triton".
@@ -87,7 +87,6 @@ def resolved_backend(
         backend: The requested backend.
         has_kernel: Whether the form in question has a kernel.
         tensors: Inputs of the call.
-        op: One of `KERNEL_OPS`, to which the kernel belongs if there is one.
         widest: Maximum size of their last axis; None for no limit.
 
     Raises:
@@ -101,7 +100,7 @@ def resolved_backend(
         return backend
     if backend == "torch" or _preferred == "torch" or not has_kernel:
         return "torch"
-    if _preferred == "auto" and not _is_validated(op, tensors):
+    if _preferred == "auto" and not _uses_kernels(tensors):
         return "torch"
     return "torch" if why_no_kernel(*tensors, widest=widest) else "triton"
 
@@ -151,26 +150,47 @@ def _is_transformed(tensors: list[Tensor]) -> bool:
     )
 
 
-def validated_ops(device: torch.device) -> tuple[str, ...]:
-    """Return which of `KERNEL_OPS` the backend "auto" runs as kernels on a device."""
+def default_kernels(device: torch.device) -> tuple[str, ...]:
+    """Return which of `KERNEL_OPS` the backend "auto" runs as kernels on a device: all or none."""
+    return () if not VALIDATED_GPUS or why_not_by_default(device) else KERNEL_OPS
+
+
+def why_not_by_default(device: torch.device) -> str | None:
+    """Return why "auto" uses no kernels on a device even if they are validated; None if it does."""
     if device.type != "cuda":
-        return ()
-    gpu = torch.cuda.get_device_properties(device).name
-    return tuple(op for op in KERNEL_OPS if is_validated(op, gpu))
+        return f"the device is {device.type}, expected an NVIDIA GPU"
+    gpu = torch.cuda.get_device_properties(device)  # torch.compile can trace this
+    if torch.version.hip:
+        return f"{gpu.name} is not an NVIDIA GPU"
+    if (gpu.major, gpu.minor) < CAPABILITY:
+        needed = ".".join(map(str, CAPABILITY))
+        return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, expected {needed}"
+    kib = getattr(gpu, "shared_memory_per_block_optin", 0) // 1024  # unknown to older torch
+    needed_kib = shared_memory_kib(chip_of(device))
+    if 0 < kib < needed_kib:
+        return f"{gpu.name} has {kib} KiB of shared memory per block, expected {needed_kib}"
+    return None
 
 
-def is_validated(op: str, gpu: str) -> bool:
-    """Return whether the kernels of an op were checked on a GPU, by the project or by the user."""
-    return gpu in VALIDATED_GPUS or (gpu, op) in CHECKED_KERNELS
+_warned: set[str] = set()
 
 
-def _is_validated(op: str, tensors: tuple[Tensor | None, ...]) -> bool:
-    devices = {x.device for x in tensors if x is not None}
-    # properties rather than get_device_name, which torch.compile cannot trace
-    return all(
-        x.type == "cuda" and is_validated(op, torch.cuda.get_device_properties(x).name)
-        for x in devices
-    )
+def _uses_kernels(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Return whether "auto" may use kernels; warn once for a GPU on which it may not."""
+    if not VALIDATED_GPUS:
+        return False
+    for device in {x.device for x in tensors if x is not None}:
+        if reason := why_not_by_default(device):
+            is_gpu = device.type == "cuda"
+            if is_gpu and not torch.compiler.is_compiling() and reason not in _warned:
+                _warned.add(reason)
+                warnings.warn(
+                    f"ops run in plain PyTorch: {reason}; use_backend('triton') runs them as "
+                    "kernels all the same",
+                    stacklevel=2,
+                )
+            return False
+    return True
 
 
 def data_type(*tensors: Tensor) -> torch.dtype:
@@ -201,7 +221,8 @@ def as_multiplied(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype is torch.bfloat16:
         return x.to(dtype)
     if dtype is torch.float16:  # as onescan.kernels.common.nearest_tf32
-        return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+        nearest = ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+        return torch.where(x == x, nearest, x)
     return x
 
 
@@ -256,16 +277,29 @@ def launch(
             its HAS_ flag to False, and another tensor is passed in its place, which is not read.
         flags: Constants that neither the case nor the arguments determine.
     """
-    for name, x in zip(kernel.arguments, arguments, strict=True):
-        if (flag := f"HAS_{name.upper()}") in kernel.constants:
-            flags[flag] = x is not None
-    constants, options = kernel.compile_time(case, flags)
     first = next(x for x in arguments if isinstance(x, Tensor))
-    filled = (first if x is None else x for x in arguments)
-    with _on_device(first):
-        kernel.code[grid](*filled, **{**flags, **constants}, **options)
+    filled = [first if x is None else x for x in arguments]
+    key = kernel, case, first.device, tuple(map(_kind, arguments)), tuple(flags.items())
+    with _on_device(first.device):
+        if (found := _compiled.get(key)) is not None:
+            compiled, constants = found
+            compiled[(*grid, 1, 1)[:3]](*filled, *constants)
+            return
+        settings = kernel.settings(case, tuple(x is not None for x in arguments), flags)
+        compiled = kernel.code[grid](*filled, **settings)
+        if compiled is not None:  # as for interpreted kernels
+            _compiled[key] = compiled, [settings[name] for name in kernel.constants]
 
 
-def _on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Make a tensor's device the current one, on which Triton launches."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+def _kind(argument: Any) -> Any:
+    """Return what a compiled kernel depends on: a dtype and alignment, or the size of an int."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return argument is not None and -(2**31) <= argument < 2**31
+
+
+def _on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one, on which Triton launches."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -37,7 +37,7 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([3, -100])).exp().item()
     4.0
     """
-    if resolved_backend(backend, True, logits, op="cross_entropy", widest=None) == "triton":
+    if resolved_backend(backend, True, logits, widest=None) == "triton":
         from onescan.ops import cross_entropy_launch  # imports Triton
 
         total = cross_entropy_launch.losses(logits, labels, ignored=ignore_index).sum()

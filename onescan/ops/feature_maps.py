@@ -37,7 +37,7 @@ def shifted_silu(x: Queries, *, backend: Backend = "auto") -> Queries:
     >>> shifted_silu(torch.zeros(1, 1, 1, 4)).flatten().tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
-    if resolved_backend(backend, True, x, op="shifted_silu") == "triton":
+    if resolved_backend(backend, True, x) == "triton":
         from onescan.ops import feature_map_launch  # imports Triton
 
         return feature_map_launch.shifted_silu(x)

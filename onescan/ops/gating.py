@@ -34,7 +34,7 @@ def gated(x: Tensor, gate: Tensor, activation: str, *, backend: Backend = "auto"
     [0.5, 0.5]
     """
     check_choice("activation", activation, ACTIVATIONS)
-    if resolved_backend(backend, True, x, gate, op="gated", widest=None) == "triton":
+    if resolved_backend(backend, True, x, gate, widest=None) == "triton":
         from onescan.ops import gating_launch  # imports Triton
 
         return gating_launch.gated(x, gate, is_silu=activation == "silu")

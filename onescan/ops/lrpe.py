@@ -75,7 +75,7 @@ def lrpe(x: Keys, angles: Angles, *, backend: Backend = "auto") -> RotatedKeys:
     check_shapes(x=(x, "B T H K"), angles=(angles, "T H K"))
     check_floating(x=x, angles=angles)
     check_devices(x=x, angles=angles)
-    if resolved_backend(backend, True, x, angles, op="lrpe") == "triton":
+    if resolved_backend(backend, True, x, angles) == "triton":
         from onescan.ops import lrpe_launch
 
         return lrpe_launch.forward(x, angles)
@@ -162,7 +162,7 @@ def lrpe_angles(
     if can_look_at_values(theta) and not theta.detach().isfinite().all():
         raise ValueError("theta holds NaN or infinity, expected finite frequencies")
     (theta,) = to_accumulation_dtype(theta)
-    backend = resolved_backend("auto", True, theta, op="lrpe", widest=None)
+    backend = resolved_backend("auto", True, theta, widest=None)
     if backend == "triton" and isinstance(start, int) and not empty:
         from onescan.ops import lrpe_launch
 

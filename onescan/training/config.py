@@ -168,7 +168,8 @@ class MachineConfig:
     """Compile each block with torch.compile."""
     backend: Backend = "auto"
     """Backend of the ops: torch, triton (kernels, for all calls that they support), or auto, which
-    uses kernels that have been checked on this GPU (onescan check-gpu)."""
+    uses kernels on NVIDIA GPUs once they have passed their tests on one; so far, they have not
+    been run on any."""
     matmul_precision: MatmulPrecision = "highest"
     """Precision of float32 matrix products, as in torch.set_float32_matmul_precision: highest is
     float32, high TensorFloat-32 and medium bfloat16, where the hardware supports them."""

@@ -40,7 +40,7 @@ from onescan.checkpoint.files import (
 from onescan.checkpoint.run_folder import CONFIG, TOKENIZER, read_config, write_config
 from onescan.checkpoint.weights import BEST, WEIGHTS, read_weights, save_weights
 from onescan.data import Format
-from onescan.ops.backend import validated_ops
+from onescan.ops.backend import default_kernels
 from onescan.tasks import Evaluation, Task
 from onescan.training.config import RunConfig, RunResult
 from onescan.training.logging import EVENTS, METRICS, PICTURES, TENSORBOARD, TRACKER_ID, WANDB
@@ -168,7 +168,7 @@ def write_manifest(
         processes=processes,
         commit=_commit(),
         backend=run.machine.backend,
-        kernels=validated_ops(device),
+        kernels=default_kernels(device),
         matmul_precision=run.machine.matmul_precision,
         sequence_parallel=run.machine.sequence_parallel,
     )

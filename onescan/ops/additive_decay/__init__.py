@@ -309,8 +309,7 @@ def choose(
     widest = WIDEST_HEAD
     if causal and (q.device.type == "cuda" or is_interpreted()):  # kernels only run there
         widest = widest_causal_head(name_of(data_type(q, k, v)), chip_of(q.device))
-    op = f"additive_decay.{chosen}"
-    runs_on = resolved_backend(backend, has_kernel, q, k, v, op=op, widest=widest)
+    runs_on = resolved_backend(backend, has_kernel, q, k, v, widest=widest)
     is_step = form == "auto" and (chosen, runs_on) == ("recurrent", "triton")
     if is_step and wants_gradient(q, k, v, *others):
         chosen = "chunk"  # the kernel for single tokens has no gradients

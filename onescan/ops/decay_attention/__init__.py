@@ -265,9 +265,7 @@ def decay_attention(
     )
     decays = any(x is not None for x in (log_decay, packing, causal_block))
     has_kernel = _has_kernel(form, causal=causal, decays=decays, call=call)
-    kernels = "scalar" if causal or decays else "no_decay"
-    op = f"decay_attention.{'diagonal' if call.is_diagonal else kernels}"
-    runs_on: Any = resolved_backend(backend, has_kernel, q, k, v, op=op)
+    runs_on: Any = resolved_backend(backend, has_kernel, q, k, v)
     choice = choose(form, runs_on, causal=causal, decays=decays, call=call)
     if not decays:
         decay_at = "target"  # which shifts nothing

@@ -279,7 +279,7 @@ def _backend(
         "with group, which runs in torch only": over_ranks,
     }
     has_kernel = form in ("auto", "chunk") and not any(reasons.values())
-    resolved = resolved_backend(backend, has_kernel, q, k, v, op="delta_rule")
+    resolved = resolved_backend(backend, has_kernel, q, k, v)
     if resolved == "triton":
         check_choice("form/backend", f"{form}/triton", ["auto/triton", "chunk/triton"])
         for reason, applies in reasons.items():

@@ -341,7 +341,7 @@ def _backend(
     """Return the backend of a call; kernels support any width."""
     tensors = (x, weights, dt, None if state is None else state.x)
     has_kernel = scheme == "explicit" and form in ("auto", *KERNELS)
-    resolved = resolved_backend(backend, has_kernel, *tensors, op="linear_diffusion", widest=None)
+    resolved = resolved_backend(backend, has_kernel, *tensors, widest=None)
     if resolved == "triton":
         known = [f"explicit/{name}/triton" for name in ("auto", *KERNELS)]
         check_choice("scheme/form/backend", f"{scheme}/{form}/{resolved}", known)

@@ -303,7 +303,7 @@ def _backend(
     """Return the backend of a call; kernels support any width."""
     tensors = (x, log_decay, weight, *(() if state is None else state))
     has_kernel = form == "auto" or form in KERNELS
-    resolved = resolved_backend(backend, has_kernel, *tensors, op="toeplitz_position", widest=None)
+    resolved = resolved_backend(backend, has_kernel, *tensors, widest=None)
     if resolved == "triton":
         known = [f"{name}/triton" for name in ("auto", *KERNELS)]
         check_choice("form/backend", f"{form}/{resolved}", known)
