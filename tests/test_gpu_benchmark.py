@@ -100,7 +100,10 @@ def test_an_unknown_stage_is_refused(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py", "chek"])
     with pytest.raises(SystemExit):
         gpu.main()
-    assert "stage 'chek' is unknown, expected any of correctness, speed" in capsys.readouterr().err
+    assert (
+        "stage 'chek' is unknown, expected any of quick, correctness, speed"
+        in capsys.readouterr().err
+    )
 
 
 # What can go wrong
