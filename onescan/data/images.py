@@ -44,6 +44,7 @@ Crop = Callable[[int, int], Box]  # of an image's width and height
 
 MAX_PIXELS = 1 << 28  # of a model's input: 3 GiB in float32
 CROP_ATTEMPTS = 10
+LUMA = (0.299, 0.587, 0.114)  # of ITU-R 601, as in Pillow's conversion to grayscale
 # Image.open tries all formats by default, and opening EPS starts Ghostscript.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # Names of files in these formats. MPO files are JPEG files that hold several images.
@@ -376,13 +377,26 @@ def _resize(
     image = _with_range(image)
     upright = _convert(image if transpose is None else image.transpose(transpose), mode)
     across, down = upright.width / width, upright.height / height
-    box = (
-        max(left * across, 0),
-        max(upper * down, 0),
-        min(right * across, upright.width),
-        min(lower * down, upright.height),
-    )
-    return upright.resize(size, Image.Resampling.BICUBIC, box=box)
+    return _cut(upright, size, (left * across, upper * down, right * across, lower * down))
+
+
+def _cut(image: Image.Image, size: tuple[int, int], box: Box) -> Image.Image:
+    """Resize a box of an image, which rounding may have put partly outside."""
+    left, upper, right, lower = box
+    inside = max(left, 0), max(upper, 0), min(right, image.width), min(lower, image.height)
+    return image.resize(size, Image.Resampling.BICUBIC, box=inside)
+
+
+def resize_pixels(
+    pixels: Float[Tensor, "C H W"], *, channels: int, height: int, width: int, crop: Crop
+) -> Pixels:
+    """Crop and resize floats from 0 to 1 as `to_pixels` does images, without rounding to bytes."""
+    if channels == 1 and len(pixels) > 1:
+        pixels = torch.einsum("c,chw->hw", pixels.new_tensor(LUMA), pixels)[None]
+    box = crop(pixels.shape[-1], pixels.shape[-2])
+    planes = [Image.fromarray(plane.float().numpy()) for plane in pixels]
+    resized = [np.array(_cut(plane, (width, height), box)) for plane in planes]
+    return torch.from_numpy(np.stack(resized)).clamp(0, 1).expand(channels, height, width)
 
 
 def _with_range(image: Image.Image) -> Image.Image:
@@ -586,6 +600,11 @@ class ImageFormat(GridFormat):
             image, channels=self.channels, height=self.height, width=self.width, crop=self.box
         )
         return self.model_input(pixels)
+
+    def from_pixels(self, pixels: Float[Tensor, "C H W"]) -> Pixels:
+        """Convert floats from 0 to 1 to the model's input: cropped, resized, standardized."""
+        shape = {"channels": self.channels, "height": self.height, "width": self.width}
+        return self.model_input(resize_pixels(pixels, **shape, crop=self.box))
 
     def pixels(self, made: Pixels) -> Pixels:
         """Convert what a model generates, standardized as its input, to pixels from 0 to 1."""

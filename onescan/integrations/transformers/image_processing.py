@@ -10,7 +10,7 @@ from transformers import BaseImageProcessor, BatchFeature
 from transformers.image_transforms import to_channel_dimension_format
 from transformers.image_utils import ChannelDimension, make_flat_list_of_images
 
-from onescan.data.images import ImageFormat, check_unit_range, to_bytes, unit_pixels
+from onescan.data.images import ImageFormat, Pixels, check_unit_range, unit_pixels
 
 
 class OnescanImageProcessor(BaseImageProcessor):
@@ -101,20 +101,24 @@ class OnescanImageProcessor(BaseImageProcessor):
         """
         image_format = self.to_onescan()
         flat: Any = make_flat_list_of_images(images)
-        pixels = [image_format.from_pil(_as_pil(image)) for image in flat]
+        pixels = [_prepare(image_format, image) for image in flat]
         return BatchFeature({"pixel_values": torch.stack(pixels)}, tensor_type=return_tensors)
 
 
-def _as_pil(image: Any) -> Image.Image:
-    """Convert an array or tensor to an image of 8 bits, or of 16 bits if it is gray and has 16."""
+def _prepare(image_format: ImageFormat, image: Any) -> Pixels:
+    """Convert an image, array or tensor to a model's input. Only bytes are resized as bytes."""
     if isinstance(image, Image.Image):
-        return image
+        return image_format.from_pil(image)
     if not isinstance(image, torch.Tensor):
         values = np.asarray(image)
         image = torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
-    pixels = unit_pixels(image.detach().cpu())
-    check_unit_range(pixels)
-    is_deep_gray = image.dtype == torch.uint16 and 1 in (image.shape[0], image.shape[-1])
-    stored = image.cpu() if is_deep_gray else to_bytes(pixels)
-    last: Any = to_channel_dimension_format(stored.numpy(), ChannelDimension.LAST)
-    return Image.fromarray(last.squeeze(-1) if last.shape[-1] == 1 else last)
+    image = image.detach().cpu()
+    unit = unit_pixels(image)
+    check_unit_range(unit)
+    is_bytes = image.dtype == torch.uint8
+    values = (image if is_bytes else unit.float()).numpy()
+    last: Any = to_channel_dimension_format(values, ChannelDimension.LAST)
+    if is_bytes:
+        stored = last.squeeze(-1) if last.shape[-1] == 1 else last
+        return image_format.from_pil(Image.fromarray(stored))
+    return image_format.from_pixels(torch.from_numpy(last).movedim(-1, 0))
