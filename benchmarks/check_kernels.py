@@ -5,7 +5,7 @@ python benchmarks/check_kernels.py --targets sm_90         one GPU
 python benchmarks/check_kernels.py --kernels one_scan      one file of onescan/kernels
 
 Registers are per thread and shared memory is per program, in KiB. "matrix" is the instruction that
-multiplies matrices. The script fails if a kernel spills more than 80 bytes per thread or exceeds a
+multiplies matrices. The script fails if a kernel spills more than 96 bytes per thread or exceeds a
 GPU's shared memory. It needs Triton, but neither a GPU nor torch.
 """
 
@@ -40,7 +40,7 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), ("mfma",)),
 }
 DATA = ("bf16", "fp16", "fp32")
-SPILLED = 80  # bytes per thread that a kernel may spill; a few cost little
+SPILLED = 96  # bytes per thread that a kernel may spill; a few cost little
 
 
 class Job(NamedTuple):
