@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 
 from onescan import __version__
 from onescan.cli.convert import convert
@@ -50,6 +51,9 @@ RESUMABLE = ("train", "glue", "needle", "encode")  # and evaluate --samples
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors are printed in one line."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # escape characters that the console lacks
+            stream.reconfigure(errors="backslashreplace")
     with_traceback = "--traceback" in argv
     argv = [argument for argument in argv if argument != "--traceback"]
     if not argv or argv[0] in HELP:

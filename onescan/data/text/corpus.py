@@ -256,7 +256,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Wait until no other process is reading or writing an entry, and exclude others."""
     with _writing(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        file = folder.with_suffix(".lock").open("a")
+        file = folder.with_suffix(".lock").open("ab")
     with file:
         if os.name == "posix":  # other systems have no such locks
             from fcntl import LOCK_EX, lockf
@@ -268,7 +268,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _load(folder: Path, key: str) -> Corpus | None:
     """Map an entry into memory; None if there is none, or it is damaged or has another key."""
     try:
-        notes = json.loads((folder / NOTES).read_text())
+        notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
         if notes["cache_key"] != key:
             return None
         tokens, ends = (
@@ -300,7 +300,7 @@ def _save(folder: Path, key: str, corpus: Corpus) -> Corpus:
         partial.mkdir()
         np.save(partial / TOKENS, corpus.tokens, allow_pickle=False)
         np.save(partial / ENDS, corpus.ends, allow_pickle=False)
-        (partial / NOTES).write_text(json.dumps(notes))
+        (partial / NOTES).write_text(json.dumps(notes), encoding="utf-8")
 
     with _writing(folder.parent):
         remove(folder)
