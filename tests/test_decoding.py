@@ -9,7 +9,12 @@ from test_writing import ODD, byte_level_bpe, writer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from onescan.data.text import ByteTokenizer, PretrainedTokenizer, TextDatasetConfig
+from onescan.data.text import (
+    ByteTokenizer,
+    PretrainedTokenizer,
+    TextDatasetConfig,
+    load_tokenizer,
+)
 from onescan.tasks import LanguageModellingConfig, MaskedLanguageModellingConfig
 from onescan.tasks.text_generation import generate_text
 
@@ -211,3 +216,17 @@ def test_masked_models_count_only_bytes_of_predicted_tokens(tmp_path):
 
     rows = task.predict(Uniform(), batch)
     assert rows["bytes"].tolist() == rows["tokens"].tolist()
+
+
+def test_the_byte_tokenizer_of_transformers_has_the_same_ids(tmp_path):
+    ours = ByteTokenizer()
+    ours.save(tmp_path)
+    theirs = load_tokenizer(str(tmp_path))
+    every = "".join(map(chr, range(0x250))) + ODD + "<end> [MASK]"
+    assert theirs.encode(every) == ours.encode(every)
+    assert [theirs.decode([i]) for i in range(258)] == [ours.decode([i]) for i in range(258)]
+    assert theirs.encode("a[MASK]b", framed=True) == ours.encode("a[MASK]b", framed=True)
+    assert (theirs.size, theirs.end, theirs.mask, theirs.mask_text) == (258, 256, 257, "[MASK]")
+    assert theirs.byte_lengths.tolist() == ours.byte_lengths.tolist()
+    for text in ("", "a"):
+        assert theirs.begin(text) == ours.begin(text)

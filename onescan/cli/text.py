@@ -135,6 +135,8 @@ def tokenizer(argv: Argv) -> None:
     check_empty(options.out)
     query = Query(column=options.text_column, sample_by=options.sample_by, name=options.name)
     source = find_source(options.path, query, field="path")
+    for note in source.notes:
+        echo(note)
     trained = train_bpe(read_texts(source, options.split), options.vocab_size)
     trained.tokenizer.save(options.out)
     where = "held-out text" if trained.is_held_out else "the training text"

@@ -93,8 +93,12 @@ class Tokenizer(ABC):
         """Return a string that differs for tokenizers that encode differently."""
 
     @abstractmethod
+    def to_transformers(self) -> Any:
+        """Return a tokenizer of transformers with the same ids."""
+
     def save(self, folder: Path) -> None:
-        """Write the files from which `load_tokenizer` can load it, if it needs any."""
+        """Write the files from which `load_tokenizer` and transformers can load it."""
+        self.to_transformers().save_pretrained(folder)
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -248,8 +252,23 @@ class ByteTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         return BYTES
 
-    def save(self, folder: Path) -> None:
-        pass
+    def to_transformers(self) -> Any:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        letters = (
+            pre_tokenizers.ByteLevel.alphabet()
+        )  # one for each byte; most stand for themselves
+        moved = iter(sorted(letter for letter in letters if ord(letter) >= self.end))
+        table = [chr(i) if chr(i) in letters else next(moved) for i in range(self.end)]
+        tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(table)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        end, mask = (AddedToken(text, special=True) for text in ("<end>", self.mask_text))
+        tokenizer.add_special_tokens([end, mask])
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token=end, pad_token=end, mask_token=mask
+        )
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64]:
@@ -354,8 +373,8 @@ class PretrainedTokenizer(Tokenizer):
         )
         return blake2b(f"{self.end} {table}".encode(), digest_size=8).hexdigest()
 
-    def save(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(folder)
+    def to_transformers(self) -> Any:
+        return self.tokenizer
 
 
 def load_tokenizer(name: str) -> Tokenizer:
