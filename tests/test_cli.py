@@ -17,6 +17,7 @@ import tqdm
 from PIL import Image
 from tiny_run import assert_same
 
+import onescan
 from onescan.cli import COMMANDS, main
 from onescan.cli.options import only_options
 from onescan.configs import differences
@@ -121,7 +122,10 @@ def test_overview_lists_all_commands(capsys):
     shown = capsys.readouterr().out
     assert all(f"  {name} " in shown for name in COMMANDS)
     assert main([]) == 2
-    assert main(["--version"]) == 0
+    for flag in ("-V", "--version"):
+        capsys.readouterr()
+        assert main([flag]) == 0
+        assert capsys.readouterr().out == f"onescan {onescan.__version__}\n"
 
 
 @pytest.mark.parametrize("flag", ["--help", "--help-all"])

@@ -2,10 +2,12 @@
 
 import math
 import random
+import re
 
 import pytest
 import torch
 from test_writing import ODD, byte_level_bpe, writer
+from tiny_language_models import BOTH, SMALL
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +17,8 @@ from onescan.data.text import (
     TextDatasetConfig,
     load_tokenizer,
 )
+from onescan.models.masked_lm import MaskedLMConfig
+from onescan.report.texts import _filled_masks, _rows
 from onescan.tasks import LanguageModellingConfig, MaskedLanguageModellingConfig
 from onescan.tasks.text_generation import generate_text
 
@@ -230,3 +234,21 @@ def test_the_byte_tokenizer_of_transformers_has_the_same_ids(tmp_path):
     assert theirs.byte_lengths.tolist() == ours.byte_lengths.tolist()
     for text in ("", "a"):
         assert theirs.begin(text) == ours.begin(text)
+
+
+def test_a_report_shows_predicted_tokens_with_their_spaces(tmp_path):
+    tokenizer = KINDS["metaspace"]()
+    tokenizer.tokenizer.save_pretrained(tmp_path / "words")
+    (tmp_path / "text.txt").write_text("▁a ▁bc d ▁a " * 9, encoding="utf-8")
+    data = TextDatasetConfig(
+        path=str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "words"), length=8, cache=False
+    )
+    task = MaskedLanguageModellingConfig(mask_rate=0.5).build(data.build())
+    model = MaskedLMConfig(**{**SMALL, "vocab_size": 11, **BOTH["bert"]}).build().eval()
+    model.forward = lambda tokens, **_: torch.eye(11)[torch.full_like(tokens, 5)]  # always "▁bc"
+    (first, *_) = _filled_masks(task, model)
+    (row,) = (batch for index, batch in _rows(task.test) if index == 0)
+    tokens, _, labels = task.augment(row, seed=0)
+    filled = torch.where(labels == -100, tokens, 5)[0].tolist()
+    assert re.sub("<[^>]*>", "", str(first.body)).strip() == tokenizer.decode(filled).strip()
+    assert " bc" in str(first.body)

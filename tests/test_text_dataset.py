@@ -453,6 +453,11 @@ def test_what_is_left_out_is_noted(tmp_path, monkeypatch):
         f"left out 1 empty document of {tmp_path / 'plain'}, train",
     )
     assert build(write(tmp_path / "b.txt", "one", "two")).notes == ()
+    for name in ("a", "b", "c"):
+        (tmp_path / "files" / f"{name}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / "files" / f"{name}.txt").write_text("" if name == "b" else name)
+    data = build(tmp_path / "files", sample_by="file")
+    assert data.notes == (f"left out 1 empty document of {tmp_path / 'files'}, train",)
 
 
 # Mistakes

@@ -21,6 +21,7 @@ from onescan.cli.text import fill, generate, tokenizer
 from onescan.cli.train import glue, train
 from onescan.messages import printable, unknown_choice
 
+VERSION = ("-V", "--version")
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
 # parts of torch's messages when it cannot allocate a tensor
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not argv or argv[0] in HELP:
         echo(_overview())
         return 0 if argv else MISTAKE
-    if argv[0] == "--version":
+    if argv[0] in VERSION:
         echo(f"onescan {__version__}")
         return 0
     try:
@@ -107,7 +108,7 @@ def _overview() -> str:
             *commands,
             "",
             "onescan COMMAND --help shows the common options of a command, --help-all all of them.",
-            "--version prints the version. --traceback shows the traceback of an error.",
+            "-V, --version prints the version. --traceback shows the traceback of an error.",
         ]
     )
 

@@ -96,8 +96,8 @@ def _split(lines: Lines, sample_by: SampleBy) -> Iterator[tuple[int, bytes]]:
             number = lines.number
             if has_text:
                 yield number, b"".join(group).rstrip(b"\r\n")
-    elif content := b"".join(lines):
-        yield 1, content
+    elif not lines.offset:  # otherwise, it has been read
+        yield 1, b"".join(lines)
 
 
 def _read_json_lines(path: Path, mark: Mark, _column: str | None) -> Rows:
