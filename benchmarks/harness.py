@@ -368,7 +368,7 @@ def measure_peak_mib(call: Callable[[], object]) -> float:
         unit = 1 if sys.platform == "darwin" else 2**10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
     release_memory()  # freed memory that the allocator keeps would hide what the call needs
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     before = status_mib("VmRSS")
     call()
     return max(0.0, status_mib("VmHWM") - before)
@@ -383,5 +383,5 @@ def release_memory() -> None:
 
 def status_mib(name: str) -> float:
     """Return a line of /proc/self/status in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) / 2**10 for line in lines if line.startswith(name))

@@ -115,7 +115,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float | None:
 def environment(device: torch.device, threads: int | None = None) -> dict[str, Any]:
     """Describe the machine, the versions, and variables that affect memory allocation."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

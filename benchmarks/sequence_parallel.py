@@ -153,7 +153,7 @@ def peak_mib(config: CausalLMConfig, tokens: int, group: Any) -> float:
     ids = torch.randint(config.vocab_size, (1, tokens + 1))
     backward(model, ids[:, : WARM_UP + 1], group)
     release_memory()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     before = status_mib("VmRSS")
     backward(model, ids, group)
     return status_mib("VmHWM") - before

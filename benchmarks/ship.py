@@ -104,14 +104,16 @@ def ship(run: Path, name: str, out: Path) -> zoo.Card:
     recipe = find_recipe(text.recipe)()
     write_config(out, configs.to_dict(_without_paths(manifest, recipe)))
     parameters = sum(weight.numel() for weight in model.parameters())
-    (out / zoo.README).write_text(_readme(name, text, manifest, recipe, metrics, parameters))
+    (out / zoo.README).write_text(
+        _readme(name, text, manifest, recipe, metrics, parameters), encoding="utf-8"
+    )
     card = {
         "summary": text.summary,
         "parameters": parameters,
         "metrics": metrics,
         "files": digests(out),
     }
-    (out / zoo.CARD).write_text(to_json(card, indent=zoo.INDENT))
+    (out / zoo.CARD).write_text(to_json(card, indent=zoo.INDENT), encoding="utf-8")
     zoo.check(out)
     return zoo.read_card(out)
 

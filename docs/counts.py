@@ -20,5 +20,5 @@ def counts() -> str:
 
 
 if __name__ == "__main__":
-    text, new = PAGE.read_text(), counts()
-    PAGE.write_text(BLOCK.sub(lambda _: new, text))
+    text, new = PAGE.read_text(encoding="utf-8"), counts()
+    PAGE.write_text(BLOCK.sub(lambda _: new, text), encoding="utf-8")

@@ -25,7 +25,7 @@ NUMBER = r"\d+(?:\.\d+)?"
 
 def table(page, heading):
     """Return the rows of the table whose header contains `heading`, as lists of cells."""
-    lines = (DOCS / page).read_text().splitlines()
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("|") and heading in line)
     rows = []
     for line in lines[first:]:
@@ -55,7 +55,7 @@ def speed():
 
 def quality():
     """Accuracy of each mixer, from 'CIFAR-10: mixers with equal, short training'."""
-    text = (DOCS / "results.md").read_text()
+    text = (DOCS / "results.md").read_text(encoding="utf-8")
     section = text[text.index("## CIFAR-10: mixers with equal, short training") :]
     section = section[: section.index("\n## ", 3)]
     rows = re.findall(rf"^\| ([^|]+?) \| ({NUMBER})% ± ({NUMBER})%", section, re.MULTILINE)

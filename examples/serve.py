@@ -8,7 +8,10 @@ The response streams server-sent events with tokens and text, and ends with a fi
 
 import argparse
 import json
+import socket
+import sys
 import threading
+import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +24,11 @@ from onescan.models.continuous_batch import BatchWorker, ContinuousBatch
 from onescan.training.loading import load_language_model
 
 MAX_BYTES = 2**16  # of a request
+MAX_READ = 2**20  # bytes of a larger one to read, so that its client reads the reply
+MAX_DIGITS = 15  # of a whole number
+READ_S = 30  # seconds to receive a whole request
+MAX_READING = 128  # connections whose request is incomplete
+BUSY = b"HTTP/1.0 503 Service Unavailable\r\n\r\ntoo many connections are open; try again\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +50,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, address, model, tokenizer, max_requests=64):
         self.tokenizer, self.device = tokenizer, model.network.device
         self.slots = threading.BoundedSemaphore(max_requests)
+        self.reading = {}  # connections whose request is incomplete, and the time to stop reading
         batch = ContinuousBatch(model, end=tokenizer.end, vocab_size=tokenizer.size)
         self.worker = BatchWorker(batch)
         super().__init__(address, Handler)
@@ -51,44 +60,95 @@ class Server(ThreadingHTTPServer):
         super().server_close()
         self.worker.stop()
 
+    def process_request(self, request, client_address):
+        """Start a thread for a connection, unless there are too many."""
+        if len(self.reading) < MAX_READING:
+            self.reading[request] = time.monotonic() + READ_S
+            return super().process_request(request, client_address)
+        with suppress(OSError):
+            request.sendall(BUSY)
+        return self.shutdown_request(request)
+
+    def shutdown_request(self, request):
+        self.reading.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self):
+        """Stop reading requests that take too long; called twice per second."""
+        for connection, deadline in list(self.reading.items()):
+            if time.monotonic() > deadline:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RD)
+
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exception(), OSError):  # the client has disconnected
+            super().handle_error(request, client_address)
+
 
 class Handler(BaseHTTPRequestHandler):
     """Send the tokens of one request."""
 
-    timeout = 60  # seconds to wait for the client
+    timeout = 60  # seconds to wait for the client to send or to receive
 
     def do_POST(self):
         """Check a request, then stream its tokens."""
         try:
-            size = int(self.headers.get("Content-Length", 0))
-            data = json.loads(self.rfile.read(size)) if 0 < size <= MAX_BYTES else None
-            if not isinstance(data, dict):
-                raise ValueError(f"expected a JSON object of at most {MAX_BYTES} bytes")
-            tokens = self.generate(from_dict(Options, data))
-        except (ValueError, RecursionError) as error:
+            prompt, tokens = self.generate(from_dict(Options, self.read_object()))
+        except ValueError as error:
             return self.reply(400, "text/plain", f"{error}\n")
         if not self.server.slots.acquire(blocking=False):
             return self.reply(503, "text/plain", "too many requests are running; try again\n")
         try:  # an OSError means that the client has disconnected
             with closing(tokens), suppress(OSError):
                 self.reply(200, "text/event-stream")
-                self.send_tokens(tokens)
+                self.send_tokens(prompt, tokens)
         finally:
             self.server.slots.release()
 
-    def generate(self, options):
-        """Return an iterator over the tokens of a request."""
-        tokenizer, device = self.server.tokenizer, self.server.device
-        prompt = torch.tensor([tokenizer.begin(options.prompt)], device=device)
-        rng, count = torch.Generator(device).manual_seed(options.seed), options.max_new_tokens
-        return self.server.worker.stream(prompt, options, max_new_tokens=count, generator=rng)
+    def read_object(self):
+        """Read the body, a JSON object."""
+        length = self.headers.get("Content-Length", "")
+        if not (length.isdecimal() and len(length) <= MAX_DIGITS):
+            raise ValueError(f"Content-Length is {length!r}, expected the bytes of the body")
+        size = int(length)
+        body = self.rfile.read(min(size, MAX_READ))
+        self.server.reading.pop(self.connection, None)
+        if size > MAX_BYTES:
+            raise ValueError(f"the body has {size} bytes, expected at most {MAX_BYTES}")
+        if len(body) < size:
+            raise ValueError(f"the body ended after {len(body)} of {size} bytes")
+        try:
+            data = json.loads(body.decode(), parse_int=parse_int)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the body is not UTF-8 from byte {error.start} on") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the body is not JSON from character {error.pos} on") from error
+        except RecursionError as error:
+            raise ValueError("the body is nested too deeply, expected a JSON object") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"the body is {json.dumps(data)[:20]}, expected a JSON object")
+        return data
 
-    def send_tokens(self, tokens):
+    def generate(self, options):
+        """Return the tokens of a prompt, and an iterator over those to generate."""
+        if options.seed < 0:
+            raise ValueError(f"seed is {options.seed}, expected 0 or more")
+        try:
+            options.prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt is not valid from character {error.start} on") from error
+        prompt = self.server.tokenizer.begin(options.prompt)
+        device, count = self.server.device, options.max_new_tokens
+        rng, tokens = torch.Generator(device).manual_seed(options.seed), torch.tensor([prompt])
+        stream = self.server.worker.stream
+        return prompt, stream(tokens.to(device), options, max_new_tokens=count, generator=rng)
+
+    def send_tokens(self, prompt, tokens):
         """Send an event for each piece of text, with the tokens since the last event."""
         new, sent = [], 0
         ids = (new.append(token) or token for token in tokens)
         try:
-            for text in self.server.tokenizer.stream(ids):
+            for text in self.server.tokenizer.stream(ids, prompt):
                 self.send({"text": text, "tokens": new[sent:]})
                 sent = len(new)
         except RuntimeError as error:
@@ -104,6 +164,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.end_headers()
         self.wfile.write(body.encode())
+
+
+def parse_int(text):
+    """Convert a whole number of JSON, of which torch accepts only those of 64 bits."""
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"the body has a number of {len(text)} digits, expected {MAX_DIGITS}")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -185,6 +185,30 @@ def test_only_the_command_line_prints():
 
 
 CORE = ("kernels", "ops", "layers", "nn", "models")
+
+
+def is_text_of_unknown_encoding(call: ast.Call, name: str) -> bool:
+    """Return whether a call opens a text file in the encoding of the system."""
+    method, keywords = name.rpartition(".")[2], {keyword.arg for keyword in call.keywords}
+    if "encoding" in keywords or method not in ("open", "read_text", "write_text"):
+        return False
+    modes = [value for arg in call.args if isinstance(value := getattr(arg, "value", None), str)]
+    if method == "open":  # other methods with this name take no mode
+        return any(set(mode) <= set("rwaxt+") for mode in modes)
+    return len(call.args) == (method == "write_text")
+
+
+def test_text_files_have_a_declared_encoding():
+    broken = [
+        at(path, call.lineno)
+        for path, tree in EVERYWHERE.items()
+        if ROOT / "tests" not in path.parents
+        for call, name in calls(tree)
+        if is_text_of_unknown_encoding(call, name)
+    ]
+    assert_rule('text files are opened with encoding="utf-8", or another one', broken)
+
+
 SHORTEST, LONGEST = 40, 700  # lines of a file
 # Files of the core outside these bounds, and the reasons.
 EXCEPTIONS = {

@@ -1,7 +1,9 @@
 """The command line: what it prints, what it writes, and how it fails."""
 
 import contextlib
+import io
 import json
+import logging
 import os
 import re
 import runpy
@@ -11,9 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import tqdm
 from PIL import Image
 from tiny_run import assert_same
 
+import onescan
 from onescan.cli import COMMANDS, main
 from onescan.cli.options import only_options
 from onescan.configs import differences
@@ -52,6 +56,64 @@ def assert_fails(capsys, argv, message, code=2):
     assert "Traceback" not in captured.err + captured.out
 
 
+def poor_console(monkeypatch, encoding):
+    """Replace the console by one that has few characters; return a function of what it shows."""
+    streams = {
+        name: io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+        for name in ("stdout", "stderr")
+    }
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    return lambda name: streams[name].buffer.getvalue().decode(encoding)
+
+
+over_encodings = pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+
+
+@over_encodings
+def test_help_and_errors_are_escaped_for_the_console(monkeypatch, encoding):
+    console = poor_console(monkeypatch, encoding)
+    with pytest.raises(SystemExit) as left:
+        main(["train", "digits", "--help"])
+    assert left.value.code == 0
+    assert "\\u256d\\u2500 options" in console("stdout")
+    assert main(["train", "digits", "--model.width", "猫"]) == 2
+    assert main(["predict", "→", "x.png"]) == 2
+    assert r"\u732b" in console("stderr")
+    assert r"\u2192" in console("stderr")
+
+
+@over_encodings
+def test_texts_and_progress_are_escaped_for_the_console(monkeypatch, encoding):
+    console = poor_console(monkeypatch, encoding)
+    argv = ["zoo/shakespeare_lightnet", "--prompt", "→ é", "--max-new-tokens", "2"]
+    assert main(["generate", *argv]) == 0
+    assert console("stdout").startswith(r"\u2192 ")
+    with tqdm.tqdm(total=2, desc="猫 →") as bar:
+        bar.update()
+    logging.StreamHandler().emit(logging.makeLogRecord({"msg": "ж"}))
+    assert r"\u732b" in console("stderr")
+    assert r"\u0436" in console("stderr")
+
+
+def test_a_prompt_on_standard_input_in_another_encoding(monkeypatch, capsys):
+    argv = ["generate", "zoo/shakespeare_lightnet", "--max-new-tokens", "2", "--prompt", "-"]
+
+    def read(content, encoding, errors="strict"):
+        stream = io.TextIOWrapper(io.BytesIO(content), encoding=encoding, errors=errors)
+        monkeypatch.setattr(sys, "stdin", stream)
+        code = main(argv)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    assert read("naïve".encode("cp1252"), "cp1252")[1].startswith("naïve")
+    assert read("\ufeffnaïve".encode(), "utf-8")[1].startswith("naïve")
+    code, _, message = read(b"ab\xff", "utf-8")
+    assert (code, "is not valid utf-8 from byte 2 on" in message) == (2, True)
+    code, _, message = read(b"ab\xff", "utf-8", "surrogateescape")
+    assert (code, "prompt is not valid UTF-8 from character 2 on" in message) == (2, True)
+
+
 # Help
 
 
@@ -60,7 +122,10 @@ def test_overview_lists_all_commands(capsys):
     shown = capsys.readouterr().out
     assert all(f"  {name} " in shown for name in COMMANDS)
     assert main([]) == 2
-    assert main(["--version"]) == 0
+    for flag in ("-V", "--version"):
+        capsys.readouterr()
+        assert main([flag]) == 0
+        assert capsys.readouterr().out == f"onescan {onescan.__version__}\n"
 
 
 @pytest.mark.parametrize("flag", ["--help", "--help-all"])

@@ -12,6 +12,8 @@ import torch
 from test_writing import byte_level_bpe
 from tiny_language_models import BOTH, CAUSAL, SMALL, causal, over_causal
 from tiny_tokenizers import WORDS, word_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from onescan.cli import main
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer
@@ -177,6 +179,58 @@ def test_wrong_arguments_are_rejected():
         wrapped(MaskedLMConfig(**SMALL, **BOTH["bert"]).build())
     with pytest.raises(ValueError, match="batch_size is 0"):
         wrapped(lm.model, batch_size=0)
+
+
+def joined():
+    """A tokenizer whose tokens may extend over the join of two texts, with spaces as a token."""
+    pieces = ["</s>", "▁", "a", "n", "s", "w", "e", "r", "an", "er", "wer", "sw", "swer", "answer"]
+    merges = [("a", "n"), ("e", "r"), ("w", "er"), ("s", "wer"), ("an", "swer")]
+    found = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    found.normalizer = normalizers.Replace(" ", "▁")
+    space, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    found.decoder = decoders.Sequence([space, decoders.Fuse(), strip])
+    return PreTrainedTokenizerFast(tokenizer_object=found, eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    ("context", "text", "ids"),
+    [
+        ("an", "er", ([8], [9])),  # two tokens
+        ("an", "swer", ([8], [12])),  # "answer" is one token
+        ("ans", "wer", ([8, 4], [10])),
+        ("answer ", "an", ([13], [1, 8])),  # the space belongs to the continuation
+        ("answer an ", "swer", ([13, 1, 8], [1, 12])),
+        (" ", "an", ([0], [1, 8])),
+        ("", "an", ([0], [8])),
+    ],
+)
+def test_a_token_over_the_join_does_not_end_the_evaluation(context, text, ids):
+    model = CausalLMConfig(**{**SMALL, "vocab_size": 14, **CAUSAL["lightnet"]}).build().eval()
+    lm = OnescanLM(model, PretrainedTokenizer("joined", joined()))
+    found = lm.loglikelihood(requests((context, text)), disable_tqdm=True)
+    assert_scores(found, [direct(model, *ids)], rel=1e-4)
+
+
+def test_texts_without_tokens_are_named():
+    lm = wrapped(causal(CAUSAL["lion"]))
+    for context in ("the cat", "", " "):
+        with pytest.raises(ValueError, match="requests the likelihood of '', an empty text"):
+            lm.loglikelihood(requests((context, "")))
+    assert lm.loglikelihood_rolling(requests(("",), ("the",)))[0] == 0.0
+    lm.texts.end = None
+    with pytest.raises(ValueError, match="the tokenizer has no beginning-of-text token"):
+        lm.loglikelihood_rolling(requests(("the",)))
+
+
+def test_generated_texts_keep_the_space_after_the_context():
+    model = CausalLMConfig(**{**SMALL, "vocab_size": 14, **CAUSAL["lightnet"]}).build().eval()
+    lm = OnescanLM(model, PretrainedTokenizer("joined", joined()))
+    steps = [1, 8, 5, 1, 4, 0]  # " anw s", then the end
+    model.stream = lambda tokens, *_, **__: (
+        (torch.tensor([step] * len(tokens)), None) for step in steps
+    )
+    given = [("answer", {"until": until}) for until in ([], ["w s"], ["r a"], [" "], "n")]
+    assert lm.generate_until(requests(*given)) == [" anw s", " an", " anw s", "", " a"]
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from tiny_tokenizers import WORDS, word_tokenizer
 from onescan.cli import main
 from onescan.configs import replace
 from onescan.data import TextTableConfig
+from onescan.data.text.files import read_rows
+from onescan.data.text_table import LabelledText, _class_names
 from onescan.recipes import find_recipe
 from onescan.recipes.own_data import for_path, infer, infer_vocabulary
 
@@ -190,7 +192,7 @@ def test_missing_and_useless_data(tmp_path):
         ("data.xlsx", "expected a name ending in .parquet, .jsonl, .ndjson, .json, .csv"),
         ("damaged.parquet", "damaged.parquet cannot be read"),
         ("damaged.csv.gz", "damaged.csv.gz is damaged"),
-        ("utf16.csv", "utf16.csv, line 1: invalid header: .* byte 0xff.* expected UTF-8"),
+        ("utf16.csv", "utf16.csv is text in UTF-16, expected text in UTF-8"),
         ("semicolons.csv", "line 1: .* separated by semicolons, expected commas"),
         ("empty.csv", "has no texts to train on"),
         ("one.csv", "all labels are 'weather'"),
@@ -198,6 +200,151 @@ def test_missing_and_useless_data(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             build(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["1", "01"], ("01", "1")),
+        (["10", "9", "09", "-0", "+0"], ("+0", "-0", "09", "9", "10")),
+        (["1_0", "2"], ("1_0", "2")),  # int("1_0") is 10
+        (["１", "2"], ("2", "１")),  # noqa: RUF001, a digit of full width
+        (["3", "b", "20"], ("20", "3", "b")),
+        (["9" * 5000, "1"], ("1", "9" * 5000)),
+    ],
+)
+def test_classes_have_one_order(labels, names):
+    for order in (labels, labels[::-1]):
+        assert _class_names([LabelledText("", label, "") for label in order]) == names
+
+
+def test_labels_written_in_several_ways_are_noted(tmp_path):
+    labels = [1, 1.0, "1", " 1", True, "True", 2, 2] * 3
+    lines = [json.dumps({"text": f"text {i}", "label": x}) for i, x in enumerate(labels)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = build(tmp_path / "a.jsonl", test_fraction=0.3)
+    assert data.class_names == ("1", "2", "True")
+    assert data.notes == (
+        "labels read as the class '1': 3 ' 1', 3 '1', 3 1, 3 1.0",
+        "labels read as the class 'True': 3 'True', 3 True",
+    )
+
+
+def texts_of(data):
+    return [row.texts[0] for part in (data.train, data.test) for row in part.rows]
+
+
+PARTED = ["plain", 'say "no"', '"all quoted"', "a\ttab", "two\nlines", '"', '""', "a\r\nb\n\nc"]
+
+
+@pytest.mark.parametrize("columns", [("text", "label"), ("label", "text"), ("id", "text", "label")])
+def test_quoted_cells_of_tables_are_read_as_written(tmp_path, columns):
+    values = [*PARTED, *(f"{a} {b}" for a in PARTED for b in PARTED), 'x\t0\ny"\t1\nz']
+    table = [{"id": i, "text": text, "label": i % 2} for i, text in enumerate(values)]
+    table = [{name: row[name] for name in columns} for row in table]
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t")):
+        path = write_csv(tmp_path / name, table, delimiter)
+        rows_read = list(read_rows(path))
+        read = [row.cells.get("text") for row in rows_read]
+        faults = [row.fault for row in rows_read if row.fault]
+        assert all("quotation marks may enclose" in fault for fault in faults)
+        # Each ambiguous row is named, and no other is changed.
+        expected = [None if row.fault else x for row, x in zip(rows_read, values, strict=True)]
+        assert read == expected
+        assert len(faults) <= (delimiter == "\t") * 9
+
+
+def test_quotation_marks_in_tabbed_tables_without_quoted_cells(tmp_path):
+    texts = ['"Great film', 'he said "no"', '"Yes" is a word', 'a " b', '"quoted"', 'the "end']
+    lines = [f"{text}\t{i % 2}" for i, text in enumerate(texts)]
+    path = tmp_path / "a.tsv"
+    path.write_text("text\tlabel\n" + "\n".join(lines))
+    read = [row.cells["text"] for row in read_rows(path)]
+    assert read == [*texts[:4], "quoted", texts[5]]
+    path.write_text("text\tlabel\n" + "\n".join([lines[0], "fine\t1", 'of all"\t1', *lines]))
+    found = list(read_rows(path))
+    message = "a.tsv, line 2: invalid table row: quotation marks may enclose the text up to line 4"
+    assert message in f"{found[0].place}: {found[0].fault}"
+    assert [row.cells["text"] for row in found[1:]] == read
+    with pytest.raises(ValueError, match="or belong to the text; write the table as"):
+        build(path)
+
+
+def test_one_column_of_texts_between_tabs(tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_text('text\n"one, two\nthree\n\n"four"\n"five')
+    assert [row.cells.get("text") for row in read_rows(path)] == [
+        *('"one, two', "three", None, "four", '"five')
+    ]
+
+
+def test_a_quotation_mark_that_is_not_closed_is_named(tmp_path):
+    good = write_csv(tmp_path / "a.csv", rows(20)).read_text().splitlines()
+    text = "\n".join([*good[:3], '"soup,food', *good[3:]])
+    (tmp_path / "a.csv").write_text(text)
+    message = "line 4: invalid table row: a quotation mark is not closed; it extends to line 22"
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path / "a.csv")
+    (tmp_path / "a.csv").write_text(f'{text}\nthe "soup" and,food')
+    with pytest.raises(ValueError, match=r"line 4: invalid .*; it extends to line 23"):
+        build(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_every_line_end_and_empty_lines(tmp_path, suffix, end):
+    comma = {"csv": ",", "tsv": "\t"}[suffix]
+    lines = [f"text{comma}label", *(f"text {i}{comma}{i % 2}" for i in range(8)), "", "", "x"]
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(("\ufeff" + end.join(lines)).encode())
+    with pytest.raises(ValueError, match=rf"a.{suffix}, line 12: there are 1 cells, expected 2"):
+        build(path)
+    data = build(path, on_error="skip", test_fraction=0.25)
+    assert sorted(texts_of(data)) == [f"text {i}" for i in range(8)]
+    assert data.notes == (
+        f"left out 2 empty lines of {path}",
+        f"left out 1 rows of {path} that cannot be read",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"text,text,label\n", "line 1: there are 2 columns 'text'"),
+        ("a.csv", b"text\tlabel\n", "line 1: .* separated by tabs, expected commas"),
+        ("a.tsv", b"text,label\n", "line 1: .* separated by commas, expected tabs"),
+        ("a.csv", b"text,label\na,0\nb\0c,1\n", "line 3: .* control character"),
+        ("a.tsv", b"text\tlabel\na\t0\nb\0c\t1\n", "line 3: .* control character"),
+        ("a.csv", b"text,label\na,0,\n", "line 2: there are 3 cells, expected 2"),
+        ("a.csv", "text,label\nab,0\n".encode("utf-16-le"), "a.csv is full of control"),
+        ("a.csv", gzip.compress(b"text,label\n"), "a.csv is compressed with gzip, expected text"),
+        ("a.csv.gz", gzip.compress(gzip.compress(b"text")), "a.csv.gz is compressed with gzip"),
+    ],
+)
+def test_other_bad_tables(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path / name)
+
+
+def test_empty_names_of_columns_are_allowed(tmp_path):
+    lines = [",text,label,", *(f"{i},text {i},{i % 2}," for i in range(8))]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    assert len(texts_of(build(tmp_path / "a.csv", test_fraction=0.25))) == 8
+
+
+def test_files_and_texts_that_are_left_out_are_noted(tmp_path):
+    write_csv(tmp_path / "a.csv", rows(20))
+    for name in ("b.json", "notes.md", "other.md", "picture.PNG", "README"):
+        (tmp_path / name).write_text("x")
+    data = build(tmp_path, length=30)
+    longer = [sum(len(row.texts[0]) > 30 for row in part.rows) for part in (data.train, data.test)]
+    assert data.notes == (
+        f"left out 5 files of {tmp_path} of other types: 1 .json, 2 .md, 1 .png, 1 without suffix",
+        f"{longer[0]} of 18 training texts are longer than 30 tokens and are truncated",
+        f"{longer[1]} of 2 test texts are longer than 30 tokens and are truncated",
+    )
+    assert build(tmp_path, length=3000).notes == data.notes[:1]
 
 
 def test_test_labels_must_be_classes(tmp_path):

@@ -4,6 +4,8 @@ import http.client
 import json
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -91,13 +93,25 @@ def test_concurrent_requests_get_the_tokens_of_generate(server):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"{", "Expecting property name"),
-        (b"[" * 60_000, "recursion"),
-        (b"", "expected a JSON object of at most 65536 bytes"),
-        ([1], "expected a JSON object"),
+        (b"{", "the body is not JSON from character 1 on"),
+        (b"hello", "the body is not JSON from character 0 on"),
+        (b"[" * 60_000, "the body is nested too deeply"),
+        (b"", "the body is not JSON from character 0 on"),
+        (b'{"prompt": "\xff"}', "the body is not UTF-8 from byte 12 on"),
+        ('{"prompt": "a"}'.encode("utf-16"), "the body is not UTF-8 from byte 0 on"),
+        (b" " * 70_000, "the body has 70000 bytes, expected at most 65536"),
+        (b" " * 900_000, "the body has 900000 bytes, expected at most 65536"),
+        ([1], "the body is [1], expected a JSON object"),
+        (None, "the body is null, expected a JSON object"),
         ({"text": "a"}, "text"),
         ({"prompt": 3}, "prompt is 3, expected str"),
-        ({"prompt": "\ud800"}, "surrogates not allowed"),
+        ({"prompt": "a\ud800"}, "prompt is not valid from character 1 on"),
+        ({"seed": -1}, "seed is -1, expected 0 or more"),
+        ({"seed": 2**70}, "the body has a number of 22 digits, expected 15"),
+        (b'{"max_new_tokens": 1%s}' % (b"0" * 5000), "a number of 5001 digits"),
+        ({"temperature": 10**400}, "a number of 401 digits"),
+        ({"temperature": float("inf")}, "temperature is inf, expected 0 or more"),
+        ({"top_k": 10**30}, "a number of 31 digits"),
         ({"max_new_tokens": True}, "max_new_tokens is True, expected int"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0, expected a whole number of at least 1"),
         ({"temperature": -1}, "temperature is -1.0, expected 0 or more"),
@@ -110,6 +124,76 @@ def test_bad_requests_get_a_sentence(server, body, message):
     with send(server, body) as response:
         assert response.status == 400
         assert message in response.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "length"),
+    [
+        ({}, "''"),
+        ({"Content-Length": "-1"}, "'-1'"),
+        ({"Content-Length": "two"}, "'two'"),
+        ({"Content-Length": "1_0"}, "'1_0'"),
+        ({"Content-Length": "9" * 5000}, "'999"),
+        ({"Transfer-Encoding": "chunked"}, "''"),
+    ],
+)
+def test_requests_without_a_valid_length_are_rejected(server, headers, length):
+    connection = http.client.HTTPConnection(*server.server_address, timeout=300)
+    connection.putrequest("POST", "/generate")
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    with connection.getresponse() as response:
+        assert response.status == 400
+        assert f"Content-Length is {length}" in response.read().decode()
+
+
+def begun(server, sent):
+    """Open a connection and send the beginning of a request."""
+    client = socket.create_connection(server.server_address, timeout=300)
+    client.sendall(sent)
+    return client
+
+
+HALF = b"POST /generate HTTP/1.1\r\nContent-Length: 100\r\n\r\n{"
+
+
+@pytest.mark.parametrize(
+    ("sent", "reply"),
+    [
+        (HALF, b"the body ended after 1 of 100 bytes"),
+        (b"POST /generate HTTP/1.1\r\nX: y", b"Content-Length is ''"),
+        (b"", b""),
+    ],
+)
+def test_a_slow_request_is_ended(server, monkeypatch, sent, reply):
+    monkeypatch.setattr(serve, "READ_S", 0.1)
+    with begun(server, sent) as client:
+        assert reply in client.makefile("rb").read()
+    wait_for(lambda: not server.reading)
+
+
+def test_incomplete_requests_are_limited(server, monkeypatch):
+    monkeypatch.setattr(serve, "MAX_READING", 3)
+    clients = [begun(server, HALF) for _ in range(3)]
+    wait_for(lambda: len(server.reading) == 3)
+    with begun(server, b"") as client:
+        assert b"503" in client.makefile("rb").read()
+    for client in clients:
+        client.close()
+    wait_for(lambda: not server.reading)
+    assert generate(server, REQUESTS[3])[2] == "length"
+
+
+def test_a_client_that_leaves_before_its_reply_is_ignored(server, capsys):
+    for sent in (HALF, HALF + b" " * 99, b"GET / HTTP/1.1\r\n\r\n", b""):
+        client = begun(server, sent)
+        reset = struct.pack("ii", 1, 0)  # close without waiting, so that sending fails
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        client.close()
+    wait_for(lambda: not server.reading)
+    assert generate(server, REQUESTS[3])[2] == "length"
+    assert capsys.readouterr().err == ""
 
 
 def test_requests_beyond_the_limit_are_rejected_until_a_client_disconnects(server):

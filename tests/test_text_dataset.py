@@ -1,9 +1,11 @@
 """Text datasets: finding, reading, tokenizing, packing, caching and streaming text."""
 
 import gzip
+import io
 import json
 import re
 import shutil
+import zipfile
 from dataclasses import replace
 from itertools import islice
 from multiprocessing import get_context
@@ -31,6 +33,8 @@ from onescan.data.text import (
     load_tokenizer,
 )
 from onescan.data.text.corpus import Corpus, encode_documents
+from onescan.data.text.files import read_file
+from onescan.evaluation.needle import read_haystack
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.causal_lm import CausalLM, CausalLMConfig
 from onescan.tasks import LanguageModellingConfig
@@ -43,6 +47,9 @@ END = ByteTokenizer.end
 STREAM = {"streaming": True, "train_rows": 9}
 over_streaming = pytest.mark.parametrize("streaming", [{}, STREAM])
 TEXTS = ["one", "two and more", "drei", "four, four", "fünf", "6", "seven is long enough for rows"]
+
+
+ONE_LINE = '{"text": "To be, or not to be"}'
 
 
 def write(path, *lines):
@@ -337,6 +344,122 @@ def test_splitting_long_texts_does_not_change_ids(monkeypatch, tmp_path):
             assert encoded[1].tolist() == [*tokenizer.encode("a"), tokenizer.end]
 
 
+# Encodings
+
+
+def documents(path, sample_by="line", **options):
+    return texts_of(build(path, sample_by=sample_by, test_path=str(path), **options).train)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_line_ends_of_every_system(tmp_path, end):
+    (tmp_path / "a.txt").write_bytes(end.join(["one", "two", "", "three", "", "four"]).encode())
+    assert documents(tmp_path / "a.txt") == ["one", "two", "three", "four"]
+    found = build(tmp_path / "a.txt", sample_by="paragraph", test_path=str(tmp_path / "a.txt"))
+    assert rows(found.train, seed=None) == packed([f"one{end}two", "three", "four"], 8)
+    (tmp_path / "a.jsonl").write_bytes(
+        end.join([*objects(["one"]), "", *objects(["two"])]).encode()
+    )
+    assert documents(tmp_path / "a.jsonl") == ["one", "two"]
+    bad = end.join(["one", "two", "caf\udce9", "four"]).encode(errors="surrogateescape")
+    (tmp_path / "bad.txt").write_bytes(bad)
+    for sample_by in ("file", "line", "paragraph"):
+        with pytest.raises(ValueError, match=r"bad.txt, line 3: this is not UTF-8: .*iconv"):
+            documents(tmp_path / "bad.txt", sample_by)
+    (tmp_path / "bad.json").write_bytes(end.join(['[{"text": "a"},', "{", "]"]).encode())
+    with pytest.raises(ValueError, match=r"bad.json, line 3: this is not JSON"):
+        documents(tmp_path / "bad.json")
+
+
+def test_lines_that_end_in_carriage_returns_resume(tmp_path):
+    content = "\r".join([*TEXTS[:4], "", *TEXTS[4:]]) + "\r\nlast\n"
+    (tmp_path / "a.txt").write_bytes(content.encode())
+    every = list(read_file(tmp_path / "a.txt", {}, "text", "line"))
+    assert [document.text for document, _ in every] == [*TEXTS[:4], "", *TEXTS[4:], "last"]
+    for place, (_, mark) in enumerate(every, start=1):
+        assert list(read_file(tmp_path / "a.txt", mark, "text", "line")) == every[place:]
+
+
+def test_byte_order_marks_of_concatenated_files_are_removed(tmp_path):
+    (tmp_path / "a.txt").write_text("\ufeffone\n\ufefftwo\nthree\ufefffour", encoding="utf-8")
+    assert documents(tmp_path / "a.txt") == ["one", "two", "threefour"]
+
+
+TEXT = "To be, or not to be: that is the question\n" * 3
+PDF = b"%PDF-1.4\n1 0 obj << /Type /Catalog >> endobj\ntrailer << /Root 1 0 R >>\n%%EOF\n"
+
+
+def zipped():
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a.txt", TEXT)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", TEXT.encode("utf-16"), "a.txt is text in UTF-16, expected text in UTF-8"),
+        ("a.txt", TEXT.encode("utf-32"), "a.txt is text in UTF-32"),
+        ("a.jsonl", b"\xfe\xff" + ONE_LINE.encode("utf-16-be"), "a.jsonl is text in UTF-16"),
+        ("a.txt", TEXT.encode("utf-16-le"), "a.txt is full of control characters"),
+        ("a.txt", TEXT.encode("utf-32-be"), "a.txt is full of control characters"),
+        ("a.jsonl", ONE_LINE.encode("utf-16-le"), "a.jsonl is full of control characters"),
+        ("a.json", f"[{ONE_LINE}]".encode("utf-16-be"), "a.json is full of control characters"),
+        ("a.txt", 2 * TEXT.encode() + b"a\0b", r"a.txt, line 7: .* control characters '.x00'"),
+        ("a.txt", "日本".encode("iso2022_jp") + TEXT.encode(), r"line 1: .* control characters"),
+        ("a.txt", TEXT.encode() + "é".encode("latin-1"), "line 4: this is not UTF-8: .*latin1"),
+        ("a.txt", PDF, "a.txt is a PDF document"),
+        ("a.pdf", PDF, "a.pdf', which is not text"),
+        ("a.zip", TEXT.encode(), "a.zip', which is not text"),
+        ("a", zipped(), "a is a zip archive"),
+        ("a.txt", b"{\\rtf1 text}", "a.txt is a document in the rich text format"),
+        ("a.txt", b"\x89PNG\r\n\x1a\n", "a.txt is a PNG image"),
+        ("a.txt", gzip.compress(TEXT.encode()), "a.txt is compressed with gzip"),
+        ("a.txt.gz", gzip.compress(gzip.compress(b"text")), "a.txt.gz is compressed with gzip"),
+    ],
+)
+@pytest.mark.parametrize("sample_by", ["file", "line"])
+def test_files_that_are_not_utf8_are_named(tmp_path, name, content, message, sample_by):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path / name, sample_by=sample_by)
+    if name != "a.zip":
+        with pytest.raises(ValueError, match=r"haystack is .*, which is not UTF-8"):
+            read_haystack(tmp_path / name, ByteTokenizer())
+
+
+def test_what_is_left_out_is_noted(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONESCAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("onescan.data.text.corpus.MIN_CACHED_BYTES", 1)
+    folder = tmp_path / "texts"
+    write(folder / "a.jsonl", *objects(["one", "", " ", "two", "three"]), "oops")
+    for name in ("README.md", "b.md", "c.png"):
+        write(folder / name, "x")
+    for _ in range(2):  # the second time from the cache
+        data = build(folder, on_error="skip")
+        assert data.notes == (
+            f"left out 3 files of {folder} of other types: 2 .md, 1 .png",
+            f"left out 1 of 4 documents of {folder}, train, that cannot be read",
+            f"left out 2 empty documents of {folder}, train",
+        )
+    write(tmp_path / "plain" / "a.txt", "one", "", "two")
+    write(tmp_path / "plain" / "b.log", "three")
+    (tmp_path / "plain" / "c.png").write_bytes(b"\x89PNG")
+    data = build(tmp_path / "plain")
+    assert (texts_of(data.train), texts_of(data.test)) == (["one", "two"], ["three"])
+    assert data.notes == (
+        f"left out 1 file of {tmp_path / 'plain'} of other types: 1 .png",
+        f"left out 1 empty document of {tmp_path / 'plain'}, train",
+    )
+    assert build(write(tmp_path / "b.txt", "one", "two")).notes == ()
+    for name in ("a", "b", "c"):
+        (tmp_path / "files" / f"{name}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / "files" / f"{name}.txt").write_text("" if name == "b" else name)
+    data = build(tmp_path / "files", sample_by="file")
+    assert data.notes == (f"left out 1 empty document of {tmp_path / 'files'}, train",)
+
+
 # Mistakes
 
 
@@ -565,7 +688,7 @@ def assert_resumes(data, step=1, **options):
 @over_kinds
 @pytest.mark.parametrize("seed", [None, 4])
 def test_a_stream_resumes_exactly(tmp_path, monkeypatch, kind, seed):
-    monkeypatch.setattr("onescan.data.text.source.ROWS", 1)
+    monkeypatch.setattr("onescan.data.text.files.ROWS", 1)
     monkeypatch.setattr("onescan.data.text.source.GROUP", 3)
     path = KINDS[kind](tmp_path, TEXTS)
     data = streamed(path, tmp_path, length=5, train_rows=40)  # more than two rounds

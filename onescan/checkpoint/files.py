@@ -137,7 +137,7 @@ def locked(folder: Path) -> Iterator[str]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         check_regular(folder / LOCK)
-        file = (folder / LOCK).open("a")
+        file = (folder / LOCK).open("a", encoding="ascii")
     with file:
         with writing(folder):
             _take(file, folder)

@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 
 from onescan import __version__
 from onescan.cli.convert import convert
@@ -19,6 +20,7 @@ from onescan.cli.text import fill, generate, tokenizer
 from onescan.cli.train import glue, train
 from onescan.messages import printable, unknown_choice
 
+VERSION = ("-V", "--version")
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
 # parts of torch's messages when it cannot allocate a tensor
@@ -48,12 +50,15 @@ RESUMABLE = ("train", "glue", "needle", "encode")  # and evaluate --samples
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors are printed in one line."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # escape characters that the console lacks
+            stream.reconfigure(errors="backslashreplace")
     with_traceback = "--traceback" in argv
     argv = [argument for argument in argv if argument != "--traceback"]
     if not argv or argv[0] in HELP:
         echo(_overview())
         return 0 if argv else MISTAKE
-    if argv[0] == "--version":
+    if argv[0] in VERSION:
         echo(f"onescan {__version__}")
         return 0
     try:
@@ -101,7 +106,7 @@ def _overview() -> str:
             *commands,
             "",
             "onescan COMMAND --help shows the common options of a command, --help-all all of them.",
-            "--version prints the version. --traceback shows the traceback of an error.",
+            "-V, --version prints the version. --traceback shows the traceback of an error.",
         ]
     )
 

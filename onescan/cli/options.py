@@ -227,7 +227,7 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
     >>> name_flags("width is 0", ["train", "digits", "--model.width", "0"])
     '--model.width is 0'
     """
-    flags = {word.partition("=")[0] for word in argv if re.match(r"--[a-z]", word)}
+    flags = dict.fromkeys(word.partition("=")[0] for word in argv if re.match(r"--[a-z]", word))
     fields = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}
     ends = [field.rpartition(".")[2] for field in fields.values()]
     for field in fields.values():

@@ -163,7 +163,7 @@ def _text_probabilities(
         ValueError: If a table does not exist or has no such column, or an argument is another file.
     """
     from onescan.data import PairFormat, TextTableConfig
-    from onescan.data.text.source import is_table, read_rows
+    from onescan.data.text.files import is_table, read_rows
     from onescan.data.text_table import read_text
     from onescan.tasks.sequence_classification import classify_texts
 
@@ -180,7 +180,7 @@ def _text_probabilities(
                 raise ValueError("inputs has an empty text")
             texts.append(argument)
             continue
-        rows = list(read_rows(Path(argument)))
+        rows = [row for row in read_rows(Path(argument)) if not row.is_empty_line]
         columns = dict.fromkeys(str(name) for row in rows for name in row.cells)
         if columns and column not in columns:
             raise ValueError(

@@ -58,7 +58,7 @@ def generate(argv: Argv) -> None:
 
     from onescan.tasks.text_generation import generate_text
 
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = _read_input() if options.prompt == "-" else options.prompt
     pieces = generate_text(
         model,
         tokenizer,
@@ -72,6 +72,17 @@ def generate(argv: Argv) -> None:
         for piece in pieces:
             echo(piece, end="", flush=True)
     echo()
+
+
+def _read_input() -> str:
+    """Read a prompt from standard input, without a byte order mark."""
+    try:
+        return sys.stdin.read().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"prompt on standard input is not valid {sys.stdin.encoding} from byte {error.start} "
+            "on; set PYTHONIOENCODING to its encoding"
+        ) from error
 
 
 def fill(argv: Argv) -> None:
@@ -124,6 +135,8 @@ def tokenizer(argv: Argv) -> None:
     check_empty(options.out)
     query = Query(column=options.text_column, sample_by=options.sample_by, name=options.name)
     source = find_source(options.path, query, field="path")
+    for note in source.notes:
+        echo(note)
     trained = train_bpe(read_texts(source, options.split), options.vocab_size)
     trained.tokenizer.save(options.out)
     where = "held-out text" if trained.is_held_out else "the training text"

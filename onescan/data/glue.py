@@ -24,6 +24,7 @@ from onescan.data.sources import (
     report_unreadable,
 )
 from onescan.data.text import TextFormat, Tokenizer, load_tokenizer
+from onescan.data.text.lines import decode, open_text
 from onescan.data.text.tokenizer import BYTES
 
 Ids = Integer[np.ndarray, " _"]
@@ -34,6 +35,7 @@ HUB = "nyu-mll/glue"
 ENTAILMENT = ("entailment", "not_entailment")
 INFERENCES = ("entailment", "neutral", "contradiction")
 MAX_SCORE = 5.0  # of STS-B
+MEASURED = 10_000  # texts that are encoded to count those that are truncated
 
 
 class HeldOut(NamedTuple):
@@ -171,8 +173,12 @@ def _row(
     return GlueRow(tuple(texts), score)
 
 
-def _read_table(path: Path, problem: GlueProblem, on_error: OnError) -> list[GlueRow]:
+def _read_table(
+    path: Path, problem: GlueProblem, on_error: OnError, notes: list[str]
+) -> list[GlueRow]:
     """Read a table of the published archive, in which quotes have no meaning.
+
+    Adds the numbers of empty lines and of unreadable ones to `notes`.
 
     Raises:
         ValueError: If the file does not exist, has no rows or lacks a column, or if a line cannot
@@ -181,9 +187,12 @@ def _read_table(path: Path, problem: GlueProblem, on_error: OnError) -> list[Glu
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     labels = problem.table_labels
-    rows, columns, failures = [], problem.columns, []
-    with path.open("rb") as file:
+    rows, columns, failures, empty = [], problem.columns, [], 0
+    with open_text(path) as file:
         for number, line in enumerate(file, start=1):
+            if not line.strip(b"\r\n"):
+                empty += 1
+                continue
             try:
                 cells = _cells(line)
                 if columns is None:
@@ -205,14 +214,18 @@ def _read_table(path: Path, problem: GlueProblem, on_error: OnError) -> list[Glu
     if not rows:
         raise ValueError(f"{path} holds no rows")
     report_unreadable(str(path), failures)
+    if failures:
+        notes.append(f"left out {len(failures)} lines of {path} that cannot be read")
+    if empty:
+        notes.append(f"left out {empty} empty {'line' if empty == 1 else 'lines'} of {path}")
     return rows
 
 
 def _cells(line: bytes) -> list[str]:
-    try:
-        return line.decode().removeprefix("\ufeff").rstrip("\r\n").split("\t")
-    except UnicodeDecodeError:
-        raise ValueError("is not UTF-8") from None
+    text, fault, _ = decode(line)
+    if fault:
+        raise ValueError(fault)
+    return text.removeprefix("\ufeff").rstrip("\r\n").split("\t")
 
 
 def _check_columns(names: Sequence[str], columns: Sequence[str]) -> None:
@@ -314,6 +327,17 @@ class PairEncoder:
         tokens = self._join(self.before, ids, [self.tokenizer.end], other, self.after)
         return tokens, len(self.before) + len(ids) + 1
 
+    def is_truncated(self, rows: Sequence[Sequence[str]]) -> list[bool]:
+        """Return whether each of these texts or pairs of texts is longer than `length`."""
+        sizes = [len(ids) for ids in self.tokenizer.encode_many([x for row in rows for x in row])]
+        added = len(self.before) + len(self.after)
+        found, begin = [], 0
+        for row in rows:
+            tokens = sum(sizes[begin : begin + len(row)]) + added + len(row) - 1
+            found.append(tokens > self.length)
+            begin += len(row)
+        return found
+
     def _join(self, *parts: list[int] | Ids) -> Ids:
         tokens = np.concatenate([np.asarray(part, self.tokenizer.dtype) for part in parts])
         if not len(tokens):
@@ -397,6 +421,16 @@ class GlueSet(SequenceSet):
         return LabelledSequence(tokens, label, first)
 
 
+def truncation_notes(texts: GlueSet, name: str) -> Iterator[str]:
+    """Describe how many texts are truncated, measured on at most `MEASURED` of them."""
+    every = max(1, -(-len(texts) // MEASURED))
+    rows = [row.texts for row in texts.rows[::every]]
+    if count := sum(texts.encoder.is_truncated(rows)):
+        which = f"{count} of {len(rows)} {name} texts"
+        which += "" if every == 1 else f" (one in {every} was measured)"
+        yield f"{which} are longer than {texts.encoder.length} tokens and are truncated"
+
+
 @dataclass(frozen=True, kw_only=True)
 class GlueSplits(SequenceSplits):
     """Training and held-out examples of one task."""
@@ -441,23 +475,29 @@ class GlueDatasetConfig(DataConfig):
         check_choice("data.on_error", self.on_error, get_args(OnError))
         tokenizer, problem = load_tokenizer(self.tokenizer), PROBLEMS[self.task]
         encoder = PairEncoder(tokenizer, self.length)
-        train, *parts = self._read(problem)
+        notes: list[str] = []
+        train, *parts = self._read(problem, notes)
+        train_set = GlueSet(rows=train, encoder=encoder)
+        test_set = GlueSet(rows=list(chain(*parts)), encoder=encoder)
+        for name, part in (("training", train_set), ("test", test_set)):
+            notes += truncation_notes(part, name)
         return GlueSplits(
-            train=GlueSet(rows=train, encoder=encoder),
-            test=GlueSet(rows=list(chain(*parts)), encoder=encoder),
+            notes=tuple(notes),
+            train=train_set,
+            test=test_set,
             class_names=problem.class_names,
             format=PairFormat(text=TextFormat.of(tokenizer), length=self.length),
             problem=problem,
             counts=tuple(map(len, parts)),
         )
 
-    def _read(self, problem: GlueProblem) -> Iterator[list[GlueRow]]:
-        """Read the training rows, then those of each held-out part."""
+    def _read(self, problem: GlueProblem, notes: list[str]) -> Iterator[list[GlueRow]]:
+        """Read the training rows, then those of each held-out part; add what is left out."""
         path = Path(self.path).expanduser()
         if path.is_dir():
             folder = find_folder(path, self.task, problem)
             for file in ("train", *(part.file for part in problem.held_out)):
-                yield _read_table(folder / f"{file}.tsv", problem, self.on_error)
+                yield _read_table(folder / f"{file}.tsv", problem, self.on_error, notes)
         elif path.exists() or not re.fullmatch(HUB_NAME, self.path):
             raise ValueError(f"data.path is {self.path!r}: there is no such folder")
         else:

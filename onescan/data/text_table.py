@@ -1,6 +1,7 @@
 """Labelled texts in your own tables: CSV, TSV, JSON or parquet."""
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,13 @@ import torch
 
 from onescan.checks import check_choice
 from onescan.data.base import HELD_OUT, SPLITS, DataConfig, OnError, stratified_split
-from onescan.data.glue import GlueRow, GlueSet, PairEncoder, PairFormat
+from onescan.data.glue import GlueRow, GlueSet, PairEncoder, PairFormat, truncation_notes
 from onescan.data.sequences import SequenceSplits
 from onescan.data.sources import parquet_splits, report_unreadable, walk
 from onescan.data.text import TextFormat, load_tokenizer
-from onescan.data.text.source import READERS, Row, file_type, is_table, is_unicode, read_rows
+from onescan.data.text.files import READERS, is_table, read_rows
+from onescan.data.text.lines import Row, file_type, is_unicode
+from onescan.data.text.source import left_out_note
 from onescan.data.text.tokenizer import BYTES
 
 SPLIT_COLUMN = "split"
@@ -58,6 +61,34 @@ def _read_label(row: Row, column: str) -> str:
     return name
 
 
+class Labels:
+    """Reads labels, and records which ones become the same class.
+
+    Attributes:
+        forms: For each class, the labels that stand for it, as they are written, with their number.
+    """
+
+    def __init__(self) -> None:
+        self.forms: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def read(self, row: Row, column: str) -> str:
+        """Return the name of a row's class.
+
+        Raises:
+            ValueError: If there is no label, or it is neither a string nor an integer.
+        """
+        name = _read_label(row, column)
+        self.forms[name][repr(row.cells[column])] += 1
+        return name
+
+    def notes(self) -> Iterator[str]:
+        """Describe the classes whose labels are written in several ways."""
+        for name, forms in sorted(self.forms.items()):
+            if len(forms) > 1:
+                listed = ", ".join(f"{count} {form}" for form, count in sorted(forms.items()))
+                yield f"labels read as the class {name!r}: {listed}"
+
+
 def _cell(row: Row, column: str, field: str) -> Any:
     if column not in row.cells:
         names = ", ".join(map(str, row.cells)) or "none"
@@ -74,7 +105,9 @@ def _cell(row: Row, column: str, field: str) -> Any:
 class TextTableConfig(DataConfig):
     """Texts with one label each, in a CSV, TSV, JSON or parquet file, or a folder of them.
 
-    JSON files hold one object per line, or a list of objects. Files may be compressed (.gz).
+    JSON files hold one object per line, or a list of objects. Files may be compressed (.gz). Empty
+    lines are left out. In .tsv files, quotation marks are part of the text, except around a whole
+    cell. Labels are read without white space around them, and 1.0 as 1.
     """
 
     path: str
@@ -114,7 +147,8 @@ class TextTableConfig(DataConfig):
         tokenizer = load_tokenizer(self.tokenizer)
         encoder = PairEncoder(tokenizer, self.length)
         failures: list[str] = []
-        parts = self._read(failures)
+        notes: list[str] = []
+        parts = self._read(failures, notes)
         if not (train := parts.get("train")):
             reason = f": {failures[0]}" if failures else ""
             raise ValueError(f"data.path is {self.path!r}, which has no texts to train on{reason}")
@@ -130,6 +164,8 @@ class TextTableConfig(DataConfig):
         else:
             test = list(self._of_classes(parts[held_out], names, failures))
         report_unreadable(self.path, failures)
+        if failures:
+            notes.append(f"left out {len(failures)} rows of {self.path} that cannot be read")
         if not test:
             raise ValueError(f"data.path is {self.path!r}, which has no texts to evaluate on")
         classes = {name: place for place, name in enumerate(names)}
@@ -137,45 +173,59 @@ class TextTableConfig(DataConfig):
             GlueSet(rows=[GlueRow((x.text,), classes[x.label]) for x in part], encoder=encoder)
             for part in (train, test)
         )
+        for name, part in (("training", train_set), ("test", test_set)):
+            notes += truncation_notes(part, name)
         return SequenceSplits(
+            notes=tuple(notes),
             train=train_set,
             test=test_set,
             class_names=names,
             format=PairFormat(text=TextFormat.of(tokenizer), length=self.length),
         )
 
-    def _files(self) -> dict[str, list[str]]:
-        """Return the files of each part."""
+    def _files(self, notes: list[str]) -> dict[str, list[str]]:
+        """Return the files of each part; add a note on the other files of a folder."""
         place = Path(self.path).expanduser()
         if not place.is_dir():
             return {"train": [str(place)]}
-        tables = sorted(file for file in map(Path, walk(str(place))) if is_table(file))
+        found = list(map(Path, walk(str(place))))
+        tables = sorted(file for file in found if is_table(file))
         if not tables:
             raise ValueError(
                 f"data.path is {self.path!r}, a folder without {', '.join(READERS)} files"
             )
         # A .json file next to other tables often describes them.
         files = [file for file in tables if file_type(file) != ".json"] or tables
+        if others := [file for file in found if file not in files]:
+            notes.append(left_out_note(self.path, others))
         return parquet_splits(place, files)
 
-    def _read(self, failures: list[str]) -> dict[str, list[LabelledText]]:
-        """Read the texts of each part; add unreadable rows to `failures`."""
+    def _read(self, failures: list[str], notes: list[str]) -> dict[str, list[LabelledText]]:
+        """Read the texts of each part; add unreadable rows to `failures`, and others to `notes`."""
         parts: dict[str, list[LabelledText]] = {}
-        files = self._files()
+        files, labels, empty = self._files(notes), Labels(), 0
         for split, names in files.items():
             for name in names:
                 for row in read_rows(Path(name)):
+                    if row.is_empty_line:
+                        empty += 1
+                        continue
                     try:
                         text = read_text(row, self.text_column)
                         is_named = len(files) > 1 or split != "train"
                         part = split if is_named else self._part(row)
-                        label = _read_label(row, self.label_column)
+                        label = labels.read(row, self.label_column)
                     except ValueError as error:
                         if self.on_error == "raise":
                             raise
                         failures.append(str(error))
                         continue
                     parts.setdefault(part, []).append(LabelledText(text, label, row.place))
+        if empty:
+            notes.append(
+                f"left out {empty} empty {'line' if empty == 1 else 'lines'} of {self.path}"
+            )
+        notes += labels.notes()
         return parts
 
     def _part(self, row: Row) -> str:
@@ -218,9 +268,8 @@ class TextTableConfig(DataConfig):
 
 
 def _class_names(examples: Iterable[LabelledText]) -> tuple[str, ...]:
-    """Return the labels in order; integers by value."""
+    """Return the labels in order; integers by value, and those of equal value as strings."""
     names = {example.label for example in examples}
-    try:
-        return tuple(sorted(names, key=int))
-    except ValueError:
-        return tuple(sorted(names))
+    if all(re.fullmatch(r"[+-]?[0-9]{1,4000}", name) for name in names):
+        return tuple(sorted(names, key=lambda name: (int(name), name)))
+    return tuple(sorted(names))

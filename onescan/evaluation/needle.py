@@ -23,6 +23,7 @@ from onescan.checkpoint.files import damaged, parse_json
 from onescan.checks import check_positive
 from onescan.data import derive_seed
 from onescan.data.text import Tokenizer
+from onescan.data.text.lines import read_text_file
 from onescan.data.text.tokenizer import Ids
 from onescan.evaluation.config import NeedleConfig, short_name
 from onescan.evaluation.lengths import held_out_tokens
@@ -140,9 +141,9 @@ def read_haystack(file: Path, tokenizer: Tokenizer) -> Haystack:
     if not file.is_file():
         raise ValueError(f"haystack is {str(file)!r}, which is not a file")
     try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"haystack is {str(file)!r}, which is not UTF-8 text") from error
+        text = read_text_file(file)
+    except ValueError as error:
+        raise ValueError(f"haystack is {str(file)!r}, which is not UTF-8 text: {error}") from error
     (tokens,) = tokenizer.encode_many([text])
     return Haystack(file.name, tokens)
 

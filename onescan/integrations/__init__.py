@@ -28,5 +28,6 @@ def write_remote_module(folder: Any, package: str, classes: Sequence[str]) -> No
     exported = "".join(f'    "{name}",\n' for name in classes)
     (path / f"{REMOTE_MODULE}.py").write_text(
         '"""Import the classes of this folder from onescan: pip install onescan."""\n\n'
-        f"from {package} import (\n{imported})\n\n__all__ = [\n{exported}]\n"
+        f"from {package} import (\n{imported})\n\n__all__ = [\n{exported}]\n",
+        encoding="utf-8",
     )

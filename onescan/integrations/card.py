@@ -67,7 +67,7 @@ def write_model_card(
         usage=usage,
         rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
     )
-    write_atomically(path, lambda file: file.write_text(text))
+    write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def _summary(value: Any) -> str:

@@ -20,6 +20,7 @@ from onescan.models.token_network import select_rows
 
 NAME = "onescan"  # in lm-eval's registry
 DEFAULT_NEW_TOKENS = 256  # if a task sets no limit
+CONTEXT = 32  # last tokens of a prompt, on which the decoding of the next ones may depend
 LENGTHS = ("max_gen_toks", "max_new_tokens")  # names of the limit in tasks
 
 RequestT = TypeVar("RequestT")
@@ -76,23 +77,60 @@ class OnescanLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Return the id of the beginning-of-text token."""
-        return self.texts.begin("")[-1]
+        """Return the id of the beginning-of-text token.
+
+        Raises:
+            ValueError: If the tokenizer has none, nor an end-of-text token.
+        """
+        try:
+            return self.texts.begin("")[-1]
+        except ValueError as error:
+            raise ValueError(
+                "a task requests the likelihood of a text without context, but the tokenizer has "
+                "no beginning-of-text token"
+            ) from error
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Ids:
         """Return the ids of a text, by default with the special tokens at its beginning."""
         plain = add_special_tokens is False or not string
         return self.texts.encode(string) if plain else self.texts.begin(string)
 
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[Score]:
+        """Compute the log-likelihood of each continuation of a context.
+
+        Both are encoded together, as by lm-eval's own models: white space at the end of the context
+        belongs to the continuation, whose tokens are those after as many tokens as the context has
+        on its own. If there are none, because one token extends over the join, the continuation
+        is encoded on its own.
+
+        Raises:
+            ValueError: If a continuation has no tokens, or too many for the model.
+        """
+        pairs = [(request.args, *self._encode_pair(*request.args)) for request in requests]
+        return self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[Ids, Ids]:
+        start = context.rstrip()
+        continuation = context[len(start) :] + continuation
+        if not start:
+            return [], self.tok_encode(continuation, add_special_tokens=False)
+        ids = self.tok_encode(start)
+        rest = self.tok_encode(start + continuation)[len(ids) :]
+        return ids, rest or self.tok_encode(continuation, add_special_tokens=False)
+
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Compute the log-likelihood of each text after the beginning-of-text token."""
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(("", ""), context, text) for row in windows for context, text in row]
         scores = iter(self._loglikelihood_tokens(flat, disable_tqdm=disable_tqdm))
-        return [sum(next(scores)[0] for _ in row) for row in windows]
+        return [sum((next(scores)[0] for _ in row), 0.0) for row in windows]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Generate a text after each context, up to one of the task's stop strings."""
+        """Generate a text after each context, up to one of the task's stop strings.
+
+        The text begins with the space after the context, if there is one. Stop strings are searched
+        for in the generated text alone.
+        """
 
         def kind(place: int) -> tuple[str, int]:
             context, options = requests[place].args
@@ -113,7 +151,7 @@ class OnescanLM(TemplateLM):
         self, requests: Any, disable_tqdm: bool = False, **_: Any
     ) -> list[Score]:
         """Score continuations, grouped by context, from the longest contexts to the shortest."""
-        pairs = [self._fitted(context, text) for _, context, text in requests]
+        pairs = [self._fitted(*request) for request in requests]
         order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), pairs[i][0]))
         scores: dict[int, Score] = {}
         with tqdm(total=len(order), desc="scoring", disable=disable_tqdm) as bar:
@@ -157,19 +195,24 @@ class OnescanLM(TemplateLM):
             prompts = [prompt[max_new_tokens - self.most_tokens :] for prompt in prompts]
         tokens, keep = self._padded(prompts, left=True)
         end, size = self.texts.end, self.texts.size
+        before = [len(self.texts.decode(prompt[-CONTEXT:])) for prompt in prompts]
         written: list[Ids] = [[] for _ in prompts]
         unfinished = set(range(len(prompts)))
+
+        def text(row: int) -> str:
+            return self.texts.decode(prompts[row][-CONTEXT:] + written[row])[before[row] :]
+
         steps = self.model.stream(
             tokens, sampling, max_new_tokens=max_new_tokens, keep=keep, vocab_size=size
         )
         for step, _ in steps:
             for row in sorted(unfinished):
                 written[row].append(int(step[row]))
-                over = written[row][-1] == end or _cut(self.texts.decode(written[row]), until)[1]
+                over = written[row][-1] == end or _cut(text(row), until)[1]
                 unfinished -= {row} if over else set()
             if not unfinished:
                 break
-        return [_cut(self.texts.decode(ids), until)[0] for ids in written]
+        return [_cut(text(row), until)[0] for row in range(len(prompts))]
 
     def _windows(self, text: str) -> list[tuple[Ids, Ids]]:
         """Split a text into pairs of context and text; one pair unless positions are limited."""
@@ -178,14 +221,16 @@ class OnescanLM(TemplateLM):
         windows = get_rolling_token_windows(ids, self.prefix_token_id, most, context_len=1)
         return [make_disjoint_window(window) for window in windows]
 
-    def _fitted(self, context: Ids, text: Ids) -> tuple[Ids, Ids]:
+    def _fitted(self, request: tuple[str, str], context: Ids, text: Ids) -> tuple[Ids, Ids]:
         """Truncate a context on the left to the model's number of positions, if that is limited.
 
         Raises:
             ValueError: If the text is empty, or longer than the number of positions.
         """
         if not text:
-            raise ValueError("a task requests the likelihood of an empty text")
+            raise ValueError(
+                f"a task requests the likelihood of {request[1]!r}, an empty text without tokens"
+            )
         context = context or [self.eot_token_id]
         if self.most_tokens is None:
             return context, text

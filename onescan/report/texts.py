@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 
 from onescan.data import DataSet
+from onescan.data.text.tokenizer import REPLACEMENT_CHARACTER
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLM, Sampling
 from onescan.models.masked_lm import MaskedLM
@@ -46,6 +47,7 @@ def _continuations(task: LanguageModelling, model: CausalLM) -> list[Figure]:
     for row, (tokens, _) in _rows(task.test):
         length = PROMPT if limit is None else min(PROMPT, limit // 2)
         prompt = task.tokenizer.decode(tokens[0, :length].tolist())
+        prompt = prompt.strip(REPLACEMENT_CHARACTER)  # of characters that are cut
         new = NEW_TOKENS
         if limit is not None:
             new = max(1, min(NEW_TOKENS, limit - len(task.tokenizer.begin(prompt))))
@@ -67,13 +69,12 @@ def _filled_masks(task: MaskedLanguageModelling, model: MaskedLM) -> list[Figure
     for row, batch in _rows(task.test):
         tokens, documents, labels = task.augment(batch, seed=0)
         predicted = model(tokens, documents=documents)[0].argmax(-1)
-        parts = []
-        for token, label, guess in zip(
-            tokens[0].tolist(), labels[0].tolist(), predicted.tolist(), strict=True
-        ):
-            masked = label != IGNORE_INDEX
-            tag = ("b" if guess == label else "s") if masked else ""
-            parts.append((task.tokenizer.decode([guess if masked else token]), tag))
+        masked = labels[0] != IGNORE_INDEX
+        filled = predicted.to(tokens.device).where(masked, tokens[0])
+        marks = zip(masked.tolist(), (filled == labels[0]).tolist(), strict=True)
+        tags = [("b" if right else "s") if is_masked else "" for is_masked, right in marks]
+        # The last piece is the rest of an incomplete character.
+        parts = list(zip(task.tokenizer.pieces(filled.tolist()), [*tags, ""], strict=True))
         caption = "Predictions for masked tokens: bold if correct, struck through if wrong."
         figures.append(Figure(f"Row {row}", fragment("text", parts), caption))
     return figures

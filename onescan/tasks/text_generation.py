@@ -30,6 +30,8 @@ def generate_text(
 ) -> Iterator[str]:
     """Yield the text that the model generates after a prompt, piece by piece.
 
+    The prompt and the pieces are together the decoded text of all tokens.
+
     Args:
         model: Model in evaluation mode.
         tokenizer: The tokenizer that it was trained with.
@@ -43,15 +45,21 @@ def generate_text(
     """
     tokenizer.check_vocabulary(model.config.vocab_size)
     _check_text("prompt", prompt)
+    context = tokenizer.begin(prompt)
     tokens = model.stream(
-        _batch(tokenizer.begin(prompt), model),
+        _batch(context, model),
         sampling,
         max_new_tokens=max_new_tokens,
         end=tokenizer.end,
         vocab_size=tokenizer.size,
         generator=generator,
     )
-    yield from tokenizer.stream(int(token) for token, _ in tokens)
+    pieces = tokenizer.stream((int(token) for token, _ in tokens), context)
+    first = next(pieces, "")
+    # The tokens of a prompt may lack its final spaces, and the first piece then begins with one.
+    final = prompt.removeprefix(tokenizer.decode(context))
+    yield first.removeprefix(final) if final.isspace() else first
+    yield from pieces
 
 
 @torch.no_grad()

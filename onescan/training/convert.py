@@ -141,7 +141,7 @@ def _load(
     run = load(path) if is_run(path) else None
     if run is None or isinstance(run.format, TextFormat):
         model, tokenizer = load_language_model(str(source))
-        special = getattr(tokenizer, "tokenizer", None)  # bytes have none
+        special = tokenizer.to_transformers()
         ids = {name: getattr(special, name, None) for name in TOKEN_IDS}
         return model, {k: v for k, v in ids.items() if v is not None}, tokenizer.save
     if isinstance(run.format, ImageFormat) and isinstance(run.model, ImageClassifier):

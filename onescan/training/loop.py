@@ -544,7 +544,7 @@ def dry_run(
 def _check_shared(folder: Path, token: str | None, ranks: Ranks) -> None:
     """Check that all processes see what rank 0 wrote to the lock file."""
     written, lock = ranks.first(lambda: token), folder / LOCK
-    is_seen = ranks.is_first or (lock.is_file() and lock.read_text() == written)
+    is_seen = ranks.is_first or (lock.is_file() and lock.read_text(encoding="utf-8") == written)
     if not all(ranks.gather(is_seen)):
         raise ValueError(f"{folder} is not on a disk that all processes share, as checkpoints need")
 

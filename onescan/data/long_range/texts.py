@@ -20,6 +20,7 @@ from onescan.data.sequences import (
     SequenceSplits,
 )
 from onescan.data.sources import Chosen, DatasetSource, find_source, parquet_splits, walk
+from onescan.data.text.source import left_out_note
 from onescan.shapes import Labels
 
 SEPARATOR = 256  # between the texts of a pair
@@ -122,7 +123,7 @@ class LineTable:
 
     def _parse_header(self, line: bytes) -> tuple[str, ...]:
         try:
-            return tuple(line.decode().rstrip("\r\n").split("\t"))
+            return tuple(line.decode().removeprefix("\ufeff").rstrip("\r\n").split("\t"))
         except UnicodeDecodeError:
             raise ValueError(f"{self.path}, line 1: is not text") from None
 
@@ -132,6 +133,9 @@ class LineTable:
 
 class Texts(ABC):
     """Labelled texts of one split, read one at a time."""
+
+    notes: tuple[str, ...] = ()
+    """What was left out."""
 
     labels: Sequence[Any]
     """Label of each text, as stored."""
@@ -148,16 +152,20 @@ class Texts(ABC):
 
 
 class TextFiles(Texts):
-    """One text per file, in one folder per class; other files are ignored."""
+    """One text per file, in one folder per class; other files are left out."""
 
     def __init__(self, folder: Path) -> None:
         self.files: list[Path] = []
         self.labels: list[str] = []
+        others: list[Path] = []
         for file in map(Path, walk(str(folder))):
             class_name, *below = file.relative_to(folder).parts
             if file.name.endswith(TEXT) and below and class_name != UNLABELLED:
                 self.files.append(file)
                 self.labels.append(class_name)
+            elif class_name != UNLABELLED:
+                others.append(file)
+        self.notes = (left_out_note(str(folder), others),) if others else ()
 
     def text(self, row: int) -> bytes:
         return self.files[row].read_bytes()
@@ -244,7 +252,13 @@ class ByteTextConfig(DataConfig):
             ByteTexts(texts=texts, labels=_class_indices(texts, classes), format=format)
             for texts in (found["train"], found["test"])
         )
-        return SequenceSplits(train=train, test=test, class_names=classes.names, format=format)
+        return SequenceSplits(
+            notes=(*found["train"].notes, *found["test"].notes),
+            train=train,
+            test=test,
+            class_names=classes.names,
+            format=format,
+        )
 
     def _find(self) -> dict[str, Texts]:
         folder = Path(self.path).expanduser()

@@ -19,7 +19,8 @@ from onescan.cache import CACHE, cache_root
 from onescan.checkpoint.files import remove, write_atomically
 from onescan.data.base import OnError
 from onescan.data.order import batched
-from onescan.data.text.source import Document, Shard, read_documents
+from onescan.data.text.lines import Document
+from onescan.data.text.source import Shard, read_documents
 from onescan.data.text.tokenizer import Frame, Ids, Tokenizer
 
 LongDocuments = Literal["continue", "raise"]
@@ -31,7 +32,7 @@ DOCUMENTS_PER_ARRAY = 4096  # concatenated at once, because small arrays take mu
 MAX_MESSAGES = 10  # documents that cannot be read
 PROGRESS_DELAY_S = 2  # before a progress bar appears
 
-VERSION = 1  # of the cache
+VERSION = 2  # of the cache
 MIN_CACHED_BYTES = 1 << 22  # smaller texts are tokenized in seconds and not cached
 TOKENS, ENDS, NOTES = "tokens.npy", "ends.npy", "notes.json"
 
@@ -45,12 +46,14 @@ class Corpus:
         ends: Where each document ends in them.
         left_out: Messages for the first documents that could not be read.
         left_out_count: How many could not be read.
+        blank_count: How many were empty or white space, and are left out.
     """
 
     tokens: Ids
     ends: NDArray[np.int64]
     left_out: tuple[str, ...] = ()
     left_out_count: int = 0
+    blank_count: int = 0
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -196,13 +199,14 @@ class CorpusReader:
         """Raise ValueError if a document is longer than a row; the message names its location."""
         long = np.flatnonzero(corpus.lengths > length)
         if len(long):
-            document = next(islice(self._readable(shards, []), int(long[0]), None))
+            document = next(islice(self._readable(shards, [], []), int(long[0]), None))
             raise_long_document(document, int(corpus.lengths[long[0]]), length)
 
     def _tokenize(self, shards: Sequence[Shard], max_tokens: int | None) -> Corpus:
         faults: list[str] = []
+        blank: list[str] = []
         tokens, lengths = [np.empty(0, self.tokenizer.dtype)], [np.empty(0, np.int64)]
-        texts = (document.text for document in self._readable(shards, faults))
+        texts = (document.text for document in self._readable(shards, faults, blank))
         with progress_bar("tokenizing") as bar:
             encoded = encode_documents(texts, self.tokenizer, frame=self.frame, show=bar.update)
             for group in batched(_take(encoded, max_tokens), DOCUMENTS_PER_ARRAY):
@@ -213,14 +217,20 @@ class CorpusReader:
             ends=np.concatenate(lengths).cumsum(),
             left_out=tuple(faults[:MAX_MESSAGES]),
             left_out_count=len(faults),
+            blank_count=len(blank),
         )
 
-    def _readable(self, shards: Sequence[Shard], faults: list[str]) -> Iterator[Document]:
+    def _readable(
+        self, shards: Sequence[Shard], faults: list[str], blank: list[str]
+    ) -> Iterator[Document]:
+        """Yield documents; add messages on the unreadable ones and the places of blank ones."""
         for document in read_documents(shards):
             if self.on_error == "raise":
                 document.check()
             if document.fault:
                 faults.append(document.message)
+            elif document.is_blank:
+                blank.append(document.place)
             else:
                 yield document
 
@@ -256,7 +266,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Wait until no other process is reading or writing an entry, and exclude others."""
     with _writing(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        file = folder.with_suffix(".lock").open("a")
+        file = folder.with_suffix(".lock").open("ab")
     with file:
         if os.name == "posix":  # other systems have no such locks
             from fcntl import LOCK_EX, lockf
@@ -268,7 +278,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _load(folder: Path, key: str) -> Corpus | None:
     """Map an entry into memory; None if there is none, or it is damaged or has another key."""
     try:
-        notes = json.loads((folder / NOTES).read_text())
+        notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
         if notes["cache_key"] != key:
             return None
         tokens, ends = (
@@ -281,6 +291,7 @@ def _load(folder: Path, key: str) -> Corpus | None:
             ends=ends,
             left_out=tuple(notes["left_out"]),
             left_out_count=notes["left_out_count"],
+            blank_count=notes["blank_count"],
         )
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -294,13 +305,14 @@ def _save(folder: Path, key: str, corpus: Corpus) -> Corpus:
         "cache_key": key,
         "left_out": corpus.left_out,
         "left_out_count": corpus.left_out_count,
+        "blank_count": corpus.blank_count,
     }
 
     def write(partial: Path) -> None:
         partial.mkdir()
         np.save(partial / TOKENS, corpus.tokens, allow_pickle=False)
         np.save(partial / ENDS, corpus.ends, allow_pickle=False)
-        (partial / NOTES).write_text(json.dumps(notes))
+        (partial / NOTES).write_text(json.dumps(notes), encoding="utf-8")
 
     with _writing(folder.parent):
         remove(folder)

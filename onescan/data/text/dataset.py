@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from onescan.checks import check_positive
 from onescan.data.base import DataConfig, DataSet, OnError, Splits
 from onescan.data.text.corpus import Corpus, CorpusReader, LongDocuments
+from onescan.data.text.files import SampleBy
 from onescan.data.text.packing import PackedText, TextStream, padding_id, text_length
-from onescan.data.text.source import Query, SampleBy, TextSource, find_source
+from onescan.data.text.source import Query, TextSource, find_source
 from onescan.data.text.tokenizer import BYTES, Frame, TextFormat, Tokenizer, load_tokenizer
 
 log = logging.getLogger("onescan")
@@ -29,13 +30,14 @@ class TextDatasetConfig(DataConfig):
     """Text from files or the Hugging Face hub, tokenized and packed into sequences.
 
     Files may be parquet, .jsonl, .json, .csv or .tsv; all others are read as plain text in UTF-8.
-    All but parquet may be compressed as .gz. In a folder, the files of the first of these types
-    that occurs are read in the order of their names. If a file or its folder is called train, as in
-    wiki.train.txt, files are assigned to splits by name. A folder saved by the datasets library is
-    read as such.
+    All but parquet may be compressed as .gz. Lines end in line feeds, carriage returns, or both. In
+    a folder, the files of the first of these types that occurs are read in the order of their
+    names, and others are left out; so are images and archives in a folder of plain text. If a file
+    or its folder is called train, as in wiki.train.txt, files are assigned to splits by name. A
+    folder saved by the datasets library is read as such.
 
     Tokenized text is cached in $ONESCAN_CACHE, or ~/.cache/onescan, and tokenized again when the
-    text or the tokenizer changes. Empty documents are skipped.
+    text or the tokenizer changes. Empty documents and byte order marks are left out.
     """
 
     path: str
@@ -111,6 +113,7 @@ class TextDatasetConfig(DataConfig):
             tokenizer=tokenizer,
             format=TextFormat.of(tokenizer),
             is_framed=self.add_special_tokens,
+            notes=tuple(dict.fromkeys(builder.notes)),
         )
 
     def query(self, *, streaming: bool = False) -> Query:
@@ -152,6 +155,7 @@ class _Builder:
         self.frame = tokenizer.frame if config.add_special_tokens else None
         self.source = find_source(config.path, config.query(streaming=config.streaming))
         self.source.check_split("data.train_split", config.train_split)
+        self.notes = list(self.source.notes)
         self.reader = CorpusReader(
             tokenizer=tokenizer, on_error=config.on_error, cache=config.cache, frame=self.frame
         )
@@ -201,6 +205,7 @@ class _Builder:
             query = config.query(streaming=config.streaming)
             source = find_source(config.test_path, query, field="data.test_path")
             split = split or source.held_out("train") or next(iter(source.splits))
+            self.notes += source.notes
         elif split == config.train_split:
             raise ValueError(
                 f"data.test_split is {split!r}, expected a different split than data.train_split"
@@ -227,6 +232,13 @@ class _Builder:
         if count := corpus.left_out_count:
             total = count + len(corpus.ends)
             log.warning("skipped %d of %d documents of %s", count, total, source.path)
+            self.notes.append(
+                f"left out {count} of {total} documents of {source.path}, {split}, that cannot be "
+                "read"
+            )
+        if count := corpus.blank_count:
+            plural = "document" if count == 1 else "documents"
+            self.notes.append(f"left out {count} empty {plural} of {source.path}, {split}")
         if config.long_documents == "raise":
             self.reader.check_lengths(corpus, shards, config.length)
         return corpus

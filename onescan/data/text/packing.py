@@ -22,7 +22,8 @@ from onescan.data.base import (
 from onescan.data.order import BlockStart, Mark, derive_seed, epoch_order, read_blocks
 from onescan.data.share import WHOLE, Share
 from onescan.data.text.corpus import Corpus, LongDocuments, encode_documents, raise_long_document
-from onescan.data.text.source import Document, Documents, Shard
+from onescan.data.text.lines import Document, Documents
+from onescan.data.text.source import Shard
 from onescan.data.text.tokenizer import Frame, Ids, Tokenizer
 from onescan.shapes import Tokens
 

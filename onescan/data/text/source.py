@@ -1,26 +1,21 @@
-"""Documents of text from files, folders, saved datasets or the Hugging Face hub; rows of tables.
+"""Documents of text from files, folders, saved datasets or the Hugging Face hub.
 
-Plain text, JSON and tables on disk are read here and not by the datasets library, which does
+Plain text, JSON and tables on disk are read by onescan and not by the datasets library, which does
 not report the file and line of an error, cannot skip a damaged document, and first copies
 everything to its cache. All sources are read from their beginning or from a mark, so that a
 stream can resume.
 """
 
-import csv
-import gzip
-import json
 import re
-import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedIOBase
-from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from onescan.data.base import HELD_OUT, SPLITS
 from onescan.data.order import Mark
@@ -34,343 +29,16 @@ from onescan.data.sources import (
     walk,
     without_retries,
 )
-from onescan.messages import named_type
+from onescan.data.text.files import READERS, SampleBy, read_file
+from onescan.data.text.lines import Document, Documents, Row, file_type, missing_column
 
-SampleBy = Literal["file", "line", "paragraph"]
-
-ROWS = 256  # of a parquet file, read at once
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk` of datasets
-
-
-class Document(NamedTuple):
-    """One text.
-
-    Attributes:
-        text: The text; empty if it cannot be read.
-        place: Its location, for messages.
-        fault: Why it cannot be read, if it cannot.
-    """
-
-    text: str
-    place: str
-    fault: str = ""
-
-    @property
-    def is_blank(self) -> bool:
-        """Whether it is readable and empty or white space."""
-        return not self.fault and (not self.text or self.text.isspace())
-
-    @property
-    def message(self) -> str:
-        """The location and the fault."""
-        return f"{self.place}: {self.fault}"
-
-    def check(self) -> None:
-        """Raise ValueError if it cannot be read."""
-        if self.fault:
-            raise ValueError(self.message)
-
-
-class Row(NamedTuple):
-    """One row of a table.
-
-    Attributes:
-        cells: Its values by column; empty if it cannot be read.
-        place: Its file and line, or the number of the row in a file without lines.
-        fault: Why it cannot be read, if it cannot.
-    """
-
-    cells: Mapping[str, Any]
-    place: str
-    fault: str = ""
-
-    def document(self, column: str) -> Document:
-        """Return the text in a column. It has a fault if there is none."""
-        if self.fault:
-            return Document("", self.place, self.fault)
-        if column not in self.cells:
-            return Document("", self.place, _missing_column(column, self.cells))
-        text = self.cells[column]
-        if not isinstance(text, str):
-            found = "nothing" if text is None else type(text).__name__
-            fault = f"the column {column!r} holds {found}, expected text"
-            return Document("", self.place, fault)
-        if not is_unicode(text):
-            return Document("", self.place, f"the column {column!r} holds half of a surrogate pair")
-        return Document(text, self.place)
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether UTF-8 can encode a text. JSON may contain escaped surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _missing_column(column: str, columns: Iterable[str]) -> str:
-    return f"there is no column {column!r}, expected one of: {', '.join(columns) or 'none'}"
-
-
-# Each document or row comes with the mark of the position after it.
-Documents = Iterator[tuple[Document, Mark]]
-Rows = Iterator[tuple[Row, Mark]]
-# Reads a table from a mark on. If a column is given, it reads only this one, and checks at once
-# that there is one, if the type of file has a list of columns.
-TableReader = Callable[[Path, Mark, str | None], Rows]
-
-
-# Files
-
-
-class Lines:
-    """Iterator over the lines of a file, as bytes, that records its position."""
-
-    def __init__(self, file: BufferedIOBase, mark: Mark) -> None:
-        self.file = file
-        self.offset, self.number = mark.get("offset", 0), mark.get("line", 0)
-        file.seek(self.offset)
-
-    def __iter__(self) -> "Lines":
-        return self
-
-    def __next__(self) -> bytes:
-        line = self.file.readline()
-        if not line:
-            raise StopIteration
-        is_first = not self.offset
-        self.offset, self.number = self.offset + len(line), self.number + 1
-        return line.removeprefix(BYTE_ORDER_MARK) if is_first else line
-
-    @property
-    def mark(self) -> Mark:
-        """Where the next line begins."""
-        return {"offset": self.offset, "line": self.number}
-
-
-def read_file(path: Path, mark: Mark, column: str, sample_by: SampleBy) -> Documents:
-    """Yield the documents of a file. Those that cannot be read have a fault.
-
-    Args:
-        path: File, whose suffix defines its type.
-        mark: Where to begin; {} is the beginning.
-        column: Column of the text, in tables and JSON objects.
-        sample_by: What counts as one document of plain text.
-
-    Raises:
-        ValueError: If the file is damaged or has no such column.
-        OSError: If it cannot be read.
-    """
-    if reader := READERS.get(file_type(path)):
-        for row, after in reader(path, mark, column):
-            yield row.document(column), after
-    else:
-        yield from _read_plain(path, mark, sample_by)
-
-
-def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a table with all columns. Those that cannot be read have a fault.
-
-    Raises:
-        ValueError: If there is no such file, it is not a table, or it is damaged.
-        ImportError: If it is a parquet file, and the datasets library is not installed.
-        OSError: If it cannot be read.
-    """
-    if not is_table(path):
-        raise ValueError(
-            f"{path} is not a table, expected a name ending in {', '.join(READERS)}, or one of "
-            "these and .gz"
-        )
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    for row, _ in READERS[file_type(path)](path, {}, None):
-        yield row
-
-
-def is_table(path: Path) -> bool:
-    """Return whether a file has the name of a table."""
-    return file_type(path) in READERS
-
-
-def file_type(path: Path) -> str:
-    """Return the suffix of a file's name, without .gz."""
-    return Path(path.name.lower().removesuffix(".gz")).suffix
-
-
-def _read_plain(path: Path, mark: Mark, sample_by: SampleBy) -> Documents:
-    with _open(path) as file:
-        lines = Lines(file, mark)
-        for number, content in _split(lines, sample_by):
-            try:
-                place = str(path) if sample_by == "file" else f"{path}, line {number}"
-                document = Document(content.decode(), place)
-            except UnicodeDecodeError as error:
-                number += content.count(b"\n", 0, error.start)
-                fault = f"this is not UTF-8: {error.reason}"
-                document = Document("", f"{path}, line {number}", fault)
-            yield document, lines.mark
-
-
-def _split(lines: Lines, sample_by: SampleBy) -> Iterator[tuple[int, bytes]]:
-    """Yield documents of plain text, each with the number of its first line."""
-    if sample_by == "line":
-        for line in lines:
-            yield lines.number, line.rstrip(b"\r\n")
-    elif sample_by == "paragraph":
-        for has_text, group in groupby(lines, lambda line: bool(line.strip())):
-            number = lines.number
-            if has_text:
-                yield number, b"".join(group).rstrip(b"\r\n")
-    elif content := b"".join(lines):
-        yield 1, content
-
-
-def _read_json_lines(path: Path, mark: Mark, _column: str | None) -> Rows:
-    with _open(path) as file:
-        lines = Lines(file, mark)
-        for line in lines:
-            if line.strip():
-                yield _parse_json_line(line, f"{path}, line {lines.number}"), lines.mark
-
-
-def _parse_json_line(line: bytes, place: str) -> Row:
-    try:
-        return _from_object(json.loads(line), place)
-    except json.JSONDecodeError as error:
-        return Row({}, place, f"this is not JSON: {error.msg} at column {error.colno}")
-    except UnicodeDecodeError as error:
-        return Row({}, place, f"this is not UTF-8: {error.reason}")
-    except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
-        return Row({}, place, f"this is not JSON: {first_line(error)}")
-
-
-def _read_json(path: Path, mark: Mark, column: str | None) -> Rows:
-    """Read a list of objects, or one object per line."""
-    with _open(path) as file:
-        if not file.read(64).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
-            yield from _read_json_lines(path, mark, column)
-            return
-        file.seek(0)
-        try:
-            rows = json.loads(file.read().decode("utf-8-sig"))
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {error.lineno}: this is not JSON: {error.msg}"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: this is not JSON: {first_line(error)}") from error
-    for number in range(mark.get("row", 0), len(rows)):
-        yield _from_object(rows[number], f"{path}, row {number}"), {"row": number + 1}
-
-
-def _from_object(value: Any, place: str) -> Row:
-    if isinstance(value, dict):
-        return Row(value, place)
-    return Row({}, place, f"this is {named_type(value)}, expected an object")
-
-
-def _read_csv(path: Path, mark: Mark, column: str | None) -> Rows:
-    """Read a table with a header. A quoted field may contain line breaks."""
-    csv.field_size_limit(2**31 - 1)  # for the whole process; a document may be long
-    dialect = csv.excel_tab if file_type(path) == ".tsv" else csv.excel
-    with _open(path) as file:
-        lines = Lines(file, {})
-        try:
-            header = next(_parse_csv(lines, dialect), [])
-            _check_utf8(header)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{path}, line 1: invalid header: {error}; expected UTF-8 text, with cells "
-                f"separated by {'tabs' if dialect is csv.excel_tab else 'commas'}"
-            ) from error
-        if len(header) == 1 and ";" in header[0] and column != header[0]:
-            raise ValueError(
-                f"{path}, line 1: the cells are separated by semicolons, expected commas"
-            )
-        if column is not None and column not in header:
-            raise ValueError(f"{path}, line 1: {_missing_column(column, header)}")
-        columns = dict.fromkeys(header) if column is None else [column]
-        places = {name: header.index(name) for name in columns}
-        lines = Lines(file, mark or lines.mark)
-        rows = _parse_csv(lines, dialect)
-        while True:
-            place = f"{path}, line {lines.number + 1}"
-            try:
-                row = next(rows)
-                _check_utf8(row)
-            except StopIteration:
-                return
-            except (csv.Error, UnicodeDecodeError) as error:
-                yield Row({}, place, f"invalid table row: {error}"), lines.mark
-                continue
-            if len(row) == len(header):
-                cells = {name: row[index] for name, index in places.items()}
-                yield Row(cells, place), lines.mark
-            elif row:  # otherwise, the line is empty
-                fault = f"there are {len(row)} cells, expected {len(header)}"
-                yield Row({}, place, fault), lines.mark
-
-
-def _parse_csv(lines: Lines, dialect: type[csv.Dialect]) -> Iterator[list[str]]:
-    """Parse rows, in which surrogates stand for bytes that are not UTF-8.
-
-    An error in the middle of a row of several lines would make the reader begin a new row there.
-    """
-    decoded = (line.decode(errors="surrogateescape") for line in lines)
-    return csv.reader(decoded, dialect, strict=True)
-
-
-def _check_utf8(row: list[str]) -> None:
-    """Raise UnicodeDecodeError if bytes of a parsed row were not UTF-8."""
-    "\n".join(row).encode(errors="surrogateescape").decode()
-
-
-def _read_parquet(path: Path, mark: Mark, column: str | None) -> Rows:
-    import_datasets("text")  # which depends on pyarrow
-    from pyarrow import parquet
-
-    first, row = mark.get("row", 0), 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if column is not None and column not in names:
-                raise ValueError(_missing_column(column, names))
-            columns = None if column is None else [column]
-            groups = list(range(file.num_row_groups))
-            while groups and row + file.metadata.row_group(groups[0]).num_rows <= first:
-                row += file.metadata.row_group(groups.pop(0)).num_rows
-            for batch in file.iter_batches(batch_size=ROWS, row_groups=groups, columns=columns):
-                cells = batch.slice(max(first - row, 0)).to_pylist()
-                row += len(batch)
-                for index, values in enumerate(cells, row - len(cells)):
-                    yield Row(values, f"{path}, row {index}"), {"row": index + 1}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {first_line(error)}") from error
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[BufferedIOBase]:
-    """Open a file, which may be compressed, and name it in errors of its compression."""
-    is_compressed = path.name.lower().endswith(".gz")
-    with gzip.open(path) if is_compressed else path.open("rb") as file:
-        try:
-            yield file
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is damaged: {first_line(error)}") from error
-
-
-READERS: dict[str, TableReader] = {
-    ".parquet": _read_parquet,
-    ".jsonl": _read_json_lines,
-    ".ndjson": _read_json_lines,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-}
+# Suffixes of files in a folder of plain text that are not text.
+OTHERS = (
+    *(".7z", ".avi", ".bin", ".bz2", ".doc", ".docx", ".epub", ".gif", ".jpeg", ".jpg", ".mp3"),
+    *(".mp4", ".npy", ".npz", ".odt", ".pdf", ".png", ".ppt", ".pptx", ".pt", ".rar", ".rtf"),
+    *(".safetensors", ".sqlite", ".tar", ".webp", ".xls", ".xlsx", ".xz", ".zip", ".zst"),
+)
 
 
 # Shards
@@ -475,7 +143,7 @@ class StreamShard(Shard):
         groups = read_groups(shard, name, first=mark.get("group", 0), state=mark.get("state"))
         for group, columns, state in groups:
             if self.column not in columns:  # the dataset does not declare its columns
-                raise ValueError(f"{name}: {_missing_column(self.column, columns)}")
+                raise ValueError(f"{name}: {missing_column(self.column, columns)}")
             texts = columns[self.column]
             for row in range(max(first, group), group + len(texts)):
                 found = Row({self.column: texts[row - group]}, f"{name}, row {row}")
@@ -484,9 +152,9 @@ class StreamShard(Shard):
 
 
 def read_documents(shards: Iterable[Shard]) -> Iterator[Document]:
-    """Yield the documents of shards in order, except blank ones."""
+    """Yield the documents of shards in order, including blank ones."""
     for shard in shards:
-        yield from (document for document, _ in shard.read({}) if not document.is_blank)
+        yield from (document for document, _ in shard.read({}))
 
 
 # Sources
@@ -517,11 +185,13 @@ class TextSource:
         path: As the user wrote it.
         field: Name of the setting, for messages.
         splits: Functions that open each split.
+        notes: What was left out in the folder, for the user.
     """
 
     path: str
     field: str
     splits: Mapping[str, Callable[[], Sequence[Shard]]]
+    notes: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -579,9 +249,27 @@ def find_source(path: str, query: Query, *, field: str = "data.path") -> TextSou
             for split, rows in found.items()
         }
         return TextSource(path=path, field=field, splits=splits)
-    files = _files_by_split(place, field) if place.is_dir() else {"train": [place]}
-    splits = {split: partial(_open_files, paths, query) for split, paths in files.items()}
-    return TextSource(path=path, field=field, splits=splits)
+    files, left_out = _files_of(place, field) if place.is_dir() else ([place], [])
+    if place.is_file() and file_type(place) in OTHERS:
+        raise ValueError(
+            f"{field} is {path!r}, which is not text, expected text in UTF-8 or a table"
+        )
+    grouped = _by_split(place, files, field) if place.is_dir() else {"train": files}
+    splits = {split: partial(_open_files, paths, query) for split, paths in grouped.items()}
+    notes = (left_out_note(path, left_out),) if left_out else ()
+    return TextSource(path=path, field=field, splits=splits, notes=notes)
+
+
+def left_out_note(path: str, files: Sequence[Path]) -> str:
+    """Return a note on the files that are left out, with their number by type.
+
+    >>> left_out_note("texts", [Path("a.md"), Path("b.md"), Path("c")])
+    'left out 3 files of texts of other types: 2 .md, 1 without suffix'
+    """
+    counts = Counter(file_type(file) or "without suffix" for file in files)
+    listed = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    plural = "file" if len(files) == 1 else "files"
+    return f"left out {len(files)} {plural} of {path} of other types: {listed}"
 
 
 def read_texts(source: TextSource, split: str) -> Iterator[str]:
@@ -594,24 +282,34 @@ def read_texts(source: TextSource, split: str) -> Iterator[str]:
     source.check_split("split", split)
     for document in read_documents(source.open(split)):
         document.check()
-        yield document.text
+        if not document.is_blank:
+            yield document.text
 
 
 def _open_files(paths: Sequence[Path], query: Query) -> Sequence[Shard]:
     return [FileShard(path, query.column, query.sample_by) for path in paths]
 
 
-def _files_by_split(folder: Path, field: str) -> dict[str, list[Path]]:
-    """Group the files of a folder by split: those of the first type of table, else all of them.
+def _files_of(folder: Path, field: str) -> tuple[list[Path], list[Path]]:
+    """Return the files of a folder to read, and the others.
 
-    There are splits only if a file or folder is called train.
+    They are those of the first type of table, or else all but those that are never text.
     """
-    files = [Path(file) for file in walk(str(folder))]
-    types = {file_type(file) for file in files}
+    found = [Path(file) for file in walk(str(folder))]
+    types = {file_type(file) for file in found}
     table = next((type_ for type_ in READERS if type_ in types), None)
-    files = [file for file in files if table is None or file_type(file) == table]
+
+    def is_read(file: Path) -> bool:
+        return file_type(file) not in OTHERS if table is None else file_type(file) == table
+
+    files = [file for file in found if is_read(file)]
     if not files:
-        raise ValueError(f"{field} is {str(folder)!r}, a folder without files")
+        raise ValueError(f"{field} is {str(folder)!r}, a folder without files of text")
+    return files, [file for file in found if not is_read(file)]
+
+
+def _by_split(folder: Path, files: list[Path], field: str) -> dict[str, list[Path]]:
+    """Group files by split. There are splits only if a file or folder is called train."""
     splits: dict[str, list[Path]] = {}
     for file in files:
         *above, name = file.relative_to(folder).parts  # such as wiki.test.txt or train/0.jsonl
@@ -649,7 +347,7 @@ def _open_hub(path: str, split: str, query: Query, field: str) -> Sequence[Shard
 def _shards_of(rows: Any, name: str, path: str, query: Query) -> Sequence[Shard]:
     columns = list(rows.features or [])
     if columns and query.column not in columns:
-        raise ValueError(f"{path}: {_missing_column(query.column, columns)}")
+        raise ValueError(f"{path}: {missing_column(query.column, columns)}")
     if columns:  # do not let the library decode other columns, such as images of any format
         rows = rows.select_columns([query.column])
     if isinstance(rows, import_datasets("text").Dataset):

@@ -1,10 +1,13 @@
 """Tokenizers: bytes, which need no files, or those of transformers; and how a run stores them."""
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +44,9 @@ REMEDY = "restore the tokenizer from a backup"
 SPACES = ("Ġ", "▁")  # a space in tokens of byte-level BPE and of SentencePiece
 CONTINUATION = "##"  # prefix of WordPiece
 ASCII = 128
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # one byte of a character without a token of its own
+# Text up to a character that no later text joins in transformers' clean_up_tokenization.
+CLEANED = re.compile(r".*(?:[^\s'nrv]|(?<=[^\s'])[nrv])", re.DOTALL)
 
 
 class Frame(NamedTuple):
@@ -65,6 +71,10 @@ class Tokenizer(ABC):
     """Id of the mask token, if there is one."""
     mask_text: str
     """The mask token in a text."""
+    special: frozenset[int] = frozenset()
+    """Ids that have no text."""
+    byte_ids: frozenset[int] = frozenset()
+    """Ids of single bytes, which are decoded together with the bytes around them."""
 
     @abstractmethod
     def encode(self, text: str, *, framed: bool = False) -> list[int]:
@@ -83,8 +93,12 @@ class Tokenizer(ABC):
         """Return a string that differs for tokenizers that encode differently."""
 
     @abstractmethod
+    def to_transformers(self) -> Any:
+        """Return a tokenizer of transformers with the same ids."""
+
     def save(self, folder: Path) -> None:
-        """Write the files from which `load_tokenizer` can load it, if it needs any."""
+        """Write the files from which `load_tokenizer` and transformers can load it."""
+        self.to_transformers().save_pretrained(folder)
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -109,8 +123,29 @@ class Tokenizer(ABC):
         return text.strip() or repr(text)
 
     def count_bytes(self, ids: Sequence[int]) -> int:
-        """Count the bytes of the decoded text in UTF-8."""
-        return len(self.decode(ids).encode())
+        """Count the bytes of text in UTF-8 that ids stand for: the sum of `byte_lengths`."""
+        return int(self.byte_lengths[np.asarray(ids, np.int64)].sum())
+
+    @cached_property
+    def byte_lengths(self) -> NDArray[np.int64]:
+        """Bytes that each id adds to a text, whatever the ids around it. Shape [size].
+
+        So the bytes of a text do not depend on where it is cut. They are exact for bytes and
+        byte-level BPE, where an id may be a part of a character. A byte of byte fallback is 1 byte.
+        For other tokenizers, they are the bytes that an id adds between two words, with the space
+        that the decoder adds: "##ing" of WordPiece has 3, "cat" and SentencePiece's "▁cat" 4.
+        Special tokens have none.
+        """
+        ordinary = [i for i in range(self.size) if i not in self.special]
+        decoded = ((i, self.decode([i])) for i in ordinary)
+        words = list(islice((i for i, text in decoded if text.isascii() and text.isalnum()), 2))
+        before, after = words[:1], words[1:]
+        around = len(self.decode([*before, *after]).encode())
+        lengths = np.zeros(self.size, np.int64)
+        texts = self._decode_many([[*before, i, *after] for i in ordinary])
+        lengths[ordinary] = [max(len(text.encode()) - around, 0) for text in texts]
+        lengths[list(self.byte_ids)] = 1
+        return lengths
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if a model with this vocabulary size lacks some tokens."""
@@ -120,27 +155,75 @@ class Tokenizer(ABC):
                 f"{vocab_size}: they do not match"
             )
 
-    def stream(self, ids: Iterable[int]) -> Iterator[str]:
+    def stream(self, ids: Iterable[int], context: Sequence[int] = ()) -> Iterator[str]:
         """Decode ids one at a time, without splitting characters.
+
+        The text of the context and the yielded pieces are together what `decode` returns for all
+        ids. The context must not end within a character.
+
+        Args:
+            ids: Ids to decode.
+            context: Ids before them, such as those of a prompt. Their text is not yielded.
 
         >>> list(ByteTokenizer().stream("né!".encode()))
         ['n', 'é', '!']
         """
-        pending: list[int] = []  # recent ids, from the beginning of a word
-        shown = ""
+        return (piece for piece in self.pieces(ids, context) if piece)
+
+    def pieces(self, ids: Iterable[int], context: Sequence[int] = ()) -> Iterator[str]:
+        """Yield the text of each id as `stream` does, and finally what is left.
+
+        The text of an id is empty if a later id may change it; it is then part of a later piece.
+        """
+        recent = self._recent([token for token in context if token not in self.special])
+        shown = self._decode(recent)
+        before = tail = self._split_clean(shown)[1]
         for token in ids:
-            pending.append(token)
-            text = self.decode(pending)
-            # Wait for the rest of a character, unless there are more tokens than it has bytes.
-            if text.endswith(REPLACEMENT_CHARACTER) and len(pending) <= 2 * MAX_CHARACTER_BYTES:
-                continue
-            if len(text) > len(shown):
-                yield text[len(shown) :]
-            # The text of a token may depend on the token before it, and on no other.
-            pending, shown = pending[-1:], self.decode(pending[-1:])
-        rest = self.decode(pending)[len(shown) :]
-        if rest:
-            yield rest
+            _check_ids([token], self)
+            if token not in self.special:
+                recent.append(token)
+                if token not in self.byte_ids:
+                    text = self._decode(recent)
+                    # The last character may be incomplete.
+                    end = max(len(text.removesuffix(REPLACEMENT_CHARACTER)), len(shown))
+                    tail, hidden = tail + text[len(shown) : end], len(text) - end
+                    recent = self._recent(recent)
+                    text = self._decode(recent)
+                    shown = text[: len(text) - hidden]
+            ready, tail = self._split_clean(tail)
+            yield self._after(before, ready)
+            before = "" if ready else before
+        yield self._after(before, tail + self._decode(recent)[len(shown) :])
+
+    def _after(self, before: str, text: str) -> str:
+        """Return what is left of a text in its final form if its beginning was shown before."""
+        whole, first = self._clean(text), self._clean(before)
+        return whole[len(first) :] if whole.startswith(first) else text[len(before) :]
+
+    def _recent(self, ids: list[int]) -> list[int]:
+        """Return the last ids, on which alone the text of the next ids depends.
+
+        Decoders may treat the beginning of a text in another way, so these ids have some text.
+        """
+        size = MAX_CHARACTER_BYTES
+        while size < len(ids) and (ids[-size] in self.byte_ids or not self._decode(ids[-size:])):
+            size *= 2
+        return ids[-size:]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Decode ids without `_clean`."""
+        return self.decode(ids)
+
+    def _decode_many(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return [self.decode(row) for row in rows]
+
+    def _clean(self, text: str) -> str:
+        """Return the final form of a decoded text."""
+        return text
+
+    def _split_clean(self, text: str) -> tuple[str, str]:
+        """Split a text into one that `_clean` may be applied to, and the rest."""
+        return text, ""
 
 
 class ByteTokenizer(Tokenizer):
@@ -151,7 +234,7 @@ class ByteTokenizer(Tokenizer):
     """
 
     name, size, end, mask, mask_text = BYTES, 258, 256, 257, "[MASK]"
-    frame = None
+    frame, special = None, frozenset((256, 257))
 
     def encode(self, text: str, *, framed: bool = False) -> list[int]:
         if not framed:
@@ -169,11 +252,27 @@ class ByteTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         return BYTES
 
-    def save(self, folder: Path) -> None:
-        pass
+    def to_transformers(self) -> Any:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
 
-    def count_bytes(self, ids: Sequence[int]) -> int:
-        return sum(i < self.end for i in ids)
+        letters = (
+            pre_tokenizers.ByteLevel.alphabet()
+        )  # one for each byte; most stand for themselves
+        moved = iter(sorted(letter for letter in letters if ord(letter) >= self.end))
+        table = [chr(i) if chr(i) in letters else next(moved) for i in range(self.end)]
+        tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(table)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        end, mask = (AddedToken(text, special=True) for text in ("<end>", self.mask_text))
+        tokenizer.add_special_tokens([end, mask])
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token=end, pad_token=end, mask_token=mask
+        )
+
+    @cached_property
+    def byte_lengths(self) -> NDArray[np.int64]:
+        return np.array([1] * self.end + [0] * (self.size - self.end))
 
 
 class PretrainedTokenizer(Tokenizer):
@@ -190,6 +289,18 @@ class PretrainedTokenizer(Tokenizer):
         begin, end = tokenizer.cls_token_id, tokenizer.sep_token_id
         self.frame = None if begin is None or end is None else Frame(begin, end)
         self.mask, self.mask_text = tokenizer.mask_token_id, str(tokenizer.mask_token)
+        self.tokens = list(tokenizer.convert_ids_to_tokens(list(range(self.size))))
+        added = tokenizer.added_tokens_decoder
+        special = {i for i, token in added.items() if token.special}
+        self.special = frozenset(special if tokenizer.is_fast else tokenizer.all_special_ids)
+        decoder = tokenizer.backend_tokenizer.decoder if tokenizer.is_fast else None
+        kinds = b"" if decoder is None else decoder.__getstate__()
+        self.is_byte_level = b'"ByteLevel"' in kinds
+        if b'"ByteFallback"' in kinds or not tokenizer.is_fast:
+            bytes_ = (i for i, token in enumerate(self.tokens) if BYTE_TOKEN.fullmatch(token or ""))
+            self.byte_ids = frozenset(bytes_)
+        is_bpe = tokenizer.is_fast and type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
+        self.is_cleaned = tokenizer.clean_up_tokenization_spaces and not is_bpe
 
     def encode(self, text: str, *, framed: bool = False) -> list[int]:
         options = {"add_special_tokens": framed, "split_special_tokens": not framed}
@@ -217,8 +328,40 @@ class PretrainedTokenizer(Tokenizer):
         return self.decode([token]).strip() or str(self.tokenizer.convert_ids_to_tokens(token))
 
     def decode(self, ids: Sequence[int]) -> str:
+        return self._clean(self._decode(ids))
+
+    def _decode(self, ids: Sequence[int]) -> str:
         _check_ids(ids, self)
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        if all(i in self.special for i in ids):  # some decoders fail for no tokens
+            return ""
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(ids), **options))
+
+    def _decode_many(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        if not self.tokenizer.is_fast:
+            return super()._decode_many(rows)
+        return [self._clean(text) for text in self.tokenizer.backend_tokenizer.decode_batch(rows)]
+
+    def _clean(self, text: str) -> str:
+        return str(self.tokenizer.clean_up_tokenization(text)) if self.is_cleaned else text
+
+    def _split_clean(self, text: str) -> tuple[str, str]:
+        if not self.is_cleaned:
+            return text, ""
+        match = CLEANED.match(text)
+        end = match.end() if match else 0
+        return text[:end], text[end:]
+
+    @cached_property
+    def byte_lengths(self) -> NDArray[np.int64]:
+        if not self.is_byte_level:
+            return super().byte_lengths
+        added = self.tokenizer.added_tokens_decoder
+        lengths = [
+            0 if i in self.special else len(token.encode() if i in added else token)
+            for i, token in enumerate(self.tokens)
+        ]
+        return np.array(lengths)
 
     def fingerprint(self) -> str:
         table = (
@@ -230,8 +373,8 @@ class PretrainedTokenizer(Tokenizer):
         )
         return blake2b(f"{self.end} {table}".encode(), digest_size=8).hexdigest()
 
-    def save(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(folder)
+    def to_transformers(self) -> Any:
+        return self.tokenizer
 
 
 def load_tokenizer(name: str) -> Tokenizer:
