@@ -332,7 +332,9 @@ def memcheck(session: Session) -> None:
     tool = str(installed) if installed.exists() else "compute-sanitizer"
     command = [tool, "--tool", "memcheck", "--print-limit", "20", "--error-exitcode", "9"]
     log = session.out / "memcheck.log"
-    with log.open("w") as file:  # without torch's memory cache, in which one block hides others
+    with log.open(
+        "w", encoding="utf-8"
+    ) as file:  # without torch's memory cache, in which one block hides others
         code = subprocess.run(
             [*command, sys.executable, __file__],
             env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
@@ -340,7 +342,7 @@ def memcheck(session: Session) -> None:
             stderr=subprocess.STDOUT,
             check=False,
         ).returncode
-    invalid = log.read_text(errors="replace").count("Invalid __global__")
+    invalid = log.read_text(encoding="utf-8", errors="replace").count("Invalid __global__")
     session.add("memcheck", ok=code == 0, code=code, invalid=invalid)
 
 
