@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -11,7 +12,7 @@ from onescan.data.recall import BLANK, RecallFormat, RecallSplits
 from onescan.data.share import Share
 from onescan.ops.collectives import gather_tokens, sum_over_ranks
 from onescan.ops.parallel import sequence_group
-from onescan.shapes import TokenLogits
+from onescan.shapes import TokenLogits, Tokens
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 
 
@@ -45,14 +46,25 @@ class Recall(Task):
     def shard(self, share: Share) -> None:
         self.share = share
 
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        """Move the tokens; queries are counted on the CPU."""
+        tokens, answers, distances = batch
+        return tokens.to(device, non_blocking=True), answers, distances
+
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        logits, answers = self._scores(model, batch), self.share.cut(batch[1], axis=1)
-        is_query, count = answers != BLANK, (batch[1] != BLANK).sum() / self.share.size
-        loss = cross_entropy(logits[is_query], answers[is_query], reduction="sum") / count
-        return loss, {"accuracy": (logits.argmax(-1) == answers)[is_query].sum() / count}
+        logits, answers = self._scores(model, batch)
+        count = max(self.count_labels(batch), 1) / self.share.size
+        losses = cross_entropy(
+            logits.flatten(0, 1), answers.flatten(), reduction="sum", ignore_index=BLANK
+        )
+        right = (logits.argmax(-1) == answers) & (answers != BLANK)
+        return losses / count, {"accuracy": right.sum() / count}
+
+    def count_labels(self, batch: Batch) -> int:
+        return int((batch[1] != BLANK).sum())
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
-        logits, answers = self._scores(model, batch), self.share.cut(batch[1], axis=1)
+        logits, answers = self._scores(model, batch)
         losses = cross_entropy(logits.transpose(1, 2), answers, reduction="none")
         right = (logits.argmax(-1) == answers) & (answers != BLANK)
         if (group := sequence_group(None)) is not None:
@@ -75,7 +87,8 @@ class Recall(Task):
     def score(self, metrics: dict[str, float]) -> float:
         return metrics["accuracy"]
 
-    def _scores(self, model: nn.Module, batch: Batch) -> TokenLogits:
+    def _scores(self, model: nn.Module, batch: Batch) -> tuple[TokenLogits, Tokens]:
+        """Return logits and answers of this rank's tokens, on the device of the model."""
         output = model(self.share.cut(batch[0], axis=1))
         logits: TokenLogits = (output if isinstance(output, Tensor) else output[0]).float()
         if logits.shape[-1] < self.format.vocab_size:
@@ -83,4 +96,5 @@ class Recall(Task):
                 f"the model scores {logits.shape[-1]} tokens, but the data has "
                 f"{self.format.vocab_size}: is model.vocab_size right?"
             )
-        return logits
+        answers = self.share.cut(batch[1], axis=1).to(logits.device, non_blocking=True)
+        return logits, answers
