@@ -12,7 +12,7 @@ from onescan.data.recall import BLANK, RecallFormat, RecallSplits
 from onescan.data.share import Share
 from onescan.ops.collectives import gather_tokens, sum_over_ranks
 from onescan.ops.parallel import sequence_group
-from onescan.shapes import TokenLogits, Tokens
+from onescan.shapes import TokenLogits
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 
 
@@ -52,19 +52,20 @@ class Recall(Task):
         return tokens.to(device, non_blocking=True), answers, distances
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        logits, answers = self._scores(model, batch)
         count = max(self.count_labels(batch), 1) / self.share.size
-        losses = cross_entropy(
-            logits.flatten(0, 1), answers.flatten(), reduction="sum", ignore_index=BLANK
-        )
-        right = (logits.argmax(-1) == answers) & (answers != BLANK)
-        return losses / count, {"accuracy": right.sum() / count}
+        logits, answers = self._scores(model, batch), self.share.cut(batch[1], axis=1).flatten()
+        queries = (answers != BLANK).nonzero()[:, 0]
+        answers = answers[queries].to(logits.device, non_blocking=True)
+        logits = logits.flatten(0, 1)[queries.to(logits.device, non_blocking=True)]
+        loss = cross_entropy(logits, answers, reduction="sum") / count
+        return loss, {"accuracy": (logits.argmax(-1) == answers).sum() / count}
 
     def count_labels(self, batch: Batch) -> int:
         return int((batch[1] != BLANK).sum())
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
-        logits, answers = self._scores(model, batch)
+        logits = self._scores(model, batch)
+        answers = self.share.cut(batch[1], axis=1).to(logits.device, non_blocking=True)
         losses = cross_entropy(logits.transpose(1, 2), answers, reduction="none")
         right = (logits.argmax(-1) == answers) & (answers != BLANK)
         if (group := sequence_group(None)) is not None:
@@ -87,8 +88,7 @@ class Recall(Task):
     def score(self, metrics: dict[str, float]) -> float:
         return metrics["accuracy"]
 
-    def _scores(self, model: nn.Module, batch: Batch) -> tuple[TokenLogits, Tokens]:
-        """Return logits and answers of this rank's tokens, on the device of the model."""
+    def _scores(self, model: nn.Module, batch: Batch) -> TokenLogits:
         output = model(self.share.cut(batch[0], axis=1))
         logits: TokenLogits = (output if isinstance(output, Tensor) else output[0]).float()
         if logits.shape[-1] < self.format.vocab_size:
@@ -96,5 +96,4 @@ class Recall(Task):
                 f"the model scores {logits.shape[-1]} tokens, but the data has "
                 f"{self.format.vocab_size}: is model.vocab_size right?"
             )
-        answers = self.share.cut(batch[1], axis=1).to(logits.device, non_blocking=True)
-        return logits, answers
+        return logits

@@ -1,8 +1,12 @@
 """The training loop, for any model and any task.
 
 Randomness at each step depends only on (seed, step, rank), so an interrupted run resumes exactly
-from the weights, the optimizer state, the step and the position in the data. Processes of one
-sequence use the same augmentation, but each draws dropout for its own tokens.
+from the weights, the optimizer state, the step and the position in the data. All processes use the
+same masks and noise, and processes of one sequence the same augmentation, but each draws dropout
+for its own tokens.
+
+The loss of a step is the mean over the labels of its whole batch, however the batch is split: over
+processes, accumulation steps, and micro-batches of a growing batch.
 """
 
 import math
