@@ -114,7 +114,7 @@ def masked_losses(options: Options) -> dict[str, float]:
     total, (most_frequent, _) = counts.total() + BYTES, counts.most_common(1)[0]
     labels: list[int] = []
     for plan in task.test_batches():
-        batch = task.augment(task.test.read(plan.examples).batch, seed=0)
+        batch = task.corrupt(task.test.read(plan.examples).batch, seed=0)
         labels += batch[2][batch[2] != IGNORE_INDEX].tolist()
     print(f"{counts.total()} training bytes, {len(labels)} masked test bytes")
     loss = -sum(math.log((counts[label] + 1) / total) for label in labels) / len(labels)

@@ -17,6 +17,7 @@ from tiny_run import KilledError, assert_same, raise_at, tiny_run
 import onescan
 from onescan import configs
 from onescan.data import ImageFormat, ImageSplits
+from onescan.data.share import Share
 from onescan.models.denoiser import NoiseConfig, SamplerConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.recipes import RECIPES, find_recipe
@@ -62,7 +63,8 @@ def task_of(**changes):
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_an_exact_prediction_has_no_loss(prediction):
     config = NoiseConfig(prediction=prediction)
-    task, batch = task_of(**{"noise.prediction": prediction}), one_image()
+    task = task_of(**{"noise.prediction": prediction})
+    batch = task.corrupt(one_image(), seed=0)
     x0 = task.format.model_input(batch[0])
     loss, metrics = task.loss(Oracle(x0[:1], config), batch)
     assert loss < 1e-4
@@ -73,16 +75,27 @@ def test_an_exact_prediction_has_no_loss(prediction):
 
 def test_the_loss_is_the_mean_squared_error():
     task, model = task_of(), TINY.build()  # predicts 0
-    torch.manual_seed(3)
-    loss, _ = task.loss(model, one_image())
-    torch.manual_seed(3)
-    torch.rand(64)
-    noise = torch.randn(64, 1, 4, 4)
+    batch = *_, noise = task.corrupt(one_image(), seed=3)
+    loss, _ = task.loss(model, batch)
     torch.testing.assert_close(loss, (noise**2).mean())
 
 
+def test_noise_does_not_depend_on_the_number_of_processes():
+    task, (images, labels) = task_of(), one_image()
+    torch.manual_seed(3)
+    whole = task.corrupt((images, labels), seed=3)
+    for rank in range(4):
+        rows = Share(rank, 4)
+        torch.manual_seed(3)
+        own = task.corrupt(tuple(rows.cut(x, axis=0) for x in (images, labels)), 3, rows)
+        torch.testing.assert_close(own, tuple(rows.cut(x, axis=0) for x in whole), atol=0, rtol=0)
+    assert len(whole[2].unique()) > 50
+    assert whole[3].std().item() == pytest.approx(1, abs=0.1)
+
+
 def test_learned_variances_add_to_the_loss():
-    task, batch = task_of(), one_image()
+    task = task_of()
+    batch = task.corrupt(one_image(), seed=0)
     x0 = task.format.model_input(batch[0])
     loss, metrics = task.loss(Oracle(x0[:1], NoiseConfig(), outputs=2), batch)
     torch.testing.assert_close(loss, metrics["error"] + metrics["variance_bits"])
@@ -98,11 +111,12 @@ def test_the_model_receives_labels_if_it_has_classes():
             seen.append(labels)
             return torch.zeros_like(noisy)
 
-    task, (images, labels) = task_of(), one_image()
+    task = task_of()
+    batch = images, labels, *_ = task.corrupt(one_image(), seed=0)
     model = Model(task.format.model_input(images)[:1], NoiseConfig())
-    task.loss(model, (images, labels))
+    task.loss(model, batch)
     model.config = dataclasses.replace(TINY, num_classes=0)
-    task.loss(model, (images, labels))
+    task.loss(model, batch)
     assert torch.equal(seen[0], labels)
     assert seen[1] is None
 
@@ -335,7 +349,7 @@ def load_classifier(name):
 
 def next_batch(task):
     walk = task.train.examples(seed=0)
-    return task.train.read([next(walk)[0] for _ in range(4)]).batch
+    return task.corrupt(task.train.read([next(walk)[0] for _ in range(4)]).batch, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
+from onescan.data.share import Share
 from onescan.data.text import ByteTokenizer, PretrainedTokenizer, TextDatasetConfig
 from onescan.data.text.tokenizer import word_boundaries
 from onescan.models.causal_lm import CausalLMConfig
@@ -91,7 +92,7 @@ def test_the_loss_is_of_each_next_token(build_task):
 
 def test_masked_models_see_only_one_document(build_task):
     task, model = build_task(MaskedLanguageModellingConfig(mask_rate=0.5)), masked_model()
-    masked, documents, labels = task.augment(packed(), seed=4)
+    masked, documents, labels = task.corrupt(packed(), seed=4)
     loss, _ = task.loss(model, (masked, documents, labels))
     total, count = 0.0, 0
     for i in range(len(TEXTS)):
@@ -109,7 +110,7 @@ def test_the_loss_is_the_mean_over_supervised_blocks(build_task, read_outs):
     task = build_task(MaskedLanguageModellingConfig(mask_rate=0.5, supervised_blocks=read_outs))
     sizes = {**SMALL, "vocab_size": 258, **BOTH["lightnet"], "depth": 3}
     model = MaskedLMConfig(**sizes).build().double()
-    batch = task.augment(packed(), seed=4)
+    batch = task.corrupt(packed(), seed=4)
     loss, metrics = task.loss(model, batch)
     blocks, losses = model.network.blocks, []
     for depth in range(3 - read_outs + 1, 4):
@@ -124,7 +125,7 @@ def test_the_loss_is_the_mean_over_supervised_blocks(build_task, read_outs):
 def test_invalid_supervised_blocks_are_rejected(build_task):
     task, model = build_task(MaskedLanguageModellingConfig(supervised_blocks=9)), masked_model()
     with pytest.raises(ValueError, match="read_outs is 9, expected 1 to 2 blocks"):
-        task.loss(model, task.augment(packed(), seed=4))
+        task.loss(model, task.corrupt(packed(), seed=4))
     with pytest.raises(
         ValueError, match=r"task\.supervised_blocks is 0, expected a number above 0"
     ):
@@ -186,7 +187,7 @@ def test_mask_rates(build_task):
     )
     task = build_task(config)
     tokens = torch.randint(256, (40, 500))
-    masked, _, labels = task.augment((tokens, torch.zeros_like(tokens)), seed=1)
+    masked, _, labels = task.corrupt((tokens, torch.zeros_like(tokens)), seed=1)
     chosen = labels != IGNORE_INDEX
     assert torch.equal(labels[chosen], tokens[chosen])
     assert torch.equal(masked[~chosen], tokens[~chosen])
@@ -197,17 +198,29 @@ def test_mask_rates(build_task):
 
 def test_masks_depend_on_the_seed_and_are_fixed_in_evaluation(build_task):
     task, model = build_task(MaskedLanguageModellingConfig(mask_rate=0.5)), masked_model().eval()
-    masked = [task.augment(packed(), seed)[0] for seed in (1, 1, 2)]
+    masked = [task.corrupt(packed(), seed)[0] for seed in (1, 1, 2)]
     assert torch.equal(masked[0], masked[1])
     assert not torch.equal(masked[0], masked[2])
     rows = [task.predict(model, packed()) for _ in range(2)]
     assert torch.equal(rows[0]["losses"], rows[1]["losses"])
 
 
+@pytest.mark.parametrize("whole_word", [False, True])
+def test_masks_do_not_depend_on_the_number_of_processes(build_task, whole_word):
+    config = MaskedLanguageModellingConfig(mask_rate=0.5, whole_word_mask=whole_word)
+    task, tokens = build_task(config), torch.randint(256, (6, 50))
+    batch = tokens, torch.arange(50).expand(6, 50) // 20
+    whole = task.corrupt(batch, seed=1)
+    for rank in range(3):
+        rows = Share(rank, 3)
+        own = task.corrupt(tuple(rows.cut(x, axis=0) for x in batch), 1, rows)
+        assert all(map(torch.equal, own, (rows.cut(x, axis=0) for x in whole)))
+
+
 def test_neither_ends_nor_padding_are_masked(build_task):
     task = build_task(MaskedLanguageModellingConfig(mask_rate=1.0))
     tokens, documents = packed()
-    _, _, labels = task.augment((tokens, documents), seed=0)
+    _, _, labels = task.corrupt((tokens, documents), seed=0)
     assert torch.equal(labels != IGNORE_INDEX, (documents >= 0) & (tokens != 256))
 
 
@@ -215,7 +228,7 @@ def test_evaluation_has_its_own_mask_rate(build_task):
     task = build_task(MaskedLanguageModellingConfig(mask_rate=0.3, evaluation_mask_rate=0.15))
     tokens = torch.randint(256, (40, 500))
     batch = tokens, torch.zeros_like(tokens)
-    assert (task.augment(batch, seed=1)[2] != IGNORE_INDEX).float().mean() == pytest.approx(
+    assert (task.corrupt(batch, seed=1)[2] != IGNORE_INDEX).float().mean() == pytest.approx(
         0.3, abs=0.01
     )
     rows = task.predict(Uniform(), batch)
@@ -231,7 +244,7 @@ def test_cls_and_sep_are_neither_masked_nor_scored(tmp_path):
     ).build()  # fmt: skip
     task = MaskedLanguageModellingConfig(mask_rate=1.0).build(data)
     batch = task.test.read([example for example, _ in task.test.examples(seed=None)]).batch
-    _, documents, labels = task.augment(batch, seed=0)
+    _, documents, labels = task.corrupt(batch, seed=0)
     special = torch.tensor([WORDS.index("[CLS]"), WORDS.index("[SEP]")])
     assert torch.equal(labels != IGNORE_INDEX, (documents >= 0) & ~torch.isin(batch[0], special))
     rows = task.predict(Uniform(len(WORDS)), batch)
@@ -244,7 +257,7 @@ def test_words_are_masked_whole(build_task):
     task = build_task(MaskedLanguageModellingConfig(mask_rate=0.5, whole_word_mask=True))
     text = b"the cat sat on the mat, and 42 dogs looked at it "
     tokens = torch.tensor([list(text) * 4] * 8)
-    _, _, labels = task.augment((tokens, torch.zeros_like(tokens)), seed=2)
+    _, _, labels = task.corrupt((tokens, torch.zeros_like(tokens)), seed=2)
     chosen, words = labels != IGNORE_INDEX, word_boundaries(ByteTokenizer()).word_starts(tokens)
     inside = ~words[:, 1:]  # a word's second and further tokens
     assert inside.any()

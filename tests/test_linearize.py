@@ -346,6 +346,25 @@ def test_the_loss_is_that_of_the_formula(recompute, teachers):
             torch.testing.assert_close(grads[name], parameter.grad, msg=name)
 
 
+def test_the_loss_of_a_batch_is_that_of_its_parts(teachers):
+    run = student_of(teachers / "images", LIT)
+    student, transfer, (task, batch) = initialized(run), AttentionTransfer.of(run), image_batch(run)
+    images = batch[0] * torch.linspace(0, 2, len(batch[0]))[:, None, None, None]  # other norms
+    batch = images, batch[1]
+    whole = transfer.loss(student, task, batch)
+    whole.backward()
+    expected = {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
+    student.zero_grad()
+    parts = [tuple(x[:5] for x in batch), tuple(x[5:] for x in batch)]
+    total = sum(transfer.norms(student, task, part) for part in parts)
+    losses = [transfer.loss(student, task, part, lambda _: total) for part in parts]
+    sum(losses).backward()
+    torch.testing.assert_close(sum(losses), whole)
+    for name, parameter in student.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+
+
 def test_documents_are_compared_separately(teachers):
     run = student_of(teachers / "text", LionMixerConfig(num_heads=HEADS, direction="forward"))
     student, transfer = initialized(run).double(), AttentionTransfer.of(run)

@@ -87,6 +87,17 @@ def test_choices_need_an_axis():
     torch.testing.assert_close(model.to_onescan()(tokens)[:, 0], scores)
 
 
+def test_the_loss_of_choices_is_divided_by_the_labels_of_all_batches():
+    model, tokens, labels = with_head(AutoModelForMultipleChoice), ids(6, 3, 5), ids(6) % 3
+    whole = model(tokens, labels=labels)
+    torch.testing.assert_close(whole.loss, cross_entropy(whole.logits, labels))
+    parts = [
+        model(tokens[rows], labels=labels[rows], num_items_in_batch=6).loss
+        for rows in (slice(0, 2), slice(2, 6))
+    ]
+    torch.testing.assert_close(sum(parts), whole.loss)
+
+
 def test_text_configs_have_the_names_that_tools_read():
     config = OnescanTextConfig(**{**SMALL_TEXT, **CAUSAL["lightnet"]}, initializer_range=0.1)
     assert config.init_std == config.initializer_range == 0.1

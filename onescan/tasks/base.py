@@ -70,8 +70,8 @@ class Task(ABC):
         """Apply the model to a shard of every sequence from now on, inside `sequence_parallel`.
 
         The loss and metrics of `loss`, averaged over the ranks, are then those of whole sequences,
-        and `predict` returns the same rows on every rank. Tasks that support sharding override this
-        method.
+        and `count_labels` and `predict` return the same on every rank. Tasks that support sharding
+        override this method.
 
         Raises:
             ValueError: If there are several shards, but the task does not support sharding.
@@ -85,7 +85,19 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        """Return the training loss, and metrics to log. The model is in training mode."""
+        """Return the training loss, and metrics to log. The model is in training mode.
+
+        All are means over the labels that `count_labels` counts, and 0 if there are none.
+        """
+
+    def count_labels(self, batch: Batch) -> int:
+        """Return the number of labels over which `loss` averages, by default that of examples.
+
+        The loss of an optimizer step is the mean over all its labels: if a batch is split, over
+        processes or gradient accumulation steps, each part is weighted by its number of labels.
+        The number is needed before the forward pass, so count on the CPU.
+        """
+        return len(batch[0])
 
     @abstractmethod
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
@@ -116,8 +128,25 @@ class Task(ABC):
         return tuple(part.to(device, non_blocking=True) for part in batch)
 
     def augment(self, batch: Batch, seed: int) -> Batch:
-        """Change a training batch at random on its device; equal seeds give equal results."""
+        """Change a training batch at random on its device; equal seeds give equal results.
+
+        Each process has its own seed, so the results depend on the number of processes.
+        """
         del seed
+        return batch
+
+    def corrupt(self, batch: Batch, seed: int, rows: Share = WHOLE) -> Batch:
+        """Draw masks or noise for an augmented training batch; equal seeds give equal results.
+
+        All processes have the same seed. They draw for all rows of the batch and use their own, so
+        the results do not depend on the number of processes.
+
+        Args:
+            batch: The rows of this process.
+            seed: Random seed, also of torch's global generators at the time of the call.
+            rows: Which part of all rows they are.
+        """
+        del seed, rows
         return batch
 
     def steps_per_epoch(self, batch_size: int) -> int:

@@ -17,10 +17,10 @@ from onescan.data.base import Subset
 from onescan.data.image_grid import image_grid
 from onescan.data.images import AnyPixels, unit_pixels
 from onescan.data.latents import LatentFormat, LatentSplits, load_vae
-from onescan.data.share import Share
+from onescan.data.share import WHOLE, Share
 from onescan.messages import named_type
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig, max_pixel
-from onescan.ops.collectives import from_first_rank, gather_tokens, sum_over_ranks
+from onescan.ops.collectives import gather_tokens, sum_over_ranks
 from onescan.ops.parallel import sequence_group, sequence_parallel
 from onescan.shapes import DenoiserOutput, Images, Labels, Timesteps
 from onescan.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
@@ -125,12 +125,26 @@ class ImageGeneration(Task):
             images = self.augmentation(unit_pixels(images), derive_seed(seed, "augment"))
         return images, labels
 
+    def corrupt(self, batch: Batch, seed: int, rows: Share = WHOLE) -> Batch:
+        """Draw timesteps and noise from the global generator of the device.
+
+        Returns:
+            Images, labels, timesteps, and the noise to add.
+        """
+        del seed
+        images, labels = batch
+        device, whole = images.device, rows.size * len(images)
+        fractions = torch.rand(whole, device=device)
+        noise = torch.randn(whole, *images.shape[1:], device=device)
+        if rows.size > 1:
+            fractions, noise = (rows.cut(x, axis=0).clone() for x in (fractions, noise))
+        return images, labels, self.noising.timesteps(fractions), noise
+
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         self._load_evaluators()
-        images, labels = batch
+        images, labels, t, noise = batch
         x0 = self.codec.model_input(images)
-        t = self.noising.timesteps(from_first_rank(torch.rand(len(x0), device=x0.device)))
-        noise, count = from_first_rank(torch.randn_like(x0)), x0[0].numel() / self.share.size
+        count = x0[0].numel() / self.share.size
         x0, noise = (self.share.cut(x, axis=2) for x in (x0, noise))
         noisy = self.noising.mix(x0, noise, t)
         prediction, variance = self._predict(model, noisy, t, labels)

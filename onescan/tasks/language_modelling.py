@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from onescan.checks import check_positive
-from onescan.data.share import Share
+from onescan.data.share import WHOLE, Share
 from onescan.data.text import TextSplits, Tokenizer
 from onescan.data.text.tokenizer import word_boundaries
 from onescan.models.causal_lm import IGNORE_INDEX, perplexity
@@ -63,9 +64,12 @@ class LanguageModelling(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         logits, labels = self._logits(model, batch)
-        count = int(_has_label(batch[1]).sum()) / self.share.size
+        count = max(self.count_labels(batch), 1) / self.share.size
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
         return loss, {"accuracy": (logits.argmax(-1) == labels).sum() / count}
+
+    def count_labels(self, batch: Batch) -> int:
+        return int(_has_label(batch[1]).sum())
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         logits, labels = self._logits(model, batch)
@@ -168,27 +172,33 @@ class MaskedLanguageModelling(Task):
         del device
         return batch
 
-    def augment(self, batch: Batch, seed: int) -> Batch:
+    def corrupt(self, batch: Batch, seed: int, rows: Share = WHOLE) -> Batch:
         """Mask tokens for training.
 
         Returns:
             Masked tokens, document numbers, and labels.
         """
-        return self._mask(batch, seed, self.config.mask_rate)
+        return self._mask(batch, seed, self.config.mask_rate, rows)
 
     def masked_for_evaluation(self, batch: Batch) -> Batch:
         """Mask tokens for evaluation, at its own rate and with the same masks at every call."""
         rate = self.config.evaluation_mask_rate
         return self._mask(batch, 0, self.config.mask_rate if rate is None else rate)
 
-    def _mask(self, batch: Batch, seed: int, rate: float) -> Batch:
+    def _mask(self, batch: Batch, seed: int, rate: float, rows: Share = WHOLE) -> Batch:
         tokens, documents = batch
         generator = torch.Generator(tokens.device).manual_seed(seed)
-        chosen = self._choose(tokens, documents, generator, rate)
-        draw = torch.rand(tokens.shape, generator=generator, device=tokens.device)
-        random_tokens = torch.randint(
-            self.tokenizer.size, tokens.shape, generator=generator, device=tokens.device
+        whole = (rows.size * len(tokens), tokens.shape[1])
+        options: Any = {"generator": generator, "device": tokens.device}
+        choice, draw, random_tokens = (
+            rows.cut(x, axis=0)
+            for x in (
+                torch.rand(whole, **options),
+                torch.rand(whole, **options),
+                torch.randint(self.tokenizer.size, whole, **options),
+            )
         )
+        chosen = self._choose(tokens, documents, choice, rate)
         is_masked = chosen & (draw < self.config.mask_replace_prob)
         is_replaced = (
             chosen
@@ -204,7 +214,7 @@ class MaskedLanguageModelling(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         masked, documents, labels = batch
-        count = max(int((labels != IGNORE_INDEX).sum()), 1) / self.share.size
+        count = max(self.count_labels(batch), 1) / self.share.size
         masked, labels = (self.share.cut(x, axis=1) for x in (masked, labels))
         positions = (labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
         targets = _to_model(labels.flatten()[positions], model)
@@ -223,6 +233,9 @@ class MaskedLanguageModelling(Task):
         right = logits[len(logits) - len(targets) :].argmax(-1) == targets
         return loss / (read_outs * count), {"accuracy": right.sum() / count}
 
+    def count_labels(self, batch: Batch) -> int:
+        return int((batch[2] != IGNORE_INDEX).sum())
+
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         masked, documents, text = self.masked_for_evaluation(batch)
         masked, labels = (self.share.cut(x, axis=1) for x in (masked, text))
@@ -238,9 +251,9 @@ class MaskedLanguageModelling(Task):
         return -metrics["loss"]
 
     def _choose(
-        self, tokens: Tokens, documents: Tokens, generator: torch.Generator, rate: float
+        self, tokens: Tokens, documents: Tokens, draw: Float[Tensor, "B T"], rate: float
     ) -> Bool[Tensor, "B T"]:
-        draw = torch.rand(tokens.shape, generator=generator, device=tokens.device)
+        """Choose the tokens to predict, given a number from 0 to 1 for each."""
         if self.words is not None:
             is_start = self.words.word_starts(tokens)
             is_start[:, 1:] |= documents[:, 1:] != documents[:, :-1]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -45,14 +46,26 @@ class Recall(Task):
     def shard(self, share: Share) -> None:
         self.share = share
 
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        """Move the tokens; queries are counted on the CPU."""
+        tokens, answers, distances = batch
+        return tokens.to(device, non_blocking=True), answers, distances
+
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        logits, answers = self._scores(model, batch), self.share.cut(batch[1], axis=1)
-        is_query, count = answers != BLANK, (batch[1] != BLANK).sum() / self.share.size
-        loss = cross_entropy(logits[is_query], answers[is_query], reduction="sum") / count
-        return loss, {"accuracy": (logits.argmax(-1) == answers)[is_query].sum() / count}
+        count = max(self.count_labels(batch), 1) / self.share.size
+        logits, answers = self._scores(model, batch), self.share.cut(batch[1], axis=1).flatten()
+        queries = (answers != BLANK).nonzero()[:, 0]
+        answers = answers[queries].to(logits.device, non_blocking=True)
+        logits = logits.flatten(0, 1)[queries.to(logits.device, non_blocking=True)]
+        loss = cross_entropy(logits, answers, reduction="sum") / count
+        return loss, {"accuracy": (logits.argmax(-1) == answers).sum() / count}
+
+    def count_labels(self, batch: Batch) -> int:
+        return int((batch[1] != BLANK).sum())
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
-        logits, answers = self._scores(model, batch), self.share.cut(batch[1], axis=1)
+        logits = self._scores(model, batch)
+        answers = self.share.cut(batch[1], axis=1).to(logits.device, non_blocking=True)
         losses = cross_entropy(logits.transpose(1, 2), answers, reduction="none")
         right = (logits.argmax(-1) == answers) & (answers != BLANK)
         if (group := sequence_group(None)) is not None:

@@ -102,6 +102,14 @@ class Ranks:
         dist.all_reduce(total)
         return dict(zip(numbers, (total / self.size).tolist(), strict=True))
 
+    def average(self, x: Tensor) -> Tensor:
+        """Return the mean of a tensor over the processes."""
+        if self.size == 1:
+            return x
+        total = x.clone()
+        dist.all_reduce(total)
+        return total / self.size
+
     def any(self, value: bool) -> bool:
         """Return whether the value is true in any process."""
         return self.mean({"value": float(value)})["value"] > 0

@@ -1,8 +1,12 @@
 """The training loop, for any model and any task.
 
 Randomness at each step depends only on (seed, step, rank), so an interrupted run resumes exactly
-from the weights, the optimizer state, the step and the position in the data. Processes of one
-sequence use the same augmentation, but each draws dropout for its own tokens.
+from the weights, the optimizer state, the step and the position in the data. All processes use the
+same masks and noise, and processes of one sequence the same augmentation, but each draws dropout
+for its own tokens.
+
+The loss of a step is the mean over the labels of its whole batch, however the batch is split: over
+processes, accumulation steps, and micro-batches of a growing batch.
 """
 
 import math
@@ -74,7 +78,7 @@ from onescan.training.optim import (
     underflowed,
 )
 from onescan.training.state import TrainingState, last_state, restore_state, save_state
-from onescan.training.transfer import AttentionTransfer
+from onescan.training.transfer import AttentionTransfer, Average
 
 ESTIMATE_AFTER = 6  # steps; the first one is slow and does not count
 
@@ -273,23 +277,17 @@ class Loop:
         """Run one optimizer step: read, augment, forward, backward, clip, update the weights."""
         begin, step, optimizer = perf_counter(), self.state.step, self.state.optimizer
         first, end = self.plan.read(step), self.plan.read(step + 1)
-        sums: dict[str, Tensor] = {}
+        is_transfer = self.plan.is_transfer(step)
+        parts: list[Batch] = []
         unread, waiting = 0, 0.0
         for i in range(end - first):
             batch = self.task.to_device(next(batches), self.device)
             if self.steps_now == i == 0:
                 self.display.write(self.summary(batch))
-            place = (step, self.ranks.data_rank, *[i] * (i > 0))
-            seed = derive_seed(self.settings.seed, "step", *place)
-            if i == 0:  # for dropout and dropped paths
-                rank = self.ranks.sequence_rank
-                torch.manual_seed(derive_seed(seed, "dropout", rank) if rank else seed)
-            self.backward(self.task.augment(batch, seed), sums, i, end - first)
+            parts += self.split(self.randomize(batch, i))
             unread, waiting = unread + batches.unreadable, waiting + batches.waiting_s
-        if self.plan.is_transfer(step):
-            self.ranks.average_gradients(self.state.model)
-        *values, norm = torch.stack([*sums.values(), self.clip()]).tolist()  # waits for the GPU
-        metrics = dict(zip(sums, values, strict=True))
+        weights = self.weights(parts)
+        metrics, norm = self.backward(parts, weights) if weights else ({"loss": 0.0}, 0.0)
         means = self.ranks.mean(metrics | {"unreadable": unread})
         unreadable = round(means.pop("unreadable") * self.ranks.data_size)
         self.check_finite(loss=means["loss"])
@@ -298,8 +296,9 @@ class Loop:
         )
         for group in optimizer.param_groups:
             group["lr"] = rate
-        self.step_optimizer(norm)
-        optimizer.zero_grad()
+        if weights:
+            self.step_optimizer(norm)
+            optimizer.zero_grad()
         self.state.step += 1
         self.state.data_state = batches.data_state
         if self.state.ema:
@@ -308,34 +307,91 @@ class Loop:
         measured = {"learning_rate": rate, "gradient_norm": norm, "seconds": seconds}
         measured |= {"waiting_seconds": waiting, "memory_mib": memory_mib(self.device)}
         counted = {"unreadable": unreadable} if unreadable else {}
+        counted |= {} if weights else {"labels": 0}
         if self.plan.ends is not None:
             counted["batch_size"] = (end - first) * self.settings.micro_batch_size
-        is_transfer = self.plan.is_transfer(step)
         self.record("transfer" if is_transfer else "train", means | measured | counted)
         self.numbers |= {"transfer_loss": means["loss"]} if is_transfer else means
         self.count_time(seconds, waiting, end - first)
 
-    def backward(self, batch: Batch, sums: dict[str, Tensor], index: int, count: int) -> None:
-        """Accumulate the gradient of one of `count` micro-batches, and its metrics in `sums`."""
-        per_batch = self.machine.gradient_accumulation_steps
-        parts = per_batch * count
-        chunks = [tensor.chunk(per_batch) for tensor in batch]
-        for i, part in enumerate(zip(*chunks, strict=True), start=index * per_batch):
-            with gradient_sync(self.trained, enabled=i == parts - 1):
-                loss, metrics = self.loss(part)
-                scaled = self.state.scaler.scale(loss) if self.state.scaler else loss
-                (scaled * (1 / parts)).backward()
-            for name, value in ({"loss": loss} | metrics).items():
-                sums[name] = sums.get(name, 0) + value.detach().float() / parts
+    def randomize(self, batch: Batch, index: int) -> Batch:
+        """Augment and corrupt a micro-batch of this step, and seed dropout and dropped paths."""
+        ranks, place = self.ranks, [index] * (index > 0)
+        shared, own = (
+            derive_seed(self.settings.seed, "step", self.state.step, rank, *place)
+            for rank in (0, ranks.data_rank)
+        )
+        rows, shard = Share(ranks.data_rank, ranks.data_size), ranks.sequence_rank
+        torch.manual_seed(shared)
+        batch = self.task.corrupt(self.task.augment(batch, own), shared, rows)
+        if not ranks.is_first:  # whose dropout follows its noise
+            torch.manual_seed(derive_seed(own, "dropout", shard) if shard else own)
+        return batch
 
-    def loss(self, part: Batch) -> tuple[Tensor, Metrics]:
-        """Return the phase's loss; after the first step, an error of an op means divergence."""
+    def split(self, batch: Batch) -> list[Batch]:
+        """Split a micro-batch into the parts that are processed one after the other."""
+        count = self.machine.gradient_accumulation_steps
+        return [*zip(*(tensor.chunk(count) for tensor in batch), strict=True)]
+
+    def weights(self, parts: list[Batch]) -> list[float] | None:
+        """Return the weight of each part, so that the step's loss is the mean over its labels.
+
+        Losses and gradients are summed over parts and averaged over processes.
+
+        Returns:
+            None if the step has no labels in any process.
+        """
+        if self.plan.is_transfer(self.state.step):  # which has no labels
+            return [1.0] * len(parts)
+        counts = [self.task.count_labels(part) for part in parts]
+        mean = self.ranks.mean({"labels": float(sum(counts))})["labels"]
+        return [count / mean for count in counts] if mean else None
+
+    def backward(self, parts: list[Batch], weights: list[float]) -> tuple[dict[str, float], float]:
+        """Compute the gradient of the parts of a step, and clip it.
+
+        Returns:
+            This process's sums of the weighted loss and metrics, and the norm of the gradient
+            before clipping.
+        """
+        is_transfer = self.plan.is_transfer(self.state.step)
+        average = self.averaging(parts) if is_transfer else None
+        sums: dict[str, Tensor] = {}
+        for i, (part, weight) in enumerate(zip(parts, weights, strict=True), start=1):
+            with gradient_sync(self.trained, enabled=i == len(parts)):
+                loss, metrics = self.loss(part, average)
+                scaled = self.state.scaler.scale(loss) if self.state.scaler else loss
+                (scaled * weight).backward()
+            for name, value in ({"loss": loss} | metrics).items():
+                sums[name] = sums.get(name, 0) + value.detach().float() * weight
+        if is_transfer:
+            self.ranks.average_gradients(self.state.model)
+        *values, norm = torch.stack([*sums.values(), self.clip()]).tolist()  # waits for the GPU
+        return dict(zip(sums, values, strict=True)), norm
+
+    def averaging(self, parts: list[Batch]) -> Average:
+        """Return the function that `AttentionTransfer.loss` applies to the norms of each part."""
+        assert self.transfer is not None
+        if len(parts) == 1:
+            return self.ranks.average
+        with torch.no_grad(), autocast(self.settings.precision, self.device):
+            norms = [self.transfer.norms(self.state.model, self.task, part) for part in parts]
+        total = self.ranks.average(torch.stack(norms).sum(dim=0))
+        return lambda _: total
+
+    def loss(self, part: Batch, average: Average | None) -> tuple[Tensor, Metrics]:
+        """Return the phase's loss; after the first step, an error of an op means divergence.
+
+        Args:
+            part: Part of the batch.
+            average: Averages the norms of attention transfer; None trains on the task.
+        """
         try:
             with autocast(self.settings.precision, self.device):
-                if self.transfer and self.plan.is_transfer(self.state.step):
+                if self.transfer and average:
                     if self.steps_now == 0:
                         self.check_task(part)
-                    return self.transfer.loss(self.state.model, self.task, part), {}
+                    return self.transfer.loss(self.state.model, self.task, part, average), {}
                 return self.task.loss(self.trained, part)
         except ValueError as error:
             if self.steps_now == 0:
@@ -535,7 +591,7 @@ def dry_run(
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         batch = task.to_device(task.train.read(examples).batch, device)
         with eval_mode(model), autocast(settings.precision, device):
-            batch = task.augment(batch, 0)
+            batch = task.corrupt(task.augment(batch, 0), 0)
             task.loss(model, batch)
             if transfer:
                 transfer.loss(model, task, batch)

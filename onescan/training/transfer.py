@@ -3,8 +3,9 @@
 L = mean over layers of sum_t |m'(x_t) - m(x_t)|^2 / sum_t |m(x_t)|^2
 
 m and m' are the mixers of teacher and student in one layer, and x is the input of the teacher's
-mixer, so layers learn independently of each other. The sums are over all real tokens of a batch. A
-student that outputs zeros has a loss of 1.
+mixer, so layers learn independently of each other. The sums are over all real tokens of a batch,
+also if it is split over processes or gradient accumulation steps. A student that outputs zeros has
+a loss of 1.
 
 Source: the first stage of LoLCATs, arXiv:2410.10254, which trains only feature maps and does not
 normalize the loss. Hedgehog, arXiv:2402.04347, matches attention weights instead, which mixers with
@@ -32,6 +33,16 @@ from onescan.training.loading import PretrainedModel, load_pretrained_model
 
 STANDARDIZATION = ("channels", "mean", "std")
 
+PerLayer = Float[Tensor, " layers"]
+Average = Callable[[PerLayer], PerLayer]
+
+
+def average_over_ranks(x: PerLayer) -> PerLayer:
+    """Average over the ranks of `sequence_parallel`, if any."""
+    (total,) = sum_over_ranks(x)
+    group = sequence_group(None)
+    return total if group is None else total / group.size
+
 
 class _FinishedError(Exception):
     """Ends the teacher's forward pass after its last block."""
@@ -53,50 +64,63 @@ class AttentionTransfer:
             raise ValueError(f"init_from is {run.init_from!r}, expected a teacher for transfer")
         return cls(run.transfer, run.init_from)
 
-    def loss(self, student: nn.Module, task: Task, batch: Batch) -> Float[Tensor, ""]:
+    def loss(
+        self,
+        student: nn.Module,
+        task: Task,
+        batch: Batch,
+        average: Average = average_over_ranks,
+    ) -> Float[Tensor, ""]:
         """Return the loss of a batch of the task. Only mixers receive a gradient.
 
         The teacher reads the batch in evaluation mode, up to its last block, and each mixer of the
         student runs right after the teacher's. Only activations inside the student's mixers are
         stored for the backward pass.
 
+        Args:
+            student: Model to train.
+            task: Task of the batch.
+            batch: Batch, or this process's part of it.
+            average: Function of the `norms` of this part that returns the divisors of the errors:
+                if a batch has several parts, the sum of the norms of all parts, averaged over the
+                processes, because losses are averaged over them too.
+
         Raises:
             ValueError: If the teacher cannot be read, has other blocks than the student, or reads
                 images of another standardization; or if the student's mixers cannot be trained
                 separately.
         """
-        device = next(student.parameters()).device
-        teacher = self.load(task, device)
-        theirs, ours = _blocks(teacher), _blocks(student)
-        self._check(theirs, ours)
+        teacher, ours = self._matched(student, task)
         module = next((m for m in student.modules() if isinstance(m, LowerBounds)), None)
         bounds = lower_bound_of_each(nn.ModuleList(ours), module)
-        errors = [torch.zeros((), device=device) for _ in ours]
-        norms = [torch.zeros((), device=device) for _ in ours]
+        errors, norms = _zeros(ours), _zeros(ours)
 
-        def comparing(i: int) -> Callable[..., Any]:
-            def compare(_: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> Any:
-                target = output[0].float()
-                with torch.enable_grad():
-                    y = _mix(ours[i], bounds[i], *inputs, keep=options.get("keep"))
-                    errors[i] = errors[i] + (y.float() - target).square().sum()
-                norms[i] = norms[i] + target.square().sum()
-                return output[0], None  # drop the teacher's state, such as a cache of keys
+        def compare(i: int, output: Tensor, *inputs: Any, keep: Tensor | None) -> None:
+            target = output.float()
+            with torch.enable_grad():
+                y = _mix(ours[i], bounds[i], *inputs, keep=keep)
+                errors[i] = errors[i] + (y.float() - target).square().sum()
+            norms[i] = norms[i] + target.square().sum()
 
-            return compare
+        _run(teacher, task, batch, compare)
+        divisors = average(torch.stack(norms)).clamp(min=torch.finfo(torch.float32).tiny)
+        return torch.stack(errors).div(divisors).mean()
 
-        with ExitStack() as hooks, torch.no_grad():
-            for i, block in enumerate(theirs):
-                hook = block.mixer.register_forward_hook(comparing(i), with_kwargs=True)
-                hooks.callback(hook.remove)
-            hooks.callback(theirs[-1].register_forward_hook(_finish).remove)
-            with suppress(_FinishedError):
-                task.loss(teacher, batch)
-        group, tiny = sequence_group(None), torch.finfo(torch.float32).tiny
-        # Sum only the norms, because losses are averaged over ranks.
-        (total,) = sum_over_ranks(torch.stack(norms))
-        total = total if group is None else total / group.size
-        return torch.stack(errors).div(total.clamp(min=tiny)).mean()
+    def norms(self, student: nn.Module, task: Task, batch: Batch) -> PerLayer:
+        """Return the squared norm of the output of each of the teacher's mixers.
+
+        Raises:
+            ValueError: See `loss`.
+        """
+        teacher, ours = self._matched(student, task)
+        norms = _zeros(ours)
+
+        def measure(i: int, output: Tensor, *_: Any, keep: Tensor | None) -> None:
+            del keep
+            norms[i] = norms[i] + output.float().square().sum()
+
+        _run(teacher, task, batch, measure)
+        return torch.stack(norms)
 
     def load(self, task: Task, device: torch.device) -> nn.Module:
         """Load the teacher, if it is not loaded yet.
@@ -116,7 +140,10 @@ class AttentionTransfer:
         """Free the teacher's memory."""
         self.teacher = None
 
-    def _check(self, theirs: list[Block], ours: list[Block]) -> None:
+    def _matched(self, student: nn.Module, task: Task) -> tuple[nn.Module, list[Block]]:
+        """Return the teacher, and the student's blocks, which correspond to the teacher's."""
+        teacher = self.load(task, next(student.parameters()).device)
+        theirs, ours = _blocks(teacher), _blocks(student)
         if not theirs or len(theirs) != len(ours):
             raise ValueError(
                 f"init_from is {self.name!r}, whose model has {len(theirs)} blocks, expected "
@@ -127,10 +154,38 @@ class AttentionTransfer:
                 "transfer is set, but model.mixer reads the embedding, which differs between "
                 "teacher and student; expected another mixer or transfer None"
             )
+        return teacher, ours
+
+
+@torch.no_grad()
+def _run(teacher: nn.Module, task: Task, batch: Batch, read: Callable[..., None]) -> None:
+    """Apply the teacher up to its last block; call read(i, output, *inputs) after mixer i."""
+
+    def reading(i: int) -> Callable[..., Any]:
+        def hook(_: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> Any:
+            read(i, output[0], *inputs, keep=options.get("keep"))
+            return output[0], None  # drop the teacher's state, such as a cache of keys
+
+        return hook
+
+    with ExitStack() as hooks:
+        blocks = _blocks(teacher)
+        for i, block in enumerate(blocks):
+            hook = block.mixer.register_forward_hook(reading(i), with_kwargs=True)
+            hooks.callback(hook.remove)
+        hooks.callback(blocks[-1].register_forward_hook(_finish).remove)
+        with suppress(_FinishedError):
+            task.loss(teacher, batch)
 
 
 def _blocks(model: nn.Module) -> list[Block]:
     return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def _zeros(blocks: list[Block]) -> list[Tensor]:
+    """Return a zero for each block, on its device."""
+    device = next(blocks[0].parameters()).device
+    return [torch.zeros((), device=device) for _ in blocks]
 
 
 def _mix(

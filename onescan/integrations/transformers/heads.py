@@ -134,9 +134,13 @@ class OnescanForMultipleChoice(OnescanForSequenceClassification):
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **_: Any,
     ) -> MultipleChoiceModelOutput:
         """Compute the logits of the choices, [B, C], and the loss for labels [B].
+
+        The loss is the sum over the batch, divided by ``num_items_in_batch`` (default: B), which
+        is the number of labels of all batches between two optimizer steps.
 
         The inputs have one more axis than those of `OnescanTextModel.forward`: ``input_ids`` are
         [B, C, T]. Hidden states have the shape [B * C, T, width].
@@ -163,8 +167,12 @@ class OnescanForMultipleChoice(OnescanForSequenceClassification):
             return_dict=True,
         )
         logits = read.logits.view(-1, inputs.shape[1])
+        loss = None
+        if labels is not None:
+            count = len(labels) if num_items_in_batch is None else num_items_in_batch
+            loss = cross_entropy(logits, labels, reduction="sum") / count
         return MultipleChoiceModelOutput(
-            loss=None if labels is None else cross_entropy(logits, labels),
+            loss=loss,
             logits=logits,
             hidden_states=read.hidden_states,
         )
