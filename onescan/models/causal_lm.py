@@ -141,8 +141,9 @@ class CausalLM(nn.Module):
         Args:
             tokens: Token ids; with a state, the tokens after those already read.
             state: State returned by a previous call. ``None`` starts a new sequence.
-            keep: True for real tokens, False for padding, which may be on either side. Padding on
-                the right also occupies positions, so do not continue from a state after it.
+            keep: True for real tokens, False for padding, which has no effect on them wherever it
+                is: positions count real tokens. With a state, a call waits for the device, and
+                reads padded tokens one by one unless padding has no effect on the mixers.
             documents: Number of the document that each token belongs to, for several documents in
                 one row. Tokens read only their own document. Pass it on the CPU: a tensor on
                 another device is copied to the CPU, which waits for that device once.
@@ -184,7 +185,7 @@ class CausalLM(nn.Module):
         """Generate token by token, in constant time and memory per token.
 
         Args:
-            tokens: Prompt of at least one token; padding must be on the left.
+            tokens: Prompt of at least one token, which ends with a real token.
             sampling: How to choose the next token. ``None`` takes the most likely one.
             max_new_tokens: Maximum number of tokens to generate.
             end: Id of the end-of-sequence token; a sequence that has ended repeats it.
@@ -284,7 +285,8 @@ def token_losses(
         if over_ranks:
             logits = model.head(x[:, chunk])
         else:
-            real = None if keep is None else keep[:, chunk]
+            # Padding on the right is after all real tokens, so later chunks need no mask.
+            real = None if keep is None or state is not None else keep[:, chunk]
             logits, state = model(tokens[:, chunk], state, keep=real)
         parts.append(score_logits(logits, labels[:, chunk]))
     return TokenScores(*(torch.cat(chunks, dim=1) for chunks in zip(*parts, strict=True)))

@@ -34,8 +34,8 @@ def window_attention(
         v: Values of the same tokens.
         window: Largest distance between a query and the tokens that it reads.
         causal: Whether queries read only their own and earlier tokens.
-        keep: True for real tokens, [B, S]. Other tokens count as positions but are read only by
-            themselves, so that no softmax is empty.
+        keep: True for real tokens, [B, S]. Other tokens count as positions but are not read, and
+            their outputs are zero.
         sequence: Index of the packed sequence of each key, [B, S]. Sequences do not read each
             other. None for a single sequence.
         dropout: Dropout probability of the attention weights.
@@ -46,6 +46,8 @@ def window_attention(
         labels = sequence
     if keep is not None:
         labels = labels.masked_fill(~keep, -1)
+        k, v = (x.masked_fill(~keep[:, None, :, None], 0) for x in (k, v))
+        q = q.masked_fill(~keep[:, None, cached:, None], 0)
     block = max(window, MIN_BLOCK)
     if is_known(tokens) and tokens <= block:
         mask = _mask(labels[:, cached:], labels, cached, window, causal=causal)

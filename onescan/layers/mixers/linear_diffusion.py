@@ -115,6 +115,10 @@ class LinearDiffusionMixerConfig(MixerConfig):
         return self.local_update or self.input_residual
 
     @property
+    def skips_padding(self) -> bool:
+        return not self.diffusion
+
+    @property
     def takes_cu_seqlens(self) -> bool:
         is_explicit = self.scheme == "explicit" and self.form != "fft" and not self.separable
         return is_explicit or not self.diffusion
