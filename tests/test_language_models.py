@@ -34,6 +34,7 @@ from onescan.layers.mixers import (
     MIXERS,
     DeltaRuleMixerConfig,
     HGRNMixerConfig,
+    HybridMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
@@ -640,3 +641,57 @@ def test_a_text_without_real_tokens_changes_nothing():
     more, _ = model(tokens, state)
     torch.testing.assert_close(logits[0], model(tokens[:1])[0][0])
     torch.testing.assert_close(more[1], model(tokens[1:])[0][0])
+
+
+def blockwise():
+    return {
+        "lightnet": LightNetMixerConfig(num_heads=3, causal_block=2, conv_size=2),
+        "lion": LionMixerConfig(num_heads=3, causal_block=2),
+        "delta": DeltaRuleMixerConfig(num_heads=3, causal_block=2, conv_size=3),
+        "hybrid": HybridMixerConfig(
+            linear=LightNetMixerConfig(num_heads=3, causal_block=2),
+            attention=LionMixerConfig(num_heads=3, causal_block=4),
+            period=2,
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", blockwise())
+def test_blocks_read_no_later_block_and_continue_each_other(name):
+    mixer = blockwise()[name]
+    model = built(MaskedLMConfig(**SMALL, mixer=mixer, position=TPE)).network
+    tokens, block = ids(2, 8), mixer.state_block
+    want, whole = model(tokens)
+    first, state = model(tokens[:, :block])
+    rest, state = model(tokens[:, block:], state=state)
+    torch.testing.assert_close(torch.cat([first, rest], dim=1), want, atol=1e-9, rtol=1e-9)
+    for x, y in zip(flatten_state(state).values(), flatten_state(whole).values(), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
+    _, partial = model(tokens[:, : block - 1])
+    _, padded = model(tokens, keep=torch.arange(8).expand(2, -1) < block)
+    for unfinished in (partial, padded):
+        with pytest.raises(ValueError, match=f"expected one with whole blocks of {block} real"):
+            model(tokens, state=unfinished)
+
+
+@pytest.mark.parametrize("name", blockwise())
+@pytest.mark.parametrize("config_class", [MaskedLMConfig, SequenceClassifierConfig])
+def test_blockwise_models_with_positions_in_both_directions_are_refused(config_class, name):
+    config = config_class(**SMALL, mixer=blockwise()[name])
+    for build in (config.build, lambda: TokenNetwork(config)):
+        with pytest.raises(ValueError, match=r"causal_block.*position\.bidirectional is True"):
+            build()
+
+
+def test_blocks_beside_bidirectional_attention_are_refused():
+    mixer = dataclasses.replace(blockwise()["hybrid"], attention=SoftmaxMixerConfig(num_heads=3))
+    with pytest.raises(ValueError, match="causal_block=2, but another mixer of the hybrid reads"):
+        MaskedLMConfig(**SMALL, mixer=mixer, position=None).build()
+
+
+def test_a_state_is_refused_where_positions_are_read_in_both_directions():
+    mixer = LightNetMixerConfig(num_heads=3, causal=True)
+    model = SequenceClassifierConfig(**SMALL, mixer=mixer).build().network
+    _, state = model(ids(1, 4))
+    with pytest.raises(ValueError, match=r"position\.bidirectional=True, whose tokens"):
+        model(ids(1, 4), state=state)

@@ -77,7 +77,7 @@ class TokenNetworkConfig(ModelConfig, ABC):
     """Standard deviation of the initial weights of linear layers and embeddings."""
 
     def check(self) -> None:
-        """Raise ValueError if a number is out of range, or the position encoding is for grids."""
+        """Raise ValueError if a number is out of range, or the position encoding does not fit."""
         check_positive(
             vocab_size=self.vocab_size,
             width=self.width,
@@ -93,8 +93,19 @@ class TokenNetworkConfig(ModelConfig, ABC):
                 f"position is {type(self.position).__name__}, which requires a grid of fixed size; "
                 "expected TokenPositionConfig, ToeplitzPositionConfig or None"
             )
+        blocks = [self.mixer.for_layer(i).state_block for i in range(self.depth)]
+        if self.state_block is None and any(block is not None and block > 1 for block in blocks):
+            raise ValueError(
+                f"mixer has causal_block={max(block or 1 for block in blocks)}, but "
+                f"{self._what_reads_later_blocks()}, so tokens would read later blocks"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}, expected 0 or more and less than 1")
+
+    def _what_reads_later_blocks(self) -> str:
+        if self.mixer.state_block is None:
+            return "another mixer of the hybrid reads all tokens"
+        return "position.bidirectional is True"
 
     @property
     def state_block(self) -> int | None:
@@ -222,6 +233,7 @@ class TokenNetwork(nn.Module):
 
     def __init__(self, config: TokenNetworkConfig) -> None:
         super().__init__()
+        config.check()
         self.config = config
         width = config.width
         self.embedding = nn.Embedding(config.vocab_size, width)

@@ -25,6 +25,7 @@ from onescan.integrations.card import write_model_card
 from onescan.integrations.transformers.cache import Inputs, StateCache
 from onescan.integrations.transformers.configuration import OnescanTextConfig
 from onescan.layers.block import Block
+from onescan.layers.position import TokenPosition
 from onescan.messages import named_type
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
@@ -75,6 +76,21 @@ class OnescanModel(PreTrainedModel):
             self._keep_in_fp32_modules_strict = []
         mark_initialized(self)
         self.post_init()
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *_: Any, **__: Any
+    ) -> str:
+        """Accept the names under which torch's own kernels run; mixers choose theirs in any case.
+
+        Raises:
+            ValueError: If other kernels are requested.
+        """
+        if attn_implementation not in (None, "eager", "sdpa"):
+            raise ValueError(
+                f"attn_implementation is {attn_implementation!r}, expected 'sdpa' or 'eager': the "
+                "mixers of a model choose their own kernels"
+            )
+        return attn_implementation or "eager"
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -256,6 +272,8 @@ class OnescanTextModel(OnescanModel):
         segments = token_type_ids if self.network.config.segment_types else None
         given = Inputs(input_ids, inputs_embeds, segments, keep)
         state = None if cache is None else cache.resume(self._read)
+        if isinstance(self.network.position, TokenPosition):
+            _check_first_positions(position_ids, keep, 0 if state is None else state.position)
         hidden: list[Tensor] = []
         outputs = hidden if self.returns_hidden_states(**options) else None
         x, state = self._read(given, state, documents, outputs)
@@ -286,7 +304,7 @@ class OnescanTextModel(OnescanModel):
                 f"past_key_values is {named_type(given)}, expected the StateCache that the "
                 "model returned"
             )
-        if not self.network.config.mixer.is_causal:
+        if self.network.config.state_block != 1:
             if given is not None:
                 raise ValueError("past_key_values was given to a bidirectional model")
             return None
@@ -482,6 +500,22 @@ def _keep(attention_mask: Any, inputs: Any) -> Tensor | None:
         )
     keep = attention_mask[:, -length:].bool() if length else attention_mask.bool()
     return None if can_look_at_values(keep) and bool(keep.all()) else keep
+
+
+def _check_first_positions(position_ids: Tensor | None, keep: Tensor | None, read: Any) -> None:
+    """Raise ValueError, on a CPU, if positions do not begin at the number of tokens read before."""
+    if position_ids is None or not position_ids.numel() or not can_look_at_values(position_ids):
+        return
+    first = position_ids[:, 0]
+    if keep is not None:
+        rows = position_ids.expand(len(keep), -1)
+        first = rows.gather(1, keep.long().argmax(dim=1, keepdim=True))[:, 0]
+        first = first.where(keep.any(dim=1), read)
+    if bool((first != read).any()):
+        raise ValueError(
+            f"position_ids begin at {first.tolist()}, expected {torch.as_tensor(read).tolist()}, "
+            "the number of real tokens before"
+        )
 
 
 def _documents(position_ids: Tensor | None, keep: Tensor | None, inputs: Tensor) -> Tensor | None:
