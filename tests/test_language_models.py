@@ -203,9 +203,11 @@ def test_generation_is_the_likeliest_token_again_and_again(change):
     assert torch.equal(written, text[:, 4:])
 
 
-def test_generation_goes_on_from_padding_on_the_left_as_if_there_were_none():
-    model, tokens = causal(CAUSAL["lightnet"]), ids(2, 6)
-    rows, keep = padded(tokens, (3, 6), "left")
+@over_all_causal
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_generation_continues_padded_prompts_as_if_there_were_no_padding(change, side):
+    model, tokens = causal(change), ids(2, 6)
+    rows, keep = padded(tokens, (3, 6), side)
     written = model.generate(rows, max_new_tokens=5, keep=keep)
     assert torch.equal(written[:1], model.generate(tokens[:1, :3], max_new_tokens=5))
     assert torch.equal(written[1:], model.generate(tokens[1:], max_new_tokens=5))

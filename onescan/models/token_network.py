@@ -200,10 +200,10 @@ class _RealTogether:
             same: Any = True if sequence is None else sequence[:, 1:] == sequence[:, :-1]
             begins, ends = ~before & after & same, before & ~after & same
             if either_end:
-                is_apart = begins.any(dim=1) & ends.any(dim=1)
+                needs_moving = begins.any(dim=1) & ends.any(dim=1)
             else:
-                is_apart = ends if at_end else begins
-            if not is_apart.any():
+                needs_moving = ends if at_end else begins
+            if not needs_moving.any():
                 return None
         return cls(keep, RealFirst.of(keep, sequence, at_end=at_end), lengths)
 
@@ -273,6 +273,7 @@ class TokenNetwork(nn.Module):
         state: NetworkState | None = None,
         read_outs: int = 1,
         outputs: list[Hidden] | None = None,
+        ends: bool = False,
     ) -> tuple[ReadOuts, NetworkState | None]:
         """Compute one vector per token.
 
@@ -294,6 +295,8 @@ class TokenNetwork(nn.Module):
                 in the order of the blocks.
             outputs: List to which the input of the first block and the output of each block are
                 appended.
+            ends: Whether no real token follows padding in later calls. Tokens after a state are
+                then read together, even if some are padding.
 
         Returns:
             Vectors of shape ``[read_outs * B, T, D]``, and the state after the last token; ``None``
@@ -315,6 +318,7 @@ class TokenNetwork(nn.Module):
             state=state,
             read_outs=read_outs,
             outputs=outputs,
+            ends=ends,
         )
 
     def read(
@@ -328,6 +332,7 @@ class TokenNetwork(nn.Module):
         state: NetworkState | None = None,
         read_outs: int = 1,
         outputs: list[Hidden] | None = None,
+        ends: bool = False,
     ) -> tuple[ReadOuts, NetworkState | None]:
         """Apply the network to vectors instead of token ids; see `forward` for the arguments.
 
@@ -340,12 +345,13 @@ class TokenNetwork(nn.Module):
             state: As in `forward`.
             read_outs: As in `forward`.
             outputs: As in `forward`.
+            ends: As in `forward`.
         """
         self._check(x, segments, keep, documents, cu_seqlens, state)
         if not 1 <= read_outs <= len(self.blocks):
             raise ValueError(f"read_outs is {read_outs}, expected 1 to {len(self.blocks)} blocks")
         with known_lengths(x):
-            if state is not None and keep is not None and self._steps(keep):
+            if state is not None and keep is not None and not ends and self._steps(keep):
                 return self._read_steps(x, segments, keep, state, read_outs, outputs)
             return self._read(x, segments, keep, documents, cu_seqlens, state, read_outs, outputs)
 
