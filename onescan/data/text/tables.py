@@ -79,7 +79,7 @@ def _read_header(path: Path, lines: Lines, separator: str, column: str | None) -
             f"{place}: invalid header: {fault}; expected UTF-8 text, with cells separated by "
             f"{SEPARATORS[separator]}"
         )
-    for other in set(SEPARATORS) - {separator}:
+    for other in [each for each in SEPARATORS if each != separator]:
         if len(header) == 1 and other in header[0] and column != header[0]:
             raise ValueError(
                 f"{place}: the cells are separated by {SEPARATORS[other]}, expected "
