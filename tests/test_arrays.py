@@ -346,6 +346,8 @@ OFFSETS = {
     "big-endian": (-1e9 + RNG.normal(0, 1, (COUNT, 16))).astype(">f8"),
     "tiny": RNG.normal(0, 1e-42, (COUNT, 16)),
     "huge": RNG.normal(0, 1e40, (COUNT, 16)),
+    "tiny squares": RNG.normal(0, 1e-200, (COUNT, 16)),
+    "huge squares": RNG.normal(1e201, 1e200, (COUNT, 16)),
     "half": RNG.normal(60_000, 100, (COUNT, 16)).astype(np.float16),
     "moderate": 40 + RNG.normal(0, 1, (COUNT, 16)),
 }
@@ -501,3 +503,9 @@ def test_constants_of_arrays_are_finite(tmp_path, field, bad):
     constants = {"mean": (0.0,), "std": (1.0,)}
     with pytest.raises(ValueError, match="expected finite numbers"):
         ArrayFormat(channels=1, shape=(4,), **{**constants, field: (bad,)})
+
+
+def test_classes_without_test_examples_are_noted(tmp_path):
+    x, y = np.zeros((4, 8), np.float32), np.array([0, 1, 0, 1])
+    path = save(tmp_path / "a", x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
+    assert "no test examples of the classes 1" in build(path, axes=1).notes

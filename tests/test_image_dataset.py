@@ -132,8 +132,15 @@ def test_hidden_and_empty_folders(tmp_path, caplog):
         splits = build(path, test_fraction=0.5)
     assert splits.class_names == ("cat", "dog")
     assert len(splits.train) + len(splits.test) == 4
-    assert len(caplog.messages) == 1
-    assert f"'{path}/eel'" in caplog.text
+    assert sorted(caplog.messages) == sorted(
+        [
+            f"1 of 3 files in '{path}/cat' is left out: 1 hidden",
+            f"2 of 2 files in '{path}/.checkpoints' are left out: 2 hidden",
+            f"2 of 2 files in '{path}/__MACOSX' are left out: 2 hidden",
+            f"'{path}/eel' holds no images, and is left out",
+        ]
+    )
+    assert set(caplog.messages) <= set(splits.notes)
 
 
 def test_the_recipe_on_cifar100_reads_the_fine_labels_of_local_files(tmp_path):
@@ -618,3 +625,20 @@ def test_a_large_folder_is_sampled(tmp_path, monkeypatch):
         Image.new("RGBA", (4, 4)).save(file)
     notes = build(path, test_fraction=0.5).notes
     assert "5 of a sample of 5 training images have transparency, which becomes black" in notes
+
+
+def test_classes_without_test_images_are_noted(tmp_path):
+    write_parquet(tmp_path / "train.parquet", [0, 1, 0, 1])
+    write_parquet(tmp_path / "test.parquet", [0, 0])
+    assert "no test examples of the classes 1" in build(tmp_path).notes
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_parquet_files_with_other_stored_classes_are_refused(tmp_path, streaming):
+    for split, names in (("train", ["cat", "dog"]), ("test", ["dog", "cat"])):
+        features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+        rows = {"image": [Image.new("RGB", (4, 4))] * 4, "label": [0, 1, 0, 1]}
+        data = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+        data.to_parquet(tmp_path / f"{split}.parquet")
+    with pytest.raises(ValueError, match=r"label are dog, cat in .*, but cat, dog in .*train"):
+        build(tmp_path, streaming=streaming)

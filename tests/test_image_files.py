@@ -1,6 +1,7 @@
 """Image files of every kind: orientation, range, transparency and damaged metadata."""
 
 import io
+import os
 import struct
 import zlib
 
@@ -304,6 +305,8 @@ DAMAGED_CHUNKS = {
     "pHYs": chunk(b"pHYs", b"1"),
     "cHRM": chunk(b"cHRM", b"1"),
     "sRGB": chunk(b"sRGB", b""),
+    "short color": chunk(b"tRNS", b"1"),
+    "color": chunk(b"tRNS", bytes(6))[:-4] + b"1234",
     "checksum": chunk(b"tEXt", b"key\0value")[:-4] + b"1234",
     "profile": chunk(b"tEXt", b"Raw profile type exif\0\nexif\n  9\nnot hexadecimal"),
 }
@@ -330,8 +333,9 @@ def test_damaged_chunks_of_a_png_file_are_ignored(name, place):
         segment(0xE2, b"MPF\0" + GARBAGE),
         segment(0xED, b"Photoshop 3.0\0" + b"8BIM" + GARBAGE),
         segment(0xE0, b"JFIF"),
+        segment(0xEE, b"Adobe"),
     ],
-    ids=["EXIF", "XMP", "ICC", "MPF", "Photoshop", "JFIF"],
+    ids=["EXIF", "XMP", "ICC", "MPF", "Photoshop", "JFIF", "Adobe"],
 )
 def test_damaged_segments_of_a_jpeg_file_are_ignored(part):
     content = photo("JPEG")
@@ -427,3 +431,22 @@ def test_grids_take_bytes_and_floats():
     bytes_ = torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8)
     assert image_bytes(bytes_).flatten().tolist() == [0, 51, 255]
     assert torch.equal(image_bytes(bytes_ / 255), image_bytes(bytes_))
+
+
+def test_a_pipe_is_no_image(tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="is not an image"):
+        read_header(tmp_path / "a.png")
+
+
+def test_16_bits_per_pixel_are_not_16_bits_per_channel():
+    masks = struct.pack("<III", 0xF800, 0x07E0, 0x001F)
+    header = struct.pack("<IiiHHIIiiII", 40, 2, 1, 1, 16, 3, 4, 0, 0, 0, 0)
+    content = b"BM" + struct.pack("<IHHI", 70, 0, 0, 66) + header + masks + b"\xff\xff\0\0"
+    assert not read_header(io.BytesIO(content)).has_16_bits
+    assert COLOUR.decode(io.BytesIO(content)).max() == 255
+
+
+def test_long_doubles_become_float64():
+    x = np.full((3, 6, 5), 0.5, dtype=np.longdouble)
+    assert torch.equal(COLOUR.model_input(x), COLOUR.model_input(x.astype(np.float64)))

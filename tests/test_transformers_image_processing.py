@@ -135,3 +135,21 @@ def test_floats_are_cropped_and_turned_gray_as_images_are():
     stored = torch.randint(256, (3, 12, 9), dtype=torch.uint8)
     pixels, expected = (processor(x).pixel_values for x in (stored / 255, stored))
     assert (pixels - expected).abs().max() < 1.5 / 255
+
+
+@pytest.mark.parametrize("step", ["do_resize", "do_rescale", "do_normalize"])
+def test_no_step_of_the_processor_can_be_turned_off(step):
+    with pytest.raises(ValueError, match=f"{step} is False, expected True"):
+        OnescanImageProcessor(**{step: False})
+    assert OnescanImageProcessor(**{step: True}).do_normalize
+
+
+def test_the_processor_refuses_images_without_pixels():
+    processor = OnescanImageProcessor(size={"height": 2, "width": 2})
+    for image in (torch.zeros(3, 0, 4), np.zeros((0, 4, 3), np.uint8)):
+        with pytest.raises(ValueError, match="expected no size 0"):
+            processor(image)
+    with pytest.raises(ValueError, match="images is empty"):
+        processor([])
+    with pytest.raises(ValueError, match="expected a height and a width"):
+        OnescanImageProcessor(size={"shortest_edge": 2})

@@ -2,7 +2,7 @@
 
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import SEEK_CUR
 from pathlib import Path
@@ -32,6 +32,7 @@ from onescan.data.images import (
     ImageSet,
     ImageSplits,
     check_constants,
+    native_type,
     unit_pixels,
 )
 from onescan.data.share import WHOLE, Share
@@ -142,6 +143,7 @@ class ArrayDatasetConfig(DataConfig):
             notes.append(held_out_note(len(test), len(sets[0])))
         format = self._format(train)
         notes += missing_classes_note(train.labels[train.places], classes)
+        notes += missing_classes_note(test.labels[test.places], classes, part="test")
         if isinstance(format, ImageFormat):
             return ImageSplits(
                 train=train, test=test, class_names=classes, format=format, notes=tuple(notes)
@@ -386,21 +388,25 @@ class ArrayDataset(ImageSet):
         chunks = [range(at, min(at + size, len(self))) for at in range(0, len(self), size)]
         count = len(self) * self.x[0].size // self.shape[0]
 
-        def per_channel(measure: Callable[[Tensor], Tensor]) -> Tensor:
-            total = torch.zeros(self.shape[0], 2, dtype=torch.float64)
+        def channels() -> Iterator[Tensor]:
             for chunk in chunks:
                 values = whole.read([Example(place) for place in chunk]).batch[0].double()
-                total += measure(values.transpose(0, 1).flatten(1)).sum(dim=1)
-            return total / count
+                yield values.transpose(0, 1).flatten(1)
 
-        def powers(differences: Tensor) -> Tensor:
-            return torch.stack([differences, differences**2], dim=-1)
-
-        scale = 255 if self.x.dtype == np.uint8 else 1
-        rough = per_channel(lambda values: values[..., None].expand(-1, -1, 2))[:, 0]
+        rough, rest, squares, peak = torch.zeros(4, self.shape[0], dtype=torch.float64)
+        for values in channels():
+            rough += values.sum(dim=1) / count
+            peak = torch.maximum(peak, values.abs().amax(dim=1))
+        exponent = torch.frexp(peak).exponent
         # The sum of large values is rounded, the sum of differences from their mean much less.
-        rest, squares = per_channel(lambda values: powers(values - rough[:, None])).unbind(dim=1)
-        mean, std = rough + rest, (squares - rest**2).clamp(min=0).sqrt()
+        # Scaling by a power of two is exact, and keeps squares within the range of float64.
+        for values in channels():
+            scaled = torch.ldexp(values - rough[:, None], -exponent[:, None])
+            rest += scaled.sum(dim=1) / count
+            squares += (scaled**2).sum(dim=1) / count
+        mean = rough + torch.ldexp(rest, exponent)
+        std = torch.ldexp((squares - rest**2).clamp(min=0).sqrt(), exponent)
+        scale = 255 if self.x.dtype == np.uint8 else 1
         is_large = mean.abs() > EXACT
         if self.x.dtype.kind in "iu" and (is_large & (std < MIN_SPREAD * mean.abs())).any():
             raise ValueError(
@@ -424,7 +430,7 @@ class ArrayDataset(ImageSet):
         else:
             values = self.x[places, own]
         if values.dtype != np.uint8:
-            values = values.astype(self.dtype or values.dtype.newbyteorder("="))
+            values = values.astype(self.dtype or native_type(values.dtype))
         tensor = torch.from_numpy(values)
         if tensor.is_floating_point() and not tensor.isfinite().all():
             row = int(places[tensor.flatten(1).isfinite().all(dim=1).int().argmin()])

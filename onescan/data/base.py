@@ -92,11 +92,13 @@ def held_out_note(held_out: int, count: int) -> str:
     return f"{held_out:,} of {count:,} examples are held out, because there is no test split"
 
 
-def missing_classes_note(labels: Labels, names: Sequence[str]) -> list[str]:
-    """Return a note on the classes without a training example, if there are any."""
+def missing_classes_note(
+    labels: Labels, names: Sequence[str], *, part: str = "training"
+) -> list[str]:
+    """Return a note on the classes without an example in a part, if there are any."""
     counts = labels.bincount(minlength=len(names)).tolist()
     missing = [name for name, count in zip(names, counts, strict=True) if not count]
-    return [f"no training examples of the classes {listed(missing)}"] if missing else []
+    return [f"no {part} examples of the classes {listed(missing)}"] if missing else []
 
 
 def similar_names_note(names: Sequence[str]) -> list[str]:

@@ -62,8 +62,8 @@ class ImageDatasetConfig(DataConfig):
 
     Images are FOLDER/CLASS/IMAGE or, if a folder is called train, validation, valid, val or test,
     FOLDER/SPLIT/CLASS/IMAGE. The folder of a class may contain subfolders. Links are followed;
-    names that start with a dot or two underscores are ignored. Parquet files are assigned to splits
-    by their own and their folders' names.
+    names that start with a dot or two underscores are left out. Parquet files are assigned to
+    splits by their own and their folders' names.
 
     Parquet files are copied once into the cache of the datasets library for random access; with
     `streaming`, they are read in place.
@@ -133,7 +133,10 @@ class ImageDatasetConfig(DataConfig):
         sets, classes = open_sets(source, chosen, reader, notes)
         notes += similar_names_note(classes.names)
         if isinstance(train := sets["train"], ImageDataset):
-            notes += missing_classes_note(train.labels[train.places], classes.names)
+            for part, data in (("training", train), ("test", sets["test"])):
+                if isinstance(data, ImageDataset):
+                    held = data.labels[data.places]
+                    notes += missing_classes_note(held, classes.names, part=part)
             notes += describe_images(train)
         return ImageSplits(
             train=train,

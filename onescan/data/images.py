@@ -52,9 +52,12 @@ SUFFIXES = (
     *(".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".mpo", ".pbm", ".pfm", ".pgm"),
     *(".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"),
 )
+# Smallest number of bytes of a PNG file's transparent color, by its color type.
+KEY_SIZES, MAX_COLORS = {0: 2, 2: 6}, 256
 PNG_SIGNATURE, JPEG_SIGNATURE = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 # Besides the pixels, a JPEG file needs its EXIF data and the colors of its Adobe segment.
 JPEG_METADATA = {0xE0, *range(0xE2, 0xEE), 0xEF, 0xFE}
+JPEG_ADOBE, ADOBE_SIZE = b"\xff\xee", 16  # marker, and smallest number of bytes
 JPEG_SCAN = b"\xda"  # begins the compressed pixels
 JPEG_SCALE = 2  # decode a JPEG at least this much larger than needed, since resizing is sharper
 # Pillow's own exif_transpose rewrites the EXIF data and fails if they are damaged.
@@ -167,6 +170,8 @@ def open_image(file: Path | BytesIO) -> Image.Image:
         UnidentifiedImageError: If it has another format.
         OSError: If it cannot be read.
     """
+    if isinstance(file, Path) and file.exists() and not file.is_file():  # a pipe would block
+        raise UnidentifiedImageError(f"{file} is not a file")
     try:
         image: Image.Image = Image.open(file, formats=FORMATS)
     except DAMAGE as error:
@@ -199,13 +204,16 @@ def _without_metadata(file: Path | BytesIO) -> BytesIO:
 
 
 def _needed_of_png(content: bytes) -> bytes:
-    """Return the critical chunks, the transparent color, and intact EXIF data."""
+    """Return the critical chunks, and the transparent color and EXIF data if they are intact."""
+    kind = content[25:26]  # color type
+    key_size = KEY_SIZES.get(kind[0], 0) if kind else 0
     begin, needed = len(PNG_SIGNATURE), [content[: len(PNG_SIGNATURE)]]
     while begin < len(content):
         end = begin + 12 + int.from_bytes(content[begin : begin + 4])
         name, checked = content[begin + 4 : begin + 8], content[begin + 4 : end - 4]
         is_intact = zlib.crc32(checked) == int.from_bytes(content[end - 4 : end])
-        if name[:1].isupper() or name == b"tRNS" or (name == b"eXIf" and is_intact):
+        has_key = name == b"tRNS" and key_size <= len(checked) - 4 <= MAX_COLORS
+        if name[:1].isupper() or (is_intact and (has_key or name == b"eXIf")):
             needed.append(content[begin:end])
         begin = end
     return b"".join(needed)
@@ -216,7 +224,8 @@ def _needed_of_jpeg(content: bytes) -> bytes:
     begin, needed = 2, [content[:2]]
     while (marker := content[begin : begin + 2])[:1] == b"\xff" and marker[1:] != JPEG_SCAN:
         end = begin + 2 + int.from_bytes(content[begin + 2 : begin + 4])
-        if marker[-1] not in JPEG_METADATA:
+        is_short = marker == JPEG_ADOBE and end - begin < ADOBE_SIZE
+        if marker[-1] not in JPEG_METADATA and not is_short:
             needed.append(content[begin:end])
         begin = end
     return b"".join([*needed, content[begin:]])
@@ -277,7 +286,8 @@ def read_header(file: Path | BytesIO, *, decodes: bool = True) -> ImageHeader:
         with open_image(file) as image:
             mode, has_alpha = image.mode, image.has_transparency_data
             tile = getattr(image, "tile", None)
-            is_deep = mode.startswith("I") or bool(tile and ";16" in str(tile[0][3]))
+            stored = str(tile[0][3]) if tile else ""
+            is_deep = mode.startswith("I") or (";16" in stored and "BGR;16" not in stored)
             has_frames = bool(getattr(image, "is_animated", False))
             transpose = _upright_transpose(image, decodes=decodes)
             # Pillow swaps the sides of a TIFF file by its tag, but by its XMP data only on loading.
@@ -438,6 +448,15 @@ def _convert(image: Image.Image, mode: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 
+def native_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type with the machine's byte order, which torch needs; long doubles are float64.
+
+    >>> native_type(np.dtype(">f4")), native_type(np.dtype(np.longdouble))
+    (dtype('float32'), dtype('float64'))
+    """
+    return np.dtype(np.float64) if dtype == np.longdouble else dtype.newbyteorder("=")
+
+
 def unit_pixels(pixels: AnyGrid) -> AnyGrid:
     """Convert pixels to floats from 0 to 1, by their type.
 
@@ -533,8 +552,9 @@ class GridFormat(Format, ABC):
             ValueError: If images have a type of unknown range.
         """
         if isinstance(values, np.ndarray):
-            wide = np.promote_types(values.dtype, np.float32) if values.dtype.kind == "f" else None
-            values = torch.from_numpy(values.astype(wide or values.dtype.newbyteorder("=")))
+            dtype = native_type(values.dtype)
+            dtype = np.promote_types(dtype, np.float32) if dtype.kind == "f" else dtype
+            values = torch.from_numpy(values.astype(dtype))
         return self.standardize(self._in_training_range(values))
 
     @property

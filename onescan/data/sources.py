@@ -1,5 +1,6 @@
 """Finding labelled data on disk or on the Hugging Face hub, and opening it with datasets."""
 
+import json
 import logging
 import os
 import re
@@ -24,6 +25,7 @@ Chosen = dict[str, str]  # the split in each role, "train" and "test"
 HUB_NAME = r"(\w[\w.-]*/)?\w[\w.-]*"
 # Raised by the datasets library for damaged rows and for a state that is not its own.
 UNREADABLE = (AttributeError, LookupError, OSError, TypeError, ValueError)
+HIDDEN = (".", "__")  # begin of the names of files and folders that are left out
 MAX_LOGGED = 10  # messages on unreadable rows
 GROUP = 64  # rows fetched at once; the datasets library is much slower one by one
 
@@ -124,7 +126,9 @@ def read_groups(
 # Folders
 
 
-def walk(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
+def walk(
+    folder: str, above: frozenset[str] = frozenset(), *, with_hidden: bool = False
+) -> Iterator[str]:
     """Yield the files below a folder in order, except hidden ones.
 
     Links are followed unless they lead back to a folder above them.
@@ -132,22 +136,23 @@ def walk(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
     Args:
         folder: Where to begin.
         above: Folders not to enter again.
+        with_hidden: Whether to yield hidden files, and those in hidden folders, too.
     """
     here = os.path.realpath(folder)
     if here in above:
         return
     above = above | {here, *map(str, Path(here).parents)}
-    for entry in _entries(folder):
+    for entry in _entries(folder, with_hidden=with_hidden):
         if _is_folder(entry):
-            yield from walk(entry.path, above)
+            yield from walk(entry.path, above, with_hidden=with_hidden)
         else:
             yield entry.path
 
 
-def _entries(folder: str) -> list[os.DirEntry[str]]:
+def _entries(folder: str, *, with_hidden: bool = False) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
-        visible = [entry for entry in entries if not entry.name.startswith((".", "__"))]
-    return sorted(visible, key=lambda entry: entry.name)
+        shown = [entry for entry in entries if with_hidden or not entry.name.startswith(HIDDEN)]
+    return sorted(shown, key=lambda entry: entry.name)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -175,8 +180,15 @@ class FolderCount:
         self.files = 0
         self.left_out: Counter[str] = Counter()
 
-    def keeps(self, file: str, is_used: bool) -> bool:
-        """Count a file; return `is_used`."""
+    def keeps(self, file: str, is_used: bool, *, is_hidden: bool = False) -> bool:
+        """Count a file; return whether it is used, which hidden files are not.
+
+        Of hidden files, only those are counted that would be used otherwise.
+        """
+        if is_hidden:
+            self.files += is_used
+            self.left_out["hidden"] += is_used
+            return False
         self.files += 1
         if not is_used:
             stem, _, suffix = file.rpartition(os.sep)[2].rpartition(".")
@@ -185,18 +197,31 @@ class FolderCount:
 
     def describe(self, folder: str) -> str:
         """Say how many files are left out; an empty string if none is."""
-        if not self.left_out:
+        if not self.left_out.total():
             return ""
-        kinds = listed([f"{count} {suffix}" for suffix, count in self.left_out.most_common()])
+        kinds = listed(
+            [f"{count} {suffix}" for suffix, count in self.left_out.most_common() if count]
+        )
         are = "is" if self.left_out.total() == 1 else "are"
         files = f"{self.left_out.total():,} of {self.files:,} file{'s' * (self.files != 1)}"
         return printable(f"{files} in {folder!r} {are} left out: {kinds}")
 
 
+def _walk_all(folder: str) -> Iterator[tuple[str, bool]]:
+    """Yield the files below a folder, and whether they or a folder on the way are hidden."""
+    for file in walk(folder, with_hidden=True):
+        parts = Path(file[len(folder) :]).parts
+        yield file, any(part.startswith(HIDDEN) for part in parts)
+
+
 def images_below(folder: str) -> list[str]:
     """Return the files below a folder that have the name of an image; log what is left out."""
     count = FolderCount()
-    images = [file for file in walk(folder) if count.keeps(file, is_image_name(file))]
+    images = [
+        file
+        for file, is_hidden in _walk_all(folder)
+        if count.keeps(file, is_image_name(file), is_hidden=is_hidden)
+    ]
     report_left_out({folder: count})
     return images
 
@@ -208,7 +233,7 @@ def report_left_out(counts: Mapping[str, FolderCount]) -> list[str]:
     """
     notes = [note for folder, count in counts.items() if (note := count.describe(folder))]
     if len(notes) > MAX_LOGGED:
-        rest = [count for count in counts.values() if count.left_out][MAX_LOGGED:]
+        rest = [count for count in counts.values() if count.left_out.total()][MAX_LOGGED:]
         files = sum(count.left_out.total() for count in rest)
         notes[MAX_LOGGED:] = [f"{files:,} files in {len(rest):,} other folders are left out"]
     for note in notes:
@@ -267,9 +292,10 @@ def _images_by_class(path: str, folder: str, notes: list[str]) -> dict[str, list
     """Group the images of a split by the first folder that they are in."""
     classes: dict[str, list[str]] = defaultdict(list)
     counts: dict[str, FolderCount] = defaultdict(FolderCount)
-    for file in walk(folder):
+    for file, is_hidden in _walk_all(folder):
         name, *below = file[len(folder) :].lstrip(os.sep).split(os.sep, maxsplit=1)
-        if not counts[name if below else ""].keeps(file, is_image_name(file)):
+        count = counts[name if below else ""]
+        if not count.keeps(file, is_image_name(file), is_hidden=is_hidden):
             continue
         if not below:
             raise ValueError(
@@ -335,7 +361,10 @@ def _footer(file: str) -> Any:
 
 
 def _check_parquet(path: str, splits: Mapping[str, Sequence[str]]) -> None:
-    """Check that each split has rows and that no file has columns that the first one lacks."""
+    """Check that each split has rows, and that all files have the same columns and classes.
+
+    A file may lack columns of the first one. Classes are those that the datasets library stored.
+    """
     footers = {file: _footer(file) for files in splits.values() for file in files}
     for split, files in splits.items():
         if not any(footers[file].num_rows for file in files):
@@ -348,6 +377,25 @@ def _check_parquet(path: str, splits: Mapping[str, Sequence[str]]) -> None:
                 f"data.path is {path!r}, where {file} has columns that {first} lacks: "
                 f"{', '.join(new)}"
             )
+    classes: dict[str, tuple[str, list[str]]] = {}  # of each column, and the file that names them
+    for file, footer in footers.items():
+        for column, names in _stored_classes(footer).items():
+            known, expected = classes.setdefault(column, (file, names))
+            if names != expected:
+                raise ValueError(
+                    f"data.path is {path!r}, where the classes of the column {column} are "
+                    f"{listed(names)} in {file}, but {listed(expected)} in {known}; expected the "
+                    "same classes in the same order"
+                )
+
+
+def _stored_classes(footer: Any) -> dict[str, list[str]]:
+    """Return the names of the classes that the datasets library stored for each column."""
+    try:
+        features = json.loads(footer.metadata[b"huggingface"])["info"]["features"]
+        return {column: kind["names"] for column, kind in features.items() if "names" in kind}
+    except UNREADABLE:  # nothing stored
+        return {}
 
 
 def _find_damage(files: Sequence[str]) -> str | None:
@@ -501,8 +549,8 @@ def find_source(path: str, name: str | None) -> DatasetSource:
     elif found := [Path(file) for file in walk(str(place)) if file.endswith(".parquet")]:
         files = parquet_splits(place, sorted(found))
         count = FolderCount()
-        for file in walk(str(place)):
-            count.keeps(file, file.endswith(".parquet"))
+        for file, is_hidden in _walk_all(str(place)):
+            count.keeps(file, file.endswith(".parquet"), is_hidden=is_hidden)
         notes = tuple(report_left_out({path: count}))
     else:
         builder, (files, notes) = "imagefolder", _split_folders(str(place.absolute()))

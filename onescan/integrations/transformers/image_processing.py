@@ -10,7 +10,7 @@ from transformers import BaseImageProcessor, BatchFeature
 from transformers.image_transforms import to_channel_dimension_format
 from transformers.image_utils import ChannelDimension, make_flat_list_of_images
 
-from onescan.data.images import ImageFormat, Pixels, check_unit_range, unit_pixels
+from onescan.data.images import ImageFormat, Pixels, check_unit_range, native_type, unit_pixels
 
 
 class OnescanImageProcessor(BaseImageProcessor):
@@ -25,7 +25,7 @@ class OnescanImageProcessor(BaseImageProcessor):
         options: Further fields of preprocessor_config.json.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, or an option turns off a step.
 
     >>> processor = OnescanImageProcessor(size={"height": 8, "width": 16}, crop_pct=1.0)
     >>> processor(torch.zeros(3, 20, 20, dtype=torch.uint8)).pixel_values.shape
@@ -43,9 +43,13 @@ class OnescanImageProcessor(BaseImageProcessor):
         crop_pct: float | None = None,
         **options: Any,
     ) -> None:
-        options.pop("do_normalize", None)
+        for step in ("do_resize", "do_rescale", "do_normalize"):
+            if not options.pop(step, True):
+                raise ValueError(f"{step} is False, expected True: the model needs this step")
         super().__init__(**options)
         self.size = {"height": 224, "width": 224} if size is None else dict(size)
+        if not {"height", "width"} <= set(self.size):
+            raise ValueError(f"size is {self.size}, expected a height and a width")
         self.image_mean = list(image_mean)
         self.image_std = list(image_std)
         self.crop_pct = crop_pct
@@ -97,10 +101,13 @@ class OnescanImageProcessor(BaseImageProcessor):
             ``pixel_values`` of shape [B, channels, height, width].
 
         Raises:
-            ValueError: If an array has another type, or floats outside 0 to 1.
+            ValueError: If there is no image, an array has another type or no pixels, or floats are
+                outside 0 to 1.
         """
         image_format = self.to_onescan()
         flat: Any = make_flat_list_of_images(images)
+        if not flat:
+            raise ValueError("images is empty, expected at least one image")
         pixels = [_prepare(image_format, image) for image in flat]
         return BatchFeature({"pixel_values": torch.stack(pixels)}, tensor_type=return_tensors)
 
@@ -111,8 +118,10 @@ def _prepare(image_format: ImageFormat, image: Any) -> Pixels:
         return image_format.from_pil(image)
     if not isinstance(image, torch.Tensor):
         values = np.asarray(image)
-        image = torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
+        image = torch.from_numpy(values.astype(native_type(values.dtype)))
     image = image.detach().cpu()
+    if not image.numel():
+        raise ValueError(f"an image has shape {tuple(image.shape)}, expected no size 0")
     unit = unit_pixels(image)
     check_unit_range(unit)
     is_bytes = image.dtype == torch.uint8
