@@ -163,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.end_headers()
-        self.wfile.write(body.encode())
+        self.wfile.write(body.encode(errors="backslashreplace"))
 
 
 def parse_int(text):

@@ -254,6 +254,8 @@ def test_sampling_draws_by_its_probabilities_and_by_its_seed():
         Sampling(temperature=1.0, top_p=0.5).probabilities(logits[:1])[0], torch.eye(4)[0]
     )
     assert Sampling().choose(logits[:1]).tolist() == [0]
+    smallest = Sampling(temperature=1.0, top_p=1e-300)  # 0 in float32
+    assert smallest.choose(logits[:1]).tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,20 @@ def test_generated_texts_keep_the_space_after_the_context():
     assert lm.generate_until(requests(*given)) == [" anw s", " an", " anw s", "", " a"]
 
 
+def test_generated_texts_after_a_long_prompt_of_bytes():
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    found = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    found.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=found, eos_token="</s>")
+    model = CausalLMConfig(**{**SMALL, "vocab_size": 258, **CAUSAL["lightnet"]}).build().eval()
+    lm = OnescanLM(model, PretrainedTokenizer("bytes", tokenizer))
+    model.stream = lambda *_, **__: ((torch.tensor([2 + byte]), None) for byte in "語、と".encode())
+    for context in ("日本" * 20, "本" * 21 + "é"):
+        for until, text in (([], "語、と"), (["、"], "語")):
+            assert lm.generate_until(requests((context, {"until": until}))) == [text]
+
+
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
     """Save a model as transformers does, and a task."""

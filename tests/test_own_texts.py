@@ -165,6 +165,7 @@ def test_bad_rows_are_named_or_skipped(tmp_path, caplog, line, message):
     ("line", "message"),
     [
         ("{", "line 21: this is not JSON"),
+        ('{"text": "a", "text": "b", "label": "c"}', "line 21: .*'text' occurs more than once"),
         ("[1]", "line 21: this is a list, expected an object"),
         ('{"text": 3, "label": 1}', "line 21: the column 'text' holds int, expected text"),
         ('{"text": "a", "label": 0.5}', "line 21: the label is 0.5"),
@@ -181,7 +182,7 @@ def test_bad_json_lines_are_named(tmp_path, line, message):
 
 def test_missing_and_useless_data(tmp_path):
     (tmp_path / "damaged.parquet").write_text("no parquet")
-    (tmp_path / "damaged.csv.gz").write_bytes(gzip.compress(b"text")[:10] + b"\xff" * 20)
+    (tmp_path / "damaged.csv.gz").write_bytes(gzip.compress(b"text", mtime=0)[:10] + b"\xff" * 20)
     (tmp_path / "utf16.csv").write_bytes("text,label".encode("utf-16"))
     (tmp_path / "empty.csv").write_text("text,label\n")
     (tmp_path / "semicolons.csv").write_text("text;label\nthe rain;weather\n")
@@ -227,7 +228,28 @@ def test_labels_written_in_several_ways_are_noted(tmp_path):
     assert data.notes == (
         "labels read as the class '1': 3 ' 1', 3 '1', 3 1, 3 1.0",
         "labels read as the class 'True': 3 'True', 3 True",
+        "8 of 24 examples are held out, because there is no test split",
     )
+
+
+def test_classes_that_may_be_the_same_are_noted(tmp_path):
+    labels = ["Cat", "cat", "dog", "1", "01", "1.0", "+1", "-1"] * 3
+    write_csv(tmp_path / "a.csv", [{"text": f"text {i}", "label": x} for i, x in enumerate(labels)])
+    assert build(tmp_path / "a.csv", test_fraction=0.5).notes[0] == (
+        "separate classes have similar names: '+1' and '01' and '1' and '1.0', 'Cat' and 'cat'"
+    )
+
+
+def test_splits_that_are_not_used_are_noted(tmp_path):
+    (tmp_path / "files").mkdir()
+    for name, count in (("train", 8), ("val", 4), ("test", 6)):
+        write_csv(tmp_path / "files" / f"{name}.csv", rows(count))
+    assert build(tmp_path / "files").notes == ("splits not used: test (6 rows)",)
+    parts = ["train"] * 8 + ["valid"] * 3 + ["validation"] * 2
+    table = [row | {"split": part} for row, part in zip(rows(13), parts, strict=True)]
+    write_csv(tmp_path / "a.csv", table)
+    data = build(tmp_path / "a.csv")
+    assert (len(data.test), data.notes) == (2, ("splits not used: valid (3 rows)",))
 
 
 def texts_of(data):
@@ -317,8 +339,16 @@ def test_every_line_end_and_empty_lines(tmp_path, suffix, end):
         ("a.tsv", b"text\tlabel\na\t0\nb\0c\t1\n", "line 3: .* control character"),
         ("a.csv", b"text,label\na,0,\n", "line 2: there are 3 cells, expected 2"),
         ("a.csv", "text,label\nab,0\n".encode("utf-16-le"), "a.csv is full of control"),
-        ("a.csv", gzip.compress(b"text,label\n"), "a.csv is compressed with gzip, expected text"),
-        ("a.csv.gz", gzip.compress(gzip.compress(b"text")), "a.csv.gz is compressed with gzip"),
+        (
+            "a.csv",
+            gzip.compress(b"text,label\n", mtime=0),
+            "a.csv is compressed with gzip, expected text",
+        ),
+        (
+            "a.csv.gz",
+            gzip.compress(gzip.compress(b"text", mtime=0), mtime=0),
+            "a.csv.gz is compressed with gzip",
+        ),
     ],
 )
 def test_other_bad_tables(tmp_path, name, content, message):
@@ -341,10 +371,11 @@ def test_files_and_texts_that_are_left_out_are_noted(tmp_path):
     longer = [sum(len(row.texts[0]) > 30 for row in part.rows) for part in (data.train, data.test)]
     assert data.notes == (
         f"left out 5 files of {tmp_path} of other types: 1 .json, 2 .md, 1 .png, 1 without suffix",
+        "2 of 20 examples are held out, because there is no test split",
         f"{longer[0]} of 18 training texts are longer than 30 tokens and are truncated",
         f"{longer[1]} of 2 test texts are longer than 30 tokens and are truncated",
     )
-    assert build(tmp_path, length=3000).notes == data.notes[:1]
+    assert build(tmp_path, length=3000).notes == data.notes[:2]
 
 
 def test_test_labels_must_be_classes(tmp_path):
@@ -417,6 +448,7 @@ def test_inputs_that_are_no_texts_are_rejected(run, tmp_path, capsys):
         (tmp_path / "notes.txt", "is not a table"),
         (tmp_path / "other.csv", "other.csv has no column 'text'; available: body (--text"),
         (" ", "inputs has an empty text"),
+        (tmp_path, "is not a table"),
     ]:
         assert onescan("predict", run, argument) == 2
         assert message in capsys.readouterr().err

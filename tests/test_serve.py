@@ -104,6 +104,7 @@ def test_concurrent_requests_get_the_tokens_of_generate(server):
         ([1], "the body is [1], expected a JSON object"),
         (None, "the body is null, expected a JSON object"),
         ({"text": "a"}, "text"),
+        ({"a\ud800": 1}, "a\\ud800 is unknown"),
         ({"prompt": 3}, "prompt is 3, expected str"),
         ({"prompt": "a\ud800"}, "prompt is not valid from character 1 on"),
         ({"seed": -1}, "seed is -1, expected 0 or more"),

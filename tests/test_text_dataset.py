@@ -277,7 +277,13 @@ def test_file_names_define_splits(tmp_path):
         write(tmp_path / f"wiki.{name}.tokens", name)
     splits = build(tmp_path)
     assert (texts_of(splits.train), texts_of(splits.test)) == (["train"], ["valid"])
+    assert splits.notes == ("splits not used: test",)
     assert texts_of(build(tmp_path, test_split="test").test) == ["test"]
+    for name in ("Train", "TEST"):
+        write(tmp_path / "capital" / f"{name}.txt", name)
+    splits = build(tmp_path / "capital")
+    assert (texts_of(splits.train), texts_of(splits.test)) == (["Train"], ["TEST"])
+    assert splits.notes == ()
     write(tmp_path / "README.md", "about it")
     with pytest.raises(ValueError, match=r"README\.md names no split"):
         build(tmp_path)
@@ -415,8 +421,12 @@ def zipped():
         ("a", zipped(), "a is a zip archive"),
         ("a.txt", b"{\\rtf1 text}", "a.txt is a document in the rich text format"),
         ("a.txt", b"\x89PNG\r\n\x1a\n", "a.txt is a PNG image"),
-        ("a.txt", gzip.compress(TEXT.encode()), "a.txt is compressed with gzip"),
-        ("a.txt.gz", gzip.compress(gzip.compress(b"text")), "a.txt.gz is compressed with gzip"),
+        ("a.txt", gzip.compress(TEXT.encode(), mtime=0), "a.txt is compressed with gzip"),
+        (
+            "a.txt.gz",
+            gzip.compress(gzip.compress(b"text", mtime=0), mtime=0),
+            "a.txt.gz is compressed with gzip",
+        ),
     ],
 )
 @pytest.mark.parametrize("sample_by", ["file", "line"])
@@ -442,6 +452,7 @@ def test_what_is_left_out_is_noted(tmp_path, monkeypatch):
             f"left out 3 files of {folder} of other types: 2 .md, 1 .png",
             f"left out 1 of 4 documents of {folder}, train, that cannot be read",
             f"left out 2 empty documents of {folder}, train",
+            "6 of 14 tokens, the last ones, are held out, because there is no test split",
         )
     write(tmp_path / "plain" / "a.txt", "one", "", "two")
     write(tmp_path / "plain" / "b.log", "three")
@@ -451,13 +462,25 @@ def test_what_is_left_out_is_noted(tmp_path, monkeypatch):
     assert data.notes == (
         f"left out 1 file of {tmp_path / 'plain'} of other types: 1 .png",
         f"left out 1 empty document of {tmp_path / 'plain'}, train",
+        "6 of 14 tokens, the last ones, are held out, because there is no test split",
     )
-    assert build(write(tmp_path / "b.txt", "one", "two")).notes == ()
     for name in ("a", "b", "c"):
         (tmp_path / "files" / f"{name}.txt").parent.mkdir(exist_ok=True)
         (tmp_path / "files" / f"{name}.txt").write_text("" if name == "b" else name)
     data = build(tmp_path / "files", sample_by="file")
-    assert data.notes == (f"left out 1 empty document of {tmp_path / 'files'}, train",)
+    assert data.notes[0] == f"left out 1 empty document of {tmp_path / 'files'}, train"
+
+
+def test_repeated_names_of_columns_are_refused(tmp_path):
+    from pyarrow import Table, parquet
+
+    table = Table.from_arrays([["one"], ["two"]], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "a.json").write_text('[{"text": "one", "text": "two"}]')
+    with pytest.raises(ValueError, match="there are 2 columns 'text'"):
+        build(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="the name 'text' occurs more than once"):
+        build(tmp_path / "a.json")
 
 
 # Mistakes

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -175,7 +176,7 @@ def _text_probabilities(
     texts = []
     for argument in arguments:
         is_file_name = is_table(Path(argument)) and len(argument.split()) == 1
-        if not (is_file_name or _is_file(argument)):
+        if not (is_file_name or _exists(argument)):
             if not argument.strip():
                 raise ValueError("inputs has an empty text")
             texts.append(argument)
@@ -197,9 +198,11 @@ def _text_probabilities(
         yield from zip(texts, classify_texts(checkpoint.model, texts, encoder), strict=True)
 
 
-def _is_file(argument: str) -> bool:
+def _exists(argument: str) -> bool:
+    """Return whether there is a file of this name, or a folder of this path."""
     with suppress(OSError, ValueError):  # such as for a text longer than file names may be
-        return Path(argument).is_file()
+        path = Path(argument)
+        return path.is_file() or (os.sep in argument and path.is_dir())
     return False
 
 

@@ -76,13 +76,21 @@ def generate(argv: Argv) -> None:
 
 def _read_input() -> str:
     """Read a prompt from standard input, without a byte order mark."""
+    if sys.stdin is None:
+        raise ValueError("prompt is '-', but standard input is closed")
     try:
-        return sys.stdin.read().removeprefix("\ufeff")
+        prompt = sys.stdin.read().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"prompt on standard input is not valid {sys.stdin.encoding} from byte {error.start} "
             "on; set PYTHONIOENCODING to its encoding"
         ) from error
+    if "\0" in prompt:  # such as in UTF-16 without a byte order mark
+        raise ValueError(
+            f"prompt on standard input has NUL characters in {sys.stdin.encoding}; set "
+            "PYTHONIOENCODING to its encoding"
+        )
+    return prompt
 
 
 def fill(argv: Argv) -> None:

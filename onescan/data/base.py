@@ -1,6 +1,7 @@
 """The interface of datasets: ordered examples, which are read when a batch needs them."""
 
 import math
+import re
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ DataState = dict[str, Any]  # position of a stream, in JSON types
 MAX_COUNT = 1 << 62  # of anything that a DataState counts
 HELD_OUT = ("validation", "valid", "val", "test")  # a hub's test split may have no labels
 SPLITS = ("train", *HELD_OUT)
+NUMBER = re.compile(r"[+-]?[0-9]{1,15}(\.[0-9]{0,15})?")  # exact enough to compare as a float
 
 OnError = Literal["raise", "skip"]
 """What to do with an example that cannot be read."""
@@ -102,14 +104,16 @@ def missing_classes_note(
 
 
 def similar_names_note(names: Sequence[str]) -> list[str]:
-    """Return a note on classes whose names differ only in case, spaces or Unicode form.
+    """Return a note on classes with the same name but for case, spaces, Unicode form or zeros.
 
-    >>> similar_names_note(["Cat", "cat ", "dog"])
-    ["separate classes have similar names: 'Cat' and 'cat '"]
+    >>> similar_names_note(["Cat", "cat ", "dog", "1", "01", "1.0"])
+    ["separate classes have similar names: 'Cat' and 'cat ', '1' and '01' and '1.0'"]
     """
     groups: dict[str, list[str]] = {}
     for name in names:
         plain = " ".join(normalize("NFKC", name).casefold().split())
+        if NUMBER.fullmatch(plain):
+            plain = str(float(plain))
         groups.setdefault(plain, []).append(repr(name))
     similar = [" and ".join(group) for group in groups.values() if len(group) > 1]
     return [f"separate classes have similar names: {listed(similar)}"] if similar else []

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from onescan.checks import check_choice
-from onescan.data.base import HELD_OUT, SPLITS, DataConfig, OnError, stratified_split
+from onescan.data.base import (
+    HELD_OUT,
+    SPLITS,
+    DataConfig,
+    OnError,
+    held_out_note,
+    listed,
+    similar_names_note,
+    stratified_split,
+)
 from onescan.data.glue import GlueRow, GlueSet, PairEncoder, PairFormat, truncation_notes
 from onescan.data.sequences import SequenceSplits
 from onescan.data.sources import parquet_splits, report_unreadable, walk
@@ -158,11 +167,19 @@ class TextTableConfig(DataConfig):
                 f"data.path is {self.path!r}, where all labels are {names[0]!r}, expected two "
                 "classes or more"
             )
+        notes += similar_names_note(names)
         held_out = next((name for name in HELD_OUT if parts.get(name)), None)
         if held_out is None:
             train, test = self._held_out(train, names)
+            notes.append(held_out_note(len(test), len(train) + len(test)))
         else:
             test = list(self._of_classes(parts[held_out], names, failures))
+        if unused := [
+            f"{name} ({len(rows):,} rows)"
+            for name, rows in parts.items()
+            if name not in ("train", held_out)
+        ]:
+            notes.append(f"splits not used: {listed(unused)}")
         report_unreadable(self.path, failures)
         if failures:
             notes.append(f"left out {len(failures)} rows of {self.path} that cannot be read")

@@ -1,6 +1,6 @@
 """Wrap a causal language model as a model of lm-eval, to evaluate it on lm-eval's tasks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -20,7 +20,6 @@ from onescan.models.token_network import select_rows
 
 NAME = "onescan"  # in lm-eval's registry
 DEFAULT_NEW_TOKENS = 256  # if a task sets no limit
-CONTEXT = 32  # last tokens of a prompt, on which the decoding of the next ones may depend
 LENGTHS = ("max_gen_toks", "max_new_tokens")  # names of the limit in tasks
 
 RequestT = TypeVar("RequestT")
@@ -42,8 +41,8 @@ class TextTokens(Protocol):
     def begin(self, prompt: str) -> Ids:
         """Return the ids of a prompt; for an empty prompt, the beginning-of-text token."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
+    def pieces(self, ids: Iterable[int], context: Sequence[int]) -> Iterator[str]:
+        """Yield the text of each id after a context, "" if it may change, and finally the rest."""
 
 
 class OnescanLM(TemplateLM):
@@ -195,12 +194,11 @@ class OnescanLM(TemplateLM):
             prompts = [prompt[max_new_tokens - self.most_tokens :] for prompt in prompts]
         tokens, keep = self._padded(prompts, left=True)
         end, size = self.texts.end, self.texts.size
-        before = [len(self.texts.decode(prompt[-CONTEXT:])) for prompt in prompts]
         written: list[Ids] = [[] for _ in prompts]
+        pairs = zip(written, prompts, strict=True)
+        pieces = [self.texts.pieces(iter(ids), prompt) for ids, prompt in pairs]
+        texts = [""] * len(prompts)
         unfinished = set(range(len(prompts)))
-
-        def text(row: int) -> str:
-            return self.texts.decode(prompts[row][-CONTEXT:] + written[row])[before[row] :]
 
         steps = self.model.stream(
             tokens, sampling, max_new_tokens=max_new_tokens, keep=keep, vocab_size=size
@@ -208,11 +206,13 @@ class OnescanLM(TemplateLM):
         for step, _ in steps:
             for row in sorted(unfinished):
                 written[row].append(int(step[row]))
-                over = written[row][-1] == end or _cut(text(row), until)[1]
+                texts[row] += next(pieces[row])
+                over = written[row][-1] == end or _cut(texts[row], until)[1]
                 unfinished -= {row} if over else set()
             if not unfinished:
                 break
-        return [_cut(text(row), until)[0] for row in range(len(prompts))]
+        # All ids are read, so the next pieces are the rest.
+        return [_cut(text + next(rest), until)[0] for text, rest in zip(texts, pieces, strict=True)]
 
     def _windows(self, text: str) -> list[tuple[Ids, Ids]]:
         """Split a text into pairs of context and text; one pair unless positions are limited."""

@@ -98,7 +98,9 @@ class Sampling:
         if self.top_k is not None:
             shares[:, self.top_k :] = 0
         # Drop a token if the more likely ones already sum to top_p; the first is always kept.
-        shares = shares.masked_fill(shares.cumsum(-1) - shares >= self.top_p, 0)
+        is_dropped = shares.cumsum(-1) - shares >= self.top_p
+        is_dropped[:, 0] = False  # also if float32 rounds top_p to 0
+        shares = shares.masked_fill(is_dropped, 0)
         shares = shares / shares.sum(dim=-1, keepdim=True)
         return torch.zeros_like(shares).scatter(1, ids, shares)
 

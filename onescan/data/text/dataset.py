@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from onescan.checks import check_positive
-from onescan.data.base import DataConfig, DataSet, OnError, Splits
+from onescan.data.base import DataConfig, DataSet, OnError, Splits, listed
 from onescan.data.text.corpus import Corpus, CorpusReader, LongDocuments
 from onescan.data.text.files import SampleBy
 from onescan.data.text.packing import PackedText, TextStream, padding_id, text_length
@@ -168,6 +168,11 @@ class _Builder:
         if found is not None:
             return self._packed(train), self._test_rows(*found)
         cut = _split_point(train, config.test_fraction, config.path)
+        held_out = len(train.tokens) - cut
+        self.notes.append(
+            f"{held_out:,} of {len(train.tokens):,} tokens, the last ones, are held out, because "
+            "there is no test split"
+        )
         train, test = train.part(0, cut), train.part(cut, len(train.tokens))
         if self.frame is not None:
             train = train.ended(self.frame.end)  # shuffled rows wrap around
@@ -212,6 +217,9 @@ class _Builder:
             )
         else:
             split = split or source.held_out(config.train_split)
+            chosen = (config.train_split, split)
+            if unused := [name for name in source.splits if name not in chosen]:
+                self.notes.append(f"splits not used: {listed(unused)}")
         if split is None:
             return None
         source.check_split("data.test_split", split)

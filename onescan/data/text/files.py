@@ -1,6 +1,7 @@
 """Documents of files, by type of file: plain text, JSON, parquet, and tables of text."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -113,11 +114,11 @@ def _parse_json_line(line: bytes, place: str) -> Row:
     if fault:
         return Row({}, place, fault)
     try:
-        return _from_object(json.loads(text), place)
+        return _from_object(json.loads(text, object_pairs_hook=_unique), place)
     except json.JSONDecodeError as error:
         return Row({}, place, f"this is not JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
-        return Row({}, place, f"this is not JSON: {first_line(error)}")
+    except (ValueError, RecursionError) as error:  # a long number, deep nesting or a repeated name
+        return Row({}, place, f"this cannot be read as JSON: {first_line(error)}")
 
 
 def _read_json(path: Path, mark: Mark, column: str | None) -> Rows:
@@ -132,14 +133,23 @@ def _read_json(path: Path, mark: Mark, column: str | None) -> Rows:
     if fault:
         raise ValueError(f"{path}, line {line_number(content, offset)}: {fault}")
     try:
-        rows = json.loads(text)
+        rows = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         line = line_number(text[: error.pos].encode(), len(content))
         raise ValueError(f"{path}, line {line}: this is not JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: this is not JSON: {first_line(error)}") from error
+        raise ValueError(f"{path} cannot be read as JSON: {first_line(error)}") from error
     for number in range(mark.get("row", 0), len(rows)):
         yield _from_object(rows[number], f"{path}, row {number}"), {"row": number + 1}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, in which no name may occur twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {name!r} occurs more than once in an object")
+    return found
 
 
 def _from_object(value: Any, place: str) -> Row:
@@ -158,6 +168,9 @@ def _read_parquet(path: Path, mark: Mark, column: str | None) -> Rows:
             names = file.schema_arrow.names
             if column is not None and column not in names:
                 raise ValueError(missing_column(column, names))
+            for name in names if column is None else [column]:
+                if names.count(name) > 1:
+                    raise ValueError(f"there are {names.count(name)} columns {name!r}")
             columns = None if column is None else [column]
             groups = list(range(file.num_row_groups))
             while groups and row + file.metadata.row_group(groups[0]).num_rows <= first:

@@ -313,7 +313,7 @@ def _by_split(folder: Path, files: list[Path], field: str) -> dict[str, list[Pat
     splits: dict[str, list[Path]] = {}
     for file in files:
         *above, name = file.relative_to(folder).parts  # such as wiki.test.txt or train/0.jsonl
-        words = [*above, *re.split(r"[._-]", name)]
+        words = [word.lower() for word in (*above, *re.split(r"[._-]", name))]
         split = next((word for word in reversed(words) if word in SPLITS), "")
         splits.setdefault(split, []).append(file)
     if "train" not in splits:
