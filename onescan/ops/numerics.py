@@ -33,6 +33,18 @@ def to_accumulation_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
+def zero_masked(keep: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Set all tokens of tensors [B, T, ...] to zero except the real ones, even if they are NaN.
+
+    Ops call it before they compute anything from their inputs: the gradient of a function at NaN is
+    NaN even if its result is replaced later.
+
+    >>> zero_masked(torch.tensor([[True, False]]), torch.tensor([[3.0, torch.nan]]))
+    (tensor([[3., 0.]]),)
+    """
+    return tuple(x.masked_fill(~keep.view(*keep.shape, *(1,) * (x.ndim - 2)), 0) for x in tensors)
+
+
 def product_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the dtype in which plain torch multiplies inputs: bfloat16, or that of sums.
 

@@ -1,5 +1,7 @@
 """Sliding-window attention: softmax over the tokens at most `window` positions away, in O(T w)."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Int
@@ -35,17 +37,36 @@ def window_attention(
         window: Largest distance between a query and the tokens that it reads.
         causal: Whether queries read only their own and earlier tokens.
         keep: True for real tokens, [B, S]. Other tokens count as positions but are read only by
-            themselves, so that no softmax is empty.
+            themselves, so that no softmax is empty. They may be NaN.
         sequence: Index of the packed sequence of each key, [B, S]. Sequences do not read each
             other. None for a single sequence.
         dropout: Dropout probability of the attention weights.
     """
-    tokens, cached = q.shape[2], k.shape[2] - q.shape[2]
     labels = torch.zeros(1, k.shape[2], dtype=torch.int64, device=q.device)
     if sequence is not None:
         labels = sequence
-    if keep is not None:
-        labels = labels.masked_fill(~keep, -1)
+    attend = partial(_attend, window=window, causal=causal, dropout=dropout)
+    if keep is None:
+        return attend(q, k, v, labels)
+    real = keep[:, None, :, None]
+    own, is_real = (x[:, :, k.shape[2] - q.shape[2] :] for x in (v, real))
+    q = q.masked_fill(~is_real, 0)  # 0 times NaN is NaN
+    k, v = (x.masked_fill(~real, 0) for x in (k, v))
+    return attend(q, k, v, labels.masked_fill(~keep, -1)).where(is_real, own)
+
+
+def _attend(
+    q: HeadsFirst,
+    k: CachedKeys,
+    v: CachedKeys,
+    labels: Int[Tensor, "rows S"],
+    *,
+    window: int,
+    causal: bool,
+    dropout: float,
+) -> HeadsFirst:
+    """Attend to tokens of the same label; those of label -1 read only themselves."""
+    tokens, cached = q.shape[2], k.shape[2] - q.shape[2]
     block = max(window, MIN_BLOCK)
     if is_known(tokens) and tokens <= block:
         mask = _mask(labels[:, cached:], labels, cached, window, causal=causal)

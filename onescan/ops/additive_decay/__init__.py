@@ -55,6 +55,7 @@ from onescan.ops.numerics import (
     disable_autocast,
     product_dtype,
     to_accumulation_dtype,
+    zero_masked,
 )
 from onescan.ops.packing import Packing, PackingShard
 from onescan.ops.parallel import (
@@ -219,10 +220,16 @@ def additive_decay(
         packed=packing is not None, over_ranks=ranks is not None,
     )  # fmt: skip
     is_fused = choice == (True, "recurrent", "triton")
-    if not (is_fused and feature_map in KERNEL_MAPS):
+    in_kernels = choice[2] == "triton"  # which apply `keep` themselves
+    maps_here = not (is_fused and feature_map in KERNEL_MAPS)
+    if keep is not None and (not in_kernels or (maps_here and feature_map != "identity")):
+        (q,) = zero_masked(keep, q)
+    if maps_here:
         q, feature_map = FEATURE_MAPS[feature_map](q), "identity"
     if isinstance(angles, RotaryPositions):
         angles, positions = (None, angles) if is_fused else (angles.angles(q.shape[1]), None)
+    elif angles is not None and keep is not None:
+        angles = angles.masked_fill(~keep.any(dim=0)[:, None, None], 0)
     named = {
         "q": q,
         "k": k,
@@ -232,7 +239,7 @@ def additive_decay(
     }
     state = state if ranks is None or ranks.is_first else None
     dropped = None
-    if choice[2] != "triton":  # kernels read any dtype and state, and apply `keep` themselves
+    if not in_kernels:  # which read any dtype and state
         if choice[1] == "one_scan" and packing is None and causal_block is None:
             q, k, v = (x.to(product_dtype(q, k, v)) for x in (q, k, v))
         else:

@@ -41,6 +41,7 @@ from onescan.ops.numerics import (
     disable_autocast,
     product_dtype,
     to_accumulation_dtype,
+    zero_masked,
 )
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import (
@@ -275,6 +276,8 @@ def decay_attention(
         decay_at = "target" if causal or call.is_diagonal else "source"
     in_kernels = choice.backend == "triton"
     if not (in_kernels and choice.form == "recurrent" and feature_map in KERNEL_MAPS):
+        if keep is not None and feature_map != "identity":
+            q, k = zero_masked(keep, q, k)
         q, k = FEATURE_MAPS[feature_map](q), FEATURE_MAPS[feature_map](k)
         feature_map = "identity"
     with disable_autocast(q):
@@ -332,7 +335,7 @@ def _carried(
     """Return the states that enter this rank from both sides, and those of the whole sequence."""
     k, v = to_accumulation_dtype(k, v)
     if keep is not None:
-        k, v = (x.masked_fill(~keep[:, :, None, None], 0) for x in (k, v))
+        k, v = zero_masked(keep, k, v)
     matrices = _joined(sides[0], k.dtype), _joined(sides[1], k.dtype)
     entering, leaving = carried_states(ranks, k, v, decays, ends, matrices)
     forward, backward = (_split(x, None) for x in entering)
@@ -355,7 +358,7 @@ def _run_torch(
 ) -> tuple[Values, DecayStates | None]:
     """Return the outputs, and the states after the final decays `ends`, if given."""
     if keep is not None:
-        q, k, v = (x.masked_fill(~keep[:, :, None, None], 0) for x in (q, k, v))
+        q, k, v = zero_masked(keep, q, k, v)
     o, leaves = IMPLEMENTATIONS[choice[:3]](
         q,
         k,

@@ -33,7 +33,7 @@ from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.blocks import block_ends, check_causal_block
 from onescan.ops.delta_rule import forms
 from onescan.ops.delta_rule.ranks import EnteringStates
-from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
+from onescan.ops.numerics import disable_autocast, to_accumulation_dtype, zero_masked
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import Group, is_empty, one_token, packing_over, sequence_group
 from onescan.shapes import (
@@ -254,9 +254,7 @@ def _inputs(
     given = [x for x in (q, k, v, beta, log_decay) if x is not None]
     inputs = to_accumulation_dtype(*given)
     if keep is not None:
-        inputs = tuple(
-            x.masked_fill(~keep.view(*keep.shape, *(1,) * (x.ndim - 2)), 0) for x in inputs
-        )
+        inputs = zero_masked(keep, *inputs)
     return forms.Inputs(*inputs)
 
 

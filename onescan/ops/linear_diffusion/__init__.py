@@ -33,7 +33,12 @@ from onescan.ops.linear_diffusion.kernel import (
     gaussian_radius,
     stable_step,
 )
-from onescan.ops.numerics import disable_autocast, product_dtype, to_accumulation_dtype
+from onescan.ops.numerics import (
+    disable_autocast,
+    product_dtype,
+    to_accumulation_dtype,
+    zero_masked,
+)
 from onescan.ops.packing import Packing, PackingShard
 from onescan.ops.parallel import (
     Group,
@@ -184,7 +189,7 @@ def linear_diffusion(
             return (y if ranks is None else y.narrow(1, start, tokens)).to(x.dtype)
     with disable_autocast(x):
         if seen is not None:
-            inputs = inputs.masked_fill(~seen[:, :, None, None], 0)
+            (inputs,) = zero_masked(seen, inputs)
         wide, *others = to_accumulation_dtype(inputs, weights, dt)
         rates = _rates(*others)
         if sequence is not None:
@@ -260,7 +265,9 @@ def next_state(
         )
         ((_, last),) = carry_tokens(ranks, [(marked, None)], radius, before=before)
         return DiffusionState(last[..., :-1].view_as(state.x), last[..., -1] > 0)
-    return DiffusionState(_last(state.x, x, radius), _last(state.keep, keep, radius))
+    keep = _last(state.keep, keep, radius)
+    (x,) = zero_masked(keep, _last(state.x, x, radius))
+    return DiffusionState(x, keep)
 
 
 def _last(before: Tensor, x: Tensor, radius: int) -> Tensor:
