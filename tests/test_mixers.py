@@ -108,14 +108,23 @@ def test_masked_tokens_give_and_get_nothing(config_class):
 
 
 @over_mixers
-def test_nan_in_masked_tokens_does_not_reach_gradients(config_class):
-    mixer = built(config_class(num_heads=HEADS))
-    keep = torch.arange(GRID.tokens) < torch.tensor([[9], [13]])
-    x = tokens(2, GRID.tokens).masked_fill(~keep.unsqueeze(-1), torch.nan).requires_grad_()
-    y, _ = mixer(x, GRID, keep=keep)
-    y.square().sum().backward()
-    for gradient in (x.grad, *(p.grad for p in mixer.parameters())):
-        assert gradient.isfinite().all()
+@pytest.mark.parametrize("axes", [1, 2])
+def test_values_of_masked_tokens_do_not_reach_gradients(config_class, axes):
+    mixer = built(config_class(num_heads=HEADS), axes=axes)
+    grid = GRID if axes == 2 else Grid((GRID.tokens,))
+    keep = torch.arange(grid.tokens) < torch.tensor([[9], [0], [13]])
+    clean = tokens(3, grid.tokens).masked_fill(~keep.unsqueeze(-1), 0)
+    outcomes = []
+    for value in (0, torch.nan, torch.inf, -torch.inf, 1e300):
+        x = clean.masked_fill(~keep.unsqueeze(-1), value).requires_grad_()
+        y, _ = mixer(x, grid, keep=keep)
+        gradients = torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()])
+        assert not gradients[0][~keep].any()
+        outcomes.append([y, *gradients])
+    for outcome in outcomes:
+        for got, want in zip(outcome, outcomes[0], strict=True):
+            assert want.isfinite().all()
+            assert torch.equal(got, want)
 
 
 @over_mixers

@@ -65,6 +65,29 @@ def test_padding_is_not_read(kind):
     assert not o[:, 6:].any()
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(LightNetAttention, {}), (LionAttention, {"decay": "none"}), (DeltaAttention, {})],
+)
+@pytest.mark.parametrize("crossed", [True, False])
+def test_padding_of_nan_reaches_no_gradient(kind, options, crossed):
+    layer, x, y = build(kind, **options), tokens(2, 7), tokens(2, 3)
+    padding = torch.tensor([[False] * 5 + [True] * 2, [True] * 7])
+    outcomes = []
+    for value in (0.0, torch.nan):
+        inputs = x.masked_fill(padding.unsqueeze(-1), value).requires_grad_()
+        read = {"x": y, "context": inputs} if crossed else {"x": inputs}
+        o = layer(**read, key_padding_mask=padding)
+        gradients = torch.autograd.grad(
+            o.square().sum(), [inputs, *layer.parameters()], allow_unused=True
+        )
+        outcomes.append([o, *(g for g in gradients if g is not None)])
+    for got, want in zip(*outcomes, strict=True):
+        assert want.isfinite().all()
+        assert torch.equal(got, want)
+    assert not outcomes[1][1][padding].any()
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_two_causal_calls_equal_one(kind):
     layer, x = build(kind, causal=True), tokens(2, 7)

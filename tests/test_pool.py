@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onescan.layers.tokens import AttentionPool, max_pool, mean_pool
+from onescan.layers.tokens import AttentionPool, first_token, max_pool, mean_pool
 
 WIDTH = 12
 
@@ -17,7 +17,7 @@ def test_pools_read_real_tokens_only():
     keep = torch.tensor([[1, 1, 0, 1, 0, 0], [1] * 6, [0] * 6], dtype=torch.bool)
     attention = AttentionPool(WIDTH).double()
     torch.nn.init.normal_(attention.query)
-    for pool in (mean_pool, max_pool, attention):
+    for pool in (mean_pool, max_pool, attention, first_token):
         pooled = pool(x, keep)
         torch.testing.assert_close(pooled[:1], pool(x[:1, keep[0]]))
         torch.testing.assert_close(pooled[1:2], pool(x[1:2]))

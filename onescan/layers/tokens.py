@@ -330,13 +330,15 @@ def prefix_token(x: Hidden, index: int) -> Pooled:
 
 
 def first_token(x: Hidden, keep: Keep | None = None) -> Pooled:
-    """Return the first real token of each sequence, [B, D]."""
+    """Return the first real token of each sequence, [B, D], or zeros if there are none."""
     group = sequence_group(None)
     if group is not None:
         keep = F.pad(x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep, (0, 1))
         x = _padded(x)
     first = torch.zeros_like(x[:, 0, 0]).long() if keep is None else keep.long().argmax(1)
     token = x[torch.arange(x.shape[0], device=x.device), first]
+    if keep is not None:
+        token = token.masked_fill(~keep.any(dim=1, keepdim=True), 0)
     if group is None or keep is None:
         return token
     return select_rank(group, token, keep.any(dim=1))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_whole
 from onescan.layers.basic import NormName
 from onescan.layers.decays import DECAYS, NoDecayConfig
-from onescan.layers.mixers.contract import Mixer, MixerConfig, ScanName
+from onescan.layers.mixers.contract import Mixer, MixerConfig, ScanName, masked
 from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig
 from onescan.layers.mixers.linear_diffusion import LinearDiffusionMixerConfig
@@ -55,7 +55,7 @@ class AttentionLayer(nn.Module):
             context: Tokens ``[B, S, dim]`` to read instead of x (cross-attention).
             key_padding_mask: True for padding, as in torch; ``keep`` of `onescan.ops` is the
                 opposite. ``[B, T]``, or ``[B, S]`` with a context. Padding is not read and, without
-                a context, has zero output.
+                a context, has zero output. It keeps its position, as other tokens do.
             state: State returned by a previous call, to continue a sequence, or a grid along its
                 first axis: row by row or frame by frame. Causal layers only, without a prefix. It
                 is part of the autograd graph: on long streams, detach its tensors between training
@@ -94,7 +94,8 @@ class AttentionLayer(nn.Module):
         keys = None
         if context_shape is not None:
             keys = grid_of(context.shape[1], context_shape, self.axes, 0, name="context_shape")
-        return self._read(x, context, grid, keys, keep_of(key_padding_mask, context))
+        keep = keep_of(key_padding_mask, context)
+        return self._read(x, masked(context, keep), grid, keys, keep)
 
     def check_context(self, context_shape: Any) -> None:
         """Raise ValueError if the layer does not define cross-attention, or not with positions."""
