@@ -10,8 +10,11 @@ import torch
 from tiny_language_models import (
     BOTH,
     CAUSAL,
+    OPTIONS,
+    PLACES,
     SMALL,
     TOKENS,
+    TPE,
     VOCABULARY,
     WIDTH,
     built,
@@ -28,10 +31,17 @@ from torch.nn.functional import cross_entropy
 from onescan.configs import replace
 from onescan.layers.basic import GLUConfig
 from onescan.layers.mixers import (
+    MIXERS,
+    DeltaRuleMixerConfig,
+    HGRNMixerConfig,
+    HybridMixerConfig,
     LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
     LionMixerConfig,
+    RWKV6MixerConfig,
     SoftmaxMixerConfig,
     SoftmaxState,
+    VisionRWKVMixerConfig,
 )
 from onescan.layers.position import (
     AbsolutePositionConfig,
@@ -91,9 +101,8 @@ def test_a_padded_batch_equals_single_runs(change, side):
     for b, n in enumerate(lengths):
         want, alone = model(tokens[b : b + 1, :n])
         torch.testing.assert_close(got[b, keep[b]], want[0], atol=1e-9, rtol=1e-9)
-        if side == "left":  # after padding on the right the next token lies further away
-            want = model(more[b : b + 1], alone)[0]
-            torch.testing.assert_close(after[b : b + 1], want, atol=1e-9, rtol=1e-9)
+        want = model(more[b : b + 1], alone)[0]
+        torch.testing.assert_close(after[b : b + 1], want, atol=1e-9, rtol=1e-9)
 
 
 @over_all_causal
@@ -194,9 +203,11 @@ def test_generation_is_the_likeliest_token_again_and_again(change):
     assert torch.equal(written, text[:, 4:])
 
 
-def test_generation_goes_on_from_padding_on_the_left_as_if_there_were_none():
-    model, tokens = causal(CAUSAL["lightnet"]), ids(2, 6)
-    rows, keep = padded(tokens, (3, 6), "left")
+@over_all_causal
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_generation_continues_padded_prompts_as_if_there_were_no_padding(change, side):
+    model, tokens = causal(change), ids(2, 6)
+    rows, keep = padded(tokens, (3, 6), side)
     written = model.generate(rows, max_new_tokens=5, keep=keep)
     assert torch.equal(written[:1], model.generate(tokens[:1, :3], max_new_tokens=5))
     assert torch.equal(written[1:], model.generate(tokens[1:], max_new_tokens=5))
@@ -482,3 +493,207 @@ def test_models_with_positions_depend_on_token_order(name):
     model = built(replace(config, changes)).network
     tokens, order = ids(1, TOKENS), torch.randperm(TOKENS)
     assert (model(tokens[:, order])[0] - model(tokens)[0][:, order]).abs().max() > 0.01
+
+
+# Mixers whose positions are distances between tokens, besides those of every family.
+PLACED = {
+    "llama": {"mixer": SoftmaxMixerConfig(num_heads=3, causal=True, rotary=True), "position": None},
+    "window": {"mixer": SoftmaxMixerConfig(num_heads=3, causal=True, window=2), "position": None},
+    "lightnet without decay": {
+        "mixer": LightNetMixerConfig(num_heads=3, causal=True, decay=False),
+        "position": None,
+    },
+    "hgrn": {"mixer": HGRNMixerConfig(num_heads=3, direction="forward"), "position": None},
+}
+EVERYWHERE = {**CAUSAL, **OPTIONS, **PLACED}
+KEEP = torch.tensor(
+    [
+        [False, True, True, False, True, False, False, True, True],
+        [True, True, False, True, True, True, False, False, False],
+        [False, False, True, False, False, True, True, True, False],
+    ]
+)
+
+
+def assert_padding_has_no_effect(read, rows, keep, parameters):
+    """Compare the real tokens, and gradients of their losses, with those of rows without padding.
+
+    Args:
+        read: Returns a vector per token from embeddings [B, T, D] and a mask.
+        rows: Embeddings of real and padded tokens.
+        keep: True for real tokens.
+        parameters: Parameters whose gradients to compare.
+    """
+    got = read(rows.masked_fill(~keep.unsqueeze(-1), torch.nan), keep)
+    weights = torch.randn_like(got[keep])
+    gradients = torch.autograd.grad((got[keep] * weights).sum(), parameters, allow_unused=True)
+    alone = [read(x[None, real], None)[0] for x, real in zip(rows, keep, strict=True)]
+    torch.testing.assert_close(got[keep], torch.cat(alone), atol=1e-9, rtol=1e-9)
+    wanted = torch.autograd.grad((torch.cat(alone) * weights).sum(), parameters, allow_unused=True)
+    for x, want in zip(gradients, wanted, strict=True):
+        assert (x is None) == (want is None)
+        if x is not None:
+            torch.testing.assert_close(x, want, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("change", EVERYWHERE.values(), ids=EVERYWHERE)
+def test_padding_anywhere_has_no_effect_in_causal_models(change):
+    model = causal(change)
+    rows = torch.randn(3, TOKENS, WIDTH, dtype=torch.float64)
+    assert_padding_has_no_effect(
+        lambda x, keep: model.network.read(x, keep=keep)[0], rows, KEEP, [*model.parameters()]
+    )
+
+
+@pytest.mark.parametrize("change", EVERYWHERE.values(), ids=EVERYWHERE)
+@pytest.mark.parametrize("sizes", [(9,), (4, 5), (2, 1, 3, 3), (1,) * 9], ids=str)
+def test_padding_anywhere_has_no_effect_on_calls_with_a_state(change, sizes):
+    model, tokens, more = causal(change), ids(3, TOKENS), ids(3, 2, seed=1)
+    state, parts = None, []
+    for part, real in zip(tokens.split(sizes, dim=1), KEEP.split(sizes, dim=1), strict=True):
+        logits, state = model(part, state, keep=real)
+        parts.append(logits)
+    got, after = torch.cat(parts, dim=1), model(more, state)[0]
+    for b, real in enumerate(KEEP):
+        want, _ = model(torch.cat([tokens[b, real], more[b]])[None])
+        count = int(real.sum())
+        torch.testing.assert_close(got[b, real], want[0, :count], atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(after[b], want[0, count:], atol=1e-9, rtol=1e-9)
+
+
+DISTANCES = {
+    "roberta": {"mixer": SoftmaxMixerConfig(num_heads=3, rotary=True), "position": None},
+    "vision_rwkv": {"mixer": VisionRWKVMixerConfig(num_heads=3), "position": None},
+    "rwkv6": {"mixer": RWKV6MixerConfig(num_heads=3), "position": None},
+    "hgrn": {"mixer": HGRNMixerConfig(num_heads=3), "position": None},
+    "retnet": {
+        "mixer": LionMixerConfig(num_heads=3, rotary=True, normalize="none", conv_size=3),
+        "position": None,
+    },
+    "natural": {"mixer": LionMixerConfig(num_heads=3, scan="natural"), "position": None},
+    "separable ldn": {
+        "mixer": LinearDiffusionMixerConfig(num_heads=3, separable=True),
+        "position": None,
+    },
+    "blocks": {
+        "mixer": LightNetMixerConfig(num_heads=3, causal_block=2, conv_size=2),
+        "position": TPE,
+    },
+    "lion blocks": {"mixer": LionMixerConfig(num_heads=3, causal_block=3), "position": None},
+    "delta blocks": {
+        "mixer": DeltaRuleMixerConfig(num_heads=3, causal_block=2),
+        "position": PLACES,
+    },
+}
+
+
+@pytest.mark.parametrize("change", [*BOTH.values(), *DISTANCES.values()], ids=[*BOTH, *DISTANCES])
+def test_padding_anywhere_has_no_effect_in_bidirectional_models(change):
+    model = built(MaskedLMConfig(**{**SMALL, "mlp": GLUConfig(), **change}))
+    rows = torch.randn(3, TOKENS, WIDTH, dtype=torch.float64)
+    assert_padding_has_no_effect(
+        lambda x, keep: model.network.read(x, keep=keep)[0], rows, KEEP, [*model.parameters()]
+    )
+
+
+@pytest.mark.parametrize("config_class", MIXERS.values(), ids=MIXERS)
+def test_a_mixer_that_skips_padding_needs_no_network_for_it(config_class):
+    config = config_class(num_heads=3)
+    if not config.skips_padding:
+        return
+    mixer = config.build(width=WIDTH, axes=1).double()
+    rows = torch.randn(3, TOKENS, WIDTH, dtype=torch.float64)
+    assert_padding_has_no_effect(
+        lambda x, keep: mixer(x, Grid((x.shape[1],)), keep=keep)[0],
+        rows,
+        KEEP,
+        [*mixer.parameters()],
+    )
+
+
+@pytest.mark.parametrize("packed", ["documents", "cu_seqlens"])
+@pytest.mark.parametrize("name", ["lightnet", "ldn", "hybrid"])
+def test_padding_within_packed_documents_has_no_effect(name, packed):
+    model = built(MaskedLMConfig(**{**SMALL, "mlp": GLUConfig(), **BOTH[name]}))
+    tokens = ids(3, TOKENS)
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1]] * 3)
+    offsets = torch.tensor([0, 5, 9, 14, 18, 23, 27], dtype=torch.int32)
+    got = model(tokens, KEEP, **{packed: documents if packed == "documents" else offsets})
+    for b, part in ((b, part) for b in range(3) for part in (slice(0, 5), slice(5, 9))):
+        real = KEEP[b, part]
+        want = model(tokens[b, part][real][None])[0]
+        torch.testing.assert_close(got[b, part][real], want, atol=1e-9, rtol=1e-9)
+
+
+def test_outputs_of_blocks_are_in_the_order_of_the_tokens():
+    model, tokens, outputs = causal(CAUSAL["lightnet"]), ids(1, TOKENS), []
+    read, _ = model.network(tokens, keep=KEEP[:1], outputs=outputs)
+    alone = []
+    model.network(tokens[:, KEEP[0]], outputs=alone)
+    assert len(outputs) == len(alone) == 3
+    for x, want in zip(outputs, alone, strict=True):
+        torch.testing.assert_close(x[:, KEEP[0]], want, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(model.network.norm(outputs[-1]), read)
+
+
+def test_a_text_without_real_tokens_changes_nothing():
+    model, tokens = causal(CAUSAL["lightnet"]), ids(2, 5)
+    keep = torch.tensor([[True] * 5, [False] * 5])
+    logits, state = model(tokens, keep=keep)
+    more, _ = model(tokens, state)
+    torch.testing.assert_close(logits[0], model(tokens[:1])[0][0])
+    torch.testing.assert_close(more[1], model(tokens[1:])[0][0])
+
+
+def blockwise():
+    return {
+        "lightnet": LightNetMixerConfig(num_heads=3, causal_block=2, conv_size=2),
+        "lion": LionMixerConfig(num_heads=3, causal_block=2),
+        "delta": DeltaRuleMixerConfig(num_heads=3, causal_block=2, conv_size=3),
+        "hybrid": HybridMixerConfig(
+            linear=LightNetMixerConfig(num_heads=3, causal_block=2),
+            attention=LionMixerConfig(num_heads=3, causal_block=4),
+            period=2,
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", blockwise())
+def test_blocks_read_no_later_block_and_continue_each_other(name):
+    mixer = blockwise()[name]
+    model = built(MaskedLMConfig(**SMALL, mixer=mixer, position=TPE)).network
+    tokens, block = ids(2, 8), mixer.state_block
+    want, whole = model(tokens)
+    first, state = model(tokens[:, :block])
+    rest, state = model(tokens[:, block:], state=state)
+    torch.testing.assert_close(torch.cat([first, rest], dim=1), want, atol=1e-9, rtol=1e-9)
+    for x, y in zip(flatten_state(state).values(), flatten_state(whole).values(), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
+    _, partial = model(tokens[:, : block - 1])
+    _, padded = model(tokens, keep=torch.arange(8).expand(2, -1) < block)
+    for unfinished in (partial, padded):
+        with pytest.raises(ValueError, match=f"expected one with whole blocks of {block} real"):
+            model(tokens, state=unfinished)
+
+
+@pytest.mark.parametrize("name", blockwise())
+@pytest.mark.parametrize("config_class", [MaskedLMConfig, SequenceClassifierConfig])
+def test_blockwise_models_with_positions_in_both_directions_are_refused(config_class, name):
+    config = config_class(**SMALL, mixer=blockwise()[name])
+    for build in (config.build, lambda: TokenNetwork(config)):
+        with pytest.raises(ValueError, match=r"causal_block.*position\.bidirectional is True"):
+            build()
+
+
+def test_blocks_beside_bidirectional_attention_are_refused():
+    mixer = dataclasses.replace(blockwise()["hybrid"], attention=SoftmaxMixerConfig(num_heads=3))
+    with pytest.raises(ValueError, match="causal_block=2, but another mixer of the hybrid reads"):
+        MaskedLMConfig(**SMALL, mixer=mixer, position=None).build()
+
+
+def test_a_state_is_refused_where_positions_are_read_in_both_directions():
+    mixer = LightNetMixerConfig(num_heads=3, causal=True)
+    model = SequenceClassifierConfig(**SMALL, mixer=mixer).build().network
+    _, state = model(ids(1, 4))
+    with pytest.raises(ValueError, match=r"position\.bidirectional=True, whose tokens"):
+        model(ids(1, 4), state=state)

@@ -115,9 +115,14 @@ def test_masked_tokens_of_the_encoder_are_as_if_absent():
     keep = torch.tensor([1, 0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
     tokens = ids(2, 4)
     want, _ = decoder(tokens, memory[:, keep])
+    want.square().sum().backward()
+    gradients = [p.grad for p in decoder.parameters()]
+    decoder.zero_grad()
     memory[:, ~keep] = torch.nan
     got, _ = decoder(tokens, memory, memory_mask=keep.expand(2, -1))
     torch.testing.assert_close(got, want)
+    got.square().sum().backward()
+    torch.testing.assert_close([p.grad for p in decoder.parameters()], gradients)
 
 
 def test_reading_what_was_remembered_is_attention_to_it():

@@ -17,7 +17,7 @@ BatchIndices = Int[Tensor, "B T"]
 
 
 class RealFirst(NamedTuple):
-    """An order of the tokens of each sequence in which the real ones come first.
+    """An order of the tokens of each sequence in which the real ones are next to each other.
 
     Attributes:
         token: The token at each place.
@@ -28,17 +28,29 @@ class RealFirst(NamedTuple):
     place: BatchIndices
 
     @classmethod
-    def of(cls, keep: Keep) -> "RealFirst":
+    def of(
+        cls, keep: Keep, sequence: BatchIndices | None = None, *, at_end: bool = False
+    ) -> "RealFirst":
         """Return the order for a mask; it keeps the order of real tokens.
+
+        Args:
+            keep: True for real tokens.
+            sequence: Index of the packed sequence of each token, which keeps its place in the row.
+                None for one sequence per row.
+            at_end: Move the real tokens to the end of each sequence instead of to the front.
 
         >>> RealFirst.of(torch.tensor([[False, True, False, True]])).token.tolist()
         [[1, 3, 0, 2]]
         """
-        token = torch.argsort((~keep).long(), dim=1, stable=True)
-        return cls(token, token.argsort(dim=1))
+        key = (keep if at_end else ~keep).long()
+        if sequence is not None:
+            key = key + 2 * sequence
+        token = torch.argsort(key, dim=1, stable=True)
+        steps = torch.arange(keep.shape[1], device=keep.device).expand_as(token)
+        return cls(token, torch.empty_like(token).scatter_(1, token, steps))
 
     def collect(self, x: Hidden) -> Hidden:
-        """Move the real tokens to the front."""
+        """Move the real tokens together."""
         return _gather(x, self.token)
 
     def restore(self, x: Hidden) -> Hidden:

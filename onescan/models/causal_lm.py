@@ -141,15 +141,16 @@ class CausalLM(nn.Module):
         Args:
             tokens: Token ids; with a state, the tokens after those already read.
             state: State returned by a previous call. ``None`` starts a new sequence.
-            keep: True for real tokens, False for padding, which may be on either side. Padding on
-                the right also occupies positions, so do not continue from a state after it.
+            keep: True for real tokens, False for padding, which has no effect on them wherever it
+                is: positions count real tokens. With a state, a call waits for the device, and
+                reads padded tokens one by one unless padding has no effect on the mixers.
             documents: Number of the document that each token belongs to, for several documents in
                 one row. Tokens read only their own document. Pass it on the CPU: a tensor on
                 another device is copied to the CPU, which waits for that device once.
             cu_seqlens: Offsets of the documents instead of their numbers, as in flash-attention:
                 int32, ``[S + 1]``, from 0 to T. With several rows, offsets count the tokens of all
                 rows, up to B * T, and every row begins with a new document.
-            last_only: Compute only the logits after the last token, which saves memory.
+            last_only: Compute only the logits after the last real token, which saves memory.
 
         Returns:
             Logits of shape ``[B, T, vocab_size]``, or ``[B, 1, vocab_size]`` with ``last_only``,
@@ -164,7 +165,13 @@ class CausalLM(nn.Module):
         )
         if last_only:
             group = sequence_group(None)
-            x = x[:, -1:] if group is None else last_token(group, x)
+            if group is not None:
+                x = last_token(group, x)
+            elif keep is None:
+                x = x[:, -1:]
+            else:
+                last = (keep * torch.arange(x.shape[1], device=x.device)).argmax(dim=1)
+                x = x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)
         return self.head(x), state
 
     @torch.no_grad()
@@ -184,7 +191,7 @@ class CausalLM(nn.Module):
         """Generate token by token, in constant time and memory per token.
 
         Args:
-            tokens: Prompt of at least one token; padding must be on the left.
+            tokens: Prompt of at least one token.
             sampling: How to choose the next token. ``None`` takes the most likely one.
             max_new_tokens: Maximum number of tokens to generate.
             end: Id of the end-of-sequence token; a sequence that has ended repeats it.
@@ -278,14 +285,15 @@ def token_losses(
     parts = [TokenScores(empty.float(), empty.bool())]
     over_ranks = sequence_group(None) is not None
     if over_ranks:  # a rank's chunks are not consecutive in the whole sequence
-        x, _ = model.network(tokens, state=state, keep=keep)
+        x, _ = model.network(tokens, state=state, keep=keep, ends=True)
     for begin in range(0, tokens.shape[1], step):
         chunk = slice(begin, begin + step)
         if over_ranks:
             logits = model.head(x[:, chunk])
         else:
             real = None if keep is None else keep[:, chunk]
-            logits, state = model(tokens[:, chunk], state, keep=real)
+            x, state = model.network(tokens[:, chunk], state=state, keep=real, ends=True)
+            logits = model.head(x)
         parts.append(score_logits(logits, labels[:, chunk]))
     return TokenScores(*(torch.cat(chunks, dim=1) for chunks in zip(*parts, strict=True)))
 

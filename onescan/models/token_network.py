@@ -4,27 +4,43 @@ import dataclasses
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from onescan.checks import check_devices, check_positive, check_shapes, check_token_ids
+from onescan.checks import (
+    can_look_at_values,
+    check_devices,
+    check_positive,
+    check_shapes,
+    check_token_ids,
+    is_known,
+)
 from onescan.configs import ModelConfig
 from onescan.layers.basic import EPS, GLUConfig, MLPConfig, NormName, NormPosition, build_norm
 from onescan.layers.block import Block, init_weights, lower_bound_of_each
+from onescan.layers.convolution import RealFirst
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig, build_lower_bounds
+from onescan.layers.mixers.contract import Mixer, masked, rows_where
 from onescan.layers.position import (
     AbsolutePositionConfig,
     PositionConfig,
     SinusoidalPositionConfig,
     ToeplitzPositionConfig,
+    TokenPosition,
+    TokenPositionConfig,
 )
 from onescan.layers.tokens import Documents
 from onescan.messages import named_type
 from onescan.ops.collectives import gather_tokens
 from onescan.ops.packing import Packing, PackingShard, document_offsets
-from onescan.ops.parallel import known_lengths, packing_over, sequence_group
+from onescan.ops.parallel import (
+    SequenceGroup,
+    known_lengths,
+    packing_over,
+    sequence_group,
+)
 from onescan.shapes import Grid, Hidden, Keep, ReadOuts, Tokens
 
 
@@ -61,7 +77,7 @@ class TokenNetworkConfig(ModelConfig, ABC):
     """Standard deviation of the initial weights of linear layers and embeddings."""
 
     def check(self) -> None:
-        """Raise ValueError if a number is out of range, or the position encoding is for grids."""
+        """Raise ValueError if a number is out of range, or the position encoding does not fit."""
         check_positive(
             vocab_size=self.vocab_size,
             width=self.width,
@@ -77,8 +93,36 @@ class TokenNetworkConfig(ModelConfig, ABC):
                 f"position is {type(self.position).__name__}, which requires a grid of fixed size; "
                 "expected TokenPositionConfig, ToeplitzPositionConfig or None"
             )
+        blocks = [self.mixer.for_layer(i).state_block for i in range(self.depth)]
+        if self.state_block is None and any(block is not None and block > 1 for block in blocks):
+            raise ValueError(
+                f"mixer has causal_block={max(block or 1 for block in blocks)}, but "
+                f"{self._what_reads_later_blocks()}, so tokens would read later blocks"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}, expected 0 or more and less than 1")
+
+    def _what_reads_later_blocks(self) -> str:
+        if self.mixer.state_block is None:
+            return "another mixer of the hybrid reads all tokens"
+        return "position.bidirectional is True"
+
+    @property
+    def state_block(self) -> int | None:
+        """Number of tokens per block, 1 if causal: a call can continue after any whole block.
+
+        None if tokens read later ones.
+        """
+        position = self.position
+        if isinstance(position, ToeplitzPositionConfig) and position.bidirectional:
+            return None
+        return self.mixer.state_block
+
+    @property
+    def skips_padding(self) -> bool:
+        """Whether padding between real tokens has no effect even if it stays where it is."""
+        has_no_distances = self.position is None or isinstance(self.position, TokenPositionConfig)
+        return has_no_distances and self.mixer.skips_padding
 
     def example_inputs(self) -> tuple[Tokens]:
         """Return a sequence of 128 tokens."""
@@ -104,10 +148,84 @@ class NetworkState(NamedTuple):
     Attributes:
         position: State of the position encoding; ``None`` if it has none.
         blocks: State of each block's mixer.
+        continues: Whether a call can continue a blockwise causal one, which must consist of whole
+            blocks without padding; ``None`` in causal networks.
     """
 
     position: Any
     blocks: tuple[Any, ...]
+    continues: bool | None = None
+
+
+class _RealTogether:
+    """Moves the real tokens of each text together, and back.
+
+    Args:
+        keep: Mask of the tokens of all ranks.
+        order: Their order.
+        lengths: Number of tokens on each rank; None without a group.
+    """
+
+    def __init__(self, keep: Keep, order: RealFirst, lengths: list[int] | None) -> None:
+        self.order, self.lengths = order, lengths
+        self.keep = self._here(keep.gather(1, order.token))
+
+    @classmethod
+    def of(
+        cls,
+        keep: Keep,
+        documents: Documents | None,
+        *,
+        at_end: bool,
+        either_end: bool,
+    ) -> "_RealTogether | None":
+        """Return how to move tokens; None if padding is known to be where it has no effect.
+
+        Args:
+            keep: True for real tokens.
+            documents: Packed documents, each of which keeps its place.
+            at_end: Whether padding comes before the real tokens instead of after them.
+            either_end: Whether padding may also stay at the other end.
+        """
+        group, lengths = sequence_group(None), None
+        packing = None if documents is None else documents.packing
+        if group is not None:
+            lengths, keep = group.lengths(keep), _of_all_ranks(group, keep)
+            packing = packing.whole if isinstance(packing, PackingShard) else packing
+        sequence = None if packing is None else packing.sequence.to(keep.device)
+        if is_known(keep.shape[1]) and keep.shape[1] == 1:
+            return None
+        if group is not None or can_look_at_values(keep):
+            before, after = keep[:, :-1], keep[:, 1:]
+            same: Any = True if sequence is None else sequence[:, 1:] == sequence[:, :-1]
+            begins, ends = ~before & after & same, before & ~after & same
+            if either_end:
+                needs_moving = begins.any(dim=1) & ends.any(dim=1)
+            else:
+                needs_moving = ends if at_end else begins
+            if not needs_moving.any():
+                return None
+        return cls(keep, RealFirst.of(keep, sequence, at_end=at_end), lengths)
+
+    def collect(self, x: Hidden) -> Hidden:
+        """Move real tokens together."""
+        return self._moved(x, self.order.collect)
+
+    def restore(self, x: Hidden) -> Hidden:
+        """Move all tokens back."""
+        return self._moved(x, self.order.restore)
+
+    def _moved(self, x: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
+        if (group := sequence_group(None)) is not None:
+            x = gather_tokens(group, x, self.lengths)
+        return self._here(move(x))
+
+    def _here(self, x: Tensor) -> Tensor:
+        """Return the tokens of this rank."""
+        group = sequence_group(None)
+        if group is None or self.lengths is None:
+            return x
+        return x.split(self.lengths, dim=1)[group.rank]
 
 
 class TokenNetwork(nn.Module):
@@ -115,6 +233,7 @@ class TokenNetwork(nn.Module):
 
     def __init__(self, config: TokenNetworkConfig) -> None:
         super().__init__()
+        config.check()
         self.config = config
         width = config.width
         self.embedding = nn.Embedding(config.vocab_size, width)
@@ -153,26 +272,35 @@ class TokenNetwork(nn.Module):
         cu_seqlens: Tensor | Packing | None = None,
         state: NetworkState | None = None,
         read_outs: int = 1,
+        outputs: list[Hidden] | None = None,
+        ends: bool = False,
     ) -> tuple[ReadOuts, NetworkState | None]:
         """Compute one vector per token.
 
         Args:
             tokens: Token ids.
             segments: Segment of each token, for networks with segment embeddings.
-            keep: True for real tokens, False for padding on either side.
+            keep: True for real tokens, False for padding, which has no effect on them wherever it
+                is: positions count real tokens. With a state, a call waits for the device, and
+                reads padded tokens one by one unless padding has no effect on the mixers.
             documents: Number of the document that each token belongs to, for several documents in
                 one row. Tokens read only their own document. Pass it on the CPU: a tensor on
                 another device is copied to the CPU, which waits for that device once.
             cu_seqlens: Offsets of the documents instead of their numbers, as in flash-attention:
                 int32, ``[S + 1]``, from 0 to T. With several rows, offsets count the tokens of all
                 rows, up to B * T, and every row begins with a new document.
-            state: State returned by a previous call of a causal network. Not with documents.
+            state: State returned by a previous call of a causal network, or of a blockwise causal
+                one after whole blocks. Not with documents.
             read_outs: Number of last blocks whose outputs to return, concatenated along the batch
                 in the order of the blocks.
+            outputs: List to which the input of the first block and the output of each block are
+                appended.
+            ends: Whether no real token follows padding in later calls. Tokens after a state are
+                then read together, even if some are padding.
 
         Returns:
             Vectors of shape ``[read_outs * B, T, D]``, and the state after the last token; ``None``
-            with documents.
+            with documents. Vectors of padding are meaningless.
 
         Raises:
             ValueError: If shapes, dtypes or devices do not match, there are no tokens, the state is
@@ -189,6 +317,8 @@ class TokenNetwork(nn.Module):
             cu_seqlens=cu_seqlens,
             state=state,
             read_outs=read_outs,
+            outputs=outputs,
+            ends=ends,
         )
 
     def read(
@@ -201,13 +331,63 @@ class TokenNetwork(nn.Module):
         cu_seqlens: Tensor | Packing | None = None,
         state: NetworkState | None = None,
         read_outs: int = 1,
+        outputs: list[Hidden] | None = None,
+        ends: bool = False,
     ) -> tuple[ReadOuts, NetworkState | None]:
-        """Apply the network to vectors instead of token ids; see `forward` for the arguments."""
+        """Apply the network to vectors instead of token ids; see `forward` for the arguments.
+
+        Args:
+            x: Vectors, which may be NaN where `keep` is False.
+            segments: As in `forward`.
+            keep: As in `forward`.
+            documents: As in `forward`.
+            cu_seqlens: As in `forward`.
+            state: As in `forward`.
+            read_outs: As in `forward`.
+            outputs: As in `forward`.
+            ends: As in `forward`.
+        """
         self._check(x, segments, keep, documents, cu_seqlens, state)
         if not 1 <= read_outs <= len(self.blocks):
             raise ValueError(f"read_outs is {read_outs}, expected 1 to {len(self.blocks)} blocks")
         with known_lengths(x):
-            return self._read(x, segments, keep, documents, cu_seqlens, state, read_outs)
+            if state is not None and keep is not None and not ends and self._steps(keep):
+                return self._read_steps(x, segments, keep, state, read_outs, outputs)
+            return self._read(x, segments, keep, documents, cu_seqlens, state, read_outs, outputs)
+
+    def _steps(self, keep: Keep) -> bool:
+        """Return whether to read the tokens after a state one by one, because some are padding."""
+        if self.config.skips_padding or self.config.state_block != 1:
+            return False
+        if sequence_group(None) is not None and not keep.all():
+            raise ValueError("keep was given with a state over several ranks, expected no padding")
+        return keep.shape[1] == 1 or not keep.all()
+
+    def _read_steps(
+        self,
+        x: Hidden,
+        segments: Tokens | None,
+        keep: Keep,
+        state: NetworkState,
+        read_outs: int,
+        outputs: list[Hidden] | None,
+    ) -> tuple[ReadOuts, NetworkState]:
+        """Apply the network to one token after another, without positions for masked ones."""
+        read: list[Tensor] = []
+        after: list[list[Tensor]] = []
+        for t in range(x.shape[1]):
+            token, own = slice(t, t + 1), None if segments is None else segments[:, t : t + 1]
+            hidden: list[Hidden] = []
+            y, new = self._read(
+                x[:, token], own, keep[:, token], None, None, state, read_outs, hidden
+            )
+            assert new is not None
+            state = self._step(keep[:, token], state, new)
+            read.append(y)
+            after.append(hidden)
+        if outputs is not None:
+            outputs += [torch.cat(each, dim=1) for each in zip(*after, strict=True)]
+        return torch.cat(read, dim=1), state
 
     def _read(
         self,
@@ -218,29 +398,73 @@ class TokenNetwork(nn.Module):
         cu_seqlens: Tensor | Packing | None,
         state: NetworkState | None,
         read_outs: int,
+        outputs: list[Hidden] | None,
     ) -> tuple[ReadOuts, NetworkState | None]:
         """Apply the network to checked arguments."""
         grid = Grid((x.shape[1],))
         is_packed = documents is not None or cu_seqlens is not None
         per_document = _separated(x, documents, cu_seqlens)
-        position, mixers = (None, (None,) * len(self.blocks)) if state is None else state
+        before: Any = NetworkState(None, (None,) * len(self.blocks)) if state is None else state
+        position = before.position
         if self.segment_embedding is not None:
             kinds = x.new_zeros(x.shape[:2], dtype=torch.long) if segments is None else segments
             x = x + self.segment_embedding(kinds)
+        order = None
+        if keep is not None:
+            x = masked(x, keep)
+            if not self.config.skips_padding:
+                size = self.config.state_block
+                # Causal networks need padding before the first real token, because the next call
+                # continues after the last token; others, if at all, after the last real token.
+                order = _RealTogether.of(
+                    keep,
+                    per_document,
+                    at_end=size == 1 and not is_packed and state is None,
+                    either_end=size is None or is_packed,
+                )
+            if order is not None:
+                x, keep = order.collect(x), order.keep
         if self.position is not None:
             packing = None if per_document is None else per_document.packing
             x, position = self.position(x, grid, position, keep, cu_seqlens=packing)
         x = embedding = self.dropout(self.embedding_norm(x))
         states: list[Any] = []
-        outputs: list[Hidden] = []
+        after = [x]
         options = {"embedding": embedding, "keep": keep, "documents": per_document}
         bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
-        for block, mixer, bound in zip(self.blocks, mixers, bounds, strict=True):
+        kept = len(self.blocks) + 1 if outputs is not None else read_outs
+        for block, mixer, bound in zip(self.blocks, before.blocks, bounds, strict=True):
             x, mixer = block(x, grid, state=mixer, lower_bound=bound, **options)
             states.append(mixer)
-            outputs = [*outputs, x][-read_outs:]
-        x = self.norm(x if read_outs == 1 else torch.cat(outputs))
-        return x, None if is_packed else NetworkState(position, tuple(states))
+            after = [*after, x][-kept:]
+        if order is not None:
+            after = [order.restore(y) for y in after]
+        if outputs is not None:
+            outputs += after
+        x = self.norm(after[-1] if read_outs == 1 else torch.cat(after[-read_outs:]))
+        if is_packed:
+            return x, None
+        return x, NetworkState(position, tuple(states), self._continues(embedding, keep))
+
+    def _continues(self, x: Hidden, keep: Keep | None) -> bool | None:
+        """Return whether a call can continue a blockwise causal one with these tokens."""
+        block, group = self.config.state_block, sequence_group(None)
+        if block is None or block == 1:
+            return None
+        if keep is not None and can_look_at_values(keep) and not keep.all():
+            return False
+        return (x.shape[1] if group is None else sum(group.lengths(x))) % block == 0
+
+    def _step(self, keep: Keep, before: NetworkState, after: NetworkState) -> NetworkState:
+        """Return the state after one token, where masked ones have not taken a position."""
+        position = after.position
+        if self.position is not None and not isinstance(self.position, TokenPosition):
+            position = rows_where(keep, after.position, before.position)
+        blocks = [
+            cast(Mixer, block.mixer).after_masked(old, new, keep)
+            for block, old, new in zip(self.blocks, before.blocks, after.blocks, strict=True)
+        ]
+        return NetworkState(position, tuple(blocks))
 
     @property
     def device(self) -> torch.device:
@@ -304,6 +528,16 @@ class TokenNetwork(nn.Module):
             raise ValueError(f"state is {named_type(state)}, expected a NetworkState")
         if self.config.mixer.state_block is None:
             raise ValueError("state was given to a bidirectional model")
+        if self.config.state_block is None:
+            raise ValueError(
+                "state was given to a model with position.bidirectional=True, whose tokens read "
+                "later ones; expected a position encoding in one direction"
+            )
+        if state.continues is False:
+            raise ValueError(
+                "state is from a call that ended within a block or contained padding, expected "
+                f"one with whole blocks of {self.config.state_block} real tokens"
+            )
         if len(state.blocks) != len(self.blocks):
             raise ValueError(
                 f"state is from a model with {len(state.blocks)} blocks, expected "
@@ -315,6 +549,11 @@ class TokenNetwork(nn.Module):
                     f"state has batch size {len(part)}, expected {len(x)}: {path} has shape "
                     f"{tuple(part.shape)}"
                 )
+
+
+def _of_all_ranks(group: SequenceGroup, keep: Tensor) -> Tensor:
+    """Return the mask of the tokens of all ranks."""
+    return gather_tokens(group, keep.byte(), group.lengths(keep)).bool()
 
 
 def _separated(

@@ -132,8 +132,8 @@ class StateLayer(CacheLayerMixin):
 class StateCache(Cache):
     """Cache of a causal model, of constant size, except that softmax attention's cache grows.
 
-    There is one layer per block. `common` holds what belongs to no block: the state of the position
-    encoding, and the ids that were read after the snapshot.
+    There is one layer per block. `common` holds what belongs to no block: the state of the network
+    without those of its blocks, and the ids that were read after the snapshot.
 
     Args:
         num_layers: Number of blocks. By default, the first forward determines it.
@@ -150,7 +150,7 @@ class StateCache(Cache):
         """State of the network; None if no token was read."""
         if not self.common.state_tokens:
             return None
-        return NetworkState(self.common.state, tuple(layer.state for layer in self.layers))
+        return self.common.state._replace(blocks=tuple(layer.state for layer in self.layers))
 
     def resume(
         self, read: Callable[[Inputs, NetworkState | None], tuple[Any, NetworkState | None]]
@@ -218,7 +218,7 @@ class StateCache(Cache):
             layer.crop(int(tokens_to_remove))  # a tensor in some versions of transformers
 
     def _replace(self, state: NetworkState, new_tokens: int, *, snapshot: bool) -> None:
-        self.common.replace(state.position, new_tokens, snapshot=snapshot)
+        self.common.replace(state._replace(blocks=()), new_tokens, snapshot=snapshot)
         for layer, part in zip(self.layers, state.blocks, strict=True):
             layer.replace(part, new_tokens, snapshot=snapshot)
 

@@ -88,6 +88,15 @@ class MixerConfig(ABC):
         """Whether adding the mixer's output keeps tokens bounded, unless it is scaled up."""
         return False
 
+    @property
+    def skips_padding(self) -> bool:
+        """Whether real tokens are mixed as if masked tokens did not exist, wherever these are.
+
+        With other mixers, masked tokens occupy positions, so networks of texts move the real tokens
+        together first.
+        """
+        return False
+
     def check_padding(self, grid: Grid) -> None:  # noqa: B027 - most mixers read any padding
         """Raise ValueError if a padded grid is not mixed as without its padding.
 
@@ -172,6 +181,7 @@ class Mixer(nn.Module, ABC):
             grid: Layout of the tokens. Later calls of a causal mixer continue the first one along
                 the first axis, with all other sizes the same and without a prefix.
             keep: True for real tokens. Other tokens have zero output, are not read and may be NaN.
+                They keep their positions on the grid, unless the mixer `skips_padding`.
             state: State returned by a previous call, for causal mixers only. None at the beginning.
 
         Returns:
@@ -199,6 +209,19 @@ class Mixer(nn.Module, ABC):
         if not isinstance(state, kind):
             raise ValueError(f"state is {named_type(state)}, expected a {kind.__name__}")
 
+    def after_masked(self, before: Any, after: Any, keep: Keep) -> Any:
+        """Return the state after one token, as if a masked token had not taken a position.
+
+        Networks of texts call it for causal mixers that do not skip padding. By default, rows with
+        a masked token keep the state before it; a mixer whose state counts positions overrides it.
+
+        Args:
+            before: State before the token.
+            after: State that `forward` returned for the token and its mask.
+            keep: True for a real token, [B, 1].
+        """
+        return rows_where(keep, after, before)
+
     def init_weights(self) -> None:
         """Initialize weights for which the model's default is unsuitable; models call this last."""
 
@@ -223,6 +246,19 @@ def check_continued(grid: Grid) -> None:
 def masked(x: Hidden, keep: Keep | None) -> Hidden:
     """Set all tokens but the real ones to zero, even if they are NaN."""
     return x if keep is None else x.masked_fill(~keep.unsqueeze(-1), 0)
+
+
+def rows_where(keep: Keep, state: Any, other: Any) -> Any:
+    """Return the rows of a state where keep, [B, 1], is True, and those of another elsewhere.
+
+    Numbers, which have no rows, are those of the first state.
+    """
+    if isinstance(state, tuple):
+        parts = [rows_where(keep, a, b) for a, b in zip(state, other, strict=True)]
+        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    if not isinstance(state, Tensor) or not state.ndim:
+        return state
+    return torch.where(keep.view(-1, *(1,) * (state.ndim - 1)), state, other)
 
 
 def flipped(x: Tensor | None) -> Any:

@@ -126,6 +126,10 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
         return 1 if self.is_causal else self.causal_block
 
     @property
+    def skips_padding(self) -> bool:
+        return self.causal_block is None
+
+    @property
     def takes_cu_seqlens(self) -> bool:
         takes_scan = self.scan == "flat" and self.direction in ("both", "forward")
         return takes_scan and self.conv_size is None

@@ -43,6 +43,10 @@ class HGRNMixerConfig(DirectedMixerConfig):
     def reads_lower_bound(self) -> bool:
         return True
 
+    @property
+    def skips_padding(self) -> bool:
+        return True
+
     def build(self, *, width: int, axes: int) -> "HGRNMixer":
         self.check_direction()
         self.head_width(width)  # raises if num_heads does not divide the width

@@ -51,6 +51,10 @@ class HybridMixerConfig(MixerConfig):
     def reads_lower_bound(self) -> bool:
         return self.linear.reads_lower_bound or self.attention.reads_lower_bound
 
+    @property
+    def skips_padding(self) -> bool:
+        return self.linear.skips_padding and self.attention.skips_padding
+
     def check_padding(self, grid: Grid) -> None:
         self.linear.check_padding(grid)
         self.attention.check_padding(grid)

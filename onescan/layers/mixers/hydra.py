@@ -39,6 +39,10 @@ class HydraMixerConfig(MixerConfig):
     chunk_size: int = 64
     """Tokens per chunk of the chunk form."""
 
+    @property
+    def skips_padding(self) -> bool:
+        return True
+
     def build(self, *, width: int, axes: int) -> "HydraMixer":
         check_choice("form", self.form, get_args(Form))
         check_positive(state_size=self.state_size, expand=self.expand, chunk_size=self.chunk_size)

@@ -30,6 +30,7 @@ from onescan.ops.numerics import (
     accumulation_dtype,
     logaddexp,
     logcumsumexp,
+    to_accumulation_dtype,
     to_autocast_dtype,
 )
 from onescan.ops.packing import Packing
@@ -108,6 +109,10 @@ class LightNetMixerConfig(MixerConfig):
     @property
     def prefix_reads_grid(self) -> bool:
         return self.state_block is None
+
+    @property
+    def skips_padding(self) -> bool:
+        return not self.lrpe and self.causal_block is None
 
     @property
     def takes_cu_seqlens(self) -> bool:
@@ -339,6 +344,24 @@ class LightNetMixer(Mixer):
         if self.config.state_block is None or attention is None:
             return None
         return LightNetState(attention, decay_normalizer, position)
+
+    def after_masked(self, before: LightNetState, after: LightNetState, keep: Keep) -> Any:
+        """Turn the keys of rows with a masked token by one position; see `Mixer.after_masked`."""
+        if not self.config.lrpe:
+            return after
+        (theta,) = to_accumulation_dtype(self.theta)
+        cos, sin = theta.cos().unsqueeze(-1), theta.sin().unsqueeze(-1)
+
+        def turned(keys: Tensor) -> Tensor:  # B H 2K .
+            a, b = keys.chunk(2, dim=2)
+            moved = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2)
+            return keys.where(keep[:, :, None, None], moved.to(keys.dtype))
+
+        attention = after.attention._replace(kv=turned(after.attention.kv))
+        if isinstance(attention, DecayState):
+            k_sum = turned(attention.k_sum.unsqueeze(-1)).squeeze(-1)
+            attention = attention._replace(k_sum=k_sum)
+        return after._replace(attention=attention)
 
     @torch.no_grad()
     def key_importance(self, x: Hidden) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
 from onescan.layers.basic import NormName, build_norm
-from onescan.layers.mixers.contract import Mixer, MixerConfig
+from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.linear_diffusion import (
@@ -29,7 +29,12 @@ from onescan.ops.linear_diffusion import (
     next_state,
     stable_step,
 )
-from onescan.ops.numerics import disable_autocast, safe_divide, to_accumulation_dtype
+from onescan.ops.numerics import (
+    disable_autocast,
+    safe_divide,
+    to_accumulation_dtype,
+    zero_masked,
+)
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import sequence_group, sequence_parallel
 from onescan.shapes import (
@@ -113,6 +118,10 @@ class LinearDiffusionMixerConfig(MixerConfig):
     @property
     def reads_embedding(self) -> bool:
         return self.local_update or self.input_residual
+
+    @property
+    def skips_padding(self) -> bool:
+        return not self.diffusion
 
     @property
     def takes_cu_seqlens(self) -> bool:
@@ -474,13 +483,12 @@ class LinearCrossAttention(nn.Module):
             memory: Tokens of the other sequence.
             memory_mask: True for real tokens.
         """
-        k, v = (
-            y.unflatten(-1, (self.num_heads, -1)) for y in self.kv_proj(memory).chunk(2, dim=-1)
-        )
+        kv = self.kv_proj(masked(memory, memory_mask))
+        k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in kv.chunk(2, dim=-1))
         with disable_autocast(memory):
             k, v = to_accumulation_dtype(self.feature_map(k), v)
             if memory_mask is not None:
-                k, v = (x.masked_fill(~memory_mask[:, :, None, None], 0) for x in (k, v))
+                k, v = zero_masked(memory_mask, k, v)
             return DecayState(torch.einsum("bshk,bshv->bhkv", k, v), k.sum(dim=1))
 
     def forward(self, x: Hidden, memory: DecayState) -> Hidden:

@@ -39,6 +39,7 @@ from onescan.layers.mixers.contract import (
     check_blocks,
     flipped,
     masked,
+    rows_where,
 )
 from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
 from onescan.layers.mixers.projections import Projections, merged_projections
@@ -127,6 +128,10 @@ class LionMixerConfig(DirectedMixerConfig):
     @property
     def state_block(self) -> int | None:
         return 1 if self.is_causal else self.causal_block
+
+    @property
+    def skips_padding(self) -> bool:
+        return not self.rotary and self.causal_block is None
 
     @property
     def takes_cu_seqlens(self) -> bool:
@@ -322,6 +327,17 @@ class LionMixer(Mixer):
             return o, attention
         seen = None if angles is None else position + self._length(x, grid)
         return o, LionState(attention, window, seen)
+
+    def after_masked(self, before: Any, after: Any, keep: Keep) -> Any:
+        """Turn the keys of rows with a masked token by one position; see `Mixer.after_masked`."""
+        if not self.config.rotary:
+            return after
+        kv, k_sum = after.attention
+        angles = rotary_angles(
+            Grid((2,)), self.key_width, start=0, dtype=kv.dtype, device=kv.device
+        )[1]
+        moved = DecayState(rotated(kv.mT, angles).mT, rotated(k_sum, angles))
+        return after._replace(attention=rows_where(keep, after.attention, moved))
 
     def _unpacked(
         self, state: Any, grid: Grid

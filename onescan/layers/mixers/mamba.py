@@ -61,6 +61,10 @@ class MambaMixerConfig(DirectedMixerConfig):
                 "tokens; expected prefix_position='start' or no class token"
             )
 
+    @property
+    def skips_padding(self) -> bool:
+        return True
+
     def build(self, *, width: int, axes: int) -> "MambaMixer":
         self.check_direction()
         check_choice("prefix_position", self.prefix_position, get_args(PrefixPosition))

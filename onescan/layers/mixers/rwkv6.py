@@ -46,6 +46,10 @@ class RWKV6MixerConfig(DirectedMixerConfig):
     chunk_size: int = 64
     """Tokens per chunk of the chunk form."""
 
+    @property
+    def skips_padding(self) -> bool:
+        return True
+
     def build(self, *, width: int, axes: int) -> "RWKV6Mixer":
         self.check_direction()
         check_choice("form", self.form, get_args(Form))

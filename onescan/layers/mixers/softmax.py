@@ -32,8 +32,8 @@ class SoftmaxMixerConfig(MixerConfig):
     window: int | None = None
     """Sliding-window attention: read only tokens at most this many positions away, on both sides,
     or only earlier ones if causal. Equals flash-attention's window_size=(window, window) or
-    (window, 0), and Mistral's sliding_window minus 1. Padding counts as positions. Requires one
-    axis; prefix tokens are the first tokens of the sequence. None reads all tokens."""
+    (window, 0), and Mistral's sliding_window minus 1. Requires one axis; prefix tokens are the
+    first tokens of the sequence. None reads all tokens."""
     dropout: float = 0.0
     """Dropout probability of the attention weights in training; 0.1 in BERT."""
     feature_map: FeatureMapName = "identity"
@@ -50,6 +50,10 @@ class SoftmaxMixerConfig(MixerConfig):
     @property
     def state_grows(self) -> bool:
         return self.causal and self.window is None
+
+    @property
+    def skips_padding(self) -> bool:
+        return not self.rotary and self.window is None
 
     @property
     def takes_cu_seqlens(self) -> bool:
@@ -173,6 +177,15 @@ class SoftmaxMixer(Mixer):
         o = o[:, :, : x.shape[1]] if after else o
         o = self.out_proj(rearrange(o, "b h t v -> b t (h v)"))
         return masked(o, keep), new_state if packing is None else None
+
+    def after_masked(self, before: SoftmaxState, after: SoftmaxState, keep: Keep) -> Any:
+        """Turn the keys of rows with a masked token by one position; see `Mixer.after_masked`."""
+        if self.window is not None:
+            return super().after_masked(before, after, keep)
+        if not self.rotary:
+            return after
+        moved = rotated(after.k, self._angles(Grid((2,)), after.k)[1])
+        return after._replace(k=after.k.where(keep[:, :, None, None], moved))
 
     def _check(
         self, x: Hidden, cu_seqlens: Packing | None, state: Any
