@@ -1,5 +1,7 @@
 """Language models in transformers: the same numbers, saved, loaded, generating, resized."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +19,7 @@ from tiny_language_models import (
     over_causal,
     padded,
 )
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
@@ -639,3 +641,87 @@ def test_folders_with_names_of_older_versions_load(lightnet, tmp_path):
         read = model.base_model(ids(2, 5)).last_hidden_state
         assert_close(read, lightnet.model(ids(2, 5)).last_hidden_state)
     assert_close(load_pretrained(str(tmp_path))(ids(2, 5))[0], lightnet(ids(2, 5)).logits)
+
+
+@over_causal
+def test_padding_between_real_tokens_changes_no_score(change):
+    model, tokens = to_transformers(causal(change)), ids(2, 9)
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 1, 1, 0, 0]])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for given in ({}, {"position_ids": positions}):
+        out = model(tokens, attention_mask=mask, output_hidden_states=True, **given)
+        more = model(
+            ids(2, 1, seed=1), attention_mask=pad(mask, (0, 1), value=1),
+            **{CACHE: getattr(out, CACHE)},
+        ).logits  # fmt: skip
+        for b, real in enumerate(mask.bool()):
+            row = torch.cat([tokens[b, real], ids(2, 1, seed=1)[b]])[None]
+            want = model(row, output_hidden_states=True)
+            assert_close(out.logits[b, real], want.logits[0, :-1])
+            assert_close(more[b, 0], want.logits[0, -1])
+            for x, y in zip(out.hidden_states, want.hidden_states, strict=True):
+                assert_close(x[b, real], y[0, :-1])
+
+
+@over_causal
+def test_nan_embeddings_of_padding_reach_nothing(change):
+    model, mask = to_transformers(causal(change)), torch.tensor([[0, 1, 1, 0, 1]])
+    clean = model.get_input_embeddings()(ids(1, 5)).detach()
+    outcomes = []
+    for value in (0.0, torch.nan):
+        model.zero_grad()
+        x = clean.masked_fill(mask.unsqueeze(-1) == 0, value).requires_grad_()
+        labels = ids(1, 5).masked_fill(mask == 0, -100)
+        out = model(inputs_embeds=x, attention_mask=mask, labels=labels)
+        out.loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        outcomes.append([out.loss, out.logits[mask.bool()], x.grad, *gradients])
+    for x, want in zip(outcomes[1], outcomes[0], strict=True):
+        assert torch.equal(x, want)
+    assert (outcomes[1][2][mask == 0] == 0).all()
+
+
+def test_positions_that_do_not_count_real_tokens_are_refused(lightnet):
+    tokens, mask = ids(1, 5), torch.tensor([[1, 1, 0, 1, 1]])
+    with pytest.raises(ValueError, match="position_ids do not increase by 1 from one real token"):
+        lightnet(tokens, attention_mask=mask, position_ids=torch.arange(5)[None])
+    with pytest.raises(ValueError, match="position_ids do not increase by 1"):
+        lightnet(tokens, position_ids=torch.tensor([[0, 2, 4, 6, 8]]))
+
+
+def test_learned_positions_begin_at_the_number_of_tokens_before():
+    model, tokens = to_transformers(causal(CAUSAL["gpt2"])), ids(1, 5)
+    mask = torch.tensor([[0, 0, 1, 1, 1]])
+    with pytest.raises(ValueError, match=r"position_ids begin at \[2\], expected 0, the number"):
+        model(tokens, attention_mask=mask, position_ids=torch.arange(5)[None])
+    out = model(tokens, attention_mask=mask, position_ids=torch.tensor([[1, 1, 0, 1, 2]]))
+    cached = {CACHE: getattr(out, CACHE)}
+    with pytest.raises(ValueError, match=r"position_ids begin at \[5\], expected \[3\]"):
+        model(tokens[:, :1], position_ids=torch.tensor([[5]]), **cached)
+    model(tokens[:, :1], position_ids=torch.tensor([[3]]), **cached)
+
+
+def test_the_attention_implementation_is_the_mixers_own(lightnet, tmp_path):
+    lightnet.save_pretrained(tmp_path)
+    tokens = ids(1, 5)
+    for name in (None, "eager", "sdpa"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+        assert torch.equal(model.double()(tokens).logits, lightnet(tokens).logits)
+    with pytest.raises(
+        ValueError, match="attn_implementation is 'flash_attention_2', expected 'sd"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flash_attention_2")
+
+
+def test_configs_state_the_maximum_length_if_there_is_one(tmp_path):
+    config = to_transformers(causal(CAUSAL["gpt2"])).config
+    config.max_position_embeddings = 30
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["max_position_embeddings"] == saved["position"]["max_tokens"] == 30
+    assert OnescanTextConfig.from_pretrained(tmp_path).max_position_embeddings == 30
+    unlimited = OnescanTextConfig()
+    assert not hasattr(unlimited, "max_position_embeddings")
+    assert "max_position_embeddings" not in unlimited.to_dict()
+    with pytest.raises(ValueError, match="max_position_embeddings is 8, but the position encoding"):
+        OnescanTextConfig(max_position_embeddings=8)

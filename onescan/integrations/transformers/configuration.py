@@ -60,6 +60,22 @@ class _NativeFields:
             raise AttributeError("max_position_embeddings: the length is unlimited")
         return int(self.position["max_tokens"])
 
+    @max_position_embeddings.setter
+    def max_position_embeddings(self, value: int) -> None:
+        if not self.position or "max_tokens" not in self.position:
+            raise ValueError(
+                f"max_position_embeddings is {value}, but the position encoding has no maximum "
+                "length; expected position of the type TokenPositionConfig"
+            )
+        self.position = {**self.position, "max_tokens": value}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, with the maximum length under the name that other tools read."""
+        fields: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        if hasattr(self, "max_position_embeddings"):
+            fields["max_position_embeddings"] = self.max_position_embeddings
+        return fields
+
     def save_pretrained(self, save_directory: Any, *rest: Any, **options: Any) -> None:
         """Save the config, and the module that ``trust_remote_code=True`` imports."""
         classes = {"AutoConfig": type(self).__name__, **self.auto_classes}

@@ -25,6 +25,7 @@ from onescan.integrations.card import write_model_card
 from onescan.integrations.transformers.cache import Inputs, StateCache
 from onescan.integrations.transformers.configuration import OnescanTextConfig
 from onescan.layers.block import Block
+from onescan.layers.position import TokenPosition
 from onescan.messages import named_type
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.masked_lm import MaskedLMConfig
@@ -76,6 +77,21 @@ class OnescanModel(PreTrainedModel):
         mark_initialized(self)
         self.post_init()
 
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *_: Any, **__: Any
+    ) -> str:
+        """Accept the names under which torch's own kernels run; mixers choose theirs in any case.
+
+        Raises:
+            ValueError: If other kernels are requested.
+        """
+        if attn_implementation not in (None, "eager", "sdpa"):
+            raise ValueError(
+                f"attn_implementation is {attn_implementation!r}, expected 'sdpa' or 'eager': the "
+                "mixers of a model choose their own kernels"
+            )
+        return attn_implementation or "eager"
+
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing, because the auto_map is complete without copying source code."""
@@ -117,14 +133,13 @@ class OnescanModel(PreTrainedModel):
             metadata={"library_name": "transformers", "pipeline_tag": self.pipeline_tag},
         )
 
-    @contextmanager
-    def record_hidden_states(
+    def returns_hidden_states(
         self,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         **_: Any,
-    ) -> Iterator[list[Tensor]]:
-        """Collect the input of the first block and the output of each block, if requested.
+    ) -> bool:
+        """Return whether the input of the first block and the output of each block are requested.
 
         Raises:
             ValueError: If attention matrices are requested.
@@ -135,9 +150,14 @@ class OnescanModel(PreTrainedModel):
             raise ValueError("output_attentions is True, but no attention matrix is ever computed")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        return bool(output_hidden_states)
+
+    @contextmanager
+    def record_hidden_states(self, *requested: bool | None) -> Iterator[list[Tensor]]:
+        """Collect hidden states if `returns_hidden_states`."""
         hidden: list[Tensor] = []
         blocks, hooks = self._blocks(), []
-        if output_hidden_states:
+        if output_hidden_states := self.returns_hidden_states(*requested):
             hooks.append(blocks[0].register_forward_pre_hook(lambda _, x: hidden.append(x[0])))
         for block in blocks if output_hidden_states else ():
             hooks.append(block.register_forward_hook(lambda _, __, x: hidden.append(x[0])))
@@ -227,11 +247,11 @@ class OnescanTextModel(OnescanModel):
         Args:
             input_ids: Ids [B, T], without the tokens in the cache.
             attention_mask: 1 for real tokens [B, T], optionally including the tokens in the cache.
-                Padding may be on either side.
+                Padding may be anywhere. If it ends a call with a cache, only padding can follow.
             token_type_ids: Segments [B, T]; ignored by models without segments.
             position_ids: Positions [B, T]. If positions restart within a row, a new document
-                begins, which does not attend to previous ones. Values are otherwise ignored,
-                because the network counts real tokens itself.
+                begins, which does not attend to previous ones. The network counts real tokens
+                itself, and other positions are refused.
             inputs_embeds: Embeddings [B, T, width], instead of input_ids.
             past_key_values: Cache returned by a previous call of a causal model.
             cache: Name of past_key_values since transformers 5.24.
@@ -240,19 +260,23 @@ class OnescanTextModel(OnescanModel):
 
         Raises:
             ValueError: If shapes do not match, an id is out of range, the cache has another type or
-                is combined with several documents, or attention weights are requested.
+                is combined with several documents, position_ids do not count real tokens, or
+                attention weights are requested.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected one of input_ids and inputs_embeds")
         inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
         keep = _keep(attention_mask, inputs)
-        documents = _documents(position_ids, keep, inputs)
         cache = self._cache(past_key_values if cache is None else cache, use_cache)
+        documents = _documents(position_ids, keep, inputs)
         segments = token_type_ids if self.network.config.segment_types else None
         given = Inputs(input_ids, inputs_embeds, segments, keep)
         state = None if cache is None else cache.resume(self._read)
-        with self.record_hidden_states(**options) as hidden:
-            x, state = self._read(given, state, documents)
+        if isinstance(self.network.position, TokenPosition):
+            _check_first_positions(position_ids, keep, 0 if state is None else state.position)
+        hidden: list[Tensor] = []
+        outputs = hidden if self.returns_hidden_states(**options) else None
+        x, state = self._read(given, state, documents, outputs)
         if cache is not None and state is not None:
             cache.write(state, given)
         return BaseModelOutputWithPast(
@@ -262,13 +286,17 @@ class OnescanTextModel(OnescanModel):
         )
 
     def _read(
-        self, inputs: Inputs, state: NetworkState | None, documents: Tensor | None = None
+        self,
+        inputs: Inputs,
+        state: NetworkState | None,
+        documents: Tensor | None = None,
+        outputs: list[Tensor] | None = None,
     ) -> tuple[Tensor, NetworkState | None]:
         ids, embeddings, segments, keep = inputs
         options: Any = {"segments": segments, "keep": keep, "documents": documents, "state": state}
         if embeddings is not None:
-            return self.network.read(embeddings, **options)
-        return self.network(ids, **options)
+            return self.network.read(embeddings, outputs=outputs, **options)
+        return self.network(ids, outputs=outputs, **options)
 
     def _cache(self, given: Any, use_cache: bool | None) -> StateCache | None:
         if given is not None and not isinstance(given, StateCache):
@@ -276,7 +304,7 @@ class OnescanTextModel(OnescanModel):
                 f"past_key_values is {named_type(given)}, expected the StateCache that the "
                 "model returned"
             )
-        if not self.network.config.mixer.is_causal:
+        if self.network.config.state_block != 1:
             if given is not None:
                 raise ValueError("past_key_values was given to a bidirectional model")
             return None
@@ -474,8 +502,28 @@ def _keep(attention_mask: Any, inputs: Any) -> Tensor | None:
     return None if can_look_at_values(keep) and bool(keep.all()) else keep
 
 
+def _check_first_positions(position_ids: Tensor | None, keep: Tensor | None, read: Any) -> None:
+    """Raise ValueError, on a CPU, if positions do not begin at the number of tokens read before."""
+    if position_ids is None or not position_ids.numel() or not can_look_at_values(position_ids):
+        return
+    first = position_ids[:, 0]
+    if keep is not None:
+        rows = position_ids.expand(len(keep), -1)
+        first = rows.gather(1, keep.long().argmax(dim=1, keepdim=True))[:, 0]
+        first = first.where(keep.any(dim=1), read)
+    if bool((first != read).any()):
+        raise ValueError(
+            f"position_ids begin at {first.tolist()}, expected {torch.as_tensor(read).tolist()}, "
+            "the number of real tokens before"
+        )
+
+
 def _documents(position_ids: Tensor | None, keep: Tensor | None, inputs: Tensor) -> Tensor | None:
-    """Return the document number of each token from position_ids; None for one document per row."""
+    """Return the document number of each token from position_ids; None for one document per row.
+
+    Raises:
+        ValueError: If positions do not increase by 1 from one real token of a document to the next.
+    """
     if position_ids is None:
         return None
     check_shapes(position_ids=(position_ids, "B T"))
@@ -489,5 +537,17 @@ def _documents(position_ids: Tensor | None, keep: Tensor | None, inputs: Tensor)
     begins = (position_ids == 0).expand(batch, -1).clone()
     begins[:, 1:] |= (position_ids.diff(dim=1) <= 0) & real[:, :-1]
     begins &= real & (real.cumsum(dim=1) > 1)  # the first document of a row begins in any case
-    begins = begins.cpu()  # waits for the device once; models read documents on the CPU
-    return begins.cumsum(dim=1) if bool(begins.any()) else None
+    documents = begins.cumsum(dim=1)
+    # One position per token: if they count real tokens, the differences are the same in a document.
+    shift = (position_ids - real.cumsum(dim=1))[real]
+    row = torch.arange(batch, device=real.device).unsqueeze(1) * length
+    is_same = (documents + row)[real].diff() == 0
+    is_wrong = ((shift.diff() != 0) & is_same).any()
+    # Wait for the device once; models read documents on the CPU.
+    begins_any, wrong = torch.stack([begins.any(), is_wrong]).tolist()
+    if wrong:
+        raise ValueError(
+            "position_ids do not increase by 1 from one real token to the next, expected positions "
+            "that count the real tokens of attention_mask, such as attention_mask.cumsum(1) - 1"
+        )
+    return documents.cpu() if begins_any else None
