@@ -396,3 +396,21 @@ def test_a_single_image_is_its_own_partner():
         got, labels = MixConfig().build()(image, torch.tensor([[0.0, 1.0]]), seed)
         torch.testing.assert_close(got, image, rtol=0, atol=0)
         torch.testing.assert_close(labels, torch.tensor([[0.0, 1.0]]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sides", [(33,), (9, 17), (5, 8, 6)], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_cutmix_cuts_along_all_axes_and_no_channels(sides, seed):
+    images = torch.linspace(0, 1, 4).view(4, 1, *(1,) * len(sides)).expand(4, 2, *sides)
+    got, labels = mixed(images, seed, mixup_alpha=0.0)
+    assert torch.equal(got[:, 0], got[:, 1])
+    for row, partner in enumerate(reversed(range(4))):
+        pasted = (got[row, 0] == images[partner, 0]).float().mean()
+        torch.testing.assert_close(labels[row, partner], pasted)
+
+
+@pytest.mark.parametrize("sides", [(9,), (4, 4, 4)], ids=str)
+def test_augmentations_of_images_refuse_other_axes(sides):
+    data = torch.rand(2, 3, *sides)
+    with pytest.raises(ValueError, match=f"which have 2 axes, but the data has {len(sides)}"):
+        AffineConfig().build()(data, 0)

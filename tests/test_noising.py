@@ -141,3 +141,31 @@ def test_float32_is_near_float64(name):
     mixed = noising.mix(x0_32, noise_32, t)
     assert mixed.dtype == torch.float32
     torch.testing.assert_close(mixed.double(), noising.mix(x0, noise, t), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sides", [(), (9,), (8, 8), (8, 8, 8), (2, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_samples_have_any_number_of_axes(name, sides):
+    """Each sample is what it is on its own, with all its values in one axis."""
+    noising, config = Noising(CONFIGS[name]), CONFIGS[name]
+    x0, noise, predicted, variance = torch.rand(4, 3, 1, *sides, dtype=torch.float64) * 2 - 1
+    t = torch.tensor([0, 500, 999])
+
+    def every(*tensors):
+        noisy = noising.mix(*tensors[:2], t)
+        results = [
+            noisy,
+            noising.target(*tensors[:2], t),
+            noising.denoised(noisy, tensors[2], t),
+        ]
+        if config.prediction != "flow":
+            results.append(noising.variance_loss(tensors[0], noisy, *tensors[2:], t))
+        return results
+
+    tensors = (x0, noise, predicted, variance)
+    flat = every(*(x.reshape(3, 1, 1, -1) for x in tensors))
+    for i, (x, want) in enumerate(zip(every(*tensors), flat, strict=True)):
+        assert x.shape == (x0.shape if i < 3 else (3,))
+        torch.testing.assert_close(x.reshape(want.shape), want)
+    a, s = (noising.mix(*pair, t) for pair in ((x0 * 0 + 1, x0 * 0), (x0 * 0, x0 * 0 + 1)))
+    torch.testing.assert_close(noising.mix(x0, noise, t), a * x0 + s * noise)

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
-from onescan.shapes import Images
+from onescan.shapes import Grids, Images
 
 PerImage = Float[Tensor, " B"]
 Labels = Float[Tensor, "B classes"]  # fraction of each class in an image; rows sum to 1
-Augment = Callable[[Images, int], Images]
+Augment = Callable[[Grids, int], Grids]
 """Changes pixels from 0 to 1 on any device; a function of them and of the random seed."""
-Mix = Callable[[Images, Labels, int], tuple[Images, Labels]]
+Mix = Callable[[Grids, Labels, int], tuple[Grids, Labels]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,8 @@ class RandomAffine:
     def __init__(self, config: AffineConfig) -> None:
         self.config = config
 
-    def __call__(self, images: Images, seed: int) -> Images:
+    def __call__(self, images: Grids, seed: int) -> Grids:
+        _check_two_axes(images)
         generator = torch.Generator().manual_seed(seed)
         angle, zoom, shift_x, shift_y = 2 * torch.rand(4, len(images), generator=generator) - 1
         matrices = affine_matrices(
@@ -122,6 +124,12 @@ class RandomAffine:
         contrast, brightness = (self.config.color_jitter * draws).to(images.device)
         mean = images.mean(dim=(2, 3), keepdim=True)
         return ((images - mean) * (1 + contrast) + mean + brightness).clamp(0, 1)
+
+
+def _check_two_axes(images: Tensor) -> None:
+    """Raise ValueError for signals, videos and volumes."""
+    if (axes := images.ndim - 2) != 2:  # noqa: PLR2004
+        raise ValueError(f"task.augment changes images, which have 2 axes, but the data has {axes}")
 
 
 def affine_matrices(
@@ -206,12 +214,13 @@ class DeitAugment:
         self.steps = list(_deit_steps(config))
 
     @torch.no_grad()
-    def __call__(self, images: Images, seed: int) -> Images:
+    def __call__(self, images: Grids, seed: int) -> Grids:
         """Augment images in float32, whatever their type.
 
         Raises:
             ValueError: If the images are neither grayscale nor RGB.
         """
+        _check_two_axes(images)
         if images.shape[1] not in (1, 3):
             raise ValueError(
                 f"task.augment reads grayscale and RGB images, with 1 or 3 channels, "
@@ -409,7 +418,7 @@ class MixConfig:
 
 
 class RandomMix:
-    """Mixes a batch of images and labels with itself in reverse order.
+    """Mixes a batch of images, signals or volumes and labels with itself in reverse order.
 
     Sources: MixUp, arXiv:1710.09412; CutMix, arXiv:1905.04899; both as timm has them, one of the
     two for a whole batch. kornia's MixUp draws uniformly, not from a Beta distribution, and does
@@ -423,7 +432,7 @@ class RandomMix:
         else:
             self.cutmix_probability = float(config.cutmix_alpha > 0)
 
-    def __call__(self, images: Images, labels: Labels, seed: int) -> tuple[Images, Labels]:
+    def __call__(self, images: Grids, labels: Labels, seed: int) -> tuple[Grids, Labels]:
         rng = np.random.default_rng(seed)
         if rng.random() >= self.config.probability:
             return images, labels
@@ -435,17 +444,18 @@ class RandomMix:
         return images, labels.lerp(labels.flip(0), other)
 
 
-def _cutmix(images: Images, alpha: float, rng: np.random.Generator) -> tuple[Images, float]:
-    """Paste a rectangle of each image's partner; return the fraction of the area it covers.
+def _cutmix(images: Grids, alpha: float, rng: np.random.Generator) -> tuple[Grids, float]:
+    """Paste a box of each image's partner; return the fraction of the image that it covers.
 
-    The rectangle has the image's aspect ratio and is clipped at the edges.
+    The box has the proportions of the image and is clipped at the edges.
     """
-    side = math.sqrt(rng.beta(alpha, alpha))
-    rows, columns = (_interval(length, side, rng) for length in images.shape[-2:])
+    sides = images.shape[2:]
+    part = rng.beta(alpha, alpha) ** (1 / len(sides))
+    intervals = [_interval(length, part, rng) for length in sides]
+    box: Any = (..., *intervals)
     mixed = images.clone()
-    mixed[..., rows, columns] = images[..., rows, columns].flip(0)
-    height, width = images.shape[-2:]
-    return mixed, (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
+    mixed[box] = images[box].flip(0)
+    return mixed, math.prod(x.stop - x.start for x in intervals) / math.prod(sides)
 
 
 def _interval(length: int, part: float, rng: np.random.Generator) -> slice:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onescan.models.denoiser import STEPS, NoiseConfig
-from onescan.shapes import Images, Timesteps
+from onescan.shapes import Grids, Timesteps
 
 LINEAR = (1e-4, 0.02)  # betas of the first and last step
 COSINE_OFFSET, MAX_BETA = 0.008, 0.999
@@ -67,12 +67,12 @@ class Noising:
             return fractions * STEPS
         return (fractions * STEPS).long().clamp(max=STEPS - 1)
 
-    def mix(self, x0: Images, noise: Images, t: Timesteps) -> Images:
-        """Return the noisy images."""
+    def mix(self, x0: Grids, noise: Grids, t: Timesteps) -> Grids:
+        """Return noisy samples, of any number of axes."""
         a, s = self._coefficients(t, x0)
         return a * x0 + s * noise
 
-    def target(self, x0: Images, noise: Images, t: Timesteps) -> Images:
+    def target(self, x0: Grids, noise: Grids, t: Timesteps) -> Grids:
         """Return what the model should predict."""
         if self.config.prediction == "noise":
             return noise
@@ -81,7 +81,7 @@ class Noising:
         a, s = self._coefficients(t, x0)
         return a * noise - s * x0
 
-    def denoised(self, noisy: Images, prediction: Images, t: Timesteps) -> Images:
+    def denoised(self, noisy: Grids, prediction: Grids, t: Timesteps) -> Grids:
         """Return the x_0 that a prediction of the target implies."""
         a, s = self._coefficients(t, noisy)
         if self.config.prediction == "noise":
@@ -90,10 +90,10 @@ class Noising:
 
     def variance_loss(
         self,
-        x0: Images,
-        noisy: Images,
-        prediction: Images,
-        variance: Images,
+        x0: Grids,
+        noisy: Grids,
+        prediction: Grids,
+        variance: Grids,
         t: Timesteps,
         *,
         count: float | None = None,
@@ -104,8 +104,8 @@ class Noising:
         likelihood of the image in 8 bits.
 
         Args:
-            x0: Images, from -1 to 1.
-            noisy: Images with noise.
+            x0: Images, signals or volumes, from -1 to 1.
+            noisy: The same with noise.
             prediction: The model's prediction of the target, which receives no gradient.
             variance: The model's log variances, between their minimum, -1, and their maximum, 1.
             t: Timesteps.
@@ -121,18 +121,23 @@ class Noising:
         likelihood = _log_likelihood(x0, mean, log_variance).flatten(1).sum(dim=1)
         return torch.where(t == 0, -likelihood, divergence) / count / math.log(2)
 
-    def _coefficients(self, t: Timesteps, like: Images) -> tuple[Tensor, Tensor]:
+    def _coefficients(self, t: Timesteps, like: Grids) -> tuple[Tensor, Tensor]:
         if self.is_flow:
-            s = (t / STEPS).to(like.dtype)[:, None, None, None]
+            s = _per_sample((t / STEPS).to(like.dtype), like)
             return 1 - s, s
         return self._at("a", t, like), self._at("s", t, like)
 
-    def _at(self, name: str, t: Timesteps, like: Images) -> Tensor:
+    def _at(self, name: str, t: Timesteps, like: Grids) -> Tensor:
         """Return the entries of a table at timesteps. Tables are copied to a device once."""
         key = (name, like.device, like.dtype)
         if key not in self._tables_on:
             self._tables_on[key] = self.tables[name].to(device=like.device, dtype=like.dtype)
-        return self._tables_on[key][t.long()][:, None, None, None]
+        return _per_sample(self._tables_on[key][t.long()], like)
+
+
+def _per_sample(x: Tensor, like: Tensor) -> Tensor:
+    """Reshape one number per sample, [B], so that it broadcasts over the axes of a batch."""
+    return x.view(-1, *(1,) * (like.ndim - 1))
 
 
 def _divergence(mean_1: Tensor, log_1: Tensor, mean_2: Tensor, log_2: Tensor) -> Tensor:
