@@ -263,3 +263,64 @@ def test_earlier_vit_attention_is_replaced():
     o, weights = model["attention"](tokens(7), None, False)
     assert o.shape == (2, 7, DIM)
     assert weights is None
+
+
+def encoder_with(attention):
+    """A model with one attention that is supported and another one."""
+    return nn.ModuleDict({"supported": encoder_layer(), "other": attention})
+
+
+LAYERS = {
+    "transformers": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "bert": ("query", "key", "value"),
+    "t5": ("q", "k", "v", "o"),
+    "distilbert": ("q_lin", "k_lin", "v_lin", "out_lin"),
+    "deberta": ("query_proj", "key_proj", "value_proj"),
+    "conformer": ("linear_q", "linear_k", "linear_v"),
+    "diffusers": ("to_q", "to_k", "to_v"),
+    "llama.c": ("wq", "wk", "wv", "wo"),
+    "timm": ("qkv", "proj"),
+    "timm cross-attention": ("q", "kv"),
+    "modernbert": ("Wqkv", "Wo"),
+    "gpt2": ("c_attn", "c_proj"),
+    "phi3": ("qkv_proj", "o_proj"),
+}
+
+
+@pytest.mark.parametrize("names", LAYERS.values(), ids=LAYERS)
+def test_attention_that_would_be_left_is_an_error(names):
+    model = encoder_with(nn.ModuleDict({name: nn.Linear(DIM, DIM) for name in names}))
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match=r"cannot be replaced: other \(ModuleDict\); expected"):
+        replace_attention(model)
+    assert dict(model.named_modules()) == before
+
+
+def test_a_model_without_supported_attention_names_what_it_has():
+    other = nn.ModuleDict({name: nn.Linear(DIM, DIM) for name in "qkv"})
+    model = nn.ModuleList([other, *(nn.ModuleDict({"wq": nn.Linear(1, 1)}) for _ in range(2))])
+    with pytest.raises(ValueError, match=r"cannot be replaced: 0 \(ModuleDict\); expected"):
+        replace_attention(model)
+    many = nn.ModuleList(nn.ModuleDict(dict(other.items())) for _ in range(5))
+    with pytest.raises(ValueError, match=r"0 .*, 1 .*, 2 \(ModuleDict\) and 2 more; expected"):
+        replace_attention(many)
+
+
+def test_siglip_is_not_half_replaced():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SiglipVisionConfig(
+        hidden_size=DIM, intermediate_size=16, num_hidden_layers=1, num_attention_heads=HEADS,
+        image_size=16, patch_size=8,
+    )  # fmt: skip
+    model = transformers.SiglipVisionModel(config)
+    with pytest.raises(ValueError, match=r"cannot be replaced: .*self_attn \(SiglipAttention\)"):
+        replace_attention(model)
+    assert not any(isinstance(x, MultiheadAttention) for x in model.modules())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replaced_attention_is_not_left_attention(kind):
+    model = nn.ModuleList([encoder_layer()])
+    replace_attention(model, kind)
+    model.append(encoder_layer())
+    assert replace_attention(model, kind) == ["1.self_attn"]

@@ -1,5 +1,7 @@
 """Replace the softmax attention of encoders of PyTorch, transformers and timm."""
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,20 @@ _PROJECTIONS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "ViTAttention": (("q_proj", "k_proj", "v_proj"), "o_proj"),  # transformers
     "Attention": (("qkv",), "proj"),  # timm
 }
+
+# names of the layers that project queries, keys and values in other attention modules
+_PREFIX, _SUFFIX = r"(?:to_|w_?|lin(?:ear)?_)?", r"(?:_?(?:proj|lin|linear|layer|w))?(?:_?\d)?"
+_ROLES = {
+    role: re.compile(f"{_PREFIX}(?:{names}){_SUFFIX}", re.IGNORECASE)
+    for role, names in {
+        "q": "q|query|queries",
+        "k": "k|key|keys",
+        "v": "v|value|values",
+        "kv": "kv|key_value",
+        "qkv": "qkv|query_key_value|c_attn|in_proj_qkv",
+    }.items()
+}
+_SHOWN = 3  # modules in an error message
 
 
 class SelfAttention(nn.Module):
@@ -185,6 +201,35 @@ def _replacement(
     return new.train(module.training)
 
 
+def _projects_queries_keys_and_values(module: nn.Module) -> bool:
+    """Return whether a module has layers with the names of an attention's projections."""
+    layers = [name for name, _ in module.named_children()]
+    roles = {r for r, name in _ROLES.items() if any(name.fullmatch(each) for each in layers)}
+    return "qkv" in roles or {"q", "kv"} <= roles or {"q", "k", "v"} <= roles
+
+
+def _check_nothing_is_left(model: nn.Module, replaced: Collection[str]) -> None:
+    """Raise ValueError if another module of the model has queries, keys and values."""
+    done = [f"{name}." for name in replaced]
+    done += [f"{name}." for name, x in model.named_modules() if name and _is_ours(x)]
+    left = [
+        (name, type(module).__name__)
+        for name, module in model.named_modules()
+        if _projects_queries_keys_and_values(module) and not f"{name}.".startswith(tuple(done))
+    ]
+    if left:
+        some = ", ".join(f"{name} ({kind})" for name, kind in left[:_SHOWN])
+        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        raise ValueError(
+            f"model has attention that cannot be replaced: {some}{more}; expected modules of the "
+            f"classes MultiheadAttention, {', '.join(_PROJECTIONS)} only"
+        )
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return isinstance(module, AttentionLayer | SelfAttention | MultiheadAttention)
+
+
 def replace_attention(
     model: nn.Module,
     kind: str = "lightnet",
@@ -219,9 +264,9 @@ def replace_attention(
         The names of the replaced modules.
 
     Raises:
-        ValueError: If the model has no supported attention, or one with an option that linear
-            attention lacks, or if it contains an `nn.TransformerDecoderLayer`. The model is then
-            unchanged.
+        ValueError: If the model has no supported attention, one with an option that linear
+            attention lacks, or another module that projects queries, keys and values, or if it
+            contains an `nn.TransformerDecoderLayer`. The model is then unchanged.
 
     >>> layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
     >>> replace_attention(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
@@ -245,6 +290,8 @@ def replace_attention(
                 continue
             new[module] = replacement
         names.append((name, new[module]))
+    if names or _source("model", model) is None:
+        _check_nothing_is_left(model, [name for name, _ in names])
     if not names and _source("model", model) is not None:
         raise ValueError(
             f"model is itself an attention layer, a {type(model).__name__}, expected a model that "
