@@ -73,6 +73,15 @@ def test_class_folders_in_splits(tmp_path):
     assert (pixels.dtype, labels.dtype) == (torch.uint8, torch.int64)
 
 
+def test_names_of_split_folders_may_be_capitalized(tmp_path):
+    write_folders(tmp_path, "Train/cat", "Train/dog", "TEST/cat", count=1)
+    splits = build(str(tmp_path))
+    assert (splits.class_names, len(splits.train), len(splits.test)) == (("cat", "dog"), 2, 1)
+    write_folders(tmp_path, "train/cat", count=1)
+    with pytest.raises(ValueError, match="has two folders of the split train: Train and train"):
+        build(str(tmp_path))
+
+
 def test_class_folders_without_splits(tmp_path):
     write_folders(tmp_path / "a [b]*", "cat", count=10)
     path = write_folders(tmp_path / "a [b]*", "dog", count=20)

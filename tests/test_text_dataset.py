@@ -993,3 +993,10 @@ def test_framed_rows_resume_exactly_and_test_rows_limits_them(tmp_path, streamin
         got = data.read([example for example, _ in rest]).batch[0]
         assert torch.equal(got, want[start:])
     assert len(splits.test) == len(rows(splits.test, seed=None)) == 3
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_nul_characters_of_json_are_refused_as_in_files(tmp_path, name):
+    path = write(tmp_path / name, '{"text": "a\\u0000b"}')
+    with pytest.raises(ValueError, match="the column 'text' holds a NUL character"):
+        build(path)

@@ -248,7 +248,15 @@ def _split_folders(folder: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:
         The folder of each split, and notes on what is left out.
     """
     entries = _entries(folder)
-    below = {entry.name: entry.path for entry in entries if _is_folder(entry)}
+    below: dict[str, str] = {}
+    for entry in filter(_is_folder, entries):
+        name = entry.name.lower() if entry.name.lower() in SPLITS else entry.name
+        if name in below:
+            raise ValueError(
+                f"data.path is {folder!r}, which has two folders of the split {name}: "
+                f"{Path(below[name]).name} and {entry.name}"
+            )
+        below[name] = entry.path
     if not any(name in SPLITS for name in below):
         return ({"train": [folder]} if _has_images(folder) else {}), ()
     splits = {name: [place] for name, place in below.items() if _has_images(place)}

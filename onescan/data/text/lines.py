@@ -105,6 +105,8 @@ class Row(NamedTuple):
             return Document("", self.place, fault)
         if not is_unicode(text):
             return Document("", self.place, f"the column {column!r} holds half of a surrogate pair")
+        if "\0" in text:
+            return Document("", self.place, f"the column {column!r} holds a NUL character")
         return Document(text, self.place)
 
 
